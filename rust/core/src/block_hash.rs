@@ -1,0 +1,310 @@
+//! Hashes of full blocks: `hash_block_tokens` and the hash functions that vLLM offers by name
+//! (`v1/core/kv_cache_utils.py`, `utils/hashing.py`).
+//!
+//! A block's hash covers its tokens and the hash of the block before it, so it stands for the
+//! whole prefix. vLLM feeds the tuple `(parent hash, tokens, extra keys)` to pickle or CBOR and
+//! the bytes to SHA-256 or XXH3; here the same bytes are written directly. Blocks with extra keys
+//! are not hashed here: see [`crate::Hooks::hash_first_block`].
+
+use sha2::{Digest, Sha256};
+
+/// Bytes that a hash takes at most: SHA-256's digest.
+pub const MAX_HASH_LEN: usize = 32;
+
+/// The hash of a prefix that ends at a block boundary; shorter digests are padded with zeros.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockHash(pub [u8; MAX_HASH_LEN]);
+
+impl BlockHash {
+    /// Takes a digest as vLLM has it, or `None` if it is longer than any that it produces.
+    #[must_use]
+    pub fn from_digest(digest: &[u8]) -> Option<Self> {
+        let mut bytes = [0; MAX_HASH_LEN];
+        bytes.get_mut(..digest.len())?.copy_from_slice(digest);
+        Some(Self(bytes))
+    }
+
+    /// Eight of its bytes, evenly distributed already, to find it in a table.
+    #[must_use]
+    pub fn prefix(&self) -> u64 {
+        let (prefix, _) = self.0.split_at(8);
+        u64::from_le_bytes(prefix.try_into().expect("split at eight bytes"))
+    }
+}
+
+/// The values of vLLM's `prefix_caching_hash_algo`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HashAlgorithm {
+    /// Pickle, then SHA-256.
+    Sha256,
+    /// Canonical CBOR, then SHA-256.
+    Sha256Cbor,
+    /// Pickle, then XXH3 with 128 bits.
+    Xxhash,
+    /// Canonical CBOR, then XXH3 with 128 bits.
+    XxhashCbor,
+}
+
+impl HashAlgorithm {
+    /// The algorithm that vLLM calls `name`.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "sha256" => Some(Self::Sha256),
+            "sha256_cbor" => Some(Self::Sha256Cbor),
+            "xxhash" => Some(Self::Xxhash),
+            "xxhash_cbor" => Some(Self::XxhashCbor),
+            _ => None,
+        }
+    }
+
+    /// Bytes of its digests.
+    #[must_use]
+    pub const fn digest_len(self) -> usize {
+        match self {
+            Self::Sha256 | Self::Sha256Cbor => 32,
+            Self::Xxhash | Self::XxhashCbor => 16,
+        }
+    }
+
+    const fn is_cbor(self) -> bool {
+        matches!(self, Self::Sha256Cbor | Self::XxhashCbor)
+    }
+
+    fn digest(self, bytes: &[u8]) -> BlockHash {
+        let mut hash = BlockHash([0; MAX_HASH_LEN]);
+        match self {
+            Self::Sha256 | Self::Sha256Cbor => {
+                hash.0.copy_from_slice(Sha256::digest(bytes).as_slice());
+            }
+            Self::Xxhash | Self::XxhashCbor => {
+                let digest = xxhash_rust::xxh3::xxh3_128(bytes).to_be_bytes();
+                hash.0[..digest.len()].copy_from_slice(&digest);
+            }
+        }
+        hash
+    }
+}
+
+/// Hashes the blocks of a sequence, one after another.
+#[derive(Clone, Debug)]
+pub struct BlockHasher {
+    algorithm: HashAlgorithm,
+    block_size: usize,
+    /// What stands in for the parent of a first block: vLLM's `NONE_HASH`.
+    none_hash: Box<[u8]>,
+}
+
+/// A pickle's frames end at 64 KiB; blocks that need more than one are not written here.
+const MAX_PICKLE_BODY: usize = 64 * 1024;
+/// Bytes of a pickled block that are not tokens, rounded up.
+const PICKLE_OVERHEAD: usize = 128;
+/// Bytes of the longest pickled token.
+const PICKLED_TOKEN: usize = 5;
+
+impl BlockHasher {
+    /// A hasher for blocks of `block_size` tokens, or `None` if such a block does not fit into one
+    /// frame of a pickle or `none_hash` is longer than a digest can be.
+    #[must_use]
+    pub fn new(algorithm: HashAlgorithm, block_size: u32, none_hash: &[u8]) -> Option<Self> {
+        let block_size = block_size as usize;
+        let fits = block_size * PICKLED_TOKEN + PICKLE_OVERHEAD < MAX_PICKLE_BODY
+            && block_size > 0
+            && none_hash.len() <= MAX_HASH_LEN;
+        fits.then(|| Self { algorithm, block_size, none_hash: none_hash.into() })
+    }
+
+    /// Tokens a block.
+    #[must_use]
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// Bytes of a digest.
+    #[must_use]
+    pub fn digest_len(&self) -> usize {
+        self.algorithm.digest_len()
+    }
+
+    /// The hash of a block without extra keys.
+    #[must_use]
+    pub fn hash_block(&self, parent: Option<&BlockHash>, tokens: &[i32]) -> BlockHash {
+        let mut buffer = Vec::new();
+        self.hash_with_buffer(parent, tokens, &mut buffer)
+    }
+
+    /// Appends the hashes of all blocks of `tokens` that are full and not yet in `hashes`.
+    pub fn extend_hashes(&self, tokens: &[i32], hashes: &mut Vec<BlockHash>) {
+        let num_blocks = tokens.len() / self.block_size;
+        hashes.reserve(num_blocks.saturating_sub(hashes.len()));
+        let mut buffer = Vec::with_capacity(self.block_size * PICKLED_TOKEN + PICKLE_OVERHEAD);
+        for block in hashes.len()..num_blocks {
+            let start = block * self.block_size;
+            let tokens = &tokens[start..start + self.block_size];
+            let hash = self.hash_with_buffer(hashes.last(), tokens, &mut buffer);
+            hashes.push(hash);
+        }
+    }
+
+    fn hash_with_buffer(
+        &self,
+        parent: Option<&BlockHash>,
+        tokens: &[i32],
+        buffer: &mut Vec<u8>,
+    ) -> BlockHash {
+        let parent = parent.map_or(&*self.none_hash, |hash| &hash.0[..self.digest_len()]);
+        buffer.clear();
+        if self.algorithm.is_cbor() {
+            cbor::write_block(parent, tokens, buffer);
+        } else {
+            pickle::write_block(parent, tokens, buffer);
+        }
+        self.algorithm.digest(buffer)
+    }
+}
+
+/// `pickle.dumps((parent, tokens, None), protocol=5)` as CPython writes it.
+mod pickle {
+    const PROTOCOL_5: [u8; 2] = [0x80, 5];
+    const FRAME: u8 = 0x95;
+    const MEMOIZE: u8 = 0x94;
+    const SHORT_BINBYTES: u8 = b'C';
+    const MARK: u8 = b'(';
+    const TUPLE: u8 = b't';
+    /// Tuples of one, two and three items have opcodes of their own.
+    const SMALL_TUPLES: [u8; 3] = [0x85, 0x86, 0x87];
+    const BININT1: u8 = b'K';
+    const BININT2: u8 = b'M';
+    const BININT: u8 = b'J';
+    const NONE: u8 = b'N';
+    const STOP: u8 = b'.';
+    const HEADER_LEN: usize = PROTOCOL_5.len() + 1 + 8;
+
+    pub(super) fn write_block(parent: &[u8], tokens: &[i32], out: &mut Vec<u8>) {
+        out.extend_from_slice(&PROTOCOL_5);
+        out.push(FRAME);
+        out.extend_from_slice(&[0; 8]);
+        out.extend_from_slice(&[SHORT_BINBYTES, parent.len() as u8]);
+        out.extend_from_slice(parent);
+        out.push(MEMOIZE);
+        write_tokens(tokens, out);
+        out.extend_from_slice(&[NONE, SMALL_TUPLES[2], MEMOIZE, STOP]);
+        let body_len = (out.len() - HEADER_LEN) as u64;
+        out[HEADER_LEN - 8..HEADER_LEN].copy_from_slice(&body_len.to_le_bytes());
+    }
+
+    fn write_tokens(tokens: &[i32], out: &mut Vec<u8>) {
+        if let Some(&opcode) = SMALL_TUPLES.get(tokens.len() - 1) {
+            tokens.iter().for_each(|&token| write_int(token, out));
+            out.push(opcode);
+        } else {
+            out.push(MARK);
+            tokens.iter().for_each(|&token| write_int(token, out));
+            out.push(TUPLE);
+        }
+        out.push(MEMOIZE);
+    }
+
+    fn write_int(value: i32, out: &mut Vec<u8>) {
+        if let Ok(byte) = u8::try_from(value) {
+            out.extend_from_slice(&[BININT1, byte]);
+        } else if let Ok(short) = u16::try_from(value) {
+            let [low, high] = short.to_le_bytes();
+            out.extend_from_slice(&[BININT2, low, high]);
+        } else {
+            let [a, b, c, d] = value.to_le_bytes();
+            out.extend_from_slice(&[BININT, a, b, c, d]);
+        }
+    }
+}
+
+/// `cbor2.dumps((parent, tokens, None), canonical=True)`: RFC 8949, shortest forms.
+mod cbor {
+    const UNSIGNED: u8 = 0;
+    const NEGATIVE: u8 = 1;
+    const BYTES: u8 = 2;
+    const ARRAY: u8 = 4;
+    const NULL: u8 = 0xf6;
+
+    pub(super) fn write_block(parent: &[u8], tokens: &[i32], out: &mut Vec<u8>) {
+        write_head(ARRAY, 3, out);
+        write_head(BYTES, parent.len() as u32, out);
+        out.extend_from_slice(parent);
+        write_head(ARRAY, tokens.len() as u32, out);
+        for &token in tokens {
+            match u32::try_from(token) {
+                Ok(value) => write_head(UNSIGNED, value, out),
+                // -1 - n stands for the negative number n.
+                Err(_) => write_head(NEGATIVE, !token as u32, out),
+            }
+        }
+        out.push(NULL);
+    }
+
+    /// The major type and its argument in the fewest bytes.
+    fn write_head(major: u8, argument: u32, out: &mut Vec<u8>) {
+        let major = major << 5;
+        match argument {
+            0..24 => out.push(major | argument as u8),
+            24..0x100 => out.extend_from_slice(&[major | 24, argument as u8]),
+            0x100..0x1_0000 => {
+                out.push(major | 25);
+                out.extend_from_slice(&(argument as u16).to_be_bytes());
+            }
+            _ => {
+                out.push(major | 26);
+                out.extend_from_slice(&argument.to_be_bytes());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hex(bytes: &[u8]) -> String {
+        use std::fmt::Write as _;
+        bytes.iter().fold(String::new(), |mut text, byte| {
+            write!(text, "{byte:02x}").expect("a String takes any text");
+            text
+        })
+    }
+
+    /// Written by CPython's `pickle.dumps((b"p", (1, 300, 70000, -1), None), protocol=5)`.
+    #[test]
+    fn pickle_bytes_are_cpythons() {
+        let mut out = Vec::new();
+        pickle::write_block(b"p", &[1, 300, 70_000, -1], &mut out);
+        let expected = "80059519000000000000004301709428 4b014d2c014a701101004affffffff74944e87942e";
+        assert_eq!(hex(&out), expected.replace(' ', ""));
+    }
+
+    /// RFC 8949, section 3, worked out by hand.
+    #[test]
+    fn cbor_bytes_are_canonical() {
+        let mut out = Vec::new();
+        cbor::write_block(b"p", &[1, 24, 300, 70_000, -1, -500], &mut out);
+        let expected = "83 4170 86 01 1818 19012c 1a00011170 20 3901f3 f6";
+        assert_eq!(hex(&out), expected.replace(' ', ""));
+    }
+
+    #[test]
+    fn hashes_form_a_chain() {
+        let hasher = BlockHasher::new(HashAlgorithm::Sha256, 4, &[7; 32]).unwrap();
+        let tokens: Vec<i32> = (0..11).collect();
+        let mut hashes = Vec::new();
+        hasher.extend_hashes(&tokens[..6], &mut hashes);
+        hasher.extend_hashes(&tokens, &mut hashes);
+        let first = hasher.hash_block(None, &tokens[..4]);
+        let second = hasher.hash_block(Some(&first), &tokens[4..8]);
+        assert_eq!(hashes, [first, second]);
+    }
+
+    #[test]
+    fn blocks_that_need_several_pickle_frames_are_refused() {
+        assert!(BlockHasher::new(HashAlgorithm::Sha256, 13_000, &[]).is_some());
+        assert!(BlockHasher::new(HashAlgorithm::Sha256, 13_100, &[]).is_none());
+        assert!(BlockHasher::new(HashAlgorithm::Sha256, 0, &[]).is_none());
+    }
+}

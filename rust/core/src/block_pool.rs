@@ -1,0 +1,349 @@
+//! All KV blocks: who references them, in which order the free ones are handed out, and which
+//! prefix each one caches. Mirrors vLLM's `v1/core/block_pool.py` and `FreeKVCacheBlockQueue`.
+//!
+//! Everything lives in one table, allocated when the pool is built: the free queue and the blocks
+//! that share a hash are lists threaded through it, and the index of the prefix cache holds block
+//! ids only. Left out: KV events, residency metrics, several hashes a block, copy on write.
+
+use hashbrown::HashTable;
+use hashbrown::hash_table::Entry;
+
+use crate::block_hash::{BlockHash, MAX_HASH_LEN};
+use crate::ids::{BlockId, GroupId};
+
+/// Stands for 'no block' in the threaded lists; the pool is smaller than this.
+const NONE: u32 = u32::MAX;
+
+#[derive(Clone, Debug)]
+struct Block {
+    /// Requests that have this block in a table.
+    ref_cnt: u32,
+    /// Neighbours in the free queue; [`NONE`] at its ends and while the block is in use.
+    prev_free: u32,
+    next_free: u32,
+    /// Neighbours among the blocks with the same hash, as a ring: a lone block is its own.
+    prev_same: u32,
+    next_same: u32,
+    /// Tokens of the prefix that the hash stands for; 0 while the block is not cached.
+    hash_num_tokens: u32,
+    group: GroupId,
+    hash: BlockHash,
+}
+
+/// The pool. A block is *free* while nobody references it, and stays *cached* until it is handed
+/// out again.
+#[derive(Clone, Debug)]
+pub struct BlockPool {
+    blocks: Vec<Block>,
+    free_head: u32,
+    free_tail: u32,
+    num_free: u32,
+    /// Finds the first cached of the blocks that share a hash and a group.
+    cached: HashTable<u32>,
+    /// Whether blocks keep their hash when they are freed.
+    enable_caching: bool,
+}
+
+impl BlockPool {
+    /// A pool of `num_blocks` blocks, the null block included, all others free in ascending order.
+    ///
+    /// # Panics
+    /// If there is not even a null block, or more than 2^32 - 2.
+    #[must_use]
+    pub fn new(num_blocks: u32, enable_caching: bool) -> Self {
+        assert!((1..NONE).contains(&num_blocks), "a pool has 1 to 2^32 - 2 blocks");
+        let free = 1..num_blocks;
+        let neighbour = |id: u32| if free.contains(&id) { id } else { NONE };
+        let blocks = (0..num_blocks).map(|id| Block {
+            ref_cnt: 0,
+            prev_free: if id == 0 { NONE } else { neighbour(id - 1) },
+            next_free: if id == 0 { NONE } else { neighbour(id + 1) },
+            prev_same: NONE,
+            next_same: NONE,
+            hash_num_tokens: 0,
+            group: GroupId(0),
+            hash: BlockHash([0; MAX_HASH_LEN]),
+        });
+        Self {
+            blocks: blocks.collect(),
+            free_head: neighbour(1),
+            free_tail: neighbour(num_blocks - 1),
+            num_free: num_blocks - 1,
+            cached: HashTable::new(),
+            enable_caching,
+        }
+    }
+
+    /// Blocks in the pool, the null block included.
+    #[must_use]
+    pub fn num_blocks(&self) -> u32 {
+        self.blocks.len() as u32
+    }
+
+    /// Blocks that nobody references.
+    #[must_use]
+    pub fn num_free(&self) -> u32 {
+        self.num_free
+    }
+
+    /// Share of the blocks in use, 0 to 1; the null block does not count.
+    #[must_use]
+    pub fn usage(&self) -> f64 {
+        let total = self.num_blocks() - 1;
+        if total == 0 { 0.0 } else { 1.0 - f64::from(self.num_free) / f64::from(total) }
+    }
+
+    /// Requests that reference the block.
+    #[must_use]
+    pub fn ref_count(&self, id: BlockId) -> u32 {
+        self.blocks[id.index()].ref_cnt
+    }
+
+    /// Tokens of the prefix that the block is cached for, or 0.
+    #[must_use]
+    pub fn hash_num_tokens(&self, id: BlockId) -> u32 {
+        self.blocks[id.index()].hash_num_tokens
+    }
+
+    /// Whether allocating the block to one more request takes it out of the free queue.
+    #[must_use]
+    pub fn is_evictable(&self, id: BlockId) -> bool {
+        !id.is_null() && self.blocks[id.index()].ref_cnt == 0
+    }
+
+    /// The block that was cached first for this prefix in this group.
+    #[must_use]
+    pub fn find_cached(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
+        let blocks = &self.blocks;
+        self.cached
+            .find(table_hash(hash, group), |&id| is_keyed(&blocks[id as usize], hash, group))
+            .map(|&id| BlockId(id))
+    }
+
+    /// Hands out `count` free blocks, oldest first, and appends them to `table`. What they cached
+    /// is forgotten.
+    ///
+    /// # Panics
+    /// If fewer are free: callers check first.
+    pub fn allocate(&mut self, count: u32, table: &mut Vec<BlockId>) {
+        assert!(count <= self.num_free, "{count} blocks wanted, {} are free", self.num_free);
+        for _ in 0..count {
+            let id = self.free_head;
+            self.unlink_free(id);
+            self.evict(id);
+            let block = &mut self.blocks[id as usize];
+            debug_assert_eq!(block.ref_cnt, 0, "a free block has no owner");
+            block.ref_cnt = 1;
+            table.push(BlockId(id));
+        }
+    }
+
+    /// Adds an owner to each block; the null block has none.
+    pub fn touch(&mut self, ids: &[BlockId]) {
+        for &id in ids.iter().filter(|id| !id.is_null()) {
+            if self.blocks[id.index()].ref_cnt == 0 {
+                self.unlink_free(id.0);
+            }
+            self.blocks[id.index()].ref_cnt += 1;
+        }
+    }
+
+    /// Takes an owner from each block. Those that nobody references any more become free: blocks
+    /// without a hash are handed out next, in the order given; cached ones last.
+    pub fn release(&mut self, ids: impl Iterator<Item = BlockId>) {
+        // Blocks without a hash go in front of what was at the head when the call began.
+        let mut insert_after = NONE;
+        for id in ids.filter(|id| !id.is_null()) {
+            let block = &mut self.blocks[id.index()];
+            debug_assert!(block.ref_cnt > 0, "block {} is released twice", id.0);
+            block.ref_cnt -= 1;
+            if block.ref_cnt > 0 {
+                continue;
+            }
+            if block.hash_num_tokens == 0 || !self.enable_caching {
+                self.link_free_after(insert_after, id.0);
+                insert_after = id.0;
+            } else {
+                self.link_free_after(self.free_tail, id.0);
+            }
+        }
+    }
+
+    /// Makes a full block findable as the end of a prefix of `num_tokens` tokens.
+    pub fn cache(&mut self, id: BlockId, hash: &BlockHash, group: GroupId, num_tokens: u32) {
+        debug_assert!(!id.is_null() && num_tokens > 0);
+        let block = &mut self.blocks[id.index()];
+        debug_assert_eq!(block.hash_num_tokens, 0, "block {} is cached already", id.0);
+        block.hash = *hash;
+        block.group = group;
+        block.hash_num_tokens = num_tokens;
+
+        let blocks = &self.blocks;
+        let entry = self.cached.entry(
+            table_hash(hash, group),
+            |&other| is_keyed(&blocks[other as usize], hash, group),
+            |&other| key_of(&blocks[other as usize]),
+        );
+        match entry {
+            Entry::Vacant(vacant) => {
+                vacant.insert(id.0);
+                self.link_same(id.0, id.0);
+            }
+            Entry::Occupied(occupied) => {
+                let first = *occupied.get();
+                self.link_same(first, id.0);
+            }
+        }
+    }
+
+    /// Forgets all that is cached, if every block is free. Returns whether it was.
+    pub fn reset_cache(&mut self) -> bool {
+        if self.num_free != self.num_blocks() - 1 {
+            return false;
+        }
+        self.cached.clear();
+        for block in &mut self.blocks {
+            block.hash_num_tokens = 0;
+            block.prev_same = NONE;
+            block.next_same = NONE;
+        }
+        true
+    }
+
+    /// The free blocks in the order in which they will be handed out.
+    pub fn free_blocks(&self) -> impl Iterator<Item = BlockId> {
+        let mut next = self.free_head;
+        std::iter::from_fn(move || {
+            let id = (next != NONE).then_some(next)?;
+            next = self.blocks[id as usize].next_free;
+            Some(BlockId(id))
+        })
+    }
+
+    /// Every cached block with its hash and group, by ascending id.
+    pub fn cached_blocks(&self) -> impl Iterator<Item = (BlockId, &BlockHash, GroupId)> {
+        let cached = self.blocks.iter().enumerate().filter(|(_, block)| block.hash_num_tokens > 0);
+        cached.map(|(id, block)| (BlockId(id as u32), &block.hash, block.group))
+    }
+
+    /// Removes the block from the prefix cache, if it is there.
+    fn evict(&mut self, id: u32) {
+        let block = &self.blocks[id as usize];
+        if block.hash_num_tokens == 0 {
+            return;
+        }
+        let (hash, group, next) = (block.hash, block.group, block.next_same);
+        let blocks = &self.blocks;
+        let entry = self
+            .cached
+            .find_entry(table_hash(&hash, group), |&other| {
+                is_keyed(&blocks[other as usize], &hash, group)
+            })
+            .expect("a cached block is in the index");
+        if next == id {
+            entry.remove();
+        } else if *entry.get() == id {
+            *entry.into_mut() = next;
+        }
+        self.unlink_same(id);
+        self.blocks[id as usize].hash_num_tokens = 0;
+    }
+
+    fn unlink_free(&mut self, id: u32) {
+        let Block { prev_free, next_free, .. } = self.blocks[id as usize];
+        match prev_free {
+            NONE => self.free_head = next_free,
+            prev => self.blocks[prev as usize].next_free = next_free,
+        }
+        match next_free {
+            NONE => self.free_tail = prev_free,
+            next => self.blocks[next as usize].prev_free = prev_free,
+        }
+        let block = &mut self.blocks[id as usize];
+        (block.prev_free, block.next_free) = (NONE, NONE);
+        self.num_free -= 1;
+    }
+
+    /// Puts a block into the free queue behind `prev`, or first if that is [`NONE`].
+    fn link_free_after(&mut self, prev: u32, id: u32) {
+        let next = match prev {
+            NONE => std::mem::replace(&mut self.free_head, id),
+            prev => std::mem::replace(&mut self.blocks[prev as usize].next_free, id),
+        };
+        match next {
+            NONE => self.free_tail = id,
+            next => self.blocks[next as usize].prev_free = id,
+        }
+        let block = &mut self.blocks[id as usize];
+        (block.prev_free, block.next_free) = (prev, next);
+        self.num_free += 1;
+    }
+
+    /// Adds a block at the end of the ring that begins with `first`, which may be itself.
+    fn link_same(&mut self, first: u32, id: u32) {
+        let last = if first == id { id } else { self.blocks[first as usize].prev_same };
+        self.blocks[id as usize].prev_same = last;
+        self.blocks[id as usize].next_same = first;
+        self.blocks[last as usize].next_same = id;
+        self.blocks[first as usize].prev_same = id;
+    }
+
+    fn unlink_same(&mut self, id: u32) {
+        let Block { prev_same, next_same, .. } = self.blocks[id as usize];
+        self.blocks[prev_same as usize].next_same = next_same;
+        self.blocks[next_same as usize].prev_same = prev_same;
+        let block = &mut self.blocks[id as usize];
+        (block.prev_same, block.next_same) = (NONE, NONE);
+    }
+
+    /// Walks everything and panics at the first contradiction. For tests.
+    ///
+    /// # Panics
+    /// If the pool contradicts itself.
+    pub fn check_invariants(&self) {
+        let mut num_free = 0;
+        let mut prev = NONE;
+        for id in self.free_blocks() {
+            let block = &self.blocks[id.index()];
+            assert!(!id.is_null() && block.ref_cnt == 0, "block {} can't be free", id.0);
+            assert_eq!(block.prev_free, prev, "the free queue is broken at block {}", id.0);
+            prev = id.0;
+            num_free += 1;
+            assert!(num_free <= self.num_free, "the free queue is longer than its count");
+        }
+        assert_eq!(prev, self.free_tail);
+        assert_eq!(num_free, self.num_free);
+        let num_used = self.blocks[1..].iter().filter(|block| block.ref_cnt > 0).count();
+        assert_eq!(num_used + num_free as usize + 1, self.blocks.len(), "a block is lost");
+
+        let mut num_indexed = 0;
+        for &first in &self.cached {
+            let mut id = first;
+            loop {
+                let block = &self.blocks[id as usize];
+                assert!(block.hash_num_tokens > 0, "block {id} is indexed but not cached");
+                assert_eq!(self.blocks[block.next_same as usize].prev_same, id);
+                num_indexed += 1;
+                id = block.next_same;
+                if id == first {
+                    break;
+                }
+            }
+        }
+        assert_eq!(num_indexed, self.cached_blocks().count(), "a cached block is not indexed");
+    }
+}
+
+fn is_keyed(block: &Block, hash: &BlockHash, group: GroupId) -> bool {
+    block.group == group && block.hash == *hash
+}
+
+fn key_of(block: &Block) -> u64 {
+    table_hash(&block.hash, block.group)
+}
+
+/// A block hash is evenly distributed already; the group only has to move it elsewhere.
+fn table_hash(hash: &BlockHash, group: GroupId) -> u64 {
+    const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
+    hash.prefix() ^ u64::from(group.0).wrapping_mul(SPREAD)
+}

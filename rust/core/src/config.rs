@@ -1,0 +1,133 @@
+//! What the scheduler is built from, and which combinations it refuses.
+
+use std::fmt;
+
+use crate::block_hash::BlockHasher;
+
+/// In which order requests wait, and which one is preempted first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Policy {
+    /// First come, first served; the last to run is preempted first.
+    Fcfs,
+    /// Smaller `(priority, arrival time, request id)` first; the largest is preempted first.
+    Priority,
+}
+
+/// How the layers of a KV cache group attend, as far as their blocks are concerned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvCacheGroupConfig {
+    /// Every token's KV is kept until the request ends.
+    FullAttention,
+    /// Only the last `window` tokens are attended; blocks that fall behind return to the pool.
+    SlidingWindow {
+        /// Attention window in tokens, the current token included.
+        window: u32,
+        /// Most blocks that one request is ever counted for when it is admitted.
+        max_admission_blocks: u32,
+    },
+}
+
+impl KvCacheGroupConfig {
+    pub(crate) const fn is_full_attention(self) -> bool {
+        matches!(self, Self::FullAttention)
+    }
+}
+
+/// Everything that decides how requests are scheduled.
+#[derive(Clone, Debug)]
+pub struct SchedulerConfig {
+    /// Steps are scheduled before the output of the former one is known.
+    pub async_scheduling: bool,
+    /// Order of waiting and of preemption.
+    pub policy: Policy,
+    /// Most requests that may run at once (`max_num_active_seqs`, else `max_num_seqs`).
+    pub max_num_active_reqs: usize,
+    /// Most tokens that a step may schedule.
+    pub max_num_scheduled_tokens: u32,
+    /// Most tokens that the model runner's input batch holds.
+    pub max_num_batched_tokens: u32,
+    /// Longest sequence, prompt and output together.
+    pub max_model_len: u32,
+    /// A prompt may be computed in several steps.
+    pub enable_chunked_prefill: bool,
+    /// Most tokens of one request in a step when others wait; 0 is no limit.
+    pub long_prefill_token_threshold: u32,
+    /// The threshold is at least a fair share of the input budget.
+    pub long_prefill_token_threshold_adaptive: bool,
+    /// A request is admitted only if its whole sequence fits into the free blocks.
+    pub reserve_full_isl: bool,
+    /// The model runner takes resumed requests as new ones (Model Runner V2).
+    pub resume_as_new: bool,
+    /// Events and statistics are collected.
+    pub log_stats: bool,
+    /// Tokens a block.
+    pub block_size: u32,
+    /// Blocks in the pool, the null block included.
+    pub num_blocks: u32,
+    /// Blocks that an admission leaves free while others run.
+    pub watermark_blocks: u32,
+    /// The KV cache groups, in the order of their ids.
+    pub groups: Vec<KvCacheGroupConfig>,
+    /// Ids of the groups that are looked up together because their specs are equal: full
+    /// attention first.
+    pub lookup_groups: Vec<Vec<u32>>,
+    /// Spacing in tokens of the windows that stay in the prefix cache: `None` keeps every block,
+    /// `Some(0)` only the places where a prompt can be taken up again.
+    pub retention_interval: Option<u32>,
+    /// How blocks are hashed; `None` turns prefix caching off.
+    pub hasher: Option<BlockHasher>,
+}
+
+/// A configuration that contradicts itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigError(String);
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+impl SchedulerConfig {
+    /// Checks what the rest of the crate relies on.
+    ///
+    /// # Errors
+    /// Names the first field that can't be worked with.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let check = |holds: bool, message: &str| {
+            if holds { Ok(()) } else { Err(ConfigError(message.to_owned())) }
+        };
+        check(self.num_blocks >= 1, "num_blocks must be at least 1: block 0 is the null block")?;
+        check(self.num_blocks < u32::MAX, "num_blocks must be below 2^32 - 1")?;
+        check(self.block_size >= 1, "block_size must be at least 1")?;
+        check(self.max_num_active_reqs >= 1, "max_num_active_reqs must be at least 1")?;
+        check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens must be at least 1")?;
+        check(!self.groups.is_empty(), "there must be at least one KV cache group")?;
+        check(
+            self.retention_interval.is_none_or(|interval| interval % self.block_size == 0),
+            "retention_interval must be a multiple of block_size",
+        )?;
+        let mut looked_up: Vec<u32> = self.lookup_groups.iter().flatten().copied().collect();
+        looked_up.sort_unstable();
+        check(
+            looked_up.iter().copied().eq(0..self.groups.len() as u32),
+            "lookup_groups must hold each KV cache group once",
+        )?;
+        let kinds_agree = self.lookup_groups.iter().all(|ids| {
+            ids.iter().all(|&id| self.groups[id as usize] == self.groups[ids[0] as usize])
+        });
+        check(kinds_agree, "groups that are looked up together must have equal specs")?;
+        let first_sliding = self.lookup_groups.iter().position(|ids| !self.is_full(ids[0]));
+        let last_full = self.lookup_groups.iter().rposition(|ids| self.is_full(ids[0]));
+        check(
+            first_sliding.zip(last_full).is_none_or(|(sliding, full)| full < sliding),
+            "full attention groups must be looked up first",
+        )
+    }
+
+    fn is_full(&self, group: u32) -> bool {
+        self.groups[group as usize].is_full_attention()
+    }
+}

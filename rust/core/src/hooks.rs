@@ -1,0 +1,70 @@
+//! The questions that the scheduler can't answer by itself.
+
+use std::convert::Infallible;
+
+use crate::block_hash::BlockHash;
+use crate::ids::RequestIndex;
+
+/// How far the grammar of a waiting request is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GrammarState {
+    /// Still being compiled: the request stays where it is.
+    Pending,
+    /// Compiled: the request may run.
+    Ready,
+    /// It can't be compiled: the caller will finish the request with an error.
+    Failed,
+}
+
+/// Asked only for requests that use structured output or a cache salt.
+pub trait Hooks {
+    /// What a hook fails with: the step ends with it, and the scheduler is not to be used further.
+    type Error;
+
+    /// Whether the grammar of this waiting request is there.
+    ///
+    /// # Errors
+    /// Whatever the owner of the grammar fails with.
+    fn grammar_state(&mut self, request: RequestIndex) -> Result<GrammarState, Self::Error>;
+
+    /// Advances the request's grammar by `tokens`, which are already part of the sequence.
+    /// `false` means that the grammar rejects them.
+    ///
+    /// # Errors
+    /// Whatever the owner of the grammar fails with.
+    fn accept_tokens(
+        &mut self,
+        request: RequestIndex,
+        tokens: &[i32],
+    ) -> Result<bool, Self::Error>;
+
+    /// Hashes the first block of a request that carries extra keys.
+    ///
+    /// # Errors
+    /// Whatever the hash function fails with.
+    fn hash_first_block(
+        &mut self,
+        request: RequestIndex,
+        tokens: &[i32],
+    ) -> Result<BlockHash, Self::Error>;
+}
+
+/// For schedulers whose requests use none of it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoHooks;
+
+impl Hooks for NoHooks {
+    type Error = Infallible;
+
+    fn grammar_state(&mut self, _: RequestIndex) -> Result<GrammarState, Infallible> {
+        Ok(GrammarState::Ready)
+    }
+
+    fn accept_tokens(&mut self, _: RequestIndex, _: &[i32]) -> Result<bool, Infallible> {
+        Ok(true)
+    }
+
+    fn hash_first_block(&mut self, _: RequestIndex, _: &[i32]) -> Result<BlockHash, Infallible> {
+        unreachable!("a request with extra keys needs hooks that can hash them")
+    }
+}

@@ -1,0 +1,39 @@
+//! vLLM V1's scheduling as plain Rust: requests, KV blocks, the prefix cache, `schedule()` and
+//! `update_from_output()`.
+//!
+//! The crate knows neither Python nor the clock nor any I/O: time arrives as an argument, and the
+//! few questions that only Python can answer (is a grammar compiled, does it accept a token, what
+//! does a salted block hash to) go through [`Hooks`]. Decisions equal those of vLLM 0.32.0's
+//! `Scheduler` and `AsyncScheduler` for the configurations that [`SchedulerConfig`] can express;
+//! everything else is refused before this crate is reached.
+//!
+//! Where to read first: [`scheduler`] is the policy, in the order of vLLM's own `schedule()`.
+#![forbid(unsafe_code)]
+
+pub mod block_hash;
+pub mod block_pool;
+pub mod config;
+pub mod hooks;
+pub mod ids;
+pub mod kv_cache_group;
+pub mod kv_cache_manager;
+pub mod request;
+pub mod request_queue;
+pub mod scheduler;
+pub mod stats;
+pub mod step;
+pub mod stop;
+pub mod update;
+
+pub use block_hash::{BlockHash, BlockHasher, HashAlgorithm};
+pub use block_pool::BlockPool;
+pub use config::{ConfigError, KvCacheGroupConfig, Policy, SchedulerConfig};
+pub use hooks::{GrammarState, Hooks, NoHooks};
+pub use ids::{BlockId, GroupId, RequestIndex};
+pub use kv_cache_manager::KvCacheManager;
+pub use request::{Event, EventKind, NewRequest, PrefillStats, Request, RequestStatus};
+pub use scheduler::{PauseState, Scheduler};
+pub use stats::{PrefixCacheStats, SchedulerStats};
+pub use step::{Admission, ScheduledRequest, Step};
+pub use stop::{RepetitionDetection, StopConditions, StopReason};
+pub use update::{RequestOutput, ScheduledOutput};

@@ -1,0 +1,336 @@
+//! A request's state: vLLM's `v1/request.py`, reduced to what scheduling needs.
+
+use smallvec::SmallVec;
+
+use crate::block_hash::{BlockHash, BlockHasher};
+use crate::hooks::Hooks;
+use crate::ids::{BlockId, RequestIndex};
+use crate::stop::{StopConditions, StopReason};
+
+/// Where a request is in its life. vLLM's states for KV transfers and streaming sessions are left
+/// out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RequestStatus {
+    /// In the queue, never run.
+    Waiting,
+    /// In the queue until its grammar is compiled.
+    WaitingForGrammar,
+    /// Has blocks and is scheduled each step.
+    Running,
+    /// Back in the queue: its blocks were needed by another.
+    Preempted,
+    /// Done: a stop token.
+    FinishedStopped,
+    /// Done: as long as allowed.
+    FinishedLengthCapped,
+    /// Done: the client gave up.
+    FinishedAborted,
+    /// Done: refused because of its length.
+    FinishedIgnored,
+    /// Done: something failed.
+    FinishedError,
+    /// Done: it repeats itself.
+    FinishedRepetition,
+}
+
+impl RequestStatus {
+    /// Whether the request is done.
+    #[must_use]
+    pub fn is_finished(self) -> bool {
+        !matches!(
+            self,
+            Self::Waiting | Self::WaitingForGrammar | Self::Running | Self::Preempted
+        )
+    }
+}
+
+/// What happened to a request, for its latency statistics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventKind {
+    /// It entered the queue.
+    Queued,
+    /// It began to run.
+    Scheduled,
+    /// Its blocks were taken away.
+    Preempted,
+}
+
+/// An event and when it was, in seconds of the caller's monotonic clock.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Event {
+    /// What happened.
+    pub kind: EventKind,
+    /// When, in seconds.
+    pub timestamp: f64,
+}
+
+/// How the prompt was computed, told to the client with the first token.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefillStats {
+    /// Tokens of the prompt, or 0 if the request never reached the prefix cache.
+    pub num_prompt_tokens: u32,
+    /// Of these, tokens found in the prefix cache.
+    pub num_cached_tokens: u32,
+    /// Of these, tokens that were computed and can now be found there.
+    pub num_cache_creation_tokens: u32,
+}
+
+/// A request as it arrives.
+#[derive(Clone, Debug)]
+pub struct NewRequest {
+    /// Unique among the requests that are not finished.
+    pub id: Box<str>,
+    /// The tokens so far: the prompt, and output if there is any already.
+    pub tokens: Vec<i32>,
+    /// How many of them are the prompt.
+    pub num_prompt_tokens: usize,
+    /// Hashes of the full blocks of `tokens`; the rest is computed when caching is on.
+    pub block_hashes: Vec<BlockHash>,
+    /// The first block carries keys that only [`Hooks::hash_first_block`] can hash.
+    pub has_extra_keys: bool,
+    /// Smaller is more urgent.
+    pub priority: i128,
+    /// Seconds of the client's clock.
+    pub arrival_time: f64,
+    /// What ends it.
+    pub stop: StopConditions,
+    /// Its prompt is computed even if it is cached.
+    pub skip_reading_prefix_cache: bool,
+    /// A grammar restricts its tokens.
+    pub use_structured_output: bool,
+}
+
+/// The blocks of a request in one KV cache group.
+#[derive(Clone, Debug, Default)]
+pub struct GroupBlocks {
+    /// One entry a block of tokens; [`BlockId::NULL`] where none is held any more.
+    pub table: Vec<BlockId>,
+    /// Where the blocks begin that the last allocation added.
+    pub new_from: usize,
+    /// Leading blocks that are cached or passed over; `None` until the group knows the request.
+    pub num_cached: Option<usize>,
+}
+
+impl GroupBlocks {
+    /// Blocks that the last allocation added.
+    #[must_use]
+    pub fn new_blocks(&self) -> &[BlockId] {
+        &self.table[self.new_from..]
+    }
+}
+
+/// A request's state. Counters of tokens are named as in vLLM.
+#[derive(Clone, Debug)]
+pub struct Request {
+    id: Box<str>,
+    tokens: Vec<i32>,
+    num_prompt_tokens: usize,
+    pub(crate) block_hashes: Vec<BlockHash>,
+    has_extra_keys: bool,
+    stop: StopConditions,
+    /// Smaller is more urgent.
+    pub(crate) priority: i128,
+    /// Seconds of the client's clock.
+    pub(crate) arrival_time: f64,
+    pub(crate) skip_reading_prefix_cache: bool,
+    pub(crate) use_structured_output: bool,
+
+    pub(crate) status: RequestStatus,
+    pub(crate) stop_reason: StopReason,
+    /// Tokens with KV in the cache, counted as soon as they are scheduled.
+    pub(crate) num_computed_tokens: u32,
+    /// Output tokens that scheduled steps will bring (asynchronous scheduling).
+    pub(crate) num_output_placeholders: u32,
+    /// Tokens of steps whose output has not come back.
+    pub(crate) num_in_flight_tokens: u32,
+    /// Of these, tokens scheduled before the last preemption.
+    pub(crate) num_stale_output_tokens: u32,
+    /// What the stale steps bring is thrown away rather than delivered.
+    pub(crate) drop_stale_output: bool,
+    /// The last step computed a part of the prompt that is not its end.
+    pub(crate) is_prefill_chunk: bool,
+    pub(crate) num_preemptions: u32,
+    /// End of a prefix shared with others that some groups had to compute again; 0 for none.
+    pub(crate) shared_prefix_boundary: u32,
+    /// Waits for something besides its turn, or was passed over.
+    pub(crate) is_deferred: bool,
+    /// Number of the last step that it was part of.
+    pub(crate) last_step: u64,
+    pub(crate) events: SmallVec<[Event; 2]>,
+    /// `None` once the client has them.
+    pub(crate) prefill_stats: Option<PrefillStats>,
+    pub(crate) groups: SmallVec<[GroupBlocks; 2]>,
+}
+
+impl Request {
+    pub(crate) fn new(new: NewRequest, num_groups: usize) -> Self {
+        Self {
+            id: new.id,
+            num_prompt_tokens: new.num_prompt_tokens,
+            tokens: new.tokens,
+            block_hashes: new.block_hashes,
+            has_extra_keys: new.has_extra_keys,
+            stop: new.stop,
+            priority: new.priority,
+            arrival_time: new.arrival_time,
+            skip_reading_prefix_cache: new.skip_reading_prefix_cache,
+            status: if new.use_structured_output {
+                RequestStatus::WaitingForGrammar
+            } else {
+                RequestStatus::Waiting
+            },
+            use_structured_output: new.use_structured_output,
+            stop_reason: StopReason::None,
+            num_computed_tokens: 0,
+            num_output_placeholders: 0,
+            num_in_flight_tokens: 0,
+            num_stale_output_tokens: 0,
+            drop_stale_output: false,
+            is_prefill_chunk: false,
+            num_preemptions: 0,
+            shared_prefix_boundary: 0,
+            is_deferred: false,
+            last_step: 0,
+            events: SmallVec::new(),
+            prefill_stats: Some(PrefillStats::default()),
+            groups: (0..num_groups).map(|_| GroupBlocks::default()).collect(),
+        }
+    }
+
+    /// The id that the client gave.
+    #[must_use]
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Prompt and output.
+    #[must_use]
+    pub fn tokens(&self) -> &[i32] {
+        &self.tokens
+    }
+
+    /// What was generated.
+    #[must_use]
+    pub fn output_tokens(&self) -> &[i32] {
+        &self.tokens[self.num_prompt_tokens..]
+    }
+
+    /// Tokens of prompt and output.
+    #[must_use]
+    pub fn num_tokens(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Tokens of the prompt.
+    #[must_use]
+    pub fn num_prompt_tokens(&self) -> usize {
+        self.num_prompt_tokens
+    }
+
+    /// Tokens generated.
+    #[must_use]
+    pub fn num_output_tokens(&self) -> usize {
+        self.tokens.len() - self.num_prompt_tokens
+    }
+
+    /// Where it is in its life.
+    #[must_use]
+    pub fn status(&self) -> RequestStatus {
+        self.status
+    }
+
+    /// Tokens with KV in the cache, counted as soon as they are scheduled.
+    #[must_use]
+    pub fn num_computed_tokens(&self) -> u32 {
+        self.num_computed_tokens
+    }
+
+    /// Output tokens that scheduled steps will bring.
+    #[must_use]
+    pub fn num_output_placeholders(&self) -> u32 {
+        self.num_output_placeholders
+    }
+
+    /// Tokens of steps whose output has not come back.
+    #[must_use]
+    pub fn num_in_flight_tokens(&self) -> u32 {
+        self.num_in_flight_tokens
+    }
+
+    /// Tokens in flight that were scheduled before the last preemption.
+    #[must_use]
+    pub fn num_stale_output_tokens(&self) -> u32 {
+        self.num_stale_output_tokens
+    }
+
+    /// How often its blocks were taken away.
+    #[must_use]
+    pub fn num_preemptions(&self) -> u32 {
+        self.num_preemptions
+    }
+
+    /// Whether the last step left a part of the prompt.
+    #[must_use]
+    pub fn is_prefill_chunk(&self) -> bool {
+        self.is_prefill_chunk
+    }
+
+    /// Whether a grammar restricts its tokens.
+    #[must_use]
+    pub fn use_structured_output(&self) -> bool {
+        self.use_structured_output
+    }
+
+    /// Its blocks, by KV cache group.
+    #[must_use]
+    pub fn groups(&self) -> &[GroupBlocks] {
+        &self.groups
+    }
+
+    /// Hashes of its full blocks.
+    #[must_use]
+    pub fn block_hashes(&self) -> &[BlockHash] {
+        &self.block_hashes
+    }
+
+    pub(crate) fn stop_conditions(&self) -> &StopConditions {
+        &self.stop
+    }
+
+    pub(crate) fn record_event(&mut self, kind: EventKind, timestamp: f64) {
+        self.events.push(Event { kind, timestamp });
+    }
+
+    /// Appends a generated token and hashes the block that it completes, if it completes one.
+    pub(crate) fn append_output_token<H: Hooks>(
+        &mut self,
+        token: i32,
+        index: RequestIndex,
+        hasher: Option<&BlockHasher>,
+        hooks: &mut H,
+    ) -> Result<(), H::Error> {
+        self.tokens.push(token);
+        match hasher {
+            Some(hasher) if self.tokens.len().is_multiple_of(hasher.block_size()) => {
+                self.update_block_hashes(index, hasher, hooks)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Hashes the blocks that are full and not hashed yet.
+    pub(crate) fn update_block_hashes<H: Hooks>(
+        &mut self,
+        index: RequestIndex,
+        hasher: &BlockHasher,
+        hooks: &mut H,
+    ) -> Result<(), H::Error> {
+        let block_size = hasher.block_size();
+        if self.has_extra_keys && self.block_hashes.is_empty() && self.tokens.len() >= block_size {
+            let hash = hooks.hash_first_block(index, &self.tokens[..block_size])?;
+            self.block_hashes.push(hash);
+        }
+        hasher.extend_hashes(&self.tokens, &mut self.block_hashes);
+        Ok(())
+    }
+}

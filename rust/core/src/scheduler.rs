@@ -1,0 +1,667 @@
+//! The scheduling policy: vLLM's `v1/core/sched/scheduler.py`, in its order.
+//!
+//! There is no prefill phase and no decode phase. A request has tokens, and of these some are
+//! computed; each step hands out a budget of tokens so that the computed ones catch up, first to
+//! the requests that run, then to those that wait.
+//!
+//! Left out, and refused before a scheduler is built: speculative decoding, LoRA, encoder inputs,
+//! KV and EC connectors, Mamba alignment, pipeline parallelism, streaming sessions. Without the
+//! last and connectors no waiting request holds blocks, so vLLM's second waiting queue does not
+//! exist here.
+
+use crate::block_hash::BlockHasher;
+use crate::config::{ConfigError, Policy, SchedulerConfig};
+use crate::hooks::{GrammarState, Hooks};
+use crate::ids::RequestIndex;
+use crate::kv_cache_manager::{AllocationFor, KvCacheManager};
+use crate::request::{EventKind, NewRequest, PrefillStats, Request, RequestStatus};
+use crate::request_queue::RequestQueue;
+use crate::stats::SchedulerStats;
+use crate::step::{Admission, ScheduledRequest, Step};
+
+/// Whether requests are scheduled at all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PauseState {
+    /// As usual.
+    #[default]
+    Unpaused,
+    /// Running requests go on, waiting ones stay.
+    PausedNew,
+    /// Nothing is scheduled.
+    PausedAll,
+}
+
+/// Requests, their queues and their blocks.
+#[derive(Clone, Debug)]
+pub struct Scheduler {
+    pub(crate) config: SchedulerConfig,
+    pub(crate) hasher: Option<BlockHasher>,
+    pub(crate) kv_cache: KvCacheManager,
+    slots: Vec<Option<Request>>,
+    free_slots: Vec<RequestIndex>,
+    pub(crate) waiting: RequestQueue,
+    pub(crate) running: Vec<RequestIndex>,
+    /// Waiting requests that were passed over or wait for more than their turn.
+    pub(crate) num_deferred: usize,
+    /// Taken out of the queue while this step looks for someone to admit.
+    passed_over: Vec<RequestIndex>,
+    pause_state: PauseState,
+    /// Counts calls of `schedule()`.
+    current_step: u64,
+    /// The step before counts as having held requests; a forced reset clears that.
+    has_previous_batch: bool,
+    /// When the prefills of a step were held back, the last ones allowed did not fit all.
+    prefill_capacity_bound: bool,
+    step: Step,
+}
+
+/// What is left of a step's allowance.
+struct Budget {
+    /// Tokens that may still be scheduled.
+    tokens: u32,
+    /// Tokens that the model runner's batch still holds.
+    input: u32,
+}
+
+impl Budget {
+    fn take(&mut self, num_tokens: u32) {
+        self.tokens -= num_tokens;
+        self.input -= num_tokens;
+    }
+
+    fn give_back(&mut self, num_tokens: u32) {
+        self.tokens += num_tokens;
+        self.input += num_tokens;
+    }
+
+    fn is_spent(&self) -> bool {
+        self.tokens == 0 || self.input == 0
+    }
+
+    fn available(&self) -> u32 {
+        self.tokens.min(self.input)
+    }
+}
+
+/// What holds for a whole call of `schedule()`.
+struct StepLimits {
+    now: f64,
+    /// Most tokens of one request; 0 is no limit.
+    long_prefill_threshold: u32,
+    /// Only requests that sample a token are scheduled.
+    defer_prefills: bool,
+}
+
+impl StepLimits {
+    fn cap(&self, num_tokens: u32) -> u32 {
+        match self.long_prefill_threshold {
+            0 => num_tokens,
+            threshold => num_tokens.min(threshold),
+        }
+    }
+}
+
+impl Scheduler {
+    /// A scheduler without requests.
+    ///
+    /// # Errors
+    /// If the configuration contradicts itself.
+    pub fn new(config: SchedulerConfig) -> Result<Self, ConfigError> {
+        config.validate()?;
+        Ok(Self {
+            kv_cache: KvCacheManager::new(&config),
+            hasher: config.hasher.clone(),
+            slots: Vec::new(),
+            free_slots: Vec::new(),
+            waiting: RequestQueue::new(config.policy),
+            running: Vec::new(),
+            num_deferred: 0,
+            passed_over: Vec::new(),
+            pause_state: PauseState::default(),
+            current_step: 0,
+            has_previous_batch: false,
+            prefill_capacity_bound: false,
+            step: Step::default(),
+            config,
+        })
+    }
+
+    /// Puts a request into the queue and returns its place.
+    ///
+    /// # Errors
+    /// What the hooks fail with, if the request's first block has to be hashed by them.
+    pub fn add_request<H: Hooks>(
+        &mut self,
+        new: NewRequest,
+        now: f64,
+        hooks: &mut H,
+    ) -> Result<RequestIndex, H::Error> {
+        let index = self.free_slots.last().copied();
+        let index = index.unwrap_or(RequestIndex(self.slots.len() as u32));
+        let mut request = Request::new(new, self.config.groups.len());
+        if let Some(hasher) = &self.hasher {
+            request.update_block_hashes(index, hasher, hooks)?;
+        }
+        if request.status == RequestStatus::WaitingForGrammar {
+            request.is_deferred = true;
+            self.num_deferred += 1;
+        }
+        if self.config.log_stats {
+            request.record_event(EventKind::Queued, now);
+        }
+        self.waiting.add(index, &request);
+        if self.free_slots.pop().is_some() {
+            self.slots[index.index()] = Some(request);
+        } else {
+            self.slots.push(Some(request));
+        }
+        Ok(index)
+    }
+
+    /// Decides which requests the next step computes, and how many tokens of each.
+    ///
+    /// `now` is the time for events. With `throttle_prefills`, prompts are held back while others
+    /// generate, unless they could not all be admitted the last time.
+    ///
+    /// # Errors
+    /// What the hooks fail with; the scheduler is not to be used after that.
+    pub fn schedule<H: Hooks>(
+        &mut self,
+        throttle_prefills: bool,
+        now: f64,
+        hooks: &mut H,
+    ) -> Result<&Step, H::Error> {
+        self.current_step += 1;
+        self.step.clear();
+        let mut budget = Budget {
+            tokens: self.config.max_num_scheduled_tokens,
+            input: self.config.max_num_batched_tokens,
+        };
+        if self.pause_state == PauseState::PausedAll {
+            budget.tokens = 0;
+        }
+        let limits = self.step_limits(throttle_prefills, now);
+
+        self.schedule_running(&mut budget, &limits);
+        if self.step.preempted.is_empty() && self.pause_state != PauseState::PausedAll {
+            self.schedule_waiting(&mut budget, &limits, hooks)?;
+        }
+        self.update_after_schedule();
+        Ok(&self.step)
+    }
+
+    fn step_limits(&self, throttle_prefills: bool, now: f64) -> StepLimits {
+        let is_generating = |&index: &RequestIndex| !self.request(index).is_prefill_chunk;
+        let defer_prefills = throttle_prefills
+            && !self.prefill_capacity_bound
+            && self.running.iter().any(is_generating);
+
+        // The limit keeps a long prompt from starving others; alone it may use the whole budget.
+        let config = &self.config;
+        let num_requests = (self.running.len() + self.waiting.len()) as u32;
+        let mut long_prefill_threshold = config.long_prefill_token_threshold;
+        if num_requests <= 1 {
+            long_prefill_threshold = 0;
+        } else if long_prefill_threshold > 0 && config.long_prefill_token_threshold_adaptive {
+            let fair_share = config.max_num_batched_tokens / num_requests;
+            long_prefill_threshold = long_prefill_threshold.max(fair_share);
+        }
+        StepLimits { now, long_prefill_threshold, defer_prefills }
+    }
+
+    /// First the requests that run, in their order.
+    fn schedule_running(&mut self, budget: &mut Budget, limits: &StepLimits) {
+        let mut position = 0;
+        while position < self.running.len() && !budget.is_spent() {
+            let index = self.running[position];
+            let num_tokens = self.num_tokens_to_run(index, budget, limits);
+            if num_tokens == 0 {
+                // Those behind it may still run: not strictly first come, first served.
+                position += 1;
+                continue;
+            }
+            if !self.allocate_or_preempt(index, num_tokens, &mut position, budget, limits.now) {
+                break;
+            }
+            let scheduled = self.scheduled(index, num_tokens);
+            self.step.running.push(scheduled);
+            budget.take(num_tokens);
+            position += 1;
+        }
+    }
+
+    /// Tokens that a running request gets; 0 if it has to sit this step out.
+    fn num_tokens_to_run(&self, index: RequestIndex, budget: &Budget, limits: &StepLimits) -> u32 {
+        let request = self.request(index);
+        if reaches_max_tokens_in_flight(request) || (limits.defer_prefills && request.is_prefill_chunk) {
+            return 0;
+        }
+        let known = request.num_tokens() as u32 + request.num_output_placeholders;
+        let num_new = known.saturating_sub(request.num_computed_tokens);
+        // One position is left for the token that will be sampled.
+        let until_max_model_len =
+            self.config.max_model_len.saturating_sub(request.num_computed_tokens + 1);
+        limits.cap(num_new).min(budget.available()).min(until_max_model_len)
+    }
+
+    /// Finds blocks for a running request, at the expense of less urgent ones if it must be.
+    /// Returns whether the request can run; `position` follows it when others leave before it.
+    fn allocate_or_preempt(
+        &mut self,
+        index: RequestIndex,
+        num_tokens: u32,
+        position: &mut usize,
+        budget: &mut Budget,
+        now: f64,
+    ) -> bool {
+        loop {
+            let request = self.slots[index.index()].as_mut().expect("running requests exist");
+            if self.kv_cache.allocate_slots(request, num_tokens, AllocationFor::Running) {
+                return true;
+            }
+            let victim = match self.config.policy {
+                Policy::Fcfs => self.running.pop().expect("at least this request runs"),
+                Policy::Priority => self.remove_least_urgent(position, budget),
+            };
+            self.preempt(victim, now, false);
+            self.step.preempted.push(victim);
+            if victim == index {
+                return false;
+            }
+        }
+    }
+
+    /// Takes the least urgent request out of the running ones, and out of this step if it had been
+    /// scheduled already.
+    fn remove_least_urgent(&mut self, position: &mut usize, budget: &mut Budget) -> RequestIndex {
+        let urgency = |at: usize| {
+            let request = self.request(self.running[at]);
+            (request.priority, request.arrival_time)
+        };
+        // The first of several equals.
+        let victim_at = (1..self.running.len()).fold(0, |worst, at| {
+            if urgency(at) > urgency(worst) { at } else { worst }
+        });
+        let victim = self.running.remove(victim_at);
+        if victim_at < *position {
+            *position -= 1;
+        }
+        let scheduled = self.step.running.iter().position(|scheduled| scheduled.index == victim);
+        if let Some(at) = scheduled {
+            budget.give_back(self.step.running.remove(at).num_tokens);
+        }
+        victim
+    }
+
+    /// Then the requests that wait, until one can't be admitted.
+    fn schedule_waiting<H: Hooks>(
+        &mut self,
+        budget: &mut Budget,
+        limits: &StepLimits,
+        hooks: &mut H,
+    ) -> Result<(), H::Error> {
+        while !budget.is_spent() && self.pause_state == PauseState::Unpaused {
+            let Some(index) = self.waiting.peek() else { break };
+            if self.running.len() >= self.config.max_num_active_reqs {
+                break;
+            }
+            if !self.is_ready(index, hooks)? {
+                self.pass_over();
+                continue;
+            }
+            if !self.admit(index, budget, limits) {
+                break;
+            }
+        }
+        // Back to the front, in their order.
+        while let Some(index) = self.passed_over.pop() {
+            let request = self.slots[index.index()].as_ref().expect("waiting requests exist");
+            self.waiting.prepend(index, request);
+        }
+        if !limits.defer_prefills {
+            self.prefill_capacity_bound = self.waiting.len() > self.num_deferred;
+        }
+        Ok(())
+    }
+
+    /// Whether a waiting request waits for nothing but its turn.
+    fn is_ready<H: Hooks>(
+        &mut self,
+        index: RequestIndex,
+        hooks: &mut H,
+    ) -> Result<bool, H::Error> {
+        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        if request.status == RequestStatus::WaitingForGrammar {
+            if hooks.grammar_state(index)? != GrammarState::Ready {
+                return Ok(false);
+            }
+            request.status = RequestStatus::Waiting;
+        }
+        // Tokens of an earlier life are still to be delivered: resumed now, it would sample them
+        // a second time.
+        Ok(request.num_stale_output_tokens == 0 || request.drop_stale_output)
+    }
+
+    fn pass_over(&mut self) {
+        let index = self.waiting.pop().expect("the request that was looked at");
+        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        if !std::mem::replace(&mut request.is_deferred, true) {
+            self.num_deferred += 1;
+        }
+        self.passed_over.push(index);
+    }
+
+    /// Admits the request at the head of the queue. Returns whether it could.
+    fn admit(&mut self, index: RequestIndex, budget: &mut Budget, limits: &StepLimits) -> bool {
+        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        let hit = self.kv_cache.find_prefix_hit(request);
+        request.shared_prefix_boundary = hit.shared_prefix_boundary;
+        note_first_prefill(request, hit.num_tokens);
+
+        let num_missing = request.num_tokens() as u32 - hit.num_tokens;
+        if limits.defer_prefills && num_missing > 1 {
+            return false;
+        }
+        let num_tokens = limits.cap(num_missing);
+        if !self.config.enable_chunked_prefill && num_tokens > budget.available() {
+            return false;
+        }
+        let num_tokens = num_tokens.min(budget.available());
+
+        let others_run = !self.running.is_empty();
+        let purpose = AllocationFor::Admission {
+            hit,
+            full_sequence_must_fit: self.config.reserve_full_isl,
+            watermark_blocks: if others_run { self.kv_cache.watermark_blocks() } else { 0 },
+        };
+        if !self.kv_cache.allocate_slots(request, num_tokens, purpose) {
+            return false;
+        }
+        if self.config.log_stats {
+            self.kv_cache.record_prefix_cache_stats(request, hit.num_tokens);
+            request.record_event(EventKind::Scheduled, limits.now);
+        }
+        let admission = match request.status {
+            RequestStatus::Preempted => Admission::Resumed,
+            _ => Admission::New,
+        };
+        if std::mem::take(&mut request.is_deferred) {
+            self.num_deferred -= 1;
+        }
+        request.status = RequestStatus::Running;
+        request.num_computed_tokens = hit.num_tokens;
+        self.waiting.pop();
+        self.running.push(index);
+        let scheduled = self.scheduled(index, num_tokens);
+        self.step.admitted.push((admission, scheduled));
+        budget.take(num_tokens);
+        true
+    }
+
+    /// The request as part of this step, as it is before the step.
+    fn scheduled(&self, index: RequestIndex, num_tokens: u32) -> ScheduledRequest {
+        let request = self.request(index);
+        let previous_step = self.current_step - 1;
+        ScheduledRequest {
+            index,
+            num_tokens,
+            num_computed_tokens: request.num_computed_tokens,
+            num_output_tokens: request.num_output_tokens() as u32 + request.num_output_placeholders,
+            is_new_to_batch: !self.has_previous_batch || request.last_step != previous_step,
+        }
+    }
+
+    /// Takes the blocks of a running request away and puts it back into the queue. It must have
+    /// left `running` already.
+    fn preempt(&mut self, index: RequestIndex, now: f64, drop_stale_output: bool) {
+        let request = self.slots[index.index()].as_mut().expect("running requests exist");
+        debug_assert_eq!(request.status, RequestStatus::Running);
+        self.kv_cache.free(request);
+        request.status = RequestStatus::Preempted;
+        request.num_computed_tokens = 0;
+        // All that is in flight belongs to the life that ends here. What an earlier preemption
+        // condemned stays condemned: its positions have been sampled again.
+        request.drop_stale_output = drop_stale_output
+            || (request.drop_stale_output && request.num_stale_output_tokens > 0);
+        request.num_stale_output_tokens = request.num_in_flight_tokens;
+        request.num_output_placeholders = 0;
+        request.num_preemptions += 1;
+        if self.config.log_stats {
+            request.record_event(EventKind::Preempted, now);
+        }
+        self.waiting.prepend(index, request);
+    }
+
+    /// Counts the step's tokens as computed, so that the next step can be scheduled before this
+    /// one's output is there.
+    fn update_after_schedule(&mut self) {
+        let step = &mut self.step;
+        let admitted = step.admitted.iter().map(|(_, scheduled)| scheduled);
+        for scheduled in step.running.iter().chain(admitted) {
+            let slot = &mut self.slots[scheduled.index.index()];
+            let request = slot.as_mut().expect("scheduled requests exist");
+            step.total_num_tokens += scheduled.num_tokens;
+            request.last_step = self.current_step;
+            request.num_computed_tokens += scheduled.num_tokens;
+            request.num_in_flight_tokens += scheduled.num_tokens;
+            let known = request.num_tokens() as u32 + request.num_output_placeholders;
+            request.is_prefill_chunk = request.num_computed_tokens < known;
+            if request.is_prefill_chunk {
+                continue;
+            }
+            step.has_structured_output_requests |= request.use_structured_output;
+            if self.config.async_scheduling {
+                step.pending_structured_output_tokens |=
+                    request.use_structured_output && request.num_output_placeholders > 0;
+                request.num_output_placeholders += 1;
+            }
+        }
+        self.has_previous_batch = true;
+        debug_assert!(step.total_num_tokens <= self.config.max_num_scheduled_tokens);
+    }
+
+    /// Ends requests from outside: aborted by their client, or failed. Places that hold no request
+    /// are ignored. Returns the requests that were ended, in the given order.
+    pub fn finish_requests(
+        &mut self,
+        indices: &[RequestIndex],
+        status: RequestStatus,
+    ) -> Vec<(RequestIndex, Request)> {
+        debug_assert!(status.is_finished());
+        let mut running = Vec::new();
+        let mut waiting = Vec::new();
+        for &index in indices {
+            match self.get(index).map(Request::status) {
+                Some(RequestStatus::Running) => running.push(index),
+                Some(_) => waiting.push(index),
+                None => {}
+            }
+        }
+        self.remove_running(&running);
+        self.remove_waiting(&waiting);
+        let ended = indices.iter().filter_map(|&index| {
+            let request = self.release(index, status)?;
+            Some((index, request))
+        });
+        ended.collect()
+    }
+
+    pub(crate) fn remove_running(&mut self, indices: &[RequestIndex]) {
+        match indices {
+            [] => {}
+            [one] => self.running.retain(|index| index != one),
+            many => {
+                let mut leaving = many.to_vec();
+                leaving.sort_unstable();
+                self.running.retain(|index| leaving.binary_search(index).is_err());
+            }
+        }
+    }
+
+    pub(crate) fn remove_waiting(&mut self, indices: &[RequestIndex]) {
+        if indices.is_empty() {
+            return;
+        }
+        let slots = &mut self.slots;
+        for &index in indices {
+            let request = slots[index.index()].as_mut().expect("waiting requests exist");
+            if std::mem::take(&mut request.is_deferred) {
+                self.num_deferred -= 1;
+            }
+        }
+        let request = |index: RequestIndex| slots[index.index()].as_ref().expect("checked above");
+        self.waiting.remove_all(indices, request);
+    }
+
+    /// Gives back a request's blocks and its place. It must have left the queues.
+    pub(crate) fn release(&mut self, index: RequestIndex, status: RequestStatus) -> Option<Request> {
+        let mut request = self.slots.get_mut(index.index())?.take()?;
+        request.status = status;
+        self.kv_cache.free(&mut request);
+        self.free_slots.push(index);
+        Some(request)
+    }
+
+    /// Takes the blocks of all running requests away; what their steps in flight bring will be
+    /// dropped. Returns them, the last one to run first.
+    pub fn preempt_running(&mut self, now: f64) -> Vec<RequestIndex> {
+        // From the last to the first, so that they queue in their order.
+        let preempted: Vec<RequestIndex> = self.running.drain(..).rev().collect();
+        for &index in &preempted {
+            self.preempt(index, now, true);
+        }
+        // They may run again in the very next step, but not as a continuation.
+        self.has_previous_batch = false;
+        preempted
+    }
+
+    /// Forgets all cached prefixes, if no request holds a block. Returns whether it did.
+    pub fn reset_prefix_cache(&mut self) -> bool {
+        self.kv_cache.reset_prefix_cache()
+    }
+
+    /// Whether requests are scheduled.
+    #[must_use]
+    pub fn pause_state(&self) -> PauseState {
+        self.pause_state
+    }
+
+    /// Stops or resumes scheduling.
+    pub fn set_pause_state(&mut self, state: PauseState) {
+        self.pause_state = state;
+    }
+
+    /// The request at a place that is known to hold one.
+    ///
+    /// # Panics
+    /// If there is none.
+    #[must_use]
+    pub fn request(&self, index: RequestIndex) -> &Request {
+        self.slots[index.index()].as_ref().expect("the place holds a request")
+    }
+
+    /// The request at a place, if there is one.
+    #[must_use]
+    pub fn get(&self, index: RequestIndex) -> Option<&Request> {
+        self.slots.get(index.index())?.as_ref()
+    }
+
+    /// The request at a place, to be changed, with the blocks.
+    pub(crate) fn get_mut(&mut self, index: RequestIndex) -> Option<(&mut Request, &mut KvCacheManager)> {
+        let request = self.slots.get_mut(index.index())?.as_mut()?;
+        Some((request, &mut self.kv_cache))
+    }
+
+    /// What the last call of [`Self::schedule`] decided.
+    #[must_use]
+    pub fn step(&self) -> &Step {
+        &self.step
+    }
+
+    /// The configuration.
+    #[must_use]
+    pub fn config(&self) -> &SchedulerConfig {
+        &self.config
+    }
+
+    /// The blocks.
+    #[must_use]
+    pub fn kv_cache(&self) -> &KvCacheManager {
+        &self.kv_cache
+    }
+
+    /// Requests that run, in their order.
+    #[must_use]
+    pub fn running(&self) -> &[RequestIndex] {
+        &self.running
+    }
+
+    /// Requests that wait, in their order.
+    #[must_use]
+    pub fn waiting(&self) -> &RequestQueue {
+        &self.waiting
+    }
+
+    /// Requests that are not finished and, as far as the pause state goes, have work to do.
+    #[must_use]
+    pub fn num_unfinished_requests(&self) -> usize {
+        match self.pause_state {
+            PauseState::Unpaused => self.running.len() + self.waiting.len(),
+            PauseState::PausedNew => self.running.len(),
+            PauseState::PausedAll => 0,
+        }
+    }
+
+    /// The state of queues and cache; counters of the prefix cache start again at zero.
+    pub fn take_stats(&mut self) -> SchedulerStats {
+        SchedulerStats {
+            num_running_reqs: self.running.len(),
+            num_waiting_reqs: self.waiting.len() - self.num_deferred,
+            num_skipped_waiting_reqs: self.num_deferred,
+            kv_cache_usage: self.kv_cache.pool().usage(),
+            prefix_cache_stats: std::mem::take(&mut self.kv_cache.prefix_cache_stats),
+        }
+    }
+
+    /// Walks everything and panics at the first contradiction. For tests.
+    ///
+    /// # Panics
+    /// If queues, requests and blocks contradict each other.
+    pub fn check_invariants(&self) {
+        let pool = self.kv_cache.pool();
+        pool.check_invariants();
+        let mut owners = vec![0; pool.num_blocks() as usize];
+        for request in self.slots.iter().flatten() {
+            let blocks = request.groups.iter().flat_map(|blocks| &blocks.table);
+            blocks.filter(|id| !id.is_null()).for_each(|id| owners[id.0 as usize] += 1);
+        }
+        for (id, &owners) in owners.iter().enumerate() {
+            let counted = pool.ref_count(crate::BlockId(id as u32));
+            assert_eq!(counted, owners, "block {id} counts {counted} owners and has {owners}");
+        }
+        let num_requests = self.slots.iter().flatten().count();
+        assert_eq!(num_requests, self.running.len() + self.waiting.len(), "a request is lost");
+        assert!(self.running.iter().all(|&index| self.request(index).status == RequestStatus::Running));
+        let waiting: Vec<&Request> = self.waiting.iter().map(|index| self.request(index)).collect();
+        assert!(waiting.iter().all(|request| request.status != RequestStatus::Running));
+        let num_deferred = waiting.iter().filter(|request| request.is_deferred).count();
+        assert_eq!(num_deferred, self.num_deferred, "deferred requests are miscounted");
+    }
+}
+
+/// Whether the steps in flight will bring the last token that the request may have. Scheduling it
+/// once more would compute a token that nobody gets.
+fn reaches_max_tokens_in_flight(request: &Request) -> bool {
+    let placeholders = u64::from(request.num_output_placeholders);
+    let last_known = u64::from(request.num_computed_tokens) + 2;
+    let limit = (request.num_prompt_tokens() as u64).saturating_add(request.stop_conditions().max_tokens);
+    placeholders > 0 && last_known - placeholders >= limit
+}
+
+/// Prefill statistics are those of the first prefill, not of repeats after a preemption.
+fn note_first_prefill(request: &mut Request, num_cached_tokens: u32) {
+    let num_prompt_tokens = request.num_prompt_tokens() as u32;
+    if let (Some(stats), 0) = (&mut request.prefill_stats, request.num_preemptions) {
+        *stats = PrefillStats { num_prompt_tokens, num_cached_tokens, ..PrefillStats::default() };
+    }
+}

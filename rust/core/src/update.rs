@@ -1,0 +1,211 @@
+//! What the model runner brought: vLLM's `update_from_output()`, `_update_request_with_output()`
+//! and, for asynchronous scheduling, `v1/core/sched/async_scheduler.py`.
+
+use smallvec::SmallVec;
+
+use crate::hooks::Hooks;
+use crate::ids::RequestIndex;
+use crate::request::{Event, PrefillStats, Request, RequestStatus};
+use crate::scheduler::Scheduler;
+use crate::stop::{StopReason, check_stop};
+
+/// What became of one request of a step that was scheduled earlier.
+#[derive(Clone, Copy, Debug)]
+pub struct ScheduledOutput<'a> {
+    /// The request, if it still exists.
+    pub index: Option<RequestIndex>,
+    /// Tokens that were scheduled for it.
+    pub num_scheduled_tokens: u32,
+    /// Tokens that were sampled, none if its prompt is not computed to the end.
+    pub sampled_tokens: &'a [i32],
+}
+
+/// What a client is to be told of one request.
+#[derive(Clone, Debug)]
+pub struct RequestOutput {
+    /// The request; its place may be given to another once the outputs have been told.
+    pub index: RequestIndex,
+    /// Which of the scheduled outputs this is about.
+    pub position: usize,
+    /// How many of the sampled tokens count: a stop cuts the rest off.
+    pub num_new_tokens: usize,
+    /// How the request ended, if it did.
+    pub finished: Option<RequestStatus>,
+    /// Why it ended.
+    pub stop_reason: StopReason,
+    /// What happened to the request since the last output.
+    pub events: SmallVec<[Event; 2]>,
+    /// With the request's first output, how its prompt was computed.
+    pub prefill_stats: Option<PrefillStats>,
+}
+
+impl RequestOutput {
+    /// Whether there is nothing to tell but tokens.
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        self.finished.is_none()
+            && self.events.is_empty()
+            && self.prefill_stats.is_none()
+            && self.stop_reason == StopReason::None
+    }
+}
+
+/// How a request came out of its new tokens.
+struct Advance {
+    num_new_tokens: usize,
+    stopped: bool,
+}
+
+impl Scheduler {
+    /// Appends what was sampled, ends the requests that are done, and writes what is to be told
+    /// into `outputs`, in the order of `scheduled`.
+    ///
+    /// # Errors
+    /// What the hooks fail with; the scheduler is not to be used after that.
+    pub fn update_from_output<'a, H: Hooks>(
+        &mut self,
+        scheduled: impl Iterator<Item = ScheduledOutput<'a>>,
+        hooks: &mut H,
+        outputs: &mut Vec<RequestOutput>,
+    ) -> Result<(), H::Error> {
+        outputs.clear();
+        let mut stopped_running = Vec::new();
+        let mut stopped_preempted = Vec::new();
+        let mut ended = Vec::new();
+        for (position, scheduled) in scheduled.enumerate() {
+            // The request may have been aborted while the step ran.
+            let Some(index) = scheduled.index.filter(|&index| self.get(index).is_some()) else {
+                continue;
+            };
+            let status_before = self.request(index).status;
+            let Some(advance) = self.advance_request(index, &scheduled, hooks)? else { continue };
+            let Advance { num_new_tokens, stopped } = advance;
+            if num_new_tokens == 0 && !stopped {
+                continue;
+            }
+            outputs.push(self.take_output(index, position, num_new_tokens));
+            if stopped {
+                self.end_blocks(index);
+                ended.push(index);
+                match status_before {
+                    RequestStatus::Running => stopped_running.push(index),
+                    _ => stopped_preempted.push(index),
+                }
+            }
+        }
+        self.remove_running(&stopped_running);
+        self.remove_waiting(&stopped_preempted);
+        for index in ended {
+            let status = self.request(index).status;
+            self.release(index, status);
+        }
+        Ok(())
+    }
+
+    /// Settles one request's share of the step; `None` if what it brought does not count.
+    fn advance_request<H: Hooks>(
+        &mut self,
+        index: RequestIndex,
+        scheduled: &ScheduledOutput<'_>,
+        hooks: &mut H,
+    ) -> Result<Option<Advance>, H::Error> {
+        let (request, _) = self.get_mut(index).expect("looked up by the caller");
+        request.num_in_flight_tokens -= scheduled.num_scheduled_tokens;
+        let is_stale = request.num_stale_output_tokens > 0;
+        if is_stale {
+            request.num_stale_output_tokens -= scheduled.num_scheduled_tokens;
+            if request.drop_stale_output {
+                return Ok(None);
+            }
+        }
+        let use_structured_output = request.use_structured_output;
+        let mut advance = self.append_tokens(index, scheduled.sampled_tokens, is_stale, hooks)?;
+        if advance.num_new_tokens > 0 && use_structured_output {
+            let tokens = &scheduled.sampled_tokens[..advance.num_new_tokens];
+            if !hooks.accept_tokens(index, tokens)? {
+                let (request, _) = self.get_mut(index).expect("looked up above");
+                request.status = RequestStatus::FinishedError;
+                advance.stopped = true;
+            }
+        }
+        Ok(Some(advance))
+    }
+
+    /// Appends tokens until one of them ends the request.
+    fn append_tokens<H: Hooks>(
+        &mut self,
+        index: RequestIndex,
+        tokens: &[i32],
+        is_stale: bool,
+        hooks: &mut H,
+    ) -> Result<Advance, H::Error> {
+        let mut advance = Advance { num_new_tokens: 0, stopped: false };
+        if tokens.is_empty() {
+            return Ok(advance);
+        }
+        let hasher = self.hasher.take();
+        let (async_scheduling, max_model_len) =
+            (self.config.async_scheduling, self.config.max_model_len);
+        let (request, kv_cache) = self.get_mut(index).expect("looked up by the caller");
+        let was_running = request.status == RequestStatus::Running;
+        let mut failed = None;
+        for &token in tokens {
+            if let Err(error) = request.append_output_token(token, index, hasher.as_ref(), hooks) {
+                failed = Some(error);
+                break;
+            }
+            advance.num_new_tokens += 1;
+            advance.stopped = check_stop(request, max_model_len);
+            if advance.stopped {
+                break;
+            }
+        }
+        if async_scheduling && failed.is_none() {
+            // A preemption has cleared the placeholders of stale tokens already.
+            if !is_stale {
+                request.num_output_placeholders -= advance.num_new_tokens as u32;
+            }
+            if was_running {
+                let num_final = request.num_computed_tokens - request.num_output_placeholders;
+                kv_cache.cache_blocks(request, num_final);
+            }
+        }
+        self.hasher = hasher;
+        failed.map_or(Ok(advance), Err)
+    }
+
+    fn take_output(&mut self, index: RequestIndex, position: usize, num_new_tokens: usize) -> RequestOutput {
+        let (request, kv_cache) = self.get_mut(index).expect("looked up by the caller");
+        let prefill_stats = request.prefill_stats.take().map(|stats| {
+            let num_cached = kv_cache.num_cached_tokens(request).min(stats.num_prompt_tokens);
+            PrefillStats {
+                num_cache_creation_tokens: num_cached.saturating_sub(stats.num_cached_tokens),
+                ..stats
+            }
+        });
+        RequestOutput {
+            index,
+            position,
+            num_new_tokens,
+            finished: Some(request.status).filter(|status| status.is_finished()),
+            stop_reason: request.stop_reason,
+            events: std::mem::take(&mut request.events),
+            prefill_stats,
+        }
+    }
+
+    /// A request that stops gives its blocks back at once: their order among those of others that
+    /// stop in the same step decides who gets them next.
+    fn end_blocks(&mut self, index: RequestIndex) {
+        let (request, kv_cache) = self.get_mut(index).expect("looked up by the caller");
+        kv_cache.free(request);
+    }
+}
+
+impl Request {
+    /// The status with which the request was ended.
+    #[must_use]
+    pub fn final_status(&self) -> Option<RequestStatus> {
+        Some(self.status).filter(|status| status.is_finished())
+    }
+}

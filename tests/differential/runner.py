@@ -1,0 +1,510 @@
+"""Drives vLLM's scheduler and a candidate in lockstep through the engine's loop.
+
+The loop is EngineCore's: `step` for synchronous scheduling, `step_with_batch_queue` where the
+engine runs ahead of the model. Each side owns its requests, its grammars and its model runner
+outputs; every result of one side is compared with the other's before anything else happens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from vllm.sampling_params import (
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from .compare import Difference, first_difference, snapshot
+from .model import FakeClock, FakeModel, FakeStructuredOutputManager, GrammarCompilation
+from .trace import (
+    Arrive,
+    Event,
+    Finish,
+    LoseInFlightSteps,
+    RequestPlan,
+    ResetPrefixCache,
+    SetPauseState,
+    TakeStats,
+    TraceGenerator,
+)
+from .world import (
+    BlockHasher,
+    CandidateChooser,
+    Configuration,
+    SchedulerClass,
+    World,
+    build_world,
+    candidate_block_hasher,
+    draw_configuration,
+    stock_block_hasher,
+    stock_scheduler_class,
+    vllm_environment,
+)
+
+Coverage = Counter[str]
+
+
+class SchedulersDiffer(AssertionError):
+    """The candidate decided something else than vLLM; the message says where."""
+
+
+class Side:
+    """One scheduler with everything that belongs to it."""
+
+    def __init__(
+        self, index: int, world: World, scheduler_class: SchedulerClass, hasher: BlockHasher | None
+    ) -> None:
+        self.index = index
+        self.structured_output_manager = FakeStructuredOutputManager()
+        self.scheduler: Any = world.build_scheduler(scheduler_class, self.structured_output_manager)
+        self._hasher = hasher
+        self._compilations: list[GrammarCompilation] = []
+
+    def build_request(self, plan: RequestPlan) -> Request:
+        """Build this side's own request, as the engine core does from a client's message."""
+        request = Request(
+            request_id=plan.request_id,
+            prompt_token_ids=list(plan.prompt_token_ids),
+            sampling_params=_build_sampling_params(plan),
+            pooling_params=None,
+            client_index=plan.client_index,
+            arrival_time=plan.arrival_time,
+            cache_salt=plan.cache_salt,
+            priority=plan.priority,
+            trace_headers=dict(plan.trace_headers) if plan.trace_headers else None,
+            block_hasher=self._hasher,
+        )
+        if plan.grammar is not None:
+            self._compilations.append(GrammarCompilation(request, plan.grammar))
+        return request
+
+    def advance_compilations(self) -> None:
+        """Let grammar compilation proceed by one step."""
+        for compilation in self._compilations:
+            compilation.advance()
+        self._compilations = [
+            compilation for compilation in self._compilations if not compilation.finished
+        ]
+
+
+def _build_sampling_params(plan: RequestPlan) -> SamplingParams:
+    settings = copy.deepcopy(dict(plan.sampling))
+    if plan.grammar is not None:
+        settings["structured_outputs"] = StructuredOutputsParams(regex="[a-z]+")
+    if plan.repetition is not None:
+        max_pattern_size, min_pattern_size, min_count = plan.repetition
+        settings["repetition_detection"] = RepetitionDetectionParams(
+            max_pattern_size=max_pattern_size,
+            min_pattern_size=min_pattern_size,
+            min_count=min_count,
+        )
+    sampling_params = SamplingParams(**settings)
+    # The front end fills it in from the model's generation configuration.
+    sampling_params._eos_token_id = plan.eos_token_id
+    return sampling_params
+
+
+@dataclass
+class ScheduledStep:
+    """A step on its way through the model; lists hold the reference's and the candidate's copy."""
+
+    scheduler_outputs: list[SchedulerOutput]
+    runner_outputs: list[ModelRunnerOutput]
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self.scheduler_outputs[0].num_scheduled_tokens)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.scheduler_outputs[0].total_num_scheduled_tokens == 0
+
+
+class LockstepEngine:
+    """The engine's loop around two schedulers."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        seed: int,
+        candidate: CandidateChooser,
+        coverage: Coverage,
+        snapshot_interval: int,
+    ) -> None:
+        self.step_number = 0
+        self.operations: deque[str] = deque(maxlen=25)
+        self._configuration = configuration
+        self._coverage = coverage
+        self._snapshot_interval = snapshot_interval
+        self._clock = FakeClock()
+        self._trace = TraceGenerator(configuration, seed)
+        self._model = FakeModel(seed, self._trace)
+        world, candidate_world = build_world(configuration), build_world(configuration)
+        self.sides = (
+            Side(0, world, stock_scheduler_class(configuration), stock_block_hasher(world)),
+            Side(
+                1,
+                candidate_world,
+                candidate(configuration),
+                candidate_block_hasher(candidate_world),
+            ),
+        )
+        self._reference = self.sides[0].scheduler
+        self._queue: deque[ScheduledStep] = deque()
+        self._finished_request_ids: deque[str] = deque(maxlen=20)
+
+    # What the trace generator may look at.
+
+    def live_request_ids(self) -> list[str]:
+        return list(self._reference.requests)
+
+    def in_flight_request_ids(self) -> list[str]:
+        return [request_id for step in self._queue for request_id in step.request_ids]
+
+    def request_ids_with_status(self, status: RequestStatus) -> list[str]:
+        return [
+            request_id
+            for request_id, request in self._reference.requests.items()
+            if request.status == status
+        ]
+
+    def finished_request_ids(self) -> list[str]:
+        return list(self._finished_request_ids)
+
+    # The loop.
+
+    def run(self, num_steps: int) -> None:
+        """Run the scenario; raise `SchedulersDiffer` at the first difference."""
+        with mock.patch("time.monotonic", self._clock):
+            for _ in range(num_steps):
+                self.step_number += 1
+                self._run_step()
+            self._compare_snapshots()
+
+    def _run_step(self) -> None:
+        for event in self._trace.events_before_step(self):
+            self._apply(event)
+        for side in self.sides:
+            side.advance_compilations()
+        if self._reference.has_requests() or self._queue:
+            if self._configuration.batch_queue_size == 1:
+                self._step()
+            else:
+                self._step_with_batch_queue()
+        self._compare_counters()
+        if self.step_number % self._snapshot_interval == 0:
+            self._compare_snapshots()
+
+    def _step(self) -> None:
+        step = self._schedule()
+        self._take_grammar_bitmask(step)
+        self._process_aborts_during_step()
+        self._update_from_output(step)
+
+    def _step_with_batch_queue(self) -> None:
+        deferred_step = None
+        if self._reference.has_requests():
+            step = self._schedule()
+            if step.is_empty:
+                self._queue.append(step)
+            elif step.scheduler_outputs[0].pending_structured_output_tokens:
+                # Its grammar state depends on tokens that have not been processed yet.
+                deferred_step = step
+                self._coverage["sampling deferred for a grammar"] += 1
+            else:
+                self._take_grammar_bitmask(step)
+                self._queue.append(step)
+            if (
+                deferred_step is None
+                and len(self._queue) < self._configuration.batch_queue_size
+                and (not step.is_empty or self._reference.has_requests())
+            ):
+                return
+        self._process_aborts_during_step()
+        self._update_from_output(self._queue.popleft())
+        if deferred_step is not None:
+            self._take_grammar_bitmask(deferred_step)
+            self._queue.append(deferred_step)
+
+    def _schedule(self) -> ScheduledStep:
+        throttle = self._trace.throttles_prefills()
+        outputs = self._both("schedule()", lambda side: side.scheduler.schedule(throttle))
+        requests = self._reference.requests
+        runner_output = self._model.run(self.step_number, outputs[0], requests)
+        self._cover_schedule(outputs[0])
+        for output in outputs:
+            _consume_block_ids(output)
+        return ScheduledStep(outputs, [runner_output, copy.deepcopy(runner_output)])
+
+    def _take_grammar_bitmask(self, step: ScheduledStep) -> None:
+        bitmasks = self._both(
+            "get_grammar_bitmask()",
+            lambda side: side.scheduler.get_grammar_bitmask(step.scheduler_outputs[side.index]),
+        )
+        self._coverage["grammar bitmasks"] += bitmasks[0] is not None
+
+    def _process_aborts_during_step(self) -> None:
+        aborts = self._trace.aborts_during_step(self)
+        if aborts is not None:
+            self._apply(aborts)
+            self._coverage["aborts while the model runs"] += 1
+
+    def _update_from_output(self, step: ScheduledStep) -> None:
+        # What the scheduler returned must not have changed since, but for the one list that is
+        # documented to be the request's own.
+        self._expect_equal(
+            "SchedulerOutput before update_from_output()",
+            step.scheduler_outputs,
+            ignored_fields=("prefill_token_ids",),
+        )
+        self._cover_stale_outputs(step)
+        outputs = self._both(
+            "update_from_output()",
+            lambda side: side.scheduler.update_from_output(
+                step.scheduler_outputs[side.index], step.runner_outputs[side.index]
+            ),
+        )
+        self._expect_equal(
+            "what the structured output manager was shown",
+            [side.structured_output_manager.take_observations() for side in self.sides],
+        )
+        self._expect_equal("ModelRunnerOutput after update_from_output()", step.runner_outputs)
+        self._cover_outputs(outputs[0])
+
+    # Events.
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case Arrive(plan):
+                self._arrive(plan)
+            case Finish(request_ids, status):
+                self._cover_finish(event)
+                self._finish(request_ids, status)
+            case ResetPrefixCache(reset_running, reset_connector):
+                self._reset_prefix_cache(reset_running, reset_connector)
+            case SetPauseState(state):
+                self._both(f"set_pause_state({state.name})", lambda side: _pause(side, state))
+            case LoseInFlightSteps():
+                self._coverage["steps whose output was lost"] += len(self._queue)
+                self._finish(None, RequestStatus.FINISHED_ABORTED)
+                self._queue.clear()
+            case TakeStats():
+                self._both("make_stats()", lambda side: side.scheduler.make_stats())
+
+    def _arrive(self, plan: RequestPlan) -> None:
+        self._coverage["request ids used again"] += plan.request_id in self._finished_request_ids
+        requests = [side.build_request(plan) for side in self.sides]
+        self._expect_equal("block hashes", [request.block_hashes for request in requests])
+        self._both(
+            f"add_request({plan.request_id})",
+            lambda side: side.scheduler.add_request(requests[side.index]),
+        )
+        if plan.aborted_on_arrival:
+            self._finish((plan.request_id,), RequestStatus.FINISHED_ABORTED)
+
+    def _finish(self, request_ids: str | tuple[str, ...] | None, status: RequestStatus) -> None:
+        def finish(side: Side) -> list[tuple[str, int]]:
+            ids = list(request_ids) if isinstance(request_ids, tuple) else request_ids
+            finished = side.scheduler.finish_requests(ids, status)
+            return [(request.request_id, request.client_index) for request in finished]
+
+        finished = self._both(f"finish_requests({request_ids}, {status.name})", finish)
+        self._finished_request_ids.extend(request_id for request_id, _ in finished[0])
+
+    def _reset_prefix_cache(self, reset_running: bool, reset_connector: bool) -> None:
+        num_running = len(self._reference.running)
+        results = self._both(
+            f"reset_prefix_cache({reset_running}, {reset_connector})",
+            lambda side: side.scheduler.reset_prefix_cache(reset_running, reset_connector),
+        )
+        if reset_running and num_running:
+            self._coverage["resets that preempt running requests"] += 1
+        self._coverage["resets that succeed" if results[0] else "resets that fail"] += 1
+
+    # Comparison.
+
+    def _both(self, operation: str, call: Callable[[Side], Any]) -> list[Any]:
+        """Perform an operation on both sides at the same time of the clock; compare the results."""
+        self._clock.advance()
+        self.operations.append(f"step {self.step_number}: {operation}")
+        reference = call(self.sides[0])
+        try:
+            candidate = call(self.sides[1])
+        except Exception as error:
+            difference = Difference(f"exception of {operation}", reference, error)
+            raise SchedulersDiffer(str(difference)) from error
+        results = [reference, candidate]
+        self._expect_equal(operation, results)
+        return results
+
+    def _expect_equal(
+        self, what: str, values: Sequence[Any], ignored_fields: tuple[str, ...] = ()
+    ) -> None:
+        reference, candidate = values
+        difference = first_difference(reference, candidate, what, ignored_fields)
+        if difference is not None:
+            raise SchedulersDiffer(str(difference))
+
+    def _compare_counters(self) -> None:
+        self._expect_equal(
+            "counters",
+            [
+                {
+                    "get_request_counts": side.scheduler.get_request_counts(),
+                    "get_num_unfinished_requests": side.scheduler.get_num_unfinished_requests(),
+                    "has_unfinished_requests": side.scheduler.has_unfinished_requests(),
+                    "has_finished_requests": side.scheduler.has_finished_requests(),
+                    "has_requests": side.scheduler.has_requests(),
+                    "get_kv_cache_usage": side.scheduler.get_kv_cache_usage(),
+                    "pause_state": side.scheduler.pause_state,
+                }
+                for side in self.sides
+            ],
+        )
+
+    def _compare_snapshots(self) -> None:
+        snapshots = [snapshot(side.scheduler) for side in self.sides]
+        self._expect_equal("snapshot", snapshots)
+        self._cover_snapshot(snapshots[0])
+
+    # Coverage: which situations the scenario has reached, read from the reference side.
+
+    def _cover_schedule(self, output: SchedulerOutput) -> None:
+        coverage, requests = self._coverage, self._reference.requests
+        coverage["steps"] += 1
+        coverage["empty steps"] += output.total_num_scheduled_tokens == 0
+        if self._reference.pause_state != PauseState.UNPAUSED:
+            coverage[f"steps while {self._reference.pause_state.name}"] += 1
+        coverage["preemptions"] += len(output.preempted_req_ids)
+        coverage["prefill chunks"] += sum(
+            requests[request_id].is_prefill_chunk for request_id in output.num_scheduled_tokens
+        )
+        coverage["resumptions"] += len(output.scheduled_cached_reqs.resumed_req_ids)
+        for new_request in output.scheduled_new_reqs:
+            coverage["prefix cache hits"] += new_request.num_computed_tokens > 0
+            coverage["resumptions"] += requests[new_request.req_id].num_preemptions > 0
+        coverage["requests that wait for a grammar"] += len(
+            self.request_ids_with_status(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+        )
+
+    def _cover_stale_outputs(self, step: ScheduledStep) -> None:
+        for request_id in step.request_ids:
+            request = self._reference.requests.get(request_id)
+            if request is None:
+                self._coverage["outputs of finished requests"] += 1
+            elif request.num_stale_output_tokens > 0:
+                fate = "dropped" if request.drop_stale_output else "delivered"
+                self._coverage[f"stale outputs {fate}"] += 1
+
+    def _cover_finish(self, finish: Finish) -> None:
+        if finish.request_ids is None:
+            self._coverage["aborts of all requests"] += 1
+            return
+        if isinstance(finish.request_ids, str):
+            self._coverage["aborts of a single string"] += 1
+            request_ids: tuple[str, ...] = (finish.request_ids,)
+        else:
+            request_ids = finish.request_ids
+            self._coverage["aborts of duplicates"] += len(set(request_ids)) < len(request_ids)
+        for request_id in request_ids:
+            request = self._reference.requests.get(request_id)
+            status = "unknown or finished" if request is None else request.status.name
+            self._coverage[f"aborts of {status}"] += 1
+            in_flight = request is not None and request.num_in_flight_tokens > 0
+            self._coverage["aborts of requests in flight"] += in_flight
+
+    def _cover_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        coverage = self._coverage
+        coverage["outputs to several clients"] += len(outputs) > 1
+        for client_outputs in outputs.values():
+            coverage["finished request sets"] += bool(client_outputs.finished_requests)
+            coverage["scheduler statistics"] += client_outputs.scheduler_stats is not None
+            for output in client_outputs.outputs:
+                coverage["outputs with logprobs"] += output.new_logprobs is not None
+                coverage["outputs with prompt logprobs"] += bool(output.new_prompt_logprobs_tensors)
+                coverage["outputs with NaN counts"] += output.num_nans_in_logits > 0
+                coverage["outputs with trace headers"] += output.trace_headers is not None
+                coverage["outputs with events"] += bool(output.events)
+                if output.finish_reason is not None:
+                    self._finished_request_ids.append(output.request_id)
+                    coverage[f"stops by {_stop_cause(output)}"] += 1
+
+    def _cover_snapshot(self, state: dict[str, Any]) -> None:
+        self._coverage["snapshots"] += 1
+        self._coverage["cached blocks in use again"] += any(
+            count > 1 for count in state["ref_counts"].values()
+        )
+        for request in state["requests"].values():
+            for window, block_ids in zip(
+                self._configuration.sliding_windows, request["block_ids"], strict=True
+            ):
+                # Block 0 stands for the blocks that have left the window.
+                self._coverage["blocks behind a window"] += window is not None and 0 in block_ids
+
+
+def _pause(side: Side, state: PauseState) -> PauseState:
+    side.scheduler.set_pause_state(state)
+    return side.scheduler.pause_state
+
+
+def _stop_cause(output: Any) -> str:  # noqa: ANN401
+    if output.finish_reason == FinishReason.STOP:
+        return "EOS" if output.stop_reason is None else "stop token"
+    if output.finish_reason == FinishReason.ERROR:
+        return "rejected token" if output.new_token_ids else "grammar that does not compile"
+    return output.finish_reason.name
+
+
+def _consume_block_ids(output: SchedulerOutput) -> None:
+    """Do as a model runner in the same process: take over the block lists that it was given."""
+    for new_request in output.scheduled_new_reqs:
+        for block_ids in new_request.block_ids:
+            block_ids.append(-1)
+
+
+def run_scenario(
+    configuration_name: str,
+    seed: int,
+    num_steps: int,
+    candidate: CandidateChooser,
+    coverage: Coverage | None = None,
+    snapshot_interval: int = 1,
+) -> None:
+    """Run one seeded scenario; raise `SchedulersDiffer` with all that reproduces it."""
+    configuration = draw_configuration(configuration_name, seed)
+    with vllm_environment(configuration):
+        engine = LockstepEngine(
+            configuration,
+            seed,
+            candidate,
+            Coverage() if coverage is None else coverage,
+            snapshot_interval,
+        )
+        try:
+            engine.run(num_steps)
+        except SchedulersDiffer as difference:
+            raise SchedulersDiffer(_report(engine, configuration, seed, difference)) from None
+
+
+def _report(
+    engine: LockstepEngine, configuration: Configuration, seed: int, difference: SchedulersDiffer
+) -> str:
+    operations = "\n".join(f"  {operation}" for operation in engine.operations)
+    return (
+        f"configuration {configuration.name}, seed {seed}, step {engine.step_number}: {difference}\n"
+        f"{configuration}\n"
+        f"latest operations:\n{operations}\n"
+        "reproduce with: PYTHONHASHSEED=0 python -m tests.differential"
+        f" --config {configuration.name} --seeds {seed}:{seed + 1} --steps {engine.step_number}"
+    )

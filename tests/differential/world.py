@@ -1,0 +1,390 @@
+"""Named scheduler configurations, and the vLLM objects that one of them needs.
+
+A configuration fixes what its name promises (for example "async scheduling over two KV cache
+groups"); the seed draws everything else, so that every name covers a family of engines. All of
+it is built from a small local `config.json`: no weights, no tokenizer and no network.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib.util
+import json
+import logging
+import math
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+
+BlockHasher = Callable[[Any], list[bytes]]
+SchedulerClass = type[SchedulerInterface]
+CandidateChooser = Callable[["Configuration"], SchedulerClass]
+
+_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+FULL_ATTENTION = None
+"""A group's sliding window when it has none."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Everything that decides how a scheduler is built and driven."""
+
+    name: str
+    async_scheduling: bool
+    policy: str
+    sliding_windows: tuple[int | None, ...]
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_scheduled_tokens: int | None
+    max_num_active_seqs: int | None
+    enable_chunked_prefill: bool
+    long_prefill_token_threshold: int
+    long_prefill_token_threshold_adaptive: bool
+    watermark: float
+    scheduler_reserve_full_isl: bool
+    enable_prefix_caching: bool
+    prefix_caching_hash_algo: str
+    prefix_cache_retention_interval: int | None
+    use_v2_model_runner: bool
+    log_stats: bool
+    include_finished_set: bool
+    batch_queue_size: int
+    throttles_prefills: bool
+    native_block_hasher: bool
+
+    @property
+    def has_sliding_window(self) -> bool:
+        return any(window is not FULL_ATTENTION for window in self.sliding_windows)
+
+
+# What each name fixes. All that is not listed is drawn from the seed.
+NAMED_SETTINGS: dict[str, dict[str, Any]] = {
+    "sync-full": {"async_scheduling": False, "groups": "full"},
+    "sync-full-v2": {"async_scheduling": False, "groups": "full", "use_v2_model_runner": True},
+    "sync-priority": {"async_scheduling": False, "policy": "priority"},
+    "sync-sliding": {"async_scheduling": False, "groups": "sliding"},
+    "sync-hybrid": {"async_scheduling": False, "groups": "full+sliding"},
+    "async-full": {"async_scheduling": True, "groups": "full"},
+    "async-full-v2": {"async_scheduling": True, "groups": "full", "use_v2_model_runner": True},
+    "async-priority": {"async_scheduling": True, "policy": "priority"},
+    "async-sliding": {"async_scheduling": True, "groups": "sliding"},
+    "async-hybrid": {"async_scheduling": True, "groups": "full+sliding"},
+    "async-hybrid-v2": {
+        "async_scheduling": True,
+        "groups": "full+sliding",
+        "use_v2_model_runner": True,
+    },
+    "async-four-groups": {"async_scheduling": True, "groups": "full+3sliding"},
+    "async-two-windows": {"async_scheduling": True, "groups": "full+2windows"},
+    "sync-two-windows": {"async_scheduling": False, "groups": "full+2windows"},
+    "no-prefix-cache": {"enable_prefix_caching": False},
+    "no-chunked-prefill": {"enable_chunked_prefill": False},
+    "deep-queue": {"async_scheduling": True, "batch_queue_size": 3},
+    "throttled-prefills": {"throttles_prefills": True},
+    "random": {},
+}
+
+
+def draw_configuration(name: str, seed: int) -> Configuration:
+    """Complete the settings that `name` fixes with values drawn from `seed`."""
+    rng = random.Random(f"configuration/{name}/{seed}")
+    fixed = NAMED_SETTINGS[name]
+
+    def choose(setting: str, *values: Any) -> Any:  # noqa: ANN401
+        # Drawn even when fixed, so that fixing one setting leaves the others as they were.
+        drawn = rng.choice(values)
+        return fixed.get(setting, drawn)
+
+    async_scheduling = choose("async_scheduling", False, True)
+    block_size = choose("block_size", 4, 4, 16)
+    sliding_windows = _draw_sliding_windows(
+        rng, choose("groups", "full", "sliding", "full+sliding", "full+3sliding", "full+2windows")
+    )
+    max_model_len = choose("max_model_len", 64, 96, 160, 320)
+    max_num_seqs = choose("max_num_seqs", 2, 4, 8, 12)
+    enable_chunked_prefill = choose("enable_chunked_prefill", True, True, True, False)
+    smallest_budget = max_num_seqs if enable_chunked_prefill else max_model_len
+    max_num_batched_tokens = smallest_budget + choose("spare_tokens", 0, 7, 24, 64, 256)
+    long_prefill_token_threshold = choose("long_prefill_token_threshold", 0, 0, 5, 16, 33)
+    enable_prefix_caching = choose("enable_prefix_caching", True, True, True, False)
+    has_sliding_window = any(window is not FULL_ATTENTION for window in sliding_windows)
+    batch_queue_size = choose("batch_queue_size", 2, 2, 3) if async_scheduling else 1
+    in_flight_tokens = max_num_batched_tokens * (2 if async_scheduling else 1)
+    smallest_pool = _smallest_pool(sliding_windows, block_size, max_model_len, in_flight_tokens)
+    return Configuration(
+        name=name,
+        async_scheduling=async_scheduling,
+        policy=choose("policy", "fcfs", "fcfs", "priority"),
+        sliding_windows=sliding_windows,
+        block_size=block_size,
+        num_blocks=int(smallest_pool * choose("pool_factor", 1.0, 1.2, 1.6, 2.5, 5.0)) + 1,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_scheduled_tokens=(
+            rng.randint(max(1, max_num_batched_tokens // 2), max_num_batched_tokens)
+            if choose("limits_scheduled_tokens", True, False, False) and enable_chunked_prefill
+            else None
+        ),
+        max_num_active_seqs=choose("max_num_active_seqs", None, None, max_num_seqs // 2),
+        enable_chunked_prefill=enable_chunked_prefill,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        long_prefill_token_threshold_adaptive=choose("adaptive_threshold", False, True),
+        watermark=choose("watermark", 0.0, 0.0, 0.05, 0.3),
+        scheduler_reserve_full_isl=choose("scheduler_reserve_full_isl", True, False),
+        enable_prefix_caching=enable_prefix_caching,
+        prefix_caching_hash_algo=choose("prefix_caching_hash_algo", *available_hash_algorithms()),
+        prefix_cache_retention_interval=choose(
+            "prefix_cache_retention_interval",
+            *((0, 0, None, block_size, 4 * block_size) if has_sliding_window else (0, None)),
+        ),
+        use_v2_model_runner=choose("use_v2_model_runner", False, True),
+        log_stats=choose("log_stats", True, True, False),
+        include_finished_set=choose("include_finished_set", False, False, True),
+        batch_queue_size=batch_queue_size,
+        throttles_prefills=choose("throttles_prefills", *[False] * 9, True),
+        native_block_hasher=choose("native_block_hasher", False, True),
+    )
+
+
+def available_hash_algorithms() -> tuple[str, ...]:
+    """Names of vLLM's prefix caching hashes whose libraries are installed."""
+    if importlib.util.find_spec("xxhash") is None:
+        return ("sha256", "sha256_cbor")
+    return ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+
+
+def _draw_sliding_windows(rng: random.Random, groups: str) -> tuple[int | None, ...]:
+    window, other_window = rng.sample([8, 12, 17, 32, 64, 128], 2)
+    return {
+        "full": (FULL_ATTENTION,),
+        "sliding": (window,),
+        "full+sliding": rng.choice([(FULL_ATTENTION, window), (window, FULL_ATTENTION)]),
+        "full+3sliding": (FULL_ATTENTION, window, window, window),
+        "full+2windows": (FULL_ATTENTION, window, other_window),
+    }[groups]
+
+
+def _smallest_pool(
+    sliding_windows: tuple[int | None, ...],
+    block_size: int,
+    max_model_len: int,
+    in_flight_tokens: int,
+) -> int:
+    """Count the blocks that hold one request of the greatest length: vLLM starts with no fewer."""
+    num_blocks = 0
+    for window in sliding_windows:
+        if window is FULL_ATTENTION:
+            num_blocks += math.ceil(max_model_len / block_size)
+        else:
+            held_tokens = min(window - 1 + in_flight_tokens, max_model_len)
+            num_blocks += math.ceil(held_tokens / block_size) + 1
+    return num_blocks
+
+
+@dataclass(frozen=True)
+class World:
+    """One side's own copy of everything that a scheduler is built from."""
+
+    configuration: Configuration
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    scheduler_block_size: int
+    hash_block_size: int
+
+    def build_scheduler(
+        self,
+        scheduler_class: SchedulerClass,
+        structured_output_manager: Any,  # noqa: ANN401
+    ) -> SchedulerInterface:
+        """Construct `scheduler_class` as vLLM's engine core does."""
+        return scheduler_class(
+            vllm_config=self.vllm_config,
+            kv_cache_config=self.kv_cache_config,
+            structured_output_manager=structured_output_manager,
+            block_size=self.scheduler_block_size,
+            hash_block_size=self.hash_block_size,
+            include_finished_set=self.configuration.include_finished_set,
+            log_stats=self.configuration.log_stats,
+        )
+
+
+def build_world(configuration: Configuration) -> World:
+    """Build a fresh set of vLLM's configuration objects."""
+    vllm_config = _build_vllm_config(configuration)
+    kv_cache_config = _build_kv_cache_config(configuration)
+    scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(
+        kv_cache_config, vllm_config
+    )
+    return World(
+        configuration, vllm_config, kv_cache_config, scheduler_block_size, hash_block_size
+    )
+
+
+def _build_vllm_config(configuration: Configuration) -> VllmConfig:
+    model_config = copy.copy(_tiny_model_config())
+    model_config.max_model_len = configuration.max_model_len
+    scheduler_fields = {field.name for field in dataclasses.fields(SchedulerConfig)}
+    scheduler_settings = {
+        name: value
+        for name, value in dataclasses.asdict(configuration).items()
+        if name in scheduler_fields
+    }
+    cache_config = CacheConfig(
+        block_size=configuration.block_size,
+        enable_prefix_caching=configuration.enable_prefix_caching,
+        prefix_caching_hash_algo=configuration.prefix_caching_hash_algo,
+        prefix_cache_retention_interval=configuration.prefix_cache_retention_interval,
+    )
+    cache_config.num_gpu_blocks = configuration.num_blocks
+    scheduler_config = SchedulerConfig(
+        **scheduler_settings,
+        max_model_len=configuration.max_model_len,
+        is_encoder_decoder=False,
+    )
+    # Model Runner V2 wants a GPU's Triton; the schedulers only ask which runner there is.
+    with mock.patch.dict(os.environ, {_RUNNER_VARIABLE: "0"}):
+        vllm_config = VllmConfig(
+            model_config=model_config,
+            cache_config=cache_config,
+            scheduler_config=scheduler_config,
+        )
+    # Platforms adjust what they are given (the CPU one switches async scheduling off), and the
+    # schedulers under test read nothing of the platform.
+    for name, value in scheduler_settings.items():
+        setattr(vllm_config.scheduler_config, name, value)
+    cache_config.block_size = configuration.block_size
+    return vllm_config
+
+
+@functools.cache
+def _tiny_model_config() -> ModelConfig:
+    hf_config = {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "vocab_size": 50272,
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "ffn_dim": 128,
+        "max_position_embeddings": 2048,
+    }
+    directory = _model_directory().name
+    (Path(directory) / "config.json").write_text(json.dumps(hf_config))
+    return ModelConfig(
+        model=directory, skip_tokenizer_init=True, dtype="float16", max_model_len=1024
+    )
+
+
+@functools.cache
+def _model_directory() -> tempfile.TemporaryDirectory[str]:
+    """Create the directory that vLLM reads the model's configuration from, more than once."""
+    return tempfile.TemporaryDirectory(prefix="differential-model-")
+
+
+def _build_kv_cache_config(configuration: Configuration) -> KVCacheConfig:
+    return KVCacheConfig(
+        num_blocks=configuration.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"layer.{index}"], _kv_cache_spec(configuration.block_size, window))
+            for index, window in enumerate(configuration.sliding_windows)
+        ],
+        prefix_cache_retention_interval=configuration.prefix_cache_retention_interval,
+    )
+
+
+def _kv_cache_spec(block_size: int, window: int | None) -> FullAttentionSpec | SlidingWindowSpec:
+    shape = {
+        "block_size": block_size,
+        "num_kv_heads": 1,
+        "head_size": 1,
+        "dtype": torch.float32,
+    }
+    if window is FULL_ATTENTION:
+        return FullAttentionSpec(**shape)
+    return SlidingWindowSpec(**shape, sliding_window=window)
+
+
+def stock_scheduler_class(configuration: Configuration) -> SchedulerClass:
+    """Return the class that vLLM itself would choose."""
+    return AsyncScheduler if configuration.async_scheduling else Scheduler
+
+
+def sparksched_scheduler_class(_configuration: Configuration) -> SchedulerClass:
+    """Return sparksched's class; it serves synchronous and asynchronous scheduling."""
+    from sparksched.scheduler import SparkScheduler
+
+    return SparkScheduler
+
+
+CANDIDATES: dict[str, CandidateChooser] = {
+    "stock": stock_scheduler_class,
+    "sparksched": sparksched_scheduler_class,
+}
+
+
+def stock_block_hasher(world: World) -> BlockHasher | None:
+    """Return vLLM's own block hasher, as the engine core hands it to each request."""
+    configuration = world.configuration
+    if not configuration.enable_prefix_caching:
+        return None
+    hash_function = get_hash_fn_by_name(configuration.prefix_caching_hash_algo)
+    return get_request_block_hasher(world.hash_block_size, hash_function)
+
+
+def candidate_block_hasher(world: World) -> BlockHasher | None:
+    """Return the block hasher for the candidate's requests.
+
+    The one place to change when the candidate brings its own hasher: where
+    `world.configuration.native_block_hasher` is set, the hasher of `sparksched.engine_hooks`
+    belongs here. Block hashes of both sides are compared whichever is used.
+    """
+    return stock_block_hasher(world)
+
+
+@contextmanager
+def vllm_environment(configuration: Configuration) -> Iterator[None]:
+    """Set the process-wide state that `configuration` implies, and silence vLLM's log."""
+    vllm_logger = logging.getLogger("vllm")
+    level = vllm_logger.level
+    vllm_logger.setLevel(logging.CRITICAL + 1)
+    runner_version = str(int(configuration.use_v2_model_runner))
+    try:
+        with mock.patch.dict(os.environ, {_RUNNER_VARIABLE: runner_version}):
+            if configuration.enable_prefix_caching:
+                init_none_hash(get_hash_fn_by_name(configuration.prefix_caching_hash_algo))
+            yield
+    finally:
+        vllm_logger.setLevel(level)
