@@ -33,8 +33,8 @@ def main() -> int:
                     seed,
                     arguments.steps,
                     CANDIDATES[arguments.candidate],
-                    coverage,
-                    arguments.snapshot_interval,
+                    coverage=coverage,
+                    snapshot_interval=arguments.snapshot_interval,
                 )
             except SchedulersDiffer as difference:
                 print(difference)
@@ -59,5 +59,5 @@ if __name__ == "__main__":
         # vLLM iterates over sets of request ids, so a seed means one trace only if strings hash
         # alike in every process.
         environment = os.environ | {"PYTHONHASHSEED": "0"}
-        os.execve(sys.executable, sys.orig_argv, environment)  # noqa: S606
+        os.execve(sys.executable, sys.orig_argv, environment)
     sys.exit(main())

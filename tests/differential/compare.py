@@ -41,20 +41,16 @@ def first_difference(
     ignored_fields: Collection[str] = (),
 ) -> Difference | None:
     """Compare two values field by field, in order; return None if they are equal."""
-    if reference is candidate and isinstance(reference, str | int | float | bytes | None):
-        return None
     if type(reference) is not type(candidate):
         return Difference(f"type of {path}", reference, candidate)
-    if isinstance(reference, list | tuple) and not hasattr(reference, "_fields"):
-        return _difference_of_sequences(reference, candidate, path, ignored_fields)
-    if isinstance(reference, Mapping):
-        return _difference_of_mappings(reference, candidate, path, ignored_fields)
     fields = _field_names(reference)
     if fields is not None:
         return _difference_of_fields(fields, reference, candidate, path, ignored_fields)
-    if _equal_leaves(reference, candidate):
-        return None
-    return Difference(path, reference, candidate)
+    if isinstance(reference, list | tuple):
+        return _difference_of_sequences(reference, candidate, path, ignored_fields)
+    if isinstance(reference, Mapping):
+        return _difference_of_mappings(reference, candidate, path, ignored_fields)
+    return None if _equal_leaves(reference, candidate) else Difference(path, reference, candidate)
 
 
 def _difference_of_sequences(
@@ -65,11 +61,20 @@ def _difference_of_sequences(
 ) -> Difference | None:
     if len(reference) != len(candidate):
         return Difference(f"length of {path}", reference, candidate)
+    if _are_equal_tokens(reference, candidate):
+        return None
     for index, (ours, theirs) in enumerate(zip(reference, candidate, strict=True)):
         difference = first_difference(ours, theirs, f"{path}[{index}]", ignored_fields)
         if difference is not None:
             return difference
     return None
+
+
+def _are_equal_tokens(
+    reference: list[Any] | tuple[Any, ...], candidate: list[Any] | tuple[Any, ...]
+) -> bool:
+    """Compare the longest and commonest lists, those of token and block ids, in one go."""
+    return {*map(type, reference), *map(type, candidate)} <= {int} and reference == candidate
 
 
 def _difference_of_mappings(
@@ -111,9 +116,8 @@ def _field_names(value: Any) -> tuple[str, ...] | None:  # noqa: ANN401
         return value.__struct_fields__
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tuple(field.name for field in dataclasses.fields(value))
-    if isinstance(value, tuple):
-        return value._fields
-    return None
+    # A named tuple's, or nothing.
+    return getattr(value, "_fields", None)
 
 
 def _equal_leaves(reference: Any, candidate: Any) -> bool:  # noqa: ANN401

@@ -36,7 +36,10 @@ class FakeClock:
 
 
 class FakeModel:
-    """Computes model runner outputs: tokens are a function of the seed, the step and the request."""
+    """Computes what the model runner returns.
+
+    Each sampled token is a function of the seed, the step and the request.
+    """
 
     def __init__(self, seed: int, trace: TraceGenerator) -> None:
         self._seed = seed
@@ -54,9 +57,7 @@ class FakeModel:
         order = self._trace.runner_order(list(scheduler_output.num_scheduled_tokens))
         sampled = [
             # A step that leaves part of the prompt uncomputed samples nothing.
-            []
-            if requests[request_id].is_prefill_chunk
-            else [self._token(step_number, request_id)]
+            [] if requests[request_id].is_prefill_chunk else [self._token(step_number, request_id)]
             for request_id in order
         ]
         return ModelRunnerOutput(
@@ -159,9 +160,7 @@ class FakeStructuredOutputManager:
         )
         grammar = request.structured_output_request.grammar
         assert isinstance(grammar, FakeGrammar)
-        return grammar.accepts(
-            request.num_output_tokens - len(new_token_ids), len(new_token_ids)
-        )
+        return grammar.accepts(request.num_output_tokens - len(new_token_ids), len(new_token_ids))
 
     def grammar_bitmask(
         self,

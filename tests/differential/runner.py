@@ -21,7 +21,7 @@ from vllm.sampling_params import (
 )
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -68,6 +68,9 @@ class Side:
         self.index = index
         self.structured_output_manager = FakeStructuredOutputManager()
         self.scheduler: Any = world.build_scheduler(scheduler_class, self.structured_output_manager)
+        assert type(self.scheduler) is scheduler_class, (
+            f"asked for {scheduler_class}, got {type(self.scheduler)}: a fallback proves nothing"
+        )
         self._hasher = hasher
         self._compilations: list[GrammarCompilation] = []
 
@@ -162,6 +165,7 @@ class LockstepEngine:
         )
         self._reference = self.sides[0].scheduler
         self._queue: deque[ScheduledStep] = deque()
+        self._previous_outputs: list[dict[int, EngineCoreOutputs]] = [{}, {}]
         self._finished_request_ids: deque[str] = deque(maxlen=20)
 
     # What the trace generator may look at.
@@ -197,11 +201,12 @@ class LockstepEngine:
             self._apply(event)
         for side in self.sides:
             side.advance_compilations()
-        if self._reference.has_requests() or self._queue:
-            if self._configuration.batch_queue_size == 1:
-                self._step()
-            else:
-                self._step_with_batch_queue()
+        self._compare_counters()
+        wants_step = self._reference.has_requests() or self._trace.steps_without_requests()
+        if self._configuration.batch_queue_size > 1:
+            self._step_with_batch_queue(wants_step)
+        elif wants_step:
+            self._step()
         self._compare_counters()
         if self.step_number % self._snapshot_interval == 0:
             self._compare_snapshots()
@@ -212,9 +217,9 @@ class LockstepEngine:
         self._process_aborts_during_step()
         self._update_from_output(step)
 
-    def _step_with_batch_queue(self) -> None:
+    def _step_with_batch_queue(self, wants_step: bool) -> None:
         deferred_step = None
-        if self._reference.has_requests():
+        if wants_step:
             step = self._schedule()
             if step.is_empty:
                 self._queue.append(step)
@@ -231,6 +236,8 @@ class LockstepEngine:
                 and (not step.is_empty or self._reference.has_requests())
             ):
                 return
+        elif not self._queue:
+            return
         self._process_aborts_during_step()
         self._update_from_output(self._queue.popleft())
         if deferred_step is not None:
@@ -239,10 +246,11 @@ class LockstepEngine:
 
     def _schedule(self) -> ScheduledStep:
         throttle = self._trace.throttles_prefills()
+        running_before = list(self._reference.running)
         outputs = self._both("schedule()", lambda side: side.scheduler.schedule(throttle))
         requests = self._reference.requests
         runner_output = self._model.run(self.step_number, outputs[0], requests)
-        self._cover_schedule(outputs[0])
+        self._cover_schedule(outputs[0], running_before)
         for output in outputs:
             _consume_block_ids(output)
         return ScheduledStep(outputs, [runner_output, copy.deepcopy(runner_output)])
@@ -269,6 +277,7 @@ class LockstepEngine:
             ignored_fields=("prefill_token_ids",),
         )
         self._cover_stale_outputs(step)
+        requests = dict(self._reference.requests)
         outputs = self._both(
             "update_from_output()",
             lambda side: side.scheduler.update_from_output(
@@ -280,7 +289,10 @@ class LockstepEngine:
             [side.structured_output_manager.take_observations() for side in self.sides],
         )
         self._expect_equal("ModelRunnerOutput after update_from_output()", step.runner_outputs)
-        self._cover_outputs(outputs[0])
+        # The engine's output thread may read them while the next step is under way.
+        self._expect_equal("outputs of the step before", self._previous_outputs)
+        self._previous_outputs = outputs
+        self._cover_outputs(outputs[0], requests)
 
     # Events.
 
@@ -380,13 +392,15 @@ class LockstepEngine:
 
     # Coverage: which situations the scenario has reached, read from the reference side.
 
-    def _cover_schedule(self, output: SchedulerOutput) -> None:
+    def _cover_schedule(self, output: SchedulerOutput, running_before: list[Request]) -> None:
         coverage, requests = self._coverage, self._reference.requests
         coverage["steps"] += 1
         coverage["empty steps"] += output.total_num_scheduled_tokens == 0
         if self._reference.pause_state != PauseState.UNPAUSED:
             coverage[f"steps while {self._reference.pause_state.name}"] += 1
         coverage["preemptions"] += len(output.preempted_req_ids)
+        self._cover_preemptions(output.preempted_req_ids, running_before)
+        self._cover_prefill_threshold(output)
         coverage["prefill chunks"] += sum(
             requests[request_id].is_prefill_chunk for request_id in output.num_scheduled_tokens
         )
@@ -396,6 +410,32 @@ class LockstepEngine:
             coverage["resumptions"] += requests[new_request.req_id].num_preemptions > 0
         coverage["requests that wait for a grammar"] += len(
             self.request_ids_with_status(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+        )
+
+    def _cover_preemptions(
+        self, preempted_ids: set[str], running_before: Sequence[Request]
+    ) -> None:
+        survivors = {id(request) for request in self._reference.running}
+        for index, request in enumerate(running_before):
+            if request.request_id not in preempted_ids:
+                continue
+            ahead_of_survivor = any(id(other) in survivors for other in running_before[index + 1 :])
+            self._coverage["preemptions ahead of a running request"] += ahead_of_survivor
+            self._coverage["preemptions between equal requests"] += ahead_of_survivor and any(
+                (other.priority, other.arrival_time) == (request.priority, request.arrival_time)
+                for other in running_before[index + 1 :]
+            )
+
+    def _cover_prefill_threshold(self, output: SchedulerOutput) -> None:
+        threshold = self._configuration.long_prefill_token_threshold
+        if not threshold:
+            return
+        counts = output.num_scheduled_tokens.values()
+        self._coverage["prefills limited by the threshold"] += any(
+            count == threshold for count in counts
+        )
+        self._coverage["prefills exempt from the threshold"] += any(
+            count > threshold for count in counts
         )
 
     def _cover_stale_outputs(self, step: ScheduledStep) -> None:
@@ -424,7 +464,9 @@ class LockstepEngine:
             in_flight = request is not None and request.num_in_flight_tokens > 0
             self._coverage["aborts of requests in flight"] += in_flight
 
-    def _cover_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+    def _cover_outputs(
+        self, outputs: dict[int, EngineCoreOutputs], requests: dict[str, Request]
+    ) -> None:
         coverage = self._coverage
         coverage["outputs to several clients"] += len(outputs) > 1
         for client_outputs in outputs.values():
@@ -438,7 +480,18 @@ class LockstepEngine:
                 coverage["outputs with events"] += bool(output.events)
                 if output.finish_reason is not None:
                     self._finished_request_ids.append(output.request_id)
-                    coverage[f"stops by {_stop_cause(output)}"] += 1
+                    request = requests[output.request_id]
+                    coverage[f"stops by {self._stop_cause(output, request)}"] += 1
+
+    def _stop_cause(self, output: EngineCoreOutput, request: Request) -> str:
+        if output.finish_reason == FinishReason.STOP:
+            return "EOS" if output.stop_reason is None else "stop token"
+        if output.finish_reason == FinishReason.ERROR:
+            return "rejected token" if output.new_token_ids else "grammar that does not compile"
+        if output.finish_reason == FinishReason.LENGTH:
+            is_full = request.num_tokens >= self._configuration.max_model_len
+            return "max_model_len" if is_full else "max_tokens"
+        return str(output.finish_reason)
 
     def _cover_snapshot(self, state: dict[str, Any]) -> None:
         self._coverage["snapshots"] += 1
@@ -458,14 +511,6 @@ def _pause(side: Side, state: PauseState) -> PauseState:
     return side.scheduler.pause_state
 
 
-def _stop_cause(output: Any) -> str:  # noqa: ANN401
-    if output.finish_reason == FinishReason.STOP:
-        return "EOS" if output.stop_reason is None else "stop token"
-    if output.finish_reason == FinishReason.ERROR:
-        return "rejected token" if output.new_token_ids else "grammar that does not compile"
-    return output.finish_reason.name
-
-
 def _consume_block_ids(output: SchedulerOutput) -> None:
     """Do as a model runner in the same process: take over the block lists that it was given."""
     for new_request in output.scheduled_new_reqs:
@@ -478,6 +523,7 @@ def run_scenario(
     seed: int,
     num_steps: int,
     candidate: CandidateChooser,
+    *,
     coverage: Coverage | None = None,
     snapshot_interval: int = 1,
 ) -> None:
@@ -502,7 +548,8 @@ def _report(
 ) -> str:
     operations = "\n".join(f"  {operation}" for operation in engine.operations)
     return (
-        f"configuration {configuration.name}, seed {seed}, step {engine.step_number}: {difference}\n"
+        f"configuration {configuration.name}, seed {seed}, step {engine.step_number}:"
+        f" {difference}\n"
         f"{configuration}\n"
         f"latest operations:\n{operations}\n"
         "reproduce with: PYTHONHASHSEED=0 python -m tests.differential"

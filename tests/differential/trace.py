@@ -108,14 +108,15 @@ class TraceGenerator:
         self._num_arrivals = 0
         self._clock = 0.0
         self._paused_until: int | None = None
-        self._arrival_rate = rng.choice([0.15, 0.4, 0.9, 2.0])
-        self._most_live_requests = rng.choice([3, 8, 16, 24])
+        busiest_rate = max(2.0, configuration.max_num_seqs / 8)
+        self._arrival_rate = rng.choice([0.15, 0.4, 0.9, busiest_rate])
+        self._most_live_requests = rng.choice([3, 8, 24, 2 * configuration.max_num_seqs])
         self._abort_rate = rng.choice([0.0, 0.02, 0.1])
-        self._disturbance_rate = rng.choice([0.0, 0.02, 0.06])
+        self._disturbance_rate = rng.choice([0.0, 0.02, 0.06, 0.25])
         self._structured_output_share = rng.choice([0.0, 0.1, 0.5])
         self._num_clients = rng.choice([1, 1, 3])
         self._num_priorities = rng.choice([1, 2, 5])
-        self._largest_output = rng.choice([4, 20, 60])
+        self._largest_output = rng.choice([4, 20, 60, 200])
         self._allows_id_reuse = rng.random() < 0.2
         self.vocabulary_size = rng.choice([4, 12, 50, 50, 200_000])
         self._documents = [
@@ -152,6 +153,10 @@ class TraceGenerator:
             return Finish((finish.request_ids,), RequestStatus.FINISHED_ABORTED)
         return Finish(finish.request_ids, RequestStatus.FINISHED_ABORTED)
 
+    def steps_without_requests(self) -> bool:
+        """Draw whether the loop calls `schedule()` although the scheduler reports no requests."""
+        return self._rng.random() < (0.05 if self._paused_until is None else 0.4)
+
     def throttles_prefills(self) -> bool:
         """Draw whether the next step defers prefills, as data-parallel balancing would."""
         return self._configuration.throttles_prefills and self._rng.random() < 0.6
@@ -186,7 +191,7 @@ class TraceGenerator:
             prompt_token_ids=prompt,
             client_index=rng.randrange(self._num_clients),
             arrival_time=self._clock,
-            priority=rng.randrange(self._num_priorities),
+            priority=rng.randrange(self._num_priorities) - 1,
             cache_salt=rng.choice(["salt", "pepper"]) if rng.random() < 0.1 else None,
             trace_headers=headers,
             sampling=tuple(self._sampling(grammar is not None).items()),
@@ -199,16 +204,18 @@ class TraceGenerator:
         )
 
     def _request_id(self, view: SchedulerView) -> str:
+        rng = self._rng
         reusable = set(view.finished_request_ids()).difference(
             view.live_request_ids(), view.in_flight_request_ids(), self._reused_ids
         )
-        if self._allows_id_reuse and reusable and self._rng.random() < 0.1:
-            reused_id = self._rng.choice(sorted(reusable))
+        if self._allows_id_reuse and reusable and rng.random() < 0.1:
+            reused_id = rng.choice(sorted(reusable))
             self._reused_ids.add(reused_id)
             return reused_id
         self._num_arrivals += 1
         # Ids whose order differs from that of arrival, for ties that go by id.
-        return f"{self._rng.randrange(1000):03d}-{self._num_arrivals}"
+        tail = rng.choice(["", "", "", "-\N{GREEK SMALL LETTER OMEGA}"])
+        return f"{rng.randrange(1000):03d}-{self._num_arrivals}{tail}"
 
     def _prompt(self) -> tuple[int, ...]:
         rng = self._rng
@@ -261,7 +268,7 @@ class TraceGenerator:
             if rng.random() < 0.8
             else rng.choice([RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ERROR])
         )
-        if rng.random() < 0.05:
+        if rng.random() < 0.02:
             return Finish(None, status)
         targets = self._abort_targets(view)
         if len(targets) == 1 and rng.random() < 0.5:
@@ -289,7 +296,13 @@ class TraceGenerator:
 
     def _disturbance(self, view: SchedulerView) -> list[Event]:
         rng = self._rng
-        kind = rng.choice(["reset", "reset running", "pause new", "pause all", "abort", "fault"])
+        kind = rng.choice(
+            [
+                *("reset", "reset running", "reset running", "pause new", "pause all") * 2,
+                # These leave no request alive, so they are rarer.
+                *("abort", "fault"),
+            ]
+        )
         reset_connector = rng.random() < 0.3
         if kind == "reset":
             return [ResetPrefixCache(False, reset_connector)]

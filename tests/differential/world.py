@@ -87,6 +87,16 @@ class Configuration:
         return any(window is not FULL_ATTENTION for window in self.sliding_windows)
 
 
+# Many requests in a pool that one of them could fill: almost every step preempts.
+_SCARCE_BLOCKS: dict[str, Any] = {
+    "pool_factor": 1.0,
+    "block_size": 4,
+    "max_num_seqs": 12,
+    "max_num_active_seqs": None,
+    "scheduler_reserve_full_isl": False,
+    "watermark": 0.0,
+}
+
 # What each name fixes. All that is not listed is drawn from the seed.
 NAMED_SETTINGS: dict[str, dict[str, Any]] = {
     "sync-full": {"async_scheduling": False, "groups": "full"},
@@ -109,8 +119,17 @@ NAMED_SETTINGS: dict[str, dict[str, Any]] = {
     "sync-two-windows": {"async_scheduling": False, "groups": "full+2windows"},
     "no-prefix-cache": {"enable_prefix_caching": False},
     "no-chunked-prefill": {"enable_chunked_prefill": False},
-    "deep-queue": {"async_scheduling": True, "batch_queue_size": 3},
+    "deep-queue": {"async_scheduling": True, "batch_queue_size": 3} | _SCARCE_BLOCKS,
     "throttled-prefills": {"throttles_prefills": True},
+    "sync-preempting": {"async_scheduling": False} | _SCARCE_BLOCKS,
+    "async-preempting": {"async_scheduling": True} | _SCARCE_BLOCKS,
+    "preempting-by-priority": {"policy": "priority"} | _SCARCE_BLOCKS,
+    "large-batch": {
+        "max_num_seqs": 64,
+        "max_num_active_seqs": None,
+        "spare_tokens": 256,
+        "pool_factor": 16.0,
+    },
     "random": {},
 }
 
@@ -126,7 +145,7 @@ def draw_configuration(name: str, seed: int) -> Configuration:
         return fixed.get(setting, drawn)
 
     async_scheduling = choose("async_scheduling", False, True)
-    block_size = choose("block_size", 4, 4, 16)
+    block_size = choose("block_size", 4, 4, 16, 32)
     sliding_windows = _draw_sliding_windows(
         rng, choose("groups", "full", "sliding", "full+sliding", "full+3sliding", "full+2windows")
     )
@@ -147,7 +166,7 @@ def draw_configuration(name: str, seed: int) -> Configuration:
         policy=choose("policy", "fcfs", "fcfs", "priority"),
         sliding_windows=sliding_windows,
         block_size=block_size,
-        num_blocks=int(smallest_pool * choose("pool_factor", 1.0, 1.2, 1.6, 2.5, 5.0)) + 1,
+        num_blocks=int(smallest_pool * choose("pool_factor", 1.0, 1.0, 1.2, 1.6, 3.0)) + 1,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -161,12 +180,16 @@ def draw_configuration(name: str, seed: int) -> Configuration:
         long_prefill_token_threshold=long_prefill_token_threshold,
         long_prefill_token_threshold_adaptive=choose("adaptive_threshold", False, True),
         watermark=choose("watermark", 0.0, 0.0, 0.05, 0.3),
-        scheduler_reserve_full_isl=choose("scheduler_reserve_full_isl", True, False),
+        scheduler_reserve_full_isl=choose("scheduler_reserve_full_isl", True, False, False),
         enable_prefix_caching=enable_prefix_caching,
         prefix_caching_hash_algo=choose("prefix_caching_hash_algo", *available_hash_algorithms()),
         prefix_cache_retention_interval=choose(
             "prefix_cache_retention_interval",
-            *((0, 0, None, block_size, 4 * block_size) if has_sliding_window else (0, None)),
+            *(
+                (0, 0, None, block_size, 4 * block_size, 8 * block_size)
+                if has_sliding_window
+                else (0, None)
+            ),
         ),
         use_v2_model_runner=choose("use_v2_model_runner", False, True),
         log_stats=choose("log_stats", True, True, False),
@@ -185,7 +208,7 @@ def available_hash_algorithms() -> tuple[str, ...]:
 
 
 def _draw_sliding_windows(rng: random.Random, groups: str) -> tuple[int | None, ...]:
-    window, other_window = rng.sample([8, 12, 17, 32, 64, 128], 2)
+    window, other_window = rng.sample([5, 8, 12, 17, 32, 64, 128], 2)
     return {
         "full": (FULL_ATTENTION,),
         "sliding": (window,),
@@ -246,9 +269,7 @@ def build_world(configuration: Configuration) -> World:
     scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(
         kv_cache_config, vllm_config
     )
-    return World(
-        configuration, vllm_config, kv_cache_config, scheduler_block_size, hash_block_size
-    )
+    return World(configuration, vllm_config, kv_cache_config, scheduler_block_size, hash_block_size)
 
 
 def _build_vllm_config(configuration: Configuration) -> VllmConfig:

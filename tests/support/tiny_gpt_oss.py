@@ -36,9 +36,7 @@ def write_model(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary, merges = _vocabulary()
     _write_json(directory / "config.json", _config(vocabulary))
-    _write_json(
-        directory / "generation_config.json", {"eos_token_id": vocabulary[END_OF_TEXT]}
-    )
+    _write_json(directory / "generation_config.json", {"eos_token_id": vocabulary[END_OF_TEXT]})
     _write_tokenizer(directory, vocabulary, merges)
     _write_weights(directory / "model.safetensors", vocabulary)
     return directory

@@ -114,6 +114,12 @@ impl BlockHasher {
         fits.then(|| Self { algorithm, block_size, none_hash: none_hash.into() })
     }
 
+    /// The same with another `none_hash`, or `None` if that is longer than a digest can be.
+    #[must_use]
+    pub fn with_none_hash(&self, none_hash: &[u8]) -> Option<Self> {
+        Self::new(self.algorithm, self.block_size as u32, none_hash)
+    }
+
     /// Tokens a block.
     #[must_use]
     pub fn block_size(&self) -> usize {

@@ -27,15 +27,16 @@ pub trait Hooks {
     /// Whatever the owner of the grammar fails with.
     fn grammar_state(&mut self, request: RequestIndex) -> Result<GrammarState, Self::Error>;
 
-    /// Advances the request's grammar by `tokens`, which are already part of the sequence.
-    /// `false` means that the grammar rejects them.
+    /// Advances the request's grammar by the last `num_new_tokens` of its `sequence`, prompt
+    /// included. `false` means that the grammar rejects them.
     ///
     /// # Errors
     /// Whatever the owner of the grammar fails with.
     fn accept_tokens(
         &mut self,
         request: RequestIndex,
-        tokens: &[i32],
+        sequence: &[i32],
+        num_new_tokens: usize,
     ) -> Result<bool, Self::Error>;
 
     /// Hashes the first block of a request that carries extra keys.
@@ -60,7 +61,12 @@ impl Hooks for NoHooks {
         Ok(GrammarState::Ready)
     }
 
-    fn accept_tokens(&mut self, _: RequestIndex, _: &[i32]) -> Result<bool, Infallible> {
+    fn accept_tokens(
+        &mut self,
+        _: RequestIndex,
+        _: &[i32],
+        _: usize,
+    ) -> Result<bool, Infallible> {
         Ok(true)
     }
 

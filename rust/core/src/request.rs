@@ -263,6 +263,18 @@ impl Request {
         self.num_stale_output_tokens
     }
 
+    /// Whether the next output that comes back belongs to an earlier life and is dropped.
+    #[must_use]
+    pub fn drops_stale_output(&self) -> bool {
+        self.num_stale_output_tokens > 0 && self.drop_stale_output
+    }
+
+    /// What happened to it since its last output.
+    #[must_use]
+    pub fn events(&self) -> &[Event] {
+        &self.events
+    }
+
     /// How often its blocks were taken away.
     #[must_use]
     pub fn num_preemptions(&self) -> u32 {

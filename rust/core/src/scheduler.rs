@@ -540,6 +540,16 @@ impl Scheduler {
         self.kv_cache.reset_prefix_cache()
     }
 
+    /// Tells what stands in for the parent of a first block, which vLLM decides only after the
+    /// scheduler is built. Returns whether it can be.
+    pub fn set_none_hash(&mut self, none_hash: &[u8]) -> bool {
+        let Some(hasher) = &self.hasher else { return true };
+        let hasher = hasher.with_none_hash(none_hash);
+        let is_valid = hasher.is_some();
+        self.hasher = hasher.or(self.hasher.take());
+        is_valid
+    }
+
     /// Whether requests are scheduled.
     #[must_use]
     pub fn pause_state(&self) -> PauseState {

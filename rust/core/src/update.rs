@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 
 use crate::hooks::Hooks;
 use crate::ids::RequestIndex;
-use crate::request::{Event, PrefillStats, Request, RequestStatus};
+use crate::request::{Event, PrefillStats, RequestStatus};
 use crate::scheduler::Scheduler;
 use crate::stop::{StopReason, check_stop};
 
@@ -121,8 +121,8 @@ impl Scheduler {
         let use_structured_output = request.use_structured_output;
         let mut advance = self.append_tokens(index, scheduled.sampled_tokens, is_stale, hooks)?;
         if advance.num_new_tokens > 0 && use_structured_output {
-            let tokens = &scheduled.sampled_tokens[..advance.num_new_tokens];
-            if !hooks.accept_tokens(index, tokens)? {
+            let sequence = self.request(index).tokens();
+            if !hooks.accept_tokens(index, sequence, advance.num_new_tokens)? {
                 let (request, _) = self.get_mut(index).expect("looked up above");
                 request.status = RequestStatus::FinishedError;
                 advance.stopped = true;
@@ -199,13 +199,5 @@ impl Scheduler {
     fn end_blocks(&mut self, index: RequestIndex) {
         let (request, kv_cache) = self.get_mut(index).expect("looked up by the caller");
         kv_cache.free(request);
-    }
-}
-
-impl Request {
-    /// The status with which the request was ended.
-    #[must_use]
-    pub fn final_status(&self) -> Option<RequestStatus> {
-        Some(self.status).filter(|status| status.is_finished())
     }
 }

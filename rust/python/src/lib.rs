@@ -1,1 +1,18 @@
-//! x
+//! The Python extension `sparksched._core`: the scheduler of `sparksched-core` behind vLLM's
+//! objects. Thin: decisions are made in the core, objects are read and built in [`convert`].
+
+mod convert;
+mod guard;
+mod hasher;
+mod hooks;
+mod scheduler_core;
+
+use pyo3::prelude::*;
+
+/// Rust side of sparksched; its public face is `sparksched.scheduler`.
+#[pymodule(gil_used = true)]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<hasher::NativeBlockHasher>()?;
+    module.add_class::<scheduler_core::SchedulerCore>()
+}

@@ -1,0 +1,122 @@
+"""What the native scheduler changes in the engine around it.
+
+Two functions of `vllm.v1.engine.core` are replaced, and only in a process that has built a native
+scheduler: the factory of the function that hashes prompts, and the step that turns an arriving
+message into a `Request`, which is the last place where a request can be refused without harm to
+others.
+"""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import Request
+
+from sparksched._core import NativeBlockHasher
+
+if TYPE_CHECKING:
+    from sparksched.scheduler import SparkScheduler
+
+BlockHasher = Callable[[Request], list[bytes]]
+
+_ENGINE_MODULE = "vllm.v1.engine.core"
+
+
+class _Pending(threading.local):
+    """The scheduler whose engine is being built in this thread."""
+
+    scheduler: "SparkScheduler | None" = None
+
+
+_pending = _Pending()
+
+
+def first_block_hasher(algorithm: str, block_size: int) -> Callable[[Request], bytes]:
+    """Return a function that hashes a request's first block with vLLM's own code.
+
+    It is for requests with a cache salt: the salt is part of that block's hash, in a form that
+    only Python serialises.
+    """
+    hash_fn = get_hash_fn_by_name(algorithm)
+
+    def hash_first_block(request: Request) -> bytes:
+        extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 0, block_size, 0)
+        tokens = request.all_token_ids[:block_size]
+        return bytes(kv_cache_utils.hash_block_tokens(hash_fn, None, tokens, extra_keys))
+
+    return hash_first_block
+
+
+def native_block_hasher(algorithm: str, block_size: int) -> BlockHasher:
+    """Return a drop-in for what vLLM's `get_request_block_hasher` returns.
+
+    `kv_cache_utils.NONE_HASH` must have been set by `init_none_hash`.
+
+    Args:
+        algorithm: A value of `prefix_caching_hash_algo`.
+        block_size: Tokens a block.
+
+    """
+    return NativeBlockHasher(
+        algorithm,
+        block_size,
+        kv_cache_utils.NONE_HASH,
+        hash_first_block=first_block_hasher(algorithm, block_size),
+        fallback=kv_cache_utils.get_request_block_hasher(
+            block_size, get_hash_fn_by_name(algorithm)
+        ),
+    )
+
+
+def prepare_engine(scheduler: "SparkScheduler") -> None:
+    """Replace the two functions, if an engine is what is building this scheduler."""
+    engine = sys.modules.get(_ENGINE_MODULE)
+    if engine is None:
+        return
+    _pending.scheduler = scheduler
+    _wrap(engine, "get_request_block_hasher", _preferring_native_hasher)
+    _wrap(engine.EngineCore, "preprocess_add_request", _refusing_streaming_sessions)
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    if not getattr(original, "wrapped_by_sparksched", False):
+        wrapper = functools.wraps(original)(make(original))
+        wrapper.wrapped_by_sparksched = True
+        setattr(owner, name, wrapper)
+
+
+def _preferring_native_hasher(original: Any) -> Any:
+    def get_request_block_hasher(
+        hash_block_size: int, caching_hash_fn: Callable[[Any], bytes]
+    ) -> BlockHasher:
+        # The engine asks once, right after it has built its scheduler and in the same thread.
+        scheduler, _pending.scheduler = _pending.scheduler, None
+        if scheduler is not None and scheduler.hash_block_size == hash_block_size:
+            algorithm = scheduler.vllm_config.cache_config.prefix_caching_hash_algo
+            if get_hash_fn_by_name(algorithm) is caching_hash_fn:
+                return native_block_hasher(algorithm, hash_block_size)
+        hasher: BlockHasher = original(hash_block_size, caching_hash_fn)
+        return hasher
+
+    return get_request_block_hasher
+
+
+def _refusing_streaming_sessions(original: Any) -> Any:
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        from sparksched.scheduler import SparkScheduler
+
+        # The front end has refused it already, unless it runs without the plugin. An error here
+        # ends this request alone.
+        if request.resumable and isinstance(self.scheduler, SparkScheduler):
+            raise ValueError(
+                f"request {request.request_id}: streaming-input sessions are not supported by "
+                "sparksched; start the server with VLLM_SCHEDULER=vllm"
+            )
+        return original(self, request)
+
+    return preprocess_add_request

@@ -1,0 +1,234 @@
+"""The entry point by which vLLM loads sparksched: `vllm.general_plugins`.
+
+vLLM calls `register()` in each of its processes, sometimes more than once: the API server,
+the engine, the workers, and a short-lived process that inspects model classes. It therefore
+allocates nothing and imports nothing that the process doesn't already have.
+"""
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from sparksched import compat, environment
+
+if TYPE_CHECKING:
+    from vllm.config import SchedulerConfig, VllmConfig
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+
+_SPARK_SCHEDULER = "sparksched.scheduler.SparkScheduler"
+_DIFFUSION_SCHEDULERS = "vllm.v1.core.sched.diffusion_scheduler."
+_INPUT_PROCESSOR_MODULE = "vllm.v1.engine.input_processor"
+
+# Set on each function that sparksched has put in the place of one of vLLM's.
+_MARK = "__sparksched__"
+
+_Function = Callable[..., Any]
+
+
+def register() -> None:
+    """Make vLLM use sparksched if `VLLM_SCHEDULER` asks for it; else do nothing."""
+    if not environment.is_selected():
+        return
+    environment.is_strict()  # a mistyped value is reported here, not when it is needed
+    _load_extension()
+    _declare_environment_variable()
+    _select_scheduler()
+    if compat.unsupported_version() is None:
+        _guard_front_end()
+
+
+def _load_extension() -> None:
+    """Fail early: vLLM logs and swallows what fails while a plugin is imported, but not this."""
+    try:
+        importlib.import_module("sparksched._core")
+    except ImportError as error:
+        raise RuntimeError(
+            "sparksched is selected, but its extension module sparksched._core cannot be "
+            f"loaded: {error}. Reinstall sparksched, or unset {environment.SCHEDULER} to use "
+            "vLLM's own scheduler."
+        ) from error
+
+
+def _replace(owner: object, name: str, make: Callable[[Any], _Function]) -> None:
+    """Put `make(original)` in the place of a function of vLLM's, once."""
+    original = getattr(owner, name)
+    if hasattr(original, _MARK):
+        return
+    replacement = make(original)
+    setattr(replacement, _MARK, True)
+    setattr(owner, name, replacement)
+
+
+# ----------------------------------------------------------------------------------------
+# VLLM_SCHEDULER
+# ----------------------------------------------------------------------------------------
+
+
+def _declare_environment_variable() -> None:
+    """Make vLLM know the variable: it warns about those that begin with VLLM_ otherwise.
+
+    In time: vLLM looks for unknown variables when it builds its configuration, which
+    happens after its arguments, and with them the plugins, have been loaded.
+    """
+    import vllm.envs
+
+    vllm.envs.environment_variables.setdefault(
+        environment.SCHEDULER, lambda: os.environ.get(environment.SCHEDULER)
+    )
+    _replace(vllm.envs, "compile_factors", _without_our_variable)
+
+
+def _without_our_variable(original: _Function) -> _Function:
+    """Keep the variable out of the key of vLLM's compilation cache.
+
+    Compiled graphs don't depend on who schedules. Without this, the first start with
+    sparksched would compile everything anew.
+    """
+
+    @functools.wraps(original)
+    def compile_factors() -> dict[str, object]:
+        factors = dict(original())
+        factors.pop(environment.SCHEDULER, None)
+        return factors
+
+    return compile_factors
+
+
+# ----------------------------------------------------------------------------------------
+# The choice of the scheduler
+# ----------------------------------------------------------------------------------------
+
+
+def _select_scheduler() -> None:
+    from vllm.config.scheduler import SchedulerConfig
+
+    _replace(SchedulerConfig, "get_scheduler_cls", _preferring_spark_scheduler)
+
+
+def _preferring_spark_scheduler(
+    vllm_choice: Callable[["SchedulerConfig"], type[Any]],
+) -> _Function:
+    @functools.wraps(vllm_choice)
+    def get_scheduler_cls(self: "SchedulerConfig") -> type[Any]:
+        if not _chooses_spark_scheduler(self.scheduler_cls):
+            _report_other_choice(self.scheduler_cls)
+            return vllm_choice(self)
+        # Before the import: under another vLLM it may fail for want of a name.
+        problem = compat.unsupported_version()
+        if problem is not None and self.scheduler_cls is None:
+            compat.refuse(problem)
+            return vllm_choice(self)
+        from sparksched.scheduler import SparkScheduler
+
+        return SparkScheduler
+
+    return get_scheduler_cls
+
+
+def _chooses_spark_scheduler(scheduler_cls: str | type[Any] | None) -> bool:
+    if isinstance(scheduler_cls, type):
+        scheduler_cls = f"{scheduler_cls.__module__}.{scheduler_cls.__qualname__}"
+    return scheduler_cls in (None, _SPARK_SCHEDULER)
+
+
+def _report_other_choice(scheduler_cls: str | type[Any]) -> None:
+    """Say that a scheduler class which was asked for by name has won."""
+    if isinstance(scheduler_cls, str) and scheduler_cls.startswith(_DIFFUSION_SCHEDULERS):
+        # vLLM itself presets this for diffusion models: the user has asked for no class.
+        compat.refuse(compat.DIFFUSION)
+        return
+    compat.warn_or_raise(
+        warning=(
+            f"{environment.SCHEDULER}=sparksched is ignored, "
+            f"because --scheduler-cls asks for {scheduler_cls}"
+        ),
+        error=(
+            f"{environment.SCHEDULER}=sparksched contradicts --scheduler-cls {scheduler_cls}: "
+            "choose one of them"
+        ),
+    )
+
+
+# ----------------------------------------------------------------------------------------
+# Requests that the native scheduler can't serve
+# ----------------------------------------------------------------------------------------
+
+
+def _guard_front_end() -> None:
+    """Refuse unsupported requests where the user can still be told: in the input processor.
+
+    The module is heavy and only the front end needs it, where it comes after the plugins:
+    it is not imported here, but changed as soon as it is imported.
+    """
+    module = sys.modules.get(_INPUT_PROCESSOR_MODULE)
+    if module is not None:
+        _guard_input_processor(module)
+    elif not any(isinstance(finder, _InputProcessorFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _InputProcessorFinder())
+
+
+class _InputProcessorFinder(importlib.abc.MetaPathFinder):
+    """Finds vLLM's input processor as usual, and has it changed once it is loaded."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _INPUT_PROCESSOR_MODULE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            _call_after_loading(spec.loader, _guard_input_processor)
+        return spec
+
+
+def _call_after_loading(
+    loader: importlib.abc.Loader, callback: Callable[[ModuleType], None]
+) -> None:
+    load = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        load(module)
+        callback(module)
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+def _guard_input_processor(module: ModuleType) -> None:
+    _replace(module.InputProcessor, "process_inputs", _refusing_streaming_input)
+
+
+def _refusing_streaming_input(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def process_inputs(
+        self: "InputProcessor", *args: object, **kwargs: object
+    ) -> "EngineCoreRequest":
+        request = original(self, *args, **kwargs)
+        if request.resumable and _expects_native_scheduler(self.vllm_config):
+            from vllm.exceptions import VLLMValidationError
+
+            raise VLLMValidationError(
+                "streaming-input sessions are not supported by sparksched yet; "
+                f"start the server with {environment.SCHEDULER}=vllm"
+            )
+        return request
+
+    return process_inputs
+
+
+def _expects_native_scheduler(vllm_config: "VllmConfig") -> bool:
+    """Whether, as far as the front end can know, the engine doesn't fall back."""
+    return (
+        _chooses_spark_scheduler(vllm_config.scheduler_config.scheduler_cls)
+        and compat.unsupported_version() is None
+        and compat.unsupported_config(vllm_config) is None
+    )

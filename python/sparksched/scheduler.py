@@ -1,0 +1,380 @@
+"""`SparkScheduler`: vLLM's `SchedulerInterface` over the Rust core.
+
+The policy is in `rust/core/src/scheduler.rs`; this module only translates. It mirrors the face of
+vLLM's `v1/core/sched/scheduler.py` and `async_scheduler.py`, both in one class.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from sparksched import __version__, compat, engine_hooks
+from sparksched._core import SchedulerCore
+
+# Below vLLM's own logger, which is the one that vLLM configures.
+logger = init_logger("vllm.sparksched")
+
+
+class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
+    """Schedules as vLLM's `Scheduler` and `AsyncScheduler` do, in Rust.
+
+    Takes their constructor's arguments and decides between synchronous and asynchronous scheduling
+    by `vllm_config.scheduler_config.async_scheduling`. For a configuration that the Rust core does
+    not implement, the constructor returns an instance of vLLM's own scheduler instead and logs why.
+
+    Not thread-safe, as vLLM's: one engine loop owns it.
+
+    Raises:
+        RuntimeError: from the constructor, for such a configuration with `SPARKSCHED_STRICT=1`; from
+            any method, after an internal error. `finish_requests(None, ...)` still works then.
+
+    """
+
+    def __new__(  # type: ignore[misc]  # noqa: D102
+        cls,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: StructuredOutputManager,
+        block_size: int,
+        hash_block_size: int | None = None,
+        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+    ) -> SchedulerInterface:
+        problem = compat.first_unsupported(
+            vllm_config, kv_cache_config, block_size, hash_block_size
+        )
+        if problem is None:
+            return super().__new__(cls)
+        compat.refuse(problem)
+        stock_cls = compat.stock_scheduler_cls(vllm_config)
+        return stock_cls(
+            vllm_config=vllm_config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=structured_output_manager,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+            mm_registry=mm_registry,
+            include_finished_set=include_finished_set,
+            log_stats=log_stats,
+        )
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: StructuredOutputManager,
+        block_size: int,
+        hash_block_size: int | None = None,
+        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.kv_cache_config = kv_cache_config
+        self.structured_output_manager = structured_output_manager
+        self.block_size = block_size
+        self.hash_block_size = block_size if hash_block_size is None else hash_block_size
+        self.log_stats = log_stats
+        # What vLLM's engine asks every scheduler for; there are none of either here.
+        self.connector = None
+        self.ec_connector = None
+        self.kv_cache_manager = KVCacheManagerView.of(kv_cache_config)
+
+        self._hash_first_block = engine_hooks.first_block_hasher(
+            vllm_config.cache_config.prefix_caching_hash_algo, block_size
+        )
+        config = core_config(vllm_config, kv_cache_config, block_size, log_stats)
+        self._core = SchedulerCore(
+            config,
+            accept_tokens=self._accept_tokens,
+            hash_first_block=self._hash_first_block,
+            include_finished_set=include_finished_set,
+        )
+        self._needs_none_hash = vllm_config.cache_config.enable_prefix_caching
+        engine_hooks.prepare_engine(self)
+        logger.info(
+            "sparksched %s: scheduling in Rust (%s, %s, prefix caching %s, %d KV cache groups)",
+            __version__,
+            "asynchronous" if config["async_scheduling"] else "synchronous",
+            config["policy"],
+            config["hash_algorithm"] or "off",
+            len(config["groups"]),
+        )
+
+    # ---- the two calls of each step ----
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Decide what the next step computes. See `SchedulerInterface.schedule`."""
+        return self._core.schedule(throttle_prefills, time.monotonic())
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take in what a step brought. See `SchedulerInterface.update_from_output`.
+
+        Raises:
+            KeyError: if the model runner has no output for a request that was scheduled.
+            OverflowError: if a sampled token id does not fit into 32 bits.
+
+        """
+        return self._core.update_from_output(scheduler_output, model_runner_output)
+
+    # ---- requests ----
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """Requests that are not finished, by id. Their counters are not kept up to date."""
+        return self._core.requests
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that run, in their order: a new list."""
+        return self._core.running_requests()
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that wait, the next to be admitted first: a new list."""
+        return self._core.waiting_requests()
+
+    def add_request(self, request: Request) -> None:
+        """Put a request into the queue.
+
+        Raises:
+            ValueError: for an id that is in use, or a kind of request that is not supported; the
+                front end refuses the latter before they get here.
+
+        """
+        if self._needs_none_hash:
+            # vLLM decides it only after the scheduler is built, for some algorithms at random.
+            self._core.set_none_hash(kv_cache_utils.NONE_HASH)
+            self._needs_none_hash = False
+        self._core.add_request(request, time.monotonic())
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """End requests from outside, all of them for None. Returns those that were not yet."""
+        if not RequestStatus.is_finished(finished_status):
+            raise ValueError(f"requests can't be finished with the status {finished_status}")
+        return self._core.finish_requests(request_ids, finished_status)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Count the requests that have work to do in the current pause state."""
+        return self._core.num_unfinished_requests()
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether a request has work to do in the current pause state."""
+        return self._core.has_unfinished_requests()
+
+    def has_finished_requests(self) -> bool:
+        """Return whether requests ended that the model runner has not been told of."""
+        return self._core.has_finished_requests()
+
+    def has_requests(self) -> bool:
+        """Return whether there is anything for a step to do or to tell."""
+        return self._core.has_requests()
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Count running and waiting requests."""
+        return self._core.request_counts()
+
+    # ---- structured output ----
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Compute the bitmask for the requests of the step that a grammar restricts."""
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        request_ids = self._core.structured_output_request_ids(
+            scheduler_output.num_scheduled_tokens
+        )
+        if not request_ids:
+            return None
+        bitmask = self.structured_output_manager.grammar_bitmask(
+            self.requests, request_ids, scheduler_output.scheduled_spec_decode_tokens
+        )
+        num_acceptable_drafts = [0] * len(request_ids)
+        return GrammarOutput(request_ids, bitmask, num_acceptable_drafts)
+
+    def _accept_tokens(self, request: Request, token_ids: list[int]) -> bool:
+        accepted: bool = self.structured_output_manager.accept_tokens(request, token_ids)
+        if not accepted:
+            logger.error(
+                "The grammar of request %s rejects the sampled tokens %s: ending it with an error.",
+                request.request_id,
+                token_ids,
+            )
+        return accepted
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Refuse: speculative decoding runs on vLLM's own scheduler."""
+        raise NotImplementedError("speculative decoding is not supported by sparksched")
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Refuse: speculative decoding runs on vLLM's own scheduler."""
+        raise NotImplementedError("speculative decoding is not supported by sparksched")
+
+    # ---- the cache, pauses, statistics ----
+
+    def get_kv_cache_usage(self) -> float:
+        """Return the share of KV blocks in use, 0 to 1."""
+        return self._core.kv_cache_usage()
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all cached prefixes; see `SchedulerInterface.reset_prefix_cache`.
+
+        Raises:
+            RuntimeError: if blocks are still held although all running requests were preempted.
+
+        """
+        if reset_running_requests:
+            self._core.preempt_running(time.monotonic())
+        if self._core.reset_prefix_cache():
+            logger.info("The prefix cache is empty now.")
+            return True
+        num_used_blocks = self._core.num_used_blocks()
+        if reset_running_requests:
+            raise RuntimeError(
+                f"The prefix cache can't be reset: {num_used_blocks} blocks are in use although no "
+                "request runs."
+            )
+        logger.warning("The prefix cache is not reset: %d blocks are in use.", num_used_blocks)
+        return False
+
+    def reset_encoder_cache(self) -> None:
+        """Do nothing: there are no encoder inputs."""
+
+    @property
+    def pause_state(self) -> PauseState:
+        """Whether requests are scheduled."""
+        return PauseState(self._core.pause_state())
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Stop or resume scheduling."""
+        logger.info("Scheduling is %s now.", pause_state.name.lower().replace("_", " "))
+        self._core.set_pause_state(int(pause_state))
+
+    def make_stats(self) -> SchedulerStats | None:
+        """Return the current statistics, or None if they are off; prefix cache counters restart."""
+        return self._core.make_stats()
+
+    def shutdown(self) -> None:
+        """Do nothing: there is nothing to be closed."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the whole state as plain data, for tests and support.
+
+        Keys: `requests` (by id: status, counters, `block_ids` a group), `running` and `waiting`
+        (ids in order), `free_blocks` (ids in the order of reuse), `ref_counts` (by id of blocks in
+        use), `cached_blocks` (by id: hash and group in hex, as vLLM's `BlockHashWithGroupId`).
+        Takes time and memory in proportion to the number of blocks.
+        """
+        return self._core.snapshot()
+
+
+def core_config(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int, log_stats: bool
+) -> dict[str, Any]:
+    """Return what the Rust core is built from; `scheduler_config()` there reads it."""
+    scheduler_config = vllm_config.scheduler_config
+    cache_config = vllm_config.cache_config
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    max_num_scheduled_tokens = scheduler_config.max_num_scheduled_tokens
+    if max_num_scheduled_tokens is None:
+        max_num_scheduled_tokens = scheduler_config.max_num_batched_tokens
+    max_num_active_reqs = scheduler_config.max_num_active_seqs
+    if max_num_active_reqs is None:
+        max_num_active_reqs = scheduler_config.max_num_seqs
+    return {
+        "async_scheduling": bool(scheduler_config.async_scheduling),
+        "policy": scheduler_config.policy,
+        "max_num_active_reqs": max_num_active_reqs,
+        "max_num_scheduled_tokens": max_num_scheduled_tokens,
+        "max_num_batched_tokens": scheduler_config.max_num_batched_tokens,
+        "max_model_len": vllm_config.model_config.max_model_len,
+        "enable_chunked_prefill": scheduler_config.enable_chunked_prefill,
+        "long_prefill_token_threshold": scheduler_config.long_prefill_token_threshold,
+        "long_prefill_token_threshold_adaptive": (
+            scheduler_config.long_prefill_token_threshold_adaptive
+        ),
+        "reserve_full_isl": scheduler_config.scheduler_reserve_full_isl,
+        "resume_as_new": vllm_config.use_v2_model_runner,
+        "log_stats": log_stats,
+        "block_size": block_size,
+        "num_blocks": kv_cache_config.num_blocks,
+        "watermark_blocks": int(scheduler_config.watermark * kv_cache_config.num_blocks),
+        "groups": [_sliding_window(spec, vllm_config) for spec in specs],
+        "lookup_groups": _lookup_groups(specs),
+        "retention_interval": kv_cache_config.prefix_cache_retention_interval,
+        "hash_algorithm": (
+            cache_config.prefix_caching_hash_algo if cache_config.enable_prefix_caching else None
+        ),
+    }
+
+
+def _sliding_window(spec: KVCacheSpec, vllm_config: VllmConfig) -> tuple[int, int] | None:
+    """Return a group's window and most blocks counted at admission; None for full attention."""
+    if isinstance(spec, FullAttentionSpec):
+        return None
+    max_admission_blocks = spec.max_admission_blocks_per_request(
+        max_in_flight_tokens=vllm_config.max_in_flight_tokens,
+        max_model_len=vllm_config.model_config.max_model_len,
+    )
+    return spec.sliding_window, max_admission_blocks
+
+
+def _lookup_groups(specs: list[KVCacheSpec]) -> list[list[int]]:
+    """Return the ids of groups with equal specs together, full attention first."""
+    groups: list[tuple[KVCacheSpec, list[int]]] = []
+    for group_id, spec in enumerate(specs):
+        ids = next((ids for known, ids in groups if known == spec), None)
+        if ids is None:
+            groups.append((spec, [group_id]))
+        else:
+            ids.append(group_id)
+    groups.sort(key=lambda group: not isinstance(group[0], FullAttentionSpec))
+    return [ids for _, ids in groups]
+
+
+@dataclass(frozen=True)
+class SingleTypeManagerView:
+    """What vLLM's engine reads of a group's KV cache manager."""
+
+    block_size: int
+    kv_cache_spec: KVCacheSpec
+
+
+@dataclass(frozen=True)
+class KVCacheManagerView:
+    """What vLLM's engine reads of a KV cache manager: `coordinator.single_type_managers`."""
+
+    single_type_managers: tuple[SingleTypeManagerView, ...]
+
+    @classmethod
+    def of(cls, kv_cache_config: KVCacheConfig) -> "KVCacheManagerView":
+        """Build the view of a configuration's groups."""
+        specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+        return cls(tuple(SingleTypeManagerView(spec.block_size, spec) for spec in specs))
+
+    @property
+    def coordinator(self) -> "KVCacheManagerView":
+        """The manager itself: one object answers for both of vLLM's."""
+        return self

@@ -1,0 +1,90 @@
+//! The block hasher that vLLM's `Request` calls, with the hashing done outside the GIL.
+
+use pyo3::exceptions::{PyOverflowError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+use sparksched_core::{BlockHash, BlockHasher, HashAlgorithm};
+
+use crate::convert;
+
+/// Sequences shorter than this are hashed without giving the GIL away.
+const MIN_TOKENS_TO_DETACH: usize = 256;
+
+/// Drop-in for the function that `get_request_block_hasher()` returns, for requests without
+/// LoRA, multimodal features or prompt embeddings.
+#[pyclass(module = "sparksched._core", frozen)]
+pub(crate) struct NativeBlockHasher {
+    hasher: BlockHasher,
+    hash_first_block: Py<PyAny>,
+    fallback: Py<PyAny>,
+}
+
+/// Builds the core's hasher, or says why it can't be built.
+pub(crate) fn new_block_hasher(
+    algorithm: &str,
+    block_size: u32,
+    none_hash: &[u8],
+) -> PyResult<BlockHasher> {
+    let algorithm = HashAlgorithm::from_name(algorithm)
+        .ok_or_else(|| PyValueError::new_err(format!("unknown hash algorithm {algorithm:?}")))?;
+    BlockHasher::new(algorithm, block_size, none_hash)
+        .ok_or_else(|| PyValueError::new_err(format!("blocks of {block_size} tokens can't be hashed")))
+}
+
+#[pymethods]
+impl NativeBlockHasher {
+    #[new]
+    #[pyo3(signature = (algorithm, block_size, none_hash, *, hash_first_block, fallback))]
+    fn new(
+        algorithm: &str,
+        block_size: u32,
+        none_hash: &[u8],
+        hash_first_block: Py<PyAny>,
+        fallback: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let hasher = new_block_hasher(algorithm, block_size, none_hash)?;
+        Ok(Self { hasher, hash_first_block, fallback })
+    }
+
+    fn __call__<'py>(&self, request: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = request.py();
+        if has_keys_in_every_block(request)? {
+            return self.fallback.bind(py).call1((request,));
+        }
+        let known = request.getattr(intern!(py, "block_hashes"))?;
+        let mut hashes = convert::block_hashes(&known)?;
+        let num_known = hashes.len();
+        let all_token_ids = request.getattr(intern!(py, "_all_token_ids"))?;
+        let all_token_ids = all_token_ids.cast::<PyList>()?;
+        if all_token_ids.len() / self.hasher.block_size() <= num_known {
+            return Ok(PyList::empty(py).into_any());
+        }
+        let tokens = convert::token_ids(all_token_ids)?;
+        let has_extra_keys = request.getattr(intern!(py, "cache_salt"))?.is_truthy()?;
+        if num_known == 0 && has_extra_keys {
+            let first = self.hash_first_block.bind(py).call1((request,))?;
+            hashes.push(convert::block_hash(&first)?);
+        }
+        if tokens.len() < MIN_TOKENS_TO_DETACH {
+            self.hasher.extend_hashes(&tokens, &mut hashes);
+        } else {
+            py.detach(|| self.hasher.extend_hashes(&tokens, &mut hashes));
+        }
+        let digest = |hash: &BlockHash| PyBytes::new(py, &hash.0[..self.hasher.digest_len()]);
+        Ok(PyList::new(py, hashes[num_known..].iter().map(digest))?.into_any())
+    }
+}
+
+/// Whether the request's blocks are hashed with more than their tokens.
+fn has_keys_in_every_block(request: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = request.py();
+    Ok(!request.getattr(intern!(py, "lora_request"))?.is_none()
+        || !request.getattr(intern!(py, "prompt_embeds"))?.is_none()
+        || request.getattr(intern!(py, "mm_features"))?.is_truthy()?)
+}
+
+/// A token id that vLLM's model runners could not hold either.
+pub(crate) fn token_out_of_range(error: &PyErr) -> PyErr {
+    PyOverflowError::new_err(format!("a token id does not fit into 32 bits: {error}"))
+}

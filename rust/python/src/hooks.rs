@@ -1,0 +1,74 @@
+//! The core's questions, answered by vLLM's objects.
+
+use pyo3::exceptions::PyException;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PySet};
+use sparksched_core::{BlockHash, GrammarState, Hooks, RequestIndex};
+
+use crate::convert;
+use crate::scheduler_core::Entries;
+
+/// The Python functions that are called for the few requests that need them.
+pub(crate) struct Callbacks {
+    /// `accept_tokens(request, token_ids) -> bool`.
+    pub(crate) accept_tokens: Py<PyAny>,
+    /// `hash_first_block(request) -> bytes`.
+    pub(crate) hash_first_block: Py<PyAny>,
+}
+
+/// Answers for the duration of one call.
+pub(crate) struct PyHooks<'a, 'py> {
+    pub(crate) py: Python<'py>,
+    pub(crate) entries: &'a Entries,
+    pub(crate) callbacks: &'a Callbacks,
+    /// Ids of requests whose grammar can't be compiled.
+    pub(crate) grammar_errors: &'a Py<PySet>,
+}
+
+impl<'py> PyHooks<'_, 'py> {
+    fn request(&self, index: RequestIndex) -> &Bound<'py, PyAny> {
+        self.entries.get(index).request.bind(self.py)
+    }
+}
+
+impl Hooks for PyHooks<'_, '_> {
+    type Error = PyErr;
+
+    fn grammar_state(&mut self, index: RequestIndex) -> PyResult<GrammarState> {
+        let py = self.py;
+        let structured = self.request(index).getattr(intern!(py, "structured_output_request"))?;
+        if structured.is_none() {
+            return Ok(GrammarState::Pending);
+        }
+        let grammar = structured.getattr(intern!(py, "grammar"))?;
+        if grammar.is_none() {
+            return Ok(GrammarState::Pending);
+        }
+        if grammar.is_instance_of::<PyException>() {
+            self.grammar_errors.bind(py).add(&self.entries.get(index).id)?;
+            return Ok(GrammarState::Failed);
+        }
+        Ok(GrammarState::Ready)
+    }
+
+    fn accept_tokens(
+        &mut self,
+        index: RequestIndex,
+        sequence: &[i32],
+        num_new_tokens: usize,
+    ) -> PyResult<bool> {
+        let request = self.request(index);
+        // Reasoning parsers look at the whole sequence, the new tokens included.
+        convert::sync_request_tokens(request, sequence)?;
+        let tokens = PyList::new(self.py, &sequence[sequence.len() - num_new_tokens..])?;
+        self.callbacks.accept_tokens.bind(self.py).call1((request, tokens))?.is_truthy()
+    }
+
+    fn hash_first_block(&mut self, index: RequestIndex, tokens: &[i32]) -> PyResult<BlockHash> {
+        let request = self.request(index);
+        convert::sync_request_tokens(request, tokens)?;
+        let hash = self.callbacks.hash_first_block.bind(self.py).call1((request,))?;
+        convert::block_hash(&hash)
+    }
+}

@@ -1,0 +1,191 @@
+"""Runs `vllm serve` as a child process for as long as a `with` block lasts."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+MODEL_NAME = "tiny"
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 20.0
+LOG_TAIL_LINES = 40
+SPARKSCHED_LINE = "scheduling in Rust"
+
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_COLOR": "0",
+}
+# Small enough that a few dozen requests queue and are prefilled in chunks.
+CPU_ARGUMENTS = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=1024",
+    "--max-num-seqs=16",
+    "--max-num-batched-tokens=256",
+    "--block-size=32",
+    "--disable-uvicorn-access-log",
+)
+
+
+class ServerError(RuntimeError):
+    """The server didn't come up, or died."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    base_url: str
+    log_path: Path
+    process: subprocess.Popen[bytes]
+    model: str = MODEL_NAME
+
+    @property
+    def log(self) -> str:
+        """All that the server and its engine have printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def runs_sparksched(self) -> bool:
+        """Whether the engine said that it schedules in Rust."""
+        return SPARKSCHED_LINE in self.log
+
+    def metric(self, name: str) -> float:
+        """Return the sum over the series of a Prometheus metric, or raise KeyError."""
+        text = httpx.get(f"{self.base_url}/metrics", timeout=10).raise_for_status().text
+        values = [
+            float(line.rsplit(" ", 1)[1])
+            for line in text.splitlines()
+            if line.startswith((f"{name}{{", f"{name} "))
+        ]
+        if not values:
+            raise KeyError(name)
+        return sum(values)
+
+    def wait_until_idle(self, timeout_s: float = 20.0) -> None:
+        """Wait until no request runs or waits, by the server's own metrics."""
+        deadline = time.monotonic() + timeout_s
+        gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        while any(self.metric(gauge) for gauge in gauges):
+            if time.monotonic() > deadline:
+                raise ServerError(f"requests are still running or waiting after {timeout_s:.0f} s")
+            time.sleep(0.2)
+
+
+@contextmanager
+def serve(
+    model_dir: Path,
+    log_path: Path,
+    *,
+    scheduler: str | None = None,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[Server]:
+    """Start `vllm serve` on a free local port, wait until it is healthy, and stop it at the end.
+
+    `scheduler` becomes VLLM_SCHEDULER; None means vLLM's own. `arguments` follow the defaults, so
+    they win over them.
+    """
+    port = _free_port()
+    process = _start(
+        model_dir,
+        log_path,
+        port=port,
+        scheduler=scheduler,
+        arguments=arguments,
+        environment=environment or {},
+    )
+    server = Server(f"http://127.0.0.1:{port}", log_path, process)
+    try:
+        _wait_until_healthy(server, start_timeout_s)
+        yield server
+    finally:
+        _stop(process)
+
+
+def _start(
+    model_dir: Path,
+    log_path: Path,
+    *,
+    port: int,
+    scheduler: str | None,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+) -> "subprocess.Popen[bytes]":
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_dir.resolve())),
+        *(f"--served-model-name={MODEL_NAME}", "--host=127.0.0.1", f"--port={port}"),
+        *CPU_ARGUMENTS,
+        *arguments,
+    ]
+    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
+    chosen = {} if scheduler is None else {"VLLM_SCHEDULER": scheduler}
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            command,
+            env={**inherited, **CPU_ENVIRONMENT, **chosen, **environment},
+            cwd=log_path.parent,  # not the repository, whose directories could shadow packages
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a process group of its own, to be stopped as a whole
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_until_healthy(server: Server, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not _is_healthy(server.base_url):
+        status = server.process.poll()
+        if status is not None:
+            raise ServerError(f"vllm serve ended with status {status}:\n{_log_tail(server)}")
+        if time.monotonic() > deadline:
+            raise ServerError(
+                f"vllm serve was not healthy after {timeout_s:.0f} s:\n{_log_tail(server)}"
+            )
+        time.sleep(0.25)
+
+
+def _is_healthy(base_url: str) -> bool:
+    try:
+        return httpx.get(f"{base_url}/health", timeout=5).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _log_tail(server: Server) -> str:
+    return "\n".join(server.log.splitlines()[-LOG_TAIL_LINES:])
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """Stop the whole process group: kindly first, so that engine and worker can clean up."""
+    _signal_group(process, signal.SIGTERM)
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+    finally:
+        # Also after a clean exit: whatever of the group outlived its leader must not stay.
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # nobody is left in the group
+        os.killpg(process.pid, number)

@@ -1,0 +1,628 @@
+"""The allow-list: what is supported, and by which name everything else is refused."""
+
+import copy
+import dataclasses
+import enum
+import inspect
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pydantic
+import pytest
+from sparksched import compat
+from sparksched.compat import Unsupported
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "torch_dtype": "float32",
+    "vocab_size": 512,
+}
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def supported_config(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401
+    """Build the real configuration of a tiny model, in a local directory and without weights."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    return EngineArgs(
+        model=str(directory),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        load_format="dummy",
+    ).create_engine_config()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """Collect what reaches vLLM's own handler: its logger does not propagate."""
+    records: list[logging.LogRecord] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    handler = Collector()
+    logger = logging.getLogger("vllm")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+def changed(config: Any, path: str, value: object) -> Any:  # noqa: ANN401
+    """Copy `config` with the attribute or property at a dotted path changed."""
+    config = copy.copy(config)
+    name, _, rest = path.partition(".")
+    if rest:
+        value = changed(getattr(config, name), rest, value)
+    if isinstance(inspect.getattr_static(type(config), name, None), property):
+        config.__class__ = type(type(config).__name__, (type(config),), {name: value})
+    else:
+        setattr(config, name, value)
+    return config
+
+
+def all_changed(config: Any, changes: dict[str, object]) -> Any:  # noqa: ANN401
+    for path, value in changes.items():
+        config = changed(config, path, value)
+    return config
+
+
+# ----------------------------------------------------------------------------------------
+# Versions
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.0+cu130"])
+def test_supported_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.version.__version__", version)
+    assert compat.unsupported_version() is None
+
+
+@pytest.mark.parametrize(
+    "version", ["0.31.0", "0.32.1", "0.33.0", "0.32.0rc1", "0.32.1.dev3+g1234567", "0.32", "dev"]
+)
+def test_unsupported_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.version.__version__", version)
+    assert compat.unsupported_version() == Unsupported(
+        f"vLLM {version}",
+        "sparksched knows vLLM 0.32.0; install one of these or a sparksched made for your version",
+    )
+
+
+# ----------------------------------------------------------------------------------------
+# Shapes
+# ----------------------------------------------------------------------------------------
+
+
+def test_installed_vllm_has_the_known_shapes() -> None:
+    assert compat.unsupported_shapes() is None
+
+
+@pytest.mark.parametrize("qualified_name", compat._STRUCTURES)
+def test_added_field_is_unsupported(qualified_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = compat._resolve(qualified_name)
+    monkeypatch.setattr(qualified_name, with_field(cls, "new_knob"))
+    assert compat.unsupported_shapes() == Unsupported(
+        f"vLLM's {cls.__name__}", "has a field 'new_knob' that sparksched does not know"
+    )
+
+
+def with_field(cls: type[Any], name: str) -> type[Any]:
+    if issubclass(cls, msgspec.Struct):
+        return msgspec.defstruct(cls.__name__, [(name, int, 0)], bases=(cls,))
+    if getattr(cls, "__dataclass_params__").frozen:  # noqa: B009
+        return dataclasses.make_dataclass(
+            cls.__name__, [(name, int, 0)], bases=(cls,), frozen=True, kw_only=True
+        )
+    return dataclasses.make_dataclass(cls.__name__, [(name, int, 0)], bases=(cls,), kw_only=True)
+
+
+@pytest.mark.parametrize("qualified_name", compat._ENUMS)
+def test_added_member_is_unsupported(qualified_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = {**compat._ENUMS[qualified_name], "NEW_STATE": 99}
+    name = qualified_name.rpartition(".")[2]
+    monkeypatch.setattr(qualified_name, enum.IntEnum(name, members))
+    assert compat.unsupported_shapes() == Unsupported(
+        f"vLLM's {name}", "has a member 'NEW_STATE' that sparksched does not know"
+    )
+
+
+@pytest.mark.parametrize("qualified_name", compat._CONSTRUCTORS)
+def test_other_constructor_is_unsupported(
+    qualified_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Changed:
+        def __init__(self, new_knob: int) -> None: ...
+
+    monkeypatch.setattr(qualified_name, Changed)
+    problem = compat.unsupported_shapes()
+    assert problem is not None
+    assert "has a constructor parameter 'new_knob'" in problem.reason
+
+
+def test_new_abstract_method_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.interface import SchedulerInterface
+
+    methods = SchedulerInterface.__abstractmethods__ | {"has_request"}
+    monkeypatch.setattr(SchedulerInterface, "__abstractmethods__", methods)
+    assert compat.unsupported_shapes() == Unsupported(
+        "vLLM's SchedulerInterface",
+        "has a required method 'has_request' that sparksched does not know",
+    )
+
+
+def test_missing_structure_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("vllm.v1.core.sched.output.GrammarOutput")
+    assert compat.unsupported_shapes() == Unsupported(
+        "vLLM's GrammarOutput",
+        "is not found where sparksched looks for it (vllm.v1.core.sched.output.GrammarOutput)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ({"a": 0, "b": 1}, None),
+        ({"a": 0, "b": 1, "c": 2}, "has a field 'c' that sparksched does not know"),
+        ({"a": 0}, "lacks the field 'b' that sparksched relies on"),
+        ({"b": 1, "a": 0}, "has each field that sparksched knows, but in another order"),
+        (
+            {"a": False, "b": 1},
+            "has False as the value of its field 'a', where sparksched knows 0",
+        ),
+    ],
+)
+def test_differences_between_shapes(found: dict[str, object], reason: str | None) -> None:
+    assert compat._difference(found, {"a": 0, "b": compat._ANY}, "field") == reason
+
+
+# ----------------------------------------------------------------------------------------
+# The configuration
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scheduler_config.async_scheduling": True},
+        {"scheduler_config.async_scheduling": False},
+        {"scheduler_config.enable_chunked_prefill": False},
+        {"scheduler_config.long_prefill_token_threshold": 64},
+        {
+            "scheduler_config.long_prefill_token_threshold": 64,
+            "scheduler_config.long_prefill_token_threshold_adaptive": True,
+        },
+        {"scheduler_config.max_num_active_seqs": 4},
+        {"scheduler_config.max_num_scheduled_tokens": 128},
+        {"scheduler_config.watermark": 0.1},
+        {"scheduler_config.scheduler_reserve_full_isl": False},
+        {"scheduler_config.policy": "priority"},
+        {"scheduler_config.disable_hybrid_kv_cache_manager": True},
+        {"scheduler_config.stream_interval": 8},
+        {"cache_config.enable_prefix_caching": False},
+        {"cache_config.prefix_caching_hash_algo": "sha256_cbor"},
+        {"cache_config.prefix_caching_hash_algo": "xxhash"},
+        {"cache_config.prefix_caching_hash_algo": "xxhash_cbor"},
+        {"cache_config.prefix_cache_retention_interval": None},
+        {"cache_config.prefix_cache_retention_interval": 64},
+        {"parallel_config.tensor_parallel_size": 2},
+        {"parallel_config.data_parallel_size": 2},  # the model is dense
+        {"parallel_config.distributed_executor_backend": "uni"},
+        {"observability_config.enable_logging_iteration_details": True},
+        {"observability_config.cudagraph_metrics": True},
+        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=False)},
+        {"quant_config": object()},
+        {"use_v2_model_runner": True},
+        {"use_v2_model_runner": False},
+    ],
+    ids=str,
+)
+def test_supported_configurations(supported_config: object, changes: dict[str, object]) -> None:
+    assert compat.unsupported_config(all_changed(supported_config, changes)) is None
+
+
+REFUSED = [
+    ("running without a model configuration", {"model_config": None}),
+    ("speculative decoding", {"speculative_config": object()}),
+    ("diffusion", {"diffusion_config": object()}),
+    ("diffusion", {"model_config.is_diffusion": True}),
+    ("LoRA", {"lora_config": object()}),
+    ("encoder-decoder", {"model_config.is_encoder_decoder": True}),
+    ("pooling", {"model_config.runner_type": "pooling"}),
+    ("pooling", {"scheduler_config.runner_type": "draft"}),
+    ("multimodal input", {"scheduler_config.is_multimodal_model": True}),
+    ("multimodal input", {"model_config.is_multimodal_model": True}),
+    ("multimodal input", {"model_config.supports_multimodal_inputs": True}),
+    ("multimodal input", {"is_mm_encoder_only": True}),
+    ("a custom encoder cache manager", {"ec_manager_config.encoder_cache_manager_cls": "a.B"}),
+    ("KV connectors", {"kv_transfer_config": object()}),
+    ("KV cache offloading", {"cache_config.kv_offloading_size": 1.0}),
+    ("EC connectors", {"ec_transfer_config": object()}),
+    ("KV cache events", {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}),
+    ("pipeline parallelism", {"parallel_config.pipeline_parallel_size": 2}),
+    (
+        "data parallelism of mixture-of-experts models",
+        {"parallel_config.data_parallel_size": 2, "model_config.is_moe": True},
+    ),
+    ("decode context parallelism", {"parallel_config.decode_context_parallel_size": 2}),
+    ("prefill context parallelism", {"parallel_config.prefill_context_parallel_size": 2}),
+    ("elastic expert parallelism", {"parallel_config.enable_elastic_ep": True}),
+    ("fault tolerance", {"parallel_config.enable_fault_tolerance": True}),
+    ("a prefill schedule interval", {"scheduler_config.prefill_schedule_interval": 2}),
+    ("prompt embeddings", {"model_config.enable_prompt_embeds": True}),
+    ("auxiliary outputs", {"aux_output_config.enable_return_routed_experts": True}),
+    ("sampling masks", {"model_config.return_sampling_mask": True}),
+    ("KV cache residency metrics", {"observability_config.kv_cache_metrics": True}),
+    ("MFU metrics", {"observability_config.enable_mfu_metrics": True}),
+    (
+        "per-request speculative decoding metrics",
+        {"observability_config.per_request_spec_decode_metrics": "summary"},
+    ),
+    ("HiSparse", {"attention_config.hisparse_config": object()}),
+    ("Mamba and linear attention", {"model_config.is_hybrid": True}),
+    ("Mamba and linear attention", {"model_config.has_inner_state": True}),
+    ("Mamba and linear attention", {"model_config.is_attention_free": True}),
+    ("Mamba and linear attention", {"cache_config.is_attention_free": True}),
+    ("multi-head latent attention", {"model_config.use_mla": True}),
+    ("this scheduling policy", {"scheduler_config.policy": "shortest-first"}),
+    ("this prefix caching hash", {"cache_config.prefix_caching_hash_algo": "crc32"}),
+]
+
+
+@pytest.mark.parametrize(("feature", "changes"), REFUSED, ids=str)
+def test_refused_configurations(
+    supported_config: object, feature: str, changes: dict[str, object]
+) -> None:
+    problem = compat.unsupported_config(all_changed(supported_config, changes))
+    assert problem is not None
+    assert problem.feature == feature
+    assert problem.reason
+    assert not problem.reason.endswith(".")
+
+
+def test_every_configuration_rule_is_tested() -> None:
+    assert {rule.feature for rule in compat._CONFIG_RULES} == {feature for feature, _ in REFUSED}
+
+
+SECTIONS = ["", "scheduler_config", "cache_config", "parallel_config", "observability_config"]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize(
+    "declaration",
+    [
+        lambda: dataclasses.field(default=1),
+        lambda: dataclasses.field(default_factory=lambda: 1),
+        lambda: dataclasses.field(default=pydantic.Field(default=1, ge=0)),
+    ],
+    ids=["default", "factory", "pydantic"],
+)
+def test_unknown_setting_is_refused_once_it_is_changed(
+    supported_config: object, section: str, declaration: Callable[[], Any]
+) -> None:
+    def with_new_knob(value: int) -> Any:  # noqa: ANN401
+        config = copy.copy(supported_config)
+        part = copy.copy(getattr(config, section)) if section else config
+        part.__class__ = dataclasses.make_dataclass(
+            type(part).__name__, [("new_knob", int, declaration())], bases=(type(part),)
+        )
+        part.new_knob = value
+        if section:
+            setattr(config, section, part)
+        return config
+
+    assert compat.unsupported_config(with_new_knob(1)) is None
+    assert compat.unsupported_config(with_new_knob(2)) == Unsupported(
+        f"the setting {section}.new_knob" if section else "the setting new_knob",
+        "sparksched does not know it; leave it at its default to use sparksched",
+    )
+
+
+# ----------------------------------------------------------------------------------------
+# The KV cache
+# ----------------------------------------------------------------------------------------
+
+
+def spec(name: str, **fields: object) -> Any:  # noqa: ANN401
+    import torch
+    from vllm.v1 import kv_cache_interface
+
+    common = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+    return getattr(kv_cache_interface, name)(**{**common, **fields})
+
+
+def full_attention(**fields: object) -> Any:  # noqa: ANN401
+    return spec("FullAttentionSpec", **fields)
+
+
+def sliding_window(**fields: object) -> Any:  # noqa: ANN401
+    return spec("SlidingWindowSpec", **{"sliding_window": 32, **fields})
+
+
+def group(kv_cache_spec: object, **fields: object) -> Any:  # noqa: ANN401
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+    return KVCacheGroupSpec(["layer"], kv_cache_spec, **fields)
+
+
+def kv_cache(*groups: object, **fields: object) -> Any:  # noqa: ANN401
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=list(groups), **fields)
+
+
+def subclass_of(kv_cache_spec: Any, **attributes: object) -> Any:  # noqa: ANN401
+    """Give a spec a class that vLLM's own passes for, with some properties overridden."""
+    cls = type(kv_cache_spec)
+    subclass = type(cls.__name__, (cls,), attributes)
+    fields = {field.name: getattr(kv_cache_spec, field.name) for field in dataclasses.fields(cls)}
+    return subclass(**fields)
+
+
+def unsupported_kv_cache(
+    config: object,
+    vllm_config: object,
+    block_size: int = BLOCK_SIZE,
+    hash_block_size: int | None = BLOCK_SIZE,
+) -> Unsupported | None:
+    return compat.unsupported_kv_cache(config, block_size, hash_block_size, vllm_config)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [full_attention],
+        [sliding_window],
+        [full_attention, sliding_window],
+        [sliding_window, sliding_window, full_attention],
+    ],
+)
+@pytest.mark.parametrize("hash_block_size", [BLOCK_SIZE, None])
+def test_supported_kv_caches(
+    supported_config: object, specs: list[Callable[[], Any]], hash_block_size: int | None
+) -> None:
+    config = kv_cache(*(group(make()) for make in specs))
+    problem = unsupported_kv_cache(config, supported_config, hash_block_size=hash_block_size)
+    assert problem is None
+
+
+def mamba() -> Any:  # noqa: ANN401
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(block_size=BLOCK_SIZE, shapes=((4,),), dtypes=(torch.float32,))
+
+
+def special_role() -> Any:  # noqa: ANN401
+    from vllm.v1.kv_cache_interface import KVCacheGroupRole
+
+    return kv_cache(group(full_attention(), role=KVCacheGroupRole.HISPARSE_INDEXER))
+
+
+def half_precision() -> Any:  # noqa: ANN401
+    import torch
+
+    return full_attention(dtype=torch.float16)
+
+
+REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
+    ("a model without a KV cache", kv_cache),
+    ("Mamba and linear attention", lambda: kv_cache(group(full_attention()), group(mamba()))),
+    ("HiSparse", lambda: kv_cache(group(full_attention()), hisparse_host_num_blocks=8)),
+    (
+        "zeroing of new KV cache blocks",
+        lambda: kv_cache(group(full_attention()), group(half_precision())),
+    ),
+    (
+        "a KV cache of type MLAAttentionSpec",
+        lambda: kv_cache(group(spec("MLAAttentionSpec", num_kv_heads=1))),
+    ),
+    (
+        "a KV cache of type ChunkedLocalAttentionSpec",
+        lambda: kv_cache(group(spec("ChunkedLocalAttentionSpec", attention_chunk_size=32))),
+    ),
+    (
+        "a KV cache of type FullAttentionSpec",  # a subclass that only borrows the name
+        lambda: kv_cache(group(subclass_of(full_attention()))),
+    ),
+    (
+        "host-resident KV cache groups",
+        lambda: kv_cache(group(full_attention(), host_resident=True)),
+    ),
+    ("KV cache groups with a special role", special_role),
+    (
+        "KV cache groups of a draft model",
+        lambda: kv_cache(group(full_attention(), is_eagle_group=True)),
+    ),
+    (
+        "retained tokens below a sliding window",
+        lambda: kv_cache(group(sliding_window(extra_retained_tokens=1))),
+    ),
+    (
+        "KV cache groups with different block sizes",
+        lambda: kv_cache(group(full_attention()), group(sliding_window(block_size=32))),
+    ),
+]
+
+
+@pytest.mark.parametrize(("feature", "config"), REFUSED_KV_CACHES)
+def test_refused_kv_caches(
+    supported_config: object, feature: str, config: Callable[[], Any]
+) -> None:
+    problem = unsupported_kv_cache(config(), supported_config)
+    assert problem is not None
+    assert problem.feature == feature
+    assert problem.reason
+    assert not problem.reason.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "feature"),
+    [
+        ("prefix_cacheable", False, "KV cache groups outside the prefix cache"),
+        ("prefix_replay_tokens", 8, "prefix replay"),
+    ],
+)
+def test_refused_spec_properties(
+    supported_config: object,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: object,
+    feature: str,
+) -> None:
+    monkeypatch.setattr(f"vllm.v1.kv_cache_interface.FullAttentionSpec.{name}", value)
+    problem = unsupported_kv_cache(kv_cache(group(full_attention())), supported_config)
+    assert problem is not None
+    assert problem.feature == feature
+
+
+def test_custom_manager_is_refused(
+    supported_config: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    class OtherManager(FullAttentionManager):
+        pass
+
+    monkeypatch.setattr(
+        KVCacheSpecRegistry, "get_manager_class", lambda spec, role=None: OtherManager
+    )
+    problem = unsupported_kv_cache(kv_cache(group(full_attention())), supported_config)
+    assert problem == Unsupported(
+        "a custom KV cache manager",
+        "OtherManager is registered for FullAttentionSpec in the place of vLLM's own",
+    )
+
+
+@pytest.mark.parametrize(("block_size", "hash_block_size"), [(32, 16), (16, 8), (32, 32)])
+def test_one_block_size_for_all(
+    supported_config: object, block_size: int, hash_block_size: int
+) -> None:
+    config = kv_cache(group(full_attention()))
+    problem = unsupported_kv_cache(config, supported_config, block_size, hash_block_size)
+    assert problem is not None
+    assert problem.feature == "KV cache groups with different block sizes"
+    assert str(block_size) in problem.reason
+
+
+@pytest.mark.parametrize(("size", "fits"), [(13_081, True), (13_082, False)])
+def test_a_block_must_fit_in_one_pickle_frame(
+    supported_config: object, size: int, fits: bool
+) -> None:
+    config = kv_cache(group(full_attention(block_size=size)))
+    problem = unsupported_kv_cache(config, supported_config, size, size)
+    assert (problem is None) == fits
+    if problem is not None:
+        assert problem.feature == f"a block size of {size}"
+    uncached = changed(supported_config, "cache_config.enable_prefix_caching", False)
+    assert unsupported_kv_cache(config, uncached, size, size) is None
+
+
+# ----------------------------------------------------------------------------------------
+# All checks, and what a failed one leads to
+# ----------------------------------------------------------------------------------------
+
+
+def test_first_unsupported_of_a_supported_configuration(supported_config: object) -> None:
+    config = kv_cache(group(full_attention()))
+    assert compat.first_unsupported(supported_config, config, BLOCK_SIZE, BLOCK_SIZE) is None
+    assert compat.first_unsupported(supported_config, config, BLOCK_SIZE) is None
+
+
+def test_first_unsupported_goes_from_the_version_to_the_kv_cache(
+    supported_config: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first_feature() -> str:
+        problem = compat.first_unsupported(config, kv_cache(), BLOCK_SIZE, BLOCK_SIZE)
+        assert problem is not None
+        return problem.feature
+
+    config = supported_config
+    assert first_feature() == "a model without a KV cache"
+    config = changed(config, "lora_config", object())
+    assert first_feature() == "LoRA"
+    monkeypatch.delattr("vllm.v1.core.sched.output.GrammarOutput")
+    assert first_feature() == "vLLM's GrammarOutput"
+    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
+    assert first_feature() == "vLLM 0.33.0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"scheduler_config.async_scheduling": False}, "Scheduler"),
+        ({"scheduler_config.async_scheduling": None}, "Scheduler"),
+        ({"scheduler_config.async_scheduling": True}, "AsyncScheduler"),
+        (
+            {"diffusion_config": object(), "scheduler_config.async_scheduling": False},
+            "DiffusionScheduler",
+        ),
+        (
+            {"diffusion_config": object(), "scheduler_config.async_scheduling": True},
+            "DiffusionAsyncScheduler",
+        ),
+    ],
+)
+def test_stock_scheduler_cls(
+    supported_config: object, changes: dict[str, object], name: str
+) -> None:
+    cls = compat.stock_scheduler_cls(all_changed(supported_config, changes))
+    assert cls.__name__ == name
+    assert cls.__module__.startswith("vllm.v1.core.sched.")
+
+
+def test_refuse_logs_one_warning_through_vllm(
+    monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
+) -> None:
+    monkeypatch.delenv("SPARKSCHED_STRICT", raising=False)
+    compat.refuse(Unsupported("LoRA", "adapters take part in scheduling"))
+    assert [(record.levelname, record.getMessage()) for record in logged] == [
+        (
+            "WARNING",
+            "sparksched: using vLLM's own scheduler: LoRA is not supported: "
+            "adapters take part in scheduling",
+        )
+    ]
+
+
+def test_refuse_raises_in_strict_mode(
+    monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
+) -> None:
+    monkeypatch.setenv("SPARKSCHED_STRICT", "1")
+    with pytest.raises(RuntimeError) as error:
+        compat.refuse(Unsupported("LoRA", "adapters take part in scheduling"))
+    assert str(error.value) == (
+        "sparksched: LoRA is not supported: adapters take part in scheduling "
+        "(SPARKSCHED_STRICT=1 makes this an error; "
+        "unset it or set it to 0 to run with vLLM's own choice and a warning)"
+    )
+    assert logged == []
+
+
+def test_importing_compat_imports_neither_vllm_nor_torch() -> None:
+    package_root = Path(compat.__file__).parents[1]
+    code = (
+        f"import sys; sys.path.insert(0, {str(package_root)!r}); import sparksched.compat; "
+        "assert not {'vllm', 'torch', 'msgspec'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

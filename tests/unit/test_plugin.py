@@ -1,0 +1,475 @@
+"""What `register()` changes in vLLM, when it does, and that it changes nothing otherwise."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from sparksched import compat, environment, plugin
+
+STREAMING_REFUSED = (
+    "streaming-input sessions are not supported by sparksched yet; "
+    "start the server with VLLM_SCHEDULER=vllm"
+)
+
+
+@pytest.fixture(autouse=True)
+def environment_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_SCHEDULER", raising=False)
+    monkeypatch.delenv("SPARKSCHED_STRICT", raising=False)
+
+
+@pytest.fixture
+def vllm_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo, after the test, what `register()` does to vLLM."""
+    import vllm.envs
+    from vllm.config.scheduler import SchedulerConfig
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    for owner, name in [
+        (SchedulerConfig, "get_scheduler_cls"),
+        (InputProcessor, "process_inputs"),
+        (vllm.envs, "compile_factors"),
+    ]:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(vllm.envs, "environment_variables", dict(vllm.envs.environment_variables))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+
+
+class StubScheduler:
+    """Stands for `sparksched.scheduler.SparkScheduler`, also to those who look at names."""
+
+    __module__ = "sparksched.scheduler"
+    __qualname__ = "SparkScheduler"
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the extension and for the scheduler: the plugin needs only their names."""
+    scheduler = ModuleType("sparksched.scheduler")
+    scheduler.SparkScheduler = StubScheduler  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sparksched._core", ModuleType("sparksched._core"))
+    monkeypatch.setitem(sys.modules, "sparksched.scheduler", scheduler)
+
+
+@pytest.fixture
+def registered(vllm_restored: None, stubs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    plugin.register()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """Collect the warnings that reach vLLM's own handler: its logger does not propagate."""
+    messages: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.name == "vllm.sparksched":
+                messages.append(f"{record.levelname} {record.getMessage()}")
+
+    handler = Collector()
+    logger = logging.getLogger("vllm")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def run_python(code: str, **variables: str) -> str:
+    """Run code in a fresh interpreter, as vLLM's spawned processes are."""
+    package_root = str(Path(plugin.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **variables},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+
+
+def scheduler_config(**fields: object) -> Any:  # noqa: ANN401
+    from vllm.config.scheduler import SchedulerConfig
+
+    return SchedulerConfig.default_factory(**fields)
+
+
+# ----------------------------------------------------------------------------------------
+# Environment variables
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "selected"), [(None, False), ("", False), ("vllm", False), ("sparksched", True)]
+)
+def test_is_selected(value: str | None, selected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is not None:
+        monkeypatch.setenv("VLLM_SCHEDULER", value)
+    assert environment.is_selected() is selected
+
+
+@pytest.mark.parametrize("value", ["Sparksched", "sparkschedd", "1", " "])
+def test_unknown_scheduler(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SCHEDULER", value)
+    with pytest.raises(ValueError, match="VLLM_SCHEDULER") as error:
+        plugin.register()
+    assert str(error.value) == (
+        f"VLLM_SCHEDULER={value!r} names no known scheduler; allowed are 'vllm' and 'sparksched'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "strict"),
+    [
+        (None, False),
+        ("", False),
+        ("0", False),
+        ("false", False),
+        ("False", False),
+        ("1", True),
+        ("true", True),
+        ("TRUE", True),
+    ],
+)
+def test_is_strict(value: str | None, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is not None:
+        monkeypatch.setenv("SPARKSCHED_STRICT", value)
+    assert environment.is_strict() is strict
+
+
+def test_mistyped_strict_is_reported_by_register(
+    stubs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    monkeypatch.setenv("SPARKSCHED_STRICT", "yes")
+    with pytest.raises(ValueError, match="SPARKSCHED_STRICT") as error:
+        plugin.register()
+    assert str(error.value) == (
+        "SPARKSCHED_STRICT='yes' is not a switch; allowed are '0', 'false', '1' and 'true'"
+    )
+
+
+# ----------------------------------------------------------------------------------------
+# Off means off
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["", "vllm"])
+def test_unselected_imports_nothing(value: str) -> None:
+    run_python(
+        "import sys\n"
+        "from sparksched.plugin import register\n"
+        "register()\n"
+        "assert not {'vllm', 'torch', 'sparksched._core', 'sparksched.scheduler'} "
+        "& sys.modules.keys()\n",
+        VLLM_SCHEDULER=value,
+    )
+
+
+def test_unselected_changes_nothing(vllm_restored: None) -> None:
+    import vllm.envs
+    from vllm.config.scheduler import SchedulerConfig
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    def state() -> tuple[object, ...]:
+        return (
+            SchedulerConfig.get_scheduler_cls,
+            InputProcessor.process_inputs,
+            vllm.envs.compile_factors,
+            dict(vllm.envs.environment_variables),
+            list(sys.meta_path),
+        )
+
+    before = state()
+    plugin.register()
+    assert state() == before
+
+
+# ----------------------------------------------------------------------------------------
+# Selected
+# ----------------------------------------------------------------------------------------
+
+
+def test_missing_extension_is_a_clear_error(
+    vllm_restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    monkeypatch.setitem(sys.modules, "sparksched._core", None)
+    with pytest.raises(RuntimeError, match=r"sparksched\._core cannot be loaded") as error:
+        plugin.register()
+    assert "unset VLLM_SCHEDULER" in str(error.value)
+
+
+def test_register_twice_is_register_once(registered: None) -> None:
+    from vllm.config.scheduler import SchedulerConfig
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    functions = SchedulerConfig.get_scheduler_cls, InputProcessor.process_inputs
+    finders = list(sys.meta_path)
+    plugin.register()
+    assert (SchedulerConfig.get_scheduler_cls, InputProcessor.process_inputs) == functions
+    assert sys.meta_path == finders
+
+
+def test_replaced_functions_keep_their_signatures(registered: None) -> None:
+    from vllm.config.scheduler import SchedulerConfig
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    for function in (SchedulerConfig.get_scheduler_cls, InputProcessor.process_inputs):
+        assert inspect.signature(function) == inspect.signature(inspect.unwrap(function))
+    assert "resumable" in inspect.signature(InputProcessor.process_inputs).parameters
+
+
+def test_vllm_knows_the_variable(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.envs
+    from vllm.platforms import current_platform
+
+    for name in list(os.environ):
+        if name.startswith("VLLM_") and name != "VLLM_SCHEDULER":
+            monkeypatch.delenv(name)
+    current_platform.validate_environ(hard_fail=True)
+    assert vllm.envs.VLLM_SCHEDULER == "sparksched"
+
+
+def test_vllm_knows_the_variable_with_cached_variables(
+    vllm_restored: None, stubs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.envs
+
+    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    vllm.envs.enable_envs_cache()
+    try:
+        plugin.register()
+        assert vllm.envs.VLLM_SCHEDULER == "sparksched"
+    finally:
+        vllm.envs.disable_envs_cache()
+
+
+def test_compilation_cache_is_shared_with_stock(
+    vllm_restored: None, stubs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.envs
+
+    stock = vllm.envs.compile_factors()
+    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    plugin.register()
+    assert vllm.envs.compile_factors() == stock
+
+
+# ----------------------------------------------------------------------------------------
+# The choice of the scheduler
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_scheduling", [None, False, True])
+def test_spark_scheduler_is_chosen(
+    registered: None, logged: list[str], async_scheduling: bool | None
+) -> None:
+    config = scheduler_config(async_scheduling=async_scheduling)
+    assert config.get_scheduler_cls() is StubScheduler
+    assert logged == []
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_asking_for_spark_scheduler_by_class_is_no_contradiction(
+    registered: None, logged: list[str], monkeypatch: pytest.MonkeyPatch, by_name: bool
+) -> None:
+    monkeypatch.setenv("SPARKSCHED_STRICT", "1")
+    asked = "sparksched.scheduler.SparkScheduler" if by_name else StubScheduler
+    assert scheduler_config(scheduler_cls=asked).get_scheduler_cls() is StubScheduler
+    assert logged == []
+
+
+def foreign_classes() -> list[object]:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    class Foreign(Scheduler):
+        pass
+
+    return ["vllm.v1.core.sched.scheduler.Scheduler", Foreign]
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["name", "class"])
+def test_foreign_scheduler_class_wins_with_a_warning(
+    registered: None, logged: list[str], index: int
+) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    asked = foreign_classes()[index]
+    chosen = scheduler_config(scheduler_cls=asked).get_scheduler_cls()
+    assert chosen is (Scheduler if isinstance(asked, str) else asked)
+    assert logged == [
+        f"WARNING VLLM_SCHEDULER=sparksched is ignored, because --scheduler-cls asks for {asked}"
+    ]
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["name", "class"])
+def test_foreign_scheduler_class_is_an_error_in_strict_mode(
+    registered: None, monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    monkeypatch.setenv("SPARKSCHED_STRICT", "1")
+    config = scheduler_config(scheduler_cls=foreign_classes()[index])
+    with pytest.raises(RuntimeError, match="VLLM_SCHEDULER=sparksched contradicts --scheduler-cls"):
+        config.get_scheduler_cls()
+
+
+@pytest.mark.parametrize("name", ["DiffusionScheduler", "DiffusionAsyncScheduler"])
+def test_diffusion_scheduler_that_vllm_presets_is_refused_by_feature(
+    registered: None, logged: list[str], name: str
+) -> None:
+    config = scheduler_config(scheduler_cls=f"vllm.v1.core.sched.diffusion_scheduler.{name}")
+    assert config.get_scheduler_cls().__name__ == name
+    assert len(logged) == 1
+    assert "using vLLM's own scheduler: diffusion is not supported" in logged[0]
+
+
+def test_unknown_version_runs_stock_without_importing_the_scheduler(
+    vllm_restored: None, stubs: None, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    process_inputs = InputProcessor.process_inputs
+    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
+    monkeypatch.setitem(sys.modules, "sparksched.scheduler", None)
+    plugin.register()
+    assert scheduler_config(async_scheduling=True).get_scheduler_cls() is AsyncScheduler
+    assert len(logged) == 1
+    assert "using vLLM's own scheduler: vLLM 0.33.0 is not supported" in logged[0]
+    assert InputProcessor.process_inputs is process_inputs
+
+
+# ----------------------------------------------------------------------------------------
+# The front end
+# ----------------------------------------------------------------------------------------
+
+
+class StubInputProcessor:
+    """Has of vLLM's input processor what the plugin touches."""
+
+    def __init__(self, scheduler_cls: object = None) -> None:
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(scheduler_cls=scheduler_cls)
+        )
+
+    def process_inputs(self, request_id: str, resumable: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(request_id=request_id, resumable=resumable)
+
+
+@pytest.fixture
+def input_processor(monkeypatch: pytest.MonkeyPatch) -> type[StubInputProcessor]:
+    class Guarded(StubInputProcessor):
+        pass
+
+    module = ModuleType("input_processor")
+    module.InputProcessor = Guarded  # type: ignore[attr-defined]
+    plugin._guard_input_processor(module)
+    monkeypatch.setattr(compat, "unsupported_config", lambda vllm_config: None)
+    return Guarded
+
+
+def test_ordinary_requests_pass(input_processor: type[StubInputProcessor]) -> None:
+    assert input_processor().process_inputs("a").request_id == "a"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [(("a", True), {}), (("a",), {"resumable": True})], ids=str
+)
+def test_streaming_input_is_refused_as_a_client_error(
+    input_processor: type[StubInputProcessor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    processor = input_processor()
+    with pytest.raises(VLLMValidationError) as error:
+        processor.process_inputs(*args, **kwargs)
+    assert str(error.value) == STREAMING_REFUSED
+
+
+def test_streaming_input_passes_when_the_configuration_falls_back(
+    input_processor: type[StubInputProcessor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = compat.Unsupported("LoRA", "adapters take part in scheduling")
+    monkeypatch.setattr(compat, "unsupported_config", lambda vllm_config: problem)
+    assert input_processor().process_inputs("a", resumable=True).resumable
+
+
+def test_streaming_input_passes_when_the_version_falls_back(
+    input_processor: type[StubInputProcessor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
+    assert input_processor().process_inputs("a", resumable=True).resumable
+
+
+def test_streaming_input_passes_under_a_foreign_scheduler(
+    input_processor: type[StubInputProcessor],
+) -> None:
+    processor = input_processor(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+    assert processor.process_inputs("a", resumable=True).resumable
+
+
+def test_front_end_is_guarded_when_its_module_comes_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "late_input_processor.py").write_text(
+        "class InputProcessor:\n    def process_inputs(self):\n        pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(plugin, "_INPUT_PROCESSOR_MODULE", "late_input_processor")
+    plugin._guard_front_end()
+    plugin._guard_front_end()
+    assert sum(isinstance(f, plugin._InputProcessorFinder) for f in sys.meta_path) == 1
+    # To look for the module without importing it must not use the guard up.
+    assert importlib.util.find_spec("late_input_processor") is not None
+    module = importlib.import_module("late_input_processor")
+    assert hasattr(module.InputProcessor.process_inputs, "__sparksched__")
+    monkeypatch.delitem(sys.modules, "late_input_processor")
+
+
+def test_register_leaves_the_front_end_module_to_those_who_need_it() -> None:
+    """In a fresh process, as vLLM's workers and its inspection of models are."""
+    run_python(
+        "import sys, threading\n"
+        "from types import ModuleType\n"
+        "sys.modules['sparksched._core'] = ModuleType('sparksched._core')\n"
+        "import vllm.config\n"
+        "before = set(sys.modules)\n"
+        "from sparksched.plugin import register\n"
+        "register()\n"
+        "imported = {name for name in set(sys.modules) - before if name.startswith('vllm.')}\n"
+        "assert not imported, imported\n"
+        "assert threading.active_count() == 1\n"
+        "from vllm.v1.engine.input_processor import InputProcessor\n"
+        "assert hasattr(InputProcessor.process_inputs, '__sparksched__')\n",
+        VLLM_SCHEDULER="sparksched",
+    )
+
+
+# ----------------------------------------------------------------------------------------
+# The real thing
+# ----------------------------------------------------------------------------------------
+
+
+def test_entry_point_is_installed() -> None:
+    (entry_point,) = importlib.metadata.entry_points(
+        group="vllm.general_plugins", name="sparksched"
+    )
+    assert entry_point.load() is plugin.register
+
+
+def test_real_scheduler_is_chosen(vllm_restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    plugin.register()
+    chosen = scheduler_config(async_scheduling=True).get_scheduler_cls()
+    assert f"{chosen.__module__}.{chosen.__qualname__}" == plugin._SPARK_SCHEDULER
