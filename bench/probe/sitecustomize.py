@@ -5,7 +5,8 @@ SPARKSCHED_DEMO_PROBE=FILE in the environment, each call of `schedule()` and
 `update_from_output()` then adds a line of JSON to FILE. Without it, nothing happens.
 
 Lines are written at once: vLLM's front end kills the engine when it stops, so that nothing can
-be left for the end of the process. Writing is outside the time that is measured.
+be left for the end of the process. Writing is outside the time that is measured, which is the
+CPU time of the calling thread: other processes on the machine don't add to it.
 """
 
 import functools
@@ -80,25 +81,25 @@ class _Recorder:
         method: Callable[Parameters, Result],
         step_of: Callable[[tuple[Any, ...], Any], Step],
     ) -> Callable[Parameters, Result]:
-        """Return the method with its calls timed; `step_of` finds the call's SchedulerOutput."""
+        """Return the method with its calls timed; `step_of` finds a call's SchedulerOutput."""
 
         @functools.wraps(method)
         def timed_method(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            started_ns = time.perf_counter_ns()
+            before_ns = time.thread_time_ns()
             result = method(*args, **kwargs)
-            elapsed_ns = time.perf_counter_ns() - started_ns
-            self._record(args[0], method.__name__, step_of(args, result), elapsed_ns)
+            cpu_ns = time.thread_time_ns() - before_ns
+            self._record(args[0], method.__name__, step_of(args, result), cpu_ns)
             return result
 
         return timed_method
 
-    def _record(self, scheduler: object, call: str, step: Step, elapsed_ns: int) -> None:
+    def _record(self, scheduler: object, call: str, step: Step, cpu_ns: int) -> None:
         line = {
             "scheduler": type(scheduler).__name__,
             "call": call,
             "num_requests": len(step.num_scheduled_tokens),
             "num_tokens": step.total_num_scheduled_tokens,
-            "us": elapsed_ns / 1000,
+            "cpu_us": cpu_ns / 1000,
         }
         if self._file is None:  # only the engine's process ever writes
             self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 - open until it ends

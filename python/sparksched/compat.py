@@ -538,7 +538,7 @@ _CONFIG_RULES: Final = (
         lambda config: config.lora_config is not None,
     ),
     _Rule(
-        "encoder-decoder",
+        "an encoder-decoder model",
         "only decoder-only models are supported",
         lambda config: config.model_config.is_encoder_decoder,
     ),
@@ -566,7 +566,7 @@ _CONFIG_RULES: Final = (
         lambda config: config.ec_manager_config.encoder_cache_manager_cls is not None,
     ),
     _Rule(
-        "KV connectors",
+        "a KV connector",
         "transfer and offloading of the KV cache take part in scheduling; "
         "start without --kv-transfer-config to use sparksched",
         lambda config: config.kv_transfer_config is not None,
@@ -577,14 +577,14 @@ _CONFIG_RULES: Final = (
         lambda config: config.cache_config.kv_offloading_size is not None,
     ),
     _Rule(
-        "EC connectors",
+        "an EC connector",
         "transfer of encoder outputs takes part in scheduling",
         lambda config: config.ec_transfer_config is not None,
     ),
     _Rule(
         # Configured but not enabled, vLLM publishes nothing and collects nothing. Enabled
         # with the publisher "null", it still collects.
-        "KV cache events",
+        "publishing of KV cache events",
         "start without enable_kv_cache_events in --kv-events-config to use sparksched",
         lambda config: (
             config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
@@ -633,35 +633,35 @@ _CONFIG_RULES: Final = (
         lambda config: config.scheduler_config.prefill_schedule_interval > 1,
     ),
     _Rule(
-        "prompt embeddings",
+        "prompt embedding input",
         "prompts must be token ids; start without --enable-prompt-embeds to use sparksched",
         lambda config: config.model_config.enable_prompt_embeds,
     ),
     _Rule(
-        "auxiliary outputs",
+        "auxiliary output",
         "routed experts are collected only by vLLM's own scheduler; "
         "start without --enable-return-routed-experts to use sparksched",
         lambda config: config.aux_output_config.enabled,
     ),
     _Rule(
-        "sampling masks",
-        "they are returned only by vLLM's own scheduler; "
+        "returning sampling masks",
+        "only vLLM's own scheduler passes them on; "
         "start without --return-sampling-mask to use sparksched",
         lambda config: config.model_config.return_sampling_mask,
     ),
     _Rule(
-        "KV cache residency metrics",
-        "they sample blocks at random; start without --kv-cache-metrics to use sparksched",
+        "measuring KV cache residency",
+        "it samples blocks at random; start without --kv-cache-metrics to use sparksched",
         lambda config: config.observability_config.kv_cache_metrics,
     ),
     _Rule(
-        "MFU metrics",
-        "they are computed only by vLLM's own scheduler; "
+        "measuring MFU",
+        "it is computed only by vLLM's own scheduler; "
         "start without --enable-mfu-metrics to use sparksched",
         lambda config: config.observability_config.enable_mfu_metrics,
     ),
     _Rule(
-        "per-request speculative decoding metrics",
+        "measuring speculative decoding per request",
         "leave --per-request-spec-decode-metrics at none to use sparksched",
         lambda config: config.observability_config.per_request_spec_decode_metrics != "none",
     ),
@@ -671,7 +671,7 @@ _CONFIG_RULES: Final = (
         lambda config: config.attention_config.hisparse_config is not None,
     ),
     _Rule(
-        "Mamba and linear attention",
+        "Mamba or linear attention",
         "only models whose layers all have attention with a KV cache are supported",
         lambda config: (
             config.model_config.is_hybrid
@@ -809,7 +809,7 @@ _KV_CACHE_RULES: Final = (
         lambda kv_cache: not kv_cache.kv_cache_groups,
     ),
     _Rule(
-        "Mamba and linear attention",
+        "Mamba or linear attention",
         "only models whose layers all have attention with a KV cache are supported",
         lambda kv_cache: kv_cache.has_mamba_layers,
     ),
@@ -827,22 +827,22 @@ _KV_CACHE_RULES: Final = (
 
 _GROUP_RULES: Final = (
     _Rule(
-        "host-resident KV cache groups",
-        "they have a block pool of their own",
+        "a host-resident KV cache group",
+        "it has a block pool of its own",
         lambda group: group.host_resident,
     ),
     _Rule(
-        "KV cache groups with a special role",
+        "a KV cache group with a special role",
         "only groups of the default role are supported",
         lambda group: group.role.value != "default",
     ),
     _Rule(
-        "KV cache groups of a draft model",
+        "a KV cache group of a draft model",
         "speculative decoding is not supported",
         lambda group: group.is_eagle_group,
     ),
     _Rule(
-        "KV cache groups outside the prefix cache",
+        "a KV cache group outside the prefix cache",
         "every group must be cacheable",
         lambda group: not group.kv_cache_spec.prefix_cacheable,
     ),
@@ -852,7 +852,7 @@ _GROUP_RULES: Final = (
         lambda group: group.kv_cache_spec.prefix_replay_tokens != 0,
     ),
     _Rule(
-        "retained tokens below a sliding window",
+        "a sliding window with retained tokens",
         "speculative decoding is not supported",
         lambda group: getattr(group.kv_cache_spec, "extra_retained_tokens", 0) != 0,
     ),

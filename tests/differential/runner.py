@@ -101,6 +101,12 @@ class Side:
         ]
 
 
+def _build_side(index: int, configuration: Configuration, scheduler_class: SchedulerClass) -> Side:
+    world = build_world(configuration)
+    hasher = candidate_block_hasher(world, scheduler_class) if index else stock_block_hasher(world)
+    return Side(index, world, scheduler_class, hasher)
+
+
 def _build_sampling_params(plan: RequestPlan) -> SamplingParams:
     settings = copy.deepcopy(dict(plan.sampling))
     if plan.grammar is not None:
@@ -153,15 +159,9 @@ class LockstepEngine:
         self._clock = FakeClock()
         self._trace = TraceGenerator(configuration, seed)
         self._model = FakeModel(seed, self._trace)
-        world, candidate_world = build_world(configuration), build_world(configuration)
         self.sides = (
-            Side(0, world, stock_scheduler_class(configuration), stock_block_hasher(world)),
-            Side(
-                1,
-                candidate_world,
-                candidate(configuration),
-                candidate_block_hasher(candidate_world),
-            ),
+            _build_side(0, configuration, stock_scheduler_class(configuration)),
+            _build_side(1, configuration, candidate(configuration)),
         )
         self._reference = self.sides[0].scheduler
         self._queue: deque[ScheduledStep] = deque()

@@ -385,14 +385,22 @@ def stock_block_hasher(world: World) -> BlockHasher | None:
     return get_request_block_hasher(world.hash_block_size, hash_function)
 
 
-def candidate_block_hasher(world: World) -> BlockHasher | None:
+def candidate_block_hasher(world: World, scheduler_class: SchedulerClass) -> BlockHasher | None:
     """Return the block hasher for the candidate's requests.
 
-    The one place to change when the candidate brings its own hasher: where
-    `world.configuration.native_block_hasher` is set, the hasher of `sparksched.engine_hooks`
-    belongs here. Block hashes of both sides are compared whichever is used.
+    The one place that knows of the candidate's own hasher. It is a variation that the seed draws,
+    as sparksched must serve requests that were hashed by vLLM too. The block hashes of both sides
+    are compared whichever is used.
     """
-    return stock_block_hasher(world)
+    configuration = world.configuration
+    is_native = scheduler_class.__module__.startswith("sparksched.")
+    if not (
+        is_native and configuration.native_block_hasher and configuration.enable_prefix_caching
+    ):
+        return stock_block_hasher(world)
+    from sparksched.engine_hooks import native_block_hasher
+
+    return native_block_hasher(configuration.prefix_caching_hash_algo, world.hash_block_size)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import httpx
 MODEL_NAME = "tiny"
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
-LOG_TAIL_LINES = 40
+LOG_EXCERPT_LINES = 40
 SPARKSCHED_LINE = "scheduling in Rust"
 
 CPU_ENVIRONMENT = {
@@ -155,10 +155,10 @@ def _wait_until_healthy(server: Server, timeout_s: float) -> None:
     while not _is_healthy(server.base_url):
         status = server.process.poll()
         if status is not None:
-            raise ServerError(f"vllm serve ended with status {status}:\n{_log_tail(server)}")
+            raise ServerError(f"vllm serve ended with status {status}:\n{_log_excerpt(server)}")
         if time.monotonic() > deadline:
             raise ServerError(
-                f"vllm serve was not healthy after {timeout_s:.0f} s:\n{_log_tail(server)}"
+                f"vllm serve was not healthy after {timeout_s:.0f} s:\n{_log_excerpt(server)}"
             )
         time.sleep(0.25)
 
@@ -170,8 +170,15 @@ def _is_healthy(base_url: str) -> bool:
         return False
 
 
-def _log_tail(server: Server) -> str:
-    return "\n".join(server.log.splitlines()[-LOG_TAIL_LINES:])
+def _log_excerpt(server: Server) -> str:
+    """The part of the log that most likely tells what went wrong.
+
+    One traceback follows another when a process of vLLM's fails, and the first has the cause.
+    """
+    lines = server.log.splitlines()
+    tracebacks = (index for index, line in enumerate(lines) if "Traceback (most recent" in line)
+    start = next(tracebacks, max(0, len(lines) - LOG_EXCERPT_LINES))
+    return "\n".join([f"from {server.log_path}:", *lines[start : start + LOG_EXCERPT_LINES]])
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

@@ -246,7 +246,7 @@ REFUSED = [
     ("diffusion", {"diffusion_config": object()}),
     ("diffusion", {"model_config.is_diffusion": True}),
     ("LoRA", {"lora_config": object()}),
-    ("encoder-decoder", {"model_config.is_encoder_decoder": True}),
+    ("an encoder-decoder model", {"model_config.is_encoder_decoder": True}),
     ("pooling", {"model_config.runner_type": "pooling"}),
     ("pooling", {"scheduler_config.runner_type": "draft"}),
     ("multimodal input", {"scheduler_config.is_multimodal_model": True}),
@@ -254,10 +254,13 @@ REFUSED = [
     ("multimodal input", {"model_config.supports_multimodal_inputs": True}),
     ("multimodal input", {"is_mm_encoder_only": True}),
     ("a custom encoder cache manager", {"ec_manager_config.encoder_cache_manager_cls": "a.B"}),
-    ("KV connectors", {"kv_transfer_config": object()}),
+    ("a KV connector", {"kv_transfer_config": object()}),
     ("KV cache offloading", {"cache_config.kv_offloading_size": 1.0}),
-    ("EC connectors", {"ec_transfer_config": object()}),
-    ("KV cache events", {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}),
+    ("an EC connector", {"ec_transfer_config": object()}),
+    (
+        "publishing of KV cache events",
+        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
+    ),
     ("pipeline parallelism", {"parallel_config.pipeline_parallel_size": 2}),
     (
         "data parallelism of mixture-of-experts models",
@@ -268,20 +271,20 @@ REFUSED = [
     ("elastic expert parallelism", {"parallel_config.enable_elastic_ep": True}),
     ("fault tolerance", {"parallel_config.enable_fault_tolerance": True}),
     ("a prefill schedule interval", {"scheduler_config.prefill_schedule_interval": 2}),
-    ("prompt embeddings", {"model_config.enable_prompt_embeds": True}),
-    ("auxiliary outputs", {"aux_output_config.enable_return_routed_experts": True}),
-    ("sampling masks", {"model_config.return_sampling_mask": True}),
-    ("KV cache residency metrics", {"observability_config.kv_cache_metrics": True}),
-    ("MFU metrics", {"observability_config.enable_mfu_metrics": True}),
+    ("prompt embedding input", {"model_config.enable_prompt_embeds": True}),
+    ("auxiliary output", {"aux_output_config.enable_return_routed_experts": True}),
+    ("returning sampling masks", {"model_config.return_sampling_mask": True}),
+    ("measuring KV cache residency", {"observability_config.kv_cache_metrics": True}),
+    ("measuring MFU", {"observability_config.enable_mfu_metrics": True}),
     (
-        "per-request speculative decoding metrics",
+        "measuring speculative decoding per request",
         {"observability_config.per_request_spec_decode_metrics": "summary"},
     ),
     ("HiSparse", {"attention_config.hisparse_config": object()}),
-    ("Mamba and linear attention", {"model_config.is_hybrid": True}),
-    ("Mamba and linear attention", {"model_config.has_inner_state": True}),
-    ("Mamba and linear attention", {"model_config.is_attention_free": True}),
-    ("Mamba and linear attention", {"cache_config.is_attention_free": True}),
+    ("Mamba or linear attention", {"model_config.is_hybrid": True}),
+    ("Mamba or linear attention", {"model_config.has_inner_state": True}),
+    ("Mamba or linear attention", {"model_config.is_attention_free": True}),
+    ("Mamba or linear attention", {"cache_config.is_attention_free": True}),
     ("multi-head latent attention", {"model_config.use_mla": True}),
     ("this scheduling policy", {"scheduler_config.policy": "shortest-first"}),
     ("this prefix caching hash", {"cache_config.prefix_caching_hash_algo": "crc32"}),
@@ -426,7 +429,7 @@ def half_precision() -> Any:  # noqa: ANN401
 
 REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
     ("a model without a KV cache", kv_cache),
-    ("Mamba and linear attention", lambda: kv_cache(group(full_attention()), group(mamba()))),
+    ("Mamba or linear attention", lambda: kv_cache(group(full_attention()), group(mamba()))),
     ("HiSparse", lambda: kv_cache(group(full_attention()), hisparse_host_num_blocks=8)),
     (
         "zeroing of new KV cache blocks",
@@ -445,16 +448,16 @@ REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
         lambda: kv_cache(group(subclass_of(full_attention()))),
     ),
     (
-        "host-resident KV cache groups",
+        "a host-resident KV cache group",
         lambda: kv_cache(group(full_attention(), host_resident=True)),
     ),
-    ("KV cache groups with a special role", special_role),
+    ("a KV cache group with a special role", special_role),
     (
-        "KV cache groups of a draft model",
+        "a KV cache group of a draft model",
         lambda: kv_cache(group(full_attention(), is_eagle_group=True)),
     ),
     (
-        "retained tokens below a sliding window",
+        "a sliding window with retained tokens",
         lambda: kv_cache(group(sliding_window(extra_retained_tokens=1))),
     ),
     (
@@ -478,7 +481,7 @@ def test_refused_kv_caches(
 @pytest.mark.parametrize(
     ("name", "value", "feature"),
     [
-        ("prefix_cacheable", False, "KV cache groups outside the prefix cache"),
+        ("prefix_cacheable", False, "a KV cache group outside the prefix cache"),
         ("prefix_replay_tokens", 8, "prefix replay"),
     ],
 )

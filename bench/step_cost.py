@@ -1,0 +1,334 @@
+"""What does a step cost the host? vLLM's scheduler and ours, side by side in one process.
+
+Three questions, each answered for both schedulers in the same run and in alternation:
+
+- `decode`: time of `schedule()` and `update_from_output()` per step, by running requests, in
+  vLLM's asynchronous engine loop (a step is scheduled before the former one's output is there).
+- `prefill`: time to hash, admit and prefill one request, with and without its prefix cached.
+- `blocks`: time and memory to set up the bookkeeping of a million KV blocks.
+
+The KV cache groups are gpt-oss's: full attention and a sliding window of 128 tokens, blocks of 16.
+Objects passed in and out are those that vLLM's engine passes and consumes; statistics are on.
+
+    python -m bench.step_cost [--quick] [--json FILE]
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from bench.header import describe_run
+from tests.differential.world import (
+    CANDIDATES,
+    FULL_ATTENTION,
+    BlockHasher,
+    Configuration,
+    World,
+    build_world,
+    stock_block_hasher,
+    vllm_environment,
+)
+
+SIDES = ("stock", "sparksched")
+VOCABULARY = 200_000
+BLOCK_SIZE = 16
+MEBIBYTE = 2**20
+
+GPT_OSS = Configuration(
+    name="gpt-oss",
+    async_scheduling=True,
+    policy="fcfs",
+    sliding_windows=(128, FULL_ATTENTION),
+    block_size=BLOCK_SIZE,
+    num_blocks=400_000,
+    max_model_len=131_072,
+    max_num_seqs=1024,
+    max_num_batched_tokens=16_384,
+    max_num_scheduled_tokens=None,
+    max_num_active_seqs=None,
+    enable_chunked_prefill=True,
+    long_prefill_token_threshold=0,
+    long_prefill_token_threshold_adaptive=False,
+    watermark=0.0,
+    scheduler_reserve_full_isl=True,
+    enable_prefix_caching=True,
+    prefix_caching_hash_algo="sha256",
+    prefix_cache_retention_interval=0,
+    use_v2_model_runner=True,
+    log_stats=True,
+    include_finished_set=False,
+    batch_queue_size=2,
+    throttles_prefills=False,
+    native_block_hasher=True,
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A distribution of times, in microseconds."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, nanoseconds: list[int]) -> "Spread":
+        """Summarise measured times."""
+        ordered = sorted(nanoseconds)
+        at = lambda share: ordered[min(int(share * len(ordered)), len(ordered) - 1)] / 1000  # noqa: E731
+        return cls(statistics.median(ordered) / 1000, at(0.1), at(0.9))
+
+
+class Engine:
+    """One scheduler in a loop like the engine's, with a model that takes no time."""
+
+    def __init__(self, side: str, configuration: Configuration) -> None:
+        self.world: World = build_world(configuration)
+        scheduler_class = CANDIDATES[side](configuration)
+        self.scheduler: SchedulerInterface = self.world.build_scheduler(
+            scheduler_class, StructuredOutputManager(self.world.vllm_config)
+        )
+        if type(self.scheduler) is not scheduler_class:
+            raise RuntimeError(f"{scheduler_class} fell back to {type(self.scheduler)}")
+        self.hasher = _block_hasher(side, self.world)
+        self.random = random.Random(0)
+        self.num_missing: dict[str, int] = {}
+        self.in_flight: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
+        self.schedule_times: list[int] = []
+        self.update_times: list[int] = []
+
+    def request(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:
+        """Build a request as the engine does, its prompt hashed."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        return Request(request_id, prompt, params, None, block_hasher=self.hasher)
+
+    def step(self) -> None:
+        """Schedule a step, then take in the output of the one before."""
+        start = time.perf_counter_ns()
+        scheduled = self.scheduler.schedule()
+        self.schedule_times.append(time.perf_counter_ns() - start)
+        finished, self.in_flight = self.in_flight, (scheduled, self._execute(scheduled))
+        if finished is not None:
+            start = time.perf_counter_ns()
+            outputs = self.scheduler.update_from_output(*finished)
+            self.update_times.append(time.perf_counter_ns() - start)
+            del outputs
+
+    def drain(self) -> None:
+        """Take in what is still in flight."""
+        if self.in_flight is not None:
+            self.scheduler.update_from_output(*self.in_flight)
+            self.in_flight = None
+
+    def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Sample a token for each request whose prompt is computed to its end."""
+        for new in scheduled.scheduled_new_reqs:
+            self.num_missing[new.req_id] = len(new.prompt_token_ids) - new.num_computed_tokens
+        sampled: list[list[int]] = []
+        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            self.num_missing[request_id] -= num_tokens
+            is_complete = self.num_missing[request_id] <= 0
+            sampled.append([self.random.randrange(VOCABULARY)] if is_complete else [])
+        ids = list(scheduled.num_scheduled_tokens)
+        rows = {request_id: row for row, request_id in enumerate(ids)}
+        return ModelRunnerOutput(req_ids=ids, req_id_to_index=rows, sampled_token_ids=sampled)
+
+
+def _block_hasher(side: str, world: World) -> BlockHasher | None:
+    if side == "stock":
+        return stock_block_hasher(world)
+    from sparksched.engine_hooks import native_block_hasher
+
+    algorithm = world.configuration.prefix_caching_hash_algo
+    return native_block_hasher(algorithm, world.hash_block_size)
+
+
+# ---- decode ----
+
+
+def measure_decode(num_requests: int, num_steps: int) -> dict[str, Any]:
+    """Time a step of `num_requests` generating requests."""
+    engines = {side: Engine(side, GPT_OSS) for side in SIDES}
+    for engine in engines.values():
+        prompt_source = random.Random(1)
+        for number in range(num_requests):
+            prompt = [prompt_source.randrange(VOCABULARY) for _ in range(BLOCK_SIZE * 8)]
+            engine.scheduler.add_request(engine.request(f"request-{number}", prompt, 10**6))
+        while engine.scheduler.get_request_counts()[0] < num_requests:
+            engine.step()
+    with _heap_as_in_the_engine():
+        for steps in (num_steps // 5, num_steps):  # the first round warms up
+            for engine in engines.values():
+                engine.schedule_times.clear()
+                engine.update_times.clear()
+            for _ in range(steps):
+                for engine in engines.values():
+                    engine.step()
+    return {"requests": num_requests} | {side: _decode_times(engines[side]) for side in SIDES}
+
+
+def _decode_times(engine: Engine) -> dict[str, Any]:
+    pairs = zip(engine.schedule_times, engine.update_times, strict=True)
+    return {
+        "schedule_us": asdict(Spread.of(engine.schedule_times)),
+        "update_us": asdict(Spread.of(engine.update_times)),
+        "step_us": asdict(Spread.of([sum(pair) for pair in pairs])),
+    }
+
+
+class _heap_as_in_the_engine:  # noqa: N801
+    """Long-lived objects are out of the collector's sight, as vLLM arranges after its start."""
+
+    def __enter__(self) -> None:
+        gc.collect()
+        gc.freeze()
+
+    def __exit__(self, *_: object) -> None:
+        gc.unfreeze()
+
+
+# ---- prefill ----
+
+
+def measure_prefill(num_tokens: int, cached: bool, rounds: int) -> dict[str, Any]:
+    """Time one request from its arrival in the engine to its first token."""
+    engines = {side: Engine(side, GPT_OSS) for side in SIDES}
+    times: dict[str, list[int]] = {side: [] for side in SIDES}
+    prompts = {side: _prompts(num_tokens, cached) for side in SIDES}
+    with _heap_as_in_the_engine():
+        for number in range(rounds + 2):
+            for side, engine in engines.items():
+                taken = _prefill(engine, f"request-{number}", next(prompts[side]))
+                if number >= 2:  # the first ones fill the cache and warm up
+                    times[side].append(taken)
+    result = {side: asdict(Spread.of(times[side])) for side in SIDES}
+    return {"tokens": num_tokens, "prefix_cached": cached} | result
+
+
+def _prompts(num_tokens: int, cached: bool) -> Iterator[list[int]]:
+    source = random.Random(0)
+    fixed = [source.randrange(VOCABULARY) for _ in range(num_tokens)]
+    while True:
+        yield list(fixed) if cached else [source.randrange(VOCABULARY) for _ in range(num_tokens)]
+
+
+def _prefill(engine: Engine, request_id: str, prompt: list[int]) -> int:
+    """Return nanoseconds spent in hashing and in the scheduler until the request is done."""
+    start = time.perf_counter_ns()
+    engine.scheduler.add_request(engine.request(request_id, prompt, max_tokens=1))
+    taken = time.perf_counter_ns() - start
+    engine.schedule_times.clear()
+    engine.update_times.clear()
+    while engine.scheduler.has_requests():
+        engine.step()
+    engine.drain()
+    return taken + sum(engine.schedule_times) + sum(engine.update_times)
+
+
+# ---- blocks ----
+
+_BLOCKS_PROGRAM = """
+import json, resource, sys, time
+from bench import step_cost
+from dataclasses import replace
+side, num_blocks = sys.argv[1], int(sys.argv[2])
+with step_cost.vllm_environment(step_cost.GPT_OSS):
+    step_cost.Engine(side, replace(step_cost.GPT_OSS, num_blocks=1000))
+    world = step_cost.build_world(replace(step_cost.GPT_OSS, num_blocks=num_blocks))
+    scheduler_class = step_cost.CANDIDATES[side](world.configuration)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    scheduler = world.build_scheduler(scheduler_class, None)
+    taken = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"build_ms": taken * 1000, "memory_mib": (after - before) / 1024}))
+"""
+
+
+def measure_blocks(num_blocks: int) -> dict[str, Any]:
+    """Build a scheduler over `num_blocks` blocks, each side in a process of its own."""
+    result: dict[str, Any] = {"blocks": num_blocks}
+    for side in SIDES:
+        command = [sys.executable, "-c", _BLOCKS_PROGRAM, side, str(num_blocks)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        result[side] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+# ---- report ----
+
+
+def main() -> None:
+    """Measure, print tables and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, for a first look")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    arguments = parser.parse_args()
+    scale = 1 if arguments.quick else 5
+    with vllm_environment(GPT_OSS):
+        decode = [
+            _with_progress(f"decode, {count} requests", measure_decode, count, scale * steps)
+            for count, steps in ((1, 1000), (8, 500), (64, 200), (256, 100), (1024, 40))
+        ]
+        prefill = [
+            _with_progress(f"prefill, {tokens} tokens", measure_prefill, tokens, cached, scale * 10)
+            for tokens in (1024, 8192)
+            for cached in (False, True)
+        ]
+    blocks = _with_progress("a million blocks", measure_blocks, 1_000_000)
+    result = {"run": describe_run(), "decode": decode, "prefill": prefill, "blocks": blocks}
+    _print_report(result)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _with_progress(what: str, measure: Callable[..., dict[str, Any]], *args: object) -> Any:  # noqa: ANN401
+    print(f"measuring: {what} ...", file=sys.stderr, flush=True)
+    return measure(*args)
+
+
+def _print_report(result: dict[str, Any]) -> None:
+    print("\n" + ", ".join(f"{name} {value}" for name, value in result["run"].items()))
+    print("\nDecode: host time a step in µs, median (p10 to p90), schedule + update")
+    print("| requests | vLLM | sparksched | ratio | sparksched schedule / update |")
+    print("| --- | --- | --- | --- | --- |")
+    for row in result["decode"]:
+        ours = row["sparksched"]
+        halves = f"{ours['schedule_us']['median']:.1f} / {ours['update_us']['median']:.1f}"
+        print(_row(row["requests"], row["stock"]["step_us"], ours["step_us"], halves))
+    print("\nPrefill of one request, hashing included: µs, median (p10 to p90)")
+    print("| tokens | vLLM | sparksched | ratio |")
+    print("| --- | --- | --- | --- |")
+    for row in result["prefill"]:
+        label = f"{row['tokens']}{', prefix cached' if row['prefix_cached'] else ''}"
+        print(_row(label, row["stock"], row["sparksched"]))
+    print("\nBookkeeping of a million blocks")
+    for side in SIDES:
+        cost = result["blocks"][side]
+        print(f"- {side}: {cost['build_ms']:.0f} ms, {cost['memory_mib']:.0f} MiB")
+
+
+def _row(label: object, stock: dict[str, float], ours: dict[str, float], *more: str) -> str:
+    spread = lambda it: f"{it['median']:.1f} ({it['p10']:.1f} to {it['p90']:.1f})"  # noqa: E731
+    ratio = f"{stock['median'] / ours['median']:.1f}x"
+    return "| " + " | ".join([str(label), spread(stock), spread(ours), ratio, *more]) + " |"
+
+
+if __name__ == "__main__":
+    main()
