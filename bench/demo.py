@@ -12,6 +12,7 @@ import os
 import signal
 import statistics
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,6 +196,7 @@ def _report(stock: Side, ours: Side) -> int:
         print(f"  ✗ {len(differing)} of {len(pairs)} token streams differ: {differing[:10]}")
     else:
         print(f"  ✓ {len(pairs)} of {len(pairs)} token streams are identical, token for token.")
+    print()
     print(_in_words(stock, ours))
     return 1 if differing else 0
 
@@ -221,12 +223,15 @@ def _print_row(label: str, *cells: str) -> None:
 
 
 def _in_words(stock: Side, ours: Side) -> str:
-    return f"""
-  Seen here: with {NUM_STREAMS} streams running, a step costs {stock.cost.total_us:.0f} µs of CPU with \
-"{stock.name}" and
-  {ours.cost.total_us:.0f} µs with "{ours.name}" (medians, measured inside the engines). The model runs on
-  this machine's CPU too, and most of the {stock.token_ms:.0f} ms from token to token are its own.
-  On a GPU a step lasts a few milliseconds, and the scheduler's part of it weighs more."""
+    words = (
+        f"Seen here: with {NUM_STREAMS} streams running, a step costs {stock.cost.total_us:.0f} µs "
+        f"of CPU with {stock.name} and {ours.cost.total_us:.0f} µs with {ours.name} (medians, "
+        f"measured inside the engines). The model runs on this machine's CPU too, and most of the "
+        f"{stock.token_ms:.0f} ms from token to token are its own; on a GPU a step lasts a few "
+        f"milliseconds, and the scheduler's part of it weighs more."
+    )
+    indent = "  "
+    return textwrap.fill(words, width=80, initial_indent=indent, subsequent_indent=indent)
 
 
 if __name__ == "__main__":

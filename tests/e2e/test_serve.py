@@ -27,7 +27,7 @@ VOCAB_SIZE = 400  # ids below this are in the tiny model's vocabulary, and none 
 # So few that requests are preempted, yet enough for the longest one alone.
 NUM_BLOCKS = 52
 
-PERSON = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "kind": {"enum": ["spark", "ember", "flame"]},
@@ -40,7 +40,7 @@ PERSON = {
 CHOICES = ["red", "green", "blue", "ultraviolet"]
 PATTERN = r"[a-f]{3}-[0-9]{5}"
 STRUCTURED = {
-    "json": Prompt("a spark:", 200, {"structured_outputs": {"json": PERSON}}),
+    "json": Prompt("a spark:", 200, {"structured_outputs": {"json": SCHEMA}}),
     "choice": Prompt("a colour:", 32, {"structured_outputs": {"choice": CHOICES}}),
     "regex": Prompt("a number:", 32, {"structured_outputs": {"regex": PATTERN}}),
 }
@@ -169,8 +169,8 @@ def test_structured_outputs_are_equal(kind: str, stock: Observed, ours: Observed
 
 
 def test_structured_outputs_keep_their_structure(ours: Observed) -> None:
-    person: dict[str, Any] = json.loads(ours.structured["json"].text)
-    assert set(person) == set(PERSON["required"])
+    answer: dict[str, Any] = json.loads(ours.structured["json"].text)
+    assert set(answer) == set(SCHEMA["required"])
     assert ours.structured["choice"].text in CHOICES
     assert re.fullmatch(PATTERN, ours.structured["regex"].text)
 

@@ -171,7 +171,7 @@ def _is_healthy(base_url: str) -> bool:
 
 
 def _log_excerpt(server: Server) -> str:
-    """The part of the log that most likely tells what went wrong.
+    """Return the part of the log that most likely tells what went wrong.
 
     One traceback follows another when a process of vLLM's fails, and the first has the cause.
     """

@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +94,7 @@ async def stream_one(client: httpx.AsyncClient, model: str, prompt: Prompt) -> C
 
 async def stream_chunks(
     client: httpx.AsyncClient, model: str, prompt: Prompt
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any]]:
     """Yield the server-sent events of one completion; leaving the loop early disconnects."""
     async with client.stream("POST", "/v1/completions", json=prompt.body(model)) as response:
         if response.is_error:

@@ -12,7 +12,7 @@ use sparksched_core::{
     RequestStatus, ScheduledRequest, SchedulerStats, StopConditions, StopReason,
 };
 
-use crate::hasher::token_out_of_range;
+use crate::hasher::{self, token_out_of_range};
 
 /// vLLM's classes and enum members, looked up once.
 pub(crate) struct VllmTypes {
@@ -420,13 +420,13 @@ pub(crate) fn new_request(request: &Bound<'_, PyAny>) -> PyResult<NewRequest> {
     let py = request.py();
     refuse_unsupported(request)?;
     let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
-    let tokens = request.getattr(intern!(py, "_all_token_ids"))?;
+    let (tokens, block_hashes) = prompt(request)?;
     let structured = request.getattr(intern!(py, "structured_output_request"))?;
     Ok(NewRequest {
         id: request.getattr(intern!(py, "request_id"))?.extract::<String>()?.into(),
-        tokens: token_ids(tokens.cast()?)?,
+        tokens,
         num_prompt_tokens: request.getattr(intern!(py, "num_prompt_tokens"))?.extract()?,
-        block_hashes: block_hashes(&request.getattr(intern!(py, "block_hashes"))?)?,
+        block_hashes,
         has_extra_keys: request.getattr(intern!(py, "cache_salt"))?.is_truthy()?,
         priority: request.getattr(intern!(py, "priority"))?.extract()?,
         arrival_time: request.getattr(intern!(py, "arrival_time"))?.extract()?,
@@ -434,6 +434,18 @@ pub(crate) fn new_request(request: &Bound<'_, PyAny>) -> PyResult<NewRequest> {
         skip_reading_prefix_cache: request.getattr(intern!(py, "skip_reading_prefix_cache"))?.is_truthy()?,
         use_structured_output: !structured.is_none(),
     })
+}
+
+/// The request's tokens and the hashes of their blocks that there are.
+fn prompt(request: &Bound<'_, PyAny>) -> PyResult<(Vec<i32>, Vec<BlockHash>)> {
+    let py = request.py();
+    let tokens = request.getattr(intern!(py, "_all_token_ids"))?;
+    let tokens = tokens.cast::<PyList>()?;
+    if let Some(prompt) = hasher::take_hashed_prompt(request, tokens.len())? {
+        return Ok(prompt);
+    }
+    let hashes = request.getattr(intern!(py, "block_hashes"))?;
+    Ok((token_ids(tokens)?, block_hashes(&hashes)?))
 }
 
 /// The backstop behind `sparksched.compat`, which keeps such requests from arriving.

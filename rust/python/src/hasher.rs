@@ -1,4 +1,9 @@
 //! The block hasher that vLLM's `Request` calls, with the hashing done outside the GIL.
+//!
+//! The engine runs it in its input thread. What it has read and computed stays with the request as
+//! a [`HashedPrompt`], so that the engine thread does not read the prompt a second time.
+
+use std::sync::Mutex;
 
 use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::intern;
@@ -18,6 +23,26 @@ pub(crate) struct NativeBlockHasher {
     hasher: BlockHasher,
     hash_first_block: Py<PyAny>,
     fallback: Py<PyAny>,
+}
+
+/// Where a request carries its [`HashedPrompt`].
+const HASHED_PROMPT: &str = "_sparksched_hashed_prompt";
+
+/// A prompt's tokens and the hashes of its full blocks, until the scheduler takes them over.
+#[pyclass(module = "sparksched._core", frozen)]
+pub(crate) struct HashedPrompt(Mutex<Option<(Vec<i32>, Vec<BlockHash>)>>);
+
+/// Takes what the hasher left with a request, if it did and the request has not grown since.
+pub(crate) fn take_hashed_prompt(
+    request: &Bound<'_, PyAny>,
+    num_tokens: usize,
+) -> PyResult<Option<(Vec<i32>, Vec<BlockHash>)>> {
+    let name = intern!(request.py(), HASHED_PROMPT);
+    let Some(prompt) = request.getattr_opt(name)? else { return Ok(None) };
+    request.delattr(name)?;
+    let prompt = prompt.cast::<HashedPrompt>()?.get();
+    let prompt = prompt.0.lock().map_or(None, |mut prompt| prompt.take());
+    Ok(prompt.filter(|(tokens, _)| tokens.len() == num_tokens))
 }
 
 /// Builds the core's hasher, or says why it can't be built.
@@ -70,6 +95,10 @@ impl NativeBlockHasher {
             self.hasher.extend_hashes(&tokens, &mut hashes);
         } else {
             py.detach(|| self.hasher.extend_hashes(&tokens, &mut hashes));
+        }
+        if num_known == 0 {
+            let prompt = HashedPrompt(Mutex::new(Some((tokens, hashes.clone()))));
+            request.setattr(intern!(py, HASHED_PROMPT), Bound::new(py, prompt)?)?;
         }
         let digest = |hash: &BlockHash| PyBytes::new(py, &hash.0[..self.hasher.digest_len()]);
         Ok(PyList::new(py, hashes[num_known..].iter().map(digest))?.into_any())
