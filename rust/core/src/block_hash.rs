@@ -27,8 +27,9 @@ impl BlockHash {
     /// Eight of its bytes, evenly distributed already, to find it in a table.
     #[must_use]
     pub fn prefix(&self) -> u64 {
-        let (prefix, _) = self.0.split_at(8);
-        u64::from_le_bytes(prefix.try_into().expect("split at eight bytes"))
+        let mut prefix = [0; 8];
+        prefix.copy_from_slice(&self.0[..8]);
+        u64::from_le_bytes(prefix)
     }
 }
 
@@ -169,7 +170,7 @@ impl BlockHasher {
     }
 }
 
-/// `pickle.dumps((parent, tokens, None), protocol=5)` as CPython writes it.
+/// `pickle.dumps((parent, tokens, None), protocol=5)` as Python writes it.
 mod pickle {
     const PROTOCOL_5: [u8; 2] = [0x80, 5];
     const FRAME: u8 = 0x95;
@@ -201,11 +202,15 @@ mod pickle {
 
     fn write_tokens(tokens: &[i32], out: &mut Vec<u8>) {
         if let Some(&opcode) = SMALL_TUPLES.get(tokens.len() - 1) {
-            tokens.iter().for_each(|&token| write_int(token, out));
+            for &token in tokens {
+                write_int(token, out);
+            }
             out.push(opcode);
         } else {
             out.push(MARK);
-            tokens.iter().for_each(|&token| write_int(token, out));
+            for &token in tokens {
+                write_int(token, out);
+            }
             out.push(TUPLE);
         }
         out.push(MEMOIZE);
@@ -231,6 +236,10 @@ mod cbor {
     const BYTES: u8 = 2;
     const ARRAY: u8 = 4;
     const NULL: u8 = 0xf6;
+    /// Additional information of a head: the argument follows in one, two or four bytes.
+    const ONE_BYTE: u8 = 0x18;
+    const TWO_BYTES: u8 = 0x19;
+    const FOUR_BYTES: u8 = 0x1a;
 
     pub(super) fn write_block(parent: &[u8], tokens: &[i32], out: &mut Vec<u8>) {
         write_head(ARRAY, 3, out);
@@ -241,7 +250,7 @@ mod cbor {
             match u32::try_from(token) {
                 Ok(value) => write_head(UNSIGNED, value, out),
                 // -1 - n stands for the negative number n.
-                Err(_) => write_head(NEGATIVE, !token as u32, out),
+                Err(_) => write_head(NEGATIVE, (!token).cast_unsigned(), out),
             }
         }
         out.push(NULL);
@@ -252,13 +261,13 @@ mod cbor {
         let major = major << 5;
         match argument {
             0..24 => out.push(major | argument as u8),
-            24..0x100 => out.extend_from_slice(&[major | 24, argument as u8]),
+            24..0x100 => out.extend_from_slice(&[major | ONE_BYTE, argument as u8]),
             0x100..0x1_0000 => {
-                out.push(major | 25);
+                out.push(major | TWO_BYTES);
                 out.extend_from_slice(&(argument as u16).to_be_bytes());
             }
             _ => {
-                out.push(major | 26);
+                out.push(major | FOUR_BYTES);
                 out.extend_from_slice(&argument.to_be_bytes());
             }
         }
@@ -277,12 +286,13 @@ mod tests {
         })
     }
 
-    /// Written by CPython's `pickle.dumps((b"p", (1, 300, 70000, -1), None), protocol=5)`.
+    /// Written by Python's own `pickle.dumps((b"p", (1, 300, 70000, -1), None), protocol=5)`.
     #[test]
     fn pickle_bytes_are_cpythons() {
         let mut out = Vec::new();
         pickle::write_block(b"p", &[1, 300, 70_000, -1], &mut out);
-        let expected = "80059519000000000000004301709428 4b014d2c014a701101004affffffff74944e87942e";
+        let expected =
+            "80059519000000000000004301709428 4b014d2c014a701101004affffffff74944e87942e";
         assert_eq!(hex(&out), expected.replace(' ', ""));
     }
 

@@ -34,6 +34,7 @@ impl KvCacheGroupConfig {
 }
 
 /// Everything that decides how requests are scheduled.
+#[expect(clippy::struct_excessive_bools, reason = "they are vLLM's settings, one by one")]
 #[derive(Clone, Debug)]
 pub struct SchedulerConfig {
     /// Steps are scheduled before the output of the former one is known.

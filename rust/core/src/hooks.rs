@@ -61,12 +61,7 @@ impl Hooks for NoHooks {
         Ok(GrammarState::Ready)
     }
 
-    fn accept_tokens(
-        &mut self,
-        _: RequestIndex,
-        _: &[i32],
-        _: usize,
-    ) -> Result<bool, Infallible> {
+    fn accept_tokens(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<bool, Infallible> {
         Ok(true)
     }
 

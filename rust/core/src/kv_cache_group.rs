@@ -63,8 +63,8 @@ impl KvCacheGroup {
             return need > 0;
         };
         let per_segment = (interval / self.block_size) as usize;
-        let ends_segment =
-            per_segment > 0 && (need >= per_segment || position % per_segment >= per_segment - need);
+        let ends_segment = per_segment > 0
+            && (need >= per_segment || position % per_segment >= per_segment - need);
         ends_segment
             || boundaries.iter().any(|tokens| {
                 let end = (tokens / self.block_size) as usize;
@@ -105,7 +105,7 @@ fn longest_full_hit(
     for (position, hash) in hashes.iter().enumerate() {
         for &group in groups {
             let Some(block) = pool.find_cached(hash, GroupId(group)) else {
-                groups.iter().for_each(|&group| hits[group as usize].truncate(position));
+                truncate(groups, hits, position);
                 return position;
             };
             hits[group as usize].push(block);
@@ -146,8 +146,14 @@ fn longest_window_hit(
     }
     // A run that reaches the first block is a hit however short it is.
     let length = length.unwrap_or(in_a_row);
-    groups.iter().for_each(|&group| hits[group as usize].truncate(length));
+    truncate(groups, hits, length);
     length
+}
+
+fn truncate(groups: &[u32], hits: &mut [Vec<BlockId>], length: usize) {
+    for &group in groups {
+        hits[group as usize].truncate(length);
+    }
 }
 
 #[cfg(test)]

@@ -114,7 +114,8 @@ impl KvCacheManager {
     /// attention comes first, and needs no second look: shorter prefixes are cached as well.
     fn find_longest_hit(&mut self, request: &Request, max_blocks: usize) -> (usize, usize) {
         let hashes = request.block_hashes();
-        let first_is_full = self.groups[self.lookup_groups[0][0] as usize].config.is_full_attention();
+        let first_is_full =
+            self.groups[self.lookup_groups[0][0] as usize].config.is_full_attention();
         let one_round_suffices = self.lookup_groups.len() == 2 && first_is_full;
         let mut full_lengths: Vec<Option<usize>> = vec![None; self.lookup_groups.len()];
         let mut hit_length = max_blocks;
@@ -173,17 +174,22 @@ impl KvCacheManager {
 
         if let AllocationFor::Admission { full_sequence_must_fit: true, .. } = purpose {
             let num_tokens = (request.num_tokens() as u32).min(self.max_model_len);
-            let required = self.num_blocks_to_allocate(request, num_tokens, num_computed, has_hit, true);
+            let required =
+                self.num_blocks_to_allocate(request, num_tokens, num_computed, has_hit, true);
             if required + watermark_blocks > self.pool.num_free() {
                 return false;
             }
         }
 
         // What steps in flight still read must stay: count only tokens that have been processed.
-        self.remove_skipped_blocks(request, num_computed.saturating_sub(request.num_in_flight_tokens));
+        self.remove_skipped_blocks(
+            request,
+            num_computed.saturating_sub(request.num_in_flight_tokens),
+        );
 
         let num_tokens = (num_computed + num_new_tokens).min(self.max_model_len);
-        let required = self.num_blocks_to_allocate(request, num_tokens, num_computed, has_hit, false);
+        let required =
+            self.num_blocks_to_allocate(request, num_tokens, num_computed, has_hit, false);
         if required + watermark_blocks > self.pool.num_free() {
             return false;
         }
@@ -261,6 +267,9 @@ impl KvCacheManager {
     }
 
     /// Makes the request's full blocks among its first `num_tokens` tokens findable.
+    ///
+    /// # Panics
+    /// If a full block has no hash or no place in a table.
     pub fn cache_blocks(&mut self, request: &mut Request, num_tokens: u32) {
         if !self.enable_caching {
             return;
@@ -279,11 +288,12 @@ impl KvCacheManager {
             if num_cached >= num_full {
                 continue;
             }
-            for position in num_cached..num_full {
-                let block = blocks.table[position];
+            assert!(num_full <= hashes.len().min(blocks.table.len()), "full blocks have hashes");
+            let full = blocks.table.iter().zip(hashes).take(num_full).enumerate().skip(num_cached);
+            for (position, (&block, hash)) in full {
                 if !block.is_null() && group.is_reachable(position, &boundaries) {
                     let num_tokens = (position as u32 + 1) * self.block_size;
-                    self.pool.cache(block, &hashes[position], GroupId(id as u32), num_tokens);
+                    self.pool.cache(block, hash, GroupId(id as u32), num_tokens);
                 }
             }
             blocks.num_cached = Some(num_full);

@@ -37,10 +37,7 @@ impl RequestStatus {
     /// Whether the request is done.
     #[must_use]
     pub fn is_finished(self) -> bool {
-        !matches!(
-            self,
-            Self::Waiting | Self::WaitingForGrammar | Self::Running | Self::Preempted
-        )
+        !matches!(self, Self::Waiting | Self::WaitingForGrammar | Self::Running | Self::Preempted)
     }
 }
 
@@ -119,6 +116,7 @@ impl GroupBlocks {
     }
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 /// A request's state. Counters of tokens are named as in vLLM.
 #[derive(Clone, Debug)]
 pub struct Request {

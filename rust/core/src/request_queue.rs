@@ -144,7 +144,8 @@ impl RequestQueue {
     }
 
     /// The requests in the order in which they would be taken out.
-    pub fn iter(&self) -> Box<dyn Iterator<Item = RequestIndex> + '_> {
+    #[must_use]
+    pub fn in_order(&self) -> Box<dyn Iterator<Item = RequestIndex> + '_> {
         match self {
             Self::Fcfs(queue) => Box::new(queue.iter().copied()),
             Self::Priority(queue) => Box::new(queue.values().copied()),

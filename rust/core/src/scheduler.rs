@@ -4,7 +4,7 @@
 //! computed; each step hands out a budget of tokens so that the computed ones catch up, first to
 //! the requests that run, then to those that wait.
 //!
-//! Left out, and refused before a scheduler is built: speculative decoding, LoRA, encoder inputs,
+//! Left out, and refused before a scheduler is built: speculative decoding, `LoRA`, encoder inputs,
 //! KV and EC connectors, Mamba alignment, pipeline parallelism, streaming sessions. Without the
 //! last and connectors no waiting request holds blocks, so vLLM's second waiting queue does not
 //! exist here.
@@ -233,7 +233,9 @@ impl Scheduler {
     /// Tokens that a running request gets; 0 if it has to sit this step out.
     fn num_tokens_to_run(&self, index: RequestIndex, budget: &Budget, limits: &StepLimits) -> u32 {
         let request = self.request(index);
-        if reaches_max_tokens_in_flight(request) || (limits.defer_prefills && request.is_prefill_chunk) {
+        if reaches_max_tokens_in_flight(request)
+            || (limits.defer_prefills && request.is_prefill_chunk)
+        {
             return 0;
         }
         let known = request.num_tokens() as u32 + request.num_output_placeholders;
@@ -279,9 +281,8 @@ impl Scheduler {
             (request.priority, request.arrival_time)
         };
         // The first of several equals.
-        let victim_at = (1..self.running.len()).fold(0, |worst, at| {
-            if urgency(at) > urgency(worst) { at } else { worst }
-        });
+        let victim_at = (1..self.running.len())
+            .fold(0, |worst, at| if urgency(at) > urgency(worst) { at } else { worst });
         let victim = self.running.remove(victim_at);
         if victim_at < *position {
             *position -= 1;
@@ -301,7 +302,9 @@ impl Scheduler {
         hooks: &mut H,
     ) -> Result<(), H::Error> {
         while !budget.is_spent() && self.pause_state == PauseState::Unpaused {
-            let Some(index) = self.waiting.peek() else { break };
+            let Some(index) = self.waiting.peek() else {
+                break;
+            };
             if self.running.len() >= self.config.max_num_active_reqs {
                 break;
             }
@@ -325,11 +328,7 @@ impl Scheduler {
     }
 
     /// Whether a waiting request waits for nothing but its turn.
-    fn is_ready<H: Hooks>(
-        &mut self,
-        index: RequestIndex,
-        hooks: &mut H,
-    ) -> Result<bool, H::Error> {
+    fn is_ready<H: Hooks>(&mut self, index: RequestIndex, hooks: &mut H) -> Result<bool, H::Error> {
         let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
         if request.status == RequestStatus::WaitingForGrammar {
             if hooks.grammar_state(index)? != GrammarState::Ready {
@@ -421,8 +420,8 @@ impl Scheduler {
         request.num_computed_tokens = 0;
         // All that is in flight belongs to the life that ends here. What an earlier preemption
         // condemned stays condemned: its positions have been sampled again.
-        request.drop_stale_output = drop_stale_output
-            || (request.drop_stale_output && request.num_stale_output_tokens > 0);
+        request.drop_stale_output =
+            drop_stale_output || (request.drop_stale_output && request.num_stale_output_tokens > 0);
         request.num_stale_output_tokens = request.num_in_flight_tokens;
         request.num_output_placeholders = 0;
         request.num_preemptions += 1;
@@ -514,7 +513,11 @@ impl Scheduler {
     }
 
     /// Gives back a request's blocks and its place. It must have left the queues.
-    pub(crate) fn release(&mut self, index: RequestIndex, status: RequestStatus) -> Option<Request> {
+    pub(crate) fn release(
+        &mut self,
+        index: RequestIndex,
+        status: RequestStatus,
+    ) -> Option<Request> {
         let mut request = self.slots.get_mut(index.index())?.take()?;
         request.status = status;
         self.kv_cache.free(&mut request);
@@ -543,7 +546,9 @@ impl Scheduler {
     /// Tells what stands in for the parent of a first block, which vLLM decides only after the
     /// scheduler is built. Returns whether it can be.
     pub fn set_none_hash(&mut self, none_hash: &[u8]) -> bool {
-        let Some(hasher) = &self.hasher else { return true };
+        let Some(hasher) = &self.hasher else {
+            return true;
+        };
         let hasher = hasher.with_none_hash(none_hash);
         let is_valid = hasher.is_some();
         self.hasher = hasher.or(self.hasher.take());
@@ -577,7 +582,10 @@ impl Scheduler {
     }
 
     /// The request at a place, to be changed, with the blocks.
-    pub(crate) fn get_mut(&mut self, index: RequestIndex) -> Option<(&mut Request, &mut KvCacheManager)> {
+    pub(crate) fn get_mut(
+        &mut self,
+        index: RequestIndex,
+    ) -> Option<(&mut Request, &mut KvCacheManager)> {
         let request = self.slots.get_mut(index.index())?.as_mut()?;
         Some((request, &mut self.kv_cache))
     }
@@ -651,8 +659,11 @@ impl Scheduler {
         }
         let num_requests = self.slots.iter().flatten().count();
         assert_eq!(num_requests, self.running.len() + self.waiting.len(), "a request is lost");
-        assert!(self.running.iter().all(|&index| self.request(index).status == RequestStatus::Running));
-        let waiting: Vec<&Request> = self.waiting.iter().map(|index| self.request(index)).collect();
+        assert!(
+            self.running.iter().all(|&index| self.request(index).status == RequestStatus::Running)
+        );
+        let waiting: Vec<&Request> =
+            self.waiting.in_order().map(|index| self.request(index)).collect();
         assert!(waiting.iter().all(|request| request.status != RequestStatus::Running));
         let num_deferred = waiting.iter().filter(|request| request.is_deferred).count();
         assert_eq!(num_deferred, self.num_deferred, "deferred requests are miscounted");
@@ -664,7 +675,8 @@ impl Scheduler {
 fn reaches_max_tokens_in_flight(request: &Request) -> bool {
     let placeholders = u64::from(request.num_output_placeholders);
     let last_known = u64::from(request.num_computed_tokens) + 2;
-    let limit = (request.num_prompt_tokens() as u64).saturating_add(request.stop_conditions().max_tokens);
+    let limit =
+        (request.num_prompt_tokens() as u64).saturating_add(request.stop_conditions().max_tokens);
     placeholders > 0 && last_known - placeholders >= limit
 }
 

@@ -20,7 +20,8 @@ impl RepetitionDetection {
             return false;
         }
         let repeats = usize::try_from(self.min_count).unwrap_or(usize::MAX);
-        let patterns = (shortest..=self.max_pattern_size).map(|size| size as usize);
+        let patterns =
+            (shortest..=self.max_pattern_size).map_while(|size| usize::try_from(size).ok());
         patterns
             .take_while(|size| size.saturating_mul(repeats) <= output.len())
             .any(|size| ends_in_repeats(output, size, repeats))
@@ -63,6 +64,9 @@ pub enum StopReason {
 
 /// Looks at the request's last token; returns whether the request is done and if so, sets its
 /// status and reason. The order of the checks is vLLM's and part of the contract.
+///
+/// # Panics
+/// If the request has no token.
 pub fn check_stop(request: &mut Request, max_model_len: u32) -> bool {
     let last = *request.tokens().last().expect("a stop is checked after a token was appended");
     let num_output = request.num_output_tokens() as u64;
@@ -89,6 +93,7 @@ pub fn check_stop(request: &mut Request, max_model_len: u32) -> bool {
 }
 
 #[cfg(test)]
+#[expect(clippy::cast_sign_loss, clippy::cast_possible_wrap, reason = "small test numbers")]
 mod tests {
     use super::*;
     use proptest::prelude::*;
@@ -104,9 +109,8 @@ mod tests {
                 return false;
             }
             let at = |back: i64| output[output.len() - back as usize];
-            let repeats = (1..=size).all(|n| {
-                (1..params.min_count).all(|m| at(size * m + n) == at(n))
-            });
+            let repeats =
+                (1..=size).all(|n| (1..params.min_count).all(|m| at(size * m + n) == at(n)));
             if repeats {
                 return true;
             }

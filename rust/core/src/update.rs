@@ -78,7 +78,9 @@ impl Scheduler {
                 continue;
             };
             let status_before = self.request(index).status;
-            let Some(advance) = self.advance_request(index, &scheduled, hooks)? else { continue };
+            let Some(advance) = self.advance_request(index, &scheduled, hooks)? else {
+                continue;
+            };
             let Advance { num_new_tokens, stopped } = advance;
             if num_new_tokens == 0 && !stopped {
                 continue;
@@ -174,7 +176,12 @@ impl Scheduler {
         failed.map_or(Ok(advance), Err)
     }
 
-    fn take_output(&mut self, index: RequestIndex, position: usize, num_new_tokens: usize) -> RequestOutput {
+    fn take_output(
+        &mut self,
+        index: RequestIndex,
+        position: usize,
+        num_new_tokens: usize,
+    ) -> RequestOutput {
         let (request, kv_cache) = self.get_mut(index).expect("looked up by the caller");
         let prefill_stats = request.prefill_stats.take().map(|stats| {
             let num_cached = kv_cache.num_cached_tokens(request).min(stats.num_prompt_tokens);

@@ -191,13 +191,13 @@ impl VllmTypes {
             PyFloat::new(py, stats.kv_cache_usage).into_any(),
             none.bind(py).clone(), // iteration_details
             prefix_cache_stats,
-            none.bind(py).clone(), // connector_prefix_cache_stats
+            none.bind(py).clone(),        // connector_prefix_cache_stats
             PyList::empty(py).into_any(), // kv_cache_eviction_events
-            none.bind(py).clone(), // spec_decoding_stats
-            none.bind(py).clone(), // kv_connector_stats
-            none.bind(py).clone(), // ec_connector_stats
-            PyDict::new(py).into_any(), // waiting_lora_adapters
-            PyDict::new(py).into_any(), // running_lora_adapters
+            none.bind(py).clone(),        // spec_decoding_stats
+            none.bind(py).clone(),        // kv_connector_stats
+            none.bind(py).clone(),        // ec_connector_stats
+            PyDict::new(py).into_any(),   // waiting_lora_adapters
+            PyDict::new(py).into_any(),   // running_lora_adapters
             cudagraph_stats.clone(),
         ];
         self.scheduler_stats.bind(py).call1(PyTuple::new(py, values)?)
@@ -431,7 +431,9 @@ pub(crate) fn new_request(request: &Bound<'_, PyAny>) -> PyResult<NewRequest> {
         priority: request.getattr(intern!(py, "priority"))?.extract()?,
         arrival_time: request.getattr(intern!(py, "arrival_time"))?.extract()?,
         stop: stop_conditions(&sampling_params, &request.getattr(intern!(py, "max_tokens"))?)?,
-        skip_reading_prefix_cache: request.getattr(intern!(py, "skip_reading_prefix_cache"))?.is_truthy()?,
+        skip_reading_prefix_cache: request
+            .getattr(intern!(py, "skip_reading_prefix_cache"))?
+            .is_truthy()?,
         use_structured_output: !structured.is_none(),
     })
 }

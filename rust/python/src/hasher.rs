@@ -38,7 +38,9 @@ pub(crate) fn take_hashed_prompt(
     num_tokens: usize,
 ) -> PyResult<Option<(Vec<i32>, Vec<BlockHash>)>> {
     let name = intern!(request.py(), HASHED_PROMPT);
-    let Some(prompt) = request.getattr_opt(name)? else { return Ok(None) };
+    let Some(prompt) = request.getattr_opt(name)? else {
+        return Ok(None);
+    };
     request.delattr(name)?;
     let prompt = prompt.cast::<HashedPrompt>()?.get();
     let prompt = prompt.0.lock().map_or(None, |mut prompt| prompt.take());
@@ -53,8 +55,9 @@ pub(crate) fn new_block_hasher(
 ) -> PyResult<BlockHasher> {
     let algorithm = HashAlgorithm::from_name(algorithm)
         .ok_or_else(|| PyValueError::new_err(format!("unknown hash algorithm {algorithm:?}")))?;
-    BlockHasher::new(algorithm, block_size, none_hash)
-        .ok_or_else(|| PyValueError::new_err(format!("blocks of {block_size} tokens can't be hashed")))
+    BlockHasher::new(algorithm, block_size, none_hash).ok_or_else(|| {
+        PyValueError::new_err(format!("blocks of {block_size} tokens can't be hashed"))
+    })
 }
 
 #[pymethods]

@@ -207,7 +207,7 @@ impl SchedulerCore {
     }
 
     fn waiting_requests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let requests = self.scheduler.waiting().iter().map(|it| &self.entries.get(it).request);
+        let requests = self.scheduler.waiting().in_order().map(|it| &self.entries.get(it).request);
         PyList::new(py, requests.collect::<Vec<_>>())
     }
 
@@ -233,7 +233,9 @@ impl SchedulerCore {
             0 => PauseState::Unpaused,
             1 => PauseState::PausedNew,
             2 => PauseState::PausedAll,
-            other => return Err(PyValueError::new_err(format!("unknown pause state {other}"))),
+            other => {
+                return Err(PyValueError::new_err(format!("unknown pause state {other}")));
+            }
         });
         Ok(())
     }
@@ -260,11 +262,12 @@ impl SchedulerCore {
             let index = self.place(&id)?.expect("each request has a place");
             requests.set_item(id, self.request_snapshot(py, self.scheduler.request(index))?)?;
         }
-        let ids = |indices: &mut dyn Iterator<Item = RequestIndex>| -> PyResult<Bound<'py, PyList>> {
-            let ids: Vec<&Py<PyString>> =
-                indices.map(|index| &self.entries.get(index).id).collect();
-            PyList::new(py, ids)
-        };
+        let ids =
+            |indices: &mut dyn Iterator<Item = RequestIndex>| -> PyResult<Bound<'py, PyList>> {
+                let ids: Vec<&Py<PyString>> =
+                    indices.map(|index| &self.entries.get(index).id).collect();
+                PyList::new(py, ids)
+            };
         let pool = self.scheduler.kv_cache().pool();
         let ref_counts = PyDict::new(py);
         for id in (1..pool.num_blocks()).map(sparksched_core::BlockId) {
@@ -282,8 +285,11 @@ impl SchedulerCore {
         let snapshot = PyDict::new(py);
         snapshot.set_item("requests", requests)?;
         snapshot.set_item("running", ids(&mut self.scheduler.running().iter().copied())?)?;
-        snapshot.set_item("waiting", ids(&mut self.scheduler.waiting().iter())?)?;
-        snapshot.set_item("free_blocks", PyList::new(py, pool.free_blocks().map(|id| id.0).collect::<Vec<_>>())?)?;
+        snapshot.set_item("waiting", ids(&mut self.scheduler.waiting().in_order())?)?;
+        snapshot.set_item(
+            "free_blocks",
+            PyList::new(py, pool.free_blocks().map(|id| id.0).collect::<Vec<_>>())?,
+        )?;
         snapshot.set_item("ref_counts", ref_counts)?;
         snapshot.set_item("cached_blocks", cached_blocks)?;
         Ok(snapshot)
@@ -461,8 +467,7 @@ impl SchedulerCore {
             new_block_ids.append(ids)?;
         }
         let list = |values: Vec<u32>| PyList::new(py, values);
-        let ids: Vec<&Py<PyString>> =
-            cached().map(|it| &self.entries.get(it.index).id).collect();
+        let ids: Vec<&Py<PyString>> = cached().map(|it| &self.entries.get(it.index).id).collect();
         debug_assert_eq!(ids.len(), count);
         self.types.cached_request_data(
             py,
@@ -791,7 +796,12 @@ impl SchedulerCore {
 
     /// Drops what belongs to a request that the core has ended, and notes its id for the next step
     /// and for its client.
-    fn forget(&mut self, py: Python<'_>, index: RequestIndex, status: RequestStatus) -> PyResult<()> {
+    fn forget(
+        &mut self,
+        py: Python<'_>,
+        index: RequestIndex,
+        status: RequestStatus,
+    ) -> PyResult<()> {
         let entry = self.entries.take(index);
         entry.request.bind(py).setattr(intern!(py, "status"), self.types.request_status(status))?;
         self.places.bind(py).del_item(&entry.id)?;
@@ -835,9 +845,10 @@ impl SchedulerCore {
         snapshot.set_item("num_stale_output_tokens", request.num_stale_output_tokens())?;
         snapshot.set_item("num_tokens", request.num_tokens())?;
         snapshot.set_item("num_preemptions", request.num_preemptions())?;
-        let tables = request.groups().iter().map(|blocks| {
-            PyList::new(py, blocks.table.iter().map(|id| id.0))
-        });
+        let tables = request
+            .groups()
+            .iter()
+            .map(|blocks| PyList::new(py, blocks.table.iter().map(|id| id.0)));
         snapshot.set_item("block_ids", tables.collect::<PyResult<Vec<_>>>()?)?;
         Ok(snapshot)
     }
@@ -856,7 +867,9 @@ fn new_token_ids<'py>(
     sampled: &SampledTokens<'py>,
     output: &RequestOutput,
 ) -> PyResult<Bound<'py, PyList>> {
-    let Some(list) = &sampled.list else { return Ok(PyList::empty(py)) };
+    let Some(list) = &sampled.list else {
+        return Ok(PyList::empty(py));
+    };
     if output.num_new_tokens < sampled.tokens.len() {
         list.del_slice(output.num_new_tokens, sampled.tokens.len())?;
     }
@@ -894,7 +907,9 @@ impl<'py> RareOutputs<'py> {
     }
 
     fn logprobs(&self, row: usize, num_tokens: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let Some(logprobs) = &self.logprobs else { return Ok(None) };
+        let Some(logprobs) = &self.logprobs else {
+            return Ok(None);
+        };
         logprobs.call_method1(intern!(logprobs.py(), "slice_request"), (row, num_tokens)).map(Some)
     }
 
@@ -907,7 +922,9 @@ impl<'py> RareOutputs<'py> {
     }
 
     fn num_nans(&self, id: &Py<PyString>) -> PyResult<Option<i64>> {
-        let Some(dict) = &self.num_nans_in_logits else { return Ok(None) };
+        let Some(dict) = &self.num_nans_in_logits else {
+            return Ok(None);
+        };
         dict.get_item(id)?.map(|count| count.extract()).transpose()
     }
 }
@@ -925,7 +942,9 @@ fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<SchedulerConfig> {
     let policy = match policy.as_str() {
         "fcfs" => Policy::Fcfs,
         "priority" => Policy::Priority,
-        other => return Err(PyValueError::new_err(format!("unknown scheduling policy {other:?}"))),
+        other => {
+            return Err(PyValueError::new_err(format!("unknown scheduling policy {other:?}")));
+        }
     };
     let groups: Vec<Option<(u32, u32)>> = get(config, "groups")?;
     let group = |window: Option<(u32, u32)>| match window {
@@ -947,7 +966,10 @@ fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<SchedulerConfig> {
         max_model_len: get(config, "max_model_len")?,
         enable_chunked_prefill: get(config, "enable_chunked_prefill")?,
         long_prefill_token_threshold: get(config, "long_prefill_token_threshold")?,
-        long_prefill_token_threshold_adaptive: get(config, "long_prefill_token_threshold_adaptive")?,
+        long_prefill_token_threshold_adaptive: get(
+            config,
+            "long_prefill_token_threshold_adaptive",
+        )?,
         reserve_full_isl: get(config, "reserve_full_isl")?,
         resume_as_new: get(config, "resume_as_new")?,
         log_stats: get(config, "log_stats")?,

@@ -1,0 +1,132 @@
+//! `Request`: read once when it arrives, and brought up to date for the few that look at it later.
+
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyInt, PyList};
+use sparksched_core::{BlockHash, NewRequest, RepetitionDetection, StopConditions, StopReason};
+
+use super::{block_hashes, token_ids};
+use crate::entries::Entry;
+use crate::hasher;
+
+/// Reads a `Request` as it arrives. `block_hashes` of its prompt are taken as they are.
+pub(crate) fn new_request(request: &Bound<'_, PyAny>) -> PyResult<NewRequest> {
+    let py = request.py();
+    refuse_unsupported(request)?;
+    let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
+    let (tokens, block_hashes) = prompt(request)?;
+    let structured = request.getattr(intern!(py, "structured_output_request"))?;
+    Ok(NewRequest {
+        id: request.getattr(intern!(py, "request_id"))?.extract::<String>()?.into(),
+        tokens,
+        num_prompt_tokens: request.getattr(intern!(py, "num_prompt_tokens"))?.extract()?,
+        block_hashes,
+        has_extra_keys: request.getattr(intern!(py, "cache_salt"))?.is_truthy()?,
+        priority: request.getattr(intern!(py, "priority"))?.extract()?,
+        arrival_time: request.getattr(intern!(py, "arrival_time"))?.extract()?,
+        stop: stop_conditions(&sampling_params, &request.getattr(intern!(py, "max_tokens"))?)?,
+        skip_reading_prefix_cache: request
+            .getattr(intern!(py, "skip_reading_prefix_cache"))?
+            .is_truthy()?,
+        use_structured_output: !structured.is_none(),
+    })
+}
+
+/// The request's tokens and the hashes of their blocks that there are.
+fn prompt(request: &Bound<'_, PyAny>) -> PyResult<(Vec<i32>, Vec<BlockHash>)> {
+    let py = request.py();
+    let tokens = request.getattr(intern!(py, "_all_token_ids"))?;
+    let tokens = tokens.cast::<PyList>()?;
+    if let Some(prompt) = hasher::take_hashed_prompt(request, tokens.len())? {
+        return Ok(prompt);
+    }
+    let hashes = request.getattr(intern!(py, "block_hashes"))?;
+    Ok((token_ids(tokens)?, block_hashes(&hashes)?))
+}
+
+/// The backstop behind `sparksched.compat`, which keeps such requests from arriving.
+fn refuse_unsupported(request: &Bound<'_, PyAny>) -> PyResult<()> {
+    let kinds = [
+        ("resumable", "a streaming-input session"),
+        ("pooling_params", "a pooling request"),
+        ("lora_request", "a LoRA request"),
+        ("mm_features", "a multimodal request"),
+    ];
+    for (attribute, kind) in kinds {
+        if request.getattr(attribute)?.is_truthy()? {
+            let id = request.getattr("request_id")?;
+            return Err(PyValueError::new_err(format!(
+                "request {id} is {kind}, which sparksched does not support; \
+                 VLLM_SCHEDULER=vllm does"
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn stop_conditions(
+    params: &Bound<'_, PyAny>,
+    max_tokens: &Bound<'_, PyAny>,
+) -> PyResult<StopConditions> {
+    let py = params.py();
+    // A number that no token id can equal ends nothing.
+    let token_id = |number: i128| i32::try_from(number).ok();
+    let eos_token_id: Option<i128> = params.getattr(intern!(py, "eos_token_id"))?.extract()?;
+    let stop_token_ids: Option<Vec<i128>> =
+        params.getattr(intern!(py, "stop_token_ids"))?.extract()?;
+    let repetition = params.getattr(intern!(py, "repetition_detection"))?;
+    let repetition = (!repetition.is_none()).then(|| repetition_detection(&repetition));
+    Ok(StopConditions {
+        eos_token_id: eos_token_id.and_then(token_id),
+        stop_token_ids: stop_token_ids.into_iter().flatten().filter_map(token_id).collect(),
+        min_tokens: count(&params.getattr(intern!(py, "min_tokens"))?)?,
+        max_tokens: count(max_tokens)?,
+        repetition: repetition.transpose()?,
+    })
+}
+
+/// A user's number of tokens: below zero is zero, and above what a machine word holds is as good
+/// as the largest.
+fn count(number: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let number: i128 = number.extract()?;
+    Ok(u64::try_from(number.max(0)).unwrap_or(u64::MAX))
+}
+
+fn repetition_detection(params: &Bound<'_, PyAny>) -> PyResult<RepetitionDetection> {
+    let get = |name: &str| -> PyResult<i64> {
+        let number: i128 = params.getattr(name)?.extract()?;
+        Ok(number.clamp(i64::MIN.into(), i64::MAX.into()) as i64)
+    };
+    Ok(RepetitionDetection {
+        max_pattern_size: get("max_pattern_size")?,
+        min_pattern_size: get("min_pattern_size")?,
+        min_count: get("min_count")?,
+    })
+}
+
+/// Appends to the Python request the tokens that only the core knows so far.
+pub(crate) fn sync_request_tokens(request: &Bound<'_, PyAny>, sequence: &[i32]) -> PyResult<()> {
+    let py = request.py();
+    let all_token_ids = request.getattr(intern!(py, "_all_token_ids"))?;
+    let all_token_ids = all_token_ids.cast::<PyList>()?;
+    if all_token_ids.len() >= sequence.len() {
+        return Ok(());
+    }
+    let missing = PyList::new(py, &sequence[all_token_ids.len()..])?;
+    let end = isize::MAX as usize;
+    let output_token_ids = request.getattr(intern!(py, "_output_token_ids"))?;
+    for list in [all_token_ids, output_token_ids.cast::<PyList>()?] {
+        list.set_slice(end, end, missing.as_any())?;
+    }
+    Ok(())
+}
+
+/// `Request.stop_reason` as the client is told.
+pub(crate) fn stop_reason(py: Python<'_>, reason: StopReason) -> PyResult<Bound<'_, PyAny>> {
+    Ok(match reason {
+        StopReason::None => py.None().into_bound(py),
+        StopReason::Token(token) => PyInt::new(py, token).into_any(),
+        StopReason::Repetition => intern!(py, "repetition_detected").clone().into_any(),
+    })
+}

@@ -1,0 +1,50 @@
+//! What Python knows of each request that the core does not.
+
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+use sparksched_core::RequestIndex;
+
+/// What Python knows of a request that the core does not.
+pub(crate) struct Entry {
+    /// `request_id`, the very object: dictionaries find it by identity.
+    pub(crate) id: Py<PyString>,
+    pub(crate) request: Py<PyAny>,
+    /// Which front end it came from.
+    pub(crate) client_index: i64,
+    pub(crate) wants_logprobs: bool,
+    pub(crate) trace_headers: Option<Py<PyAny>>,
+    /// The last count that the model runner told.
+    pub(crate) num_nans_in_logits: i64,
+}
+
+/// Entries by the places of their requests in the core.
+#[derive(Default)]
+pub(crate) struct Entries(Vec<Option<Entry>>);
+
+impl Entries {
+    pub(crate) fn get(&self, index: RequestIndex) -> &Entry {
+        self.0[index.index()].as_ref().expect("each request has an entry")
+    }
+
+    pub(crate) fn get_mut(&mut self, index: RequestIndex) -> &mut Entry {
+        self.0[index.index()].as_mut().expect("each request has an entry")
+    }
+
+    pub(crate) fn insert(&mut self, index: RequestIndex, entry: Entry) {
+        if index.index() >= self.0.len() {
+            self.0.resize_with(index.index() + 1, || None);
+        }
+        self.0[index.index()] = Some(entry);
+    }
+
+    pub(crate) fn take(&mut self, index: RequestIndex) -> Entry {
+        self.0[index.index()].take().expect("each request has an entry")
+    }
+}
+
+impl Entry {
+    /// Whether its outputs carry something that most don't.
+    pub(crate) fn is_rare(&self) -> bool {
+        self.wants_logprobs || self.trace_headers.is_some() || self.num_nans_in_logits != 0
+    }
+}
