@@ -44,9 +44,12 @@ rust-toolchain:
 	  echo "cargo and rustc 1.88 or newer are needed: install them from https://rustup.rs" >&2; \
 	  exit 1; }
 
+# Not `maturin develop`: it would also resolve and reinstall the `dev` dependency group, unpinned,
+# at each build. This is the same editable install of a release build, and touches nothing else.
 .PHONY: build
 build: rust-toolchain env ## build the Rust extension and install sparksched into .venv
-	PATH="$(dir $(UV)):$$PATH" $(BIN)/maturin develop --release --uv
+	"$(UV)" pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation \
+	  --reinstall-package sparksched --editable .
 
 # --- Use ---------------------------------------------------------------------------------
 

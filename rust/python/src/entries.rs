@@ -1,5 +1,6 @@
 //! What Python knows of each request that the core does not.
 
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 use sparksched_core::RequestIndex;
@@ -43,6 +44,22 @@ impl Entries {
 }
 
 impl Entry {
+    /// Reads what is needed of a `Request`.
+    pub(crate) fn of(request: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = request.py();
+        let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
+        let num_logprobs = sampling_params.getattr(intern!(py, "num_logprobs"))?;
+        let trace_headers = request.getattr(intern!(py, "trace_headers"))?;
+        Ok(Self {
+            id: request.getattr(intern!(py, "request_id"))?.cast_into::<PyString>()?.unbind(),
+            request: request.clone().unbind(),
+            client_index: request.getattr(intern!(py, "client_index"))?.extract()?,
+            wants_logprobs: !num_logprobs.is_none(),
+            trace_headers: (!trace_headers.is_none()).then(|| trace_headers.unbind()),
+            num_nans_in_logits: request.getattr(intern!(py, "num_nans_in_logits"))?.extract()?,
+        })
+    }
+
     /// Whether its outputs carry something that most don't.
     pub(crate) fn is_rare(&self) -> bool {
         self.wants_logprobs || self.trace_headers.is_some() || self.num_nans_in_logits != 0

@@ -1,6 +1,6 @@
 //! Panics become exceptions that vLLM's engine understands.
 //!
-//! PyO3's own `PanicException` is a `BaseException`: the engine would not catch it and its clients
+//! `PyO3`'s own `PanicException` is a `BaseException`: the engine would not catch it and its clients
 //! would never be told. A panic or a failed callback in the middle of a step leaves the scheduler
 //! in an unknown state, so after one it refuses to go on; requests can still be ended.
 

@@ -5,7 +5,7 @@
 
 use std::sync::Mutex;
 
-use pyo3::exceptions::{PyOverflowError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
@@ -17,7 +17,7 @@ use crate::convert;
 const MIN_TOKENS_TO_DETACH: usize = 256;
 
 /// Drop-in for the function that `get_request_block_hasher()` returns, for requests without
-/// LoRA, multimodal features or prompt embeddings.
+/// `LoRA`, multimodal features or prompt embeddings.
 #[pyclass(module = "sparksched._core", frozen)]
 pub(crate) struct NativeBlockHasher {
     hasher: BlockHasher,
@@ -114,9 +114,4 @@ fn has_keys_in_every_block(request: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(!request.getattr(intern!(py, "lora_request"))?.is_none()
         || !request.getattr(intern!(py, "prompt_embeds"))?.is_none()
         || request.getattr(intern!(py, "mm_features"))?.is_truthy()?)
-}
-
-/// A token id that vLLM's model runners could not hold either.
-pub(crate) fn token_out_of_range(error: &PyErr) -> PyErr {
-    PyOverflowError::new_err(format!("a token id does not fit into 32 bits: {error}"))
 }

@@ -7,7 +7,7 @@ use pyo3::types::{PyList, PySet};
 use sparksched_core::{BlockHash, GrammarState, Hooks, RequestIndex};
 
 use crate::convert;
-use crate::scheduler_core::Entries;
+use crate::entries::Entries;
 
 /// The Python functions that are called for the few requests that need them.
 pub(crate) struct Callbacks {

@@ -1,11 +1,14 @@
 //! The Python extension `sparksched._core`: the scheduler of `sparksched-core` behind vLLM's
 //! objects. Thin: decisions are made in the core, objects are read and built in [`convert`].
 
+mod config;
 mod convert;
+mod entries;
 mod guard;
 mod hasher;
 mod hooks;
 mod scheduler_core;
+mod snapshot;
 
 use pyo3::prelude::*;
 

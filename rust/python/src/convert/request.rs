@@ -3,11 +3,10 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyInt, PyList};
-use sparksched_core::{BlockHash, NewRequest, RepetitionDetection, StopConditions, StopReason};
+use pyo3::types::PyList;
+use sparksched_core::{BlockHash, NewRequest, RepetitionDetection, StopConditions};
 
 use super::{block_hashes, token_ids};
-use crate::entries::Entry;
 use crate::hasher;
 
 /// Reads a `Request` as it arrives. `block_hashes` of its prompt are taken as they are.
@@ -120,13 +119,4 @@ pub(crate) fn sync_request_tokens(request: &Bound<'_, PyAny>, sequence: &[i32]) 
         list.set_slice(end, end, missing.as_any())?;
     }
     Ok(())
-}
-
-/// `Request.stop_reason` as the client is told.
-pub(crate) fn stop_reason(py: Python<'_>, reason: StopReason) -> PyResult<Bound<'_, PyAny>> {
-    Ok(match reason {
-        StopReason::None => py.None().into_bound(py),
-        StopReason::Token(token) => PyInt::new(py, token).into_any(),
-        StopReason::Repetition => intern!(py, "repetition_detected").clone().into_any(),
-    })
 }

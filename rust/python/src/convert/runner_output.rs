@@ -4,49 +4,98 @@ use pyo3::exceptions::PyKeyError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
-use sparksched_core::{RequestIndex, RequestOutput, Scheduler};
+use sparksched_core::{RequestIndex, Scheduler};
 
 use super::extend_token_ids;
 
 /// One request's share of a model runner's output.
-struct SampledTokens<'py> {
-    index: Option<RequestIndex>,
-    num_scheduled_tokens: u32,
+pub(crate) struct SampledTokens<'py> {
+    /// The request, if it still exists.
+    pub(crate) index: Option<RequestIndex>,
+    /// Tokens that the step was scheduled with.
+    pub(crate) num_scheduled_tokens: u32,
     /// Row of the model runner's output.
-    row: usize,
+    pub(crate) row: usize,
     /// The model runner's own list, which the output will share.
     list: Option<Bound<'py, PyList>>,
     /// Where its tokens are in the flat buffer.
-    tokens: std::ops::Range<usize>,
+    pub(crate) tokens: std::ops::Range<usize>,
     /// What the step brings for the request is looked at: it is still there and waits for it.
-    is_delivered: bool,
+    pub(crate) is_delivered: bool,
 }
 
-/// The list of new tokens that goes to the client: the model runner's own, cut at a stop.
-fn new_token_ids<'py>(
-    py: Python<'py>,
-    sampled: &SampledTokens<'py>,
-    output: &RequestOutput,
-) -> PyResult<Bound<'py, PyList>> {
-    let Some(list) = &sampled.list else {
-        return Ok(PyList::empty(py));
-    };
-    if output.num_new_tokens < sampled.tokens.len() {
-        list.del_slice(output.num_new_tokens, sampled.tokens.len())?;
+impl<'py> SampledTokens<'py> {
+    /// The tokens that go to the client: the model runner's own list, cut after `num_new_tokens`.
+    pub(crate) fn new_token_ids(
+        &self,
+        py: Python<'py>,
+        num_new_tokens: usize,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let Some(list) = &self.list else {
+            return Ok(PyList::empty(py));
+        };
+        if num_new_tokens < self.tokens.len() {
+            list.del_slice(num_new_tokens, self.tokens.len())?;
+        }
+        Ok(list.clone())
     }
-    Ok(list.clone())
+}
+
+/// Reads what was sampled for the requests of the step that comes back; their tokens are appended
+/// to `tokens`. `place` finds requests by id.
+pub(crate) fn sampled_tokens<'py>(
+    scheduler_output: &Bound<'py, PyAny>,
+    model_runner_output: &Bound<'py, PyAny>,
+    scheduler: &Scheduler,
+    place: impl Fn(&Bound<'py, PyAny>) -> PyResult<Option<RequestIndex>>,
+    tokens: &mut Vec<i32>,
+) -> PyResult<Vec<SampledTokens<'py>>> {
+    let py = scheduler_output.py();
+    let scheduled = scheduler_output.getattr(intern!(py, "num_scheduled_tokens"))?;
+    let rows = model_runner_output.getattr(intern!(py, "req_id_to_index"))?;
+    let rows = rows.cast::<PyDict>()?;
+    let lists = model_runner_output.getattr(intern!(py, "sampled_token_ids"))?;
+    let lists = lists.cast::<PyList>()?;
+    let scheduled = scheduled.cast::<PyDict>()?;
+    let mut sampled = Vec::with_capacity(scheduled.len());
+    for (id, num_scheduled_tokens) in scheduled {
+        let index = place(&id)?;
+        let is_delivered =
+            index.is_some_and(|index| !scheduler.request(index).drops_stale_output());
+        let mut share = SampledTokens {
+            index,
+            num_scheduled_tokens: num_scheduled_tokens.extract()?,
+            row: 0,
+            list: None,
+            tokens: tokens.len()..tokens.len(),
+            is_delivered,
+        };
+        if is_delivered {
+            let row = rows.get_item(&id)?;
+            share.row = row.ok_or_else(|| PyKeyError::new_err(id.unbind()))?.extract()?;
+            if !lists.is_empty() {
+                let list = lists.get_item(share.row)?.cast_into::<PyList>()?;
+                extend_token_ids(&list, tokens)?;
+                share.tokens.end = tokens.len();
+                share.list = Some(list);
+            }
+        }
+        sampled.push(share);
+    }
+    Ok(sampled)
 }
 
 /// Parts of a model runner's output that few steps have.
-struct RareOutputs<'py> {
+pub(crate) struct RareOutputs<'py> {
     logprobs: Option<Bound<'py, PyAny>>,
     prompt_logprobs: Option<Bound<'py, PyDict>>,
     prompt_token_id_logprobs: Option<Bound<'py, PyDict>>,
-    num_nans_in_logits: Option<Bound<'py, PyDict>>,
+    pub(crate) num_nans_in_logits: Option<Bound<'py, PyDict>>,
 }
 
 impl<'py> RareOutputs<'py> {
-    fn of(runner: &Bound<'py, PyAny>) -> PyResult<Self> {
+    /// Reads them.
+    pub(crate) fn of(runner: &Bound<'py, PyAny>) -> PyResult<Self> {
         let py = runner.py();
         let present = |name: &Bound<'py, PyString>| -> PyResult<Option<Bound<'py, PyAny>>> {
             let value = runner.getattr(name)?;
@@ -63,29 +112,38 @@ impl<'py> RareOutputs<'py> {
         })
     }
 
-    fn any(&self) -> bool {
+    /// Whether any request may have prompt logprobs in this step.
+    pub(crate) fn any(&self) -> bool {
         self.prompt_logprobs.is_some() || self.prompt_token_id_logprobs.is_some()
     }
 
-    fn logprobs(&self, row: usize, num_tokens: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
+    /// The sample logprobs of a request that wants them.
+    pub(crate) fn logprobs(
+        &self,
+        row: usize,
+        num_tokens: usize,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let Some(logprobs) = &self.logprobs else {
             return Ok(None);
         };
         logprobs.call_method1(intern!(logprobs.py(), "slice_request"), (row, num_tokens)).map(Some)
     }
 
-    fn prompt_logprobs(&self, id: &Py<PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    pub(crate) fn prompt_logprobs(&self, id: &Py<PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.prompt_logprobs.as_ref().map_or(Ok(None), |dict| dict.get_item(id))
     }
 
-    fn prompt_token_id_logprobs(&self, id: &Py<PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    pub(crate) fn prompt_token_id_logprobs(
+        &self,
+        id: &Py<PyString>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.prompt_token_id_logprobs.as_ref().map_or(Ok(None), |dict| dict.get_item(id))
     }
 
-    fn num_nans(&self, id: &Py<PyString>) -> PyResult<Option<i64>> {
+    pub(crate) fn num_nans(&self, id: &Py<PyString>) -> PyResult<Option<i64>> {
         let Some(dict) = &self.num_nans_in_logits else {
             return Ok(None);
         };
-        dict.get_item(id)?.map(|count| count.extract()).transpose()
+        dict.get_item(id)?.as_ref().map(PyAnyMethods::extract).transpose()
     }
 }

@@ -1,0 +1,212 @@
+//! `EngineCoreOutputs` and what hangs from it.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
+use sparksched_core::{Event, EventKind, PrefillStats, RequestOutput, SchedulerStats, StopReason};
+
+use super::{RareOutputs, SampledTokens, StatusTypes, class};
+use crate::entries::Entry;
+
+/// The classes that a step's outputs are made of.
+pub(crate) struct EngineOutputTypes {
+    pub(crate) statuses: StatusTypes,
+    engine_core_output: Py<PyAny>,
+    engine_core_outputs: Py<PyAny>,
+    engine_core_event: Py<PyAny>,
+    queued: Py<PyAny>,
+    scheduled: Py<PyAny>,
+    preempted: Py<PyAny>,
+    scheduler_stats: Py<PyAny>,
+    prefix_cache_stats: Py<PyAny>,
+    prefill_stats: Py<PyAny>,
+    /// `num_kv_fetch_reqs_by_stage` without a KV connector: all zero.
+    no_kv_fetches: Py<PyDict>,
+    map: Py<PyAny>,
+}
+
+impl EngineOutputTypes {
+    /// Looks the classes up.
+    pub(crate) fn import(py: Python<'_>) -> PyResult<Self> {
+        let engine = "vllm.v1.engine";
+        let stats = "vllm.v1.metrics.stats";
+        let event_type = class(py, engine, "EngineCoreEventType")?;
+        let no_kv_fetches = PyDict::new(py);
+        for stage in class(py, stats, "KV_FETCH_STAGES")?.bind(py).try_iter()? {
+            no_kv_fetches.set_item(stage?, 0)?;
+        }
+        Ok(Self {
+            statuses: StatusTypes::import(py)?,
+            engine_core_output: class(py, engine, "EngineCoreOutput")?,
+            engine_core_outputs: class(py, engine, "EngineCoreOutputs")?,
+            engine_core_event: class(py, engine, "EngineCoreEvent")?,
+            queued: event_type.getattr(py, "QUEUED")?,
+            scheduled: event_type.getattr(py, "SCHEDULED")?,
+            preempted: event_type.getattr(py, "PREEMPTED")?,
+            scheduler_stats: class(py, stats, "SchedulerStats")?,
+            prefix_cache_stats: class(py, stats, "PrefixCacheStats")?,
+            prefill_stats: class(py, stats, "PrefillStats")?,
+            no_kv_fetches: no_kv_fetches.unbind(),
+            map: class(py, "builtins", "map")?,
+        })
+    }
+
+    /// `EngineCoreOutputs` of one client.
+    pub(crate) fn outputs<'py>(&self, outputs: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyAny>> {
+        let engine_index = 0;
+        self.engine_core_outputs.bind(outputs.py()).call1((engine_index, outputs))
+    }
+
+    /// `EngineCoreOutput` for each id and its tokens, everything else at its default.
+    pub(crate) fn plain_outputs<'py>(
+        &self,
+        req_ids: &Bound<'py, PyList>,
+        new_token_ids: &Bound<'py, PyList>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let py = req_ids.py();
+        // One loop in C: a call from here for each output would cost several times as much.
+        let class = self.engine_core_output.bind(py);
+        let outputs = self.map.bind(py).call1((class, req_ids, new_token_ids))?;
+        Ok(py.get_type::<PyList>().call1((outputs,))?.cast_into()?)
+    }
+
+    /// Sets the fields of an `EngineCoreOutput` that differ from their defaults.
+    pub(crate) fn complete<'py>(
+        &self,
+        object: &Bound<'py, PyAny>,
+        entry: &Entry,
+        output: &RequestOutput,
+        sampled: &SampledTokens<'py>,
+        rare: &RareOutputs<'py>,
+    ) -> PyResult<()> {
+        let py = object.py();
+        self.set_events(object, &output.events)?;
+        if let Some(stats) = &output.prefill_stats {
+            object.setattr(intern!(py, "prefill_stats"), self.prefill_stats(py, stats)?)?;
+        }
+        object.setattr(intern!(py, "stop_reason"), stop_reason(py, output.stop_reason))?;
+        if let Some(status) = output.finished {
+            let reason = self.statuses.finish_reason(status);
+            object.setattr(intern!(py, "finish_reason"), reason)?;
+        }
+        if let Some(headers) = &entry.trace_headers {
+            object.setattr(intern!(py, "trace_headers"), headers)?;
+        }
+        if entry.wants_logprobs
+            && let Some(logprobs) = rare.logprobs(sampled.row, output.num_new_tokens)?
+        {
+            object.setattr(intern!(py, "new_logprobs"), logprobs)?;
+        }
+        if let Some(logprobs) = rare.prompt_logprobs(&entry.id)? {
+            object.setattr(intern!(py, "new_prompt_logprobs_tensors"), logprobs)?;
+        }
+        if let Some(logprobs) = rare.prompt_token_id_logprobs(&entry.id)? {
+            object.setattr(intern!(py, "prompt_token_id_logprobs"), logprobs)?;
+        }
+        if entry.num_nans_in_logits != 0 {
+            object.setattr(intern!(py, "num_nans_in_logits"), entry.num_nans_in_logits)?;
+        }
+        Ok(())
+    }
+
+    /// The `EngineCoreOutput` of a request that failed without a step.
+    pub(crate) fn failure<'py>(
+        &self,
+        py: Python<'py>,
+        entry: &Entry,
+        finish_reason: &Py<PyAny>,
+        events: &[Event],
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let output = self.engine_core_output.bind(py).call1((&entry.id, PyList::empty(py)))?;
+        output.setattr(intern!(py, "finish_reason"), finish_reason)?;
+        self.set_events(&output, events)?;
+        if let Some(headers) = &entry.trace_headers {
+            output.setattr(intern!(py, "trace_headers"), headers)?;
+        }
+        Ok(output)
+    }
+
+    fn set_events(&self, output: &Bound<'_, PyAny>, events: &[Event]) -> PyResult<()> {
+        let py = output.py();
+        if events.is_empty() {
+            return Ok(());
+        }
+        let list = PyList::empty(py);
+        for event in events {
+            let kind = match event.kind {
+                EventKind::Queued => &self.queued,
+                EventKind::Scheduled => &self.scheduled,
+                EventKind::Preempted => &self.preempted,
+            };
+            list.append(self.engine_core_event.bind(py).call1((kind, event.timestamp))?)?;
+        }
+        output.setattr(intern!(py, "events"), list)
+    }
+
+    /// `PrefillStats`.
+    fn prefill_stats<'py>(
+        &self,
+        py: Python<'py>,
+        stats: &PrefillStats,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let num_external_cached_tokens = 0;
+        self.prefill_stats.bind(py).call1((
+            stats.num_prompt_tokens,
+            stats.num_prompt_tokens - stats.num_cached_tokens,
+            stats.num_cached_tokens,
+            stats.num_cached_tokens,
+            num_external_cached_tokens,
+            stats.num_cache_creation_tokens,
+        ))
+    }
+
+    /// `SchedulerStats`, with the model runner's CUDA graph statistics.
+    pub(crate) fn scheduler_stats<'py>(
+        &self,
+        py: Python<'py>,
+        stats: &SchedulerStats,
+        cudagraph_stats: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let cache = &stats.prefix_cache_stats;
+        let prefix_cache_stats = self.prefix_cache_stats.bind(py).call1((
+            cache.reset,
+            cache.requests,
+            cache.queries,
+            cache.hits,
+            cache.preempted_requests,
+            cache.preempted_queries,
+            cache.preempted_hits,
+        ))?;
+        let none = py.None();
+        let [step_counter, current_wave] = [0_u8, 0];
+        let values = [
+            stats.num_running_reqs.into_pyobject(py)?.into_any(),
+            stats.num_waiting_reqs.into_pyobject(py)?.into_any(),
+            stats.num_skipped_waiting_reqs.into_pyobject(py)?.into_any(),
+            self.no_kv_fetches.bind(py).copy()?.into_any(),
+            step_counter.into_pyobject(py)?.into_any(),
+            current_wave.into_pyobject(py)?.into_any(),
+            PyFloat::new(py, stats.kv_cache_usage).into_any(),
+            none.bind(py).clone(), // iteration_details
+            prefix_cache_stats,
+            none.bind(py).clone(),        // connector_prefix_cache_stats
+            PyList::empty(py).into_any(), // kv_cache_eviction_events
+            none.bind(py).clone(),        // spec_decoding_stats
+            none.bind(py).clone(),        // kv_connector_stats
+            none.bind(py).clone(),        // ec_connector_stats
+            PyDict::new(py).into_any(),   // waiting_lora_adapters
+            PyDict::new(py).into_any(),   // running_lora_adapters
+            cudagraph_stats.clone(),
+        ];
+        self.scheduler_stats.bind(py).call1(PyTuple::new(py, values)?)
+    }
+}
+
+/// `Request.stop_reason` as the client is told.
+fn stop_reason(py: Python<'_>, reason: StopReason) -> Bound<'_, PyAny> {
+    match reason {
+        StopReason::None => py.None().into_bound(py),
+        StopReason::Token(token) => PyInt::new(py, token).into_any(),
+        StopReason::Repetition => PyString::intern(py, "repetition_detected").into_any(),
+    }
+}

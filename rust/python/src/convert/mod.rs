@@ -1,0 +1,134 @@
+//! The only place that reads and builds vLLM's objects.
+//!
+//! Their shapes (names, order and defaults of fields) are compared with what is assumed here by
+//! `sparksched.compat` before a scheduler is built, so that positions can be relied upon.
+
+mod engine_outputs;
+mod request;
+mod runner_output;
+mod scheduler_output;
+
+use pyo3::exceptions::{PyOverflowError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+use sparksched_core::{BlockHash, RequestStatus};
+
+pub(crate) use engine_outputs::EngineOutputTypes;
+pub(crate) use request::{new_request, sync_request_tokens};
+pub(crate) use runner_output::{RareOutputs, SampledTokens, sampled_tokens};
+pub(crate) use scheduler_output::{SchedulerOutputTypes, StepSets};
+
+/// The finished states by their names in vLLM.
+const FINISHED_STATES: [(&str, RequestStatus); 6] = [
+    ("FINISHED_STOPPED", RequestStatus::FinishedStopped),
+    ("FINISHED_LENGTH_CAPPED", RequestStatus::FinishedLengthCapped),
+    ("FINISHED_ABORTED", RequestStatus::FinishedAborted),
+    ("FINISHED_IGNORED", RequestStatus::FinishedIgnored),
+    ("FINISHED_ERROR", RequestStatus::FinishedError),
+    ("FINISHED_REPETITION", RequestStatus::FinishedRepetition),
+];
+
+/// The name that vLLM gives a status.
+pub(crate) fn status_name(status: RequestStatus) -> &'static str {
+    match status {
+        RequestStatus::Waiting => "WAITING",
+        RequestStatus::WaitingForGrammar => "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR",
+        RequestStatus::Running => "RUNNING",
+        RequestStatus::Preempted => "PREEMPTED",
+        finished => {
+            let is_it = |(_, status): &&(&str, RequestStatus)| *status == finished;
+            FINISHED_STATES.iter().find(is_it).map_or("FINISHED", |(name, _)| name)
+        }
+    }
+}
+
+/// `RequestStatus` and what it means to a client.
+pub(crate) struct StatusTypes {
+    finished: Vec<FinishedStatus>,
+}
+
+struct FinishedStatus {
+    status: RequestStatus,
+    value: i64,
+    /// The member of `RequestStatus`.
+    member: Py<PyAny>,
+    /// The member of `FinishReason`.
+    finish_reason: Py<PyAny>,
+}
+
+impl StatusTypes {
+    /// Looks the members up.
+    pub(crate) fn import(py: Python<'_>) -> PyResult<Self> {
+        let statuses = class(py, "vllm.v1.request", "RequestStatus")?;
+        let finished = FINISHED_STATES.map(|(name, status)| -> PyResult<FinishedStatus> {
+            let member = statuses.getattr(py, name)?;
+            let finish_reason = statuses.call_method1(py, "get_finished_reason", (&member,))?;
+            Ok(FinishedStatus { status, value: member.extract(py)?, member, finish_reason })
+        });
+        Ok(Self { finished: finished.into_iter().collect::<PyResult<_>>()? })
+    }
+
+    /// The finished state that a `RequestStatus` member stands for.
+    pub(crate) fn parse(&self, status: &Bound<'_, PyAny>) -> PyResult<RequestStatus> {
+        let value: i64 = status.extract()?;
+        let known = self.finished.iter().find(|it| it.value == value);
+        known.map(|it| it.status).ok_or_else(|| {
+            PyValueError::new_err(format!("requests can't be finished with the status {status}"))
+        })
+    }
+
+    /// The `RequestStatus` member of a finished state.
+    pub(crate) fn member(&self, status: RequestStatus) -> &Py<PyAny> {
+        &self.find(status).member
+    }
+
+    /// The `FinishReason` member of a finished state.
+    pub(crate) fn finish_reason(&self, status: RequestStatus) -> &Py<PyAny> {
+        &self.find(status).finish_reason
+    }
+
+    fn find(&self, status: RequestStatus) -> &FinishedStatus {
+        self.finished.iter().find(|it| it.status == status).expect("a finished state")
+    }
+}
+
+/// A class of vLLM's.
+fn class(py: Python<'_>, module: &str, name: &str) -> PyResult<Py<PyAny>> {
+    Ok(py.import(module)?.getattr(name)?.unbind())
+}
+
+/// Token ids of a list of `int`.
+pub(crate) fn token_ids(list: &Bound<'_, PyList>) -> PyResult<Vec<i32>> {
+    let mut tokens = Vec::with_capacity(list.len());
+    extend_token_ids(list, &mut tokens)?;
+    Ok(tokens)
+}
+
+/// Appends the token ids of a list of `int`.
+pub(crate) fn extend_token_ids(list: &Bound<'_, PyList>, tokens: &mut Vec<i32>) -> PyResult<()> {
+    for token in list {
+        tokens.push(token.extract().map_err(|error| token_out_of_range(&token, &error))?);
+    }
+    Ok(())
+}
+
+/// A digest of vLLM's hash functions.
+pub(crate) fn block_hash(hash: &Bound<'_, PyAny>) -> PyResult<BlockHash> {
+    let digest = hash.cast::<PyBytes>()?.as_bytes();
+    BlockHash::from_digest(digest)
+        .ok_or_else(|| PyValueError::new_err("a block hash is longer than 32 bytes"))
+}
+
+/// `Request.block_hashes`.
+pub(crate) fn block_hashes(hashes: &Bound<'_, PyAny>) -> PyResult<Vec<BlockHash>> {
+    hashes.cast::<PyList>()?.iter().map(|hash| block_hash(&hash)).collect()
+}
+
+/// vLLM's model runners hold token ids in 32 bits, too.
+fn token_out_of_range(token: &Bound<'_, PyAny>, error: &PyErr) -> PyErr {
+    if error.is_instance_of::<PyOverflowError>(token.py()) {
+        PyOverflowError::new_err(format!("the token id {token} does not fit into 32 bits"))
+    } else {
+        error.clone_ref(token.py())
+    }
+}

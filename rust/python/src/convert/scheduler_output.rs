@@ -1,0 +1,212 @@
+//! `SchedulerOutput`, `NewRequestData` and `CachedRequestData`.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict, PyList, PySet, PyTuple};
+use sparksched_core::{
+    Admission, BlockId, Request, RequestIndex, ScheduledRequest, Scheduler, Step,
+};
+
+use super::{class, sync_request_tokens};
+use crate::entries::Entries;
+
+/// The classes that a step is made of.
+pub(crate) struct SchedulerOutputTypes {
+    scheduler_output: Py<PyAny>,
+    cached_request_data: Py<PyAny>,
+    new_request_data: Py<PyAny>,
+}
+
+/// Ids that a step tells besides its requests. Its consumers keep the sets.
+pub(crate) struct StepSets<'py> {
+    pub(crate) finished_req_ids: Bound<'py, PySet>,
+    pub(crate) preempted_req_ids: Bound<'py, PySet>,
+}
+
+/// What a step is built from.
+struct Source<'a, 'py> {
+    py: Python<'py>,
+    scheduler: &'a Scheduler,
+    entries: &'a Entries,
+}
+
+impl SchedulerOutputTypes {
+    /// Looks the classes up.
+    pub(crate) fn import(py: Python<'_>) -> PyResult<Self> {
+        let module = "vllm.v1.core.sched.output";
+        Ok(Self {
+            scheduler_output: class(py, module, "SchedulerOutput")?,
+            cached_request_data: class(py, module, "CachedRequestData")?,
+            new_request_data: class(py, module, "NewRequestData")?,
+        })
+    }
+
+    /// `SchedulerOutput` of the scheduler's last step.
+    pub(crate) fn build<'py>(
+        &self,
+        scheduler: &Scheduler,
+        entries: &Entries,
+        sets: StepSets<'py>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = sets.finished_req_ids.py();
+        let source = Source { py, scheduler, entries };
+        let step = scheduler.step();
+        let values = [
+            self.new_requests(&source, step)?.into_any(),
+            self.cached_requests(&source, step)?,
+            source.num_scheduled_tokens(step)?.into_any(),
+            step.total_num_tokens.into_pyobject(py)?.into_any(),
+            PyDict::new(py).into_any(), // scheduled_spec_decode_tokens
+            PyDict::new(py).into_any(), // scheduled_encoder_inputs
+            sets.finished_req_ids.into_any(),
+            PyList::empty(py).into_any(), // free_encoder_mm_hashes
+            py.None().into_bound(py),     // scheduled_encoder_input_stats
+            sets.preempted_req_ids.into_any(),
+            PyBool::new(py, step.has_structured_output_requests).to_owned().into_any(),
+            PyBool::new(py, step.pending_structured_output_tokens).to_owned().into_any(),
+        ];
+        self.scheduler_output.bind(py).call1(PyTuple::new(py, values)?)
+    }
+
+    /// `scheduled_new_reqs`: first those that are new, then those that are only told as new.
+    fn new_requests<'py>(
+        &self,
+        source: &Source<'_, 'py>,
+        step: &Step,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let list = PyList::empty(source.py);
+        for kind in [Admission::New, Admission::Resumed] {
+            for (admission, scheduled) in &step.admitted {
+                if *admission == kind && source.is_told_as_new(kind) {
+                    list.append(self.new_request(source, scheduled)?)?;
+                }
+            }
+        }
+        Ok(list)
+    }
+
+    fn new_request<'py>(
+        &self,
+        source: &Source<'_, 'py>,
+        scheduled: &ScheduledRequest,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = source.py;
+        let entry = source.entries.get(scheduled.index);
+        let request = entry.request.bind(py);
+        let state = source.scheduler.request(scheduled.index);
+        // Model Runner V2 takes the whole sequence from here, output included.
+        let prefill_token_ids = if source.scheduler.config().resume_as_new {
+            sync_request_tokens(request, state.tokens())?;
+            Some(request.getattr(intern!(py, "_all_token_ids"))?)
+        } else {
+            None
+        };
+        let none = py.None();
+        let none = none.bind(py);
+        self.new_request_data.bind(py).call1((
+            &entry.id,
+            request.getattr(intern!(py, "prompt_token_ids"))?,
+            request.getattr(intern!(py, "mm_features"))?,
+            request.getattr(intern!(py, "sampling_params"))?,
+            none, // pooling_params
+            all_block_ids(py, state)?,
+            scheduled.num_computed_tokens,
+            none, // lora_request
+            none, // prompt_embeds
+            none, // prompt_is_token_ids
+            prefill_token_ids,
+        ))
+    }
+
+    /// `scheduled_cached_reqs`: those that were running, then those that resume.
+    fn cached_requests<'py>(
+        &self,
+        source: &Source<'_, 'py>,
+        step: &Step,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = source.py;
+        let mut cached: Vec<&ScheduledRequest> = step.running.iter().collect();
+        let resumed = step.admitted.iter().filter(|(kind, _)| !source.is_told_as_new(*kind));
+        cached.extend(resumed.map(|(_, scheduled)| scheduled));
+        let resumed = &cached[step.running.len()..];
+
+        let resumed_req_ids = PySet::empty(py)?;
+        for it in resumed {
+            resumed_req_ids.add(source.id(it.index))?;
+        }
+        let new_block_ids = PyList::empty(py);
+        for it in &step.running {
+            new_block_ids.append(new_block_ids_of(py, source.scheduler.request(it.index))?)?;
+        }
+        for it in resumed {
+            new_block_ids.append(all_block_ids(py, source.scheduler.request(it.index))?)?;
+        }
+        let ids: Vec<_> = cached.iter().map(|it| source.id(it.index)).collect();
+        self.cached_request_data.bind(py).call1((
+            PyList::new(py, ids)?,
+            resumed_req_ids,
+            PyList::empty(py), // new_token_ids: for synchronous pipeline parallelism
+            source.all_token_ids(&cached)?,
+            new_block_ids,
+            PyList::new(py, cached.iter().map(|it| it.num_computed_tokens))?,
+            PyList::new(py, cached.iter().map(|it| it.num_output_tokens))?,
+        ))
+    }
+}
+
+impl<'py> Source<'_, 'py> {
+    fn id(&self, index: RequestIndex) -> &Bound<'py, pyo3::types::PyString> {
+        self.entries.get(index).id.bind(self.py)
+    }
+
+    /// Whether an admitted request is told to the model runner as a new one.
+    fn is_told_as_new(&self, admission: Admission) -> bool {
+        admission == Admission::New || self.scheduler.config().resume_as_new
+    }
+
+    /// In the order in which requests were scheduled.
+    fn num_scheduled_tokens(&self, step: &Step) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(self.py);
+        for it in step.scheduled() {
+            dict.set_item(self.id(it.index), it.num_tokens)?;
+        }
+        Ok(dict)
+    }
+
+    /// The sequences that Model Runner V1 does not have from the step before.
+    fn all_token_ids(&self, cached: &[&ScheduledRequest]) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(self.py);
+        if !self.scheduler.config().resume_as_new {
+            for it in cached.iter().filter(|it| it.is_new_to_batch) {
+                let tokens = PyList::new(self.py, self.scheduler.request(it.index).tokens())?;
+                dict.set_item(self.id(it.index), tokens)?;
+            }
+        }
+        Ok(dict)
+    }
+}
+
+/// All block ids of a request: one list a KV cache group.
+fn all_block_ids<'py>(py: Python<'py>, request: &Request) -> PyResult<Bound<'py, PyTuple>> {
+    block_ids(py, request.groups().iter().map(|blocks| blocks.table.as_slice()))
+}
+
+/// Block ids that a running request got in this step, or `None` if it got none at all.
+fn new_block_ids_of<'py>(
+    py: Python<'py>,
+    request: &Request,
+) -> PyResult<Option<Bound<'py, PyTuple>>> {
+    let mut groups = request.groups().iter().map(sparksched_core::request::GroupBlocks::new_blocks);
+    if groups.clone().all(<[BlockId]>::is_empty) {
+        return Ok(None);
+    }
+    block_ids(py, groups.by_ref()).map(Some)
+}
+
+fn block_ids<'py, 'a>(
+    py: Python<'py>,
+    groups: impl Iterator<Item = &'a [BlockId]>,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let lists = groups.map(|ids| PyList::new(py, ids.iter().map(|id| id.0)));
+    PyTuple::new(py, lists.collect::<PyResult<Vec<_>>>()?)
+}

@@ -1,0 +1,290 @@
+"""An executor without a GPU and without a model, and the configuration of engines that run on it.
+
+The engine process of an `AsyncLLM` imports this module by its name: it depends on vLLM only.
+"""
+
+import copy
+import json
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+BLOCK_SIZE = 16
+SLIDING_WINDOW = 40
+NUM_BLOCKS = 256
+MAX_MODEL_LEN = 256
+
+END_OF_TEXT = "<|endoftext|>"
+EOS_TOKEN_ID = 256  # after the 256 single bytes
+VOCAB_SIZE = EOS_TOKEN_ID + 1
+NUM_TOKENS_TO_EOS = 24  # one sampled token in so many ends its request
+
+POISON = 250
+"""As the first token of a prompt: the executor forgets the request in its second output."""
+
+ASYNC_SCHEDULING = "async_scheduling"
+
+
+class FakeExecutor(Executor):
+    """Reports the KV cache of gpt-oss and samples what `FakeModel` says.
+
+    It runs in the engine's own process and finishes each step at once, so that a run is determined
+    by the order of the engine's calls. All that the engine asked for is kept: see `steps`.
+    """
+
+    uses_ray = False
+
+    def _init_executor(self) -> None:
+        # The CPU platform has switched it off; the engine has not looked at it yet.
+        wanted = self.vllm_config.additional_config[ASYNC_SCHEDULING]
+        self.scheduler_config.async_scheduling = wanted
+        self._model = FakeModel()
+        self._executing: list[SchedulerOutput] = []
+        self.steps: list[SchedulerOutput] = []
+        self.bitmasks: list[tuple[list[str], list[list[int]]] | None] = []
+        self.calls: list[str] = []
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        return True
+
+    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        shape: dict[str, Any] = {
+            "block_size": self.cache_config.block_size,
+            "num_kv_heads": 1,
+            "head_size": 8,
+            "dtype": torch.float32,
+        }
+        full = FullAttentionSpec(**shape)
+        sliding = SlidingWindowSpec(**shape, sliding_window=SLIDING_WINDOW)
+        specs: list[KVCacheSpec] = [sliding, full, sliding, full]
+        return [{f"layers.{index}.attn": spec for index, spec in enumerate(specs)}]
+
+    def determine_available_memory(self) -> list[int]:
+        return [1 << 24]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        return [["LBNHC", "LBHNC"]]
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:  # noqa: ANN401
+        self.steps.append(copy.deepcopy(scheduler_output))
+        self._model.update(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return _finished(EMPTY_MODEL_RUNNER_OUTPUT, non_block)
+        self._executing.append(scheduler_output)
+        return _finished(None, non_block)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:  # noqa: ANN401
+        allowed = _allowed_tokens(grammar_output)
+        self.bitmasks.append(_bitmask_as_lists(grammar_output))
+        output = self._model.sample(self._executing.pop(0), allowed)
+        return _finished(output, non_block)
+
+    def collective_rpc(
+        self,
+        method: Any,  # noqa: ANN401
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:  # noqa: ANN401
+        if method == "get_supported_tasks":
+            return [("generate",)]
+        if method == "compile_or_warm_up_model":
+            return []
+        self.calls.append(method)
+        return [None]
+
+    def check_health(self) -> None:
+        """Do nothing: it can't fall ill."""
+
+    def shutdown(self) -> None:
+        """Do nothing: there are no workers."""
+
+
+def _finished(result: Any, non_block: bool) -> Any:  # noqa: ANN401
+    if not non_block:
+        return result
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+def _bitmask_as_lists(output: GrammarOutput | None) -> tuple[list[str], list[list[int]]] | None:
+    if output is None:
+        return None
+    return list(output.structured_output_request_ids), output.grammar_bitmask.tolist()
+
+
+def _allowed_tokens(output: GrammarOutput | None) -> dict[str, list[int]]:
+    """Return the tokens that a grammar leaves to each request that has one."""
+    if output is None:
+        return {}
+    bits = np.unpackbits(output.grammar_bitmask.view(np.uint8), axis=1, bitorder="little")
+    rows = bits[:, :VOCAB_SIZE]
+    ids = output.structured_output_request_ids
+    return {
+        request_id: np.flatnonzero(row).tolist() for request_id, row in zip(ids, rows, strict=True)
+    }
+
+
+@dataclass
+class _Sequence:
+    """What a model runner keeps of a request."""
+
+    prompt: list[int]
+    num_tokens: int
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return self.num_tokens - len(self.prompt)
+
+
+class FakeModel:
+    """Samples tokens that depend on nothing but the prompt, the position and the grammar."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[str, _Sequence] = {}
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Take notice of requests that ended, came or came back."""
+        for request_id in step.finished_req_ids:
+            self._sequences.pop(request_id, None)
+        for new in step.scheduled_new_reqs:
+            self._sequences[new.req_id] = self._new_sequence(new)
+        cached = step.scheduled_cached_reqs
+        for request_id, num_output_tokens in zip(
+            cached.req_ids, cached.num_output_tokens, strict=True
+        ):
+            if request_id in cached.resumed_req_ids:
+                sequence = self._sequences[request_id]
+                sequence.num_tokens = len(sequence.prompt) + num_output_tokens
+
+    def sample(self, step: SchedulerOutput, allowed: dict[str, list[int]]) -> ModelRunnerOutput:
+        """Return one token for each request whose known tokens are all computed by this step."""
+        request_ids = [it for it in step.num_scheduled_tokens if not self._is_forgotten(it)]
+        ends = _ends_of_computed_tokens(step)
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: row for row, request_id in enumerate(request_ids)},
+            sampled_token_ids=[
+                self._sample_one(request_id, ends[request_id], allowed.get(request_id))
+                for request_id in request_ids
+            ],
+        )
+
+    @staticmethod
+    def _new_sequence(new: NewRequestData) -> _Sequence:
+        assert new.prompt_token_ids is not None
+        known = new.prefill_token_ids or new.prompt_token_ids
+        return _Sequence(list(new.prompt_token_ids), len(known))
+
+    def _is_forgotten(self, request_id: str) -> bool:
+        sequence = self._sequences[request_id]
+        return sequence.prompt[0] == POISON and sequence.num_sampled_tokens > 0
+
+    def _sample_one(self, request_id: str, end: int, allowed: list[int] | None) -> list[int]:
+        sequence = self._sequences[request_id]
+        if end < sequence.num_tokens:
+            return []
+        assert end == sequence.num_tokens, "the scheduler counts on a token that was not sampled"
+        sequence.num_tokens += 1
+        return [sampled_token(sequence.prompt, end, allowed)]
+
+
+def _ends_of_computed_tokens(step: SchedulerOutput) -> dict[str, int]:
+    """Return for each request how many of its tokens are computed after the step."""
+    cached = step.scheduled_cached_reqs
+    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    starts |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    return {
+        request_id: starts[request_id] + num_tokens
+        for request_id, num_tokens in step.num_scheduled_tokens.items()
+    }
+
+
+def sampled_token(prompt: Iterable[int], position: int, allowed: list[int] | None = None) -> int:
+    """Return the token that the model puts at a position behind a prompt."""
+    number = zlib.crc32(f"{list(prompt)}/{position}".encode())
+    if allowed is not None:
+        return allowed[number % len(allowed)]
+    return EOS_TOKEN_ID if number % NUM_TOKENS_TO_EOS == 0 else number % EOS_TOKEN_ID
+
+
+def write_model_directory(directory: Path) -> Path:
+    """Write what vLLM reads of a model that is never loaded: configuration and tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "eos_token_id": EOS_TOKEN_ID,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "torch_dtype": "float32",
+    }
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    _write_byte_tokenizer(directory / "tokenizer.json")
+    return directory
+
+
+def _write_byte_tokenizer(path: Path) -> None:
+    """Write a tokenizer whose tokens are the single bytes and the end of the text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: token_id for token_id, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    tokenizer.save(str(path))
+
+
+def engine_args(
+    model_directory: Path, *, async_scheduling: bool, **settings: Any
+) -> AsyncEngineArgs:
+    """Return the arguments of a small engine over a `FakeExecutor`."""
+    defaults: dict[str, Any] = {
+        "block_size": BLOCK_SIZE,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 96,
+        "num_gpu_blocks_override": NUM_BLOCKS,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+    }
+    return AsyncEngineArgs(
+        model=str(model_directory),
+        dtype="float32",
+        load_format="dummy",
+        distributed_executor_backend=FakeExecutor,
+        additional_config={ASYNC_SCHEDULING: async_scheduling},
+        **{**defaults, **settings},
+    )
+
+
+def engine_config(
+    model_directory: Path, *, async_scheduling: bool, **settings: Any
+) -> VllmConfig:
+    """Return the configuration of such an engine."""
+    args = engine_args(model_directory, async_scheduling=async_scheduling, **settings)
+    return args.create_engine_config()

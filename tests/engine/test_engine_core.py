@@ -1,0 +1,275 @@
+"""The same requests through vLLM's `EngineCore` over both schedulers: the same of everything."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sparksched.scheduler import SparkScheduler
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+
+from .executor import MAX_MODEL_LEN
+from .harness import Choice, DrivenEngine, Record, new_request, running_engine
+
+Scenario = Callable[[DrivenEngine], None]
+
+ASYNC_SCHEDULING = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+
+
+def run_both(
+    scenario: Scenario, model_directory: Path, *, async_scheduling: bool, **settings: Any
+) -> Record:
+    """Play a scenario on both schedulers, compare the records and return one of them."""
+    stock, native = (
+        _run_one(
+            choice, scenario, model_directory, async_scheduling=async_scheduling, **settings
+        )
+        for choice in (Choice.STOCK, Choice.PLUGIN)
+    )
+    assert native.tokens == stock.tokens
+    assert native.finish_reasons == stock.finish_reasons
+    assert native.answers == stock.answers
+    assert native.calls == stock.calls
+    _assert_equal_sequences(native.steps, stock.steps)
+    _assert_equal_sequences(native.bitmasks, stock.bitmasks)
+    _assert_equal_sequences(native.outputs, stock.outputs)
+    return native
+
+
+def _assert_equal_sequences(native: Sequence[Any], stock: Sequence[Any]) -> None:
+    for step, (ours, theirs) in enumerate(zip(native, stock, strict=True)):
+        assert ours == theirs, f"at step {step}"
+
+
+def _run_one(choice: Choice, scenario: Scenario, model_directory: Path, **settings: Any) -> Record:
+    with running_engine(choice, model_directory, **settings) as engine:
+        assert isinstance(engine.core.scheduler, SparkScheduler) == (choice is Choice.PLUGIN)
+        scenario(engine)
+    return engine.record
+
+
+# ----------------------------------------------------------------------------------------
+# Requests that run to their end
+# ----------------------------------------------------------------------------------------
+
+
+def mixed_requests(num_requests: int = 24, seed: int = 0) -> list[EngineCoreRequest]:
+    """Return requests of many lengths, some with a common prefix, that end in many ways."""
+    rng = random.Random(seed)
+    common = rng.choices(range(200), k=64)
+    requests = []
+    for index in range(num_requests):
+        own = rng.choices(range(200), k=rng.choice([1, 2, 15, 16, 17, 40, 100]))
+        prompt = common[: rng.choice([0, 0, 32, 48, 64])] + own
+        ending: dict[str, Any] = rng.choice(
+            [
+                {},
+                {"ignore_eos": True},
+                {"stop_token_ids": list(range(0, 200, 11))},
+                {"min_tokens": 10, "max_tokens": 40},
+                {"max_tokens": 1},
+                {"max_tokens": MAX_MODEL_LEN - len(prompt), "ignore_eos": True},
+            ]
+        )
+        settings = {
+            "max_tokens": rng.randint(2, 40),
+            "priority": rng.randint(0, 3),
+            "arrival_time": float(index),
+            "cache_salt": rng.choice([None, None, "salt"]),
+            **ending,
+        }
+        requests.append(new_request(f"request-{index}", prompt, **settings))
+    return requests
+
+
+def arriving_in_turn(engine: DrivenEngine) -> None:
+    """Add a few requests at each step, and let all of them end."""
+    requests = mixed_requests()
+    while requests:
+        for request in requests[:3]:
+            engine.add(request)
+        del requests[:3]
+        engine.step()
+    engine.run()
+
+
+@ASYNC_SCHEDULING
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
+        pytest.param({"prefix_caching_hash_algo": "sha256_cbor"}, id="cbor"),
+        pytest.param({"enable_logging_iteration_details": True}, id="iteration-details"),
+    ],
+)
+def test_mixed_requests(
+    settings: dict[str, Any], async_scheduling: bool, model_directory: Path
+) -> None:
+    record = run_both(
+        arriving_in_turn, model_directory, async_scheduling=async_scheduling, **settings
+    )
+    reasons = set(record.finish_reasons.values())
+    assert len(record.finish_reasons) == len(mixed_requests())
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+    assert (record.num_cached_tokens > 0) == settings.get("enable_prefix_caching", True)
+
+
+@ASYNC_SCHEDULING
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_preempted_requests(policy: str, async_scheduling: bool, model_directory: Path) -> None:
+    record = run_both(
+        arriving_in_turn,
+        model_directory,
+        async_scheduling=async_scheduling,
+        scheduling_policy=policy,
+        num_gpu_blocks_override=36,
+        scheduler_reserve_full_isl=False,
+    )
+    assert len(record.finish_reasons) == len(mixed_requests())
+    assert record.num_preemptions > 0
+
+
+# ----------------------------------------------------------------------------------------
+# What a client or an operator does in between
+# ----------------------------------------------------------------------------------------
+
+
+def add_long_requests(engine: DrivenEngine, *names: str) -> None:
+    for index, name in enumerate(names):
+        engine.add(new_request(name, [index + 1] * 50, max_tokens=30, ignore_eos=True))
+
+
+@ASYNC_SCHEDULING
+def test_aborts(async_scheduling: bool, model_directory: Path) -> None:
+    def scenario(engine: DrivenEngine) -> None:
+        add_long_requests(engine, "stays", "between", "in-flight", "twice", "waits")
+        engine.step(4)
+        engine.core.abort_requests(["between", "unknown"])
+        engine.step(2)
+        # What the input thread does: the abort acts while a step is being executed.
+        engine.core.aborts_queue.put_nowait(["in-flight", "twice"])
+        engine.core.aborts_queue.put_nowait("twice")
+        engine.step()
+        engine.core.abort_requests(["twice"])
+        add_long_requests(engine, "never-runs")
+        engine.core.abort_requests(["never-runs"])
+        engine.run()
+
+    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
+    assert set(record.finish_reasons) == {"stays", "waits"}
+    assert len(record.tokens["in-flight"]) < 30
+
+
+@ASYNC_SCHEDULING
+def test_all_requests_aborted_in_flight(async_scheduling: bool, model_directory: Path) -> None:
+    def scenario(engine: DrivenEngine) -> None:
+        add_long_requests(engine, "a", "b")
+        engine.step(3)
+        engine.core.abort_requests(["a", "b"])
+        engine.run()
+        add_long_requests(engine, "a")  # ids may come again
+        engine.run()
+
+    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
+    assert record.finish_reasons == {"a": FinishReason.LENGTH}
+
+
+@ASYNC_SCHEDULING
+def test_abort_immediately(async_scheduling: bool, model_directory: Path) -> None:
+    def scenario(engine: DrivenEngine) -> None:
+        add_long_requests(engine, "stays")
+        engine.step(2)
+        rejected = new_request("rejected", [3] * 40)
+        rejected.abort_immediately = True
+        engine.add(rejected)
+        engine.note(sorted(engine.core.scheduler.requests))
+        engine.note(engine.core.scheduler.get_request_counts())
+        engine.run()
+
+    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
+    assert record.answers[0] == ["stays"]
+    assert "rejected" not in record.tokens
+
+
+@ASYNC_SCHEDULING
+def test_reset_prefix_cache(async_scheduling: bool, model_directory: Path) -> None:
+    def scenario(engine: DrivenEngine) -> None:
+        add_long_requests(engine, "a", "b")
+        engine.step(4)
+        engine.note(engine.core.reset_prefix_cache())
+        engine.step(2)
+        engine.note(engine.core.reset_prefix_cache(reset_running_requests=True))
+        engine.note(engine.core.scheduler.get_request_counts())
+        engine.run()
+        engine.note(engine.core.reset_prefix_cache(reset_connector=True))
+        engine.note(engine.core.reset_prefix_cache())
+        add_long_requests(engine, "c")
+        engine.run()
+
+    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
+    assert record.answers[:2] == [False, True]
+    assert record.finish_reasons == dict.fromkeys("abc", FinishReason.LENGTH)
+
+
+@ASYNC_SCHEDULING
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_pause_and_resume(
+    mode: str, clear_cache: bool, async_scheduling: bool, model_directory: Path
+) -> None:
+    def scenario(engine: DrivenEngine) -> None:
+        add_long_requests(engine, "a", "b")
+        engine.step(4)
+        engine.core.pause_scheduler(mode, clear_cache=clear_cache)
+        engine.note(engine.core.is_scheduler_paused())
+        add_long_requests(engine, "queued")
+        engine.note(engine.core.scheduler.has_unfinished_requests())
+        engine.note(engine.core.scheduler.get_num_unfinished_requests())
+        engine.step(4)
+        engine.note(engine.core.scheduler.get_request_counts())
+        engine.core.resume_scheduler()
+        engine.note(engine.core.is_scheduler_paused())
+        engine.run()
+
+    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
+    ended = {"queued"} if mode == "abort" else {"a", "b", "queued"}
+    assert set(record.finish_reasons) == ended
+
+
+def test_sleep_and_wake_up(model_directory: Path) -> None:
+    def scenario(engine: DrivenEngine) -> None:
+        add_long_requests(engine, "a")
+        engine.step(3)
+        engine.core.sleep(level=1)
+        engine.note(engine.core.is_sleeping())
+        add_long_requests(engine, "b")
+        engine.note(engine.core.wake_up())
+        engine.run()
+        engine.core.pause_scheduler("keep", clear_cache=False)
+        engine.core.release_kv_cache_memory()
+
+    record = run_both(scenario, model_directory, async_scheduling=True)
+    assert record.finish_reasons == {"b": FinishReason.LENGTH}
+
+
+@ASYNC_SCHEDULING
+def test_what_the_engine_reads_of_a_scheduler(
+    async_scheduling: bool, model_directory: Path
+) -> None:
+    def scenario(engine: DrivenEngine) -> None:
+        core = engine.core
+        engine.note(core.vllm_config.cache_config.effective_attention_block_size)
+        engine.note(core.get_kv_cache_group_metadata())
+        managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+        engine.note([(it.block_size, it.kv_cache_spec) for it in managers])
+        engine.note([core.scheduler.get_kv_connector(), core.scheduler.get_ec_connector()])
+        engine.note(core.scheduler.get_kv_event_publisher_config())
+        engine.note(core.batch_queue_size)
+        engine.note(core.get_supported_tasks())
+        engine.note(core.scheduler.get_kv_cache_usage())
+
+    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
+    assert record.answers[0] == 16
+    assert [group["kind"] for group in record.answers[1]] == ["sliding_window", "full_attention"]
