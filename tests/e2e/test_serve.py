@@ -24,8 +24,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NUM_REQUESTS = 32
 VOCAB_SIZE = 400  # ids below this are in the tiny model's vocabulary, and none ends a text
-# So few that requests are preempted, yet enough for the longest one alone.
+# Enough for the longest request alone, and a third of what the growing ones want together.
 NUM_BLOCKS = 52
+NUM_GROWING = 16  # as many as the server runs at once
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -51,6 +52,7 @@ class Observed:
     """All that the tests ask of one server, gathered while it ran."""
 
     mixed: list[Completion]
+    growing: list[Completion]
     structured: dict[str, Completion]
     before_abort: Completion
     after_abort: Completion
@@ -62,8 +64,9 @@ class Observed:
 
 def observe(server: Server) -> Observed:
     """Put one server through its paces."""
-    prompts = mixed_prompts(NUM_REQUESTS, vocab_size=VOCAB_SIZE)
-    mixed = asyncio.run(stream_all(server.base_url, server.model, prompts))
+    mixed_wave = mixed_prompts(NUM_REQUESTS, vocab_size=VOCAB_SIZE)
+    mixed = asyncio.run(stream_all(server.base_url, server.model, mixed_wave))
+    growing = asyncio.run(stream_all(server.base_url, server.model, growing_prompts()))
     structured = asyncio.run(stream_all(server.base_url, server.model, list(STRUCTURED.values())))
     num_preemptions = server.metric("vllm:num_preemptions_total")
     num_cached_tokens = server.metric("vllm:prefix_cache_hits_total")
@@ -71,6 +74,7 @@ def observe(server: Server) -> Observed:
     server.wait_until_idle()
     return Observed(
         mixed=mixed,
+        growing=growing,
         structured=dict(zip(STRUCTURED, structured, strict=True)),
         before_abort=before_abort,
         after_abort=after_abort,
@@ -79,6 +83,14 @@ def observe(server: Server) -> Observed:
         runs_sparksched=server.runs_sparksched,
         log=server.log,
     )
+
+
+def growing_prompts() -> list[Prompt]:
+    """Return prompts that all fit into the KV cache, with outputs that don't: they preempt."""
+    return [
+        Prompt([index, 1, 2, 3], max_tokens=200, extra={"ignore_eos": True})
+        for index in range(NUM_GROWING)
+    ]
 
 
 async def complete_around_an_abort(server: Server) -> tuple[Completion, Completion]:
@@ -142,7 +154,8 @@ def test_vllm_knows_our_variable(ours: Observed) -> None:
 
 
 def test_streams_are_equal_token_for_token(stock: Observed, ours: Observed) -> None:
-    for index, (expected, actual) in enumerate(zip(stock.mixed, ours.mixed, strict=True)):
+    pairs = zip(stock.mixed + stock.growing, ours.mixed + ours.growing, strict=True)
+    for index, (expected, actual) in enumerate(pairs):
         assert actual.outcome == expected.outcome, f"request {index} differs"
 
 
@@ -154,7 +167,7 @@ def test_the_pool_was_under_pressure(observed_name: str, request: pytest.Fixture
 
 
 def test_usage_counts_the_tokens(ours: Observed) -> None:
-    for completion in ours.mixed:
+    for completion in ours.mixed + ours.growing:
         num_prompt, num_completion = len(completion.prompt_token_ids), len(completion.token_ids)
         assert completion.usage == {
             "prompt_tokens": num_prompt,

@@ -40,13 +40,15 @@ class Choice(Enum):
 def restored_vllm() -> Iterator[None]:
     """Undo on exit what sparksched and an engine change in this process."""
     with ExitStack() as stack:
+        # These serve a process that holds one engine only, and take longer than a whole test.
+        for name in ("freeze_gc_heap", "cleanup_dist_env_and_memory"):
+            stack.enter_context(mock.patch.object(engine_module, name))
         for owner, name in [
             (SchedulerConfig, "get_scheduler_cls"),
             (InputProcessor, "process_inputs"),
             (vllm.envs, "compile_factors"),
             (engine_module, "get_request_block_hasher"),
             (EngineCore, "preprocess_add_request"),
-            (sys, "meta_path"),
         ]:
             stack.enter_context(mock.patch.object(owner, name, getattr(owner, name)))
         stack.enter_context(mock.patch.object(sys, "meta_path", list(sys.meta_path)))
@@ -159,6 +161,9 @@ def _wait_for_grammar(request: Request) -> None:
 def _without_times(outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
     for of_client in outputs.values():
         of_client.timestamp = 0.0
+        stats = of_client.scheduler_stats
+        if stats is not None and stats.iteration_details is not None:
+            stats.iteration_details.elapsed_ms = 0.0
         for output in of_client.outputs:
             for event in output.events or ():
                 event.timestamp = 0.0
@@ -167,12 +172,17 @@ def _without_times(outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCor
 
 @contextmanager
 def running_engine(
-    choice: Choice, model_directory: Path, *, async_scheduling: bool, **settings: Any
+    choice: Choice,
+    model_directory: Path,
+    *,
+    async_scheduling: bool,
+    strict: bool = False,
+    **settings: Any,
 ) -> Iterator[DrivenEngine]:
     """Build an engine with the chosen scheduler; leave no trace of it afterwards."""
     with restored_vllm():
         os.environ.pop("VLLM_SCHEDULER", None)
-        os.environ.pop("SPARKSCHED_STRICT", None)
+        os.environ["SPARKSCHED_STRICT"] = str(int(strict))
         if choice is Choice.PLUGIN:
             os.environ["VLLM_SCHEDULER"] = "sparksched"
         if choice is Choice.SCHEDULER_CLS:

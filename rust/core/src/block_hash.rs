@@ -292,7 +292,7 @@ mod tests {
         let mut out = Vec::new();
         pickle::write_block(b"p", &[1, 300, 70_000, -1], &mut out);
         let expected =
-            "80059519000000000000004301709428 4b014d2c014a701101004affffffff74944e87942e";
+            "8005951a000000000000004301709428 4b014d2c014a701101004affffffff74944e87942e";
         assert_eq!(hex(&out), expected.replace(' ', ""));
     }
 

@@ -1,0 +1,167 @@
+//! Prefix hits against their definition: the longest prefix that every group can go on from, found
+//! by trying all lengths.
+
+use proptest::prelude::*;
+use sparksched_core::{
+    BlockHasher, GroupId, HashAlgorithm, KvCacheGroupConfig, NewRequest, NoHooks, Policy,
+    ScheduledOutput, Scheduler, SchedulerConfig, StopConditions,
+};
+
+const BLOCK_SIZE: u32 = 4;
+
+fn config(groups: Vec<KvCacheGroupConfig>, retention_interval: Option<u32>) -> SchedulerConfig {
+    let mut lookup_groups: Vec<Vec<u32>> = Vec::new();
+    for (id, group) in groups.iter().enumerate() {
+        match lookup_groups.iter_mut().find(|ids| groups[ids[0] as usize] == *group) {
+            Some(ids) => ids.push(id as u32),
+            None => lookup_groups.push(vec![id as u32]),
+        }
+    }
+    lookup_groups.sort_by_key(|ids| groups[ids[0] as usize] != KvCacheGroupConfig::FullAttention);
+    SchedulerConfig {
+        async_scheduling: false,
+        policy: Policy::Fcfs,
+        max_num_active_reqs: 8,
+        max_num_scheduled_tokens: 64,
+        max_num_batched_tokens: 64,
+        max_model_len: 256,
+        enable_chunked_prefill: true,
+        long_prefill_token_threshold: 0,
+        long_prefill_token_threshold_adaptive: false,
+        reserve_full_isl: true,
+        resume_as_new: true,
+        log_stats: true,
+        block_size: BLOCK_SIZE,
+        num_blocks: 120,
+        watermark_blocks: 0,
+        groups,
+        lookup_groups,
+        retention_interval,
+        hasher: BlockHasher::new(HashAlgorithm::Sha256, BLOCK_SIZE, b"none"),
+    }
+}
+
+fn new_request(id: usize, tokens: &[i32]) -> NewRequest {
+    NewRequest {
+        id: format!("request-{id}").into(),
+        tokens: tokens.to_vec(),
+        num_prompt_tokens: tokens.len(),
+        block_hashes: vec![],
+        has_extra_keys: false,
+        priority: 0,
+        arrival_time: 0.0,
+        stop: StopConditions { max_tokens: 3, ..StopConditions::default() },
+        skip_reading_prefix_cache: false,
+        use_structured_output: false,
+    }
+}
+
+/// Runs one request to its end.
+fn serve(scheduler: &mut Scheduler, id: usize, tokens: &[i32]) {
+    let Ok(index) = scheduler.add_request(new_request(id, tokens), 0.0, &mut NoHooks);
+    while scheduler.get(index).is_some() {
+        let Ok(step) = scheduler.schedule(false, 0.0, &mut NoHooks);
+        let scheduled: Vec<_> = step.scheduled().copied().collect();
+        let sampled: Vec<Vec<i32>> = scheduled
+            .iter()
+            .map(|it| if scheduler.request(it.index).is_prefill_chunk() { vec![] } else { vec![1] })
+            .collect();
+        let outputs = scheduled.iter().zip(&sampled).map(|(it, tokens)| ScheduledOutput {
+            index: Some(it.index),
+            num_scheduled_tokens: it.num_tokens,
+            sampled_tokens: tokens,
+        });
+        let Ok(()) = scheduler.update_from_output(outputs, &mut NoHooks, &mut Vec::new());
+        scheduler.check_invariants();
+    }
+}
+
+/// Whether a request could go on after `length` blocks, by this group's cached blocks.
+fn can_resume(group: KvCacheGroupConfig, is_cached: &[bool], length: usize) -> bool {
+    match group {
+        KvCacheGroupConfig::FullAttention => is_cached[..length].iter().all(|&cached| cached),
+        KvCacheGroupConfig::SlidingWindow { window, .. } => {
+            let need = (window - 1).div_ceil(BLOCK_SIZE) as usize;
+            is_cached[length.saturating_sub(need)..length].iter().all(|&cached| cached)
+        }
+    }
+}
+
+fn longest_hit_by_definition(scheduler: &Scheduler, tokens: &[i32]) -> usize {
+    let config = scheduler.config();
+    let hasher = config.hasher.as_ref().expect("caching is on");
+    let mut hashes = Vec::new();
+    hasher.extend_hashes(tokens, &mut hashes);
+    let max_blocks = (tokens.len() - 1) / BLOCK_SIZE as usize;
+    let pool = scheduler.kv_cache().pool();
+    (0..=max_blocks)
+        .rev()
+        .find(|&length| {
+            config.groups.iter().enumerate().all(|(id, &group)| {
+                let is_cached = |hash| pool.find_cached(hash, GroupId(id as u32)).is_some();
+                let is_cached: Vec<bool> = hashes.iter().map(is_cached).collect();
+                can_resume(group, &is_cached, length)
+            })
+        })
+        .expect("nothing is always a hit")
+}
+
+fn groups() -> impl Strategy<Value = Vec<KvCacheGroupConfig>> {
+    let full = KvCacheGroupConfig::FullAttention;
+    let sliding = (2..20_u32)
+        .prop_map(|window| KvCacheGroupConfig::SlidingWindow { window, max_admission_blocks: 40 });
+    prop_oneof![
+        Just(vec![full]),
+        sliding.clone().prop_map(|window| vec![window]),
+        sliding.clone().prop_map(move |window| vec![window, full]),
+        sliding.clone().prop_map(move |window| vec![full, window, window]),
+        (sliding.clone(), sliding).prop_map(move |(one, other)| vec![one, full, other]),
+    ]
+}
+
+/// Prompts that share beginnings: each continues a random part of a common text.
+fn prompts() -> impl Strategy<Value = Vec<Vec<i32>>> {
+    let prompt = (0..60_i32, prop::collection::vec(0..3_i32, 1..20)).prop_map(|(shared, tail)| {
+        let mut tokens: Vec<i32> = (100..100 + shared).collect();
+        tokens.extend(tail);
+        tokens
+    });
+    prop::collection::vec(prompt, 1..12)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn the_hit_is_the_longest_that_all_groups_can_go_on_from(
+        groups in groups(),
+        retention_interval in prop_oneof![Just(None), Just(Some(0)), Just(Some(8))],
+        prompts in prompts(),
+    ) {
+        let mut scheduler = Scheduler::new(config(groups, retention_interval)).unwrap();
+        for (id, tokens) in prompts.iter().enumerate() {
+            let expected = longest_hit_by_definition(&scheduler, tokens);
+            let before = scheduler.take_stats().prefix_cache_stats;
+            prop_assert_eq!(before.queries, 0);
+            serve(&mut scheduler, id, tokens);
+            let stats = scheduler.take_stats().prefix_cache_stats;
+            prop_assert_eq!(stats.hits, u64::from(expected as u32 * BLOCK_SIZE));
+        }
+        let pool = scheduler.kv_cache().pool();
+        prop_assert_eq!(pool.num_free() + 1, pool.num_blocks());
+        prop_assert!(scheduler.reset_prefix_cache());
+        prop_assert_eq!(scheduler.kv_cache().pool().cached_blocks().count(), 0);
+    }
+}
+
+#[test]
+fn a_request_that_does_not_fit_takes_no_blocks() {
+    let mut small = config(vec![KvCacheGroupConfig::FullAttention], Some(0));
+    small.num_blocks = 4;
+    let mut scheduler = Scheduler::new(small).unwrap();
+    let Ok(index) = scheduler.add_request(new_request(0, &[5; 40]), 0.0, &mut NoHooks);
+    let Ok(step) = scheduler.schedule(false, 0.0, &mut NoHooks);
+    assert_eq!(step.scheduled().count(), 0, "40 tokens don't fit into 3 blocks of 4");
+    assert!(scheduler.request(index).groups()[0].table.is_empty());
+    assert_eq!(scheduler.kv_cache().pool().num_free(), 3);
+}

@@ -1,0 +1,165 @@
+"""Which scheduler, which block hasher and which requests an engine ends up with."""
+
+import logging
+import os
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+from sparksched._core import NativeBlockHasher
+from sparksched.scheduler import SparkScheduler
+from vllm.config.scheduler import SchedulerConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine import core as engine_module
+from vllm.v1.engine.core import EngineCore
+
+from .harness import Choice, DrivenEngine, new_request, running_engine
+
+ASYNC_SCHEDULING = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+NATIVE_CHOICE = pytest.mark.parametrize(
+    "choice", [Choice.PLUGIN, Choice.SCHEDULER_CLS], ids=["plugin", "scheduler-cls"]
+)
+
+UNSUPPORTED = {"kv_cache_metrics": True}
+
+
+def assert_is_stock(engine: DrivenEngine, *, async_scheduling: bool) -> None:
+    """Check that scheduler and hasher are vLLM's own."""
+    assert type(engine.core.scheduler) is (AsyncScheduler if async_scheduling else Scheduler)
+    assert isinstance(engine.core.request_block_hasher, FunctionType)
+
+
+@ASYNC_SCHEDULING
+@NATIVE_CHOICE
+def test_native(choice: Choice, async_scheduling: bool, model_directory: Path) -> None:
+    with running_engine(choice, model_directory, async_scheduling=async_scheduling) as engine:
+        assert type(engine.core.scheduler) is SparkScheduler
+        assert type(engine.core.request_block_hasher) is NativeBlockHasher
+        request = engine.add(new_request("a", [1] * 50))
+        assert len(request.block_hashes) == 3
+        engine.run()
+    assert len(engine.record.tokens["a"]) > 0
+
+
+@ASYNC_SCHEDULING
+@NATIVE_CHOICE
+def test_unsupported_configuration(
+    choice: Choice,
+    async_scheduling: bool,
+    model_directory: Path,
+    warnings_of_sparksched: list[str],
+) -> None:
+    with running_engine(
+        choice, model_directory, async_scheduling=async_scheduling, **UNSUPPORTED
+    ) as engine:
+        assert_is_stock(engine, async_scheduling=async_scheduling)
+        engine.add(new_request("a", [1] * 50))
+        engine.run()
+    assert len(engine.record.tokens["a"]) > 0
+    (warning,) = warnings_of_sparksched
+    assert warning.startswith(
+        "sparksched: using vLLM's own scheduler: measuring KV cache residency is not supported: "
+    )
+
+
+@NATIVE_CHOICE
+def test_unsupported_configuration_in_strict_mode(choice: Choice, model_directory: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="sparksched: measuring KV cache residency is not"),
+        running_engine(
+            choice, model_directory, async_scheduling=True, strict=True, **UNSUPPORTED
+        ),
+    ):
+        pass
+
+
+def test_not_selected(model_directory: Path, warnings_of_sparksched: list[str]) -> None:
+    with running_engine(Choice.STOCK, model_directory, async_scheduling=True) as engine:
+        assert_is_stock(engine, async_scheduling=True)
+    assert warnings_of_sparksched == []
+
+
+@pytest.mark.parametrize("settings", [{}, UNSUPPORTED], ids=["stock", "fallback"])
+@NATIVE_CHOICE
+def test_an_engine_without_prefix_cache_leaves_the_next_one_alone(
+    choice: Choice, settings: dict[str, Any], model_directory: Path
+) -> None:
+    """The engine asks for no hasher if there is no prefix cache: nothing may wait for it to ask."""
+    with running_engine(
+        choice, model_directory, async_scheduling=True, enable_prefix_caching=False
+    ) as native:
+        assert type(native.core.scheduler) is SparkScheduler
+        assert native.core.request_block_hasher is None
+        next_choice = Choice.PLUGIN if settings else Choice.STOCK
+        if next_choice is Choice.STOCK:
+            settings = {"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"}
+        with running_engine(
+            next_choice, model_directory, async_scheduling=True, **settings
+        ) as other:
+            assert_is_stock(other, async_scheduling=True)
+
+
+def test_everything_is_restored(model_directory: Path) -> None:
+    """What the tests of this folder rely on."""
+    functions = [
+        (SchedulerConfig, "get_scheduler_cls"),
+        (engine_module, "get_request_block_hasher"),
+        (EngineCore, "preprocess_add_request"),
+    ]
+    before = [getattr(owner, name) for owner, name in functions]
+    environment = dict(os.environ)
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True):
+        assert [getattr(owner, name) for owner, name in functions] != before
+    assert [getattr(owner, name) for owner, name in functions] == before
+    assert dict(os.environ) == environment
+
+
+# ----------------------------------------------------------------------------------------
+# Requests that are refused
+# ----------------------------------------------------------------------------------------
+
+
+@ASYNC_SCHEDULING
+@NATIVE_CHOICE
+def test_a_streaming_session_fails_alone(
+    choice: Choice, async_scheduling: bool, model_directory: Path
+) -> None:
+    with running_engine(choice, model_directory, async_scheduling=async_scheduling) as engine:
+        engine.add(new_request("before", [1] * 20, ignore_eos=True))
+        engine.step(2)
+        with pytest.raises(ValueError, match="request session: streaming-input sessions are not"):
+            engine.add(new_request("session", [2] * 20, resumable=True))
+        engine.add(new_request("after", [3] * 20, ignore_eos=True))
+        engine.run()
+    reasons = engine.record.finish_reasons
+    assert reasons == dict.fromkeys(["before", "after"], FinishReason.LENGTH)
+
+
+def test_a_streaming_session_after_a_fallback(model_directory: Path) -> None:
+    with running_engine(
+        Choice.PLUGIN, model_directory, async_scheduling=True, **UNSUPPORTED
+    ) as engine:
+        engine.add(new_request("session", [2] * 20, resumable=True))
+        engine.step(2)
+        assert "session" in engine.core.scheduler.requests
+
+
+def test_one_line_tells_that_sparksched_schedules(
+    model_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        with (
+            caplog.at_level(logging.INFO, "vllm"),
+            running_engine(Choice.PLUGIN, model_directory, async_scheduling=True),
+        ):
+            pass
+    finally:
+        logger.removeHandler(caplog.handler)
+    lines = [it.getMessage() for it in caplog.records if it.name == "vllm.sparksched"]
+    (line,) = lines
+    assert "scheduling in Rust (asynchronous, fcfs, prefix caching sha256, 2 KV cache" in line
