@@ -44,18 +44,15 @@ rust-toolchain:
 	  echo "cargo and rustc 1.88 or newer are needed: install them from https://rustup.rs" >&2; \
 	  exit 1; }
 
-# Not `maturin develop`: it would also resolve and reinstall the `dev` dependency group, unpinned,
-# at each build. This is the same editable install of a release build, and touches nothing else.
 .PHONY: build
 build: rust-toolchain env ## build the Rust extension and install sparksched into .venv
-	"$(UV)" pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation \
-	  --reinstall-package sparksched --editable .
+	PATH="$(dir $(UV)):$$PATH" $(BIN)/maturin develop --release --uv --quiet
 
 # --- Use ---------------------------------------------------------------------------------
 
 .PHONY: demo
 demo: build ## show the same answers at a lower cost per step, in a few minutes on a CPU
-	$(BIN)/python bench/demo.py
+	$(BIN)/python -m bench.demo
 
 .PHONY: serve
 serve: build ## run vLLM with sparksched: make serve MODEL=... [ARGS=...]
@@ -64,7 +61,7 @@ serve: build ## run vLLM with sparksched: make serve MODEL=... [ARGS=...]
 
 .PHONY: bench
 bench: build ## measure what a step costs with either scheduler
-	$(BIN)/python bench/step_cost.py $(ARGS)
+	$(BIN)/python -m bench.step_cost $(ARGS)
 
 # --- Checks ------------------------------------------------------------------------------
 

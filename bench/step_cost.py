@@ -196,7 +196,7 @@ def _decode_times(engine: Engine) -> dict[str, Any]:
     }
 
 
-class _heap_as_in_the_engine:  # noqa: N801
+class _heap_as_in_the_engine:
     """Long-lived objects are out of the collector's sight, as vLLM arranges after its start."""
 
     def __enter__(self) -> None:
@@ -304,7 +304,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _with_progress(what: str, measure: Callable[..., dict[str, Any]], *args: object) -> Any:  # noqa: ANN401
+def _with_progress(what: str, measure: Callable[..., dict[str, Any]], *args: object) -> Any:
     print(f"measuring: {what} ...", file=sys.stderr, flush=True)
     return measure(*args)
 

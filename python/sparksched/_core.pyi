@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
+__all__ = ["NativeBlockHasher", "SchedulerCore", "__version__"]
+
 __version__: str
 
 @final
@@ -84,9 +86,7 @@ class SchedulerCore:
     def schedule(self, throttle_prefills: bool, now: float) -> Any:
         """Decide the next step and return its `SchedulerOutput`."""
 
-    def update_from_output(
-        self, scheduler_output: Any, model_runner_output: Any
-    ) -> dict[int, Any]:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take in a step's `ModelRunnerOutput`; return `EngineCoreOutputs` by client."""
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, status: Any) -> list[Any]:

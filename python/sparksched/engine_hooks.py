@@ -16,6 +16,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
+from sparksched import patching
 from sparksched._core import NativeBlockHasher
 
 if TYPE_CHECKING:
@@ -78,19 +79,12 @@ def prepare_engine(scheduler: "SparkScheduler") -> None:
     if engine is None:
         return
     _pending.scheduler = scheduler
-    _wrap(engine, "get_request_block_hasher", _preferring_native_hasher)
-    _wrap(engine.EngineCore, "preprocess_add_request", _refusing_streaming_sessions)
+    patching.replace(engine, "get_request_block_hasher", _preferring_native_hasher)
+    patching.replace(engine.EngineCore, "preprocess_add_request", _refusing_streaming_sessions)
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
-    if not getattr(original, "wrapped_by_sparksched", False):
-        wrapper = functools.wraps(original)(make(original))
-        wrapper.wrapped_by_sparksched = True
-        setattr(owner, name, wrapper)
-
-
-def _preferring_native_hasher(original: Any) -> Any:
+def _preferring_native_hasher(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
     def get_request_block_hasher(
         hash_block_size: int, caching_hash_fn: Callable[[Any], bytes]
     ) -> BlockHasher:
@@ -106,7 +100,8 @@ def _preferring_native_hasher(original: Any) -> Any:
     return get_request_block_hasher
 
 
-def _refusing_streaming_sessions(original: Any) -> Any:
+def _refusing_streaming_sessions(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
     def preprocess_add_request(self: Any, request: Any) -> Any:
         from sparksched.scheduler import SparkScheduler
 

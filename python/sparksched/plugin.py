@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparksched import compat, environment
+from sparksched import compat, environment, patching
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig, VllmConfig
@@ -27,9 +27,6 @@ _DIFFUSION_SCHEDULERS = "vllm.v1.core.sched.diffusion_scheduler."
 _INPUT_PROCESSOR_MODULE = "vllm.v1.engine.input_processor"
 
 # Set on each function that sparksched has put in the place of one of vLLM's.
-_MARK = "__sparksched__"
-
-_Function = Callable[..., Any]
 
 
 def register() -> None:
@@ -56,16 +53,6 @@ def _load_extension() -> None:
         ) from error
 
 
-def _replace(owner: object, name: str, make: Callable[[Any], _Function]) -> None:
-    """Put `make(original)` in the place of a function of vLLM's, once."""
-    original = getattr(owner, name)
-    if hasattr(original, _MARK):
-        return
-    replacement = make(original)
-    setattr(replacement, _MARK, True)
-    setattr(owner, name, replacement)
-
-
 # ----------------------------------------------------------------------------------------
 # VLLM_SCHEDULER
 # ----------------------------------------------------------------------------------------
@@ -82,10 +69,10 @@ def _declare_environment_variable() -> None:
     vllm.envs.environment_variables.setdefault(
         environment.SCHEDULER, lambda: os.environ.get(environment.SCHEDULER)
     )
-    _replace(vllm.envs, "compile_factors", _without_our_variable)
+    patching.replace(vllm.envs, "compile_factors", _without_our_variable)
 
 
-def _without_our_variable(original: _Function) -> _Function:
+def _without_our_variable(original: patching.Function) -> patching.Function:
     """Keep the variable out of the key of vLLM's compilation cache.
 
     Compiled graphs don't depend on who schedules. Without this, the first start with
@@ -109,12 +96,12 @@ def _without_our_variable(original: _Function) -> _Function:
 def _select_scheduler() -> None:
     from vllm.config.scheduler import SchedulerConfig
 
-    _replace(SchedulerConfig, "get_scheduler_cls", _preferring_spark_scheduler)
+    patching.replace(SchedulerConfig, "get_scheduler_cls", _preferring_spark_scheduler)
 
 
 def _preferring_spark_scheduler(
     vllm_choice: Callable[["SchedulerConfig"], type[Any]],
-) -> _Function:
+) -> patching.Function:
     @functools.wraps(vllm_choice)
     def get_scheduler_cls(self: "SchedulerConfig") -> type[Any]:
         if not _chooses_spark_scheduler(self.scheduler_cls):
@@ -204,10 +191,10 @@ def _call_after_loading(
 
 
 def _guard_input_processor(module: ModuleType) -> None:
-    _replace(module.InputProcessor, "process_inputs", _refusing_streaming_input)
+    patching.replace(module.InputProcessor, "process_inputs", _refusing_streaming_input)
 
 
-def _refusing_streaming_input(original: _Function) -> _Function:
+def _refusing_streaming_input(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     def process_inputs(
         self: "InputProcessor", *args: object, **kwargs: object

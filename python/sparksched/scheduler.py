@@ -39,12 +39,12 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
     Not thread-safe, as vLLM's: one engine loop owns it.
 
     Raises:
-        RuntimeError: from the constructor, for such a configuration with `SPARKSCHED_STRICT=1`; from
-            any method, after an internal error. `finish_requests(None, ...)` still works then.
+        RuntimeError: from the constructor, for such a configuration with `SPARKSCHED_STRICT=1`;
+            from any method, after an internal error, but for `finish_requests(None, ...)`.
 
     """
 
-    def __new__(  # type: ignore[misc]  # noqa: D102
+    def __new__(  # noqa: D102
         cls,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,

@@ -29,10 +29,14 @@ MAX_MODEL_LEN = 256
 END_OF_TEXT = "<|endoftext|>"
 EOS_TOKEN_ID = 256  # after the 256 single bytes
 VOCAB_SIZE = EOS_TOKEN_ID + 1
+ANYTHING = 0  # a token that no grammar of the tests allows
 NUM_TOKENS_TO_EOS = 24  # one sampled token in so many ends its request
 
 POISON = 250
 """As the first token of a prompt: the executor forgets the request in its second output."""
+
+UNRULY = 251
+"""As the first token of a prompt: the executor overlooks what the grammar allows, once."""
 
 ASYNC_SCHEDULING = "async_scheduling"
 
@@ -78,7 +82,7 @@ class FakeExecutor(Executor):
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
         return [["LBNHC", "LBHNC"]]
 
-    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:  # noqa: ANN401
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         self.steps.append(copy.deepcopy(scheduler_output))
         self._model.update(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
@@ -86,7 +90,7 @@ class FakeExecutor(Executor):
         self._executing.append(scheduler_output)
         return _finished(None, non_block)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:  # noqa: ANN401
+    def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
         allowed = _allowed_tokens(grammar_output)
         self.bitmasks.append(_bitmask_as_lists(grammar_output))
         output = self._model.sample(self._executing.pop(0), allowed)
@@ -94,12 +98,12 @@ class FakeExecutor(Executor):
 
     def collective_rpc(
         self,
-        method: Any,  # noqa: ANN401
+        method: Any,
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         if method == "get_supported_tasks":
             return [("generate",)]
         if method == "compile_or_warm_up_model":
@@ -114,7 +118,7 @@ class FakeExecutor(Executor):
         """Do nothing: there are no workers."""
 
 
-def _finished(result: Any, non_block: bool) -> Any:  # noqa: ANN401
+def _finished(result: Any, non_block: bool) -> Any:
     if not non_block:
         return result
     future: Future[Any] = Future()
@@ -201,6 +205,8 @@ class FakeModel:
             return []
         assert end == sequence.num_tokens, "the scheduler counts on a token that was not sampled"
         sequence.num_tokens += 1
+        if sequence.prompt[0] == UNRULY and sequence.num_sampled_tokens == 3:
+            return [ANYTHING]
         return [sampled_token(sequence.prompt, end, allowed)]
 
 
@@ -282,9 +288,7 @@ def engine_args(
     )
 
 
-def engine_config(
-    model_directory: Path, *, async_scheduling: bool, **settings: Any
-) -> VllmConfig:
+def engine_config(model_directory: Path, *, async_scheduling: bool, **settings: Any) -> VllmConfig:
     """Return the configuration of such an engine."""
     args = engine_args(model_directory, async_scheduling=async_scheduling, **settings)
     return args.create_engine_config()

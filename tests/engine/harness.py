@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import vllm.envs
 from sparksched import plugin
+from sparksched.scheduler import SparkScheduler
 from vllm.config.scheduler import SchedulerConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,6 +28,8 @@ from .executor import EOS_TOKEN_ID, FakeExecutor, engine_config
 
 GRAMMAR_TIMEOUT_S = 60
 MAX_STEPS = 2000
+
+ASYNC_SCHEDULING = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 
 
 class Choice(Enum):
@@ -200,9 +204,7 @@ def new_request(
     request_id: str, prompt_token_ids: list[int], max_tokens: int = 16, **settings: Any
 ) -> EngineCoreRequest:
     """Return a request as a client sends it; `settings` are its own or its sampling parameters'."""
-    fields = {
-        name: settings.pop(name) for name in list(settings) if name in _REQUEST_FIELDS
-    }
+    fields = {name: settings.pop(name) for name in list(settings) if name in _REQUEST_FIELDS}
     params = SamplingParams(max_tokens=max_tokens, **settings)
     params.update_from_generation_config({}, EOS_TOKEN_ID)
     defaults: dict[str, Any] = {
@@ -222,3 +224,35 @@ def new_request(
 
 
 _REQUEST_FIELDS = frozenset(EngineCoreRequest.__struct_fields__)
+
+Scenario = Callable[[DrivenEngine], None]
+
+
+def run_both(
+    scenario: Scenario, model_directory: Path, *, async_scheduling: bool, **settings: Any
+) -> Record:
+    """Play a scenario on both schedulers, compare the records and return one of them."""
+    stock, native = (
+        _run_one(choice, scenario, model_directory, async_scheduling=async_scheduling, **settings)
+        for choice in (Choice.STOCK, Choice.PLUGIN)
+    )
+    assert native.tokens == stock.tokens
+    assert native.finish_reasons == stock.finish_reasons
+    assert native.answers == stock.answers
+    assert native.calls == stock.calls
+    _assert_equal_sequences(native.steps, stock.steps)
+    _assert_equal_sequences(native.bitmasks, stock.bitmasks)
+    _assert_equal_sequences(native.outputs, stock.outputs)
+    return native
+
+
+def _assert_equal_sequences(native: Sequence[Any], stock: Sequence[Any]) -> None:
+    for step, (ours, theirs) in enumerate(zip(native, stock, strict=True)):
+        assert ours == theirs, f"at step {step}"
+
+
+def _run_one(choice: Choice, scenario: Scenario, model_directory: Path, **settings: Any) -> Record:
+    with running_engine(choice, model_directory, **settings) as engine:
+        assert isinstance(engine.core.scheduler, SparkScheduler) == (choice is Choice.PLUGIN)
+        scenario(engine)
+    return engine.record

@@ -1,53 +1,14 @@
 """The same requests through vLLM's `EngineCore` over both schedulers: the same of everything."""
 
 import random
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sparksched.scheduler import SparkScheduler
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from .executor import MAX_MODEL_LEN
-from .harness import Choice, DrivenEngine, Record, new_request, running_engine
-
-Scenario = Callable[[DrivenEngine], None]
-
-ASYNC_SCHEDULING = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-
-
-def run_both(
-    scenario: Scenario, model_directory: Path, *, async_scheduling: bool, **settings: Any
-) -> Record:
-    """Play a scenario on both schedulers, compare the records and return one of them."""
-    stock, native = (
-        _run_one(
-            choice, scenario, model_directory, async_scheduling=async_scheduling, **settings
-        )
-        for choice in (Choice.STOCK, Choice.PLUGIN)
-    )
-    assert native.tokens == stock.tokens
-    assert native.finish_reasons == stock.finish_reasons
-    assert native.answers == stock.answers
-    assert native.calls == stock.calls
-    _assert_equal_sequences(native.steps, stock.steps)
-    _assert_equal_sequences(native.bitmasks, stock.bitmasks)
-    _assert_equal_sequences(native.outputs, stock.outputs)
-    return native
-
-
-def _assert_equal_sequences(native: Sequence[Any], stock: Sequence[Any]) -> None:
-    for step, (ours, theirs) in enumerate(zip(native, stock, strict=True)):
-        assert ours == theirs, f"at step {step}"
-
-
-def _run_one(choice: Choice, scenario: Scenario, model_directory: Path, **settings: Any) -> Record:
-    with running_engine(choice, model_directory, **settings) as engine:
-        assert isinstance(engine.core.scheduler, SparkScheduler) == (choice is Choice.PLUGIN)
-        scenario(engine)
-    return engine.record
-
+from .harness import ASYNC_SCHEDULING, DrivenEngine, new_request, run_both
 
 # ----------------------------------------------------------------------------------------
 # Requests that run to their end

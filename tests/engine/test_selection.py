@@ -4,7 +4,6 @@ import logging
 import os
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 import pytest
 from sparksched._core import NativeBlockHasher
@@ -16,9 +15,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine import core as engine_module
 from vllm.v1.engine.core import EngineCore
 
-from .harness import Choice, DrivenEngine, new_request, running_engine
+from .harness import ASYNC_SCHEDULING, Choice, DrivenEngine, new_request, running_engine
 
-ASYNC_SCHEDULING = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 NATIVE_CHOICE = pytest.mark.parametrize(
     "choice", [Choice.PLUGIN, Choice.SCHEDULER_CLS], ids=["plugin", "scheduler-cls"]
 )
@@ -69,9 +67,7 @@ def test_unsupported_configuration(
 def test_unsupported_configuration_in_strict_mode(choice: Choice, model_directory: Path) -> None:
     with (
         pytest.raises(RuntimeError, match="sparksched: measuring KV cache residency is not"),
-        running_engine(
-            choice, model_directory, async_scheduling=True, strict=True, **UNSUPPORTED
-        ),
+        running_engine(choice, model_directory, async_scheduling=True, strict=True, **UNSUPPORTED),
     ):
         pass
 
@@ -82,22 +78,15 @@ def test_not_selected(model_directory: Path, warnings_of_sparksched: list[str]) 
     assert warnings_of_sparksched == []
 
 
-@pytest.mark.parametrize("settings", [{}, UNSUPPORTED], ids=["stock", "fallback"])
-@NATIVE_CHOICE
-def test_an_engine_without_prefix_cache_leaves_the_next_one_alone(
-    choice: Choice, settings: dict[str, Any], model_directory: Path
-) -> None:
-    """The engine asks for no hasher if there is no prefix cache: nothing may wait for it to ask."""
+def test_an_engine_without_prefix_cache_leaves_the_next_one_alone(model_directory: Path) -> None:
+    """It asks for no hasher, and so must not have one laid out for whoever asks next."""
     with running_engine(
-        choice, model_directory, async_scheduling=True, enable_prefix_caching=False
+        Choice.PLUGIN, model_directory, async_scheduling=True, enable_prefix_caching=False
     ) as native:
         assert type(native.core.scheduler) is SparkScheduler
         assert native.core.request_block_hasher is None
-        next_choice = Choice.PLUGIN if settings else Choice.STOCK
-        if next_choice is Choice.STOCK:
-            settings = {"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"}
         with running_engine(
-            next_choice, model_directory, async_scheduling=True, **settings
+            Choice.PLUGIN, model_directory, async_scheduling=True, **UNSUPPORTED
         ) as other:
             assert_is_stock(other, async_scheduling=True)
 
