@@ -80,7 +80,7 @@ def prepare_engine(scheduler: "SparkScheduler") -> None:
         return
     _pending.scheduler = scheduler
     patching.replace(engine, "get_request_block_hasher", _preferring_native_hasher)
-    patching.replace(engine.EngineCore, "preprocess_add_request", _refusing_streaming_sessions)
+    patching.replace(engine.EngineCore, "preprocess_add_request", _refusing_unsupported_requests)
 
 
 def _preferring_native_hasher(original: patching.Function) -> patching.Function:
@@ -100,18 +100,32 @@ def _preferring_native_hasher(original: patching.Function) -> patching.Function:
     return get_request_block_hasher
 
 
-def _refusing_streaming_sessions(original: patching.Function) -> patching.Function:
+def _refusing_unsupported_requests(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     def preprocess_add_request(self: Any, request: Any) -> Any:
         from sparksched.scheduler import SparkScheduler
 
         # The front end has refused it already, unless it runs without the plugin. An error here
-        # ends this request alone.
-        if request.resumable and isinstance(self.scheduler, SparkScheduler):
-            raise ValueError(
-                f"request {request.request_id}: streaming-input sessions are not supported by "
-                "sparksched; start the server with VLLM_SCHEDULER=vllm"
-            )
+        # ends this request alone; one from the scheduler would end the engine.
+        if isinstance(self.scheduler, SparkScheduler):
+            refuse_unsupported_request(request)
         return original(self, request)
 
     return preprocess_add_request
+
+
+def refuse_unsupported_request(request: Any) -> None:
+    """Raise ValueError for an `EngineCoreRequest` of a kind that the Rust core does not know."""
+    kinds = {
+        "a streaming-input session": request.resumable,
+        "a request with prompt embeddings": request.prompt_embeds is not None,
+        "a pooling request": request.pooling_params is not None,
+        "a LoRA request": request.lora_request is not None,
+        "a multimodal request": bool(request.mm_features),
+    }
+    for kind, applies in kinds.items():
+        if applies:
+            raise ValueError(
+                f"request {request.request_id} is {kind}, which is not supported by sparksched; "
+                "start the server with VLLM_SCHEDULER=vllm"
+            )

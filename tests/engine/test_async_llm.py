@@ -65,7 +65,7 @@ async def in_time(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def check_streams(llm: AsyncLLM) -> None:
-    """Many requests at once, each of which gets its own tokens."""
+    """Send many requests at once: each of them gets its own tokens."""
     streams = await asyncio.gather(
         *(stream(llm, f"stream-{index}", prompt_of(index), 40) for index in range(NUM_STREAMS))
     )
@@ -87,7 +87,7 @@ async def check_prefix_cache(llm: AsyncLLM) -> None:
 
 
 async def check_abort(llm: AsyncLLM) -> None:
-    """A client that goes away takes its request with it and leaves the others alone."""
+    """Let a client go away: it takes its request with it and leaves the others alone."""
     long = asyncio.create_task(stream(llm, "leaves", [5] * 20, 200, ignore_eos=True))
     other = asyncio.create_task(stream(llm, "stays", prompt_of(3), 40))
     await asyncio.sleep(0)
@@ -108,7 +108,7 @@ async def check_pause(llm: AsyncLLM) -> None:
 
 
 async def check_death(llm: AsyncLLM) -> None:
-    """The scheduler raises in the middle: every request fails, once, and nothing hangs."""
+    """Make the scheduler raise in the middle: every request fails, once, and nothing hangs."""
     poisoned = stream(llm, "poisoned", [POISON, *[1] * 20], 20, ignore_eos=True)
     others = [
         stream(llm, f"dies-{index}", prompt_of(index), 230 - 15 * index, ignore_eos=True)

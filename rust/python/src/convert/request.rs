@@ -3,7 +3,7 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyBool, PyList};
 use sparksched_core::{BlockHash, NewRequest, RepetitionDetection, StopConditions};
 
 use super::{block_hashes, token_ids};
@@ -44,17 +44,20 @@ fn prompt(request: &Bound<'_, PyAny>) -> PyResult<(Vec<i32>, Vec<BlockHash>)> {
     Ok((token_ids(tokens)?, block_hashes(&hashes)?))
 }
 
-/// The backstop behind `sparksched.compat`, which keeps such requests from arriving.
+/// The backstop behind `sparksched.compat` and `sparksched.engine_hooks`, which keep such requests
+/// from arriving.
 fn refuse_unsupported(request: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = request.py();
     let kinds = [
-        ("resumable", "a streaming-input session"),
-        ("pooling_params", "a pooling request"),
-        ("lora_request", "a LoRA request"),
-        ("mm_features", "a multimodal request"),
+        (intern!(py, "resumable"), "a streaming-input session"),
+        (intern!(py, "prompt_embeds"), "a request with prompt embeddings"),
+        (intern!(py, "pooling_params"), "a pooling request"),
+        (intern!(py, "lora_request"), "a LoRA request"),
+        (intern!(py, "mm_features"), "a multimodal request"),
     ];
     for (attribute, kind) in kinds {
-        if request.getattr(attribute)?.is_truthy()? {
-            let id = request.getattr("request_id")?;
+        if is_set(&request.getattr(attribute)?)? {
+            let id = request.getattr(intern!(py, "request_id"))?;
             return Err(PyValueError::new_err(format!(
                 "request {id} is {kind}, which sparksched does not support; \
                  VLLM_SCHEDULER=vllm does"
@@ -62,6 +65,12 @@ fn refuse_unsupported(request: &Bound<'_, PyAny>) -> PyResult<()> {
         }
     }
     Ok(())
+}
+
+/// Whether a field is neither None nor False nor an empty list. Tensors have no truth value.
+fn is_set(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let has_truth_value = value.is_instance_of::<PyBool>() || value.is_instance_of::<PyList>();
+    if has_truth_value { value.is_truthy() } else { Ok(!value.is_none()) }
 }
 
 fn stop_conditions(
