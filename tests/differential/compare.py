@@ -35,8 +35,8 @@ class Difference:
 
 
 def first_difference(
-    reference: Any,  # noqa: ANN401
-    candidate: Any,  # noqa: ANN401
+    reference: Any,
+    candidate: Any,
     path: str,
     ignored_fields: Collection[str] = (),
 ) -> Difference | None:
@@ -95,8 +95,8 @@ def _difference_of_mappings(
 
 def _difference_of_fields(
     fields: tuple[str, ...],
-    reference: Any,  # noqa: ANN401
-    candidate: Any,  # noqa: ANN401
+    reference: Any,
+    candidate: Any,
     path: str,
     ignored_fields: Collection[str],
 ) -> Difference | None:
@@ -111,7 +111,7 @@ def _difference_of_fields(
     return None
 
 
-def _field_names(value: Any) -> tuple[str, ...] | None:  # noqa: ANN401
+def _field_names(value: Any) -> tuple[str, ...] | None:
     if isinstance(value, msgspec.Struct):
         return value.__struct_fields__
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -120,7 +120,7 @@ def _field_names(value: Any) -> tuple[str, ...] | None:  # noqa: ANN401
     return getattr(value, "_fields", None)
 
 
-def _equal_leaves(reference: Any, candidate: Any) -> bool:  # noqa: ANN401
+def _equal_leaves(reference: Any, candidate: Any) -> bool:
     if isinstance(reference, float):
         return reference == candidate or (math.isnan(reference) and math.isnan(candidate))
     if isinstance(reference, np.ndarray):
@@ -130,7 +130,7 @@ def _equal_leaves(reference: Any, candidate: Any) -> bool:  # noqa: ANN401
     return bool(reference == candidate)
 
 
-def _abbreviate(value: Any, limit: int = 600) -> str:  # noqa: ANN401
+def _abbreviate(value: Any, limit: int = 600) -> str:
     text = f"{value!r} ({type(value).__name__})"
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
@@ -146,7 +146,7 @@ def snapshot(scheduler: SchedulerInterface) -> dict[str, Any]:
     }
 
 
-def stock_snapshot(scheduler: Any) -> dict[str, Any]:  # noqa: ANN401
+def stock_snapshot(scheduler: Any) -> dict[str, Any]:
     """Read the state of vLLM's own scheduler, in the shape of `SparkScheduler.snapshot()`."""
     block_pool = scheduler.kv_cache_manager.block_pool
     return {
@@ -176,7 +176,7 @@ def stock_snapshot(scheduler: Any) -> dict[str, Any]:  # noqa: ANN401
     }
 
 
-def _stock_request_state(scheduler: Any, request: Any) -> dict[str, Any]:  # noqa: ANN401
+def _stock_request_state(scheduler: Any, request: Any) -> dict[str, Any]:
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return {
         "status": request.status.name,

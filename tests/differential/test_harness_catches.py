@@ -36,7 +36,7 @@ def frees_blocks_in_wrong_order(base: SchedulerClass) -> SchedulerClass:
     """Put a request's blocks on the free list head first instead of tail first."""
 
     class Flawed(base):  # type: ignore[misc, valid-type]
-        def __init__(self, **arguments: Any) -> None:  # noqa: ANN401
+        def __init__(self, **arguments: Any) -> None:
             super().__init__(**arguments)
             block_pool = self.kv_cache_manager.block_pool
             free_blocks = block_pool.free_blocks
@@ -49,7 +49,7 @@ def keeps_one_token_behind_the_window(base: SchedulerClass) -> SchedulerClass:
     """Let the sliding window end one token later."""
 
     class Flawed(base):  # type: ignore[misc, valid-type]
-        def __init__(self, **arguments: Any) -> None:  # noqa: ANN401
+        def __init__(self, **arguments: Any) -> None:
             super().__init__(**arguments)
             for manager in self.kv_cache_manager.coordinator.single_type_managers:
                 manager.get_num_skipped_tokens = _one_less(manager.get_num_skipped_tokens)
@@ -106,7 +106,7 @@ def counts_one_waiting_request_too_many(base: SchedulerClass) -> SchedulerClass:
     """Be off by one in the statistics."""
 
     class Flawed(base):  # type: ignore[misc, valid-type]
-        def make_stats(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        def make_stats(self, *arguments: Any, **named: Any) -> Any:
             stats = super().make_stats(*arguments, **named)
             if stats is not None and stats.num_waiting_reqs > 2:
                 stats.num_waiting_reqs += 1
@@ -199,7 +199,7 @@ def recycles_outputs(base: SchedulerClass) -> SchedulerClass:
     class Flawed(base):  # type: ignore[misc, valid-type]
         previous_outputs: dict[int, Any] | None = None
 
-        def update_from_output(self, *arguments: Any) -> dict[int, Any]:  # noqa: ANN401
+        def update_from_output(self, *arguments: Any) -> dict[int, Any]:
             outputs = super().update_from_output(*arguments)
             if self.previous_outputs:
                 self.previous_outputs.clear()
@@ -213,7 +213,7 @@ def appends_tokens_after_the_grammar(base: SchedulerClass) -> SchedulerClass:
     """Show the structured output manager a request that lacks its newest token."""
 
     class Flawed(base):  # type: ignore[misc, valid-type]
-        def __init__(self, **arguments: Any) -> None:  # noqa: ANN401
+        def __init__(self, **arguments: Any) -> None:
             super().__init__(**arguments)
             manager = self.structured_output_manager
             accept_tokens = manager.accept_tokens
@@ -234,7 +234,7 @@ def keeps_one_block_more_free(base: SchedulerClass) -> SchedulerClass:
     """Round the watermark up instead of down."""
 
     class Flawed(base):  # type: ignore[misc, valid-type]
-        def __init__(self, **arguments: Any) -> None:  # noqa: ANN401
+        def __init__(self, **arguments: Any) -> None:
             super().__init__(**arguments)
             self.kv_cache_manager.watermark_blocks += 1
 
@@ -259,7 +259,7 @@ def requeues_skipped_requests_in_reverse(base: SchedulerClass) -> SchedulerClass
     """Put back the requests that a step skipped in the order in which they were met."""
 
     class Flawed(base):  # type: ignore[misc, valid-type]
-        def __init__(self, **arguments: Any) -> None:  # noqa: ANN401
+        def __init__(self, **arguments: Any) -> None:
             super().__init__(**arguments)
             prepend = self.waiting.prepend_requests
             self.waiting.prepend_requests = lambda requests: prepend(reversed(list(requests)))
@@ -284,7 +284,7 @@ def retains_every_checkpoint(base: SchedulerClass) -> SchedulerClass:
     """Ignore the retention interval of the prefix cache."""
 
     class Flawed(base):  # type: ignore[misc, valid-type]
-        def __init__(self, **arguments: Any) -> None:  # noqa: ANN401
+        def __init__(self, **arguments: Any) -> None:
             super().__init__(**arguments)
             self.kv_cache_manager.coordinator.retention_interval = None
 
@@ -295,7 +295,7 @@ def stops_one_token_past_the_context(base: SchedulerClass) -> SchedulerClass:
     """Let requests grow one token longer than the model's length."""
 
     class Flawed(base):  # type: ignore[misc, valid-type]
-        def _update_request_with_output(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        def _update_request_with_output(self, *arguments: Any, **named: Any) -> Any:
             self.max_model_len += 1
             try:
                 return super()._update_request_with_output(*arguments, **named)
@@ -309,7 +309,7 @@ def counts_repeated_prefills_as_new(base: SchedulerClass) -> SchedulerClass:
     """Count the cache lookups of resumed requests with those of new ones."""
 
     class Flawed(base):  # type: ignore[misc, valid-type]
-        def __init__(self, **arguments: Any) -> None:  # noqa: ANN401
+        def __init__(self, **arguments: Any) -> None:
             super().__init__(**arguments)
             manager = self.kv_cache_manager
             record = manager.record_prefix_cache_stats
@@ -328,7 +328,7 @@ def sends_statistics_to_the_last_client(base: SchedulerClass) -> SchedulerClass:
     """Attach the step's statistics to the last client instead of the first."""
 
     class Flawed(base):  # type: ignore[misc, valid-type]
-        def update_from_output(self, *arguments: Any) -> dict[int, Any]:  # noqa: ANN401
+        def update_from_output(self, *arguments: Any) -> dict[int, Any]:
             outputs = super().update_from_output(*arguments)
             clients = list(outputs.values())
             if len(clients) > 1:

@@ -139,7 +139,7 @@ def draw_configuration(name: str, seed: int) -> Configuration:
     rng = random.Random(f"configuration/{name}/{seed}")
     fixed = NAMED_SETTINGS[name]
 
-    def choose(setting: str, *values: Any) -> Any:  # noqa: ANN401
+    def choose(setting: str, *values: Any) -> Any:
         # Drawn even when fixed, so that fixing one setting leaves the others as they were.
         drawn = rng.choice(values)
         return fixed.get(setting, drawn)
@@ -248,7 +248,7 @@ class World:
     def build_scheduler(
         self,
         scheduler_class: SchedulerClass,
-        structured_output_manager: Any,  # noqa: ANN401
+        structured_output_manager: Any,
     ) -> SchedulerInterface:
         """Construct `scheduler_class` as vLLM's engine core does."""
         return scheduler_class(

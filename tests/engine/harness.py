@@ -29,6 +29,8 @@ from .executor import EOS_TOKEN_ID, FakeExecutor, engine_config
 GRAMMAR_TIMEOUT_S = 60
 MAX_STEPS = 2000
 
+_REQUEST_FIELDS = frozenset(EngineCoreRequest.__struct_fields__)
+
 ASYNC_SCHEDULING = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 
 
@@ -159,7 +161,8 @@ class DrivenEngine:
 def _wait_for_grammar(request: Request) -> None:
     structured = request.structured_output_request
     if structured is not None and isinstance(structured._grammar, Future):
-        wait([structured._grammar], timeout=GRAMMAR_TIMEOUT_S)
+        _, pending = wait([structured._grammar], timeout=GRAMMAR_TIMEOUT_S)
+        assert not pending, "the grammar is still being compiled"
 
 
 def _without_times(outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
@@ -222,8 +225,6 @@ def new_request(
         **{**defaults, **fields},
     )
 
-
-_REQUEST_FIELDS = frozenset(EngineCoreRequest.__struct_fields__)
 
 Scenario = Callable[[DrivenEngine], None]
 

@@ -4,11 +4,14 @@ import logging
 import os
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import pytest
+import torch
 from sparksched._core import NativeBlockHasher
 from sparksched.scheduler import SparkScheduler
 from vllm.config.scheduler import SchedulerConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
@@ -119,12 +122,42 @@ def test_a_streaming_session_fails_alone(
     with running_engine(choice, model_directory, async_scheduling=async_scheduling) as engine:
         engine.add(new_request("before", [1] * 20, ignore_eos=True))
         engine.step(2)
-        with pytest.raises(ValueError, match="request session: streaming-input sessions are not"):
+        with pytest.raises(ValueError, match=r"request session\b.*streaming"):
             engine.add(new_request("session", [2] * 20, resumable=True))
         engine.add(new_request("after", [3] * 20, ignore_eos=True))
         engine.run()
     reasons = engine.record.finish_reasons
     assert reasons == dict.fromkeys(["before", "after"], FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("a LoRA request", {"lora_request": LoRARequest("adapter", 1, "/nowhere")}),
+        ("a request with prompt embeddings", {"prompt_embeds": torch.zeros(20, 32)}),
+    ],
+)
+def test_an_unsupported_request_fails_alone(
+    kind: str, fields: dict[str, Any], model_directory: Path
+) -> None:
+    """The front end refuses them for want of a configuration, but the engine can't rely on it."""
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
+        with pytest.raises(ValueError, match=f"request other is {kind}, which is not supported"):
+            engine.add(new_request("other", [2] * 20, **fields))
+        engine.add(new_request("after", [3] * 20, ignore_eos=True))
+        engine.run()
+    assert engine.record.finish_reasons == {"after": FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("length", [2, 20], ids=["shorter-than-a-block", "longer-than-a-block"])
+def test_a_token_beyond_32_bits_fails_alone(length: int, model_directory: Path) -> None:
+    """Only a failure in preprocessing is the request's own; one in the scheduler is everyone's."""
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
+        with pytest.raises(OverflowError, match=f"token id {2**31} does not fit into 32 bits"):
+            engine.core.preprocess_add_request(new_request("huge", [2**31] * length))
+        engine.add(new_request("after", [3] * 20, ignore_eos=True))
+        engine.run()
+    assert engine.record.finish_reasons == {"after": FinishReason.LENGTH}
 
 
 def test_a_streaming_session_after_a_fallback(model_directory: Path) -> None:

@@ -35,7 +35,7 @@ BLOCK_SIZE = 16
 
 
 @pytest.fixture(scope="module")
-def supported_config(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401
+def supported_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Build the real configuration of a tiny model, in a local directory and without weights."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -66,7 +66,7 @@ def logged() -> Iterator[list[logging.LogRecord]]:
     logger.removeHandler(handler)
 
 
-def changed(config: Any, path: str, value: object) -> Any:  # noqa: ANN401
+def changed(config: Any, path: str, value: object) -> Any:
     """Copy `config` with the attribute or property at a dotted path changed."""
     config = copy.copy(config)
     name, _, rest = path.partition(".")
@@ -79,7 +79,7 @@ def changed(config: Any, path: str, value: object) -> Any:  # noqa: ANN401
     return config
 
 
-def all_changed(config: Any, changes: dict[str, object]) -> Any:  # noqa: ANN401
+def all_changed(config: Any, changes: dict[str, object]) -> Any:
     for path, value in changes.items():
         config = changed(config, path, value)
     return config
@@ -322,7 +322,7 @@ SECTIONS = ["", "scheduler_config", "cache_config", "parallel_config", "observab
 def test_unknown_setting_is_refused_once_it_is_changed(
     supported_config: object, section: str, declaration: Callable[[], Any]
 ) -> None:
-    def with_new_knob(value: int) -> Any:  # noqa: ANN401
+    def with_new_knob(value: int) -> Any:
         config = copy.copy(supported_config)
         part = copy.copy(getattr(config, section)) if section else config
         part.__class__ = dataclasses.make_dataclass(
@@ -345,7 +345,7 @@ def test_unknown_setting_is_refused_once_it_is_changed(
 # ----------------------------------------------------------------------------------------
 
 
-def spec(name: str, **fields: object) -> Any:  # noqa: ANN401
+def spec(name: str, **fields: object) -> Any:
     import torch
     from vllm.v1 import kv_cache_interface
 
@@ -353,27 +353,27 @@ def spec(name: str, **fields: object) -> Any:  # noqa: ANN401
     return getattr(kv_cache_interface, name)(**{**common, **fields})
 
 
-def full_attention(**fields: object) -> Any:  # noqa: ANN401
+def full_attention(**fields: object) -> Any:
     return spec("FullAttentionSpec", **fields)
 
 
-def sliding_window(**fields: object) -> Any:  # noqa: ANN401
+def sliding_window(**fields: object) -> Any:
     return spec("SlidingWindowSpec", **{"sliding_window": 32, **fields})
 
 
-def group(kv_cache_spec: object, **fields: object) -> Any:  # noqa: ANN401
+def group(kv_cache_spec: object, **fields: object) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
     return KVCacheGroupSpec(["layer"], kv_cache_spec, **fields)
 
 
-def kv_cache(*groups: object, **fields: object) -> Any:  # noqa: ANN401
+def kv_cache(*groups: object, **fields: object) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=list(groups), **fields)
 
 
-def subclass_of(kv_cache_spec: Any, **attributes: object) -> Any:  # noqa: ANN401
+def subclass_of(kv_cache_spec: Any, **attributes: object) -> Any:
     """Give a spec a class that vLLM's own passes for, with some properties overridden."""
     cls = type(kv_cache_spec)
     subclass = type(cls.__name__, (cls,), attributes)
@@ -408,20 +408,20 @@ def test_supported_kv_caches(
     assert problem is None
 
 
-def mamba() -> Any:  # noqa: ANN401
+def mamba() -> Any:
     import torch
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return MambaSpec(block_size=BLOCK_SIZE, shapes=((4,),), dtypes=(torch.float32,))
 
 
-def special_role() -> Any:  # noqa: ANN401
+def special_role() -> Any:
     from vllm.v1.kv_cache_interface import KVCacheGroupRole
 
     return kv_cache(group(full_attention(), role=KVCacheGroupRole.HISPARSE_INDEXER))
 
 
-def half_precision() -> Any:  # noqa: ANN401
+def half_precision() -> Any:
     import torch
 
     return full_attention(dtype=torch.float16)

@@ -173,7 +173,7 @@ def test_missing_config_key(key: str) -> None:
         ({"lookup_groups": [[0], [0, 1]]}, "lookup_groups must hold each KV cache group once"),
         ({"lookup_groups": [[0, 1]]}, "looked up together must have equal specs"),
         ({"lookup_groups": [[1], [0]]}, "full attention groups must be looked up first"),
-        ({"lookup_groups": [[], [0], [1]]}, "lookup_groups"),
+        ({"lookup_groups": [[], [0], [1]]}, "lookup_groups must"),
     ],
 )
 def test_contradicting_config(changes: dict[str, Any], message: str) -> None:
@@ -220,7 +220,7 @@ def assert_goes_on(core: SchedulerCore, *request_ids: str) -> None:
 @pytest.mark.parametrize("token_id", TOO_LARGE_TOKENS)
 def test_prompt_token_beyond_32_bits(token_id: int) -> None:
     core = build_core()
-    with pytest.raises(OverflowError, match="a token id does not fit into 32 bits"):
+    with pytest.raises(OverflowError, match=f"token id {token_id} does not fit into 32 bits"):
         core.add_request(build_request(prompt=[1, token_id, 2]), 1.0)
     assert_goes_on(core)
 
@@ -230,7 +230,7 @@ def test_sampled_token_beyond_32_bits(token_id: int) -> None:
     core = build_core()
     core.add_request(build_request(), 1.0)
     scheduled = core.schedule(False, 2.0)
-    with pytest.raises(OverflowError, match="a token id does not fit into 32 bits"):
+    with pytest.raises(OverflowError, match=f"token id {token_id} does not fit into 32 bits"):
         core.update_from_output(scheduled, runner_output(scheduled, token_id))
     core.check_invariants()
     core.update_from_output(scheduled, runner_output(scheduled))
@@ -283,6 +283,13 @@ def pooling_request() -> Request:
     )
 
 
+def embeds_request(**settings: Any) -> Request:
+    embeds = torch.arange(48, dtype=torch.float32).reshape(12, 4)
+    request = build_request(prompt_embeds=embeds, prompt=list(range(12)), **settings)
+    assert request.num_prompt_tokens == 12
+    return request
+
+
 LORA = LoRARequest("adapter", 1, "/nowhere")
 
 UNSUPPORTED_REQUESTS = {
@@ -290,15 +297,8 @@ UNSUPPORTED_REQUESTS = {
     "a pooling request": pooling_request,
     "a LoRA request": lambda: build_request(lora_request=LORA),
     "a multimodal request": lambda: build_request(mm_features=[image_feature()]),
-    "a request with prompt embeddings": lambda: embeds_request(),
+    "a request with prompt embeddings": embeds_request,
 }
-
-
-def embeds_request(**settings: Any) -> Request:
-    embeds = torch.arange(48, dtype=torch.float32).reshape(12, 4)
-    request = build_request(prompt_embeds=embeds, prompt=list(range(12)), **settings)
-    assert request.num_prompt_tokens == 12
-    return request
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED_REQUESTS)
@@ -785,7 +785,7 @@ def test_hasher_that_cannot_be_built(changes: dict[str, Any], message: str) -> N
 
 @pytest.mark.parametrize("token_id", TOO_LARGE_TOKENS)
 def test_hashing_a_token_beyond_32_bits(token_id: int) -> None:
-    with pytest.raises(OverflowError, match="a token id does not fit into 32 bits"):
+    with pytest.raises(OverflowError, match=f"token id {token_id} does not fit into 32 bits"):
         build_hasher()(build_request(prompt=[1, 2, 3, token_id]))
 
 
@@ -802,9 +802,7 @@ def test_scheduler_takes_over_what_the_hasher_computed(length: int) -> None:
     """Blocks are cached under the same hashes, whoever has computed them."""
     caches = []
     for hasher in (None, build_hasher()):
-        core = build_core(
-            max_model_len=512, max_num_scheduled_tokens=512, max_num_batched_tokens=512
-        )
+        core = build_core(max_model_len=512, num_blocks=301)
         core.add_request(build_request(prompt=[*range(length)], block_hasher=hasher), 1.0)
         run_to_the_end(core)
         caches.append(core.snapshot()["cached_blocks"])

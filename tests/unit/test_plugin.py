@@ -97,7 +97,7 @@ def run_python(code: str, **variables: str) -> str:
     ).stdout
 
 
-def scheduler_config(**fields: object) -> Any:  # noqa: ANN401
+def scheduler_config(**fields: object) -> Any:
     from vllm.config.scheduler import SchedulerConfig
 
     return SchedulerConfig.default_factory(**fields)
