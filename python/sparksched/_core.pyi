@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
-__all__ = ["NativeBlockHasher", "SchedulerCore", "__version__"]
+__all__ = ["NativeBlockHasher", "SchedulerCore", "__version__", "read_prompt"]
 
 __version__: str
 
@@ -42,6 +42,14 @@ class NativeBlockHasher:
             OverflowError: if a token id does not fit into 32 bits.
 
         """
+
+def read_prompt(request: Any) -> None:
+    """Read the tokens of a `Request` ahead of `SchedulerCore.add_request`, which then does not.
+
+    Raises:
+        OverflowError: if a token id does not fit into 32 bits.
+
+    """
 
 @final
 class SchedulerCore:

@@ -9,6 +9,7 @@ others.
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from sparksched import patching
-from sparksched._core import NativeBlockHasher
+from sparksched._core import NativeBlockHasher, read_prompt
 
 if TYPE_CHECKING:
     from sparksched.scheduler import SparkScheduler
@@ -28,9 +29,9 @@ _ENGINE_MODULE = "vllm.v1.engine.core"
 
 
 class _Pending(threading.local):
-    """The scheduler whose engine is being built in this thread."""
+    """The scheduler whose engine is being built in this thread, and has not asked for a hasher."""
 
-    scheduler: "SparkScheduler | None" = None
+    scheduler: "weakref.ref[SparkScheduler] | None" = None
 
 
 _pending = _Pending()
@@ -73,12 +74,18 @@ def native_block_hasher(algorithm: str, block_size: int) -> BlockHasher:
     )
 
 
+def forget_pending_scheduler() -> None:
+    """Forget a scheduler whose engine never asked for a hasher: another one is being built."""
+    _pending.scheduler = None
+
+
 def prepare_engine(scheduler: "SparkScheduler") -> None:
     """Replace the two functions, if an engine is what is building this scheduler."""
     engine = sys.modules.get(_ENGINE_MODULE)
     if engine is None:
         return
-    _pending.scheduler = scheduler
+    if scheduler.vllm_config.cache_config.enable_prefix_caching:
+        _pending.scheduler = weakref.ref(scheduler)
     patching.replace(engine, "get_request_block_hasher", _preferring_native_hasher)
     patching.replace(engine.EngineCore, "preprocess_add_request", _refusing_unsupported_requests)
 
@@ -89,10 +96,12 @@ def _preferring_native_hasher(original: patching.Function) -> patching.Function:
         hash_block_size: int, caching_hash_fn: Callable[[Any], bytes]
     ) -> BlockHasher:
         # The engine asks once, right after it has built its scheduler and in the same thread.
-        scheduler, _pending.scheduler = _pending.scheduler, None
+        pending, _pending.scheduler = _pending.scheduler, None
+        scheduler = None if pending is None else pending()
         if scheduler is not None and scheduler.hash_block_size == hash_block_size:
             algorithm = scheduler.vllm_config.cache_config.prefix_caching_hash_algo
             if get_hash_fn_by_name(algorithm) is caching_hash_fn:
+                scheduler.set_none_hash(kv_cache_utils.NONE_HASH)
                 return native_block_hasher(algorithm, hash_block_size)
         hasher: BlockHasher = original(hash_block_size, caching_hash_fn)
         return hasher
@@ -107,9 +116,12 @@ def _refusing_unsupported_requests(original: patching.Function) -> patching.Func
 
         # The front end has refused it already, unless it runs without the plugin. An error here
         # ends this request alone; one from the scheduler would end the engine.
-        if isinstance(self.scheduler, SparkScheduler):
-            refuse_unsupported_request(request)
-        return original(self, request)
+        if not isinstance(self.scheduler, SparkScheduler):
+            return original(self, request)
+        refuse_unsupported_request(request)
+        preprocessed = original(self, request)
+        read_prompt(preprocessed[0])
+        return preprocessed
 
     return preprocess_add_request
 

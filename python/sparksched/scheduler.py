@@ -55,6 +55,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> SchedulerInterface:
+        engine_hooks.forget_pending_scheduler()
         problem = compat.first_unsupported(
             vllm_config, kv_cache_config, block_size, hash_block_size
         )
@@ -160,10 +161,16 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
 
         """
         if self._needs_none_hash:
-            # vLLM decides it only after the scheduler is built, for some algorithms at random.
-            self._core.set_none_hash(kv_cache_utils.NONE_HASH)
-            self._needs_none_hash = False
+            self.set_none_hash(kv_cache_utils.NONE_HASH)
         self._core.add_request(request, time.monotonic())
+
+    def set_none_hash(self, none_hash: bytes) -> None:
+        """Set what stands in for the parent of each first block: vLLM's `NONE_HASH`.
+
+        vLLM decides it only after the scheduler is built, for some algorithms at random.
+        """
+        self._core.set_none_hash(none_hash)
+        self._needs_none_hash = False
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus

@@ -116,6 +116,8 @@ impl SchedulerConfig {
             looked_up.iter().copied().eq(0..self.groups.len() as u32),
             "lookup_groups must hold each KV cache group once",
         )?;
+        let none_is_empty = self.lookup_groups.iter().all(|ids| !ids.is_empty());
+        check(none_is_empty, "lookup_groups must not hold an empty group")?;
         let kinds_agree = self.lookup_groups.iter().all(|ids| {
             ids.iter().all(|&id| self.groups[id as usize] == self.groups[ids[0] as usize])
         });

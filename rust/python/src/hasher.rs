@@ -9,6 +9,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
+use sparksched_core::block_hash::MAX_HASH_LEN;
 use sparksched_core::{BlockHash, BlockHasher, HashAlgorithm};
 
 use crate::convert;
@@ -31,6 +32,29 @@ const HASHED_PROMPT: &str = "_sparksched_hashed_prompt";
 /// A prompt's tokens and the hashes of its full blocks, until the scheduler takes them over.
 #[pyclass(module = "sparksched._core", frozen)]
 pub(crate) struct HashedPrompt(Mutex<Option<(Vec<i32>, Vec<BlockHash>)>>);
+
+fn leave_prompt(
+    request: &Bound<'_, PyAny>,
+    tokens: Vec<i32>,
+    hashes: Vec<BlockHash>,
+) -> PyResult<()> {
+    let py = request.py();
+    let prompt = HashedPrompt(Mutex::new(Some((tokens, hashes))));
+    request.setattr(intern!(py, HASHED_PROMPT), Bound::new(py, prompt)?)
+}
+
+/// Reads the prompt of a request that had nothing to be hashed, so that an error in it is found
+/// where it concerns this request alone.
+#[pyfunction]
+pub(crate) fn read_prompt(request: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = request.py();
+    if request.hasattr(intern!(py, HASHED_PROMPT))? {
+        return Ok(());
+    }
+    let tokens = request.getattr(intern!(py, "_all_token_ids"))?;
+    let hashes = request.getattr(intern!(py, "block_hashes"))?;
+    leave_prompt(request, convert::token_ids(tokens.cast()?)?, convert::block_hashes(&hashes)?)
+}
 
 /// Takes what the hasher left with a request, if it did and the request has not grown since.
 pub(crate) fn take_hashed_prompt(
@@ -55,6 +79,9 @@ pub(crate) fn new_block_hasher(
 ) -> PyResult<BlockHasher> {
     let algorithm = HashAlgorithm::from_name(algorithm)
         .ok_or_else(|| PyValueError::new_err(format!("unknown hash algorithm {algorithm:?}")))?;
+    if none_hash.len() > MAX_HASH_LEN {
+        return Err(PyValueError::new_err("NONE_HASH is longer than 32 bytes"));
+    }
     BlockHasher::new(algorithm, block_size, none_hash).ok_or_else(|| {
         PyValueError::new_err(format!("blocks of {block_size} tokens can't be hashed"))
     })
@@ -100,8 +127,7 @@ impl NativeBlockHasher {
             py.detach(|| self.hasher.extend_hashes(&tokens, &mut hashes));
         }
         if num_known == 0 {
-            let prompt = HashedPrompt(Mutex::new(Some((tokens, hashes.clone()))));
-            request.setattr(intern!(py, HASHED_PROMPT), Bound::new(py, prompt)?)?;
+            leave_prompt(request, tokens, hashes.clone())?;
         }
         let digest = |hash: &BlockHash| PyBytes::new(py, &hash.0[..self.hasher.digest_len()]);
         Ok(PyList::new(py, hashes[num_known..].iter().map(digest))?.into_any())

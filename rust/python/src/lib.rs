@@ -17,5 +17,6 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<hasher::NativeBlockHasher>()?;
+    module.add_function(wrap_pyfunction!(hasher::read_prompt, module)?)?;
     module.add_class::<scheduler_core::SchedulerCore>()
 }

@@ -53,8 +53,11 @@ impl SchedulerCore {
         include_finished_set: bool,
     ) -> PyResult<Self> {
         let py = config.py();
-        let scheduler = Scheduler::new(scheduler_config(config)?)
-            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let (scheduler, _) = catch_panics(|| {
+            Scheduler::new(scheduler_config(config)?)
+                .map_err(|error| PyValueError::new_err(error.to_string()))
+        });
+        let scheduler = scheduler?;
         Ok(Self {
             scheduler,
             entries: Entries::default(),
@@ -545,16 +548,21 @@ impl SchedulerCore {
         Ok(())
     }
 
-    /// After an internal error the core is not to be trusted, but clients have to be told.
+    /// After an internal error the core is not to be trusted, but clients have to be told. What is
+    /// left has nothing to do and still refuses to go on.
     fn finish_all_when_broken<'py>(
         &mut self,
         status: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
         let py = status.py();
+        self.engine_output_types.statuses.parse(status)?;
         let requests = self.requests.bind(py).values();
         for request in &requests {
             request.setattr(intern!(py, "status"), status)?;
         }
+        self.scheduler = Scheduler::new(self.scheduler.config().clone())
+            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        self.entries = Entries::default();
         self.requests.bind(py).clear();
         self.places.bind(py).clear();
         Ok(requests)
