@@ -11,6 +11,9 @@ use sha2::{Digest, Sha256};
 /// Bytes that a hash takes at most: SHA-256's digest.
 pub const MAX_HASH_LEN: usize = 32;
 
+/// A hash as a table of hashes holds it: an all-zero table of words costs no memory until used.
+pub type HashWords = [u64; MAX_HASH_LEN / 8];
+
 /// The hash of a prefix that ends at a block boundary; shorter digests are padded with zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockHash(pub [u8; MAX_HASH_LEN]);
@@ -24,12 +27,24 @@ impl BlockHash {
         Some(Self(bytes))
     }
 
-    /// Eight of its bytes, evenly distributed already, to find it in a table.
+    /// The same bytes as machine words. The first is evenly distributed and finds it in a table.
     #[must_use]
-    pub fn prefix(&self) -> u64 {
-        let mut prefix = [0; 8];
-        prefix.copy_from_slice(&self.0[..8]);
-        u64::from_le_bytes(prefix)
+    pub fn to_words(&self) -> HashWords {
+        let mut words = HashWords::default();
+        for (word, bytes) in words.iter_mut().zip(self.0.as_chunks().0) {
+            *word = u64::from_le_bytes(*bytes);
+        }
+        words
+    }
+
+    /// The hash with these words.
+    #[must_use]
+    pub fn from_words(words: HashWords) -> Self {
+        let mut hash = Self([0; MAX_HASH_LEN]);
+        for (bytes, word) in hash.0.as_chunks_mut().0.iter_mut().zip(words) {
+            *bytes = word.to_le_bytes();
+        }
+        hash
     }
 }
 

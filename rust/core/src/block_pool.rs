@@ -1,19 +1,20 @@
 //! All KV blocks: who references them, in which order the free ones are handed out, and which
 //! prefix each one caches. Mirrors vLLM's `v1/core/block_pool.py` and `FreeKVCacheBlockQueue`.
 //!
-//! Everything lives in one table, allocated when the pool is built: the free queue and the blocks
-//! that share a hash are lists threaded through it, and the index of the prefix cache holds block
-//! ids only. Left out: KV events, residency metrics, several hashes a block, copy on write.
+//! Everything lives in tables by block id, allocated when the pool is built: the free queue and the
+//! blocks that share a hash are lists threaded through them, and the index of the prefix cache
+//! holds block ids only. Left out: KV events, residency metrics, several hashes a block, copy on write.
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 
-use crate::block_hash::{BlockHash, MAX_HASH_LEN};
+use crate::block_hash::{BlockHash, HashWords};
 use crate::ids::{BlockId, GroupId};
 
 /// Stands for 'no block' in the threaded lists; the pool is smaller than this.
 const NONE: u32 = u32::MAX;
 
+/// Who uses a block.
 #[derive(Clone, Debug)]
 struct Block {
     /// Requests that have this block in a table.
@@ -21,13 +22,59 @@ struct Block {
     /// Neighbours in the free queue; [`NONE`] at its ends and while the block is in use.
     prev_free: u32,
     next_free: u32,
+}
+
+/// What blocks cache, a column a property. All of it begins as zeros, so that the operating system
+/// provides its memory only as blocks come to be cached: a large pool is there at once.
+#[derive(Clone, Debug)]
+struct Contents {
+    /// Tokens of the prefix that the hash stands for; 0 while the block is not cached, and then
+    /// the other columns mean nothing.
+    num_tokens: Vec<u32>,
+    hash: Vec<HashWords>,
+    group: Vec<u32>,
     /// Neighbours among the blocks with the same hash, as a ring: a lone block is its own.
-    prev_same: u32,
-    next_same: u32,
-    /// Tokens of the prefix that the hash stands for; 0 while the block is not cached.
-    hash_num_tokens: u32,
-    group: GroupId,
-    hash: BlockHash,
+    prev_same: Vec<u32>,
+    next_same: Vec<u32>,
+}
+
+impl Contents {
+    fn new(num_blocks: usize) -> Self {
+        Self {
+            num_tokens: vec![0; num_blocks],
+            hash: vec![HashWords::default(); num_blocks],
+            group: vec![0; num_blocks],
+            prev_same: vec![0; num_blocks],
+            next_same: vec![0; num_blocks],
+        }
+    }
+
+    fn is_cached(&self, id: u32) -> bool {
+        self.num_tokens[id as usize] > 0
+    }
+
+    fn is_keyed(&self, id: u32, hash: &BlockHash, group: GroupId) -> bool {
+        self.group[id as usize] == group.0 && self.hash[id as usize] == hash.to_words()
+    }
+
+    fn key(&self, id: u32) -> (BlockHash, GroupId) {
+        (BlockHash::from_words(self.hash[id as usize]), GroupId(self.group[id as usize]))
+    }
+
+    /// Adds a block at the end of the ring that begins with `first`, which may be itself.
+    fn link_same(&mut self, first: u32, id: u32) {
+        let last = if first == id { id } else { self.prev_same[first as usize] };
+        self.prev_same[id as usize] = last;
+        self.next_same[id as usize] = first;
+        self.next_same[last as usize] = id;
+        self.prev_same[first as usize] = id;
+    }
+
+    fn unlink_same(&mut self, id: u32) {
+        let (prev, next) = (self.prev_same[id as usize], self.next_same[id as usize]);
+        self.next_same[prev as usize] = next;
+        self.prev_same[next as usize] = prev;
+    }
 }
 
 /// The pool. A block is *free* while nobody references it, and stays *cached* until it is handed
@@ -35,6 +82,7 @@ struct Block {
 #[derive(Clone, Debug)]
 pub struct BlockPool {
     blocks: Vec<Block>,
+    contents: Contents,
     free_head: u32,
     free_tail: u32,
     num_free: u32,
@@ -58,14 +106,10 @@ impl BlockPool {
             ref_cnt: 0,
             prev_free: if id == 0 { NONE } else { neighbour(id - 1) },
             next_free: if id == 0 { NONE } else { neighbour(id + 1) },
-            prev_same: NONE,
-            next_same: NONE,
-            hash_num_tokens: 0,
-            group: GroupId(0),
-            hash: BlockHash([0; MAX_HASH_LEN]),
         });
         Self {
             blocks: blocks.collect(),
+            contents: Contents::new(num_blocks as usize),
             free_head: neighbour(1),
             free_tail: neighbour(num_blocks - 1),
             num_free: num_blocks - 1,
@@ -102,7 +146,7 @@ impl BlockPool {
     /// Tokens of the prefix that the block is cached for, or 0.
     #[must_use]
     pub fn hash_num_tokens(&self, id: BlockId) -> u32 {
-        self.blocks[id.index()].hash_num_tokens
+        self.contents.num_tokens[id.index()]
     }
 
     /// Whether allocating the block to one more request takes it out of the free queue.
@@ -114,10 +158,8 @@ impl BlockPool {
     /// The block that was cached first for this prefix in this group.
     #[must_use]
     pub fn find_cached(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
-        let blocks = &self.blocks;
-        self.cached
-            .find(table_hash(hash, group), |&id| is_keyed(&blocks[id as usize], hash, group))
-            .map(|&id| BlockId(id))
+        let is_it = |&id: &u32| self.contents.is_keyed(id, hash, group);
+        self.cached.find(table_hash(hash, group), is_it).map(|&id| BlockId(id))
     }
 
     /// Hands out `count` free blocks, oldest first, and appends them to `table`. What they cached
@@ -160,7 +202,7 @@ impl BlockPool {
             if block.ref_cnt > 0 {
                 continue;
             }
-            if block.hash_num_tokens == 0 || !self.enable_caching {
+            if !self.enable_caching || !self.contents.is_cached(id.0) {
                 self.link_free_after(insert_after, id.0);
                 insert_after = id.0;
             } else {
@@ -172,28 +214,25 @@ impl BlockPool {
     /// Makes a full block findable as the end of a prefix of `num_tokens` tokens.
     pub fn cache(&mut self, id: BlockId, hash: &BlockHash, group: GroupId, num_tokens: u32) {
         debug_assert!(!id.is_null() && num_tokens > 0);
-        let block = &mut self.blocks[id.index()];
-        debug_assert_eq!(block.hash_num_tokens, 0, "block {} is cached already", id.0);
-        block.hash = *hash;
-        block.group = group;
-        block.hash_num_tokens = num_tokens;
+        debug_assert!(!self.contents.is_cached(id.0), "block {} is cached already", id.0);
+        self.contents.hash[id.index()] = hash.to_words();
+        self.contents.group[id.index()] = group.0;
+        self.contents.num_tokens[id.index()] = num_tokens;
 
-        let blocks = &self.blocks;
+        let contents = &self.contents;
         let entry = self.cached.entry(
             table_hash(hash, group),
-            |&other| is_keyed(&blocks[other as usize], hash, group),
-            |&other| key_of(&blocks[other as usize]),
+            |&other| contents.is_keyed(other, hash, group),
+            |&other| {
+                let (hash, group) = contents.key(other);
+                table_hash(&hash, group)
+            },
         );
-        match entry {
-            Entry::Vacant(vacant) => {
-                vacant.insert(id.0);
-                self.link_same(id.0, id.0);
-            }
-            Entry::Occupied(occupied) => {
-                let first = *occupied.get();
-                self.link_same(first, id.0);
-            }
-        }
+        let first = match entry {
+            Entry::Vacant(vacant) => *vacant.insert(id.0).get(),
+            Entry::Occupied(occupied) => *occupied.get(),
+        };
+        self.contents.link_same(first, id.0);
     }
 
     /// Forgets all that is cached, if every block is free. Returns whether it was.
@@ -202,11 +241,7 @@ impl BlockPool {
             return false;
         }
         self.cached.clear();
-        for block in &mut self.blocks {
-            block.hash_num_tokens = 0;
-            block.prev_same = NONE;
-            block.next_same = NONE;
-        }
+        self.contents.num_tokens.fill(0);
         true
     }
 
@@ -221,32 +256,31 @@ impl BlockPool {
     }
 
     /// Every cached block with its hash and group, by ascending id.
-    pub fn cached_blocks(&self) -> impl Iterator<Item = (BlockId, &BlockHash, GroupId)> {
-        let cached = self.blocks.iter().enumerate().filter(|(_, block)| block.hash_num_tokens > 0);
-        cached.map(|(id, block)| (BlockId(id as u32), &block.hash, block.group))
+    pub fn cached_blocks(&self) -> impl Iterator<Item = (BlockId, BlockHash, GroupId)> {
+        let cached = (0..self.num_blocks()).filter(|&id| self.contents.is_cached(id));
+        cached.map(|id| {
+            let (hash, group) = self.contents.key(id);
+            (BlockId(id), hash, group)
+        })
     }
 
     /// Removes the block from the prefix cache, if it is there.
     fn evict(&mut self, id: u32) {
-        let block = &self.blocks[id as usize];
-        if block.hash_num_tokens == 0 {
+        if !self.contents.is_cached(id) {
             return;
         }
-        let (hash, group, next) = (block.hash, block.group, block.next_same);
-        let blocks = &self.blocks;
-        let entry = self
-            .cached
-            .find_entry(table_hash(&hash, group), |&other| {
-                is_keyed(&blocks[other as usize], &hash, group)
-            })
-            .expect("a cached block is in the index");
+        let (hash, group) = self.contents.key(id);
+        let next = self.contents.next_same[id as usize];
+        let is_it = |&other: &u32| self.contents.is_keyed(other, &hash, group);
+        let entry = self.cached.find_entry(table_hash(&hash, group), is_it);
+        let entry = entry.expect("a cached block is in the index");
         if next == id {
             entry.remove();
         } else if *entry.get() == id {
             *entry.into_mut() = next;
         }
-        self.unlink_same(id);
-        self.blocks[id as usize].hash_num_tokens = 0;
+        self.contents.unlink_same(id);
+        self.contents.num_tokens[id as usize] = 0;
     }
 
     fn unlink_free(&mut self, id: u32) {
@@ -279,23 +313,6 @@ impl BlockPool {
         self.num_free += 1;
     }
 
-    /// Adds a block at the end of the ring that begins with `first`, which may be itself.
-    fn link_same(&mut self, first: u32, id: u32) {
-        let last = if first == id { id } else { self.blocks[first as usize].prev_same };
-        self.blocks[id as usize].prev_same = last;
-        self.blocks[id as usize].next_same = first;
-        self.blocks[last as usize].next_same = id;
-        self.blocks[first as usize].prev_same = id;
-    }
-
-    fn unlink_same(&mut self, id: u32) {
-        let Block { prev_same, next_same, .. } = self.blocks[id as usize];
-        self.blocks[prev_same as usize].next_same = next_same;
-        self.blocks[next_same as usize].prev_same = prev_same;
-        let block = &mut self.blocks[id as usize];
-        (block.prev_same, block.next_same) = (NONE, NONE);
-    }
-
     /// Walks everything and panics at the first contradiction. For tests.
     ///
     /// # Panics
@@ -320,11 +337,11 @@ impl BlockPool {
         for &first in &self.cached {
             let mut id = first;
             loop {
-                let block = &self.blocks[id as usize];
-                assert!(block.hash_num_tokens > 0, "block {id} is indexed but not cached");
-                assert_eq!(self.blocks[block.next_same as usize].prev_same, id);
+                assert!(self.contents.is_cached(id), "block {id} is indexed but not cached");
+                let next = self.contents.next_same[id as usize];
+                assert_eq!(self.contents.prev_same[next as usize], id);
                 num_indexed += 1;
-                id = block.next_same;
+                id = next;
                 if id == first {
                     break;
                 }
@@ -334,16 +351,8 @@ impl BlockPool {
     }
 }
 
-fn is_keyed(block: &Block, hash: &BlockHash, group: GroupId) -> bool {
-    block.group == group && block.hash == *hash
-}
-
-fn key_of(block: &Block) -> u64 {
-    table_hash(&block.hash, block.group)
-}
-
 /// A block hash is evenly distributed already; the group only has to move it elsewhere.
 fn table_hash(hash: &BlockHash, group: GroupId) -> u64 {
     const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
-    hash.prefix() ^ u64::from(group.0).wrapping_mul(SPREAD)
+    hash.to_words()[0] ^ u64::from(group.0).wrapping_mul(SPREAD)
 }

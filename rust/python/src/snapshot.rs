@@ -24,7 +24,7 @@ pub(crate) fn snapshot<'py>(
     }
     let cached_blocks = PyDict::new(py);
     for (block, hash, group) in pool.cached_blocks() {
-        cached_blocks.set_item(block.0, block_hash_with_group_id(hash, digest_len, group))?;
+        cached_blocks.set_item(block.0, block_hash_with_group_id(&hash, digest_len, group))?;
     }
     let running: Vec<_> = scheduler.running().iter().map(|&index| id(index)).collect();
     let waiting: Vec<_> = scheduler.waiting().in_order().map(id).collect();
