@@ -55,8 +55,8 @@ def read_prompt(request: Any) -> None:
 class SchedulerCore:
     """The scheduler's state in Rust. `sparksched.scheduler.SparkScheduler` is its public face.
 
-    Times are seconds of `time.monotonic`. After an internal error every method that changes state
-    raises RuntimeError, but for `finish_requests(None, status)`.
+    Times are seconds of `time.monotonic`. After an internal error the methods that schedule, add or
+    end requests raise RuntimeError, but for `finish_requests(None, status)`.
     """
 
     def __new__(
@@ -97,8 +97,8 @@ class SchedulerCore:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take in a step's `ModelRunnerOutput`; return `EngineCoreOutputs` by client."""
 
-    def finish_requests(self, request_ids: str | Iterable[str] | None, status: Any) -> list[Any]:
-        """End requests with a finished `RequestStatus`; return the `Request` objects."""
+    def finish_requests(self, request_ids: Iterable[str] | None, status: Any) -> list[Any]:
+        """End requests with a finished `RequestStatus`, in this order; return the `Request`s."""
 
     def preempt_running(self, now: float) -> None:
         """Take the blocks of all running requests away and queue them again."""

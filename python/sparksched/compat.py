@@ -8,7 +8,7 @@ vLLM's modules are imported only inside the functions that look at them.
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -177,8 +177,7 @@ _ATTENTION_SPEC: Final = _any(
 _PREFIX_CACHE_STATS: Final = {"reset": False, "requests": 0, "queries": 0, "hits": 0}
 
 # Fields in their order, with their defaults where sparksched relies on them: it builds
-# these structures by position, leaves defaulted fields out, and writes array-like messages
-# that end before their trailing defaults.
+# these structures by position and leaves trailing fields at their defaults.
 _STRUCTURES: Final[Mapping[str, _Shape]] = {
     "vllm.v1.core.sched.output.SchedulerOutput": {
         **_required(
@@ -514,6 +513,8 @@ DIFFUSION: Final = Unsupported(
     "diffusion", "diffusion language models decode a canvas, not one token after the other"
 )
 
+_TOO_MANY: Final = 2**31
+
 _CONFIG_RULES: Final = (
     _Rule(
         "running without a model configuration",
@@ -701,6 +702,20 @@ _CONFIG_RULES: Final = (
             not in ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
         ),
     ),
+    _Rule(
+        "a limit of 2^31 or more",
+        "the Rust core counts tokens and requests in 32 bits",
+        lambda config: any(
+            limit is not None and limit >= _TOO_MANY
+            for limit in (
+                config.model_config.max_model_len,
+                config.scheduler_config.max_num_batched_tokens,
+                config.scheduler_config.max_num_scheduled_tokens,
+                config.scheduler_config.max_num_seqs,
+                config.cache_config.prefix_cache_retention_interval,
+            )
+        ),
+    ),
 )
 
 # The settings that are known: each is supported as it is, checked by a rule above, seen in
@@ -823,7 +838,24 @@ _KV_CACHE_RULES: Final = (
         "a KV cache of mixed precision needs it, and only vLLM's own scheduler asks for it",
         lambda kv_cache: kv_cache.needs_kv_cache_zeroing,
     ),
+    _Rule(
+        "this prefix cache retention interval",
+        "vLLM takes 0 and, for models with sliding-window attention, multiples of the block size",
+        lambda kv_cache: _is_refused_by_vllm(
+            kv_cache.prefix_cache_retention_interval, kv_cache.kv_cache_groups
+        ),
+    ),
 )
+
+
+def _is_refused_by_vllm(interval: int | None, groups: "Sequence[KVCacheGroupSpec]") -> bool:
+    """Whether vLLM's own scheduler would not start: then it is the one to say so."""
+    specs = [group.kv_cache_spec for group in groups]
+    has_window = any(type(spec).__name__ == "SlidingWindowSpec" for spec in specs)
+    if not interval:
+        return False
+    return not has_window or any(interval % spec.block_size != 0 for spec in specs)
+
 
 _GROUP_RULES: Final = (
     _Rule(
@@ -855,6 +887,14 @@ _GROUP_RULES: Final = (
         "a sliding window with retained tokens",
         "speculative decoding is not supported",
         lambda group: getattr(group.kv_cache_spec, "extra_retained_tokens", 0) != 0,
+    ),
+    _Rule(
+        "this sliding window",
+        "a window has at least one token, and fewer than 2^31",
+        lambda group: (
+            group.kv_cache_spec.sliding_window is not None
+            and not 1 <= group.kv_cache_spec.sliding_window < _TOO_MANY
+        ),
     ),
 )
 

@@ -134,6 +134,7 @@ def refuse_unsupported_request(request: Any) -> None:
         "a pooling request": request.pooling_params is not None,
         "a LoRA request": request.lora_request is not None,
         "a multimodal request": bool(request.mm_features),
+        "a request without a prompt": not request.prompt_token_ids,
     }
     for kind, applies in kinds.items():
         if applies:

@@ -13,6 +13,11 @@ _KNOWN_SCHEDULERS = (_VLLM, _SPARKSCHED)
 _SWITCH_VALUES = {"0": False, "false": False, "1": True, "true": True}
 
 
+def is_set() -> bool:
+    """Whether `VLLM_SCHEDULER` is in the environment, with whatever value."""
+    return SCHEDULER in os.environ
+
+
 def is_selected() -> bool:
     """Whether `VLLM_SCHEDULER` asks for sparksched; unset and empty mean vLLM's own."""
     value = os.environ.get(SCHEDULER) or _VLLM

@@ -26,12 +26,13 @@ _SPARK_SCHEDULER = "sparksched.scheduler.SparkScheduler"
 _DIFFUSION_SCHEDULERS = "vllm.v1.core.sched.diffusion_scheduler."
 _INPUT_PROCESSOR_MODULE = "vllm.v1.engine.input_processor"
 
-# Set on each function that sparksched has put in the place of one of vLLM's.
-
 
 def register() -> None:
     """Make vLLM use sparksched if `VLLM_SCHEDULER` asks for it; else do nothing."""
     if not environment.is_selected():
+        # `VLLM_SCHEDULER=vllm` is a way to say off, not an unknown variable.
+        if environment.is_set() and "vllm.envs" in sys.modules:
+            _declare_environment_variable()
         return
     environment.is_strict()  # a mistyped value is reported here, not when it is needed
     _load_extension()

@@ -5,7 +5,7 @@ vLLM's `v1/core/sched/scheduler.py` and `async_scheduler.py`, both in one class.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,8 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
 
     Raises:
         RuntimeError: from the constructor, for such a configuration with `SPARKSCHED_STRICT=1`;
-            from any method, after an internal error, but for `finish_requests(None, ...)`.
+            after an internal error, from each method that schedules, adds or ends requests, but
+            for `finish_requests(None, ...)`.
 
     """
 
@@ -96,14 +97,14 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         self.ec_connector = None
         self.kv_cache_manager = KVCacheManagerView.of(kv_cache_config)
 
-        self._hash_first_block = engine_hooks.first_block_hasher(
-            vllm_config.cache_config.prefix_caching_hash_algo, block_size
-        )
         config = core_config(vllm_config, kv_cache_config, block_size, log_stats)
         self._core = SchedulerCore(
             config,
-            accept_tokens=self._accept_tokens,
-            hash_first_block=self._hash_first_block,
+            # Functions that don't know this object: the core would keep it alive.
+            accept_tokens=token_acceptor(structured_output_manager),
+            hash_first_block=engine_hooks.first_block_hasher(
+                vllm_config.cache_config.prefix_caching_hash_algo, block_size
+            ),
             include_finished_set=include_finished_set,
         )
         self._needs_none_hash = vllm_config.cache_config.enable_prefix_caching
@@ -178,6 +179,11 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         """End requests from outside, all of them for None. Returns those that were not yet."""
         if not RequestStatus.is_finished(finished_status):
             raise ValueError(f"requests can't be finished with the status {finished_status}")
+        if isinstance(request_ids, str):
+            request_ids = (request_ids,)
+        elif request_ids is not None:
+            # As vLLM: the set's order decides which blocks are free first.
+            request_ids = set(request_ids)
         return self._core.finish_requests(request_ids, finished_status)
 
     def get_num_unfinished_requests(self) -> int:
@@ -216,16 +222,6 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         )
         num_acceptable_drafts = [0] * len(request_ids)
         return GrammarOutput(request_ids, bitmask, num_acceptable_drafts)
-
-    def _accept_tokens(self, request: Request, token_ids: list[int]) -> bool:
-        accepted: bool = self.structured_output_manager.accept_tokens(request, token_ids)
-        if not accepted:
-            logger.error(
-                "The grammar of request %s rejects the sampled tokens %s: ending it with an error.",
-                request.request_id,
-                token_ids,
-            )
-        return accepted
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Refuse: speculative decoding runs on vLLM's own scheduler."""
@@ -295,6 +291,22 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         Takes time and memory in proportion to the number of blocks.
         """
         return self._core.snapshot()
+
+
+def token_acceptor(manager: StructuredOutputManager) -> Callable[[Request, list[int]], bool]:
+    """Return a function that advances a request's grammar, or logs that it rejects the tokens."""
+
+    def accept_tokens(request: Request, token_ids: list[int]) -> bool:
+        accepted: bool = manager.accept_tokens(request, token_ids)
+        if not accepted:
+            logger.error(
+                "The grammar of request %s rejects the sampled tokens %s: ending it with an error.",
+                request.request_id,
+                token_ids,
+            )
+        return accepted
+
+    return accept_tokens
 
 
 def core_config(

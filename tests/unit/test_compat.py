@@ -288,6 +288,7 @@ REFUSED = [
     ("multi-head latent attention", {"model_config.use_mla": True}),
     ("this scheduling policy", {"scheduler_config.policy": "shortest-first"}),
     ("this prefix caching hash", {"cache_config.prefix_caching_hash_algo": "crc32"}),
+    ("a limit of 2^31 or more", {"scheduler_config.max_num_scheduled_tokens": 2**31}),
 ]
 
 
@@ -452,6 +453,15 @@ REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
         lambda: kv_cache(group(full_attention(), host_resident=True)),
     ),
     ("a KV cache group with a special role", special_role),
+    ("this sliding window", lambda: kv_cache(group(sliding_window(sliding_window=0)))),
+    (
+        "this prefix cache retention interval",  # vLLM refuses to start
+        lambda: kv_cache(group(full_attention()), prefix_cache_retention_interval=64),
+    ),
+    (
+        "this prefix cache retention interval",
+        lambda: kv_cache(group(sliding_window()), prefix_cache_retention_interval=17),
+    ),
     (
         "a KV cache group of a draft model",
         lambda: kv_cache(group(full_attention(), is_eagle_group=True)),

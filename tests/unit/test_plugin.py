@@ -163,6 +163,17 @@ def test_mistyped_strict_is_reported_by_register(
 # ----------------------------------------------------------------------------------------
 
 
+def test_saying_off_is_no_unknown_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.envs
+
+    monkeypatch.setattr(vllm.envs, "environment_variables", dict(vllm.envs.environment_variables))
+    monkeypatch.setattr(vllm.envs, "compile_factors", vllm.envs.compile_factors)
+    monkeypatch.setenv("VLLM_SCHEDULER", "vllm")
+    plugin.register()
+    assert "VLLM_SCHEDULER" in vllm.envs.environment_variables
+    assert "VLLM_SCHEDULER" not in vllm.envs.compile_factors()
+
+
 @pytest.mark.parametrize("value", ["", "vllm"])
 def test_unselected_imports_nothing(value: str) -> None:
     run_python(

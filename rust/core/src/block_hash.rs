@@ -130,10 +130,13 @@ impl BlockHasher {
         fits.then(|| Self { algorithm, block_size, none_hash: none_hash.into() })
     }
 
-    /// The same with another `none_hash`, or `None` if that is longer than a digest can be.
-    #[must_use]
-    pub fn with_none_hash(&self, none_hash: &[u8]) -> Option<Self> {
-        Self::new(self.algorithm, self.block_size as u32, none_hash)
+    /// Replaces `none_hash`. Returns whether it can be: it must not be longer than a digest.
+    pub fn set_none_hash(&mut self, none_hash: &[u8]) -> bool {
+        let is_valid = none_hash.len() <= MAX_HASH_LEN;
+        if is_valid {
+            self.none_hash = none_hash.into();
+        }
+        is_valid
     }
 
     /// Tokens a block.

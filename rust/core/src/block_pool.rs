@@ -113,7 +113,7 @@ impl BlockPool {
             free_head: neighbour(1),
             free_tail: neighbour(num_blocks - 1),
             num_free: num_blocks - 1,
-            cached: HashTable::new(),
+            cached: HashTable::with_capacity(if enable_caching { num_blocks as usize } else { 0 }),
             enable_caching,
         }
     }

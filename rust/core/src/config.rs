@@ -110,6 +110,14 @@ impl SchedulerConfig {
             self.retention_interval.is_none_or(|interval| interval % self.block_size == 0),
             "retention_interval must be a multiple of block_size",
         )?;
+        let window_of = |group: &KvCacheGroupConfig| match *group {
+            KvCacheGroupConfig::FullAttention => None,
+            KvCacheGroupConfig::SlidingWindow { window, .. } => Some(window),
+        };
+        check(
+            self.groups.iter().filter_map(window_of).all(|window| window >= 1),
+            "a sliding window holds at least the current token",
+        )?;
         let mut looked_up: Vec<u32> = self.lookup_groups.iter().flatten().copied().collect();
         looked_up.sort_unstable();
         check(

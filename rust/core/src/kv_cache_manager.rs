@@ -31,8 +31,8 @@ pub enum AllocationFor {
         hit: PrefixHit,
         /// The whole sequence must fit, not only this step's tokens.
         full_sequence_must_fit: bool,
-        /// Blocks that have to stay free.
-        watermark_blocks: u32,
+        /// Others run, and the watermark has to stay free for them.
+        others_run: bool,
     },
 }
 
@@ -78,12 +78,6 @@ impl KvCacheManager {
     #[must_use]
     pub fn pool(&self) -> &BlockPool {
         &self.pool
-    }
-
-    /// Blocks that an admission leaves free while others run.
-    #[must_use]
-    pub fn watermark_blocks(&self) -> u32 {
-        self.watermark_blocks
     }
 
     /// Whether the prefix cache is asked for this request.
@@ -165,8 +159,8 @@ impl KvCacheManager {
     ) -> bool {
         let (hit_tokens, watermark_blocks) = match purpose {
             AllocationFor::Running => (0, 0),
-            AllocationFor::Admission { hit, watermark_blocks, .. } => {
-                (hit.num_tokens, watermark_blocks)
+            AllocationFor::Admission { hit, others_run, .. } => {
+                (hit.num_tokens, if others_run { self.watermark_blocks } else { 0 })
             }
         };
         let has_hit = hit_tokens > 0;
@@ -182,10 +176,8 @@ impl KvCacheManager {
         }
 
         // What steps in flight still read must stay: count only tokens that have been processed.
-        self.remove_skipped_blocks(
-            request,
-            num_computed.saturating_sub(request.num_in_flight_tokens),
-        );
+        let num_processed = (i64::from(num_computed) - request.num_in_flight_tokens).max(0);
+        self.remove_skipped_blocks(request, u32::try_from(num_processed).unwrap_or(u32::MAX));
 
         let num_tokens = (num_computed + num_new_tokens).min(self.max_model_len);
         let required =

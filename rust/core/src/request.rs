@@ -81,9 +81,10 @@ pub struct NewRequest {
     pub tokens: Vec<i32>,
     /// How many of them are the prompt.
     pub num_prompt_tokens: usize,
-    /// Hashes of the full blocks of `tokens`; the rest is computed when caching is on.
+    /// Hashes of the full blocks of `tokens`; what is missing is computed when caching is on.
     pub block_hashes: Vec<BlockHash>,
-    /// The first block carries keys that only [`Hooks::hash_first_block`] can hash.
+    /// The first block carries keys that only [`Hooks::hash_first_block`] can hash; if it is full
+    /// already, its hash has to be there.
     pub has_extra_keys: bool,
     /// Smaller is more urgent.
     pub priority: i128,
@@ -139,10 +140,11 @@ pub struct Request {
     pub(crate) num_computed_tokens: u32,
     /// Output tokens that scheduled steps will bring (asynchronous scheduling).
     pub(crate) num_output_placeholders: u32,
-    /// Tokens of steps whose output has not come back.
-    pub(crate) num_in_flight_tokens: u32,
+    /// Tokens of steps whose output has not come back. Below zero if a step of an ended request
+    /// with the same id comes back.
+    pub(crate) num_in_flight_tokens: i64,
     /// Of these, tokens scheduled before the last preemption.
-    pub(crate) num_stale_output_tokens: u32,
+    pub(crate) num_stale_output_tokens: i64,
     /// What the stale steps bring is thrown away rather than delivered.
     pub(crate) drop_stale_output: bool,
     /// The last step computed a part of the prompt that is not its end.
@@ -251,13 +253,13 @@ impl Request {
 
     /// Tokens of steps whose output has not come back.
     #[must_use]
-    pub fn num_in_flight_tokens(&self) -> u32 {
+    pub fn num_in_flight_tokens(&self) -> i64 {
         self.num_in_flight_tokens
     }
 
     /// Tokens in flight that were scheduled before the last preemption.
     #[must_use]
-    pub fn num_stale_output_tokens(&self) -> u32 {
+    pub fn num_stale_output_tokens(&self) -> i64 {
         self.num_stale_output_tokens
     }
 
@@ -320,27 +322,24 @@ impl Request {
         hooks: &mut H,
     ) -> Result<(), H::Error> {
         self.tokens.push(token);
-        match hasher {
-            Some(hasher) if self.tokens.len().is_multiple_of(hasher.block_size()) => {
-                self.update_block_hashes(index, hasher, hooks)
-            }
-            _ => Ok(()),
+        let Some(hasher) = hasher else { return Ok(()) };
+        if !self.tokens.len().is_multiple_of(hasher.block_size()) {
+            return Ok(());
         }
-    }
-
-    /// Hashes the blocks that are full and not hashed yet.
-    pub(crate) fn update_block_hashes<H: Hooks>(
-        &mut self,
-        index: RequestIndex,
-        hasher: &BlockHasher,
-        hooks: &mut H,
-    ) -> Result<(), H::Error> {
-        let block_size = hasher.block_size();
-        if self.has_extra_keys && self.block_hashes.is_empty() && self.tokens.len() >= block_size {
-            let hash = hooks.hash_first_block(index, &self.tokens[..block_size])?;
-            self.block_hashes.push(hash);
+        if self.has_extra_keys && self.block_hashes.is_empty() {
+            self.block_hashes.push(hooks.hash_first_block(index, &self.tokens)?);
         }
         hasher.extend_hashes(&self.tokens, &mut self.block_hashes);
         Ok(())
+    }
+
+    /// Hashes the blocks of a request that has just arrived, as far as they came without a hash.
+    pub(crate) fn hash_prompt(&mut self, hasher: &BlockHasher) {
+        let needs_hooks = self.has_extra_keys && self.tokens.len() >= hasher.block_size();
+        assert!(
+            !needs_hooks || !self.block_hashes.is_empty(),
+            "a first block with extra keys comes with its hash"
+        );
+        hasher.extend_hashes(&self.tokens, &mut self.block_hashes);
     }
 }

@@ -9,7 +9,6 @@
 //! last and connectors no waiting request holds blocks, so vLLM's second waiting queue does not
 //! exist here.
 
-use crate::block_hash::BlockHasher;
 use crate::config::{ConfigError, Policy, SchedulerConfig};
 use crate::hooks::{GrammarState, Hooks};
 use crate::ids::RequestIndex;
@@ -35,9 +34,8 @@ pub enum PauseState {
 #[derive(Clone, Debug)]
 pub struct Scheduler {
     pub(crate) config: SchedulerConfig,
-    pub(crate) hasher: Option<BlockHasher>,
     pub(crate) kv_cache: KvCacheManager,
-    slots: Vec<Option<Request>>,
+    pub(crate) slots: Vec<Option<Request>>,
     free_slots: Vec<RequestIndex>,
     pub(crate) waiting: RequestQueue,
     pub(crate) running: Vec<RequestIndex>,
@@ -110,7 +108,6 @@ impl Scheduler {
         config.validate()?;
         Ok(Self {
             kv_cache: KvCacheManager::new(&config),
-            hasher: config.hasher.clone(),
             slots: Vec::new(),
             free_slots: Vec::new(),
             waiting: RequestQueue::new(config.policy),
@@ -128,19 +125,15 @@ impl Scheduler {
 
     /// Puts a request into the queue and returns its place.
     ///
-    /// # Errors
-    /// What the hooks fail with, if the request's first block has to be hashed by them.
-    pub fn add_request<H: Hooks>(
-        &mut self,
-        new: NewRequest,
-        now: f64,
-        hooks: &mut H,
-    ) -> Result<RequestIndex, H::Error> {
+    /// # Panics
+    /// If the request has no token, or a full first block with extra keys and no hash.
+    pub fn add_request(&mut self, new: NewRequest, now: f64) -> RequestIndex {
+        assert!(!new.tokens.is_empty(), "a request has at least one token");
         let index = self.free_slots.last().copied();
         let index = index.unwrap_or(RequestIndex(self.slots.len() as u32));
         let mut request = Request::new(new, self.config.groups.len());
-        if let Some(hasher) = &self.hasher {
-            request.update_block_hashes(index, hasher, hooks)?;
+        if let Some(hasher) = &self.config.hasher {
+            request.hash_prompt(hasher);
         }
         if request.status == RequestStatus::WaitingForGrammar {
             request.is_deferred = true;
@@ -155,7 +148,7 @@ impl Scheduler {
         } else {
             self.slots.push(Some(request));
         }
-        Ok(index)
+        index
     }
 
     /// Decides which requests the next step computes, and how many tokens of each.
@@ -301,10 +294,26 @@ impl Scheduler {
         limits: &StepLimits,
         hooks: &mut H,
     ) -> Result<(), H::Error> {
+        let admitted = self.admit_waiting(budget, limits, hooks);
+        // Back to the front, in their order.
+        while let Some(index) = self.passed_over.pop() {
+            let request = self.slots[index.index()].as_ref().expect("waiting requests exist");
+            self.waiting.prepend(index, request);
+        }
+        if !limits.defer_prefills {
+            self.prefill_capacity_bound = self.waiting.len() > self.num_deferred;
+        }
+        admitted
+    }
+
+    fn admit_waiting<H: Hooks>(
+        &mut self,
+        budget: &mut Budget,
+        limits: &StepLimits,
+        hooks: &mut H,
+    ) -> Result<(), H::Error> {
         while !budget.is_spent() && self.pause_state == PauseState::Unpaused {
-            let Some(index) = self.waiting.peek() else {
-                break;
-            };
+            let Some(index) = self.waiting.peek() else { break };
             if self.running.len() >= self.config.max_num_active_reqs {
                 break;
             }
@@ -315,14 +324,6 @@ impl Scheduler {
             if !self.admit(index, budget, limits) {
                 break;
             }
-        }
-        // Back to the front, in their order.
-        while let Some(index) = self.passed_over.pop() {
-            let request = self.slots[index.index()].as_ref().expect("waiting requests exist");
-            self.waiting.prepend(index, request);
-        }
-        if !limits.defer_prefills {
-            self.prefill_capacity_bound = self.waiting.len() > self.num_deferred;
         }
         Ok(())
     }
@@ -367,11 +368,10 @@ impl Scheduler {
         }
         let num_tokens = num_tokens.min(budget.available());
 
-        let others_run = !self.running.is_empty();
         let purpose = AllocationFor::Admission {
             hit,
             full_sequence_must_fit: self.config.reserve_full_isl,
-            watermark_blocks: if others_run { self.kv_cache.watermark_blocks() } else { 0 },
+            others_run: !self.running.is_empty(),
         };
         if !self.kv_cache.allocate_slots(request, num_tokens, purpose) {
             return false;
@@ -442,7 +442,7 @@ impl Scheduler {
             step.total_num_tokens += scheduled.num_tokens;
             request.last_step = self.current_step;
             request.num_computed_tokens += scheduled.num_tokens;
-            request.num_in_flight_tokens += scheduled.num_tokens;
+            request.num_in_flight_tokens += i64::from(scheduled.num_tokens);
             let known = request.num_tokens() as u32 + request.num_output_placeholders;
             request.is_prefill_chunk = request.num_computed_tokens < known;
             if request.is_prefill_chunk {
@@ -546,13 +546,8 @@ impl Scheduler {
     /// Tells what stands in for the parent of a first block, which vLLM decides only after the
     /// scheduler is built. Returns whether it can be.
     pub fn set_none_hash(&mut self, none_hash: &[u8]) -> bool {
-        let Some(hasher) = &self.hasher else {
-            return true;
-        };
-        let hasher = hasher.with_none_hash(none_hash);
-        let is_valid = hasher.is_some();
-        self.hasher = hasher.or(self.hasher.take());
-        is_valid
+        let Some(hasher) = &mut self.config.hasher else { return true };
+        hasher.set_none_hash(none_hash)
     }
 
     /// Whether requests are scheduled.

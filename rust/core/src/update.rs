@@ -112,10 +112,11 @@ impl Scheduler {
         hooks: &mut H,
     ) -> Result<Option<Advance>, H::Error> {
         let (request, _) = self.get_mut(index).expect("looked up by the caller");
-        request.num_in_flight_tokens -= scheduled.num_scheduled_tokens;
+        request.num_in_flight_tokens -= i64::from(scheduled.num_scheduled_tokens);
         let is_stale = request.num_stale_output_tokens > 0;
         if is_stale {
-            request.num_stale_output_tokens -= scheduled.num_scheduled_tokens;
+            request.num_stale_output_tokens -= i64::from(scheduled.num_scheduled_tokens);
+            assert!(request.num_stale_output_tokens >= 0, "more stale output than was in flight");
             if request.drop_stale_output {
                 return Ok(None);
             }
@@ -145,24 +146,18 @@ impl Scheduler {
         if tokens.is_empty() {
             return Ok(advance);
         }
-        let hasher = self.hasher.take();
-        let (async_scheduling, max_model_len) =
-            (self.config.async_scheduling, self.config.max_model_len);
-        let (request, kv_cache) = self.get_mut(index).expect("looked up by the caller");
+        let Self { config, kv_cache, slots, .. } = self;
+        let request = slots[index.index()].as_mut().expect("looked up by the caller");
         let was_running = request.status == RequestStatus::Running;
-        let mut failed = None;
         for &token in tokens {
-            if let Err(error) = request.append_output_token(token, index, hasher.as_ref(), hooks) {
-                failed = Some(error);
-                break;
-            }
+            request.append_output_token(token, index, config.hasher.as_ref(), hooks)?;
             advance.num_new_tokens += 1;
-            advance.stopped = check_stop(request, max_model_len);
+            advance.stopped = check_stop(request, config.max_model_len);
             if advance.stopped {
                 break;
             }
         }
-        if async_scheduling && failed.is_none() {
+        if config.async_scheduling {
             // A preemption has cleared the placeholders of stale tokens already.
             if !is_stale {
                 request.num_output_placeholders -= advance.num_new_tokens as u32;
@@ -172,8 +167,7 @@ impl Scheduler {
                 kv_cache.cache_blocks(request, num_final);
             }
         }
-        self.hasher = hasher;
-        failed.map_or(Ok(advance), Err)
+        Ok(advance)
     }
 
     fn take_output(

@@ -58,7 +58,7 @@ fn new_request(id: usize, tokens: &[i32]) -> NewRequest {
 
 /// Runs one request to its end.
 fn serve(scheduler: &mut Scheduler, id: usize, tokens: &[i32]) {
-    let Ok(index) = scheduler.add_request(new_request(id, tokens), 0.0, &mut NoHooks);
+    let index = scheduler.add_request(new_request(id, tokens), 0.0);
     while scheduler.get(index).is_some() {
         let Ok(step) = scheduler.schedule(false, 0.0, &mut NoHooks);
         let scheduled: Vec<_> = step.scheduled().copied().collect();
@@ -159,7 +159,7 @@ fn a_request_that_does_not_fit_takes_no_blocks() {
     let mut small = config(vec![KvCacheGroupConfig::FullAttention], Some(0));
     small.num_blocks = 4;
     let mut scheduler = Scheduler::new(small).unwrap();
-    let Ok(index) = scheduler.add_request(new_request(0, &[5; 40]), 0.0, &mut NoHooks);
+    let index = scheduler.add_request(new_request(0, &[5; 40]), 0.0);
     let Ok(step) = scheduler.schedule(false, 0.0, &mut NoHooks);
     assert_eq!(step.scheduled().count(), 0, "40 tokens don't fit into 3 blocks of 4");
     assert!(scheduler.request(index).groups()[0].table.is_empty());

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList};
+use pyo3::types::{PyBytes, PyList, PyString};
 use sparksched_core::block_hash::MAX_HASH_LEN;
 use sparksched_core::{BlockHash, BlockHasher, HashAlgorithm};
 
@@ -48,6 +48,8 @@ fn leave_prompt(
 #[pyfunction]
 pub(crate) fn read_prompt(request: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = request.py();
+    // Python's strings may hold what no text has; the core's can't.
+    request.getattr(intern!(py, "request_id"))?.cast::<PyString>()?.to_str()?;
     if request.hasattr(intern!(py, HASHED_PROMPT))? {
         return Ok(());
     }

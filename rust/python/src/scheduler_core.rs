@@ -3,7 +3,7 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PySet, PyString};
+use pyo3::types::{PyDict, PyList, PySet};
 use sparksched_core::{
     PauseState, Request, RequestIndex, RequestOutput, RequestStatus, ScheduledOutput, Scheduler,
 };
@@ -104,7 +104,7 @@ impl SchedulerCore {
 
     fn finish_requests<'py>(
         &mut self,
-        request_ids: &Bound<'py, PyAny>,
+        request_ids: Option<&Bound<'py, PyAny>>,
         status: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
         if self.guard.is_broken() && request_ids.is_none() {
@@ -116,7 +116,8 @@ impl SchedulerCore {
     fn preempt_running(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
         self.guarded(|this| {
             for index in this.scheduler.preempt_running(now) {
-                this.preempted_req_ids.bind(py).add(&this.entries.get(index).id)?;
+                let told = this.preempted_req_ids.bind(py).add(&this.entries.get(index).id);
+                this.or_stop(told)?;
             }
             Ok(())
         })
@@ -128,7 +129,8 @@ impl SchedulerCore {
 
     fn make_stats<'py>(&mut self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let no_cudagraph_stats = py.None();
-        self.take_stats(no_cudagraph_stats.bind(py))
+        let (stats, _) = catch_panics(|| self.take_stats(no_cudagraph_stats.bind(py)));
+        stats
     }
 
     fn has_requests(&self, py: Python<'_>) -> bool {
@@ -152,14 +154,11 @@ impl SchedulerCore {
     }
 
     fn running_requests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let requests = self.scheduler.running().iter().map(|&it| &self.entries.get(it).request);
-        PyList::new(py, requests)
+        self.requests_at(py, self.scheduler.running().iter().copied())
     }
 
     fn waiting_requests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let waiting = self.scheduler.waiting().in_order();
-        let requests: Vec<_> = waiting.map(|it| &self.entries.get(it).request).collect();
-        PyList::new(py, requests)
+        self.requests_at(py, self.scheduler.waiting().in_order())
     }
 
     fn kv_cache_usage(&self) -> f64 {
@@ -204,13 +203,16 @@ impl SchedulerCore {
     }
 
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let requests = PyDict::new(py);
-        for (id, _) in self.requests.bind(py) {
-            let index = self.place(&id)?.expect("each request has a place");
-            let request = self.scheduler.request(index);
-            requests.set_item(id, snapshot::request_snapshot(py, request)?)?;
-        }
-        snapshot::snapshot(py, &self.scheduler, &self.entries, requests)
+        let (snapshot, _) = catch_panics(|| {
+            let requests = PyDict::new(py);
+            for (id, _) in self.requests.bind(py) {
+                let index = self.place(&id)?.expect("each request has a place");
+                let request = self.scheduler.request(index);
+                requests.set_item(id, snapshot::request_snapshot(py, request)?)?;
+            }
+            snapshot::snapshot(py, &self.scheduler, &self.entries, requests)
+        });
+        snapshot
     }
 
     fn check_invariants(&mut self) -> PyResult<()> {
@@ -232,6 +234,19 @@ impl SchedulerCore {
         result
     }
 
+    /// The `Request` objects at these places.
+    fn requests_at<'py>(
+        &self,
+        py: Python<'py>,
+        places: impl Iterator<Item = RequestIndex>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let (requests, _) = catch_panics(|| {
+            let requests: Vec<_> = places.map(|it| &self.entries.get(it).request).collect();
+            PyList::new(py, requests)
+        });
+        requests
+    }
+
     fn place(&self, id: &Bound<'_, PyAny>) -> PyResult<Option<RequestIndex>> {
         let place = self.places.bind(id.py()).get_item(id)?;
         place.map(|place| Ok(RequestIndex(place.extract()?))).transpose()
@@ -251,8 +266,7 @@ impl SchedulerCore {
             let hash = self.callbacks.hash_first_block.bind(py).call1((request,))?;
             new.block_hashes.push(convert::block_hash(&hash)?);
         }
-        let (scheduler, mut hooks) = self.split(py);
-        let index = scheduler.add_request(new, now, &mut hooks)?;
+        let index = self.scheduler.add_request(new, now);
         self.entries.insert(index, entry);
         self.places.bind(py).set_item(&id, index.0)?;
         self.requests.bind(py).set_item(&id, request)
@@ -265,8 +279,13 @@ impl SchedulerCore {
         now: f64,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (scheduler, mut hooks) = self.split(py);
-        let failed = scheduler.schedule(throttle_prefills, now, &mut hooks).err();
-        self.stop_if(failed)?;
+        let decided = scheduler.schedule(throttle_prefills, now, &mut hooks).map(|_| ());
+        self.or_stop(decided)?;
+        let told = self.scheduler_output(py);
+        self.or_stop(told)
+    }
+
+    fn scheduler_output<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         for &index in &self.scheduler.step().preempted {
             self.preempted_req_ids.bind(py).add(&self.entries.get(index).id)?;
         }
@@ -305,12 +324,24 @@ impl SchedulerCore {
         });
         let mut outputs = std::mem::take(&mut self.outputs);
         let (scheduler, mut hooks) = self.split(py);
-        let failed = scheduler.update_from_output(scheduled, &mut hooks, &mut outputs).err();
-        self.stop_if(failed)?;
-
-        let lists = self.output_lists(py, &sampled, &outputs, &rare)?;
-        self.forget_finished(py, &outputs)?;
+        let updated = scheduler.update_from_output(scheduled, &mut hooks, &mut outputs);
+        self.or_stop(updated)?;
+        let told = self.tell(&sampled, &outputs, &rare, model_runner_output);
         self.outputs = outputs;
+        self.or_stop(told)
+    }
+
+    /// Builds what the clients are told of a step that the core has taken in.
+    fn tell<'py>(
+        &mut self,
+        sampled: &[SampledTokens<'py>],
+        outputs: &[RequestOutput],
+        rare: &RareOutputs<'py>,
+        model_runner_output: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let py = model_runner_output.py();
+        let lists = self.output_lists(py, sampled, outputs, rare)?;
+        self.forget_finished(py, outputs)?;
         self.append_grammar_errors(py, &lists)?;
         self.engine_core_outputs(&lists, model_runner_output)
     }
@@ -326,13 +357,12 @@ impl SchedulerCore {
         (&mut self.scheduler, hooks)
     }
 
-    /// A step that a hook has ended in the middle is the last one.
-    fn stop_if(&mut self, failed: Option<PyErr>) -> PyResult<()> {
-        let Some(error) = failed else {
-            return Ok(());
-        };
-        self.guard.note(&error);
-        Err(error)
+    /// An error that leaves the core and what is known of it apart is the last one.
+    fn or_stop<T>(&mut self, result: PyResult<T>) -> PyResult<T> {
+        if let Err(error) = &result {
+            self.guard.note(error);
+        }
+        result
     }
 
     /// Notes NaNs even for requests without an output in this step: a later one will tell them.
@@ -489,24 +519,20 @@ impl SchedulerCore {
 
     fn do_finish_requests<'py>(
         &mut self,
-        request_ids: &Bound<'py, PyAny>,
+        request_ids: Option<&Bound<'py, PyAny>>,
         status: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
         let py = status.py();
         let status = self.engine_output_types.statuses.parse(status)?;
-        let ended = if request_ids.is_none() {
-            self.end_requests(self.requests.clone_ref(py).bind(py), status)?
-        } else if request_ids.is_instance_of::<PyString>() {
-            self.end_requests(PyList::new(py, [request_ids])?.as_any(), status)?
-        } else {
-            // vLLM goes through a set of the ids, and so in the set's order: it decides which
-            // blocks are free first.
-            self.end_requests(&py.get_type::<PySet>().call1((request_ids,))?, status)?
+        let ended = match request_ids {
+            None => self.end_requests(self.requests.clone_ref(py).bind(py), status)?,
+            Some(ids) => self.end_requests(ids, status)?,
         };
         let requests = PyList::empty(py);
         for (index, _) in ended {
-            requests.append(&self.entries.get(index).request)?;
-            self.forget(py, index, status)?;
+            let told = requests.append(&self.entries.get(index).request);
+            let forgotten = told.and_then(|()| self.forget(py, index, status));
+            self.or_stop(forgotten)?;
         }
         Ok(requests)
     }

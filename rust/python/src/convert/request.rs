@@ -15,6 +15,10 @@ pub(crate) fn new_request(request: &Bound<'_, PyAny>) -> PyResult<NewRequest> {
     refuse_unsupported(request)?;
     let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
     let (tokens, block_hashes) = prompt(request)?;
+    if tokens.is_empty() {
+        let id = request.getattr(intern!(py, "request_id"))?;
+        return Err(PyValueError::new_err(format!("request {id} has an empty prompt")));
+    }
     let structured = request.getattr(intern!(py, "structured_output_request"))?;
     Ok(NewRequest {
         id: request.getattr(intern!(py, "request_id"))?.extract::<String>()?.into(),

@@ -55,7 +55,8 @@ pub(crate) fn sampled_tokens<'py>(
     let rows = model_runner_output.getattr(intern!(py, "req_id_to_index"))?;
     let rows = rows.cast::<PyDict>()?;
     let lists = model_runner_output.getattr(intern!(py, "sampled_token_ids"))?;
-    let lists = lists.cast::<PyList>()?;
+    // None or empty: a step that samples nothing.
+    let lists = if lists.is_truthy()? { Some(lists.cast::<PyList>()?) } else { None };
     let scheduled = scheduled.cast::<PyDict>()?;
     let mut sampled = Vec::with_capacity(scheduled.len());
     for (id, num_scheduled_tokens) in scheduled {
@@ -73,7 +74,7 @@ pub(crate) fn sampled_tokens<'py>(
         if is_delivered {
             let row = rows.get_item(&id)?;
             share.row = row.ok_or_else(|| PyKeyError::new_err(id.unbind()))?.extract()?;
-            if !lists.is_empty() {
+            if let Some(lists) = lists {
                 let list = lists.get_item(share.row)?.cast_into::<PyList>()?;
                 extend_token_ids(&list, tokens)?;
                 share.tokens.end = tokens.len();
