@@ -12,8 +12,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.differential.compare import snapshot, stock_snapshot
-from tests.differential.world import (
+from .compare import snapshot, stock_snapshot
+from .world import (
     CANDIDATES,
     World,
     build_world,
