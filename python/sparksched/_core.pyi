@@ -48,6 +48,7 @@ def read_prompt(request: Any) -> None:
 
     Raises:
         OverflowError: if a token id does not fit into 32 bits.
+        ValueError: if there is no token.
 
     """
 

@@ -296,9 +296,9 @@ impl KvCacheManager {
     #[must_use]
     pub fn num_cached_tokens(&self, request: &Request) -> u32 {
         let groups = request.groups.iter().map(|blocks| {
-            let tokens = blocks.table.iter().rev().map(|&id| self.pool.hash_num_tokens(id));
+            let mut tokens = blocks.table.iter().rev().map(|&id| self.pool.hash_num_tokens(id));
             // Positions grow along a table: the last cached block has the longest prefix.
-            tokens.into_iter().find(|&tokens| tokens > 0).unwrap_or(0)
+            tokens.find(|&tokens| tokens > 0).unwrap_or(0)
         });
         groups.min().unwrap_or(0)
     }

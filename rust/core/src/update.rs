@@ -71,7 +71,6 @@ impl Scheduler {
         outputs.clear();
         let mut stopped_running = Vec::new();
         let mut stopped_preempted = Vec::new();
-        let mut ended = Vec::new();
         for (position, scheduled) in scheduled.enumerate() {
             // The request may have been aborted while the step ran.
             let Some(index) = scheduled.index.filter(|&index| self.get(index).is_some()) else {
@@ -88,7 +87,6 @@ impl Scheduler {
             outputs.push(self.take_output(index, position, num_new_tokens));
             if stopped {
                 self.end_blocks(index);
-                ended.push(index);
                 match status_before {
                     RequestStatus::Running => stopped_running.push(index),
                     _ => stopped_preempted.push(index),
@@ -97,7 +95,7 @@ impl Scheduler {
         }
         self.remove_running(&stopped_running);
         self.remove_waiting(&stopped_preempted);
-        for index in ended {
+        for index in stopped_running.into_iter().chain(stopped_preempted) {
             let status = self.request(index).status;
             self.release(index, status);
         }

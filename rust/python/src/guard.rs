@@ -37,21 +37,17 @@ impl Guard {
     }
 }
 
-/// Runs `call` and turns a panic into a `RuntimeError` with its message.
-pub(crate) fn catch_panics<T>(call: impl FnOnce() -> PyResult<T>) -> (PyResult<T>, bool) {
-    match catch_unwind(AssertUnwindSafe(call)) {
-        Ok(result) => (result, false),
-        Err(payload) => {
-            let text = payload
-                .downcast_ref::<String>()
-                .map(String::as_str)
-                .or_else(|| payload.downcast_ref::<&str>().copied())
-                .unwrap_or("no message");
-            let error = PyRuntimeError::new_err(format!(
-                "sparksched found itself in an impossible state: {text}. This is a bug in \
-                 sparksched; VLLM_SCHEDULER=vllm goes on without it"
-            ));
-            (Err(error), true)
-        }
-    }
+/// Runs `call`; a panic becomes the outer error, a `RuntimeError` with its message.
+pub(crate) fn catch_panics<T>(call: impl FnOnce() -> PyResult<T>) -> PyResult<PyResult<T>> {
+    catch_unwind(AssertUnwindSafe(call)).map_err(|payload| {
+        let text = payload
+            .downcast_ref::<String>()
+            .map(String::as_str)
+            .or_else(|| payload.downcast_ref::<&str>().copied())
+            .unwrap_or("no message");
+        PyRuntimeError::new_err(format!(
+            "sparksched found itself in an impossible state: {text}. This is a bug in \
+             sparksched; VLLM_SCHEDULER=vllm goes on without it"
+        ))
+    })
 }

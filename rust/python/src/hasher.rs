@@ -53,9 +53,8 @@ pub(crate) fn read_prompt(request: &Bound<'_, PyAny>) -> PyResult<()> {
     if request.hasattr(intern!(py, HASHED_PROMPT))? {
         return Ok(());
     }
-    let tokens = request.getattr(intern!(py, "_all_token_ids"))?;
-    let hashes = request.getattr(intern!(py, "block_hashes"))?;
-    leave_prompt(request, convert::token_ids(tokens.cast()?)?, convert::block_hashes(&hashes)?)
+    let (tokens, hashes) = convert::prompt(request)?;
+    leave_prompt(request, tokens, hashes)
 }
 
 /// Takes what the hasher left with a request, if it did and the request has not grown since.

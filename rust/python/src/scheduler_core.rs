@@ -53,11 +53,10 @@ impl SchedulerCore {
         include_finished_set: bool,
     ) -> PyResult<Self> {
         let py = config.py();
-        let (scheduler, _) = catch_panics(|| {
+        let scheduler = catch_panics(|| {
             Scheduler::new(scheduler_config(config)?)
                 .map_err(|error| PyValueError::new_err(error.to_string()))
-        });
-        let scheduler = scheduler?;
+        })??;
         Ok(Self {
             scheduler,
             entries: Entries::default(),
@@ -129,8 +128,7 @@ impl SchedulerCore {
 
     fn make_stats<'py>(&mut self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let no_cudagraph_stats = py.None();
-        let (stats, _) = catch_panics(|| self.take_stats(no_cudagraph_stats.bind(py)));
-        stats
+        catch_panics(|| self.take_stats(no_cudagraph_stats.bind(py)))?
     }
 
     fn has_requests(&self, py: Python<'_>) -> bool {
@@ -203,7 +201,7 @@ impl SchedulerCore {
     }
 
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (snapshot, _) = catch_panics(|| {
+        catch_panics(|| {
             let requests = PyDict::new(py);
             for (id, _) in self.requests.bind(py) {
                 let index = self.place(&id)?.expect("each request has a place");
@@ -211,8 +209,7 @@ impl SchedulerCore {
                 requests.set_item(id, snapshot::request_snapshot(py, request)?)?;
             }
             snapshot::snapshot(py, &self.scheduler, &self.entries, requests)
-        });
-        snapshot
+        })?
     }
 
     fn check_invariants(&mut self) -> PyResult<()> {
@@ -227,11 +224,8 @@ impl SchedulerCore {
     /// Runs a call that changes state; if it ends in the middle, no other will follow.
     fn guarded<T>(&mut self, call: impl FnOnce(&mut Self) -> PyResult<T>) -> PyResult<T> {
         self.guard.check()?;
-        let (result, panicked) = catch_panics(|| call(self));
-        if let (Err(error), true) = (&result, panicked) {
-            self.guard.note(error);
-        }
-        result
+        let called = catch_panics(|| call(self));
+        self.or_stop(called)?
     }
 
     /// The `Request` objects at these places.
@@ -240,11 +234,10 @@ impl SchedulerCore {
         py: Python<'py>,
         places: impl Iterator<Item = RequestIndex>,
     ) -> PyResult<Bound<'py, PyList>> {
-        let (requests, _) = catch_panics(|| {
+        catch_panics(|| {
             let requests: Vec<_> = places.map(|it| &self.entries.get(it).request).collect();
             PyList::new(py, requests)
-        });
-        requests
+        })?
     }
 
     fn place(&self, id: &Bound<'_, PyAny>) -> PyResult<Option<RequestIndex>> {

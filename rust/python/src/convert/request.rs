@@ -15,10 +15,6 @@ pub(crate) fn new_request(request: &Bound<'_, PyAny>) -> PyResult<NewRequest> {
     refuse_unsupported(request)?;
     let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
     let (tokens, block_hashes) = prompt(request)?;
-    if tokens.is_empty() {
-        let id = request.getattr(intern!(py, "request_id"))?;
-        return Err(PyValueError::new_err(format!("request {id} has an empty prompt")));
-    }
     let structured = request.getattr(intern!(py, "structured_output_request"))?;
     Ok(NewRequest {
         id: request.getattr(intern!(py, "request_id"))?.extract::<String>()?.into(),
@@ -36,13 +32,17 @@ pub(crate) fn new_request(request: &Bound<'_, PyAny>) -> PyResult<NewRequest> {
     })
 }
 
-/// The request's tokens and the hashes of their blocks that there are.
-fn prompt(request: &Bound<'_, PyAny>) -> PyResult<(Vec<i32>, Vec<BlockHash>)> {
+/// The request's tokens, at least one, and the hashes of their blocks that there are.
+pub(crate) fn prompt(request: &Bound<'_, PyAny>) -> PyResult<(Vec<i32>, Vec<BlockHash>)> {
     let py = request.py();
     let tokens = request.getattr(intern!(py, "_all_token_ids"))?;
     let tokens = tokens.cast::<PyList>()?;
     if let Some(prompt) = hasher::take_hashed_prompt(request, tokens.len())? {
         return Ok(prompt);
+    }
+    if tokens.is_empty() {
+        let id = request.getattr(intern!(py, "request_id"))?;
+        return Err(PyValueError::new_err(format!("request {id} has an empty prompt")));
     }
     let hashes = request.getattr(intern!(py, "block_hashes"))?;
     Ok((token_ids(tokens)?, block_hashes(&hashes)?))
