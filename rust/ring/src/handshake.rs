@@ -1,0 +1,326 @@
+//! How a client gets to an engine's memory: three packets over a Unix socket.
+//!
+//! The engine listens under an abstract name, which vanishes with its process. The client says who
+//! it is; the engine answers with descriptors of the memory, or with a reason why not; the client
+//! says that it has mapped them. Each side knows the other's user from the kernel, and refuses any
+//! but its own.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg,
+    socket_with,
+};
+use rustix::process::{PidfdFlags, geteuid, pidfd_open};
+
+use crate::link::Peer;
+use crate::segment::{LAYOUT_VERSION, SegmentError};
+
+/// Changes with each change of the packets.
+const PROTOCOL_VERSION: u32 = 1;
+const MARK: &[u8; 8] = b"SPRKRING";
+const MAX_PACKET_BYTES: usize = 4096;
+const NUM_DESCRIPTORS: usize = 3;
+/// A peer that is silent for longer in the middle of a handshake is given up.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Why a client and an engine don't get together.
+#[derive(Debug, thiserror::Error)]
+pub enum HandshakeError {
+    /// The system refuses a call.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// The memory is not to be had.
+    #[error(transparent)]
+    Segment(#[from] SegmentError),
+    /// Another user's process is at the other end.
+    #[error("the other process belongs to user {peer}, this one to user {own}")]
+    User {
+        /// Their user id.
+        peer: u32,
+        /// Our user id.
+        own: u32,
+    },
+    /// The other end speaks another version.
+    #[error("the other process runs sparksched {peer}, this one sparksched {own}")]
+    Version {
+        /// Their version.
+        peer: String,
+        /// Our version.
+        own: String,
+    },
+    /// The engine said no.
+    #[error("the engine refuses: {0}")]
+    Refused(String),
+    /// What arrived is no packet of this protocol.
+    #[error("the other process doesn't speak this protocol")]
+    Gibberish,
+}
+
+fn system(what: &'static str) -> impl FnOnce(Errno) -> HandshakeError {
+    move |errno| HandshakeError::System { what, source: errno.into() }
+}
+
+/// What a client says first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Hello {
+    pub(crate) client_index: u32,
+    /// The client's version of sparksched: both sides must be of the same.
+    pub(crate) version: String,
+}
+
+/// What the engine answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Reply {
+    /// Segment, bell page and eventfd come with it.
+    Welcome {
+        ring_bytes: u64,
+    },
+    Refused(String),
+}
+
+fn preamble() -> Vec<u8> {
+    let mut bytes = MARK.to_vec();
+    bytes.extend_from_slice(&PROTOCOL_VERSION.to_le_bytes());
+    bytes.extend_from_slice(&LAYOUT_VERSION.to_le_bytes());
+    bytes
+}
+
+impl Hello {
+    fn encode(&self) -> Vec<u8> {
+        let mut bytes = preamble();
+        bytes.extend_from_slice(&self.client_index.to_le_bytes());
+        bytes.extend_from_slice(self.version.as_bytes());
+        bytes
+    }
+
+    /// Checks the packet and that it comes from the same version as `own_version`.
+    fn decode(bytes: &[u8], own_version: &str) -> Result<Self, HandshakeError> {
+        let rest = bytes.strip_prefix(MARK).ok_or(HandshakeError::Gibberish)?;
+        let (versions, rest) = rest.split_at_checked(8).ok_or(HandshakeError::Gibberish)?;
+        let (client_index, version) = rest.split_first_chunk().ok_or(HandshakeError::Gibberish)?;
+        let version = String::from_utf8_lossy(version).into_owned();
+        if versions != &preamble()[MARK.len()..] || version != own_version {
+            return Err(HandshakeError::Version { peer: version, own: own_version.to_owned() });
+        }
+        Ok(Self { client_index: u32::from_le_bytes(*client_index), version })
+    }
+}
+
+impl Reply {
+    fn encode(&self) -> Vec<u8> {
+        let mut bytes = MARK.to_vec();
+        match self {
+            Self::Welcome { ring_bytes } => {
+                bytes.push(0);
+                bytes.extend_from_slice(&ring_bytes.to_le_bytes());
+            }
+            Self::Refused(reason) => {
+                bytes.push(1);
+                bytes.extend_from_slice(reason.as_bytes());
+            }
+        }
+        bytes.truncate(MAX_PACKET_BYTES);
+        bytes
+    }
+
+    fn decode(bytes: &[u8]) -> Result<Self, HandshakeError> {
+        let rest = bytes.strip_prefix(MARK).ok_or(HandshakeError::Gibberish)?;
+        match rest {
+            [0, ring_bytes @ ..] => {
+                let ring_bytes = ring_bytes.try_into().map_err(|_| HandshakeError::Gibberish)?;
+                Ok(Self::Welcome { ring_bytes: u64::from_le_bytes(ring_bytes) })
+            }
+            [1, reason @ ..] => Ok(Self::Refused(String::from_utf8_lossy(reason).into_owned())),
+            _ => Err(HandshakeError::Gibberish),
+        }
+    }
+}
+
+/// The descriptors that go with a welcome.
+pub(crate) struct Descriptors<Fd> {
+    pub(crate) segment: Fd,
+    pub(crate) bell: Fd,
+    pub(crate) client_event: Fd,
+}
+
+fn seqpacket() -> Result<OwnedFd, HandshakeError> {
+    socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+        .map_err(system("a Unix socket can't be made"))
+}
+
+fn address(name: &str) -> Result<SocketAddrUnix, HandshakeError> {
+    SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(system("the name is too long"))
+}
+
+/// A socket on which clients find the engine under an abstract name.
+pub(crate) fn listen(name: &str) -> Result<OwnedFd, HandshakeError> {
+    let socket = seqpacket()?;
+    rustix::net::bind(&socket, &address(name)?).map_err(system("the name can't be bound"))?;
+    rustix::net::listen(&socket, 128).map_err(system("the socket can't listen"))?;
+    Ok(socket)
+}
+
+/// The peer behind a connected socket, if it is of our user.
+fn identify(socket: OwnedFd) -> Result<Peer, HandshakeError> {
+    let credentials = socket_peercred(&socket).map_err(system("the peer can't be identified"))?;
+    let own = geteuid();
+    if credentials.uid != own {
+        return Err(HandshakeError::User { peer: credentials.uid.as_raw(), own: own.as_raw() });
+    }
+    for timeout in [Timeout::Recv, Timeout::Send] {
+        set_socket_timeout(&socket, timeout, Some(PATIENCE))
+            .map_err(system("a time limit can't be set"))?;
+    }
+    // Without it (before Linux 5.3) the socket alone tells of the peer's end.
+    let pidfd = pidfd_open(credentials.pid, PidfdFlags::empty()).ok();
+    Ok(Peer { socket, pidfd, pid: credentials.pid.as_raw_nonzero().get() })
+}
+
+fn send_packet(
+    socket: BorrowedFd<'_>,
+    packet: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+) -> Result<(), HandshakeError> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(NUM_DESCRIPTORS))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() {
+        ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+    }
+    sendmsg(socket, &[IoSlice::new(packet)], &mut ancillary, SendFlags::NOSIGNAL)
+        .map_err(system("the peer can't be written to"))?;
+    Ok(())
+}
+
+fn receive_packet(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Vec<OwnedFd>), HandshakeError> {
+    let mut packet = vec![0; MAX_PACKET_BYTES];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(NUM_DESCRIPTORS))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let received = recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut packet)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC,
+    )
+    .map_err(system("the peer can't be read from"))?;
+    packet.truncate(received.bytes);
+    let descriptors = ancillary
+        .drain()
+        .flat_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(rights) => rights.collect::<Vec<_>>(),
+            _ => Vec::new(),
+        })
+        .collect();
+    if packet.is_empty() {
+        return Err(system("the peer hung up")(Errno::CONNRESET));
+    }
+    Ok((packet, descriptors))
+}
+
+/// The engine's part up to the hello: who has connected, and what it says.
+pub(crate) fn accept(
+    listener: BorrowedFd<'_>,
+    own_version: &str,
+) -> Result<(Peer, Hello), HandshakeError> {
+    let socket = rustix::net::accept_with(listener, SocketFlags::CLOEXEC)
+        .map_err(system("a client can't be accepted"))?;
+    let peer = identify(socket)?;
+    let (packet, _) = receive_packet(peer.socket.as_fd())?;
+    match Hello::decode(&packet, own_version) {
+        Ok(hello) => Ok((peer, hello)),
+        Err(error) => {
+            refuse(&peer, &error.to_string());
+            Err(error)
+        }
+    }
+}
+
+/// Tells a client why it can't be served.
+pub(crate) fn refuse(peer: &Peer, reason: &str) {
+    // The client may be gone; then there is nobody to tell.
+    let _ = send_packet(peer.socket.as_fd(), &Reply::Refused(reason.to_owned()).encode(), &[]);
+}
+
+/// The engine's part from the welcome on; returns once the client has mapped the memory.
+pub(crate) fn welcome(
+    peer: &Peer,
+    ring_bytes: usize,
+    descriptors: &Descriptors<BorrowedFd<'_>>,
+) -> Result<(), HandshakeError> {
+    let reply = Reply::Welcome { ring_bytes: ring_bytes as u64 }.encode();
+    let Descriptors { segment, bell, client_event } = descriptors;
+    send_packet(peer.socket.as_fd(), &reply, &[*segment, *bell, *client_event])?;
+    crate::points::reach("welcome-sent");
+    let (packet, _) = receive_packet(peer.socket.as_fd())?;
+    if packet == MARK { Ok(()) } else { Err(HandshakeError::Gibberish) }
+}
+
+/// The client's part up to the answer: the engine, the size of its rings, and their memory.
+pub(crate) fn connect(
+    name: &str,
+    hello: &Hello,
+) -> Result<(Peer, u64, Descriptors<OwnedFd>), HandshakeError> {
+    let socket = seqpacket()?;
+    rustix::net::connect(&socket, &address(name)?)
+        .map_err(system("the engine can't be reached"))?;
+    let peer = identify(socket)?;
+    send_packet(peer.socket.as_fd(), &hello.encode(), &[])?;
+    crate::points::reach("hello-sent");
+    let (packet, descriptors) = receive_packet(peer.socket.as_fd())?;
+    let ring_bytes = match Reply::decode(&packet)? {
+        Reply::Welcome { ring_bytes } => ring_bytes,
+        Reply::Refused(reason) => return Err(HandshakeError::Refused(reason)),
+    };
+    let [segment, bell, client_event] = <[OwnedFd; NUM_DESCRIPTORS]>::try_from(descriptors)
+        .map_err(|_| HandshakeError::Gibberish)?;
+    Ok((peer, ring_bytes, Descriptors { segment, bell, client_event }))
+}
+
+/// The client's last word: the memory is mapped.
+pub(crate) fn confirm(peer: &Peer) -> Result<(), HandshakeError> {
+    send_packet(peer.socket.as_fd(), MARK, &[])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hello_survives_the_wire_and_knows_its_version() {
+        let hello = Hello { client_index: 7, version: "1.2.3".to_owned() };
+        assert_eq!(Hello::decode(&hello.encode(), "1.2.3").unwrap(), hello);
+        let error = Hello::decode(&hello.encode(), "1.2.4").unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the other process runs sparksched 1.2.3, this one sparksched 1.2.4"
+        );
+    }
+
+    #[test]
+    fn a_truncated_hello_is_gibberish() {
+        let packet = Hello { client_index: 7, version: String::new() }.encode();
+        for len in 0..packet.len() {
+            let decoded = Hello::decode(&packet[..len], "");
+            assert!(matches!(decoded, Err(HandshakeError::Gibberish)), "{len} bytes");
+        }
+    }
+
+    #[test]
+    fn replies_survive_the_wire() {
+        for reply in [Reply::Welcome { ring_bytes: 1 << 23 }, Reply::Refused("no".to_owned())] {
+            assert_eq!(Reply::decode(&reply.encode()).unwrap(), reply);
+        }
+        assert!(matches!(Reply::decode(b"SPRKRING\x02"), Err(HandshakeError::Gibberish)));
+    }
+}

@@ -1,0 +1,32 @@
+//! Shared-memory byte queues between an API server and an engine on one Linux host.
+//!
+//! From the bottom up: [`ring`] moves bytes, [`bell`] puts a reader to sleep and wakes it,
+//! [`message`] gives the bytes limits and [`outbox`] holds what the ring has no room for. On these,
+//! [`segment`] lays out the memory that two processes share, [`handshake`] passes it from one to the
+//! other, [`link`](mod@link) is one end of it, [`watcher`] learns when the other end has died, and
+//! [`engine`] and [`client`] are what the two processes hold.
+//!
+//! It knows nothing of Python or of what the messages say. All `unsafe` is in [`ring`]
+//! and [`segment`].
+#![cfg(target_os = "linux")]
+
+pub mod bell;
+pub mod message;
+pub mod order;
+pub mod outbox;
+pub mod points;
+pub mod ring;
+mod sync;
+
+#[cfg(not(loom))]
+pub mod client;
+#[cfg(not(loom))]
+pub mod engine;
+#[cfg(not(loom))]
+pub mod handshake;
+#[cfg(not(loom))]
+pub mod link;
+#[cfg(not(loom))]
+pub mod segment;
+#[cfg(not(loom))]
+pub mod watcher;

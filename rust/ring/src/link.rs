@@ -1,0 +1,364 @@
+//! One end of the memory between an engine and a client.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::net::Shutdown;
+use rustix::thread::futex;
+
+use crate::bell::{Alarm, Bell};
+use crate::message::{Message, Reader};
+use crate::outbox::{Outbox, SendError, TakenBack, Ticket};
+use crate::ring::{Consumer, Corrupt, Producer};
+use crate::segment::{BellPage, Segment, Side};
+
+/// Who is at the other end.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    /// Closed by the kernel when the process ends, and shut down by a goodbye.
+    pub(crate) socket: OwnedFd,
+    /// Readable once the process has ended, even if a forked child still holds the socket.
+    pub(crate) pidfd: Option<OwnedFd>,
+    pub(crate) pid: i32,
+}
+
+/// Why a link ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum End {
+    /// The other side said goodbye.
+    #[error("it closed the connection")]
+    Closed,
+    /// The other side ended without a goodbye.
+    #[error("its process died")]
+    Died,
+    /// What the other side wrote makes no sense.
+    #[error("what it sent is damaged: {0}")]
+    Corrupt(Corrupt),
+}
+
+/// What happened on a link.
+#[derive(Debug)]
+pub enum Event {
+    /// A message has arrived.
+    Message(Message),
+    /// The other process hasn't run for this long.
+    Stuck(Duration),
+    /// The other process, which was stuck, runs again.
+    Recovered,
+    /// Nothing more will come. The last event of a link.
+    End(End),
+}
+
+#[derive(Debug)]
+struct Inbox {
+    ring: Consumer,
+    reader: Reader,
+    ended: bool,
+}
+
+/// Wakes a thread that sleeps in [`sleep_on_futex`].
+struct FutexAlarm<'a>(&'a Bell);
+
+impl Alarm for FutexAlarm<'_> {
+    fn sound(&self) {
+        // Can't fail on an address that is mapped.
+        let _ = futex::wake(&self.0.0, futex::Flags::empty(), 1);
+    }
+}
+
+/// Wakes an engine that sleeps on its bell.
+pub(crate) fn ring_engine(bell: &Bell) {
+    bell.ring(&FutexAlarm(bell));
+}
+
+/// Makes an eventfd readable.
+struct EventAlarm<'a>(BorrowedFd<'a>);
+
+impl Alarm for EventAlarm<'_> {
+    fn sound(&self) {
+        // Fails only if the counter is full, and then it is readable already.
+        let _ = rustix::io::write(self.0, &1u64.to_ne_bytes());
+    }
+}
+
+/// Sleeps until the bell is rung or time is up. The bell must say "asleep".
+pub(crate) fn sleep_on_futex(bell: &Bell, timeout: Option<Duration>) {
+    let timeout = timeout.map(|timeout| futex::Timespec {
+        tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
+        tv_nsec: timeout.subsec_nanos().into(),
+    });
+    // Returns at once if the bell was rung meanwhile; early returns are the caller's loop to sort out.
+    let _ = futex::wait(&bell.0, futex::Flags::empty(), crate::bell::ASLEEP, timeout.as_ref());
+}
+
+/// One end of a pair of rings.
+#[derive(Debug)]
+pub struct Link {
+    side: Side,
+    segment: Segment,
+    engine_bell: Arc<BellPage>,
+    client_event: OwnedFd,
+    peer: Peer,
+    inbox: Mutex<Inbox>,
+    outbox: Mutex<Outbox>,
+    notices: Mutex<VecDeque<Event>>,
+    /// The watcher has seen the other side's end.
+    is_peer_gone: AtomicBool,
+    /// How long the other process hasn't run; 0 unless that is too long.
+    stuck_ms: AtomicU64,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic in this crate is a bug that leaves at worst a message half written, which the reader
+    // detects.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Link {
+    /// One side's end of a segment. Each side makes one in the life of a segment.
+    pub(crate) fn new(
+        side: Side,
+        segment: Segment,
+        engine_bell: Arc<BellPage>,
+        client_event: OwnedFd,
+        peer: Peer,
+        max_backlog_bytes: usize,
+    ) -> Self {
+        let (incoming, outgoing) = match side {
+            Side::Engine => (segment.to_engine(), segment.to_client()),
+            Side::Client => (segment.to_client(), segment.to_engine()),
+        };
+        Self {
+            side,
+            inbox: Mutex::new(Inbox {
+                ring: Consumer::new(Arc::new(incoming)),
+                reader: Reader::default(),
+                ended: false,
+            }),
+            outbox: Mutex::new(Outbox::new(Producer::new(Arc::new(outgoing)), max_backlog_bytes)),
+            segment,
+            engine_bell,
+            client_event,
+            peer,
+            notices: Mutex::default(),
+            is_peer_gone: AtomicBool::new(false),
+            stuck_ms: AtomicU64::new(0),
+        }
+    }
+
+    /// The process at the other end.
+    #[must_use]
+    pub fn peer_pid(&self) -> i32 {
+        self.peer.pid
+    }
+
+    /// Bytes of each ring.
+    #[must_use]
+    pub fn ring_bytes(&self) -> usize {
+        self.segment.ring_bytes()
+    }
+
+    pub(crate) fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    /// What becomes readable when the client should look.
+    pub(crate) fn client_event(&self) -> BorrowedFd<'_> {
+        self.client_event.as_fd()
+    }
+
+    pub(crate) fn client_bell(&self) -> &Bell {
+        self.segment.client_bell()
+    }
+
+    fn wake(&self, side: Side) {
+        match side {
+            Side::Engine => ring_engine(self.engine_bell.bell()),
+            Side::Client => self.client_bell().ring(&EventAlarm(self.client_event.as_fd())),
+        }
+    }
+
+    /// Makes this side look at its links.
+    pub(crate) fn wake_self(&self) {
+        self.wake(self.side);
+    }
+
+    fn wake_peer(&self) {
+        self.wake(match self.side {
+            Side::Engine => Side::Client,
+            Side::Client => Side::Engine,
+        });
+    }
+
+    // ------------------------------------------------------------------------------------
+    // Receiving
+    // ------------------------------------------------------------------------------------
+
+    /// What has happened since the last call, at most `max_messages` messages of it. Also sends what
+    /// waits, if the other side has made room.
+    pub fn receive(&self, max_messages: usize) -> Vec<Event> {
+        let mut inbox = lock(&self.inbox);
+        if inbox.ended {
+            return Vec::new();
+        }
+        // Read before the ring: what the other side sent before its end is then seen below.
+        let is_peer_gone = self.is_peer_gone.load(Relaxed);
+        let is_closed = inbox.ring.is_closed();
+        let mut events: Vec<_> = lock(&self.notices).drain(..).collect();
+        let read = self.flush().and_then(|_| inbox.read(max_messages, &mut events));
+        if inbox.ring.release() {
+            self.wake_peer();
+        }
+        let end = match read {
+            Err(corrupt) => Some(End::Corrupt(corrupt)),
+            Ok(true) if is_closed => Some(End::Closed),
+            Ok(true) if is_peer_gone => Some(End::Died),
+            Ok(_) => None,
+        };
+        if let Some(end) = end {
+            inbox.ended = true;
+            self.hang_up();
+            events.push(Event::End(end));
+        }
+        events
+    }
+
+    /// Whether [`Self::receive`] would do anything.
+    pub fn has_events(&self) -> bool {
+        let mut inbox = lock(&self.inbox);
+        // A ring that can't be read has to be reported.
+        !inbox.ended
+            && (inbox.ring.readable() != Ok(0)
+                || inbox.ring.is_closed()
+                || self.is_peer_gone.load(Relaxed)
+                || !lock(&self.notices).is_empty()
+                || lock(&self.outbox).can_go_on())
+    }
+
+    // ------------------------------------------------------------------------------------
+    // Sending
+    // ------------------------------------------------------------------------------------
+
+    /// Sends a message, or keeps it until the ring has room; `regardless` of how many are kept.
+    ///
+    /// # Errors
+    /// [`SendError`]; nothing was sent then.
+    pub fn send(&self, kind: u8, frames: &[&[u8]], regardless: bool) -> Result<Ticket, SendError> {
+        let mut outbox = lock(&self.outbox);
+        let sent = if regardless {
+            outbox.send_regardless(kind, frames)
+        } else {
+            outbox.send(kind, frames)
+        };
+        drop(outbox);
+        self.wake_peer();
+        sent
+    }
+
+    /// Sends what was kept, as far as there is room; returns what [`Self::sent_before`] would.
+    ///
+    /// # Errors
+    /// [`Corrupt::Position`] if the ring is broken.
+    pub fn flush(&self) -> Result<Ticket, Corrupt> {
+        let mut outbox = lock(&self.outbox);
+        if outbox.is_empty() {
+            return Ok(outbox.sent_before());
+        }
+        outbox.flush()?;
+        let sent_before = outbox.sent_before();
+        drop(outbox);
+        self.wake_peer();
+        Ok(sent_before)
+    }
+
+    /// All messages with lower tickets are in the ring, or were taken back.
+    #[must_use]
+    pub fn sent_before(&self) -> Ticket {
+        lock(&self.outbox).sent_before()
+    }
+
+    /// Bytes of messages that are kept because the ring is full.
+    #[must_use]
+    pub fn backlog_bytes(&self) -> usize {
+        lock(&self.outbox).waiting_bytes()
+    }
+
+    /// Takes back the messages that `choose` names and of which nothing is in the ring yet.
+    pub fn take_back(&self, choose: impl Fn(Ticket) -> bool) -> Vec<TakenBack> {
+        lock(&self.outbox).take_back(choose)
+    }
+
+    // ------------------------------------------------------------------------------------
+    // Life and death
+    // ------------------------------------------------------------------------------------
+
+    /// Notes that the other side is gone; the watcher's.
+    pub(crate) fn note_gone(&self) {
+        // Ordered by the bell's fences: whoever falls asleep after this sees it.
+        self.is_peer_gone.store(true, Relaxed);
+        self.wake_self();
+    }
+
+    /// Whether the other side is gone, or has said that it goes.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.is_peer_gone.load(Relaxed)
+    }
+
+    /// How long the other process hasn't run, if that is longer than it may be.
+    #[must_use]
+    pub fn stuck_for(&self) -> Option<Duration> {
+        let stuck_ms = self.stuck_ms.load(Relaxed);
+        (stuck_ms > 0).then(|| Duration::from_millis(stuck_ms))
+    }
+
+    /// Says that this side runs, and notes for how long the other hasn't; the watcher's.
+    pub(crate) fn beat(&self, now_ms: u64, attached_ms: u64, stuck_after_ms: u64) {
+        self.segment.beat(self.side, now_ms);
+        let other = match self.side {
+            Side::Engine => Side::Client,
+            Side::Client => Side::Engine,
+        };
+        let last = self.segment.last_beat(other).clamp(attached_ms.min(now_ms), now_ms);
+        let silent_ms = now_ms - last;
+        let stuck_ms = if silent_ms >= stuck_after_ms { silent_ms.max(1) } else { 0 };
+        let was_stuck = self.stuck_ms.swap(stuck_ms, Relaxed) > 0;
+        let notice = match (was_stuck, stuck_ms > 0) {
+            (false, true) => Event::Stuck(Duration::from_millis(stuck_ms)),
+            (true, false) => Event::Recovered,
+            _ => return,
+        };
+        lock(&self.notices).push_back(notice);
+        self.wake_self();
+    }
+
+    /// Says goodbye. Messages that are kept are dropped, those in the ring can still be read.
+    pub fn close(&self) {
+        lock(&self.outbox).close();
+        self.wake_peer();
+        self.hang_up();
+    }
+
+    /// Lets the other side's watcher know, also if forked children hold the socket.
+    fn hang_up(&self) {
+        // Fails if the other side was faster.
+        let _ = rustix::net::shutdown(&self.peer.socket, Shutdown::Both);
+    }
+}
+
+impl Inbox {
+    /// Reads whole messages; true if none is left.
+    fn read(&mut self, max_messages: usize, events: &mut Vec<Event>) -> Result<bool, Corrupt> {
+        for _ in 0..max_messages {
+            match self.reader.next(&mut self.ring)? {
+                Some(message) => events.push(Event::Message(message)),
+                None => return Ok(true),
+            }
+        }
+        Ok(false)
+    }
+}

@@ -1,0 +1,249 @@
+//! The sending side of a ring: messages go into the ring, and wait here if it has no room.
+
+use std::collections::VecDeque;
+
+use crate::message::{self, Unsendable};
+use crate::points::reach;
+use crate::ring::{Corrupt, Producer};
+
+/// Why a message was not accepted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SendError {
+    /// More is waiting already than is allowed.
+    #[error("the ring is full, and so is the backlog behind it")]
+    Full,
+    /// It could not be sent through an empty ring either.
+    #[error(transparent)]
+    Unsendable(#[from] Unsendable),
+    /// The ring is broken.
+    #[error(transparent)]
+    Corrupt(#[from] Corrupt),
+}
+
+/// Names a message among those of its outbox. Later messages have higher tickets.
+pub type Ticket = u64;
+
+/// A message of which something is still to be written.
+#[derive(Debug)]
+struct Waiting {
+    ticket: Ticket,
+    kind: u8,
+    /// Header and lengths: made when writing begins, because a message that is taken back before
+    /// leaves no gap in the sequence.
+    header: Vec<u8>,
+    frames: Vec<Vec<u8>>,
+    /// How many bytes of header and frames have been written.
+    written: usize,
+}
+
+impl Waiting {
+    fn frame_bytes(&self) -> usize {
+        self.frames.iter().map(Vec::len).sum()
+    }
+
+    fn is_begun(&self) -> bool {
+        !self.header.is_empty()
+    }
+}
+
+/// A message taken back before any of it was written.
+#[derive(Debug, PartialEq, Eq)]
+pub struct TakenBack {
+    /// Its ticket.
+    pub ticket: Ticket,
+    /// Its kind.
+    pub kind: u8,
+    /// Its frames.
+    pub frames: Vec<Vec<u8>>,
+}
+
+/// A producer with a backlog.
+#[derive(Debug)]
+pub struct Outbox {
+    ring: Producer,
+    waiting: VecDeque<Waiting>,
+    /// The frames of `waiting`, written or not.
+    waiting_bytes: usize,
+    max_waiting_bytes: usize,
+    next_ticket: Ticket,
+    next_sequence: u64,
+}
+
+impl Outbox {
+    /// An outbox that accepts messages while fewer than `max_waiting_bytes` wait. A single message
+    /// of any size is accepted while none waits.
+    #[must_use]
+    pub fn new(ring: Producer, max_waiting_bytes: usize) -> Self {
+        Self {
+            ring,
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
+            max_waiting_bytes,
+            next_ticket: 0,
+            next_sequence: 0,
+        }
+    }
+
+    /// Sends a message: into the ring as far as there is room, and the rest as room appears.
+    /// The reader has to be woken after this.
+    ///
+    /// # Errors
+    /// [`SendError`]; the message was not accepted then, not even in part.
+    pub fn send(&mut self, kind: u8, frames: &[&[u8]]) -> Result<Ticket, SendError> {
+        if self.waiting_bytes >= self.max_waiting_bytes {
+            // Perhaps the reader has caught up since the last look.
+            self.flush()?;
+            if self.waiting_bytes >= self.max_waiting_bytes {
+                return Err(SendError::Full);
+            }
+        }
+        self.send_regardless(kind, frames)
+    }
+
+    /// As [`Self::send`], but accepts the message however many wait.
+    ///
+    /// # Errors
+    /// [`SendError`], but never [`SendError::Full`].
+    pub fn send_regardless(&mut self, kind: u8, frames: &[&[u8]]) -> Result<Ticket, SendError> {
+        message::check(frames.iter().map(|frame| frame.len()))?;
+        let ticket = self.next_ticket;
+        if self.waiting.is_empty() {
+            let header = self.next_header(kind, frames.iter().map(|frame| frame.len()));
+            let parts = std::iter::once(&header[..]).chain(frames.iter().copied());
+            let (written, is_whole) = write_parts(&mut self.ring, parts)?;
+            self.ring.publish();
+            if !is_whole {
+                self.keep(Waiting { ticket, kind, header, frames: owned(frames), written });
+                reach("half-written");
+                self.flush()?;
+            }
+        } else {
+            let header = Vec::new();
+            self.keep(Waiting { ticket, kind, header, frames: owned(frames), written: 0 });
+            self.flush()?;
+        }
+        self.next_ticket += 1;
+        Ok(ticket)
+    }
+
+    fn next_header(&mut self, kind: u8, lengths: impl ExactSizeIterator<Item = usize>) -> Vec<u8> {
+        let sequence = self.next_sequence;
+        self.next_sequence += 1;
+        message::header(kind, sequence, lengths)
+    }
+
+    fn keep(&mut self, message: Waiting) {
+        self.waiting_bytes += message.frame_bytes();
+        self.waiting.push_back(message);
+    }
+
+    /// Writes as much of the backlog as there is room for. If some stays, the reader will ask for it
+    /// once it has made room. The reader has to be woken after this.
+    ///
+    /// # Errors
+    /// [`Corrupt::Position`] if the ring is broken.
+    pub fn flush(&mut self) -> Result<(), Corrupt> {
+        while let Some(mut message) = self.waiting.pop_front() {
+            if !message.is_begun() {
+                message.header =
+                    self.next_header(message.kind, message.frames.iter().map(Vec::len));
+            }
+            let parts = std::iter::once(&message.header).chain(&message.frames).map(Vec::as_slice);
+            let (written, is_whole) =
+                write_parts(&mut self.ring, Unwritten { parts, skip: message.written })?;
+            message.written += written;
+            if is_whole {
+                self.waiting_bytes -= message.frame_bytes();
+                continue;
+            }
+            self.waiting.push_front(message);
+            self.ring.publish();
+            if !self.ring.wait_for_space()? {
+                return Ok(());
+            }
+        }
+        self.ring.publish();
+        Ok(())
+    }
+
+    /// All messages with lower tickets are in the ring, or were taken back.
+    #[must_use]
+    pub fn sent_before(&self) -> Ticket {
+        self.waiting.front().map_or(self.next_ticket, |message| message.ticket)
+    }
+
+    /// Whether nothing waits.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// Whether something waits for which there may be room now.
+    pub fn can_go_on(&mut self) -> bool {
+        // A broken ring is found by the flush that follows.
+        !self.waiting.is_empty() && self.ring.has_space() != Ok(false)
+    }
+
+    /// How many bytes of messages are here that are not wholly in the ring.
+    #[must_use]
+    pub fn waiting_bytes(&self) -> usize {
+        self.waiting_bytes
+    }
+
+    /// Takes back the messages that `choose` names and of which nothing has been written yet.
+    pub fn take_back(&mut self, choose: impl Fn(Ticket) -> bool) -> Vec<TakenBack> {
+        let (taken, kept) = std::mem::take(&mut self.waiting)
+            .into_iter()
+            .partition::<Vec<_>, _>(|message| !message.is_begun() && choose(message.ticket));
+        self.waiting = kept.into();
+        self.waiting_bytes = self.waiting.iter().map(Waiting::frame_bytes).sum();
+        taken
+            .into_iter()
+            .map(|Waiting { ticket, kind, frames, .. }| TakenBack { ticket, kind, frames })
+            .collect()
+    }
+
+    /// Says that no message will follow. What still waits is dropped; the reader has to be woken.
+    pub fn close(&mut self) {
+        self.ring.close();
+        self.waiting.clear();
+        self.waiting_bytes = 0;
+    }
+}
+
+fn owned(frames: &[&[u8]]) -> Vec<Vec<u8>> {
+    frames.iter().map(|frame| frame.to_vec()).collect()
+}
+
+/// Writes parts until one doesn't fit; returns how many bytes were written, and whether all were.
+fn write_parts<'a>(
+    ring: &mut Producer,
+    parts: impl Iterator<Item = &'a [u8]>,
+) -> Result<(usize, bool), Corrupt> {
+    let mut written = 0;
+    for part in parts {
+        let len = ring.write(part)?;
+        written += len;
+        if len < part.len() {
+            return Ok((written, false));
+        }
+    }
+    Ok((written, true))
+}
+
+/// Parts without their first `skip` bytes.
+struct Unwritten<I> {
+    parts: I,
+    skip: usize,
+}
+
+impl<'a, I: Iterator<Item = &'a [u8]>> Iterator for Unwritten<I> {
+    type Item = &'a [u8];
+
+    fn next(&mut self) -> Option<&'a [u8]> {
+        let part = self.parts.next()?;
+        let skipped = self.skip.min(part.len());
+        self.skip -= skipped;
+        Some(&part[skipped..])
+    }
+}

@@ -1,0 +1,158 @@
+//! The thread that learns when the other side has died or doesn't run.
+//!
+//! It sleeps in `poll`: a peer's socket hangs up when it says goodbye or ends, its pidfd becomes
+//! readable when it ends while a forked child still holds the socket. Once in a while it says that
+//! this process runs, and looks when each peer last said so.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::link::Link;
+
+/// How often each side says that it runs, at most.
+const MAX_BEAT_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Admits new links while the watcher runs.
+pub(crate) trait Door: Send {
+    /// Readable when somebody knocks.
+    fn listener(&self) -> BorrowedFd<'_>;
+    /// Lets the next one in; `None` if it had to be refused.
+    fn admit(&mut self) -> Option<Arc<Link>>;
+}
+
+/// A link under watch.
+struct Watched {
+    link: Arc<Link>,
+    since_ms: u64,
+}
+
+/// A running watcher thread. It ends with [`Watcher::stop`].
+#[derive(Debug)]
+pub(crate) struct Watcher {
+    stop: OwnedFd,
+    thread: Option<JoinHandle<()>>,
+    /// The process that the thread lives in: a forked child has this value but not the thread.
+    pid: u32,
+}
+
+/// Milliseconds of the clock that all processes of a host share.
+pub(crate) fn now_ms() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec.cast_unsigned() * 1000 + now.tv_nsec.cast_unsigned() / 1_000_000
+}
+
+impl Watcher {
+    /// Watches `links`, and those that come through `door`.
+    ///
+    /// # Errors
+    /// If the system has no more descriptors or threads.
+    pub(crate) fn start(
+        links: Vec<Arc<Link>>,
+        door: Option<Box<dyn Door>>,
+        stuck_after: Duration,
+    ) -> std::io::Result<Self> {
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let stop_of_thread = stop.try_clone()?;
+        let since_ms = now_ms();
+        let watched = links.into_iter().map(|link| Watched { link, since_ms }).collect();
+        let round = Round { stop: stop_of_thread, watched, door, stuck_after };
+        let thread = std::thread::Builder::new()
+            .name("sparksched-watch".to_owned())
+            .spawn(move || round.repeat())?;
+        Ok(Self { stop, thread: Some(thread), pid: std::process::id() })
+    }
+
+    /// Ends the thread and waits for it.
+    pub(crate) fn stop(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        if self.pid != std::process::id() {
+            // The thread is the parent's; waiting for it here would never end.
+            std::mem::forget(thread);
+            return;
+        }
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        // It has no way to panic but a bug, of which the panic hook has told.
+        let _ = thread.join();
+    }
+}
+
+/// What the thread works on.
+struct Round {
+    stop: OwnedFd,
+    watched: Vec<Watched>,
+    door: Option<Box<dyn Door>>,
+    stuck_after: Duration,
+}
+
+impl Round {
+    fn repeat(mut self) {
+        let interval = MAX_BEAT_INTERVAL.min(self.stuck_after / 4);
+        let mut last_round_ms = now_ms();
+        loop {
+            let Some((gone, knocks)) = self.wait(interval) else { return };
+            let now_ms = now_ms();
+            // If this process itself didn't run, the others' silence means nothing yet.
+            let was_late = Duration::from_millis(now_ms - last_round_ms) > 2 * interval;
+            last_round_ms = now_ms;
+            for index in gone.into_iter().rev() {
+                self.watched.swap_remove(index).link.note_gone();
+            }
+            if knocks {
+                let link = self.door.as_mut().and_then(|door| door.admit());
+                self.watched.extend(link.map(|link| Watched { link, since_ms: now_ms }));
+            }
+            for watched in &mut self.watched {
+                if was_late {
+                    watched.since_ms = now_ms;
+                }
+                let stuck_after_ms = self.stuck_after.as_millis() as u64;
+                watched.link.beat(now_ms, watched.since_ms, stuck_after_ms);
+            }
+        }
+    }
+
+    /// Sleeps until something happens: the links whose peers are gone, in ascending order, and
+    /// whether somebody knocks. `None` to stop.
+    fn wait(&self, interval: Duration) -> Option<(Vec<usize>, bool)> {
+        let mut fds = vec![PollFd::new(&self.stop, PollFlags::IN)];
+        let mut owners = Vec::new();
+        for (index, watched) in self.watched.iter().enumerate() {
+            let peer = watched.link.peer();
+            fds.push(PollFd::from_borrowed_fd(peer.socket.as_fd(), PollFlags::RDHUP));
+            owners.push(index);
+            if let Some(pidfd) = &peer.pidfd {
+                fds.push(PollFd::new(pidfd, PollFlags::IN));
+                owners.push(index);
+            }
+        }
+        if let Some(door) = &self.door {
+            fds.push(PollFd::from_borrowed_fd(door.listener(), PollFlags::IN));
+        }
+        let timeout = Timespec {
+            tv_sec: interval.as_secs().cast_signed(),
+            tv_nsec: i64::from(interval.subsec_nanos()),
+        };
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => panic!("poll on own descriptors: {error}"),
+        }
+        if !fds[0].revents().is_empty() {
+            return None;
+        }
+        let mut gone: Vec<usize> = owners
+            .iter()
+            .zip(&fds[1..])
+            .filter(|(_, fd)| !fd.revents().is_empty())
+            .map(|(index, _)| *index)
+            .collect();
+        gone.dedup();
+        let knocks = self.door.is_some() && fds.last().is_some_and(|fd| !fd.revents().is_empty());
+        Some((gone, knocks))
+    }
+}
