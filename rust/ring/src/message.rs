@@ -90,7 +90,9 @@ pub struct Reader {
     head: Vec<u8>,
     /// The lengths of the frames, once the header has been verified.
     lengths: Vec<u64>,
+    /// The frames that are complete, and the one that isn't.
     frames: Vec<Vec<u8>>,
+    frame: Vec<u8>,
 }
 
 impl Reader {
@@ -102,17 +104,14 @@ impl Reader {
         if self.lengths.is_empty() && !self.read_header(ring)? {
             return Ok(None);
         }
-        loop {
-            let length = self.lengths[self.frames.len() - 1];
-            let frame = self.frames.last_mut().expect("a frame is being read");
-            if !fill(ring, frame, length as usize)? {
+        while self.frames.len() < self.lengths.len() {
+            let length = self.lengths[self.frames.len()];
+            if !fill(ring, &mut self.frame, length as usize)? {
                 return Ok(None);
             }
-            if self.frames.len() == self.lengths.len() {
-                return Ok(Some(self.finish()));
-            }
-            self.frames.push(Vec::new());
+            self.frames.push(std::mem::take(&mut self.frame));
         }
+        Ok(Some(self.finish()))
     }
 
     /// Whether a part of a message has arrived.
@@ -152,7 +151,6 @@ impl Reader {
             .chunks_exact(LENGTH_BYTES)
             .map(|length| u64_at(length, 0))
             .collect();
-        self.frames.push(Vec::new());
         let total = self.lengths.iter().try_fold(0u64, |sum, length| sum.checked_add(*length));
         if total.is_none_or(|total| total > MAX_MESSAGE_BYTES) {
             return Err(Corrupt::Length);
