@@ -3,7 +3,22 @@
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
-__all__ = ["NativeBlockHasher", "SchedulerCore", "__version__", "read_prompt"]
+from typing_extensions import Buffer
+
+__all__ = [
+    "ClientRings",
+    "EngineRings",
+    "NativeBlockHasher",
+    "RingAttached",
+    "RingEnd",
+    "RingMessage",
+    "RingRecovered",
+    "RingRefused",
+    "RingStuck",
+    "SchedulerCore",
+    "__version__",
+    "read_prompt",
+]
 
 __version__: str
 
@@ -151,3 +166,207 @@ class SchedulerCore:
 
     def check_invariants(self) -> None:
         """Walk the whole state; RuntimeError at the first contradiction."""
+
+# The classes below are there on Linux only.
+
+@final
+class RingMessage:
+    """A message that has arrived."""
+
+    client: int
+    """The client's index: who sent it to an engine, or who has received it."""
+    kind: int
+    """0 to 255; what kinds there are is up to sender and receiver."""
+    frames: list[bytes | bytearray]
+    """At least one. The first is `bytes`, the others are writable: tensors may be made of them."""
+
+@final
+class RingAttached:
+    """A client has come."""
+
+    client: int
+    pid: int
+
+@final
+class RingRefused:
+    """Something that tried to connect to an engine was refused."""
+
+    reason: str
+
+@final
+class RingStuck:
+    """The other process hasn't run for longer than `stuck_after_s`."""
+
+    client: int
+    seconds: float
+
+@final
+class RingRecovered:
+    """The other process, which was stuck, runs again."""
+
+    client: int
+
+@final
+class RingEnd:
+    """The last event of a link: the other side is gone, or has sent something that is damaged."""
+
+    client: int
+    reason: str
+    is_goodbye: bool
+    """Whether the other side said that it goes."""
+
+_LinkEvent = RingMessage | RingStuck | RingRecovered | RingEnd
+
+@final
+class EngineRings:
+    """An engine's end of the rings to its clients. All methods may be called by any thread."""
+
+    def __new__(
+        cls,
+        name: str,
+        *,
+        num_clients: int,
+        ring_bytes: int,
+        max_backlog_bytes: int,
+        stuck_after_s: float,
+    ) -> EngineRings:
+        """Wait for clients under a name in the host's abstract namespace.
+
+        Args:
+            name: New in the system; at most 107 bytes.
+            num_clients: Clients have indices below this.
+            ring_bytes: Bytes of each ring, of which a client has two: a power of two.
+            max_backlog_bytes: What may wait for a client that takes no messages. One message
+                more is accepted, of whatever size.
+            stuck_after_s: A client that doesn't run for so many seconds is reported.
+
+        Raises:
+            ConnectionError: if the system has no memory, sockets or threads for it.
+            ValueError: if `stuck_after_s` is negative or not finite.
+
+        """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_deserted(self) -> bool:
+        """Whether each client has come, and has gone."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+
+    def is_attached(self, client: int) -> bool:
+        """Whether a client has come; true even after it has gone."""
+
+    def receive(self) -> list[_LinkEvent | RingAttached | RingRefused]:
+        """Wait, without the GIL, and return what has happened. Empty only after `close`."""
+
+    def send(
+        self, client: int, kind: int, frames: Iterable[Buffer], *, regardless: bool = False
+    ) -> bool:
+        """Send a message without ever waiting; what finds no room in the ring is kept.
+
+        A message to a client that is gone is dropped.
+
+        Args:
+            client: Index of a client that has come.
+            kind: 0 to 255.
+            frames: 1 to 65,536 contiguous buffers, at most 4 GiB together. Copied before the
+                call returns.
+            regardless: Accept it however much waits.
+
+        Returns:
+            False if `max_backlog_bytes` wait already; the message is not accepted then.
+
+        Raises:
+            RuntimeError: if the client has not come yet.
+            ValueError: if there are no frames, too many, or too many bytes.
+
+        """
+
+    def take_back(self, client: int) -> list[RingMessage]:
+        """Take back the messages of which nothing is in the ring yet, in their order.
+
+        Raises:
+            RuntimeError: if the client has not come yet.
+
+        """
+
+    def hang_up(self, client: int) -> None:
+        """End the link to a client; its `RingEnd` follows.
+
+        Raises:
+            RuntimeError: if the client has not come yet.
+
+        """
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Say goodbye to all clients, when they have taken what waits or `linger_s` is over."""
+
+@final
+class ClientRings:
+    """A client's end of the rings to one engine. All methods may be called by any thread."""
+
+    def __new__(
+        cls, name: str, *, client_index: int, max_backlog_bytes: int, stuck_after_s: float
+    ) -> ClientRings:
+        """Connect to the engine that waits under a name.
+
+        Args:
+            name: As given to the engine.
+            client_index: Which of the engine's clients this is.
+            max_backlog_bytes: What may wait for room in the ring. One message more is accepted,
+                of whatever size.
+            stuck_after_s: An engine that doesn't run for so many seconds is reported.
+
+        Raises:
+            ConnectionError: if there is no such engine, or if it refuses: because of another
+                version or user, or because it has a client with this index.
+            ValueError: if `stuck_after_s` is negative or not finite.
+
+        """
+
+    @property
+    def ring_bytes(self) -> int: ...
+    @property
+    def engine_pid(self) -> int: ...
+    @property
+    def stuck_for_s(self) -> float | None:
+        """Seconds for which the engine's process hasn't run, if it is stuck; else None."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `receive` should be called."""
+
+    def receive(self, *, max_messages: int = 64) -> list[_LinkEvent]:
+        """Return what has happened, without waiting, and send what waits if there is room.
+
+        With `max_messages` or more the rest may be left; the descriptor is readable then.
+        """
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait, without the GIL, until the descriptor is readable; it may return early."""
+
+    def send(self, kind: int, frames: Iterable[Buffer], *, regardless: bool = False) -> int | None:
+        """Send a message without ever waiting; what finds no room in the ring is kept.
+
+        Arguments are those of `EngineRings.send`.
+
+        Returns:
+            A ticket: all of the message is in the ring once `sent_before()` is greater. None if
+            `max_backlog_bytes` wait already; the message is not accepted then.
+
+        Raises:
+            ConnectionError: if the engine is gone.
+            ValueError: if there are no frames, too many, or too many bytes.
+
+        """
+
+    def sent_before(self) -> int:
+        """Return a ticket: messages with lower ones are in the ring, or were taken back."""
+
+    def take_back(self, ticket: int) -> bool:
+        """Take back a message; False if a part of it is in the ring already."""
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Say goodbye, when the engine has taken what waits or `linger_s` is over."""

@@ -1,14 +1,30 @@
 """The environment variables that select and configure sparksched."""
 
+import math
 import os
 from collections.abc import Iterable
+from typing import Literal
 
 SCHEDULER = "VLLM_SCHEDULER"
 STRICT = "SPARKSCHED_STRICT"
+TRANSPORT = "SPARKSCHED_TRANSPORT"
+RING_MIB = "SPARKSCHED_RING_MIB"
+STUCK_AFTER_S = "SPARKSCHED_STUCK_AFTER_S"
+
+Transport = Literal["auto", "shm", "zmq"]
 
 _VLLM = "vllm"
 _SPARKSCHED = "sparksched"
 _KNOWN_SCHEDULERS = (_VLLM, _SPARKSCHED)
+
+_TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "zmq")
+
+_DEFAULT_RING_MIB = 8
+_MAX_RING_MIB = 1024
+
+_DEFAULT_STUCK_AFTER_S = 10.0
+_MIN_STUCK_AFTER_S = 0.1
+_MAX_STUCK_AFTER_S = 3600.0
 
 _SWITCH_VALUES = {"0": False, "false": False, "1": True, "true": True}
 
@@ -38,6 +54,41 @@ def is_strict() -> bool:
         raise ValueError(
             f"{STRICT}={value!r} is not a switch; allowed are {_alternatives(_SWITCH_VALUES)}"
         ) from None
+
+
+def transport() -> Transport:
+    """How `SPARKSCHED_TRANSPORT` wants API server and engine to talk: `auto` if it doesn't say."""
+    value = os.environ.get(TRANSPORT) or "auto"
+    for known in _TRANSPORTS:
+        if value == known:
+            return known
+    raise ValueError(
+        f"{TRANSPORT}={value!r} names no known transport; allowed are {_alternatives(_TRANSPORTS)}"
+    )
+
+
+def ring_bytes() -> int:
+    """Bytes of each ring: `SPARKSCHED_RING_MIB`, rounded up to a power of two."""
+    value = os.environ.get(RING_MIB) or str(_DEFAULT_RING_MIB)
+    mib = int(value) if value.isascii() and value.isdigit() else 0
+    if not 1 <= mib <= _MAX_RING_MIB:
+        raise ValueError(f"{RING_MIB}={value!r} is not a whole number from 1 to {_MAX_RING_MIB}")
+    return 1 << (mib - 1).bit_length() + 20
+
+
+def stuck_after_s() -> float:
+    """Seconds after which a silent process is reported, and a full ring gives an error."""
+    value = os.environ.get(STUCK_AFTER_S) or str(_DEFAULT_STUCK_AFTER_S)
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not _MIN_STUCK_AFTER_S <= seconds <= _MAX_STUCK_AFTER_S:
+        raise ValueError(
+            f"{STUCK_AFTER_S}={value!r} is not a number of seconds "
+            f"from {_MIN_STUCK_AFTER_S:g} to {_MAX_STUCK_AFTER_S:g}"
+        )
+    return seconds
 
 
 def _alternatives(values: Iterable[str]) -> str:

@@ -7,11 +7,9 @@ allocates nothing and imports nothing that the process doesn't already have.
 
 import functools
 import importlib
-import importlib.abc
-import importlib.machinery
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
 _SPARK_SCHEDULER = "sparksched.scheduler.SparkScheduler"
 _DIFFUSION_SCHEDULERS = "vllm.v1.core.sched.diffusion_scheduler."
-_INPUT_PROCESSOR_MODULE = "vllm.v1.engine.input_processor"
 
 
 def register() -> None:
@@ -34,12 +31,21 @@ def register() -> None:
         if environment.is_set() and "vllm.envs" in sys.modules:
             _declare_environment_variable()
         return
-    environment.is_strict()  # a mistyped value is reported here, not when it is needed
+    _check_environment()
     _load_extension()
     _declare_environment_variable()
     _select_scheduler()
     if compat.unsupported_version() is None:
         _guard_front_end()
+        _replace_transport()
+
+
+def _check_environment() -> None:
+    """Report mistyped values here, not when they are needed."""
+    environment.is_strict()
+    environment.transport()
+    environment.ring_bytes()
+    environment.stuck_after_s()
 
 
 def _load_extension() -> None:
@@ -150,45 +156,8 @@ def _report_other_choice(scheduler_cls: str | type[Any]) -> None:
 
 
 def _guard_front_end() -> None:
-    """Refuse unsupported requests where the user can still be told: in the input processor.
-
-    The module is heavy and only the front end needs it, where it comes after the plugins:
-    it is not imported here, but changed as soon as it is imported.
-    """
-    module = sys.modules.get(_INPUT_PROCESSOR_MODULE)
-    if module is not None:
-        _guard_input_processor(module)
-    elif not any(isinstance(finder, _InputProcessorFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _InputProcessorFinder())
-
-
-class _InputProcessorFinder(importlib.abc.MetaPathFinder):
-    """Finds vLLM's input processor as usual, and has it changed once it is loaded."""
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _INPUT_PROCESSOR_MODULE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            _call_after_loading(spec.loader, _guard_input_processor)
-        return spec
-
-
-def _call_after_loading(
-    loader: importlib.abc.Loader, callback: Callable[[ModuleType], None]
-) -> None:
-    load = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        load(module)
-        callback(module)
-
-    loader.exec_module = exec_module  # type: ignore[method-assign]
+    """Refuse unsupported requests where the user can still be told: in the input processor."""
+    patching.after_import("vllm.v1.engine.input_processor", _guard_input_processor)
 
 
 def _guard_input_processor(module: ModuleType) -> None:
@@ -220,3 +189,32 @@ def _expects_native_scheduler(vllm_config: "VllmConfig") -> bool:
         and compat.unsupported_version() is None
         and compat.unsupported_config(vllm_config) is None
     )
+
+
+# ----------------------------------------------------------------------------------------
+# Rings in place of sockets
+# ----------------------------------------------------------------------------------------
+
+
+def _replace_transport() -> None:
+    patching.after_import("vllm.v1.engine.core", _replace_engine_transport)
+    patching.after_import("vllm.v1.engine.core_client", _replace_client_transport)
+    patching.after_import("vllm.v1.engine.async_llm", _replace_front_end_errors)
+
+
+def _replace_engine_transport(module: ModuleType) -> None:
+    from sparksched.transport import engine
+
+    engine.install(module)
+
+
+def _replace_client_transport(module: ModuleType) -> None:
+    from sparksched.transport import client
+
+    client.install(module)
+
+
+def _replace_front_end_errors(module: ModuleType) -> None:
+    from sparksched.transport import front_end
+
+    front_end.install(module)

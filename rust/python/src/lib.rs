@@ -7,6 +7,8 @@ mod entries;
 mod guard;
 mod hasher;
 mod hooks;
+#[cfg(target_os = "linux")]
+mod rings;
 mod scheduler_core;
 mod snapshot;
 
@@ -18,5 +20,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<hasher::NativeBlockHasher>()?;
     module.add_function(wrap_pyfunction!(hasher::read_prompt, module)?)?;
-    module.add_class::<scheduler_core::SchedulerCore>()
+    module.add_class::<scheduler_core::SchedulerCore>()?;
+    #[cfg(target_os = "linux")]
+    rings::add_to(module)?;
+    Ok(())
 }

@@ -118,5 +118,7 @@ impl ClientRings {
         }
         self.watcher.lock().unwrap_or_else(std::sync::PoisonError::into_inner).stop();
         self.link.close();
+        // For a thread of this process that waits.
+        self.link.wake_self();
     }
 }

@@ -1,6 +1,8 @@
 //! What an engine holds: a door for its clients, and a link to each.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -58,6 +60,7 @@ struct Shared {
     links: Box<[OnceLock<Arc<Link>>]>,
     /// Arrivals that haven't been reported.
     arrivals: Mutex<Vec<EngineEvent>>,
+    is_closed: AtomicBool,
 }
 
 impl Shared {
@@ -67,7 +70,7 @@ impl Shared {
     }
 
     fn wake(&self) {
-        crate::link::ring_engine(self.bell.bell());
+        crate::link::wake_engine(self.bell.bell());
     }
 
     fn links(&self) -> impl Iterator<Item = (u32, &Arc<Link>)> {
@@ -170,6 +173,7 @@ impl EngineRings {
             bell_fd,
             links,
             arrivals: Mutex::default(),
+            is_closed: AtomicBool::new(false),
         });
         let door = EngineDoor { listener, shared: Arc::clone(&shared) };
         let watcher = Watcher::start(Vec::new(), Some(Box::new(door)), stuck_after)
@@ -190,7 +194,7 @@ impl EngineRings {
     }
 
     /// Waits until something happens or time is up, and returns all that has happened. Also sends
-    /// what waits for a client that has made room.
+    /// what waits for a client that has made room. Empty if time is up or [`Self::close`] was called.
     pub fn receive(&self, timeout: Option<Duration>) -> Vec<EngineEvent> {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let bell: &Bell = self.shared.bell.bell();
@@ -200,11 +204,11 @@ impl EngineRings {
                 return events;
             }
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            if left == Some(Duration::ZERO) {
+            if left == Some(Duration::ZERO) || self.is_closed() {
                 return events;
             }
             bell.fall_asleep();
-            if !self.has_events() {
+            if !self.has_events() && !self.is_closed() {
                 sleep_on_futex(bell, left);
             }
             bell.wake_up();
@@ -214,6 +218,18 @@ impl EngineRings {
     /// Makes a thread that waits in [`Self::receive`] look again.
     pub fn wake(&self) {
         self.shared.wake();
+    }
+
+    /// Whether [`Self::close`] was called.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.shared.is_closed.load(Relaxed)
+    }
+
+    /// Whether each client that there will be has come, and has gone.
+    #[must_use]
+    pub fn is_deserted(&self) -> bool {
+        self.shared.links.iter().all(|link| link.get().is_some_and(|link| link.is_gone()))
     }
 
     fn collect(&self) -> Vec<EngineEvent> {
@@ -251,5 +267,8 @@ impl EngineRings {
         for (_, link) in self.shared.links() {
             link.close();
         }
+        // Ordered by the bell's fences: whoever falls asleep after this sees it.
+        self.shared.is_closed.store(true, Relaxed);
+        self.wake();
     }
 }

@@ -70,9 +70,9 @@ impl Alarm for FutexAlarm<'_> {
     }
 }
 
-/// Wakes an engine that sleeps on its bell.
-pub(crate) fn ring_engine(bell: &Bell) {
-    bell.ring(&FutexAlarm(bell));
+/// Wakes an engine that sleeps on its bell, from within its own process.
+pub(crate) fn wake_engine(bell: &Bell) {
+    bell.ring_regardless(&FutexAlarm(bell));
 }
 
 /// Makes an eventfd readable.
@@ -175,23 +175,22 @@ impl Link {
         self.segment.client_bell()
     }
 
-    fn wake(&self, side: Side) {
-        match side {
-            Side::Engine => ring_engine(self.engine_bell.bell()),
-            Side::Client => self.client_bell().ring(&EventAlarm(self.client_event.as_fd())),
+    /// Makes this side look at its links, even if the other side died while it rang the bell.
+    pub(crate) fn wake_self(&self) {
+        match self.side {
+            Side::Engine => wake_engine(self.engine_bell.bell()),
+            Side::Client => self.client_bell().ring_regardless(&EventAlarm(self.client_event())),
         }
     }
 
-    /// Makes this side look at its links.
-    pub(crate) fn wake_self(&self) {
-        self.wake(self.side);
-    }
-
     fn wake_peer(&self) {
-        self.wake(match self.side {
-            Side::Engine => Side::Client,
-            Side::Client => Side::Engine,
-        });
+        match self.side {
+            Side::Engine => self.client_bell().ring(&EventAlarm(self.client_event())),
+            Side::Client => {
+                let bell = self.engine_bell.bell();
+                bell.ring(&FutexAlarm(bell));
+            }
+        }
     }
 
     // ------------------------------------------------------------------------------------
@@ -221,6 +220,7 @@ impl Link {
         };
         if let Some(end) = end {
             inbox.ended = true;
+            self.is_peer_gone.store(true, Relaxed);
             self.hang_up();
             events.push(Event::End(end));
         }
@@ -248,6 +248,9 @@ impl Link {
     /// # Errors
     /// [`SendError`]; nothing was sent then.
     pub fn send(&self, kind: u8, frames: &[&[u8]], regardless: bool) -> Result<Ticket, SendError> {
+        if self.is_gone() {
+            return Err(SendError::Gone);
+        }
         let mut outbox = lock(&self.outbox);
         let sent = if regardless {
             outbox.send_regardless(kind, frames)

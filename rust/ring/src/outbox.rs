@@ -15,6 +15,9 @@ pub enum SendError {
     /// It could not be sent through an empty ring either.
     #[error(transparent)]
     Unsendable(#[from] Unsendable),
+    /// Nobody will read it.
+    #[error("the other side is gone")]
+    Gone,
     /// The ring is broken.
     #[error(transparent)]
     Corrupt(#[from] Corrupt),

@@ -7,6 +7,7 @@ pub const ALL: &[&str] = &[
     "attached",
     "written",
     "published",
+    "ringing",
     "rung",
     "half-written",
     "read",

@@ -40,7 +40,8 @@ pub struct RingHeader {
     tail: Line<AtomicU64>,
     /// Bytes consumed; written by the consumer alone.
     head: Line<AtomicU64>,
-    /// 1 while the producer waits for space; set by it, cleared by the consumer that wakes it.
+    /// 1 while the producer waits for space; set by it, cleared by the consumer that wakes it. Only
+    /// changed by read-modify-writes, for the reason that [`crate::bell`] gives.
     producer_waits: Line<AtomicU32>,
     /// 1 once nothing more will be published; written by the producer alone.
     closed: Line<AtomicU32>,
@@ -266,12 +267,12 @@ impl Producer {
     /// [`Corrupt::Position`] if the consumer claims to have read what was never published.
     pub fn wait_for_space(&mut self) -> Result<bool, Corrupt> {
         let waits = &self.ring.header().producer_waits.0;
-        waits.store(1, Relaxed);
+        waits.swap(1, Relaxed);
         order::fence(order::before_waiting());
         reach("waiting-for-space");
         let found = self.has_space()?;
         if found {
-            self.ring.header().producer_waits.0.store(0, Relaxed);
+            self.ring.header().producer_waits.0.swap(0, Relaxed);
         }
         Ok(found)
     }
@@ -346,7 +347,7 @@ impl Consumer {
         reach("released");
         order::fence(order::before_space_check());
         let waits = &header.producer_waits.0;
-        waits.load(Relaxed) == 1 && waits.swap(0, Relaxed) == 1
+        waits.load(Relaxed) == 1 && waits.compare_exchange(1, 0, Relaxed, Relaxed).is_ok()
     }
 
     /// Whether the producer has said that nothing more comes. What was published before may still

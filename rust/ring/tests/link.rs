@@ -1,4 +1,5 @@
 //! Engine and client in one process: what arrives, and what an end looks like.
+#![cfg(not(loom))]
 
 use std::time::Duration;
 

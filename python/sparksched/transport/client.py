@@ -1,0 +1,508 @@
+"""The front end's side: rings beside the sockets of `MPClient` and its subclasses.
+
+Read it beside `vllm/v1/engine/core_client.py`: `_AsyncChannel._on_event` and `_SyncChannel._run` do
+what vLLM's two `process_outputs_socket` do, and go on beside them.
+"""
+
+import asyncio
+import collections
+import functools
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Generator
+from http import HTTPStatus
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.exceptions import GracefulHTTPError
+from vllm.logger import init_logger
+from vllm.v1.engine import EEP_NOTIFICATION_CALL_ID, FT_STATUS_CALL_ID, EngineCoreOutputs
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from sparksched import _core, environment, patching
+from sparksched.transport.offer import (
+    ENGINE_DEAD,
+    MAX_BACKLOG_BYTES,
+    Offer,
+    host_identity,
+    read_offer,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core_client import (
+        AsyncMPClient,
+        BackgroundResources,
+        MPClient,
+        SyncMPClient,
+    )
+
+logger = init_logger("vllm.sparksched.transport")
+
+_ABORT: Final = 1
+"""Kind of the message that vLLM calls `EngineCoreRequestType.ABORT`."""
+
+_MAX_MESSAGES: Final = 64
+"""Messages that are taken from a ring before the event loop's other work gets its turn."""
+
+
+class EngineBusyError(GracefulHTTPError):  # type: ignore[misc]
+    """The ring to the engine stays full: HTTP 503."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"The engine takes no more messages: {reason}. Please try again later.",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+
+# ----------------------------------------------------------------------------------------
+# Installation
+# ----------------------------------------------------------------------------------------
+
+
+def install(core_client: ModuleType) -> None:
+    """Make vLLM's clients use the rings of engines that offer them."""
+    patching.replace(core_client.MPClient, "_apply_ready_response", _remembering_offers)
+    patching.replace(core_client.BackgroundResources, "__call__", _closing_rings)
+    for client_class in (core_client.AsyncMPClient, core_client.SyncMPClient):
+        patching.replace(client_class, "__init__", _connecting)
+    patching.replace(core_client.AsyncMPClient, "_ensure_output_queue_task", _reading_rings)
+    patching.replace(core_client.AsyncMPClient, "_send_input_message", _sending_async)
+    patching.replace(core_client.SyncMPClient, "_send_input", _sending_sync)
+
+
+def _remembering_offers(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def apply_ready_response(self: "MPClient", payload: bytes) -> None:
+        original(self, payload)
+        if not hasattr(self, "sparksched_offers"):
+            self.sparksched_offers = {}
+        if payload:
+            rank, offer = read_offer(payload)
+            self.sparksched_offers[rank.to_bytes(2, "little")] = offer
+
+    return apply_ready_response
+
+
+def _connecting(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def init(self: "MPClient", *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        try:
+            rings = _connect_all(self)
+        except BaseException:
+            self.shutdown()
+            raise
+        self.resources.sparksched_rings = rings
+        rings.start_reading(self)
+
+    return init
+
+
+def _closing_rings(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def clean_up(self: "BackgroundResources") -> None:
+        try:
+            original(self)
+        finally:
+            rings = getattr(self, "sparksched_rings", None)
+            if rings is not None:
+                rings.close()
+
+    return clean_up
+
+
+def _reading_rings(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def ensure_output_queue_task(self: "AsyncMPClient") -> None:
+        original(self)
+        rings = getattr(self.resources, "sparksched_rings", None)
+        if rings is not None:  # vLLM calls this in the constructor, too
+            rings.start_reading(self)
+
+    return ensure_output_queue_task
+
+
+def _sending_async(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def send_input_message(
+        self: "AsyncMPClient", message: tuple[Any, ...], engine: bytes
+    ) -> Awaitable[Any]:
+        channel = self.resources.sparksched_rings.channels.get(engine)
+        if channel is None:
+            result: Awaitable[Any] = original(self, message, engine)
+            return result
+        self.ensure_alive()
+        request_type, *frames = message
+        sent: Awaitable[Any] = channel.send(request_type[0], frames)
+        return sent
+
+    return send_input_message
+
+
+def _sending_sync(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def send_input(self: "SyncMPClient", request_type: Any, request: Any) -> None:
+        channel = self.resources.sparksched_rings.channels.get(self.core_engine)
+        if channel is None:
+            original(self, request_type, request)
+            return
+        self.ensure_alive()
+        channel.send(request_type.value[0], self.encoder.encode(request))
+
+    return send_input
+
+
+# ----------------------------------------------------------------------------------------
+# Connecting
+# ----------------------------------------------------------------------------------------
+
+
+def _connect_all(client: "MPClient") -> "ClientTransport":
+    """Connect to the engines that offer rings; say which ones stay on ZMQ, and why."""
+    # Only the asyncio client has more than one engine, or is one of several.
+    is_async = hasattr(client, "_ensure_output_queue_task")
+    make_channel = _AsyncChannel if is_async else _SyncChannel
+    client_index = getattr(client, "client_index", 0)
+    channels: dict[bytes, _Channel] = {}
+    for engine, offer in client.sparksched_offers.items():
+        rank = int.from_bytes(engine, "little")
+        try:
+            rings = _connect(offer, client_index)
+        except ConnectionError as error:
+            if environment.transport() == "shm":
+                for channel in channels.values():
+                    channel.close()
+                raise RuntimeError(
+                    f"{environment.TRANSPORT}=shm, but engine {rank} can't be reached through "
+                    f"shared memory: {error}"
+                ) from error
+            logger.info("sparksched: messages to engine %d go over ZMQ: %s", rank, error)
+        else:
+            channels[engine] = make_channel(client, rank, rings)
+            logger.info(
+                "sparksched: messages to engine %d go through shared memory (2 rings of %d MiB)",
+                rank,
+                rings.ring_bytes >> 20,
+            )
+    return ClientTransport(channels)
+
+
+def _connect(offer: Offer | None, client_index: int) -> "_core.ClientRings":
+    if offer is None:
+        raise ConnectionError("it runs without sparksched")
+    if offer.name is None:
+        raise ConnectionError(offer.reason)
+    if environment.transport() == "zmq":
+        raise ConnectionError(f"{environment.TRANSPORT}=zmq")
+    if offer.host != host_identity():
+        raise ConnectionError("it runs on another host")
+    return _core.ClientRings(
+        offer.name,
+        client_index=client_index,
+        max_backlog_bytes=MAX_BACKLOG_BYTES,
+        stuck_after_s=environment.stuck_after_s(),
+    )
+
+
+class ClientTransport:
+    """A client's rings to all its engines."""
+
+    def __init__(self, channels: "dict[bytes, _Channel]") -> None:
+        self.channels = channels
+        """By the identity that vLLM's sockets know the engine by."""
+
+    def start_reading(self, client: "MPClient") -> None:
+        """Start to receive, if that is possible already: asyncio needs a running loop."""
+        for channel in self.channels.values():
+            channel.start_reading(client)
+
+    def stuck_engine(self) -> tuple[int, float] | None:
+        """Return an engine whose process doesn't run, and for how many seconds; or None."""
+        for channel in self.channels.values():
+            seconds = channel.rings.stuck_for_s
+            if seconds is not None:
+                return channel.rank, seconds
+        return None
+
+    def close(self) -> None:
+        """Say goodbye to all engines. Any thread may call this."""
+        for channel in self.channels.values():
+            channel.close()
+
+
+# ----------------------------------------------------------------------------------------
+# Channels: what both kinds of clients share
+# ----------------------------------------------------------------------------------------
+
+
+class _Channel:
+    """A client's rings to one engine. It holds no reference to the client, which is collected."""
+
+    def __init__(self, client: "MPClient", rank: int, rings: "_core.ClientRings") -> None:
+        self.rank = rank
+        self.rings = rings
+        self._client = weakref.ref(client)
+        self._resources: BackgroundResources = client.resources
+        self._outputs_queue = client.outputs_queue
+        self._utility_results = client.utility_results
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._has_ended = False
+
+    def start_reading(self, client: "MPClient") -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def _handle(self, event: Any) -> None:
+        """Handle one event. After the first error nothing more is delivered: it is the last."""
+        if self._has_ended:
+            return
+        try:
+            match event:
+                case _core.RingMessage():
+                    self._handle_message(event)
+                case _core.RingEnd():
+                    self._handle_end(event)
+                case _core.RingStuck():
+                    logger.warning(
+                        "sparksched: engine %d is stuck: it hasn't run for %.1f s",
+                        self.rank,
+                        event.seconds,
+                    )
+                case _core.RingRecovered():
+                    logger.info("sparksched: engine %d runs again", self.rank)
+        except Exception as error:
+            self._fail(error)
+
+    def _handle_message(self, message: "_core.RingMessage") -> None:
+        if message.kind == ENGINE_DEAD:
+            self._resources.engine_dead = True
+            raise EngineDeadError
+        self._deliver(self._decoder.decode(message.frames))
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        raise NotImplementedError
+
+    def _handle_end(self, end: "_core.RingEnd") -> None:
+        client = self._client()
+        if client is None or not client._finalizer.alive:
+            self._has_ended = True  # this side is closing down itself
+            return
+        logger.error("sparksched: engine %d is gone: %s", self.rank, end.reason)
+        self._resources.engine_dead = True
+        raise EngineDeadError
+
+    def _fail(self, error: Exception) -> None:
+        self._has_ended = True
+        self._outputs_queue.put_nowait(error)
+
+    def _send(self, kind: int, frames: Any, *, regardless: bool) -> int | None:
+        try:
+            return self.rings.send(kind, frames, regardless=regardless)
+        except ConnectionError as error:
+            raise EngineDeadError from error
+
+
+# ----------------------------------------------------------------------------------------
+# asyncio
+# ----------------------------------------------------------------------------------------
+
+
+class _Sent:
+    """To be awaited when there is nothing to wait for."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
+
+
+_SENT = _Sent()
+
+
+class _AsyncChannel(_Channel):
+    """Rings of a client that lives in an event loop; only that loop's thread uses them."""
+
+    def __init__(self, client: "AsyncMPClient", rank: int, rings: "_core.ClientRings") -> None:
+        super().__init__(client, rank, rings)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Those who wait for room, in the order of their tickets.
+        self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
+        self._observe_outputs: Callable[[Any, EngineCoreOutputs], Any] | None = getattr(
+            type(client), "process_engine_outputs", None
+        )
+
+    # Receiving
+
+    def start_reading(self, client: "MPClient") -> None:
+        if self._loop is not None or self._has_ended:
+            return
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return  # not in a loop yet; vLLM asks again with each request
+        self._loop.add_reader(self.rings.fileno(), self._on_event)
+        self._on_event()
+
+    def _on_event(self) -> None:
+        for event in self.rings.receive(max_messages=_MAX_MESSAGES):
+            self._handle(event)
+        if self._has_ended:
+            self._stop_reading()
+        elif self._waiting:
+            self._wake_senders()
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        if outputs.utility_output is not None:
+            self._deliver_utility_output(outputs)
+            return
+        if self._observe_outputs is not None:
+            client = self._client()
+            if client is None:
+                return
+            _run_now(self._observe_outputs(client, outputs))
+        if outputs.outputs or outputs.scheduler_stats:
+            self._outputs_queue.put_nowait(outputs)
+
+    def _deliver_utility_output(self, outputs: EngineCoreOutputs) -> None:
+        from vllm.v1.engine.core_client import _process_utility_output
+
+        output = outputs.utility_output
+        if output.call_id == FT_STATUS_CALL_ID:
+            client = self._client()
+            if client is not None and output.result is not None:
+                client._engine_status[outputs.engine_index] = output.result.result
+        elif output.call_id == EEP_NOTIFICATION_CALL_ID:
+            raise RuntimeError("elastic expert parallelism doesn't use this transport")
+        else:
+            _process_utility_output(output, self._utility_results)
+
+    def _stop_reading(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self.rings.fileno())
+        while self._waiting:
+            _, future = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(EngineDeadError())
+
+    def close(self) -> None:
+        from vllm.utils.async_utils import in_loop
+
+        if self._loop is None or self._loop.is_closed() or in_loop(self._loop):
+            self._close_now()
+        else:
+            self._loop.call_soon_threadsafe(self._close_now)
+
+    def _close_now(self) -> None:
+        self._has_ended = True
+        self._stop_reading()
+        self.rings.close()
+
+    # Sending
+
+    def send(self, kind: int, frames: Any) -> Awaitable[None]:
+        """Send now; what is returned is to be awaited for room in the ring, if that is lacking.
+
+        Raises:
+            EngineBusyError: if too much waits already, or waiting takes too long.
+            EngineDeadError: if the engine is gone.
+
+        """
+        # An abort makes room in the end, and nobody could do anything about it not being sent.
+        is_abort = kind == _ABORT
+        ticket = self._send(kind, frames, regardless=is_abort)
+        if ticket is None:
+            raise EngineBusyError(f"{MAX_BACKLOG_BYTES >> 20} MiB wait for it already")
+        if is_abort or self.rings.sent_before() > ticket:
+            return _SENT
+        return self._wait_for_room(ticket)
+
+    async def _wait_for_room(self, ticket: int) -> None:
+        limit_s = environment.stuck_after_s()
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((ticket, future))
+        try:
+            async with asyncio.timeout(limit_s):
+                await future
+        except TimeoutError:
+            # If a part of it is in the ring, the engine will get it after all, if it recovers.
+            self.rings.take_back(ticket)
+            raise EngineBusyError(f"it has made no room for {limit_s:g} s") from None
+
+    def _wake_senders(self) -> None:
+        sent_before = self.rings.sent_before()
+        while self._waiting and self._waiting[0][0] < sent_before:
+            _, future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(None)
+
+
+def _run_now(coroutine: Any) -> None:
+    """Run a coroutine that never waits: vLLM's observer of outputs is one."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    coroutine.close()
+    raise RuntimeError(f"{coroutine.__qualname__} was expected not to wait for anything")
+
+
+# ----------------------------------------------------------------------------------------
+# Threads
+# ----------------------------------------------------------------------------------------
+
+
+class _SyncChannel(_Channel):
+    """Rings of a client without an event loop: a thread receives, as in vLLM."""
+
+    def __init__(self, client: "SyncMPClient", rank: int, rings: "_core.ClientRings") -> None:
+        super().__init__(client, rank, rings)
+        self._room = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def start_reading(self, client: "MPClient") -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="EngineCoreRingThread", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self._has_ended:
+            for event in self.rings.receive():
+                self._handle(event)
+            with self._room:
+                self._room.notify_all()
+            if not self._has_ended:
+                self.rings.wait()
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        from vllm.v1.engine.core_client import _process_utility_output
+
+        if outputs.utility_output is not None:
+            _process_utility_output(outputs.utility_output, self._utility_results)
+        else:
+            self._outputs_queue.put_nowait(outputs)
+
+    def close(self) -> None:
+        self._has_ended = True
+        self.rings.close()
+        with self._room:
+            self._room.notify_all()
+
+    def send(self, kind: int, frames: Any) -> None:
+        """Send, and wait until all of it is in the ring.
+
+        Raises:
+            EngineDeadError: if the engine is gone, or goes meanwhile.
+
+        """
+        # Each thread waits for its own message, so no more than one a thread can pile up.
+        ticket = self._send(kind, frames, regardless=True)
+        assert ticket is not None
+        with self._room:
+            while self.rings.sent_before() <= ticket:
+                if self._has_ended:
+                    raise EngineDeadError
+                self._room.wait()

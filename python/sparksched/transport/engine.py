@@ -1,0 +1,391 @@
+"""The engine's side: rings beside the sockets of `EngineCoreProc`.
+
+Read `_RingInput` beside vLLM's `process_input_sockets` and `_RingOutput` beside
+`process_output_sockets`, both in `vllm/v1/engine/core.py`. Unlike there, outputs are encoded and
+sent by the thread that made them, so that a step's outputs don't wait for another thread to get the
+interpreter's lock.
+"""
+
+import enum
+import functools
+import threading
+import uuid
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import vllm.envs
+from vllm.logger import init_logger
+from vllm.multimodal.cache import MultiModalCacheMissError
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+)
+from vllm.v1.fault_tolerance.engine_core_sentinel import FT_UTILITY_METHOD
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from sparksched import _core, environment, patching
+from sparksched.transport.offer import (
+    ENGINE_DEAD,
+    MAX_BACKLOG_BYTES,
+    OUTPUTS,
+    REQUEST_TYPES,
+    Offer,
+    host_identity,
+    with_offer,
+)
+
+if TYPE_CHECKING:
+    import queue
+
+    from vllm.v1.engine import EngineCoreReadyResponse
+    from vllm.v1.engine.core import EngineCoreProc
+
+logger = init_logger("vllm.sparksched.transport")
+
+_LINGER_S = 4.0
+"""How long an engine that stops waits for clients to take their last messages, as over ZMQ."""
+
+
+class _Notice(enum.Enum):
+    """What the input thread tells the engine's loop, beside vLLM's request types."""
+
+    CLIENT_GONE = enum.auto()
+    CLIENT_BLOCKED = enum.auto()
+    FAILED = enum.auto()
+
+
+# ----------------------------------------------------------------------------------------
+# Installation
+# ----------------------------------------------------------------------------------------
+
+
+def install(core: ModuleType) -> None:
+    """Make `EngineCoreProc` offer rings to its clients."""
+    proc = core.EngineCoreProc
+    patching.replace(proc, "process_input_sockets", _with_rings)
+    patching.replace(proc, "_make_ready_response", _with_offer)
+    patching.replace(proc, "_handle_client_request", _with_notices)
+    patching.replace(proc, "shutdown", _closing_rings)
+
+
+def _with_rings(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def process_input_sockets(
+        self: "EngineCoreProc", input_addresses: list[str], *args: Any, **kwargs: Any
+    ) -> None:
+        # vLLM starts this thread when everything else of the engine is there, and waits for it
+        # before the engine's loop begins.
+        rings, offer = _offer_rings(self, len(input_addresses))
+        self.sparksched_offer = offer
+        if rings is not None:
+            self.sparksched_transport = EngineTransport(self, rings)
+            self.sparksched_transport.start()
+        original(self, input_addresses, *args, **kwargs)
+
+    return process_input_sockets
+
+
+def _with_offer(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def make_ready_response(self: "EngineCoreProc") -> "EngineCoreReadyResponse":
+        response = original(self)
+        if vllm.envs.VLLM_USE_RUST_FRONTEND:
+            return response  # vLLM's Rust front end would have to know the field
+        return with_offer(response, self.sparksched_offer)
+
+    return make_ready_response
+
+
+def _with_notices(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def handle_client_request(self: "EngineCoreProc", request_type: Any, request: Any) -> None:
+        if isinstance(request_type, _Notice):
+            self.sparksched_transport.handle_notice(request_type, request)
+        else:
+            original(self, request_type, request)
+
+    return handle_client_request
+
+
+def _closing_rings(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def shutdown(self: "EngineCoreProc") -> None:
+        try:
+            original(self)
+        finally:
+            transport = getattr(self, "sparksched_transport", None)
+            if transport is not None:
+                transport.close()
+
+    return shutdown
+
+
+def _offer_rings(
+    engine: "EngineCoreProc", num_clients: int
+) -> tuple["_core.EngineRings | None", Offer]:
+    reason = _why_not(engine)
+    if reason is not None:
+        return None, Offer(reason=reason)
+    try:
+        rings = _core.EngineRings(
+            f"sparksched-{uuid.uuid4()}",
+            num_clients=num_clients,
+            ring_bytes=environment.ring_bytes(),
+            max_backlog_bytes=MAX_BACKLOG_BYTES,
+            stuck_after_s=environment.stuck_after_s(),
+        )
+    except ConnectionError as error:
+        return None, Offer(reason=str(error))
+    return rings, Offer(name=rings.name, host=host_identity())
+
+
+def _why_not(engine: "EngineCoreProc") -> str | None:
+    """Return why this engine offers no rings, or None."""
+    if environment.transport() == "zmq":
+        return f"{environment.TRANSPORT}=zmq"
+    if not hasattr(_core, "EngineRings"):
+        return "this platform has no sealed shared memory; Linux has"
+    if vllm.envs.VLLM_USE_RUST_FRONTEND:
+        reason = "vLLM's Rust front end speaks ZMQ only"
+        logger.info("sparksched: messages of this engine go over ZMQ: %s", reason)
+        return reason
+    if engine.vllm_config.parallel_config.enable_elastic_ep:
+        return "elastic expert parallelism changes the set of engines"
+    return None
+
+
+# ----------------------------------------------------------------------------------------
+# The two directions, and what the engine's loop does about clients
+# ----------------------------------------------------------------------------------------
+
+
+class EngineTransport:
+    """An engine's rings to all its clients."""
+
+    def __init__(self, engine: "EngineCoreProc", rings: "_core.EngineRings") -> None:
+        self._engine = engine
+        self._rings = rings
+        self._output = _RingOutput(engine, rings)
+        self._input = _RingInput(engine, rings)
+        engine.output_queue = self._output
+
+    def start(self) -> None:
+        """Start to receive."""
+        threading.Thread(target=self._input.run, name="RingInputThread", daemon=True).start()
+
+    def close(self) -> None:
+        """Say goodbye to all clients, once they have taken their last messages."""
+        self._rings.close(linger_s=_LINGER_S)
+
+    def handle_notice(self, notice: _Notice, value: Any) -> None:
+        """Do in the engine's loop what only it may do: the scheduler belongs to its thread."""
+        if notice is _Notice.FAILED:
+            raise RuntimeError("sparksched's input thread failed") from value
+        if notice is _Notice.CLIENT_GONE:
+            self._forget_client(value)
+        elif notice is _Notice.CLIENT_BLOCKED:
+            self._fail_client(value)
+
+    def _requests_of(self, client: int) -> list[str]:
+        requests = self._engine.scheduler.requests
+        return [
+            request_id for request_id, request in requests.items() if request.client_index == client
+        ]
+
+    def _forget_client(self, client: int) -> None:
+        request_ids = self._requests_of(client)
+        if request_ids:
+            self._engine.abort_requests(request_ids)
+            logger.info(
+                "sparksched: aborted %d requests of API server %d", len(request_ids), client
+            )
+        if self._rings.is_deserted and self._engine.is_running():
+            from vllm.v1.engine.core import EngineShutdownState
+
+            logger.info("sparksched: the last API server is gone; the engine stops")
+            self._engine.shutdown_state = EngineShutdownState.REQUESTED
+
+    def _fail_client(self, client: int) -> None:
+        request_ids = self._requests_of(client)
+        self._engine.abort_requests(request_ids)
+        self._output.unblock(client, request_ids)
+
+
+class _RingOutput:
+    """Stands in for the engine's output queue; what has no ring goes on to vLLM's own queue."""
+
+    def __init__(self, engine: "EngineCoreProc", rings: "_core.EngineRings") -> None:
+        self._engine = engine
+        self._rings = rings
+        self._zmq_queue: queue.Queue[Any] = engine.output_queue
+        # vLLM's output thread takes from here; it may ask this object or the queue itself.
+        self.get = self._zmq_queue.get
+        # Encoders aren't thread-safe, and utility calls are answered by several threads.
+        self._encoders = threading.local()
+        self._lock = threading.Lock()
+        # Requests of clients that let their messages pile up; they are about to be failed.
+        self._blocked: dict[int, set[str]] = {}
+
+    def put_nowait(self, item: Any) -> None:
+        """Send vLLM's `(client_index, EngineCoreOutputs)`, or the note that the engine is dead."""
+        if isinstance(item, bytes):
+            self._send_dead(item)
+            return
+        client, outputs = item
+        if client < 0 or not self._rings.is_attached(client):
+            self._zmq_queue.put_nowait(item)
+            return
+        outputs.engine_index = self._engine.engine_index
+        frames = self._encoder().encode(outputs)
+        if self._blocked:
+            with self._lock:
+                if client in self._blocked and not _must_arrive(outputs):
+                    self._blocked[client] |= _request_ids(outputs)
+                    return
+        if not self._rings.send(client, OUTPUTS, frames, regardless=_must_arrive(outputs)):
+            self._block(client, outputs)
+
+    def _encoder(self) -> MsgpackEncoder:
+        encoder: MsgpackEncoder | None = getattr(self._encoders, "value", None)
+        if encoder is None:
+            encoder = self._encoders.value = MsgpackEncoder()
+        return encoder
+
+    def _send_dead(self, note: bytes) -> None:
+        num_clients = len(self._engine.addresses.outputs)
+        for client in range(num_clients):
+            if self._rings.is_attached(client):
+                self._rings.send(client, ENGINE_DEAD, [note], regardless=True)
+        self._zmq_queue.put_nowait(note)
+
+    def _block(self, client: int, outputs: EngineCoreOutputs) -> None:
+        """Drop what a client doesn't take; the engine's loop will fail its requests."""
+        decoder = MsgpackDecoder(EngineCoreOutputs)
+        with self._lock:
+            lost = self._blocked.setdefault(client, set())
+            lost |= _request_ids(outputs)
+            for message in self._rings.take_back(client):
+                waiting = decoder.decode(message.frames)
+                if message.kind != OUTPUTS or _must_arrive(waiting):
+                    self._rings.send(client, message.kind, message.frames, regardless=True)
+                else:
+                    lost |= _request_ids(waiting)
+        logger.warning(
+            "sparksched: API server %d takes no messages and %d MiB wait for it; "
+            "its requests fail, those of others go on",
+            client,
+            MAX_BACKLOG_BYTES >> 20,
+        )
+        self._engine.input_queue.put_nowait((_Notice.CLIENT_BLOCKED, client))
+
+    def unblock(self, client: int, request_ids: list[str]) -> None:
+        """Tell a client, whenever it comes back, that its requests have failed."""
+        with self._lock:
+            failed = list(self._blocked.pop(client, set()).union(request_ids))
+        outputs = EngineCoreOutputs(
+            engine_index=self._engine.engine_index,
+            finished_requests=set(failed),
+            outputs=[
+                EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
+                for request_id in failed
+            ],
+        )
+        self._rings.send(client, OUTPUTS, self._encoder().encode(outputs), regardless=True)
+
+
+def _must_arrive(outputs: EngineCoreOutputs) -> bool:
+    """Whether somebody waits for exactly this message."""
+    return outputs.utility_output is not None
+
+
+def _request_ids(outputs: EngineCoreOutputs) -> set[str]:
+    return {output.request_id for output in outputs.outputs} | (outputs.finished_requests or set())
+
+
+class _RingInput:
+    """The thread that receives from the rings and feeds the engine's input queue."""
+
+    def __init__(self, engine: "EngineCoreProc", rings: "_core.EngineRings") -> None:
+        self._engine = engine
+        self._rings = rings
+        tensors = engine.tensor_ipc_receiver
+        self._add_request_decoder = MsgpackDecoder(EngineCoreRequest, oob_tensor_provider=tensors)
+        self._generic_decoder = MsgpackDecoder(oob_tensor_provider=tensors)
+
+    def run(self) -> None:
+        """Receive until the rings are closed."""
+        try:
+            while not self._rings.is_closed:
+                for event in self._rings.receive():
+                    self._handle(event)
+        except Exception as error:
+            logger.exception("sparksched: the input thread failed")
+            self._engine.input_queue.put_nowait((_Notice.FAILED, error))
+
+    def _handle(self, event: Any) -> None:
+        match event:
+            case _core.RingMessage():
+                self._handle_message(event)
+            case _core.RingAttached():
+                logger.info(
+                    "sparksched: API server %d (process %d) uses shared memory",
+                    event.client,
+                    event.pid,
+                )
+            case _core.RingRefused():
+                logger.warning("sparksched: refused a connection: %s", event.reason)
+            case _core.RingStuck():
+                logger.warning(
+                    "sparksched: API server %d is stuck: it hasn't run for %.1f s",
+                    event.client,
+                    event.seconds,
+                )
+            case _core.RingRecovered():
+                logger.info("sparksched: API server %d runs again", event.client)
+            case _core.RingEnd():
+                log = logger.info if event.is_goodbye else logger.error
+                log("sparksched: API server %d is gone: %s", event.client, event.reason)
+                self._engine.input_queue.put_nowait((_Notice.CLIENT_GONE, event.client))
+
+    def _handle_message(self, message: "_core.RingMessage") -> None:
+        try:
+            request_type = REQUEST_TYPES[message.kind]
+            if request_type == EngineCoreRequestType.ADD:
+                request = self._add_request_decoder.decode(message.frames)
+            else:
+                request = self._generic_decoder.decode(message.frames)
+        except Exception:
+            # Nobody knows which request this was: all that its sender waits for must fail.
+            logger.exception("sparksched: API server %d sent a malformed message", message.client)
+            self._rings.hang_up(message.client)
+            return
+        if request_type == EngineCoreRequestType.ADD:
+            self._add(request)
+        elif request_type == EngineCoreRequestType.UTILITY:
+            self._call(request)
+        else:
+            # In both queues, as in vLLM: at once in the midst of a step, and in order.
+            self._engine.aborts_queue.put_nowait(request)
+            self._engine.input_queue.put_nowait((request_type, request))
+
+    def _add(self, request: EngineCoreRequest) -> None:
+        engine = self._engine
+        try:
+            preprocessed = engine.preprocess_add_request(request)
+        except MultiModalCacheMissError as error:
+            engine._handle_mm_cache_miss(request, error)
+        except Exception:
+            engine._handle_request_preproc_error(request)
+        else:
+            engine.input_queue.put_nowait((EngineCoreRequestType.ADD, preprocessed))
+
+    def _call(self, call: Any) -> None:
+        client, call_id, method, args = call
+        if method == FT_UTILITY_METHOD:
+            # Handled here because the engine's loop is what may have failed.
+            self._engine.ft_sentinel.handle_command(client, call_id, args[0])
+        else:
+            self._engine.input_queue.put_nowait((EngineCoreRequestType.UTILITY, call))

@@ -1,0 +1,75 @@
+"""What users of the front end see of the transport: a full ring, and an engine that doesn't run."""
+
+import functools
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from vllm.exceptions import VLLMServerError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from sparksched import patching
+from sparksched.transport.client import EngineBusyError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class EngineStuckError(EngineDeadError):  # type: ignore[misc]
+    """The engine's process doesn't run, for example because it was stopped.
+
+    Health checks treat it like a dead engine; unlike that one it may recover.
+    """
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        VLLMServerError.__init__(
+            self, f"engine {rank} is stuck: its process hasn't run for {seconds:.1f} s"
+        )
+
+
+def install(async_llm: ModuleType) -> None:
+    """Change the functions of `AsyncLLM` that have to know."""
+    patching.replace(async_llm.AsyncLLM, "_add_request", _forgetting_refused_requests)
+    patching.replace(async_llm.AsyncLLM, "check_health", _checking_rings)
+
+
+def _forgetting_refused_requests(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    async def add_request(
+        self: "AsyncLLM",
+        request: "EngineCoreRequest",
+        prompt: Any,
+        parent_req: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        try:
+            await original(self, request, prompt, parent_req, *args, **kwargs)
+        except EngineBusyError:
+            # vLLM has registered it, and expects no error after that but a dead engine.
+            whole = request if parent_req is None else parent_req
+            await self.abort(whole.request_id, internal=True)
+            _forget_in_balancer(self.engine_core, request.request_id)
+            raise
+
+    return add_request
+
+
+def _forget_in_balancer(client: Any, request_id: str) -> None:
+    """Undo what a load-balancing client has noted for a request that no engine will report."""
+    engine = getattr(client, "reqs_in_flight", {}).pop(request_id, None)
+    if engine is not None:
+        client.engine_inflight[engine] -= 1
+
+
+def _checking_rings(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    async def check_health(self: "AsyncLLM") -> None:
+        await original(self)
+        resources = getattr(self.engine_core, "resources", None)
+        rings = getattr(resources, "sparksched_rings", None)
+        stuck = None if rings is None else rings.stuck_engine()
+        if stuck is not None:
+            raise EngineStuckError(*stuck)
+
+    return check_health

@@ -1,0 +1,76 @@
+"""What an engine and its clients tell each other about rings before there are any."""
+
+import dataclasses
+import functools
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
+
+MAX_BACKLOG_BYTES: Final = 64 << 20
+"""What may wait behind a full ring, apart from one message that may be larger."""
+
+OUTPUTS: Final = 0
+"""Kind of a message to a client: vLLM's `EngineCoreOutputs`."""
+
+ENGINE_DEAD: Final = 1
+"""Kind of the engine's last message to a client after a fatal error."""
+
+REQUEST_TYPES: Final = {
+    request_type.value[0]: request_type
+    for request_type in (
+        EngineCoreRequestType.ADD,
+        EngineCoreRequestType.ABORT,
+        EngineCoreRequestType.UTILITY,
+    )
+}
+"""Kinds of messages to an engine: the byte that vLLM sends as a frame of its own."""
+
+
+class Offer(msgspec.Struct):
+    """An engine's rings, or the reason why it has none."""
+
+    name: str | None = None
+    """The name under which the engine waits for clients, in the host's abstract namespace."""
+    host: str = ""
+    """Where that name means something: compare with `host_identity()`."""
+    reason: str | None = None
+    """Why there are no rings. Exactly one of `name` and `reason` is given."""
+
+
+@dataclasses.dataclass
+class ReadyResponse(EngineCoreReadyResponse):  # type: ignore[misc]
+    """vLLM's ready response with an offer. Clients without sparksched ignore the field."""
+
+    sparksched_offer: Offer | None = None
+
+
+class _OfferAndRank(msgspec.Struct):
+    data_parallel_rank: int
+    sparksched_offer: Offer | None = None
+
+
+def with_offer(response: EngineCoreReadyResponse, offer: Offer) -> ReadyResponse:
+    """Return the same response with an offer in it."""
+    fields = {field.name: getattr(response, field.name) for field in dataclasses.fields(response)}
+    return ReadyResponse(**fields, sparksched_offer=offer)
+
+
+def read_offer(payload: bytes) -> tuple[int, Offer | None]:
+    """Return the rank of the engine that sent a ready response, and its offer if it made one."""
+    decoded = msgspec.msgpack.decode(payload, type=_OfferAndRank)
+    return decoded.data_parallel_rank, decoded.sparksched_offer
+
+
+@functools.cache
+def host_identity() -> str:
+    """Name the host and its network namespace: abstract names are known within these."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/net")
+    except OSError:
+        # Without /proc nothing is known to be local.
+        return f"process {os.getpid()}"
+    return f"{boot_id} {namespace}"

@@ -1,0 +1,400 @@
+//! The shared-memory queues as Python sees them: `EngineRings`, `ClientRings` and their events.
+//!
+//! Waiting and large copies happen without the GIL. A frame is any object with a contiguous buffer
+//! on its way out; on its way in the first frame of a message is `bytes` and the others, which
+//! tensors may be made of, are writable `bytearray`s.
+
+use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::{PyConnectionError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyByteArray, PyBytes, PyList, PyMemoryView};
+use sparksched_ring::client::{ClientOptions, ClientRings};
+use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
+use sparksched_ring::handshake::HandshakeError;
+use sparksched_ring::link::{End, Event, Link};
+use sparksched_ring::message::Message;
+use sparksched_ring::outbox::{SendError, Ticket};
+
+use crate::guard::catch_panics;
+
+/// Messages above this are copied without the GIL.
+const LARGE_BYTES: usize = 256 << 10;
+
+pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PyEngineRings>()?;
+    module.add_class::<PyClientRings>()?;
+    module.add_class::<RingMessage>()?;
+    module.add_class::<RingAttached>()?;
+    module.add_class::<RingRefused>()?;
+    module.add_class::<RingStuck>()?;
+    module.add_class::<RingRecovered>()?;
+    module.add_class::<RingEnd>()
+}
+
+// ----------------------------------------------------------------------------------------
+// Events
+// ----------------------------------------------------------------------------------------
+
+#[pyclass(module = "sparksched._core", frozen, get_all)]
+struct RingMessage {
+    client: u32,
+    kind: u8,
+    frames: Py<PyList>,
+}
+
+#[pyclass(module = "sparksched._core", frozen, get_all)]
+struct RingAttached {
+    client: u32,
+    pid: i32,
+}
+
+#[pyclass(module = "sparksched._core", frozen, get_all)]
+struct RingRefused {
+    reason: String,
+}
+
+#[pyclass(module = "sparksched._core", frozen, get_all)]
+struct RingStuck {
+    client: u32,
+    seconds: f64,
+}
+
+#[pyclass(module = "sparksched._core", frozen, get_all)]
+struct RingRecovered {
+    client: u32,
+}
+
+#[pyclass(module = "sparksched._core", frozen, get_all)]
+struct RingEnd {
+    client: u32,
+    reason: String,
+    is_goodbye: bool,
+}
+
+fn message_event(py: Python<'_>, client: u32, message: &Message) -> PyResult<Py<PyAny>> {
+    let frames = PyList::empty(py);
+    let mut parts = message.frames.iter();
+    if let Some(first) = parts.next() {
+        frames.append(PyBytes::new(py, first))?;
+    }
+    for frame in parts {
+        frames.append(PyByteArray::new(py, frame))?;
+    }
+    Ok(Py::new(py, RingMessage { client, kind: message.kind, frames: frames.unbind() })?.into_any())
+}
+
+fn link_event(py: Python<'_>, client: u32, event: &Event) -> PyResult<Py<PyAny>> {
+    Ok(match event {
+        Event::Message(message) => message_event(py, client, message)?,
+        Event::Stuck(silence) => {
+            Py::new(py, RingStuck { client, seconds: silence.as_secs_f64() })?.into_any()
+        }
+        Event::Recovered => Py::new(py, RingRecovered { client })?.into_any(),
+        Event::End(end) => {
+            let is_goodbye = *end == End::Closed;
+            Py::new(py, RingEnd { client, reason: end.to_string(), is_goodbye })?.into_any()
+        }
+    })
+}
+
+fn engine_event(py: Python<'_>, event: &EngineEvent) -> PyResult<Py<PyAny>> {
+    Ok(match event {
+        EngineEvent::Attached { client, pid } => {
+            Py::new(py, RingAttached { client: *client, pid: *pid })?.into_any()
+        }
+        EngineEvent::Refused(reason) => {
+            Py::new(py, RingRefused { reason: reason.clone() })?.into_any()
+        }
+        EngineEvent::Link { client, event } => link_event(py, *client, event)?,
+    })
+}
+
+// ----------------------------------------------------------------------------------------
+// Arguments
+// ----------------------------------------------------------------------------------------
+
+fn seconds(name: &str, value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value)
+        .map_err(|error| PyValueError::new_err(format!("{name} is {value}: {error}")))
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "a function for map_err")]
+fn connection_error(error: HandshakeError) -> PyErr {
+    PyConnectionError::new_err(error.to_string())
+}
+
+/// A frame that outlives the loan of its Python object, or borrows from immutable bytes.
+enum Frame<'py> {
+    Borrowed(Bound<'py, PyBytes>),
+    Copied(Vec<u8>),
+}
+
+impl<'py> Frame<'py> {
+    fn read(frame: Bound<'py, PyAny>) -> PyResult<Self> {
+        match frame.cast_into::<PyBytes>() {
+            Ok(bytes) => Ok(Self::Borrowed(bytes)),
+            Err(error) => {
+                let frame = error.into_inner();
+                // Arrays and tensors come with their own formats and shapes.
+                let view = PyMemoryView::from(&frame)?;
+                if view.getattr("nbytes")?.extract::<usize>()? == 0 {
+                    return Ok(Self::Copied(Vec::new()));
+                }
+                let view = view.call_method1("cast", ("B",))?;
+                Ok(Self::Copied(PyBuffer::<u8>::get(&view)?.to_vec(frame.py())?))
+            }
+        }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Borrowed(bytes) => bytes.as_bytes(),
+            Self::Copied(bytes) => bytes,
+        }
+    }
+}
+
+fn send(
+    py: Python<'_>,
+    link: &Link,
+    kind: u8,
+    frames: &Bound<'_, PyAny>,
+    regardless: bool,
+) -> PyResult<Result<Ticket, SendError>> {
+    let frames: Vec<_> =
+        frames.try_iter()?.map(|frame| Frame::read(frame?)).collect::<PyResult<_>>()?;
+    let parts: Vec<&[u8]> = frames.iter().map(Frame::bytes).collect();
+    let is_large = parts.iter().map(|part| part.len()).sum::<usize>() > LARGE_BYTES;
+    catch_panics(|| {
+        let sent = if is_large {
+            py.detach(|| link.send(kind, &parts, regardless))
+        } else {
+            link.send(kind, &parts, regardless)
+        };
+        match sent {
+            Err(SendError::Unsendable(error)) => Err(PyValueError::new_err(error.to_string())),
+            sent => Ok(sent),
+        }
+    })?
+}
+
+// ----------------------------------------------------------------------------------------
+// The engine's side
+// ----------------------------------------------------------------------------------------
+
+#[pyclass(name = "EngineRings", module = "sparksched._core", frozen)]
+struct PyEngineRings {
+    rings: EngineRings,
+}
+
+impl PyEngineRings {
+    fn link(&self, client: u32) -> PyResult<&Link> {
+        self.rings
+            .link(client)
+            .map(|link| &**link)
+            .ok_or_else(|| PyRuntimeError::new_err(format!("client {client} has not come yet")))
+    }
+}
+
+#[pymethods]
+impl PyEngineRings {
+    #[new]
+    #[pyo3(signature = (name, *, num_clients, ring_bytes, max_backlog_bytes, stuck_after_s))]
+    fn new(
+        name: &str,
+        num_clients: u32,
+        ring_bytes: usize,
+        max_backlog_bytes: usize,
+        stuck_after_s: f64,
+    ) -> PyResult<Self> {
+        let options = EngineOptions {
+            num_clients,
+            ring_bytes,
+            max_backlog_bytes,
+            stuck_after: seconds("stuck_after_s", stuck_after_s)?,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        let rings = catch_panics(|| EngineRings::listen(name, options).map_err(connection_error))??;
+        Ok(Self { rings })
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        self.rings.name()
+    }
+
+    fn receive<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        catch_panics(|| {
+            let events = py.detach(|| self.rings.receive(None));
+            let list = PyList::empty(py);
+            for event in &events {
+                list.append(engine_event(py, event)?)?;
+            }
+            Ok(list)
+        })?
+    }
+
+    fn is_attached(&self, client: u32) -> bool {
+        self.rings.link(client).is_some()
+    }
+
+    #[getter]
+    fn is_deserted(&self) -> bool {
+        self.rings.is_deserted()
+    }
+
+    #[getter]
+    fn is_closed(&self) -> bool {
+        self.rings.is_closed()
+    }
+
+    #[pyo3(signature = (client, kind, frames, *, regardless = false))]
+    fn send(
+        &self,
+        py: Python<'_>,
+        client: u32,
+        kind: u8,
+        frames: &Bound<'_, PyAny>,
+        regardless: bool,
+    ) -> PyResult<bool> {
+        let link = self.link(client)?;
+        match send(py, link, kind, frames, regardless)? {
+            Err(SendError::Full) => Ok(false),
+            Err(SendError::Corrupt(_)) => {
+                link.close();
+                Ok(true)
+            }
+            // Nobody is left to read what is sent to a client that is gone.
+            Ok(_) | Err(SendError::Gone | SendError::Unsendable(_)) => Ok(true),
+        }
+    }
+
+    fn take_back<'py>(&self, py: Python<'py>, client: u32) -> PyResult<Bound<'py, PyList>> {
+        let list = PyList::empty(py);
+        for message in self.link(client)?.take_back(|_| true) {
+            let message = Message { kind: message.kind, frames: message.frames };
+            list.append(message_event(py, client, &message)?)?;
+        }
+        Ok(list)
+    }
+
+    fn hang_up(&self, client: u32) -> PyResult<()> {
+        self.link(client)?.close();
+        Ok(())
+    }
+
+    #[pyo3(signature = (*, linger_s = 0.0))]
+    fn close(&self, py: Python<'_>, linger_s: f64) -> PyResult<()> {
+        let linger = seconds("linger_s", linger_s)?;
+        catch_panics(|| {
+            py.detach(|| self.rings.close(linger));
+            Ok(())
+        })?
+    }
+}
+
+// ----------------------------------------------------------------------------------------
+// The client's side
+// ----------------------------------------------------------------------------------------
+
+#[pyclass(name = "ClientRings", module = "sparksched._core", frozen)]
+struct PyClientRings {
+    rings: ClientRings,
+    client_index: u32,
+}
+
+#[pymethods]
+impl PyClientRings {
+    #[new]
+    #[pyo3(signature = (name, *, client_index, max_backlog_bytes, stuck_after_s))]
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        client_index: u32,
+        max_backlog_bytes: usize,
+        stuck_after_s: f64,
+    ) -> PyResult<Self> {
+        let options = ClientOptions {
+            client_index,
+            max_backlog_bytes,
+            stuck_after: seconds("stuck_after_s", stuck_after_s)?,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        let rings = catch_panics(|| {
+            py.detach(|| ClientRings::connect(name, options)).map_err(connection_error)
+        })??;
+        Ok(Self { rings, client_index })
+    }
+
+    #[getter]
+    fn ring_bytes(&self) -> usize {
+        self.rings.link().ring_bytes()
+    }
+
+    #[getter]
+    fn engine_pid(&self) -> i32 {
+        self.rings.link().peer_pid()
+    }
+
+    fn fileno(&self) -> i32 {
+        self.rings.event_fd().as_raw_fd()
+    }
+
+    #[pyo3(signature = (*, max_messages = 64))]
+    fn receive<'py>(&self, py: Python<'py>, max_messages: usize) -> PyResult<Bound<'py, PyList>> {
+        catch_panics(|| {
+            let list = PyList::empty(py);
+            for event in &self.rings.receive(max_messages) {
+                list.append(link_event(py, self.client_index, event)?)?;
+            }
+            Ok(list)
+        })?
+    }
+
+    #[pyo3(signature = (timeout_s = None))]
+    fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<()> {
+        let timeout = timeout_s.map(|timeout_s| seconds("timeout_s", timeout_s)).transpose()?;
+        py.detach(|| self.rings.wait(timeout));
+        py.check_signals()
+    }
+
+    #[pyo3(signature = (kind, frames, *, regardless = false))]
+    fn send(
+        &self,
+        py: Python<'_>,
+        kind: u8,
+        frames: &Bound<'_, PyAny>,
+        regardless: bool,
+    ) -> PyResult<Option<Ticket>> {
+        match send(py, self.rings.link(), kind, frames, regardless)? {
+            Ok(ticket) => Ok(Some(ticket)),
+            Err(SendError::Full) => Ok(None),
+            Err(error) => Err(PyConnectionError::new_err(error.to_string())),
+        }
+    }
+
+    fn sent_before(&self) -> Ticket {
+        self.rings.link().sent_before()
+    }
+
+    fn take_back(&self, ticket: Ticket) -> bool {
+        !self.rings.link().take_back(|waiting| waiting == ticket).is_empty()
+    }
+
+    #[getter]
+    fn stuck_for_s(&self) -> Option<f64> {
+        self.rings.link().stuck_for().map(|silence| silence.as_secs_f64())
+    }
+
+    #[pyo3(signature = (*, linger_s = 0.0))]
+    fn close(&self, py: Python<'_>, linger_s: f64) -> PyResult<()> {
+        let linger = seconds("linger_s", linger_s)?;
+        catch_panics(|| {
+            py.detach(|| self.rings.close(linger));
+            Ok(())
+        })?
+    }
+}
