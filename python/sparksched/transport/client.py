@@ -291,7 +291,8 @@ class _Channel:
         if client is None or not client._finalizer.alive:
             self._has_ended = True  # this side is closing down itself
             return
-        logger.error("sparksched: engine %d is gone: %s", self.rank, end.reason)
+        log = logger.warning if end.is_goodbye else logger.error
+        log("sparksched: engine %d is gone: %s", self.rank, end.reason)
         self._resources.engine_dead = True
         raise EngineDeadError
 
@@ -425,6 +426,9 @@ class _AsyncChannel(_Channel):
         try:
             async with asyncio.timeout(limit_s):
                 await future
+        except asyncio.CancelledError:
+            self.rings.take_back(ticket)
+            raise
         except TimeoutError:
             # If a part of it is in the ring, the engine will get it after all, if it recovers.
             self.rings.take_back(ticket)

@@ -1,5 +1,6 @@
 """What users of the front end see of the transport: a full ring, and an engine that doesn't run."""
 
+import asyncio
 import functools
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -45,8 +46,8 @@ def _forgetting_refused_requests(original: patching.Function) -> patching.Functi
     ) -> None:
         try:
             await original(self, request, prompt, parent_req, *args, **kwargs)
-        except EngineBusyError:
-            # vLLM has registered it, and expects no error after that but a dead engine.
+        except (EngineBusyError, asyncio.CancelledError):
+            # vLLM has registered it, and doesn't expect that sending waits or fails.
             whole = request if parent_req is None else parent_req
             await self.abort(whole.request_id, internal=True)
             _forget_in_balancer(self.engine_core, request.request_id)

@@ -1,6 +1,8 @@
 //! What a client holds: a link to one engine.
 
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -29,6 +31,9 @@ pub struct ClientOptions {
 pub struct ClientRings {
     link: Arc<Link>,
     watcher: Mutex<Watcher>,
+    /// The process that it belongs to.
+    pid: u32,
+    is_closed: AtomicBool,
 }
 
 impl ClientRings {
@@ -54,7 +59,8 @@ impl ClientRings {
         let watcher = Watcher::start(vec![Arc::clone(&link)], None, options.stuck_after)
             .map_err(|source| HandshakeError::System { what: "no thread to watch", source })?;
         crate::points::reach("attached");
-        Ok(Self { link, watcher: Mutex::new(watcher) })
+        let pid = std::process::id();
+        Ok(Self { link, watcher: Mutex::new(watcher), pid, is_closed: AtomicBool::new(false) })
     }
 
     /// The link itself: sending is its business.
@@ -106,8 +112,12 @@ impl ClientRings {
         let _ = poll(&mut fds, timeout.as_ref());
     }
 
-    /// Says goodbye, after what waits has been sent or `linger` is over.
+    /// Says goodbye, after what waits has been sent or `linger` is over. In a forked child this does
+    /// nothing: the link is its parent's.
     pub fn close(&self, linger: Duration) {
+        if self.pid != std::process::id() || self.is_closed.swap(true, Relaxed) {
+            return;
+        }
         let deadline = Instant::now() + linger;
         while !self.link.is_gone()
             && self.link.flush().is_ok()
@@ -120,5 +130,11 @@ impl ClientRings {
         self.link.close();
         // For a thread of this process that waits.
         self.link.wake_self();
+    }
+}
+
+impl Drop for ClientRings {
+    fn drop(&mut self) {
+        self.close(Duration::ZERO);
     }
 }

@@ -10,9 +10,9 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::bell::Bell;
 use crate::handshake::{self, Descriptors, HandshakeError};
-use crate::link::{Event, Link, sleep_on_futex};
+use crate::link::{Event, Link, Peer, sleep_on_futex};
 use crate::segment::{BellPage, MAX_RING_BYTES, MIN_RING_BYTES, Segment, Side};
-use crate::watcher::{Door, Watcher};
+use crate::watcher::{Door, Mailbox, Watcher};
 
 /// How an engine talks to its clients.
 #[derive(Clone, Debug)]
@@ -50,6 +50,14 @@ pub enum EngineEvent {
     },
 }
 
+/// A client that is to come, or has come.
+#[derive(Debug, Default)]
+struct Place {
+    /// Set by the first that claims to be this client, so that there is one; orders nothing.
+    is_taken: AtomicBool,
+    link: OnceLock<Arc<Link>>,
+}
+
 /// What the watcher thread and the engine's threads share.
 #[derive(Debug)]
 struct Shared {
@@ -57,7 +65,7 @@ struct Shared {
     bell: Arc<BellPage>,
     bell_fd: OwnedFd,
     /// By client index.
-    links: Box<[OnceLock<Arc<Link>>]>,
+    places: Box<[Place]>,
     /// Arrivals that haven't been reported.
     arrivals: Mutex<Vec<EngineEvent>>,
     is_closed: AtomicBool,
@@ -74,7 +82,7 @@ impl Shared {
     }
 
     fn links(&self) -> impl Iterator<Item = (u32, &Arc<Link>)> {
-        (0..).zip(self.links.iter()).filter_map(|(index, link)| Some((index, link.get()?)))
+        (0..).zip(&self.places).filter_map(|(index, place)| Some((index, place.link.get()?)))
     }
 }
 
@@ -84,57 +92,68 @@ struct EngineDoor {
     shared: Arc<Shared>,
 }
 
-impl EngineDoor {
-    fn try_admit(&self) -> Result<Arc<Link>, HandshakeError> {
-        let options = &self.shared.options;
-        let (peer, hello) = handshake::accept(self.listener.as_fd(), &options.version)?;
-        let Some(place) = self.shared.links.get(hello.client_index as usize) else {
-            let reason = format!(
-                "it serves {} clients, and none with index {}",
-                options.num_clients, hello.client_index
-            );
-            handshake::refuse(&peer, &reason);
-            return Err(HandshakeError::Refused(reason));
+impl Door for EngineDoor {
+    fn listener(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+
+    fn answer(&mut self, mailbox: &Arc<Mailbox>) {
+        let shared = Arc::clone(&self.shared);
+        let peer = match handshake::accept(self.listener.as_fd()) {
+            Ok(peer) => peer,
+            Err(error) => return shared.report(EngineEvent::Refused(error.to_string())),
         };
-        if place.get().is_some() {
-            let reason = format!("client {} is here already", hello.client_index);
-            handshake::refuse(&peer, &reason);
-            return Err(HandshakeError::Refused(reason));
+        // In a thread of its own: whoever has connected may take its time, or never say a word.
+        let mailbox = Arc::clone(mailbox);
+        let admission = move || match shared.admit(peer) {
+            Ok(link) => mailbox.deliver(link),
+            Err(error) => shared.report(EngineEvent::Refused(error.to_string())),
+        };
+        let thread = std::thread::Builder::new().name("sparksched-admit".to_owned());
+        if let Err(error) = thread.spawn(admission) {
+            self.shared.report(EngineEvent::Refused(format!("no thread to admit it: {error}")));
         }
-        let (segment, segment_fd) = Segment::create(options.ring_bytes)?;
+    }
+}
+
+impl Shared {
+    fn admit(&self, peer: Peer) -> Result<Arc<Link>, HandshakeError> {
+        let hello = handshake::hear(&peer, &self.options.version)?;
+        let client = hello.client_index;
+        let refuse = |reason: String| {
+            handshake::refuse(&peer, &reason);
+            HandshakeError::Refused(reason)
+        };
+        let place = self.places.get(client as usize).ok_or_else(|| {
+            let num_clients = self.options.num_clients;
+            refuse(format!("it serves {num_clients} clients, and none with index {client}"))
+        })?;
+        if place.is_taken.swap(true, Relaxed) {
+            return Err(refuse(format!("client {client} is here already")));
+        }
+        let pid = peer.pid;
+        let link = self.share_memory(peer).inspect_err(|_| place.is_taken.store(false, Relaxed))?;
+        let link = Arc::clone(place.link.get_or_init(|| Arc::new(link)));
+        self.report(EngineEvent::Attached { client, pid });
+        crate::points::reach("attached");
+        Ok(link)
+    }
+
+    fn share_memory(&self, peer: Peer) -> Result<Link, HandshakeError> {
+        let EngineOptions { ring_bytes, max_backlog_bytes, .. } = self.options;
+        let (segment, segment_fd) = Segment::create(ring_bytes)?;
         let event =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|error| {
                 HandshakeError::System { what: "an eventfd can't be made", source: error.into() }
             })?;
         let descriptors = Descriptors {
             segment: segment_fd.as_fd(),
-            bell: self.shared.bell_fd.as_fd(),
+            bell: self.bell_fd.as_fd(),
             client_event: event.as_fd(),
         };
-        handshake::welcome(&peer, options.ring_bytes, &descriptors)?;
-        let pid = peer.pid;
-        let bell = Arc::clone(&self.shared.bell);
-        let link = Link::new(Side::Engine, segment, bell, event, peer, options.max_backlog_bytes);
-        let link = Arc::clone(place.get_or_init(|| Arc::new(link)));
-        self.shared.report(EngineEvent::Attached { client: hello.client_index, pid });
-        crate::points::reach("attached");
-        Ok(link)
-    }
-}
-
-impl Door for EngineDoor {
-    fn listener(&self) -> BorrowedFd<'_> {
-        self.listener.as_fd()
-    }
-
-    fn admit(&mut self) -> Option<Arc<Link>> {
-        match self.try_admit() {
-            Ok(link) => Some(link),
-            Err(error) => {
-                self.shared.report(EngineEvent::Refused(error.to_string()));
-                None
-            }
-        }
+        handshake::welcome(&peer, ring_bytes, &descriptors)?;
+        let bell = Arc::clone(&self.bell);
+        Ok(Link::new(Side::Engine, segment, bell, event, peer, max_backlog_bytes))
     }
 }
 
@@ -144,6 +163,8 @@ pub struct EngineRings {
     shared: Arc<Shared>,
     watcher: Mutex<Watcher>,
     name: String,
+    /// The process that it belongs to.
+    pid: u32,
 }
 
 impl EngineRings {
@@ -165,20 +186,25 @@ impl EngineRings {
         drop(Segment::create(ring_bytes)?);
         let (bell, bell_fd) = BellPage::create()?;
         let listener = handshake::listen(name)?;
-        let links = (0..options.num_clients).map(|_| OnceLock::new()).collect();
+        let places = (0..options.num_clients).map(|_| Place::default()).collect();
         let stuck_after = options.stuck_after;
         let shared = Arc::new(Shared {
             options,
             bell: Arc::new(bell),
             bell_fd,
-            links,
+            places,
             arrivals: Mutex::default(),
             is_closed: AtomicBool::new(false),
         });
         let door = EngineDoor { listener, shared: Arc::clone(&shared) };
         let watcher = Watcher::start(Vec::new(), Some(Box::new(door)), stuck_after)
             .map_err(|source| HandshakeError::System { what: "no thread to watch", source })?;
-        Ok(Self { shared, watcher: Mutex::new(watcher), name: name.to_owned() })
+        Ok(Self {
+            shared,
+            watcher: Mutex::new(watcher),
+            name: name.to_owned(),
+            pid: std::process::id(),
+        })
     }
 
     /// The name under which clients find this engine.
@@ -190,7 +216,7 @@ impl EngineRings {
     /// The link to a client that has come.
     #[must_use]
     pub fn link(&self, client: u32) -> Option<&Arc<Link>> {
-        self.shared.links.get(client as usize)?.get()
+        self.shared.places.get(client as usize)?.link.get()
     }
 
     /// Waits until something happens or time is up, and returns all that has happened. Also sends
@@ -229,7 +255,7 @@ impl EngineRings {
     /// Whether each client that there will be has come, and has gone.
     #[must_use]
     pub fn is_deserted(&self) -> bool {
-        self.shared.links.iter().all(|link| link.get().is_some_and(|link| link.is_gone()))
+        self.shared.places.iter().all(|place| place.link.get().is_some_and(|link| link.is_gone()))
     }
 
     fn collect(&self) -> Vec<EngineEvent> {
@@ -252,7 +278,11 @@ impl EngineRings {
     }
 
     /// Says goodbye to all clients, after what waits for them has been sent or `linger` is over.
+    /// In a forked child this does nothing: the links are its parent's.
     pub fn close(&self, linger: Duration) {
+        if self.is_closed() || self.pid != std::process::id() {
+            return;
+        }
         let deadline = Instant::now() + linger;
         let is_waiting = |link: &Link| {
             !link.is_gone()
@@ -270,5 +300,11 @@ impl EngineRings {
         // Ordered by the bell's fences: whoever falls asleep after this sees it.
         self.shared.is_closed.store(true, Relaxed);
         self.wake();
+    }
+}
+
+impl Drop for EngineRings {
+    fn drop(&mut self) {
+        self.close(Duration::ZERO);
     }
 }

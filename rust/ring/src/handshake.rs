@@ -72,7 +72,7 @@ fn system(what: &'static str) -> impl FnOnce(Errno) -> HandshakeError {
     move |errno| HandshakeError::System { what, source: errno.into() }
 }
 
-/// What a client says first.
+/// A client's first packet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) client_index: u32,
@@ -155,8 +155,8 @@ pub(crate) struct Descriptors<Fd> {
     pub(crate) client_event: Fd,
 }
 
-fn seqpacket() -> Result<OwnedFd, HandshakeError> {
-    socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+fn seqpacket(flags: SocketFlags) -> Result<OwnedFd, HandshakeError> {
+    socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC | flags, None)
         .map_err(system("a Unix socket can't be made"))
 }
 
@@ -166,7 +166,7 @@ fn address(name: &str) -> Result<SocketAddrUnix, HandshakeError> {
 
 /// A socket on which clients find the engine under an abstract name.
 pub(crate) fn listen(name: &str) -> Result<OwnedFd, HandshakeError> {
-    let socket = seqpacket()?;
+    let socket = seqpacket(SocketFlags::NONBLOCK)?;
     rustix::net::bind(&socket, &address(name)?).map_err(system("the name can't be bound"))?;
     rustix::net::listen(&socket, 128).map_err(system("the socket can't listen"))?;
     Ok(socket)
@@ -228,22 +228,18 @@ fn receive_packet(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Vec<OwnedFd>), Han
     Ok((packet, descriptors))
 }
 
-/// The engine's part up to the hello: who has connected, and what it says.
-pub(crate) fn accept(
-    listener: BorrowedFd<'_>,
-    own_version: &str,
-) -> Result<(Peer, Hello), HandshakeError> {
+/// The next client that has connected, as far as the kernel knows it. Waits for nobody: the listener
+/// doesn't block.
+pub(crate) fn accept(listener: BorrowedFd<'_>) -> Result<Peer, HandshakeError> {
     let socket = rustix::net::accept_with(listener, SocketFlags::CLOEXEC)
         .map_err(system("a client can't be accepted"))?;
-    let peer = identify(socket)?;
+    identify(socket)
+}
+
+/// What a client says first.
+pub(crate) fn hear(peer: &Peer, own_version: &str) -> Result<Hello, HandshakeError> {
     let (packet, _) = receive_packet(peer.socket.as_fd())?;
-    match Hello::decode(&packet, own_version) {
-        Ok(hello) => Ok((peer, hello)),
-        Err(error) => {
-            refuse(&peer, &error.to_string());
-            Err(error)
-        }
-    }
+    Hello::decode(&packet, own_version).inspect_err(|error| refuse(peer, &error.to_string()))
 }
 
 /// Tells a client why it can't be served.
@@ -271,7 +267,7 @@ pub(crate) fn connect(
     name: &str,
     hello: &Hello,
 ) -> Result<(Peer, u64, Descriptors<OwnedFd>), HandshakeError> {
-    let socket = seqpacket()?;
+    let socket = seqpacket(SocketFlags::empty())?;
     rustix::net::connect(&socket, &address(name)?)
         .map_err(system("the engine can't be reached"))?;
     let peer = identify(socket)?;

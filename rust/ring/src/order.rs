@@ -66,10 +66,11 @@ static WEAKENED: std::sync::Mutex<Option<&'static str>> = std::sync::Mutex::new(
 /// Makes one ordering relaxed, or drops it if it is a fence; `None` restores all.
 #[cfg(loom)]
 pub fn weaken(name: Option<&'static str>) {
-    *WEAKENED.lock().unwrap() = name;
+    *WEAKENED.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = name;
 }
 
 #[cfg(loom)]
 fn weakened(name: &str, ordering: Ordering) -> Ordering {
-    if *WEAKENED.lock().unwrap() == Some(name) { Ordering::Relaxed } else { ordering }
+    let weakened = *WEAKENED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    if weakened == Some(name) { Ordering::Relaxed } else { ordering }
 }

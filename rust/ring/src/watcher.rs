@@ -1,11 +1,13 @@
 //! The thread that learns when the other side has died or doesn't run.
 //!
-//! It sleeps in `poll`: a peer's socket hangs up when it says goodbye or ends, its pidfd becomes
+//! It sleeps in `poll`. A peer's socket hangs up when it says goodbye or ends, its pidfd becomes
 //! readable when it ends while a forked child still holds the socket. Once in a while it says that
 //! this process runs, and looks when each peer last said so.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -18,12 +20,44 @@ use crate::link::Link;
 /// How often each side says that it runs, at most.
 const MAX_BEAT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Admits new links while the watcher runs.
+/// Where new links come from while the watcher runs.
 pub(crate) trait Door: Send {
     /// Readable when somebody knocks.
     fn listener(&self) -> BorrowedFd<'_>;
-    /// Lets the next one in; `None` if it had to be refused.
-    fn admit(&mut self) -> Option<Arc<Link>>;
+    /// Answers a knock, without waiting for anybody; a link may come through the mailbox later.
+    fn answer(&mut self, mailbox: &Arc<Mailbox>);
+}
+
+/// How other threads tell the watcher something.
+#[derive(Debug)]
+pub(crate) struct Mailbox {
+    /// Readable when there is something in the mailbox.
+    nudge: OwnedFd,
+    links: Mutex<Vec<Arc<Link>>>,
+    stop: AtomicBool,
+}
+
+impl Mailbox {
+    fn new() -> std::io::Result<Self> {
+        let nudge = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { nudge, links: Mutex::default(), stop: AtomicBool::new(false) })
+    }
+
+    /// Has a link watched from now on.
+    pub(crate) fn deliver(&self, link: Arc<Link>) {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner).push(link);
+        self.nudge();
+    }
+
+    fn nudge(&self) {
+        // Fails only if the counter is full, and then it is readable already.
+        let _ = rustix::io::write(&self.nudge, &1u64.to_ne_bytes());
+    }
+
+    fn empty(&self) -> Vec<Arc<Link>> {
+        let _ = rustix::io::read(&self.nudge, &mut [0; 8]);
+        std::mem::take(&mut *self.links.lock().unwrap_or_else(PoisonError::into_inner))
+    }
 }
 
 /// A link under watch.
@@ -35,7 +69,7 @@ struct Watched {
 /// A running watcher thread. It ends with [`Watcher::stop`].
 #[derive(Debug)]
 pub(crate) struct Watcher {
-    stop: OwnedFd,
+    mailbox: Arc<Mailbox>,
     thread: Option<JoinHandle<()>>,
     /// The process that the thread lives in: a forked child has this value but not the thread.
     pid: u32,
@@ -57,15 +91,14 @@ impl Watcher {
         door: Option<Box<dyn Door>>,
         stuck_after: Duration,
     ) -> std::io::Result<Self> {
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let stop_of_thread = stop.try_clone()?;
+        let mailbox = Arc::new(Mailbox::new()?);
         let since_ms = now_ms();
         let watched = links.into_iter().map(|link| Watched { link, since_ms }).collect();
-        let round = Round { stop: stop_of_thread, watched, door, stuck_after };
+        let round = Round { mailbox: Arc::clone(&mailbox), watched, door, stuck_after };
         let thread = std::thread::Builder::new()
             .name("sparksched-watch".to_owned())
             .spawn(move || round.repeat())?;
-        Ok(Self { stop, thread: Some(thread), pid: std::process::id() })
+        Ok(Self { mailbox, thread: Some(thread), pid: std::process::id() })
     }
 
     /// Ends the thread and waits for it.
@@ -76,7 +109,9 @@ impl Watcher {
             std::mem::forget(thread);
             return;
         }
-        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        // Ordered by the system calls on the eventfd.
+        self.mailbox.stop.store(true, Relaxed);
+        self.mailbox.nudge();
         // It has no way to panic but a bug, of which the panic hook has told.
         let _ = thread.join();
     }
@@ -84,7 +119,7 @@ impl Watcher {
 
 /// What the thread works on.
 struct Round {
-    stop: OwnedFd,
+    mailbox: Arc<Mailbox>,
     watched: Vec<Watched>,
     door: Option<Box<dyn Door>>,
     stuck_after: Duration,
@@ -95,7 +130,11 @@ impl Round {
         let interval = MAX_BEAT_INTERVAL.min(self.stuck_after / 4);
         let mut last_round_ms = now_ms();
         loop {
-            let Some((gone, knocks)) = self.wait(interval) else { return };
+            let (gone, knocks) = self.wait(interval);
+            let new_links = self.mailbox.empty();
+            if self.mailbox.stop.load(Relaxed) {
+                return;
+            }
             let now_ms = now_ms();
             // If this process itself didn't run, the others' silence means nothing yet.
             let was_late = Duration::from_millis(now_ms - last_round_ms) > 2 * interval;
@@ -103,9 +142,10 @@ impl Round {
             for index in gone.into_iter().rev() {
                 self.watched.swap_remove(index).link.note_gone();
             }
-            if knocks {
-                let link = self.door.as_mut().and_then(|door| door.admit());
-                self.watched.extend(link.map(|link| Watched { link, since_ms: now_ms }));
+            let since_ms = now_ms;
+            self.watched.extend(new_links.into_iter().map(|link| Watched { link, since_ms }));
+            if let (true, Some(door)) = (knocks, &mut self.door) {
+                door.answer(&self.mailbox);
             }
             for watched in &mut self.watched {
                 if was_late {
@@ -118,9 +158,9 @@ impl Round {
     }
 
     /// Sleeps until something happens: the links whose peers are gone, in ascending order, and
-    /// whether somebody knocks. `None` to stop.
-    fn wait(&self, interval: Duration) -> Option<(Vec<usize>, bool)> {
-        let mut fds = vec![PollFd::new(&self.stop, PollFlags::IN)];
+    /// whether somebody knocks.
+    fn wait(&self, interval: Duration) -> (Vec<usize>, bool) {
+        let mut fds = vec![PollFd::new(&self.mailbox.nudge, PollFlags::IN)];
         let mut owners = Vec::new();
         for (index, watched) in self.watched.iter().enumerate() {
             let peer = watched.link.peer();
@@ -142,9 +182,6 @@ impl Round {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => panic!("poll on own descriptors: {error}"),
         }
-        if !fds[0].revents().is_empty() {
-            return None;
-        }
         let mut gone: Vec<usize> = owners
             .iter()
             .zip(&fds[1..])
@@ -153,6 +190,6 @@ impl Round {
             .collect();
         gone.dedup();
         let knocks = self.door.is_some() && fds.last().is_some_and(|fd| !fd.revents().is_empty());
-        Some((gone, knocks))
+        (gone, knocks)
     }
 }
