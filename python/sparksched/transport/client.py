@@ -426,13 +426,12 @@ class _AsyncChannel(_Channel):
         try:
             async with asyncio.timeout(limit_s):
                 await future
-        except asyncio.CancelledError:
-            self.rings.take_back(ticket)
-            raise
         except TimeoutError:
-            # If a part of it is in the ring, the engine will get it after all, if it recovers.
-            self.rings.take_back(ticket)
             raise EngineBusyError(f"it has made no room for {limit_s:g} s") from None
+        finally:
+            # Nothing is left to take back if it was sent. If a part of it is in the ring, the engine
+            # gets all of it as soon as it makes room.
+            self.rings.take_back(ticket)
 
     def _wake_senders(self) -> None:
         sent_before = self.rings.sent_before()

@@ -111,7 +111,20 @@ impl Hello {
         let (versions, rest) = rest.split_at_checked(8).ok_or(HandshakeError::Gibberish)?;
         let (client_index, version) = rest.split_first_chunk().ok_or(HandshakeError::Gibberish)?;
         let version = String::from_utf8_lossy(version).into_owned();
-        if versions != &preamble()[MARK.len()..] || version != own_version {
+        let own_versions = &preamble()[MARK.len()..];
+        if versions != own_versions {
+            // Of the same version perhaps, but built from another source.
+            let named = |version: &str, numbers: &[u8]| {
+                let number = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_le_bytes);
+                let (protocol, layout) = (number(&numbers[..4]), number(&numbers[4..]));
+                format!("{version} (protocol {protocol}, layout {layout})")
+            };
+            return Err(HandshakeError::Version {
+                peer: named(&version, versions),
+                own: named(own_version, own_versions),
+            });
+        }
+        if version != own_version {
             return Err(HandshakeError::Version { peer: version, own: own_version.to_owned() });
         }
         Ok(Self { client_index: u32::from_le_bytes(*client_index), version })

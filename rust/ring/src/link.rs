@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -205,7 +205,7 @@ impl Link {
             return Vec::new();
         }
         // Read before the ring: what the other side sent before its end is then seen below.
-        let is_peer_gone = self.is_peer_gone.load(Relaxed);
+        let is_peer_gone = self.is_peer_gone.load(Acquire);
         let is_closed = inbox.ring.is_closed();
         let mut events: Vec<_> = lock(&self.notices).drain(..).collect();
         let read = self.flush().and_then(|_| inbox.read(max_messages, &mut events));
@@ -301,8 +301,9 @@ impl Link {
 
     /// Notes that the other side is gone; the watcher's.
     pub(crate) fn note_gone(&self) {
-        // Ordered by the bell's fences: whoever falls asleep after this sees it.
-        self.is_peer_gone.store(true, Relaxed);
+        // Whoever falls asleep after this sees it, by the bell's fences; and whoever sees it sees all
+        // that the other side has sent.
+        self.is_peer_gone.store(true, Release);
         self.wake_self();
     }
 

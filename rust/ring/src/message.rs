@@ -48,6 +48,11 @@ pub(crate) fn check(frame_lengths: impl ExactSizeIterator<Item = usize>) -> Resu
     if total > MAX_MESSAGE_BYTES { Err(Unsendable::Bytes(total)) } else { Ok(()) }
 }
 
+/// How many bytes go before so many frames.
+pub(crate) const fn header_bytes(num_frames: usize) -> usize {
+    HEADER_BYTES + num_frames * LENGTH_BYTES
+}
+
 /// The bytes that go before the frames of a message; its `sequence` is its number in the stream.
 pub(crate) fn header(
     kind: u8,
@@ -55,7 +60,7 @@ pub(crate) fn header(
     frame_lengths: impl ExactSizeIterator<Item = usize>,
 ) -> Vec<u8> {
     let num_frames = frame_lengths.len();
-    let mut bytes = Vec::with_capacity(HEADER_BYTES + num_frames * LENGTH_BYTES);
+    let mut bytes = Vec::with_capacity(header_bytes(num_frames));
     bytes.extend_from_slice(&MARK.to_le_bytes());
     bytes.extend_from_slice(&u32::from(kind).to_le_bytes());
     bytes.extend_from_slice(&(num_frames as u64).to_le_bytes());
@@ -140,7 +145,7 @@ impl Reader {
         if num_frames == 0 || num_frames > MAX_FRAMES as u64 {
             return Err(Corrupt::Length);
         }
-        let head_bytes = HEADER_BYTES + num_frames as usize * LENGTH_BYTES;
+        let head_bytes = header_bytes(num_frames as usize);
         if !fill(ring, &mut self.head, head_bytes)? {
             return Ok(false);
         }

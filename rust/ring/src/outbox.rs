@@ -40,8 +40,9 @@ struct Waiting {
 }
 
 impl Waiting {
-    fn frame_bytes(&self) -> usize {
-        self.frames.iter().map(Vec::len).sum()
+    /// Its size in the ring: a message of many empty frames takes memory, too.
+    fn bytes(&self) -> usize {
+        message::header_bytes(self.frames.len()) + self.frames.iter().map(Vec::len).sum::<usize>()
     }
 
     fn is_begun(&self) -> bool {
@@ -65,11 +66,12 @@ pub struct TakenBack {
 pub struct Outbox {
     ring: Producer,
     waiting: VecDeque<Waiting>,
-    /// The frames of `waiting`, written or not.
+    /// The bytes of `waiting`, written or not.
     waiting_bytes: usize,
     max_waiting_bytes: usize,
     next_ticket: Ticket,
     next_sequence: u64,
+    is_closed: bool,
 }
 
 impl Outbox {
@@ -84,6 +86,7 @@ impl Outbox {
             max_waiting_bytes,
             next_ticket: 0,
             next_sequence: 0,
+            is_closed: false,
         }
     }
 
@@ -93,10 +96,10 @@ impl Outbox {
     /// # Errors
     /// [`SendError`]; the message was not accepted then, not even in part.
     pub fn send(&mut self, kind: u8, frames: &[&[u8]]) -> Result<Ticket, SendError> {
-        if self.waiting_bytes >= self.max_waiting_bytes {
+        if self.is_full() {
             // Perhaps the reader has caught up since the last look.
             self.flush()?;
-            if self.waiting_bytes >= self.max_waiting_bytes {
+            if self.is_full() {
                 return Err(SendError::Full);
             }
         }
@@ -110,7 +113,9 @@ impl Outbox {
     pub fn send_regardless(&mut self, kind: u8, frames: &[&[u8]]) -> Result<Ticket, SendError> {
         message::check(frames.iter().map(|frame| frame.len()))?;
         let ticket = self.next_ticket;
-        if self.waiting.is_empty() {
+        if self.is_closed {
+            // As if it had been kept until the close: the reader expects nothing any more.
+        } else if self.waiting.is_empty() {
             let header = self.next_header(kind, frames.iter().map(|frame| frame.len()));
             let parts = std::iter::once(&header[..]).chain(frames.iter().copied());
             let (written, is_whole) = write_parts(&mut self.ring, parts)?;
@@ -118,15 +123,26 @@ impl Outbox {
             if !is_whole {
                 self.keep(Waiting { ticket, kind, header, frames: owned(frames), written });
                 reach("half-written");
-                self.flush()?;
+                self.flush_or_forget()?;
             }
         } else {
             let header = Vec::new();
             self.keep(Waiting { ticket, kind, header, frames: owned(frames), written: 0 });
-            self.flush()?;
+            self.flush_or_forget()?;
         }
         self.next_ticket += 1;
         Ok(ticket)
+    }
+
+    fn is_full(&self) -> bool {
+        !self.waiting.is_empty() && self.waiting_bytes >= self.max_waiting_bytes
+    }
+
+    /// Flushes; if the ring turns out to be broken, the last message was not accepted.
+    fn flush_or_forget(&mut self) -> Result<(), Corrupt> {
+        self.flush().inspect_err(|_| {
+            self.waiting_bytes -= self.waiting.pop_back().map_or(0, |message| message.bytes());
+        })
     }
 
     fn next_header(&mut self, kind: u8, lengths: impl ExactSizeIterator<Item = usize>) -> Vec<u8> {
@@ -136,7 +152,7 @@ impl Outbox {
     }
 
     fn keep(&mut self, message: Waiting) {
-        self.waiting_bytes += message.frame_bytes();
+        self.waiting_bytes += message.bytes();
         self.waiting.push_back(message);
     }
 
@@ -152,14 +168,17 @@ impl Outbox {
                     self.next_header(message.kind, message.frames.iter().map(Vec::len));
             }
             let parts = std::iter::once(&message.header).chain(&message.frames).map(Vec::as_slice);
-            let (written, is_whole) =
-                write_parts(&mut self.ring, Unwritten { parts, skip: message.written })?;
-            message.written += written;
-            if is_whole {
-                self.waiting_bytes -= message.frame_bytes();
-                continue;
+            let unwritten = Unwritten { parts, skip: message.written };
+            let written = write_parts(&mut self.ring, unwritten);
+            if let Ok((written, is_whole)) = written {
+                message.written += written;
+                if is_whole {
+                    self.waiting_bytes -= message.bytes();
+                    continue;
+                }
             }
             self.waiting.push_front(message);
+            written?;
             self.ring.publish();
             if !self.ring.wait_for_space()? {
                 return Ok(());
@@ -187,7 +206,8 @@ impl Outbox {
         !self.waiting.is_empty() && self.ring.has_space() != Ok(false)
     }
 
-    /// How many bytes of messages are here that are not wholly in the ring.
+    /// How many bytes of messages are here that are not wholly in the ring; with their headers, so
+    /// that it is 0 only if nothing waits.
     #[must_use]
     pub fn waiting_bytes(&self) -> usize {
         self.waiting_bytes
@@ -199,15 +219,17 @@ impl Outbox {
             .into_iter()
             .partition::<Vec<_>, _>(|message| !message.is_begun() && choose(message.ticket));
         self.waiting = kept.into();
-        self.waiting_bytes = self.waiting.iter().map(Waiting::frame_bytes).sum();
+        self.waiting_bytes = self.waiting.iter().map(Waiting::bytes).sum();
         taken
             .into_iter()
             .map(|Waiting { ticket, kind, frames, .. }| TakenBack { ticket, kind, frames })
             .collect()
     }
 
-    /// Says that no message will follow. What still waits is dropped; the reader has to be woken.
+    /// Says that no message will follow. What still waits is dropped, and so is what is sent after
+    /// this; the reader has to be woken.
     pub fn close(&mut self) {
+        self.is_closed = true;
         self.ring.close();
         self.waiting.clear();
         self.waiting_bytes = 0;
