@@ -6,6 +6,7 @@ what vLLM's two `process_outputs_socket` do, and go on beside them.
 
 import asyncio
 import collections
+import contextlib
 import functools
 import threading
 import weakref
@@ -68,6 +69,7 @@ def install(core_client: ModuleType) -> None:
     for client_class in (core_client.AsyncMPClient, core_client.SyncMPClient):
         patching.replace(client_class, "__init__", _connecting)
     patching.replace(core_client.AsyncMPClient, "_ensure_output_queue_task", _reading_rings)
+    patching.replace(core_client.AsyncMPClient, "_send_input", _undoing_refused_requests)
     patching.replace(core_client.AsyncMPClient, "_send_input_message", _sending_async)
     patching.replace(core_client.SyncMPClient, "_send_input", _sending_sync)
 
@@ -90,12 +92,11 @@ def _connecting(original: patching.Function) -> patching.Function:
     def init(self: "MPClient", *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         try:
-            rings = _connect_all(self)
+            self.resources.sparksched_rings = _connect_all(self)
+            self.resources.sparksched_rings.start_reading(self)
         except BaseException:
             self.shutdown()
             raise
-        self.resources.sparksched_rings = rings
-        rings.start_reading(self)
 
     return init
 
@@ -134,11 +135,40 @@ def _sending_async(original: patching.Function) -> patching.Function:
             result: Awaitable[Any] = original(self, message, engine)
             return result
         self.ensure_alive()
+        # Room is made known to the reader: it must be there before somebody waits for room.
+        channel.start_reading(self)
         request_type, *frames = message
         sent: Awaitable[Any] = channel.send(request_type[0], frames)
         return sent
 
     return send_input_message
+
+
+def _undoing_refused_requests(original: patching.Function) -> patching.Function:
+    """Have a load-balancing client forget a request that no engine will ever report."""
+
+    @functools.wraps(original)
+    def send_input(
+        self: "AsyncMPClient", request_type: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> Awaitable[Any]:
+        try:
+            sent: Awaitable[Any] = original(self, request_type, request, *args, **kwargs)
+        except EngineBusyError:
+            _forget_in_balancer(self, request)
+            raise
+        if isinstance(sent, _Waiting):
+            sent.on_taken_back = functools.partial(_forget_in_balancer, self, request)
+        return sent
+
+    return send_input
+
+
+def _forget_in_balancer(client: Any, request: Any) -> None:
+    """Undo what `DPLBAsyncMPClient.get_core_engine_for_request` has noted, if it has."""
+    request_id = getattr(request, "request_id", None)
+    engine = getattr(client, "reqs_in_flight", {}).pop(request_id, None)
+    if engine is not None:
+        client.engine_inflight[engine] -= 1
 
 
 def _sending_sync(original: patching.Function) -> patching.Function:
@@ -229,7 +259,10 @@ class ClientTransport:
     def close(self) -> None:
         """Say goodbye to all engines. Any thread may call this."""
         for channel in self.channels.values():
-            channel.close()
+            try:
+                channel.close()
+            except Exception:
+                logger.exception("sparksched: the rings to engine %d weren't closed", channel.rank)
 
 
 # ----------------------------------------------------------------------------------------
@@ -249,6 +282,7 @@ class _Channel:
         self._utility_results = client.utility_results
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._has_ended = False
+        self._has_failed = False
 
     def start_reading(self, client: "MPClient") -> None:
         raise NotImplementedError
@@ -294,17 +328,27 @@ class _Channel:
         log = logger.warning if end.is_goodbye else logger.error
         log("sparksched: engine %d is gone: %s", self.rank, end.reason)
         self._resources.engine_dead = True
+        if self._resources.engine_manager is not None:
+            # vLLM's monitor leaves this to whoever has noticed first. Shutting down waits for
+            # processes, which an event loop mustn't.
+            threading.Thread(target=client.shutdown, name="RingShutdown", daemon=True).start()
         raise EngineDeadError
 
     def _fail(self, error: Exception) -> None:
-        self._has_ended = True
+        self._has_ended = self._has_failed = True
         self._outputs_queue.put_nowait(error)
 
-    def _send(self, kind: int, frames: Any, *, regardless: bool) -> int | None:
+    def _receive(self) -> None:
+        """Receive and handle what has happened. No error leaves this: whoever waits is told."""
         try:
-            return self.rings.send(kind, frames, regardless=regardless)
-        except ConnectionError as error:
-            raise EngineDeadError from error
+            events = self.rings.receive(max_messages=_MAX_MESSAGES)
+        except Exception as error:
+            logger.exception("sparksched: receiving from engine %d failed", self.rank)
+            self._resources.engine_dead = True
+            self._fail(error)
+            return
+        for event in events:
+            self._handle(event)
 
 
 # ----------------------------------------------------------------------------------------
@@ -322,14 +366,40 @@ class _Sent:
 _SENT = _Sent()
 
 
+class _Waiting:
+    """A message that waits for room in its ring; to be awaited until it is sent."""
+
+    def __init__(self, rings: "_core.ClientRings", ticket: int) -> None:
+        self.ticket = ticket
+        self.future = asyncio.get_running_loop().create_future()
+        self.on_taken_back: Callable[[], None] | None = None
+        self._rings = rings
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> None:
+        limit_s = environment.stuck_after_s()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.future
+        except TimeoutError:
+            raise EngineBusyError(f"it has made no room for {limit_s:g} s") from None
+        finally:
+            # Nothing is left to take back if it was sent. If a part of it is in the ring, the
+            # engine gets all of it as soon as it makes room.
+            if self._rings.take_back(self.ticket) and self.on_taken_back is not None:
+                self.on_taken_back()
+
+
 class _AsyncChannel(_Channel):
     """Rings of a client that lives in an event loop; only that loop's thread uses them."""
 
     def __init__(self, client: "AsyncMPClient", rank: int, rings: "_core.ClientRings") -> None:
         super().__init__(client, rank, rings)
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Those who wait for room, in the order of their tickets.
-        self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
+        # In the order of their tickets.
+        self._waiting: collections.deque[_Waiting] = collections.deque()
         self._observe_outputs: Callable[[Any, EngineCoreOutputs], Any] | None = getattr(
             type(client), "process_engine_outputs", None
         )
@@ -340,15 +410,15 @@ class _AsyncChannel(_Channel):
         if self._loop is not None or self._has_ended:
             return
         try:
-            self._loop = asyncio.get_running_loop()
+            loop = asyncio.get_running_loop()
         except RuntimeError:
-            return  # not in a loop yet; vLLM asks again with each request
-        self._loop.add_reader(self.rings.fileno(), self._on_event)
+            return  # not in a loop yet; this is called again with each message
+        loop.add_reader(self.rings.fileno(), self._on_event)
+        self._loop = loop
         self._on_event()
 
     def _on_event(self) -> None:
-        for event in self.rings.receive(max_messages=_MAX_MESSAGES):
-            self._handle(event)
+        self._receive()
         if self._has_ended:
             self._stop_reading()
         elif self._waiting:
@@ -380,25 +450,21 @@ class _AsyncChannel(_Channel):
             _process_utility_output(output, self._utility_results)
 
     def _stop_reading(self) -> None:
-        if self._loop is not None and not self._loop.is_closed():
+        if self._loop is not None:
             self._loop.remove_reader(self.rings.fileno())
         while self._waiting:
-            _, future = self._waiting.popleft()
+            future = self._waiting.popleft().future
             if not future.done():
                 future.set_exception(EngineDeadError())
 
     def close(self) -> None:
-        from vllm.utils.async_utils import in_loop
-
-        if self._loop is None or self._loop.is_closed() or in_loop(self._loop):
-            self._close_now()
-        else:
-            self._loop.call_soon_threadsafe(self._close_now)
-
-    def _close_now(self) -> None:
+        # At once, whatever thread this is and whether the loop still runs; only what belongs to
+        # the loop waits for it.
         self._has_ended = True
-        self._stop_reading()
         self.rings.close()
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._stop_reading)
 
     # Sending
 
@@ -406,37 +472,30 @@ class _AsyncChannel(_Channel):
         """Send now; what is returned is to be awaited for room in the ring, if that is lacking.
 
         Raises:
-            EngineBusyError: if too much waits already, or waiting takes too long.
+            EngineBusyError: if too much waits already; awaiting raises it if that takes too long.
             EngineDeadError: if the engine is gone.
 
         """
         # An abort makes room in the end, and nobody could do anything about it not being sent.
         is_abort = kind == _ABORT
-        ticket = self._send(kind, frames, regardless=is_abort)
+        try:
+            ticket = self.rings.send(kind, frames, regardless=is_abort)
+        except ConnectionError as error:
+            if is_abort:
+                return _SENT  # the requests end with the engine; the ring says so in its turn
+            raise EngineDeadError from error
         if ticket is None:
             raise EngineBusyError(f"{MAX_BACKLOG_BYTES >> 20} MiB wait for it already")
         if is_abort or self.rings.sent_before() > ticket:
             return _SENT
-        return self._wait_for_room(ticket)
-
-    async def _wait_for_room(self, ticket: int) -> None:
-        limit_s = environment.stuck_after_s()
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append((ticket, future))
-        try:
-            async with asyncio.timeout(limit_s):
-                await future
-        except TimeoutError:
-            raise EngineBusyError(f"it has made no room for {limit_s:g} s") from None
-        finally:
-            # Nothing is left to take back if it was sent. If a part of it is in the ring, the engine
-            # gets all of it as soon as it makes room.
-            self.rings.take_back(ticket)
+        waiting = _Waiting(self.rings, ticket)
+        self._waiting.append(waiting)
+        return waiting
 
     def _wake_senders(self) -> None:
         sent_before = self.rings.sent_before()
-        while self._waiting and self._waiting[0][0] < sent_before:
-            _, future = self._waiting.popleft()
+        while self._waiting and self._waiting[0].ticket < sent_before:
+            future = self._waiting.popleft().future
             if not future.done():
                 future.set_result(None)
 
@@ -473,12 +532,14 @@ class _SyncChannel(_Channel):
 
     def _run(self) -> None:
         while not self._has_ended:
-            for event in self.rings.receive():
-                self._handle(event)
+            self._receive()
             with self._room:
                 self._room.notify_all()
             if not self._has_ended:
                 self.rings.wait()
+        if not self._has_failed:
+            # Somebody may wait for outputs that will never come.
+            self._fail(EngineDeadError())
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
         from vllm.v1.engine.core_client import _process_utility_output
@@ -502,10 +563,13 @@ class _SyncChannel(_Channel):
 
         """
         # Each thread waits for its own message, so no more than one a thread can pile up.
-        ticket = self._send(kind, frames, regardless=True)
+        try:
+            ticket = self.rings.send(kind, frames, regardless=True)
+        except ConnectionError as error:
+            raise EngineDeadError from error
         assert ticket is not None
         with self._room:
-            while self.rings.sent_before() <= ticket:
-                if self._has_ended:
-                    raise EngineDeadError
+            while not self._has_ended and self.rings.sent_before() <= ticket:
                 self._room.wait()
+        if self._has_ended:
+            raise EngineDeadError

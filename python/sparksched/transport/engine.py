@@ -81,6 +81,7 @@ def _with_rings(original: patching.Function) -> patching.Function:
         rings, offer = _offer_rings(self, len(input_addresses))
         self.sparksched_offer = offer
         if rings is not None:
+            _share_between_threads(self)
             self.sparksched_transport = EngineTransport(self, rings)
             self.sparksched_transport.start()
         original(self, input_addresses, *args, **kwargs)
@@ -121,6 +122,23 @@ def _closing_rings(original: patching.Function) -> patching.Function:
                 transport.close()
 
     return shutdown
+
+
+def _share_between_threads(engine: "EngineCoreProc") -> None:
+    """Let both input threads use what vLLM means for one: some clients may stay on ZMQ."""
+    engine.preprocess_add_request = _one_at_a_time(engine.preprocess_add_request)
+    if engine.tensor_ipc_receiver is not None:
+        engine.tensor_ipc_receiver = _one_at_a_time(engine.tensor_ipc_receiver)
+
+
+def _one_at_a_time(call: patching.Function) -> patching.Function:
+    lock = threading.Lock()
+
+    def locked(*args: Any) -> Any:
+        with lock:
+            return call(*args)
+
+    return locked
 
 
 def _offer_rings(
@@ -183,6 +201,8 @@ class EngineTransport:
     def handle_notice(self, notice: _Notice, value: Any) -> None:
         """Do in the engine's loop what only it may do: the scheduler belongs to its thread."""
         if notice is _Notice.FAILED:
+            # Recovery would wait for a command that only the thread that failed could receive.
+            self._engine.enable_fault_tolerance = False
             raise RuntimeError("sparksched's input thread failed") from value
         if notice is _Notice.CLIENT_GONE:
             self._forget_client(value)
@@ -225,9 +245,7 @@ class _RingOutput:
         self.get = self._zmq_queue.get
         # Encoders aren't thread-safe, and utility calls are answered by several threads.
         self._encoders = threading.local()
-        self._lock = threading.Lock()
-        # Requests of clients that let their messages pile up; they are about to be failed.
-        self._blocked: dict[int, set[str]] = {}
+        self._clients = [_ClientState() for _ in engine.addresses.outputs]
 
     def put_nowait(self, item: Any) -> None:
         """Send vLLM's `(client_index, EngineCoreOutputs)`, or the note that the engine is dead."""
@@ -239,40 +257,49 @@ class _RingOutput:
             self._zmq_queue.put_nowait(item)
             return
         outputs.engine_index = self._engine.engine_index
-        frames = self._encoder().encode(outputs)
-        if self._blocked:
-            with self._lock:
-                if client in self._blocked and not _must_arrive(outputs):
-                    self._blocked[client] |= _request_ids(outputs)
-                    return
-        if not self._rings.send(client, OUTPUTS, frames, regardless=_must_arrive(outputs)):
-            self._block(client, outputs)
+        frames = self._encode(outputs)
+        must_arrive = _must_arrive(outputs)
+        state = self._clients[client]
+        # Nobody may send between a message that is dropped and the note that it was.
+        with state.lock:
+            if state.lost is not None and not must_arrive:
+                _note_request_ids(outputs, state.lost)
+            elif not self._rings.send(client, OUTPUTS, frames, regardless=must_arrive):
+                self._block(client, outputs)
 
-    def _encoder(self) -> MsgpackEncoder:
+    def _encode(self, outputs: EngineCoreOutputs) -> Any:
         encoder: MsgpackEncoder | None = getattr(self._encoders, "value", None)
         if encoder is None:
             encoder = self._encoders.value = MsgpackEncoder()
-        return encoder
+        try:
+            return encoder.encode(outputs)
+        except Exception as error:
+            call = outputs.utility_output
+            if call is None:
+                raise
+            logger.exception("sparksched: the result of a utility call can't be sent")
+            call.result = None
+            call.failure_message = f"its result can't be sent: {error}"
+            return encoder.encode(outputs)
 
     def _send_dead(self, note: bytes) -> None:
-        num_clients = len(self._engine.addresses.outputs)
-        for client in range(num_clients):
+        for client in range(len(self._clients)):
             if self._rings.is_attached(client):
                 self._rings.send(client, ENGINE_DEAD, [note], regardless=True)
         self._zmq_queue.put_nowait(note)
 
     def _block(self, client: int, outputs: EngineCoreOutputs) -> None:
         """Drop what a client doesn't take; the engine's loop will fail its requests."""
+        lost: set[str] = set()
+        _note_request_ids(outputs, lost)
         decoder = MsgpackDecoder(EngineCoreOutputs)
-        with self._lock:
-            lost = self._blocked.setdefault(client, set())
-            lost |= _request_ids(outputs)
-            for message in self._rings.take_back(client):
-                waiting = decoder.decode(message.frames)
-                if message.kind != OUTPUTS or _must_arrive(waiting):
-                    self._rings.send(client, message.kind, message.frames, regardless=True)
-                else:
-                    lost |= _request_ids(waiting)
+        for message in self._rings.take_back(client):
+            waiting = decoder.decode(message.frames)
+            if _must_arrive(waiting):
+                self._rings.send(client, message.kind, message.frames, regardless=True)
+            else:
+                _note_request_ids(waiting, lost)
+        self._clients[client].lost = lost
         logger.warning(
             "sparksched: API server %d takes no messages and %d MiB wait for it; "
             "its requests fail, those of others go on",
@@ -283,26 +310,39 @@ class _RingOutput:
 
     def unblock(self, client: int, request_ids: list[str]) -> None:
         """Tell a client, whenever it comes back, that its requests have failed."""
-        with self._lock:
-            failed = list(self._blocked.pop(client, set()).union(request_ids))
-        outputs = EngineCoreOutputs(
-            engine_index=self._engine.engine_index,
-            finished_requests=set(failed),
-            outputs=[
-                EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
-                for request_id in failed
-            ],
-        )
-        self._rings.send(client, OUTPUTS, self._encoder().encode(outputs), regardless=True)
+        state = self._clients[client]
+        with state.lock:
+            failed = (state.lost or set()).union(request_ids)
+            state.lost = None
+            outputs = EngineCoreOutputs(
+                engine_index=self._engine.engine_index,
+                finished_requests=failed,
+                outputs=[
+                    EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
+                    for request_id in failed
+                ],
+            )
+            self._rings.send(client, OUTPUTS, self._encode(outputs), regardless=True)
+
+
+class _ClientState:
+    """What the output side knows of a client that has rings."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.lost: set[str] | None = None
+        """Requests whose messages were dropped and that are about to be failed; None if all is
+        well."""
 
 
 def _must_arrive(outputs: EngineCoreOutputs) -> bool:
     """Whether somebody waits for exactly this message."""
-    return outputs.utility_output is not None
+    return outputs.utility_output is not None or outputs.wave_complete is not None
 
 
-def _request_ids(outputs: EngineCoreOutputs) -> set[str]:
-    return {output.request_id for output in outputs.outputs} | (outputs.finished_requests or set())
+def _note_request_ids(outputs: EngineCoreOutputs, request_ids: set[str]) -> None:
+    request_ids.update(output.request_id for output in outputs.outputs)
+    request_ids.update(outputs.finished_requests or ())  # a list, where vLLM aborts
 
 
 class _RingInput:
@@ -314,6 +354,7 @@ class _RingInput:
         tensors = engine.tensor_ipc_receiver
         self._add_request_decoder = MsgpackDecoder(EngineCoreRequest, oob_tensor_provider=tensors)
         self._generic_decoder = MsgpackDecoder(oob_tensor_provider=tensors)
+        self._hung_up: set[int] = set()
 
     def run(self) -> None:
         """Receive until the rings are closed."""
@@ -351,15 +392,14 @@ class _RingInput:
                 self._engine.input_queue.put_nowait((_Notice.CLIENT_GONE, event.client))
 
     def _handle_message(self, message: "_core.RingMessage") -> None:
+        if message.client in self._hung_up:
+            return
         try:
-            request_type = REQUEST_TYPES[message.kind]
-            if request_type == EngineCoreRequestType.ADD:
-                request = self._add_request_decoder.decode(message.frames)
-            else:
-                request = self._generic_decoder.decode(message.frames)
+            request_type, request = self._decode(message)
         except Exception:
             # Nobody knows which request this was: all that its sender waits for must fail.
             logger.exception("sparksched: API server %d sent a malformed message", message.client)
+            self._hung_up.add(message.client)
             self._rings.hang_up(message.client)
             return
         if request_type == EngineCoreRequestType.ADD:
@@ -370,6 +410,17 @@ class _RingInput:
             # In both queues, as in vLLM: at once in the midst of a step, and in order.
             self._engine.aborts_queue.put_nowait(request)
             self._engine.input_queue.put_nowait((request_type, request))
+
+    def _decode(self, message: "_core.RingMessage") -> tuple[EngineCoreRequestType, Any]:
+        request_type = REQUEST_TYPES[message.kind]
+        if request_type == EngineCoreRequestType.ADD:
+            return request_type, self._add_request_decoder.decode(message.frames)
+        request = self._generic_decoder.decode(message.frames)
+        if request_type == EngineCoreRequestType.UTILITY:
+            _client, _call_id, method, args = request
+            if method == FT_UTILITY_METHOD:
+                _command = args[0]
+        return request_type, request
 
     def _add(self, request: EngineCoreRequest) -> None:
         engine = self._engine

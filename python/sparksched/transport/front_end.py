@@ -39,28 +39,18 @@ def _forgetting_refused_requests(original: patching.Function) -> patching.Functi
     async def add_request(
         self: "AsyncLLM",
         request: "EngineCoreRequest",
-        prompt: Any,
-        parent_req: Any,
         *args: Any,
         **kwargs: Any,
     ) -> None:
         try:
-            await original(self, request, prompt, parent_req, *args, **kwargs)
+            await original(self, request, *args, **kwargs)
         except (EngineBusyError, asyncio.CancelledError):
-            # vLLM has registered it, and doesn't expect that sending waits or fails.
-            whole = request if parent_req is None else parent_req
-            await self.abort(whole.request_id, internal=True)
-            _forget_in_balancer(self.engine_core, request.request_id)
+            # vLLM has registered it, and doesn't expect that sending waits or fails. For n > 1 it
+            # does, and cleans up itself.
+            await self.abort(request.request_id, internal=True)
             raise
 
     return add_request
-
-
-def _forget_in_balancer(client: Any, request_id: str) -> None:
-    """Undo what a load-balancing client has noted for a request that no engine will report."""
-    engine = getattr(client, "reqs_in_flight", {}).pop(request_id, None)
-    if engine is not None:
-        client.engine_inflight[engine] -= 1
 
 
 def _checking_rings(original: patching.Function) -> patching.Function:
