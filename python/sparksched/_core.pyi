@@ -17,6 +17,7 @@ __all__ = [
     "RingStuck",
     "SchedulerCore",
     "__version__",
+    "note_fork",
     "read_prompt",
 ]
 
@@ -167,7 +168,13 @@ class SchedulerCore:
     def check_invariants(self) -> None:
         """Walk the whole state; RuntimeError at the first contradiction."""
 
-# The classes below are there on Linux only.
+# What follows is there on Linux only.
+
+def note_fork() -> None:
+    """Say, in a forked child, that the rings which it has inherited are its parent's.
+
+    Sending on them then fails, receiving gives nothing, and closing does nothing.
+    """
 
 @final
 class RingMessage:
@@ -323,6 +330,8 @@ class ClientRings:
         Raises:
             ConnectionError: if there is no such engine, or if it refuses: because of another
                 version or user, or because it has a client with this index.
+            RuntimeError: if the engine fell silent at the very end. It may use the rings now, so
+                there is no going on without them.
             ValueError: if `stuck_after_s` is negative or not finite.
 
         """

@@ -420,6 +420,8 @@ class _RingInput:
             _client, _call_id, method, args = request
             if method == FT_UTILITY_METHOD:
                 _command = args[0]
+        elif not isinstance(request, list) or not all(isinstance(it, str) for it in request):
+            raise TypeError("request ids are strings")
         return request_type, request
 
     def _add(self, request: EngineCoreRequest) -> None:

@@ -9,6 +9,11 @@ from typing import Final
 import msgspec
 from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
 
+from sparksched import _core
+
+if hasattr(_core, "note_fork"):
+    os.register_at_fork(after_in_child=_core.note_fork)
+
 MAX_BACKLOG_BYTES: Final = 64 << 20
 """What may wait behind a full ring, apart from one message that may be larger."""
 

@@ -24,6 +24,7 @@ use crate::guard::catch_panics;
 const LARGE_BYTES: usize = 256 << 10;
 
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(note_fork, module)?)?;
     module.add_class::<PyEngineRings>()?;
     module.add_class::<PyClientRings>()?;
     module.add_class::<RingMessage>()?;
@@ -32,6 +33,11 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<RingStuck>()?;
     module.add_class::<RingRecovered>()?;
     module.add_class::<RingEnd>()
+}
+
+#[pyfunction]
+fn note_fork() {
+    sparksched_ring::link::note_fork();
 }
 
 // ----------------------------------------------------------------------------------------
@@ -123,6 +129,10 @@ fn seconds(name: &str, value: f64) -> PyResult<Duration> {
 
 #[expect(clippy::needless_pass_by_value, reason = "a function for map_err")]
 fn connection_error(error: HandshakeError) -> PyErr {
+    if matches!(error, HandshakeError::Undecided(_)) {
+        // Nobody may go on with ZMQ: the engine may send to the rings from now on.
+        return PyRuntimeError::new_err(error.to_string());
+    }
     PyConnectionError::new_err(error.to_string())
 }
 
@@ -264,7 +274,7 @@ impl PyEngineRings {
         match send(py, link, kind, frames, regardless)? {
             Err(SendError::Full) => Ok(false),
             Err(SendError::Corrupt(_)) => {
-                link.close();
+                link.hang_up();
                 Ok(true)
             }
             // Nobody is left to read what is sent to a client that is gone.
@@ -282,7 +292,7 @@ impl PyEngineRings {
     }
 
     fn hang_up(&self, client: u32) -> PyResult<()> {
-        self.link(client)?.close();
+        self.link(client)?.hang_up();
         Ok(())
     }
 
@@ -346,8 +356,13 @@ impl PyClientRings {
     #[pyo3(signature = (*, max_messages = 64))]
     fn receive<'py>(&self, py: Python<'py>, max_messages: usize) -> PyResult<Bound<'py, PyList>> {
         catch_panics(|| {
+            let events = if self.rings.link().readable_bytes() > LARGE_BYTES {
+                py.detach(|| self.rings.receive(max_messages))
+            } else {
+                self.rings.receive(max_messages)
+            };
             let list = PyList::empty(py);
-            for event in &self.rings.receive(max_messages) {
+            for event in &events {
                 list.append(link_event(py, self.client_index, event)?)?;
             }
             Ok(list)
@@ -372,6 +387,10 @@ impl PyClientRings {
         match send(py, self.rings.link(), kind, frames, regardless)? {
             Ok(ticket) => Ok(Some(ticket)),
             Err(SendError::Full) => Ok(None),
+            Err(error @ SendError::Corrupt(_)) => {
+                self.rings.link().hang_up();
+                Err(PyConnectionError::new_err(error.to_string()))
+            }
             Err(error) => Err(PyConnectionError::new_err(error.to_string())),
         }
     }

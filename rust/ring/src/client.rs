@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::handshake::{self, HandshakeError, Hello};
-use crate::link::{Event, Link};
+use crate::link::{Event, Link, noted_forks};
 use crate::segment::{BellPage, Segment, Side};
 use crate::watcher::Watcher;
 
@@ -31,8 +31,8 @@ pub struct ClientOptions {
 pub struct ClientRings {
     link: Arc<Link>,
     watcher: Mutex<Watcher>,
-    /// The process that it belongs to.
-    pid: u32,
+    /// The forks that had been noted when it was made.
+    forks: u64,
     is_closed: AtomicBool,
 }
 
@@ -47,7 +47,6 @@ impl ClientRings {
         let ring_bytes = usize::try_from(ring_bytes).map_err(|_| HandshakeError::Gibberish)?;
         let segment = Segment::open(descriptors.segment.as_fd(), ring_bytes)?;
         let bell = Arc::new(BellPage::open(descriptors.bell.as_fd())?);
-        handshake::confirm(&peer)?;
         let link = Arc::new(Link::new(
             Side::Client,
             segment,
@@ -58,9 +57,17 @@ impl ClientRings {
         ));
         let watcher = Watcher::start(vec![Arc::clone(&link)], None, options.stuck_after)
             .map_err(|source| HandshakeError::System { what: "no thread to watch", source })?;
+        // Last of all: whoever is admitted can't fail any more.
+        handshake::confirm(link.peer())?;
+        // The bell says "awake" until the first look: what has come before that rang for nobody.
+        link.wake_self();
         crate::points::reach("attached");
-        let pid = std::process::id();
-        Ok(Self { link, watcher: Mutex::new(watcher), pid, is_closed: AtomicBool::new(false) })
+        Ok(Self {
+            link,
+            watcher: Mutex::new(watcher),
+            forks: noted_forks(),
+            is_closed: AtomicBool::new(false),
+        })
     }
 
     /// The link itself: sending is its business.
@@ -80,12 +87,14 @@ impl ClientRings {
     /// event descriptor becomes readable with the next event; if not, it is readable already.
     /// Also sends what waits, if there is room.
     pub fn receive(&self, max_messages: usize) -> Vec<Event> {
+        /// A large message may keep coming for long: the caller's other work gets its turn, too.
+        const MAX_ROUNDS: usize = 4;
         let mut count = [0; 8];
         // Empty unless a writer rang; then there is nothing to clear.
         let _ = rustix::io::read(self.event_fd(), &mut count);
         let bell = self.link.client_bell();
         let mut events = Vec::new();
-        loop {
+        for _ in 0..MAX_ROUNDS {
             bell.wake_up();
             events.extend(self.link.receive(max_messages));
             bell.fall_asleep();
@@ -93,11 +102,12 @@ impl ClientRings {
                 return events;
             }
             if events.len() >= max_messages {
-                // The caller comes back to the rest after its other work.
-                self.link.wake_self();
-                return events;
+                break;
             }
         }
+        // The caller comes back to the rest.
+        self.link.wake_self();
+        events
     }
 
     /// Waits until the event descriptor is readable or time is up.
@@ -115,7 +125,7 @@ impl ClientRings {
     /// Says goodbye, after what waits has been sent or `linger` is over. In a forked child this does
     /// nothing: the link is its parent's.
     pub fn close(&self, linger: Duration) {
-        if self.pid != std::process::id() || self.is_closed.swap(true, Relaxed) {
+        if self.forks != noted_forks() || self.is_closed.swap(true, Relaxed) {
             return;
         }
         let deadline = Instant::now() + linger;

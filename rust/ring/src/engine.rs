@@ -3,14 +3,14 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::bell::Bell;
 use crate::handshake::{self, Descriptors, HandshakeError};
-use crate::link::{Event, Link, Peer, sleep_on_futex};
+use crate::link::{Event, Link, Peer, noted_forks, sleep_on_futex};
 use crate::segment::{BellPage, MAX_RING_BYTES, MIN_RING_BYTES, Segment, Side};
 use crate::watcher::{Door, Mailbox, Watcher};
 
@@ -73,7 +73,7 @@ struct Shared {
 
 impl Shared {
     fn report(&self, event: EngineEvent) {
-        self.arrivals.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(event);
+        self.arrivals.lock().unwrap_or_else(PoisonError::into_inner).push(event);
         self.wake();
     }
 
@@ -97,11 +97,16 @@ impl Door for EngineDoor {
         self.listener.as_fd()
     }
 
-    fn answer(&mut self, mailbox: &Arc<Mailbox>) {
+    fn answer(&mut self, mailbox: &Arc<Mailbox>) -> bool {
         let shared = Arc::clone(&self.shared);
         let peer = match handshake::accept(self.listener.as_fd()) {
             Ok(peer) => peer,
-            Err(error) => return shared.report(EngineEvent::Refused(error.to_string())),
+            // It has given up before its turn came.
+            Err(error) if error.is_transient() => return true,
+            Err(error) => {
+                shared.report(EngineEvent::Refused(error.to_string()));
+                return false;
+            }
         };
         // In a thread of its own: whoever has connected may take its time, or never say a word.
         let mailbox = Arc::clone(mailbox);
@@ -113,6 +118,7 @@ impl Door for EngineDoor {
         if let Err(error) = thread.spawn(admission) {
             self.shared.report(EngineEvent::Refused(format!("no thread to admit it: {error}")));
         }
+        true
     }
 }
 
@@ -131,11 +137,26 @@ impl Shared {
         if place.is_taken.swap(true, Relaxed) {
             return Err(refuse(format!("client {client} is here already")));
         }
-        let pid = peer.pid;
-        let link = self.share_memory(peer).inspect_err(|_| place.is_taken.store(false, Relaxed))?;
-        let link = Arc::clone(place.link.get_or_init(|| Arc::new(link)));
-        self.report(EngineEvent::Attached { client, pid });
+        let link = self
+            .share_memory(peer)
+            .and_then(|link| self.place(place, client, link))
+            .inspect_err(|_| place.is_taken.store(false, Relaxed))?;
         crate::points::reach("attached");
+        Ok(link)
+    }
+
+    /// Uses a link from now on, unless the engine has closed meanwhile.
+    fn place(&self, place: &Place, client: u32, link: Link) -> Result<Arc<Link>, HandshakeError> {
+        let pid = link.peer_pid();
+        let mut arrivals = self.arrivals.lock().unwrap_or_else(PoisonError::into_inner);
+        // Under the lock: whoever closes the links after this finds this one among them.
+        if self.is_closed.load(Relaxed) {
+            return Err(HandshakeError::Refused("it has closed".to_owned()));
+        }
+        let link = Arc::clone(place.link.get_or_init(|| Arc::new(link)));
+        arrivals.push(EngineEvent::Attached { client, pid });
+        drop(arrivals);
+        self.wake();
         Ok(link)
     }
 
@@ -146,14 +167,16 @@ impl Shared {
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|error| {
                 HandshakeError::System { what: "an eventfd can't be made", source: error.into() }
             })?;
+        let bell = Arc::clone(&self.bell);
+        let link = Link::new(Side::Engine, segment, bell, event, peer, max_backlog_bytes);
         let descriptors = Descriptors {
             segment: segment_fd.as_fd(),
             bell: self.bell_fd.as_fd(),
-            client_event: event.as_fd(),
+            client_event: link.client_event(),
         };
-        handshake::welcome(&peer, ring_bytes, &descriptors)?;
-        let bell = Arc::clone(&self.bell);
-        Ok(Link::new(Side::Engine, segment, bell, event, peer, max_backlog_bytes))
+        handshake::welcome(link.peer(), ring_bytes, &descriptors)?;
+        handshake::admit(link.peer())?;
+        Ok(link)
     }
 }
 
@@ -163,8 +186,8 @@ pub struct EngineRings {
     shared: Arc<Shared>,
     watcher: Mutex<Watcher>,
     name: String,
-    /// The process that it belongs to.
-    pid: u32,
+    /// The forks that had been noted when it was made.
+    forks: u64,
 }
 
 impl EngineRings {
@@ -203,7 +226,7 @@ impl EngineRings {
             shared,
             watcher: Mutex::new(watcher),
             name: name.to_owned(),
-            pid: std::process::id(),
+            forks: noted_forks(),
         })
     }
 
@@ -222,6 +245,9 @@ impl EngineRings {
     /// Waits until something happens or time is up, and returns all that has happened. Also sends
     /// what waits for a client that has made room. Empty if time is up or [`Self::close`] was called.
     pub fn receive(&self, timeout: Option<Duration>) -> Vec<EngineEvent> {
+        /// A client that is stopped after it has said that it rings, and before it does, must not
+        /// keep the messages of other clients from this engine for longer.
+        const MAX_SLEEP: Duration = Duration::from_secs(1);
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let bell: &Bell = self.shared.bell.bell();
         loop {
@@ -235,10 +261,14 @@ impl EngineRings {
             }
             bell.fall_asleep();
             if !self.has_events() && !self.is_closed() {
-                sleep_on_futex(bell, left);
+                sleep_on_futex(bell, Some(left.unwrap_or(MAX_SLEEP).min(MAX_SLEEP)));
             }
             bell.wake_up();
         }
+    }
+
+    fn is_inherited(&self) -> bool {
+        self.forks != noted_forks()
     }
 
     /// Makes a thread that waits in [`Self::receive`] look again.
@@ -262,7 +292,7 @@ impl EngineRings {
         /// Of each client in turn, so that none starves the others.
         const MAX_MESSAGES: usize = 64;
         let mut events = std::mem::take(
-            &mut *self.shared.arrivals.lock().unwrap_or_else(std::sync::PoisonError::into_inner),
+            &mut *self.shared.arrivals.lock().unwrap_or_else(PoisonError::into_inner),
         );
         for (client, link) in self.shared.links() {
             let received = link.receive(MAX_MESSAGES);
@@ -273,15 +303,22 @@ impl EngineRings {
 
     fn has_events(&self) -> bool {
         let arrivals = self.shared.arrivals.lock();
-        !arrivals.unwrap_or_else(std::sync::PoisonError::into_inner).is_empty()
+        !arrivals.unwrap_or_else(PoisonError::into_inner).is_empty()
             || self.shared.links().any(|(_, link)| link.has_events())
     }
 
     /// Says goodbye to all clients, after what waits for them has been sent or `linger` is over.
     /// In a forked child this does nothing: the links are its parent's.
     pub fn close(&self, linger: Duration) {
-        if self.is_closed() || self.pid != std::process::id() {
+        if self.is_inherited() {
             return;
+        }
+        {
+            // Under the lock: no link comes after this that isn't closed below.
+            let _arrivals = self.shared.arrivals.lock().unwrap_or_else(PoisonError::into_inner);
+            if self.shared.is_closed.swap(true, Relaxed) {
+                return;
+            }
         }
         let deadline = Instant::now() + linger;
         let is_waiting = |link: &Link| {
@@ -293,12 +330,11 @@ impl EngineRings {
         while self.shared.links().any(|(_, link)| is_waiting(link)) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
-        self.watcher.lock().unwrap_or_else(std::sync::PoisonError::into_inner).stop();
+        self.watcher.lock().unwrap_or_else(PoisonError::into_inner).stop();
         for (_, link) in self.shared.links() {
             link.close();
         }
-        // Ordered by the bell's fences: whoever falls asleep after this sees it.
-        self.shared.is_closed.store(true, Relaxed);
+        // Whoever falls asleep after this sees that it is closed, by the bell's fences.
         self.wake();
     }
 }

@@ -1,24 +1,26 @@
-//! How a client gets to an engine's memory: three packets over a Unix socket.
+//! How a client gets to an engine's memory: four packets over a Unix socket.
 //!
 //! The engine listens under an abstract name, which vanishes with its process. The client says who
 //! it is; the engine answers with descriptors of the memory, or with a reason why not; the client
-//! says that it has mapped them. Each side knows the other's user from the kernel, and refuses any
+//! says that it has mapped them and lacks nothing; the engine admits it. All that can fail is done
+//! before the last packet, so that either both sides use the rings or neither. Each side knows the other's user from the kernel, and refuses any
 //! but its own.
 
-use std::io::{IoSlice, IoSliceMut};
+use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-use rustix::io::Errno;
-use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg,
     socket_with,
 };
-use rustix::process::{PidfdFlags, geteuid, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, geteuid, pidfd_open};
 
+use crate::credentials::{Credentials, peer_credentials};
 use crate::link::Peer;
 use crate::segment::{LAYOUT_VERSION, SegmentError};
 
@@ -63,9 +65,20 @@ pub enum HandshakeError {
     /// The engine said no.
     #[error("the engine refuses: {0}")]
     Refused(String),
+    /// The client was ready, and the engine didn't say whether it is. It may have admitted the client.
+    #[error("the engine didn't answer within {0:?}")]
+    Undecided(Duration),
     /// What arrived is no packet of this protocol.
     #[error("the other process doesn't speak this protocol")]
     Gibberish,
+}
+
+impl HandshakeError {
+    /// Whether somebody hung up in the wrong moment, and nothing is amiss on this side.
+    pub(crate) fn is_transient(&self) -> bool {
+        let Self::System { source, .. } = self else { return false };
+        matches!(source.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted)
+    }
 }
 
 fn system(what: &'static str) -> impl FnOnce(Errno) -> HandshakeError {
@@ -88,6 +101,8 @@ pub(crate) enum Reply {
         ring_bytes: u64,
     },
     Refused(String),
+    /// The last packet: the engine uses the rings from now on.
+    Admitted,
 }
 
 fn preamble() -> Vec<u8> {
@@ -143,6 +158,7 @@ impl Reply {
                 bytes.push(1);
                 bytes.extend_from_slice(reason.as_bytes());
             }
+            Self::Admitted => bytes.push(2),
         }
         bytes.truncate(MAX_PACKET_BYTES);
         bytes
@@ -156,6 +172,7 @@ impl Reply {
                 Ok(Self::Welcome { ring_bytes: u64::from_le_bytes(ring_bytes) })
             }
             [1, reason @ ..] => Ok(Self::Refused(String::from_utf8_lossy(reason).into_owned())),
+            [2] => Ok(Self::Admitted),
             _ => Err(HandshakeError::Gibberish),
         }
     }
@@ -187,18 +204,25 @@ pub(crate) fn listen(name: &str) -> Result<OwnedFd, HandshakeError> {
 
 /// The peer behind a connected socket, if it is of our user.
 fn identify(socket: OwnedFd) -> Result<Peer, HandshakeError> {
-    let credentials = socket_peercred(&socket).map_err(system("the peer can't be identified"))?;
-    let own = geteuid();
-    if credentials.uid != own {
-        return Err(HandshakeError::User { peer: credentials.uid.as_raw(), own: own.as_raw() });
+    let Credentials { pid, uid } = peer_credentials(socket.as_fd()).map_err(|source| {
+        HandshakeError::System { what: "the peer can't be identified", source }
+    })?;
+    let own = geteuid().as_raw();
+    if uid != own {
+        return Err(HandshakeError::User { peer: uid, own });
     }
+    // Without it (before Linux 5.3, in another PID namespace) the socket alone tells of the end.
+    let pidfd = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+    Ok(Peer { socket, pidfd, pid })
+}
+
+/// Has calls on a socket give up after a while.
+fn limit_patience(socket: &OwnedFd) -> Result<(), HandshakeError> {
     for timeout in [Timeout::Recv, Timeout::Send] {
-        set_socket_timeout(&socket, timeout, Some(PATIENCE))
+        set_socket_timeout(socket, timeout, Some(PATIENCE))
             .map_err(system("a time limit can't be set"))?;
     }
-    // Without it (before Linux 5.3) the socket alone tells of the peer's end.
-    let pidfd = pidfd_open(credentials.pid, PidfdFlags::empty()).ok();
-    Ok(Peer { socket, pidfd, pid: credentials.pid.as_raw_nonzero().get() })
+    Ok(())
 }
 
 fn send_packet(
@@ -211,7 +235,9 @@ fn send_packet(
     if !descriptors.is_empty() {
         ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
     }
-    sendmsg(socket, &[IoSlice::new(packet)], &mut ancillary, SendFlags::NOSIGNAL)
+    let packet = [IoSlice::new(packet)];
+    // A signal, or a stop of this process, interrupts a call that has a time limit.
+    retry_on_intr(|| sendmsg(socket, &packet, &mut ancillary, SendFlags::NOSIGNAL))
         .map_err(system("the peer can't be written to"))?;
     Ok(())
 }
@@ -220,12 +246,10 @@ fn receive_packet(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Vec<OwnedFd>), Han
     let mut packet = vec![0; MAX_PACKET_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(NUM_DESCRIPTORS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received = recvmsg(
-        socket,
-        &mut [IoSliceMut::new(&mut packet)],
-        &mut ancillary,
-        RecvFlags::CMSG_CLOEXEC,
-    )
+    let received = retry_on_intr(|| {
+        let buffers = &mut [IoSliceMut::new(&mut packet)];
+        recvmsg(socket, buffers, &mut ancillary, RecvFlags::CMSG_CLOEXEC)
+    })
     .map_err(system("the peer can't be read from"))?;
     packet.truncate(received.bytes);
     let descriptors = ancillary
@@ -244,8 +268,9 @@ fn receive_packet(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Vec<OwnedFd>), Han
 /// The next client that has connected, as far as the kernel knows it. Waits for nobody: the listener
 /// doesn't block.
 pub(crate) fn accept(listener: BorrowedFd<'_>) -> Result<Peer, HandshakeError> {
-    let socket = rustix::net::accept_with(listener, SocketFlags::CLOEXEC)
+    let socket = retry_on_intr(|| rustix::net::accept_with(listener, SocketFlags::CLOEXEC))
         .map_err(system("a client can't be accepted"))?;
+    limit_patience(&socket)?;
     identify(socket)
 }
 
@@ -261,7 +286,7 @@ pub(crate) fn refuse(peer: &Peer, reason: &str) {
     let _ = send_packet(peer.socket.as_fd(), &Reply::Refused(reason.to_owned()).encode(), &[]);
 }
 
-/// The engine's part from the welcome on; returns once the client has mapped the memory.
+/// The engine's second packet; returns once the client has mapped the memory.
 pub(crate) fn welcome(
     peer: &Peer,
     ring_bytes: usize,
@@ -281,7 +306,9 @@ pub(crate) fn connect(
     hello: &Hello,
 ) -> Result<(Peer, u64, Descriptors<OwnedFd>), HandshakeError> {
     let socket = seqpacket(SocketFlags::empty())?;
-    rustix::net::connect(&socket, &address(name)?)
+    limit_patience(&socket)?;
+    let address = address(name)?;
+    retry_on_intr(|| rustix::net::connect(&socket, &address))
         .map_err(system("the engine can't be reached"))?;
     let peer = identify(socket)?;
     send_packet(peer.socket.as_fd(), &hello.encode(), &[])?;
@@ -290,15 +317,34 @@ pub(crate) fn connect(
     let ring_bytes = match Reply::decode(&packet)? {
         Reply::Welcome { ring_bytes } => ring_bytes,
         Reply::Refused(reason) => return Err(HandshakeError::Refused(reason)),
+        Reply::Admitted => return Err(HandshakeError::Gibberish),
     };
     let [segment, bell, client_event] = <[OwnedFd; NUM_DESCRIPTORS]>::try_from(descriptors)
         .map_err(|_| HandshakeError::Gibberish)?;
     Ok((peer, ring_bytes, Descriptors { segment, bell, client_event }))
 }
 
-/// The client's last word: the memory is mapped.
+/// The engine's last packet.
+pub(crate) fn admit(peer: &Peer) -> Result<(), HandshakeError> {
+    send_packet(peer.socket.as_fd(), &Reply::Admitted.encode(), &[])
+}
+
+/// The client's last packet, and the engine's: returns once both sides use the rings.
 pub(crate) fn confirm(peer: &Peer) -> Result<(), HandshakeError> {
-    send_packet(peer.socket.as_fd(), MARK, &[])
+    send_packet(peer.socket.as_fd(), MARK, &[])?;
+    crate::points::reach("confirmed");
+    match receive_packet(peer.socket.as_fd()) {
+        Ok((packet, _)) => match Reply::decode(&packet)? {
+            Reply::Admitted => Ok(()),
+            Reply::Refused(reason) => Err(HandshakeError::Refused(reason)),
+            Reply::Welcome { .. } => Err(HandshakeError::Gibberish),
+        },
+        // If the engine hung up, it has admitted nobody; if it is silent, it may still do so.
+        Err(HandshakeError::System { source, .. }) if source.kind() == ErrorKind::WouldBlock => {
+            Err(HandshakeError::Undecided(PATIENCE))
+        }
+        Err(error) => Err(error),
+    }
 }
 
 #[cfg(test)]
@@ -327,9 +373,10 @@ mod tests {
 
     #[test]
     fn replies_survive_the_wire() {
-        for reply in [Reply::Welcome { ring_bytes: 1 << 23 }, Reply::Refused("no".to_owned())] {
+        let refused = Reply::Refused("no".to_owned());
+        for reply in [Reply::Welcome { ring_bytes: 1 << 23 }, refused, Reply::Admitted] {
             assert_eq!(Reply::decode(&reply.encode()).unwrap(), reply);
         }
-        assert!(matches!(Reply::decode(b"SPRKRING\x02"), Err(HandshakeError::Gibberish)));
+        assert!(matches!(Reply::decode(b"SPRKRING\x03"), Err(HandshakeError::Gibberish)));
     }
 }

@@ -6,8 +6,8 @@
 //! other, [`link`](mod@link) is one end of it, [`watcher`] learns when the other end has died, and
 //! [`engine`] and [`client`] are what the two processes hold.
 //!
-//! It knows nothing of Python or of what the messages say. All `unsafe` is in [`ring`]
-//! and [`segment`].
+//! It knows nothing of Python or of what the messages say. All `unsafe` is in [`ring`],
+//! [`segment`] and `credentials`.
 #![cfg(target_os = "linux")]
 
 pub mod bell;
@@ -20,6 +20,8 @@ mod sync;
 
 #[cfg(not(loom))]
 pub mod client;
+#[cfg(not(loom))]
+mod credentials;
 #[cfg(not(loom))]
 pub mod engine;
 #[cfg(not(loom))]

@@ -26,6 +26,31 @@ pub(crate) struct Peer {
     pub(crate) pid: i32,
 }
 
+/// The longest time between two beats.
+pub(crate) const MAX_BEAT_INTERVAL_MS: u64 = 1000;
+
+/// A moment at which a watcher says that its process runs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Now {
+    pub(crate) ms: u64,
+    /// How long it may take until it says so again.
+    pub(crate) interval_ms: u64,
+}
+
+/// How many times this process and its ancestors have forked, as far as they have said so.
+static FORKS: AtomicU64 = AtomicU64::new(0);
+
+/// Says that this process is a forked child: the links that it has inherited are its parent's, and
+/// nothing it does reaches them. To be called in the child.
+pub fn note_fork() {
+    FORKS.fetch_add(1, Relaxed);
+}
+
+/// How often [`note_fork`] was called.
+pub(crate) fn noted_forks() -> u64 {
+    FORKS.load(Relaxed)
+}
+
 /// Why a link ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum End {
@@ -38,6 +63,9 @@ pub enum End {
     /// What the other side wrote makes no sense.
     #[error("what it sent is damaged: {0}")]
     Corrupt(Corrupt),
+    /// This side hung up.
+    #[error("this side hung up on it")]
+    HungUp,
 }
 
 /// What happened on a link.
@@ -108,8 +136,14 @@ pub struct Link {
     notices: Mutex<VecDeque<Event>>,
     /// The watcher has seen the other side's end.
     is_peer_gone: AtomicBool,
+    /// This side has said goodbye.
+    is_closed: AtomicBool,
+    /// This side has hung up: nothing that comes is wanted.
+    is_hung_up: AtomicBool,
     /// How long the other process hasn't run; 0 unless that is too long.
     stuck_ms: AtomicU64,
+    /// `FORKS` of the process that it belongs to.
+    forks: u64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -146,8 +180,16 @@ impl Link {
             peer,
             notices: Mutex::default(),
             is_peer_gone: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
+            is_hung_up: AtomicBool::new(false),
             stuck_ms: AtomicU64::new(0),
+            forks: noted_forks(),
         }
+    }
+
+    /// Whether this process has inherited the link from the one that it belongs to.
+    pub(crate) fn is_inherited(&self) -> bool {
+        self.forks != noted_forks()
     }
 
     /// The process at the other end.
@@ -200,9 +242,15 @@ impl Link {
     /// What has happened since the last call, at most `max_messages` messages of it. Also sends what
     /// waits, if the other side has made room.
     pub fn receive(&self, max_messages: usize) -> Vec<Event> {
+        if self.is_inherited() {
+            return Vec::new();
+        }
         let mut inbox = lock(&self.inbox);
         if inbox.ended {
             return Vec::new();
+        }
+        if self.is_hung_up.load(Relaxed) {
+            return vec![self.end(&mut inbox, End::HungUp)];
         }
         // Read before the ring: what the other side sent before its end is then seen below.
         let is_peer_gone = self.is_peer_gone.load(Acquire);
@@ -218,22 +266,33 @@ impl Link {
             Ok(true) if is_peer_gone => Some(End::Died),
             Ok(_) => None,
         };
-        if let Some(end) = end {
-            inbox.ended = true;
-            self.is_peer_gone.store(true, Relaxed);
-            self.hang_up();
-            events.push(Event::End(end));
-        }
+        events.extend(end.map(|end| self.end(&mut inbox, end)));
         events
+    }
+
+    fn end(&self, inbox: &mut Inbox, end: End) -> Event {
+        inbox.ended = true;
+        self.is_peer_gone.store(true, Release);
+        self.shut_down();
+        Event::End(end)
+    }
+
+    /// How many bytes have come that [`Self::receive`] would copy.
+    #[must_use]
+    pub fn readable_bytes(&self) -> usize {
+        // A ring that can't be read has nothing to copy.
+        lock(&self.inbox).ring.readable().unwrap_or(0)
     }
 
     /// Whether [`Self::receive`] would do anything.
     pub fn has_events(&self) -> bool {
         let mut inbox = lock(&self.inbox);
         // A ring that can't be read has to be reported.
-        !inbox.ended
+        !self.is_inherited()
+            && !inbox.ended
             && (inbox.ring.readable() != Ok(0)
                 || inbox.ring.is_closed()
+                || self.is_hung_up.load(Relaxed)
                 || self.is_peer_gone.load(Relaxed)
                 || !lock(&self.notices).is_empty()
                 || lock(&self.outbox).can_go_on())
@@ -248,10 +307,13 @@ impl Link {
     /// # Errors
     /// [`SendError`]; nothing was sent then.
     pub fn send(&self, kind: u8, frames: &[&[u8]], regardless: bool) -> Result<Ticket, SendError> {
-        if self.is_gone() {
+        if self.is_gone() || self.is_inherited() {
             return Err(SendError::Gone);
         }
         let mut outbox = lock(&self.outbox);
+        if self.is_closed.load(Relaxed) {
+            return Err(SendError::Gone);
+        }
         let sent = if regardless {
             outbox.send_regardless(kind, frames)
         } else {
@@ -321,15 +383,18 @@ impl Link {
     }
 
     /// Says that this side runs, and notes for how long the other hasn't; the watcher's.
-    pub(crate) fn beat(&self, now_ms: u64, attached_ms: u64, stuck_after_ms: u64) {
-        self.segment.beat(self.side, now_ms);
+    pub(crate) fn beat(&self, now: Now, since_ms: u64, stuck_after_ms: u64) {
+        let Now { ms: now_ms, interval_ms } = now;
+        self.segment.beat(self.side, now_ms, interval_ms);
         let other = match self.side {
             Side::Engine => Side::Client,
             Side::Client => Side::Engine,
         };
-        let last = self.segment.last_beat(other).clamp(attached_ms.min(now_ms), now_ms);
-        let silent_ms = now_ms - last;
-        let stuck_ms = if silent_ms >= stuck_after_ms { silent_ms.max(1) } else { 0 };
+        let (last_ms, others_interval_ms) = self.segment.last_beat(other);
+        let silent_ms = now_ms - last_ms.clamp(since_ms.min(now_ms), now_ms);
+        // A side that beats slowly, by its own settings, is not stuck between two beats.
+        let limit_ms = stuck_after_ms.max(4 * others_interval_ms.min(MAX_BEAT_INTERVAL_MS));
+        let stuck_ms = if silent_ms >= limit_ms { silent_ms.max(1) } else { 0 };
         let was_stuck = self.stuck_ms.swap(stuck_ms, Relaxed) > 0;
         let notice = match (was_stuck, stuck_ms > 0) {
             (false, true) => Event::Stuck(Duration::from_millis(stuck_ms)),
@@ -340,15 +405,30 @@ impl Link {
         self.wake_self();
     }
 
-    /// Says goodbye. Messages that are kept are dropped, those in the ring can still be read.
+    /// Ends the link: nothing more is read, [`End::HungUp`] is the next event, and the last.
+    pub fn hang_up(&self) {
+        // Seen by whoever wakes up, by the bell's fences.
+        self.is_hung_up.store(true, Relaxed);
+        self.close();
+        self.wake_self();
+    }
+
+    /// Says goodbye. Messages that are kept are dropped, those in the ring can still be read. What is
+    /// sent after this is refused.
     pub fn close(&self) {
-        lock(&self.outbox).close();
+        if self.is_inherited() {
+            return;
+        }
+        let mut outbox = lock(&self.outbox);
+        outbox.close();
+        self.is_closed.store(true, Relaxed); // ordered by the lock
+        drop(outbox);
         self.wake_peer();
-        self.hang_up();
+        self.shut_down();
     }
 
     /// Lets the other side's watcher know, also if forked children hold the socket.
-    fn hang_up(&self) {
+    fn shut_down(&self) {
         // Fails if the other side was faster.
         let _ = rustix::net::shutdown(&self.peer.socket, Shutdown::Both);
     }

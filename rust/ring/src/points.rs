@@ -4,6 +4,7 @@
 pub const ALL: &[&str] = &[
     "hello-sent",
     "welcome-sent",
+    "confirmed",
     "attached",
     "written",
     "published",

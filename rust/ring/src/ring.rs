@@ -65,6 +65,8 @@ pub struct Ring {
     header: NonNull<RingHeader>,
     data: NonNull<UnsafeCell<u8>>,
     capacity: usize,
+    /// Where its positions begin: known, and not read from memory that another process may write.
+    start: u64,
     _keeper: Arc<dyn Any + Send + Sync>,
 }
 
@@ -75,12 +77,14 @@ unsafe impl Send for Ring {}
 unsafe impl Sync for Ring {}
 
 impl Ring {
-    /// A ring over memory that another process may share.
+    /// A ring over zeroed memory that another process may share.
     ///
     /// # Safety
     /// `header` and the `capacity` bytes from `data` must be readable and writable for as long as
     /// `keeper` lives, `header` aligned, and `capacity` a power of two. Over the life of the memory
-    /// there may be one [`Producer`] and one [`Consumer`].
+    /// there may be one [`Producer`] and one [`Consumer`], and whoever else can write it must keep
+    /// to this protocol: one that doesn't can tear the bytes that are being copied out, which is why
+    /// they are believed only after that.
     ///
     /// # Panics
     /// If `capacity` is no power of two.
@@ -92,7 +96,7 @@ impl Ring {
         keeper: Arc<dyn Any + Send + Sync>,
     ) -> Self {
         assert!(capacity.is_power_of_two(), "capacity {capacity} is no power of two");
-        Self { header, data: data.cast(), capacity, _keeper: keeper }
+        Self { header, data: data.cast(), capacity, start: 0, _keeper: keeper }
     }
 
     /// A ring in this process's memory, whose positions begin at `position`.
@@ -117,6 +121,7 @@ impl Ring {
             header: NonNull::from(&memory.header),
             data: NonNull::from(&memory.data[..]).cast(),
             capacity,
+            start: position,
             _keeper: memory,
         }
     }
@@ -159,7 +164,8 @@ impl Ring {
     unsafe fn copy_out(&self, position: u64, target: &mut [u8]) {
         let (offset, first) = self.before_wrap(position, target.len());
         let (first, rest) = target.split_at_mut(first);
-        // SAFETY: both parts lie within the capacity, and nobody writes published bytes.
+        // SAFETY: both parts lie within the capacity; who keeps to the protocol writes no published
+        // bytes.
         unsafe {
             load(self.data.add(offset), first);
             load(self.data, rest);
@@ -209,8 +215,8 @@ pub struct Producer {
 impl Producer {
     /// The end that writes; there may be one for each ring.
     pub(crate) fn new(ring: Arc<Ring>) -> Self {
-        let tail = ring.header().tail.0.load(Relaxed);
-        Self { tail, published: tail, head: ring.header().head.0.load(Relaxed), ring }
+        let start = ring.start;
+        Self { ring, tail: start, published: start, head: start }
     }
 
     fn free(&self) -> usize {
@@ -298,8 +304,8 @@ pub struct Consumer {
 impl Consumer {
     /// The end that reads; there may be one for each ring.
     pub(crate) fn new(ring: Arc<Ring>) -> Self {
-        let head = ring.header().head.0.load(Relaxed);
-        Self { head, released: head, tail: head, ring }
+        let start = ring.start;
+        Self { ring, head: start, released: start, tail: start }
     }
 
     /// How many bytes can be read now.

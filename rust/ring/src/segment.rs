@@ -4,7 +4,7 @@
 //! allocated up front and sealed against resizing, so touching them can't fail later.
 
 use std::any::Any;
-use std::mem::size_of;
+use std::mem::{offset_of, size_of};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -35,14 +35,30 @@ struct SegmentHeader {
     to_engine: RingHeader,
     to_client: RingHeader,
     client_bell: Line<Bell>,
-    /// When each side last said that it runs: milliseconds of the monotonic clock.
-    engine_beat: Line<AtomicU64>,
-    client_beat: Line<AtomicU64>,
+    engine_beat: Line<Beat>,
+    client_beat: Line<Beat>,
+}
+
+/// How a side says that it runs. Relaxed on both sides: it orders nothing.
+#[derive(Debug)]
+#[repr(C)]
+struct Beat {
+    /// When it last did: milliseconds of the monotonic clock, 0 if it never did.
+    at_ms: AtomicU64,
+    /// How long it may take until it does again.
+    interval_ms: AtomicU64,
 }
 
 /// Where the rings' bytes begin.
 const DATA_OFFSET: usize = 4096;
 const _: () = assert!(size_of::<SegmentHeader>() <= DATA_OFFSET);
+// What both sides rely on; a change here is a new LAYOUT_VERSION.
+const _: () = assert!(
+    offset_of!(SegmentHeader, to_client) == 512
+        && offset_of!(SegmentHeader, client_bell) == 1024
+        && offset_of!(SegmentHeader, engine_beat) == 1152
+        && offset_of!(SegmentHeader, client_beat) == 1280
+);
 const BELL_PAGE_BYTES: usize = 4096;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
@@ -88,12 +104,13 @@ fn create(name: &str, bytes: usize) -> Result<OwnedFd, SegmentError> {
 
 fn map(fd: BorrowedFd<'_>, bytes: usize) -> Result<MmapRaw, SegmentError> {
     let unavailable = |source| SegmentError::Unavailable { bytes, source };
+    // The seals first: an unsealed size could change after it was looked at.
+    if !fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SEALS)) {
+        return Err(SegmentError::Unfit("it is not sealed against resizing"));
+    }
     let stat = fstat(fd).map_err(|error| unavailable(error.into()))?;
     if u64::try_from(stat.st_size) != Ok(bytes as u64) {
         return Err(SegmentError::Unfit("its size is not the one that was said"));
-    }
-    if !fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SEALS)) {
-        return Err(SegmentError::Unfit("it is not sealed against resizing"));
     }
     MmapOptions::new().len(bytes).populate().map_raw(&fd).map_err(unavailable)
 }
@@ -149,8 +166,8 @@ impl Segment {
         let data = self.map.as_mut_ptr().wrapping_add(DATA_OFFSET + index * self.ring_bytes);
         let data = NonNull::new(data).expect("a mapping is never at zero");
         let keeper: Arc<dyn Any + Send + Sync> = self.map.clone();
-        // SAFETY: header and data lie within the mapping, which the keeper keeps; each process makes
-        // one link of a segment, and each link the one end of each ring that is its side's.
+        // SAFETY: header and data lie within the mapping, which the keeper keeps and which was zeroed
+        // when it was made; each process makes one link of a segment, and each link the one end of each ring that is its side's.
         unsafe { Ring::over(NonNull::from(header), data, self.ring_bytes, keeper) }
     }
 
@@ -169,21 +186,24 @@ impl Segment {
         &self.header().client_bell.0
     }
 
-    fn beat_of(&self, side: Side) -> &AtomicU64 {
+    fn beat_of(&self, side: Side) -> &Beat {
         match side {
             Side::Engine => &self.header().engine_beat.0,
             Side::Client => &self.header().client_beat.0,
         }
     }
 
-    /// Says that a side runs; relaxed, for it orders nothing.
-    pub(crate) fn beat(&self, side: Side, now_ms: u64) {
-        self.beat_of(side).store(now_ms, Relaxed);
+    /// Says that a side runs, and will say so again in `interval_ms`.
+    pub(crate) fn beat(&self, side: Side, now_ms: u64, interval_ms: u64) {
+        let beat = self.beat_of(side);
+        beat.at_ms.store(now_ms, Relaxed);
+        beat.interval_ms.store(interval_ms, Relaxed);
     }
 
-    /// When a side last said that it runs; 0 if it never did.
-    pub(crate) fn last_beat(&self, side: Side) -> u64 {
-        self.beat_of(side).load(Relaxed)
+    /// When a side last said that it runs, 0 if it never did, and its interval.
+    pub(crate) fn last_beat(&self, side: Side) -> (u64, u64) {
+        let beat = self.beat_of(side);
+        (beat.at_ms.load(Relaxed), beat.interval_ms.load(Relaxed))
     }
 }
 

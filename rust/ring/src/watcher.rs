@@ -15,17 +15,15 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::link::Link;
-
-/// How often each side says that it runs, at most.
-const MAX_BEAT_INTERVAL: Duration = Duration::from_secs(1);
+use crate::link::{Link, MAX_BEAT_INTERVAL_MS, Now, noted_forks};
 
 /// Where new links come from while the watcher runs.
 pub(crate) trait Door: Send {
     /// Readable when somebody knocks.
     fn listener(&self) -> BorrowedFd<'_>;
-    /// Answers a knock, without waiting for anybody; a link may come through the mailbox later.
-    fn answer(&mut self, mailbox: &Arc<Mailbox>);
+    /// Answers a knock, without waiting for anybody; a link may come through the mailbox later. False
+    /// if the door is stuck: then it is left alone for a while.
+    fn answer(&mut self, mailbox: &Arc<Mailbox>) -> bool;
 }
 
 /// How other threads tell the watcher something.
@@ -71,8 +69,9 @@ struct Watched {
 pub(crate) struct Watcher {
     mailbox: Arc<Mailbox>,
     thread: Option<JoinHandle<()>>,
-    /// The process that the thread lives in: a forked child has this value but not the thread.
-    pid: u32,
+    /// The forks that had been noted when the thread started: a forked child has this value but not
+    /// the thread.
+    forks: u64,
 }
 
 /// Milliseconds of the clock that all processes of a host share.
@@ -94,17 +93,23 @@ impl Watcher {
         let mailbox = Arc::new(Mailbox::new()?);
         let since_ms = now_ms();
         let watched = links.into_iter().map(|link| Watched { link, since_ms }).collect();
-        let round = Round { mailbox: Arc::clone(&mailbox), watched, door, stuck_after };
+        let round = Round {
+            mailbox: Arc::clone(&mailbox),
+            watched,
+            door,
+            is_door_stuck: false,
+            stuck_after,
+        };
         let thread = std::thread::Builder::new()
             .name("sparksched-watch".to_owned())
             .spawn(move || round.repeat())?;
-        Ok(Self { mailbox, thread: Some(thread), pid: std::process::id() })
+        Ok(Self { mailbox, thread: Some(thread), forks: noted_forks() })
     }
 
     /// Ends the thread and waits for it.
     pub(crate) fn stop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
-        if self.pid != std::process::id() {
+        if self.forks != noted_forks() {
             // The thread is the parent's; waiting for it here would never end.
             std::mem::forget(thread);
             return;
@@ -117,17 +122,25 @@ impl Watcher {
     }
 }
 
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
 /// What the thread works on.
 struct Round {
     mailbox: Arc<Mailbox>,
     watched: Vec<Watched>,
     door: Option<Box<dyn Door>>,
+    /// The door is not listened to in the next round.
+    is_door_stuck: bool,
     stuck_after: Duration,
 }
 
 impl Round {
     fn repeat(mut self) {
-        let interval = MAX_BEAT_INTERVAL.min(self.stuck_after / 4);
+        let interval = Duration::from_millis(MAX_BEAT_INTERVAL_MS).min(self.stuck_after / 4);
         let mut last_round_ms = now_ms();
         loop {
             let (gone, knocks) = self.wait(interval);
@@ -144,15 +157,17 @@ impl Round {
             }
             let since_ms = now_ms;
             self.watched.extend(new_links.into_iter().map(|link| Watched { link, since_ms }));
-            if let (true, Some(door)) = (knocks, &mut self.door) {
-                door.answer(&self.mailbox);
-            }
+            self.is_door_stuck = match &mut self.door {
+                Some(door) if knocks => !door.answer(&self.mailbox),
+                _ => false,
+            };
             for watched in &mut self.watched {
                 if was_late {
                     watched.since_ms = now_ms;
                 }
                 let stuck_after_ms = self.stuck_after.as_millis() as u64;
-                watched.link.beat(now_ms, watched.since_ms, stuck_after_ms);
+                let now = Now { ms: now_ms, interval_ms: interval.as_millis() as u64 };
+                watched.link.beat(now, watched.since_ms, stuck_after_ms);
             }
         }
     }
@@ -171,7 +186,8 @@ impl Round {
                 owners.push(index);
             }
         }
-        if let Some(door) = &self.door {
+        let door = self.door.as_ref().filter(|_| !self.is_door_stuck);
+        if let Some(door) = door {
             fds.push(PollFd::from_borrowed_fd(door.listener(), PollFlags::IN));
         }
         let timeout = Timespec {
@@ -180,7 +196,11 @@ impl Round {
         };
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => panic!("poll on own descriptors: {error}"),
+            // The system lacks memory at this moment: nothing is known, which the next round mends.
+            Err(_) => {
+                std::thread::sleep(interval);
+                return (Vec::new(), false);
+            }
         }
         let mut gone: Vec<usize> = owners
             .iter()
@@ -189,7 +209,7 @@ impl Round {
             .map(|(index, _)| *index)
             .collect();
         gone.dedup();
-        let knocks = self.door.is_some() && fds.last().is_some_and(|fd| !fd.revents().is_empty());
+        let knocks = door.is_some() && fds.last().is_some_and(|fd| !fd.revents().is_empty());
         (gone, knocks)
     }
 }

@@ -1,0 +1,510 @@
+//! Ring, framing and outbox against naive models, over random operations; and what a reader makes of
+//! a stream that was damaged. A failure prints its smallest case and the seed.
+#![cfg(not(loom))]
+
+use std::collections::VecDeque;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use sparksched_ring::message::{MAX_FRAMES, MAX_MESSAGE_BYTES, Message, Reader};
+use sparksched_ring::outbox::{Outbox, SendError};
+use sparksched_ring::ring::{Corrupt, Ring};
+use xxhash_rust::xxh3::Xxh3;
+
+const HEADER_BYTES: usize = 32;
+const LENGTH_BYTES: usize = 8;
+
+/// Where positions begin: anywhere, and just before they overflow 32 or 64 bits.
+fn start() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        Just(0),
+        any::<u64>(),
+        (0..100u64).prop_map(|back| u64::MAX - back),
+        (0..100u64).prop_map(|back| u64::from(u32::MAX) - back),
+    ]
+}
+
+fn capacity(max_log: u32) -> impl Strategy<Value = usize> {
+    (0..=max_log).prop_map(|log| 1 << log)
+}
+
+// ------------------------------------------------------------------------------------
+// The ring
+// ------------------------------------------------------------------------------------
+
+#[derive(Clone, Debug)]
+enum RingStep {
+    Write(usize),
+    Publish,
+    Read(usize),
+    Release,
+    HasSpace,
+    WaitForSpace,
+    Readable,
+    Close,
+}
+
+fn ring_step() -> impl Strategy<Value = RingStep> {
+    prop_oneof![
+        4 => (0..40usize).prop_map(RingStep::Write),
+        4 => Just(RingStep::Publish),
+        4 => (0..40usize).prop_map(RingStep::Read),
+        3 => Just(RingStep::Release),
+        1 => Just(RingStep::HasSpace),
+        2 => Just(RingStep::WaitForSpace),
+        1 => Just(RingStep::Readable),
+        1 => Just(RingStep::Close),
+    ]
+}
+
+/// A ring as anyone would write it.
+#[derive(Default)]
+struct NaiveRing {
+    written: VecDeque<u8>,
+    published: VecDeque<u8>,
+    num_read: usize,
+    waits: bool,
+    is_closed: bool,
+}
+
+impl NaiveRing {
+    fn free(&self, capacity: usize) -> usize {
+        capacity - self.written.len() - self.published.len() - self.num_read
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_ring_is_a_queue(
+        capacity in capacity(6),
+        start in start(),
+        steps in vec(ring_step(), 0..200),
+    ) {
+        let (mut producer, mut consumer) = Ring::on_heap(capacity, start).split();
+        let mut model = NaiveRing::default();
+        let mut next_byte = 0u8;
+        for step in steps {
+            let free = model.free(capacity);
+            match step {
+                RingStep::Write(len) => {
+                    let bytes: Vec<u8> = (0..len).map(|i| next_byte.wrapping_add(i as u8)).collect();
+                    let written = producer.write(&bytes).unwrap();
+                    prop_assert_eq!(written, len.min(free));
+                    model.written.extend(&bytes[..written]);
+                    next_byte = next_byte.wrapping_add(written as u8);
+                }
+                RingStep::Publish => {
+                    producer.publish();
+                    model.published.append(&mut model.written);
+                }
+                RingStep::Read(len) => {
+                    let mut bytes = vec![0; len];
+                    let read = consumer.read(&mut bytes).unwrap();
+                    prop_assert_eq!(read, len.min(model.published.len()));
+                    let expected: Vec<u8> = model.published.drain(..read).collect();
+                    prop_assert_eq!(&bytes[..read], &expected[..]);
+                    model.num_read += read;
+                }
+                RingStep::Release => {
+                    let must_wake = model.num_read > 0 && model.waits;
+                    prop_assert_eq!(consumer.release(), must_wake);
+                    if model.num_read > 0 {
+                        model.waits = false;
+                    }
+                    model.num_read = 0;
+                }
+                RingStep::HasSpace => prop_assert_eq!(producer.has_space(), Ok(free > 0)),
+                RingStep::WaitForSpace => {
+                    prop_assert_eq!(producer.wait_for_space(), Ok(free > 0));
+                    model.waits = free == 0;
+                }
+                RingStep::Readable => {
+                    prop_assert_eq!(consumer.readable(), Ok(model.published.len()));
+                }
+                RingStep::Close => {
+                    producer.close();
+                    model.is_closed = true;
+                }
+            }
+            prop_assert_eq!(consumer.is_closed(), model.is_closed);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------
+// Framing
+// ------------------------------------------------------------------------------------
+
+fn message(max_frames: usize, max_bytes: usize) -> impl Strategy<Value = Message> {
+    let frame = vec(any::<u8>(), 0..=max_bytes);
+    (any::<u8>(), vec(frame, 1..=max_frames)).prop_map(|(kind, frames)| Message { kind, frames })
+}
+
+fn slices(message: &Message) -> Vec<&[u8]> {
+    message.frames.iter().map(Vec::as_slice).collect()
+}
+
+proptest! {
+    #[test]
+    fn messages_come_out_as_they_went_in(
+        capacity in capacity(12),
+        start in start(),
+        messages in vec(message(6, 300), 0..12),
+        turns in vec(0..3u8, 1..40),
+    ) {
+        let (producer, mut consumer) = Ring::on_heap(capacity, start).split();
+        let mut outbox = Outbox::new(producer, usize::MAX);
+        let mut reader = Reader::default();
+        let mut unsent = messages.iter();
+        let mut received = Vec::new();
+        let num_bytes: usize = messages
+            .iter()
+            .map(encoded_len)
+            .sum();
+        // The turns repeat until all has come; each round of them moves a byte at least.
+        let rounds = (num_bytes + messages.len() + 2) * 2;
+        let all = turns.iter().copied().chain([0, 1, 2]).cycle().take(rounds * (turns.len() + 3));
+        for turn in all {
+            match turn {
+                0 => {
+                    if let Some(message) = unsent.next() {
+                        outbox.send_regardless(message.kind, &slices(message)).unwrap();
+                    }
+                }
+                1 => outbox.flush().unwrap(),
+                _ => {
+                    while let Some(message) = reader.next(&mut consumer).unwrap() {
+                        received.push(message);
+                    }
+                    consumer.release();
+                }
+            }
+            if received.len() == messages.len() {
+                break;
+            }
+        }
+        prop_assert_eq!(received, messages);
+        prop_assert!(outbox.is_empty() && outbox.waiting_bytes() == 0);
+        prop_assert!(!reader.is_in_message());
+        prop_assert_eq!(consumer.readable(), Ok(0));
+    }
+}
+
+fn encoded_len(message: &Message) -> usize {
+    let payload: usize = message.frames.iter().map(Vec::len).sum();
+    HEADER_BYTES + LENGTH_BYTES * message.frames.len() + payload
+}
+
+#[test]
+fn impossible_messages_are_refused_and_leave_no_trace() {
+    let (producer, mut consumer) = Ring::on_heap(1 << 20, 0).split();
+    let mut outbox = Outbox::new(producer, 0);
+    assert!(matches!(outbox.send(0, &[]), Err(SendError::Unsendable(_))));
+    let too_many: Vec<&[u8]> = vec![b""; MAX_FRAMES + 1];
+    assert!(matches!(outbox.send(0, &too_many), Err(SendError::Unsendable(_))));
+    // The same memory as often as it takes: more bytes than a message has, and few in this process.
+    let part = vec![0; 1 << 26];
+    let too_large: Vec<&[u8]> = vec![&part; (MAX_MESSAGE_BYTES >> 26) as usize + 1];
+    assert!(matches!(outbox.send(0, &too_large), Err(SendError::Unsendable(_))));
+    let most: Vec<&[u8]> = vec![b""; MAX_FRAMES];
+    assert_eq!(outbox.send(0, &most), Ok(0));
+    let message = Reader::default().next(&mut consumer).unwrap().unwrap();
+    assert_eq!(message.frames.len(), MAX_FRAMES);
+}
+
+// ------------------------------------------------------------------------------------
+// The outbox
+// ------------------------------------------------------------------------------------
+
+#[derive(Clone, Debug)]
+enum OutboxStep {
+    Send { regardless: bool, message: Message },
+    Flush,
+    TakeBack { divisor: u64, rest: u64 },
+    Receive(usize),
+}
+
+fn outbox_step() -> impl Strategy<Value = OutboxStep> {
+    prop_oneof![
+        4 => (any::<bool>(), message(3, 60))
+            .prop_map(|(regardless, message)| OutboxStep::Send { regardless, message }),
+        2 => Just(OutboxStep::Flush),
+        1 => (1..4u64, 0..4u64).prop_map(|(divisor, rest)| OutboxStep::TakeBack { divisor, rest }),
+        3 => (0..5usize).prop_map(OutboxStep::Receive),
+    ]
+}
+
+struct NaiveWaiting {
+    ticket: u64,
+    message: Message,
+    unwritten: usize,
+    is_begun: bool,
+}
+
+/// An outbox that counts bytes instead of writing them.
+struct NaiveOutbox {
+    waiting: VecDeque<NaiveWaiting>,
+    free: usize,
+    next_ticket: u64,
+    /// What the reader is to get, in this order.
+    expected: VecDeque<Message>,
+}
+
+impl NaiveOutbox {
+    fn flush(&mut self) {
+        while let Some(first) = self.waiting.front_mut() {
+            first.is_begun = true;
+            let written = first.unwritten.min(self.free);
+            first.unwritten -= written;
+            self.free -= written;
+            if first.unwritten > 0 {
+                return;
+            }
+            self.expected.extend(self.waiting.pop_front().map(|waiting| waiting.message));
+        }
+    }
+
+    fn waiting_bytes(&self) -> usize {
+        self.waiting.iter().map(|waiting| encoded_len(&waiting.message)).sum()
+    }
+
+    fn is_full(&self, max_bytes: usize) -> bool {
+        !self.waiting.is_empty() && self.waiting_bytes() >= max_bytes
+    }
+}
+
+proptest! {
+    #[test]
+    fn an_outbox_keeps_what_the_ring_does_not_take(
+        capacity in capacity(9),
+        start in start(),
+        max_bytes in 0..500usize,
+        steps in vec(outbox_step(), 0..80),
+    ) {
+        let (producer, mut consumer) = Ring::on_heap(capacity, start).split();
+        let mut outbox = Outbox::new(producer, max_bytes);
+        let mut reader = Reader::default();
+        let mut model = NaiveOutbox {
+            waiting: VecDeque::new(),
+            free: capacity,
+            next_ticket: 0,
+            expected: VecDeque::new(),
+        };
+        for step in steps {
+            match step {
+                OutboxStep::Send { regardless, message } => {
+                    let sent = if regardless {
+                        outbox.send_regardless(message.kind, &slices(&message))
+                    } else {
+                        outbox.send(message.kind, &slices(&message))
+                    };
+                    if !regardless && model.is_full(max_bytes) {
+                        model.flush();
+                    }
+                    if !regardless && model.is_full(max_bytes) {
+                        prop_assert_eq!(sent, Err(SendError::Full));
+                    } else {
+                        prop_assert_eq!(sent, Ok(model.next_ticket));
+                        let unwritten = encoded_len(&message);
+                        let ticket = model.next_ticket;
+                        let waiting = NaiveWaiting { ticket, message, unwritten, is_begun: false };
+                        model.waiting.push_back(waiting);
+                        model.next_ticket += 1;
+                        model.flush();
+                    }
+                }
+                OutboxStep::Flush => {
+                    outbox.flush().unwrap();
+                    model.flush();
+                }
+                OutboxStep::TakeBack { divisor, rest } => {
+                    let chosen = |ticket: u64| ticket % divisor == rest;
+                    let taken = outbox.take_back(chosen);
+                    let (expected, kept) = std::mem::take(&mut model.waiting)
+                        .into_iter()
+                        .partition::<Vec<_>, _>(|waiting| {
+                            !waiting.is_begun && chosen(waiting.ticket)
+                        });
+                    model.waiting = kept.into();
+                    prop_assert_eq!(taken.len(), expected.len());
+                    for (taken, expected) in taken.iter().zip(expected) {
+                        prop_assert_eq!(taken.ticket, expected.ticket);
+                        prop_assert_eq!(taken.kind, expected.message.kind);
+                        prop_assert_eq!(&taken.frames, &expected.message.frames);
+                    }
+                }
+                OutboxStep::Receive(count) => {
+                    for _ in 0..count {
+                        let Some(message) = reader.next(&mut consumer).unwrap() else { break };
+                        prop_assert_eq!(Some(message), model.expected.pop_front());
+                    }
+                    consumer.release();
+                    // What of the ring is read and released is all that isn't readable.
+                    model.free = capacity - consumer.readable().unwrap();
+                }
+            }
+            prop_assert_eq!(outbox.waiting_bytes(), model.waiting_bytes());
+            prop_assert_eq!(outbox.is_empty(), model.waiting.is_empty());
+            let sent_before = model.waiting.front().map_or(model.next_ticket, |first| first.ticket);
+            prop_assert_eq!(outbox.sent_before(), sent_before);
+            prop_assert_eq!(outbox.can_go_on(), !model.waiting.is_empty() && model.free > 0);
+        }
+    }
+}
+
+#[test]
+fn nothing_is_sent_after_a_close() {
+    let (producer, mut consumer) = Ring::on_heap(64, 0).split();
+    let mut outbox = Outbox::new(producer, 1000);
+    outbox.send(0, &[&[1; 100]]).unwrap();
+    outbox.close();
+    assert_eq!(consumer.readable(), Ok(64));
+    let mut reader = Reader::default();
+    assert_eq!(reader.next(&mut consumer), Ok(None));
+    consumer.release();
+    // It would be taken for the rest of the message that was cut off.
+    let _ = outbox.send(0, &[&[2; 100]]);
+    outbox.flush().unwrap();
+    assert_eq!((consumer.readable(), consumer.is_closed()), (Ok(0), true));
+    assert_eq!((outbox.is_empty(), outbox.waiting_bytes()), (true, 0));
+}
+
+// ------------------------------------------------------------------------------------
+// Damage
+// ------------------------------------------------------------------------------------
+
+/// The bytes of messages in the ring.
+fn encoded(messages: &[Message]) -> Vec<u8> {
+    let (producer, mut consumer) = Ring::on_heap(1 << 16, 0).split();
+    let mut outbox = Outbox::new(producer, usize::MAX);
+    for message in messages {
+        outbox.send(message.kind, &slices(message)).unwrap();
+    }
+    let mut bytes = vec![0; consumer.readable().unwrap()];
+    assert_eq!(consumer.read(&mut bytes), Ok(bytes.len()));
+    assert!(outbox.is_empty());
+    bytes
+}
+
+/// What a reader gets from bytes that come through a small ring, and how it ends.
+fn decoded(bytes: &[u8], capacity: usize) -> (Vec<Message>, Result<(), Corrupt>) {
+    let (mut producer, mut consumer) = Ring::on_heap(capacity, u64::MAX - 7).split();
+    let mut reader = Reader::default();
+    let mut messages = Vec::new();
+    let mut rest = bytes;
+    while !rest.is_empty() {
+        rest = &rest[producer.write(rest).unwrap()..];
+        producer.publish();
+        loop {
+            match reader.next(&mut consumer) {
+                Ok(Some(message)) => messages.push(message),
+                Ok(None) => break,
+                Err(corrupt) => return (messages, Err(corrupt)),
+            }
+        }
+        consumer.release();
+    }
+    (messages, Ok(()))
+}
+
+proptest! {
+    #[test]
+    fn a_damaged_stream_is_noticed(
+        messages in vec(message(4, 40), 1..6),
+        capacity in capacity(10),
+        damage in vec((any::<prop::sample::Index>(), 1..=255u8), 1..4),
+    ) {
+        let bytes = encoded(&messages);
+        let mut damaged = bytes.clone();
+        for (index, change) in &damage {
+            damaged[index.index(bytes.len())] ^= change;
+        }
+        let (received, end) = decoded(&damaged, capacity);
+        let mut offset = 0;
+        for (i, message) in messages.iter().enumerate() {
+            let payload = offset + HEADER_BYTES + LENGTH_BYTES * message.frames.len();
+            if damaged[offset..payload] != bytes[offset..payload] {
+                // The first message with a damaged header is not delivered, nor is any after it. The
+                // reader may still wait for frames that a damaged header announces.
+                prop_assert_eq!(received.len(), i);
+                let announced = u64::from_le_bytes(damaged[offset + 8..offset + 16].try_into().unwrap());
+                let may_wait = announced > message.frames.len() as u64;
+                prop_assert!(end.is_err() || may_wait, "{:?}", end);
+                return Ok(());
+            }
+            // Payload isn't checked; what is delivered is what came.
+            let received = received.get(i);
+            prop_assert!(received.is_some(), "message {} has a sound header and is missing", i);
+            let received = received.unwrap();
+            prop_assert_eq!(received.kind, message.kind);
+            offset = payload;
+            prop_assert_eq!(received.frames.len(), message.frames.len());
+            for (frame, sent) in received.frames.iter().zip(&message.frames) {
+                prop_assert_eq!(&frame[..], &damaged[offset..offset + sent.len()]);
+                offset += sent.len();
+            }
+        }
+        prop_assert_eq!(end, Ok(()));
+    }
+
+    #[test]
+    fn bytes_without_sense_are_refused(
+        bytes in vec(any::<u8>(), 0..300),
+        capacity in capacity(8),
+    ) {
+        let (received, end) = decoded(&bytes, capacity);
+        prop_assert_eq!(received, []);
+        prop_assert_eq!(end.is_err(), bytes.len() >= HEADER_BYTES);
+    }
+}
+
+/// A header with a right checksum, whatever it claims.
+fn header(num_frames: u64, sequence: u64, lengths: &[u64]) -> Vec<u8> {
+    let mut bytes = 0x5350_524b_u32.to_le_bytes().to_vec();
+    bytes.extend(0u32.to_le_bytes());
+    bytes.extend(num_frames.to_le_bytes());
+    bytes.extend(sequence.to_le_bytes());
+    let lengths: Vec<u8> = lengths.iter().flat_map(|length| length.to_le_bytes()).collect();
+    let mut hash = Xxh3::new();
+    hash.update(&bytes);
+    hash.update(&lengths);
+    bytes.extend(hash.digest().to_le_bytes());
+    bytes.extend(lengths);
+    bytes
+}
+
+/// The most memory that this process has mapped so far, in KiB.
+fn peak_kib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmPeak")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+#[test]
+fn lengths_are_checked_before_they_cost_anything() {
+    // The header of this test is the one that is sent.
+    assert_eq!(header(1, 0, &[3]), encoded(&[Message { kind: 0, frames: vec![vec![0; 3]] }])[..40]);
+
+    let most = MAX_MESSAGE_BYTES;
+    let corrupt = [
+        (header(0, 0, &[]), Corrupt::Length),
+        (header(MAX_FRAMES as u64 + 1, 0, &[1]), Corrupt::Length),
+        (header(u64::MAX, 0, &[1]), Corrupt::Length),
+        (header(1, 0, &[most + 1]), Corrupt::Length),
+        (header(1, 0, &[u64::MAX]), Corrupt::Length),
+        (header(2, 0, &[most, 1]), Corrupt::Length),
+        (header(2, 0, &[u64::MAX, 1]), Corrupt::Length),
+        (header(3, 0, &[u64::MAX / 2, u64::MAX / 2, 3]), Corrupt::Length),
+        (header(1, 1, &[1]), Corrupt::Header),
+    ];
+    for (bytes, expected) in corrupt {
+        assert_eq!(decoded(&bytes, 64), (vec![], Err(expected)), "{bytes:?}");
+    }
+
+    // As much as a message may have, announced and not sent. The tests beside this one take little.
+    let before = peak_kib();
+    assert_eq!(decoded(&header(1, 0, &[most]), 64), (vec![], Ok(())));
+    assert_eq!(decoded(&header(MAX_FRAMES as u64, 0, &[0]), 64), (vec![], Ok(())));
+    let taken = peak_kib() - before;
+    assert!(taken < 512 << 10, "an announcement of {most} bytes took {taken} KiB");
+}

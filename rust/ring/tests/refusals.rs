@@ -1,0 +1,488 @@
+//! Peers that don't keep to the protocol: what they are told, and what the others notice of them
+//! (nothing). The packets are made here by hand, and shared memory is written to through its
+//! descriptor, as a broken process might.
+#![cfg(not(loom))]
+
+mod common;
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use common::{
+    Chance, Deadline, client_options, connect, engine_options, fresh_name, listen, until,
+};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg,
+    socket_with,
+};
+use sparksched_ring::client::ClientRings;
+use sparksched_ring::engine::{EngineEvent, EngineRings};
+use sparksched_ring::handshake::HandshakeError;
+use sparksched_ring::link::{End, Event};
+use sparksched_ring::outbox::Outbox;
+use sparksched_ring::ring::{Corrupt, Ring};
+use sparksched_ring::segment::{BellPage, LAYOUT_VERSION, Segment, SegmentError};
+
+const RING_BYTES: usize = 4096;
+const MARK: &[u8] = b"SPRKRING";
+/// Where the positions lie in a segment: those of the ring to the engine, then of that to the client.
+const TAIL: u64 = 0;
+const HEAD: u64 = 128;
+const PRODUCER_WAITS: u64 = 256;
+const CLOSED: u64 = 384;
+const TO_CLIENT: u64 = 512;
+const DATA: u64 = 4096;
+
+// ------------------------------------------------------------------------------------
+// Sockets, by hand
+// ------------------------------------------------------------------------------------
+
+fn socket() -> OwnedFd {
+    socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+}
+
+fn address(name: &str) -> SocketAddrUnix {
+    SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()
+}
+
+fn knock(name: &str) -> OwnedFd {
+    let socket = socket();
+    rustix::net::connect(&socket, &address(name)).unwrap();
+    socket
+}
+
+fn send(socket: &OwnedFd, packet: &[u8], descriptors: &[&OwnedFd]) {
+    let descriptors: Vec<_> = descriptors.iter().map(|fd| fd.as_fd()).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() {
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
+    }
+    sendmsg(socket, &[IoSlice::new(packet)], &mut ancillary, SendFlags::NOSIGNAL).unwrap();
+}
+
+fn receive(socket: &OwnedFd) -> (Vec<u8>, Vec<OwnedFd>) {
+    let mut packet = vec![0; 4096];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let buffers = &mut [IoSliceMut::new(&mut packet)];
+    let received = recvmsg(socket, buffers, &mut ancillary, RecvFlags::CMSG_CLOEXEC).unwrap();
+    packet.truncate(received.bytes);
+    let descriptors = ancillary
+        .drain()
+        .flat_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(rights) => rights.collect::<Vec<_>>(),
+            _ => Vec::new(),
+        })
+        .collect();
+    (packet, descriptors)
+}
+
+fn hello(protocol: u32, layout: u32, client_index: u32, version: &str) -> Vec<u8> {
+    let mut packet = MARK.to_vec();
+    for number in [protocol, layout, client_index] {
+        packet.extend(number.to_le_bytes());
+    }
+    packet.extend(version.as_bytes());
+    packet
+}
+
+fn write_u64(segment: &OwnedFd, offset: u64, value: u64) {
+    assert_eq!(rustix::io::pwrite(segment, &value.to_le_bytes(), offset), Ok(8));
+}
+
+// ------------------------------------------------------------------------------------
+// At the engine's door
+// ------------------------------------------------------------------------------------
+
+/// An engine, and a client 0 that keeps to the protocol.
+struct House {
+    engine: EngineRings,
+    inhabitant: ClientRings,
+    /// What the engine said of those that it refused, and nobody has asked for yet.
+    refusals: RefCell<VecDeque<String>>,
+}
+
+impl House {
+    fn new() -> Self {
+        let mut options = engine_options(2, RING_BYTES);
+        options.stuck_after = Duration::from_secs(2);
+        let engine = listen(&fresh_name("refusals"), options);
+        let mut options = client_options(0);
+        options.stuck_after = Duration::from_secs(2);
+        let inhabitant = connect(engine.name(), &options, || false).unwrap();
+        Self { engine, inhabitant, refusals: RefCell::default() }
+    }
+
+    /// What the engine says of the next that it refuses.
+    fn refusal(&self) -> String {
+        let mut refusals = self.refusals.borrow_mut();
+        until("a refusal", || {
+            for event in self.engine.receive(Some(Duration::from_millis(20))) {
+                match event {
+                    EngineEvent::Refused(reason) => refusals.push_back(reason),
+                    EngineEvent::Attached { client: 0, .. } => {}
+                    other => panic!("{other:?}"),
+                }
+            }
+            !refusals.is_empty()
+        });
+        refusals.pop_front().unwrap()
+    }
+
+    /// The inhabitant is served as ever.
+    fn assert_undisturbed(&self, what: &str) {
+        self.inhabitant.link().send(1, &[b"question"], false).unwrap();
+        let mut was_asked = false;
+        until(&format!("{what}: the client is heard"), || {
+            for event in self.engine.receive(Some(Duration::from_millis(20))) {
+                match event {
+                    EngineEvent::Link { client: 0, event: Event::Message(message) } => {
+                        assert_eq!(message.frames, [b"question"]);
+                        was_asked = true;
+                    }
+                    EngineEvent::Attached { client: 0, .. } => {}
+                    other => panic!("{what}: {other:?}"),
+                }
+            }
+            was_asked
+        });
+        self.engine.link(0).unwrap().send(2, &[b"answer"], false).unwrap();
+        let mut events = Vec::new();
+        until(&format!("{what}: the client is answered"), || {
+            self.inhabitant.wait(Some(Duration::from_millis(20)));
+            events.extend(self.inhabitant.receive(16));
+            !events.is_empty()
+        });
+        assert!(matches!(&events[..], [Event::Message(_)]), "{what}: {events:?}");
+    }
+}
+
+#[test]
+fn a_wrong_hello_is_refused_with_a_reason() {
+    let _deadline = Deadline::after(Duration::from_secs(60), "wrong hellos");
+    let house = House::new();
+    let cases = [
+        (hello(1, LAYOUT_VERSION, 1, "other"), "runs sparksched other, this one sparksched test"),
+        (
+            hello(7, LAYOUT_VERSION, 1, "test"),
+            "sparksched test (protocol 7, layout 1), this one sparksched test (protocol 1, layout 1)",
+        ),
+        (
+            hello(1, 9, 1, "test"),
+            "sparksched test (protocol 1, layout 9), this one sparksched test (protocol 1, layout 1)",
+        ),
+        (hello(1, LAYOUT_VERSION, 2, "test"), "it serves 2 clients, and none with index 2"),
+        (hello(1, LAYOUT_VERSION, u32::MAX, "test"), "none with index 4294967295"),
+        (hello(1, LAYOUT_VERSION, 0, "test"), "client 0 is here already"),
+        (b"GET / HTTP/1.1\r\n\r\n".to_vec(), "doesn't speak this protocol"),
+        (MARK.to_vec(), "doesn't speak this protocol"),
+        (vec![0], "doesn't speak this protocol"),
+        (vec![0xff; 5000], "doesn't speak this protocol"),
+    ];
+    for (packet, expected) in cases {
+        let guest = knock(house.engine.name());
+        send(&guest, &packet, &[]);
+        let (reply, descriptors) = receive(&guest);
+        let reason = reply.strip_prefix(b"SPRKRING\x01").expect("a refusal");
+        let reason = String::from_utf8_lossy(reason).into_owned();
+        assert!(reason.contains(expected), "told {reason:?} instead of {expected:?}");
+        assert!(descriptors.is_empty(), "{expected}: refused, and given memory");
+        let refusal = house.refusal();
+        assert!(refusal.contains(expected), "reported {refusal:?} instead of {expected:?}");
+        house.assert_undisturbed(expected);
+    }
+    // Our own client passes the reason on.
+    let error = ClientRings::connect(house.engine.name(), client_options(5)).unwrap_err();
+    let expected = "the engine refuses: it serves 2 clients, and none with index 5";
+    assert_eq!(error.to_string(), expected);
+    house.refusal();
+    let mut options = client_options(1);
+    options.version = "0".to_owned();
+    let error = ClientRings::connect(house.engine.name(), options).unwrap_err();
+    assert!(error.to_string().contains("runs sparksched 0, this one sparksched test"), "{error}");
+}
+
+#[test]
+fn guests_that_leave_or_lie_in_the_handshake_are_refused() {
+    let _deadline = Deadline::after(Duration::from_secs(60), "bad guests");
+    let house = House::new();
+    drop(knock(house.engine.name()));
+    assert!(house.refusal().contains("hung up"), "a guest without a word");
+    house.assert_undisturbed("a guest without a word");
+    for (what, confirmation) in [("none", None), ("a wrong one", Some(b"maybe"))] {
+        let guest = knock(house.engine.name());
+        send(&guest, &hello(1, LAYOUT_VERSION, 1, "test"), &[]);
+        let (reply, descriptors) = receive(&guest);
+        assert!(reply.starts_with(b"SPRKRING\x00") && descriptors.len() == 3);
+        if let Some(confirmation) = confirmation {
+            send(&guest, confirmation, &[]);
+        }
+        drop(guest);
+        house.refusal();
+        house.assert_undisturbed(what);
+    }
+    // The place that they had is free again.
+    let client = ClientRings::connect(house.engine.name(), client_options(1)).unwrap();
+    client.close(Duration::ZERO);
+}
+
+#[test]
+fn a_silent_guest_is_given_up_and_disturbs_nobody() {
+    let _deadline = Deadline::after(Duration::from_secs(60), "silent guests");
+    let house = House::new();
+    let silent = knock(house.engine.name());
+    let half_silent = knock(house.engine.name());
+    send(&half_silent, &hello(1, LAYOUT_VERSION, 1, "test"), &[]);
+    let start = Instant::now();
+    // Longer than either side takes for stuck, and shorter than the patience.
+    while start.elapsed() < Duration::from_millis(3500) {
+        house.assert_undisturbed("while somebody says nothing");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    for _ in 0..2 {
+        house.refusal();
+        assert!(start.elapsed() >= Duration::from_millis(4500), "given up early");
+    }
+    drop((silent, half_silent));
+    house.assert_undisturbed("after somebody said nothing");
+}
+
+// ------------------------------------------------------------------------------------
+// A client that breaks the memory
+// ------------------------------------------------------------------------------------
+
+/// Attaches as client 1 by hand; the connection and the segment.
+fn intrude(engine: &EngineRings) -> (OwnedFd, OwnedFd) {
+    let guest = knock(engine.name());
+    send(&guest, &hello(1, LAYOUT_VERSION, 1, "test"), &[]);
+    let (_, mut descriptors) = receive(&guest);
+    send(&guest, MARK, &[]);
+    (guest, descriptors.swap_remove(0))
+}
+
+/// How client 1's link ends.
+fn engines_end(engine: &EngineRings, what: &str) -> Option<End> {
+    let mut end = None;
+    until(&format!("{what}: an end"), || {
+        for event in engine.receive(Some(Duration::from_millis(5))) {
+            match event {
+                EngineEvent::Link { client: 1, event: Event::End(its_end) } => end = Some(its_end),
+                EngineEvent::Link { client: 1, event } => panic!("{what}: {event:?}"),
+                _ => {}
+            }
+        }
+        end.is_some()
+    });
+    end
+}
+
+#[test]
+fn a_client_that_breaks_the_positions_is_cut_off() {
+    let _deadline = Deadline::after(Duration::from_secs(60), "broken positions");
+    let ring = RING_BYTES as u64;
+    // What the intruder writes where, and whether something is on its way to it.
+    let cases = [
+        ("a tail beyond the ring", TAIL, ring + 1, false, Corrupt::Position),
+        ("a tail far beyond", TAIL, u64::MAX, false, Corrupt::Position),
+        ("a tail in the middle", TAIL, u64::MAX / 2, false, Corrupt::Position),
+        ("bytes without sense", TAIL, ring, false, Corrupt::Header),
+        ("a head beyond the tail", TO_CLIENT + HEAD, ring + 1, true, Corrupt::Position),
+        ("a head before the head", TO_CLIENT + HEAD, u64::MAX, true, Corrupt::Position),
+    ];
+    for (what, offset, value, has_backlog, expected) in cases {
+        let house = House::new();
+        let (_guest, segment) = intrude(&house.engine);
+        until("it attaches", || {
+            house.engine.receive(Some(Duration::from_millis(5)));
+            house.engine.link(1).is_some()
+        });
+        if has_backlog {
+            house.engine.link(1).unwrap().send(0, &[&[0; 2 * RING_BYTES]], false).unwrap();
+        }
+        write_u64(&segment, offset, value);
+        // It rings nobody; somebody else does.
+        house.engine.wake();
+        assert_eq!(engines_end(&house.engine, what), Some(End::Corrupt(expected)), "{what}");
+        // Nothing can be sent to it any more; whatever is said to that, it doesn't stay.
+        let _ = house.engine.link(1).unwrap().send(0, &[&[0; 100]], true);
+        house.assert_undisturbed(what);
+    }
+}
+
+/// The engine has seen more than it has read; then the tail claims that this was never sent.
+#[test]
+fn a_tail_that_goes_back_is_noticed() {
+    const NUM_MESSAGES: usize = 66;
+    const MESSAGE_BYTES: usize = 40;
+    let _deadline = Deadline::after(Duration::from_secs(60), "a tail that goes back");
+    let (producer, mut consumer) = Ring::on_heap(RING_BYTES, 0).split();
+    let mut outbox = Outbox::new(producer, 0);
+    for _ in 0..NUM_MESSAGES {
+        outbox.send(0, &[b""]).unwrap();
+    }
+    let mut bytes = vec![0; NUM_MESSAGES * MESSAGE_BYTES];
+    assert_eq!(consumer.read(&mut bytes), Ok(bytes.len()));
+
+    let house = House::new();
+    let (_guest, segment) = intrude(&house.engine);
+    until("it attaches", || {
+        house.engine.receive(Some(Duration::from_millis(5)));
+        house.engine.link(1).is_some()
+    });
+    let link = house.engine.link(1).unwrap();
+    assert_eq!(rustix::io::pwrite(&segment, &bytes, DATA), Ok(bytes.len()));
+    write_u64(&segment, TAIL, bytes.len() as u64);
+    assert_eq!(link.receive(64).len(), 64);
+    write_u64(&segment, TAIL, 64 * MESSAGE_BYTES as u64 + 8);
+    let events = link.receive(64);
+    let end = events.last();
+    assert!(matches!(end, Some(Event::End(End::Corrupt(Corrupt::Position)))), "{events:?}");
+    house.assert_undisturbed("a tail that goes back");
+}
+
+/// Whatever lies in the shared memory: no panic, no hang, and no message that nobody sent.
+#[test]
+fn random_memory_is_survived() {
+    let _deadline = Deadline::after(Duration::from_secs(100), "random memory");
+    let mut chance = Chance::new(3);
+    let house = House::new();
+    for round in 0..150 {
+        let what = format!("round {round} of seed 3");
+        // Each intruder needs an engine of its own: a place is taken once.
+        let engine = listen(&fresh_name("random"), engine_options(2, RING_BYTES));
+        let (guest, segment) = intrude(&engine);
+        until("it attaches", || {
+            engine.receive(Some(Duration::from_millis(5)));
+            engine.link(1).is_some()
+        });
+        let link = engine.link(1).unwrap();
+        for step in 0..6 {
+            let _ = link.send(0, &[&vec![1; chance.below(6000) as usize]], false);
+            let offset = [TAIL, HEAD, PRODUCER_WAITS, CLOSED][chance.below(4) as usize];
+            let offset = offset + TO_CLIENT * chance.below(2);
+            let value = match chance.below(4) {
+                0 => chance.next(),
+                1 => chance.below(3),
+                2 => chance.below(2 * RING_BYTES as u64),
+                _ => u64::MAX - chance.below(3),
+            };
+            write_u64(&segment, offset, value);
+            // Bytes that say nothing are never a message: their mark is wrong.
+            write_u64(&segment, DATA + 8 * chance.below(32), chance.next());
+            engine.wake();
+            for event in engine.receive(Some(Duration::from_millis(1))) {
+                assert!(
+                    !matches!(event, EngineEvent::Link { event: Event::Message(_), .. }),
+                    "{what}, step {step}: {event:?}"
+                );
+            }
+        }
+        drop(guest);
+        let mut is_ended = false;
+        until(&format!("{what}: sending stops"), || {
+            for event in engine.receive(Some(Duration::from_millis(1))) {
+                is_ended |= matches!(event, EngineEvent::Link { event: Event::End(_), .. });
+            }
+            is_ended || link.is_gone()
+        });
+        engine.close(Duration::ZERO);
+    }
+    house.assert_undisturbed("beside all of this");
+}
+
+// ------------------------------------------------------------------------------------
+// An engine that offers the wrong memory
+// ------------------------------------------------------------------------------------
+
+/// What a client says to a welcome with this ring size and these descriptors.
+fn answer_to(ring_bytes: u64, descriptors: &[&OwnedFd]) -> HandshakeError {
+    let name = fresh_name("liar");
+    let listener = socket();
+    rustix::net::bind(&listener, &address(&name)).unwrap();
+    rustix::net::listen(&listener, 1).unwrap();
+    std::thread::scope(|scope| {
+        let client = scope.spawn(|| ClientRings::connect(&name, client_options(0)));
+        let guest = rustix::net::accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+        receive(&guest);
+        let mut welcome = b"SPRKRING\x00".to_vec();
+        welcome.extend(ring_bytes.to_le_bytes());
+        send(&guest, &welcome, descriptors);
+        client.join().unwrap().expect_err("a client that takes everything")
+    })
+}
+
+fn memfd(bytes: u64, seals: SealFlags) -> OwnedFd {
+    let fd = memfd_create("wrong", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&fd, bytes).unwrap();
+    fcntl_add_seals(&fd, seals).unwrap();
+    fd
+}
+
+#[test]
+fn unfit_memory_is_refused() {
+    let _deadline = Deadline::after(Duration::from_secs(60), "unfit memory");
+    let sealed = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    let ring = RING_BYTES as u64;
+    let (_, good) = Segment::create(RING_BYTES).unwrap();
+    let (_, bell) = BellPage::create().unwrap();
+    let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    let cases = [
+        ("no seals", memfd(4096 + 2 * ring, SealFlags::empty()), ring, "sealed"),
+        (
+            "no seal against growth",
+            memfd(4096 + 2 * ring, sealed - SealFlags::GROW),
+            ring,
+            "sealed",
+        ),
+        (
+            "no seal against shrinking",
+            memfd(4096 + 2 * ring, sealed - SealFlags::SHRINK),
+            ring,
+            "sealed",
+        ),
+        ("too small", memfd(4095 + 2 * ring, sealed), ring, "size"),
+        ("too large", memfd(4097 + 2 * ring, sealed), ring, "size"),
+        ("empty", memfd(0, sealed), ring, "size"),
+        ("no memory", event.try_clone().unwrap(), ring, "sealed"),
+        ("twice the rings", good.try_clone().unwrap(), 2 * ring, "size"),
+        ("no rings", good.try_clone().unwrap(), 0, "impossible size"),
+        ("rings of an odd size", good.try_clone().unwrap(), ring + 1, "impossible size"),
+        ("rings that are too small", good.try_clone().unwrap(), ring / 2, "impossible size"),
+        ("rings that are too large", good.try_clone().unwrap(), 1 << 40, "impossible size"),
+        ("rings beyond everything", good.try_clone().unwrap(), u64::MAX, "impossible size"),
+    ];
+    for (what, segment, ring_bytes, expected) in &cases {
+        let error = answer_to(*ring_bytes, &[segment, &bell, &event]);
+        let is_unfit = matches!(error, HandshakeError::Segment(SegmentError::Unfit(_)));
+        assert!(is_unfit && error.to_string().contains(expected), "{what}: {error}");
+    }
+    let error = answer_to(ring, &[&good, &memfd(4096, SealFlags::empty()), &event]);
+    assert!(error.to_string().contains("sealed"), "an unsealed bell: {error}");
+    let error = answer_to(ring, &[&good, &bell]);
+    assert!(matches!(error, HandshakeError::Gibberish), "two descriptors: {error}");
+    let error = answer_to(ring, &[]);
+    assert!(matches!(error, HandshakeError::Gibberish), "no descriptors: {error}");
+}
+
+/// What was sent before a client first looks makes its event descriptor readable, too.
+#[test]
+fn the_first_look_is_announced() {
+    let house = House::new();
+    until("it attaches", || {
+        house.engine.receive(Some(Duration::from_millis(5)));
+        house.engine.link(0).is_some()
+    });
+    house.engine.link(0).unwrap().send(0, &[b"early"], false).unwrap();
+    let start = Instant::now();
+    house.inhabitant.wait(Some(Duration::from_secs(20)));
+    assert!(start.elapsed() < Duration::from_secs(20), "the event descriptor is not readable");
+    assert_eq!(house.inhabitant.receive(16).len(), 1);
+}
