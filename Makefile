@@ -75,12 +75,15 @@ test-fast: lint test-rust build ## every check but the real servers
 
 .PHONY: test-rust
 test-rust: rust-toolchain
-	cargo test
+	cargo test -p sparksched-core
+	cargo test -p sparksched-ring --features test-points
+	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
+	  cargo test -p sparksched-ring --release --test loom
 
 .PHONY: lint
 lint: build ## formatting, lints and types, of Rust and Python
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets -- -D warnings
+	cargo clippy --workspace --all-targets --features sparksched-ring/test-points -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
