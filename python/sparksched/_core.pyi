@@ -266,8 +266,16 @@ class EngineRings:
     def is_attached(self, client: int) -> bool:
         """Whether a client has come; true even after it has gone."""
 
-    def receive(self) -> list[_LinkEvent | RingAttached | RingRefused]:
-        """Wait, without the GIL, and return what has happened. Empty only after `close`."""
+    def receive(
+        self, *, timeout_s: float | None = None
+    ) -> list[_LinkEvent | RingAttached | RingRefused]:
+        """Wait, without the GIL, and return what has happened. One thread at a time may wait.
+
+        Empty if time is up, after a signal, `interrupt` or `close`.
+        """
+
+    def interrupt(self) -> None:
+        """End the wait of a thread in `receive`, or else the next one."""
 
     def send(
         self, client: int, kind: int, frames: Iterable[Buffer], *, regardless: bool = False

@@ -1,13 +1,16 @@
 """The engine's side: rings beside the sockets of `EngineCoreProc`.
 
 Read `_RingInput` beside vLLM's `process_input_sockets` and `_RingOutput` beside
-`process_output_sockets`, both in `vllm/v1/engine/core.py`. Unlike there, outputs are encoded and
-sent by the thread that made them, so that a step's outputs don't wait for another thread to get the
-interpreter's lock.
+`process_output_sockets`, both in `vllm/v1/engine/core.py`. Unlike there, no message waits for
+another thread to get the interpreter's lock if that can be helped: outputs are encoded and sent by
+the thread that made them, and an engine's loop that has nothing to do receives by itself. While
+the loop is busy the input thread receives: requests are prepared beside a step, and aborts, and
+commands for a loop that has failed, get through.
 """
 
 import enum
 import functools
+import queue
 import threading
 import uuid
 from types import ModuleType
@@ -38,8 +41,6 @@ from sparksched.transport.offer import (
 )
 
 if TYPE_CHECKING:
-    import queue
-
     from vllm.v1.engine import EngineCoreReadyResponse
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -47,6 +48,10 @@ logger = init_logger("vllm.sparksched.transport")
 
 _LINGER_S = 4.0
 """How long an engine that stops waits for clients to take their last messages, as over ZMQ."""
+
+
+_SIGNAL_DELAY_S = 1.0
+"""How long a signal may wait for the engine's loop if another thread has caught it."""
 
 
 class _Notice(enum.Enum):
@@ -189,6 +194,10 @@ class EngineTransport:
         self._output = _RingOutput(engine, rings)
         self._input = _RingInput(engine, rings)
         engine.output_queue = self._output
+        # What was put there so far, such as the failure of an executor, is not lost.
+        while not engine.input_queue.empty():
+            self._input.queue.put_nowait(engine.input_queue.get_nowait())
+        engine.input_queue = self._input.queue
 
     def start(self) -> None:
         """Start to receive."""
@@ -345,8 +354,42 @@ def _note_request_ids(outputs: EngineCoreOutputs, request_ids: set[str]) -> None
     request_ids.update(outputs.finished_requests or ())  # a list, where vLLM aborts
 
 
+class _InputQueue(queue.Queue[Any]):
+    """The engine's input queue. A loop that finds it empty receives from the rings meanwhile."""
+
+    def __init__(self, ring_input: "_RingInput") -> None:
+        super().__init__()
+        self._ring_input = ring_input
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Put an item; never waits."""
+        super().put(item)
+        self._ring_input.notice_item()
+
+    def put_received(self, item: Any) -> None:
+        """Put an item that came through the rings: whoever receives looks here afterwards."""
+        super().put(item)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Return the next item; the engine's loop waits without a time limit or not at all."""
+        if not block or timeout is not None:
+            return super().get(block, timeout)
+        try:
+            while True:
+                try:
+                    return super().get(block=False)
+                except queue.Empty:
+                    self._ring_input.receive_in_loop()
+        finally:
+            self._ring_input.leave_to_thread()
+
+
 class _RingInput:
-    """The thread that receives from the rings and feeds the engine's input queue."""
+    """Receives from the rings and feeds the engine's input queue.
+
+    Either the engine's loop or the input thread receives: `_receiving` is held by the one that
+    does, from before it waits until it has handled what came, so that messages stay in order.
+    """
 
     def __init__(self, engine: "EngineCoreProc", rings: "_core.EngineRings") -> None:
         self._engine = engine
@@ -355,16 +398,54 @@ class _RingInput:
         self._add_request_decoder = MsgpackDecoder(EngineCoreRequest, oob_tensor_provider=tensors)
         self._generic_decoder = MsgpackDecoder(oob_tensor_provider=tensors)
         self._hung_up: set[int] = set()
+        self.queue = _InputQueue(self)
+        self._receiving = threading.Lock()
+        self._is_thread_wanted = threading.Event()
+        self._is_thread_wanted.set()
+        self._is_loop_receiving = False
 
     def run(self) -> None:
         """Receive until the rings are closed."""
         try:
             while not self._rings.is_closed:
-                for event in self._rings.receive():
-                    self._handle(event)
+                self._is_thread_wanted.wait()
+                with self._receiving:
+                    if self._is_thread_wanted.is_set():
+                        self._receive()
         except Exception as error:
             logger.exception("sparksched: the input thread failed")
-            self._engine.input_queue.put_nowait((_Notice.FAILED, error))
+            self.queue.put_nowait((_Notice.FAILED, error))
+
+    def receive_in_loop(self) -> None:
+        """Receive in the engine's loop, until something has come or an item was put."""
+        self._is_thread_wanted.clear()
+        self._is_loop_receiving = True
+        try:
+            if not self._receiving.acquire(blocking=False):
+                self._rings.interrupt()  # the thread waits there
+                self._receiving.acquire()
+            try:
+                # Whoever puts an item from now on sees who is receiving.
+                if self.queue.empty():
+                    self._receive(timeout_s=_SIGNAL_DELAY_S)
+            finally:
+                self._receiving.release()
+        finally:
+            self._is_loop_receiving = False
+
+    def leave_to_thread(self) -> None:
+        """Have the thread receive: the loop has something to do."""
+        if not self._is_thread_wanted.is_set():
+            self._is_thread_wanted.set()
+
+    def notice_item(self) -> None:
+        """Have the loop look at its queue if it is receiving."""
+        if self._is_loop_receiving:
+            self._rings.interrupt()
+
+    def _receive(self, timeout_s: float | None = None) -> None:
+        for event in self._rings.receive(timeout_s=timeout_s):
+            self._handle(event)
 
     def _handle(self, event: Any) -> None:
         match event:
@@ -389,7 +470,7 @@ class _RingInput:
             case _core.RingEnd():
                 log = logger.info if event.is_goodbye else logger.error
                 log("sparksched: API server %d is gone: %s", event.client, event.reason)
-                self._engine.input_queue.put_nowait((_Notice.CLIENT_GONE, event.client))
+                self.queue.put_received((_Notice.CLIENT_GONE, event.client))
 
     def _handle_message(self, message: "_core.RingMessage") -> None:
         if message.client in self._hung_up:
@@ -409,7 +490,7 @@ class _RingInput:
         else:
             # In both queues, as in vLLM: at once in the midst of a step, and in order.
             self._engine.aborts_queue.put_nowait(request)
-            self._engine.input_queue.put_nowait((request_type, request))
+            self.queue.put_received((request_type, request))
 
     def _decode(self, message: "_core.RingMessage") -> tuple[EngineCoreRequestType, Any]:
         request_type = REQUEST_TYPES[message.kind]
@@ -433,7 +514,7 @@ class _RingInput:
         except Exception:
             engine._handle_request_preproc_error(request)
         else:
-            engine.input_queue.put_nowait((EngineCoreRequestType.ADD, preprocessed))
+            self.queue.put_received((EngineCoreRequestType.ADD, preprocessed))
 
     def _call(self, call: Any) -> None:
         client, call_id, method, args = call
@@ -441,4 +522,4 @@ class _RingInput:
             # Handled here because the engine's loop is what may have failed.
             self._engine.ft_sentinel.handle_command(client, call_id, args[0])
         else:
-            self._engine.input_queue.put_nowait((EngineCoreRequestType.UTILITY, call))
+            self.queue.put_received((EngineCoreRequestType.UTILITY, call))

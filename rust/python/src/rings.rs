@@ -236,15 +236,25 @@ impl PyEngineRings {
         self.rings.name()
     }
 
-    fn receive<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+    #[pyo3(signature = (*, timeout_s = None))]
+    fn receive<'py>(
+        &self,
+        py: Python<'py>,
+        timeout_s: Option<f64>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let timeout = timeout_s.map(|timeout_s| seconds("timeout_s", timeout_s)).transpose()?;
         catch_panics(|| {
-            let events = py.detach(|| self.rings.receive(None));
+            let events = py.detach(|| self.rings.receive(timeout));
             let list = PyList::empty(py);
             for event in &events {
                 list.append(engine_event(py, event)?)?;
             }
             Ok(list)
         })?
+    }
+
+    fn interrupt(&self) {
+        self.rings.interrupt();
     }
 
     fn is_attached(&self, client: u32) -> bool {

@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::bell::Bell;
 use crate::handshake::{self, Descriptors, HandshakeError};
-use crate::link::{Event, Link, Peer, noted_forks, sleep_on_futex};
+use crate::link::{Event, Link, Peer, WokenBy, noted_forks, sleep_on_futex};
 use crate::segment::{BellPage, MAX_RING_BYTES, MIN_RING_BYTES, Segment, Side};
 use crate::watcher::{Door, Mailbox, Watcher};
 
@@ -69,6 +69,8 @@ struct Shared {
     /// Arrivals that haven't been reported.
     arrivals: Mutex<Vec<EngineEvent>>,
     is_closed: AtomicBool,
+    /// The next wait is over at once.
+    is_interrupted: AtomicBool,
 }
 
 impl Shared {
@@ -218,6 +220,7 @@ impl EngineRings {
             places,
             arrivals: Mutex::default(),
             is_closed: AtomicBool::new(false),
+            is_interrupted: AtomicBool::new(false),
         });
         let door = EngineDoor { listener, shared: Arc::clone(&shared) };
         let watcher = Watcher::start(Vec::new(), Some(Box::new(door)), stuck_after)
@@ -243,7 +246,10 @@ impl EngineRings {
     }
 
     /// Waits until something happens or time is up, and returns all that has happened. Also sends
-    /// what waits for a client that has made room. Empty if time is up or [`Self::close`] was called.
+    /// what waits for a client that has made room. Empty if time is up, if a signal or
+    /// [`Self::interrupt`] ended the wait, or if [`Self::close`] was called.
+    ///
+    /// One thread at a time may wait here.
     pub fn receive(&self, timeout: Option<Duration>) -> Vec<EngineEvent> {
         /// A client that is stopped after it has said that it rings, and before it does, must not
         /// keep the messages of other clients from this engine for longer.
@@ -256,23 +262,37 @@ impl EngineRings {
                 return events;
             }
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            if left == Some(Duration::ZERO) || self.is_closed() {
+            if left == Some(Duration::ZERO)
+                || self.is_closed()
+                || self.shared.is_interrupted.swap(false, Relaxed)
+            {
                 return events;
             }
             bell.fall_asleep();
-            if !self.has_events() && !self.is_closed() {
-                sleep_on_futex(bell, Some(left.unwrap_or(MAX_SLEEP).min(MAX_SLEEP)));
+            let mut was_signal = false;
+            if !self.has_events() && !self.is_closed() && !self.is_interrupted() {
+                let sleep = left.unwrap_or(MAX_SLEEP).min(MAX_SLEEP);
+                was_signal = sleep_on_futex(bell, sleep) == WokenBy::Signal;
             }
             bell.wake_up();
+            if was_signal {
+                return events;
+            }
         }
+    }
+
+    fn is_interrupted(&self) -> bool {
+        self.shared.is_interrupted.load(Relaxed)
     }
 
     fn is_inherited(&self) -> bool {
         self.forks != noted_forks()
     }
 
-    /// Makes a thread that waits in [`Self::receive`] look again.
-    pub fn wake(&self) {
+    /// Ends the wait of a thread in [`Self::receive`], or else the next one.
+    pub fn interrupt(&self) {
+        // Seen by whoever wakes up or falls asleep after this, by the bell's fences.
+        self.shared.is_interrupted.store(true, Relaxed);
         self.shared.wake();
     }
 
@@ -335,7 +355,7 @@ impl EngineRings {
             link.close();
         }
         // Whoever falls asleep after this sees that it is closed, by the bell's fences.
-        self.wake();
+        self.shared.wake();
     }
 }
 

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use rustix::io::Errno;
 use rustix::net::Shutdown;
 use rustix::thread::futex;
 
@@ -113,14 +114,26 @@ impl Alarm for EventAlarm<'_> {
     }
 }
 
+/// What ended a sleep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WokenBy {
+    /// This thread has handled a signal, and its caller may have something to do about that.
+    Signal,
+    /// The bell, or the end of the time, or nothing at all.
+    Other,
+}
+
 /// Sleeps until the bell is rung or time is up. The bell must say "asleep".
-pub(crate) fn sleep_on_futex(bell: &Bell, timeout: Option<Duration>) {
-    let timeout = timeout.map(|timeout| futex::Timespec {
+pub(crate) fn sleep_on_futex(bell: &Bell, timeout: Duration) -> WokenBy {
+    let timeout = futex::Timespec {
         tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
         tv_nsec: timeout.subsec_nanos().into(),
-    });
-    // Returns at once if the bell was rung meanwhile; early returns are the caller's loop to sort out.
-    let _ = futex::wait(&bell.0, futex::Flags::empty(), crate::bell::ASLEEP, timeout.as_ref());
+    };
+    // Returns at once if the bell was rung meanwhile.
+    match futex::wait(&bell.0, futex::Flags::empty(), crate::bell::ASLEEP, Some(&timeout)) {
+        Err(Errno::INTR) => WokenBy::Signal,
+        _ => WokenBy::Other,
+    }
 }
 
 /// One end of a pair of rings.

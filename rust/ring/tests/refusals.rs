@@ -309,7 +309,7 @@ fn a_client_that_breaks_the_positions_is_cut_off() {
         }
         write_u64(&segment, offset, value);
         // It rings nobody; somebody else does.
-        house.engine.wake();
+        house.engine.interrupt();
         assert_eq!(engines_end(&house.engine, what), Some(End::Corrupt(expected)), "{what}");
         // Nothing can be sent to it any more; whatever is said to that, it doesn't stay.
         let _ = house.engine.link(1).unwrap().send(0, &[&[0; 100]], true);
@@ -377,7 +377,7 @@ fn random_memory_is_survived() {
             write_u64(&segment, offset, value);
             // Bytes that say nothing are never a message: their mark is wrong.
             write_u64(&segment, DATA + 8 * chance.below(32), chance.next());
-            engine.wake();
+            engine.interrupt();
             for event in engine.receive(Some(Duration::from_millis(1))) {
                 assert!(
                     !matches!(event, EngineEvent::Link { event: Event::Message(_), .. }),
