@@ -4,12 +4,13 @@ Two pairs of processes, one with vLLM's ZMQ sockets and one with shared-memory r
 with the same messages in the same run. All that vLLM does with a message is included: queues,
 threads, encoding and decoding, the event loop. See `bench.ipc_sides` for the processes.
 
-- `latency`: from before the sender's call to when the receiver has the decoded message; the two
-  processes share a clock. The receiver sleeps when it is sent, unless the table says otherwise.
+- `latency`: from before the sender's call to when the receiver begins to decode the message
+  ("arrived"), and to when it has the decoded message in the thread that waits for it ("ready"); the
+  two processes share a clock. The receiver sleeps when it is sent, unless the table says otherwise.
 - `cpu`: CPU time a message, of all threads of a process: a sender's in the 2 ms after it has sent
-  less that in the 2 ms after these, a receiver's from one message to the next less that of an idle
-  process.
-- `codec`: what vLLM's encoder and decoder take of that; it is the same for both.
+  less that in the 2 ms after these, a receiver's from when it waits to when the message is ready,
+  less that of an idle process. Freeing messages is not counted. Once without what vLLM's encoder
+  and decoder take of it, which is the same for both, and once with that.
 - `throughput`: messages a second, back to back.
 - `ring`: the ring alone, between two threads that don't sleep.
 - `idle`: CPU time of processes that wait.
@@ -60,13 +61,12 @@ class Effort:
     rounds: int
     messages: int
     """Of each transport in a round of latencies."""
-    codec: int
     flood: int
     idle_s: float
 
 
-EFFORT = Effort(rounds=12, messages=125, codec=100, flood=10_000, idle_s=5.0)
-QUICK_EFFORT = Effort(rounds=1, messages=50, codec=20, flood=5_000, idle_s=1.0)
+EFFORT = Effort(rounds=12, messages=125, flood=10_000, idle_s=5.0)
+QUICK_EFFORT = Effort(rounds=1, messages=50, flood=5_000, idle_s=1.0)
 
 
 @dataclass(frozen=True)
@@ -244,20 +244,26 @@ def _in_turn(pairs: dict[str, Pair], number: int) -> list[str]:
 
 
 def _evaluate(case: Case, logs: list[tuple[Log, Log]]) -> Row:
-    rounds = [
-        [end - start for start, end in zip(sent.times, received.times, strict=True)]
-        for sent, received in logs
-    ]
-    row = {
-        "p50_us": 1e6 * _median_of_medians(rounds),
-        "p99_us": 1e6 * statistics.median(_percentile_99(latencies) for latencies in rounds),
-        "p99_of_all_us": 1e6 * _percentile_99(list(itertools.chain(*rounds))),
-    }
+    row: Row = {}
+    for what in ("arrived", "ready"):
+        rounds = [_latencies(sent, received, what) for sent, received in logs]
+        row |= {
+            f"{what}_p50_us": 1e6 * _median_of_medians(rounds),
+            f"{what}_p99_us": 1e6 * statistics.median(_percentile_99(it) for it in rounds),
+            f"{what}_p99_of_all_us": 1e6 * _percentile_99(list(itertools.chain(*rounds))),
+        }
     if case.measures_cpu:
         engines, clients = zip(*(log[::-1] if case.to_engine else log for log in logs), strict=True)
-        row["engine_cpu_us"] = 1e6 * _median_of_medians([log.cpu_s for log in engines])
-        row["client_cpu_us"] = 1e6 * _median_of_medians([log.cpu_s for log in clients])
+        for side, found in (("engine", engines), ("client", clients)):
+            cpu_us = 1e6 * _median_of_medians([log.cpu_s for log in found])
+            codec_us = 1e6 * _median_of_medians([log.codec_s for log in found])
+            row |= {f"{side}_cpu_us": cpu_us, f"{side}_transport_us": cpu_us - codec_us}
     return row
+
+
+def _latencies(sent: Log, received: Log, what: str) -> list[float]:
+    ends = received.arrivals if what == "arrived" else received.times
+    return [end - start for start, end in zip(sent.times, ends, strict=True)]
 
 
 def _percentile_99(values: list[float]) -> float:
@@ -273,15 +279,9 @@ def subtract_idle(rows: list[Row], idle_percent: dict[str, dict[str, float]]) ->
     for row in rows:
         receiver = "engine" if row["group"] == TO_ENGINE else "client"
         for transport, shares in idle_percent.items():
-            if f"{receiver}_cpu_us" in row[transport]:
-                row[transport][f"{receiver}_cpu_us"] -= shares[receiver] / 100 * PACE_S * 1e6
-
-
-def measure_codec(engine: Worker, case: Case, effort: Effort) -> Row:
-    """Time encoding and decoding alone."""
-    arguments = {"to_engine": case.to_engine, "size": case.size, "count": effort.codec}
-    times: Row = engine.call("time_codec", pace_s=PACE_S, **arguments)
-    return {"message": case.label} | times
+            for key in (f"{receiver}_cpu_us", f"{receiver}_transport_us"):
+                if key in row[transport]:
+                    row[transport][key] -= shares[receiver] / 100 * PACE_S * 1e6
 
 
 def measure_throughput(pairs: dict[str, Pair], effort: Effort) -> dict[str, float]:
@@ -341,10 +341,14 @@ def judge(result: Row) -> list[Row]:
     idle = result["idle_percent"][RINGS]
     ring = result["ring_ns"]
     return [
-        _judge_ratio(asleep, "p50_us", 0.5, "p50, asleep"),
-        _judge_ratio(asleep, "p99_us", 1.0, "p99, asleep"),
-        _judge_ratio(asleep, "engine_cpu_us", 0.2, "CPU time, engine"),
-        _judge_ratio(asleep, "client_cpu_us", 0.5, "CPU time, client"),
+        _judge_ratio(asleep, "arrived_p50_us", 0.5, "p50 until arrived, asleep"),
+        _judge_ratio(asleep, "arrived_p99_us", 1.0, "p99 until arrived, asleep"),
+        _judge_ratio(asleep, "ready_p50_us", 0.5, "p50 until ready, asleep"),
+        _judge_ratio(asleep, "ready_p99_us", 1.0, "p99 until ready, asleep"),
+        _judge_ratio(asleep, "engine_transport_us", 0.2, "CPU time without the codec, engine"),
+        _judge_ratio(asleep, "client_transport_us", 0.5, "CPU time without the codec, client"),
+        _judge_ratio(asleep, "engine_cpu_us", 0.2, "CPU time with the codec, engine"),
+        _judge_ratio(asleep, "client_cpu_us", 0.5, "CPU time with the codec, client"),
         _judge_values(ring, 1000, "ring, both sides busy: under 1,000 ns a message"),
         _judge_values(idle, 0.3, "idle: under 0.3 % a process"),
     ]
@@ -363,6 +367,13 @@ def _judge_values(values: dict[str, float], most: float, what: str) -> Row:
 
 
 # ---- report ----
+
+LATENCY_COLUMNS = {
+    "arrived p50": "arrived_p50_us",
+    "arrived p99": "arrived_p99_us",
+    "ready p50": "ready_p50_us",
+    "ready p99": "ready_p99_us",
+}
 
 
 def main() -> None:
@@ -390,9 +401,6 @@ def measure(effort: Effort, loop: str) -> Row:
         for case in CASES:
             _say(f"{case.group}: {case.label}")
             result["cases"].append(measure_case(pairs, case, effort))
-        _say("encoding and decoding alone")
-        cases = [case for case in CASES if case.measures_cpu]
-        result["codec"] = [measure_codec(pairs[RINGS].engine, case, effort) for case in cases]
         _say("throughput")
         result["messages_per_s"] = measure_throughput(pairs, effort)
         _say("the ring alone")
@@ -412,15 +420,12 @@ def _print_report(result: Row) -> None:
     print("\n" + ", ".join(f"{name} {value}" for name, value in result["run"].items()))
     for group in dict.fromkeys(row["group"] for row in result["cases"]):
         rows = [row for row in result["cases"] if row["group"] == group]
-        _print_table(f"{group}: µs", rows, {"p50": "p50_us", "p99": "p99_us"})
+        _print_table(f"{group}: µs", rows, LATENCY_COLUMNS)
     rows = [row for row in result["cases"] if "engine_cpu_us" in row[ZMQ]]
+    columns = {"engine": "engine_transport_us", "client": "client_transport_us"}
+    _print_table("CPU time a message, without encoding and decoding: µs", rows, columns)
     columns = {"engine": "engine_cpu_us", "client": "client_cpu_us"}
-    _print_table("CPU time a message: µs", rows, columns)
-    print(
-        "\nOf these, encoding and decoding: µs\n| message | encode | decode |\n| --- | --- | --- |"
-    )
-    for row in result["codec"]:
-        print(f"| {row['message']} | {row['encode_us']:.1f} | {row['decode_us']:.1f} |")
+    _print_table("CPU time a message, with encoding and decoding: µs", rows, columns)
     rates = result["messages_per_s"]
     print("\nBack to back, engine to client, one output: messages a second")
     print(f"- vLLM {rates[ZMQ]:,.0f}, sparksched {rates[RINGS]:,.0f}")

@@ -7,18 +7,18 @@ other: a benchmark does that. Each process obeys a pipe: see `serve`.
 
 import asyncio
 import contextlib
+import functools
 import gc
 import itertools
 import os
 import queue
 import random
-import statistics
 import threading
 import time
 import traceback
 import types
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,16 +54,62 @@ class Setup:
 
 @dataclass(frozen=True)
 class Log:
-    """When messages were sent or received, and what that took."""
+    """When messages were sent or received, and what that took; lists go by sequence number."""
 
     times: list[float]
-    """Seconds of CLOCK_MONOTONIC, by sequence number."""
+    """Seconds of CLOCK_MONOTONIC: when it was sent, or was there decoded."""
+    arrivals: list[float]
+    """When a receiver began to decode it; empty for a sender."""
     cpu_s: list[float]
-    """CPU time of the whole process, all threads, by sequence number."""
+    """CPU time of the whole process, all threads."""
+    codec_s: list[float]
+    """CPU time of vLLM's encoder and decoder, which is a part of that."""
 
 
 class WrongMessageError(RuntimeError):
     """A message is lost, comes twice or has changed on its way."""
+
+
+class CodecMeter:
+    """Notes when vLLM's codec works, in whatever thread: a message has arrived when that begins."""
+
+    def __init__(self) -> None:
+        self.arrivals: list[float] = []
+        self._cpu_s: list[float] = []
+
+    def install(self) -> None:
+        """Measure all encoders and decoders of this process."""
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        for owner, name in (
+            (MsgpackEncoder, "encode"),
+            (MsgpackEncoder, "encode_into"),
+            (MsgpackDecoder, "decode"),
+        ):
+            setattr(owner, name, self._measuring(getattr(owner, name), name == "decode"))
+
+    def _measuring(self, call: Callable[..., Any], is_arrival: bool) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def measured(*args: Any) -> Any:
+            if is_arrival:
+                self.arrivals.append(time.monotonic())
+            before = time.thread_time()
+            try:
+                return call(*args)
+            finally:
+                self._cpu_s.append(time.thread_time() - before)
+
+        return measured
+
+    def reset(self) -> None:
+        """Forget what was measured so far."""
+        self.arrivals = []
+        self._cpu_s = []
+
+    def take_cpu_s(self) -> float:
+        """Return the CPU time since the last call."""
+        spent, self._cpu_s = self._cpu_s, []
+        return sum(spent)
 
 
 # ---- payloads ----
@@ -127,13 +173,6 @@ def build_request(sequence: int, prompt: list[int]) -> Any:
         data_parallel_rank=None,
         external_req_id=request_id(sequence)[:-9],
     )
-
-
-def _build(to_engine: bool, size: int, sequence: int) -> Any:
-    """Return outputs, a request or, if its size is 0, what an abort sends."""
-    if not to_engine:
-        return build_outputs(sequence, size)
-    return build_request(sequence, random_prompt(size)) if size else [request_id(sequence)]
 
 
 def check_item(item: Any, sequence: int, prompt: list[int], thorough: bool) -> None:
@@ -207,33 +246,12 @@ class Side:
         model = write_model_directory(setup.directory / str(os.getpid()))
         self._vllm_config = engine_config(model, async_scheduling=True)
         self._bare: Any = None
+        self._meter = CodecMeter()
+        self._meter.install()
 
     def close(self) -> None:
         """Say goodbye to the other side."""
         raise NotImplementedError
-
-    def time_codec(self, to_engine: bool, size: int, count: int, pace_s: float) -> dict[str, float]:
-        """Return microseconds of vLLM's encoder and decoder, after a sleep as between messages."""
-        from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
-        encoder = MsgpackEncoder()
-        decoder = MsgpackDecoder(EngineCoreRequest if to_engine else EngineCoreOutputs)
-        if not size:
-            decoder = MsgpackDecoder()
-        stamps = []
-        for sequence in range(count):
-            message = _build(to_engine, size, sequence)
-            time.sleep(pace_s)
-            start = time.monotonic()
-            frames = encoder.encode(message)
-            middle = time.monotonic()
-            time.sleep(pace_s)
-            last = time.monotonic()
-            decoder.decode(frames)
-            stamps.append((middle - start, time.monotonic() - last))
-        encoding, decoding = (1e6 * statistics.median(it) for it in zip(*stamps, strict=True))
-        return {"encode_us": encoding, "decode_us": decoding}
 
     def _check_transport(self, uses_rings: bool) -> None:
         if uses_rings != (self._setup.transport == RINGS):
@@ -242,10 +260,6 @@ class Side:
     def _say_started(self) -> None:
         """Let the benchmark start the sender."""
         self._connection.send((True, "started"))
-
-
-def _differences(values: list[float]) -> list[float]:
-    return [after - before for before, after in itertools.pairwise(values)]
 
 
 def spin(seconds: float) -> None:
@@ -304,20 +318,22 @@ class EngineSide(Side):
 
     def send(self, num_requests: int, count: int, pace_s: float, work_s: float) -> Log:
         """Send the outputs of a step every `pace_s`; work for `work_s` after each."""
-        times, cpu_s = [], []
+        times, cpu_s, codec_s = [], [], []
+        self._meter.reset()
         for sequence in range(count):
             outputs = build_outputs(sequence, num_requests)
             before = time.process_time()
             outputs.timestamp = time.monotonic()
             times.append(outputs.timestamp)
             self._engine.output_queue.put_nowait((0, outputs))
-            del outputs
             spin(work_s)
             time.sleep(pace_s / 2)
             between = time.process_time()
             time.sleep(pace_s / 2)
             cpu_s.append(2 * between - before - time.process_time())
-        return Log(times, cpu_s)
+            codec_s.append(self._meter.take_cpu_s())
+            _sent = outputs  # freed after the next one was measured: no transport's doing
+        return Log(times, [], cpu_s, codec_s)
 
     def flood(self, count: int) -> float:
         """Send outputs of one request back to back; return when that began."""
@@ -332,29 +348,35 @@ class EngineSide(Side):
         """Take requests with prompts of so many tokens from the queue; 0: aborts."""
         prompt = random_prompt(num_tokens)
         times: list[float] = []
-        cpu_s = [time.process_time()]
+        codec_s: list[float] = []
+        cpu_s: list[float] = []
+        self._meter.reset()
         self._say_started()
         for sequence in range(count):
-            try:
-                item = self._engine.input_queue.get(timeout=LATEST_S)
-            except queue.Empty:
-                raise WrongMessageError(f"request {sequence} of {count} is lost") from None
+            before = time.process_time()
+            # Without a time limit, as in vLLM's loop: the benchmark notices a lost request.
+            item = self._engine.input_queue.get()
             times.append(time.monotonic())
-            cpu_s.append(time.process_time())
+            cpu_s.append(time.process_time() - before)
+            codec_s.append(self._meter.take_cpu_s())
             check_item(item, sequence, prompt, thorough)
             del item  # or it would be freed after the next one's arrival
             with self._engine.aborts_queue.mutex:  # as in vLLM's loop
                 self._engine.aborts_queue.queue.clear()
-        return Log(times, _differences(cpu_s))
+        return Log(times, self._meter.arrivals, cpu_s, codec_s)
 
     def idle(self, seconds: float) -> float:
-        """Wait for a request that doesn't come; return CPU seconds a second."""
+        """Wait as the engine's loop does; return CPU seconds a second."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        end = (EngineCoreRequestType.WAKEUP, None)
+        timer = threading.Timer(seconds, self._engine.input_queue.put_nowait, [end])
+        timer.start()
         before = time.process_time()
-        try:
-            item = self._engine.input_queue.get(timeout=seconds)
-        except queue.Empty:
-            return (time.process_time() - before) / seconds
-        raise WrongMessageError(f"nothing was sent, but {item[0]} has arrived")
+        item = self._engine.input_queue.get()
+        if item is not end:
+            raise WrongMessageError(f"nothing was sent, but {item[0]} has arrived")
+        return (time.process_time() - before) / seconds
 
     def open_bare(self) -> str:
         """Make rings that nothing else uses, and return their name."""
@@ -456,20 +478,24 @@ class ClientSide(Side):
 
     async def _receive(self, num_requests: int, count: int, busy_s: float, thorough: bool) -> Log:
         times: list[float] = []
-        cpu_s = [time.process_time()]
+        codec_s: list[float] = []
+        cpu_s: list[float] = []
+        self._meter.reset()
         async with self._busy(busy_s):
             self._say_started()
             try:
                 async with asyncio.timeout(LATEST_S):
                     for sequence in range(count):
+                        before = time.process_time()
                         outputs = await self._client.get_output_async()
                         times.append(time.monotonic())
-                        cpu_s.append(time.process_time())
+                        cpu_s.append(time.process_time() - before)
+                        codec_s.append(self._meter.take_cpu_s())
                         check_outputs(outputs, sequence, num_requests, thorough)
                         del outputs  # or it would be freed after the next one's arrival
             except TimeoutError:
                 raise WrongMessageError(f"{len(times)} of {count} outputs have arrived") from None
-        return Log(times, _differences(cpu_s))
+        return Log(times, self._meter.arrivals, cpu_s, codec_s)
 
     @contextlib.asynccontextmanager
     async def _busy(self, busy_s: float) -> AsyncIterator[None]:
@@ -494,7 +520,8 @@ class ClientSide(Side):
         return log
 
     async def _send(self, prompt: list[int], count: int, pace_s: float) -> Log:
-        times, cpu_s = [], []
+        times, cpu_s, codec_s = [], [], []
+        self._meter.reset()
         for sequence in range(count):
             request = build_request(sequence, prompt) if prompt else [request_id(sequence)]
             before = time.process_time()
@@ -503,12 +530,13 @@ class ClientSide(Side):
                 await self._client.add_request_async(request)
             else:
                 await self._client.abort_requests_async(request)
-            del request
             await asyncio.sleep(pace_s / 2)
             between = time.process_time()
             await asyncio.sleep(pace_s / 2)
             cpu_s.append(2 * between - before - time.process_time())
-        return Log(times, cpu_s)
+            codec_s.append(self._meter.take_cpu_s())
+            _sent = request  # freed after the next one was measured: no transport's doing
+        return Log(times, [], cpu_s, codec_s)
 
     def idle(self, seconds: float) -> float:
         """Wait for outputs that don't come; return CPU seconds a second."""

@@ -54,6 +54,10 @@ _SIGNAL_DELAY_S = 1.0
 """How long a signal may wait for the engine's loop if another thread has caught it."""
 
 
+_BRIEF = frozenset({EngineCoreRequestType.ABORT, EngineCoreRequestType.WAKEUP})
+"""What keeps the engine's loop busy for a moment only: nobody has to receive meanwhile."""
+
+
 class _Notice(enum.Enum):
     """What the input thread tells the engine's loop, beside vLLM's request types."""
 
@@ -372,16 +376,13 @@ class _InputQueue(queue.Queue[Any]):
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Return the next item; the engine's loop waits without a time limit or not at all."""
-        if not block or timeout is not None:
-            return super().get(block, timeout)
-        try:
-            while True:
-                try:
-                    return super().get(block=False)
-                except queue.Empty:
-                    self._ring_input.receive_in_loop()
-        finally:
+        if block and timeout is None:
+            while self.empty():
+                self._ring_input.receive_in_loop()
+        item = super().get(block, timeout)
+        if item[0] not in _BRIEF:
             self._ring_input.leave_to_thread()
+        return item
 
 
 class _RingInput:
