@@ -46,10 +46,10 @@ def test_there_is_no_unsafe_code(crate: Path) -> None:
     assert "#![forbid(unsafe_code)]" in (CORE / "src/lib.rs").read_text()
 
 
-def test_unsafe_code_of_the_rings_is_in_two_files_and_has_reasons() -> None:
+def test_unsafe_code_of_the_rings_is_in_three_files_and_has_reasons() -> None:
     for source in rust_sources(RING / "src"):
         text = source.read_text()
-        if source.name not in ("ring.rs", "segment.rs"):
+        if source.name not in ("ring.rs", "segment.rs", "credentials.rs"):
             assert not re.search(r"\bunsafe\s*(\{|fn|impl)", text), source
         lines = text.splitlines()
         for number, line in enumerate(lines):

@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
+import operator
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from sparksched import compat, environment, plugin
+from sparksched import compat, environment, patching, plugin
 
 STREAMING_REFUSED = (
     "streaming-input sessions are not supported by sparksched yet; "
@@ -24,23 +25,23 @@ STREAMING_REFUSED = (
 
 @pytest.fixture(autouse=True)
 def environment_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_SCHEDULER", raising=False)
-    monkeypatch.delenv("SPARKSCHED_STRICT", raising=False)
+    for name in list(os.environ):
+        if name == "VLLM_SCHEDULER" or name.startswith("SPARKSCHED_"):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture
 def vllm_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo, after the test, what `register()` does to vLLM."""
     import vllm.envs
-    from vllm.config.scheduler import SchedulerConfig
-    from vllm.v1.engine.input_processor import InputProcessor
 
-    for owner, name in [
-        (SchedulerConfig, "get_scheduler_cls"),
-        (InputProcessor, "process_inputs"),
-        (vllm.envs, "compile_factors"),
-    ]:
+    replace = patching.replace
+
+    def replace_for_a_while(owner: object, name: str, make: Any) -> None:
         monkeypatch.setattr(owner, name, getattr(owner, name))
+        replace(owner, name, make)
+
+    monkeypatch.setattr(patching, "replace", replace_for_a_while)
     monkeypatch.setattr(vllm.envs, "environment_variables", dict(vllm.envs.environment_variables))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
 
@@ -55,6 +56,9 @@ class StubScheduler:
 @pytest.fixture
 def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the extension and for the scheduler: the plugin needs only their names."""
+    # These would keep the stub for good if they were imported with it.
+    for name in ("engine", "client", "front_end"):
+        importlib.import_module(f"sparksched.transport.{name}")
     scheduler = ModuleType("sparksched.scheduler")
     scheduler.SparkScheduler = StubScheduler  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sparksched._core", ModuleType("sparksched._core"))
@@ -156,6 +160,81 @@ def test_mistyped_strict_is_reported_by_register(
     assert str(error.value) == (
         "SPARKSCHED_STRICT='yes' is not a switch; allowed are '0', 'false', '1' and 'true'"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "transport"),
+    [(None, "auto"), ("", "auto"), ("auto", "auto"), ("shm", "shm"), ("zmq", "zmq")],
+)
+def test_transport(value: str | None, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is not None:
+        monkeypatch.setenv("SPARKSCHED_TRANSPORT", value)
+    assert environment.transport() == transport
+
+
+@pytest.mark.parametrize(
+    ("value", "mib"),
+    [
+        (None, 8),
+        ("", 8),
+        ("1", 1),
+        ("2", 2),
+        ("3", 4),
+        ("8", 8),
+        ("9", 16),
+        ("1000", 1024),
+        ("1024", 1024),
+    ],
+)
+def test_ring_bytes(value: str | None, mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is not None:
+        monkeypatch.setenv("SPARKSCHED_RING_MIB", value)
+    assert environment.ring_bytes() == mib << 20
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(None, 10.0), ("", 10.0), ("0.1", 0.1), ("2.5", 2.5), ("3600", 3600.0), ("1e1", 10.0)],
+)
+def test_stuck_after_s(value: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is not None:
+        monkeypatch.setenv("SPARKSCHED_STUCK_AFTER_S", value)
+    assert environment.stuck_after_s() == seconds
+
+
+NO_TRANSPORT = "names no known transport; allowed are 'auto', 'shm' and 'zmq'"
+NO_MIB = "is not a whole number from 1 to 1024"
+NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("SPARKSCHED_TRANSPORT", "tcp", NO_TRANSPORT),
+        ("SPARKSCHED_TRANSPORT", "SHM", NO_TRANSPORT),
+        ("SPARKSCHED_TRANSPORT", " ", NO_TRANSPORT),
+        ("SPARKSCHED_RING_MIB", "0", NO_MIB),
+        ("SPARKSCHED_RING_MIB", "1025", NO_MIB),
+        ("SPARKSCHED_RING_MIB", "-1", NO_MIB),
+        ("SPARKSCHED_RING_MIB", "1.5", NO_MIB),
+        ("SPARKSCHED_RING_MIB", "8M", NO_MIB),
+        ("SPARKSCHED_RING_MIB", "²", NO_MIB),
+        ("SPARKSCHED_STUCK_AFTER_S", "0", NO_SECONDS),
+        ("SPARKSCHED_STUCK_AFTER_S", "-1", NO_SECONDS),
+        ("SPARKSCHED_STUCK_AFTER_S", "3601", NO_SECONDS),
+        ("SPARKSCHED_STUCK_AFTER_S", "nan", NO_SECONDS),
+        ("SPARKSCHED_STUCK_AFTER_S", "inf", NO_SECONDS),
+        ("SPARKSCHED_STUCK_AFTER_S", "10s", NO_SECONDS),
+    ],
+)
+def test_wrong_values_are_reported_by_register(
+    stubs: None, monkeypatch: pytest.MonkeyPatch, name: str, value: str, complaint: str
+) -> None:
+    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=name) as error:
+        plugin.register()
+    assert str(error.value) == f"{name}={value!r} {complaint}"
 
 
 # ----------------------------------------------------------------------------------------
@@ -437,15 +516,58 @@ def test_front_end_is_guarded_when_its_module_comes_later(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(plugin, "_INPUT_PROCESSOR_MODULE", "late_input_processor")
-    plugin._guard_front_end()
-    plugin._guard_front_end()
-    assert sum(isinstance(f, plugin._InputProcessorFinder) for f in sys.meta_path) == 1
+    before = set(sys.meta_path)
+    for _ in range(2):
+        patching.after_import("late_input_processor", plugin._guard_input_processor)
+    (finder,) = set(sys.meta_path) - before
+    assert isinstance(finder, patching._ChangingFinder)
     # To look for the module without importing it must not use the guard up.
     assert importlib.util.find_spec("late_input_processor") is not None
     module = importlib.import_module("late_input_processor")
     assert hasattr(module.InputProcessor.process_inputs, "__sparksched__")
     monkeypatch.delitem(sys.modules, "late_input_processor")
+
+
+TRANSPORT_FUNCTIONS = {
+    "vllm.v1.engine.core": [
+        "EngineCoreProc.process_input_sockets",
+        "EngineCoreProc._make_ready_response",
+        "EngineCoreProc._handle_client_request",
+        "EngineCoreProc.shutdown",
+    ],
+    "vllm.v1.engine.core_client": [
+        "MPClient._apply_ready_response",
+        "BackgroundResources.__call__",
+        "AsyncMPClient.__init__",
+        "AsyncMPClient._ensure_output_queue_task",
+        "AsyncMPClient._send_input_message",
+        "SyncMPClient.__init__",
+        "SyncMPClient._send_input",
+    ],
+    "vllm.v1.engine.async_llm": ["AsyncLLM.check_health"],
+}
+
+
+def test_register_replaces_the_transport(
+    vllm_restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = {
+        name: operator.attrgetter(name) for names in TRANSPORT_FUNCTIONS.values() for name in names
+    }
+    modules = {
+        name: importlib.import_module(module)
+        for module, names in TRANSPORT_FUNCTIONS.items()
+        for name in names
+    }
+    before = {name: get(modules[name]) for name, get in functions.items()}
+    assert not any(hasattr(function, patching.MARK) for function in before.values())
+    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    plugin.register()
+    for name, get in functions.items():
+        function = get(modules[name])
+        assert hasattr(function, patching.MARK), name
+        assert inspect.unwrap(function) is inspect.unwrap(before[name]), name
+        assert inspect.signature(function) == inspect.signature(before[name]), name
 
 
 def test_register_leaves_the_front_end_module_to_those_who_need_it() -> None:
