@@ -282,7 +282,8 @@ class EngineRings:
     ) -> bool:
         """Send a message without ever waiting; what finds no room in the ring is kept.
 
-        A message to a client that is gone is dropped.
+        A message to a client that is gone is dropped. After one that was not accepted none is,
+        until `unblock`, unless it is sent regardless: nothing overtakes what is lost.
 
         Args:
             client: Index of a client that has come.
@@ -292,7 +293,7 @@ class EngineRings:
             regardless: Accept it however much waits.
 
         Returns:
-            False if `max_backlog_bytes` wait already; the message is not accepted then.
+            False if the message is not accepted, because `max_backlog_bytes` wait already or did.
 
         Raises:
             RuntimeError: if the client has not come yet.
@@ -302,6 +303,14 @@ class EngineRings:
 
     def take_back(self, client: int) -> list[RingMessage]:
         """Take back the messages of which nothing is in the ring yet, in their order.
+
+        Raises:
+            RuntimeError: if the client has not come yet.
+
+        """
+
+    def unblock(self, client: int) -> None:
+        """Let `send` accept messages again.
 
         Raises:
             RuntimeError: if the client has not come yet.

@@ -13,15 +13,13 @@ from unittest import mock
 
 import pytest
 import vllm.envs
-from sparksched import plugin
+from sparksched import patching, plugin
 from sparksched.scheduler import SparkScheduler
-from vllm.config.scheduler import SchedulerConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine import core as engine_module
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.request import Request
 
 from .executor import EOS_TOKEN_ID, FakeExecutor, engine_config
@@ -49,19 +47,33 @@ def restored_vllm() -> Iterator[None]:
         # These serve a process that holds one engine only, and take longer than a whole test.
         for name in ("freeze_gc_heap", "cleanup_dist_env_and_memory"):
             stack.enter_context(mock.patch.object(engine_module, name))
-        for owner, name in [
-            (SchedulerConfig, "get_scheduler_cls"),
-            (InputProcessor, "process_inputs"),
-            (vllm.envs, "compile_factors"),
-            (engine_module, "get_request_block_hasher"),
-            (EngineCore, "preprocess_add_request"),
-        ]:
-            stack.enter_context(mock.patch.object(owner, name, getattr(owner, name)))
+        stack.enter_context(restored_replacements())
         stack.enter_context(mock.patch.object(sys, "meta_path", list(sys.meta_path)))
         stack.enter_context(mock.patch.dict(vllm.envs.environment_variables))
         stack.enter_context(mock.patch.dict(os.environ))
         # An engine has vLLM read the environment once and for all.
         stack.callback(vllm.envs.disable_envs_cache)
+        yield
+
+
+@contextmanager
+def restored_replacements() -> Iterator[None]:
+    """Undo on exit whatever `patching.replace` has replaced meanwhile."""
+    replace = patching.replace
+    with ExitStack() as stack:
+
+        def replace_for_a_while(owner: object, name: str, make: Any) -> None:
+            inherited = name not in vars(owner)
+            original = getattr(owner, name)
+            replace(owner, name, make)
+            if getattr(owner, name) is original:
+                return
+            if inherited:
+                stack.callback(delattr, owner, name)
+            else:
+                stack.callback(setattr, owner, name, original)
+
+        stack.enter_context(mock.patch.object(patching, "replace", replace_for_a_while))
         yield
 
 

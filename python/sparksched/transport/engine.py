@@ -252,7 +252,9 @@ class _RingOutput:
 
     def __init__(self, engine: "EngineCoreProc", rings: "_core.EngineRings") -> None:
         self._engine = engine
+        self._engine_index = engine.engine_index
         self._rings = rings
+        self._attached: set[int] = set()
         self._zmq_queue: queue.Queue[Any] = engine.output_queue
         # vLLM's output thread takes from here; it may ask this object or the queue itself.
         self.get = self._zmq_queue.get
@@ -266,19 +268,15 @@ class _RingOutput:
             self._send_dead(item)
             return
         client, outputs = item
-        if client < 0 or not self._rings.is_attached(client):
-            self._zmq_queue.put_nowait(item)
-            return
-        outputs.engine_index = self._engine.engine_index
+        if client not in self._attached:
+            if client < 0 or not self._rings.is_attached(client):
+                self._zmq_queue.put_nowait(item)
+                return
+            self._attached.add(client)
+        outputs.engine_index = self._engine_index
         frames = self._encode(outputs)
-        must_arrive = _must_arrive(outputs)
-        state = self._clients[client]
-        # Nobody may send between a message that is dropped and the note that it was.
-        with state.lock:
-            if state.lost is not None and not must_arrive:
-                _note_request_ids(outputs, state.lost)
-            elif not self._rings.send(client, OUTPUTS, frames, regardless=must_arrive):
-                self._block(client, outputs)
+        if not self._rings.send(client, OUTPUTS, frames, regardless=_must_arrive(outputs)):
+            self._lose(client, outputs)
 
     def _encode(self, outputs: EngineCoreOutputs) -> Any:
         encoder: MsgpackEncoder | None = getattr(self._encoders, "value", None)
@@ -301,25 +299,35 @@ class _RingOutput:
                 self._rings.send(client, ENGINE_DEAD, [note], regardless=True)
         self._zmq_queue.put_nowait(note)
 
-    def _block(self, client: int, outputs: EngineCoreOutputs) -> None:
-        """Drop what a client doesn't take; the engine's loop will fail its requests."""
+    def _lose(self, client: int, outputs: EngineCoreOutputs) -> None:
+        """Drop what a client doesn't take; the engine's loop will fail its requests.
+
+        The rings accept nothing more for this client until `unblock`.
+        """
+        state = self._clients[client]
+        with state.lock:
+            if state.lost is None:
+                state.lost = self._take_back(client)
+                logger.warning(
+                    "sparksched: API server %d takes no messages and %d MiB wait for it; "
+                    "its requests fail, those of others go on",
+                    client,
+                    MAX_BACKLOG_BYTES >> 20,
+                )
+                self._engine.input_queue.put_nowait((_Notice.CLIENT_BLOCKED, client))
+            _note_request_ids(outputs, state.lost)
+
+    def _take_back(self, client: int) -> set[str]:
+        """Drop what waits for a client, but for what must arrive; return the requests in it."""
         lost: set[str] = set()
-        _note_request_ids(outputs, lost)
         decoder = MsgpackDecoder(EngineCoreOutputs)
         for message in self._rings.take_back(client):
-            waiting = decoder.decode(message.frames)
-            if _must_arrive(waiting):
+            waiting = decoder.decode(message.frames) if message.kind == OUTPUTS else None
+            if waiting is None or _must_arrive(waiting):
                 self._rings.send(client, message.kind, message.frames, regardless=True)
             else:
                 _note_request_ids(waiting, lost)
-        self._clients[client].lost = lost
-        logger.warning(
-            "sparksched: API server %d takes no messages and %d MiB wait for it; "
-            "its requests fail, those of others go on",
-            client,
-            MAX_BACKLOG_BYTES >> 20,
-        )
-        self._engine.input_queue.put_nowait((_Notice.CLIENT_BLOCKED, client))
+        return lost
 
     def unblock(self, client: int, request_ids: list[str]) -> None:
         """Tell a client, whenever it comes back, that its requests have failed."""
@@ -328,7 +336,7 @@ class _RingOutput:
             failed = (state.lost or set()).union(request_ids)
             state.lost = None
             outputs = EngineCoreOutputs(
-                engine_index=self._engine.engine_index,
+                engine_index=self._engine_index,
                 finished_requests=failed,
                 outputs=[
                     EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
@@ -336,6 +344,7 @@ class _RingOutput:
                 ],
             )
             self._rings.send(client, OUTPUTS, self._encode(outputs), regardless=True)
+            self._rings.unblock(client)
 
 
 class _ClientState:

@@ -169,21 +169,15 @@ impl<'py> Frame<'py> {
 
 fn send(
     py: Python<'_>,
-    link: &Link,
-    kind: u8,
     frames: &Bound<'_, PyAny>,
-    regardless: bool,
+    call: impl Send + Sync + Fn(&[&[u8]]) -> Result<Ticket, SendError>,
 ) -> PyResult<Result<Ticket, SendError>> {
     let frames: Vec<_> =
         frames.try_iter()?.map(|frame| Frame::read(frame?)).collect::<PyResult<_>>()?;
     let parts: Vec<&[u8]> = frames.iter().map(Frame::bytes).collect();
     let is_large = parts.iter().map(|part| part.len()).sum::<usize>() > LARGE_BYTES;
     catch_panics(|| {
-        let sent = if is_large {
-            py.detach(|| link.send(kind, &parts, regardless))
-        } else {
-            link.send(kind, &parts, regardless)
-        };
+        let sent = if is_large { py.detach(|| call(&parts)) } else { call(&parts) };
         match sent {
             Err(SendError::Unsendable(error)) => Err(PyValueError::new_err(error.to_string())),
             sent => Ok(sent),
@@ -281,7 +275,14 @@ impl PyEngineRings {
         regardless: bool,
     ) -> PyResult<bool> {
         let link = self.link(client)?;
-        match send(py, link, kind, frames, regardless)? {
+        let sent = send(py, frames, |frames| {
+            if regardless {
+                link.send(kind, frames, true)
+            } else {
+                link.send_in_order(kind, frames)
+            }
+        })?;
+        match sent {
             Err(SendError::Full) => Ok(false),
             Err(SendError::Corrupt(_)) => {
                 link.hang_up();
@@ -299,6 +300,11 @@ impl PyEngineRings {
             list.append(message_event(py, client, &message)?)?;
         }
         Ok(list)
+    }
+
+    fn unblock(&self, client: u32) -> PyResult<()> {
+        self.link(client)?.unblock();
+        Ok(())
     }
 
     fn hang_up(&self, client: u32) -> PyResult<()> {
@@ -394,7 +400,8 @@ impl PyClientRings {
         frames: &Bound<'_, PyAny>,
         regardless: bool,
     ) -> PyResult<Option<Ticket>> {
-        match send(py, self.rings.link(), kind, frames, regardless)? {
+        let link = self.rings.link();
+        match send(py, frames, |frames| link.send(kind, frames, regardless))? {
             Ok(ticket) => Ok(Some(ticket)),
             Err(SendError::Full) => Ok(None),
             Err(error @ SendError::Corrupt(_)) => {

@@ -149,7 +149,9 @@ pub struct Link {
     notices: Mutex<VecDeque<Event>>,
     /// The watcher has seen the other side's end.
     is_peer_gone: AtomicBool,
-    /// This side has said goodbye.
+    /// A message was refused, and what follows must not overtake it. Under the outbox's lock.
+    is_blocked: AtomicBool,
+    /// This side has said goodbye. Under the outbox's lock.
     is_closed: AtomicBool,
     /// This side has hung up: nothing that comes is wanted.
     is_hung_up: AtomicBool,
@@ -193,6 +195,7 @@ impl Link {
             peer,
             notices: Mutex::default(),
             is_peer_gone: AtomicBool::new(false),
+            is_blocked: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
             is_hung_up: AtomicBool::new(false),
             stuck_ms: AtomicU64::new(0),
@@ -320,6 +323,19 @@ impl Link {
     /// # Errors
     /// [`SendError`]; nothing was sent then.
     pub fn send(&self, kind: u8, frames: &[&[u8]], regardless: bool) -> Result<Ticket, SendError> {
+        self.send_with(|outbox| {
+            if regardless {
+                outbox.send_regardless(kind, frames)
+            } else {
+                outbox.send(kind, frames)
+            }
+        })
+    }
+
+    fn send_with(
+        &self,
+        send: impl FnOnce(&mut Outbox) -> Result<Ticket, SendError>,
+    ) -> Result<Ticket, SendError> {
         if self.is_gone() || self.is_inherited() {
             return Err(SendError::Gone);
         }
@@ -327,14 +343,32 @@ impl Link {
         if self.is_closed.load(Relaxed) {
             return Err(SendError::Gone);
         }
-        let sent = if regardless {
-            outbox.send_regardless(kind, frames)
-        } else {
-            outbox.send(kind, frames)
-        };
+        let sent = send(&mut outbox);
         drop(outbox);
         self.wake_peer();
         sent
+    }
+
+    /// As [`Self::send`], but after a message that was refused for want of room all are, until
+    /// [`Self::unblock`]: nothing overtakes what has been lost.
+    ///
+    /// # Errors
+    /// [`SendError`]; nothing was sent then.
+    pub fn send_in_order(&self, kind: u8, frames: &[&[u8]]) -> Result<Ticket, SendError> {
+        self.send_with(|outbox| {
+            if self.is_blocked.load(Relaxed) {
+                return Err(SendError::Full);
+            }
+            let sent = outbox.send(kind, frames);
+            self.is_blocked.store(sent == Err(SendError::Full), Relaxed);
+            sent
+        })
+    }
+
+    /// Lets [`Self::send_in_order`] send again.
+    pub fn unblock(&self) {
+        let _outbox = lock(&self.outbox);
+        self.is_blocked.store(false, Relaxed);
     }
 
     /// Sends what was kept, as far as there is room; returns what [`Self::sent_before`] would.
@@ -434,7 +468,7 @@ impl Link {
         }
         let mut outbox = lock(&self.outbox);
         outbox.close();
-        self.is_closed.store(true, Relaxed); // ordered by the lock
+        self.is_closed.store(true, Relaxed);
         drop(outbox);
         self.wake_peer();
         self.shut_down();

@@ -1,0 +1,360 @@
+"""Real servers over rings and stock ones over ZMQ: users see no difference, also at the worst."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.server import CPU_ENVIRONMENT, Server, serve
+from support.streaming import Completion, Prompt, mixed_prompts, stream_all, stream_chunks
+from support.tiny_gpt_oss import write_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+NUM_REQUESTS = 16
+NUM_ENDLESS = 4
+VOCAB_SIZE = 400
+ENDLESS = Prompt("nobody sees the end of this", 4000, {"ignore_eos": True})
+OVER_RINGS = {
+    "SPARKSCHED_STRICT": "1",
+    "SPARKSCHED_TRANSPORT": "shm",
+    "SPARKSCHED_STUCK_AFTER_S": "1",
+}
+DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+END_TIMEOUT_S = 60.0
+
+
+# ----------------------------------------------------------------------------------------
+# Servers and their ends
+# ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Observed:
+    """What happened in the life of one server."""
+
+    streams: list[Completion]
+    answers: dict[str, Any] = field(default_factory=dict)
+    health: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    status: int | None = None
+    log: str = field(default="", repr=False)
+
+
+def run_server(
+    model_dir: Path,
+    log_dir: Path,
+    observe: Callable[[Server], Observed],
+    *,
+    over_rings: bool,
+    arguments: tuple[str, ...] = (),
+) -> Observed:
+    """Observe a server until it has ended; nothing of it may be left then."""
+    before = set(Path("/dev/shm").iterdir())
+    with serve(
+        model_dir,
+        log_dir / "serve.log",
+        scheduler="sparksched" if over_rings else None,
+        environment={**DEVELOPMENT, **(OVER_RINGS if over_rings else {})},
+        arguments=("--max-model-len=4096", *arguments),
+    ) as server:
+        observed = observe(server)
+        wait_until(lambda: not processes_of(server), "for the end of each process")
+        observed.status = server.process.wait()
+        observed.log = server.log
+    assert set(Path("/dev/shm").iterdir()) <= before
+    return observed
+
+
+def processes_of(server: Server) -> list[int]:
+    """Return the processes of a server that run: it leads a session of its own."""
+    running = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session = (directory / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(session) == server.process.pid and state != "Z":
+            running.append(int(directory.name))
+    return running
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {END_TIMEOUT_S:g} s {what}"
+        time.sleep(0.05)
+
+
+def process_named(server: Server, name: str) -> int:
+    """Return a process of a server that has said something in the log."""
+    match = re.search(rf"\({name} pid=(\d+)\)", server.log)
+    assert match is not None, name
+    return int(match[1])
+
+
+async def kill_in_mid_stream(server: Server, pid: int) -> list[str]:
+    """Kill a process of a server under load; return how each request ended."""
+    begun = [asyncio.Event() for _ in range(NUM_ENDLESS)]
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=END_TIMEOUT_S) as client:
+        streams = [asyncio.create_task(end_of_stream(client, server, it)) for it in begun]
+        await asyncio.gather(*(event.wait() for event in begun))
+        os.kill(pid, signal.SIGKILL)
+        return list(await asyncio.gather(*streams))
+
+
+async def end_of_stream(client: httpx.AsyncClient, server: Server, begun: asyncio.Event) -> str:
+    num_finished = 0
+    try:
+        async for chunk in stream_chunks(client, server.model, ENDLESS):
+            begun.set()
+            num_finished += any(it.get("finish_reason") for it in chunk["choices"])
+    except (RuntimeError, httpx.TransportError) as error:
+        assert num_finished == 0
+        return "an error in the stream" if "ended with an error" in str(error) else "a hang-up"
+    return "complete"
+
+
+# ----------------------------------------------------------------------------------------
+# One API server
+# ----------------------------------------------------------------------------------------
+
+
+def observe_one(server: Server) -> Observed:
+    """Send requests and commands, stop the engine for a while, and kill it in the end."""
+    engine = process_named(server, "EngineCore")
+    observed = Observed(streams=stream_mixed(server))
+    observed.answers = asyncio.run(command(server))
+    if "uses shared memory" in server.log:
+        observed.health = watch_health_of_stopped_engine(server, engine)
+    server.wait_until_idle()
+    observed.ends = asyncio.run(kill_in_mid_stream(server, engine))
+    return observed
+
+
+def stream_mixed(server: Server) -> list[Completion]:
+    prompts = mixed_prompts(NUM_REQUESTS, vocab_size=VOCAB_SIZE)
+    return asyncio.run(stream_all(server.base_url, server.model, prompts))
+
+
+async def command(server: Server) -> dict[str, Any]:
+    """Leave streams in the middle, and use each of the engine's commands that the CPU has."""
+    answers: dict[str, Any] = {}
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+        for _ in range(2):
+            chunks = stream_chunks(client, server.model, ENDLESS)
+            for _ in range(5):
+                await anext(chunks)
+            await chunks.aclose()
+        await asyncio.to_thread(server.wait_until_idle)
+        for number, (method, path) in enumerate(
+            [
+                ("GET", "/health"),
+                ("GET", "/is_sleeping"),
+                ("POST", "/sleep?level=0"),
+                ("GET", "/is_sleeping"),
+                ("POST", "/wake_up?tags=scheduling"),
+                ("GET", "/is_sleeping"),
+                ("POST", "/reset_prefix_cache"),
+                ("POST", "/start_profile"),
+                ("POST", "/stop_profile"),
+                ("POST", "/sleep?level=7"),
+            ]
+        ):
+            response = await client.request(method, path)
+            answers[f"{number} {path}"] = response.status_code, response.text
+    return answers
+
+
+def watch_health_of_stopped_engine(server: Server, engine: int) -> list[int]:
+    """Return what /health says before, during and after a stop of the engine."""
+    seen = [health(server)]
+    os.kill(engine, signal.SIGSTOP)
+    wait_until(lambda: health(server) != seen[-1], "for the server to be unhealthy")
+    seen.append(health(server))
+    os.kill(engine, signal.SIGCONT)
+    wait_until(lambda: health(server) != seen[-1], "for the server to be healthy")
+    seen.append(health(server))
+    return seen
+
+
+def health(server: Server) -> int:
+    return httpx.get(f"{server.base_url}/health", timeout=10).status_code
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def profiling(directory: Path) -> tuple[str, ...]:
+    settings = {"profiler": "torch", "torch_profiler_dir": str(directory)}
+    return (f"--profiler-config={json.dumps(settings)}",)
+
+
+@pytest.fixture(scope="module")
+def stock(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    directory = tmp_path_factory.mktemp("stock")
+    arguments = profiling(directory)
+    return run_server(model_dir, directory, observe_one, over_rings=False, arguments=arguments)
+
+
+@pytest.fixture(scope="module")
+def ours(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    directory = tmp_path_factory.mktemp("ours")
+    arguments = profiling(directory)
+    return run_server(model_dir, directory, observe_one, over_rings=True, arguments=arguments)
+
+
+def outcomes(observed: Observed) -> list[Any]:
+    return [completion.outcome for completion in observed.streams]
+
+
+def test_streams_are_equal(stock: Observed, ours: Observed) -> None:
+    assert outcomes(ours) == outcomes(stock)
+    assert len({tuple(it.token_ids) for it in stock.streams}) == NUM_REQUESTS
+
+
+def test_messages_go_through_rings(ours: Observed) -> None:
+    assert ours.log.count("messages to engine 0 go through shared memory") == 1
+    assert len(re.findall(r"API server 0 \(process \d+\) uses shared memory", ours.log)) == 1
+    assert "over ZMQ" not in ours.log
+
+
+def test_commands_are_answered_alike(stock: Observed, ours: Observed) -> None:
+    """The CPU can't sleep any deeper than level 0, which stops the scheduler alone."""
+    assert ours.answers == stock.answers
+    statuses = [status for status, _ in ours.answers.values()]
+    assert statuses == [200] * (len(statuses) - 1) + [400]
+    sleeping = [json.loads(text)["is_sleeping"] for path, (_, text) in ours.answers.items()
+                if path.endswith("/is_sleeping")]  # fmt: skip
+    assert sleeping == [False, True, False]
+
+
+def test_health_of_a_stopped_engine(ours: Observed) -> None:
+    assert ours.health == [200, 503, 200]
+    assert len(re.findall(r"engine 0 is stuck: it hasn't run for", ours.log)) == 1
+    assert ours.log.count("engine 0 runs again") == 1
+
+
+def test_a_killed_engine_ends_the_server_alike(stock: Observed, ours: Observed) -> None:
+    assert ours.ends == stock.ends == ["an error in the stream"] * NUM_ENDLESS
+    assert ours.status == stock.status
+    assert "engine 0 is gone: its process died" in ours.log
+
+
+def test_nothing_unusual_is_logged(stock: Observed, ours: Observed) -> None:
+    """Errors that follow the engine's death are stock's."""
+    assert tracebacks(ours) <= tracebacks(stock) | {"EngineDeadError"}
+
+
+def tracebacks(observed: Observed) -> set[str]:
+    """Return the kinds of exceptions whose tracebacks are in a log."""
+    names = set()
+    lines = observed.log.splitlines()
+    for index, line in enumerate(lines):
+        if "Traceback (most recent call last)" in line:
+            prefix = line[: line.index("Traceback")]
+            for after in lines[index + 1 :]:
+                text = after[len(prefix) :]
+                if after.startswith(prefix) and text[:1].strip():
+                    names.add(text.split(":")[0].rsplit(".", 1)[-1])
+                    break
+    return names
+
+
+# ----------------------------------------------------------------------------------------
+# Two API servers
+# ----------------------------------------------------------------------------------------
+
+
+def observe_two(server: Server) -> Observed:
+    """Send requests to both API servers, and kill one of them in the end."""
+    wait_until(lambda: "(ApiServer_1 pid=" in server.log, "for the second API server")
+    observed = Observed(streams=stream_mixed(server))
+    server.wait_until_idle()
+    observed.ends = asyncio.run(kill_in_mid_stream(server, process_named(server, "ApiServer_1")))
+    return observed
+
+
+@pytest.fixture(scope="module")
+def two(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    directory = tmp_path_factory.mktemp("two")
+    arguments = ("--api-server-count=2",)
+    return run_server(model_dir, directory, observe_two, over_rings=True, arguments=arguments)
+
+
+def test_two_api_servers(two: Observed, stock: Observed) -> None:
+    """A server that loses one of them ends as a whole; stock ends with the same status."""
+    assert outcomes(two) == outcomes(stock)
+    for index in range(2):
+        assert len(re.findall(rf"API server {index} \(process \d+\) uses", two.log)) == 1
+    assert len(two.ends) == NUM_ENDLESS
+    assert "complete" not in two.ends
+    assert two.status == 1
+
+
+# ----------------------------------------------------------------------------------------
+# Without a server
+# ----------------------------------------------------------------------------------------
+
+OFFLINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM(
+        sys.argv[1],
+        dtype="float32",
+        enforce_eager=True,
+        block_size=32,
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+    )
+    params = SamplingParams(temperature=0, max_tokens=24)
+    texts = [[(7 * i + j) % 400 for j in range(5 + 20 * i)] for i in range(8)]
+    prompts = [{"prompt_token_ids": text} for text in texts]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    print("RESULT", json.dumps([list(it.outputs[0].token_ids) for it in outputs]))
+"""
+
+
+def generate_offline(model_dir: Path, directory: Path, **variables: str) -> tuple[Any, str]:
+    script = directory / "offline.py"
+    script.write_text(OFFLINE)
+    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
+    completed = subprocess.run(
+        [sys.executable, str(script), str(model_dir)],
+        env={**inherited, **CPU_ENVIRONMENT, **variables},
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stdout
+    assert "Traceback" not in completed.stdout
+    (line,) = [line for line in completed.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT ")), completed.stdout
+
+
+def test_offline_generation_is_equal(model_dir: Path, tmp_path: Path) -> None:
+    # In one process, because each other one takes half a minute to import vLLM.
+    stock, _ = generate_offline(model_dir, tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    ours, log = generate_offline(model_dir, tmp_path, VLLM_SCHEDULER="sparksched", **OVER_RINGS)
+    assert ours == stock
+    assert "messages to engine 0 go through shared memory" in log
+    assert "scheduling in Rust" in log
+    assert "is gone: its process died" not in log

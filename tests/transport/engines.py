@@ -1,0 +1,395 @@
+"""Real engines over a fake executor, each in a process of its own.
+
+The processes are forked from one that has imported vLLM and started no threads, which takes a
+fraction of a second instead of the many that the imports take. That process imports this module by
+its name.
+"""
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from engine.executor import FakeExecutor
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
+from vllm.v1.serial_utils import MsgpackEncoder
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+
+STEP_S = 0.002
+"""How long a step takes, unless a test asks for another pace."""
+
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(
+    [
+        "vllm.v1.engine.core",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.core_client",
+        "vllm.v1.executor",
+        "vllm.engine.arg_utils",
+        "vllm.platforms.cpu",
+    ]
+)
+
+
+class PacedExecutor(FakeExecutor):
+    """Takes some time for each step, and answers calls of tests."""
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self._step_s = STEP_S
+        self._fails = False
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        time.sleep(self._step_s)
+        if self._fails:
+            raise RuntimeError("this step fails")
+        # Nobody looks at them, and long runs would fill the memory.
+        self.steps.clear()
+        self.bitmasks.clear()
+        return super().execute_model(scheduler_output, non_block)
+
+    def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        own = getattr(self, f"on_{method}", None) if isinstance(method, str) else None
+        if own is not None:
+            return [own(*args)]
+        if callable(method):
+            return [method(self, *args)]
+        return super().collective_rpc(method, timeout, args, kwargs, non_block)
+
+    def on_echo(self, value: Any) -> Any:
+        return value
+
+    def on_make_bytes(self, num_bytes: int) -> bytes:
+        return bytes(num_bytes)
+
+    def on_make_array(self, num_items: int) -> np.ndarray:
+        return np.arange(num_items, dtype=np.int64)
+
+    def on_raise(self, text: str) -> None:
+        raise ValueError(text)
+
+    def on_set_step_s(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    def on_fail(self) -> None:
+        self._fails = True
+
+    def on_profile(self, *args: Any) -> None:
+        self.calls.append(f"profile{args}")
+
+    def on_garble(self) -> None:
+        GarblingEncoder.garbles = True
+
+    def on_get_calls(self) -> list[str]:
+        return list(self.calls)
+
+
+class GarblingEncoder(MsgpackEncoder):
+    """Encodes nonsense once it was told to."""
+
+    garbles = False
+
+    def encode(self, obj: Any) -> Any:
+        return [b"\xc1 is no message pack"] if self.garbles else super().encode(obj)
+
+
+# ----------------------------------------------------------------------------------------
+# Processes
+# ----------------------------------------------------------------------------------------
+
+
+def start_process(
+    target: Callable[..., None],
+    log_path: Path,
+    environment: Mapping[str, str],
+    *args: Any,
+    name: str | None = None,
+    **kwargs: Any,
+) -> BaseProcess:
+    """Start a function in a process with an environment and a log of its own."""
+    process = forkserver.Process(
+        target=enter, args=(target, log_path, dict(environment), args, kwargs), name=name
+    )
+    process.start()
+    return process
+
+
+def enter(
+    target: Callable[..., None],
+    log_path: Path,
+    environment: dict[str, str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    with log_path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    target(*args, **kwargs)
+
+
+def environment_with(**variables: str) -> dict[str, str]:
+    """Return an environment in which sparksched is selected; an empty value means unset."""
+    ours = {"VLLM_SCHEDULER": "sparksched", "SPARKSCHED_STRICT": "1", "VLLM_NO_USAGE_STATS": "1"}
+    merged = {**os.environ, **ours, **variables}
+    return {name: value for name, value in merged.items() if value}
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0, what: str = "") -> Any:
+    """Wait until a condition holds, and return what it returned."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited for {timeout_s:g} s {what}"
+        time.sleep(0.01)
+    return value
+
+
+def child_processes(pid: int) -> list[int]:
+    """Return the processes that a process has started, through whichever thread."""
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children += map(int, (task / "children").read_text().split())
+    return children
+
+
+@dataclass(frozen=True)
+class Possessions:
+    """What a process holds that something may have been forgotten of."""
+
+    num_descriptors: int
+    num_threads: int
+    num_children: int
+    num_mappings: int
+
+    def is_within(self, other: "Possessions") -> bool:
+        """Whether nothing has been added to the other."""
+        return all(getattr(self, it.name) <= getattr(other, it.name) for it in fields(self))
+
+
+def possessions(pid: int) -> Possessions:
+    """Count what a process holds, shared memory of rings among it."""
+    directory = Path(f"/proc/{pid}")
+    return Possessions(
+        num_descriptors=len(list((directory / "fd").iterdir())),
+        num_threads=len(list((directory / "task").iterdir())),
+        num_children=len(child_processes(pid)),
+        num_mappings=(directory / "maps").read_text().count("memfd:sparksched"),
+    )
+
+
+def forkserver_pid() -> int:
+    """Return the process that all engines and clients in other processes are children of."""
+    pid: int = multiprocessing.forkserver._forkserver._forkserver_pid
+    return pid
+
+
+# ----------------------------------------------------------------------------------------
+# Engines
+# ----------------------------------------------------------------------------------------
+
+
+def unfinished_requests(self: EngineCoreProc) -> list[tuple[str, int]]:
+    """Return id and client of all requests: a utility method for tests."""
+    return [(it.request_id, it.client_index) for it in self.scheduler.requests.values()]
+
+
+def ring_name(self: EngineCoreProc) -> str:
+    """Return the name under which the engine waits for clients: a utility method for tests."""
+    name: str = self.sparksched_offer.name
+    return name
+
+
+def run_engine(prepare: Callable[[], None] | None, kwargs: dict[str, Any]) -> None:
+    """Do what the engine process of a server does, with a few more utility methods."""
+    EngineCoreProc.unfinished_requests = unfinished_requests
+    EngineCoreProc.ring_name = ring_name
+    if prepare is not None:
+        prepare()
+    EngineCoreProc.run_engine_core(**kwargs)
+
+
+@dataclass
+class Engine:
+    """A running engine process and the addresses of the sockets to its clients."""
+
+    process: BaseProcess
+    log_path: Path
+    directory: Path
+    inputs: list[str]
+    outputs: list[str]
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def log_lines(self, text: str) -> list[str]:
+        return [line for line in self.log.splitlines() if text in line]
+
+    def wait_for_line(self, text: str) -> None:
+        wait_until(lambda: self.log_lines(text), what=f"for {text!r} in {self.log_path}")
+
+    def addresses(self, index: int) -> dict[str, str]:
+        """Return what vLLM calls `client_addresses`."""
+        return {"input_address": self.inputs[index], "output_address": self.outputs[index]}
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def wait_for_exit(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Wait until the process ends by itself; return its exit status."""
+        self.process.join(timeout_s)
+        assert self.process.exitcode is not None, f"still running after {timeout_s:g} s"
+        return self.process.exitcode
+
+    def stop(self) -> None:
+        """End the process, if it hasn't ended."""
+        if self.process.is_alive():
+            self.signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.join()
+
+
+@contextmanager
+def running_engine(
+    config: VllmConfig,
+    *,
+    num_clients: int = 1,
+    prepare: Callable[[], None] | None = None,
+    **variables: str,
+) -> Iterator[Engine]:
+    """Run an engine as long as the block lasts; `variables` are its environment's."""
+    with running_engines(
+        config, num_clients=num_clients, num_engines=1, prepare=prepare, **variables
+    ) as (engine,):
+        yield engine
+
+
+@contextmanager
+def running_engines(
+    config: VllmConfig,
+    *,
+    num_engines: int,
+    num_clients: int = 1,
+    prepare: Callable[[], None] | None = None,
+    **variables: str,
+) -> Iterator[list[Engine]]:
+    """Run independent engines, of ranks 0 and up, that have their clients in common."""
+    # Paths of Unix sockets are limited to about 100 bytes.
+    with tempfile.TemporaryDirectory(prefix="rings-") as name, zmq.Context() as context:
+        directory = Path(name)
+        with context.socket(zmq.ROUTER) as handshake:
+            handshake.linger = 0
+            handshake_address = f"ipc://{directory}/handshake"
+            handshake.bind(handshake_address)
+            engines: list[Engine] = []
+            try:
+                for rank in range(num_engines):
+                    engines.append(
+                        _start_engine(
+                            config,
+                            directory,
+                            rank,
+                            num_clients,
+                            handshake_address,
+                            prepare,
+                            environment_with(**variables),
+                        )
+                    )
+                _shake_hands(handshake, engines)
+                yield engines
+            finally:
+                for engine in engines:
+                    engine.stop()
+                _show_logs(engines)
+
+
+def _start_engine(
+    config: VllmConfig,
+    directory: Path,
+    rank: int,
+    num_clients: int,
+    handshake_address: str,
+    prepare: Callable[[], None] | None,
+    environment: Mapping[str, str],
+) -> Engine:
+    log_path = directory / f"engine-{rank}.log"
+    log_path.touch()
+    process = start_process(
+        run_engine,
+        log_path,
+        environment,
+        prepare,
+        {
+            "vllm_config": config,
+            "local_client": True,
+            "handshake_address": handshake_address,
+            "executor_class": PacedExecutor,
+            "log_stats": True,
+            "dp_rank": rank,
+            "local_dp_rank": rank,
+        },
+        name=f"engine-{rank}",
+    )
+    return Engine(
+        process,
+        log_path,
+        directory,
+        inputs=[f"ipc://{directory}/input-{index}" for index in range(num_clients)],
+        outputs=[f"ipc://{directory}/output-{index}" for index in range(num_clients)],
+    )
+
+
+def _shake_hands(socket: zmq.Socket[bytes], engines: list[Engine]) -> None:
+    """Do what vLLM's `wait_for_engine_startup` does, for engines that this process started."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    num_ready = 0
+    while num_ready < len(engines):
+        if not socket.poll(100):
+            dead = [engine for engine in engines if not engine.process.is_alive()]
+            assert not dead, f"an engine ended:\n{dead[0].log}"
+            assert time.monotonic() < deadline, f"an engine doesn't start:\n{engines[0].log}"
+            continue
+        identity, payload = socket.recv_multipart()
+        if msgspec.msgpack.decode(payload)["status"] == "READY":
+            num_ready += 1
+            continue
+        addresses = EngineZmqAddresses(inputs=engines[0].inputs, outputs=engines[0].outputs)
+        reply = EngineHandshakeMetadata(addresses=addresses, parallel_config={})
+        socket.send_multipart([identity, msgspec.msgpack.encode(reply)])
+
+
+def _show_logs(engines: list[Engine]) -> None:
+    """Show the logs with a failing test."""
+    for engine in engines:
+        lines = [line for line in engine.log.splitlines() if "with config: model=" not in line]
+        sys.stdout.write("\n".join([*lines, ""]))

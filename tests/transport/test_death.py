@@ -1,0 +1,336 @@
+"""Deaths and stops of engines and clients: who notices, what fails, and that it fails once."""
+
+import asyncio
+import copy
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.harness import new_request
+from sparksched.transport.front_end import EngineStuckError
+from vllm.config import VllmConfig
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import SyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from .clients import (
+    ENDLESS,
+    child_client,
+    connected,
+    endless_request,
+    engines_of_clients,
+    expected_tokens,
+    front_end,
+    make_client,
+    outcome_of,
+    prompt_of,
+    run_async,
+    running_llm,
+)
+from .engines import Engine, PacedExecutor, running_engine, wait_until
+
+pytestmark = pytest.mark.timeout(180)
+
+SHM = {"SPARKSCHED_TRANSPORT": "shm"}
+QUICK = {**SHM, "SPARKSCHED_STUCK_AFTER_S": "1"}
+THEIRS = {f"theirs-{index}": ENDLESS for index in range(5)}
+
+
+async def begun(client: Any) -> None:
+    """Wait, in the event loop, until a client in another process has tokens."""
+    assert await asyncio.to_thread(client.receive) == "streaming"
+
+
+# ----------------------------------------------------------------------------------------
+# Clients that die
+# ----------------------------------------------------------------------------------------
+
+
+def test_requests_of_a_dead_client_are_aborted(config: VllmConfig) -> None:
+    async def run(engine: Engine) -> None:
+        with child_client(config, engine, 0, 2, THEIRS, **SHM) as other:
+            async with connected(config, engine, 1, count=2) as reader:
+                await reader.add(endless_request("mine"))
+                await reader.begin("mine")
+                await begun(other)
+                assert len(await reader.unfinished()) == 6
+                other.process.kill()
+                async with asyncio.timeout(20):
+                    while await reader.unfinished() != [("mine", 1)]:
+                        await asyncio.sleep(0.01)
+                num_tokens = len(reader.tokens["mine"])
+                await reader.until(lambda: len(reader.tokens["mine"]) > num_tokens + 50)
+                tokens = reader.tokens["mine"]
+                assert tokens == expected_tokens(prompt_of(1), len(tokens), ignore_eos=True)
+                await reader.add(new_request("later", prompt_of(2), 30))
+                await reader.finish(["later"])
+                assert list(reader.finishes) == ["later"]
+        (line,) = engine.log_lines("API server 0 is gone")
+        assert "ERROR" in line
+        assert line.endswith("API server 0 is gone: its process died")
+        assert len(engine.log_lines("aborted 5 requests of API server 0")) == 1
+
+    with front_end(**SHM), running_engine(config, num_clients=2, **SHM) as engine:
+        run_async(run(engine))
+
+
+@pytest.mark.parametrize("num_clients", [1, 2])
+def test_engine_ends_after_its_last_client(num_clients: int, config: VllmConfig) -> None:
+    with running_engine(config, num_clients=num_clients, **SHM) as engine:
+        for index in range(num_clients):
+            lengths = {f"{it}-{index}": length for it, length in THEIRS.items()}
+            with child_client(config, engine, index, num_clients, lengths, **SHM) as client:
+                assert client.receive() == "streaming"
+                assert engine.process.is_alive()
+                client.process.kill()
+                client.process.join()
+        assert engine.wait_for_exit() == 0
+        assert len(engine.log_lines("the last API server is gone; the engine stops")) == 1
+        assert "Traceback" not in engine.log
+
+
+def test_an_idle_engine_ends_after_its_last_client(config: VllmConfig) -> None:
+    with running_engine(config, **SHM) as engine:
+        with child_client(config, engine, 0, 1, {"only": 3}, **SHM) as client:
+            assert client.receive() == "streaming"
+            assert client.receive() == {"only": [3, "length"]}
+            client.process.kill()
+        assert engine.wait_for_exit() == 0
+        assert "Traceback" not in engine.log
+
+
+# ----------------------------------------------------------------------------------------
+# Engines that die
+# ----------------------------------------------------------------------------------------
+
+
+async def check_all_fail(llm: AsyncLLM, streams: list[Any]) -> None:
+    """Each request fails once, and so does each later one."""
+    for num_tokens, *ends in await asyncio.gather(*streams):
+        assert num_tokens > 0
+        assert ends == ["EngineDeadError"]
+    assert llm.errored
+    assert await outcome_of(llm, "too-late", 5) == [0, "EngineDeadError"]
+    with pytest.raises(EngineDeadError):
+        await llm.check_health()
+    with pytest.raises(EngineDeadError):
+        await llm.engine_core.call_utility_async("is_sleeping")
+
+
+async def streams_of(llm: AsyncLLM) -> list[Any]:
+    """Start requests; return them when each has a token."""
+    events = [asyncio.Event() for _ in range(6)]
+    streams = [
+        asyncio.create_task(outcome_of(llm, f"mine-{index}", ENDLESS, event.set))
+        for index, event in enumerate(events)
+    ]
+    await asyncio.gather(*(event.wait() for event in events))
+    return streams
+
+
+def test_every_request_fails_with_a_killed_engine(config: VllmConfig, logged: list[str]) -> None:
+    async def run(engine: Engine) -> None:
+        with child_client(config, engine, 0, 2, THEIRS, **SHM) as other:
+            async with running_llm(config, engine, 1, count=2) as llm:
+                streams = await streams_of(llm)
+                await begun(other)
+                await llm.check_health()
+                engine.signal(signal.SIGKILL)
+                await check_all_fail(llm, streams)
+            outcomes = await asyncio.to_thread(other.receive)
+            assert [ends for _, *ends in outcomes.values()] == [["EngineDeadError"]] * len(THEIRS)
+            other.process.join(30)
+            assert other.process.exitcode == 0
+
+    with front_end(**SHM), running_engine(config, num_clients=2, **SHM) as engine:
+        run_async(run(engine))
+    assert [line for line in logged if line.startswith("ERROR")] == [
+        "ERROR sparksched: engine 0 is gone: its process died"
+    ]
+
+
+def test_every_request_fails_with_a_failing_step(config: VllmConfig, logged: list[str]) -> None:
+    """The engine says so itself before it ends."""
+
+    async def run(engine: Engine) -> None:
+        with child_client(config, engine, 0, 2, THEIRS, **SHM) as other:
+            async with running_llm(config, engine, 1, count=2) as llm:
+                streams = await streams_of(llm)
+                await begun(other)
+                await llm.collective_rpc("fail")
+                await check_all_fail(llm, streams)
+                assert engine.wait_for_exit() == 1
+            outcomes = await asyncio.to_thread(other.receive)
+            assert [ends for _, *ends in outcomes.values()] == [["EngineDeadError"]] * len(THEIRS)
+
+    with front_end(**SHM), running_engine(config, num_clients=2, **SHM) as engine:
+        run_async(run(engine))
+        assert "RuntimeError: this step fails" in engine.log
+    assert [line for line in logged if line.startswith("ERROR")] == []
+
+
+def read_for_ever(client: SyncMPClient) -> None:
+    while True:
+        client.get_output()
+
+
+def test_client_without_a_loop_sees_the_engine_die(config: VllmConfig, tmp_path: Path) -> None:
+    with front_end(**SHM), engines_of_clients(tmp_path / "log", **SHM) as processes:
+        client = SyncMPClient(copy.deepcopy(config), PacedExecutor, True)
+        try:
+            client.add_request(endless_request("endless"))
+            client.get_output()
+            processes[0].kill()
+            with pytest.raises(EngineDeadError):
+                read_for_ever(client)
+            with pytest.raises(EngineDeadError):
+                client.add_request(endless_request("another"))
+        finally:
+            client.shutdown()
+
+
+# ----------------------------------------------------------------------------------------
+# Processes that are stopped
+# ----------------------------------------------------------------------------------------
+
+
+def test_health_of_a_stopped_engine(config: VllmConfig, logged: list[str]) -> None:
+    async def run(engine: Engine) -> None:
+        async with running_llm(config, engine) as llm:
+            stream = asyncio.create_task(outcome_of(llm, "long", 1000))
+            await llm.engine_core.call_utility_async("is_sleeping")
+            await llm.check_health()
+            stopped_at = time.monotonic()
+            engine.signal(signal.SIGSTOP)
+            error = await until_unhealthy(llm)
+            assert time.monotonic() - stopped_at > 0.9
+            assert str(error).startswith("engine 0 is stuck: its process hasn't run for ")
+            assert not llm.errored
+            engine.signal(signal.SIGCONT)
+            await until_healthy(llm)
+            assert await stream == [1000, "length"]
+            await llm.check_health()
+
+    with front_end(**QUICK), running_engine(config, **QUICK) as engine:
+        run_async(run(engine))
+        assert "stuck" not in engine.log
+    lines = [line for line in logged if "stuck" in line or "runs again" in line]
+    assert len(lines) == 2
+    assert lines[0].startswith("WARNING sparksched: engine 0 is stuck: it hasn't run for ")
+    assert lines[1] == "INFO sparksched: engine 0 runs again"
+
+
+async def until_unhealthy(llm: AsyncLLM) -> EngineStuckError:
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await llm.check_health()
+            except EngineStuckError as error:
+                return error
+            await asyncio.sleep(0.01)
+
+
+async def until_healthy(llm: AsyncLLM) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await llm.check_health()
+            except EngineStuckError:
+                await asyncio.sleep(0.01)
+            else:
+                return
+
+
+def test_the_engine_notices_a_stopped_client(config: VllmConfig) -> None:
+    with running_engine(config, **QUICK) as engine:
+        with child_client(config, engine, 0, 1, {"long": 1200}, **QUICK) as client:
+            assert client.receive() == "streaming"
+            os.kill(client.pid, signal.SIGSTOP)
+            engine.wait_for_line("API server 0 is stuck: it hasn't run for ")
+            os.kill(client.pid, signal.SIGCONT)
+            engine.wait_for_line("API server 0 runs again")
+            assert client.receive() == {"long": [1200, "length"]}
+        assert engine.wait_for_exit() == 0
+        assert len(engine.log_lines("is stuck")) == 1
+        assert len(engine.log_lines("runs again")) == 1
+
+
+# ----------------------------------------------------------------------------------------
+# Orderly ends
+# ----------------------------------------------------------------------------------------
+
+
+def test_an_orderly_end_is_no_error(config: VllmConfig, logged: list[str], tmp_path: Path) -> None:
+    """The client ends its engine, in the midst of a request."""
+    log_path = tmp_path / "engine.log"
+
+    async def run() -> None:
+        async with connected(config, None) as reader:
+            await reader.add(endless_request("endless"))
+            await reader.begin("endless")
+            await asyncio.to_thread(reader.client.shutdown)
+            await asyncio.sleep(0.2)
+
+    with front_end(**SHM), engines_of_clients(log_path, **SHM) as processes:
+        run_async(run())
+        wait_until(lambda: processes[0].exitcode is not None, what="for the engine")
+    assert not [line for line in logged if not line.startswith("INFO")]
+    log = log_path.read_text()
+    assert "ERROR" not in log
+    assert "Traceback" not in log
+
+
+def test_a_client_that_leaves_is_no_error(config: VllmConfig) -> None:
+    async def run(engine: Engine) -> None:
+        async with connected(config, engine, 0, count=2) as stays:
+            async with connected(config, engine, 1, count=2) as leaves:
+                await leaves.add(endless_request("endless"))
+                await leaves.begin("endless")
+            async with asyncio.timeout(20):
+                while await stays.unfinished():
+                    await asyncio.sleep(0.01)
+
+    with front_end(**SHM), running_engine(config, num_clients=2, **SHM) as engine:
+        run_async(run(engine))
+        assert engine.wait_for_exit() == 0
+        assert len(engine.log_lines("is gone: it closed the connection")) == 2
+        assert "ERROR" not in engine.log
+
+
+def test_an_engine_that_is_asked_to_end(config: VllmConfig) -> None:
+    """It ends by itself; for a client that did not ask, that is a death."""
+
+    async def run(engine: Engine) -> None:
+        async with running_llm(config, engine) as llm:
+            (stream, *others) = await streams_of(llm)
+            engine.signal(signal.SIGTERM)
+            for num_tokens, *ends in await asyncio.gather(stream, *others):
+                assert num_tokens > 0
+                assert len(ends) == 1
+            assert engine.wait_for_exit() == 0
+            async with asyncio.timeout(20):
+                while not llm.errored:
+                    await asyncio.sleep(0.01)
+
+    with front_end(**SHM), running_engine(config, **SHM) as engine:
+        run_async(run(engine))
+        assert "ERROR" not in engine.log
+
+
+def test_a_client_that_is_forgotten_says_goodbye(config: VllmConfig) -> None:
+    """As vLLM's, it is closed when it is collected."""
+
+    async def run(engine: Engine) -> None:
+        client = make_client(config, engine)
+        assert await client.call_utility_async("is_sleeping") is False
+        del client
+        gc.collect()
+        await asyncio.to_thread(engine.wait_for_line, "is gone: it closed the connection")
+
+    with front_end(**SHM), running_engine(config, **SHM) as engine:
+        run_async(run(engine))
+        assert engine.wait_for_exit() == 0

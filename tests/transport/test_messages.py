@@ -1,0 +1,267 @@
+"""Every kind of message arrives through rings as it does through ZMQ, whatever its size."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.harness import new_request
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine.core import EngineCoreProc
+
+from .clients import (
+    Reader,
+    bulky_request,
+    connected,
+    endless_request,
+    expected_tokens,
+    front_end,
+    prompt_of,
+    run_async,
+)
+from .engines import running_engine
+
+pytestmark = pytest.mark.timeout(180)
+
+RING_BYTES = 1 << 20
+HUGE_BYTES = 64 << 20
+HEADER_BYTES = 40  # of a message of one frame
+
+
+def run(
+    scenario: Callable[[Reader], Awaitable[Any]],
+    config: VllmConfig,
+    *,
+    prepare: Callable[[], None] | None = None,
+    **variables: str,
+) -> Any:
+    """Play a scenario with a client and its engine, and return what it returns."""
+
+    async def play() -> Any:
+        async with connected(config, engine) as reader:
+            return await scenario(reader)
+
+    variables = {"SPARKSCHED_TRANSPORT": "shm", **variables}
+    with front_end(**variables), running_engine(config, prepare=prepare, **variables) as engine:
+        return run_async(play())
+
+
+def run_both(
+    scenario: Callable[[Reader], Awaitable[Any]], config: VllmConfig, **options: Any
+) -> Any:
+    """Play a scenario through rings and through ZMQ; return what both return."""
+    ours = run(scenario, config, **options)
+    assert ours == run(scenario, config, SPARKSCHED_TRANSPORT="zmq", **options)
+    return ours
+
+
+def test_abort_in_mid_stream(config: VllmConfig) -> None:
+    async def scenario(reader: Reader) -> None:
+        await reader.add(*(endless_request(f"endless-{index}") for index in range(4)))
+        await reader.begin(*(f"endless-{index}" for index in range(4)))
+        await reader.add(new_request("other", prompt_of(3), 200, ignore_eos=True))
+        await reader.client.abort_requests_async(["endless-0", "endless-2", "unknown"])
+        await reader.finish(["other"])
+        assert reader.tokens["other"] == expected_tokens(prompt_of(3), 200, ignore_eos=True)
+        assert sorted(await reader.unfinished()) == [("endless-1", 0), ("endless-3", 0)]
+        num_tokens = {it: len(reader.tokens[it]) for it in reader.tokens}
+        await reader.until(lambda: len(reader.tokens["endless-1"]) > num_tokens["endless-1"] + 10)
+        assert len(reader.tokens["endless-0"]) == num_tokens["endless-0"]
+        assert list(reader.finishes) == ["other"]
+
+    run(scenario, config)
+
+
+def test_utility_calls(config: VllmConfig) -> None:
+    async def scenario(reader: Reader) -> list[Any]:
+        client = reader.client
+        return [
+            await client.get_supported_tasks_async(),
+            await client.is_sleeping_async(),
+            await client.reset_prefix_cache_async(),
+            await client.profile_async(True, "prefix"),
+            await client.sleep_async(1),
+            await client.is_sleeping_async(),
+            await client.wake_up_async(),
+            await client.is_sleeping_async(),
+            await client.pause_scheduler_async("keep"),
+            await client.is_scheduler_paused_async(),
+            await client.resume_scheduler_async(),
+            await client.is_scheduler_paused_async(),
+            await reader.call_executor("echo", {"a": [1, None, "b", b"c", 0.5], "d": {}}),
+            await reader.call_executor("get_calls"),
+        ]
+
+    answers = run_both(scenario, config)
+    assert answers[1:3] == [False, True]
+    assert answers[5:8] == [True, True, False]
+    assert answers[9:12] == [True, None, False]
+    assert answers[12] == {"a": [1, None, "b", b"c", 0.5], "d": {}}
+    assert any(call.startswith("profile(True") for call in answers[13])
+
+
+def test_a_utility_call_that_raises(config: VllmConfig) -> None:
+    async def scenario(reader: Reader) -> list[str]:
+        messages = []
+        for call in (
+            reader.call_executor("raise", "an ünusual text"),
+            reader.call("no_such_method"),
+            reader.call("is_sleeping", "one argument too many"),
+        ):
+            with pytest.raises(Exception) as error:  # noqa: PT011 - vLLM raises nothing narrower
+                await call
+            assert type(error.value) is Exception
+            messages.append(str(error.value))
+        assert await reader.call("is_sleeping") is False
+        return messages
+
+    messages = run_both(scenario, config)
+    assert messages[0] == "Call to collective_rpc method failed: an ünusual text"
+
+
+def test_many_utility_calls_at_once(config: VllmConfig) -> None:
+    async def scenario(reader: Reader) -> None:
+        results = await asyncio.gather(*(reader.call_executor("echo", i) for i in range(500)))
+        assert results == list(range(500))
+
+    run(scenario, config)
+
+
+def twice(executor: object, value: Fraction) -> Fraction:
+    return 2 * value
+
+
+def test_pickled_arguments_and_results(config: VllmConfig) -> None:
+    async def scenario(reader: Reader) -> list[Any]:
+        results = [
+            await reader.call("collective_rpc", twice, None, [Fraction(1, 3)], None),
+            await reader.call_executor("echo", Fraction(2, 7)),
+            repr(await reader.call_executor("echo", ValueError("pickled"))),
+        ]
+        array = await reader.call_executor("make_array", 1000)
+        np.testing.assert_array_equal(array, np.arange(1000))
+        return [*results, array.dtype.str]
+
+    results = run_both(scenario, config, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    assert results == [[Fraction(2, 3)], Fraction(2, 7), "ValueError('pickled')", "<i8"]
+
+
+def test_statistics(config: VllmConfig) -> None:
+    async def scenario(reader: Reader) -> None:
+        await reader.add(endless_request("endless"))
+        await reader.until(lambda: any(it.num_running_reqs == 1 for it in reader.stats))
+        await reader.client.abort_requests_async(["endless"])
+        await reader.add(new_request("last", prompt_of(1), 1))
+        await reader.until(lambda: reader.stats[-1].num_running_reqs == 0)
+
+    run(scenario, config)
+
+
+# ----------------------------------------------------------------------------------------
+# Tensors
+# ----------------------------------------------------------------------------------------
+
+
+def refuse_and_note_embeddings() -> None:
+    """Look at prompt embeddings where they arrive: the native scheduler refuses them."""
+    seen: list[Any] = []
+
+    def preprocess_add_request(self: EngineCoreProc, request: EngineCoreRequest) -> Any:
+        embeds = request.prompt_embeds
+        seen.append([str(embeds.dtype), list(embeds.shape), digest(embeds)])
+        raise ValueError("refused")
+
+    EngineCoreProc.preprocess_add_request = preprocess_add_request
+    EngineCoreProc.get_seen = lambda self: seen
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def test_tensors_of_requests(config: VllmConfig) -> None:
+    """Large ones are frames of their own, as in messages with images."""
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(1000, 64, dtype=torch.bfloat16),
+        torch.randn(3, 4),  # below the threshold
+        torch.randn(500, 1000),  # larger than the ring
+        torch.randn(64, 64).T,  # not contiguous
+        torch.randn(0, 64),
+    ]
+
+    async def scenario(reader: Reader) -> list[Any]:
+        for index, tensor in enumerate(tensors):
+            request = new_request(f"tensor-{index}", prompt_of(1), prompt_embeds=tensor)
+            await reader.add(request)
+        await reader.finish(f"tensor-{index}" for index in range(len(tensors)))
+        assert all(it == [FinishReason.ERROR] for it in reader.finishes.values())
+        seen: list[Any] = await reader.call("get_seen")
+        return seen
+
+    seen = run_both(scenario, config, prepare=refuse_and_note_embeddings, SPARKSCHED_RING_MIB="1")
+    assert seen == [[str(it.dtype), list(it.shape), digest(it)] for it in tensors]
+
+
+# ----------------------------------------------------------------------------------------
+# Sizes
+# ----------------------------------------------------------------------------------------
+
+
+def test_messages_larger_than_the_ring(config: VllmConfig) -> None:
+    data = np.random.default_rng(0).bytes(HUGE_BYTES)
+
+    async def scenario(reader: Reader) -> None:
+        await reader.add(endless_request("endless"))
+        assert await reader.call_executor("echo", data) == data
+        sizes = [HUGE_BYTES, 1, 3 << 20]
+        results = await asyncio.gather(*(reader.call_executor("make_bytes", it) for it in sizes))
+        assert [len(it) for it in results] == sizes
+        assert not any(map(any, results))
+        # Others' messages went on between, each in its order.
+        tokens = reader.tokens["endless"]
+        assert tokens == expected_tokens(prompt_of(1), len(tokens), ignore_eos=True)
+
+    run(scenario, config, SPARKSCHED_RING_MIB="1")
+
+
+def test_array_larger_than_the_ring(config: VllmConfig) -> None:
+    num_items = HUGE_BYTES // 8
+
+    async def scenario(reader: Reader) -> None:
+        array = await reader.call_executor("make_array", num_items)
+        np.testing.assert_array_equal(array, np.arange(num_items))
+
+    run(scenario, config, SPARKSCHED_RING_MIB="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+
+
+def test_messages_of_just_the_size_of_the_ring(config: VllmConfig) -> None:
+    """Both ways: what is around the data is shorter than the range of its sizes."""
+
+    async def scenario(reader: Reader) -> None:
+        for num_bytes in range(RING_BYTES - 250, RING_BYTES + 3):
+            assert len(await reader.call_executor("echo", bytes(num_bytes))) == num_bytes
+
+    run(scenario, config, SPARKSCHED_RING_MIB="1")
+
+
+@pytest.mark.parametrize("excess", [-1, 0, 1])
+def test_requests_of_exactly_the_size_of_the_ring(config: VllmConfig, excess: int) -> None:
+    async def scenario(reader: Reader) -> None:
+        for index in range(3):
+            request_id = f"request-{index}"
+            (frame,) = reader.client.encoder.encode(bulky_request(request_id, 1 << 19))
+            around = len(frame) - (1 << 19) + HEADER_BYTES
+            request = bulky_request(request_id, RING_BYTES + excess - around)
+            (frame,) = reader.client.encoder.encode(request)
+            assert len(frame) + HEADER_BYTES == RING_BYTES + excess
+            await reader.add(request)
+            await reader.finish([request_id])
+            assert reader.tokens[request_id] == expected_tokens(prompt_of(2), 2)
+
+    run(scenario, config, SPARKSCHED_RING_MIB="1")

@@ -1,0 +1,263 @@
+"""Messages that make no sense, and processes that fork."""
+
+import asyncio
+import atexit
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+from engine.harness import new_request
+from sparksched import _core, plugin
+from sparksched.transport import engine as engine_side
+from vllm.config import VllmConfig
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from .clients import (
+    Reader,
+    connected,
+    endless_request,
+    expected_tokens,
+    front_end,
+    outcome_of,
+    prompt_of,
+    run_async,
+    running_llm,
+)
+from .engines import (
+    Engine,
+    GarblingEncoder,
+    environment_with,
+    forkserver,
+    running_engine,
+    start_process,
+    wait_until,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+SHM = {"SPARKSCHED_TRANSPORT": "shm"}
+ADD, ABORT, UTILITY = 0, 1, 3
+
+
+# ----------------------------------------------------------------------------------------
+# Malformed messages
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "frames"),
+    [
+        (ADD, [b"\xc1 is no message pack"]),
+        (ADD, [b"\x01"]),
+        (ADD, [b""]),
+        (ABORT, [b"\xc1"]),
+        (ABORT, [b"\x01"]),
+        (UTILITY, [b"\xc1"]),
+        (UTILITY, [b"\x01"]),
+        (UTILITY, [b"\x93\x01\x02\x03"]),
+        (77, [b"\x90"]),
+    ],
+    ids=repr,
+)
+def test_a_client_that_sends_nonsense(kind: int, frames: list[bytes], config: VllmConfig) -> None:
+    """Its link ends, and with it its requests; the others go on."""
+
+    async def run(engine: Engine) -> None:
+        async with connected(config, engine, 0, count=2) as reader:
+            await reader.add(endless_request("mine"))
+            await reader.begin("mine")
+            rings = _core.ClientRings(
+                await reader.call("ring_name"),
+                client_index=1,
+                max_backlog_bytes=1 << 20,
+                stuck_after_s=10.0,
+            )
+            theirs = endless_request("theirs", client_index=1)
+            rings.send(ADD, MsgpackEncoder().encode(theirs))
+            async with asyncio.timeout(30):
+                while ("theirs", 1) not in await reader.unfinished():
+                    await asyncio.sleep(0.01)
+            rings.send(kind, frames)
+            end = await asyncio.to_thread(last_event, rings)
+            assert isinstance(end, _core.RingEnd)
+            assert end.is_goodbye
+            async with asyncio.timeout(30):
+                while await reader.unfinished() != [("mine", 0)]:
+                    await asyncio.sleep(0.01)
+            rings.close()
+            num_tokens = len(reader.tokens["mine"])
+            await reader.until(lambda: len(reader.tokens["mine"]) > num_tokens + 10)
+            assert not reader.finishes
+        assert len(engine.log_lines("API server 1 sent a malformed message")) == 1
+
+    with front_end(**SHM), running_engine(config, num_clients=2, **SHM) as engine:
+        run_async(run(engine))
+        assert engine.wait_for_exit() == 0
+
+
+def last_event(rings: _core.ClientRings) -> Any:
+    for _ in range(600):
+        for event in rings.receive():
+            if not isinstance(event, _core.RingMessage):
+                return event
+        rings.wait(0.05)
+    return None
+
+
+def garble_when_told() -> None:
+    engine_side.MsgpackEncoder = GarblingEncoder
+
+
+def test_an_engine_that_sends_nonsense(config: VllmConfig) -> None:
+    async def run(engine: Engine) -> None:
+        async with running_llm(config, engine) as llm:
+            begun = asyncio.Event()
+            stream = asyncio.create_task(outcome_of(llm, "endless", 60_000, begun.set))
+            await begun.wait()
+            garbling = asyncio.create_task(llm.collective_rpc("garble"))
+            num_tokens, *ends = await stream
+            garbling.cancel()
+            assert num_tokens > 0
+            assert len(ends) == 1
+            assert ends[0] in ("DecodeError", "EngineGenerateError", "EngineDeadError")
+            assert llm.errored
+            assert await outcome_of(llm, "too-late", 5) == [0, "EngineDeadError"]
+
+    with (
+        front_end(**SHM),
+        running_engine(config, prepare=garble_when_told, **SHM) as engine,
+    ):
+        run_async(run(engine))
+
+
+# ----------------------------------------------------------------------------------------
+# Forks
+# ----------------------------------------------------------------------------------------
+
+
+def exit_at_once() -> None:
+    os._exit(7)
+
+
+def exit_normally() -> None:
+    """Do what the interpreter does at its end, but leave the parent's event loop alone."""
+    atexit._run_exitfuncs()
+    os._exit(7)
+
+
+def check_that_it_works(reader: Reader) -> Any:
+    async def check() -> None:
+        await reader.add(new_request("after", prompt_of(3), 30))
+        await reader.finish(["after"])
+        assert reader.tokens["after"] == expected_tokens(prompt_of(3), 30)
+
+    return check()
+
+
+async def fork_and_go_on(reader: Reader, leave: Callable[[], None]) -> None:
+    await reader.add(endless_request("endless"))
+    await reader.begin("endless")
+    pid = os.fork()
+    if pid == 0:
+        leave()
+    status = 0
+
+    def has_ended() -> bool:
+        nonlocal status
+        waited, status = os.waitpid(pid, os.WNOHANG)
+        return waited == pid
+
+    await asyncio.to_thread(wait_until, has_ended, 30.0, "for a forked child to end")
+    assert os.waitstatus_to_exitcode(status) == 7
+    await check_that_it_works(reader)
+    assert not reader.errors
+    num_tokens = len(reader.tokens["endless"])
+    await reader.until(lambda: len(reader.tokens["endless"]) > num_tokens + 10)
+
+
+def run_forking_client(
+    config: VllmConfig, addresses: dict[str, str], leaves: str, reports: Connection
+) -> None:
+    plugin.register()
+
+    async def run() -> None:
+        async with connected(config, addresses) as reader:
+            await fork_and_go_on(reader, globals()[leaves])
+        reports.send("fine")
+
+    run_async(run())
+
+
+@pytest.mark.parametrize("leave", [exit_at_once, exit_normally])
+def test_a_forked_child_leaves_the_link_alone(
+    leave: Callable[[], None], config: VllmConfig
+) -> None:
+    """Also if it runs what is to be run at the end of a process."""
+    ours, theirs = forkserver.Pipe()
+    with running_engine(config, **SHM) as engine:
+        process = start_process(
+            run_forking_client,
+            engine.directory / "client.log",
+            environment_with(**SHM),
+            config,
+            engine.addresses(0),
+            leave.__name__,
+            theirs,
+        )
+        theirs.close()
+        try:
+            process.join(90)
+            log = (engine.directory / "client.log").read_text()
+            assert process.exitcode == 0, log
+            assert ours.poll(0), log
+            assert len(engine.log_lines("API server 0 is gone")) == 1
+        finally:
+            process.kill()
+            process.join()
+
+
+def test_a_forked_child_doesnt_keep_a_dead_client_alive(config: VllmConfig) -> None:
+    """It has a copy of each descriptor of its parent's."""
+    with running_engine(config, **SHM) as engine:
+        ours, theirs = forkserver.Pipe()
+        process = start_process(
+            run_client_with_a_child,
+            engine.directory / "client.log",
+            environment_with(**SHM),
+            config,
+            engine.addresses(0),
+            theirs,
+        )
+        theirs.close()
+        try:
+            assert ours.poll(60), (engine.directory / "client.log").read_text()
+            child = ours.recv()
+            process.kill()
+            process.join()
+            assert engine.wait_for_exit() == 0
+            os.kill(child, 9)
+        finally:
+            process.kill()
+            process.join()
+
+
+def run_client_with_a_child(
+    config: VllmConfig, addresses: dict[str, str], reports: Connection
+) -> None:
+    plugin.register()
+
+    async def run() -> None:
+        async with connected(config, addresses) as reader:
+            await reader.add(endless_request("endless"))
+            await reader.begin("endless")
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(120)
+                os._exit(0)
+            reports.send(pid)
+            await reader.until(lambda: False, timeout_s=600)
+
+    run_async(run(), timeout_s=600)

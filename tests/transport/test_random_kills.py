@@ -1,0 +1,169 @@
+"""Processes killed at random moments: the others notice, and nothing of them stays behind."""
+
+import asyncio
+import gc
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sparksched import plugin
+from vllm.config import VllmConfig
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from .clients import (
+    connected,
+    endless_request,
+    expected_tokens,
+    front_end,
+    prompt_of,
+    run_async,
+)
+from .engines import (
+    Engine,
+    environment_with,
+    forkserver_pid,
+    possessions,
+    running_engine,
+    start_process,
+    wait_until,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+NUM_KILLS = 30
+SEED = 1
+SHM = {"SPARKSCHED_TRANSPORT": "shm", "SPARKSCHED_RING_MIB": "1"}
+NUM_REQUESTS = 6
+
+
+@contextmanager
+def nothing_stays_behind() -> Iterator[None]:
+    """Compare what this process, and the parent of the others, hold before and after."""
+    pids = [os.getpid(), forkserver_pid()]
+    gc.collect()
+    before = [possessions(pid) for pid in pids]
+    assert before[0].num_mappings == 0
+    yield
+    gc.collect()
+
+    def is_clean() -> bool:
+        return all(possessions(pid).is_within(it) for pid, it in zip(pids, before, strict=True))
+
+    try:
+        wait_until(is_clean)
+    except AssertionError:
+        raise AssertionError(f"{before} became {[possessions(pid) for pid in pids]}") from None
+
+
+def test_killed_engines(config: VllmConfig) -> None:
+    """Each client has one error to report, at whatever moment its engine died."""
+    moments = random.Random(SEED)
+    num_tokens = 0
+
+    async def live_and_die(engine: Engine) -> None:
+        nonlocal num_tokens
+        async with connected(config, engine) as reader:
+            loop = asyncio.get_running_loop()
+            loop.call_later(moments.uniform(0.0, 0.2), engine.process.kill)
+            for index in range(NUM_REQUESTS):
+                try:
+                    await reader.add(endless_request(f"endless-{index}"))
+                except EngineDeadError:
+                    break
+            async with asyncio.timeout(30):
+                while not reader.errors:
+                    await asyncio.sleep(0.005)
+            assert [type(error) for error in reader.errors] == [EngineDeadError]
+            for tokens in reader.tokens.values():
+                assert tokens == expected_tokens(prompt_of(1), len(tokens), ignore_eos=True)
+                num_tokens += len(tokens)
+            with pytest.raises(EngineDeadError):
+                await reader.add(endless_request("too-late"))
+
+    def kill_one() -> None:
+        with running_engine(config, **SHM) as engine:
+            run_async(live_and_die(engine))
+
+    with front_end(**SHM):
+        kill_one()
+        with nothing_stays_behind():
+            for _ in range(NUM_KILLS):
+                kill_one()
+    assert num_tokens > 0
+
+
+def run_short_lived_client(
+    config: VllmConfig, addresses: dict[str, str], index: int, count: int
+) -> None:
+    """Connect and send requests, for as long as the process is let live."""
+    plugin.register()
+
+    async def run() -> None:
+        async with connected(config, addresses, index, count) as reader:
+            for number in range(NUM_REQUESTS):
+                await reader.add(endless_request(f"{index}-{number}"))
+            await reader.until(lambda: False, timeout_s=600)
+
+    asyncio.run(run())
+
+
+def test_killed_clients(config: VllmConfig) -> None:
+    """The engine goes on for the one that is left, which misses nothing."""
+    moments = random.Random(SEED)
+    count = NUM_KILLS + 1
+
+    async def run(engine: Engine) -> None:
+        async with connected(config, engine, NUM_KILLS, count) as reader:
+            await reader.add(endless_request("mine"))
+            await reader.begin("mine")
+            num_attached = num_with_requests = 0
+            for index in range(NUM_KILLS):
+                log_path = engine.directory / f"client-{index}.log"
+                arguments = (config, engine.addresses(index), index, count)
+                process: Any = start_process(
+                    run_short_lived_client, log_path, environment_with(**SHM), *arguments
+                )
+                # Every third client is killed while it connects.
+                if index % 3:
+                    await until_attached(engine, index)
+                    await asyncio.sleep(moments.uniform(0.0, 0.15))
+                else:
+                    await asyncio.sleep(moments.uniform(0.2, 0.8))
+                num_with_requests += len(await reader.unfinished()) > 1
+                process.kill()
+                await asyncio.to_thread(process.join)
+                await until_only_mine_is_left(reader)
+                num_attached += bool(engine.log_lines(f"API server {index} (process"))
+            # Otherwise this has not tested much.
+            assert num_attached >= NUM_KILLS * 2 // 3
+            assert num_with_requests > 0
+            tokens = reader.tokens["mine"]
+            assert tokens == expected_tokens(prompt_of(1), len(tokens), ignore_eos=True)
+            assert not reader.finishes
+            await reader.client.abort_requests_async(["mine"])
+            assert await reader.unfinished() == []
+        assert "Traceback" not in engine.log
+        assert len(engine.log_lines("its process died")) == num_attached
+
+    with front_end(**SHM):
+        with running_engine(config, **SHM) as engine:
+            engine.wait_for_line("scheduling in Rust")
+        with nothing_stays_behind(), running_engine(config, num_clients=count, **SHM) as engine:
+            run_async(run(engine))
+
+
+async def until_attached(engine: Engine, index: int) -> None:
+    deadline = time.monotonic() + 60
+    while not engine.log_lines(f"API server {index} (process"):
+        assert time.monotonic() < deadline, "a client doesn't connect"
+        await asyncio.sleep(0.005)
+
+
+async def until_only_mine_is_left(reader: Any) -> None:
+    async with asyncio.timeout(30):
+        while [request_id for request_id, _ in await reader.unfinished()] != ["mine"]:
+            await asyncio.sleep(0.01)

@@ -1,0 +1,255 @@
+"""Who stays on ZMQ, and says why; and who may not."""
+
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine.harness import new_request, restored_vllm
+from sparksched import _core
+from sparksched.transport import engine as engine_side
+from vllm.config import VllmConfig
+
+from .clients import (
+    connected,
+    engines_of_clients,
+    expected_tokens,
+    front_end,
+    make_client,
+    prompt_of,
+    run_async,
+)
+from .engines import Engine, running_engine, wait_until
+
+pytestmark = pytest.mark.timeout(180)
+
+IS_ROOT = os.geteuid() == 0
+NOBODY = 65534
+
+
+def live_elsewhere() -> None:
+    engine_side.host_identity = lambda: "another boot of another host"
+
+
+def have_no_memory() -> None:
+    def no_rings(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("shared memory of 1 bytes can't be made: out of luck")
+
+    _core.EngineRings = no_rings
+
+
+def have_no_rings() -> None:
+    del _core.EngineRings
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine whose clients stay on ZMQ."""
+
+    reason: str
+    prepare: Callable[[], None] | None = None
+    of_engine: dict[str, str] = field(default_factory=dict)
+
+
+CASES = {
+    "engine-says-zmq": Case("SPARKSCHED_TRANSPORT=zmq", None, {"SPARKSCHED_TRANSPORT": "zmq"}),
+    "another-host": Case("it runs on another host", live_elsewhere),
+    "stock-engine": Case("it runs without sparksched", None, {"VLLM_SCHEDULER": ""}),
+    "no-memory": Case("shared memory of 1 bytes can't be made: out of luck", have_no_memory),
+    "no-memfd": Case("this platform has no sealed shared memory; Linux has", have_no_rings),
+}
+RUST_FRONT_END = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": sys.executable}
+EACH_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+async def check_that_it_works(config: VllmConfig, engine: Engine) -> None:
+    async with connected(config, engine) as reader:
+        rings = getattr(reader.client.resources, "sparksched_rings", None)
+        assert rings is None or not rings.channels
+        await reader.add(new_request("request", prompt_of(3), 40))
+        await reader.finish(["request"])
+        assert reader.tokens["request"] == expected_tokens(prompt_of(3), 40)
+        assert await reader.call("is_sleeping") is False
+
+
+@EACH_CASE
+def test_engines_without_rings(case: Case, config: VllmConfig, logged: list[str]) -> None:
+    with front_end(), running_engine(config, prepare=case.prepare, **case.of_engine) as engine:
+        run_async(check_that_it_works(config, engine))
+        assert "uses shared memory" not in engine.log
+        assert "ERROR" not in engine.log
+    assert logged == [f"INFO sparksched: messages to engine 0 go over ZMQ: {case.reason}"]
+
+
+def test_client_that_was_told(config: VllmConfig, logged: list[str]) -> None:
+    with front_end(SPARKSCHED_TRANSPORT="zmq"), running_engine(config) as engine:
+        run_async(check_that_it_works(config, engine))
+        assert "uses shared memory" not in engine.log
+    reason = "SPARKSCHED_TRANSPORT=zmq"
+    assert logged == [f"INFO sparksched: messages to engine 0 go over ZMQ: {reason}"]
+
+
+def test_stock_client(config: VllmConfig, logged: list[str]) -> None:
+    with restored_vllm(), running_engine(config) as engine:
+        os.environ.pop("VLLM_SCHEDULER", None)
+        run_async(check_that_it_works(config, engine))
+        assert "uses shared memory" not in engine.log
+        assert "ERROR" not in engine.log
+    assert logged == []
+
+
+def test_engine_of_the_rust_front_end(config: VllmConfig, logged: list[str]) -> None:
+    """It says so itself, because that front end doesn't; nothing new is in its ready response."""
+    with front_end(), running_engine(config, **RUST_FRONT_END) as engine:
+        run_async(check_that_it_works(config, engine))
+        lines = engine.log_lines("go over ZMQ")
+    assert len(lines) == 1
+    assert "INFO" in lines[0]
+    assert lines[0].endswith(
+        "messages of this engine go over ZMQ: vLLM's Rust front end speaks ZMQ only"
+    )
+    assert logged == [
+        "INFO sparksched: messages to engine 0 go over ZMQ: it runs without sparksched"
+    ]
+
+
+def test_elastic_expert_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPARKSCHED_TRANSPORT", raising=False)
+    parallel_config = SimpleNamespace(enable_elastic_ep=True)
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel_config))
+    rings, offer = engine_side._offer_rings(engine, 1)
+    assert rings is None
+    assert offer.reason == "elastic expert parallelism changes the set of engines"
+
+
+# ----------------------------------------------------------------------------------------
+# Those who insist on shared memory
+# ----------------------------------------------------------------------------------------
+
+
+@EACH_CASE
+def test_shared_memory_or_nothing(
+    case: Case, config: VllmConfig, logged: list[str], tmp_path: Path
+) -> None:
+    of_engine = {"SPARKSCHED_TRANSPORT": "shm", **case.of_engine}
+    with (
+        front_end(SPARKSCHED_TRANSPORT="shm"),
+        engines_of_clients(tmp_path / "log", case.prepare, **of_engine) as processes,
+    ):
+        with pytest.raises(RuntimeError) as error:
+            make_client(config, None)
+        assert str(error.value) == (
+            "SPARKSCHED_TRANSPORT=shm, but engine 0 can't be reached through shared memory: "
+            f"{case.reason}"
+        )
+        (process,) = processes
+        process.join(30)
+        assert process.exitcode is not None
+    assert logged == []
+
+
+# ----------------------------------------------------------------------------------------
+# Strangers
+# ----------------------------------------------------------------------------------------
+
+
+def knock(name: str, hello: bytes) -> bytes:
+    """Say hello to an engine as another version of sparksched would; return its answer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.settimeout(30)
+        stranger.connect(f"\0{name}")
+        stranger.send(hello)
+        return stranger.recv(4096)
+
+
+def hello(version: str, index: int = 1, protocol: int = 1, layout: int = 1) -> bytes:
+    return b"SPRKRING" + struct.pack("<III", protocol, layout, index) + version.encode()
+
+
+@pytest.mark.parametrize(
+    ("packet", "reason"),
+    [
+        (
+            hello("9.9.9"),
+            f"the other process runs sparksched 9.9.9, this one sparksched {_core.__version__}",
+        ),
+        (
+            hello(_core.__version__, protocol=99),
+            f"the other process runs sparksched {_core.__version__} (protocol 99, layout 1), "
+            f"this one sparksched {_core.__version__} (protocol 1, layout 1)",
+        ),
+        (b"GET / HTTP/1.1", "the other process doesn't speak this protocol"),
+        (hello(_core.__version__, index=7), "it serves 2 clients, and none with index 7"),
+        (hello(_core.__version__, index=0), "client 0 is here already"),
+    ],
+    ids=["version", "protocol", "gibberish", "index", "twice"],
+)
+def test_refused_strangers(packet: bytes, reason: str, config: VllmConfig) -> None:
+    async def run(engine: Engine) -> None:
+        async with connected(config, engine, 0, count=2) as reader:
+            answer = knock(await reader.call("ring_name"), packet)
+            assert answer == b"SPRKRING\x01" + reason.encode()
+            engine.wait_for_line("refused a connection")
+            (line,) = engine.log_lines("refused a connection")
+            assert reason in line
+            assert "WARNING" in line
+            # Nobody else suffers, and the stranger took nobody's place.
+            assert await reader.call("is_sleeping") is False
+            async with connected(config, engine, 1, count=2) as other:
+                assert await other.call("is_sleeping") is False
+
+    with front_end(SPARKSCHED_TRANSPORT="shm"), running_engine(config, num_clients=2) as engine:
+        run_async(run(engine))
+
+
+def test_client_of_an_engine_that_refuses() -> None:
+    reason = "the other process runs sparksched 9.9.9, this one sparksched 9.9.8"
+    name = f"sparksched-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                connection, _ = listener.accept()
+                connection.recv(4096)
+                connection.send(b"SPRKRING\x01" + reason.encode())
+                connection.recv(4096)
+            finally:
+                os._exit(0)
+        with pytest.raises(ConnectionError, match="the engine refuses: the other process runs"):
+            _core.ClientRings(name, client_index=0, max_backlog_bytes=1, stuck_after_s=1.0)
+        os.waitpid(pid, 0)
+    with pytest.raises(ConnectionError, match="the engine can't be reached"):
+        _core.ClientRings(name, client_index=0, max_backlog_bytes=1, stuck_after_s=1.0)
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root can become somebody else")
+def test_strangers_of_another_user(config: VllmConfig) -> None:
+    async def run(engine: Engine) -> None:
+        async with connected(config, engine, 0, count=2) as reader:
+            name = await reader.call("ring_name")
+            pid = os.fork()
+            if pid == 0:
+                answer = b"?"
+                try:
+                    os.setuid(NOBODY)
+                    answer = knock(name, hello(_core.__version__))
+                except ConnectionError:
+                    answer = b""
+                finally:
+                    os._exit(len(answer))
+            wait_until(lambda: os.waitpid(pid, os.WNOHANG) == (pid, 0), what="for the stranger")
+            engine.wait_for_line("refused a connection")
+            (line,) = engine.log_lines("refused a connection")
+            assert f"the other process belongs to user {NOBODY}, this one to user 0" in line
+            assert await reader.call("is_sleeping") is False
+
+    with front_end(SPARKSCHED_TRANSPORT="shm"), running_engine(config, num_clients=2) as engine:
+        run_async(run(engine))
