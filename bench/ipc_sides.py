@@ -295,8 +295,10 @@ class EngineSide(Side):
         engine.tensor_ipc_receiver = None
         engine.frontend_stats_publish_address = None
         engine.scheduler = types.SimpleNamespace(
-            requests={}, get_kv_event_publisher_config=lambda: None
+            requests={}, get_kv_event_publisher_config=lambda: None, has_requests=lambda: False
         )
+        engine.engines_running = False
+        engine.batch_queue = None
         engine.preprocess_add_request = lambda request: (request, 0)
         inputs, outputs = self._setup.addresses
         engine.addresses = EngineZmqAddresses(inputs=[inputs], outputs=[outputs])
@@ -354,15 +356,16 @@ class EngineSide(Side):
         self._say_started()
         for sequence in range(count):
             before = time.process_time()
-            # Without a time limit, as in vLLM's loop: the benchmark notices a lost request.
+            # As in vLLM's loop, also without a time limit: the benchmark notices a lost request.
+            if self._engine.input_queue.empty():
+                with self._engine.aborts_queue.mutex:
+                    self._engine.aborts_queue.queue.clear()
             item = self._engine.input_queue.get()
             times.append(time.monotonic())
             cpu_s.append(time.process_time() - before)
             codec_s.append(self._meter.take_cpu_s())
             check_item(item, sequence, prompt, thorough)
             del item  # or it would be freed after the next one's arrival
-            with self._engine.aborts_queue.mutex:  # as in vLLM's loop
-                self._engine.aborts_queue.queue.clear()
         return Log(times, self._meter.arrivals, cpu_s, codec_s)
 
     def idle(self, seconds: float) -> float:

@@ -54,8 +54,10 @@ _SIGNAL_DELAY_S = 1.0
 """How long a signal may wait for the engine's loop if another thread has caught it."""
 
 
-_BRIEF = frozenset({EngineCoreRequestType.ABORT, EngineCoreRequestType.WAKEUP})
-"""What keeps the engine's loop busy for a moment only: nobody has to receive meanwhile."""
+_BRIEF = frozenset(
+    {EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT, EngineCoreRequestType.WAKEUP}
+)
+"""What the engine's loop handles in a moment: nobody has to receive meanwhile."""
 
 
 class _Notice(enum.Enum):
@@ -275,7 +277,9 @@ class _RingOutput:
             self._attached.add(client)
         outputs.engine_index = self._engine_index
         frames = self._encode(outputs)
-        if not self._rings.send(client, OUTPUTS, frames, regardless=_must_arrive(outputs)):
+        # As in `_must_arrive`; written out because this is done in each step.
+        must_arrive = outputs.utility_output is not None or outputs.wave_complete is not None
+        if not self._rings.send(client, OUTPUTS, frames, regardless=must_arrive):
             self._lose(client, outputs)
 
     def _encode(self, outputs: EngineCoreOutputs) -> Any:
@@ -383,10 +387,15 @@ class _InputQueue(queue.Queue[Any]):
         """Put an item that came through the rings: whoever receives looks here afterwards."""
         super().put(item)
 
+    def empty(self) -> bool:
+        """Whether nothing is there. The loop asks before each step, and before it waits."""
+        self._ring_input.leave_to_thread_for_work()
+        return super().empty()
+
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Return the next item; the engine's loop waits without a time limit or not at all."""
         if block and timeout is None:
-            while self.empty():
+            while not self.qsize():
                 self._ring_input.receive_in_loop()
         item = super().get(block, timeout)
         if item[0] not in _BRIEF:
@@ -436,7 +445,7 @@ class _RingInput:
                 self._receiving.acquire()
             try:
                 # Whoever puts an item from now on sees who is receiving.
-                if self.queue.empty():
+                if not self.queue.qsize():
                     self._receive(timeout_s=_SIGNAL_DELAY_S)
             finally:
                 self._receiving.release()
@@ -446,6 +455,11 @@ class _RingInput:
     def leave_to_thread(self) -> None:
         """Have the thread receive: the loop has something to do."""
         if not self._is_thread_wanted.is_set():
+            self._is_thread_wanted.set()
+
+    def leave_to_thread_for_work(self) -> None:
+        """Have the thread receive if the loop is about to make a step."""
+        if not self._is_thread_wanted.is_set() and self._engine.has_work():
             self._is_thread_wanted.set()
 
     def notice_item(self) -> None:

@@ -4,7 +4,9 @@
 //! only after its mark, its sequence number and its checksum have been verified, and takes memory
 //! for a frame as its bytes arrive, not as they are announced.
 
-use xxhash_rust::xxh3::Xxh3;
+use std::ops::Range;
+
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::ring::{Consumer, Corrupt};
 
@@ -17,6 +19,8 @@ const MARK: u32 = 0x5350_524b; // "SPRK"
 const HEADER_BYTES: usize = 32;
 const LENGTH_BYTES: usize = 8;
 const CHECK_BYTES: usize = 8;
+/// Where a header's checksum lies.
+const CHECK: Range<usize> = HEADER_BYTES - CHECK_BYTES..HEADER_BYTES;
 
 /// A message as it was received.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,17 +73,10 @@ pub(crate) fn header(
     for length in frame_lengths {
         bytes.extend_from_slice(&(length as u64).to_le_bytes());
     }
-    let check = checksum(&bytes);
-    bytes[HEADER_BYTES - CHECK_BYTES..HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
+    // The checksum of all this, with zeros in its own place.
+    let check = xxh3_64(&bytes);
+    bytes[CHECK].copy_from_slice(&check.to_le_bytes());
     bytes
-}
-
-/// The checksum of a header with its lengths; it covers all but itself.
-fn checksum(bytes: &[u8]) -> u64 {
-    let mut hash = Xxh3::new();
-    hash.update(&bytes[..HEADER_BYTES - CHECK_BYTES]);
-    hash.update(&bytes[HEADER_BYTES..]);
-    hash.digest()
 }
 
 fn u64_at(bytes: &[u8], offset: usize) -> u64 {
@@ -149,7 +146,9 @@ impl Reader {
         if !fill(ring, &mut self.head, head_bytes)? {
             return Ok(false);
         }
-        if checksum(&self.head) != u64_at(&self.head, HEADER_BYTES - CHECK_BYTES) {
+        let check = u64_at(&self.head, CHECK.start);
+        self.head[CHECK].fill(0);
+        if xxh3_64(&self.head) != check {
             return Err(Corrupt::Header);
         }
         self.lengths = self.head[HEADER_BYTES..]

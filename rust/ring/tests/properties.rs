@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use sparksched_ring::message::{MAX_FRAMES, MAX_MESSAGE_BYTES, Message, Reader};
 use sparksched_ring::outbox::{Outbox, SendError};
 use sparksched_ring::ring::{Corrupt, Ring};
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh3::xxh3_64;
 
 const HEADER_BYTES: usize = 32;
 const LENGTH_BYTES: usize = 8;
@@ -464,12 +464,10 @@ fn header(num_frames: u64, sequence: u64, lengths: &[u64]) -> Vec<u8> {
     bytes.extend(0u32.to_le_bytes());
     bytes.extend(num_frames.to_le_bytes());
     bytes.extend(sequence.to_le_bytes());
-    let lengths: Vec<u8> = lengths.iter().flat_map(|length| length.to_le_bytes()).collect();
-    let mut hash = Xxh3::new();
-    hash.update(&bytes);
-    hash.update(&lengths);
-    bytes.extend(hash.digest().to_le_bytes());
-    bytes.extend(lengths);
+    bytes.extend([0; 8]);
+    bytes.extend(lengths.iter().flat_map(|length| length.to_le_bytes()));
+    let check = xxh3_64(&bytes);
+    bytes[24..32].copy_from_slice(&check.to_le_bytes());
     bytes
 }
 
