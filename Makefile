@@ -60,8 +60,9 @@ serve: build ## run vLLM with sparksched: make serve MODEL=... [ARGS=...]
 	VLLM_SCHEDULER=sparksched $(BIN)/vllm serve $(MODEL) $(ARGS)
 
 .PHONY: bench
-bench: build ## measure what a step costs with either scheduler
+bench: build ## measure what a step and a message cost, with vLLM's own and with ours
 	$(BIN)/python -m bench.step_cost $(ARGS)
+	$(BIN)/python -m bench.ipc $(ARGS)
 
 # --- Checks ------------------------------------------------------------------------------
 

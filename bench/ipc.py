@@ -10,7 +10,8 @@ threads, encoding and decoding, the event loop. See `bench.ipc_sides` for the pr
 - `cpu`: CPU time a message, of all threads of a process: a sender's in the 2 ms after it has sent
   less that in the 2 ms after these, a receiver's from when it waits to when the message is ready,
   less that of an idle process. Freeing messages is not counted. Once without what vLLM's encoder
-  and decoder take of it, which is the same for both, and once with that.
+  and decoder take of it, which is the same for both, and once with that. For a sender that is what
+  the same loop takes if it only encodes the message, which includes the benchmark's own work.
 - `throughput`: messages a second, back to back.
 - `ring`: the ring alone, between two threads that don't sleep.
 - `idle`: CPU time of processes that wait.
@@ -61,12 +62,14 @@ class Effort:
     rounds: int
     messages: int
     """Of each transport in a round of latencies."""
+    dry_messages: int
+    """Encoded but not sent, in a round."""
     flood: int
     idle_s: float
 
 
-EFFORT = Effort(rounds=12, messages=125, flood=10_000, idle_s=5.0)
-QUICK_EFFORT = Effort(rounds=1, messages=50, flood=5_000, idle_s=1.0)
+EFFORT = Effort(rounds=10, messages=125, dry_messages=40, flood=10_000, idle_s=5.0)
+QUICK_EFFORT = Effort(rounds=1, messages=50, dry_messages=50, flood=5_000, idle_s=1.0)
 
 
 @dataclass(frozen=True)
@@ -188,8 +191,16 @@ class Pair:
         )
         receiver.tell("receive", count=count, thorough=thorough, **size, **busy)
         receiver.answer()  # it has started
-        sent: Log = sender.call("send", count=count, pace_s=PACE_S, **size, **work)
+        sent: Log = sender.call("send", count=count, pace_s=PACE_S, is_dry=False, **size, **work)
         return sent, receiver.answer()
+
+    def dry_run(self, case: Case, count: int) -> float:
+        """Return the CPU seconds that the sender's loop takes if it only encodes a message."""
+        sender, _ = self._roles(case)
+        size = {"num_tokens" if case.to_engine else "num_requests": case.size}
+        work = {} if case.to_engine else {"work_s": case.work_s}
+        log: Log = sender.call("send", count=count, pace_s=PACE_S, is_dry=True, **size, **work)
+        return statistics.median(log.cpu_s)
 
     def _roles(self, case: Case) -> tuple[Worker, Worker]:
         return (self.client, self.engine) if case.to_engine else (self.engine, self.client)
@@ -229,13 +240,16 @@ def running_pairs(loop: str) -> Iterator[dict[str, Pair]]:
 def measure_case(pairs: dict[str, Pair], case: Case, effort: Effort) -> Row:
     """Measure latency and, if nothing else takes any, CPU time."""
     logs: dict[str, list[tuple[Log, Log]]] = {transport: [] for transport in pairs}
+    dry_s: dict[str, list[float]] = {transport: [] for transport in pairs}
     for pair in pairs.values():
         pair.transfer(case, NUM_WARM_UP, thorough=True)
     for number in range(effort.rounds):
         for transport in _in_turn(pairs, number):
             logs[transport].append(pairs[transport].transfer(case, effort.messages))
+            if case.measures_cpu:
+                dry_s[transport].append(pairs[transport].dry_run(case, effort.dry_messages))
     result: Row = {"group": case.group, "message": case.label}
-    return result | {transport: _evaluate(case, found) for transport, found in logs.items()}
+    return result | {it: _evaluate(case, logs[it], dry_s[it]) for it in pairs}
 
 
 def _in_turn(pairs: dict[str, Pair], number: int) -> list[str]:
@@ -243,7 +257,7 @@ def _in_turn(pairs: dict[str, Pair], number: int) -> list[str]:
     return list(pairs) if number % 2 == 0 else list(pairs)[::-1]
 
 
-def _evaluate(case: Case, logs: list[tuple[Log, Log]]) -> Row:
+def _evaluate(case: Case, logs: list[tuple[Log, Log]], dry_s: list[float]) -> Row:
     row: Row = {}
     for what in ("arrived", "ready"):
         rounds = [_latencies(sent, received, what) for sent, received in logs]
@@ -254,9 +268,14 @@ def _evaluate(case: Case, logs: list[tuple[Log, Log]]) -> Row:
         }
     if case.measures_cpu:
         engines, clients = zip(*(log[::-1] if case.to_engine else log for log in logs), strict=True)
+        sender = "client" if case.to_engine else "engine"
         for side, found in (("engine", engines), ("client", clients)):
             cpu_us = 1e6 * _median_of_medians([log.cpu_s for log in found])
-            codec_us = 1e6 * _median_of_medians([log.codec_s for log in found])
+            codec_us = 1e6 * (
+                statistics.median(dry_s)
+                if side == sender
+                else _median_of_medians([log.codec_s for log in found])
+            )
             row |= {f"{side}_cpu_us": cpu_us, f"{side}_transport_us": cpu_us - codec_us}
     return row
 

@@ -318,8 +318,16 @@ class EngineSide(Side):
         if transport is not None:
             transport.close()
 
-    def send(self, num_requests: int, count: int, pace_s: float, work_s: float) -> Log:
-        """Send the outputs of a step every `pace_s`; work for `work_s` after each."""
+    def send(
+        self, num_requests: int, count: int, pace_s: float, work_s: float, is_dry: bool
+    ) -> Log:
+        """Send the outputs of a step every `pace_s`; work for `work_s` after each.
+
+        A dry run only encodes them: what that takes is not the transport's doing.
+        """
+        from vllm.v1.serial_utils import MsgpackEncoder
+
+        encode = MsgpackEncoder().encode
         times, cpu_s, codec_s = [], [], []
         self._meter.reset()
         for sequence in range(count):
@@ -327,7 +335,10 @@ class EngineSide(Side):
             before = time.process_time()
             outputs.timestamp = time.monotonic()
             times.append(outputs.timestamp)
-            self._engine.output_queue.put_nowait((0, outputs))
+            if is_dry:
+                encode(outputs)
+            else:
+                self._engine.output_queue.put_nowait((0, outputs))
             spin(work_s)
             time.sleep(pace_s / 2)
             between = time.process_time()
@@ -517,19 +528,27 @@ class ClientSide(Side):
             if handle is not None:
                 handle.cancel()
 
-    def send(self, num_tokens: int, count: int, pace_s: float) -> Log:
-        """Send requests with prompts of so many tokens every `pace_s`; 0: aborts."""
-        log: Log = self._run(self._send(random_prompt(num_tokens), count, pace_s))
+    def send(self, num_tokens: int, count: int, pace_s: float, is_dry: bool) -> Log:
+        """Send requests with prompts of so many tokens every `pace_s`; 0: aborts.
+
+        A dry run only encodes them: what that takes is not the transport's doing.
+        """
+        log: Log = self._run(self._send(random_prompt(num_tokens), count, pace_s, is_dry))
         return log
 
-    async def _send(self, prompt: list[int], count: int, pace_s: float) -> Log:
+    async def _send(self, prompt: list[int], count: int, pace_s: float, is_dry: bool) -> Log:
+        from vllm.v1.serial_utils import MsgpackEncoder
+
+        encode = MsgpackEncoder().encode
         times, cpu_s, codec_s = [], [], []
         self._meter.reset()
         for sequence in range(count):
             request = build_request(sequence, prompt) if prompt else [request_id(sequence)]
             before = time.process_time()
             times.append(time.monotonic())
-            if prompt:
+            if is_dry:
+                encode(request)
+            elif prompt:
                 await self._client.add_request_async(request)
             else:
                 await self._client.abort_requests_async(request)
