@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
-from vllm.v1.engine import EEP_NOTIFICATION_CALL_ID, FT_STATUS_CALL_ID, EngineCoreOutputs
+from vllm.v1.engine import (
+    EEP_NOTIFICATION_CALL_ID,
+    FT_STATUS_CALL_ID,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+)
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
@@ -40,8 +45,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.sparksched.transport")
 
-_ABORT: Final = 1
-"""Kind of the message that vLLM calls `EngineCoreRequestType.ABORT`."""
+_ABORT: Final = EngineCoreRequestType.ABORT.value[0]
+"""Kind of an abort: the byte that vLLM sends as a frame of its own."""
 
 _MAX_MESSAGES: Final = 64
 """Messages that are taken from a ring before the event loop's other work gets its turn."""

@@ -277,9 +277,7 @@ class _RingOutput:
             self._attached.add(client)
         outputs.engine_index = self._engine_index
         frames = self._encode(outputs)
-        # As in `_must_arrive`; written out because this is done in each step.
-        must_arrive = outputs.utility_output is not None or outputs.wave_complete is not None
-        if not self._rings.send(client, OUTPUTS, frames, regardless=must_arrive):
+        if not self._rings.send(client, OUTPUTS, frames, regardless=_must_arrive(outputs)):
             self._lose(client, outputs)
 
     def _encode(self, outputs: EngineCoreOutputs) -> Any:

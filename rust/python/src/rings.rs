@@ -404,11 +404,12 @@ impl PyClientRings {
         match send(py, frames, |frames| link.send(kind, frames, regardless))? {
             Ok(ticket) => Ok(Some(ticket)),
             Err(SendError::Full) => Ok(None),
-            Err(error @ SendError::Corrupt(_)) => {
-                self.rings.link().hang_up();
+            Err(error) => {
+                if matches!(error, SendError::Corrupt(_)) {
+                    link.hang_up();
+                }
                 Err(PyConnectionError::new_err(error.to_string()))
             }
-            Err(error) => Err(PyConnectionError::new_err(error.to_string())),
         }
     }
 

@@ -129,11 +129,7 @@ impl ClientRings {
             return;
         }
         let deadline = Instant::now() + linger;
-        while !self.link.is_gone()
-            && self.link.flush().is_ok()
-            && self.link.backlog_bytes() > 0
-            && Instant::now() < deadline
-        {
+        while self.link.is_still_sending() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
         self.watcher.lock().unwrap_or_else(std::sync::PoisonError::into_inner).stop();

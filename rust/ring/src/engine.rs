@@ -341,13 +341,9 @@ impl EngineRings {
             }
         }
         let deadline = Instant::now() + linger;
-        let is_waiting = |link: &Link| {
-            !link.is_gone()
-                && link.backlog_bytes() > 0
-                && link.flush().is_ok()
-                && link.backlog_bytes() > 0
-        };
-        while self.shared.links().any(|(_, link)| is_waiting(link)) && Instant::now() < deadline {
+        while self.shared.links().any(|(_, link)| link.is_still_sending())
+            && Instant::now() < deadline
+        {
             std::thread::sleep(Duration::from_millis(1));
         }
         self.watcher.lock().unwrap_or_else(PoisonError::into_inner).stop();

@@ -272,7 +272,7 @@ impl Link {
         let is_peer_gone = self.is_peer_gone.load(Acquire);
         let is_closed = inbox.ring.is_closed();
         let mut events: Vec<_> = lock(&self.notices).drain(..).collect();
-        let read = self.flush().and_then(|_| inbox.read(max_messages, &mut events));
+        let read = self.flush().and_then(|()| inbox.read(max_messages, &mut events));
         if inbox.ring.release() {
             self.wake_peer();
         }
@@ -371,20 +371,24 @@ impl Link {
         self.is_blocked.store(false, Relaxed);
     }
 
-    /// Sends what was kept, as far as there is room; returns what [`Self::sent_before`] would.
+    /// Sends what was kept, as far as there is room.
     ///
     /// # Errors
     /// [`Corrupt::Position`] if the ring is broken.
-    pub fn flush(&self) -> Result<Ticket, Corrupt> {
+    pub fn flush(&self) -> Result<(), Corrupt> {
         let mut outbox = lock(&self.outbox);
         if outbox.is_empty() {
-            return Ok(outbox.sent_before());
+            return Ok(());
         }
         outbox.flush()?;
-        let sent_before = outbox.sent_before();
         drop(outbox);
         self.wake_peer();
-        Ok(sent_before)
+        Ok(())
+    }
+
+    /// Sends what was kept, as far as there is room; whether some is left that can still be sent.
+    pub(crate) fn is_still_sending(&self) -> bool {
+        !self.is_gone() && self.flush().is_ok() && self.backlog_bytes() > 0
     }
 
     /// All messages with lower tickets are in the ring, or were taken back.
