@@ -76,7 +76,7 @@ test-fast: lint test-rust build ## every check but the real servers
 
 .PHONY: test-rust
 test-rust: rust-toolchain
-	cargo test -p sparksched-core
+	cargo test -p sparksched-core -p sparksched-wire
 	cargo test -p sparksched-ring --features test-points
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
 	  cargo test -p sparksched-ring --release --test loom

@@ -16,7 +16,9 @@ __all__ = [
     "RingRefused",
     "RingStuck",
     "SchedulerCore",
+    "StepOutputs",
     "__version__",
+    "encode_like_scheduler",
     "note_fork",
     "read_prompt",
 ]
@@ -69,6 +71,36 @@ def read_prompt(request: Any) -> None:
     """
 
 @final
+class StepOutputs:
+    """What a step brings to one client: `EngineCoreOutputs` as the message that will be sent.
+
+    It has the fields that vLLM's engine touches before it sends outputs, and can be asked for its
+    frames any number of times.
+    """
+
+    engine_index: int
+    scheduler_stats: Any | None
+    finished_requests: set[str] | None
+    weight_version: str | None
+
+    @property
+    def timestamp(self) -> float:
+        """When the outputs were known, in seconds of `time.monotonic`."""
+
+    def frames(self) -> list[Any]:
+        """Return what vLLM's `MsgpackEncoder.encode` returns for the same content."""
+
+def encode_like_scheduler(
+    outputs: Any, encode_part: Callable[[Any, list[Any]], bytes]
+) -> tuple[StepOutputs, int]:
+    """Write `EngineCoreOutputs` in the way that a step's are written.
+
+    Returns:
+        The outputs, and for how many requests nothing had to be left to `encode_part`.
+
+    """
+
+@final
 class SchedulerCore:
     """The scheduler's state in Rust. `sparksched.scheduler.SparkScheduler` is its public face.
 
@@ -112,7 +144,22 @@ class SchedulerCore:
         """Decide the next step and return its `SchedulerOutput`."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        """Take in a step's `ModelRunnerOutput`; return `EngineCoreOutputs` by client."""
+        """Take in a step's `ModelRunnerOutput`; return outputs by client.
+
+        They are `EngineCoreOutputs`, or `StepOutputs` for clients that these are written for.
+        """
+
+    def encode_outputs_for(
+        self, client_index: int, encode_part: Callable[[Any, list[Any]], bytes]
+    ) -> None:
+        """Have a client get `StepOutputs` from now on.
+
+        Args:
+            client_index: Which client.
+            encode_part: Returns an object of vLLM's as msgpack, and appends the buffers of its
+                large arrays and tensors to the list of the message's frames.
+
+        """
 
     def finish_requests(self, request_ids: Iterable[str] | None, status: Any) -> list[Any]:
         """End requests with a finished `RequestStatus`, in this order; return the `Request`s."""
@@ -298,6 +345,22 @@ class EngineRings:
         Raises:
             RuntimeError: if the client has not come yet.
             ValueError: if there are no frames, too many, or too many bytes.
+
+        """
+
+    def send_outputs(self, client: int, kind: int, outputs: StepOutputs) -> bool:
+        """Send a step's outputs as `send` does, straight from where they were written.
+
+        Args:
+            client: Index of a client that has come.
+            kind: 0 to 255.
+            outputs: What `SchedulerCore.update_from_output` returned for this client.
+
+        Returns:
+            False if the message is not accepted, as for `send`.
+
+        Raises:
+            RuntimeError: if the client has not come yet.
 
         """
 

@@ -129,12 +129,26 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
     ) -> dict[int, EngineCoreOutputs]:
         """Take in what a step brought. See `SchedulerInterface.update_from_output`.
 
+        Clients that `encode_outputs_for` was called for get `StepOutputs`, the same as a message.
+
         Raises:
             KeyError: if the model runner has no output for a request that was scheduled.
             OverflowError: if a sampled token id does not fit into 32 bits.
 
         """
         return self._core.update_from_output(scheduler_output, model_runner_output)
+
+    def encode_outputs_for(
+        self, client_index: int, encode_part: Callable[[Any, list[Any]], bytes]
+    ) -> None:
+        """Have `update_from_output` return `StepOutputs` for a client from now on.
+
+        Args:
+            client_index: `client_index` of the requests that this is about.
+            encode_part: Encodes what only Python knows; see `transport.encoder.PartEncoder`.
+
+        """
+        self._core.encode_outputs_for(client_index, encode_part)
 
     # ---- requests ----
 

@@ -21,6 +21,9 @@ def main() -> int:
     parser.add_argument(
         "--snapshot-interval", type=int, default=1, help="steps between comparisons of all state"
     )
+    parser.add_argument(
+        "--encoded", action="store_true", help="compare outputs as messages, byte for byte"
+    )
     arguments = parser.parse_args()
     names = [arguments.config] if arguments.config else list(NAMED_SETTINGS)
     coverage = Coverage()
@@ -35,6 +38,7 @@ def main() -> int:
                     CANDIDATES[arguments.candidate],
                     coverage=coverage,
                     snapshot_interval=arguments.snapshot_interval,
+                    encoded=arguments.encoded,
                 )
             except SchedulersDiffer as difference:
                 print(difference)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from sparksched._core import StepOutputs
+from sparksched.transport.encoder import PartEncoder
 from vllm.sampling_params import (
     RepetitionDetectionParams,
     SamplingParams,
@@ -24,6 +26,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from .compare import Difference, first_difference, snapshot
 from .model import FakeClock, FakeModel, FakeStructuredOutputManager, GrammarCompilation
@@ -53,6 +56,8 @@ from .world import (
 )
 
 Coverage = Counter[str]
+
+_MAX_CLIENTS = 16
 
 
 class SchedulersDiffer(AssertionError):
@@ -150,12 +155,14 @@ class LockstepEngine:
         candidate: CandidateChooser,
         coverage: Coverage,
         snapshot_interval: int,
+        encoded: bool,
     ) -> None:
         self.step_number = 0
         self.operations: deque[str] = deque(maxlen=25)
         self._configuration = configuration
         self._coverage = coverage
         self._snapshot_interval = snapshot_interval
+        self.encoded = encoded
         self._clock = FakeClock()
         self._trace = TraceGenerator(configuration, seed)
         self._model = FakeModel(seed, self._trace)
@@ -163,9 +170,12 @@ class LockstepEngine:
             _build_side(0, configuration, stock_scheduler_class(configuration)),
             _build_side(1, configuration, candidate(configuration)),
         )
+        if encoded:
+            for client in range(_MAX_CLIENTS):
+                self.sides[1].scheduler.encode_outputs_for(client, PartEncoder().encode_part)
         self._reference = self.sides[0].scheduler
         self._queue: deque[ScheduledStep] = deque()
-        self._previous_outputs: list[dict[int, EngineCoreOutputs]] = [{}, {}]
+        self._previous_outputs: list[dict[int, Any]] = [{}, {}]
         self._finished_request_ids: deque[str] = deque(maxlen=20)
 
     # What the trace generator may look at.
@@ -278,21 +288,36 @@ class LockstepEngine:
         )
         self._cover_stale_outputs(step)
         requests = dict(self._reference.requests)
-        outputs = self._both(
-            "update_from_output()",
-            lambda side: side.scheduler.update_from_output(
-                step.scheduler_outputs[side.index], step.runner_outputs[side.index]
-            ),
-        )
+        outputs: list[dict[int, Any]] = []
+
+        def update(side: Side) -> dict[int, Any]:
+            outputs.append(
+                side.scheduler.update_from_output(
+                    step.scheduler_outputs[side.index], step.runner_outputs[side.index]
+                )
+            )
+            return self._as_told(outputs[-1])
+
+        self._both("update_from_output()", update)
         self._expect_equal(
             "what the structured output manager was shown",
             [side.structured_output_manager.take_observations() for side in self.sides],
         )
         self._expect_equal("ModelRunnerOutput after update_from_output()", step.runner_outputs)
         # The engine's output thread may read them while the next step is under way.
-        self._expect_equal("outputs of the step before", self._previous_outputs)
+        self._expect_equal(
+            "outputs of the step before", [self._as_told(it) for it in self._previous_outputs]
+        )
         self._previous_outputs = outputs
         self._cover_outputs(outputs[0], requests)
+
+    def _as_told(self, outputs: dict[int, Any]) -> dict[int, Any]:
+        """Return outputs in the form that is compared: themselves, or the messages of them."""
+        if not self.encoded:
+            return outputs
+        for client_outputs in outputs.values():
+            client_outputs.weight_version = "default"  # as the engine does
+        return {client: _frames(client_outputs) for client, client_outputs in outputs.items()}
 
     # Events.
 
@@ -506,6 +531,14 @@ class LockstepEngine:
                 self._coverage["blocks behind a window"] += window is not None and 0 in block_ids
 
 
+def _frames(outputs: EngineCoreOutputs | StepOutputs) -> list[bytes]:
+    if isinstance(outputs, StepOutputs):
+        frames = outputs.frames()
+    else:
+        frames = MsgpackEncoder().encode(outputs)
+    return [bytes(frame) for frame in frames]
+
+
 def _pause(side: Side, state: PauseState) -> PauseState:
     side.scheduler.set_pause_state(state)
     return side.scheduler.pause_state
@@ -526,8 +559,13 @@ def run_scenario(
     *,
     coverage: Coverage | None = None,
     snapshot_interval: int = 1,
+    encoded: bool = False,
 ) -> None:
-    """Run one seeded scenario; raise `SchedulersDiffer` with all that reproduces it."""
+    """Run one seeded scenario; raise `SchedulersDiffer` with all that reproduces it.
+
+    If `encoded`, the candidate writes its outputs as messages, and these are compared with what
+    vLLM's encoder makes of the reference's, byte for byte.
+    """
     configuration = draw_configuration(configuration_name, seed)
     with vllm_environment(configuration):
         engine = LockstepEngine(
@@ -536,6 +574,7 @@ def run_scenario(
             candidate,
             Coverage() if coverage is None else coverage,
             snapshot_interval,
+            encoded,
         )
         try:
             engine.run(num_steps)
@@ -554,4 +593,5 @@ def _report(
         f"latest operations:\n{operations}\n"
         "reproduce with: PYTHONHASHSEED=0 python -m tests.differential"
         f" --config {configuration.name} --seeds {seed}:{seed + 1} --steps {engine.step_number}"
+        f"{' --encoded' if engine.encoded else ''}"
     )

@@ -8,6 +8,7 @@ from .runner import Coverage, run_scenario
 from .world import NAMED_SETTINGS, sparksched_scheduler_class
 
 NUM_SEEDS = 10
+NUM_ENCODED_SEEDS = 4
 NUM_STEPS = 120
 SCENARIOS = [(name, seed) for name in NAMED_SETTINGS for seed in range(NUM_SEEDS)]
 
@@ -84,6 +85,12 @@ def covered() -> CoveredScenarios:
 def test_decides_as_vllm_does(name: str, seed: int, covered: CoveredScenarios) -> None:
     run_scenario(name, seed, NUM_STEPS, sparksched_scheduler_class, coverage=covered.coverage)
     covered.finished.add((name, seed))
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS, NUM_SEEDS + NUM_ENCODED_SEEDS))
+@pytest.mark.parametrize("name", NAMED_SETTINGS)
+def test_writes_the_messages_that_vllm_does(name: str, seed: int) -> None:
+    run_scenario(name, seed, NUM_STEPS, sparksched_scheduler_class, encoded=True)
 
 
 def test_scenarios_reach_every_situation(covered: CoveredScenarios) -> None:

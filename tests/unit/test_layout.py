@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "rust/core"
 RING = ROOT / "rust/ring"
+WIRE = ROOT / "rust/wire"
 EXTENSION = ROOT / "rust/python"
 
 
@@ -28,9 +29,17 @@ def test_core_and_ring_know_no_python_and_not_each_other(crate: Path) -> None:
     assert not {name for name in dependencies(crate) if name.startswith(("pyo3", "sparksched"))}
 
 
+def test_wire_knows_the_core_alone() -> None:
+    assert dependencies(WIRE) == {"rmp", "sparksched-core"}
+
+
 def test_a_plain_cargo_test_leaves_the_extension_out() -> None:
     workspace = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]
-    assert sorted(workspace["default-members"]) == ["rust/core", "rust/ring"]
+    assert sorted(workspace["default-members"]) == [
+        "rust/core",
+        "rust/ring",
+        "rust/wire",
+    ]
 
 
 @pytest.mark.parametrize("forbidden", [r"\bstd::(time|fs|net|io|env|thread)\b", r"\bInstant\b"])
@@ -39,11 +48,12 @@ def test_the_core_has_no_clock_and_no_input_or_output(forbidden: str) -> None:
         assert not re.search(forbidden, source.read_text()), source
 
 
-@pytest.mark.parametrize("crate", [CORE, EXTENSION], ids=["core", "extension"])
+@pytest.mark.parametrize("crate", [CORE, WIRE, EXTENSION], ids=["core", "wire", "extension"])
 def test_there_is_no_unsafe_code(crate: Path) -> None:
     for source in rust_sources(crate / "src"):
         assert not re.search(r"\bunsafe\s*(\{|fn|impl)", source.read_text()), source
-    assert "#![forbid(unsafe_code)]" in (CORE / "src/lib.rs").read_text()
+    for forbidding in (CORE, WIRE):
+        assert "#![forbid(unsafe_code)]" in (forbidding / "src/lib.rs").read_text()
 
 
 def test_unsafe_code_of_the_rings_is_in_three_files_and_has_reasons() -> None:
@@ -64,7 +74,7 @@ def test_only_convert_names_vllms_modules() -> None:
             assert '"vllm.' not in source.read_text(), source
 
 
-@pytest.mark.parametrize("crate", [CORE, RING], ids=["core", "ring"])
+@pytest.mark.parametrize("crate", [CORE, RING, WIRE], ids=["core", "ring", "wire"])
 def test_each_module_says_what_it_is(crate: Path) -> None:
     for source in rust_sources(crate / "src"):
         assert source.read_text().startswith("//! "), source

@@ -29,7 +29,9 @@ from vllm.v1.engine import (
 from vllm.v1.fault_tolerance.engine_core_sentinel import FT_UTILITY_METHOD
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from sparksched import _core, environment, patching
+from sparksched import _core, compat, environment, patching
+from sparksched.scheduler import SparkScheduler
+from sparksched.transport.encoder import PartEncoder, as_objects, difference_from_vllm
 from sparksched.transport.offer import (
     ENGINE_DEAD,
     MAX_BACKLOG_BYTES,
@@ -63,6 +65,7 @@ _BRIEF = frozenset(
 class _Notice(enum.Enum):
     """What the input thread tells the engine's loop, beside vLLM's request types."""
 
+    CLIENT_ATTACHED = enum.auto()
     CLIENT_GONE = enum.auto()
     CLIENT_BLOCKED = enum.auto()
     FAILED = enum.auto()
@@ -219,7 +222,9 @@ class EngineTransport:
             # Recovery would wait for a command that only the thread that failed could receive.
             self._engine.enable_fault_tolerance = False
             raise RuntimeError("sparksched's input thread failed") from value
-        if notice is _Notice.CLIENT_GONE:
+        if notice is _Notice.CLIENT_ATTACHED:
+            self._output.encode_in_rust_for(value)
+        elif notice is _Notice.CLIENT_GONE:
             self._forget_client(value)
         elif notice is _Notice.CLIENT_BLOCKED:
             self._fail_client(value)
@@ -263,13 +268,30 @@ class _RingOutput:
         # Encoders aren't thread-safe, and utility calls are answered by several threads.
         self._encoders = threading.local()
         self._clients = [_ClientState() for _ in engine.addresses.outputs]
+        self._part_encoder = _part_encoder(engine)
+
+    def encode_in_rust_for(self, client: int) -> None:
+        """Have the scheduler write this client's outputs itself, if it can.
+
+        Only the engine's loop may call this, for the scheduler belongs to it.
+        """
+        if self._part_encoder is not None:
+            self._engine.scheduler.encode_outputs_for(client, self._part_encoder.encode_part)
 
     def put_nowait(self, item: Any) -> None:
-        """Send vLLM's `(client_index, EngineCoreOutputs)`, or the note that the engine is dead."""
+        """Send vLLM's `(client_index, EngineCoreOutputs)`, or the note that the engine is dead.
+
+        A scheduler that writes a client's outputs itself has `StepOutputs` instead.
+        """
         if isinstance(item, bytes):
             self._send_dead(item)
             return
         client, outputs = item
+        if isinstance(outputs, _core.StepOutputs):
+            outputs.engine_index = self._engine_index
+            if not self._rings.send_outputs(client, OUTPUTS, outputs):
+                self._lose(client, as_objects(outputs))
+            return
         if client not in self._attached:
             if client < 0 or not self._rings.is_attached(client):
                 self._zmq_queue.put_nowait(item)
@@ -347,6 +369,20 @@ class _RingOutput:
             )
             self._rings.send(client, OUTPUTS, self._encode(outputs), regardless=True)
             self._rings.unblock(client)
+
+
+def _part_encoder(engine: "EngineCoreProc") -> PartEncoder | None:
+    """Return what the scheduler needs in order to write outputs itself, or None if it can't."""
+    if not isinstance(engine.scheduler, SparkScheduler):
+        return None
+    difference = difference_from_vllm()
+    if difference is None:
+        return PartEncoder()
+    compat.warn_or_raise(
+        warning=f"sparksched: vLLM's encoder writes the outputs, not sparksched's: {difference}",
+        error=f"sparksched's encoder of outputs doesn't equal vLLM's: {difference}",
+    )
+    return None
 
 
 class _ClientState:
@@ -479,6 +515,7 @@ class _RingInput:
                     event.client,
                     event.pid,
                 )
+                self.queue.put_received((_Notice.CLIENT_ATTACHED, event.client))
             case _core.RingRefused():
                 logger.warning("sparksched: refused a connection: %s", event.reason)
             case _core.RingStuck():

@@ -4,11 +4,14 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 use sparksched_core::RequestIndex;
+use sparksched_wire::RequestId;
 
 /// What Python knows of a request that the core does not.
 pub(crate) struct Entry {
     /// `request_id`, the very object: dictionaries find it by identity.
     pub(crate) id: Py<PyString>,
+    /// The same for messages.
+    pub(crate) wire_id: RequestId,
     pub(crate) request: Py<PyAny>,
     /// Which front end it came from.
     pub(crate) client_index: i64,
@@ -50,8 +53,10 @@ impl Entry {
         let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
         let num_logprobs = sampling_params.getattr(intern!(py, "num_logprobs"))?;
         let trace_headers = request.getattr(intern!(py, "trace_headers"))?;
+        let id = request.getattr(intern!(py, "request_id"))?.cast_into::<PyString>()?;
         Ok(Self {
-            id: request.getattr(intern!(py, "request_id"))?.cast_into::<PyString>()?.unbind(),
+            wire_id: RequestId::new(id.to_cow()?.as_ref()),
+            id: id.unbind(),
             request: request.clone().unbind(),
             client_index: request.getattr(intern!(py, "client_index"))?.extract()?,
             wants_logprobs: !num_logprobs.is_none(),

@@ -1,6 +1,7 @@
 //! The Python extension `sparksched._core`: the scheduler of `sparksched-core` behind vLLM's
 //! objects. Thin: decisions are made in the core, objects are read and built in [`convert`].
 
+mod client_outputs;
 mod config;
 mod convert;
 mod entries;
@@ -21,6 +22,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<hasher::NativeBlockHasher>()?;
     module.add_function(wrap_pyfunction!(hasher::read_prompt, module)?)?;
     module.add_class::<scheduler_core::SchedulerCore>()?;
+    module.add_class::<convert::StepOutputs>()?;
+    module.add_function(wrap_pyfunction!(convert::encode_like_scheduler, module)?)?;
     #[cfg(target_os = "linux")]
     rings::add_to(module)?;
     Ok(())

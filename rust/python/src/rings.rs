@@ -18,6 +18,7 @@ use sparksched_ring::link::{End, Event, Link};
 use sparksched_ring::message::Message;
 use sparksched_ring::outbox::{SendError, Ticket};
 
+use crate::convert::StepOutputs;
 use crate::guard::catch_panics;
 
 /// Messages above this are copied without the GIL.
@@ -175,9 +176,17 @@ fn send(
     let frames: Vec<_> =
         frames.try_iter()?.map(|frame| Frame::read(frame?)).collect::<PyResult<_>>()?;
     let parts: Vec<&[u8]> = frames.iter().map(Frame::bytes).collect();
+    send_parts(py, &parts, call)
+}
+
+fn send_parts(
+    py: Python<'_>,
+    parts: &[&[u8]],
+    call: impl Send + Sync + Fn(&[&[u8]]) -> Result<Ticket, SendError>,
+) -> PyResult<Result<Ticket, SendError>> {
     let is_large = parts.iter().map(|part| part.len()).sum::<usize>() > LARGE_BYTES;
     catch_panics(|| {
-        let sent = if is_large { py.detach(|| call(&parts)) } else { call(&parts) };
+        let sent = if is_large { py.detach(|| call(parts)) } else { call(parts) };
         match sent {
             Err(SendError::Unsendable(error)) => Err(PyValueError::new_err(error.to_string())),
             sent => Ok(sent),
@@ -282,15 +291,24 @@ impl PyEngineRings {
                 link.send_in_order(kind, frames)
             }
         })?;
-        match sent {
-            Err(SendError::Full) => Ok(false),
-            Err(SendError::Corrupt(_)) => {
-                link.hang_up();
-                Ok(true)
-            }
-            // Nobody is left to read what is sent to a client that is gone.
-            Ok(_) | Err(SendError::Gone | SendError::Unsendable(_)) => Ok(true),
-        }
+        Ok(has_room(link, sent))
+    }
+
+    fn send_outputs(
+        &self,
+        py: Python<'_>,
+        client: u32,
+        kind: u8,
+        outputs: &mut StepOutputs,
+    ) -> PyResult<bool> {
+        let link = self.link(client)?;
+        let sent = outputs.read_frames(py, |message, buffers| {
+            let buffers: Vec<_> = buffers.into_iter().map(Frame::read).collect::<PyResult<_>>()?;
+            let parts: Vec<&[u8]> =
+                std::iter::once(message).chain(buffers.iter().map(Frame::bytes)).collect();
+            send_parts(py, &parts, |parts| link.send_in_order(kind, parts))
+        })?;
+        Ok(has_room(link, sent))
     }
 
     fn take_back<'py>(&self, py: Python<'py>, client: u32) -> PyResult<Bound<'py, PyList>> {
@@ -319,6 +337,19 @@ impl PyEngineRings {
             py.detach(|| self.rings.close(linger));
             Ok(())
         })?
+    }
+}
+
+/// Whether a message was not refused for want of room.
+fn has_room(link: &Link, sent: Result<Ticket, SendError>) -> bool {
+    match sent {
+        Err(SendError::Full) => false,
+        Err(SendError::Corrupt(_)) => {
+            link.hang_up();
+            true
+        }
+        // Nobody is left to read what is sent to a client that is gone.
+        Ok(_) | Err(SendError::Gone | SendError::Unsendable(_)) => true,
     }
 }
 

@@ -8,10 +8,9 @@ use sparksched_core::{
     PauseState, Request, RequestIndex, RequestOutput, RequestStatus, ScheduledOutput, Scheduler,
 };
 
+use crate::client_outputs::{ClientDict, ClientOutputs, OutputWriter, StepResult};
 use crate::config::scheduler_config;
-use crate::convert::{
-    self, EngineOutputTypes, RareOutputs, SampledTokens, SchedulerOutputTypes, StepSets,
-};
+use crate::convert::{self, RareOutputs, SchedulerOutputTypes, StepSets};
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
 use crate::hooks::{Callbacks, PyHooks};
@@ -22,7 +21,7 @@ pub(crate) struct SchedulerCore {
     scheduler: Scheduler,
     entries: Entries,
     scheduler_output_types: SchedulerOutputTypes,
-    engine_output_types: EngineOutputTypes,
+    output_writer: OutputWriter,
     callbacks: Callbacks,
     guard: Guard,
     /// `request_id` to place.
@@ -61,7 +60,7 @@ impl SchedulerCore {
             scheduler,
             entries: Entries::default(),
             scheduler_output_types: SchedulerOutputTypes::import(py)?,
-            engine_output_types: EngineOutputTypes::import(py)?,
+            output_writer: OutputWriter::import(py)?,
             callbacks: Callbacks { accept_tokens, hash_first_block },
             guard: Guard::default(),
             places: PyDict::new(py).unbind(),
@@ -112,6 +111,10 @@ impl SchedulerCore {
         self.guarded(|this| this.do_finish_requests(request_ids, status))
     }
 
+    fn encode_outputs_for(&mut self, client_index: i64, encode_part: Py<PyAny>) {
+        self.output_writer.encode_for(client_index, encode_part);
+    }
+
     fn preempt_running(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
         self.guarded(|this| {
             for index in this.scheduler.preempt_running(now) {
@@ -127,8 +130,13 @@ impl SchedulerCore {
     }
 
     fn make_stats<'py>(&mut self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if !self.scheduler.config().log_stats {
+            return Ok(None);
+        }
+        let stats = catch_panics(|| Ok(self.scheduler.take_stats()))??;
         let no_cudagraph_stats = py.None();
-        catch_panics(|| self.take_stats(no_cudagraph_stats.bind(py)))?
+        let types = &self.output_writer.types;
+        types.scheduler_stats(py, &stats, no_cudagraph_stats.bind(py)).map(Some)
     }
 
     fn has_requests(&self, py: Python<'_>) -> bool {
@@ -308,18 +316,19 @@ impl SchedulerCore {
             &mut tokens,
         )?;
         let rare = RareOutputs::of(model_runner_output)?;
-        self.note_nans(&sampled, &rare)?;
+        let result = StepResult { sampled, tokens, rare, model_runner_output };
+        self.note_nans(&result)?;
 
-        let scheduled = sampled.iter().map(|it| ScheduledOutput {
+        let scheduled = result.sampled.iter().map(|it| ScheduledOutput {
             index: it.index,
             num_scheduled_tokens: it.num_scheduled_tokens,
-            sampled_tokens: &tokens[it.tokens.clone()],
+            sampled_tokens: &result.tokens[it.tokens.clone()],
         });
         let mut outputs = std::mem::take(&mut self.outputs);
         let (scheduler, mut hooks) = self.split(py);
         let updated = scheduler.update_from_output(scheduled, &mut hooks, &mut outputs);
         self.or_stop(updated)?;
-        let told = self.tell(&sampled, &outputs, &rare, model_runner_output);
+        let told = self.tell(py, &result, &outputs);
         self.outputs = outputs;
         self.or_stop(told)
     }
@@ -327,16 +336,16 @@ impl SchedulerCore {
     /// Builds what the clients are told of a step that the core has taken in.
     fn tell<'py>(
         &mut self,
-        sampled: &[SampledTokens<'py>],
+        py: Python<'py>,
+        result: &StepResult<'_, 'py>,
         outputs: &[RequestOutput],
-        rare: &RareOutputs<'py>,
-        model_runner_output: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let py = model_runner_output.py();
-        let lists = self.output_lists(py, sampled, outputs, rare)?;
+        let mut written = self.output_writer.write(py, &self.entries, result, outputs)?;
         self.forget_finished(py, outputs)?;
-        self.append_grammar_errors(py, &lists)?;
-        self.engine_core_outputs(&lists, model_runner_output)
+        self.append_grammar_errors(py, &mut written)?;
+        let by_client = written.into_dict(py, &self.output_writer)?;
+        self.add_common_fields(&by_client, result)?;
+        Ok(by_client.0)
     }
 
     /// The core, and the answers to its questions.
@@ -359,58 +368,18 @@ impl SchedulerCore {
     }
 
     /// Notes NaNs even for requests without an output in this step: a later one will tell them.
-    fn note_nans(&mut self, sampled: &[SampledTokens<'_>], rare: &RareOutputs<'_>) -> PyResult<()> {
-        if rare.num_nans_in_logits.is_none() {
+    fn note_nans(&mut self, result: &StepResult<'_, '_>) -> PyResult<()> {
+        if result.rare.num_nans_in_logits.is_none() {
             return Ok(());
         }
-        for index in sampled.iter().filter(|it| it.is_delivered).filter_map(|it| it.index) {
+        let delivered = result.sampled.iter().filter(|it| it.is_delivered);
+        for index in delivered.filter_map(|it| it.index) {
             let entry = self.entries.get_mut(index);
-            if let Some(count) = rare.num_nans(&entry.id)? {
+            if let Some(count) = result.rare.num_nans(&entry.id)? {
                 entry.num_nans_in_logits = count;
             }
         }
         Ok(())
-    }
-
-    /// `dict[client_index, list[EngineCoreOutput]]`, in the order of the clients' first outputs.
-    fn output_lists<'py>(
-        &self,
-        py: Python<'py>,
-        sampled: &[SampledTokens<'py>],
-        outputs: &[RequestOutput],
-        rare: &RareOutputs<'py>,
-    ) -> PyResult<Bound<'py, PyDict>> {
-        let lists = PyDict::new(py);
-        for (client, outputs) in self.by_client(outputs) {
-            let entries = || outputs.iter().map(|output| self.entries.get(output.index));
-            let ids = PyList::new(py, entries().map(|entry| &entry.id).collect::<Vec<_>>())?;
-            let tokens = PyList::empty(py);
-            for output in &outputs {
-                let new = sampled[output.position].new_token_ids(py, output.num_new_tokens)?;
-                tokens.append(new)?;
-            }
-            let list = self.engine_output_types.plain_outputs(&ids, &tokens)?;
-            for (at, (output, entry)) in outputs.iter().zip(entries()).enumerate() {
-                if !output.is_plain() || entry.is_rare() || rare.any() {
-                    let (object, sampled) = (list.get_item(at)?, &sampled[output.position]);
-                    self.engine_output_types.complete(&object, entry, output, sampled, rare)?;
-                }
-            }
-            lists.set_item(client, list)?;
-        }
-        Ok(lists)
-    }
-
-    fn by_client<'a>(&self, outputs: &'a [RequestOutput]) -> Vec<(i64, Vec<&'a RequestOutput>)> {
-        let mut clients: Vec<(i64, Vec<&RequestOutput>)> = Vec::new();
-        for output in outputs {
-            let client = self.entries.get(output.index).client_index;
-            match clients.iter_mut().find(|(known, _)| *known == client) {
-                Some((_, of_client)) => of_client.push(output),
-                None => clients.push((client, vec![output])),
-            }
-        }
-        clients
     }
 
     /// In the order of the step, whichever client they belong to.
@@ -427,7 +396,7 @@ impl SchedulerCore {
     fn append_grammar_errors<'py>(
         &mut self,
         py: Python<'py>,
-        lists: &Bound<'py, PyDict>,
+        written: &mut ClientOutputs<'py>,
     ) -> PyResult<()> {
         let errors = self.grammar_errors.bind(py);
         if errors.is_empty() {
@@ -440,74 +409,36 @@ impl SchedulerCore {
         let status = RequestStatus::FinishedError;
         for (index, request) in self.end_requests(&failed, status)? {
             let entry = self.entries.get(index);
-            let reason = self.engine_output_types.statuses.finish_reason(status);
-            let output = self.engine_output_types.failure(py, entry, reason, request.events())?;
-            match lists.get_item(entry.client_index)? {
-                Some(list) => list.cast::<PyList>()?.append(output)?,
-                None => lists.set_item(entry.client_index, PyList::new(py, [output])?)?,
-            }
+            let types = &self.output_writer.types;
+            let reason = types.statuses.finish_reason(status);
+            let output = types.failure(py, entry, reason, request.events())?;
+            written.append(&self.output_writer, entry.client_index, &output)?;
             self.forget(py, index, status)?;
         }
         Ok(())
     }
 
-    /// `dict[client_index, EngineCoreOutputs]` with what concerns no single request.
-    fn engine_core_outputs<'py>(
+    /// Adds what concerns no single request.
+    fn add_common_fields<'py>(
         &mut self,
-        lists: &Bound<'py, PyDict>,
-        model_runner_output: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyDict>> {
-        let py = lists.py();
-        let by_client = PyDict::new(py);
-        for (client, list) in lists {
-            let outputs = self.engine_output_types.outputs(list.cast::<PyList>()?)?;
-            by_client.set_item(client, outputs)?;
-        }
+        by_client: &ClientDict<'py>,
+        result: &StepResult<'_, 'py>,
+    ) -> PyResult<()> {
+        let py = by_client.0.py();
         if let Some(finished) = &self.finished_by_client {
             let finished = finished.bind(py);
             for (client, ids) in finished.iter() {
-                let outputs = self.outputs_of(&by_client, &client)?;
-                outputs.setattr(intern!(py, "finished_requests"), ids)?;
+                by_client.set_finished(client.extract()?, ids.cast()?, &self.output_writer)?;
             }
             finished.clear();
         }
-        let cudagraph_stats = model_runner_output.getattr(intern!(py, "cudagraph_stats"))?;
-        if let Some(stats) = self.take_stats(&cudagraph_stats)? {
-            // One front end gets them, even if there is nothing else to tell.
-            let first = by_client.iter().next().map(|(_, outputs)| outputs);
-            let first = match first {
-                Some(outputs) => outputs,
-                None => self.outputs_of(&by_client, 0_i64.into_pyobject(py)?.as_any())?,
-            };
-            first.setattr(intern!(py, "scheduler_stats"), stats)?;
+        if self.scheduler.config().log_stats {
+            let cudagraph_stats =
+                result.model_runner_output.getattr(intern!(py, "cudagraph_stats"))?;
+            let stats = self.scheduler.take_stats();
+            by_client.set_stats(stats, &cudagraph_stats, &self.output_writer)?;
         }
-        Ok(by_client)
-    }
-
-    /// A client's outputs, created if it has none in this step.
-    fn outputs_of<'py>(
-        &self,
-        by_client: &Bound<'py, PyDict>,
-        client: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        if let Some(outputs) = by_client.get_item(client)? {
-            return Ok(outputs);
-        }
-        let outputs = self.engine_output_types.outputs(&PyList::empty(client.py()))?;
-        by_client.set_item(client, &outputs)?;
-        Ok(outputs)
-    }
-
-    fn take_stats<'py>(
-        &mut self,
-        cudagraph_stats: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        if !self.scheduler.config().log_stats {
-            return Ok(None);
-        }
-        let stats = self.scheduler.take_stats();
-        let py = cudagraph_stats.py();
-        self.engine_output_types.scheduler_stats(py, &stats, cudagraph_stats).map(Some)
+        Ok(())
     }
 
     fn do_finish_requests<'py>(
@@ -516,7 +447,7 @@ impl SchedulerCore {
         status: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
         let py = status.py();
-        let status = self.engine_output_types.statuses.parse(status)?;
+        let status = self.output_writer.types.statuses.parse(status)?;
         let ended = match request_ids {
             None => self.end_requests(self.requests.clone_ref(py).bind(py), status)?,
             Some(ids) => self.end_requests(ids, status)?,
@@ -552,7 +483,7 @@ impl SchedulerCore {
         status: RequestStatus,
     ) -> PyResult<()> {
         let entry = self.entries.take(index);
-        let member = self.engine_output_types.statuses.member(status);
+        let member = self.output_writer.types.statuses.member(status);
         entry.request.bind(py).setattr(intern!(py, "status"), member)?;
         self.places.bind(py).del_item(&entry.id)?;
         self.requests.bind(py).del_item(&entry.id)?;
@@ -574,7 +505,7 @@ impl SchedulerCore {
         status: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
         let py = status.py();
-        self.engine_output_types.statuses.parse(status)?;
+        self.output_writer.types.statuses.parse(status)?;
         let requests = self.requests.bind(py).values();
         for request in &requests {
             request.setattr(intern!(py, "status"), status)?;

@@ -2,7 +2,7 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
+use pyo3::types::{PyDict, PyFloat, PyInt, PyList, PyModule, PyString, PyTuple};
 use sparksched_core::{Event, EventKind, PrefillStats, RequestOutput, SchedulerStats, StopReason};
 
 use super::{RareOutputs, SampledTokens, StatusTypes, class};
@@ -22,7 +22,9 @@ pub(crate) struct EngineOutputTypes {
     prefill_stats: Py<PyAny>,
     /// `num_kv_fetch_reqs_by_stage` without a KV connector: all zero.
     no_kv_fetches: Py<PyDict>,
+    kv_fetch_stages: Vec<String>,
     map: Py<PyAny>,
+    time: Py<PyModule>,
 }
 
 impl EngineOutputTypes {
@@ -31,9 +33,10 @@ impl EngineOutputTypes {
         let engine = "vllm.v1.engine";
         let stats = "vllm.v1.metrics.stats";
         let event_type = class(py, engine, "EngineCoreEventType")?;
+        let kv_fetch_stages: Vec<String> = class(py, stats, "KV_FETCH_STAGES")?.extract(py)?;
         let no_kv_fetches = PyDict::new(py);
-        for stage in class(py, stats, "KV_FETCH_STAGES")?.bind(py).try_iter()? {
-            no_kv_fetches.set_item(stage?, 0)?;
+        for stage in &kv_fetch_stages {
+            no_kv_fetches.set_item(stage, 0)?;
         }
         Ok(Self {
             statuses: StatusTypes::import(py)?,
@@ -47,8 +50,20 @@ impl EngineOutputTypes {
             prefix_cache_stats: class(py, stats, "PrefixCacheStats")?,
             prefill_stats: class(py, stats, "PrefillStats")?,
             no_kv_fetches: no_kv_fetches.unbind(),
+            kv_fetch_stages,
             map: class(py, "builtins", "map")?,
+            time: py.import("time")?.unbind(),
         })
+    }
+
+    /// The keys of `num_kv_fetch_reqs_by_stage`.
+    pub(crate) fn kv_fetch_stages(&self) -> &[String] {
+        &self.kv_fetch_stages
+    }
+
+    /// What `EngineCoreOutputs` takes for its `timestamp`.
+    pub(crate) fn monotonic(&self, py: Python<'_>) -> PyResult<f64> {
+        self.time.call_method0(py, intern!(py, "monotonic"))?.extract(py)
     }
 
     /// `EngineCoreOutputs` of one client.
@@ -70,6 +85,16 @@ impl EngineOutputTypes {
         Ok(py.get_type::<PyList>().call1((outputs,))?.cast_into()?)
     }
 
+    /// `EngineCoreOutput` of one request, everything but its tokens at its default.
+    pub(crate) fn plain_output<'py>(
+        &self,
+        request_id: &Py<PyString>,
+        new_token_ids: &Bound<'py, PyList>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let class = self.engine_core_output.bind(new_token_ids.py());
+        class.call1((request_id, new_token_ids))
+    }
+
     /// Sets the fields of an `EngineCoreOutput` that differ from their defaults.
     pub(crate) fn complete<'py>(
         &self,
@@ -80,15 +105,7 @@ impl EngineOutputTypes {
         rare: &RareOutputs<'py>,
     ) -> PyResult<()> {
         let py = object.py();
-        self.set_events(object, &output.events)?;
-        if let Some(stats) = &output.prefill_stats {
-            object.setattr(intern!(py, "prefill_stats"), self.prefill_stats(py, stats)?)?;
-        }
-        object.setattr(intern!(py, "stop_reason"), stop_reason(py, output.stop_reason))?;
-        if let Some(status) = output.finished {
-            let reason = self.statuses.finish_reason(status);
-            object.setattr(intern!(py, "finish_reason"), reason)?;
-        }
+        self.set_outcome(object, output)?;
         if let Some(headers) = &entry.trace_headers {
             object.setattr(intern!(py, "trace_headers"), headers)?;
         }
@@ -109,6 +126,25 @@ impl EngineOutputTypes {
         Ok(())
     }
 
+    /// Sets what the core knows.
+    pub(crate) fn set_outcome(
+        &self,
+        object: &Bound<'_, PyAny>,
+        outcome: &RequestOutput,
+    ) -> PyResult<()> {
+        let py = object.py();
+        self.set_events(object, &outcome.events)?;
+        if let Some(stats) = &outcome.prefill_stats {
+            object.setattr(intern!(py, "prefill_stats"), self.prefill_stats(py, stats)?)?;
+        }
+        object.setattr(intern!(py, "stop_reason"), stop_reason(py, outcome.stop_reason))?;
+        if let Some(status) = outcome.finished {
+            let reason = self.statuses.finish_reason(status);
+            object.setattr(intern!(py, "finish_reason"), reason)?;
+        }
+        Ok(())
+    }
+
     /// The `EngineCoreOutput` of a request that failed without a step.
     pub(crate) fn failure<'py>(
         &self,
@@ -117,7 +153,7 @@ impl EngineOutputTypes {
         finish_reason: &Py<PyAny>,
         events: &[Event],
     ) -> PyResult<Bound<'py, PyAny>> {
-        let output = self.engine_core_output.bind(py).call1((&entry.id, PyList::empty(py)))?;
+        let output = self.plain_output(&entry.id, &PyList::empty(py))?;
         output.setattr(intern!(py, "finish_reason"), finish_reason)?;
         self.set_events(&output, events)?;
         if let Some(headers) = &entry.trace_headers {

@@ -3,20 +3,24 @@
 //! Their shapes (names, order and defaults of fields) are compared with what is assumed here by
 //! `sparksched.compat` before a scheduler is built, so that positions can be relied upon.
 
+mod encoder_check;
 mod engine_outputs;
 mod request;
 mod runner_output;
 mod scheduler_output;
+mod step_outputs;
 
 use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use sparksched_core::{BlockHash, RequestStatus};
 
+pub(crate) use encoder_check::encode_like_scheduler;
 pub(crate) use engine_outputs::EngineOutputTypes;
 pub(crate) use request::{new_request, prompt, sync_request_tokens};
 pub(crate) use runner_output::{RareOutputs, SampledTokens, sampled_tokens};
 pub(crate) use scheduler_output::{SchedulerOutputTypes, StepSets};
+pub(crate) use step_outputs::StepOutputs;
 
 /// The finished states by their names in vLLM.
 const FINISHED_STATES: [(&str, RequestStatus); 6] = [
@@ -54,6 +58,8 @@ struct FinishedStatus {
     member: Py<PyAny>,
     /// The member of `FinishReason`.
     finish_reason: Py<PyAny>,
+    /// Its number.
+    finish_reason_value: u8,
 }
 
 impl StatusTypes {
@@ -63,7 +69,13 @@ impl StatusTypes {
         let finished = FINISHED_STATES.map(|(name, status)| -> PyResult<FinishedStatus> {
             let member = statuses.getattr(py, name)?;
             let finish_reason = statuses.call_method1(py, "get_finished_reason", (&member,))?;
-            Ok(FinishedStatus { status, value: member.extract(py)?, member, finish_reason })
+            Ok(FinishedStatus {
+                status,
+                value: member.extract(py)?,
+                member,
+                finish_reason_value: finish_reason.extract(py)?,
+                finish_reason,
+            })
         });
         Ok(Self { finished: finished.into_iter().collect::<PyResult<_>>()? })
     }
@@ -85,6 +97,17 @@ impl StatusTypes {
     /// The `FinishReason` member of a finished state.
     pub(crate) fn finish_reason(&self, status: RequestStatus) -> &Py<PyAny> {
         &self.find(status).finish_reason
+    }
+
+    /// The number of the `FinishReason` of a finished state.
+    pub(crate) fn finish_reason_value(&self, status: RequestStatus) -> u8 {
+        self.find(status).finish_reason_value
+    }
+
+    /// A finished state that clients are told as this `FinishReason`.
+    pub(crate) fn with_finish_reason(&self, reason: &Bound<'_, PyAny>) -> Option<RequestStatus> {
+        let is_it = |it: &&FinishedStatus| it.finish_reason.bind(reason.py()).is(reason);
+        self.finished.iter().find(is_it).map(|it| it.status)
     }
 
     fn find(&self, status: RequestStatus) -> &FinishedStatus {

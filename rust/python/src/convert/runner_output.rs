@@ -7,6 +7,7 @@ use pyo3::types::{PyDict, PyList, PyString};
 use sparksched_core::{RequestIndex, Scheduler};
 
 use super::extend_token_ids;
+use crate::entries::Entry;
 
 /// One request's share of a model runner's output.
 pub(crate) struct SampledTokens<'py> {
@@ -31,13 +32,19 @@ impl<'py> SampledTokens<'py> {
         py: Python<'py>,
         num_new_tokens: usize,
     ) -> PyResult<Bound<'py, PyList>> {
-        let Some(list) = &self.list else {
-            return Ok(PyList::empty(py));
-        };
-        if num_new_tokens < self.tokens.len() {
-            list.del_slice(num_new_tokens, self.tokens.len())?;
+        self.cut(num_new_tokens)?;
+        Ok(self.list.clone().unwrap_or_else(|| PyList::empty(py)))
+    }
+
+    /// Drops what was sampled after the request had ended; as vLLM does, from the model runner's
+    /// own list.
+    pub(crate) fn cut(&self, num_new_tokens: usize) -> PyResult<()> {
+        match &self.list {
+            Some(list) if num_new_tokens < self.tokens.len() => {
+                list.del_slice(num_new_tokens, self.tokens.len())
+            }
+            _ => Ok(()),
         }
-        Ok(list.clone())
     }
 }
 
@@ -114,8 +121,17 @@ impl<'py> RareOutputs<'py> {
     }
 
     /// Whether any request may have prompt logprobs in this step.
-    pub(crate) fn any(&self) -> bool {
+    pub(crate) fn has_prompt_logprobs(&self) -> bool {
         self.prompt_logprobs.is_some() || self.prompt_token_id_logprobs.is_some()
+    }
+
+    /// Whether a request's output has parts that only Python knows.
+    pub(crate) fn concern(&self, entry: &Entry) -> PyResult<bool> {
+        Ok(entry.trace_headers.is_some()
+            || (entry.wants_logprobs && self.logprobs.is_some())
+            || (self.has_prompt_logprobs()
+                && (self.prompt_logprobs(&entry.id)?.is_some()
+                    || self.prompt_token_id_logprobs(&entry.id)?.is_some())))
     }
 
     /// The sample logprobs of a request that wants them.

@@ -1,0 +1,92 @@
+"""What the Rust encoder of outputs needs from vLLM's: the parts that only Python knows.
+
+The other way to encode outputs is vLLM's `MsgpackEncoder` in `vllm/v1/serial_utils.py`; both must
+make the same bytes, which is tested at large and, on one message, whenever an engine starts.
+"""
+
+from typing import Any
+
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+)
+from vllm.v1.metrics.stats import (
+    KV_FETCH_STAGES,
+    PrefillStats,
+    PrefixCacheStats,
+    SchedulerStats,
+)
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from sparksched import _core
+
+
+class PartEncoder(MsgpackEncoder):  # type: ignore[misc]
+    """Encodes parts of a message that share its out-of-band buffers. Not thread-safe."""
+
+    def encode_part(self, part: Any, frames: list[Any]) -> bytes:
+        """Return a part as msgpack; append its large arrays and tensors to the message's frames."""
+        self.aux_buffers: list[Any] | None = frames
+        try:
+            encoded: bytes = self.encoder.encode(part)
+            return encoded
+        finally:
+            self.aux_buffers = None
+
+
+def as_objects(outputs: "_core.StepOutputs") -> EngineCoreOutputs:
+    """Return what a client that gets this message will have."""
+    return MsgpackDecoder(EngineCoreOutputs).decode(outputs.frames())
+
+
+def difference_from_vllm() -> str | None:
+    """Encode one message with both encoders; return in words how they differ, or None."""
+    message = _sample_outputs()
+    expected = MsgpackEncoder().encode(message)
+    outputs, num_native = _core.encode_like_scheduler(message, PartEncoder().encode_part)
+    if num_native != len(message.outputs):
+        return "it can't represent an output that it should"
+    if outputs.frames() != expected:
+        return "it makes other bytes of the same message"
+    return None
+
+
+def _sample_outputs() -> EngineCoreOutputs:
+    """Return a message with all that the Rust encoder writes by itself."""
+    usual = EngineCoreOutput("request-0", [0, 127, 128, 255, 256, 65_535, 65_536, 2**31 - 1])
+    first = EngineCoreOutput(
+        "request-1",
+        [-1],
+        events=[
+            EngineCoreEvent(event_type, 1.5)
+            for event_type in (
+                EngineCoreEventType.QUEUED,
+                EngineCoreEventType.SCHEDULED,
+                EngineCoreEventType.PREEMPTED,
+            )
+        ],
+        prefill_stats=PrefillStats(300, 200, 100, 100, 0, 150),
+        num_nans_in_logits=70_000,
+    )
+    stopped = EngineCoreOutput("3", [7], finish_reason=FinishReason.STOP, stop_reason=7)
+    repeated = EngineCoreOutput(
+        "4", [], finish_reason=FinishReason.REPETITION, stop_reason="repetition_detected"
+    )
+    return EngineCoreOutputs(
+        engine_index=1,
+        outputs=[usual, first, stopped, repeated],
+        scheduler_stats=SchedulerStats(
+            num_running_reqs=1,
+            num_waiting_reqs=2,
+            num_skipped_waiting_reqs=3,
+            num_kv_fetch_reqs_by_stage=dict.fromkeys(KV_FETCH_STAGES, 0),
+            kv_cache_usage=0.25,
+            prefix_cache_stats=PrefixCacheStats(True, 1, 2, 3, 4, 5, 6),
+        ),
+        timestamp=2.5,
+        finished_requests={"3"},
+        weight_version="default",
+    )

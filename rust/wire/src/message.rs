@@ -1,0 +1,202 @@
+//! `EngineCoreOutputs` of one client and the `EngineCoreOutput`s in it.
+
+use sparksched_core::{Event, EventKind, RequestOutput, StopReason};
+
+use crate::msgpack::Writer;
+use crate::stats::{self, Stats};
+
+/// Fields of `EngineCoreOutputs`; all of them are written.
+const NUM_MESSAGE_FIELDS: usize = 9;
+
+/// Fields of `EngineCoreOutput`; all of them are written.
+const NUM_OUTPUT_FIELDS: usize = 18;
+
+/// Longest form of what stands before the first output: two array headers and the engine's index.
+const MAX_HEAD_BYTES: usize = 1 + 9 + 5;
+
+/// What clients call a repetition that ends a request.
+const REPETITION: &str = "repetition_detected";
+
+/// A request's id as msgpack, encoded once.
+#[derive(Clone, Debug)]
+pub struct RequestId(Box<[u8]>);
+
+impl RequestId {
+    /// Encodes an id.
+    #[must_use]
+    pub fn new(id: &str) -> Self {
+        let mut writer = Writer::new(Vec::with_capacity(id.len() + 5));
+        writer.str(id);
+        Self(writer.bytes().into())
+    }
+}
+
+/// One request's share of a message.
+#[derive(Clone, Copy, Debug)]
+pub struct Output<'a> {
+    /// Which request.
+    pub request_id: &'a RequestId,
+    /// The tokens that its client is to get.
+    pub new_token_ids: &'a [i32],
+    /// What else became of it.
+    pub outcome: &'a RequestOutput,
+    /// The number of the `FinishReason`, if the request has ended.
+    pub finish_reason: Option<u8>,
+    /// NaNs among its logits, as the model runner counts them.
+    pub num_nans_in_logits: i64,
+}
+
+/// What concerns no single request.
+#[derive(Clone, Copy, Debug)]
+pub struct Envelope<'a> {
+    /// Which of several engines sends the message.
+    pub engine_index: i64,
+    /// The scheduler's state.
+    pub scheduler_stats: Stats<'a>,
+    /// When the outputs were known, in seconds of the engine's monotonic clock.
+    pub timestamp: f64,
+    /// Requests of this client that ended since the last message, if its front end asks for them.
+    pub finished_requests: Option<&'a [String]>,
+    /// Which weights the step was computed with.
+    pub weight_version: Option<&'a str>,
+}
+
+/// A message that grows output by output.
+///
+/// The buffer begins with room for a head, which can be written only when all outputs are there,
+/// and ends with a tail that is written anew each time the message is asked for.
+#[derive(Debug)]
+pub struct Message {
+    writer: Writer,
+    num_outputs: usize,
+    outputs_end: usize,
+}
+
+impl Default for Message {
+    fn default() -> Self {
+        Self::with_capacity(0)
+    }
+}
+
+impl Message {
+    /// An empty message with room for so many bytes.
+    #[must_use]
+    pub fn with_capacity(num_bytes: usize) -> Self {
+        let mut buffer = Vec::with_capacity(MAX_HEAD_BYTES + num_bytes);
+        buffer.resize(MAX_HEAD_BYTES, 0);
+        Self { writer: Writer::new(buffer), num_outputs: 0, outputs_end: MAX_HEAD_BYTES }
+    }
+
+    /// Adds a request's output.
+    pub fn push(&mut self, output: &Output<'_>) {
+        self.truncate_tail();
+        write_output(&mut self.writer, output);
+        self.note_output();
+    }
+
+    /// Adds an `EngineCoreOutput` that is msgpack already.
+    pub fn push_encoded(&mut self, output: &[u8]) {
+        self.truncate_tail();
+        self.writer.encoded(output);
+        self.note_output();
+    }
+
+    /// The whole message; more may be added and it may be asked for again.
+    pub fn bytes(&mut self, envelope: &Envelope<'_>) -> &[u8] {
+        self.truncate_tail();
+        write_tail(&mut self.writer, envelope);
+        let mut head = Writer::new(Vec::with_capacity(MAX_HEAD_BYTES));
+        head.array(NUM_MESSAGE_FIELDS);
+        head.int(envelope.engine_index);
+        head.array(self.num_outputs);
+        let head = head.bytes();
+        let start = MAX_HEAD_BYTES - head.len();
+        self.writer.bytes_mut()[start..MAX_HEAD_BYTES].copy_from_slice(head);
+        &self.writer.bytes()[start..]
+    }
+
+    fn truncate_tail(&mut self) {
+        self.writer.bytes_mut().truncate(self.outputs_end);
+    }
+
+    fn note_output(&mut self) {
+        self.num_outputs += 1;
+        self.outputs_end = self.writer.bytes().len();
+    }
+}
+
+fn write_tail(to: &mut Writer, envelope: &Envelope<'_>) {
+    envelope.scheduler_stats.write(to);
+    to.float(envelope.timestamp);
+    to.nil(); // utility_output
+    match envelope.finished_requests {
+        None => to.nil(),
+        Some(ids) => {
+            to.array(ids.len());
+            for id in ids {
+                to.str(id);
+            }
+        }
+    }
+    to.nil(); // wave_complete
+    to.nil(); // start_wave
+    match envelope.weight_version {
+        None => to.nil(),
+        Some(version) => to.str(version),
+    }
+}
+
+fn write_output(to: &mut Writer, output: &Output<'_>) {
+    let outcome = output.outcome;
+    to.array(NUM_OUTPUT_FIELDS);
+    to.encoded(&output.request_id.0);
+    to.array(output.new_token_ids.len());
+    for &token in output.new_token_ids {
+        to.int(token.into());
+    }
+    to.nil(); // new_logprobs
+    to.nil(); // new_prompt_logprobs_tensors
+    to.nil(); // pooling_output
+    match output.finish_reason {
+        None => to.nil(),
+        Some(reason) => to.uint(reason.into()),
+    }
+    match outcome.stop_reason {
+        StopReason::None => to.nil(),
+        StopReason::Token(token) => to.int(token.into()),
+        StopReason::Repetition => to.str(REPETITION),
+    }
+    write_events(to, &outcome.events);
+    to.nil(); // kv_transfer_params
+    to.nil(); // ec_transfer_params
+    to.nil(); // trace_headers
+    match &outcome.prefill_stats {
+        None => to.nil(),
+        Some(prefill_stats) => stats::prefill_stats(to, prefill_stats),
+    }
+    to.nil(); // routed_experts
+    to.int(output.num_nans_in_logits);
+    to.nil(); // mm_cache_miss_hashes
+    to.nil(); // new_sampling_mask
+    to.nil(); // spec_decode_metrics
+    to.nil(); // prompt_token_id_logprobs
+}
+
+fn write_events(to: &mut Writer, events: &[Event]) {
+    if events.is_empty() {
+        to.nil();
+        return;
+    }
+    to.array(events.len());
+    for event in events {
+        to.map(2);
+        to.str("type");
+        to.uint(match event.kind {
+            EventKind::Queued => 1,
+            EventKind::Scheduled => 2,
+            EventKind::Preempted => 3,
+        });
+        to.str("timestamp");
+        to.float(event.timestamp);
+    }
+}
