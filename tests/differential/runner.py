@@ -309,6 +309,8 @@ class LockstepEngine:
             "outputs of the step before", [self._as_told(it) for it in self._previous_outputs]
         )
         self._previous_outputs = outputs
+        for scheduler_output in step.scheduler_outputs:
+            _use_up(scheduler_output)
         self._cover_outputs(outputs[0], requests)
 
     def _as_told(self, outputs: dict[int, Any]) -> dict[int, Any]:
@@ -549,6 +551,16 @@ def _consume_block_ids(output: SchedulerOutput) -> None:
     for new_request in output.scheduled_new_reqs:
         for block_ids in new_request.block_ids:
             block_ids.append(-1)
+
+
+def _use_up(output: SchedulerOutput) -> None:
+    """Do as a model runner that changes what it was given once a step is over."""
+    cached = output.scheduled_cached_reqs
+    output.num_scheduled_tokens.clear()
+    cached.req_ids.reverse()
+    cached.new_block_ids.append(([-1],))
+    cached.num_computed_tokens.clear()
+    cached.num_output_tokens.clear()
 
 
 def run_scenario(

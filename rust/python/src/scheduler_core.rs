@@ -10,7 +10,7 @@ use sparksched_core::{
 
 use crate::client_outputs::{ClientDict, ClientOutputs, OutputWriter, StepResult};
 use crate::config::scheduler_config;
-use crate::convert::{self, RareOutputs, SchedulerOutputTypes, StepSets};
+use crate::convert::{self, RareOutputs, SchedulerOutputBuilder, StepSets};
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
 use crate::hooks::{Callbacks, PyHooks};
@@ -20,7 +20,7 @@ use crate::snapshot;
 pub(crate) struct SchedulerCore {
     scheduler: Scheduler,
     entries: Entries,
-    scheduler_output_types: SchedulerOutputTypes,
+    scheduler_output_builder: SchedulerOutputBuilder,
     output_writer: OutputWriter,
     callbacks: Callbacks,
     guard: Guard,
@@ -59,7 +59,7 @@ impl SchedulerCore {
         Ok(Self {
             scheduler,
             entries: Entries::default(),
-            scheduler_output_types: SchedulerOutputTypes::import(py)?,
+            scheduler_output_builder: SchedulerOutputBuilder::import(py)?,
             output_writer: OutputWriter::import(py)?,
             callbacks: Callbacks { accept_tokens, hash_first_block },
             guard: Guard::default(),
@@ -297,7 +297,7 @@ impl SchedulerCore {
             finished_req_ids: take(&mut self.finished_req_ids)?,
             preempted_req_ids: take(&mut self.preempted_req_ids)?,
         };
-        self.scheduler_output_types.build(&self.scheduler, &self.entries, sets)
+        self.scheduler_output_builder.build(&self.scheduler, &self.entries, sets)
     }
 
     fn do_update_from_output<'py>(

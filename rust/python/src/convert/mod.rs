@@ -8,6 +8,7 @@ mod engine_outputs;
 mod request;
 mod runner_output;
 mod scheduler_output;
+mod steady_batch;
 mod step_outputs;
 
 use pyo3::exceptions::{PyOverflowError, PyValueError};
@@ -19,7 +20,7 @@ pub(crate) use encoder_check::encode_like_scheduler;
 pub(crate) use engine_outputs::EngineOutputTypes;
 pub(crate) use request::{new_request, prompt, sync_request_tokens};
 pub(crate) use runner_output::{RareOutputs, SampledTokens, sampled_tokens};
-pub(crate) use scheduler_output::{SchedulerOutputTypes, StepSets};
+pub(crate) use scheduler_output::{SchedulerOutputBuilder, StepSets};
 pub(crate) use step_outputs::StepOutputs;
 
 /// The finished states by their names in vLLM.

@@ -7,14 +7,16 @@ use sparksched_core::{
     Admission, BlockId, Request, RequestIndex, ScheduledRequest, Scheduler, Step,
 };
 
+use super::steady_batch::SteadyBatch;
 use super::{class, sync_request_tokens};
 use crate::entries::Entries;
 
-/// The classes that a step is made of.
-pub(crate) struct SchedulerOutputTypes {
+/// Builds `SchedulerOutput`s.
+pub(crate) struct SchedulerOutputBuilder {
     scheduler_output: Py<PyAny>,
     cached_request_data: Py<PyAny>,
     new_request_data: Py<PyAny>,
+    steady: SteadyBatch,
 }
 
 /// Ids that a step tells besides its requests. Its consumers keep the sets.
@@ -30,7 +32,7 @@ struct Source<'a, 'py> {
     entries: &'a Entries,
 }
 
-impl SchedulerOutputTypes {
+impl SchedulerOutputBuilder {
     /// Looks the classes up.
     pub(crate) fn import(py: Python<'_>) -> PyResult<Self> {
         let module = "vllm.v1.core.sched.output";
@@ -38,12 +40,13 @@ impl SchedulerOutputTypes {
             scheduler_output: class(py, module, "SchedulerOutput")?,
             cached_request_data: class(py, module, "CachedRequestData")?,
             new_request_data: class(py, module, "NewRequestData")?,
+            steady: SteadyBatch::default(),
         })
     }
 
     /// `SchedulerOutput` of the scheduler's last step.
     pub(crate) fn build<'py>(
-        &self,
+        &mut self,
         scheduler: &Scheduler,
         entries: &Entries,
         sets: StepSets<'py>,
@@ -51,10 +54,11 @@ impl SchedulerOutputTypes {
         let py = sets.finished_req_ids.py();
         let source = Source { py, scheduler, entries };
         let step = scheduler.step();
+        self.steady.observe(py, entries, step)?;
         let values = [
             self.new_requests(&source, step)?.into_any(),
             self.cached_requests(&source, step)?,
-            source.num_scheduled_tokens(step)?.into_any(),
+            self.num_scheduled_tokens(&source, step)?.into_any(),
             step.total_num_tokens.into_pyobject(py)?.into_any(),
             PyDict::new(py).into_any(), // scheduled_spec_decode_tokens
             PyDict::new(py).into_any(), // scheduled_encoder_inputs
@@ -134,16 +138,23 @@ impl SchedulerOutputTypes {
         for it in resumed {
             resumed_req_ids.add(source.id(it.index))?;
         }
-        let new_block_ids = PyList::empty(py);
-        for it in &step.running {
-            new_block_ids.append(new_block_ids_of(py, source.scheduler.request(it.index))?)?;
+        let (req_ids, new_block_ids) = if let Some(same) = self.steady.objects(py) {
+            (same.req_ids(), same.new_block_ids())
+        } else {
+            let ids: Vec<_> = cached.iter().map(|it| source.id(it.index)).collect();
+            (PyList::new(py, ids)?, PyList::new(py, cached.iter().map(|_| py.None()))?)
+        };
+        for (at, it) in step.running.iter().enumerate() {
+            if let Some(ids) = new_block_ids_of(py, source.scheduler.request(it.index))? {
+                new_block_ids.set_item(at, ids)?;
+            }
         }
-        for it in resumed {
-            new_block_ids.append(all_block_ids(py, source.scheduler.request(it.index))?)?;
+        for (at, it) in resumed.iter().enumerate() {
+            let ids = all_block_ids(py, source.scheduler.request(it.index))?;
+            new_block_ids.set_item(step.running.len() + at, ids)?;
         }
-        let ids: Vec<_> = cached.iter().map(|it| source.id(it.index)).collect();
         self.cached_request_data.bind(py).call1((
-            PyList::new(py, ids)?,
+            req_ids,
             resumed_req_ids,
             PyList::empty(py), // new_token_ids: for synchronous pipeline parallelism
             source.all_token_ids(&cached)?,
@@ -151,6 +162,18 @@ impl SchedulerOutputTypes {
             PyList::new(py, cached.iter().map(|it| it.num_computed_tokens))?,
             PyList::new(py, cached.iter().map(|it| it.num_output_tokens))?,
         ))
+    }
+
+    /// In the order in which requests were scheduled.
+    fn num_scheduled_tokens<'py>(
+        &self,
+        source: &Source<'_, 'py>,
+        step: &Step,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        match self.steady.objects(source.py) {
+            Some(same) => same.num_scheduled_tokens(),
+            None => source.num_scheduled_tokens(step),
+        }
     }
 }
 
@@ -164,7 +187,6 @@ impl<'py> Source<'_, 'py> {
         admission == Admission::New || self.scheduler.config().resume_as_new
     }
 
-    /// In the order in which requests were scheduled.
     fn num_scheduled_tokens(&self, step: &Step) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(self.py);
         for it in step.scheduled() {
