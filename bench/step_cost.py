@@ -2,8 +2,10 @@
 
 Three questions, each answered for both schedulers in the same run and in alternation:
 
-- `decode`: time of `schedule()` and `update_from_output()` per step, by running requests, in
-  vLLM's asynchronous engine loop (a step is scheduled before the former one's output is there).
+- `decode`: time of `schedule()`, of `update_from_output()` and of making the outputs a message, per
+  step, by running requests, in vLLM's asynchronous engine loop (a step is scheduled before the
+  former one's output is there). In vLLM a thread of its own makes messages; ours begins them in
+  `update_from_output()`.
 - `prefill`: time to hash, admit and prefill one request, with and without its prefix cached.
 - `blocks`: time and memory to set up the bookkeeping of a million KV blocks.
 
@@ -26,11 +28,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sparksched._core import StepOutputs
+from sparksched.scheduler import SparkScheduler
+from sparksched.transport.encoder import PartEncoder
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
 from bench.header import describe_run
@@ -114,6 +120,8 @@ class Engine:
         self.in_flight: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
         self.schedule_times: list[int] = []
         self.update_times: list[int] = []
+        self.message_times: list[int] = []
+        self._frames = _message_writer(self.scheduler)
 
     def request(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:
         """Build a request as the engine does, its prompt hashed."""
@@ -129,8 +137,11 @@ class Engine:
         if finished is not None:
             start = time.perf_counter_ns()
             outputs = self.scheduler.update_from_output(*finished)
-            self.update_times.append(time.perf_counter_ns() - start)
-            del outputs
+            updated = time.perf_counter_ns()
+            frames = [self._frames(client_outputs) for client_outputs in outputs.values()]
+            self.message_times.append(time.perf_counter_ns() - updated)
+            self.update_times.append(updated - start)
+            del outputs, frames
 
     def drain(self) -> None:
         """Take in what is still in flight."""
@@ -150,6 +161,15 @@ class Engine:
         ids = list(scheduled.num_scheduled_tokens)
         rows = {request_id: row for row, request_id in enumerate(ids)}
         return ModelRunnerOutput(req_ids=ids, req_id_to_index=rows, sampled_token_ids=sampled)
+
+
+def _message_writer(scheduler: SchedulerInterface) -> Callable[[Any], Any]:
+    """Return what makes a message for a client of a step's outputs."""
+    if not isinstance(scheduler, SparkScheduler):
+        return MsgpackEncoder().encode
+    # As in an engine that has rings: what is left to do is the end of the message.
+    scheduler.encode_outputs_for(0, PartEncoder().encode_part)
+    return StepOutputs.frames
 
 
 def _block_hasher(side: str, world: World) -> BlockHasher | None:
@@ -184,15 +204,17 @@ def measure_decode(num_requests: int, num_steps: int) -> dict[str, Any]:
                 if number == 0:  # the first turn warms up
                     engine.schedule_times.clear()
                     engine.update_times.clear()
+                    engine.message_times.clear()
     return {"requests": num_requests} | {side: _decode_times(engines[side]) for side in SIDES}
 
 
 def _decode_times(engine: Engine) -> dict[str, Any]:
-    pairs = zip(engine.schedule_times, engine.update_times, strict=True)
+    parts = (engine.schedule_times, engine.update_times, engine.message_times)
     return {
         "schedule_us": asdict(Spread.of(engine.schedule_times)),
         "update_us": asdict(Spread.of(engine.update_times)),
-        "step_us": asdict(Spread.of([sum(pair) for pair in pairs])),
+        "message_us": asdict(Spread.of(engine.message_times)),
+        "step_us": asdict(Spread.of([sum(times) for times in zip(*parts, strict=True)])),
     }
 
 
@@ -311,13 +333,14 @@ def _with_progress(what: str, measure: Callable[..., dict[str, Any]], *args: obj
 
 def _print_report(result: dict[str, Any]) -> None:
     print("\n" + ", ".join(f"{name} {value}" for name, value in result["run"].items()))
-    print("\nDecode: host time a step in µs, median (p10 to p90), schedule + update")
-    print("| requests | vLLM | sparksched | ratio | sparksched schedule / update |")
-    print("| --- | --- | --- | --- | --- |")
+    print("\nDecode: host time a step in µs, median (p10 to p90)")
+    print("Parts: schedule / update / message")
+    print("| requests | vLLM | sparksched | ratio | vLLM's parts | sparksched's parts |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for row in result["decode"]:
-        ours = row["sparksched"]
-        halves = f"{ours['schedule_us']['median']:.1f} / {ours['update_us']['median']:.1f}"
-        print(_row(row["requests"], row["stock"]["step_us"], ours["step_us"], halves))
+        stock, ours = row["stock"], row["sparksched"]
+        parts = [_parts(stock), _parts(ours)]
+        print(_row(row["requests"], stock["step_us"], ours["step_us"], *parts))
     print("\nPrefill of one request, hashing included: µs, median (p10 to p90)")
     print("| tokens | vLLM | sparksched | ratio |")
     print("| --- | --- | --- | --- |")
@@ -328,6 +351,11 @@ def _print_report(result: dict[str, Any]) -> None:
     for side in SIDES:
         cost = result["blocks"][side]
         print(f"- {side}: {cost['build_ms']:.0f} ms, {cost['memory_mib']:.0f} MiB")
+
+
+def _parts(times: dict[str, dict[str, float]]) -> str:
+    names = ("schedule_us", "update_us", "message_us")
+    return " / ".join(f"{times[name]['median']:.1f}" for name in names)
 
 
 def _row(label: object, stock: dict[str, float], ours: dict[str, float], *more: str) -> str:
