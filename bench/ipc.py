@@ -10,8 +10,10 @@ threads, encoding and decoding, the event loop. See `bench.ipc_sides` for the pr
 - `cpu`: CPU time a message, of all threads of a process: a sender's in the 2 ms after it has sent
   less that in the 2 ms after these, a receiver's from when it waits to when the message is ready,
   less that of an idle process. Freeing messages is not counted. Once without what vLLM's encoder
-  and decoder take of it, which is the same for both, and once with that. For a sender that is what
-  the same loop takes if it only encodes the message, which includes the benchmark's own work.
+  and decoder take of it, and once with that. For a sender that is what the same loop takes if it
+  only encodes the message, which includes the benchmark's own work. A step's outputs come to
+  sparksched's transport as bytes: its scheduler writes them instead of making the objects that
+  vLLM's encoder begins with. What that takes, `bench.step_cost` measures.
 - `throughput`: messages a second, back to back.
 - `ring`: the ring alone, between two threads that don't sleep.
 - `idle`: CPU time of processes that wait.

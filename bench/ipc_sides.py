@@ -325,16 +325,13 @@ class EngineSide(Side):
 
         A dry run only encodes them: what that takes is not the transport's doing.
         """
-        from vllm.v1.serial_utils import MsgpackEncoder
-
-        encode = MsgpackEncoder().encode
+        encode = self._encoder()
         times, cpu_s, codec_s = [], [], []
         self._meter.reset()
         for sequence in range(count):
-            outputs = build_outputs(sequence, num_requests)
+            outputs = self._as_scheduled(build_outputs(sequence, num_requests))
             before = time.process_time()
-            outputs.timestamp = time.monotonic()
-            times.append(outputs.timestamp)
+            times.append(time.monotonic())
             if is_dry:
                 encode(outputs)
             else:
@@ -348,9 +345,26 @@ class EngineSide(Side):
             _sent = outputs  # freed after the next one was measured: no transport's doing
         return Log(times, [], cpu_s, codec_s)
 
+    def _as_scheduled(self, outputs: Any) -> Any:
+        """Return outputs in the form in which this side's scheduler has them."""
+        if self._setup.transport == ZMQ:
+            return outputs
+        from sparksched import _core
+        from sparksched.transport.encoder import PartEncoder
+
+        return _core.encode_like_scheduler(outputs, PartEncoder().encode_part)[0]
+
+    def _encoder(self) -> Callable[[Any], Any]:
+        """Return what is left of encoding after that."""
+        from vllm.v1.serial_utils import MsgpackEncoder
+
+        return MsgpackEncoder().encode if self._setup.transport == ZMQ else lambda outputs: None
+
     def flood(self, count: int) -> float:
         """Send outputs of one request back to back; return when that began."""
-        messages = [(0, build_outputs(sequence, 1)) for sequence in range(count)]
+        messages = [
+            (0, self._as_scheduled(build_outputs(sequence, 1))) for sequence in range(count)
+        ]
         put = self._engine.output_queue.put_nowait
         start = time.monotonic()
         for message in messages:
@@ -363,6 +377,7 @@ class EngineSide(Side):
         times: list[float] = []
         codec_s: list[float] = []
         cpu_s: list[float] = []
+        self._handle_notices()
         self._meter.reset()
         self._say_started()
         for sequence in range(count):
@@ -379,10 +394,16 @@ class EngineSide(Side):
             del item  # or it would be freed after the next one's arrival
         return Log(times, self._meter.arrivals, cpu_s, codec_s)
 
+    def _handle_notices(self) -> None:
+        """Take from the queue what the transport has told the engine's loop: who has come."""
+        while not self._engine.input_queue.empty():
+            self._engine.input_queue.get()
+
     def idle(self, seconds: float) -> float:
         """Wait as the engine's loop does; return CPU seconds a second."""
         from vllm.v1.engine import EngineCoreRequestType
 
+        self._handle_notices()
         end = (EngineCoreRequestType.WAKEUP, None)
         timer = threading.Timer(seconds, self._engine.input_queue.put_nowait, [end])
         timer.start()
