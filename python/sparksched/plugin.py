@@ -38,6 +38,7 @@ def register() -> None:
     if compat.unsupported_version() is None:
         _guard_front_end()
         _replace_transport()
+        _replace_output_processing()
 
 
 def _check_environment() -> None:
@@ -218,3 +219,18 @@ def _replace_front_end_errors(module: ModuleType) -> None:
     from sparksched.transport import front_end
 
     front_end.install(module)
+
+
+# ----------------------------------------------------------------------------------------
+# A shorter way for most outputs
+# ----------------------------------------------------------------------------------------
+
+
+def _replace_output_processing() -> None:
+    patching.after_import("vllm.v1.engine.output_processor", _replace_output_processor)
+
+
+def _replace_output_processor(module: ModuleType) -> None:
+    from sparksched import output_processor
+
+    output_processor.install(module)

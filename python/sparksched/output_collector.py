@@ -1,0 +1,103 @@
+"""How a stream waits for its next output: on a future that exists only while it waits.
+
+Read it beside `RequestOutputCollector` in vLLM's `v1/engine/output_processor.py`. There an
+`asyncio.Event` is set and cleared for each token, and keeps a queue of waiters where there is one.
+What is merged, replaced and raised stays the same, and so does the turn of the event loop in which
+a consumer wakes. Only the attribute `ready` is gone, which nobody else in vLLM reads.
+"""
+
+import asyncio
+import functools
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from sparksched import patching
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+
+def install(output_processor: ModuleType) -> None:
+    """Replace the functions of vLLM's collector that touch its event."""
+    collector = output_processor.RequestOutputCollector
+    patching.replace(collector, "__init__", _without_event)
+    patching.replace(collector, "put", _waking_the_consumer)
+    patching.replace(collector, "get", _waiting_for_a_future)
+    patching.replace(collector, "get_nowait", _clearing_no_event)
+
+
+def _without_event(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def init(
+        self: "RequestOutputCollector", output_kind: RequestOutputKind, request_id: str
+    ) -> None:
+        self.aggregate = output_kind == RequestOutputKind.DELTA
+        self.request_id = request_id
+        self.output = None
+        self._input_stream_task = None
+        self._waiter = None
+        self._create_future = None
+
+    return init
+
+
+def _waking_the_consumer(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def put(
+        self: "RequestOutputCollector", output: RequestOutput | PoolingRequestOutput | Exception
+    ) -> None:
+        if self.output is not None and not isinstance(output, Exception):
+            original(self, output)  # it merges the two, and wakes nobody
+            return
+        self.output = output
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            _wake(waiter)
+
+    return put
+
+
+def _waiting_for_a_future(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    async def get(self: "RequestOutputCollector") -> RequestOutput | PoolingRequestOutput:
+        while (output := self.output) is None:
+            if self._create_future is None:
+                # Kept, because to ask which loop is running takes a system call.
+                self._create_future = asyncio.get_running_loop().create_future
+            waiter = self._create_future()
+            if self._waiter is None or self._waiter.done():
+                self._waiter = waiter
+            else:
+                # vLLM has one consumer for each collector. Should there be another, it's next.
+                self._waiter.add_done_callback(functools.partial(_wake, waiter))
+            await waiter
+        self.output = None
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    return get
+
+
+def _wake(waiter: "asyncio.Future[None]", _: object = None) -> None:
+    if not waiter.done():  # it is if the consumer was cancelled
+        waiter.set_result(None)
+
+
+def _clearing_no_event(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def get_nowait(
+        self: "RequestOutputCollector",
+    ) -> RequestOutput | PoolingRequestOutput | None:
+        output = self.output
+        if output is not None:
+            self.output = None
+            if isinstance(output, Exception):
+                raise output
+        return output
+
+    return get_nowait

@@ -1,0 +1,86 @@
+"""The same requests and the same outputs of the engine, with vLLM's functions and with ours."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+from sparksched import output_processor
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+from .implementations import OURS, STOCK, Implementation
+from .scenario import TEXT, Arrival, Scenario, new_logprobs, new_prompt_logprobs
+from .world import live_through
+
+NUM_SEEDS = 60
+SEEDS_OF_COVERAGE = range(8)
+
+
+def scenario(seed: int, tokenizer: Any) -> Scenario:
+    return Scenario(seed, [*tokenizer.encode(TEXT), tokenizer.eos_token_id])
+
+
+def album_of(implementation: Implementation, scenario: Scenario, tokenizer: Any) -> list[Any]:
+    with implementation.in_use():
+        return live_through(scenario, tokenizer)
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_all_is_as_with_vllm(seed: int, tokenizer: Any) -> None:
+    it = scenario(seed, tokenizer)
+    stock = album_of(STOCK, it, tokenizer)
+    ours = album_of(OURS, it, tokenizer)
+    assert len(stock) == len(ours)
+    for number, (expected, seen) in enumerate(zip(stock, ours, strict=True)):
+        assert seen == expected, f"picture {number}"
+
+
+@pytest.mark.parametrize("implementation", [STOCK, OURS], ids=lambda it: it.name)
+@pytest.mark.parametrize(
+    "unwanted",
+    [
+        {"new_logprobs": new_logprobs([1], 2)},
+        {"new_prompt_logprobs_tensors": new_prompt_logprobs(4)},
+    ],
+    ids=lambda it: next(iter(it)),
+)
+def test_logprobs_that_nobody_wants_are_an_error(
+    implementation: Implementation, unwanted: dict[str, Any]
+) -> None:
+    processor = OutputProcessor(None, log_stats=False)
+    arrival = Arrival("request", SamplingParams(detokenize=False))
+    with implementation.in_use():
+        processor.add_request(arrival.request(), None)
+        for _ in range(2):
+            processor.process_outputs([EngineCoreOutput("request", [1])])
+        with pytest.raises(AssertionError):
+            processor.process_outputs([EngineCoreOutput("request", [1], **unwanted)])
+
+
+@contextmanager
+def counted(owner: Any, name: str) -> Iterator[mock.Mock]:
+    function = getattr(owner, name)
+    with mock.patch.object(owner, name, autospec=True, side_effect=function) as counter:
+        yield counter
+
+
+def test_scenarios_come_to_the_interesting_places(tokenizer: Any) -> None:
+    """Else their equality would prove nothing."""
+    calls: dict[str, int] = {}
+    for implementation in (STOCK, OURS):
+        with (
+            counted(RequestState, "make_request_output") as by_vllm,
+            counted(output_processor, "_finish_at_stop_string") as stopped,
+            counted(RequestOutput, "add") as merged,
+        ):
+            for seed in SEEDS_OF_COVERAGE:
+                album_of(implementation, scenario(seed, tokenizer), tokenizer)
+        calls[implementation.name] = by_vllm.call_count
+        assert merged.call_count > 100
+    assert stopped.call_count > 2
+    # Many of both kinds: outputs that need vLLM's code, and outputs that don't.
+    assert 0.2 < calls["sparksched"] / calls["vllm"] < 0.7
