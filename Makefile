@@ -60,9 +60,10 @@ serve: build ## run vLLM with sparksched: make serve MODEL=... [ARGS=...]
 	VLLM_SCHEDULER=sparksched $(BIN)/vllm serve $(MODEL) $(ARGS)
 
 .PHONY: bench
-bench: build ## measure what a step and a message cost, with vLLM's own and with ours
+bench: build ## measure what a step, a message and a token cost, with vLLM's own and with ours
 	$(BIN)/python -m bench.step_cost $(ARGS)
 	$(BIN)/python -m bench.ipc $(ARGS)
+	$(BIN)/python -m bench.host_path $(ARGS)
 
 # --- Checks ------------------------------------------------------------------------------
 

@@ -53,10 +53,8 @@ def _waking_the_consumer(original: patching.Function) -> patching.Function:
             original(self, output)  # it merges the two, and wakes nobody
             return
         self.output = output
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            _wake(waiter)
+        if self._waiter is not None:
+            _wake(self._waiter)
 
     return put
 
@@ -84,7 +82,7 @@ def _waiting_for_a_future(original: patching.Function) -> patching.Function:
 
 
 def _wake(waiter: "asyncio.Future[None]", _: object = None) -> None:
-    if not waiter.done():  # it is if the consumer was cancelled
+    if not waiter.done():  # it is if it was woken before, or if the consumer was cancelled
         waiter.set_result(None)
 
 

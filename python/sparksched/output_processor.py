@@ -7,8 +7,7 @@ Read it beside vLLM's `v1/engine/output_processor.py`. Replaced are:
 - the waiting of `RequestOutputCollector`: see `output_collector.py`.
 
 An output is plain if it brings nothing but tokens and its request goes on. A request is plain from
-its second output on, unless it belongs to a parent (n > 1), has logprobs, or takes streaming input:
-see `_becomes_plain`. Any other output goes to vLLM's own function, alone and in its turn, so
+its second output on, unless it has logprobs or takes streaming input: see `_becomes_plain`. Any other output goes to vLLM's own function, alone and in its turn, so
 prefills, ends, pooling and errors are vLLM's. So are detokenizers and constructors: what a plain
 output becomes is what vLLM would have made of it, in new objects as there.
 
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
         OutputProcessorOutput,
         RequestState,
     )
+    from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.metrics.stats import LoRARequestStates
 
 logger = init_logger("vllm.sparksched")
@@ -213,7 +213,7 @@ def _becomes_plain(state: "RequestState") -> bool:
     """
     logprobs = state.logprobs_processor
     state.sparksched_is_plain = (
-        state.parent_req is None
+        (state.parent_req is None or _is_unfinished_child(state, state.parent_req))
         and state.detokenizer is not None
         and logprobs is not None
         and logprobs.logprobs is None
@@ -227,6 +227,16 @@ def _becomes_plain(state: "RequestState") -> bool:
     )
     is_plain: bool = state.sparksched_is_plain
     return is_plain
+
+
+def _is_unfinished_child(state: "RequestState", parent: "ParentRequest") -> bool:
+    """Return whether a request is one of its parent's n, whose outputs the parent passes on."""
+    is_child: bool = (
+        state.request_id in parent.child_requests
+        and state.external_req_id == parent.external_req_id
+        and state.output_kind == parent.sampling_params.output_kind
+    )
+    return is_child
 
 
 def _finish_at_stop_string(
@@ -321,6 +331,7 @@ def _functions_bypassed(module: ModuleType) -> Iterator[tuple[type[Any], str]]:
     yield IterationStats, "update_from_output"
     yield LogprobsProcessor, "update_from_output"
     yield IncrementalDetokenizer, "update get_next_output_text"
+    yield ParentRequest, "get_outputs"
 
 
 def _shapes(module: ModuleType) -> Iterator[tuple[str, str, tuple[str, ...]]]:
