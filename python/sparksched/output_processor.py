@@ -7,9 +7,10 @@ Read it beside vLLM's `v1/engine/output_processor.py`. Replaced are:
 - the waiting of `RequestOutputCollector`: see `output_collector.py`.
 
 An output is plain if it brings nothing but tokens and its request goes on. A request is plain from
-its second output on, unless it has logprobs or takes streaming input: see `_becomes_plain`. Any other output goes to vLLM's own function, alone and in its turn, so
-prefills, ends, pooling and errors are vLLM's. So are detokenizers and constructors: what a plain
-output becomes is what vLLM would have made of it, in new objects as there.
+its second output on, unless it has logprobs or takes streaming input: see `_becomes_plain`. Any
+other output goes to vLLM's own function, alone and in its turn, so prefills, ends, pooling and
+errors are vLLM's. So are detokenizers and constructors: what a plain output becomes is what vLLM
+would have made of it, in new objects as there.
 
 This relies on the shape of vLLM's objects, and bypasses some of its functions. If a shape is not
 the known one, or somebody else has replaced one of these functions, everything stays vLLM's.
@@ -29,6 +30,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 from sparksched import output_collector, patching
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
         OutputProcessorOutput,
         RequestState,
     )
-    from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.metrics.stats import LoRARequestStates
 
 logger = init_logger("vllm.sparksched")
@@ -229,7 +230,7 @@ def _becomes_plain(state: "RequestState") -> bool:
     return is_plain
 
 
-def _is_unfinished_child(state: "RequestState", parent: "ParentRequest") -> bool:
+def _is_unfinished_child(state: "RequestState", parent: ParentRequest) -> bool:
     """Return whether a request is one of its parent's n, whose outputs the parent passes on."""
     is_child: bool = (
         state.request_id in parent.child_requests

@@ -298,6 +298,8 @@ class Scenario:
                 output.trace_headers = {"traceparent": "00-1-2-01"}
             case 9:
                 output.stop_reason = 7
+            case 10:
+                output.pooling_output = torch.arange(2)
 
     def _engine_events(self) -> Iterator[EngineCoreEvent]:
         for kind in self._rng.sample(list(EngineCoreEventType), k=2):

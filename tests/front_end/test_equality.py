@@ -1,6 +1,6 @@
 """The same requests and the same outputs of the engine, with vLLM's functions and with ours."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -8,13 +8,14 @@ from unittest import mock
 import pytest
 from sparksched import output_processor
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from .implementations import OURS, STOCK, Implementation
 from .scenario import TEXT, Arrival, Scenario, new_logprobs, new_prompt_logprobs
-from .world import live_through
+from .world import Camera, live_through
 
 NUM_SEEDS = 60
 SEEDS_OF_COVERAGE = range(8)
@@ -59,6 +60,37 @@ def test_logprobs_that_nobody_wants_are_an_error(
             processor.process_outputs([EngineCoreOutput("request", [1])])
         with pytest.raises(AssertionError):
             processor.process_outputs([EngineCoreOutput("request", [1], **unwanted)])
+
+
+@pytest.mark.parametrize(
+    "oddity",
+    [
+        lambda parent: parent.child_requests.clear(),
+        lambda parent: setattr(parent, "external_req_id", "another"),
+        lambda parent: setattr(parent.sampling_params, "output_kind", RequestOutputKind.FINAL_ONLY),
+    ],
+    ids=["unknown child", "another name", "another kind of output"],
+)
+def test_children_that_are_not_like_their_parent(oddity: Callable[[ParentRequest], None]) -> None:
+    """VLLM makes none. Were there any, the parent's word would count as it does in vLLM."""
+
+    def pictures() -> list[Any]:
+        params = SamplingParams(n=2, detokenize=False, output_kind=RequestOutputKind.DELTA)
+        request = Arrival("request", params).request()
+        parent = ParentRequest(request)
+        request.request_id, request.sampling_params = parent.get_child_info(0)
+        parent.get_child_info(1)
+        oddity(parent)
+        parent.output_aggregator = [None, None]
+        processor = OutputProcessor(None, log_stats=False)
+        processor.add_request(request, None, parent)
+        outputs = [EngineCoreOutput(request.request_id, [token_id]) for token_id in range(4)]
+        return [Camera().picture(processor.process_outputs([output])) for output in outputs]
+
+    with STOCK.in_use():
+        stock = pictures()
+    with OURS.in_use():
+        assert pictures() == stock
 
 
 @contextmanager
