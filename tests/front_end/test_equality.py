@@ -93,6 +93,21 @@ def test_children_that_are_not_like_their_parent(oddity: Callable[[ParentRequest
         assert pictures() == stock
 
 
+def test_what_a_subclass_changes_stays_changed() -> None:
+    class Changed(OutputProcessor):  # type: ignore[misc]
+        def _update_stats_from_output(self, *args: Any) -> None:
+            seen.append(args)
+
+    seen: list[Any] = []
+    arrival = Arrival("request", SamplingParams(detokenize=False))
+    with OURS.in_use():
+        processor = Changed(None, log_stats=False)
+        processor.add_request(arrival.request(), None)
+        for _ in range(3):
+            processor.process_outputs([EngineCoreOutput("request", [1])])
+    assert len(seen) == 3
+
+
 @contextmanager
 def counted(owner: Any, name: str) -> Iterator[mock.Mock]:
     function = getattr(owner, name)
