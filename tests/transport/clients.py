@@ -4,7 +4,7 @@ import asyncio
 import copy
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -30,6 +30,7 @@ from .engines import (
     environment_with,
     forkserver,
     run_engine,
+    running_engine,
     start_process,
 )
 
@@ -231,6 +232,33 @@ def run_async(coroutine: Any, loop_factory: Any = None, timeout_s: float = 120.0
     """Run a test's coroutine, but not for ever."""
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(asyncio.wait_for(coroutine, timeout_s))
+
+
+def play(
+    scenario: Callable[[Reader], Awaitable[Any]],
+    config: VllmConfig,
+    *,
+    prepare: Callable[[], None] | None = None,
+    **variables: str,
+) -> Any:
+    """Play a scenario with a client and its engine, and return what it returns."""
+
+    async def connect() -> Any:
+        async with connected(config, engine) as reader:
+            return await scenario(reader)
+
+    variables = {"SPARKSCHED_TRANSPORT": "shm", **variables}
+    with front_end(**variables), running_engine(config, prepare=prepare, **variables) as engine:
+        return run_async(connect())
+
+
+def play_both(
+    scenario: Callable[[Reader], Awaitable[Any]], config: VllmConfig, **options: Any
+) -> Any:
+    """Play a scenario through rings and through ZMQ; return what both return."""
+    ours = play(scenario, config, **options)
+    assert ours == play(scenario, config, SPARKSCHED_TRANSPORT="zmq", **options)
+    return ours
 
 
 # ----------------------------------------------------------------------------------------

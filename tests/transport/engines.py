@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -24,7 +25,7 @@ import numpy as np
 import zmq
 from engine.executor import FakeExecutor
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -55,6 +56,7 @@ class PacedExecutor(FakeExecutor):
         super()._init_executor()
         self._step_s = STEP_S
         self._fails = False
+        self._num_sampled: Counter[str] = Counter()
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         time.sleep(self._step_s)
@@ -64,6 +66,13 @@ class PacedExecutor(FakeExecutor):
         self.steps.clear()
         self.bitmasks.clear()
         return super().execute_model(scheduler_output, non_block)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
+        output = super().sample_tokens(grammar_output, non_block)
+        if not non_block:
+            for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+                self._num_sampled[request_id] += len(tokens)
+        return output
 
     def collective_rpc(
         self,
@@ -103,6 +112,9 @@ class PacedExecutor(FakeExecutor):
 
     def on_garble(self) -> None:
         GarblingEncoder.garbles = True
+
+    def on_get_num_sampled(self) -> dict[str, int]:
+        return dict(self._num_sampled)
 
     def on_get_calls(self) -> list[str]:
         return list(self.calls)

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
 from fractions import Fraction
 from typing import Any
 
@@ -17,47 +16,18 @@ from vllm.v1.engine.core import EngineCoreProc
 from .clients import (
     Reader,
     bulky_request,
-    connected,
     endless_request,
     expected_tokens,
-    front_end,
+    play,
+    play_both,
     prompt_of,
-    run_async,
 )
-from .engines import running_engine
 
 pytestmark = pytest.mark.timeout(180)
 
 RING_BYTES = 1 << 20
 HUGE_BYTES = 64 << 20
 HEADER_BYTES = 40  # of a message of one frame
-
-
-def run(
-    scenario: Callable[[Reader], Awaitable[Any]],
-    config: VllmConfig,
-    *,
-    prepare: Callable[[], None] | None = None,
-    **variables: str,
-) -> Any:
-    """Play a scenario with a client and its engine, and return what it returns."""
-
-    async def play() -> Any:
-        async with connected(config, engine) as reader:
-            return await scenario(reader)
-
-    variables = {"SPARKSCHED_TRANSPORT": "shm", **variables}
-    with front_end(**variables), running_engine(config, prepare=prepare, **variables) as engine:
-        return run_async(play())
-
-
-def run_both(
-    scenario: Callable[[Reader], Awaitable[Any]], config: VllmConfig, **options: Any
-) -> Any:
-    """Play a scenario through rings and through ZMQ; return what both return."""
-    ours = run(scenario, config, **options)
-    assert ours == run(scenario, config, SPARKSCHED_TRANSPORT="zmq", **options)
-    return ours
 
 
 def test_abort_in_mid_stream(config: VllmConfig) -> None:
@@ -74,7 +44,7 @@ def test_abort_in_mid_stream(config: VllmConfig) -> None:
         assert len(reader.tokens["endless-0"]) == num_tokens["endless-0"]
         assert list(reader.finishes) == ["other"]
 
-    run(scenario, config)
+    play(scenario, config)
 
 
 def test_utility_calls(config: VllmConfig) -> None:
@@ -97,7 +67,7 @@ def test_utility_calls(config: VllmConfig) -> None:
             await reader.call_executor("get_calls"),
         ]
 
-    answers = run_both(scenario, config)
+    answers = play_both(scenario, config)
     assert answers[1:3] == [False, True]
     assert answers[5:8] == [True, True, False]
     assert answers[9:12] == [True, None, False]
@@ -120,7 +90,7 @@ def test_a_utility_call_that_raises(config: VllmConfig) -> None:
         assert await reader.call("is_sleeping") is False
         return messages
 
-    messages = run_both(scenario, config)
+    messages = play_both(scenario, config)
     assert messages[0] == "Call to collective_rpc method failed: an ünusual text"
 
 
@@ -129,7 +99,7 @@ def test_many_utility_calls_at_once(config: VllmConfig) -> None:
         results = await asyncio.gather(*(reader.call_executor("echo", i) for i in range(500)))
         assert results == list(range(500))
 
-    run(scenario, config)
+    play(scenario, config)
 
 
 def twice(executor: object, value: Fraction) -> Fraction:
@@ -147,7 +117,7 @@ def test_pickled_arguments_and_results(config: VllmConfig) -> None:
         np.testing.assert_array_equal(array, np.arange(1000))
         return [*results, array.dtype.str]
 
-    results = run_both(scenario, config, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    results = play_both(scenario, config, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     assert results == [[Fraction(2, 3)], Fraction(2, 7), "ValueError('pickled')", "<i8"]
 
 
@@ -159,7 +129,7 @@ def test_statistics(config: VllmConfig) -> None:
         await reader.add(new_request("last", prompt_of(1), 1))
         await reader.until(lambda: reader.stats[-1].num_running_reqs == 0)
 
-    run(scenario, config)
+    play(scenario, config)
 
 
 # ----------------------------------------------------------------------------------------
@@ -204,7 +174,7 @@ def test_tensors_of_requests(config: VllmConfig) -> None:
         seen: list[Any] = await reader.call("get_seen")
         return seen
 
-    seen = run_both(scenario, config, prepare=refuse_and_note_embeddings, SPARKSCHED_RING_MIB="1")
+    seen = play_both(scenario, config, prepare=refuse_and_note_embeddings, SPARKSCHED_RING_MIB="1")
     assert seen == [[str(it.dtype), list(it.shape), digest(it)] for it in tensors]
 
 
@@ -227,7 +197,7 @@ def test_messages_larger_than_the_ring(config: VllmConfig) -> None:
         tokens = reader.tokens["endless"]
         assert tokens == expected_tokens(prompt_of(1), len(tokens), ignore_eos=True)
 
-    run(scenario, config, SPARKSCHED_RING_MIB="1")
+    play(scenario, config, SPARKSCHED_RING_MIB="1")
 
 
 def test_array_larger_than_the_ring(config: VllmConfig) -> None:
@@ -237,7 +207,7 @@ def test_array_larger_than_the_ring(config: VllmConfig) -> None:
         array = await reader.call_executor("make_array", num_items)
         np.testing.assert_array_equal(array, np.arange(num_items))
 
-    run(scenario, config, SPARKSCHED_RING_MIB="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    play(scenario, config, SPARKSCHED_RING_MIB="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
 
 
 def test_messages_of_just_the_size_of_the_ring(config: VllmConfig) -> None:
@@ -247,7 +217,7 @@ def test_messages_of_just_the_size_of_the_ring(config: VllmConfig) -> None:
         for num_bytes in range(RING_BYTES - 250, RING_BYTES + 3):
             assert len(await reader.call_executor("echo", bytes(num_bytes))) == num_bytes
 
-    run(scenario, config, SPARKSCHED_RING_MIB="1")
+    play(scenario, config, SPARKSCHED_RING_MIB="1")
 
 
 @pytest.mark.parametrize("excess", [-1, 0, 1])
@@ -264,4 +234,4 @@ def test_requests_of_exactly_the_size_of_the_ring(config: VllmConfig, excess: in
             await reader.finish([request_id])
             assert reader.tokens[request_id] == expected_tokens(prompt_of(2), 2)
 
-    run(scenario, config, SPARKSCHED_RING_MIB="1")
+    play(scenario, config, SPARKSCHED_RING_MIB="1")
