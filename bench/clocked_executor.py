@@ -15,6 +15,7 @@ token that it has got, and a result is held back while the marker lacks more tha
 
 import contextlib
 import ctypes
+import itertools
 import os
 import sys
 import threading
@@ -306,23 +307,27 @@ class ClockedExecutor(Executor):
             "requests": self._num_requests,
         }
 
-    def on_measure_own_cost(self, num_requests: int, num_steps: int, step_ms: float) -> float:
-        """Return the CPU microseconds a step that the executor takes by itself.
+    def on_run_alone(self, num_requests: int, num_steps: int, step_ms: float) -> dict[str, Any]:
+        """Run steps without an engine; return their CPU microseconds, and gaps between results.
 
-        The engine must be idle. The steps are those of a batch that stays the same.
+        The engine must be idle. The steps are those of a batch that stays the same. Gaps are in
+        nanoseconds: they show how well this machine keeps the time.
         """
         former_ns, self._step_ns = self._step_ns, round(step_ms * 1e6)
         step = SchedulerOutput.make_empty()
         step.num_scheduled_tokens = {f"request-{number}": 1 for number in range(num_requests)}
         step.total_num_scheduled_tokens = num_requests
+        times_ns: list[int] = []
         before_ns = time.thread_time_ns()
         for _ in range(num_steps):
             self.execute_model(step, non_block=True)
             self.sample_tokens(None, non_block=True).result()
+            times_ns.append(self.result_ns)
         spent_ns = time.thread_time_ns() - before_ns
         self._step_ns = former_ns
         self.result_ns = 0
-        return spent_ns / num_steps / 1000
+        gaps_ns = [after - before for before, after in itertools.pairwise(times_ns)]
+        return {"cpu_us": spent_ns / num_steps / 1000, "gaps_ns": gaps_ns}
 
     def check_health(self) -> None:
         """Do nothing: it can't fall ill."""

@@ -17,6 +17,8 @@ of the engine on another, the same two.
 - `own cost`: what the executor, the consumer of outputs and the pipe by which the client holds the
   engine back take of these times, measured alone. An engine that waits for the pipe takes about as
   much as one that sleeps.
+- `timer`: how well the machine keeps the executor's time when neither engine nor client do
+  anything. An ITL can't be steadier than that.
 - `other work`: the share of the two processors that other processes have taken meanwhile. Figures
   beside which that is more than a few percent say little.
 
@@ -205,6 +207,9 @@ def measure(effort: Effort, cases: Cases) -> Row:
         ]
         result["short"] = measure_short(sides, effort) if cases.with_short else None
         result["own_cost"] = [measure_own_cost(sides, effort, count) for count in cases.streams]
+        result["timer"] = [
+            measure_timer(sides, effort, step_ms) for step_ms in cases.steps_ms if step_ms
+        ]
     result["targets"] = judge(result)
     return result
 
@@ -269,6 +274,15 @@ def measure_own_cost(sides: dict[str, Side], effort: Effort, streams: int) -> Ro
     arguments = {"streams": streams, "steps": effort.own_steps}
     return {"streams": streams} | {
         name: side.call("measure_own_cost", **arguments) for name, side in sides.items()
+    }
+
+
+def measure_timer(sides: dict[str, Side], effort: Effort, step_ms: float) -> Row:
+    """Measure how well the executor's sleeps keep the time when nothing else runs."""
+    _say(f"the timer alone, steps of {step_ms:g} ms")
+    arguments = {"steps": effort.own_steps // 2, "step_ms": step_ms}
+    return {"step_ms": step_ms} | {
+        name: side.call("measure_timer", **arguments) for name, side in sides.items()
     }
 
 
@@ -380,6 +394,11 @@ def print_report(result: Row) -> None:
     if result["short"]:
         _print_short(result["short"])
     _print_own_cost(result["own_cost"])
+    _print_table(
+        "The executor's timer alone, with no engine and no client: ms between results",
+        [it for share in SHARES for it in _both(share)],
+        {f"{row['step_ms']:g} ms": _shares(row) for row in result["timer"]},
+    )
     print("\nTargets")
     for row in result["targets"]:
         verdict = "reached" if row["is_reached"] else "not reached"
@@ -403,6 +422,10 @@ def _rates(row: Row) -> list[str]:
 
 def _percentiles(row: Row, key: str, digits: int) -> list[str]:
     return [f"{row[it][key][share]:.{digits}f}" for share in SHARES for it in SIDES]
+
+
+def _shares(row: Row) -> list[str]:
+    return [f"{row[it][share]:.3f}" for share in SHARES for it in SIDES]
 
 
 def _costs(row: Row) -> list[str]:

@@ -349,13 +349,19 @@ class Client:
 
     async def measure_own_cost(self, streams: int, steps: int) -> Row:
         """Return what executor and consumer take by themselves, in CPU microseconds."""
-        measure = "measure_own_cost"
+        busy = await self._ask_engine("run_alone", streams, steps, 0.0)
+        sleeping = await self._ask_engine("run_alone", streams, steps // 10, 1.5)
         return {
-            "step_us": await self._ask_engine(measure, streams, steps, 0.0),
-            "sleeping_step_us": await self._ask_engine(measure, streams, steps // 10, 1.5),
+            "step_us": busy["cpu_us"],
+            "sleeping_step_us": sleeping["cpu_us"],
             "output_us": _measure_consumer(),
             "marker_us": _measure_marker(),
         }
+
+    async def measure_timer(self, steps: int, step_ms: float) -> Row:
+        """Return the time between results of an executor with one request and no engine, in ms."""
+        alone = await self._ask_engine("run_alone", 1, steps, step_ms)
+        return percentiles([it / 1e6 for it in alone["gaps_ns"]])
 
 
 _clock = time.perf_counter_ns
