@@ -337,7 +337,7 @@ class Client:
         while True:
             number = next(self._numbers)
             # Another first block is enough to have no prefix in common.
-            prompt = {"prompt_token_ids": [number % VOCABULARY, number // VOCABULARY, *tail[2:]]}
+            prompt = _rendered([number % VOCABULARY, number // VOCABULARY, *tail[2:]])
             num_tokens = 0
             async for output in self._llm.generate(prompt, params, f"short-{number}"):
                 num_tokens += len(output.outputs[0].token_ids)
@@ -382,7 +382,12 @@ def _idle_s(core: int) -> float:
 
 def _prompt(number: int, num_tokens: int) -> Row:
     """Return a prompt that is always the same of a number, and like no other."""
-    return {"prompt_token_ids": random.Random(number).choices(range(VOCABULARY), k=num_tokens)}
+    return _rendered(random.Random(number).choices(range(VOCABULARY), k=num_tokens))
+
+
+def _rendered(token_ids: list[int]) -> Row:
+    """Return a prompt in the form in which vLLM's server hands it to its `AsyncLLM`."""
+    return {"type": "token", "prompt_token_ids": token_ids}
 
 
 def _measure_consumer() -> float:

@@ -228,9 +228,16 @@ def _replace_front_end_errors(module: ModuleType) -> None:
 
 def _replace_output_processing() -> None:
     patching.after_import("vllm.v1.engine.output_processor", _replace_output_processor)
+    patching.after_import("vllm.v1.metrics.loggers", _replace_latency_records)
 
 
 def _replace_output_processor(module: ModuleType) -> None:
     from sparksched import output_processor
 
     output_processor.install(module)
+
+
+def _replace_latency_records(module: ModuleType) -> None:
+    from sparksched import token_metrics
+
+    token_metrics.install(module)
