@@ -22,10 +22,9 @@ of the engine on another, the same two.
 - `other work`: the share of the two processors that other processes have taken meanwhile. Figures
   beside which that is more than a few percent say little.
 
-Prompts and outputs are token ids, prompts in the form in which vLLM's server hands them over: nothing
-is tokenized or detokenized. The KV cache groups are
-gpt-oss's, full attention and a sliding window of 128 tokens, in blocks of 16. Each figure is the
-median over rounds.
+Prompts are token ids, in the form in which vLLM's server hands them over, and so are outputs:
+nothing is tokenized or detokenized. The KV cache groups are gpt-oss's, full attention and a sliding
+window of 128 tokens, in blocks of 16. Each figure is the median over rounds.
 
     python -m bench.host_path [--quick] [--json FILE] [--streams N,...] [--step-ms T,...]
         [--no-short] [--ahead N]
