@@ -27,6 +27,7 @@ VOCAB_SIZE = 400  # ids below this are in the tiny model's vocabulary, and none 
 # Enough for the longest request alone, and a third of what the growing ones want together.
 NUM_BLOCKS = 52
 NUM_GROWING = 16  # as many as the server runs at once
+NUM_WITH_LOGPROBS = 40
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -54,6 +55,7 @@ class Observed:
     mixed: list[Completion]
     growing: list[Completion]
     structured: dict[str, Completion]
+    with_logprobs: list[Completion]
     before_abort: Completion
     after_abort: Completion
     num_preemptions: float
@@ -68,6 +70,7 @@ def observe(server: Server) -> Observed:
     mixed = asyncio.run(stream_all(server.base_url, server.model, mixed_wave))
     growing = asyncio.run(stream_all(server.base_url, server.model, growing_prompts()))
     structured = asyncio.run(stream_all(server.base_url, server.model, list(STRUCTURED.values())))
+    with_logprobs = asyncio.run(stream_all(server.base_url, server.model, logprobs_prompts()))
     num_preemptions = server.metric("vllm:num_preemptions_total")
     num_cached_tokens = server.metric("vllm:prefix_cache_hits_total")
     before_abort, after_abort = asyncio.run(complete_around_an_abort(server))
@@ -76,6 +79,7 @@ def observe(server: Server) -> Observed:
         mixed=mixed,
         growing=growing,
         structured=dict(zip(STRUCTURED, structured, strict=True)),
+        with_logprobs=with_logprobs,
         before_abort=before_abort,
         after_abort=after_abort,
         num_preemptions=num_preemptions,
@@ -90,6 +94,14 @@ def growing_prompts() -> list[Prompt]:
     return [
         Prompt([index, 1, 2, 3], max_tokens=200, extra={"ignore_eos": True})
         for index in range(NUM_GROWING)
+    ]
+
+
+def logprobs_prompts() -> list[Prompt]:
+    """Return prompts of which every other one asks for logprobs: steps bring both kinds."""
+    return [
+        Prompt([index, 9, 8], NUM_WITH_LOGPROBS, {"ignore_eos": True, "logprobs": index % 2 * 3})
+        for index in range(8)
     ]
 
 
@@ -186,6 +198,18 @@ def test_structured_outputs_keep_their_structure(ours: Observed) -> None:
     assert set(answer) == set(SCHEMA["required"])
     assert ours.structured["choice"].text in CHOICES
     assert re.fullmatch(PATTERN, ours.structured["regex"].text)
+
+
+def test_logprobs_are_equal(stock: Observed, ours: Observed) -> None:
+    for index, (expected, actual) in enumerate(
+        zip(stock.with_logprobs, ours.with_logprobs, strict=True)
+    ):
+        assert actual.outcome == expected.outcome
+        assert len(actual.logprobs) == len(expected.logprobs) == NUM_WITH_LOGPROBS
+        assert {len(it) for it in actual.logprobs} == {3 if index % 2 else 1}
+        # The model's arithmetic depends on who else is in a step.
+        for ours_at, stock_at in zip(actual.logprobs, expected.logprobs, strict=True):
+            assert ours_at == pytest.approx(stock_at, abs=1e-3)
 
 
 def test_the_server_answers_after_aborts(stock: Observed, ours: Observed) -> None:

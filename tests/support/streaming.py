@@ -46,6 +46,7 @@ class Completion:
     usage: dict[str, Any] | None = None
     first_token_s: float | None = None  # since the request was sent
     gaps_s: list[float] = field(default_factory=list)  # between chunks that carry tokens
+    logprobs: list[dict[str, float]] = field(default_factory=list)  # by token, for each position
 
     @property
     def outcome(self) -> tuple[list[int], str, str | None]:
@@ -123,5 +124,6 @@ def _absorb(completion: Completion, chunk: dict[str, Any]) -> bool:
         completion.token_ids += token_ids
         completion.text += choice["text"]
         completion.finish_reason = choice.get("finish_reason") or completion.finish_reason
+        completion.logprobs += (choice.get("logprobs") or {}).get("top_logprobs", [])
         completion.prompt_token_ids = choice.get("prompt_token_ids") or completion.prompt_token_ids
     return has_tokens
