@@ -25,12 +25,21 @@ def describe_run() -> dict[str, str | int]:
 
 
 def _commit() -> str:
-    """Return the commit, marked if files differ from it, or `unknown` outside of a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    """Return the commit, marked if files differ from it, or `unknown` outside of a checkout.
+
+    Results of other benchmarks make no difference.
+    """
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", ".", ":!bench/results")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 

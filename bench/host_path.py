@@ -156,6 +156,8 @@ def choose_cores() -> tuple[int, int]:
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < 2:
         raise BenchmarkError("two processors are needed: one for the client, one for the engine")
+    if len(allowed) > 2:
+        del allowed[0]  # which serves most interrupts
     first = allowed[0]
     others = [it for it in allowed[1:] if it not in _threads_of_core(first)]
     return first, (others or allowed[1:])[0]
