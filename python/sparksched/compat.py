@@ -320,9 +320,27 @@ _STRUCTURES: Final[Mapping[str, _Shape]] = {
         **_ATTENTION_SPEC,
         **_any("sliding_window attention_chunk_size non_causal"),
     },
+    "vllm.v1.kv_cache_interface.MLAAttentionSpec": {
+        **_ATTENTION_SPEC,
+        **_any(
+            """
+            sliding_window attention_chunk_size non_causal cache_dtype_str alignment
+            model_version cache_role is_index_group_leader non_causal_multi_token_decode
+            """
+        ),
+    },
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": {
         **_ATTENTION_SPEC,
         **_any("sliding_window extra_retained_tokens"),
+    },
+    "vllm.v1.kv_cache_interface.SlidingWindowMLASpec": {
+        **_ATTENTION_SPEC,
+        **_any(
+            """
+            sliding_window extra_retained_tokens cache_dtype_str alignment model_version
+            bounded_replay
+            """
+        ),
     },
     "vllm.config.scheduler.SchedulerConfig": _SCHEDULER_CONFIG,
     "vllm.config.cache.CacheConfig": _CACHE_CONFIG,
@@ -682,13 +700,6 @@ _CONFIG_RULES: Final = (
         ),
     ),
     _Rule(
-        # The KV cache configuration shows it too, but to the engine alone: the front end
-        # must know as well which scheduler its requests will meet.
-        "multi-head latent attention",
-        "only full attention and sliding-window attention are supported",
-        lambda config: config.model_config.use_mla,
-    ),
-    _Rule(
         "this scheduling policy",
         "only fcfs and priority are supported (--scheduling-policy)",
         lambda config: config.scheduler_config.policy not in ("fcfs", "priority"),
@@ -814,7 +825,9 @@ _PICKLE_MARGIN_BYTES: Final = 128
 
 _SPEC_MANAGERS: Final = {
     "FullAttentionSpec": "FullAttentionManager",
+    "MLAAttentionSpec": "FullAttentionManager",
     "SlidingWindowSpec": "SlidingWindowManager",
+    "SlidingWindowMLASpec": "SlidingWindowManager",
 }
 
 _KV_CACHE_RULES: Final = (
@@ -851,7 +864,9 @@ _KV_CACHE_RULES: Final = (
 def _is_refused_by_vllm(interval: int | None, groups: "Sequence[KVCacheGroupSpec]") -> bool:
     """Whether vLLM's own scheduler would not start: then it is the one to say so."""
     specs = [group.kv_cache_spec for group in groups]
-    has_window = any(type(spec).__name__ == "SlidingWindowSpec" for spec in specs)
+    has_window = any(
+        _SPEC_MANAGERS.get(type(spec).__name__) == "SlidingWindowManager" for spec in specs
+    )
     if not interval:
         return False
     return not has_window or any(interval % spec.block_size != 0 for spec in specs)
@@ -937,7 +952,7 @@ def _unsupported_group(group: "KVCacheGroupSpec") -> Unsupported | None:
     ):
         return Unsupported(
             f"a KV cache of type {spec_cls.__name__}",
-            "only full attention and sliding-window attention are supported",
+            "only full and sliding-window attention are supported, multi-head latent or not",
         )
     for rule in _GROUP_RULES:
         if rule.applies(group):

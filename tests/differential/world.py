@@ -39,6 +39,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -60,6 +62,7 @@ class Configuration:
     async_scheduling: bool
     policy: str
     sliding_windows: tuple[int | None, ...]
+    latent_groups: tuple[bool, ...]
     block_size: int
     num_blocks: int
     max_model_len: int
@@ -117,6 +120,9 @@ NAMED_SETTINGS: dict[str, dict[str, Any]] = {
     "async-four-groups": {"async_scheduling": True, "groups": "full+3sliding"},
     "async-two-windows": {"async_scheduling": True, "groups": "full+2windows"},
     "sync-two-windows": {"async_scheduling": False, "groups": "full+2windows"},
+    "sync-latent": {"async_scheduling": False, "latent": "all"},
+    "async-some-latent": {"async_scheduling": True, "groups": "full+2windows", "latent": "some"},
+    "full-and-latent": {"groups": "2full", "latent": "last"},
     "no-prefix-cache": {"enable_prefix_caching": False},
     "no-chunked-prefill": {"enable_chunked_prefill": False},
     "deep-queue": {"async_scheduling": True, "batch_queue_size": 3} | _SCARCE_BLOCKS,
@@ -159,12 +165,16 @@ def draw_configuration(name: str, seed: int) -> Configuration:
     has_sliding_window = any(window is not FULL_ATTENTION for window in sliding_windows)
     batch_queue_size = choose("batch_queue_size", 2, 2, 3) if async_scheduling else 1
     in_flight_tokens = max_num_batched_tokens * (2 if async_scheduling else 1)
+    latent_groups = _draw_latent_groups(
+        rng, choose("latent", "none", "none", "all", "some"), len(sliding_windows)
+    )
     smallest_pool = _smallest_pool(sliding_windows, block_size, max_model_len, in_flight_tokens)
     return Configuration(
         name=name,
         async_scheduling=async_scheduling,
         policy=choose("policy", "fcfs", "fcfs", "priority"),
         sliding_windows=sliding_windows,
+        latent_groups=latent_groups,
         block_size=block_size,
         num_blocks=int(smallest_pool * choose("pool_factor", 1.0, 1.0, 1.2, 1.6, 3.0)) + 1,
         max_model_len=max_model_len,
@@ -211,11 +221,20 @@ def _draw_sliding_windows(rng: random.Random, groups: str) -> tuple[int | None, 
     window, other_window = rng.sample([5, 8, 12, 17, 32, 64, 128], 2)
     return {
         "full": (FULL_ATTENTION,),
+        "2full": (FULL_ATTENTION, FULL_ATTENTION),
         "sliding": (window,),
         "full+sliding": rng.choice([(FULL_ATTENTION, window), (window, FULL_ATTENTION)]),
         "full+3sliding": (FULL_ATTENTION, window, window, window),
         "full+2windows": (FULL_ATTENTION, window, other_window),
     }[groups]
+
+
+def _draw_latent_groups(rng: random.Random, which: str, num_groups: int) -> tuple[bool, ...]:
+    """Return which groups have multi-head latent attention."""
+    some = tuple(rng.random() < 0.5 for _ in range(num_groups))
+    last = (*[False] * (num_groups - 1), True)
+    none, every = (False,) * num_groups, (True,) * num_groups
+    return {"none": none, "some": some, "last": last, "all": every}[which]
 
 
 def _smallest_pool(
@@ -339,23 +358,31 @@ def _build_kv_cache_config(configuration: Configuration) -> KVCacheConfig:
         num_blocks=configuration.num_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[
-            KVCacheGroupSpec([f"layer.{index}"], _kv_cache_spec(configuration.block_size, window))
-            for index, window in enumerate(configuration.sliding_windows)
+            KVCacheGroupSpec(
+                [f"layer.{index}"], _kv_cache_spec(configuration.block_size, window, is_latent)
+            )
+            for index, (window, is_latent) in enumerate(
+                zip(configuration.sliding_windows, configuration.latent_groups, strict=True)
+            )
         ],
         prefix_cache_retention_interval=configuration.prefix_cache_retention_interval,
     )
 
 
-def _kv_cache_spec(block_size: int, window: int | None) -> FullAttentionSpec | SlidingWindowSpec:
-    shape = {
+def _kv_cache_spec(
+    block_size: int, window: int | None, is_latent: bool
+) -> FullAttentionSpec | SlidingWindowSpec:
+    shape: dict[str, Any] = {
         "block_size": block_size,
         "num_kv_heads": 1,
         "head_size": 1,
         "dtype": torch.float32,
     }
     if window is FULL_ATTENTION:
-        return FullAttentionSpec(**shape)
-    return SlidingWindowSpec(**shape, sliding_window=window)
+        return (MLAAttentionSpec if is_latent else FullAttentionSpec)(**shape)
+    return (SlidingWindowMLASpec if is_latent else SlidingWindowSpec)(
+        **shape, sliding_window=window
+    )
 
 
 def stock_scheduler_class(configuration: Configuration) -> SchedulerClass:

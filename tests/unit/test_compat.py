@@ -285,7 +285,6 @@ REFUSED = [
     ("Mamba or linear attention", {"model_config.has_inner_state": True}),
     ("Mamba or linear attention", {"model_config.is_attention_free": True}),
     ("Mamba or linear attention", {"cache_config.is_attention_free": True}),
-    ("multi-head latent attention", {"model_config.use_mla": True}),
     ("this scheduling policy", {"scheduler_config.policy": "shortest-first"}),
     ("this prefix caching hash", {"cache_config.prefix_caching_hash_algo": "crc32"}),
     ("a limit of 2^31 or more", {"scheduler_config.max_num_scheduled_tokens": 2**31}),
@@ -362,6 +361,14 @@ def sliding_window(**fields: object) -> Any:
     return spec("SlidingWindowSpec", **{"sliding_window": 32, **fields})
 
 
+def latent_attention(**fields: object) -> Any:
+    return spec("MLAAttentionSpec", num_kv_heads=1, **fields)
+
+
+def latent_sliding_window(**fields: object) -> Any:
+    return spec("SlidingWindowMLASpec", **{"num_kv_heads": 1, "sliding_window": 32, **fields})
+
+
 def group(kv_cache_spec: object, **fields: object) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
@@ -398,6 +405,8 @@ def unsupported_kv_cache(
         [sliding_window],
         [full_attention, sliding_window],
         [sliding_window, sliding_window, full_attention],
+        [latent_attention],
+        [latent_attention, latent_sliding_window, full_attention],
     ],
 )
 @pytest.mark.parametrize("hash_block_size", [BLOCK_SIZE, None])
@@ -437,8 +446,8 @@ REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
         lambda: kv_cache(group(full_attention()), group(half_precision())),
     ),
     (
-        "a KV cache of type MLAAttentionSpec",
-        lambda: kv_cache(group(spec("MLAAttentionSpec", num_kv_heads=1))),
+        "a KV cache of type HiddenStateCacheSpec",
+        lambda: kv_cache(group(spec("HiddenStateCacheSpec", num_kv_heads=1))),
     ),
     (
         "a KV cache of type ChunkedLocalAttentionSpec",
