@@ -250,7 +250,9 @@ def test_health_of_a_stopped_engine(ours: Observed) -> None:
 def test_a_killed_engine_ends_the_server_alike(stock: Observed, ours: Observed) -> None:
     assert ours.ends == stock.ends == ["an error in the stream"] * NUM_ENDLESS
     assert ours.status == stock.status
-    assert "engine 0 is gone: its process died" in ours.log
+    # Whoever notices first says so: our watcher, or vLLM's monitor.
+    notices = ("engine 0 is gone: its process died", "engine core exited unexpectedly")
+    assert any(notice in ours.log for notice in notices)
 
 
 def test_nothing_unusual_is_logged(stock: Observed, ours: Observed) -> None:

@@ -181,6 +181,18 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0, what: str 
     return value
 
 
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal; after SIGSTOP, wait until no thread of the process runs any more."""
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        wait_until(lambda: set(_states_of_threads(pid)) == {"T"}, what="for a process to stop")
+
+
+def _states_of_threads(pid: int) -> Iterator[str]:
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        yield (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def child_processes(pid: int) -> list[int]:
     """Return the processes that a process has started, through whichever thread."""
     children: list[int] = []
@@ -275,7 +287,7 @@ class Engine:
         return {"input_address": self.inputs[index], "output_address": self.outputs[index]}
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        send_signal(self.pid, number)
 
     def wait_for_exit(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Wait until the process ends by itself; return its exit status."""

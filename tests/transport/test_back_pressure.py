@@ -30,7 +30,7 @@ from .clients import (
     running_llm,
 )
 from .conftest import make_config
-from .engines import Engine, running_engine
+from .engines import Engine, running_engine, send_signal
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -205,7 +205,7 @@ def test_a_balancer_forgets_what_was_refused(model_directory: Path, tmp_path: Pa
             client = reader.client
             pids = [process.pid for process in client.resources.engine_manager.processes]
             for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
+                send_signal(pid, signal.SIGSTOP)
             ids = [f"bulky-{index}" for index in range(14)]
             adding = [reader.add(bulky_request(it, BULK)) for it in ids]
             results = await asyncio.gather(*adding, return_exceptions=True)

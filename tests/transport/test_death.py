@@ -31,7 +31,7 @@ from .clients import (
     run_async,
     running_llm,
 )
-from .engines import Engine, PacedExecutor, running_engine, wait_until
+from .engines import Engine, PacedExecutor, running_engine, send_signal, wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -249,7 +249,7 @@ def test_the_engine_notices_a_stopped_client(config: VllmConfig) -> None:
     with running_engine(config, **QUICK) as engine:
         with child_client(config, engine, 0, 1, {"long": 1200}, **QUICK) as client:
             assert client.receive() == "streaming"
-            os.kill(client.pid, signal.SIGSTOP)
+            send_signal(client.pid, signal.SIGSTOP)
             engine.wait_for_line("API server 0 is stuck: it hasn't run for ")
             os.kill(client.pid, signal.SIGCONT)
             engine.wait_for_line("API server 0 runs again")
