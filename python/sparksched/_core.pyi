@@ -281,6 +281,7 @@ class EngineRings:
         *,
         num_clients: int,
         ring_bytes: int,
+        max_idle_backlog_bytes: int,
         max_backlog_bytes: int,
         stuck_after_s: float,
     ) -> EngineRings:
@@ -290,8 +291,9 @@ class EngineRings:
             name: New in the system; at most 107 bytes.
             num_clients: Clients have indices below this.
             ring_bytes: Bytes of each ring, of which a client has two: a power of two.
-            max_backlog_bytes: What may wait for a client that takes no messages. One message
-                more is accepted, of whatever size.
+            max_idle_backlog_bytes: What may wait for a client that has taken nothing for
+                `stuck_after_s`. One message more is accepted, of whatever size.
+            max_backlog_bytes: The same for a client that reads, however slowly.
             stuck_after_s: A client that doesn't run for so many seconds is reported.
 
         Raises:
@@ -340,7 +342,7 @@ class EngineRings:
             regardless: Accept it however much waits.
 
         Returns:
-            False if the message is not accepted, because `max_backlog_bytes` wait already or did.
+            False if the message is not accepted, because too much waits already or did.
 
         Raises:
             RuntimeError: if the client has not come yet.
@@ -358,6 +360,14 @@ class EngineRings:
 
         Returns:
             False if the message is not accepted, as for `send`.
+
+        Raises:
+            RuntimeError: if the client has not come yet.
+
+        """
+
+    def backlog_bytes(self, client: int) -> int:
+        """Return how many bytes of messages find no room in a client's ring.
 
         Raises:
             RuntimeError: if the client has not come yet.

@@ -14,6 +14,7 @@ from sparksched.transport.client import EngineBusyError
 from vllm.config import VllmConfig
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCoreProc
 
 from .clients import (
     ENDLESS,
@@ -233,8 +234,11 @@ def test_a_balancer_forgets_what_was_refused(model_directory: Path, tmp_path: Pa
 # ----------------------------------------------------------------------------------------
 
 
+SMALL_BACKLOG = 1 << 16
+
+
 def allow_a_small_backlog() -> None:
-    engine_side.MAX_BACKLOG_BYTES = 1 << 16
+    engine_side.MAX_BACKLOG_BYTES = SMALL_BACKLOG
 
 
 class Ear:
@@ -250,6 +254,53 @@ class Ear:
     def open(self) -> None:
         self.loop.add_reader(self.channel.rings.fileno(), self.channel._on_event)
         self.channel._on_event()
+
+
+def ring_backlog(self: EngineCoreProc) -> int:
+    """Return what waits for the first client: a utility method."""
+    return self.sparksched_transport._rings.backlog_bytes(0)
+
+
+def show_a_small_backlog() -> None:
+    allow_a_small_backlog()
+    EngineCoreProc.ring_backlog = ring_backlog
+
+
+def test_a_client_that_reads_slowly(config: VllmConfig) -> None:
+    """Far more waits for it than may for one that reads nothing, and it loses nothing."""
+    lengths = {f"slow-{index}": 3000 + 50 * index for index in range(30)}
+
+    async def run(engine: Engine) -> None:
+        async with (
+            connected(config, engine, 0, count=2) as slow,
+            connected(config, engine, 1, count=2) as other,
+        ):
+            for request_id, length in lengths.items():
+                await slow.add(new_request(request_id, prompt_of(1), length, ignore_eos=True))
+            await slow.begin(*lengths)
+            await other.call_executor("set_step_s", 0.0)
+            ear = Ear(slow)
+            backlogs: list[int] = []
+            while any(client == 0 for _, client in await other.unfinished()):
+                ear.close()
+                await asyncio.sleep(0.3)
+                backlogs.append(await other.call("ring_backlog"))
+                ear.open()
+            await slow.finish(lengths)
+            assert max(backlogs) > 2 * SMALL_BACKLOG
+            for request_id, length in lengths.items():
+                assert slow.tokens[request_id] == expected_tokens(
+                    prompt_of(1), length, ignore_eos=True
+                )
+                assert slow.finishes[request_id] == [FinishReason.LENGTH]
+            assert not engine.log_lines("takes no messages")
+
+    variables = {**SMALL_RINGS, "SPARKSCHED_STUCK_AFTER_S": "10"}
+    with (
+        front_end(**variables),
+        running_engine(config, num_clients=2, prepare=show_a_small_backlog, **variables) as engine,
+    ):
+        run_async(run(engine))
 
 
 def test_a_client_that_reads_nothing(config: VllmConfig) -> None:

@@ -35,6 +35,7 @@ from sparksched.transport.encoder import PartEncoder, as_objects, difference_fro
 from sparksched.transport.offer import (
     ENGINE_DEAD,
     MAX_BACKLOG_BYTES,
+    MAX_SLOW_BACKLOG_BYTES,
     OUTPUTS,
     REQUEST_TYPES,
     Offer,
@@ -166,7 +167,8 @@ def _offer_rings(
             f"sparksched-{uuid.uuid4()}",
             num_clients=num_clients,
             ring_bytes=environment.ring_bytes(),
-            max_backlog_bytes=MAX_BACKLOG_BYTES,
+            max_idle_backlog_bytes=MAX_BACKLOG_BYTES,
+            max_backlog_bytes=MAX_SLOW_BACKLOG_BYTES,
             stuck_after_s=environment.stuck_after_s(),
         )
     except ConnectionError as error:
@@ -331,13 +333,13 @@ class _RingOutput:
         state = self._clients[client]
         with state.lock:
             if state.lost is None:
-                state.lost = self._take_back(client)
                 logger.warning(
-                    "sparksched: API server %d takes no messages and %d MiB wait for it; "
-                    "its requests fail, those of others go on",
+                    "sparksched: API server %d takes no messages, or too slowly: %d MiB wait for "
+                    "it; its requests fail, those of others go on",
                     client,
-                    MAX_BACKLOG_BYTES >> 20,
+                    self._rings.backlog_bytes(client) >> 20,
                 )
+                state.lost = self._take_back(client)
                 self._engine.input_queue.put_nowait((_Notice.CLIENT_BLOCKED, client))
             _note_request_ids(outputs, state.lost)
 

@@ -17,6 +17,12 @@ if hasattr(_core, "note_fork"):
 MAX_BACKLOG_BYTES: Final = 64 << 20
 """What may wait behind a full ring, apart from one message that may be larger."""
 
+MAX_SLOW_BACKLOG_BYTES: Final = 1 << 30
+"""The same for an API server that reads, only too slowly: that is no reason to fail requests.
+
+A fast engine can be minutes ahead of a busy API server. vLLM's sockets keep any number of messages.
+"""
+
 OUTPUTS: Final = 0
 """Kind of a message to a client: vLLM's `EngineCoreOutputs`."""
 

@@ -16,7 +16,7 @@ use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
 use sparksched_ring::handshake::HandshakeError;
 use sparksched_ring::link::{End, Event, Link};
 use sparksched_ring::message::Message;
-use sparksched_ring::outbox::{SendError, Ticket};
+use sparksched_ring::outbox::{BacklogLimits, SendError, Ticket};
 
 use crate::convert::StepOutputs;
 use crate::guard::catch_panics;
@@ -215,19 +215,28 @@ impl PyEngineRings {
 #[pymethods]
 impl PyEngineRings {
     #[new]
-    #[pyo3(signature = (name, *, num_clients, ring_bytes, max_backlog_bytes, stuck_after_s))]
+    #[pyo3(signature = (
+        name, *, num_clients, ring_bytes, max_idle_backlog_bytes, max_backlog_bytes, stuck_after_s
+    ))]
     fn new(
         name: &str,
         num_clients: u32,
         ring_bytes: usize,
+        max_idle_backlog_bytes: usize,
         max_backlog_bytes: usize,
         stuck_after_s: f64,
     ) -> PyResult<Self> {
+        let stuck_after = seconds("stuck_after_s", stuck_after_s)?;
+        let backlog = BacklogLimits {
+            idle_bytes: max_idle_backlog_bytes,
+            patience: stuck_after,
+            max_bytes: max_backlog_bytes,
+        };
         let options = EngineOptions {
             num_clients,
             ring_bytes,
-            max_backlog_bytes,
-            stuck_after: seconds("stuck_after_s", stuck_after_s)?,
+            backlog,
+            stuck_after,
             version: env!("CARGO_PKG_VERSION").to_owned(),
         };
         let rings = catch_panics(|| EngineRings::listen(name, options).map_err(connection_error))??;
@@ -309,6 +318,10 @@ impl PyEngineRings {
             send_parts(py, &parts, |parts| link.send_in_order(kind, parts))
         })?;
         Ok(has_room(link, sent))
+    }
+
+    fn backlog_bytes(&self, client: u32) -> PyResult<usize> {
+        Ok(self.link(client)?.backlog_bytes())
     }
 
     fn take_back<'py>(&self, py: Python<'py>, client: u32) -> PyResult<Bound<'py, PyList>> {

@@ -11,6 +11,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::bell::Bell;
 use crate::handshake::{self, Descriptors, HandshakeError};
 use crate::link::{Event, Link, Peer, WokenBy, noted_forks, sleep_on_futex};
+use crate::outbox::BacklogLimits;
 use crate::segment::{BellPage, MAX_RING_BYTES, MIN_RING_BYTES, Segment, Side};
 use crate::watcher::{Door, Mailbox, Watcher};
 
@@ -21,8 +22,8 @@ pub struct EngineOptions {
     pub num_clients: u32,
     /// Bytes of each ring, of which a client has two: a power of two.
     pub ring_bytes: usize,
-    /// An outgoing message is refused while this much waits for its client already.
-    pub max_backlog_bytes: usize,
+    /// An outgoing message is refused while more than this waits for its client already.
+    pub backlog: BacklogLimits,
     /// A client that doesn't run for this long is reported.
     pub stuck_after: Duration,
     /// The version of sparksched; clients must have the same.
@@ -163,14 +164,14 @@ impl Shared {
     }
 
     fn share_memory(&self, peer: Peer) -> Result<Link, HandshakeError> {
-        let EngineOptions { ring_bytes, max_backlog_bytes, .. } = self.options;
+        let EngineOptions { ring_bytes, backlog, .. } = self.options;
         let (segment, segment_fd) = Segment::create(ring_bytes)?;
         let event =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|error| {
                 HandshakeError::System { what: "an eventfd can't be made", source: error.into() }
             })?;
         let bell = Arc::clone(&self.bell);
-        let link = Link::new(Side::Engine, segment, bell, event, peer, max_backlog_bytes);
+        let link = Link::new(Side::Engine, segment, bell, event, peer, backlog);
         let descriptors = Descriptors {
             segment: segment_fd.as_fd(),
             bell: self.bell_fd.as_fd(),

@@ -13,7 +13,7 @@ use rustix::thread::futex;
 
 use crate::bell::{Alarm, Bell};
 use crate::message::{Message, Reader};
-use crate::outbox::{Outbox, SendError, TakenBack, Ticket};
+use crate::outbox::{BacklogLimits, Outbox, SendError, TakenBack, Ticket};
 use crate::ring::{Consumer, Corrupt, Producer};
 use crate::segment::{BellPage, Segment, Side};
 
@@ -175,7 +175,7 @@ impl Link {
         engine_bell: Arc<BellPage>,
         client_event: OwnedFd,
         peer: Peer,
-        max_backlog_bytes: usize,
+        backlog: BacklogLimits,
     ) -> Self {
         let (incoming, outgoing) = match side {
             Side::Engine => (segment.to_engine(), segment.to_client()),
@@ -188,7 +188,7 @@ impl Link {
                 reader: Reader::default(),
                 ended: false,
             }),
-            outbox: Mutex::new(Outbox::new(Producer::new(Arc::new(outgoing)), max_backlog_bytes)),
+            outbox: Mutex::new(Outbox::new(Producer::new(Arc::new(outgoing)), backlog)),
             segment,
             engine_bell,
             client_event,

@@ -1,6 +1,7 @@
 //! The sending side of a ring: messages go into the ring, and wait here if it has no room.
 
 use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
 use crate::message::{self, Unsendable};
 use crate::points::reach;
@@ -21,6 +22,25 @@ pub enum SendError {
     /// The ring is broken.
     #[error(transparent)]
     Corrupt(#[from] Corrupt),
+}
+
+/// How much may wait for a reader: one that reads slowly is given more than one that doesn't.
+#[derive(Clone, Copy, Debug)]
+pub struct BacklogLimits {
+    /// Bytes for a reader that has taken nothing for `patience`.
+    pub idle_bytes: usize,
+    /// How long a reader may take nothing.
+    pub patience: Duration,
+    /// Bytes for any reader.
+    pub max_bytes: usize,
+}
+
+impl BacklogLimits {
+    /// The same for all readers.
+    #[must_use]
+    pub const fn fixed(max_bytes: usize) -> Self {
+        Self { idle_bytes: max_bytes, patience: Duration::ZERO, max_bytes }
+    }
 }
 
 /// Names a message among those of its outbox. Later messages have higher tickets.
@@ -68,22 +88,25 @@ pub struct Outbox {
     waiting: VecDeque<Waiting>,
     /// The bytes of `waiting`, written or not.
     waiting_bytes: usize,
-    max_waiting_bytes: usize,
+    /// When the reader was last seen to have made room, or else when the first message had to wait.
+    made_room_at: Instant,
+    limits: BacklogLimits,
     next_ticket: Ticket,
     next_sequence: u64,
     is_closed: bool,
 }
 
 impl Outbox {
-    /// An outbox that accepts messages while fewer than `max_waiting_bytes` wait. A single message
-    /// of any size is accepted while none waits.
+    /// An outbox that accepts messages while less waits than the limits allow. A single message of
+    /// any size is accepted while none waits.
     #[must_use]
-    pub fn new(ring: Producer, max_waiting_bytes: usize) -> Self {
+    pub fn new(ring: Producer, limits: BacklogLimits) -> Self {
         Self {
             ring,
             waiting: VecDeque::new(),
             waiting_bytes: 0,
-            max_waiting_bytes,
+            made_room_at: Instant::now(),
+            limits,
             next_ticket: 0,
             next_sequence: 0,
             is_closed: false,
@@ -135,7 +158,10 @@ impl Outbox {
     }
 
     fn is_full(&self) -> bool {
-        !self.waiting.is_empty() && self.waiting_bytes >= self.max_waiting_bytes
+        let BacklogLimits { idle_bytes, patience, max_bytes } = self.limits;
+        !self.waiting.is_empty()
+            && (self.waiting_bytes >= max_bytes
+                || (self.waiting_bytes >= idle_bytes && self.made_room_at.elapsed() >= patience))
     }
 
     /// Flushes; if the ring turns out to be broken, the last message was not accepted.
@@ -152,6 +178,9 @@ impl Outbox {
     }
 
     fn keep(&mut self, message: Waiting) {
+        if self.waiting.is_empty() {
+            self.made_room_at = Instant::now();
+        }
         self.waiting_bytes += message.bytes();
         self.waiting.push_back(message);
     }
@@ -171,6 +200,9 @@ impl Outbox {
             let unwritten = Unwritten { parts, skip: message.written };
             let written = write_parts(&mut self.ring, unwritten);
             if let Ok((written, is_whole)) = written {
+                if written > 0 {
+                    self.made_room_at = Instant::now();
+                }
                 message.written += written;
                 if is_whole {
                     self.waiting_bytes -= message.bytes();

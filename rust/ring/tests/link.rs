@@ -7,6 +7,7 @@ use sparksched_ring::client::{ClientOptions, ClientRings};
 use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
 use sparksched_ring::link::{End, Event};
 use sparksched_ring::message::Message;
+use sparksched_ring::outbox::BacklogLimits;
 
 const PATIENCE: Option<Duration> = Some(Duration::from_secs(10));
 
@@ -14,7 +15,7 @@ fn engine(name: &str, ring_bytes: usize) -> EngineRings {
     let options = EngineOptions {
         num_clients: 2,
         ring_bytes,
-        max_backlog_bytes: 1 << 20,
+        backlog: BacklogLimits::fixed(1 << 20),
         stuck_after: Duration::from_secs(10),
         version: "test".to_owned(),
     };

@@ -17,7 +17,7 @@ use loom::thread;
 use sparksched_ring::bell::{Alarm, Bell};
 use sparksched_ring::message::Reader;
 use sparksched_ring::order;
-use sparksched_ring::outbox::Outbox;
+use sparksched_ring::outbox::{BacklogLimits, Outbox};
 use sparksched_ring::ring::{Consumer, Producer, Ring};
 
 /// A model, and how many preemptions loom tries in it (`None`: all). A switch at a blocking call or a
@@ -555,7 +555,7 @@ fn a_message_larger_than_the_ring() {
     let writer = thread::spawn({
         let (eventfd, futex) = (Arc::clone(&eventfd), Arc::clone(&futex));
         move || {
-            let outbox = std::cell::RefCell::new(Outbox::new(producer, 100));
+            let outbox = std::cell::RefCell::new(Outbox::new(producer, BacklogLimits::fixed(100)));
             outbox.borrow_mut().send(9, &[b"x"]).unwrap();
             futex.ring();
             eventfd.until(

@@ -3,11 +3,12 @@
 #![cfg(not(loom))]
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
 use sparksched_ring::message::{MAX_FRAMES, MAX_MESSAGE_BYTES, Message, Reader};
-use sparksched_ring::outbox::{Outbox, SendError};
+use sparksched_ring::outbox::{BacklogLimits, Outbox, SendError};
 use sparksched_ring::ring::{Corrupt, Ring};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -153,7 +154,7 @@ proptest! {
         turns in vec(0..3u8, 1..40),
     ) {
         let (producer, mut consumer) = Ring::on_heap(capacity, start).split();
-        let mut outbox = Outbox::new(producer, usize::MAX);
+        let mut outbox = Outbox::new(producer, BacklogLimits::fixed(usize::MAX));
         let mut reader = Reader::default();
         let mut unsent = messages.iter();
         let mut received = Vec::new();
@@ -198,7 +199,7 @@ fn encoded_len(message: &Message) -> usize {
 #[test]
 fn impossible_messages_are_refused_and_leave_no_trace() {
     let (producer, mut consumer) = Ring::on_heap(1 << 20, 0).split();
-    let mut outbox = Outbox::new(producer, 0);
+    let mut outbox = Outbox::new(producer, BacklogLimits::fixed(0));
     assert!(matches!(outbox.send(0, &[]), Err(SendError::Unsendable(_))));
     let too_many: Vec<&[u8]> = vec![b""; MAX_FRAMES + 1];
     assert!(matches!(outbox.send(0, &too_many), Err(SendError::Unsendable(_))));
@@ -282,7 +283,7 @@ proptest! {
         steps in vec(outbox_step(), 0..80),
     ) {
         let (producer, mut consumer) = Ring::on_heap(capacity, start).split();
-        let mut outbox = Outbox::new(producer, max_bytes);
+        let mut outbox = Outbox::new(producer, BacklogLimits::fixed(max_bytes));
         let mut reader = Reader::default();
         let mut model = NaiveOutbox {
             waiting: VecDeque::new(),
@@ -353,9 +354,36 @@ proptest! {
 }
 
 #[test]
+fn a_reader_that_reads_slowly_is_given_more_than_one_that_does_not() {
+    let (producer, mut consumer) = Ring::on_heap(64, 0).split();
+    let patience = Duration::from_millis(500);
+    let limits = BacklogLimits { idle_bytes: 100, patience, max_bytes: 1000 };
+    let mut outbox = Outbox::new(producer, limits);
+    let message = [7; 200];
+    // It has not had the time to take anything yet.
+    outbox.send(0, &[&message]).unwrap();
+    outbox.send(0, &[&message]).unwrap();
+    std::thread::sleep(patience);
+    assert_eq!(outbox.send(0, &[&message]), Err(SendError::Full));
+    // It takes a little, which doesn't bring it below the limit.
+    let mut bytes = [0; 8];
+    assert_eq!(consumer.read(&mut bytes), Ok(8));
+    consumer.release();
+    outbox.send(0, &[&message]).unwrap();
+    assert!(outbox.waiting_bytes() > limits.idle_bytes);
+    // However busy it is, there is an end to it.
+    while outbox.waiting_bytes() < limits.max_bytes {
+        outbox.send(0, &[&message]).unwrap();
+    }
+    assert_eq!(consumer.read(&mut bytes), Ok(8));
+    consumer.release();
+    assert_eq!(outbox.send(0, &[&message]), Err(SendError::Full));
+}
+
+#[test]
 fn nothing_is_sent_after_a_close() {
     let (producer, mut consumer) = Ring::on_heap(64, 0).split();
-    let mut outbox = Outbox::new(producer, 1000);
+    let mut outbox = Outbox::new(producer, BacklogLimits::fixed(1000));
     outbox.send(0, &[&[1; 100]]).unwrap();
     outbox.close();
     assert_eq!(consumer.readable(), Ok(64));
@@ -376,7 +404,7 @@ fn nothing_is_sent_after_a_close() {
 /// The bytes of messages in the ring.
 fn encoded(messages: &[Message]) -> Vec<u8> {
     let (producer, mut consumer) = Ring::on_heap(1 << 16, 0).split();
-    let mut outbox = Outbox::new(producer, usize::MAX);
+    let mut outbox = Outbox::new(producer, BacklogLimits::fixed(usize::MAX));
     for message in messages {
         outbox.send(message.kind, &slices(message)).unwrap();
     }

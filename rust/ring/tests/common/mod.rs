@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use sparksched_ring::client::{ClientOptions, ClientRings};
 use sparksched_ring::engine::{EngineOptions, EngineRings};
 use sparksched_ring::link::{End, Event, Link};
-use sparksched_ring::outbox::SendError;
+use sparksched_ring::outbox::{BacklogLimits, SendError};
 
 /// Long enough for anything that isn't a hang, on a machine that is busy with other things.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -165,7 +165,7 @@ pub fn engine_options(num_clients: u32, ring_bytes: usize) -> EngineOptions {
     EngineOptions {
         num_clients,
         ring_bytes,
-        max_backlog_bytes: 64 << 10,
+        backlog: BacklogLimits::fixed(64 << 10),
         stuck_after: NEVER_STUCK,
         version: "test".to_owned(),
     }
