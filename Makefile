@@ -20,7 +20,7 @@ unexport CONDA_PREFIX
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # --- Environment and build ---------------------------------------------------------------
 
@@ -75,6 +75,10 @@ test: lint test-rust build ## every check: lints, types, Rust and Python tests, 
 test-fast: lint test-rust build ## every check but the real servers
 	$(BIN)/pytest -m "not e2e"
 
+.PHONY: conformance
+conformance: build ## run vLLM's own scheduler tests on sparksched
+	UV="$(UV)" $(BIN)/python -m tests.conformance $(ARGS)
+
 .PHONY: test-rust
 test-rust: rust-toolchain
 	cargo test -p sparksched-core -p sparksched-wire
@@ -93,5 +97,5 @@ lint: build ## formatting, lints and types, of Rust and Python
 
 .PHONY: clean
 clean: ## remove what was built; .venv stays
-	rm -rf target .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis python/sparksched/*.so
+	rm -rf target .demo .conformance .pytest_cache .mypy_cache .ruff_cache .hypothesis python/sparksched/*.so
 	find bench python tests -name __pycache__ -prune -exec rm -rf {} +

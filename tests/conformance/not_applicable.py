@@ -1,0 +1,47 @@
+"""The tests that say nothing about sparksched, each with its reason: `not_applicable.toml`."""
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = Path(__file__).with_suffix(".toml")
+
+# Where vLLM keeps the tests: the table's names are relative to it.
+_FOLDER = "tests/v1/core/"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Reasons by file and by the test's name, with or without its parameters."""
+
+    reasons: dict[str, dict[str, str]]
+
+    def reason(self, nodeid: str) -> str | None:
+        """Return why a test is not applicable; None if it is not listed."""
+        file, name = _split(nodeid)
+        of_file = self.reasons.get(file, {})
+        return of_file.get(name) or of_file.get(_without_parameters(name))
+
+    def unknown_names(self, nodeids: Iterable[str]) -> list[str]:
+        """Return the table's names that none of these tests has."""
+        known = set()
+        for nodeid in nodeids:
+            file, name = _split(nodeid)
+            known |= {(file, name), (file, _without_parameters(name))}
+        listed = [(file, name) for file, of_file in self.reasons.items() for name in of_file]
+        return [f"{file}::{name}" for file, name in listed if (file, name) not in known]
+
+
+def read(path: Path = FILE) -> Table:
+    """Read the table."""
+    return Table(tomllib.loads(path.read_text()))
+
+
+def _split(nodeid: str) -> tuple[str, str]:
+    file, _, name = nodeid.removeprefix(_FOLDER).partition("::")
+    return file, name
+
+
+def _without_parameters(name: str) -> str:
+    return name.partition("[")[0]

@@ -1,0 +1,75 @@
+"""A pytest plugin: vLLM's tests on sparksched, and what came of them.
+
+It is loaded before the tests are collected, so that they import our classes under the names of
+vLLM's schedulers.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from . import census, names, not_applicable
+from .census import CENSUS
+from .report import Report, Verdict, judge
+from .scheduler import MirroredAsyncScheduler, MirroredScheduler
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put our classes in the place of vLLM's."""
+    census.start()
+    names.bind(MirroredScheduler, MirroredAsyncScheduler)
+    config.pluginmanager.register(Conformance(), "conformance")
+
+
+class Conformance:
+    """The verdicts on one session's tests."""
+
+    def __init__(self) -> None:
+        self._table = not_applicable.read()
+        self._report = Report()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self) -> Iterator[None]:
+        CENSUS.reset()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        phase: pytest.TestReport = yield
+        if phase.when == "call" or not phase.passed:
+            self._judge(item.nodeid, phase)
+        return phase
+
+    def _judge(self, nodeid: str, phase: pytest.TestReport) -> None:
+        """Enter a test into the report, and let pytest know of it what the report says."""
+        listed = self._table.reason(nodeid)
+        verdict, reason = judge(phase.outcome, CENSUS, listed)
+        if phase.skipped:
+            reason = f"vLLM skips it: {_skip_reason(phase)}"
+        self._report.enter(nodeid, verdict, reason)
+        if verdict is Verdict.NOT_APPLICABLE and phase.failed:
+            phase.outcome = "skipped"
+            phase.wasxfail = reason
+        elif verdict is Verdict.LISTED_BUT_PASSES:
+            phase.outcome = "failed"
+            phase.longrepr = f"it passes, but {not_applicable.FILE.name} says: {listed}"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.config.option.keyword:
+            return
+        nodeids = [item.nodeid for item in session.items]
+        self._report.unknown_names = self._table.unknown_names(nodeids)
+        if self._report.unknown_names and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.section("vLLM's scheduler tests on sparksched")
+        terminalreporter.write_line(self._report.text())
+
+
+def _skip_reason(phase: pytest.TestReport) -> str:
+    if hasattr(phase, "wasxfail"):
+        return str(phase.wasxfail)
+    return str(phase.longrepr[2]) if isinstance(phase.longrepr, tuple) else str(phase.longrepr)

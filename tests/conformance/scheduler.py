@@ -1,0 +1,196 @@
+"""`SparkScheduler` with the attributes that vLLM's tests read."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from sparksched.scheduler import SparkScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from . import names
+from .census import CENSUS
+from .mirror import Mirror
+
+# What may be read of the scheduler that mirrors the native one: the configuration, what is written
+# there, and managers of features that the native scheduler has not. Nothing else, because what is
+# not kept up to date would let tests pass that should not.
+_READABLE = frozenset(
+    {
+        "policy",
+        "max_model_len",
+        "max_num_running_reqs",
+        "use_v2_model_runner",
+        "finished_req_ids",
+        "kv_holding_waiting",
+        "prefill_capacity_bound",
+        "encoder_cache_manager",
+    }
+)
+
+# What `SparkScheduler` itself assigns after its construction.
+_OWN_STATE = frozenset({"_core", "_needs_none_hash"})
+
+
+class AssignsToTheScheduler(Exception):
+    """A test has assigned to an attribute: in the native scheduler nobody would look at it."""
+
+
+class _WithFunctionsOfVllm(type(SparkScheduler)):  # type: ignore[misc]
+    """Tests that call a function of vLLM's class without a scheduler get that function."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(names.Scheduler, name)
+
+
+class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
+    """Stands in the place of vLLM's `Scheduler`; falls back as `SparkScheduler` does."""
+
+    stock_class = names.Scheduler
+    async_scheduling = False
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        with names.bound_to_vllms_own(), cls._mode_of(vllm_config):
+            return super().__new__(cls, vllm_config, *args, **kwargs)
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        CENSUS.num_native += 1
+        with CENSUS.paused():
+            self.__dict__["_mirror"] = Mirror(self.stock_class(vllm_config, *args, **kwargs))
+        self.__dict__["_arguments"] = (vllm_config, *args), kwargs
+        self._build()
+
+    def _build(self) -> None:
+        args, kwargs = self._arguments
+        self.__dict__["_is_built"] = False
+        with self._mode_of(args[0]):
+            super().__init__(*args, **kwargs)
+        self.__dict__["_is_built"] = True
+
+    @classmethod
+    @contextmanager
+    def _mode_of(cls, vllm_config: Any) -> Iterator[None]:
+        """Say in the configuration what the test says by the class.
+
+        Platforms change the setting (the CPU's switches asynchronous scheduling off), and vLLM's
+        classes don't look at it.
+        """
+        scheduler_config = vllm_config.scheduler_config
+        with mock.patch.object(scheduler_config, "async_scheduling", cls.async_scheduling):
+            yield
+
+    # ---- attributes ----
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "use_v2_model_runner":
+            self._use_model_runner(is_v2=value)
+        elif name in _OWN_STATE or not self.__dict__.get("_is_built", False):
+            self.__dict__[name] = value
+        else:
+            raise AssignsToTheScheduler(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _READABLE and "_mirror" in self.__dict__:
+            return getattr(self._mirror.stock, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _use_model_runner(self, *, is_v2: bool) -> None:
+        """Build the scheduler anew for a model runner: that is part of its configuration."""
+        if self.requests:
+            raise AssignsToTheScheduler("use_v2_model_runner")
+        self._mirror.stock.use_v2_model_runner = is_v2
+        with mock.patch.dict(os.environ, {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2))}):
+            self._build()
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        return self._mirror.stock.requests
+
+    @property
+    def running(self) -> list[Request]:
+        return self._mirror.stock.running
+
+    @property
+    def waiting(self) -> Any:
+        return self._mirror.stock.waiting
+
+    @property
+    def deferred_waiting(self) -> set[Request]:
+        stats = self._take_stats()
+        if stats is not None:
+            self._mirror.check_num_deferred(stats)
+        return self._mirror.stock.deferred_waiting
+
+    @property
+    def kv_cache_manager(self) -> Any:
+        manager = self._mirror.show_kv_cache()
+        self._take_stats()
+        return manager
+
+    def _take_stats(self) -> SchedulerStats | None:
+        """Return the statistics, and move those of the prefix cache to where vLLM keeps them.
+
+        They are then missing in the next outputs: a test that looks for them there, too, fails.
+        """
+        stats = self._core.make_stats()
+        if stats is not None:
+            self._mirror.add_prefix_cache_stats(stats.prefix_cache_stats)
+        return stats
+
+    # ---- calls that change the state ----
+
+    @contextmanager
+    def _changing_state(self) -> Iterator[None]:
+        self._mirror.check_untouched()
+        yield
+        self._mirror.write(self._core.requests, self.snapshot())
+
+    def add_request(self, request: Request) -> None:
+        with self._changing_state():
+            super().add_request(request)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        with self._changing_state():
+            output = super().schedule(throttle_prefills)
+        self._mirror.note_schedule(output, throttled=throttle_prefills)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        with self._changing_state():
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+            self._mirror.note_outputs(outputs)
+        return outputs
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        with self._changing_state():
+            finished = super().finish_requests(request_ids, finished_status)
+            self._mirror.note_finished(finished)
+        return finished
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        with self._changing_state():
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+
+class MirroredAsyncScheduler(MirroredScheduler):
+    """Stands in the place of vLLM's `AsyncScheduler`."""
+
+    stock_class = names.AsyncScheduler
+    async_scheduling = True
+
+
+# What falls back is one of vLLM's schedulers, and is an instance of what was asked for as well.
+MirroredScheduler.register(names.Scheduler)
+MirroredAsyncScheduler.register(names.AsyncScheduler)
