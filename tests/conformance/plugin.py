@@ -12,13 +12,14 @@ import pytest
 from . import census, names, not_applicable
 from .census import CENSUS
 from .report import Report, Verdict, judge
-from .scheduler import MirroredAsyncScheduler, MirroredScheduler
+from .scheduler import MirroredAsyncScheduler, MirroredScheduler, accept_fallbacks
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Put our classes in the place of vLLM's."""
     census.start()
     names.bind(MirroredScheduler, MirroredAsyncScheduler)
+    accept_fallbacks()
     config.pluginmanager.register(Conformance(), "conformance")
 
 

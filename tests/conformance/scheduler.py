@@ -191,6 +191,10 @@ class MirroredAsyncScheduler(MirroredScheduler):
     async_scheduling = True
 
 
-# What falls back is one of vLLM's schedulers, and is an instance of what was asked for as well.
-MirroredScheduler.register(names.Scheduler)
-MirroredAsyncScheduler.register(names.AsyncScheduler)
+def accept_fallbacks() -> None:
+    """Let one of vLLM's schedulers pass for an instance of what was asked for, after a fallback.
+
+    It then passes for a `SparkScheduler` as well: not in a process that has other tests.
+    """
+    MirroredScheduler.register(names.Scheduler)
+    MirroredAsyncScheduler.register(names.AsyncScheduler)
