@@ -35,8 +35,7 @@ class NativeBlockHasher:
         block_size: int,
         none_hash: bytes,
         *,
-        hash_first_block: Callable[[Any], bytes],
-        fallback: Callable[[Any], list[bytes]],
+        extra_keys: Callable[[Any], tuple[list[bytes], bytes]],
     ) -> NativeBlockHasher:
         """Build a hasher.
 
@@ -44,9 +43,8 @@ class NativeBlockHasher:
             algorithm: `sha256`, `sha256_cbor`, `xxhash` or `xxhash_cbor`.
             block_size: Tokens a block, 1 to about 13,000.
             none_hash: Parent of each first block, at most 32 bytes.
-            hash_first_block: Hashes the first block of a request that has a cache salt.
-            fallback: Hashes all blocks of a request with LoRA, multimodal features or prompt
-                embeddings.
+            extra_keys: Serialises what the blocks of a request are hashed with besides their
+                tokens; see `sparksched.extra_keys`. Called only for requests that have such keys.
 
         Raises:
             ValueError: for an argument outside of these bounds.
@@ -61,8 +59,14 @@ class NativeBlockHasher:
 
         """
 
-def read_prompt(request: Any) -> None:
-    """Read the tokens of a `Request` ahead of `SchedulerCore.add_request`, which then does not.
+def read_prompt(
+    request: Any, *, extra_keys: Callable[[Any], tuple[list[bytes], bytes]] | None
+) -> None:
+    """Read the prompt of a `Request` ahead of `SchedulerCore.add_request`, which then does not.
+
+    Args:
+        request: A `vllm.v1.request.Request`.
+        extra_keys: As for `NativeBlockHasher`; None without prefix caching.
 
     Raises:
         OverflowError: if a token id does not fit into 32 bits.
@@ -113,7 +117,8 @@ class SchedulerCore:
         config: dict[str, Any],
         *,
         accept_tokens: Callable[[Any, list[int]], bool],
-        hash_first_block: Callable[[Any], bytes],
+        validate_tokens: Callable[[Any, list[int]], list[int]],
+        extra_keys: Callable[[Any], tuple[list[bytes], bytes]] | None,
         include_finished_set: bool,
     ) -> SchedulerCore:
         """Build a scheduler without requests.
@@ -121,7 +126,8 @@ class SchedulerCore:
         Args:
             config: What `sparksched.scheduler.core_config` returns.
             accept_tokens: Advances a request's grammar; False if it rejects the tokens.
-            hash_first_block: Hashes the first block of a request that has a cache salt.
+            validate_tokens: Returns draft tokens up to the first that a request's grammar rejects.
+            extra_keys: As for `NativeBlockHasher`; None without prefix caching.
             include_finished_set: Outputs carry the ids of requests that ended, by client.
 
         Raises:
@@ -147,6 +153,17 @@ class SchedulerCore:
         """Take in a step's `ModelRunnerOutput`; return outputs by client.
 
         They are `EngineCoreOutputs`, or `StepOutputs` for clients that these are written for.
+        """
+
+    def update_draft_token_ids(
+        self, request_ids: list[str], draft_token_ids: list[list[int]]
+    ) -> None:
+        """Take the draft tokens of these requests for the next step."""
+
+    def valid_drafts(self, request_id: str, draft_token_ids: list[int]) -> list[int] | None:
+        """Return the drafts that a request's grammar accepts; None for an unknown request.
+
+        It is the very list if the request has no grammar.
         """
 
     def encode_outputs_for(

@@ -174,6 +174,16 @@ _ATTENTION_SPEC: Final = _any(
     """
 )
 
+_LATENT_ATTENTION_SPEC: Final = {
+    **_ATTENTION_SPEC,
+    **_any(
+        """
+        sliding_window attention_chunk_size non_causal cache_dtype_str alignment
+        model_version cache_role is_index_group_leader non_causal_multi_token_decode
+        """
+    ),
+}
+
 _PREFIX_CACHE_STATS: Final = {"reset": False, "requests": 0, "queries": 0, "hits": 0}
 
 # Fields in their order, with their defaults where sparksched relies on them: it builds
@@ -306,6 +316,22 @@ _STRUCTURES: Final[Mapping[str, _Shape]] = {
         "num_external_cached_tokens": 0,
         "num_cache_creation_tokens": 0,
     },
+    "vllm.v1.metrics.stats.RequestSpecDecodeMetrics": {
+        "num_spec_tokens": _REQUIRED,
+        "histogram": list,
+        "num_draft_tokens": 0,
+        "per_step_accepted": list,
+        "per_step_drafted": list,
+    },
+    "vllm.v1.spec_decode.metrics.SpecDecodingStats": {
+        "num_spec_tokens": _REQUIRED,
+        "num_drafts": 0,
+        "num_draft_tokens": 0,
+        "num_accepted_tokens": 0,
+        "num_accepted_tokens_per_pos": list,
+        "num_draft_tokens_per_pos": list,
+    },
+    "vllm.v1.outputs.DraftTokenIds": _required("req_ids draft_token_ids"),
     "vllm.v1.kv_cache_interface.KVCacheConfig": _any(
         """
         num_blocks kv_cache_tensors kv_cache_groups prefix_cache_retention_interval
@@ -320,14 +346,11 @@ _STRUCTURES: Final[Mapping[str, _Shape]] = {
         **_ATTENTION_SPEC,
         **_any("sliding_window attention_chunk_size non_causal"),
     },
-    "vllm.v1.kv_cache_interface.MLAAttentionSpec": {
+    "vllm.v1.kv_cache_interface.MLAAttentionSpec": _LATENT_ATTENTION_SPEC,
+    "vllm.v1.kv_cache_interface.HiddenStateCacheSpec": _LATENT_ATTENTION_SPEC,
+    "vllm.v1.kv_cache_interface.ChunkedLocalAttentionSpec": {
         **_ATTENTION_SPEC,
-        **_any(
-            """
-            sliding_window attention_chunk_size non_causal cache_dtype_str alignment
-            model_version cache_role is_index_group_leader non_causal_multi_token_decode
-            """
-        ),
+        **_any("attention_chunk_size"),
     },
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": {
         **_ATTENTION_SPEC,
@@ -540,21 +563,9 @@ _CONFIG_RULES: Final = (
         lambda config: config.model_config is None,
     ),
     _Rule(
-        "speculative decoding",
-        "draft tokens are scheduled only by vLLM's own scheduler; "
-        "start without --speculative-config to use sparksched",
-        lambda config: config.speculative_config is not None,
-    ),
-    _Rule(
         DIFFUSION.feature,
         DIFFUSION.reason,
         lambda config: config.diffusion_config is not None or config.model_config.is_diffusion,
-    ),
-    _Rule(
-        "LoRA",
-        "adapters take part in scheduling and in block hashes; "
-        "start without --enable-lora to use sparksched",
-        lambda config: config.lora_config is not None,
     ),
     _Rule(
         "an encoder-decoder model",
@@ -562,11 +573,11 @@ _CONFIG_RULES: Final = (
         lambda config: config.model_config.is_encoder_decoder,
     ),
     _Rule(
-        "pooling",
-        "only text generation is supported (--runner generate)",
+        "this kind of model",
+        "only text generation and pooling are supported (--runner)",
         lambda config: (
-            config.model_config.runner_type != "generate"
-            or config.scheduler_config.runner_type != "generate"
+            config.model_config.runner_type not in ("generate", "pooling")
+            or config.scheduler_config.runner_type not in ("generate", "pooling")
         ),
     ),
     _Rule(
@@ -610,18 +621,6 @@ _CONFIG_RULES: Final = (
         ),
     ),
     _Rule(
-        "pipeline parallelism",
-        "the batches of its stages are scheduled only by vLLM's own scheduler",
-        lambda config: config.parallel_config.pipeline_parallel_size > 1,
-    ),
-    _Rule(
-        # The engines of a dense model are independent: each sets its size to 1 before it
-        # builds a scheduler, while the front end keeps seeing the whole size.
-        "data parallelism of mixture-of-experts models",
-        "its engines step together, which only vLLM's own scheduler takes part in",
-        lambda config: config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe,
-    ),
-    _Rule(
         "decode context parallelism",
         "KV blocks that are spread over ranks are managed only by vLLM's own scheduler",
         lambda config: config.parallel_config.decode_context_parallel_size > 1,
@@ -645,11 +644,6 @@ _CONFIG_RULES: Final = (
         "fault tolerance",
         "after a fault the engine continues with steps whose outputs never arrive",
         lambda config: config.parallel_config.enable_fault_tolerance,
-    ),
-    _Rule(
-        "a prefill schedule interval",
-        "it belongs to data parallelism; leave --prefill-schedule-interval at 1",
-        lambda config: config.scheduler_config.prefill_schedule_interval > 1,
     ),
     _Rule(
         "prompt embedding input",
@@ -678,11 +672,6 @@ _CONFIG_RULES: Final = (
         "it is computed only by vLLM's own scheduler; "
         "start without --enable-mfu-metrics to use sparksched",
         lambda config: config.observability_config.enable_mfu_metrics,
-    ),
-    _Rule(
-        "measuring speculative decoding per request",
-        "leave --per-request-spec-decode-metrics at none to use sparksched",
-        lambda config: config.observability_config.per_request_spec_decode_metrics != "none",
     ),
     _Rule(
         "HiSparse",
@@ -825,7 +814,9 @@ _PICKLE_MARGIN_BYTES: Final = 128
 
 _SPEC_MANAGERS: Final = {
     "FullAttentionSpec": "FullAttentionManager",
+    "HiddenStateCacheSpec": "FullAttentionManager",
     "MLAAttentionSpec": "FullAttentionManager",
+    "ChunkedLocalAttentionSpec": "ChunkedLocalAttentionManager",
     "SlidingWindowSpec": "SlidingWindowManager",
     "SlidingWindowMLASpec": "SlidingWindowManager",
 }
@@ -852,6 +843,11 @@ _KV_CACHE_RULES: Final = (
         lambda kv_cache: kv_cache.needs_kv_cache_zeroing,
     ),
     _Rule(
+        "EAGLE with chunked local attention",
+        "vLLM does not combine the two either",
+        lambda kv_cache: _has_eagle_and_chunks(kv_cache.kv_cache_groups),
+    ),
+    _Rule(
         "this prefix cache retention interval",
         "vLLM takes 0 and, for models with sliding-window attention, multiples of the block size",
         lambda kv_cache: _is_refused_by_vllm(
@@ -859,6 +855,12 @@ _KV_CACHE_RULES: Final = (
         ),
     ),
 )
+
+
+def _has_eagle_and_chunks(groups: "Sequence[KVCacheGroupSpec]") -> bool:
+    return any(group.is_eagle_group for group in groups) and any(
+        type(group.kv_cache_spec).__name__ == "ChunkedLocalAttentionSpec" for group in groups
+    )
 
 
 def _is_refused_by_vllm(interval: int | None, groups: "Sequence[KVCacheGroupSpec]") -> bool:
@@ -884,11 +886,6 @@ _GROUP_RULES: Final = (
         lambda group: group.role.value != "default",
     ),
     _Rule(
-        "a KV cache group of a draft model",
-        "speculative decoding is not supported",
-        lambda group: group.is_eagle_group,
-    ),
-    _Rule(
         "a KV cache group outside the prefix cache",
         "every group must be cacheable",
         lambda group: not group.kv_cache_spec.prefix_cacheable,
@@ -897,11 +894,6 @@ _GROUP_RULES: Final = (
         "prefix replay",
         "only vLLM's own scheduler recomputes the last window after a prefix hit",
         lambda group: group.kv_cache_spec.prefix_replay_tokens != 0,
-    ),
-    _Rule(
-        "a sliding window with retained tokens",
-        "speculative decoding is not supported",
-        lambda group: getattr(group.kv_cache_spec, "extra_retained_tokens", 0) != 0,
     ),
     _Rule(
         "this sliding window",
@@ -952,7 +944,8 @@ def _unsupported_group(group: "KVCacheGroupSpec") -> Unsupported | None:
     ):
         return Unsupported(
             f"a KV cache of type {spec_cls.__name__}",
-            "only full and sliding-window attention are supported, multi-head latent or not",
+            "only full, sliding-window and chunked local attention are supported, "
+            "multi-head latent or not",
         )
     for rule in _GROUP_RULES:
         if rule.applies(group):

@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 
 from sparksched import patching
 from sparksched._core import NativeBlockHasher, read_prompt
+from sparksched.extra_keys import extra_keys_writer
 
 if TYPE_CHECKING:
     from sparksched.scheduler import SparkScheduler
@@ -37,22 +38,6 @@ class _Pending(threading.local):
 _pending = _Pending()
 
 
-def first_block_hasher(algorithm: str, block_size: int) -> Callable[[Request], bytes]:
-    """Return a function that hashes a request's first block with vLLM's own code.
-
-    It is for requests with a cache salt: the salt is part of that block's hash, in a form that
-    only Python serialises.
-    """
-    hash_fn = get_hash_fn_by_name(algorithm)
-
-    def hash_first_block(request: Request) -> bytes:
-        extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 0, block_size, 0)
-        tokens = request.all_token_ids[:block_size]
-        return bytes(kv_cache_utils.hash_block_tokens(hash_fn, None, tokens, extra_keys))
-
-    return hash_first_block
-
-
 def native_block_hasher(algorithm: str, block_size: int) -> BlockHasher:
     """Return a drop-in for what vLLM's `get_request_block_hasher` returns.
 
@@ -67,10 +52,7 @@ def native_block_hasher(algorithm: str, block_size: int) -> BlockHasher:
         algorithm,
         block_size,
         kv_cache_utils.NONE_HASH,
-        hash_first_block=first_block_hasher(algorithm, block_size),
-        fallback=kv_cache_utils.get_request_block_hasher(
-            block_size, get_hash_fn_by_name(algorithm)
-        ),
+        extra_keys=extra_keys_writer(algorithm, block_size),
     )
 
 
@@ -120,7 +102,7 @@ def _refusing_unsupported_requests(original: patching.Function) -> patching.Func
             return original(self, request)
         refuse_unsupported_request(request)
         preprocessed = original(self, request)
-        read_prompt(preprocessed[0])
+        read_prompt(preprocessed[0], extra_keys=self.scheduler.extra_keys)
         return preprocessed
 
     return preprocess_add_request
@@ -131,8 +113,6 @@ def refuse_unsupported_request(request: Any) -> None:
     kinds = {
         "a streaming-input session": request.resumable,
         "a request with prompt embeddings": request.prompt_embeds is not None,
-        "a pooling request": request.pooling_params is not None,
-        "a LoRA request": request.lora_request is not None,
         "a multimodal request": bool(request.mm_features),
         "a request without a prompt": not request.prompt_token_ids,
     }

@@ -9,21 +9,31 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+)
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from sparksched import __version__, compat, engine_hooks
 from sparksched._core import SchedulerCore
+from sparksched.extra_keys import extra_keys_writer
 
 # Below vLLM's own logger, which is the one that vLLM configures.
 logger = init_logger("vllm.sparksched")
@@ -98,16 +108,22 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         self.kv_cache_manager = KVCacheManagerView.of(kv_cache_config)
 
         config = core_config(vllm_config, kv_cache_config, block_size, log_stats)
+        self._needs_none_hash = config["hash_algorithm"] is not None
+        self.extra_keys = (
+            extra_keys_writer(config["hash_algorithm"], block_size)
+            if self._needs_none_hash
+            else None
+        )
         self._core = SchedulerCore(
             config,
             # Functions that don't know this object: the core would keep it alive.
             accept_tokens=token_acceptor(structured_output_manager),
-            hash_first_block=engine_hooks.first_block_hasher(
-                vllm_config.cache_config.prefix_caching_hash_algo, block_size
+            validate_tokens=lambda request, drafts: structured_output_manager.validate_tokens(
+                request, drafts
             ),
+            extra_keys=self.extra_keys,
             include_finished_set=include_finished_set,
         )
-        self._needs_none_hash = vllm_config.cache_config.enable_prefix_caching
         engine_hooks.prepare_engine(self)
         logger.info(
             "sparksched %s: scheduling in Rust (%s, %s, prefix caching %s, %d KV cache groups)",
@@ -231,21 +247,46 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         )
         if not request_ids:
             return None
+        drafts = scheduler_output.scheduled_spec_decode_tokens
         bitmask = self.structured_output_manager.grammar_bitmask(
-            self.requests, request_ids, scheduler_output.scheduled_spec_decode_tokens
+            self.requests, request_ids, drafts
         )
-        num_acceptable_drafts = [0] * len(request_ids)
+        num_acceptable_drafts = [
+            len(strip_speculative_padding(drafts.get(request_id, []))) for request_id in request_ids
+        ]
         return GrammarOutput(request_ids, bitmask, num_acceptable_drafts)
 
+    # ---- draft tokens ----
+
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Refuse: speculative decoding runs on vLLM's own scheduler."""
-        raise NotImplementedError("speculative decoding is not supported by sparksched")
+        """Take the draft tokens for the next step, as far as grammars accept them."""
+        self._core.update_draft_token_ids(draft_token_ids.req_ids, draft_token_ids.draft_token_ids)
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Refuse: speculative decoding runs on vLLM's own scheduler."""
-        raise NotImplementedError("speculative decoding is not supported by sparksched")
+        """Put draft tokens in the place of a scheduled step's placeholders.
+
+        What a request's grammar does not accept becomes -1, and is counted in
+        `scheduler_output.num_invalid_spec_tokens`.
+        """
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        num_invalid: dict[str, int] = {}
+        for request_id, drafts in zip(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=False
+        ):
+            placeholders = scheduled.get(request_id)
+            if not placeholders or request_id not in self.requests:
+                continue
+            # A chunk of a prompt may have room for some of them only.
+            del drafts[len(placeholders) :]
+            valid = self._core.valid_drafts(request_id, drafts) or []
+            num_missing = len(placeholders) - len(valid)
+            if num_missing:
+                valid.extend([-1] * num_missing)
+                num_invalid[request_id] = num_missing
+            scheduled[request_id] = valid
+        scheduler_output.num_invalid_spec_tokens = num_invalid
 
     # ---- the cache, pauses, statistics ----
 
@@ -349,29 +390,82 @@ def core_config(
             scheduler_config.long_prefill_token_threshold_adaptive
         ),
         "reserve_full_isl": scheduler_config.scheduler_reserve_full_isl,
+        **_speculation(vllm_config),
+        "num_sampled_tokens_per_step": int(vllm_config.model_config.runner_type != "pooling"),
+        "max_loras": None if vllm_config.lora_config is None else vllm_config.lora_config.max_loras,
+        "decode_stagger": _decode_stagger(vllm_config),
         "resume_as_new": vllm_config.use_v2_model_runner,
+        "sends_sampled_tokens": (
+            vllm_config.parallel_config.pipeline_parallel_size > 1
+            and not scheduler_config.async_scheduling
+        ),
         "log_stats": log_stats,
         "block_size": block_size,
         "num_blocks": kv_cache_config.num_blocks,
         "watermark_blocks": int(scheduler_config.watermark * kv_cache_config.num_blocks),
-        "groups": [_sliding_window(spec, vllm_config) for spec in specs],
+        "groups": [_core_group(spec, vllm_config) for spec in specs],
         "lookup_groups": _lookup_groups(specs),
+        "eagle_groups": _eagle_groups(vllm_config, kv_cache_config),
         "retention_interval": kv_cache_config.prefix_cache_retention_interval,
         "hash_algorithm": (
             cache_config.prefix_caching_hash_algo if cache_config.enable_prefix_caching else None
         ),
+        "enable_kv_cache_events": False,
+        "kv_cache_metrics": False,
     }
 
 
-def _sliding_window(spec: KVCacheSpec, vllm_config: VllmConfig) -> tuple[int, int] | None:
-    """Return a group's window and most blocks counted at admission; None for full attention."""
+def _speculation(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Return the settings of speculative decoding; zeros without it."""
+    config = vllm_config.speculative_config
+    by_batch_size = None
+    if config is not None and config.num_speculative_tokens_per_batch_size:
+        by_batch_size = build_dynamic_sd_schedule_lookup(
+            config.num_speculative_tokens_per_batch_size,
+            vllm_max_batch_size=vllm_config.scheduler_config.max_num_seqs,
+            vllm_num_speculative_tokens=vllm_config.num_speculative_tokens,
+        )
+    observability_config = vllm_config.observability_config
+    return {
+        "num_spec_tokens": vllm_config.num_speculative_tokens,
+        "num_lookahead_tokens": vllm_config.num_lookahead_tokens,
+        "num_prefill_lookahead_tokens": vllm_config.num_prefill_lookahead_tokens,
+        "num_draft_slots": 0 if config is None else config.max_num_new_slots_for_drafting,
+        "num_spec_tokens_by_batch_size": by_batch_size,
+        "per_request_spec_decode_metrics": observability_config.per_request_spec_decode_metrics,
+    }
+
+
+def _decode_stagger(vllm_config: VllmConfig) -> int:
+    """Return the steps between two tokens of a request that Model Runner V2 wants; 0 for V1."""
+    if not vllm_config.use_v2_model_runner:
+        return 0
+    if current_platform.is_xpu() and not envs.VLLM_XPU_PP_MICROBATCH:
+        return 1
+    return int(vllm_config.parallel_config.pipeline_parallel_size)
+
+
+def _core_group(spec: KVCacheSpec, vllm_config: VllmConfig) -> tuple[str, int, int, int]:
+    """Return a group's kind, window or chunk, retained tokens, and most blocks at admission."""
     if isinstance(spec, FullAttentionSpec):
-        return None
+        return "full", 0, 0, 0
     max_admission_blocks = spec.max_admission_blocks_per_request(
         max_in_flight_tokens=vllm_config.max_in_flight_tokens,
         max_model_len=vllm_config.model_config.max_model_len,
     )
-    return spec.sliding_window, max_admission_blocks
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return "chunked", spec.attention_chunk_size, 0, max_admission_blocks
+    return "sliding", spec.sliding_window, spec.extra_retained_tokens, max_admission_blocks
+
+
+def _eagle_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int]:
+    """Return the ids of the groups whose last cached block is computed again for the drafter."""
+    groups = kv_cache_config.kv_cache_groups
+    flagged = [group_id for group_id, group in enumerate(groups) if group.is_eagle_group]
+    config = vllm_config.speculative_config
+    if not flagged and config is not None and config.use_eagle_block_drop():
+        return list(range(len(groups)))
+    return flagged
 
 
 def _lookup_groups(specs: list[KVCacheSpec]) -> list[list[int]]:

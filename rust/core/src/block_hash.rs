@@ -3,8 +3,8 @@
 //!
 //! A block's hash covers its tokens and the hash of the block before it, so it stands for the
 //! whole prefix. vLLM feeds the tuple `(parent hash, tokens, extra keys)` to pickle or CBOR and
-//! the bytes to SHA-256 or XXH3; here the same bytes are written directly. Blocks with extra keys
-//! are not hashed here: see [`crate::Hooks::hash_first_block`].
+//! the bytes to SHA-256 or XXH3; here the same bytes are written directly, but for the extra keys
+//! (`LoRA`, cache salts, multimodal items): they come serialised, see [`ExtraKeys`].
 
 use sha2::{Digest, Sha256};
 
@@ -102,6 +102,22 @@ impl HashAlgorithm {
     }
 }
 
+/// What is hashed of a request's blocks besides their tokens, as the hasher's serialiser writes it
+/// in the third place of the tuple.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExtraKeys {
+    /// Those of the first blocks, one by one.
+    pub leading: Vec<Box<[u8]>>,
+    /// Those of each further block.
+    pub others: Box<[u8]>,
+}
+
+impl ExtraKeys {
+    fn of_block(&self, position: usize) -> &[u8] {
+        self.leading.get(position).unwrap_or(&self.others)
+    }
+}
+
 /// Hashes the blocks of a sequence, one after another.
 #[derive(Clone, Debug)]
 pub struct BlockHasher {
@@ -113,7 +129,7 @@ pub struct BlockHasher {
 
 /// A pickle's frames end at 64 KiB; blocks that need more than one are not written here.
 const MAX_PICKLE_BODY: usize = 64 * 1024;
-/// Bytes of a pickled block that are not tokens, rounded up.
+/// Bytes of a pickled block that are neither tokens nor extra keys, rounded up.
 const PICKLE_OVERHEAD: usize = 128;
 /// Bytes of the longest pickled token.
 const PICKLED_TOKEN: usize = 5;
@@ -151,44 +167,62 @@ impl BlockHasher {
         self.algorithm.digest_len()
     }
 
+    /// Bytes that the extra keys of a block may take.
+    #[must_use]
+    pub fn max_extra_keys_len(&self) -> usize {
+        MAX_PICKLE_BODY - 1 - PICKLE_OVERHEAD - self.block_size * PICKLED_TOKEN
+    }
+
     /// The hash of a block without extra keys.
     #[must_use]
     pub fn hash_block(&self, parent: Option<&BlockHash>, tokens: &[i32]) -> BlockHash {
         let mut buffer = Vec::new();
-        self.hash_with_buffer(parent, tokens, &mut buffer)
+        self.hash_with_buffer(parent, tokens, self.no_extra_keys(), &mut buffer)
     }
 
     /// Appends the hashes of all blocks of `tokens` that are full and not yet in `hashes`.
-    pub fn extend_hashes(&self, tokens: &[i32], hashes: &mut Vec<BlockHash>) {
+    pub fn extend_hashes(
+        &self,
+        tokens: &[i32],
+        extra_keys: Option<&ExtraKeys>,
+        hashes: &mut Vec<BlockHash>,
+    ) {
         let num_blocks = tokens.len() / self.block_size;
         hashes.reserve(num_blocks.saturating_sub(hashes.len()));
         let mut buffer = Vec::with_capacity(self.block_size * PICKLED_TOKEN + PICKLE_OVERHEAD);
         for block in hashes.len()..num_blocks {
             let start = block * self.block_size;
             let tokens = &tokens[start..start + self.block_size];
-            let hash = self.hash_with_buffer(hashes.last(), tokens, &mut buffer);
+            let keys = extra_keys.map_or(self.no_extra_keys(), |keys| keys.of_block(block));
+            let hash = self.hash_with_buffer(hashes.last(), tokens, keys, &mut buffer);
             hashes.push(hash);
         }
+    }
+
+    /// Python's None.
+    fn no_extra_keys(&self) -> &'static [u8] {
+        if self.algorithm.is_cbor() { &[cbor::NULL] } else { &[pickle::NONE] }
     }
 
     fn hash_with_buffer(
         &self,
         parent: Option<&BlockHash>,
         tokens: &[i32],
+        extra_keys: &[u8],
         buffer: &mut Vec<u8>,
     ) -> BlockHash {
         let parent = parent.map_or(&*self.none_hash, |hash| &hash.0[..self.digest_len()]);
         buffer.clear();
         if self.algorithm.is_cbor() {
-            cbor::write_block(parent, tokens, buffer);
+            cbor::write_block(parent, tokens, extra_keys, buffer);
         } else {
-            pickle::write_block(parent, tokens, buffer);
+            pickle::write_block(parent, tokens, extra_keys, buffer);
         }
         self.algorithm.digest(buffer)
     }
 }
 
-/// `pickle.dumps((parent, tokens, None), protocol=5)` as Python writes it.
+/// `pickle.dumps((parent, tokens, extra_keys), protocol=5)` as Python writes it.
 mod pickle {
     const PROTOCOL_5: [u8; 2] = [0x80, 5];
     const FRAME: u8 = 0x95;
@@ -201,11 +235,11 @@ mod pickle {
     const BININT1: u8 = b'K';
     const BININT2: u8 = b'M';
     const BININT: u8 = b'J';
-    const NONE: u8 = b'N';
+    pub(super) const NONE: u8 = b'N';
     const STOP: u8 = b'.';
     const HEADER_LEN: usize = PROTOCOL_5.len() + 1 + 8;
 
-    pub(super) fn write_block(parent: &[u8], tokens: &[i32], out: &mut Vec<u8>) {
+    pub(super) fn write_block(parent: &[u8], tokens: &[i32], extra_keys: &[u8], out: &mut Vec<u8>) {
         out.extend_from_slice(&PROTOCOL_5);
         out.push(FRAME);
         out.extend_from_slice(&[0; 8]);
@@ -213,7 +247,8 @@ mod pickle {
         out.extend_from_slice(parent);
         out.push(MEMOIZE);
         write_tokens(tokens, out);
-        out.extend_from_slice(&[NONE, SMALL_TUPLES[2], MEMOIZE, STOP]);
+        out.extend_from_slice(extra_keys);
+        out.extend_from_slice(&[SMALL_TUPLES[2], MEMOIZE, STOP]);
         let body_len = (out.len() - HEADER_LEN) as u64;
         out[HEADER_LEN - 8..HEADER_LEN].copy_from_slice(&body_len.to_le_bytes());
     }
@@ -247,19 +282,19 @@ mod pickle {
     }
 }
 
-/// `cbor2.dumps((parent, tokens, None), canonical=True)`: RFC 8949, shortest forms.
+/// `cbor2.dumps((parent, tokens, extra_keys), canonical=True)`: RFC 8949, shortest forms.
 mod cbor {
     const UNSIGNED: u8 = 0;
     const NEGATIVE: u8 = 1;
     const BYTES: u8 = 2;
     const ARRAY: u8 = 4;
-    const NULL: u8 = 0xf6;
+    pub(super) const NULL: u8 = 0xf6;
     /// Additional information of a head: the argument follows in one, two or four bytes.
     const ONE_BYTE: u8 = 0x18;
     const TWO_BYTES: u8 = 0x19;
     const FOUR_BYTES: u8 = 0x1a;
 
-    pub(super) fn write_block(parent: &[u8], tokens: &[i32], out: &mut Vec<u8>) {
+    pub(super) fn write_block(parent: &[u8], tokens: &[i32], extra_keys: &[u8], out: &mut Vec<u8>) {
         write_head(ARRAY, 3, out);
         write_head(BYTES, parent.len() as u32, out);
         out.extend_from_slice(parent);
@@ -271,7 +306,7 @@ mod cbor {
                 Err(_) => write_head(NEGATIVE, (!token).cast_unsigned(), out),
             }
         }
-        out.push(NULL);
+        out.extend_from_slice(extra_keys);
     }
 
     /// The major type and its argument in the fewest bytes.
@@ -308,7 +343,7 @@ mod tests {
     #[test]
     fn pickle_bytes_are_cpythons() {
         let mut out = Vec::new();
-        pickle::write_block(b"p", &[1, 300, 70_000, -1], &mut out);
+        pickle::write_block(b"p", &[1, 300, 70_000, -1], b"N", &mut out);
         let expected =
             "8005951a000000000000004301709428 4b014d2c014a701101004affffffff74944e87942e";
         assert_eq!(hex(&out), expected.replace(' ', ""));
@@ -318,7 +353,7 @@ mod tests {
     #[test]
     fn cbor_bytes_are_canonical() {
         let mut out = Vec::new();
-        cbor::write_block(b"p", &[1, 24, 300, 70_000, -1, -500], &mut out);
+        cbor::write_block(b"p", &[1, 24, 300, 70_000, -1, -500], &[0xf6], &mut out);
         let expected = "83 4170 86 01 1818 19012c 1a00011170 20 3901f3 f6";
         assert_eq!(hex(&out), expected.replace(' ', ""));
     }
@@ -328,11 +363,30 @@ mod tests {
         let hasher = BlockHasher::new(HashAlgorithm::Sha256, 4, &[7; 32]).unwrap();
         let tokens: Vec<i32> = (0..11).collect();
         let mut hashes = Vec::new();
-        hasher.extend_hashes(&tokens[..6], &mut hashes);
-        hasher.extend_hashes(&tokens, &mut hashes);
+        hasher.extend_hashes(&tokens[..6], None, &mut hashes);
+        hasher.extend_hashes(&tokens, None, &mut hashes);
         let first = hasher.hash_block(None, &tokens[..4]);
         let second = hasher.hash_block(Some(&first), &tokens[4..8]);
         assert_eq!(hashes, [first, second]);
+    }
+
+    #[test]
+    fn extra_keys_are_those_of_the_block() {
+        let hasher = BlockHasher::new(HashAlgorithm::Sha256, 2, &[7; 32]).unwrap();
+        let keys = |leading: &[&[u8]], others: &[u8]| ExtraKeys {
+            leading: leading.iter().map(|&key| key.into()).collect(),
+            others: others.into(),
+        };
+        let hashes = |extra_keys: Option<&ExtraKeys>| {
+            let mut hashes = Vec::new();
+            hasher.extend_hashes(&[1, 2, 3, 4, 5], extra_keys, &mut hashes);
+            hashes
+        };
+        let (plain, salted) = (hashes(None), hashes(Some(&keys(&[b"salt"], b"N"))));
+        assert_eq!(hashes(Some(&keys(&[], b"N"))), plain);
+        assert!(salted[0] != plain[0] && salted[1] != plain[1]);
+        assert_eq!(hashes(Some(&keys(&[b"N"], b"lora")))[0], plain[0]);
+        assert_ne!(hashes(Some(&keys(&[b"N"], b"lora")))[1], plain[1]);
     }
 
     #[test]

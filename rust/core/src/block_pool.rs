@@ -3,13 +3,14 @@
 //!
 //! Everything lives in tables by block id, allocated when the pool is built: the free queue and the
 //! blocks that share a hash are lists threaded through them, and the index of the prefix cache
-//! holds block ids only. Left out: KV events, residency metrics, several hashes a block, copy on write.
+//! holds block ids only. Left out: several hashes a block, copy on write.
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 
 use crate::block_hash::{BlockHash, HashWords};
 use crate::ids::{BlockId, GroupId};
+use crate::journal::{Entry as JournalEntry, Journal, JournalConfig};
 
 /// Stands for 'no block' in the threaded lists; the pool is smaller than this.
 const NONE: u32 = u32::MAX;
@@ -90,6 +91,8 @@ pub struct BlockPool {
     cached: HashTable<u32>,
     /// Whether blocks keep their hash when they are freed.
     enable_caching: bool,
+    /// What happens to the blocks, as far as somebody asked.
+    pub(crate) journal: Journal,
 }
 
 impl BlockPool {
@@ -98,7 +101,7 @@ impl BlockPool {
     /// # Panics
     /// If there is not even a null block, or more than 2^32 - 2.
     #[must_use]
-    pub fn new(num_blocks: u32, enable_caching: bool) -> Self {
+    pub fn new(num_blocks: u32, enable_caching: bool, journal: JournalConfig) -> Self {
         assert!((1..NONE).contains(&num_blocks), "a pool has 1 to 2^32 - 2 blocks");
         let free = 1..num_blocks;
         let neighbour = |id: u32| if free.contains(&id) { id } else { NONE };
@@ -115,6 +118,7 @@ impl BlockPool {
             num_free: num_blocks - 1,
             cached: HashTable::with_capacity(if enable_caching { num_blocks as usize } else { 0 }),
             enable_caching,
+            journal: Journal::new(journal),
         }
     }
 
@@ -172,10 +176,11 @@ impl BlockPool {
         for _ in 0..count {
             let id = self.free_head;
             self.unlink_free(id);
-            self.evict(id);
+            self.evict(BlockId(id));
             let block = &mut self.blocks[id as usize];
             debug_assert_eq!(block.ref_cnt, 0, "a free block has no owner");
             block.ref_cnt = 1;
+            self.journal.note_use(JournalEntry::Allocated(BlockId(id)));
             table.push(BlockId(id));
         }
     }
@@ -187,6 +192,7 @@ impl BlockPool {
                 self.unlink_free(id.0);
             }
             self.blocks[id.index()].ref_cnt += 1;
+            self.journal.note_use(JournalEntry::Accessed(id));
         }
     }
 
@@ -242,6 +248,8 @@ impl BlockPool {
         }
         self.cached.clear();
         self.contents.num_tokens.fill(0);
+        self.journal.note_use(JournalEntry::Reset);
+        self.journal.note_prefix(|| JournalEntry::Cleared);
         true
     }
 
@@ -265,11 +273,16 @@ impl BlockPool {
     }
 
     /// Removes the block from the prefix cache, if it is there.
-    fn evict(&mut self, id: u32) {
+    pub(crate) fn evict(&mut self, id: BlockId) {
+        if self.enable_caching {
+            self.journal.note_use(JournalEntry::Evicted(id));
+        }
+        let id = id.0;
         if !self.contents.is_cached(id) {
             return;
         }
         let (hash, group) = self.contents.key(id);
+        self.journal.note_prefix(|| JournalEntry::Removed { hash, group });
         let next = self.contents.next_same[id as usize];
         let is_it = |&other: &u32| self.contents.is_keyed(other, &hash, group);
         let entry = self.cached.find_entry(table_hash(&hash, group), is_it);

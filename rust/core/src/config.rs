@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::block_hash::BlockHasher;
+use crate::journal::JournalConfig;
 
 /// In which order requests wait, and which one is preempted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +23,16 @@ pub enum KvCacheGroupConfig {
     SlidingWindow {
         /// Attention window in tokens, the current token included.
         window: u32,
+        /// Tokens behind the window whose blocks are kept nevertheless, for a drafter that may
+        /// compute the end of the sequence again.
+        num_retained_tokens: u32,
+        /// Most blocks that one request is ever counted for when it is admitted.
+        max_admission_blocks: u32,
+    },
+    /// Tokens attend to those of their own chunk; blocks of earlier chunks return to the pool.
+    ChunkedLocal {
+        /// Tokens a chunk.
+        chunk_size: u32,
         /// Most blocks that one request is ever counted for when it is admitted.
         max_admission_blocks: u32,
     },
@@ -31,6 +42,36 @@ impl KvCacheGroupConfig {
     pub(crate) const fn is_full_attention(self) -> bool {
         matches!(self, Self::FullAttention)
     }
+}
+
+/// Speculative decoding, as far as it takes part in scheduling. All zero without it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Speculation {
+    /// Most draft tokens of a request in a step.
+    pub num_spec_tokens: u32,
+    /// Positions behind the scheduled tokens that the drafter writes KV for.
+    pub num_lookahead_tokens: u32,
+    /// Known tokens behind a chunk of a prompt that the drafter reads: no chunk may end closer to
+    /// the prompt's end than that.
+    pub num_prefill_lookahead_tokens: u32,
+    /// Positions of the model runner's batch that drafting takes for each request.
+    pub num_draft_slots: u32,
+    /// Draft tokens by the number of requests in a step (dynamic speculation), from index 1.
+    pub by_batch_size: Option<Vec<u32>>,
+    /// What clients are told of each request's drafts.
+    pub request_metrics: RequestSpecMetrics,
+}
+
+/// What clients are told of a request's drafts when it ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RequestSpecMetrics {
+    /// Nothing.
+    #[default]
+    None,
+    /// How many were accepted.
+    Summary,
+    /// The same for each step, too.
+    Detailed,
 }
 
 /// Everything that decides how requests are scheduled.
@@ -57,8 +98,19 @@ pub struct SchedulerConfig {
     pub long_prefill_token_threshold_adaptive: bool,
     /// A request is admitted only if its whole sequence fits into the free blocks.
     pub reserve_full_isl: bool,
+    /// Draft tokens.
+    pub speculation: Speculation,
+    /// Tokens that a step samples besides accepted drafts: 1, or 0 for pooling models.
+    pub num_sampled_tokens_per_step: u32,
+    /// Most different adapters in a step; `None` without `LoRA`.
+    pub max_loras: Option<u32>,
+    /// Steps from one token of a request to the next that the stages of a pipeline need; 1 without
+    /// a pipeline.
+    pub decode_stagger: u32,
     /// The model runner takes resumed requests as new ones (Model Runner V2).
     pub resume_as_new: bool,
+    /// The model runner is told the tokens that it has sampled (a pipeline's first stage).
+    pub sends_sampled_tokens: bool,
     /// Events and statistics are collected.
     pub log_stats: bool,
     /// Tokens a block.
@@ -72,11 +124,15 @@ pub struct SchedulerConfig {
     /// Ids of the groups that are looked up together because their specs are equal: full
     /// attention first.
     pub lookup_groups: Vec<Vec<u32>>,
+    /// Ids of the groups whose last cached block is computed again for the drafter.
+    pub eagle_groups: Vec<u32>,
     /// Spacing in tokens of the windows that stay in the prefix cache: `None` keeps every block,
     /// `Some(0)` only the places where a prompt can be taken up again.
     pub retention_interval: Option<u32>,
     /// How blocks are hashed; `None` turns prefix caching off.
     pub hasher: Option<BlockHasher>,
+    /// What is noted of the blocks' fate.
+    pub journal: JournalConfig,
 }
 
 /// A configuration that contradicts itself.
@@ -110,13 +166,23 @@ impl SchedulerConfig {
             self.retention_interval.is_none_or(|interval| interval % self.block_size == 0),
             "retention_interval must be a multiple of block_size",
         )?;
-        let window_of = |group: &KvCacheGroupConfig| match *group {
+        let span_of = |group: &KvCacheGroupConfig| match *group {
             KvCacheGroupConfig::FullAttention => None,
             KvCacheGroupConfig::SlidingWindow { window, .. } => Some(window),
+            KvCacheGroupConfig::ChunkedLocal { chunk_size, .. } => Some(chunk_size),
         };
         check(
-            self.groups.iter().filter_map(window_of).all(|window| window >= 1),
-            "a sliding window holds at least the current token",
+            self.groups.iter().filter_map(span_of).all(|span| span >= 1),
+            "a sliding window or chunk holds at least the current token",
+        )?;
+        check(
+            self.eagle_groups.iter().all(|&id| (id as usize) < self.groups.len()),
+            "eagle_groups must be ids of KV cache groups",
+        )?;
+        let by_batch_size = self.speculation.by_batch_size.as_ref();
+        check(
+            by_batch_size.is_none_or(|drafts| drafts.len() > self.max_num_active_reqs),
+            "by_batch_size must tell the drafts for each batch size",
         )?;
         let mut looked_up: Vec<u32> = self.lookup_groups.iter().flatten().copied().collect();
         looked_up.sort_unstable();
@@ -130,10 +196,10 @@ impl SchedulerConfig {
             ids.iter().all(|&id| self.groups[id as usize] == self.groups[ids[0] as usize])
         });
         check(kinds_agree, "groups that are looked up together must have equal specs")?;
-        let first_sliding = self.lookup_groups.iter().position(|ids| !self.is_full(ids[0]));
+        let first_other = self.lookup_groups.iter().position(|ids| !self.is_full(ids[0]));
         let last_full = self.lookup_groups.iter().rposition(|ids| self.is_full(ids[0]));
         check(
-            first_sliding.zip(last_full).is_none_or(|(sliding, full)| full < sliding),
+            first_other.zip(last_full).is_none_or(|(other, full)| full < other),
             "full attention groups must be looked up first",
         )
     }

@@ -2,7 +2,6 @@
 
 use std::convert::Infallible;
 
-use crate::block_hash::BlockHash;
 use crate::ids::RequestIndex;
 
 /// How far the grammar of a waiting request is.
@@ -16,7 +15,7 @@ pub enum GrammarState {
     Failed,
 }
 
-/// Asked only for requests that use structured output or a cache salt.
+/// Asked only for requests that use structured output.
 pub trait Hooks {
     /// What a hook fails with: the step ends with it, and the scheduler is not to be used further.
     type Error;
@@ -38,16 +37,6 @@ pub trait Hooks {
         sequence: &[i32],
         num_new_tokens: usize,
     ) -> Result<bool, Self::Error>;
-
-    /// Hashes the first block of a request that carries extra keys.
-    ///
-    /// # Errors
-    /// Whatever the hash function fails with.
-    fn hash_first_block(
-        &mut self,
-        request: RequestIndex,
-        tokens: &[i32],
-    ) -> Result<BlockHash, Self::Error>;
 }
 
 /// For schedulers whose requests use none of it.
@@ -63,9 +52,5 @@ impl Hooks for NoHooks {
 
     fn accept_tokens(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<bool, Infallible> {
         Ok(true)
-    }
-
-    fn hash_first_block(&mut self, _: RequestIndex, _: &[i32]) -> Result<BlockHash, Infallible> {
-        unreachable!("a request with extra keys needs hooks that can hash them")
     }
 }

@@ -1,12 +1,14 @@
 //! Blocks for requests: vLLM's `v1/core/kv_cache_manager.py` and `kv_cache_coordinator.py`.
 //!
-//! All groups share one pool. Left out: KV connectors, speculative look-ahead, encoder blocks,
-//! KV events, groups of different block sizes.
+//! All groups share one pool. Left out: encoder blocks, groups of different block sizes.
+
+use smallvec::{SmallVec, smallvec};
 
 use crate::block_pool::BlockPool;
 use crate::config::SchedulerConfig;
 use crate::ids::{BlockId, GroupId};
-use crate::kv_cache_group::KvCacheGroup;
+use crate::journal::{Entry, Journal, StoredBlocks};
+use crate::kv_cache_group::{KvCacheGroup, Lookup};
 use crate::request::{GroupBlocks, Request};
 use crate::stats::PrefixCacheStats;
 
@@ -46,6 +48,9 @@ pub struct KvCacheManager {
     max_model_len: u32,
     enable_caching: bool,
     watermark_blocks: u32,
+    num_lookahead_tokens: u32,
+    /// Tokens at the end of what is computed that a drafter may compute again.
+    num_reprefillable_tokens: u32,
     /// Blocks of the last prefix hit, by group.
     hits: Vec<Vec<BlockId>>,
     pub(crate) prefix_cache_stats: PrefixCacheStats,
@@ -55,20 +60,29 @@ impl KvCacheManager {
     /// A manager whose blocks are all free.
     #[must_use]
     pub fn new(config: &SchedulerConfig) -> Self {
-        let group = |&config_of_group| KvCacheGroup {
+        // Groups that are looked up together drop their last block together.
+        let is_eagle = |id: u32| {
+            let together = config.lookup_groups.iter().find(|ids| ids.contains(&id));
+            together.into_iter().flatten().any(|id| config.eagle_groups.contains(id))
+        };
+        let group = |(id, &config_of_group)| KvCacheGroup {
             config: config_of_group,
             block_size: config.block_size,
             retention_interval: config.retention_interval,
+            is_eagle: is_eagle(id as u32),
         };
         let enable_caching = config.hasher.is_some();
+        let speculation = &config.speculation;
         Self {
-            pool: BlockPool::new(config.num_blocks, enable_caching),
-            groups: config.groups.iter().map(group).collect(),
+            pool: BlockPool::new(config.num_blocks, enable_caching, config.journal),
+            groups: config.groups.iter().enumerate().map(group).collect(),
             lookup_groups: config.lookup_groups.clone(),
             block_size: config.block_size,
             max_model_len: config.max_model_len,
             enable_caching,
             watermark_blocks: config.watermark_blocks,
+            num_lookahead_tokens: speculation.num_lookahead_tokens,
+            num_reprefillable_tokens: speculation.num_prefill_lookahead_tokens.saturating_sub(1),
             hits: vec![Vec::new(); config.groups.len()],
             prefix_cache_stats: PrefixCacheStats::default(),
         }
@@ -93,50 +107,65 @@ impl KvCacheManager {
         if !self.reads_prefix_cache(request) {
             return PrefixHit::default();
         }
-        let max_blocks = (request.num_tokens().saturating_sub(1)) / self.block_size as usize;
-        let (num_blocks, longest) = self.find_longest_hit(request, max_blocks);
-        let tokens = |blocks: usize| blocks as u32 * self.block_size;
-        PrefixHit {
-            num_tokens: tokens(num_blocks),
-            shared_prefix_boundary: if longest > num_blocks { tokens(longest) } else { 0 },
+        let max_tokens = request.num_tokens().saturating_sub(1) as u32;
+        let (num_tokens, longest) = self.find_longest_hit(request, max_tokens);
+        if num_tokens > 0 && request.reports_cached_blocks {
+            self.report_hit(request);
         }
+        let shared_prefix_boundary = if longest > num_tokens { longest } else { 0 };
+        PrefixHit { num_tokens, shared_prefix_boundary }
     }
 
-    /// The length that all groups agree on, and the longest that one of them has, in blocks.
+    /// The length that all groups agree on, and the longest that one of them has, in tokens.
     ///
     /// Each kind of group accepts the length so far or shortens it, until none does. Full
-    /// attention comes first, and needs no second look: shorter prefixes are cached as well.
-    fn find_longest_hit(&mut self, request: &Request, max_blocks: usize) -> (usize, usize) {
+    /// attention comes first, and needs no second look: shorter prefixes are cached as well. A
+    /// group that drops its last block looks one block further for it, once for each length.
+    fn find_longest_hit(&mut self, request: &Request, max_tokens: u32) -> (u32, u32) {
         let hashes = request.block_hashes();
+        let num_kinds = self.lookup_groups.len();
         let first_is_full =
             self.groups[self.lookup_groups[0][0] as usize].config.is_full_attention();
-        let one_round_suffices = self.lookup_groups.len() == 2 && first_is_full;
-        let mut full_lengths: Vec<Option<usize>> = vec![None; self.lookup_groups.len()];
-        let mut hit_length = max_blocks;
-        let mut longest = 0;
+        let is_alone = self.groups.len() == 1;
+        let one_round_suffices = is_alone || (num_kinds == 2 && first_is_full);
+        let mut full_lengths: SmallVec<[Option<u32>; 4]> = smallvec![None; num_kinds];
+        let mut has_dropped: SmallVec<[bool; 4]> = smallvec![false; num_kinds];
+        let (mut hit_length, mut longest) = (max_tokens, 0);
         loop {
             let mut length = hit_length;
-            for (ids, full_length) in self.lookup_groups.iter().zip(&mut full_lengths) {
-                if let Some(full_length) = *full_length {
+            for (kind, groups) in self.lookup_groups.iter().enumerate() {
+                if let Some(full_length) = full_lengths[kind] {
                     length = length.min(full_length);
                     continue;
                 }
-                let group = &self.groups[ids[0] as usize];
-                length = group.find_longest_hit(&self.pool, hashes, length, ids, &mut self.hits);
-                if group.config.is_full_attention() {
-                    *full_length = Some(length);
+                let group = &self.groups[groups[0] as usize];
+                let drop_last = group.is_eagle && !has_dropped[kind];
+                let margin = if drop_last && !is_alone { self.block_size } else { 0 };
+                let max_tokens = (length + margin).min(hashes.len() as u32 * self.block_size);
+                let max_tokens = if margin > 0 { max_tokens } else { length };
+                let lookup = Lookup { pool: &self.pool, hashes, max_tokens, drop_last, groups };
+                let found = group.find_longest_hit(&lookup, &mut self.hits);
+                if drop_last {
+                    has_dropped[kind] = true;
+                } else if found < length {
+                    has_dropped.fill(false);
                 }
+                if group.config.is_full_attention() {
+                    full_lengths[kind] = Some(found);
+                }
+                length = found;
                 longest = longest.max(length);
             }
             let settled = length >= hit_length;
-            hit_length = hit_length.min(length);
+            hit_length = length;
             if settled || one_round_suffices {
                 break;
             }
         }
-        self.hits.iter_mut().for_each(|blocks| blocks.truncate(hit_length));
+        let num_blocks = (hit_length / self.block_size) as usize;
+        self.hits.iter_mut().for_each(|blocks| blocks.truncate(num_blocks));
         // With one group there is no other that could lag behind.
-        let longest = if self.groups.len() == 1 { hit_length } else { longest };
+        let longest = if is_alone { hit_length } else { longest };
         (hit_length, longest)
     }
 
@@ -179,7 +208,8 @@ impl KvCacheManager {
         let num_processed = (i64::from(num_computed) - request.num_in_flight_tokens).max(0);
         self.remove_skipped_blocks(request, u32::try_from(num_processed).unwrap_or(u32::MAX));
 
-        let num_tokens = (num_computed + num_new_tokens).min(self.max_model_len);
+        let num_tokens =
+            (num_computed + num_new_tokens + self.num_lookahead_tokens).min(self.max_model_len);
         let required =
             self.num_blocks_to_allocate(request, num_tokens, num_computed, has_hit, false);
         if required + watermark_blocks > self.pool.num_free() {
@@ -270,25 +300,80 @@ impl KvCacheManager {
         if request.groups.iter().all(|blocks| blocks.num_cached.unwrap_or(0) >= num_full) {
             return;
         }
+        let boundaries = self.replay_boundaries(request);
+        for id in 0..self.groups.len() {
+            let num_full = (self.num_cacheable_tokens(id, num_tokens) / self.block_size) as usize;
+            let num_cached = request.groups[id].num_cached.unwrap_or(0);
+            if num_cached < num_full {
+                self.cache_full_blocks(request, id, num_cached..num_full, &boundaries);
+                request.groups[id].num_cached = Some(num_full);
+            }
+        }
+    }
+
+    /// Where a later request may take up this prompt, in tokens.
+    fn replay_boundaries(&self, request: &Request) -> SmallVec<[u32; 3]> {
+        let num_prompt_tokens = request.num_prompt_tokens() as u32;
         // The last token of a prompt is always computed, so a resend resumes before it.
-        let last_prompt_token = request.num_prompt_tokens().saturating_sub(1) as u32;
-        let boundaries = [last_prompt_token, request.shared_prefix_boundary];
-        let hashes = request.block_hashes.as_slice();
-        let groups = self.groups.iter().zip(&mut request.groups);
-        for (id, (group, blocks)) in groups.enumerate() {
-            let num_cached = blocks.num_cached.unwrap_or(0);
-            if num_cached >= num_full {
+        let resend = num_prompt_tokens.saturating_sub(1);
+        let mut boundaries = SmallVec::new();
+        if self.groups.iter().any(|group| group.is_eagle) {
+            // One block before what matches; a longer prompt matches the last full block, too.
+            let block_before =
+                |tokens: u32| (tokens - tokens % self.block_size).saturating_sub(self.block_size);
+            boundaries.extend([block_before(resend), block_before(num_prompt_tokens)]);
+        } else {
+            boundaries.push(resend);
+        }
+        if request.shared_prefix_boundary > 0 {
+            boundaries.push(request.shared_prefix_boundary);
+        }
+        boundaries
+    }
+
+    /// Of the first `num_tokens` tokens, those whose KV in this group is final.
+    fn num_cacheable_tokens(&self, group: usize, num_tokens: u32) -> u32 {
+        let is_final = self.groups.len() > 1 && !self.groups[group].is_eagle;
+        if is_final || num_tokens < self.block_size {
+            return num_tokens;
+        }
+        num_tokens.saturating_sub(self.num_reprefillable_tokens)
+    }
+
+    /// Makes the blocks at these positions findable, as far as they can ever be of use.
+    fn cache_full_blocks(
+        &mut self,
+        request: &Request,
+        id: usize,
+        positions: std::ops::Range<usize>,
+        boundaries: &[u32],
+    ) {
+        let (group, hashes) = (&self.groups[id], request.block_hashes());
+        let table = &request.groups[id].table;
+        assert!(positions.end <= hashes.len().min(table.len()), "full blocks have hashes");
+        let group_id = GroupId(id as u32);
+        let mut stored = Vec::new();
+        for position in positions.clone() {
+            let block = table[position];
+            if block.is_null() || !group.is_reachable(position, boundaries) {
                 continue;
             }
-            assert!(num_full <= hashes.len().min(blocks.table.len()), "full blocks have hashes");
-            let full = blocks.table.iter().zip(hashes).take(num_full).enumerate().skip(num_cached);
-            for (position, (&block, hash)) in full {
-                if !block.is_null() && group.is_reachable(position, &boundaries) {
-                    let num_tokens = (position as u32 + 1) * self.block_size;
-                    self.pool.cache(block, hash, GroupId(id as u32), num_tokens);
-                }
+            let num_tokens = (position as u32 + 1) * self.block_size;
+            self.pool.cache(block, &hashes[position], group_id, num_tokens);
+            if self.pool.journal.config().prefixes {
+                stored.push(position as u32);
             }
-            blocks.num_cached = Some(num_full);
+        }
+        note_stored(&mut self.pool.journal, request, group_id, positions, stored, self.block_size);
+    }
+
+    /// Tells which cached blocks a request has found.
+    fn report_hit(&mut self, request: &Request) {
+        for (id, hits) in self.hits.iter().enumerate().filter(|(_, hits)| !hits.is_empty()) {
+            let stored = (0..hits.len() as u32).collect();
+            let group = GroupId(id as u32);
+            let journal = &mut self.pool.journal;
+            note_stored(journal, request, group, 0..hits.len(), stored, self.block_size);
         }
     }
 
@@ -318,4 +403,27 @@ impl KvCacheManager {
         self.prefix_cache_stats.reset |= reset;
         reset
     }
+}
+
+/// Notes that the blocks at `stored` of the positions that were looked at are in the cache.
+fn note_stored(
+    journal: &mut Journal,
+    request: &Request,
+    group: GroupId,
+    positions: std::ops::Range<usize>,
+    stored: Vec<u32>,
+    block_size: u32,
+) {
+    journal.note_prefix(|| {
+        let hashes = request.block_hashes();
+        let tokens = positions.start * block_size as usize..positions.end * block_size as usize;
+        Entry::Stored(Box::new(StoredBlocks {
+            request: request.arrival_number(),
+            group,
+            hashes: stored.iter().map(|&position| hashes[position as usize]).collect(),
+            positions: stored,
+            parent: positions.start.checked_sub(1).map(|position| hashes[position]),
+            tokens: request.tokens()[tokens].to_vec(),
+        }))
+    });
 }

@@ -2,8 +2,8 @@
 //! `update_from_output()`.
 //!
 //! The crate knows neither Python nor the clock nor any I/O: time arrives as an argument, and the
-//! few questions that only Python can answer (is a grammar compiled, does it accept a token, what
-//! does a salted block hash to) go through [`Hooks`]. Decisions equal those of vLLM 0.32.0's
+//! few questions that only Python can answer (is a grammar compiled, does it accept a token) go
+//! through [`Hooks`]. Decisions equal those of vLLM 0.32.0's
 //! `Scheduler` and `AsyncScheduler` for the configurations that [`SchedulerConfig`] can express;
 //! everything else is refused before this crate is reached.
 //!
@@ -15,6 +15,7 @@ pub mod block_pool;
 pub mod config;
 pub mod hooks;
 pub mod ids;
+pub mod journal;
 pub mod kv_cache_group;
 pub mod kv_cache_manager;
 pub mod request;
@@ -25,15 +26,18 @@ pub mod step;
 pub mod stop;
 pub mod update;
 
-pub use block_hash::{BlockHash, BlockHasher, HashAlgorithm};
+pub use block_hash::{BlockHash, BlockHasher, ExtraKeys, HashAlgorithm};
 pub use block_pool::BlockPool;
-pub use config::{ConfigError, KvCacheGroupConfig, Policy, SchedulerConfig};
+pub use config::{
+    ConfigError, KvCacheGroupConfig, Policy, RequestSpecMetrics, SchedulerConfig, Speculation,
+};
 pub use hooks::{GrammarState, Hooks, NoHooks};
-pub use ids::{BlockId, GroupId, RequestIndex};
+pub use ids::{ArrivalNumber, BlockId, GroupId, RequestIndex};
+pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::KvCacheManager;
 pub use request::{Event, EventKind, NewRequest, PrefillStats, Request, RequestStatus};
 pub use scheduler::{PauseState, Scheduler};
-pub use stats::{PrefixCacheStats, SchedulerStats};
+pub use stats::{PrefixCacheStats, RequestSpecStats, SchedulerStats, SpecDecodingStats};
 pub use step::{Admission, ScheduledRequest, Step};
 pub use stop::{RepetitionDetection, StopConditions, StopReason};
 pub use update::{RequestOutput, ScheduledOutput};

@@ -2,9 +2,9 @@
 
 use smallvec::SmallVec;
 
-use crate::block_hash::{BlockHash, BlockHasher};
-use crate::hooks::Hooks;
-use crate::ids::{BlockId, RequestIndex};
+use crate::block_hash::{BlockHash, BlockHasher, ExtraKeys};
+use crate::ids::{ArrivalNumber, BlockId};
+use crate::stats::RequestSpecStats;
 use crate::stop::{StopConditions, StopReason};
 
 /// Where a request is in its life. vLLM's states for KV transfers and streaming sessions are left
@@ -83,9 +83,10 @@ pub struct NewRequest {
     pub num_prompt_tokens: usize,
     /// Hashes of the full blocks of `tokens`; what is missing is computed when caching is on.
     pub block_hashes: Vec<BlockHash>,
-    /// The first block carries keys that only [`Hooks::hash_first_block`] can hash; if it is full
-    /// already, its hash has to be there.
-    pub has_extra_keys: bool,
+    /// What its blocks are hashed with besides their tokens.
+    pub extra_keys: Option<Box<ExtraKeys>>,
+    /// The adapter that it is computed with.
+    pub lora_id: Option<i64>,
     /// Smaller is more urgent.
     pub priority: i128,
     /// Seconds of the client's clock.
@@ -96,6 +97,10 @@ pub struct NewRequest {
     pub skip_reading_prefix_cache: bool,
     /// A grammar restricts its tokens.
     pub use_structured_output: bool,
+    /// It wants a vector of its prompt, and no tokens.
+    pub is_pooling: bool,
+    /// Blocks that it finds in the prefix cache are told to those who follow the cache's events.
+    pub reports_cached_blocks: bool,
 }
 
 /// The blocks of a request in one KV cache group.
@@ -125,7 +130,11 @@ pub struct Request {
     tokens: Vec<i32>,
     num_prompt_tokens: usize,
     pub(crate) block_hashes: Vec<BlockHash>,
-    has_extra_keys: bool,
+    extra_keys: Option<Box<ExtraKeys>>,
+    arrival_number: ArrivalNumber,
+    pub(crate) lora_id: Option<i64>,
+    pub(crate) is_pooling: bool,
+    pub(crate) reports_cached_blocks: bool,
     stop: StopConditions,
     /// Smaller is more urgent.
     pub(crate) priority: i128,
@@ -140,6 +149,13 @@ pub struct Request {
     pub(crate) num_computed_tokens: u32,
     /// Output tokens that scheduled steps will bring (asynchronous scheduling).
     pub(crate) num_output_placeholders: u32,
+    /// Draft tokens to be verified by the next step; -1 stands for one that only the model runner
+    /// knows.
+    pub(crate) drafts: Vec<i32>,
+    /// How its drafts fared, if that is wanted for each request.
+    pub(crate) spec_stats: Option<Box<RequestSpecStats>>,
+    /// The first step that may compute its next token (pipeline parallelism).
+    pub(crate) next_decode_step: u64,
     /// Tokens of steps whose output has not come back. Below zero if a step of an ended request
     /// with the same id comes back.
     pub(crate) num_in_flight_tokens: i64,
@@ -163,13 +179,17 @@ pub struct Request {
 }
 
 impl Request {
-    pub(crate) fn new(new: NewRequest, num_groups: usize) -> Self {
+    pub(crate) fn new(new: NewRequest, arrival_number: ArrivalNumber, num_groups: usize) -> Self {
         Self {
             id: new.id,
             num_prompt_tokens: new.num_prompt_tokens,
             tokens: new.tokens,
             block_hashes: new.block_hashes,
-            has_extra_keys: new.has_extra_keys,
+            extra_keys: new.extra_keys,
+            arrival_number,
+            lora_id: new.lora_id,
+            is_pooling: new.is_pooling,
+            reports_cached_blocks: new.reports_cached_blocks,
             stop: new.stop,
             priority: new.priority,
             arrival_time: new.arrival_time,
@@ -183,6 +203,9 @@ impl Request {
             stop_reason: StopReason::None,
             num_computed_tokens: 0,
             num_output_placeholders: 0,
+            drafts: Vec::new(),
+            spec_stats: None,
+            next_decode_step: 0,
             num_in_flight_tokens: 0,
             num_stale_output_tokens: 0,
             drop_stale_output: false,
@@ -201,6 +224,12 @@ impl Request {
     #[must_use]
     pub fn id(&self) -> &str {
         &self.id
+    }
+
+    /// Which request it is, unlike a place for all time.
+    #[must_use]
+    pub fn arrival_number(&self) -> ArrivalNumber {
+        self.arrival_number
     }
 
     /// Prompt and output.
@@ -249,6 +278,18 @@ impl Request {
     #[must_use]
     pub fn num_output_placeholders(&self) -> u32 {
         self.num_output_placeholders
+    }
+
+    /// Draft tokens to be verified by the next step.
+    #[must_use]
+    pub fn drafts(&self) -> &[i32] {
+        &self.drafts
+    }
+
+    /// How its drafts fared, if that is wanted for each request.
+    #[must_use]
+    pub fn spec_stats(&self) -> Option<&RequestSpecStats> {
+        self.spec_stats.as_deref()
     }
 
     /// Tokens of steps whose output has not come back.
@@ -314,32 +355,16 @@ impl Request {
     }
 
     /// Appends a generated token and hashes the block that it completes, if it completes one.
-    pub(crate) fn append_output_token<H: Hooks>(
-        &mut self,
-        token: i32,
-        index: RequestIndex,
-        hasher: Option<&BlockHasher>,
-        hooks: &mut H,
-    ) -> Result<(), H::Error> {
+    pub(crate) fn append_output_token(&mut self, token: i32, hasher: Option<&BlockHasher>) {
         self.tokens.push(token);
-        let Some(hasher) = hasher else { return Ok(()) };
-        if !self.tokens.len().is_multiple_of(hasher.block_size()) {
-            return Ok(());
+        if let Some(hasher) = hasher.filter(|it| self.tokens.len().is_multiple_of(it.block_size()))
+        {
+            self.hash_blocks(hasher);
         }
-        if self.has_extra_keys && self.block_hashes.is_empty() {
-            self.block_hashes.push(hooks.hash_first_block(index, &self.tokens)?);
-        }
-        hasher.extend_hashes(&self.tokens, &mut self.block_hashes);
-        Ok(())
     }
 
-    /// Hashes the blocks of a request that has just arrived, as far as they came without a hash.
-    pub(crate) fn hash_prompt(&mut self, hasher: &BlockHasher) {
-        let needs_hooks = self.has_extra_keys && self.tokens.len() >= hasher.block_size();
-        assert!(
-            !needs_hooks || !self.block_hashes.is_empty(),
-            "a first block with extra keys comes with its hash"
-        );
-        hasher.extend_hashes(&self.tokens, &mut self.block_hashes);
+    /// Hashes its full blocks, as far as they have no hash yet.
+    pub(crate) fn hash_blocks(&mut self, hasher: &BlockHasher) {
+        hasher.extend_hashes(&self.tokens, self.extra_keys.as_deref(), &mut self.block_hashes);
     }
 }

@@ -4,19 +4,18 @@
 //! computed; each step hands out a budget of tokens so that the computed ones catch up, first to
 //! the requests that run, then to those that wait.
 //!
-//! Left out, and refused before a scheduler is built: speculative decoding, `LoRA`, encoder inputs,
-//! KV and EC connectors, Mamba alignment, pipeline parallelism, streaming sessions. Without the
-//! last and connectors no waiting request holds blocks, so vLLM's second waiting queue does not
-//! exist here.
+//! Left out, and refused before a scheduler is built: encoder inputs, KV and EC connectors, Mamba
+//! alignment, streaming sessions. Without the last and connectors no waiting request holds blocks,
+//! so vLLM's second waiting queue does not exist here.
 
-use crate::config::{ConfigError, Policy, SchedulerConfig};
+use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
 use crate::hooks::{GrammarState, Hooks};
-use crate::ids::RequestIndex;
+use crate::ids::{ArrivalNumber, RequestIndex};
 use crate::kv_cache_manager::{AllocationFor, KvCacheManager};
 use crate::request::{EventKind, NewRequest, PrefillStats, Request, RequestStatus};
 use crate::request_queue::RequestQueue;
-use crate::stats::SchedulerStats;
-use crate::step::{Admission, ScheduledRequest, Step};
+use crate::stats::{RequestSpecStats, SchedulerStats, SpecDecodingStats};
+use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
 
 /// Whether requests are scheduled at all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,35 +49,49 @@ pub struct Scheduler {
     has_previous_batch: bool,
     /// When the prefills of a step were held back, the last ones allowed did not fit all.
     prefill_capacity_bound: bool,
+    /// Requests that have arrived.
+    num_arrivals: u64,
     step: Step,
+    /// How the drafts of the last step that came back fared.
+    pub(crate) spec_decoding_stats: Option<SpecDecodingStats>,
 }
 
 /// What is left of a step's allowance.
 struct Budget {
     /// Tokens that may still be scheduled.
     tokens: u32,
-    /// Tokens that the model runner's batch still holds.
+    /// Positions that the model runner's batch still holds.
     input: u32,
+    /// Of these, positions that drafting takes for each request.
+    num_draft_slots: u32,
 }
 
 impl Budget {
     fn take(&mut self, num_tokens: u32) {
         self.tokens -= num_tokens;
-        self.input -= num_tokens;
+        self.input -= num_tokens + self.num_draft_slots;
     }
 
     fn give_back(&mut self, num_tokens: u32) {
         self.tokens += num_tokens;
-        self.input += num_tokens;
+        self.input += num_tokens + self.num_draft_slots;
     }
 
     fn is_spent(&self) -> bool {
-        self.tokens == 0 || self.input == 0
+        self.available() == 0
     }
 
+    /// Tokens that one more request may get.
     fn available(&self) -> u32 {
-        self.tokens.min(self.input)
+        self.tokens.min(self.input.saturating_sub(self.num_draft_slots))
     }
+}
+
+/// What an admitted request gets of a step.
+struct Share {
+    num_tokens: u32,
+    /// Of these, tokens that stand for drafts that there are none of yet.
+    num_padding_tokens: u32,
 }
 
 /// What holds for a whole call of `schedule()`.
@@ -118,7 +131,9 @@ impl Scheduler {
             current_step: 0,
             has_previous_batch: false,
             prefill_capacity_bound: false,
+            num_arrivals: 0,
             step: Step::default(),
+            spec_decoding_stats: None,
             config,
         })
     }
@@ -126,14 +141,21 @@ impl Scheduler {
     /// Puts a request into the queue and returns its place.
     ///
     /// # Panics
-    /// If the request has no token, or a full first block with extra keys and no hash.
+    /// If the request has no token.
     pub fn add_request(&mut self, new: NewRequest, now: f64) -> RequestIndex {
         assert!(!new.tokens.is_empty(), "a request has at least one token");
         let index = self.free_slots.last().copied();
         let index = index.unwrap_or(RequestIndex(self.slots.len() as u32));
-        let mut request = Request::new(new, self.config.groups.len());
+        let arrival_number = ArrivalNumber(self.num_arrivals);
+        self.num_arrivals += 1;
+        let mut request = Request::new(new, arrival_number, self.config.groups.len());
         if let Some(hasher) = &self.config.hasher {
-            request.hash_prompt(hasher);
+            request.hash_blocks(hasher);
+        }
+        let speculation = &self.config.speculation;
+        if speculation.request_metrics != RequestSpecMetrics::None {
+            let stats = RequestSpecStats::new(speculation.num_spec_tokens);
+            request.spec_stats = Some(Box::new(stats));
         }
         if request.status == RequestStatus::WaitingForGrammar {
             request.is_deferred = true;
@@ -169,6 +191,7 @@ impl Scheduler {
         let mut budget = Budget {
             tokens: self.config.max_num_scheduled_tokens,
             input: self.config.max_num_batched_tokens,
+            num_draft_slots: self.config.speculation.num_draft_slots,
         };
         if self.pause_state == PauseState::PausedAll {
             budget.tokens = 0;
@@ -176,6 +199,7 @@ impl Scheduler {
         let limits = self.step_limits(throttle_prefills, now);
 
         self.schedule_running(&mut budget, &limits);
+        self.note_loras();
         if self.step.preempted.is_empty() && self.pause_state != PauseState::PausedAll {
             self.schedule_waiting(&mut budget, &limits, hooks)?;
         }
@@ -216,7 +240,9 @@ impl Scheduler {
             if !self.allocate_or_preempt(index, num_tokens, &mut position, budget, limits.now) {
                 break;
             }
-            let scheduled = self.scheduled(index, num_tokens);
+            let mut scheduled = self.scheduled(index, num_tokens);
+            self.take_drafts(&mut scheduled);
+            self.step.has_prefill |= self.request(index).is_prefill_chunk;
             self.step.running.push(scheduled);
             budget.take(num_tokens);
             position += 1;
@@ -227,16 +253,66 @@ impl Scheduler {
     fn num_tokens_to_run(&self, index: RequestIndex, budget: &Budget, limits: &StepLimits) -> u32 {
         let request = self.request(index);
         if reaches_max_tokens_in_flight(request)
+            || self.current_step < request.next_decode_step
             || (limits.defer_prefills && request.is_prefill_chunk)
         {
             return 0;
         }
-        let known = request.num_tokens() as u32 + request.num_output_placeholders;
-        let num_new = known.saturating_sub(request.num_computed_tokens);
-        // One position is left for the token that will be sampled.
-        let until_max_model_len =
-            self.config.max_model_len.saturating_sub(request.num_computed_tokens + 1);
-        limits.cap(num_new).min(budget.available()).min(until_max_model_len)
+        let num_known =
+            (request.num_tokens() + request.drafts.len()) as u32 + request.num_output_placeholders;
+        let num_new = num_known.saturating_sub(request.num_computed_tokens);
+        // A position is left for the token that will be sampled.
+        let until_max_model_len = self
+            .config
+            .max_model_len
+            .saturating_sub(request.num_computed_tokens + self.config.num_sampled_tokens_per_step);
+        let num_tokens = limits.cap(num_new).min(budget.available()).min(until_max_model_len);
+        self.reserve_prefill_lookahead(request, request.num_computed_tokens, num_tokens)
+    }
+
+    /// Shortens a chunk that would end so close to the prompt's end that a drafter, which reads
+    /// ahead, would miss known tokens.
+    fn reserve_prefill_lookahead(
+        &self,
+        request: &Request,
+        num_computed_tokens: u32,
+        num_tokens: u32,
+    ) -> u32 {
+        let lookahead = self.config.speculation.num_prefill_lookahead_tokens;
+        let end = num_computed_tokens + num_tokens;
+        match (request.num_tokens() as u32).saturating_sub(end) {
+            remaining @ 1.. if remaining < lookahead => {
+                num_tokens.saturating_sub(lookahead - remaining)
+            }
+            _ => num_tokens,
+        }
+    }
+
+    /// Moves a running request's drafts into the step, as far as they fit. What is left is
+    /// forgotten: the drafter proposes anew after each step.
+    fn take_drafts(&mut self, scheduled: &mut ScheduledRequest) {
+        let slot = &mut self.slots[scheduled.index.index()];
+        let request = slot.as_mut().expect("running requests exist");
+        if request.drafts.is_empty() {
+            return;
+        }
+        let end = request.num_computed_tokens + scheduled.num_tokens;
+        let num_known = request.num_tokens() as u32 + request.num_output_placeholders;
+        let num_drafts = (end.saturating_sub(num_known) as usize).min(request.drafts.len());
+        self.step.set_drafts(scheduled, &request.drafts[..num_drafts]);
+        request.drafts.clear();
+    }
+
+    /// Collects the adapters that the step uses so far.
+    fn note_loras(&mut self) {
+        if self.config.max_loras.is_none() {
+            return;
+        }
+        let Self { step, slots, .. } = self;
+        for scheduled in &step.running {
+            let request = slots[scheduled.index.index()].as_ref().expect("scheduled above");
+            note_lora(&mut step.loras, request);
+        }
     }
 
     /// Finds blocks for a running request, at the expense of less urgent ones if it must be.
@@ -317,7 +393,7 @@ impl Scheduler {
             if self.running.len() >= self.config.max_num_active_reqs {
                 break;
             }
-            if !self.is_ready(index, hooks)? {
+            if !self.is_ready(index, hooks)? || self.exceeds_max_loras(index) {
                 self.pass_over();
                 continue;
             }
@@ -342,6 +418,15 @@ impl Scheduler {
         Ok(request.num_stale_output_tokens == 0 || request.drop_stale_output)
     }
 
+    /// Whether a request's adapter would be one too many in this step.
+    fn exceeds_max_loras(&self, index: RequestIndex) -> bool {
+        let loras = &self.step.loras;
+        let lora = self.request(index).lora_id;
+        self.config.max_loras.zip(lora).is_some_and(|(max_loras, lora)| {
+            loras.len() == max_loras as usize && !loras.contains(&lora)
+        })
+    }
+
     fn pass_over(&mut self) {
         let index = self.waiting.pop().expect("the request that was looked at");
         let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
@@ -358,22 +443,16 @@ impl Scheduler {
         request.shared_prefix_boundary = hit.shared_prefix_boundary;
         note_first_prefill(request, hit.num_tokens);
 
-        let num_missing = request.num_tokens() as u32 - hit.num_tokens;
-        if limits.defer_prefills && num_missing > 1 {
+        let Some(share) = self.share_of_admitted(index, hit.num_tokens, budget, limits) else {
             return false;
-        }
-        let num_tokens = limits.cap(num_missing);
-        if !self.config.enable_chunked_prefill && num_tokens > budget.available() {
-            return false;
-        }
-        let num_tokens = num_tokens.min(budget.available());
-
+        };
         let purpose = AllocationFor::Admission {
             hit,
             full_sequence_must_fit: self.config.reserve_full_isl,
             others_run: !self.running.is_empty(),
         };
-        if !self.kv_cache.allocate_slots(request, num_tokens, purpose) {
+        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        if !self.kv_cache.allocate_slots(request, share.num_tokens, purpose) {
             return false;
         }
         if self.config.log_stats {
@@ -389,25 +468,70 @@ impl Scheduler {
         }
         request.status = RequestStatus::Running;
         request.num_computed_tokens = hit.num_tokens;
+        note_lora(&mut self.step.loras, request);
         self.waiting.pop();
         self.running.push(index);
-        let scheduled = self.scheduled(index, num_tokens);
+        let mut scheduled = self.scheduled(index, share.num_tokens);
+        self.step.set_unknown_drafts(&mut scheduled, share.num_padding_tokens);
         self.step.admitted.push((admission, scheduled));
-        budget.take(num_tokens);
+        budget.take(share.num_tokens);
         true
+    }
+
+    /// What a request gets of the step that admits it; `None` if that has to wait.
+    fn share_of_admitted(
+        &self,
+        index: RequestIndex,
+        num_computed_tokens: u32,
+        budget: &Budget,
+        limits: &StepLimits,
+    ) -> Option<Share> {
+        let request = self.request(index);
+        let num_missing = request.num_tokens() as u32 - num_computed_tokens;
+        if limits.defer_prefills && num_missing > 1 {
+            return None;
+        }
+        let available = budget.available();
+        if num_missing == 1 && self.pads_decode(num_computed_tokens) {
+            let num_padding_tokens = self.config.speculation.num_spec_tokens;
+            let num_tokens = 1 + num_padding_tokens;
+            if num_tokens > available {
+                return None;
+            }
+            // vLLM fails an assertion if the threshold is below that; here the padding goes.
+            if limits.cap(num_tokens) == num_tokens {
+                return Some(Share { num_tokens, num_padding_tokens });
+            }
+        }
+        let num_tokens = limits.cap(num_missing);
+        if !self.config.enable_chunked_prefill && num_tokens > available {
+            return None;
+        }
+        let num_tokens = num_tokens.min(available);
+        let num_tokens = self.reserve_prefill_lookahead(request, num_computed_tokens, num_tokens);
+        (num_tokens > 0).then_some(Share { num_tokens, num_padding_tokens: 0 })
+    }
+
+    /// Whether a request that lacks nothing but its next token is given as many tokens as those
+    /// that verify drafts: a batch of equal requests can run as one CUDA graph.
+    fn pads_decode(&self, num_computed_tokens: u32) -> bool {
+        let speculation = &self.config.speculation;
+        let num_sampled_tokens = self.config.num_sampled_tokens_per_step;
+        let end = num_computed_tokens + 1 + speculation.num_spec_tokens + num_sampled_tokens;
+        speculation.num_spec_tokens > 0
+            && speculation.by_batch_size.is_none()
+            && num_sampled_tokens > 0
+            && !self.step.has_prefill
+            && (!self.step.running.is_empty() || num_computed_tokens > 0)
+            && end <= self.config.max_model_len
     }
 
     /// The request as part of this step, as it is before the step.
     fn scheduled(&self, index: RequestIndex, num_tokens: u32) -> ScheduledRequest {
         let request = self.request(index);
         let previous_step = self.current_step - 1;
-        ScheduledRequest {
-            index,
-            num_tokens,
-            num_computed_tokens: request.num_computed_tokens,
-            num_output_tokens: request.num_output_tokens() as u32 + request.num_output_placeholders,
-            is_new_to_batch: !self.has_previous_batch || request.last_step != previous_step,
-        }
+        let is_new_to_batch = !self.has_previous_batch || request.last_step != previous_step;
+        ScheduledRequest::new(request, index, num_tokens, is_new_to_batch)
     }
 
     /// Takes the blocks of a running request away and puts it back into the queue. It must have
@@ -418,6 +542,7 @@ impl Scheduler {
         self.kv_cache.free(request);
         request.status = RequestStatus::Preempted;
         request.num_computed_tokens = 0;
+        request.drafts.clear();
         // All that is in flight belongs to the life that ends here. What an earlier preemption
         // condemned stays condemned: its positions have been sampled again.
         request.drop_stale_output =
@@ -435,6 +560,12 @@ impl Scheduler {
     /// one's output is there.
     fn update_after_schedule(&mut self) {
         let step = &mut self.step;
+        let speculation = &self.config.speculation;
+        let num_requests = step.running.len() + step.admitted.len();
+        step.num_spec_tokens_to_schedule = match &speculation.by_batch_size {
+            Some(by_batch_size) if num_requests > 0 => by_batch_size[num_requests],
+            _ => speculation.num_spec_tokens,
+        };
         let admitted = step.admitted.iter().map(|(_, scheduled)| scheduled);
         for scheduled in step.running.iter().chain(admitted) {
             let slot = &mut self.slots[scheduled.index.index()];
@@ -452,11 +583,26 @@ impl Scheduler {
             if self.config.async_scheduling {
                 step.pending_structured_output_tokens |=
                     request.use_structured_output && request.num_output_placeholders > 0;
-                request.num_output_placeholders += 1;
+                request.num_output_placeholders +=
+                    self.config.num_sampled_tokens_per_step + scheduled.num_draft_tokens;
+                // Placeholders of the drafts that this step will bring.
+                request.drafts.clear();
+                request.drafts.resize(step.num_spec_tokens_to_schedule as usize, UNKNOWN_DRAFT);
+                request.next_decode_step =
+                    self.current_step + u64::from(self.config.decode_stagger);
             }
         }
         self.has_previous_batch = true;
         debug_assert!(step.total_num_tokens <= self.config.max_num_scheduled_tokens);
+    }
+
+    /// Takes the drafts for the next step of a request; those for a part of a prompt are dropped.
+    pub fn set_drafts(&mut self, index: RequestIndex, drafts: &[i32]) {
+        let Some((request, _)) = self.get_mut(index) else { return };
+        request.drafts.clear();
+        if !request.is_prefill_chunk {
+            request.drafts.extend_from_slice(drafts);
+        }
     }
 
     /// Ends requests from outside: aborted by their client, or failed. Places that hold no request
@@ -633,6 +779,7 @@ impl Scheduler {
             num_skipped_waiting_reqs: self.num_deferred,
             kv_cache_usage: self.kv_cache.pool().usage(),
             prefix_cache_stats: std::mem::take(&mut self.kv_cache.prefix_cache_stats),
+            spec_decoding_stats: self.spec_decoding_stats.take(),
         }
     }
 
@@ -673,6 +820,13 @@ fn reaches_max_tokens_in_flight(request: &Request) -> bool {
     let limit =
         (request.num_prompt_tokens() as u64).saturating_add(request.stop_conditions().max_tokens);
     placeholders > 0 && last_known - placeholders >= limit
+}
+
+/// Adds a request's adapter to those of a step.
+fn note_lora(loras: &mut Vec<i64>, request: &Request) {
+    if let Some(lora) = request.lora_id.filter(|lora| !loras.contains(lora)) {
+        loras.push(lora);
+    }
 }
 
 /// Prefill statistics are those of the first prefill, not of repeats after a preemption.

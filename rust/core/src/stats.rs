@@ -33,8 +33,78 @@ impl PrefixCacheStats {
     }
 }
 
+/// How the draft tokens of a step fared.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SpecDecodingStats {
+    /// Requests whose drafts were verified.
+    pub num_drafts: u64,
+    /// Their draft tokens.
+    pub num_draft_tokens: u64,
+    /// Of these, tokens that were accepted.
+    pub num_accepted_tokens: u64,
+    /// The same by position in the draft, as many as a request can have.
+    pub num_accepted_tokens_per_pos: Vec<u64>,
+    /// Drafts that reach each position.
+    pub num_draft_tokens_per_pos: Vec<u64>,
+}
+
+impl SpecDecodingStats {
+    /// Nothing yet, with room for drafts of `num_spec_tokens`.
+    #[must_use]
+    pub fn new(num_spec_tokens: u32) -> Self {
+        let zeros = vec![0; num_spec_tokens as usize];
+        Self {
+            num_accepted_tokens_per_pos: zeros.clone(),
+            num_draft_tokens_per_pos: zeros,
+            ..Self::default()
+        }
+    }
+
+    /// Counts one request's draft.
+    pub fn observe(&mut self, num_draft_tokens: u32, num_accepted_tokens: u32) {
+        self.num_drafts += 1;
+        self.num_draft_tokens += u64::from(num_draft_tokens);
+        self.num_accepted_tokens += u64::from(num_accepted_tokens);
+        let count = |positions: &mut [u64], num_tokens: u32| {
+            positions.iter_mut().take(num_tokens as usize).for_each(|tokens| *tokens += 1);
+        };
+        count(&mut self.num_accepted_tokens_per_pos, num_accepted_tokens);
+        count(&mut self.num_draft_tokens_per_pos, num_draft_tokens);
+    }
+}
+
+/// How the draft tokens of one request fared, over its life.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RequestSpecStats {
+    /// Steps by the number of tokens that were accepted.
+    pub histogram: Vec<u64>,
+    /// Draft tokens of all steps.
+    pub num_draft_tokens: u64,
+    /// Accepted and drafted tokens of each step, if that was asked for.
+    pub per_step: Vec<(u32, u32)>,
+}
+
+impl RequestSpecStats {
+    /// Nothing yet, with room for drafts of `num_spec_tokens`.
+    #[must_use]
+    pub fn new(num_spec_tokens: u32) -> Self {
+        Self { histogram: vec![0; num_spec_tokens as usize + 1], ..Self::default() }
+    }
+
+    /// Counts one step.
+    pub fn observe(&mut self, num_draft_tokens: u32, num_accepted_tokens: u32, in_detail: bool) {
+        if let Some(steps) = self.histogram.get_mut(num_accepted_tokens as usize) {
+            *steps += 1;
+        }
+        self.num_draft_tokens += u64::from(num_draft_tokens);
+        if in_detail {
+            self.per_step.push((num_accepted_tokens, num_draft_tokens));
+        }
+    }
+}
+
 /// The state of the queues and of the block pool after a step.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct SchedulerStats {
     /// Requests that run.
     pub num_running_reqs: usize,
@@ -46,4 +116,6 @@ pub struct SchedulerStats {
     pub kv_cache_usage: f64,
     /// Prefix cache lookups since the last call.
     pub prefix_cache_stats: PrefixCacheStats,
+    /// How the draft tokens of the step that these belong to fared, if it had any.
+    pub spec_decoding_stats: Option<SpecDecodingStats>,
 }

@@ -1,6 +1,7 @@
 //! What one call of `schedule()` decided: the content of vLLM's `SchedulerOutput`.
 
 use crate::ids::RequestIndex;
+use crate::request::Request;
 
 /// How a request that was not running came into the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +25,35 @@ pub struct ScheduledRequest {
     pub num_output_tokens: u32,
     /// The last `schedule()` before this one did not include the request.
     pub is_new_to_batch: bool,
+    /// Of this step's tokens, draft tokens: the last ones.
+    pub num_draft_tokens: u32,
+    /// Where they are in [`Step::draft_tokens`].
+    first_draft: u32,
 }
+
+impl ScheduledRequest {
+    /// A request without drafts.
+    pub(crate) fn new(
+        request: &Request,
+        index: RequestIndex,
+        num_tokens: u32,
+        is_new_to_batch: bool,
+    ) -> Self {
+        Self {
+            index,
+            num_tokens,
+            num_computed_tokens: request.num_computed_tokens(),
+            num_output_tokens: request.num_output_tokens() as u32
+                + request.num_output_placeholders(),
+            is_new_to_batch,
+            num_draft_tokens: 0,
+            first_draft: 0,
+        }
+    }
+}
+
+/// Stands for a draft token that only the model runner knows.
+pub const UNKNOWN_DRAFT: i32 = -1;
 
 /// One step. Its buffers are reused by the next.
 #[derive(Clone, Debug, Default)]
@@ -41,6 +70,14 @@ pub struct Step {
     pub has_structured_output_requests: bool,
     /// One of these still waits for the token before.
     pub pending_structured_output_tokens: bool,
+    /// Draft tokens that each request is to get for the next step.
+    pub num_spec_tokens_to_schedule: u32,
+    /// One of the running requests computes a part of its prompt.
+    pub(crate) has_prefill: bool,
+    /// Adapters of the step.
+    pub(crate) loras: Vec<i64>,
+    /// Draft tokens of all requests.
+    drafts: Vec<i32>,
 }
 
 impl Step {
@@ -51,6 +88,29 @@ impl Step {
         self.total_num_tokens = 0;
         self.has_structured_output_requests = false;
         self.pending_structured_output_tokens = false;
+        self.has_prefill = false;
+        self.loras.clear();
+        self.drafts.clear();
+    }
+
+    /// Draft tokens that a request of this step verifies.
+    #[must_use]
+    pub fn draft_tokens(&self, scheduled: &ScheduledRequest) -> &[i32] {
+        &self.drafts[scheduled.first_draft as usize..][..scheduled.num_draft_tokens as usize]
+    }
+
+    /// Has a request of this step verify draft tokens.
+    pub(crate) fn set_drafts(&mut self, scheduled: &mut ScheduledRequest, drafts: &[i32]) {
+        scheduled.first_draft = self.drafts.len() as u32;
+        scheduled.num_draft_tokens = drafts.len() as u32;
+        self.drafts.extend_from_slice(drafts);
+    }
+
+    /// Has a request of this step verify drafts that only the model runner knows.
+    pub(crate) fn set_unknown_drafts(&mut self, scheduled: &mut ScheduledRequest, num_drafts: u32) {
+        scheduled.first_draft = self.drafts.len() as u32;
+        scheduled.num_draft_tokens = num_drafts;
+        self.drafts.resize(self.drafts.len() + num_drafts as usize, UNKNOWN_DRAFT);
     }
 
     /// All requests of the step: the running ones, then the admitted ones.

@@ -3,10 +3,12 @@
 
 use smallvec::SmallVec;
 
+use crate::config::RequestSpecMetrics;
 use crate::hooks::Hooks;
 use crate::ids::RequestIndex;
 use crate::request::{Event, PrefillStats, RequestStatus};
 use crate::scheduler::Scheduler;
+use crate::stats::{RequestSpecStats, SpecDecodingStats};
 use crate::stop::{StopReason, check_stop};
 
 /// What became of one request of a step that was scheduled earlier.
@@ -18,6 +20,12 @@ pub struct ScheduledOutput<'a> {
     pub num_scheduled_tokens: u32,
     /// Tokens that were sampled, none if its prompt is not computed to the end.
     pub sampled_tokens: &'a [i32],
+    /// Draft tokens that the step verified.
+    pub num_draft_tokens: u32,
+    /// Of these, tokens that a grammar had ruled out before.
+    pub num_invalid_drafts: u32,
+    /// The step brought the vector that a pooling request is for.
+    pub is_pooled: bool,
 }
 
 /// What a client is to be told of one request.
@@ -37,6 +45,8 @@ pub struct RequestOutput {
     pub events: SmallVec<[Event; 2]>,
     /// With the request's first output, how its prompt was computed.
     pub prefill_stats: Option<PrefillStats>,
+    /// With its last, how its draft tokens fared, if clients are to be told.
+    pub spec_stats: Option<Box<RequestSpecStats>>,
 }
 
 impl RequestOutput {
@@ -46,6 +56,7 @@ impl RequestOutput {
         self.finished.is_none()
             && self.events.is_empty()
             && self.prefill_stats.is_none()
+            && self.spec_stats.is_none()
             && self.stop_reason == StopReason::None
     }
 }
@@ -69,6 +80,7 @@ impl Scheduler {
         outputs: &mut Vec<RequestOutput>,
     ) -> Result<(), H::Error> {
         outputs.clear();
+        self.spec_decoding_stats = None;
         let mut stopped_running = Vec::new();
         let mut stopped_preempted = Vec::new();
         for (position, scheduled) in scheduled.enumerate() {
@@ -81,7 +93,7 @@ impl Scheduler {
                 continue;
             };
             let Advance { num_new_tokens, stopped } = advance;
-            if num_new_tokens == 0 && !stopped {
+            if num_new_tokens == 0 && !stopped && !scheduled.is_pooled {
                 continue;
             }
             outputs.push(self.take_output(index, position, num_new_tokens));
@@ -120,7 +132,11 @@ impl Scheduler {
             }
         }
         let use_structured_output = request.use_structured_output;
-        let mut advance = self.append_tokens(index, scheduled.sampled_tokens, is_stale, hooks)?;
+        self.settle_drafts(index, scheduled, is_stale);
+        let mut advance = self.append_tokens(index, scheduled.sampled_tokens, is_stale);
+        if scheduled.is_pooled && advance.num_new_tokens == 0 {
+            advance.stopped = self.end_pooling(index);
+        }
         if advance.num_new_tokens > 0 && use_structured_output {
             let sequence = self.request(index).tokens();
             if !hooks.accept_tokens(index, sequence, advance.num_new_tokens)? {
@@ -132,23 +148,57 @@ impl Scheduler {
         Ok(Some(advance))
     }
 
+    /// Takes back the positions of rejected draft tokens: they will be computed again, with the
+    /// tokens that were sampled in their place.
+    fn settle_drafts(&mut self, index: RequestIndex, scheduled: &ScheduledOutput<'_>, stale: bool) {
+        let num_drafts = scheduled.num_draft_tokens;
+        let Self { config, slots, spec_decoding_stats, .. } = self;
+        let num_sampled = config.num_sampled_tokens_per_step;
+        if num_drafts == 0 || (scheduled.sampled_tokens.is_empty() && num_sampled > 0) {
+            return;
+        }
+        let request = slots[index.index()].as_mut().expect("looked up by the caller");
+        let num_accepted = (scheduled.sampled_tokens.len() as u32).saturating_sub(num_sampled);
+        let num_rejected = num_drafts.saturating_sub(num_accepted);
+        // A stale step's count is from before the preemption, which has taken back all.
+        if !stale && request.num_computed_tokens > 0 {
+            request.num_computed_tokens -= num_rejected;
+        }
+        if !stale && request.num_output_placeholders > 0 {
+            request.num_output_placeholders -= num_rejected;
+        }
+        let num_valid_drafts = num_drafts.saturating_sub(scheduled.num_invalid_drafts);
+        let num_spec_tokens = config.speculation.num_spec_tokens;
+        if config.log_stats {
+            let new = || SpecDecodingStats::new(num_spec_tokens);
+            spec_decoding_stats.get_or_insert_with(new).observe(num_valid_drafts, num_accepted);
+        }
+        if let Some(stats) = &mut request.spec_stats {
+            let in_detail = config.speculation.request_metrics == RequestSpecMetrics::Detailed;
+            stats.observe(num_valid_drafts, num_accepted, in_detail);
+        }
+    }
+
+    /// A pooling request is over as soon as its vector is there. Returns whether it is one.
+    fn end_pooling(&mut self, index: RequestIndex) -> bool {
+        let (request, _) = self.get_mut(index).expect("looked up by the caller");
+        if request.is_pooling {
+            request.status = RequestStatus::FinishedStopped;
+        }
+        request.is_pooling
+    }
+
     /// Appends tokens until one of them ends the request.
-    fn append_tokens<H: Hooks>(
-        &mut self,
-        index: RequestIndex,
-        tokens: &[i32],
-        is_stale: bool,
-        hooks: &mut H,
-    ) -> Result<Advance, H::Error> {
+    fn append_tokens(&mut self, index: RequestIndex, tokens: &[i32], is_stale: bool) -> Advance {
         let mut advance = Advance { num_new_tokens: 0, stopped: false };
         if tokens.is_empty() {
-            return Ok(advance);
+            return advance;
         }
         let Self { config, kv_cache, slots, .. } = self;
         let request = slots[index.index()].as_mut().expect("looked up by the caller");
         let was_running = request.status == RequestStatus::Running;
         for &token in tokens {
-            request.append_output_token(token, index, config.hasher.as_ref(), hooks)?;
+            request.append_output_token(token, config.hasher.as_ref());
             advance.num_new_tokens += 1;
             advance.stopped = check_stop(request, config.max_model_len);
             if advance.stopped {
@@ -165,7 +215,7 @@ impl Scheduler {
                 kv_cache.cache_blocks(request, num_final);
             }
         }
-        Ok(advance)
+        advance
     }
 
     fn take_output(
@@ -182,11 +232,13 @@ impl Scheduler {
                 ..stats
             }
         });
+        let finished = Some(request.status).filter(|status| status.is_finished());
         RequestOutput {
             index,
             position,
             num_new_tokens,
-            finished: Some(request.status).filter(|status| status.is_finished()),
+            finished,
+            spec_stats: finished.and_then(|_| request.spec_stats.clone()),
             stop_reason: request.stop_reason,
             events: std::mem::take(&mut request.events),
             prefill_stats,

@@ -2,7 +2,7 @@
 //! from front to back.
 
 use proptest::prelude::*;
-use sparksched_core::{BlockHash, BlockId, BlockPool, GroupId};
+use sparksched_core::{BlockHash, BlockId, BlockPool, GroupId, JournalConfig};
 
 const NUM_BLOCKS: u32 = 12;
 
@@ -174,7 +174,7 @@ proptest! {
         enable_caching in any::<bool>(),
         operations in prop::collection::vec(operation(), 1..60),
     ) {
-        let mut pool = BlockPool::new(NUM_BLOCKS, enable_caching);
+        let mut pool = BlockPool::new(NUM_BLOCKS, enable_caching, JournalConfig::default());
         let mut naive = NaivePool::new(enable_caching);
         let mut held = Vec::new();
         assert_equal(&pool, &naive);
@@ -187,7 +187,7 @@ proptest! {
 
 #[test]
 fn a_pool_may_have_only_the_null_block() {
-    let mut pool = BlockPool::new(1, true);
+    let mut pool = BlockPool::new(1, true, JournalConfig::default());
     assert_eq!((pool.num_free(), pool.free_blocks().count()), (0, 0));
     assert!((pool.usage() - 0.0).abs() < f64::EPSILON);
     assert!(pool.reset_cache());
@@ -197,5 +197,5 @@ fn a_pool_may_have_only_the_null_block() {
 #[test]
 #[should_panic(expected = "3 blocks wanted, 2 are free")]
 fn more_blocks_than_there_are_is_a_bug_of_the_caller() {
-    BlockPool::new(3, true).allocate(3, &mut Vec::new());
+    BlockPool::new(3, true, JournalConfig::default()).allocate(3, &mut Vec::new());
 }

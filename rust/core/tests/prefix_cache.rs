@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use sparksched_core::{
-    BlockHasher, GroupId, HashAlgorithm, KvCacheGroupConfig, NewRequest, NoHooks, Policy,
-    ScheduledOutput, Scheduler, SchedulerConfig, StopConditions,
+    BlockHasher, GroupId, HashAlgorithm, JournalConfig, KvCacheGroupConfig, NewRequest, NoHooks,
+    Policy, ScheduledOutput, Scheduler, SchedulerConfig, Speculation, StopConditions,
 };
 
 const BLOCK_SIZE: u32 = 4;
@@ -29,14 +29,21 @@ fn config(groups: Vec<KvCacheGroupConfig>, retention_interval: Option<u32>) -> S
         long_prefill_token_threshold: 0,
         long_prefill_token_threshold_adaptive: false,
         reserve_full_isl: true,
+        speculation: Speculation::default(),
+        num_sampled_tokens_per_step: 1,
+        max_loras: None,
+        decode_stagger: 1,
         resume_as_new: true,
+        sends_sampled_tokens: false,
         log_stats: true,
         block_size: BLOCK_SIZE,
         num_blocks: 120,
         watermark_blocks: 0,
         groups,
         lookup_groups,
+        eagle_groups: vec![],
         retention_interval,
+        journal: JournalConfig::default(),
         hasher: BlockHasher::new(HashAlgorithm::Sha256, BLOCK_SIZE, b"none"),
     }
 }
@@ -47,12 +54,15 @@ fn new_request(id: usize, tokens: &[i32]) -> NewRequest {
         tokens: tokens.to_vec(),
         num_prompt_tokens: tokens.len(),
         block_hashes: vec![],
-        has_extra_keys: false,
+        extra_keys: None,
+        lora_id: None,
         priority: 0,
         arrival_time: 0.0,
         stop: StopConditions { max_tokens: 3, ..StopConditions::default() },
         skip_reading_prefix_cache: false,
         use_structured_output: false,
+        is_pooling: false,
+        reports_cached_blocks: false,
     }
 }
 
@@ -70,6 +80,9 @@ fn serve(scheduler: &mut Scheduler, id: usize, tokens: &[i32]) {
             index: Some(it.index),
             num_scheduled_tokens: it.num_tokens,
             sampled_tokens: tokens,
+            num_draft_tokens: 0,
+            num_invalid_drafts: 0,
+            is_pooled: false,
         });
         let Ok(()) = scheduler.update_from_output(outputs, &mut NoHooks, &mut Vec::new());
         scheduler.check_invariants();
@@ -84,6 +97,10 @@ fn can_resume(group: KvCacheGroupConfig, is_cached: &[bool], length: usize) -> b
             let need = (window - 1).div_ceil(BLOCK_SIZE) as usize;
             is_cached[length.saturating_sub(need)..length].iter().all(|&cached| cached)
         }
+        KvCacheGroupConfig::ChunkedLocal { chunk_size, .. } => {
+            let chunk = length as u32 * BLOCK_SIZE / chunk_size * chunk_size / BLOCK_SIZE;
+            is_cached[chunk as usize..length].iter().all(|&cached| cached)
+        }
     }
 }
 
@@ -91,7 +108,7 @@ fn longest_hit_by_definition(scheduler: &Scheduler, tokens: &[i32]) -> usize {
     let config = scheduler.config();
     let hasher = config.hasher.as_ref().expect("caching is on");
     let mut hashes = Vec::new();
-    hasher.extend_hashes(tokens, &mut hashes);
+    hasher.extend_hashes(tokens, None, &mut hashes);
     let max_blocks = (tokens.len() - 1) / BLOCK_SIZE as usize;
     let pool = scheduler.kv_cache().pool();
     (0..=max_blocks)
@@ -108,8 +125,11 @@ fn longest_hit_by_definition(scheduler: &Scheduler, tokens: &[i32]) -> usize {
 
 fn groups() -> impl Strategy<Value = Vec<KvCacheGroupConfig>> {
     let full = KvCacheGroupConfig::FullAttention;
-    let sliding = (2..20_u32)
-        .prop_map(|window| KvCacheGroupConfig::SlidingWindow { window, max_admission_blocks: 40 });
+    let sliding = (2..20_u32).prop_map(|window| KvCacheGroupConfig::SlidingWindow {
+        window,
+        num_retained_tokens: 0,
+        max_admission_blocks: 40,
+    });
     prop_oneof![
         Just(vec![full]),
         sliding.clone().prop_map(|window| vec![window]),

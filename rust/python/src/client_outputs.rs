@@ -92,7 +92,9 @@ impl OutputWriter {
         }
         let list = self.types.plain_outputs(&ids, &tokens)?;
         for (at, (output, entry)) in outputs.iter().zip(entries()).enumerate() {
-            if !output.is_plain() || entry.is_rare() || result.rare.has_prompt_logprobs() {
+            let is_rare =
+                entry.is_rare() || result.rare.has_prompt_logprobs() || result.rare.has_pooled();
+            if is_rare || !output.is_plain() {
                 let sampled = &result.sampled[output.position];
                 self.types.complete(&list.get_item(at)?, entry, output, sampled, &result.rare)?;
             }

@@ -3,19 +3,14 @@
 use pyo3::exceptions::{PyKeyError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use sparksched_core::{KvCacheGroupConfig, Policy, SchedulerConfig};
+use sparksched_core::{
+    JournalConfig, KvCacheGroupConfig, Policy, RequestSpecMetrics, SchedulerConfig, Speculation,
+};
 
 use crate::hasher::new_block_hasher;
 
 /// Reads it.
 pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<SchedulerConfig> {
-    fn get<'py, T: for<'a> FromPyObject<'a, 'py, Error = PyErr>>(
-        config: &Bound<'py, PyDict>,
-        name: &str,
-    ) -> PyResult<T> {
-        let value = config.get_item(name)?.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
-        value.extract()
-    }
     let policy: String = get(config, "policy")?;
     let policy = match policy.as_str() {
         "fcfs" => Policy::Fcfs,
@@ -24,13 +19,7 @@ pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<Scheduler
             return Err(PyValueError::new_err(format!("unknown scheduling policy {other:?}")));
         }
     };
-    let groups: Vec<Option<(u32, u32)>> = get(config, "groups")?;
-    let group = |window: Option<(u32, u32)>| match window {
-        None => KvCacheGroupConfig::FullAttention,
-        Some((window, max_admission_blocks)) => {
-            KvCacheGroupConfig::SlidingWindow { window, max_admission_blocks }
-        }
-    };
+    let groups: Vec<(String, u32, u32, u32)> = get(config, "groups")?;
     let block_size = get(config, "block_size")?;
     let hash_algorithm: Option<String> = get(config, "hash_algorithm")?;
     // vLLM sets NONE_HASH only after the scheduler is built.
@@ -49,14 +38,65 @@ pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<Scheduler
             "long_prefill_token_threshold_adaptive",
         )?,
         reserve_full_isl: get(config, "reserve_full_isl")?,
+        speculation: speculation(config)?,
+        num_sampled_tokens_per_step: get(config, "num_sampled_tokens_per_step")?,
+        max_loras: get(config, "max_loras")?,
+        decode_stagger: get(config, "decode_stagger")?,
         resume_as_new: get(config, "resume_as_new")?,
+        sends_sampled_tokens: get(config, "sends_sampled_tokens")?,
         log_stats: get(config, "log_stats")?,
         block_size,
         num_blocks: get(config, "num_blocks")?,
         watermark_blocks: get(config, "watermark_blocks")?,
-        groups: groups.into_iter().map(group).collect(),
+        groups: groups.into_iter().map(kv_cache_group).collect::<PyResult<_>>()?,
         lookup_groups: get(config, "lookup_groups")?,
+        eagle_groups: get(config, "eagle_groups")?,
         retention_interval: get(config, "retention_interval")?,
         hasher,
+        journal: JournalConfig {
+            prefixes: get(config, "enable_kv_cache_events")?,
+            uses: get(config, "kv_cache_metrics")?,
+        },
     })
+}
+
+/// A group's kind, and what its kind needs of: window or chunk, tokens retained behind a window,
+/// most blocks that a request is counted for.
+fn kv_cache_group(group: (String, u32, u32, u32)) -> PyResult<KvCacheGroupConfig> {
+    let (kind, span, num_retained_tokens, max_admission_blocks) = group;
+    Ok(match kind.as_str() {
+        "full" => KvCacheGroupConfig::FullAttention,
+        "sliding" => KvCacheGroupConfig::SlidingWindow {
+            window: span,
+            num_retained_tokens,
+            max_admission_blocks,
+        },
+        "chunked" => KvCacheGroupConfig::ChunkedLocal { chunk_size: span, max_admission_blocks },
+        other => return Err(PyValueError::new_err(format!("unknown KV cache group {other:?}"))),
+    })
+}
+
+fn speculation(config: &Bound<'_, PyDict>) -> PyResult<Speculation> {
+    let metrics: String = get(config, "per_request_spec_decode_metrics")?;
+    Ok(Speculation {
+        num_spec_tokens: get(config, "num_spec_tokens")?,
+        num_lookahead_tokens: get(config, "num_lookahead_tokens")?,
+        num_prefill_lookahead_tokens: get(config, "num_prefill_lookahead_tokens")?,
+        num_draft_slots: get(config, "num_draft_slots")?,
+        by_batch_size: get(config, "num_spec_tokens_by_batch_size")?,
+        request_metrics: match metrics.as_str() {
+            "none" => RequestSpecMetrics::None,
+            "summary" => RequestSpecMetrics::Summary,
+            "detailed" => RequestSpecMetrics::Detailed,
+            other => return Err(PyValueError::new_err(format!("unknown level {other:?}"))),
+        },
+    })
+}
+
+fn get<'py, T: for<'a> FromPyObject<'a, 'py, Error = PyErr>>(
+    config: &Bound<'py, PyDict>,
+    name: &str,
+) -> PyResult<T> {
+    let value = config.get_item(name)?.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
+    value.extract()
 }

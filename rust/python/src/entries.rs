@@ -50,8 +50,12 @@ impl Entry {
     /// Reads what is needed of a `Request`.
     pub(crate) fn of(request: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = request.py();
+        // A pooling request has none.
         let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
-        let num_logprobs = sampling_params.getattr(intern!(py, "num_logprobs"))?;
+        let num_logprobs = match sampling_params.is_none() {
+            true => sampling_params,
+            false => sampling_params.getattr(intern!(py, "num_logprobs"))?,
+        };
         let trace_headers = request.getattr(intern!(py, "trace_headers"))?;
         let id = request.getattr(intern!(py, "request_id"))?.cast_into::<PyString>()?;
         Ok(Self {

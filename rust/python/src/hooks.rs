@@ -4,7 +4,7 @@ use pyo3::exceptions::PyException;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySet};
-use sparksched_core::{BlockHash, GrammarState, Hooks, RequestIndex};
+use sparksched_core::{GrammarState, Hooks, RequestIndex};
 
 use crate::convert;
 use crate::entries::Entries;
@@ -13,8 +13,9 @@ use crate::entries::Entries;
 pub(crate) struct Callbacks {
     /// `accept_tokens(request, token_ids) -> bool`.
     pub(crate) accept_tokens: Py<PyAny>,
-    /// `hash_first_block(request) -> bytes`.
-    pub(crate) hash_first_block: Py<PyAny>,
+    /// `validate_tokens(request, token_ids) -> list[int]`: those before the first that the grammar
+    /// rejects.
+    pub(crate) validate_tokens: Py<PyAny>,
 }
 
 /// Answers for the duration of one call.
@@ -63,12 +64,5 @@ impl Hooks for PyHooks<'_, '_> {
         convert::sync_request_tokens(request, sequence)?;
         let tokens = PyList::new(self.py, &sequence[sequence.len() - num_new_tokens..])?;
         self.callbacks.accept_tokens.bind(self.py).call1((request, tokens))?.is_truthy()
-    }
-
-    fn hash_first_block(&mut self, index: RequestIndex, tokens: &[i32]) -> PyResult<BlockHash> {
-        let request = self.request(index);
-        convert::sync_request_tokens(request, tokens)?;
-        let hash = self.callbacks.hash_first_block.bind(self.py).call1((request,))?;
-        convert::block_hash(&hash)
     }
 }

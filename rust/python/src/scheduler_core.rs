@@ -13,6 +13,7 @@ use crate::config::scheduler_config;
 use crate::convert::{self, RareOutputs, SchedulerOutputBuilder, StepSets};
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
+use crate::hasher::ExtraKeysReader;
 use crate::hooks::{Callbacks, PyHooks};
 use crate::snapshot;
 
@@ -23,6 +24,7 @@ pub(crate) struct SchedulerCore {
     scheduler_output_builder: SchedulerOutputBuilder,
     output_writer: OutputWriter,
     callbacks: Callbacks,
+    extra_keys: ExtraKeysReader,
     guard: Guard,
     /// `request_id` to place.
     places: Py<PyDict>,
@@ -44,11 +46,14 @@ pub(crate) struct SchedulerCore {
 #[pymethods]
 impl SchedulerCore {
     #[new]
-    #[pyo3(signature = (config, *, accept_tokens, hash_first_block, include_finished_set))]
+    #[pyo3(signature = (
+        config, *, accept_tokens, validate_tokens, extra_keys, include_finished_set
+    ))]
     fn new(
         config: &Bound<'_, PyDict>,
         accept_tokens: Py<PyAny>,
-        hash_first_block: Py<PyAny>,
+        validate_tokens: Py<PyAny>,
+        extra_keys: Option<Py<PyAny>>,
         include_finished_set: bool,
     ) -> PyResult<Self> {
         let py = config.py();
@@ -61,7 +66,8 @@ impl SchedulerCore {
             entries: Entries::default(),
             scheduler_output_builder: SchedulerOutputBuilder::import(py)?,
             output_writer: OutputWriter::import(py)?,
-            callbacks: Callbacks { accept_tokens, hash_first_block },
+            callbacks: Callbacks { accept_tokens, validate_tokens },
+            extra_keys: ExtraKeysReader(extra_keys),
             guard: Guard::default(),
             places: PyDict::new(py).unbind(),
             requests: PyDict::new(py).unbind(),
@@ -98,6 +104,25 @@ impl SchedulerCore {
         model_runner_output: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyDict>> {
         self.guarded(|this| this.do_update_from_output(scheduler_output, model_runner_output))
+    }
+
+    fn update_draft_token_ids(
+        &mut self,
+        request_ids: &Bound<'_, PyList>,
+        draft_token_ids: &Bound<'_, PyList>,
+    ) -> PyResult<()> {
+        self.guarded(|this| this.do_update_draft_token_ids(request_ids, draft_token_ids))
+    }
+
+    fn valid_drafts<'py>(
+        &mut self,
+        request_id: &Bound<'py, PyAny>,
+        draft_token_ids: Bound<'py, PyList>,
+    ) -> PyResult<Option<Bound<'py, PyList>>> {
+        self.guarded(|this| {
+            let place = this.place(request_id)?;
+            place.map(|index| this.without_invalid_drafts(index, draft_token_ids)).transpose()
+        })
     }
 
     fn finish_requests<'py>(
@@ -255,17 +280,11 @@ impl SchedulerCore {
 
     fn do_add_request(&mut self, request: &Bound<'_, PyAny>, now: f64) -> PyResult<()> {
         let py = request.py();
-        let mut new = convert::new_request(request)?;
+        let new = convert::new_request(request, &self.extra_keys)?;
         let entry = Entry::of(request)?;
         let id = entry.id.clone_ref(py);
         if self.places.bind(py).contains(&id)? {
             return Err(PyValueError::new_err(format!("duplicate request id {id}")));
-        }
-        let hasher = self.scheduler.config().hasher.as_ref();
-        let has_full_block = hasher.is_some_and(|it| new.tokens.len() >= it.block_size());
-        if new.has_extra_keys && new.block_hashes.is_empty() && has_full_block {
-            let hash = self.callbacks.hash_first_block.bind(py).call1((request,))?;
-            new.block_hashes.push(convert::block_hash(&hash)?);
         }
         let index = self.scheduler.add_request(new, now);
         self.entries.insert(index, entry);
@@ -308,7 +327,7 @@ impl SchedulerCore {
         let py = scheduler_output.py();
         let mut tokens = Vec::new();
         let place = |id: &Bound<'py, PyAny>| self.place(id);
-        let sampled = convert::sampled_tokens(
+        let mut sampled = convert::sampled_tokens(
             scheduler_output,
             model_runner_output,
             &self.scheduler,
@@ -316,6 +335,7 @@ impl SchedulerCore {
             &mut tokens,
         )?;
         let rare = RareOutputs::of(model_runner_output)?;
+        rare.note_pooled(&mut sampled)?;
         let result = StepResult { sampled, tokens, rare, model_runner_output };
         self.note_nans(&result)?;
 
@@ -323,6 +343,9 @@ impl SchedulerCore {
             index: it.index,
             num_scheduled_tokens: it.num_scheduled_tokens,
             sampled_tokens: &result.tokens[it.tokens.clone()],
+            num_draft_tokens: it.num_draft_tokens,
+            num_invalid_drafts: it.num_invalid_drafts,
+            is_pooled: it.is_pooled,
         });
         let mut outputs = std::mem::take(&mut self.outputs);
         let (scheduler, mut hooks) = self.split(py);
@@ -331,6 +354,41 @@ impl SchedulerCore {
         let told = self.tell(py, &result, &outputs);
         self.outputs = outputs;
         self.or_stop(told)
+    }
+
+    fn do_update_draft_token_ids(
+        &mut self,
+        request_ids: &Bound<'_, PyList>,
+        draft_token_ids: &Bound<'_, PyList>,
+    ) -> PyResult<()> {
+        let mut drafts = Vec::new();
+        for (id, tokens) in request_ids.iter().zip(draft_token_ids) {
+            // The request may have ended since.
+            let Some(index) = self.place(&id)? else { continue };
+            drafts.clear();
+            if !self.scheduler.request(index).is_prefill_chunk() {
+                let tokens = self.without_invalid_drafts(index, tokens.cast_into()?)?;
+                convert::extend_token_ids(&tokens, &mut drafts)?;
+            }
+            self.scheduler.set_drafts(index, &drafts);
+        }
+        Ok(())
+    }
+
+    /// The draft tokens before the first that the request's grammar rejects, if it has one.
+    fn without_invalid_drafts<'py>(
+        &self,
+        index: RequestIndex,
+        draft_token_ids: Bound<'py, PyList>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let state = self.scheduler.request(index);
+        if !state.use_structured_output() {
+            return Ok(draft_token_ids);
+        }
+        let request = self.entries.get(index).request.bind(draft_token_ids.py());
+        convert::sync_request_tokens(request, state.tokens())?;
+        let validate = self.callbacks.validate_tokens.bind(request.py());
+        Ok(validate.call1((request, draft_token_ids))?.cast_into()?)
     }
 
     /// Builds what the clients are told of a step that the core has taken in.

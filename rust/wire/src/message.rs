@@ -178,7 +178,10 @@ fn write_output(to: &mut Writer, output: &Output<'_>) {
     to.int(output.num_nans_in_logits);
     to.nil(); // mm_cache_miss_hashes
     to.nil(); // new_sampling_mask
-    to.nil(); // spec_decode_metrics
+    match &outcome.spec_stats {
+        None => to.nil(),
+        Some(spec_stats) => stats::request_spec_stats(to, spec_stats),
+    }
     to.nil(); // prompt_token_id_logprobs
 }
 

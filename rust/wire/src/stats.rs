@@ -1,6 +1,9 @@
-//! `SchedulerStats`, `PrefixCacheStats` and `PrefillStats`: maps from the names of their fields.
+//! `SchedulerStats` and the statistics in it, `PrefillStats` and `RequestSpecDecodeMetrics`: maps
+//! from the names of their fields.
 
-use sparksched_core::{PrefillStats, PrefixCacheStats, SchedulerStats};
+use sparksched_core::{
+    PrefillStats, PrefixCacheStats, RequestSpecStats, SchedulerStats, SpecDecodingStats,
+};
 
 use crate::msgpack::Writer;
 
@@ -50,7 +53,11 @@ fn scheduler_stats(to: &mut Writer, stats: &SchedulerStats, kv_fetch_stages: &[S
     nil(to, "connector_prefix_cache_stats");
     to.str("kv_cache_eviction_events");
     to.array(0);
-    nil(to, "spec_decoding_stats");
+    to.str("spec_decoding_stats");
+    match &stats.spec_decoding_stats {
+        None => to.nil(),
+        Some(stats) => spec_decoding_stats(to, stats),
+    }
     nil(to, "kv_connector_stats");
     nil(to, "ec_connector_stats");
     to.str("waiting_lora_adapters");
@@ -75,6 +82,27 @@ fn prefix_cache_stats(to: &mut Writer, stats: &PrefixCacheStats) {
     to.map(0);
 }
 
+fn spec_decoding_stats(to: &mut Writer, stats: &SpecDecodingStats) {
+    to.map(6);
+    uint(to, "num_spec_tokens", stats.num_draft_tokens_per_pos.len() as u64);
+    uint(to, "num_drafts", stats.num_drafts);
+    uint(to, "num_draft_tokens", stats.num_draft_tokens);
+    uint(to, "num_accepted_tokens", stats.num_accepted_tokens);
+    uints(to, "num_accepted_tokens_per_pos", stats.num_accepted_tokens_per_pos.iter().copied());
+    uints(to, "num_draft_tokens_per_pos", stats.num_draft_tokens_per_pos.iter().copied());
+}
+
+pub(crate) fn request_spec_stats(to: &mut Writer, stats: &RequestSpecStats) {
+    let accepted = stats.per_step.iter().map(|&(accepted, _)| accepted.into());
+    let drafted = stats.per_step.iter().map(|&(_, drafted)| drafted.into());
+    to.map(5);
+    uint(to, "num_spec_tokens", stats.histogram.len() as u64 - 1);
+    uints(to, "histogram", stats.histogram.iter().copied());
+    uint(to, "num_draft_tokens", stats.num_draft_tokens);
+    uints(to, "per_step_accepted", accepted);
+    uints(to, "per_step_drafted", drafted);
+}
+
 pub(crate) fn prefill_stats(to: &mut Writer, stats: &PrefillStats) {
     to.map(6);
     uint(to, "num_prompt_tokens", stats.num_prompt_tokens.into());
@@ -88,6 +116,12 @@ pub(crate) fn prefill_stats(to: &mut Writer, stats: &PrefillStats) {
 fn uint(to: &mut Writer, name: &str, value: u64) {
     to.str(name);
     to.uint(value);
+}
+
+fn uints(to: &mut Writer, name: &str, values: impl ExactSizeIterator<Item = u64>) {
+    to.str(name);
+    to.array(values.len());
+    values.for_each(|value| to.uint(value));
 }
 
 fn nil(to: &mut Writer, name: &str) {

@@ -21,6 +21,7 @@ fn outcome() -> RequestOutput {
         stop_reason: StopReason::None,
         events: smallvec![],
         prefill_stats: None,
+        spec_stats: None,
     }
 }
 

@@ -99,6 +99,7 @@ fn outcome(types: &EngineOutputTypes, object: &Bound<'_, PyAny>) -> PyResult<Req
                 num_cache_creation_tokens: count(intern!(py, "num_cache_creation_tokens"))?,
             })
         },
+        spec_stats: None,
     })
 }
 
@@ -159,5 +160,6 @@ fn scheduler_stats(object: &Bound<'_, PyAny>) -> PyResult<SchedulerStats> {
             preempted_queries: cached(intern!(py, "preempted_queries"))?,
             preempted_hits: cached(intern!(py, "preempted_hits"))?,
         },
+        spec_decoding_stats: None,
     })
 }

@@ -3,7 +3,10 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFloat, PyInt, PyList, PyModule, PyString, PyTuple};
-use sparksched_core::{Event, EventKind, PrefillStats, RequestOutput, SchedulerStats, StopReason};
+use sparksched_core::{
+    Event, EventKind, PrefillStats, RequestOutput, RequestSpecStats, SchedulerStats,
+    SpecDecodingStats, StopReason,
+};
 
 use super::{RareOutputs, SampledTokens, StatusTypes, class};
 use crate::entries::Entry;
@@ -20,6 +23,8 @@ pub(crate) struct EngineOutputTypes {
     scheduler_stats: Py<PyAny>,
     prefix_cache_stats: Py<PyAny>,
     prefill_stats: Py<PyAny>,
+    spec_decoding_stats: Py<PyAny>,
+    request_spec_decode_metrics: Py<PyAny>,
     /// `num_kv_fetch_reqs_by_stage` without a KV connector: all zero.
     no_kv_fetches: Py<PyDict>,
     kv_fetch_stages: Vec<String>,
@@ -49,6 +54,8 @@ impl EngineOutputTypes {
             scheduler_stats: class(py, stats, "SchedulerStats")?,
             prefix_cache_stats: class(py, stats, "PrefixCacheStats")?,
             prefill_stats: class(py, stats, "PrefillStats")?,
+            spec_decoding_stats: class(py, "vllm.v1.spec_decode.metrics", "SpecDecodingStats")?,
+            request_spec_decode_metrics: class(py, stats, "RequestSpecDecodeMetrics")?,
             no_kv_fetches: no_kv_fetches.unbind(),
             kv_fetch_stages,
             map: class(py, "builtins", "map")?,
@@ -114,6 +121,9 @@ impl EngineOutputTypes {
         {
             object.setattr(intern!(py, "new_logprobs"), logprobs)?;
         }
+        if let Some(pooled) = rare.pooled(sampled.row)? {
+            object.setattr(intern!(py, "pooling_output"), pooled)?;
+        }
         if let Some(logprobs) = rare.prompt_logprobs(&entry.id)? {
             object.setattr(intern!(py, "new_prompt_logprobs_tensors"), logprobs)?;
         }
@@ -136,6 +146,10 @@ impl EngineOutputTypes {
         self.set_events(object, &outcome.events)?;
         if let Some(stats) = &outcome.prefill_stats {
             object.setattr(intern!(py, "prefill_stats"), self.prefill_stats(py, stats)?)?;
+        }
+        if let Some(stats) = &outcome.spec_stats {
+            let stats = self.request_spec_stats(py, stats)?;
+            object.setattr(intern!(py, "spec_decode_metrics"), stats)?;
         }
         object.setattr(intern!(py, "stop_reason"), stop_reason(py, outcome.stop_reason))?;
         if let Some(status) = outcome.finished {
@@ -196,6 +210,39 @@ impl EngineOutputTypes {
         ))
     }
 
+    /// `RequestSpecDecodeMetrics`.
+    fn request_spec_stats<'py>(
+        &self,
+        py: Python<'py>,
+        stats: &RequestSpecStats,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (accepted, drafted): (Vec<u32>, Vec<u32>) = stats.per_step.iter().copied().unzip();
+        self.request_spec_decode_metrics.bind(py).call1((
+            stats.histogram.len() - 1,
+            PyList::new(py, &stats.histogram)?,
+            stats.num_draft_tokens,
+            PyList::new(py, accepted)?,
+            PyList::new(py, drafted)?,
+        ))
+    }
+
+    /// `SpecDecodingStats`, or None for a step without drafts.
+    fn spec_decoding_stats<'py>(
+        &self,
+        py: Python<'py>,
+        stats: Option<&SpecDecodingStats>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let Some(stats) = stats else { return Ok(py.None().into_bound(py)) };
+        self.spec_decoding_stats.bind(py).call1((
+            stats.num_draft_tokens_per_pos.len(),
+            stats.num_drafts,
+            stats.num_draft_tokens,
+            stats.num_accepted_tokens,
+            PyList::new(py, &stats.num_accepted_tokens_per_pos)?,
+            PyList::new(py, &stats.num_draft_tokens_per_pos)?,
+        ))
+    }
+
     /// `SchedulerStats`, with the model runner's CUDA graph statistics.
     pub(crate) fn scheduler_stats<'py>(
         &self,
@@ -227,11 +274,11 @@ impl EngineOutputTypes {
             prefix_cache_stats,
             none.bind(py).clone(),        // connector_prefix_cache_stats
             PyList::empty(py).into_any(), // kv_cache_eviction_events
-            none.bind(py).clone(),        // spec_decoding_stats
-            none.bind(py).clone(),        // kv_connector_stats
-            none.bind(py).clone(),        // ec_connector_stats
-            PyDict::new(py).into_any(),   // waiting_lora_adapters
-            PyDict::new(py).into_any(),   // running_lora_adapters
+            self.spec_decoding_stats(py, stats.spec_decoding_stats.as_ref())?,
+            none.bind(py).clone(),      // kv_connector_stats
+            none.bind(py).clone(),      // ec_connector_stats
+            PyDict::new(py).into_any(), // waiting_lora_adapters
+            PyDict::new(py).into_any(), // running_lora_adapters
             cudagraph_stats.clone(),
         ];
         self.scheduler_stats.bind(py).call1(PyTuple::new(py, values)?)

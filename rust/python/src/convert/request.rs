@@ -4,36 +4,65 @@ use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyList};
-use sparksched_core::{BlockHash, NewRequest, RepetitionDetection, StopConditions};
+use sparksched_core::{NewRequest, RepetitionDetection, StopConditions};
 
 use super::{block_hashes, token_ids};
-use crate::hasher;
+use crate::hasher::{self, ExtraKeysReader, Prompt};
 
 /// Reads a `Request` as it arrives. `block_hashes` of its prompt are taken as they are.
-pub(crate) fn new_request(request: &Bound<'_, PyAny>) -> PyResult<NewRequest> {
+pub(crate) fn new_request(
+    request: &Bound<'_, PyAny>,
+    extra_keys: &ExtraKeysReader,
+) -> PyResult<NewRequest> {
     let py = request.py();
     refuse_unsupported(request)?;
     let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
-    let (tokens, block_hashes) = prompt(request)?;
+    let prompt = prompt(request, extra_keys)?;
     let structured = request.getattr(intern!(py, "structured_output_request"))?;
+    let max_tokens = request.getattr(intern!(py, "max_tokens"))?;
     Ok(NewRequest {
         id: request.getattr(intern!(py, "request_id"))?.extract::<String>()?.into(),
-        tokens,
+        tokens: prompt.tokens,
         num_prompt_tokens: request.getattr(intern!(py, "num_prompt_tokens"))?.extract()?,
-        block_hashes,
-        has_extra_keys: request.getattr(intern!(py, "cache_salt"))?.is_truthy()?,
+        block_hashes: prompt.block_hashes,
+        extra_keys: prompt.extra_keys,
+        lora_id: lora_id(request)?,
         priority: request.getattr(intern!(py, "priority"))?.extract()?,
         arrival_time: request.getattr(intern!(py, "arrival_time"))?.extract()?,
-        stop: stop_conditions(&sampling_params, &request.getattr(intern!(py, "max_tokens"))?)?,
+        stop: if sampling_params.is_none() {
+            StopConditions::default()
+        } else {
+            stop_conditions(&sampling_params, &max_tokens)?
+        },
         skip_reading_prefix_cache: request
             .getattr(intern!(py, "skip_reading_prefix_cache"))?
             .is_truthy()?,
         use_structured_output: !structured.is_none(),
+        is_pooling: !request.getattr(intern!(py, "pooling_params"))?.is_none(),
+        reports_cached_blocks: reports_cached_blocks(request)?,
     })
 }
 
+fn lora_id(request: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
+    let py = request.py();
+    let lora_request = request.getattr(intern!(py, "lora_request"))?;
+    if lora_request.is_none() {
+        return Ok(None);
+    }
+    lora_request.getattr(intern!(py, "lora_int_id"))?.extract().map(Some)
+}
+
+/// Requests with sampling parameters only have the attribute.
+fn reports_cached_blocks(request: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = request.py();
+    match request.getattr_opt(intern!(py, "kv_cache_report_mode"))? {
+        Some(mode) => mode.eq(intern!(py, "full")),
+        None => Ok(false),
+    }
+}
+
 /// The request's tokens, at least one, and the hashes of their blocks that there are.
-pub(crate) fn prompt(request: &Bound<'_, PyAny>) -> PyResult<(Vec<i32>, Vec<BlockHash>)> {
+pub(crate) fn prompt(request: &Bound<'_, PyAny>, extra_keys: &ExtraKeysReader) -> PyResult<Prompt> {
     let py = request.py();
     let tokens = request.getattr(intern!(py, "_all_token_ids"))?;
     let tokens = tokens.cast::<PyList>()?;
@@ -45,7 +74,11 @@ pub(crate) fn prompt(request: &Bound<'_, PyAny>) -> PyResult<(Vec<i32>, Vec<Bloc
         return Err(PyValueError::new_err(format!("request {id} has an empty prompt")));
     }
     let hashes = request.getattr(intern!(py, "block_hashes"))?;
-    Ok((token_ids(tokens)?, block_hashes(&hashes)?))
+    Ok(Prompt {
+        tokens: token_ids(tokens)?,
+        block_hashes: block_hashes(&hashes)?,
+        extra_keys: extra_keys.read(request)?,
+    })
 }
 
 /// The backstop behind `sparksched.compat` and `sparksched.engine_hooks`, which keep such requests
@@ -55,8 +88,6 @@ fn refuse_unsupported(request: &Bound<'_, PyAny>) -> PyResult<()> {
     let kinds = [
         (intern!(py, "resumable"), "a streaming-input session"),
         (intern!(py, "prompt_embeds"), "a request with prompt embeddings"),
-        (intern!(py, "pooling_params"), "a pooling request"),
-        (intern!(py, "lora_request"), "a LoRA request"),
         (intern!(py, "mm_features"), "a multimodal request"),
     ];
     for (attribute, kind) in kinds {

@@ -23,6 +23,12 @@ pub(crate) struct SampledTokens<'py> {
     pub(crate) tokens: std::ops::Range<usize>,
     /// What the step brings for the request is looked at: it is still there and waits for it.
     pub(crate) is_delivered: bool,
+    /// Draft tokens that the step verified.
+    pub(crate) num_draft_tokens: u32,
+    /// Of these, tokens that a grammar had ruled out.
+    pub(crate) num_invalid_drafts: u32,
+    /// The step brought the vector that a pooling request is for.
+    pub(crate) is_pooled: bool,
 }
 
 impl<'py> SampledTokens<'py> {
@@ -65,6 +71,7 @@ pub(crate) fn sampled_tokens<'py>(
     // None or empty: a step that samples nothing.
     let lists = if lists.is_truthy()? { Some(lists.cast::<PyList>()?) } else { None };
     let scheduled = scheduled.cast::<PyDict>()?;
+    let drafts = Drafts::of(scheduler_output)?;
     let mut sampled = Vec::with_capacity(scheduled.len());
     for (id, num_scheduled_tokens) in scheduled {
         let index = place(&id)?;
@@ -77,8 +84,12 @@ pub(crate) fn sampled_tokens<'py>(
             list: None,
             tokens: tokens.len()..tokens.len(),
             is_delivered,
+            num_draft_tokens: 0,
+            num_invalid_drafts: 0,
+            is_pooled: false,
         };
         if is_delivered {
+            (share.num_draft_tokens, share.num_invalid_drafts) = drafts.count(&id)?;
             let row = rows.get_item(&id)?;
             share.row = row.ok_or_else(|| PyKeyError::new_err(id.unbind()))?.extract()?;
             if let Some(lists) = lists {
@@ -93,8 +104,42 @@ pub(crate) fn sampled_tokens<'py>(
     Ok(sampled)
 }
 
+/// The draft tokens of a step, as far as it has any.
+struct Drafts<'py> {
+    scheduled: Option<Bound<'py, PyDict>>,
+    num_invalid: Option<Bound<'py, PyDict>>,
+}
+
+impl<'py> Drafts<'py> {
+    fn of(scheduler_output: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let py = scheduler_output.py();
+        let dict = |name: &Bound<'py, PyString>| -> PyResult<Option<Bound<'py, PyDict>>> {
+            let value = scheduler_output.getattr(name)?;
+            Ok(if value.is_truthy()? { Some(value.cast_into()?) } else { None })
+        };
+        Ok(Self {
+            scheduled: dict(intern!(py, "scheduled_spec_decode_tokens"))?,
+            num_invalid: dict(intern!(py, "num_invalid_spec_tokens"))?,
+        })
+    }
+
+    /// A request's draft tokens, and how many of them a grammar had ruled out.
+    fn count(&self, id: &Bound<'py, PyAny>) -> PyResult<(u32, u32)> {
+        let Some(scheduled) = &self.scheduled else { return Ok((0, 0)) };
+        let Some(tokens) = scheduled.get_item(id)? else { return Ok((0, 0)) };
+        let num_invalid = match &self.num_invalid {
+            None => None,
+            Some(num_invalid) => num_invalid.get_item(id)?,
+        };
+        let num_invalid = num_invalid.map_or(Ok(0), |count| count.extract())?;
+        Ok((tokens.len()? as u32, num_invalid))
+    }
+}
+
 /// Parts of a model runner's output that few steps have.
 pub(crate) struct RareOutputs<'py> {
+    /// By row, what a pooling model makes of a prompt; None while the prompt is not computed.
+    pooled: Option<Bound<'py, PyAny>>,
     logprobs: Option<Bound<'py, PyAny>>,
     prompt_logprobs: Option<Bound<'py, PyDict>>,
     prompt_token_id_logprobs: Option<Bound<'py, PyDict>>,
@@ -113,6 +158,7 @@ impl<'py> RareOutputs<'py> {
             Ok(present(name)?.map(Bound::cast_into).transpose()?)
         };
         Ok(Self {
+            pooled: present(intern!(py, "pooler_output"))?,
             logprobs: present(intern!(py, "logprobs"))?,
             prompt_logprobs: dict(intern!(py, "prompt_logprobs_dict"))?,
             prompt_token_id_logprobs: dict(intern!(py, "prompt_token_id_logprobs_dict"))?,
@@ -125,9 +171,32 @@ impl<'py> RareOutputs<'py> {
         self.prompt_logprobs.is_some() || self.prompt_token_id_logprobs.is_some()
     }
 
+    /// What a pooling model made of a request's prompt.
+    pub(crate) fn pooled(&self, row: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Some(pooled) = &self.pooled else { return Ok(None) };
+        let value = pooled.get_item(row)?;
+        Ok((!value.is_none()).then_some(value))
+    }
+
+    /// Notes for which requests there is such a value.
+    pub(crate) fn note_pooled(&self, sampled: &mut [SampledTokens<'py>]) -> PyResult<()> {
+        if self.has_pooled() {
+            for it in sampled.iter_mut().filter(|it| it.is_delivered) {
+                it.is_pooled = self.pooled(it.row)?.is_some();
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether this is the step of a pooling model.
+    pub(crate) fn has_pooled(&self) -> bool {
+        self.pooled.is_some()
+    }
+
     /// Whether a request's output has parts that only Python knows.
     pub(crate) fn concern(&self, entry: &Entry) -> PyResult<bool> {
         Ok(entry.trace_headers.is_some()
+            || self.has_pooled()
             || (entry.wants_logprobs && self.logprobs.is_some())
             || (self.has_prompt_logprobs()
                 && (self.prompt_logprobs(&entry.id)?.is_some()

@@ -55,12 +55,13 @@ impl SchedulerOutputBuilder {
         let source = Source { py, scheduler, entries };
         let step = scheduler.step();
         self.steady.observe(py, entries, step)?;
+        let num_spec_tokens_to_schedule = step.num_spec_tokens_to_schedule;
         let values = [
             self.new_requests(&source, step)?.into_any(),
             self.cached_requests(&source, step)?,
             self.num_scheduled_tokens(&source, step)?.into_any(),
             step.total_num_tokens.into_pyobject(py)?.into_any(),
-            PyDict::new(py).into_any(), // scheduled_spec_decode_tokens
+            source.scheduled_spec_decode_tokens(step)?.into_any(),
             PyDict::new(py).into_any(), // scheduled_encoder_inputs
             sets.finished_req_ids.into_any(),
             PyList::empty(py).into_any(), // free_encoder_mm_hashes
@@ -69,7 +70,12 @@ impl SchedulerOutputBuilder {
             PyBool::new(py, step.has_structured_output_requests).to_owned().into_any(),
             PyBool::new(py, step.pending_structured_output_tokens).to_owned().into_any(),
         ];
-        self.scheduler_output.bind(py).call1(PyTuple::new(py, values)?)
+        let output = self.scheduler_output.bind(py).call1(PyTuple::new(py, values)?)?;
+        if num_spec_tokens_to_schedule > 0 {
+            let name = intern!(py, "num_spec_tokens_to_schedule");
+            output.setattr(name, num_spec_tokens_to_schedule)?;
+        }
+        Ok(output)
     }
 
     /// `scheduled_new_reqs`: first those that are new, then those that are only told as new.
@@ -112,10 +118,10 @@ impl SchedulerOutputBuilder {
             request.getattr(intern!(py, "prompt_token_ids"))?,
             request.getattr(intern!(py, "mm_features"))?,
             request.getattr(intern!(py, "sampling_params"))?,
-            none, // pooling_params
+            request.getattr(intern!(py, "pooling_params"))?,
             all_block_ids(py, state)?,
             scheduled.num_computed_tokens,
-            none, // lora_request
+            request.getattr(intern!(py, "lora_request"))?,
             none, // prompt_embeds
             none, // prompt_is_token_ids
             prefill_token_ids,
@@ -156,7 +162,7 @@ impl SchedulerOutputBuilder {
         self.cached_request_data.bind(py).call1((
             req_ids,
             resumed_req_ids,
-            PyList::empty(py), // new_token_ids: for synchronous pipeline parallelism
+            source.new_token_ids(&cached)?,
             source.all_token_ids(&cached)?,
             new_block_ids,
             PyList::new(py, cached.iter().map(|it| it.num_computed_tokens))?,
@@ -193,6 +199,30 @@ impl<'py> Source<'_, 'py> {
             dict.set_item(self.id(it.index), it.num_tokens)?;
         }
         Ok(dict)
+    }
+
+    /// Of the requests that verify draft tokens.
+    fn scheduled_spec_decode_tokens(&self, step: &Step) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(self.py);
+        for it in step.scheduled().filter(|it| it.num_draft_tokens > 0) {
+            dict.set_item(self.id(it.index), PyList::new(self.py, step.draft_tokens(it))?)?;
+        }
+        Ok(dict)
+    }
+
+    /// The tokens to be computed, without drafts, where the model runner doesn't know them: the
+    /// first stage of a pipeline does not see what the last one has sampled.
+    fn new_token_ids(&self, cached: &[&ScheduledRequest]) -> PyResult<Bound<'py, PyList>> {
+        let lists = PyList::empty(self.py);
+        if self.scheduler.config().sends_sampled_tokens {
+            for it in cached {
+                let tokens = self.scheduler.request(it.index).tokens();
+                let begin = (it.num_computed_tokens as usize).min(tokens.len());
+                let end = begin + (it.num_tokens - it.num_draft_tokens) as usize;
+                lists.append(PyList::new(self.py, &tokens[begin..end.min(tokens.len())])?)?;
+            }
+        }
+        Ok(lists)
     }
 
     /// The sequences that Model Runner V1 does not have from the step before.

@@ -1,0 +1,98 @@
+//! What happens to blocks, in its order, for those who ask: the sources of vLLM's KV cache events
+//! (`distributed/kv_events.py`) and of its residency metrics (`v1/core/kv_cache_metrics.py`).
+//!
+//! Nothing is noted unless it was asked for, and the caller takes the entries out after each call
+//! of the scheduler.
+
+use crate::block_hash::BlockHash;
+use crate::ids::{ArrivalNumber, BlockId, GroupId};
+
+/// What is noted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct JournalConfig {
+    /// Prefixes that come into the cache and leave it.
+    pub prefixes: bool,
+    /// Each use of a block.
+    pub uses: bool,
+}
+
+/// Blocks of one request and group that can be found from now on, or were found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredBlocks {
+    /// Whose they are.
+    pub request: ArrivalNumber,
+    /// Their group.
+    pub group: GroupId,
+    /// Positions in the request's table of the blocks that `hashes` are of.
+    pub positions: Vec<u32>,
+    /// The hashes that they are found by.
+    pub hashes: Vec<BlockHash>,
+    /// The hash of the block before the first position looked at.
+    pub parent: Option<BlockHash>,
+    /// All tokens from the first position looked at to the last.
+    pub tokens: Vec<i32>,
+}
+
+/// One entry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Entry {
+    /// Blocks came into the prefix cache, or were found there by a request that reports that.
+    Stored(Box<StoredBlocks>),
+    /// A block left the prefix cache.
+    Removed {
+        /// What it was found by.
+        hash: BlockHash,
+        /// Its group.
+        group: GroupId,
+    },
+    /// The prefix cache was emptied.
+    Cleared,
+    /// A block was handed out.
+    Allocated(BlockId),
+    /// A cached block got one more owner.
+    Accessed(BlockId),
+    /// A block was about to be handed out, or dropped from the cache.
+    Evicted(BlockId),
+    /// All blocks were forgotten.
+    Reset,
+}
+
+/// Entries since they were last taken.
+#[derive(Clone, Debug, Default)]
+pub struct Journal {
+    config: JournalConfig,
+    entries: Vec<Entry>,
+}
+
+impl Journal {
+    /// An empty journal.
+    #[must_use]
+    pub fn new(config: JournalConfig) -> Self {
+        Self { config, entries: Vec::new() }
+    }
+
+    /// What is noted.
+    #[must_use]
+    pub fn config(&self) -> JournalConfig {
+        self.config
+    }
+
+    /// Notes something about prefixes.
+    pub(crate) fn note_prefix(&mut self, entry: impl FnOnce() -> Entry) {
+        if self.config.prefixes {
+            self.entries.push(entry());
+        }
+    }
+
+    /// Notes a use of a block.
+    pub(crate) fn note_use(&mut self, entry: Entry) {
+        if self.config.uses {
+            self.entries.push(entry);
+        }
+    }
+
+    /// The entries so far, which are forgotten.
+    pub fn take(&mut self) -> Vec<Entry> {
+        std::mem::take(&mut self.entries)
+    }
+}
