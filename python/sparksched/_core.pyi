@@ -119,6 +119,7 @@ class SchedulerCore:
         accept_tokens: Callable[[Any, list[int]], bool],
         validate_tokens: Callable[[Any, list[int]], list[int]],
         extra_keys: Callable[[Any], tuple[list[bytes], bytes]] | None,
+        block_observer: Any | None,
         include_finished_set: bool,
     ) -> SchedulerCore:
         """Build a scheduler without requests.
@@ -128,6 +129,8 @@ class SchedulerCore:
             accept_tokens: Advances a request's grammar; False if it rejects the tokens.
             validate_tokens: Returns draft tokens up to the first that a request's grammar rejects.
             extra_keys: As for `NativeBlockHasher`; None without prefix caching.
+            block_observer: A `sparksched.block_observer.BlockObserver`, if the configuration wants
+                events or metrics of blocks.
             include_finished_set: Outputs carry the ids of requests that ended, by client.
 
         Raises:

@@ -612,15 +612,6 @@ _CONFIG_RULES: Final = (
         lambda config: config.ec_transfer_config is not None,
     ),
     _Rule(
-        # Configured but not enabled, vLLM publishes nothing and collects nothing. Enabled
-        # with the publisher "null", it still collects.
-        "publishing of KV cache events",
-        "start without enable_kv_cache_events in --kv-events-config to use sparksched",
-        lambda config: (
-            config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
-        ),
-    ),
-    _Rule(
         "decode context parallelism",
         "KV blocks that are spread over ranks are managed only by vLLM's own scheduler",
         lambda config: config.parallel_config.decode_context_parallel_size > 1,
@@ -661,11 +652,6 @@ _CONFIG_RULES: Final = (
         "only vLLM's own scheduler passes them on; "
         "start without --return-sampling-mask to use sparksched",
         lambda config: config.model_config.return_sampling_mask,
-    ),
-    _Rule(
-        "measuring KV cache residency",
-        "it samples blocks at random; start without --kv-cache-metrics to use sparksched",
-        lambda config: config.observability_config.kv_cache_metrics,
     ),
     _Rule(
         "measuring MFU",

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import KVEventsConfig, VllmConfig
+from vllm.distributed.kv_events import EventPublisherFactory
 from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.platforms import current_platform
@@ -33,6 +34,7 @@ from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from sparksched import __version__, compat, engine_hooks
 from sparksched._core import SchedulerCore
+from sparksched.block_observer import BlockObserver, publishes_events
 from sparksched.extra_keys import extra_keys_writer
 
 # Below vLLM's own logger, which is the one that vLLM configures.
@@ -107,6 +109,9 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         self.ec_connector = None
         self.kv_cache_manager = KVCacheManagerView.of(kv_cache_config)
 
+        self._kv_event_publisher = EventPublisherFactory.create(
+            vllm_config.kv_events_config, vllm_config.parallel_config.data_parallel_index
+        )
         config = core_config(vllm_config, kv_cache_config, block_size, log_stats)
         self._needs_none_hash = config["hash_algorithm"] is not None
         self.extra_keys = (
@@ -122,6 +127,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
                 request, drafts
             ),
             extra_keys=self.extra_keys,
+            block_observer=self._block_observer(config),
             include_finished_set=include_finished_set,
         )
         engine_hooks.prepare_engine(self)
@@ -133,6 +139,11 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
             config["hash_algorithm"] or "off",
             len(config["groups"]),
         )
+
+    def _block_observer(self, config: dict[str, Any]) -> BlockObserver | None:
+        if not (config["enable_kv_cache_events"] or config["kv_cache_metrics"]):
+            return None
+        return BlockObserver(self.vllm_config, self.kv_cache_config, self._kv_event_publisher)
 
     # ---- the two calls of each step ----
 
@@ -334,8 +345,13 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         """Return the current statistics, or None if they are off; prefix cache counters restart."""
         return self._core.make_stats()
 
+    def get_kv_event_publisher_config(self) -> KVEventsConfig | None:
+        """Return how KV cache events are published, with the ports that were chosen."""
+        return self._kv_event_publisher.get_publisher_config()
+
     def shutdown(self) -> None:
-        """Do nothing: there is nothing to be closed."""
+        """Stop publishing KV cache events."""
+        self._kv_event_publisher.shutdown()
 
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state as plain data, for tests and support.
@@ -410,8 +426,8 @@ def core_config(
         "hash_algorithm": (
             cache_config.prefix_caching_hash_algo if cache_config.enable_prefix_caching else None
         ),
-        "enable_kv_cache_events": False,
-        "kv_cache_metrics": False,
+        "enable_kv_cache_events": publishes_events(vllm_config),
+        "kv_cache_metrics": vllm_config.observability_config.kv_cache_metrics,
     }
 
 

@@ -37,8 +37,3 @@ impl RequestIndex {
         self.0 as usize
     }
 }
-
-/// The how-manieth request this is since the scheduler was built: unlike a place, never reused.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[repr(transparent)]
-pub struct ArrivalNumber(pub u64);

@@ -2,10 +2,10 @@
 //! (`distributed/kv_events.py`) and of its residency metrics (`v1/core/kv_cache_metrics.py`).
 //!
 //! Nothing is noted unless it was asked for, and the caller takes the entries out after each call
-//! of the scheduler.
+//! of the scheduler, before the places of ended requests are given to others.
 
 use crate::block_hash::BlockHash;
-use crate::ids::{ArrivalNumber, BlockId, GroupId};
+use crate::ids::{BlockId, GroupId, RequestIndex};
 
 /// What is noted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -19,8 +19,8 @@ pub struct JournalConfig {
 /// Blocks of one request and group that can be found from now on, or were found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredBlocks {
-    /// Whose they are.
-    pub request: ArrivalNumber,
+    /// Whose they are. The place may be given to another after the call that this was noted in.
+    pub request: RequestIndex,
     /// Their group.
     pub group: GroupId,
     /// Positions in the request's table of the blocks that `hashes` are of.

@@ -94,6 +94,11 @@ impl KvCacheManager {
         &self.pool
     }
 
+    /// What has happened to blocks since this was last asked, as far as it was to be noted.
+    pub fn take_journal(&mut self) -> Vec<Entry> {
+        self.pool.journal.take()
+    }
+
     /// Whether the prefix cache is asked for this request.
     #[must_use]
     pub fn reads_prefix_cache(&self, request: &Request) -> bool {
@@ -418,7 +423,7 @@ fn note_stored(
         let hashes = request.block_hashes();
         let tokens = positions.start * block_size as usize..positions.end * block_size as usize;
         Entry::Stored(Box::new(StoredBlocks {
-            request: request.arrival_number(),
+            request: request.index(),
             group,
             hashes: stored.iter().map(|&position| hashes[position as usize]).collect(),
             positions: stored,

@@ -32,7 +32,7 @@ pub use config::{
     ConfigError, KvCacheGroupConfig, Policy, RequestSpecMetrics, SchedulerConfig, Speculation,
 };
 pub use hooks::{GrammarState, Hooks, NoHooks};
-pub use ids::{ArrivalNumber, BlockId, GroupId, RequestIndex};
+pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::KvCacheManager;
 pub use request::{Event, EventKind, NewRequest, PrefillStats, Request, RequestStatus};

@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::block_hash::{BlockHash, BlockHasher, ExtraKeys};
-use crate::ids::{ArrivalNumber, BlockId};
+use crate::ids::{BlockId, RequestIndex};
 use crate::stats::RequestSpecStats;
 use crate::stop::{StopConditions, StopReason};
 
@@ -131,7 +131,7 @@ pub struct Request {
     num_prompt_tokens: usize,
     pub(crate) block_hashes: Vec<BlockHash>,
     extra_keys: Option<Box<ExtraKeys>>,
-    arrival_number: ArrivalNumber,
+    index: RequestIndex,
     pub(crate) lora_id: Option<i64>,
     pub(crate) is_pooling: bool,
     pub(crate) reports_cached_blocks: bool,
@@ -179,14 +179,14 @@ pub struct Request {
 }
 
 impl Request {
-    pub(crate) fn new(new: NewRequest, arrival_number: ArrivalNumber, num_groups: usize) -> Self {
+    pub(crate) fn new(new: NewRequest, index: RequestIndex, num_groups: usize) -> Self {
         Self {
             id: new.id,
             num_prompt_tokens: new.num_prompt_tokens,
             tokens: new.tokens,
             block_hashes: new.block_hashes,
             extra_keys: new.extra_keys,
-            arrival_number,
+            index,
             lora_id: new.lora_id,
             is_pooling: new.is_pooling,
             reports_cached_blocks: new.reports_cached_blocks,
@@ -226,10 +226,10 @@ impl Request {
         &self.id
     }
 
-    /// Which request it is, unlike a place for all time.
+    /// Its place.
     #[must_use]
-    pub fn arrival_number(&self) -> ArrivalNumber {
-        self.arrival_number
+    pub fn index(&self) -> RequestIndex {
+        self.index
     }
 
     /// Prompt and output.

@@ -10,7 +10,8 @@
 
 use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
 use crate::hooks::{GrammarState, Hooks};
-use crate::ids::{ArrivalNumber, RequestIndex};
+use crate::ids::RequestIndex;
+use crate::journal::Entry as JournalEntry;
 use crate::kv_cache_manager::{AllocationFor, KvCacheManager};
 use crate::request::{EventKind, NewRequest, PrefillStats, Request, RequestStatus};
 use crate::request_queue::RequestQueue;
@@ -49,8 +50,6 @@ pub struct Scheduler {
     has_previous_batch: bool,
     /// When the prefills of a step were held back, the last ones allowed did not fit all.
     prefill_capacity_bound: bool,
-    /// Requests that have arrived.
-    num_arrivals: u64,
     step: Step,
     /// How the drafts of the last step that came back fared.
     pub(crate) spec_decoding_stats: Option<SpecDecodingStats>,
@@ -131,7 +130,6 @@ impl Scheduler {
             current_step: 0,
             has_previous_batch: false,
             prefill_capacity_bound: false,
-            num_arrivals: 0,
             step: Step::default(),
             spec_decoding_stats: None,
             config,
@@ -146,9 +144,7 @@ impl Scheduler {
         assert!(!new.tokens.is_empty(), "a request has at least one token");
         let index = self.free_slots.last().copied();
         let index = index.unwrap_or(RequestIndex(self.slots.len() as u32));
-        let arrival_number = ArrivalNumber(self.num_arrivals);
-        self.num_arrivals += 1;
-        let mut request = Request::new(new, arrival_number, self.config.groups.len());
+        let mut request = Request::new(new, index, self.config.groups.len());
         if let Some(hasher) = &self.config.hasher {
             request.hash_blocks(hasher);
         }
@@ -687,6 +683,12 @@ impl Scheduler {
     /// Forgets all cached prefixes, if no request holds a block. Returns whether it did.
     pub fn reset_prefix_cache(&mut self) -> bool {
         self.kv_cache.reset_prefix_cache()
+    }
+
+    /// What has happened to blocks since this was last asked, as far as the configuration wants it
+    /// noted.
+    pub fn take_journal(&mut self) -> Vec<JournalEntry> {
+        self.kv_cache.take_journal()
     }
 
     /// Tells what stands in for the parent of a first block, which vLLM decides only after the

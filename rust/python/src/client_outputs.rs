@@ -9,7 +9,7 @@ use pyo3::types::{PyAny, PyDict, PyList, PySet};
 use sparksched_core::{RequestOutput, SchedulerStats};
 use sparksched_wire::Output;
 
-use crate::convert::{EngineOutputTypes, RareOutputs, SampledTokens, StepOutputs};
+use crate::convert::{EngineOutputTypes, OtherStats, RareOutputs, SampledTokens, StepOutputs};
 use crate::entries::{Entries, Entry};
 
 /// Room that an output usually needs in a message.
@@ -260,18 +260,18 @@ impl<'py> ClientDict<'py> {
     pub(crate) fn set_stats(
         &self,
         stats: SchedulerStats,
-        cudagraph_stats: &Bound<'py, PyAny>,
+        others: &OtherStats<'py>,
         writer: &OutputWriter,
     ) -> PyResult<()> {
         let outputs = match self.0.iter().next() {
             Some((_, outputs)) => outputs,
             None => self.outputs_of(0, writer)?,
         };
-        if let Ok(message) = outputs.cast::<StepOutputs>() {
-            return message.borrow_mut().set_core_stats(stats, cudagraph_stats);
-        }
         let py = self.0.py();
-        let stats = writer.types.scheduler_stats(py, &stats, cudagraph_stats)?;
+        if let Ok(message) = outputs.cast::<StepOutputs>() {
+            return message.borrow_mut().set_core_stats(py, stats, others);
+        }
+        let stats = writer.types.scheduler_stats(py, &stats, others)?;
         outputs.setattr(intern!(py, "scheduler_stats"), stats)
     }
 }

@@ -1,6 +1,7 @@
 //! The Python extension `sparksched._core`: the scheduler of `sparksched-core` behind vLLM's
 //! objects. Thin: decisions are made in the core, objects are read and built in [`convert`].
 
+mod block_observer;
 mod client_outputs;
 mod config;
 mod convert;

@@ -5,12 +5,14 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PySet};
 use sparksched_core::{
-    PauseState, Request, RequestIndex, RequestOutput, RequestStatus, ScheduledOutput, Scheduler,
+    BlockHasher, PauseState, Request, RequestIndex, RequestOutput, RequestStatus, ScheduledOutput,
+    Scheduler,
 };
 
+use crate::block_observer::BlockObserver;
 use crate::client_outputs::{ClientDict, ClientOutputs, OutputWriter, StepResult};
 use crate::config::scheduler_config;
-use crate::convert::{self, RareOutputs, SchedulerOutputBuilder, StepSets};
+use crate::convert::{self, OtherStats, RareOutputs, SchedulerOutputBuilder, StepSets};
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
 use crate::hasher::ExtraKeysReader;
@@ -25,6 +27,7 @@ pub(crate) struct SchedulerCore {
     output_writer: OutputWriter,
     callbacks: Callbacks,
     extra_keys: ExtraKeysReader,
+    block_observer: BlockObserver,
     guard: Guard,
     /// `request_id` to place.
     places: Py<PyDict>,
@@ -47,13 +50,14 @@ pub(crate) struct SchedulerCore {
 impl SchedulerCore {
     #[new]
     #[pyo3(signature = (
-        config, *, accept_tokens, validate_tokens, extra_keys, include_finished_set
+        config, *, accept_tokens, validate_tokens, extra_keys, block_observer, include_finished_set
     ))]
     fn new(
         config: &Bound<'_, PyDict>,
         accept_tokens: Py<PyAny>,
         validate_tokens: Py<PyAny>,
         extra_keys: Option<Py<PyAny>>,
+        block_observer: Option<Py<PyAny>>,
         include_finished_set: bool,
     ) -> PyResult<Self> {
         let py = config.py();
@@ -68,6 +72,7 @@ impl SchedulerCore {
             output_writer: OutputWriter::import(py)?,
             callbacks: Callbacks { accept_tokens, validate_tokens },
             extra_keys: ExtraKeysReader(extra_keys),
+            block_observer: BlockObserver(block_observer),
             guard: Guard::default(),
             places: PyDict::new(py).unbind(),
             requests: PyDict::new(py).unbind(),
@@ -150,8 +155,12 @@ impl SchedulerCore {
         })
     }
 
-    fn reset_prefix_cache(&mut self) -> PyResult<bool> {
-        self.guarded(|this| Ok(this.scheduler.reset_prefix_cache()))
+    fn reset_prefix_cache(&mut self, py: Python<'_>) -> PyResult<bool> {
+        self.guarded(|this| {
+            let reset = this.scheduler.reset_prefix_cache();
+            this.show_journal(py)?;
+            Ok(reset)
+        })
     }
 
     fn make_stats<'py>(&mut self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
@@ -159,9 +168,9 @@ impl SchedulerCore {
             return Ok(None);
         }
         let stats = catch_panics(|| Ok(self.scheduler.take_stats()))??;
-        let no_cudagraph_stats = py.None();
+        let others = OtherStats { evictions: self.block_observer.evictions(py)?, cudagraph: None };
         let types = &self.output_writer.types;
-        types.scheduler_stats(py, &stats, no_cudagraph_stats.bind(py)).map(Some)
+        types.scheduler_stats(py, &stats, &others).map(Some)
     }
 
     fn has_requests(&self, py: Python<'_>) -> bool {
@@ -235,11 +244,12 @@ impl SchedulerCore {
 
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         catch_panics(|| {
+            let has_drafts = self.scheduler.config().speculation.num_spec_tokens > 0;
             let requests = PyDict::new(py);
             for (id, _) in self.requests.bind(py) {
                 let index = self.place(&id)?.expect("each request has a place");
                 let request = self.scheduler.request(index);
-                requests.set_item(id, snapshot::request_snapshot(py, request)?)?;
+                requests.set_item(id, snapshot::request_snapshot(py, request, has_drafts)?)?;
             }
             snapshot::snapshot(py, &self.scheduler, &self.entries, requests)
         })?
@@ -301,6 +311,8 @@ impl SchedulerCore {
         let (scheduler, mut hooks) = self.split(py);
         let decided = scheduler.schedule(throttle_prefills, now, &mut hooks).map(|_| ());
         self.or_stop(decided)?;
+        let shown = self.show_journal(py);
+        self.or_stop(shown)?;
         let told = self.scheduler_output(py);
         self.or_stop(told)
     }
@@ -398,12 +410,26 @@ impl SchedulerCore {
         result: &StepResult<'_, 'py>,
         outputs: &[RequestOutput],
     ) -> PyResult<Bound<'py, PyDict>> {
+        self.show_journal(py)?;
         let mut written = self.output_writer.write(py, &self.entries, result, outputs)?;
         self.forget_finished(py, outputs)?;
         self.append_grammar_errors(py, &mut written)?;
+        self.block_observer.publish(py)?;
         let by_client = written.into_dict(py, &self.output_writer)?;
         self.add_common_fields(&by_client, result)?;
         Ok(by_client.0)
+    }
+
+    /// Shows what has happened to blocks to those who asked. Before the entries of ended requests
+    /// are dropped.
+    fn show_journal(&mut self, py: Python<'_>) -> PyResult<()> {
+        if !self.block_observer.is_present() {
+            return Ok(());
+        }
+        let entries = self.scheduler.take_journal();
+        let hasher = self.scheduler.config().hasher.as_ref();
+        let digest_len = hasher.map_or(0, BlockHasher::digest_len);
+        self.block_observer.observe(py, entries, &self.entries, digest_len)
     }
 
     /// The core, and the answers to its questions.
@@ -491,10 +517,13 @@ impl SchedulerCore {
             finished.clear();
         }
         if self.scheduler.config().log_stats {
-            let cudagraph_stats =
-                result.model_runner_output.getattr(intern!(py, "cudagraph_stats"))?;
+            let cudagraph = result.model_runner_output.getattr(intern!(py, "cudagraph_stats"))?;
+            let others = OtherStats {
+                evictions: self.block_observer.evictions(py)?,
+                cudagraph: (!cudagraph.is_none()).then_some(cudagraph),
+            };
             let stats = self.scheduler.take_stats();
-            by_client.set_stats(stats, &cudagraph_stats, &self.output_writer)?;
+            by_client.set_stats(stats, &others, &self.output_writer)?;
         }
         Ok(())
     }

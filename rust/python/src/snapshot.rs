@@ -50,10 +50,11 @@ fn block_hash_with_group_id(hash: &BlockHash, digest_len: usize, group: GroupId)
     })
 }
 
-/// One request's counters and block tables.
+/// One request's counters and block tables, and its drafts if there is speculation.
 pub(crate) fn request_snapshot<'py>(
     py: Python<'py>,
     request: &Request,
+    has_drafts: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let snapshot = PyDict::new(py);
     snapshot.set_item("status", convert::status_name(request.status()))?;
@@ -66,5 +67,8 @@ pub(crate) fn request_snapshot<'py>(
     let tables =
         request.groups().iter().map(|blocks| PyList::new(py, blocks.table.iter().map(|id| id.0)));
     snapshot.set_item("block_ids", tables.collect::<PyResult<Vec<_>>>()?)?;
+    if has_drafts {
+        snapshot.set_item("spec_token_ids", request.drafts())?;
+    }
     Ok(snapshot)
 }

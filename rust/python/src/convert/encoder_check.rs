@@ -13,7 +13,7 @@ use sparksched_core::{
 };
 use sparksched_wire::{Output, RequestId};
 
-use super::{EngineOutputTypes, StepOutputs, token_ids};
+use super::{EngineOutputTypes, OtherStats, StepOutputs, token_ids};
 
 #[pyfunction]
 pub(crate) fn encode_like_scheduler(
@@ -128,11 +128,10 @@ fn set_stats(
         return Ok(());
     }
     let py = object.py();
-    let no_cudagraph_stats = py.None();
-    let no_cudagraph_stats = no_cudagraph_stats.bind(py);
+    let none = OtherStats::default();
     match scheduler_stats(object) {
-        Ok(stats) if types.scheduler_stats(py, &stats, no_cudagraph_stats)?.eq(object)? => {
-            step.set_core_stats(stats, no_cudagraph_stats)
+        Ok(stats) if types.scheduler_stats(py, &stats, &none)?.eq(object)? => {
+            step.set_core_stats(py, stats, &none)
         }
         _ => {
             step.set_scheduler_stats(Some(object.clone().unbind()));

@@ -11,6 +11,22 @@ use sparksched_core::{
 use super::{RareOutputs, SampledTokens, StatusTypes, class};
 use crate::entries::Entry;
 
+/// The parts of `SchedulerStats` that the core doesn't know.
+#[derive(Default)]
+pub(crate) struct OtherStats<'py> {
+    /// `kv_cache_eviction_events`.
+    pub(crate) evictions: Option<Bound<'py, PyList>>,
+    /// The model runner's CUDA graph statistics.
+    pub(crate) cudagraph: Option<Bound<'py, PyAny>>,
+}
+
+impl OtherStats<'_> {
+    /// Whether there is nothing to add to what the core knows.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.cudagraph.is_none() && self.evictions.as_ref().is_none_or(|it| it.is_empty())
+    }
+}
+
 /// The classes that a step's outputs are made of.
 pub(crate) struct EngineOutputTypes {
     pub(crate) statuses: StatusTypes,
@@ -243,12 +259,12 @@ impl EngineOutputTypes {
         ))
     }
 
-    /// `SchedulerStats`, with the model runner's CUDA graph statistics.
+    /// `SchedulerStats`.
     pub(crate) fn scheduler_stats<'py>(
         &self,
         py: Python<'py>,
         stats: &SchedulerStats,
-        cudagraph_stats: &Bound<'py, PyAny>,
+        others: &OtherStats<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let cache = &stats.prefix_cache_stats;
         let prefix_cache_stats = self.prefix_cache_stats.bind(py).call1((
@@ -272,14 +288,14 @@ impl EngineOutputTypes {
             PyFloat::new(py, stats.kv_cache_usage).into_any(),
             none.bind(py).clone(), // iteration_details
             prefix_cache_stats,
-            none.bind(py).clone(),        // connector_prefix_cache_stats
-            PyList::empty(py).into_any(), // kv_cache_eviction_events
+            none.bind(py).clone(), // connector_prefix_cache_stats
+            others.evictions.clone().unwrap_or_else(|| PyList::empty(py)).into_any(),
             self.spec_decoding_stats(py, stats.spec_decoding_stats.as_ref())?,
             none.bind(py).clone(),      // kv_connector_stats
             none.bind(py).clone(),      // ec_connector_stats
             PyDict::new(py).into_any(), // waiting_lora_adapters
             PyDict::new(py).into_any(), // running_lora_adapters
-            cudagraph_stats.clone(),
+            others.cudagraph.clone().unwrap_or_else(|| none.bind(py).clone()),
         ];
         self.scheduler_stats.bind(py).call1(PyTuple::new(py, values)?)
     }

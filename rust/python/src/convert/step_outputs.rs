@@ -7,7 +7,7 @@ use pyo3::types::{PyBytes, PyList, PySet};
 use sparksched_core::SchedulerStats;
 use sparksched_wire::{Envelope, Message, Output, Stats};
 
-use super::EngineOutputTypes;
+use super::{EngineOutputTypes, OtherStats};
 
 /// `scheduler_stats`: as the core knows them, until somebody wants to see or to change them.
 enum StatsField {
@@ -42,7 +42,7 @@ impl StepOutputs {
     fn scheduler_stats(&mut self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
         // The caller may change what it gets.
         if let StatsField::Core(stats) = &self.scheduler_stats {
-            let object = self.types.scheduler_stats(py, stats, py.None().bind(py))?;
+            let object = self.types.scheduler_stats(py, stats, &OtherStats::default())?;
             self.scheduler_stats = StatsField::Object(object.unbind());
         }
         Ok(match &self.scheduler_stats {
@@ -115,17 +115,17 @@ impl StepOutputs {
         Ok(())
     }
 
-    /// Sets `scheduler_stats` to what the core and the model runner know.
-    pub(crate) fn set_core_stats(
+    /// Sets `scheduler_stats` to what the core and others know.
+    pub(crate) fn set_core_stats<'py>(
         &mut self,
+        py: Python<'py>,
         stats: SchedulerStats,
-        cudagraph_stats: &Bound<'_, PyAny>,
+        others: &OtherStats<'py>,
     ) -> PyResult<()> {
-        self.scheduler_stats = if cudagraph_stats.is_none() {
+        self.scheduler_stats = if others.is_empty() {
             StatsField::Core(stats)
         } else {
-            let py = cudagraph_stats.py();
-            StatsField::Object(self.types.scheduler_stats(py, &stats, cudagraph_stats)?.unbind())
+            StatsField::Object(self.types.scheduler_stats(py, &stats, others)?.unbind())
         };
         Ok(())
     }
