@@ -178,6 +178,10 @@ def stock_snapshot(scheduler: Any) -> dict[str, Any]:
 
 def _stock_request_state(scheduler: Any, request: Any) -> dict[str, Any]:
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    speculation = {"spec_token_ids": list(request.spec_token_ids)}
+    session = {"num_prompt_tokens": request.num_prompt_tokens}
+    if request.streaming_queue is not None:
+        session["num_queued_chunks"] = len(request.streaming_queue)
     return {
         "status": request.status.name,
         "num_computed_tokens": request.num_computed_tokens,
@@ -191,4 +195,6 @@ def _stock_request_state(scheduler: Any, request: Any) -> dict[str, Any]:
             [block.block_id for block in manager.req_to_blocks.get(request.request_id, ())]
             for manager in managers
         ],
+        **(speculation if scheduler.num_spec_tokens else {}),
+        **(session if request.streaming_queue is not None else {}),
     }

@@ -85,7 +85,7 @@ class FakeModel:
         wanted = [
             request.sampling_params.num_logprobs
             for request in requests
-            if request.sampling_params.num_logprobs is not None
+            if request.sampling_params and request.sampling_params.num_logprobs is not None
         ]
         if not wanted:
             return None
@@ -106,7 +106,7 @@ class FakeModel:
         prompt_logprobs: dict[str, LogprobsTensors | None] = {}
         for request_id, tokens in zip(order, sampled, strict=True):
             request = requests[request_id]
-            wanted = request.sampling_params.prompt_logprobs
+            wanted = request.sampling_params and request.sampling_params.prompt_logprobs
             if wanted is None or not tokens or request.num_output_tokens > 0:
                 continue
             shape = (request.num_prompt_tokens - 1, wanted + 1)
@@ -143,6 +143,18 @@ class FakeGrammar:
             first_output_token <= rejected < first_output_token + num_tokens
         )
 
+    def num_valid(self, draft_token_ids: Sequence[int]) -> int:
+        """Count the draft tokens ahead of the first that the grammar rejects."""
+        divisor = self.plan.rejects_draft_tokens
+        return next(
+            (
+                index
+                for index, token in enumerate(draft_token_ids)
+                if token < 0 or (divisor is not None and token % divisor == 0)
+            ),
+            len(draft_token_ids),
+        )
+
 
 class FakeStructuredOutputManager:
     """Plays vLLM's structured output manager, and records which state of requests it was shown."""
@@ -170,13 +182,23 @@ class FakeStructuredOutputManager:
     ) -> np.ndarray | None:
         if not structured_output_request_ids:
             return None
-        assert not scheduled_spec_decode_tokens
         rows = []
         for request_id in structured_output_request_ids:
             request = requests[request_id]
-            self._observe("bitmask", request, [])
-            rows.append([request.num_output_tokens, zlib.crc32(request_id.encode()) >> 1])
+            draft_token_ids = list(scheduled_spec_decode_tokens.get(request_id, ()))
+            self._observe("bitmask", request, draft_token_ids)
+            for position in range(len(draft_token_ids) + 1):
+                num_tokens = request.num_output_tokens + position
+                rows.append([num_tokens, zlib.crc32(request_id.encode()) >> 1])
         return np.array(rows, dtype=np.int32)
+
+    def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
+        if not request.use_structured_output:
+            return spec_tokens
+        self._observe("validate", request, list(spec_tokens))
+        grammar = request.structured_output_request.grammar
+        assert isinstance(grammar, FakeGrammar)
+        return spec_tokens[: grammar.num_valid(spec_tokens)]
 
     def _observe(self, call: str, request: Request, new_token_ids: list[int]) -> None:
         self.observations.append(

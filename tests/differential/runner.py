@@ -29,9 +29,12 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from .compare import Difference, first_difference, snapshot
+from .feature import Call, Features
 from .model import FakeClock, FakeModel, FakeStructuredOutputManager, GrammarCompilation
+from .speculation import reject_invalid_drafts
 from .trace import (
     Arrive,
+    Continue,
     Event,
     Finish,
     LoseInFlightSteps,
@@ -68,11 +71,20 @@ class Side:
     """One scheduler with everything that belongs to it."""
 
     def __init__(
-        self, index: int, world: World, scheduler_class: SchedulerClass, hasher: BlockHasher | None
+        self,
+        index: int,
+        world: World,
+        scheduler_class: SchedulerClass,
+        hasher: BlockHasher | None,
+        features: Features,
     ) -> None:
         self.index = index
+        self._features = features
         self.structured_output_manager = FakeStructuredOutputManager()
-        self.scheduler: Any = world.build_scheduler(scheduler_class, self.structured_output_manager)
+        with features.while_building(index):
+            self.scheduler: Any = world.build_scheduler(
+                scheduler_class, self.structured_output_manager
+            )
         assert type(self.scheduler) is scheduler_class, (
             f"asked for {scheduler_class}, got {type(self.scheduler)}: a fallback proves nothing"
         )
@@ -81,17 +93,21 @@ class Side:
 
     def build_request(self, plan: RequestPlan) -> Request:
         """Build this side's own request, as the engine core does from a client's message."""
+        arguments = {
+            "sampling_params": _build_sampling_params(plan),
+            "pooling_params": None,
+        } | self._features.request_arguments(plan)
         request = Request(
             request_id=plan.request_id,
             prompt_token_ids=list(plan.prompt_token_ids),
-            sampling_params=_build_sampling_params(plan),
-            pooling_params=None,
             client_index=plan.client_index,
             arrival_time=plan.arrival_time,
             cache_salt=plan.cache_salt,
             priority=plan.priority,
             trace_headers=dict(plan.trace_headers) if plan.trace_headers else None,
             block_hasher=self._hasher,
+            resumable=plan.resumable,
+            **arguments,
         )
         if plan.grammar is not None:
             self._compilations.append(GrammarCompilation(request, plan.grammar))
@@ -106,10 +122,12 @@ class Side:
         ]
 
 
-def _build_side(index: int, configuration: Configuration, scheduler_class: SchedulerClass) -> Side:
+def _build_side(
+    index: int, configuration: Configuration, scheduler_class: SchedulerClass, features: Features
+) -> Side:
     world = build_world(configuration)
     hasher = candidate_block_hasher(world, scheduler_class) if index else stock_block_hasher(world)
-    return Side(index, world, scheduler_class, hasher)
+    return Side(index, world, scheduler_class, hasher, features)
 
 
 def _build_sampling_params(plan: RequestPlan) -> SamplingParams:
@@ -166,14 +184,16 @@ class LockstepEngine:
         self._clock = FakeClock()
         self._trace = TraceGenerator(configuration, seed)
         self._model = FakeModel(seed, self._trace)
+        self._features = Features(configuration, seed, coverage)
         self.sides = (
-            _build_side(0, configuration, stock_scheduler_class(configuration)),
-            _build_side(1, configuration, candidate(configuration)),
+            _build_side(0, configuration, stock_scheduler_class(configuration), self._features),
+            _build_side(1, configuration, candidate(configuration), self._features),
         )
         if encoded:
             for client in range(_MAX_CLIENTS):
                 self.sides[1].scheduler.encode_outputs_for(client, PartEncoder().encode_part)
         self._reference = self.sides[0].scheduler
+        self._features.watch(self._reference)
         self._queue: deque[ScheduledStep] = deque()
         self._previous_outputs: list[dict[int, Any]] = [{}, {}]
         self._finished_request_ids: deque[str] = deque(maxlen=20)
@@ -200,38 +220,50 @@ class LockstepEngine:
 
     def run(self, num_steps: int) -> None:
         """Run the scenario; raise `SchedulersDiffer` at the first difference."""
-        with mock.patch("time.monotonic", self._clock):
+        with (
+            mock.patch("time.monotonic", self._clock),
+            self._features.while_running(self._clock),
+        ):
             for _ in range(num_steps):
                 self.step_number += 1
                 self._run_step()
             self._compare_snapshots()
+            self._both("shutdown()", lambda side: side.scheduler.shutdown())
 
     def _run_step(self) -> None:
         for event in self._trace.events_before_step(self):
+            self._apply(event)
+        for event in self._features.events_before_step(self):
             self._apply(event)
         for side in self.sides:
             side.advance_compilations()
         self._compare_counters()
         wants_step = self._reference.has_requests() or self._trace.steps_without_requests()
         if self._configuration.batch_queue_size > 1:
-            self._step_with_batch_queue(wants_step)
-        elif wants_step:
-            self._step()
+            executed = self._step_with_batch_queue(wants_step)
+        else:
+            executed = wants_step and self._step()
+        if executed and not self._configuration.async_scheduling:
+            self._update_draft_token_ids()
         self._compare_counters()
         if self.step_number % self._snapshot_interval == 0:
             self._compare_snapshots()
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Return whether the model was executed."""
         step = self._schedule()
         self._take_grammar_bitmask(step)
         self._process_aborts_during_step()
         self._update_from_output(step)
+        return not step.is_empty
 
-    def _step_with_batch_queue(self, wants_step: bool) -> None:
-        deferred_step = None
+    def _step_with_batch_queue(self, wants_step: bool) -> bool:
+        """Return whether the model was given a step to execute."""
+        executed, deferred_step = False, None
         if wants_step:
             step = self._schedule()
-            if step.is_empty:
+            executed = not step.is_empty
+            if step.is_empty or not self._features.samples_tokens:
                 self._queue.append(step)
             elif step.scheduler_outputs[0].pending_structured_output_tokens:
                 # Its grammar state depends on tokens that have not been processed yet.
@@ -245,22 +277,30 @@ class LockstepEngine:
                 and len(self._queue) < self._configuration.batch_queue_size
                 and (not step.is_empty or self._reference.has_requests())
             ):
-                return
+                return executed
         elif not self._queue:
-            return
+            return False
         self._process_aborts_during_step()
         self._update_from_output(self._queue.popleft())
         if deferred_step is not None:
+            self._update_draft_token_ids_of(deferred_step)
             self._take_grammar_bitmask(deferred_step)
             self._queue.append(deferred_step)
+        return executed
 
     def _schedule(self) -> ScheduledStep:
         throttle = self._trace.throttles_prefills()
         running_before = list(self._reference.running)
+        self._features.before_schedule(self._reference.requests)
         outputs = self._both("schedule()", lambda side: side.scheduler.schedule(throttle))
+        self._features.after_schedule(self.step_number, outputs)
         requests = self._reference.requests
         runner_output = self._model.run(self.step_number, outputs[0], requests)
+        runner_output = self._features.complete_output(
+            self.step_number, outputs[0], requests, runner_output
+        )
         self._cover_schedule(outputs[0], running_before)
+        self._features.cover_schedule(outputs[0], requests)
         for output in outputs:
             _consume_block_ids(output)
         return ScheduledStep(outputs, [runner_output, copy.deepcopy(runner_output)])
@@ -271,6 +311,35 @@ class LockstepEngine:
             lambda side: side.scheduler.get_grammar_bitmask(step.scheduler_outputs[side.index]),
         )
         self._coverage["grammar bitmasks"] += bitmasks[0] is not None
+        # The engine samples now.
+        self._features.after_sampling(
+            self.step_number, step.scheduler_outputs[0], step.runner_outputs[0].req_ids
+        )
+
+    def _update_draft_token_ids(self) -> None:
+        proposed = self._features.take_draft_token_ids()
+        if proposed is None:
+            return
+        self._both(
+            "update_draft_token_ids()",
+            lambda side: side.scheduler.update_draft_token_ids(copy.deepcopy(proposed)),
+        )
+        self._compare_observations()
+        self._features.cover_proposal(self._reference.requests)
+
+    def _update_draft_token_ids_of(self, step: ScheduledStep) -> None:
+        """Put what the drafter has proposed by now into a step that waits for a grammar."""
+        proposed = self._features.take_draft_token_ids()
+        if proposed is None:
+            return
+        self._both(
+            "update_draft_token_ids_in_output()",
+            lambda side: side.scheduler.update_draft_token_ids_in_output(
+                copy.deepcopy(proposed), step.scheduler_outputs[side.index]
+            ),
+        )
+        self._compare_observations()
+        reject_invalid_drafts(step.scheduler_outputs[0], step.runner_outputs)
 
     def _process_aborts_during_step(self) -> None:
         aborts = self._trace.aborts_during_step(self)
@@ -288,6 +357,7 @@ class LockstepEngine:
         )
         self._cover_stale_outputs(step)
         requests = dict(self._reference.requests)
+        self._features.cover_update(step.scheduler_outputs[0], step.runner_outputs[0], requests)
         outputs: list[dict[int, Any]] = []
 
         def update(side: Side) -> dict[int, Any]:
@@ -299,10 +369,7 @@ class LockstepEngine:
             return self._as_told(outputs[-1])
 
         self._both("update_from_output()", update)
-        self._expect_equal(
-            "what the structured output manager was shown",
-            [side.structured_output_manager.take_observations() for side in self.sides],
-        )
+        self._compare_observations()
         self._expect_equal("ModelRunnerOutput after update_from_output()", step.runner_outputs)
         # The engine's output thread may read them while the next step is under way.
         self._expect_equal(
@@ -312,6 +379,7 @@ class LockstepEngine:
         for scheduler_output in step.scheduler_outputs:
             _use_up(scheduler_output)
         self._cover_outputs(outputs[0], requests)
+        self._features.cover_outputs(outputs[0], requests)
 
     def _as_told(self, outputs: dict[int, Any]) -> dict[int, Any]:
         """Return outputs in the form that is compared: themselves, or the messages of them."""
@@ -324,8 +392,12 @@ class LockstepEngine:
     # Events.
 
     def _apply(self, event: Event) -> None:
+        if not self._features.allows(event):
+            return
         match event:
             case Arrive(plan):
+                self._arrive(self._features.plan_request(plan))
+            case Continue(plan):
                 self._arrive(plan)
             case Finish(request_ids, status):
                 self._cover_finish(event)
@@ -340,6 +412,8 @@ class LockstepEngine:
                 self._queue.clear()
             case TakeStats():
                 self._both("make_stats()", lambda side: side.scheduler.make_stats())
+            case Call(operation, call):
+                self._both(operation, lambda side: call(side.scheduler))
 
     def _arrive(self, plan: RequestPlan) -> None:
         self._coverage["request ids used again"] += plan.request_id in self._finished_request_ids
@@ -365,11 +439,12 @@ class LockstepEngine:
         num_running = len(self._reference.running)
         results = self._both(
             f"reset_prefix_cache({reset_running}, {reset_connector})",
-            lambda side: side.scheduler.reset_prefix_cache(reset_running, reset_connector),
+            lambda side: _reset(side, reset_running, reset_connector),
         )
         if reset_running and num_running:
             self._coverage["resets that preempt running requests"] += 1
-        self._coverage["resets that succeed" if results[0] else "resets that fail"] += 1
+        outcome = {True: "succeed", False: "fail"}.get(results[0], "end in an exception")
+        self._coverage[f"resets that {outcome}"] += 1
 
     # Comparison.
 
@@ -377,7 +452,9 @@ class LockstepEngine:
         """Perform an operation on both sides at the same time of the clock; compare the results."""
         self._clock.advance()
         self.operations.append(f"step {self.step_number}: {operation}")
+        self._features.before_call(0)
         reference = call(self.sides[0])
+        self._features.before_call(1)
         try:
             candidate = call(self.sides[1])
         except Exception as error:
@@ -385,6 +462,9 @@ class LockstepEngine:
             raise SchedulersDiffer(str(difference)) from error
         results = [reference, candidate]
         self._expect_equal(operation, results)
+        self._expect_equal(
+            f"what {operation} told others", [self._features.told(side) for side in (0, 1)]
+        )
         return results
 
     def _expect_equal(
@@ -394,6 +474,12 @@ class LockstepEngine:
         difference = first_difference(reference, candidate, what, ignored_fields)
         if difference is not None:
             raise SchedulersDiffer(str(difference))
+
+    def _compare_observations(self) -> None:
+        self._expect_equal(
+            "what the structured output manager was shown",
+            [side.structured_output_manager.take_observations() for side in self.sides],
+        )
 
     def _compare_counters(self) -> None:
         self._expect_equal(
@@ -413,7 +499,10 @@ class LockstepEngine:
         )
 
     def _compare_snapshots(self) -> None:
-        snapshots = [snapshot(side.scheduler) for side in self.sides]
+        snapshots = [
+            snapshot(side.scheduler) | self._features.snapshot(side.scheduler)
+            for side in self.sides
+        ]
         self._expect_equal("snapshot", snapshots)
         self._cover_snapshot(snapshots[0])
 
@@ -511,6 +600,8 @@ class LockstepEngine:
                     coverage[f"stops by {self._stop_cause(output, request)}"] += 1
 
     def _stop_cause(self, output: EngineCoreOutput, request: Request) -> str:
+        if output.pooling_output is not None:
+            return "pooling output"
         if output.finish_reason == FinishReason.STOP:
             return "EOS" if output.stop_reason is None else "stop token"
         if output.finish_reason == FinishReason.ERROR:
@@ -541,6 +632,14 @@ def _frames(outputs: EngineCoreOutputs | StepOutputs) -> list[bytes]:
     return [bytes(frame) for frame in frames]
 
 
+def _reset(side: Side, reset_running: bool, reset_connector: bool) -> bool | str:
+    try:
+        return bool(side.scheduler.reset_prefix_cache(reset_running, reset_connector))
+    except RuntimeError as error:
+        # The engine tells the client that asked for it, and goes on.
+        return str(error)
+
+
 def _pause(side: Side, state: PauseState) -> PauseState:
     side.scheduler.set_pause_state(state)
     return side.scheduler.pause_state
@@ -557,6 +656,7 @@ def _use_up(output: SchedulerOutput) -> None:
     """Do as a model runner that changes what it was given once a step is over."""
     cached = output.scheduled_cached_reqs
     output.num_scheduled_tokens.clear()
+    output.scheduled_spec_decode_tokens.clear()
     cached.req_ids.reverse()
     cached.new_block_ids.append(([-1],))
     cached.num_computed_tokens.clear()

@@ -17,8 +17,13 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
 from .compare import first_difference
+from .feature_flaws import FEATURE_FLAWS
 from .runner import Coverage, SchedulersDiffer, run_scenario
+from .serving_flaws import SERVING_FLAWS
+from .test_differential import EXPECTED_OF_FEATURES, NUM_SEEDS
+from .test_differential import NUM_STEPS as NUM_SITUATION_STEPS
 from .world import (
+    ALL_SETTINGS,
     NAMED_SETTINGS,
     CandidateChooser,
     Configuration,
@@ -362,6 +367,8 @@ FLAWS: list[tuple[Flaw, str]] = [
     (stops_one_token_past_the_context, "sync-full"),
     (counts_repeated_prefills_as_new, "sync-preempting"),
     (sends_statistics_to_the_last_client, "async-full"),
+    *FEATURE_FLAWS,
+    *SERVING_FLAWS,
 ]
 
 
@@ -382,9 +389,25 @@ def test_planted_error_is_found(flaw: Flaw, name: str) -> None:
     pytest.fail(f"{MOST_SEEDS} scenarios of {name} did not show the error")
 
 
-@pytest.mark.parametrize("name", NAMED_SETTINGS)
+@pytest.mark.parametrize("name", ALL_SETTINGS)
 def test_stock_equals_stock(name: str) -> None:
     run_scenario(name, 0, NUM_STEPS, stock_scheduler_class)
+
+
+@pytest.mark.parametrize("names", EXPECTED_OF_FEATURES, ids=" ".join)
+def test_scenarios_of_a_feature_reach_its_situations(names: tuple[str, ...]) -> None:
+    if all(name in NAMED_SETTINGS for name in names):
+        pytest.skip("test_differential.py looks after it")
+    coverage = Coverage()
+    for name in names:
+        for seed in range(NUM_SEEDS):
+            run_scenario(name, seed, NUM_SITUATION_STEPS, stock_scheduler_class, coverage=coverage)
+    too_rare = {
+        situation: coverage[situation]
+        for situation, expected in EXPECTED_OF_FEATURES[names].items()
+        if coverage[situation] < expected
+    }
+    assert not too_rare
 
 
 def test_trace_depends_on_nothing_but_the_seed() -> None:

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from .feature import Call
+from .multimodal import ItemPlan
 from .world import Configuration
 
 EOS_TOKEN_ID = 2
@@ -29,6 +31,8 @@ class GrammarPlan:
     fails_to_compile: bool
     rejects_output_token: int | None
     """Position among the output tokens of the first one to be rejected."""
+    rejects_draft_tokens: int | None = None
+    """Draft tokens that are multiples of this are rejected."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,24 @@ class RequestPlan:
     """Greatest and smallest pattern size, and the repetitions that stop the request."""
     grammar: GrammarPlan | None
     aborted_on_arrival: bool
+    session_id: str | None = None
+    pooling: tuple[tuple[str, Any], ...] | None = None
+    """Arguments of `PoolingParams`, which stand in for `sampling` then."""
+    items: tuple[ItemPlan, ...] = ()
+    """Images in the prompt."""
+    resumable: bool = False
+    """Whether more input may follow, to be added to what the request has come to by then."""
 
 
 @dataclass(frozen=True)
 class Arrive:
+    plan: RequestPlan
+
+
+@dataclass(frozen=True)
+class Continue:
+    """The next input of a session, or its end if it isn't resumable."""
+
     plan: RequestPlan
 
 
@@ -85,7 +103,16 @@ class TakeStats:
     """A call of `make_stats` outside `update_from_output`, as the engine's error report does."""
 
 
-Event = Arrive | Finish | ResetPrefixCache | SetPauseState | LoseInFlightSteps | TakeStats
+Event = (
+    Arrive
+    | Continue
+    | Finish
+    | ResetPrefixCache
+    | SetPauseState
+    | LoseInFlightSteps
+    | TakeStats
+    | Call
+)
 
 
 class SchedulerView(Protocol):

@@ -44,6 +44,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from .feature import FeatureSettings
+from .features import draw_features
+
 BlockHasher = Callable[[Any], list[bytes]]
 SchedulerClass = type[SchedulerInterface]
 CandidateChooser = Callable[["Configuration"], SchedulerClass]
@@ -84,6 +87,7 @@ class Configuration:
     batch_queue_size: int
     throttles_prefills: bool
     native_block_hasher: bool
+    features: tuple[FeatureSettings, ...] = ()
 
     @property
     def has_sliding_window(self) -> bool:
@@ -139,11 +143,97 @@ NAMED_SETTINGS: dict[str, dict[str, Any]] = {
     "random": {},
 }
 
+# The same for configurations that the Rust core does not have yet. What it has got moves up.
+NEW_SETTINGS: dict[str, dict[str, Any]] = {
+    "sync-kv-events": {"async_scheduling": False, "kv_events": True},
+    "async-kv-events": {
+        "async_scheduling": True,
+        "enable_prefix_caching": True,
+        "kv_events": True,
+    },
+    "kv-events-hybrid": {
+        "enable_prefix_caching": True,
+        "groups": "full+2windows",
+        "kv_events": True,
+    },
+    "kv-events-preempting": {"enable_prefix_caching": True, "kv_events": True} | _SCARCE_BLOCKS,
+    "kv-cache-metrics": {"log_stats": True, "kv_cache_metrics": True},
+    "sync-pooling": {"async_scheduling": False, "pooling": {}},
+    "async-pooling": {"async_scheduling": True, "pooling": {}},
+    "pooling-preempting": {"async_scheduling": True, "pooling": {}} | _SCARCE_BLOCKS,
+    "pooling-without-cache": {
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+        "pooling": {"has_kv_cache": False},
+    },
+    "sync-multimodal": {"async_scheduling": False, "multimodal": {}},
+    "async-multimodal": {"async_scheduling": True, "multimodal": {}},
+    "multimodal-preempting": {"multimodal": {}} | _SCARCE_BLOCKS,
+    "multimodal-kv-events": {"enable_prefix_caching": True, "multimodal": {}, "kv_events": True},
+    "multimodal-speculating": {
+        "enable_chunked_prefill": True,
+        "multimodal": {},
+        "speculation": {"method": "mtp", "num_tokens": 3, "num_mtp_modules": 3},
+    },
+}
+
+_SPECULATION_SETTINGS: dict[str, dict[str, Any]] = {
+    "sync-speculating": {"async_scheduling": False, "speculation": {}},
+    "async-speculating": {"async_scheduling": True, "speculation": {}},
+    "sync-eagle": {"async_scheduling": False, "speculation": {"method": "eagle"}},
+    "async-eagle": {
+        "async_scheduling": True,
+        "use_v2_model_runner": False,
+        "speculation": {"method": "eagle"},
+    },
+    "async-eagle-v2": {
+        "async_scheduling": True,
+        "use_v2_model_runner": True,
+        "speculation": {"method": "eagle3"},
+    },
+    "eagle-hybrid": {
+        "groups": "full+sliding",
+        "enable_prefix_caching": True,
+        "speculation": {"method": "eagle", "disable_eagle_block_drop": False},
+    },
+    "speculating-by-draft-model": {"speculation": {"method": "draft_model"}},
+    "multi-module-mtp": {
+        "groups": "full+sliding",
+        "enable_chunked_prefill": True,
+        "speculation": {"method": "mtp", "num_mtp_modules": 3, "num_tokens": 3},
+    },
+    "dynamic-speculation": {"speculation": {"is_dynamic": True, "num_tokens": 4}},
+    "speculating-preempting": {"speculation": {}} | _SCARCE_BLOCKS,
+    "speculating-structured": {"speculation": {"structured_share": 0.5}} | _SCARCE_BLOCKS,
+}
+
+_LORA_SETTINGS: dict[str, dict[str, Any]] = {
+    "sync-lora": {"async_scheduling": False, "lora": True},
+    "async-lora": {"async_scheduling": True, "lora": True},
+    "lora-by-priority": {"policy": "priority", "lora": True} | _SCARCE_BLOCKS,
+}
+
+_SESSION_SETTINGS: dict[str, dict[str, Any]] = {
+    "sync-sessions": {"async_scheduling": False, "policy": "fcfs", "sessions": True},
+    "async-sessions": {"async_scheduling": True, "policy": "fcfs", "sessions": True},
+    "sessions-preempting": {"policy": "fcfs", "sessions": True} | _SCARCE_BLOCKS,
+    "sessions-by-priority": {"policy": "priority", "sessions": True},
+    "sessions-speculating": {
+        "policy": "fcfs",
+        "speculation": {"shortens_drafts": False},
+        "sessions": True,
+    },
+}
+
+NEW_SETTINGS |= _SPECULATION_SETTINGS | _LORA_SETTINGS | _SESSION_SETTINGS
+
+ALL_SETTINGS = NAMED_SETTINGS | NEW_SETTINGS
+
 
 def draw_configuration(name: str, seed: int) -> Configuration:
     """Complete the settings that `name` fixes with values drawn from `seed`."""
     rng = random.Random(f"configuration/{name}/{seed}")
-    fixed = NAMED_SETTINGS[name]
+    fixed = ALL_SETTINGS[name]
 
     def choose(setting: str, *values: Any) -> Any:
         # Drawn even when fixed, so that fixing one setting leaves the others as they were.
@@ -169,7 +259,7 @@ def draw_configuration(name: str, seed: int) -> Configuration:
         rng, choose("latent", "none", "none", "all", "some"), len(sliding_windows)
     )
     smallest_pool = _smallest_pool(sliding_windows, block_size, max_model_len, in_flight_tokens)
-    return Configuration(
+    configuration = Configuration(
         name=name,
         async_scheduling=async_scheduling,
         policy=choose("policy", "fcfs", "fcfs", "priority"),
@@ -208,6 +298,11 @@ def draw_configuration(name: str, seed: int) -> Configuration:
         throttles_prefills=choose("throttles_prefills", *[False] * 9, True),
         native_block_hasher=choose("native_block_hasher", False, True),
     )
+    features = draw_features(configuration, seed, fixed)
+    configuration = dataclasses.replace(configuration, features=features)
+    for settings in features:
+        configuration = settings.adjust(configuration)
+    return configuration
 
 
 def available_hash_algorithms() -> tuple[str, ...]:
@@ -324,6 +419,8 @@ def _build_vllm_config(configuration: Configuration) -> VllmConfig:
     for name, value in scheduler_settings.items():
         setattr(vllm_config.scheduler_config, name, value)
     cache_config.block_size = configuration.block_size
+    for settings in configuration.features:
+        settings.configure(vllm_config)
     return vllm_config
 
 
@@ -354,17 +451,20 @@ def _model_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def _build_kv_cache_config(configuration: Configuration) -> KVCacheConfig:
+    groups = [
+        KVCacheGroupSpec(
+            [f"layer.{index}"], _kv_cache_spec(configuration.block_size, window, is_latent)
+        )
+        for index, (window, is_latent) in enumerate(
+            zip(configuration.sliding_windows, configuration.latent_groups, strict=True)
+        )
+    ]
+    for settings in configuration.features:
+        settings.configure_groups(groups)
     return KVCacheConfig(
         num_blocks=configuration.num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[
-            KVCacheGroupSpec(
-                [f"layer.{index}"], _kv_cache_spec(configuration.block_size, window, is_latent)
-            )
-            for index, (window, is_latent) in enumerate(
-                zip(configuration.sliding_windows, configuration.latent_groups, strict=True)
-            )
-        ],
+        kv_cache_groups=groups,
         prefix_cache_retention_interval=configuration.prefix_cache_retention_interval,
     )
 
@@ -436,9 +536,11 @@ def vllm_environment(configuration: Configuration) -> Iterator[None]:
     vllm_logger = logging.getLogger("vllm")
     level = vllm_logger.level
     vllm_logger.setLevel(logging.CRITICAL + 1)
-    runner_version = str(int(configuration.use_v2_model_runner))
+    variables = {_RUNNER_VARIABLE: str(int(configuration.use_v2_model_runner))}
+    for settings in configuration.features:
+        variables |= settings.environment()
     try:
-        with mock.patch.dict(os.environ, {_RUNNER_VARIABLE: runner_version}):
+        with mock.patch.dict(os.environ, variables):
             if configuration.enable_prefix_caching:
                 init_none_hash(get_hash_fn_by_name(configuration.prefix_caching_hash_algo))
             yield

@@ -1,0 +1,399 @@
+"""Errors in features to plant into vLLM's schedulers, of kinds that implementations make."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from .world import SchedulerClass
+
+Flaw = Callable[[SchedulerClass], SchedulerClass]
+
+
+# KV cache events.
+
+
+def evicts_without_an_event(base: SchedulerClass) -> SchedulerClass:
+    """Publish nothing about blocks that leave the cache."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.kv_cache_manager.block_pool._emit_block_removed_events = lambda hashes: None
+
+    return Flawed
+
+
+def resets_without_an_event(base: SchedulerClass) -> SchedulerClass:
+    """Publish nothing about a reset of the prefix cache."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def reset_prefix_cache(self, *arguments: bool) -> bool:
+            events = self.kv_cache_manager.block_pool.kv_event_queue
+            num_events = len(events)
+            succeeded = super().reset_prefix_cache(*arguments)
+            del events[num_events:]
+            return bool(succeeded)
+
+    return Flawed
+
+
+def _with_changed_events(
+    base: SchedulerClass, change: Callable[[list[Any]], list[Any]]
+) -> SchedulerClass:
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            take_events = self.kv_cache_manager.take_events
+            self.kv_cache_manager.take_events = lambda: change(take_events())
+
+    return Flawed
+
+
+def publishes_no_empty_events(base: SchedulerClass) -> SchedulerClass:
+    """Leave out what vLLM publishes about tokens none of whose blocks is kept."""
+    return _with_changed_events(
+        base,
+        lambda events: [
+            event for event in events if not isinstance(event, BlockStored) or event.block_hashes
+        ],
+    )
+
+
+def publishes_in_the_order_of_groups(base: SchedulerClass) -> SchedulerClass:
+    """Sort events of a step by KV cache group."""
+    return _with_changed_events(
+        base, lambda events: sorted(events, key=lambda it: getattr(it, "group_idx", -1))
+    )
+
+
+def names_no_session(base: SchedulerClass) -> SchedulerClass:
+    """Forget which session has stored a block."""
+
+    def forget(events: list[Any]) -> list[Any]:
+        for event in events:
+            if isinstance(event, BlockStored):
+                event.session_id = None
+        return events
+
+    return _with_changed_events(base, forget)
+
+
+def reports_no_hits(base: SchedulerClass) -> SchedulerClass:
+    """Ignore that a request wants its prefix hits to be published."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def add_request(self, request: Request) -> None:
+            request.kv_cache_report_mode = "incremental"
+            super().add_request(request)
+
+    return Flawed
+
+
+def reports_admitted_hits_only(base: SchedulerClass) -> SchedulerClass:
+    """Publish a prefix hit once, not at each attempt to admit its request."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _get_local_prefix_cache_hit(self, request: Request) -> Any:
+            hit = super()._get_local_prefix_cache_hit(request)
+            request.kv_cache_report_mode = "incremental"
+            return hit
+
+    return Flawed
+
+
+def changes_published_events(base: SchedulerClass) -> SchedulerClass:
+    """Use the list of events again that a publisher may not have encoded yet."""
+
+    class Flawed(base):  # type: ignore[misc]
+        published: list[Any] | None = None
+
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            publish = self.kv_event_publisher.publish
+
+            def publish_and_clear(batch: Any) -> None:
+                if self.published:
+                    self.published.clear()
+                self.published = batch.events
+                publish(batch)
+
+            self.kv_event_publisher.publish = publish_and_clear
+
+    return Flawed
+
+
+# KV cache metrics.
+
+
+def keeps_metrics_across_a_reset(base: SchedulerClass) -> SchedulerClass:
+    """Report blocks that a reset of the prefix cache has made meaningless."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.kv_metrics_collector.reset = lambda: None
+
+    return Flawed
+
+
+def draws_at_each_access(base: SchedulerClass) -> SchedulerClass:
+    """Draw a random number also when a block is used again."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            collector = self.kv_metrics_collector
+            on_block_accessed = collector.on_block_accessed
+
+            def access(block: Any) -> None:
+                collector.should_sample_block()
+                on_block_accessed(block)
+
+            collector.on_block_accessed = access
+
+    return Flawed
+
+
+def counts_allocation_as_access(base: SchedulerClass) -> SchedulerClass:
+    """Take the first access of a block for its second."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            collector = self.kv_metrics_collector
+            on_block_allocated = collector.on_block_allocated
+
+            def allocate(block: Any) -> None:
+                on_block_allocated(block)
+                collector.on_block_accessed(block)
+
+            collector.on_block_allocated = allocate
+
+    return Flawed
+
+
+# Pooling models.
+
+
+def reserves_a_slot_for_a_token(base: SchedulerClass) -> SchedulerClass:
+    """Keep room for a sampled token, as if the model were generative."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.num_sampled_tokens_per_step = 1
+
+    return Flawed
+
+
+def reads_the_cache_for_every_pooler(base: SchedulerClass) -> SchedulerClass:
+    """Look up prefixes of requests whose pooler needs every token."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def add_request(self, request: Request) -> None:
+            request.skip_reading_prefix_cache = False
+            super().add_request(request)
+
+    return Flawed
+
+
+def forgets_pooling_output_of_the_preempted(base: SchedulerClass) -> SchedulerClass:
+    """Let a request that was preempted meanwhile compute its embedding again."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def update_from_output(self, scheduler_output: Any, runner_output: Any) -> Any:
+            for request_id in scheduler_output.num_scheduled_tokens:
+                request = self.requests.get(request_id)
+                if request is not None and request.status == RequestStatus.PREEMPTED:
+                    runner_output = copy.copy(runner_output)
+                    runner_output.pooler_output = None
+            return super().update_from_output(scheduler_output, runner_output)
+
+    return Flawed
+
+
+# Multimodal requests.
+
+
+def frees_inputs_when_scheduled(base: SchedulerClass) -> SchedulerClass:
+    """Give back encoder inputs before the step that reads them is over."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+            super()._update_after_schedule(scheduler_output)
+            for request_id in scheduler_output.num_scheduled_tokens:
+                request = self.requests[request_id]
+                if request.has_encoder_inputs:
+                    self._free_encoder_inputs(request)
+
+    return Flawed
+
+
+def evicts_the_newest_input(base: SchedulerClass) -> SchedulerClass:
+    """Evict from the wrong end of the encoder cache."""
+
+    class Newest(OrderedDict[str, int]):
+        def popitem(self, last: bool = True) -> tuple[str, int]:
+            return super().popitem(last=not last)
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.encoder_cache_manager.freeable = Newest()
+
+    return Flawed
+
+
+def frees_inputs_in_order(base: SchedulerClass) -> SchedulerClass:
+    """Give back a request's inputs by number, not in the order of vLLM's set."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            get_cached = self.encoder_cache_manager.get_cached_input_ids
+            self.encoder_cache_manager.get_cached_input_ids = lambda it: sorted(get_cached(it))
+
+    return Flawed
+
+
+def gives_back_inputs_of_the_held_up(base: SchedulerClass) -> SchedulerClass:
+    """Let a waiting request that an input holds up keep none of those it found in the cache."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _try_schedule_encoder_inputs(
+            self, request: Request, *arguments: Any, **named: Any
+        ) -> Any:
+            result = super()._try_schedule_encoder_inputs(request, *arguments, **named)
+            if result[1] == 0 and request.status != RequestStatus.RUNNING:
+                self.encoder_cache_manager.free(request)
+            return result
+
+    return Flawed
+
+
+def keeps_inputs_without_blocks(base: SchedulerClass) -> SchedulerClass:
+    """Let a waiting request for which there are no blocks keep its encoder inputs."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            free = self.encoder_cache_manager.free
+
+            def free_unless_waiting(request: Request) -> None:
+                if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                    free(request)
+
+            self.encoder_cache_manager.free = free_unless_waiting
+
+    return Flawed
+
+
+def counts_placeholders_for_embeddings(base: SchedulerClass) -> SchedulerClass:
+    """Compare the encoder's budget with placeholders of which only some are embedded."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            can_allocate = self.encoder_cache_manager.can_allocate
+
+            def can(request: Request, input_id: int, budget: int, num_scheduled: int) -> bool:
+                if request.mm_features[input_id].mm_position.length > budget:
+                    return False
+                return bool(can_allocate(request, input_id, budget, num_scheduled))
+
+            self.encoder_cache_manager.can_allocate = can
+
+    return Flawed
+
+
+def gives_back_repeated_inputs_at_once(base: SchedulerClass) -> SchedulerClass:
+    """Drop a request's reference to an input that it needs once more."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            manager = self.encoder_cache_manager
+            free_encoder_input = manager.free_encoder_input
+
+            def free(request: Request, input_id: int) -> None:
+                held = manager.request_cached_ids.pop(request.request_id, set())
+                free_encoder_input(request, input_id)
+                if held - {input_id}:
+                    manager.request_cached_ids[request.request_id] = held - {input_id}
+
+            manager.free_encoder_input = free
+
+    return Flawed
+
+
+def evicts_what_it_allocates_again(base: SchedulerClass) -> SchedulerClass:
+    """Tell the workers to drop an input that the same step has brought back."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            manager = self.encoder_cache_manager
+
+            def take_freed() -> list[str]:
+                freed, manager.freed = manager.freed, []
+                return list(freed)
+
+            manager.get_freed_mm_hashes = take_freed
+
+    return Flawed
+
+
+def ignores_resets_of_the_encoder_cache(base: SchedulerClass) -> SchedulerClass:
+    """Keep what the encoder computed with other weights."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def reset_encoder_cache(self) -> None:
+            return None
+
+    return Flawed
+
+
+def lets_mismatched_inputs_wait(base: SchedulerClass) -> SchedulerClass:
+    """Don't fail a request whose image has another size than the cached one of that name."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def update_from_output(self, *arguments: Any) -> Any:
+            self.encoder_cache_mismatch_reqs.clear()
+            return super().update_from_output(*arguments)
+
+    return Flawed
+
+
+FEATURE_FLAWS: list[tuple[Flaw, str]] = [
+    (evicts_without_an_event, "sync-kv-events"),
+    (resets_without_an_event, "async-kv-events"),
+    (publishes_no_empty_events, "sync-kv-events"),
+    (publishes_in_the_order_of_groups, "kv-events-hybrid"),
+    (names_no_session, "async-kv-events"),
+    (reports_no_hits, "kv-events-hybrid"),
+    (reports_admitted_hits_only, "kv-events-preempting"),
+    (changes_published_events, "sync-kv-events"),
+    (keeps_metrics_across_a_reset, "kv-cache-metrics"),
+    (draws_at_each_access, "kv-cache-metrics"),
+    (counts_allocation_as_access, "kv-cache-metrics"),
+    (reserves_a_slot_for_a_token, "sync-pooling"),
+    (reads_the_cache_for_every_pooler, "async-pooling"),
+    (forgets_pooling_output_of_the_preempted, "pooling-preempting"),
+    (frees_inputs_when_scheduled, "async-multimodal"),
+    (evicts_the_newest_input, "async-multimodal"),
+    (frees_inputs_in_order, "sync-multimodal"),
+    (gives_back_inputs_of_the_held_up, "multimodal-speculating"),
+    (keeps_inputs_without_blocks, "multimodal-preempting"),
+    (counts_placeholders_for_embeddings, "sync-multimodal"),
+    (gives_back_repeated_inputs_at_once, "async-multimodal"),
+    (evicts_what_it_allocates_again, "multimodal-preempting"),
+    (ignores_resets_of_the_encoder_cache, "multimodal-kv-events"),
+    (lets_mismatched_inputs_wait, "multimodal-kv-events"),
+]

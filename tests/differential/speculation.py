@@ -1,0 +1,404 @@
+"""Speculative decoding: vLLM's configuration of it, and a drafter of tokens.
+
+The drafter decides what a model runner with a drafter would: how many of a step's draft tokens the
+model accepts, and which ones come next. Everything it says is a function of the seed, the step and
+the request, so that it changes nothing else in the trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.config import SpeculativeConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from .feature import Feature, FeatureSettings
+
+if TYPE_CHECKING:
+    from .trace import RequestPlan
+    from .world import Configuration
+
+_EAGLE_LIKE = ("eagle", "eagle3", "mtp")
+_PADDING = -1
+# Accepted tokens come from those that requests stop at now and then.
+_VOCABULARY_SIZE = 50
+
+
+@dataclass(frozen=True)
+class SpeculationSettings(FeatureSettings):
+    """How an engine speculates."""
+
+    method: str
+    num_tokens: int
+    num_mtp_modules: int
+    parallel_drafting: bool
+    disable_eagle_block_drop: bool
+    tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None
+    """Draft tokens by batch size: first size, last size and number of tokens."""
+    flags_last_group: bool
+    """Whether the last KV cache group is known to be the drafter's; else none is."""
+    request_metrics: str
+    shortens_drafts: bool
+    """Whether the model runner takes back draft tokens of a step that it was given."""
+    structured_share: float
+    """Share of the other requests that get a grammar."""
+
+    @classmethod
+    def draw(cls, rng: random.Random, configuration: Configuration) -> SpeculationSettings:
+        from .world import ALL_SETTINGS
+
+        fixed = ALL_SETTINGS[configuration.name].get("speculation", {})
+
+        def choose(setting: str, *values: Any) -> Any:
+            # Drawn even when fixed, so that fixing one setting leaves the others as they were.
+            drawn = rng.choice(values)
+            return fixed.get(setting, drawn)
+
+        method = choose("method", "ngram", "eagle", "eagle3", "draft_model", "mtp")
+        if method == "ngram" and configuration.async_scheduling:
+            method = "ngram_gpu"  # the one that vLLM allows there
+        num_tokens = choose("num_tokens", 1, 2, 3, 4)
+        can_draft_in_parallel = method in ("eagle", "eagle3", "draft_model")
+        schedule = _draw_schedule(rng, num_tokens, configuration.max_num_seqs)
+        return cls(
+            method=method,
+            num_tokens=num_tokens,
+            num_mtp_modules=choose("num_mtp_modules", 1, 1, 2, 3),
+            parallel_drafting=choose("parallel", *[False] * 5, True) and can_draft_in_parallel,
+            disable_eagle_block_drop=choose("disable_eagle_block_drop", *[False] * 3, True),
+            tokens_per_batch_size=schedule if choose("is_dynamic", *[False] * 4, True) else None,
+            flags_last_group=choose("flags_last_group", False, True),
+            request_metrics=choose("request_metrics", "none", "summary", "detailed"),
+            shortens_drafts=choose("shortens_drafts", *[False] * 5, True),
+            structured_share=choose("structured_share", 0.0, 0.0, 0.2),
+        )
+
+    @property
+    def drops_eagle_block(self) -> bool:
+        return self.method in _EAGLE_LIKE and not self.disable_eagle_block_drop
+
+    @property
+    def num_prefill_lookahead(self) -> int:
+        """Prompt tokens past a chunk that the drafter reads."""
+        if self.method not in _EAGLE_LIKE:
+            return 0
+        is_multi_module = self.method == "mtp" and min(self.num_mtp_modules, self.num_tokens) > 1
+        return self.num_tokens if is_multi_module else 1
+
+    @property
+    def extra_retained_tokens(self) -> int:
+        """Tokens by which vLLM extends sliding windows, for the drafter's sake."""
+        return max(0, self.num_prefill_lookahead - 1)
+
+    def adjust(self, configuration: Configuration) -> Configuration:
+        # Room for what drafting takes of a request's budget, and for one padded decode.
+        spare_tokens = 2 * self.num_tokens + 1
+        spare_blocks = -(-(3 * spare_tokens) // configuration.block_size)
+        num_windows = sum(window is not None for window in configuration.sliding_windows)
+        return dataclasses.replace(
+            configuration,
+            max_num_batched_tokens=configuration.max_num_batched_tokens + spare_tokens,
+            num_blocks=configuration.num_blocks + num_windows * spare_blocks,
+        )
+
+    def configure(self, vllm_config: Any) -> None:
+        # An n-gram drafter needs no model, and the other methods' answers are of the same class.
+        speculative_config = SpeculativeConfig(
+            model="ngram",
+            num_speculative_tokens=self.num_tokens,
+            disable_eagle_block_drop=self.disable_eagle_block_drop,
+        )
+        speculative_config.method = self.method
+        speculative_config.parallel_drafting = self.parallel_drafting
+        if self.tokens_per_batch_size is not None:
+            speculative_config.num_speculative_tokens_per_batch_size = list(
+                self.tokens_per_batch_size
+            )
+        hf_config = SimpleNamespace(
+            model_type="drafter", num_nextn_predict_layers=self.num_mtp_modules
+        )
+        speculative_config.draft_model_config = SimpleNamespace(
+            model="drafter", hf_config=hf_config
+        )
+        vllm_config.speculative_config = speculative_config
+        vllm_config.observability_config.per_request_spec_decode_metrics = self.request_metrics
+        assert vllm_config.num_prefill_lookahead_tokens == self.num_prefill_lookahead
+
+    def configure_groups(self, groups: list[KVCacheGroupSpec]) -> None:
+        # As vLLM's `get_kv_cache_configs()` does.
+        for group in groups:
+            if isinstance(group.kv_cache_spec, SlidingWindowSpec):
+                group.kv_cache_spec = dataclasses.replace(
+                    group.kv_cache_spec, extra_retained_tokens=self.extra_retained_tokens
+                )
+        groups[-1].is_eagle_group = self.flags_last_group and self.drops_eagle_block
+
+    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
+        return Speculation(configuration, seed, coverage, self)
+
+
+def _draw_schedule(
+    rng: random.Random, num_tokens: int, max_num_seqs: int
+) -> tuple[tuple[int, int, int], ...]:
+    """Draw ranges of batch sizes, with gaps and an open end for vLLM to fill in."""
+    schedule = []
+    first = 1
+    while first <= max_num_seqs and len(schedule) < 4:
+        last = first + rng.randint(0, max(1, max_num_seqs // 3))
+        schedule.append((first, last, rng.randint(0, num_tokens + 1)))
+        first = last + rng.choice([1, 1, 2])
+    return tuple(schedule)
+
+
+class Speculation(Feature):
+    """The drafter, and what the model makes of its tokens."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        seed: int,
+        coverage: Counter[str],
+        settings: SpeculationSettings,
+    ) -> None:
+        super().__init__(configuration, seed, coverage)
+        self._seed = seed
+        self._settings = settings
+        self._proposed: DraftTokenIds | None = None
+        self._num_planned: dict[str, int] = {}
+        self._num_sampled: dict[str, int] = {}
+
+    def plan_request(self, plan: RequestPlan) -> RequestPlan:
+        from .trace import GrammarPlan
+
+        rng = self.rng
+        gets_grammar = rng.random() < self._settings.structured_share
+        rejects_drafts = rng.choice([None, 2, 5])
+        ready_after_steps = rng.choice([0, 0, 1, 2])
+        grammar = plan.grammar
+        if grammar is None and gets_grammar and "prompt_logprobs" not in dict(plan.sampling):
+            grammar = GrammarPlan(ready_after_steps, False, None)
+        if grammar is None:
+            return plan
+        grammar = dataclasses.replace(grammar, rejects_draft_tokens=rejects_drafts)
+        return dataclasses.replace(plan, grammar=grammar)
+
+    # The model and its drafter.
+
+    def before_schedule(self, requests: Mapping[str, Request]) -> None:
+        self._num_planned = {
+            request_id: len(request.spec_token_ids) for request_id, request in requests.items()
+        }
+
+    def after_schedule(
+        self, step_number: int, scheduler_outputs: Sequence[SchedulerOutput]
+    ) -> None:
+        if not self._settings.shortens_drafts:
+            return
+        for request_id, drafts in list(scheduler_outputs[0].scheduled_spec_decode_tokens.items()):
+            draw = self._hash("shortened", step_number, request_id)
+            if draw % 16:
+                continue
+            self.coverage["speculation: drafts that the runner shortened"] += 1
+            num_valid = draw // 16 % max(len(drafts), 1)
+            self._num_planned.pop(request_id, None)
+            for output in scheduler_outputs:
+                if num_valid:
+                    output.scheduled_spec_decode_tokens[request_id] = drafts[:num_valid]
+                else:
+                    del output.scheduled_spec_decode_tokens[request_id]
+
+    def complete_output(
+        self,
+        step_number: int,
+        scheduler_output: SchedulerOutput,
+        requests: Mapping[str, Request],
+        output: ModelRunnerOutput,
+    ) -> ModelRunnerOutput:
+        for request_id, sampled in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+            if sampled:
+                sampled.extend(self._accepted(step_number, request_id, len(drafts)))
+        if output.logprobs is not None:
+            output.logprobs = _logprobs_by_token(output.logprobs, output.sampled_token_ids)
+        return output
+
+    def _accepted(self, step_number: int, request_id: str, num_drafts: int) -> list[int]:
+        """Return the tokens that follow a request's first sampled one."""
+        draw = self._hash("accepted", step_number, request_id)
+        num_accepted = draw // 4 % (num_drafts + 1)
+        if draw % 4 == 0:
+            num_accepted = num_drafts
+        return [
+            self._hash("token", step_number, request_id, position) % _VOCABULARY_SIZE
+            for position in range(num_accepted)
+        ]
+
+    def after_sampling(
+        self, step_number: int, scheduler_output: SchedulerOutput, request_ids: Sequence[str]
+    ) -> None:
+        if not request_ids:
+            return
+        # Nobody reads the tokens then, so Model Runner V2 leaves them on the device.
+        without_tokens = (
+            self.configuration.use_v2_model_runner
+            and not self.configuration.async_scheduling
+            and not scheduler_output.has_structured_output_requests
+        )
+        num_tokens = scheduler_output.num_spec_tokens_to_schedule
+        self._proposed = DraftTokenIds(
+            list(request_ids),
+            [
+                [_PADDING] * num_tokens
+                if without_tokens
+                else self._drafts(step_number, request_id, num_tokens)
+                for request_id in request_ids
+            ],
+        )
+        if self._hash("silent", step_number) % 16 == 0:
+            self._proposed = None
+
+    def _drafts(self, step_number: int, request_id: str, num_tokens: int) -> list[int]:
+        draw = self._hash("number", step_number, request_id)
+        # Only this drafter proposes as many tokens as it finds.
+        if self._settings.method == "ngram" and draw % 3 == 0:
+            num_tokens = draw // 3 % (num_tokens + 1)
+        return [
+            self._hash("draft", step_number, request_id, position) % _VOCABULARY_SIZE
+            for position in range(num_tokens)
+        ]
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return self._proposed
+
+    def _hash(self, *parts: object) -> int:
+        return zlib.crc32(repr((self._seed, "drafter", *parts)).encode())
+
+    # What was reached.
+
+    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        coverage = self.coverage
+        drafts = output.scheduled_spec_decode_tokens
+        fresh_ids = {new_request.req_id for new_request in output.scheduled_new_reqs}
+        fresh_ids |= output.scheduled_cached_reqs.resumed_req_ids
+        coverage["speculation: steps with draft tokens"] += bool(drafts)
+        coverage["speculation: padded decodes"] += len(fresh_ids & drafts.keys())
+        coverage["speculation: drafts cut by a budget"] += sum(
+            len(drafts.get(request_id, ())) < self._num_planned.get(request_id, 0)
+            for request_id in output.scheduled_cached_reqs.req_ids
+        )
+        coverage["speculation: fewer tokens for the batch size"] += (
+            output.num_spec_tokens_to_schedule < self._settings.num_tokens
+        )
+        lookahead = self._settings.num_prefill_lookahead
+        coverage["speculation: chunks that spare the lookahead"] += sum(
+            lookahead > 1
+            and requests[request_id].is_prefill_chunk
+            and requests[request_id].num_tokens - requests[request_id].num_computed_tokens
+            == lookahead
+            for request_id in output.num_scheduled_tokens
+        )
+        coverage["speculation: preempted with draft tokens"] += sum(
+            self._num_planned.get(request_id, 0) > 0 for request_id in output.preempted_req_ids
+        )
+
+    def cover_update(
+        self,
+        output: SchedulerOutput,
+        runner_output: ModelRunnerOutput,
+        requests: Mapping[str, Request],
+    ) -> None:
+        coverage = self.coverage
+        self._num_sampled = {}
+        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+            sampled = runner_output.sampled_token_ids[runner_output.req_id_to_index[request_id]]
+            if not drafts or not sampled:
+                continue
+            self._num_sampled[request_id] = len(sampled)
+            num_rejected = len(drafts) + 1 - len(sampled)
+            coverage["speculation: accepted tokens"] += len(sampled) - 1
+            coverage["speculation: rejected tokens"] += num_rejected
+            coverage["speculation: drafts accepted whole"] += num_rejected == 0
+            request = requests.get(request_id)
+            if request is not None and request.num_stale_output_tokens > 0 and num_rejected > 0:
+                fate = "dropped" if request.drop_stale_output else "delivered"
+                coverage[f"speculation: stale rejections {fate}"] += 1
+        invalid_tokens = output.num_invalid_spec_tokens or {}
+        coverage["speculation: scheduled tokens that a grammar refused"] += len(invalid_tokens)
+
+    def cover_outputs(
+        self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]
+    ) -> None:
+        coverage = self.coverage
+        for client_outputs in outputs.values():
+            stats = client_outputs.scheduler_stats
+            coverage["speculation: statistics"] += bool(stats and stats.spec_decoding_stats)
+            for output in client_outputs.outputs:
+                num_tokens = len(output.new_token_ids)
+                coverage["speculation: outputs with several tokens"] += num_tokens > 1
+                coverage["speculation: outputs with logprobs of several tokens"] += (
+                    num_tokens > 1 and output.new_logprobs is not None
+                )
+                coverage["speculation: stops before the last token"] += (
+                    output.finish_reason is not None
+                    and num_tokens < self._num_sampled.get(output.request_id, 0)
+                )
+                metrics = output.spec_decode_metrics
+                coverage["speculation: metrics of a request"] += bool(metrics)
+                coverage["speculation: metrics of a request's steps"] += bool(
+                    metrics and metrics.per_step_accepted
+                )
+
+    def cover_proposal(self, requests: Mapping[str, Request]) -> None:
+        coverage = self.coverage
+        assert self._proposed is not None
+        for request_id, drafts in zip(
+            self._proposed.req_ids, self._proposed.draft_token_ids, strict=True
+        ):
+            request = requests.get(request_id)
+            if request is None:
+                coverage["speculation: drafts for finished requests"] += bool(drafts)
+            elif request.is_prefill_chunk:
+                coverage["speculation: drafts for prefill chunks"] += bool(drafts)
+            else:
+                coverage["speculation: empty drafts"] += not drafts
+                coverage["speculation: drafts that a grammar cut"] += len(
+                    request.spec_token_ids
+                ) < len(drafts)
+
+
+def _logprobs_by_token(logprobs: LogprobsLists, sampled: Sequence[list[int]]) -> LogprobsLists:
+    """Return logprobs with one row for each token that was sampled."""
+    num_tokens = [len(tokens) for tokens in sampled]
+    num_rows, num_columns = sum(num_tokens), logprobs.logprobs.shape[1]
+    first_token_id = int(logprobs.logprob_token_ids[0, 0])
+    token_ids = np.arange(num_rows * num_columns, dtype=np.int32) + first_token_id
+    return LogprobsLists(
+        logprob_token_ids=token_ids.reshape(num_rows, num_columns),
+        logprobs=-token_ids.reshape(num_rows, num_columns).astype(np.float32),
+        sampled_token_ranks=np.arange(num_rows, dtype=np.int32),
+        cu_num_generated_tokens=[0, *itertools.accumulate(num_tokens)],
+    )
+
+
+def reject_invalid_drafts(
+    scheduler_output: SchedulerOutput, runner_outputs: Iterable[ModelRunnerOutput]
+) -> None:
+    """Let the model sample no more than what follows the draft tokens that grammars allow."""
+    for request_id, num_invalid in (scheduler_output.num_invalid_spec_tokens or {}).items():
+        drafts = scheduler_output.scheduled_spec_decode_tokens[request_id]
+        for runner_output in runner_outputs:
+            sampled = runner_output.sampled_token_ids[runner_output.req_id_to_index[request_id]]
+            del sampled[1 + len(drafts) - num_invalid :]
