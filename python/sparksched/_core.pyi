@@ -118,6 +118,7 @@ class SchedulerCore:
         *,
         accept_tokens: Callable[[Any, list[int]], bool],
         validate_tokens: Callable[[Any, list[int]], list[int]],
+        next_turn: Callable[[Any, int], bool | None],
         extra_keys: Callable[[Any], tuple[list[bytes], bytes]] | None,
         block_observer: Any | None,
         include_finished_set: bool,
@@ -128,6 +129,7 @@ class SchedulerCore:
             config: What `sparksched.scheduler.core_config` returns.
             accept_tokens: Advances a request's grammar; False if it rejects the tokens.
             validate_tokens: Returns draft tokens up to the first that a request's grammar rejects.
+            next_turn: Gives a session that has stopped its next input; see `sparksched.sessions`.
             extra_keys: As for `NativeBlockHasher`; None without prefix caching.
             block_observer: A `sparksched.block_observer.BlockObserver`, if the configuration wants
                 events or metrics of blocks.
@@ -148,6 +150,21 @@ class SchedulerCore:
 
     def add_request(self, request: Any, now: float) -> None:
         """Read a `vllm.v1.request.Request` and put it into the queue."""
+
+    def is_waiting_for_input(self, request_id: str) -> bool:
+        """Return whether a session has stopped and has no more input."""
+
+    def continue_session(
+        self, request_id: str, continue_session: Callable[[Any, int], None]
+    ) -> None:
+        """Have a session that waits for input go on.
+
+        Args:
+            request_id: Which session.
+            continue_session: Called with the `Request` and the number of tokens that stay, to put
+                the new input behind them.
+
+        """
 
     def schedule(self, throttle_prefills: bool, now: float) -> Any:
         """Decide the next step and return its `SchedulerOutput`."""

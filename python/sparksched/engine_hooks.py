@@ -111,7 +111,6 @@ def _refusing_unsupported_requests(original: patching.Function) -> patching.Func
 def refuse_unsupported_request(request: Any) -> None:
     """Raise ValueError for an `EngineCoreRequest` of a kind that the Rust core does not know."""
     kinds = {
-        "a streaming-input session": request.resumable,
         "a request with prompt embeddings": request.prompt_embeds is not None,
         "a multimodal request": bool(request.mm_features),
         "a request without a prompt": not request.prompt_token_ids,

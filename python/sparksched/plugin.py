@@ -17,8 +17,6 @@ from sparksched import compat, environment, patching
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig, VllmConfig
-    from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.engine.input_processor import InputProcessor
 
 _SPARK_SCHEDULER = "sparksched.scheduler.SparkScheduler"
 _DIFFUSION_SCHEDULERS = "vllm.v1.core.sched.diffusion_scheduler."
@@ -36,8 +34,7 @@ def register() -> None:
     _declare_environment_variable()
     _select_scheduler()
     if compat.unsupported_version() is None:
-        _guard_front_end()
-        _replace_transport()
+            _replace_transport()
         _replace_output_processing()
 
 
@@ -148,47 +145,6 @@ def _report_other_choice(scheduler_cls: str | type[Any]) -> None:
             f"{environment.SCHEDULER}=sparksched contradicts --scheduler-cls {scheduler_cls}: "
             "choose one of them"
         ),
-    )
-
-
-# ----------------------------------------------------------------------------------------
-# Requests that the native scheduler can't serve
-# ----------------------------------------------------------------------------------------
-
-
-def _guard_front_end() -> None:
-    """Refuse unsupported requests where the user can still be told: in the input processor."""
-    patching.after_import("vllm.v1.engine.input_processor", _guard_input_processor)
-
-
-def _guard_input_processor(module: ModuleType) -> None:
-    patching.replace(module.InputProcessor, "process_inputs", _refusing_streaming_input)
-
-
-def _refusing_streaming_input(original: patching.Function) -> patching.Function:
-    @functools.wraps(original)
-    def process_inputs(
-        self: "InputProcessor", *args: object, **kwargs: object
-    ) -> "EngineCoreRequest":
-        request = original(self, *args, **kwargs)
-        if request.resumable and _expects_native_scheduler(self.vllm_config):
-            from vllm.exceptions import VLLMValidationError
-
-            raise VLLMValidationError(
-                "streaming-input sessions are not supported by sparksched yet; "
-                f"start the server with {environment.SCHEDULER}=vllm"
-            )
-        return request
-
-    return process_inputs
-
-
-def _expects_native_scheduler(vllm_config: "VllmConfig") -> bool:
-    """Whether, as far as the front end can know, the engine doesn't fall back."""
-    return (
-        _chooses_spark_scheduler(vllm_config.scheduler_config.scheduler_cls)
-        and compat.unsupported_version() is None
-        and compat.unsupported_config(vllm_config) is None
     )
 
 

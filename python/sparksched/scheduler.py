@@ -27,12 +27,12 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from sparksched import __version__, compat, engine_hooks
+from sparksched import __version__, compat, engine_hooks, sessions
 from sparksched._core import SchedulerCore
 from sparksched.block_observer import BlockObserver, publishes_events
 from sparksched.extra_keys import extra_keys_writer
@@ -126,6 +126,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
             validate_tokens=lambda request, drafts: structured_output_manager.validate_tokens(
                 request, drafts
             ),
+            next_turn=sessions.next_turn,
             extra_keys=self.extra_keys,
             block_observer=self._block_observer(config),
             include_finished_set=include_finished_set,
@@ -195,7 +196,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         return self._core.waiting_requests()
 
     def add_request(self, request: Request) -> None:
-        """Put a request into the queue.
+        """Put a request into the queue; or one that has the id of a session: continue that.
 
         Raises:
             ValueError: for an id that is in use, or a kind of request that is not supported; the
@@ -204,7 +205,26 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         """
         if self._needs_none_hash:
             self.set_none_hash(kv_cache_utils.NONE_HASH)
-        self._core.add_request(request, time.monotonic())
+        session = self.requests.get(request.request_id)
+        if session is None or session.streaming_queue is None:
+            sessions.open_session(request)
+            self._core.add_request(request, time.monotonic())
+        else:
+            self._continue_session(session, StreamingUpdate.from_request(request))
+
+    def _continue_session(self, session: Request, update: StreamingUpdate | None) -> None:
+        """Give a session its next input, or None for its end, now or when its turn has ended."""
+        if not self._core.is_waiting_for_input(session.request_id):
+            session.streaming_queue.append(update)
+        elif update is not None:
+            self._core.continue_session(
+                session.request_id,
+                lambda request, num_kept_tokens: sessions.continue_session(
+                    request, update, num_kept_tokens
+                ),
+            )
+        else:
+            self.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
 
     def set_none_hash(self, none_hash: bytes) -> None:
         """Set what stands in for the parent of each first block: vLLM's `NONE_HASH`.

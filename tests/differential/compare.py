@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import torch
 from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.kv_offload.base import LoadStoreSpec
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ def _field_names(value: Any) -> tuple[str, ...] | None:
         return value.__struct_fields__
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tuple(field.name for field in dataclasses.fields(value))
+    if isinstance(value, LoadStoreSpec):
+        return tuple(vars(value))
     # A named tuple's, or nothing.
     return getattr(value, "_fields", None)
 
@@ -178,10 +181,6 @@ def stock_snapshot(scheduler: Any) -> dict[str, Any]:
 
 def _stock_request_state(scheduler: Any, request: Any) -> dict[str, Any]:
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    speculation = {"spec_token_ids": list(request.spec_token_ids)}
-    session = {"num_prompt_tokens": request.num_prompt_tokens}
-    if request.streaming_queue is not None:
-        session["num_queued_chunks"] = len(request.streaming_queue)
     return {
         "status": request.status.name,
         "num_computed_tokens": request.num_computed_tokens,
@@ -195,6 +194,8 @@ def _stock_request_state(scheduler: Any, request: Any) -> dict[str, Any]:
             [block.block_id for block in manager.req_to_blocks.get(request.request_id, ())]
             for manager in managers
         ],
-        **(speculation if scheduler.num_spec_tokens else {}),
-        **(session if request.streaming_queue is not None else {}),
+        "spec_token_ids": list(request.spec_token_ids),
+        "next_decode_eligible_step": request.next_decode_eligible_step,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_queued_inputs": len(request.streaming_queue or ()),
     }

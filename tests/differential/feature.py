@@ -45,6 +45,9 @@ def with_extra_args(plan: RequestPlan, **extra: Any) -> RequestPlan:
 class FeatureSettings:
     """How a configuration uses one feature."""
 
+    needs_block_hashes = False
+    """Whether prompts are hashed even if there is no prefix cache."""
+
     def configure(self, vllm_config: Any) -> None:
         """Adjust one side's own copy of the configuration."""
 
@@ -116,6 +119,10 @@ class Feature:
         """Add to what the model runner returns for a step."""
         return output
 
+    def throttles_prefills(self, _step_number: int) -> bool:
+        """Return whether the engine puts off prefills in a step."""
+        return False
+
     def before_schedule(self, requests: Mapping[str, Request]) -> None:
         """Look at the reference's requests before a step is scheduled."""
 
@@ -128,6 +135,11 @@ class Feature:
         self, step_number: int, scheduler_output: SchedulerOutput, request_ids: Sequence[str]
     ) -> None:
         """Go on from a step whose tokens have been sampled."""
+
+    def before_update(
+        self, outputs: Sequence[ModelRunnerOutput], requests: Mapping[str, Request]
+    ) -> None:
+        """Change both sides' copies of a step's output just before the schedulers see it."""
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return what the model runner proposes for the steps to come."""
@@ -222,6 +234,9 @@ class Features(Feature):
             output = feature.complete_output(step_number, scheduler_output, requests, output)
         return output
 
+    def throttles_prefills(self, step_number: int) -> bool:
+        return any(feature.throttles_prefills(step_number) for feature in self._features)
+
     def before_schedule(self, requests: Mapping[str, Request]) -> None:
         for feature in self._features:
             feature.before_schedule(requests)
@@ -237,6 +252,12 @@ class Features(Feature):
     ) -> None:
         for feature in self._features:
             feature.after_sampling(step_number, scheduler_output, request_ids)
+
+    def before_update(
+        self, outputs: Sequence[ModelRunnerOutput], requests: Mapping[str, Request]
+    ) -> None:
+        for feature in self._features:
+            feature.before_update(outputs, requests)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         proposals = [feature.take_draft_token_ids() for feature in self._features]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from .world import SchedulerClass
@@ -371,6 +373,185 @@ def lets_mismatched_inputs_wait(base: SchedulerClass) -> SchedulerClass:
     return Flawed
 
 
+# KV connectors.
+
+
+def _without_report(base: SchedulerClass, **changes: Any) -> SchedulerClass:
+    """Leave out a part of what workers report."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _update_from_kv_xfer_finished(self, report: KVConnectorOutput) -> None:
+            super()._update_from_kv_xfer_finished(dataclasses.replace(report, **changes))
+
+    return Flawed
+
+
+def ignores_ends_of_sends(base: SchedulerClass) -> SchedulerClass:
+    """Keep the blocks that a connector has sent."""
+    return _without_report(base, finished_sending=None)
+
+
+def ignores_ends_of_loads(base: SchedulerClass) -> SchedulerClass:
+    """Let requests wait for blocks that have arrived."""
+    return _without_report(base, finished_recving=None)
+
+
+def tells_the_connector_last(base: SchedulerClass) -> SchedulerClass:
+    """Free blocks before the connector learns that it has sent them."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _update_from_kv_xfer_finished(self, report: KVConnectorOutput) -> None:
+            update = self.connector.update_connector_output
+            self.connector.update_connector_output = lambda _: None
+            super()._update_from_kv_xfer_finished(report)
+            self.connector.update_connector_output = update
+            self.connector.get_kv_connector_stats()
+            update(report)
+
+    return Flawed
+
+
+def frees_what_is_being_sent(base: SchedulerClass) -> SchedulerClass:
+    """Ignore that a connector wants to keep a request's blocks."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _connector_finished(self, request: Request) -> tuple[bool, Any]:
+            return False, super()._connector_finished(request)[1]
+
+    return Flawed
+
+
+def frees_at_once(base: SchedulerClass) -> SchedulerClass:
+    """Free blocks that a step in flight may still write to."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _request_blocks_can_be_freed(self, request: Request) -> bool:
+            return True
+
+    return Flawed
+
+
+def caches_blocks_before_they_arrive(base: SchedulerClass) -> SchedulerClass:
+    """Share blocks that are still being loaded."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            allocate = self.kv_cache_manager.allocate_slots
+
+            def allocate_slots(*arguments: Any, **named: Any) -> Any:
+                return allocate(*arguments, **(named | {"delay_cache_blocks": False}))
+
+            self.kv_cache_manager.allocate_slots = allocate_slots
+
+    return Flawed
+
+
+def reserves_nothing_for_prefills(base: SchedulerClass) -> SchedulerClass:
+    """Let loads take the blocks that started prefills rely on."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _inflight_prefill_reserved_blocks(self) -> int:
+            return 0
+
+    return Flawed
+
+
+def shows_requests_as_they_arrived(base: SchedulerClass) -> SchedulerClass:
+    """Give connectors requests whose counters are out of date."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
+            computed = {it: it.num_computed_tokens for it in self.requests.values()}
+            for request in computed:
+                request.num_computed_tokens = 0
+            metadata = super()._build_kv_connector_meta(connector, scheduler_output)
+            for request, num_computed_tokens in computed.items():
+                request.num_computed_tokens = num_computed_tokens
+            return metadata
+
+    return Flawed
+
+
+def keeps_what_failed_to_load(base: SchedulerClass) -> SchedulerClass:
+    """Leave blocks in the prefix cache that hold nothing."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.kv_cache_manager.evict_blocks = lambda block_ids: None
+
+    return Flawed
+
+
+def recomputes_only_bad_blocks(base: SchedulerClass) -> SchedulerClass:
+    """Go on behind a bad block with what came after it."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _handle_invalid_blocks(self, block_ids: set[int], *arguments: Any) -> Any:
+            return super()._handle_invalid_blocks({max(block_ids)}, *arguments)
+
+    return Flawed
+
+
+def ignores_failed_receives(base: SchedulerClass) -> SchedulerClass:
+    """Take a load that failed for one that succeeded."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _handle_failed_recving(self, request_ids: set[str]) -> set[str]:
+            return set()
+
+    return Flawed
+
+
+def delivers_output_without_its_blocks(base: SchedulerClass) -> SchedulerClass:
+    """Let a preempted request end whose blocks were to be handed over."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.requires_kv_delivery = False
+
+    return Flawed
+
+
+def resets_no_connector(base: SchedulerClass) -> SchedulerClass:
+    """Leave the connector out of a reset."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def reset_connector_cache(self) -> bool:
+            return True
+
+    return Flawed
+
+
+def counts_no_stages(base: SchedulerClass) -> SchedulerClass:
+    """Forget in the statistics how far loads have come."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _set_kv_fetch_stage(self, request: Request, stage: str | None) -> None:
+            return None
+
+    return Flawed
+
+
+def publishes_the_connector_first(base: SchedulerClass) -> SchedulerClass:
+    """Put a connector's events before those of the scheduler's own cache."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            publish = self.kv_event_publisher.publish
+
+            def publish_sorted(batch: Any) -> None:
+                batch.events.sort(key=lambda it: getattr(it, "medium", "GPU"))
+                publish(batch)
+
+            self.kv_event_publisher.publish = publish_sorted
+
+    return Flawed
+
+
 FEATURE_FLAWS: list[tuple[Flaw, str]] = [
     (evicts_without_an_event, "sync-kv-events"),
     (resets_without_an_event, "async-kv-events"),
@@ -396,4 +577,19 @@ FEATURE_FLAWS: list[tuple[Flaw, str]] = [
     (evicts_what_it_allocates_again, "multimodal-preempting"),
     (ignores_resets_of_the_encoder_cache, "multimodal-kv-events"),
     (lets_mismatched_inputs_wait, "multimodal-kv-events"),
+    (ignores_ends_of_sends, "sync-connector"),
+    (ignores_ends_of_loads, "async-connector"),
+    (tells_the_connector_last, "sync-connector"),
+    (frees_what_is_being_sent, "async-connector"),
+    (frees_at_once, "async-connector"),
+    (caches_blocks_before_they_arrive, "sync-connector"),
+    (reserves_nothing_for_prefills, "connector-preempting"),
+    (shows_requests_as_they_arrived, "async-connector"),
+    (keeps_what_failed_to_load, "connector-failures"),
+    (recomputes_only_bad_blocks, "connector-failures"),
+    (ignores_failed_receives, "connector-failures-hybrid"),
+    (delivers_output_without_its_blocks, "connector-preempting"),
+    (resets_no_connector, "sync-connector"),
+    (counts_no_stages, "async-connector"),
+    (publishes_the_connector_first, "connector-kv-events"),
 ]

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 from .feature import FeatureSettings
 from .kv_events import KVEventsSettings
 from .kv_metrics import KVMetricsSettings
+from .kv_transfer import KVTransferSettings
 from .lora import LoRASettings
 from .multimodal import MultimodalSettings
+from .parallel import DataParallelSettings, PipelineSettings
+from .offloading import OffloadingSettings
 from .pooling import PoolingSettings
 from .sessions import SessionSettings
 from .speculation import SpeculationSettings
@@ -21,11 +24,15 @@ if TYPE_CHECKING:
 _DRAW_SETTINGS: dict[str, Callable[[random.Random, Configuration], FeatureSettings]] = {
     "kv_events": KVEventsSettings.draw,
     "kv_cache_metrics": KVMetricsSettings.draw,
+    "connector": KVTransferSettings.draw,
+    "offloading": OffloadingSettings.draw,
     "multimodal": MultimodalSettings.draw,
     "pooling": PoolingSettings.draw,
     "speculation": SpeculationSettings.draw,
     "lora": LoRASettings.draw,
     "sessions": SessionSettings.draw,
+    "pipeline": PipelineSettings.draw,
+    "data_parallel": DataParallelSettings.draw,
 }
 
 

@@ -30,6 +30,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from .compare import Difference, first_difference, snapshot
 from .feature import Call, Features
+from .kv_transfer import copy_output
 from .model import FakeClock, FakeModel, FakeStructuredOutputManager, GrammarCompilation
 from .speculation import reject_invalid_drafts
 from .trace import (
@@ -290,6 +291,7 @@ class LockstepEngine:
 
     def _schedule(self) -> ScheduledStep:
         throttle = self._trace.throttles_prefills()
+        throttle |= self._features.throttles_prefills(self.step_number)
         running_before = list(self._reference.running)
         self._features.before_schedule(self._reference.requests)
         outputs = self._both("schedule()", lambda side: side.scheduler.schedule(throttle))
@@ -303,7 +305,7 @@ class LockstepEngine:
         self._features.cover_schedule(outputs[0], requests)
         for output in outputs:
             _consume_block_ids(output)
-        return ScheduledStep(outputs, [runner_output, copy.deepcopy(runner_output)])
+        return ScheduledStep(outputs, [runner_output, copy_output(runner_output)])
 
     def _take_grammar_bitmask(self, step: ScheduledStep) -> None:
         bitmasks = self._both(
@@ -357,6 +359,7 @@ class LockstepEngine:
         )
         self._cover_stale_outputs(step)
         requests = dict(self._reference.requests)
+        self._features.before_update(step.runner_outputs, requests)
         self._features.cover_update(step.scheduler_outputs[0], step.runner_outputs[0], requests)
         outputs: list[dict[int, Any]] = []
 
@@ -632,12 +635,12 @@ def _frames(outputs: EngineCoreOutputs | StepOutputs) -> list[bytes]:
     return [bytes(frame) for frame in frames]
 
 
-def _reset(side: Side, reset_running: bool, reset_connector: bool) -> bool | str:
+def _reset(side: Side, reset_running: bool, reset_connector: bool) -> bool | type[Exception]:
     try:
         return bool(side.scheduler.reset_prefix_cache(reset_running, reset_connector))
     except RuntimeError as error:
         # The engine tells the client that asked for it, and goes on.
-        return str(error)
+        return type(error)
 
 
 def _pause(side: Side, state: PauseState) -> PauseState:

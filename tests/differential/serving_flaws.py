@@ -8,7 +8,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from .world import SchedulerClass
 
@@ -290,6 +290,177 @@ def hashes_adapters_by_name(base: SchedulerClass) -> SchedulerClass:
     return Flawed
 
 
+# Streaming input.
+
+
+def keeps_the_last_token_of_a_turn(base: SchedulerClass) -> SchedulerClass:
+    """Put the next chunk behind the token that was sampled but not computed."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _update_request_as_session(self, session: Request, update: Any) -> None:
+            num_computed_tokens = session.num_computed_tokens
+            session.num_computed_tokens = max(num_computed_tokens, session.num_tokens)
+            super()._update_request_as_session(session, update)
+            session.num_computed_tokens = num_computed_tokens
+
+    return Flawed
+
+
+def keeps_hashes_of_discarded_tokens(base: SchedulerClass) -> SchedulerClass:
+    """Hash only what has no hash yet when a session goes on."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _update_request_as_session(self, session: Request, update: Any) -> None:
+            block_hashes = list(session.block_hashes)
+            super()._update_request_as_session(session, update)
+            session.block_hashes[: len(block_hashes)] = block_hashes
+
+    return Flawed
+
+
+def forgets_the_slots_of_idle_sessions(base: SchedulerClass) -> SchedulerClass:
+    """Admit as many requests as if idle sessions had no place in the model runner."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def schedule(self, *arguments: Any) -> SchedulerOutput:
+            num_idle, self.num_waiting_for_streaming_input = self.num_waiting_for_streaming_input, 0
+            try:
+                return super().schedule(*arguments)
+            finally:
+                self.num_waiting_for_streaming_input = num_idle
+
+    return Flawed
+
+
+def queues_sessions_behind_others(base: SchedulerClass) -> SchedulerClass:
+    """Keep sessions that hold blocks in the queue of those that don't."""
+
+    class Flawed(base):  # type: ignore[misc]
+        @staticmethod
+        def _holds_kv_blocks(_request: Request) -> bool:
+            return False
+
+    return Flawed
+
+
+def delivers_output_of_a_finished_turn(base: SchedulerClass) -> SchedulerClass:
+    """Deliver what was in flight when a turn ended."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _handle_stopped_request(self, request: Request) -> bool:
+            is_finished = super()._handle_stopped_request(request)
+            request.drop_stale_output = False
+            return bool(is_finished)
+
+    return Flawed
+
+
+def ends_sessions_at_once(base: SchedulerClass) -> SchedulerClass:
+    """Abort a session when its client has no more input, although a turn is under way."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def add_request(self, request: Request) -> None:
+            if request.request_id in self.requests and not request.resumable:
+                self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+            else:
+                super().add_request(request)
+
+    return Flawed
+
+
+def finds_lost_sessions_again(base: SchedulerClass) -> SchedulerClass:
+    """Keep a session in its queue that stops by output from before its preemption."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def update_from_output(self, *arguments: Any) -> Any:
+            outputs = super().update_from_output(*arguments)
+            for request in self.requests.values():
+                queues = (self.running, self.waiting, self.kv_holding_waiting)
+                if not any(request in queue for queue in queues):
+                    self._enqueue_waiting_request(request)
+            return outputs
+
+    return Flawed
+
+
+def goes_on_by_arrival(base: SchedulerClass) -> SchedulerClass:
+    """Leave a session its first arrival time."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _update_request_as_session(self, session: Request, update: Any) -> None:
+            update.arrival_time = session.arrival_time
+            super()._update_request_as_session(session, update)
+
+    return Flawed
+
+
+def clears_drafts_of_idle_sessions(base: SchedulerClass) -> SchedulerClass:
+    """Take no draft tokens for a session whose turn has just ended."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def update_draft_token_ids(self, proposed: DraftTokenIds) -> None:
+            super().update_draft_token_ids(proposed)
+            for request in self.requests.values():
+                if request.status != RequestStatus.RUNNING:
+                    request.spec_token_ids = []
+
+    return Flawed
+
+
+# Engines of several ranks.
+
+
+def decodes_without_a_cadence(base: SchedulerClass) -> SchedulerClass:
+    """Schedule the decodes of a request as soon as the step before is under way."""
+
+    def change(scheduler: Any) -> None:
+        scheduler.decode_stagger = 1
+
+    return _once_built(base, change)
+
+
+def tells_the_first_stage_nothing(base: SchedulerClass) -> SchedulerClass:
+    """Send no sampled tokens, as for an engine of one stage."""
+
+    def change(scheduler: Any) -> None:
+        scheduler.use_pp = False
+
+    return _once_built(base, change)
+
+
+def sends_the_latest_token_only(base: SchedulerClass) -> SchedulerClass:
+    """Send the first stage one token of each request, although it may lack several."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _make_cached_request_data(self, *arguments: Any) -> Any:
+            data = super()._make_cached_request_data(*arguments)
+            data.new_token_ids = [token_ids[-1:] for token_ids in data.new_token_ids]
+            return data
+
+    return Flawed
+
+
+def admits_prefills_in_every_step(base: SchedulerClass) -> SchedulerClass:
+    """Ignore that the engine puts off prefills."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def schedule(self, _throttle_prefills: bool = False) -> SchedulerOutput:
+            return super().schedule(False)
+
+    return Flawed
+
+
+def puts_off_prefills_although_saturated(base: SchedulerClass) -> SchedulerClass:
+    """Forget that the last prefills left requests waiting."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+            self.prefill_capacity_bound = False
+            return super().schedule(throttle_prefills)
+
+    return Flawed
+
+
 SERVING_FLAWS: list[tuple[Flaw, str]] = [
     (keeps_rejected_drafts, "sync-speculating"),
     (keeps_rejected_drafts, "async-speculating"),
@@ -313,4 +484,18 @@ SERVING_FLAWS: list[tuple[Flaw, str]] = [
     (packs_any_number_of_adapters, "sync-lora"),
     (stops_at_a_full_set_of_adapters, "async-lora"),
     (hashes_adapters_by_name, "sync-lora"),
+    (keeps_the_last_token_of_a_turn, "sync-sessions"),
+    (keeps_hashes_of_discarded_tokens, "async-sessions"),
+    (forgets_the_slots_of_idle_sessions, "sync-sessions"),
+    (queues_sessions_behind_others, "sync-sessions"),
+    (delivers_output_of_a_finished_turn, "async-sessions"),
+    (ends_sessions_at_once, "sync-sessions"),
+    (finds_lost_sessions_again, "sessions-preempting"),
+    (goes_on_by_arrival, "sessions-by-priority"),
+    (clears_drafts_of_idle_sessions, "sessions-speculating"),
+    (decodes_without_a_cadence, "async-pipeline-v2"),
+    (tells_the_first_stage_nothing, "sync-pipeline"),
+    (sends_the_latest_token_only, "sync-pipeline"),
+    (admits_prefills_in_every_step, "data-parallel"),
+    (puts_off_prefills_although_saturated, "data-parallel"),
 ]

@@ -15,6 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from .feature import Feature, FeatureSettings
+from .speculation import SpeculationSettings
 
 if TYPE_CHECKING:
     from .trace import Event, RequestPlan, SchedulerView
@@ -31,18 +32,10 @@ class SessionSettings(FeatureSettings):
 
     share: float
     chunk_rate: float
-    shortest_chunk: int
 
     @classmethod
-    def draw(cls, rng: random.Random, configuration: Configuration) -> SessionSettings:
-        # With synchronous speculation a stop in the middle of accepted draft tokens leaves more
-        # tokens computed than there are; vLLM ends in an assertion unless a chunk makes up for it.
-        is_speculating = any(hasattr(it, "num_tokens") for it in configuration.features)
-        return cls(
-            share=rng.choice([0.3, 0.8]),
-            chunk_rate=rng.choice([0.1, 0.4]),
-            shortest_chunk=6 if is_speculating else 1,
-        )
+    def draw(cls, rng: random.Random, _configuration: Configuration) -> SessionSettings:
+        return cls(share=rng.choice([0.3, 0.8]), chunk_rate=rng.choice([0.1, 0.4]))
 
     def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
         return Sessions(configuration, seed, coverage, self)
@@ -71,8 +64,12 @@ class Sessions(Feature):
     ) -> None:
         super().__init__(configuration, seed, coverage)
         self._settings = settings
+        # With synchronous speculation a stop in the middle of accepted draft tokens leaves more
+        # tokens computed than there are; vLLM ends in an assertion unless a chunk makes up for it.
+        is_speculating = any(isinstance(it, SpeculationSettings) for it in configuration.features)
+        self._shortest_chunk = 6 if is_speculating else 1
         self._sessions: dict[str, _Session] = {}
-        self._preempted_ids: set[str] = set()
+        self._drafted_ids: set[str] = set()
 
     def plan_request(self, plan: RequestPlan) -> RequestPlan:
         self._sessions.pop(plan.request_id, None)
@@ -151,11 +148,11 @@ class Sessions(Feature):
             self.configuration.max_model_len - 1 - session.num_reserved_tokens - _LONGEST_TURN,
             3 * self.configuration.block_size,
         )
-        if longest_chunk < self._settings.shortest_chunk or rng.random() < 0.15:
+        if longest_chunk < self._shortest_chunk or rng.random() < 0.15:
             session.is_closed = True
             self.coverage[f"sessions: closed {situation}"] += 1
             return Continue(dataclasses.replace(plan, prompt_token_ids=(0,), resumable=False))
-        num_tokens = rng.randint(self._settings.shortest_chunk, longest_chunk)
+        num_tokens = rng.randint(self._shortest_chunk, longest_chunk)
         session.plan = dataclasses.replace(
             plan,
             prompt_token_ids=tuple(rng.randrange(50) for _ in range(num_tokens)),
@@ -167,7 +164,31 @@ class Sessions(Feature):
         self.coverage[f"sessions: continued {situation}"] += 1
         return Continue(session.plan)
 
+    def before_update(
+        self, outputs: Sequence[ModelRunnerOutput], requests: Mapping[str, Request]
+    ) -> None:
+        """Take the tokens of sessions away that have been preempted since they were scheduled.
+
+        vLLM loses a session that stops in this state; sparksched keeps it, see
+        `test_session_that_stops_while_preempted` in tests/unit.
+        """
+        for request_id, request in requests.items():
+            is_session = request.streaming_queue is not None
+            if not (is_session and request.status == RequestStatus.PREEMPTED):
+                continue
+            for output in outputs:
+                row = output.req_id_to_index.get(request_id)
+                if row is not None and output.sampled_token_ids:
+                    output.sampled_token_ids[row] = []
+
     # What was reached.
+
+    def before_schedule(self, requests: Mapping[str, Request]) -> None:
+        self._drafted_ids = {
+            request_id
+            for request_id, request in requests.items()
+            if request.status == RequestStatus.WAITING and request.spec_token_ids
+        }
 
     def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
         coverage = self.coverage
@@ -180,7 +201,7 @@ class Sessions(Feature):
                 and request.num_computed_tokens > output.num_scheduled_tokens[request.request_id]
             )
             coverage["sessions: scheduled with draft tokens of the turn before"] += (
-                is_session and len(request.spec_token_ids) > 0
+                request.request_id in self._drafted_ids
             )
         coverage["sessions: preempted"] += sum(
             requests[request_id].streaming_queue is not None
@@ -194,18 +215,6 @@ class Sessions(Feature):
         configuration = self.configuration
         most_active = configuration.max_num_active_seqs or configuration.max_num_seqs
         coverage["sessions: idle ones in all slots"] += 0 < most_active <= num_idle
-
-    def cover_update(
-        self,
-        output: SchedulerOutput,
-        runner_output: ModelRunnerOutput,
-        requests: Mapping[str, Request],
-    ) -> None:
-        self._preempted_ids = {
-            request_id
-            for request_id, request in requests.items()
-            if request.status == RequestStatus.PREEMPTED
-        }
 
     def cover_outputs(
         self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]
@@ -223,8 +232,5 @@ class Sessions(Feature):
                 coverage["sessions: last turns"] += request.is_finished()
                 coverage["sessions: turns that end with output in flight"] += (
                     request.num_stale_output_tokens > 0
-                )
-                coverage["sessions: turns that end while preempted"] += (
-                    output.request_id in self._preempted_ids
                 )
                 coverage[f"sessions: turns that end by {output.finish_reason}"] += 1

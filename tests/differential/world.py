@@ -90,6 +90,10 @@ class Configuration:
     features: tuple[FeatureSettings, ...] = ()
 
     @property
+    def needs_block_hashes(self) -> bool:
+        return self.enable_prefix_caching or any(it.needs_block_hashes for it in self.features)
+
+    @property
     def has_sliding_window(self) -> bool:
         return any(window is not FULL_ATTENTION for window in self.sliding_windows)
 
@@ -170,6 +174,20 @@ NEW_SETTINGS: dict[str, dict[str, Any]] = {
     "async-multimodal": {"async_scheduling": True, "multimodal": {}},
     "multimodal-preempting": {"multimodal": {}} | _SCARCE_BLOCKS,
     "multimodal-kv-events": {"enable_prefix_caching": True, "multimodal": {}, "kv_events": True},
+    "sync-connector": {"async_scheduling": False, "connector": {}},
+    "async-connector": {"async_scheduling": True, "connector": {}},
+    "connector-preempting": {"connector": {}} | _SCARCE_BLOCKS,
+    "connector-failures": {
+        "groups": "full",
+        "connector": {"failure_share": 0.4, "match_share": 0.7},
+    },
+    "connector-failures-hybrid": {
+        "groups": "full+sliding",
+        "connector": {"failure_share": 0.4, "match_share": 0.7, "async_share": 1.0},
+    },
+    "offloading": {"enable_prefix_caching": True, "offloading": {}, "kv_events": True},
+    "offloading-preempting": {"enable_prefix_caching": True, "offloading": {}} | _SCARCE_BLOCKS,
+    "connector-kv-events": {"connector": {"makes_events": True}, "kv_events": True},
     "multimodal-speculating": {
         "enable_chunked_prefill": True,
         "multimodal": {},
@@ -225,7 +243,30 @@ _SESSION_SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
-NEW_SETTINGS |= _SPECULATION_SETTINGS | _LORA_SETTINGS | _SESSION_SETTINGS
+_PARALLEL_SETTINGS: dict[str, dict[str, Any]] = {
+    "sync-pipeline": {"async_scheduling": False, "pipeline": True},
+    "async-pipeline": {
+        "async_scheduling": True,
+        "use_v2_model_runner": False,
+        "pipeline": True,
+    },
+    "async-pipeline-v2": {"async_scheduling": True, "use_v2_model_runner": True, "pipeline": True},
+    "pipeline-preempting": {"pipeline": True} | _SCARCE_BLOCKS,
+    "pipeline-speculating": {
+        "async_scheduling": True,
+        "use_v2_model_runner": True,
+        "pipeline": True,
+        "speculation": {},
+    },
+    "sync-pipeline-speculating": {
+        "async_scheduling": False,
+        "pipeline": True,
+        "speculation": {},
+    },
+    "data-parallel": {"data_parallel": True},
+}
+
+NEW_SETTINGS |= _SPECULATION_SETTINGS | _LORA_SETTINGS | _SESSION_SETTINGS | _PARALLEL_SETTINGS
 
 ALL_SETTINGS = NAMED_SETTINGS | NEW_SETTINGS
 
@@ -506,7 +547,7 @@ CANDIDATES: dict[str, CandidateChooser] = {
 def stock_block_hasher(world: World) -> BlockHasher | None:
     """Return vLLM's own block hasher, as the engine core hands it to each request."""
     configuration = world.configuration
-    if not configuration.enable_prefix_caching:
+    if not configuration.needs_block_hashes:
         return None
     hash_function = get_hash_fn_by_name(configuration.prefix_caching_hash_algo)
     return get_request_block_hasher(world.hash_block_size, hash_function)
@@ -521,9 +562,7 @@ def candidate_block_hasher(world: World, scheduler_class: SchedulerClass) -> Blo
     """
     configuration = world.configuration
     is_native = scheduler_class.__module__.startswith("sparksched.")
-    if not (
-        is_native and configuration.native_block_hasher and configuration.enable_prefix_caching
-    ):
+    if not (is_native and configuration.native_block_hasher and configuration.needs_block_hashes):
         return stock_block_hasher(world)
     from sparksched.engine_hooks import native_block_hasher
 
@@ -541,7 +580,7 @@ def vllm_environment(configuration: Configuration) -> Iterator[None]:
         variables |= settings.environment()
     try:
         with mock.patch.dict(os.environ, variables):
-            if configuration.enable_prefix_caching:
+            if configuration.needs_block_hashes:
                 init_none_hash(get_hash_fn_by_name(configuration.prefix_caching_hash_algo))
             yield
     finally:

@@ -105,7 +105,7 @@ pub struct SchedulerConfig {
     /// Most different adapters in a step; `None` without `LoRA`.
     pub max_loras: Option<u32>,
     /// Steps from one token of a request to the next that the stages of a pipeline need; 1 without
-    /// a pipeline.
+    /// a pipeline, 0 where nobody asks.
     pub decode_stagger: u32,
     /// The model runner takes resumed requests as new ones (Model Runner V2).
     pub resume_as_new: bool,

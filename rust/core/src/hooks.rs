@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 
 use crate::ids::RequestIndex;
+use crate::request::SessionInput;
 
 /// How far the grammar of a waiting request is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,7 +16,18 @@ pub enum GrammarState {
     Failed,
 }
 
-/// Asked only for requests that use structured output.
+/// What comes after a session's turn.
+#[derive(Clone, Debug)]
+pub enum NextTurn {
+    /// Nothing yet: the session waits.
+    Pending,
+    /// More input.
+    Input(SessionInput),
+    /// The client has closed the session.
+    Closed,
+}
+
+/// Asked only for requests that use structured output, and for streaming-input sessions.
 pub trait Hooks {
     /// What a hook fails with: the step ends with it, and the scheduler is not to be used further.
     type Error;
@@ -37,6 +49,18 @@ pub trait Hooks {
         sequence: &[i32],
         num_new_tokens: usize,
     ) -> Result<bool, Self::Error>;
+
+    /// What a session goes on with whose turn has ended. Its `sequence` will be cut to
+    /// `num_kept_tokens` then.
+    ///
+    /// # Errors
+    /// Whatever the owner of the session's inputs fails with.
+    fn next_turn(
+        &mut self,
+        request: RequestIndex,
+        sequence: &[i32],
+        num_kept_tokens: usize,
+    ) -> Result<NextTurn, Self::Error>;
 }
 
 /// For schedulers whose requests use none of it.
@@ -52,5 +76,9 @@ impl Hooks for NoHooks {
 
     fn accept_tokens(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<bool, Infallible> {
         Ok(true)
+    }
+
+    fn next_turn(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<NextTurn, Infallible> {
+        Ok(NextTurn::Closed)
     }
 }

@@ -22,6 +22,9 @@ pub struct PrefixHit {
     pub shared_prefix_boundary: u32,
 }
 
+/// For a request that is not looked up.
+pub const NO_HIT: PrefixHit = PrefixHit { num_tokens: 0, shared_prefix_boundary: 0 };
+
 /// What an allocation may take.
 #[derive(Clone, Copy, Debug)]
 pub enum AllocationFor {

@@ -2,8 +2,8 @@
 //! `update_from_output()`.
 //!
 //! The crate knows neither Python nor the clock nor any I/O: time arrives as an argument, and the
-//! few questions that only Python can answer (is a grammar compiled, does it accept a token) go
-//! through [`Hooks`]. Decisions equal those of vLLM 0.32.0's
+//! few questions that only Python can answer (is a grammar compiled, does it accept a token, what
+//! does a session go on with) go through [`Hooks`]. Decisions equal those of vLLM 0.32.0's
 //! `Scheduler` and `AsyncScheduler` for the configurations that [`SchedulerConfig`] can express;
 //! everything else is refused before this crate is reached.
 //!
@@ -31,11 +31,13 @@ pub use block_pool::BlockPool;
 pub use config::{
     ConfigError, KvCacheGroupConfig, Policy, RequestSpecMetrics, SchedulerConfig, Speculation,
 };
-pub use hooks::{GrammarState, Hooks, NoHooks};
+pub use hooks::{GrammarState, Hooks, NextTurn, NoHooks};
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::KvCacheManager;
-pub use request::{Event, EventKind, NewRequest, PrefillStats, Request, RequestStatus};
+pub use request::{
+    Event, EventKind, NewRequest, PrefillStats, Request, RequestStatus, SessionInput,
+};
 pub use scheduler::{PauseState, Scheduler};
 pub use stats::{PrefixCacheStats, RequestSpecStats, SchedulerStats, SpecDecodingStats};
 pub use step::{Admission, ScheduledRequest, Step};

@@ -7,14 +7,15 @@ use crate::ids::{BlockId, RequestIndex};
 use crate::stats::RequestSpecStats;
 use crate::stop::{StopConditions, StopReason};
 
-/// Where a request is in its life. vLLM's states for KV transfers and streaming sessions are left
-/// out.
+/// Where a request is in its life. vLLM's state for KV transfers is left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestStatus {
     /// In the queue, never run.
     Waiting,
     /// In the queue until its grammar is compiled.
     WaitingForGrammar,
+    /// In the queue with its blocks until its client sends the session's next input.
+    WaitingForInput,
     /// Has blocks and is scheduled each step.
     Running,
     /// Back in the queue: its blocks were needed by another.
@@ -37,7 +38,20 @@ impl RequestStatus {
     /// Whether the request is done.
     #[must_use]
     pub fn is_finished(self) -> bool {
-        !matches!(self, Self::Waiting | Self::WaitingForGrammar | Self::Running | Self::Preempted)
+        !matches!(
+            self,
+            Self::Waiting
+                | Self::WaitingForGrammar
+                | Self::WaitingForInput
+                | Self::Running
+                | Self::Preempted
+        )
+    }
+
+    /// Whether a request waits for something besides its turn.
+    #[must_use]
+    pub fn is_blocked(self) -> bool {
+        matches!(self, Self::WaitingForGrammar | Self::WaitingForInput)
     }
 }
 
@@ -101,6 +115,23 @@ pub struct NewRequest {
     pub is_pooling: bool,
     /// Blocks that it finds in the prefix cache are told to those who follow the cache's events.
     pub reports_cached_blocks: bool,
+    /// It is a streaming-input session: when it stops, it may go on with more input.
+    pub is_session: bool,
+}
+
+/// What a session goes on with.
+#[derive(Clone, Debug)]
+pub struct SessionInput {
+    /// More of the prompt.
+    pub tokens: Vec<i32>,
+    /// What all blocks are hashed with from now on besides their tokens.
+    pub extra_keys: Option<Box<ExtraKeys>>,
+    /// What ends the next turn.
+    pub stop: StopConditions,
+    /// Seconds of the client's clock.
+    pub arrival_time: f64,
+    /// Now, in seconds of the scheduler's clock.
+    pub now: f64,
 }
 
 /// The blocks of a request in one KV cache group.
@@ -135,6 +166,7 @@ pub struct Request {
     pub(crate) lora_id: Option<i64>,
     pub(crate) is_pooling: bool,
     pub(crate) reports_cached_blocks: bool,
+    pub(crate) is_session: bool,
     stop: StopConditions,
     /// Smaller is more urgent.
     pub(crate) priority: i128,
@@ -190,6 +222,7 @@ impl Request {
             lora_id: new.lora_id,
             is_pooling: new.is_pooling,
             reports_cached_blocks: new.reports_cached_blocks,
+            is_session: new.is_session,
             stop: new.stop,
             priority: new.priority,
             arrival_time: new.arrival_time,
@@ -286,6 +319,12 @@ impl Request {
         &self.drafts
     }
 
+    /// The first step that may compute its next token.
+    #[must_use]
+    pub fn next_decode_step(&self) -> u64 {
+        self.next_decode_step
+    }
+
     /// How its drafts fared, if that is wanted for each request.
     #[must_use]
     pub fn spec_stats(&self) -> Option<&RequestSpecStats> {
@@ -328,6 +367,23 @@ impl Request {
         self.is_prefill_chunk
     }
 
+    /// Whether it holds blocks while it waits.
+    #[must_use]
+    pub fn holds_blocks(&self) -> bool {
+        self.num_computed_tokens > 0
+    }
+
+    /// Tokens of a session that stay when its next input comes: those that are computed. The last
+    /// one that was sampled is none of them.
+    #[must_use]
+    pub fn num_kept_tokens(&self) -> usize {
+        match self.num_computed_tokens {
+            // It was preempted in the meantime.
+            0 => self.tokens.len() - 1,
+            num_computed_tokens => self.tokens.len().min(num_computed_tokens as usize),
+        }
+    }
+
     /// Whether a grammar restricts its tokens.
     #[must_use]
     pub fn use_structured_output(&self) -> bool {
@@ -366,5 +422,21 @@ impl Request {
     /// Hashes its full blocks, as far as they have no hash yet.
     pub(crate) fn hash_blocks(&mut self, hasher: &BlockHasher) {
         hasher.extend_hashes(&self.tokens, self.extra_keys.as_deref(), &mut self.block_hashes);
+    }
+
+    /// Takes a session's next input: all tokens so far become its prompt.
+    pub(crate) fn continue_with(&mut self, input: SessionInput, hasher: Option<&BlockHasher>) {
+        self.tokens.truncate(self.num_kept_tokens());
+        if let Some(hasher) = hasher {
+            self.block_hashes.truncate(self.tokens.len() / hasher.block_size());
+        }
+        self.tokens.extend(input.tokens);
+        self.num_prompt_tokens = self.tokens.len();
+        self.extra_keys = input.extra_keys;
+        self.stop = input.stop;
+        self.arrival_time = input.arrival_time;
+        if let Some(hasher) = hasher {
+            self.hash_blocks(hasher);
+        }
     }
 }

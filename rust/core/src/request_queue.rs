@@ -1,11 +1,13 @@
 //! Requests that wait: vLLM's `v1/core/sched/request_queue.py`.
 
-use std::cmp::Ordering;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 
 use crate::config::Policy;
 use crate::ids::RequestIndex;
 use crate::request::Request;
+
+/// All requests, by their places.
+pub type Slots = [Option<Request>];
 
 /// The queue of one of the two policies.
 #[derive(Clone, Debug)]
@@ -13,49 +15,8 @@ pub enum RequestQueue {
     /// By arrival; what is prepended goes first.
     Fcfs(VecDeque<RequestIndex>),
     /// By urgency; there is no front to prepend to.
-    Priority(BTreeMap<Urgency, RequestIndex>),
+    Priority(UrgencyHeap),
 }
-
-/// What priority scheduling orders by. Ids are unique, so no two requests are equal.
-#[derive(Clone, Debug)]
-pub struct Urgency {
-    priority: i128,
-    arrival_time: f64,
-    id: Box<str>,
-}
-
-impl Urgency {
-    fn of(request: &Request) -> Self {
-        Self {
-            priority: request.priority,
-            arrival_time: request.arrival_time,
-            id: request.id().into(),
-        }
-    }
-}
-
-impl Ord for Urgency {
-    fn cmp(&self, other: &Self) -> Ordering {
-        self.priority
-            .cmp(&other.priority)
-            .then_with(|| self.arrival_time.total_cmp(&other.arrival_time))
-            .then_with(|| self.id.cmp(&other.id))
-    }
-}
-
-impl PartialOrd for Urgency {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl PartialEq for Urgency {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other) == Ordering::Equal
-    }
-}
-
-impl Eq for Urgency {}
 
 impl RequestQueue {
     /// An empty queue.
@@ -63,7 +24,7 @@ impl RequestQueue {
     pub fn new(policy: Policy) -> Self {
         match policy {
             Policy::Fcfs => Self::Fcfs(VecDeque::new()),
-            Policy::Priority => Self::Priority(BTreeMap::new()),
+            Policy::Priority => Self::Priority(UrgencyHeap::default()),
         }
     }
 
@@ -72,7 +33,7 @@ impl RequestQueue {
     pub fn len(&self) -> usize {
         match self {
             Self::Fcfs(queue) => queue.len(),
-            Self::Priority(queue) => queue.len(),
+            Self::Priority(heap) => heap.0.len(),
         }
     }
 
@@ -87,68 +48,125 @@ impl RequestQueue {
     pub fn peek(&self) -> Option<RequestIndex> {
         match self {
             Self::Fcfs(queue) => queue.front().copied(),
-            Self::Priority(queue) => queue.first_key_value().map(|(_, &index)| index),
+            Self::Priority(heap) => heap.0.first().copied(),
         }
     }
 
     /// Takes out the request that is next.
-    pub fn pop(&mut self) -> Option<RequestIndex> {
+    pub fn pop(&mut self, slots: &Slots) -> Option<RequestIndex> {
         match self {
             Self::Fcfs(queue) => queue.pop_front(),
-            Self::Priority(queue) => queue.pop_first().map(|(_, index)| index),
+            Self::Priority(heap) => heap.pop(slots),
         }
     }
 
     /// Adds a request where the policy wants it.
-    pub fn add(&mut self, index: RequestIndex, request: &Request) {
+    pub fn add(&mut self, index: RequestIndex, slots: &Slots) {
         match self {
             Self::Fcfs(queue) => queue.push_back(index),
-            Self::Priority(queue) => drop(queue.insert(Urgency::of(request), index)),
+            Self::Priority(heap) => heap.push(index, slots),
         }
     }
 
     /// Puts a request at the front, as far as the policy knows one.
-    pub fn prepend(&mut self, index: RequestIndex, request: &Request) {
+    pub fn prepend(&mut self, index: RequestIndex, slots: &Slots) {
         match self {
             Self::Fcfs(queue) => queue.push_front(index),
-            Self::Priority(queue) => drop(queue.insert(Urgency::of(request), index)),
+            Self::Priority(heap) => heap.push(index, slots),
         }
     }
 
-    /// Takes out the given requests, those that are not there aside; `requests` finds their state.
-    pub fn remove_all<'a>(
-        &mut self,
-        indices: &[RequestIndex],
-        requests: impl Fn(RequestIndex) -> &'a Request,
-    ) {
+    /// Takes out the given requests, those that are not there aside.
+    pub fn remove_all(&mut self, indices: &[RequestIndex], slots: &Slots) {
+        let mut leaving = indices.to_vec();
+        leaving.sort_unstable();
+        let stays = |index: &RequestIndex| leaving.binary_search(index).is_err();
         match self {
-            Self::Fcfs(queue) => match indices {
-                [] => {}
-                [one] => {
-                    if let Some(position) = queue.iter().position(|index| index == one) {
-                        queue.remove(position);
-                    }
-                }
-                many => {
-                    let mut leaving = many.to_vec();
-                    leaving.sort_unstable();
-                    queue.retain(|index| leaving.binary_search(index).is_err());
-                }
-            },
-            Self::Priority(queue) => {
-                for &index in indices {
-                    queue.remove(&Urgency::of(requests(index)));
-                }
+            Self::Fcfs(queue) => queue.retain(stays),
+            Self::Priority(heap) => {
+                heap.0.retain(stays);
+                heap.restore(slots);
             }
         }
     }
 
     /// The requests in the order in which they would be taken out.
     #[must_use]
-    pub fn in_order(&self) -> Box<dyn Iterator<Item = RequestIndex> + '_> {
+    pub fn in_order(&self, slots: &Slots) -> Vec<RequestIndex> {
         match self {
-            Self::Fcfs(queue) => Box::new(queue.iter().copied()),
-            Self::Priority(queue) => Box::new(queue.values().copied()),
+            Self::Fcfs(queue) => queue.iter().copied().collect(),
+            Self::Priority(heap) => {
+                let mut heap = heap.clone();
+                std::iter::from_fn(|| heap.pop(slots)).collect()
+            }
         }
+    }
+}
+
+/// A binary heap, the most urgent request first: smaller `(priority, arrival time, id)`.
+///
+/// A session's arrival time changes while it waits, and the heap is not told, as vLLM's is not. So
+/// that the order then is vLLM's too, this is the algorithm of Python's `heapq`, step by step.
+#[derive(Clone, Debug, Default)]
+pub struct UrgencyHeap(Vec<RequestIndex>);
+
+fn is_more_urgent(one: RequestIndex, other: RequestIndex, slots: &Slots) -> bool {
+    let request = |index: RequestIndex| slots[index.index()].as_ref().expect("it waits");
+    let (one, other) = (request(one), request(other));
+    one.priority
+        .cmp(&other.priority)
+        .then_with(|| one.arrival_time.total_cmp(&other.arrival_time))
+        .then_with(|| one.id().cmp(other.id()))
+        .is_lt()
+}
+
+impl UrgencyHeap {
+    fn push(&mut self, index: RequestIndex, slots: &Slots) {
+        self.0.push(index);
+        self.move_up(0, self.0.len() - 1, slots);
+    }
+
+    fn pop(&mut self, slots: &Slots) -> Option<RequestIndex> {
+        let last = self.0.pop()?;
+        let Some(first) = self.0.first_mut() else { return Some(last) };
+        let popped = std::mem::replace(first, last);
+        self.move_down(0, slots);
+        Some(popped)
+    }
+
+    /// Makes a heap of requests in whatever order.
+    fn restore(&mut self, slots: &Slots) {
+        for position in (0..self.0.len() / 2).rev() {
+            self.move_down(position, slots);
+        }
+    }
+
+    /// Moves a request up to its place between `top` and where it is.
+    fn move_up(&mut self, top: usize, mut position: usize, slots: &Slots) {
+        while position > top {
+            let parent = (position - 1) / 2;
+            if !is_more_urgent(self.0[position], self.0[parent], slots) {
+                break;
+            }
+            self.0.swap(position, parent);
+            position = parent;
+        }
+    }
+
+    /// Moves a request down to the leaves along the more urgent children, and up again to its place.
+    fn move_down(&mut self, top: usize, slots: &Slots) {
+        let mut position = top;
+        loop {
+            let (left, right) = (2 * position + 1, 2 * position + 2);
+            if left >= self.0.len() {
+                break;
+            }
+            let takes_left =
+                right >= self.0.len() || is_more_urgent(self.0[left], self.0[right], slots);
+            let child = if takes_left { left } else { right };
+            self.0.swap(position, child);
+            position = child;
+        }
+        self.move_up(top, position, slots);
     }
 }

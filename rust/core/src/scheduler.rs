@@ -5,15 +5,14 @@
 //! the requests that run, then to those that wait.
 //!
 //! Left out, and refused before a scheduler is built: encoder inputs, KV and EC connectors, Mamba
-//! alignment, streaming sessions. Without the last and connectors no waiting request holds blocks,
-//! so vLLM's second waiting queue does not exist here.
+//! alignment.
 
 use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
 use crate::hooks::{GrammarState, Hooks};
 use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
-use crate::kv_cache_manager::{AllocationFor, KvCacheManager};
-use crate::request::{EventKind, NewRequest, PrefillStats, Request, RequestStatus};
+use crate::kv_cache_manager::{AllocationFor, KvCacheManager, NO_HIT, PrefixHit};
+use crate::request::{EventKind, NewRequest, PrefillStats, Request, RequestStatus, SessionInput};
 use crate::request_queue::RequestQueue;
 use crate::stats::{RequestSpecStats, SchedulerStats, SpecDecodingStats};
 use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
@@ -38,10 +37,15 @@ pub struct Scheduler {
     pub(crate) slots: Vec<Option<Request>>,
     free_slots: Vec<RequestIndex>,
     pub(crate) waiting: RequestQueue,
+    /// Waiting requests that hold blocks. They go first: one that holds blocks must not wait for
+    /// one that finds none.
+    kv_holding_waiting: RequestQueue,
     pub(crate) running: Vec<RequestIndex>,
+    /// Sessions without input. They keep their places in the model runner's batch.
+    num_waiting_for_input: usize,
     /// Waiting requests that were passed over or wait for more than their turn.
     pub(crate) num_deferred: usize,
-    /// Taken out of the queue while this step looks for someone to admit.
+    /// Taken out of the queues while this step looks for someone to admit.
     passed_over: Vec<RequestIndex>,
     pause_state: PauseState,
     /// Counts calls of `schedule()`.
@@ -123,7 +127,9 @@ impl Scheduler {
             slots: Vec::new(),
             free_slots: Vec::new(),
             waiting: RequestQueue::new(config.policy),
+            kv_holding_waiting: RequestQueue::new(config.policy),
             running: Vec::new(),
+            num_waiting_for_input: 0,
             num_deferred: 0,
             passed_over: Vec::new(),
             pause_state: PauseState::default(),
@@ -153,20 +159,61 @@ impl Scheduler {
             let stats = RequestSpecStats::new(speculation.num_spec_tokens);
             request.spec_stats = Some(Box::new(stats));
         }
-        if request.status == RequestStatus::WaitingForGrammar {
-            request.is_deferred = true;
-            self.num_deferred += 1;
-        }
         if self.config.log_stats {
             request.record_event(EventKind::Queued, now);
         }
-        self.waiting.add(index, &request);
         if self.free_slots.pop().is_some() {
             self.slots[index.index()] = Some(request);
         } else {
             self.slots.push(Some(request));
         }
+        self.enqueue(index);
         index
+    }
+
+    /// Puts a request that waits into its queue.
+    pub(crate) fn enqueue(&mut self, index: RequestIndex) {
+        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        if request.status.is_blocked() && !std::mem::replace(&mut request.is_deferred, true) {
+            self.num_deferred += 1;
+        }
+        let holds_blocks = request.holds_blocks();
+        let queue = if holds_blocks { &mut self.kv_holding_waiting } else { &mut self.waiting };
+        queue.add(index, &self.slots);
+    }
+
+    /// Has a session that waits for input go on. Returns whether there is one at this place.
+    pub fn continue_session(&mut self, index: RequestIndex, input: SessionInput) -> bool {
+        let waits = |request: &Request| request.status == RequestStatus::WaitingForInput;
+        if !self.get(index).is_some_and(waits) {
+            return false;
+        }
+        self.num_waiting_for_input -= 1;
+        // It stays where it is in its queue.
+        self.take_input(index, input);
+        true
+    }
+
+    /// Gives a session its next input, wherever it is.
+    pub(crate) fn take_input(&mut self, index: RequestIndex, input: SessionInput) {
+        let request = self.slots[index.index()].as_mut().expect("looked up by the caller");
+        let now = input.now;
+        request.continue_with(input, self.config.hasher.as_ref());
+        request.status = RequestStatus::Waiting;
+        // A turn that stopped among accepted drafts has more computed than it has tokens; vLLM
+        // fails an assertion if the input doesn't make up for that.
+        let last_token = request.num_tokens() as u32 - 1;
+        request.num_computed_tokens = request.num_computed_tokens.min(last_token);
+        if self.config.log_stats {
+            request.record_event(EventKind::Queued, now);
+        }
+    }
+
+    /// Has a session wait for input whose turn has ended.
+    pub(crate) fn await_input(&mut self, index: RequestIndex) {
+        let request = self.slots[index.index()].as_mut().expect("looked up by the caller");
+        request.status = RequestStatus::WaitingForInput;
+        self.num_waiting_for_input += 1;
     }
 
     /// Decides which requests the next step computes, and how many tokens of each.
@@ -211,7 +258,7 @@ impl Scheduler {
 
         // The limit keeps a long prompt from starving others; alone it may use the whole budget.
         let config = &self.config;
-        let num_requests = (self.running.len() + self.waiting.len()) as u32;
+        let num_requests = (self.running.len() + self.num_waiting()) as u32;
         let mut long_prefill_threshold = config.long_prefill_token_threshold;
         if num_requests <= 1 {
             long_prefill_threshold = 0;
@@ -370,10 +417,12 @@ impl Scheduler {
         // Back to the front, in their order.
         while let Some(index) = self.passed_over.pop() {
             let request = self.slots[index.index()].as_ref().expect("waiting requests exist");
-            self.waiting.prepend(index, request);
+            let holds_blocks = request.holds_blocks();
+            let queue = if holds_blocks { &mut self.kv_holding_waiting } else { &mut self.waiting };
+            queue.prepend(index, &self.slots);
         }
         if !limits.defer_prefills {
-            self.prefill_capacity_bound = self.waiting.len() > self.num_deferred;
+            self.prefill_capacity_bound = self.num_waiting() > self.num_deferred;
         }
         admitted
     }
@@ -384,9 +433,10 @@ impl Scheduler {
         limits: &StepLimits,
         hooks: &mut H,
     ) -> Result<(), H::Error> {
-        while !budget.is_spent() && self.pause_state == PauseState::Unpaused {
-            let Some(index) = self.waiting.peek() else { break };
-            if self.running.len() >= self.config.max_num_active_reqs {
+        while !budget.is_spent() {
+            let Some(index) = self.next_to_admit() else { break };
+            let num_active = self.running.len() + self.num_waiting_for_input;
+            if num_active >= self.config.max_num_active_reqs {
                 break;
             }
             if !self.is_ready(index, hooks)? || self.exceeds_max_loras(index) {
@@ -400,6 +450,20 @@ impl Scheduler {
         Ok(())
     }
 
+    /// The waiting request whose turn it is. While new requests are paused, only those that hold
+    /// blocks have one.
+    fn next_to_admit(&self) -> Option<RequestIndex> {
+        let others = || self.waiting.peek().filter(|_| self.pause_state == PauseState::Unpaused);
+        self.kv_holding_waiting.peek().or_else(others)
+    }
+
+    /// Takes the request whose turn it is out of its queue.
+    fn pop_next(&mut self) -> RequestIndex {
+        let Self { kv_holding_waiting, waiting, slots, .. } = self;
+        let popped = kv_holding_waiting.pop(slots).or_else(|| waiting.pop(slots));
+        popped.expect("the request that was looked at")
+    }
+
     /// Whether a waiting request waits for nothing but its turn.
     fn is_ready<H: Hooks>(&mut self, index: RequestIndex, hooks: &mut H) -> Result<bool, H::Error> {
         let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
@@ -408,6 +472,9 @@ impl Scheduler {
                 return Ok(false);
             }
             request.status = RequestStatus::Waiting;
+        }
+        if request.status == RequestStatus::WaitingForInput {
+            return Ok(false);
         }
         // Tokens of an earlier life are still to be delivered: resumed now, it would sample them
         // a second time.
@@ -424,7 +491,7 @@ impl Scheduler {
     }
 
     fn pass_over(&mut self) {
-        let index = self.waiting.pop().expect("the request that was looked at");
+        let index = self.pop_next();
         let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
         if !std::mem::replace(&mut request.is_deferred, true) {
             self.num_deferred += 1;
@@ -435,11 +502,10 @@ impl Scheduler {
     /// Admits the request at the head of the queue. Returns whether it could.
     fn admit(&mut self, index: RequestIndex, budget: &mut Budget, limits: &StepLimits) -> bool {
         let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
-        let hit = self.kv_cache.find_prefix_hit(request);
-        request.shared_prefix_boundary = hit.shared_prefix_boundary;
-        note_first_prefill(request, hit.num_tokens);
-
-        let Some(share) = self.share_of_admitted(index, hit.num_tokens, budget, limits) else {
+        let looks_up = request.num_computed_tokens == 0;
+        let hit = if looks_up { find_prefix_hit(&mut self.kv_cache, request) } else { NO_HIT };
+        let num_computed_tokens = request.num_computed_tokens + hit.num_tokens;
+        let Some(share) = self.share_of_admitted(index, num_computed_tokens, budget, limits) else {
             return false;
         };
         let purpose = AllocationFor::Admission {
@@ -452,7 +518,9 @@ impl Scheduler {
             return false;
         }
         if self.config.log_stats {
-            self.kv_cache.record_prefix_cache_stats(request, hit.num_tokens);
+            if looks_up {
+                self.kv_cache.record_prefix_cache_stats(request, hit.num_tokens);
+            }
             request.record_event(EventKind::Scheduled, limits.now);
         }
         let admission = match request.status {
@@ -463,9 +531,9 @@ impl Scheduler {
             self.num_deferred -= 1;
         }
         request.status = RequestStatus::Running;
-        request.num_computed_tokens = hit.num_tokens;
+        request.num_computed_tokens = num_computed_tokens;
         note_lora(&mut self.step.loras, request);
-        self.waiting.pop();
+        self.pop_next();
         self.running.push(index);
         let mut scheduled = self.scheduled(index, share.num_tokens);
         self.step.set_unknown_drafts(&mut scheduled, share.num_padding_tokens);
@@ -549,7 +617,7 @@ impl Scheduler {
         if self.config.log_stats {
             request.record_event(EventKind::Preempted, now);
         }
-        self.waiting.prepend(index, request);
+        self.waiting.prepend(index, &self.slots);
     }
 
     /// Counts the step's tokens as computed, so that the next step can be scheduled before this
@@ -584,8 +652,10 @@ impl Scheduler {
                 // Placeholders of the drafts that this step will bring.
                 request.drafts.clear();
                 request.drafts.resize(step.num_spec_tokens_to_schedule as usize, UNKNOWN_DRAFT);
-                request.next_decode_step =
-                    self.current_step + u64::from(self.config.decode_stagger);
+                if self.config.decode_stagger > 0 {
+                    request.next_decode_step =
+                        self.current_step + u64::from(self.config.decode_stagger);
+                }
             }
         }
         self.has_previous_batch = true;
@@ -614,7 +684,13 @@ impl Scheduler {
         for &index in indices {
             match self.get(index).map(Request::status) {
                 Some(RequestStatus::Running) => running.push(index),
-                Some(_) => waiting.push(index),
+                Some(status) => {
+                    // An id may be given twice.
+                    if status == RequestStatus::WaitingForInput && !waiting.contains(&index) {
+                        self.num_waiting_for_input -= 1;
+                    }
+                    waiting.push(index);
+                }
                 None => {}
             }
         }
@@ -650,8 +726,13 @@ impl Scheduler {
                 self.num_deferred -= 1;
             }
         }
-        let request = |index: RequestIndex| slots[index.index()].as_ref().expect("checked above");
-        self.waiting.remove_all(indices, request);
+        self.unqueue(indices);
+    }
+
+    /// Takes requests out of the queues. Each is in one of them.
+    fn unqueue(&mut self, indices: &[RequestIndex]) {
+        self.waiting.remove_all(indices, &self.slots);
+        self.kv_holding_waiting.remove_all(indices, &self.slots);
     }
 
     /// Gives back a request's blocks and its place. It must have left the queues.
@@ -759,25 +840,34 @@ impl Scheduler {
 
     /// Requests that wait, in their order.
     #[must_use]
-    pub fn waiting(&self) -> &RequestQueue {
-        &self.waiting
+    pub fn waiting(&self) -> Vec<RequestIndex> {
+        let mut waiting = self.kv_holding_waiting.in_order(&self.slots);
+        waiting.extend(self.waiting.in_order(&self.slots));
+        waiting
+    }
+
+    /// Requests that wait.
+    #[must_use]
+    pub fn num_waiting(&self) -> usize {
+        self.waiting.len() + self.kv_holding_waiting.len()
     }
 
     /// Requests that are not finished and, as far as the pause state goes, have work to do.
     #[must_use]
     pub fn num_unfinished_requests(&self) -> usize {
-        match self.pause_state {
-            PauseState::Unpaused => self.running.len() + self.waiting.len(),
-            PauseState::PausedNew => self.running.len(),
-            PauseState::PausedAll => 0,
-        }
+        let num_waiting = match self.pause_state {
+            PauseState::Unpaused => self.num_waiting(),
+            PauseState::PausedNew => self.kv_holding_waiting.len(),
+            PauseState::PausedAll => return 0,
+        };
+        self.running.len() + num_waiting - self.num_waiting_for_input
     }
 
     /// The state of queues and cache; counters of the prefix cache start again at zero.
     pub fn take_stats(&mut self) -> SchedulerStats {
         SchedulerStats {
             num_running_reqs: self.running.len(),
-            num_waiting_reqs: self.waiting.len() - self.num_deferred,
+            num_waiting_reqs: self.num_waiting() - self.num_deferred,
             num_skipped_waiting_reqs: self.num_deferred,
             kv_cache_usage: self.kv_cache.pool().usage(),
             prefix_cache_stats: std::mem::take(&mut self.kv_cache.prefix_cache_stats),
@@ -802,12 +892,14 @@ impl Scheduler {
             assert_eq!(counted, owners, "block {id} counts {counted} owners and has {owners}");
         }
         let num_requests = self.slots.iter().flatten().count();
-        assert_eq!(num_requests, self.running.len() + self.waiting.len(), "a request is lost");
+        assert_eq!(num_requests, self.running.len() + self.num_waiting(), "a request is lost");
         assert!(
             self.running.iter().all(|&index| self.request(index).status == RequestStatus::Running)
         );
-        let waiting: Vec<&Request> =
-            self.waiting.in_order().map(|index| self.request(index)).collect();
+        let waiting = self.waiting().into_iter().map(|index| self.request(index));
+        let waiting: Vec<&Request> = waiting.collect();
+        let idle = waiting.iter().filter(|it| it.status == RequestStatus::WaitingForInput).count();
+        assert_eq!(idle, self.num_waiting_for_input, "sessions without input are miscounted");
         assert!(waiting.iter().all(|request| request.status != RequestStatus::Running));
         let num_deferred = waiting.iter().filter(|request| request.is_deferred).count();
         assert_eq!(num_deferred, self.num_deferred, "deferred requests are miscounted");
@@ -829,6 +921,14 @@ fn note_lora(loras: &mut Vec<i64>, request: &Request) {
     if let Some(lora) = request.lora_id.filter(|lora| !loras.contains(lora)) {
         loras.push(lora);
     }
+}
+
+/// Looks a request up in the prefix cache and notes what was found.
+fn find_prefix_hit(kv_cache: &mut KvCacheManager, request: &mut Request) -> PrefixHit {
+    let hit = kv_cache.find_prefix_hit(request);
+    request.shared_prefix_boundary = hit.shared_prefix_boundary;
+    note_first_prefill(request, hit.num_tokens);
+    hit
 }
 
 /// Prefill statistics are those of the first prefill, not of repeats after a preemption.

@@ -4,7 +4,7 @@
 use smallvec::SmallVec;
 
 use crate::config::RequestSpecMetrics;
-use crate::hooks::Hooks;
+use crate::hooks::{Hooks, NextTurn};
 use crate::ids::RequestIndex;
 use crate::request::{Event, PrefillStats, RequestStatus};
 use crate::scheduler::Scheduler;
@@ -37,8 +37,10 @@ pub struct RequestOutput {
     pub position: usize,
     /// How many of the sampled tokens count: a stop cuts the rest off.
     pub num_new_tokens: usize,
-    /// How the request ended, if it did.
+    /// How the request ended, or a session's turn, if it did.
     pub finished: Option<RequestStatus>,
+    /// The request is gone: a session whose turn has ended is not.
+    pub is_over: bool,
     /// Why it ended.
     pub stop_reason: StopReason,
     /// What happened to the request since the last output.
@@ -88,28 +90,32 @@ impl Scheduler {
             let Some(index) = scheduled.index.filter(|&index| self.get(index).is_some()) else {
                 continue;
             };
-            let status_before = self.request(index).status;
+            let was_running = self.request(index).status == RequestStatus::Running;
             let Some(advance) = self.advance_request(index, &scheduled, hooks)? else {
                 continue;
             };
-            let Advance { num_new_tokens, stopped } = advance;
-            if num_new_tokens == 0 && !stopped && !scheduled.is_pooled {
+            if advance.num_new_tokens == 0 && !advance.stopped && !scheduled.is_pooled {
                 continue;
             }
-            outputs.push(self.take_output(index, position, num_new_tokens));
-            if stopped {
+            let outcome = self.begin_output(index, position, advance.num_new_tokens);
+            let stays = !advance.stopped || !self.end_turn(index, was_running, hooks)?;
+            outputs.push(self.complete_output(outcome, stays));
+            if !advance.stopped {
+                continue;
+            }
+            if was_running {
+                stopped_running.push(index);
+            } else if !stays {
+                stopped_preempted.push(index);
+            }
+            if !stays {
                 self.end_blocks(index);
-                match status_before {
-                    RequestStatus::Running => stopped_running.push(index),
-                    _ => stopped_preempted.push(index),
-                }
             }
         }
         self.remove_running(&stopped_running);
         self.remove_waiting(&stopped_preempted);
-        for index in stopped_running.into_iter().chain(stopped_preempted) {
-            let status = self.request(index).status;
-            self.release(index, status);
+        for output in outputs.iter().filter(|output| output.is_over) {
+            self.release(output.index, output.finished.expect("what is over has ended"));
         }
         Ok(())
     }
@@ -142,6 +148,7 @@ impl Scheduler {
             if !hooks.accept_tokens(index, sequence, advance.num_new_tokens)? {
                 let (request, _) = self.get_mut(index).expect("looked up above");
                 request.status = RequestStatus::FinishedError;
+                request.is_session = false;
                 advance.stopped = true;
             }
         }
@@ -218,7 +225,8 @@ impl Scheduler {
         advance
     }
 
-    fn take_output(
+    /// What is to be told of a request, as it is before the scheduler reacts to a stop.
+    fn begin_output(
         &mut self,
         index: RequestIndex,
         position: usize,
@@ -232,17 +240,58 @@ impl Scheduler {
                 ..stats
             }
         });
-        let finished = Some(request.status).filter(|status| status.is_finished());
         RequestOutput {
             index,
             position,
             num_new_tokens,
-            finished,
-            spec_stats: finished.and_then(|_| request.spec_stats.clone()),
-            stop_reason: request.stop_reason,
-            events: std::mem::take(&mut request.events),
+            finished: Some(request.status).filter(|status| status.is_finished()),
+            is_over: false,
+            spec_stats: None,
+            stop_reason: StopReason::None,
+            events: SmallVec::new(),
             prefill_stats,
         }
+    }
+
+    fn complete_output(&mut self, output: RequestOutput, stays: bool) -> RequestOutput {
+        let (request, _) = self.get_mut(output.index).expect("looked up by the caller");
+        RequestOutput {
+            is_over: !stays,
+            spec_stats: output.finished.and_then(|_| request.spec_stats.clone()),
+            stop_reason: request.stop_reason,
+            events: std::mem::take(&mut request.events),
+            ..output
+        }
+    }
+
+    /// Lets a session that has stopped go on, now or when its next input comes. Returns whether
+    /// the request is over.
+    fn end_turn<H: Hooks>(
+        &mut self,
+        index: RequestIndex,
+        was_running: bool,
+        hooks: &mut H,
+    ) -> Result<bool, H::Error> {
+        let (request, _) = self.get_mut(index).expect("looked up by the caller");
+        if !request.is_session {
+            return Ok(true);
+        }
+        // What is in flight belongs to the turn that is over.
+        request.num_computed_tokens -= request.num_output_placeholders;
+        request.num_output_placeholders = 0;
+        request.drafts.clear();
+        request.drop_stale_output = true;
+        request.num_stale_output_tokens = request.num_in_flight_tokens;
+        match hooks.next_turn(index, request.tokens(), request.num_kept_tokens())? {
+            NextTurn::Closed => return Ok(true),
+            NextTurn::Pending => self.await_input(index),
+            NextTurn::Input(input) => self.take_input(index, input),
+        }
+        // One that was preempted is in its queue already.
+        if was_running {
+            self.enqueue(index);
+        }
+        Ok(false)
     }
 
     /// A request that stops gives its blocks back at once: their order among those of others that

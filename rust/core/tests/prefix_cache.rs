@@ -63,6 +63,7 @@ fn new_request(id: usize, tokens: &[i32]) -> NewRequest {
         use_structured_output: false,
         is_pooling: false,
         reports_cached_blocks: false,
+        is_session: false,
     }
 }
 

@@ -50,12 +50,6 @@ impl Entry {
     /// Reads what is needed of a `Request`.
     pub(crate) fn of(request: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = request.py();
-        // A pooling request has none.
-        let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
-        let num_logprobs = match sampling_params.is_none() {
-            true => sampling_params,
-            false => sampling_params.getattr(intern!(py, "num_logprobs"))?,
-        };
         let trace_headers = request.getattr(intern!(py, "trace_headers"))?;
         let id = request.getattr(intern!(py, "request_id"))?.cast_into::<PyString>()?;
         Ok(Self {
@@ -63,14 +57,28 @@ impl Entry {
             id: id.unbind(),
             request: request.clone().unbind(),
             client_index: request.getattr(intern!(py, "client_index"))?.extract()?,
-            wants_logprobs: !num_logprobs.is_none(),
+            wants_logprobs: wants_logprobs(request)?,
             trace_headers: (!trace_headers.is_none()).then(|| trace_headers.unbind()),
             num_nans_in_logits: request.getattr(intern!(py, "num_nans_in_logits"))?.extract()?,
         })
+    }
+
+    /// Reads again what a session's next input has changed.
+    pub(crate) fn refresh(&mut self, py: Python<'_>) -> PyResult<()> {
+        self.wants_logprobs = wants_logprobs(self.request.bind(py))?;
+        Ok(())
     }
 
     /// Whether its outputs carry something that most don't.
     pub(crate) fn is_rare(&self) -> bool {
         self.wants_logprobs || self.trace_headers.is_some() || self.num_nans_in_logits != 0
     }
+}
+
+fn wants_logprobs(request: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = request.py();
+    let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
+    // A pooling request has none.
+    Ok(!sampling_params.is_none()
+        && !sampling_params.getattr(intern!(py, "num_logprobs"))?.is_none())
 }

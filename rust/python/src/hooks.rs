@@ -4,10 +4,11 @@ use pyo3::exceptions::PyException;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySet};
-use sparksched_core::{GrammarState, Hooks, RequestIndex};
+use sparksched_core::{GrammarState, Hooks, NextTurn, RequestIndex};
 
 use crate::convert;
 use crate::entries::Entries;
+use crate::hasher::ExtraKeysReader;
 
 /// The Python functions that are called for the few requests that need them.
 pub(crate) struct Callbacks {
@@ -16,6 +17,9 @@ pub(crate) struct Callbacks {
     /// `validate_tokens(request, token_ids) -> list[int]`: those before the first that the grammar
     /// rejects.
     pub(crate) validate_tokens: Py<PyAny>,
+    /// `next_turn(request, num_kept_tokens) -> bool | None`: gives a session its next input, if
+    /// there is one; False if it is closed.
+    pub(crate) next_turn: Py<PyAny>,
 }
 
 /// Answers for the duration of one call.
@@ -23,6 +27,7 @@ pub(crate) struct PyHooks<'a, 'py> {
     pub(crate) py: Python<'py>,
     pub(crate) entries: &'a Entries,
     pub(crate) callbacks: &'a Callbacks,
+    pub(crate) extra_keys: &'a ExtraKeysReader,
     /// Ids of requests whose grammar can't be compiled.
     pub(crate) grammar_errors: &'a Py<PySet>,
 }
@@ -64,5 +69,24 @@ impl Hooks for PyHooks<'_, '_> {
         convert::sync_request_tokens(request, sequence)?;
         let tokens = PyList::new(self.py, &sequence[sequence.len() - num_new_tokens..])?;
         self.callbacks.accept_tokens.bind(self.py).call1((request, tokens))?.is_truthy()
+    }
+
+    fn next_turn(
+        &mut self,
+        index: RequestIndex,
+        sequence: &[i32],
+        num_kept_tokens: usize,
+    ) -> PyResult<NextTurn> {
+        let request = self.request(index);
+        convert::sync_request_tokens(request, sequence)?;
+        let next_turn = self.callbacks.next_turn.bind(self.py);
+        let has_input: Option<bool> = next_turn.call1((request, num_kept_tokens))?.extract()?;
+        Ok(match has_input {
+            None => NextTurn::Pending,
+            Some(false) => NextTurn::Closed,
+            Some(true) => {
+                NextTurn::Input(convert::session_input(request, num_kept_tokens, self.extra_keys)?)
+            }
+        })
     }
 }

@@ -50,12 +50,14 @@ pub(crate) struct SchedulerCore {
 impl SchedulerCore {
     #[new]
     #[pyo3(signature = (
-        config, *, accept_tokens, validate_tokens, extra_keys, block_observer, include_finished_set
+        config, *, accept_tokens, validate_tokens, next_turn, extra_keys, block_observer,
+        include_finished_set
     ))]
     fn new(
         config: &Bound<'_, PyDict>,
         accept_tokens: Py<PyAny>,
         validate_tokens: Py<PyAny>,
+        next_turn: Py<PyAny>,
         extra_keys: Option<Py<PyAny>>,
         block_observer: Option<Py<PyAny>>,
         include_finished_set: bool,
@@ -70,7 +72,7 @@ impl SchedulerCore {
             entries: Entries::default(),
             scheduler_output_builder: SchedulerOutputBuilder::import(py)?,
             output_writer: OutputWriter::import(py)?,
-            callbacks: Callbacks { accept_tokens, validate_tokens },
+            callbacks: Callbacks { accept_tokens, validate_tokens, next_turn },
             extra_keys: ExtraKeysReader(extra_keys),
             block_observer: BlockObserver(block_observer),
             guard: Guard::default(),
@@ -92,6 +94,19 @@ impl SchedulerCore {
 
     fn add_request(&mut self, request: &Bound<'_, PyAny>, now: f64) -> PyResult<()> {
         self.guarded(|this| this.do_add_request(request, now))
+    }
+
+    fn is_waiting_for_input(&self, request_id: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let request = self.place(request_id)?.and_then(|index| self.scheduler.get(index));
+        Ok(request.is_some_and(|it| it.status() == RequestStatus::WaitingForInput))
+    }
+
+    fn continue_session(
+        &mut self,
+        request_id: &Bound<'_, PyAny>,
+        continue_session: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        self.guarded(|this| this.do_continue_session(request_id, continue_session))
     }
 
     fn schedule<'py>(
@@ -190,7 +205,7 @@ impl SchedulerCore {
     }
 
     fn request_counts(&self) -> (usize, usize) {
-        (self.scheduler.running().len(), self.scheduler.waiting().len())
+        (self.scheduler.running().len(), self.scheduler.num_waiting())
     }
 
     fn running_requests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
@@ -198,7 +213,7 @@ impl SchedulerCore {
     }
 
     fn waiting_requests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.requests_at(py, self.scheduler.waiting().in_order())
+        self.requests_at(py, self.scheduler.waiting().into_iter())
     }
 
     fn kv_cache_usage(&self) -> f64 {
@@ -244,12 +259,12 @@ impl SchedulerCore {
 
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         catch_panics(|| {
-            let has_drafts = self.scheduler.config().speculation.num_spec_tokens > 0;
             let requests = PyDict::new(py);
             for (id, _) in self.requests.bind(py) {
                 let index = self.place(&id)?.expect("each request has a place");
-                let request = self.scheduler.request(index);
-                requests.set_item(id, snapshot::request_snapshot(py, request, has_drafts)?)?;
+                let request = self.entries.get(index).request.bind(py);
+                let state = self.scheduler.request(index);
+                requests.set_item(id, snapshot::request_snapshot(request, state)?)?;
             }
             snapshot::snapshot(py, &self.scheduler, &self.entries, requests)
         })?
@@ -300,6 +315,25 @@ impl SchedulerCore {
         self.entries.insert(index, entry);
         self.places.bind(py).set_item(&id, index.0)?;
         self.requests.bind(py).set_item(&id, request)
+    }
+
+    fn do_continue_session(
+        &mut self,
+        request_id: &Bound<'_, PyAny>,
+        continue_session: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let py = request_id.py();
+        let unknown = || PyValueError::new_err(format!("there is no session {request_id}"));
+        let index = self.place(request_id)?.ok_or_else(unknown)?;
+        let state = self.scheduler.request(index);
+        let num_kept_tokens = state.num_kept_tokens();
+        let request = self.entries.get(index).request.bind(py);
+        convert::sync_request_tokens(request, state.tokens())?;
+        continue_session.call1((request, num_kept_tokens))?;
+        let input = convert::session_input(request, num_kept_tokens, &self.extra_keys)?;
+        let continued = self.scheduler.continue_session(index, input);
+        self.entries.get_mut(index).refresh(py)?;
+        continued.then_some(()).ok_or_else(unknown)
     }
 
     fn do_schedule<'py>(
@@ -438,6 +472,7 @@ impl SchedulerCore {
             py,
             entries: &self.entries,
             callbacks: &self.callbacks,
+            extra_keys: &self.extra_keys,
             grammar_errors: &self.grammar_errors,
         };
         (&mut self.scheduler, hooks)
@@ -469,8 +504,10 @@ impl SchedulerCore {
     /// In the order of the step, whichever client they belong to.
     fn forget_finished(&mut self, py: Python<'_>, outputs: &[RequestOutput]) -> PyResult<()> {
         for output in outputs {
-            if let Some(status) = output.finished {
-                self.forget(py, output.index, status)?;
+            match output.finished {
+                Some(status) if output.is_over => self.forget(py, output.index, status)?,
+                Some(_) => self.entries.get_mut(output.index).refresh(py)?,
+                None => {}
             }
         }
         Ok(())

@@ -1,5 +1,6 @@
 //! The whole state as plain data, for tests and support.
 
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use sparksched_core::{BlockHash, BlockId, GroupId, Request, Scheduler};
@@ -27,7 +28,7 @@ pub(crate) fn snapshot<'py>(
         cached_blocks.set_item(block.0, block_hash_with_group_id(&hash, digest_len, group))?;
     }
     let running: Vec<_> = scheduler.running().iter().map(|&index| id(index)).collect();
-    let waiting: Vec<_> = scheduler.waiting().in_order().map(id).collect();
+    let waiting: Vec<_> = scheduler.waiting().into_iter().map(id).collect();
     let free_blocks: Vec<u32> = pool.free_blocks().map(|id| id.0).collect();
 
     let snapshot = PyDict::new(py);
@@ -50,25 +51,27 @@ fn block_hash_with_group_id(hash: &BlockHash, digest_len: usize, group: GroupId)
     })
 }
 
-/// One request's counters and block tables, and its drafts if there is speculation.
+/// One request's counters, block tables and drafts; `request` is its `Request`.
 pub(crate) fn request_snapshot<'py>(
-    py: Python<'py>,
-    request: &Request,
-    has_drafts: bool,
+    request: &Bound<'py, PyAny>,
+    state: &Request,
 ) -> PyResult<Bound<'py, PyDict>> {
+    let py = request.py();
     let snapshot = PyDict::new(py);
-    snapshot.set_item("status", convert::status_name(request.status()))?;
-    snapshot.set_item("num_computed_tokens", request.num_computed_tokens())?;
-    snapshot.set_item("num_output_placeholders", request.num_output_placeholders())?;
-    snapshot.set_item("num_in_flight_tokens", request.num_in_flight_tokens())?;
-    snapshot.set_item("num_stale_output_tokens", request.num_stale_output_tokens())?;
-    snapshot.set_item("num_tokens", request.num_tokens())?;
-    snapshot.set_item("num_preemptions", request.num_preemptions())?;
+    snapshot.set_item("status", convert::status_name(state.status()))?;
+    snapshot.set_item("num_computed_tokens", state.num_computed_tokens())?;
+    snapshot.set_item("num_output_placeholders", state.num_output_placeholders())?;
+    snapshot.set_item("num_in_flight_tokens", state.num_in_flight_tokens())?;
+    snapshot.set_item("num_stale_output_tokens", state.num_stale_output_tokens())?;
+    snapshot.set_item("num_tokens", state.num_tokens())?;
+    snapshot.set_item("num_preemptions", state.num_preemptions())?;
     let tables =
-        request.groups().iter().map(|blocks| PyList::new(py, blocks.table.iter().map(|id| id.0)));
+        state.groups().iter().map(|blocks| PyList::new(py, blocks.table.iter().map(|id| id.0)));
     snapshot.set_item("block_ids", tables.collect::<PyResult<Vec<_>>>()?)?;
-    if has_drafts {
-        snapshot.set_item("spec_token_ids", request.drafts())?;
-    }
+    snapshot.set_item("spec_token_ids", state.drafts())?;
+    snapshot.set_item("next_decode_eligible_step", state.next_decode_step())?;
+    snapshot.set_item("num_prompt_tokens", state.num_prompt_tokens())?;
+    let inputs = request.getattr(intern!(py, "streaming_queue"))?;
+    snapshot.set_item("num_queued_inputs", if inputs.is_none() { 0 } else { inputs.len()? })?;
     Ok(snapshot)
 }

@@ -18,6 +18,7 @@ fn outcome() -> RequestOutput {
         position: 0,
         num_new_tokens: 1,
         finished: None,
+        is_over: false,
         stop_reason: StopReason::None,
         events: smallvec![],
         prefill_stats: None,

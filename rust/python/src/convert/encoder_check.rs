@@ -78,6 +78,7 @@ fn outcome(types: &EngineOutputTypes, object: &Bound<'_, PyAny>) -> PyResult<Req
         index: RequestIndex(0),
         position: 0,
         num_new_tokens: 0,
+        is_over: false,
         finished: types.statuses.with_finish_reason(&object.getattr(intern!(py, "finish_reason"))?),
         stop_reason: if stop_reason.is_none() {
             StopReason::None

@@ -18,7 +18,7 @@ use sparksched_core::{BlockHash, RequestStatus};
 
 pub(crate) use encoder_check::encode_like_scheduler;
 pub(crate) use engine_outputs::{EngineOutputTypes, OtherStats};
-pub(crate) use request::{new_request, prompt, sync_request_tokens};
+pub(crate) use request::{new_request, prompt, session_input, sync_request_tokens};
 pub(crate) use runner_output::{RareOutputs, SampledTokens, sampled_tokens};
 pub(crate) use scheduler_output::{SchedulerOutputBuilder, StepSets};
 pub(crate) use step_outputs::StepOutputs;
@@ -38,6 +38,7 @@ pub(crate) fn status_name(status: RequestStatus) -> &'static str {
     match status {
         RequestStatus::Waiting => "WAITING",
         RequestStatus::WaitingForGrammar => "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR",
+        RequestStatus::WaitingForInput => "WAITING_FOR_STREAMING_REQ",
         RequestStatus::Running => "RUNNING",
         RequestStatus::Preempted => "PREEMPTED",
         finished => {

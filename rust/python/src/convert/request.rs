@@ -4,7 +4,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyList};
-use sparksched_core::{NewRequest, RepetitionDetection, StopConditions};
+use sparksched_core::{NewRequest, RepetitionDetection, SessionInput, StopConditions};
 
 use super::{block_hashes, token_ids};
 use crate::hasher::{self, ExtraKeysReader, Prompt};
@@ -40,6 +40,28 @@ pub(crate) fn new_request(
         use_structured_output: !structured.is_none(),
         is_pooling: !request.getattr(intern!(py, "pooling_params"))?.is_none(),
         reports_cached_blocks: reports_cached_blocks(request)?,
+        is_session: request.getattr(intern!(py, "resumable"))?.is_truthy()?,
+    })
+}
+
+/// Reads what a session has got behind its first `num_kept_tokens` tokens.
+pub(crate) fn session_input(
+    request: &Bound<'_, PyAny>,
+    num_kept_tokens: usize,
+    extra_keys: &ExtraKeysReader,
+) -> PyResult<SessionInput> {
+    let py = request.py();
+    let tokens = request.getattr(intern!(py, "_all_token_ids"))?;
+    let tokens = tokens.cast::<PyList>()?;
+    let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
+    let max_tokens = request.getattr(intern!(py, "max_tokens"))?;
+    let time = py.import(intern!(py, "time"))?;
+    Ok(SessionInput {
+        tokens: token_ids(&tokens.get_slice(num_kept_tokens, tokens.len()))?,
+        extra_keys: extra_keys.read(request)?,
+        stop: stop_conditions(&sampling_params, &max_tokens)?,
+        arrival_time: request.getattr(intern!(py, "arrival_time"))?.extract()?,
+        now: time.call_method0(intern!(py, "monotonic"))?.extract()?,
     })
 }
 
@@ -86,7 +108,6 @@ pub(crate) fn prompt(request: &Bound<'_, PyAny>, extra_keys: &ExtraKeysReader) -
 fn refuse_unsupported(request: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = request.py();
     let kinds = [
-        (intern!(py, "resumable"), "a streaming-input session"),
         (intern!(py, "prompt_embeds"), "a request with prompt embeddings"),
         (intern!(py, "mm_features"), "a multimodal request"),
     ];
