@@ -119,6 +119,7 @@ class SchedulerCore:
         accept_tokens: Callable[[Any, list[int]], bool],
         validate_tokens: Callable[[Any, list[int]], list[int]],
         next_turn: Callable[[Any, int], bool | None],
+        encoder_inputs: Any | None,
         extra_keys: Callable[[Any], tuple[list[bytes], bytes]] | None,
         block_observer: Any | None,
         include_finished_set: bool,
@@ -130,6 +131,7 @@ class SchedulerCore:
             accept_tokens: Advances a request's grammar; False if it rejects the tokens.
             validate_tokens: Returns draft tokens up to the first that a request's grammar rejects.
             next_turn: Gives a session that has stopped its next input; see `sparksched.sessions`.
+            encoder_inputs: A `sparksched.encoder_inputs.EncoderInputs`, of a multimodal model.
             extra_keys: As for `NativeBlockHasher`; None without prefix caching.
             block_observer: A `sparksched.block_observer.BlockObserver`, if the configuration wants
                 events or metrics of blocks.

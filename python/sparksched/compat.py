@@ -581,19 +581,16 @@ _CONFIG_RULES: Final = (
         ),
     ),
     _Rule(
-        "multimodal input",
-        "encoder inputs and their cache are scheduled only by vLLM's own scheduler",
-        lambda config: (
-            config.scheduler_config.is_multimodal_model
-            or config.model_config.is_multimodal_model
-            or config.model_config.supports_multimodal_inputs
-            or config.is_mm_encoder_only
-        ),
+        "an encoder-only instance",
+        "it publishes embeddings and generates nothing",
+        lambda config: config.is_mm_encoder_only,
     ),
     _Rule(
-        "a custom encoder cache manager",
-        "ec_manager_config names a class that only vLLM's own scheduler drives",
-        lambda config: config.ec_manager_config.encoder_cache_manager_cls is not None,
+        "LoRA with pipeline parallelism",
+        "vLLM counts the adapters of a step wrongly then",
+        lambda config: (
+            config.lora_config is not None and config.parallel_config.pipeline_parallel_size > 1
+        ),
     ),
     _Rule(
         "a KV connector",

@@ -112,7 +112,6 @@ def refuse_unsupported_request(request: Any) -> None:
     """Raise ValueError for an `EngineCoreRequest` of a kind that the Rust core does not know."""
     kinds = {
         "a request with prompt embeddings": request.prompt_embeds is not None,
-        "a multimodal request": bool(request.mm_features),
         "a request without a prompt": not request.prompt_token_ids,
     }
     for kind, applies in kinds.items():

@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
@@ -35,6 +36,7 @@ from vllm.v1.structured_output.utils import strip_speculative_padding
 from sparksched import __version__, compat, engine_hooks, sessions
 from sparksched._core import SchedulerCore
 from sparksched.block_observer import BlockObserver, publishes_events
+from sparksched.encoder_inputs import EncoderInputs
 from sparksched.extra_keys import extra_keys_writer
 
 # Below vLLM's own logger, which is the one that vLLM configures.
@@ -119,6 +121,9 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
             if self._needs_none_hash
             else None
         )
+        self._encoder_inputs = None
+        if vllm_config.model_config.supports_multimodal_inputs:
+            self._encoder_inputs = EncoderInputs(vllm_config, mm_registry)
         self._core = SchedulerCore(
             config,
             # Functions that don't know this object: the core would keep it alive.
@@ -127,6 +132,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
                 request, drafts
             ),
             next_turn=sessions.next_turn,
+            encoder_inputs=self._encoder_inputs,
             extra_keys=self.extra_keys,
             block_observer=self._block_observer(config),
             include_finished_set=include_finished_set,
@@ -349,7 +355,14 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         return False
 
     def reset_encoder_cache(self) -> None:
-        """Do nothing: there are no encoder inputs."""
+        """Forget all encoder outputs, as after an update of the weights."""
+        if self._encoder_inputs is not None:
+            self._encoder_inputs.encoder_cache_manager.reset()
+
+    @property
+    def encoder_cache_manager(self) -> EncoderCacheManager | None:
+        """vLLM's manager of the encoder's outputs; None for a model without encoder inputs."""
+        return self._encoder_inputs and self._encoder_inputs.encoder_cache_manager
 
     @property
     def pause_state(self) -> PauseState:
@@ -430,6 +443,7 @@ def core_config(
         "num_sampled_tokens_per_step": int(vllm_config.model_config.runner_type != "pooling"),
         "max_loras": None if vllm_config.lora_config is None else vllm_config.lora_config.max_loras,
         "decode_stagger": _decode_stagger(vllm_config),
+        "uses_mrope": vllm_config.model_config.uses_mrope,
         "resume_as_new": vllm_config.use_v2_model_runner,
         "sends_sampled_tokens": (
             vllm_config.parallel_config.pipeline_parallel_size > 1

@@ -27,7 +27,8 @@ pub enum NextTurn {
     Closed,
 }
 
-/// Asked only for requests that use structured output, and for streaming-input sessions.
+/// Asked only for requests that use structured output or have encoder inputs, and for
+/// streaming-input sessions.
 pub trait Hooks {
     /// What a hook fails with: the step ends with it, and the scheduler is not to be used further.
     type Error;
@@ -61,6 +62,43 @@ pub trait Hooks {
         sequence: &[i32],
         num_kept_tokens: usize,
     ) -> Result<NextTurn, Self::Error>;
+
+    /// Looks which encoder inputs a request needs for `num_new_tokens` tokens behind its first
+    /// `num_computed_tokens`. Returns how many tokens it can have with those that the encoder's
+    /// budget and cache allow.
+    ///
+    /// # Errors
+    /// Whatever the owner of the encoder cache fails with.
+    fn plan_encoder_inputs(
+        &mut self,
+        request: RequestIndex,
+        num_computed_tokens: u32,
+        num_new_tokens: u32,
+    ) -> Result<u32, Self::Error>;
+
+    /// The request that was looked at last is part of the step: its encoder inputs are, too.
+    ///
+    /// # Errors
+    /// Whatever the owner of the encoder cache fails with.
+    fn schedule_encoder_inputs(&mut self, request: RequestIndex) -> Result<(), Self::Error>;
+
+    /// The first `num_processed_tokens` tokens of a request have been computed: it doesn't need the
+    /// encoder inputs in them any more.
+    ///
+    /// # Errors
+    /// Whatever the owner of the encoder cache fails with.
+    fn free_processed_encoder_inputs(
+        &mut self,
+        request: RequestIndex,
+        num_processed_tokens: u32,
+    ) -> Result<(), Self::Error>;
+
+    /// A request leaves the step and the batch, for good or not: none of its encoder inputs is
+    /// needed.
+    ///
+    /// # Errors
+    /// Whatever the owner of the encoder cache fails with.
+    fn free_encoder_inputs(&mut self, request: RequestIndex) -> Result<(), Self::Error>;
 }
 
 /// For schedulers whose requests use none of it.
@@ -80,5 +118,21 @@ impl Hooks for NoHooks {
 
     fn next_turn(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<NextTurn, Infallible> {
         Ok(NextTurn::Closed)
+    }
+
+    fn plan_encoder_inputs(&mut self, _: RequestIndex, _: u32, n: u32) -> Result<u32, Infallible> {
+        Ok(n)
+    }
+
+    fn schedule_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn free_processed_encoder_inputs(&mut self, _: RequestIndex, _: u32) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn free_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
+        Ok(())
     }
 }

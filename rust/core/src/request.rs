@@ -87,6 +87,7 @@ pub struct PrefillStats {
 }
 
 /// A request as it arrives.
+#[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 #[derive(Clone, Debug)]
 pub struct NewRequest {
     /// Unique among the requests that are not finished.
@@ -117,6 +118,8 @@ pub struct NewRequest {
     pub reports_cached_blocks: bool,
     /// It is a streaming-input session: when it stops, it may go on with more input.
     pub is_session: bool,
+    /// Its prompt has images or the like, which an encoder turns into embeddings.
+    pub has_encoder_inputs: bool,
 }
 
 /// What a session goes on with.
@@ -124,6 +127,8 @@ pub struct NewRequest {
 pub struct SessionInput {
     /// More of the prompt.
     pub tokens: Vec<i32>,
+    /// Its prompt has encoder inputs now.
+    pub has_encoder_inputs: bool,
     /// What all blocks are hashed with from now on besides their tokens.
     pub extra_keys: Option<Box<ExtraKeys>>,
     /// What ends the next turn.
@@ -167,6 +172,7 @@ pub struct Request {
     pub(crate) is_pooling: bool,
     pub(crate) reports_cached_blocks: bool,
     pub(crate) is_session: bool,
+    pub(crate) has_encoder_inputs: bool,
     stop: StopConditions,
     /// Smaller is more urgent.
     pub(crate) priority: i128,
@@ -223,6 +229,7 @@ impl Request {
             is_pooling: new.is_pooling,
             reports_cached_blocks: new.reports_cached_blocks,
             is_session: new.is_session,
+            has_encoder_inputs: new.has_encoder_inputs,
             stop: new.stop,
             priority: new.priority,
             arrival_time: new.arrival_time,
@@ -367,6 +374,12 @@ impl Request {
         self.is_prefill_chunk
     }
 
+    /// Whether its prompt has images or the like.
+    #[must_use]
+    pub fn has_encoder_inputs(&self) -> bool {
+        self.has_encoder_inputs
+    }
+
     /// Whether it holds blocks while it waits.
     #[must_use]
     pub fn holds_blocks(&self) -> bool {
@@ -432,6 +445,7 @@ impl Request {
         }
         self.tokens.extend(input.tokens);
         self.num_prompt_tokens = self.tokens.len();
+        self.has_encoder_inputs = input.has_encoder_inputs;
         self.extra_keys = input.extra_keys;
         self.stop = input.stop;
         self.arrival_time = input.arrival_time;

@@ -4,8 +4,7 @@
 //! computed; each step hands out a budget of tokens so that the computed ones catch up, first to
 //! the requests that run, then to those that wait.
 //!
-//! Left out, and refused before a scheduler is built: encoder inputs, KV and EC connectors, Mamba
-//! alignment.
+//! Left out, and refused before a scheduler is built: KV and EC connectors, Mamba alignment.
 
 use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
 use crate::hooks::{GrammarState, Hooks};
@@ -241,7 +240,7 @@ impl Scheduler {
         }
         let limits = self.step_limits(throttle_prefills, now);
 
-        self.schedule_running(&mut budget, &limits);
+        self.schedule_running(&mut budget, &limits, hooks)?;
         self.note_loras();
         if self.step.preempted.is_empty() && self.pause_state != PauseState::PausedAll {
             self.schedule_waiting(&mut budget, &limits, hooks)?;
@@ -270,18 +269,27 @@ impl Scheduler {
     }
 
     /// First the requests that run, in their order.
-    fn schedule_running(&mut self, budget: &mut Budget, limits: &StepLimits) {
+    fn schedule_running<H: Hooks>(
+        &mut self,
+        budget: &mut Budget,
+        limits: &StepLimits,
+        hooks: &mut H,
+    ) -> Result<(), H::Error> {
         let mut position = 0;
         while position < self.running.len() && !budget.is_spent() {
             let index = self.running[position];
-            let num_tokens = self.num_tokens_to_run(index, budget, limits);
+            let num_tokens = self.num_tokens_to_run(index, budget, limits, hooks)?;
             if num_tokens == 0 {
                 // Those behind it may still run: not strictly first come, first served.
                 position += 1;
                 continue;
             }
-            if !self.allocate_or_preempt(index, num_tokens, &mut position, budget, limits.now) {
+            let at = &mut position;
+            if !self.allocate_or_preempt(index, num_tokens, at, budget, limits.now, hooks)? {
                 break;
+            }
+            if self.request(index).has_encoder_inputs {
+                hooks.schedule_encoder_inputs(index)?;
             }
             let mut scheduled = self.scheduled(index, num_tokens);
             self.take_drafts(&mut scheduled);
@@ -290,16 +298,23 @@ impl Scheduler {
             budget.take(num_tokens);
             position += 1;
         }
+        Ok(())
     }
 
     /// Tokens that a running request gets; 0 if it has to sit this step out.
-    fn num_tokens_to_run(&self, index: RequestIndex, budget: &Budget, limits: &StepLimits) -> u32 {
+    fn num_tokens_to_run<H: Hooks>(
+        &self,
+        index: RequestIndex,
+        budget: &Budget,
+        limits: &StepLimits,
+        hooks: &mut H,
+    ) -> Result<u32, H::Error> {
         let request = self.request(index);
         if reaches_max_tokens_in_flight(request)
             || self.current_step < request.next_decode_step
             || (limits.defer_prefills && request.is_prefill_chunk)
         {
-            return 0;
+            return Ok(0);
         }
         let num_known =
             (request.num_tokens() + request.drafts.len()) as u32 + request.num_output_placeholders;
@@ -310,7 +325,23 @@ impl Scheduler {
             .max_model_len
             .saturating_sub(request.num_computed_tokens + self.config.num_sampled_tokens_per_step);
         let num_tokens = limits.cap(num_new).min(budget.available()).min(until_max_model_len);
-        self.reserve_prefill_lookahead(request, request.num_computed_tokens, num_tokens)
+        self.fit_to_drafter_and_encoder(index, request.num_computed_tokens, num_tokens, hooks)
+    }
+
+    /// Shortens a chunk to what the encoder can provide, and to where a drafter can go on.
+    fn fit_to_drafter_and_encoder<H: Hooks>(
+        &self,
+        index: RequestIndex,
+        num_computed_tokens: u32,
+        num_tokens: u32,
+        hooks: &mut H,
+    ) -> Result<u32, H::Error> {
+        let request = self.request(index);
+        let mut num_tokens = num_tokens;
+        if request.has_encoder_inputs {
+            num_tokens = hooks.plan_encoder_inputs(index, num_computed_tokens, num_tokens)?;
+        }
+        Ok(self.reserve_prefill_lookahead(request, num_computed_tokens, num_tokens))
     }
 
     /// Shortens a chunk that would end so close to the prompt's end that a drafter, which reads
@@ -360,27 +391,28 @@ impl Scheduler {
 
     /// Finds blocks for a running request, at the expense of less urgent ones if it must be.
     /// Returns whether the request can run; `position` follows it when others leave before it.
-    fn allocate_or_preempt(
+    fn allocate_or_preempt<H: Hooks>(
         &mut self,
         index: RequestIndex,
         num_tokens: u32,
         position: &mut usize,
         budget: &mut Budget,
         now: f64,
-    ) -> bool {
+        hooks: &mut H,
+    ) -> Result<bool, H::Error> {
         loop {
             let request = self.slots[index.index()].as_mut().expect("running requests exist");
             if self.kv_cache.allocate_slots(request, num_tokens, AllocationFor::Running) {
-                return true;
+                return Ok(true);
             }
             let victim = match self.config.policy {
                 Policy::Fcfs => self.running.pop().expect("at least this request runs"),
                 Policy::Priority => self.remove_least_urgent(position, budget),
             };
-            self.preempt(victim, now, false);
+            self.preempt(victim, now, false, hooks)?;
             self.step.preempted.push(victim);
             if victim == index {
-                return false;
+                return Ok(false);
             }
         }
     }
@@ -443,7 +475,7 @@ impl Scheduler {
                 self.pass_over();
                 continue;
             }
-            if !self.admit(index, budget, limits) {
+            if !self.admit(index, budget, limits, hooks)? {
                 break;
             }
         }
@@ -500,14 +532,19 @@ impl Scheduler {
     }
 
     /// Admits the request at the head of the queue. Returns whether it could.
-    fn admit(&mut self, index: RequestIndex, budget: &mut Budget, limits: &StepLimits) -> bool {
+    fn admit<H: Hooks>(
+        &mut self,
+        index: RequestIndex,
+        budget: &mut Budget,
+        limits: &StepLimits,
+        hooks: &mut H,
+    ) -> Result<bool, H::Error> {
         let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
         let looks_up = request.num_computed_tokens == 0;
         let hit = if looks_up { find_prefix_hit(&mut self.kv_cache, request) } else { NO_HIT };
         let num_computed_tokens = request.num_computed_tokens + hit.num_tokens;
-        let Some(share) = self.share_of_admitted(index, num_computed_tokens, budget, limits) else {
-            return false;
-        };
+        let share = self.share_of_admitted(index, num_computed_tokens, budget, limits, hooks)?;
+        let Some(share) = share else { return Ok(false) };
         let purpose = AllocationFor::Admission {
             hit,
             full_sequence_must_fit: self.config.reserve_full_isl,
@@ -515,7 +552,10 @@ impl Scheduler {
         };
         let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
         if !self.kv_cache.allocate_slots(request, share.num_tokens, purpose) {
-            return false;
+            if request.has_encoder_inputs {
+                hooks.free_encoder_inputs(index)?;
+            }
+            return Ok(false);
         }
         if self.config.log_stats {
             if looks_up {
@@ -539,41 +579,47 @@ impl Scheduler {
         self.step.set_unknown_drafts(&mut scheduled, share.num_padding_tokens);
         self.step.admitted.push((admission, scheduled));
         budget.take(share.num_tokens);
-        true
+        if self.request(index).has_encoder_inputs {
+            hooks.schedule_encoder_inputs(index)?;
+        }
+        Ok(true)
     }
 
     /// What a request gets of the step that admits it; `None` if that has to wait.
-    fn share_of_admitted(
+    fn share_of_admitted<H: Hooks>(
         &self,
         index: RequestIndex,
         num_computed_tokens: u32,
         budget: &Budget,
         limits: &StepLimits,
-    ) -> Option<Share> {
+        hooks: &mut H,
+    ) -> Result<Option<Share>, H::Error> {
         let request = self.request(index);
         let num_missing = request.num_tokens() as u32 - num_computed_tokens;
         if limits.defer_prefills && num_missing > 1 {
-            return None;
+            return Ok(None);
         }
         let available = budget.available();
+        let mut share = Share { num_tokens: num_missing, num_padding_tokens: 0 };
         if num_missing == 1 && self.pads_decode(num_computed_tokens) {
             let num_padding_tokens = self.config.speculation.num_spec_tokens;
             let num_tokens = 1 + num_padding_tokens;
             if num_tokens > available {
-                return None;
+                return Ok(None);
             }
             // vLLM fails an assertion if the threshold is below that; here the padding goes.
             if limits.cap(num_tokens) == num_tokens {
-                return Some(Share { num_tokens, num_padding_tokens });
+                share = Share { num_tokens, num_padding_tokens };
             }
         }
-        let num_tokens = limits.cap(num_missing);
+        let num_tokens = limits.cap(share.num_tokens);
         if !self.config.enable_chunked_prefill && num_tokens > available {
-            return None;
+            return Ok(None);
         }
         let num_tokens = num_tokens.min(available);
-        let num_tokens = self.reserve_prefill_lookahead(request, num_computed_tokens, num_tokens);
-        (num_tokens > 0).then_some(Share { num_tokens, num_padding_tokens: 0 })
+        share.num_tokens =
+            self.fit_to_drafter_and_encoder(index, num_computed_tokens, num_tokens, hooks)?;
+        Ok((share.num_tokens > 0).then_some(share))
     }
 
     /// Whether a request that lacks nothing but its next token is given as many tokens as those
@@ -600,10 +646,19 @@ impl Scheduler {
 
     /// Takes the blocks of a running request away and puts it back into the queue. It must have
     /// left `running` already.
-    fn preempt(&mut self, index: RequestIndex, now: f64, drop_stale_output: bool) {
+    fn preempt<H: Hooks>(
+        &mut self,
+        index: RequestIndex,
+        now: f64,
+        drop_stale_output: bool,
+        hooks: &mut H,
+    ) -> Result<(), H::Error> {
         let request = self.slots[index.index()].as_mut().expect("running requests exist");
         debug_assert_eq!(request.status, RequestStatus::Running);
         self.kv_cache.free(request);
+        if request.has_encoder_inputs {
+            hooks.free_encoder_inputs(index)?;
+        }
         request.status = RequestStatus::Preempted;
         request.num_computed_tokens = 0;
         request.drafts.clear();
@@ -618,6 +673,7 @@ impl Scheduler {
             request.record_event(EventKind::Preempted, now);
         }
         self.waiting.prepend(index, &self.slots);
+        Ok(())
     }
 
     /// Counts the step's tokens as computed, so that the next step can be scheduled before this
@@ -673,11 +729,15 @@ impl Scheduler {
 
     /// Ends requests from outside: aborted by their client, or failed. Places that hold no request
     /// are ignored. Returns the requests that were ended, in the given order.
-    pub fn finish_requests(
+    ///
+    /// # Errors
+    /// What the hooks fail with; the scheduler is not to be used after that.
+    pub fn finish_requests<H: Hooks>(
         &mut self,
         indices: &[RequestIndex],
         status: RequestStatus,
-    ) -> Vec<(RequestIndex, Request)> {
+        hooks: &mut H,
+    ) -> Result<Vec<(RequestIndex, Request)>, H::Error> {
         debug_assert!(status.is_finished());
         let mut running = Vec::new();
         let mut waiting = Vec::new();
@@ -696,11 +756,14 @@ impl Scheduler {
         }
         self.remove_running(&running);
         self.remove_waiting(&waiting);
-        let ended = indices.iter().filter_map(|&index| {
-            let request = self.release(index, status)?;
-            Some((index, request))
-        });
-        ended.collect()
+        let mut ended = Vec::with_capacity(indices.len());
+        for &index in indices {
+            if self.get(index).is_some_and(|request| request.has_encoder_inputs) {
+                hooks.free_encoder_inputs(index)?;
+            }
+            ended.extend(self.release(index, status).map(|request| (index, request)));
+        }
+        Ok(ended)
     }
 
     pub(crate) fn remove_running(&mut self, indices: &[RequestIndex]) {
@@ -750,15 +813,22 @@ impl Scheduler {
 
     /// Takes the blocks of all running requests away; what their steps in flight bring will be
     /// dropped. Returns them, the last one to run first.
-    pub fn preempt_running(&mut self, now: f64) -> Vec<RequestIndex> {
+    ///
+    /// # Errors
+    /// What the hooks fail with; the scheduler is not to be used after that.
+    pub fn preempt_running<H: Hooks>(
+        &mut self,
+        now: f64,
+        hooks: &mut H,
+    ) -> Result<Vec<RequestIndex>, H::Error> {
         // From the last to the first, so that they queue in their order.
         let preempted: Vec<RequestIndex> = self.running.drain(..).rev().collect();
         for &index in &preempted {
-            self.preempt(index, now, true);
+            self.preempt(index, now, true, hooks)?;
         }
         // They may run again in the very next step, but not as a continuation.
         self.has_previous_batch = false;
-        preempted
+        Ok(preempted)
     }
 
     /// Forgets all cached prefixes, if no request holds a block. Returns whether it did.

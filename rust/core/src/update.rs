@@ -75,6 +75,9 @@ impl Scheduler {
     ///
     /// # Errors
     /// What the hooks fail with; the scheduler is not to be used after that.
+    ///
+    /// # Panics
+    /// If more stale output comes back than was in flight.
     pub fn update_from_output<'a, H: Hooks>(
         &mut self,
         scheduled: impl Iterator<Item = ScheduledOutput<'a>>,
@@ -99,7 +102,8 @@ impl Scheduler {
             }
             let outcome = self.begin_output(index, position, advance.num_new_tokens);
             let stays = !advance.stopped || !self.end_turn(index, was_running, hooks)?;
-            outputs.push(self.complete_output(outcome, stays));
+            let outcome = self.complete_output(outcome, stays);
+            outputs.push(outcome);
             if !advance.stopped {
                 continue;
             }
@@ -110,6 +114,9 @@ impl Scheduler {
             }
             if !stays {
                 self.end_blocks(index);
+                if self.request(index).has_encoder_inputs {
+                    hooks.free_encoder_inputs(index)?;
+                }
             }
         }
         self.remove_running(&stopped_running);
@@ -139,6 +146,12 @@ impl Scheduler {
         }
         let use_structured_output = request.use_structured_output;
         self.settle_drafts(index, scheduled, is_stale);
+        let request = self.request(index);
+        if request.has_encoder_inputs {
+            let num_processed =
+                request.num_computed_tokens.saturating_sub(request.num_output_placeholders);
+            hooks.free_processed_encoder_inputs(index, num_processed)?;
+        }
         let mut advance = self.append_tokens(index, scheduled.sampled_tokens, is_stale);
         if scheduled.is_pooled && advance.num_new_tokens == 0 {
             advance.stopped = self.end_pooling(index);
@@ -253,15 +266,13 @@ impl Scheduler {
         }
     }
 
-    fn complete_output(&mut self, output: RequestOutput, stays: bool) -> RequestOutput {
+    fn complete_output(&mut self, mut output: RequestOutput, stays: bool) -> RequestOutput {
         let (request, _) = self.get_mut(output.index).expect("looked up by the caller");
-        RequestOutput {
-            is_over: !stays,
-            spec_stats: output.finished.and_then(|_| request.spec_stats.clone()),
-            stop_reason: request.stop_reason,
-            events: std::mem::take(&mut request.events),
-            ..output
-        }
+        output.is_over = !stays;
+        output.spec_stats = output.finished.and_then(|_| request.spec_stats.clone());
+        output.stop_reason = request.stop_reason;
+        output.events = std::mem::take(&mut request.events);
+        output
     }
 
     /// Lets a session that has stopped go on, now or when its next input comes. Returns whether

@@ -64,6 +64,7 @@ fn new_request(id: usize, tokens: &[i32]) -> NewRequest {
         is_pooling: false,
         reports_cached_blocks: false,
         is_session: false,
+        has_encoder_inputs: false,
     }
 }
 

@@ -20,6 +20,8 @@ pub(crate) struct Callbacks {
     /// `next_turn(request, num_kept_tokens) -> bool | None`: gives a session its next input, if
     /// there is one; False if it is closed.
     pub(crate) next_turn: Py<PyAny>,
+    /// `sparksched.encoder_inputs.EncoderInputs`.
+    pub(crate) encoder_inputs: Py<PyAny>,
 }
 
 /// Answers for the duration of one call.
@@ -35,6 +37,10 @@ pub(crate) struct PyHooks<'a, 'py> {
 impl<'py> PyHooks<'_, 'py> {
     fn request(&self, index: RequestIndex) -> &Bound<'py, PyAny> {
         self.entries.get(index).request.bind(self.py)
+    }
+
+    fn encoder_inputs(&self) -> &Bound<'py, PyAny> {
+        self.callbacks.encoder_inputs.bind(self.py)
     }
 }
 
@@ -88,5 +94,37 @@ impl Hooks for PyHooks<'_, '_> {
                 NextTurn::Input(convert::session_input(request, num_kept_tokens, self.extra_keys)?)
             }
         })
+    }
+
+    fn plan_encoder_inputs(
+        &mut self,
+        index: RequestIndex,
+        num_computed_tokens: u32,
+        num_new_tokens: u32,
+    ) -> PyResult<u32> {
+        let arguments = (self.request(index), num_computed_tokens, num_new_tokens);
+        self.encoder_inputs().call_method1(intern!(self.py, "plan"), arguments)?.extract()
+    }
+
+    fn schedule_encoder_inputs(&mut self, index: RequestIndex) -> PyResult<()> {
+        let arguments = (self.request(index),);
+        self.encoder_inputs().call_method1(intern!(self.py, "schedule"), arguments)?;
+        Ok(())
+    }
+
+    fn free_processed_encoder_inputs(
+        &mut self,
+        index: RequestIndex,
+        num_processed_tokens: u32,
+    ) -> PyResult<()> {
+        let arguments = (self.request(index), num_processed_tokens);
+        self.encoder_inputs().call_method1(intern!(self.py, "free_processed"), arguments)?;
+        Ok(())
+    }
+
+    fn free_encoder_inputs(&mut self, index: RequestIndex) -> PyResult<()> {
+        let arguments = (self.request(index),);
+        self.encoder_inputs().call_method1(intern!(self.py, "free"), arguments)?;
+        Ok(())
     }
 }

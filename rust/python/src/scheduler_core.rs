@@ -12,7 +12,7 @@ use sparksched_core::{
 use crate::block_observer::BlockObserver;
 use crate::client_outputs::{ClientDict, ClientOutputs, OutputWriter, StepResult};
 use crate::config::scheduler_config;
-use crate::convert::{self, OtherStats, RareOutputs, SchedulerOutputBuilder, StepSets};
+use crate::convert::{self, OtherStats, RareOutputs, SchedulerOutputBuilder, StepExtras};
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
 use crate::hasher::ExtraKeysReader;
@@ -50,7 +50,7 @@ pub(crate) struct SchedulerCore {
 impl SchedulerCore {
     #[new]
     #[pyo3(signature = (
-        config, *, accept_tokens, validate_tokens, next_turn, extra_keys, block_observer,
+        config, *, accept_tokens, validate_tokens, next_turn, encoder_inputs, extra_keys, block_observer,
         include_finished_set
     ))]
     fn new(
@@ -58,11 +58,13 @@ impl SchedulerCore {
         accept_tokens: Py<PyAny>,
         validate_tokens: Py<PyAny>,
         next_turn: Py<PyAny>,
+        encoder_inputs: Py<PyAny>,
         extra_keys: Option<Py<PyAny>>,
         block_observer: Option<Py<PyAny>>,
         include_finished_set: bool,
     ) -> PyResult<Self> {
         let py = config.py();
+        let uses_mrope = config.as_any().get_item("uses_mrope")?.extract()?;
         let scheduler = catch_panics(|| {
             Scheduler::new(scheduler_config(config)?)
                 .map_err(|error| PyValueError::new_err(error.to_string()))
@@ -70,9 +72,9 @@ impl SchedulerCore {
         Ok(Self {
             scheduler,
             entries: Entries::default(),
-            scheduler_output_builder: SchedulerOutputBuilder::import(py)?,
+            scheduler_output_builder: SchedulerOutputBuilder::import(py, uses_mrope)?,
             output_writer: OutputWriter::import(py)?,
-            callbacks: Callbacks { accept_tokens, validate_tokens, next_turn },
+            callbacks: Callbacks { accept_tokens, validate_tokens, next_turn, encoder_inputs },
             extra_keys: ExtraKeysReader(extra_keys),
             block_observer: BlockObserver(block_observer),
             guard: Guard::default(),
@@ -162,7 +164,9 @@ impl SchedulerCore {
 
     fn preempt_running(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
         self.guarded(|this| {
-            for index in this.scheduler.preempt_running(now) {
+            let (scheduler, mut hooks) = this.split(py);
+            let preempted = scheduler.preempt_running(now, &mut hooks);
+            for index in this.or_stop(preempted)? {
                 let told = this.preempted_req_ids.bind(py).add(&this.entries.get(index).id);
                 this.or_stop(told)?;
             }
@@ -358,11 +362,21 @@ impl SchedulerCore {
         let take = |set: &mut Py<PySet>| -> PyResult<Bound<'py, PySet>> {
             Ok(std::mem::replace(set, PySet::empty(py)?.unbind()).into_bound(py))
         };
-        let sets = StepSets {
+        let encoder_inputs = self.callbacks.encoder_inputs.bind(py);
+        let encoder = match encoder_inputs.is_none() {
+            true => None,
+            false => {
+                let log_stats = self.scheduler.config().log_stats;
+                let told = encoder_inputs.call_method1(intern!(py, "end_step"), (log_stats,))?;
+                Some(told.extract()?)
+            }
+        };
+        let extras = StepExtras {
             finished_req_ids: take(&mut self.finished_req_ids)?,
             preempted_req_ids: take(&mut self.preempted_req_ids)?,
+            encoder,
         };
-        self.scheduler_output_builder.build(&self.scheduler, &self.entries, sets)
+        self.scheduler_output_builder.build(&self.scheduler, &self.entries, extras)
     }
 
     fn do_update_from_output<'py>(
@@ -519,14 +533,20 @@ impl SchedulerCore {
         py: Python<'py>,
         written: &mut ClientOutputs<'py>,
     ) -> PyResult<()> {
-        let errors = self.grammar_errors.bind(py);
-        if errors.is_empty() {
-            return Ok(());
-        }
         // Sets of sets, as vLLM makes them: their order decides who is told first.
         let set = py.get_type::<PySet>();
-        let failed = set.call1((set.call1((errors,))?,))?;
-        errors.clear();
+        let grammar_errors = self.grammar_errors.bind(py);
+        let errors = if grammar_errors.is_empty() {
+            None
+        } else {
+            let errors = set.call1((grammar_errors,))?;
+            grammar_errors.clear();
+            Some(errors)
+        };
+        let Some(errors) = self.with_encoder_mismatches(py, errors)? else {
+            return Ok(());
+        };
+        let failed = set.call1((errors,))?;
         let status = RequestStatus::FinishedError;
         for (index, request) in self.end_requests(&failed, status)? {
             let entry = self.entries.get(index);
@@ -537,6 +557,25 @@ impl SchedulerCore {
             self.forget(py, index, status)?;
         }
         Ok(())
+    }
+
+    /// The ids of requests that failed, and of those whose items contradict the encoder cache.
+    fn with_encoder_mismatches<'py>(
+        &self,
+        py: Python<'py>,
+        errors: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let encoder_inputs = self.callbacks.encoder_inputs.bind(py);
+        if encoder_inputs.is_none() {
+            return Ok(errors);
+        }
+        let mismatches = encoder_inputs.call_method0(intern!(py, "take_mismatches"))?;
+        if !mismatches.is_truthy()? {
+            return Ok(errors);
+        }
+        let errors = errors.map_or_else(|| Ok(PySet::empty(py)?.into_any()), PyResult::Ok)?;
+        errors.call_method1(intern!(py, "update"), (mismatches,))?;
+        Ok(Some(errors))
     }
 
     /// Adds what concerns no single request.
@@ -595,7 +634,9 @@ impl SchedulerCore {
         for id in ids.try_iter()? {
             indices.extend(self.place(&id?)?);
         }
-        Ok(self.scheduler.finish_requests(&indices, status))
+        let (scheduler, mut hooks) = self.split(ids.py());
+        let ended = scheduler.finish_requests(&indices, status, &mut hooks);
+        self.or_stop(ended)
     }
 
     /// Drops what belongs to a request that the core has ended, and notes its id for the next step

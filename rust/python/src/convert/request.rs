@@ -41,6 +41,7 @@ pub(crate) fn new_request(
         is_pooling: !request.getattr(intern!(py, "pooling_params"))?.is_none(),
         reports_cached_blocks: reports_cached_blocks(request)?,
         is_session: request.getattr(intern!(py, "resumable"))?.is_truthy()?,
+        has_encoder_inputs: request.getattr(intern!(py, "mm_features"))?.is_truthy()?,
     })
 }
 
@@ -58,6 +59,7 @@ pub(crate) fn session_input(
     let time = py.import(intern!(py, "time"))?;
     Ok(SessionInput {
         tokens: token_ids(&tokens.get_slice(num_kept_tokens, tokens.len()))?,
+        has_encoder_inputs: request.getattr(intern!(py, "mm_features"))?.is_truthy()?,
         extra_keys: extra_keys.read(request)?,
         stop: stop_conditions(&sampling_params, &max_tokens)?,
         arrival_time: request.getattr(intern!(py, "arrival_time"))?.extract()?,
@@ -107,10 +109,7 @@ pub(crate) fn prompt(request: &Bound<'_, PyAny>, extra_keys: &ExtraKeysReader) -
 /// from arriving.
 fn refuse_unsupported(request: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = request.py();
-    let kinds = [
-        (intern!(py, "prompt_embeds"), "a request with prompt embeddings"),
-        (intern!(py, "mm_features"), "a multimodal request"),
-    ];
+    let kinds = [(intern!(py, "prompt_embeds"), "a request with prompt embeddings")];
     for (attribute, kind) in kinds {
         if is_set(&request.getattr(attribute)?)? {
             let id = request.getattr(intern!(py, "request_id"))?;

@@ -16,13 +16,19 @@ pub(crate) struct SchedulerOutputBuilder {
     scheduler_output: Py<PyAny>,
     cached_request_data: Py<PyAny>,
     new_request_data: Py<PyAny>,
+    strip_covered_mm_data: Py<PyAny>,
+    /// The model has rotary positions of several dimensions.
+    uses_mrope: bool,
     steady: SteadyBatch,
 }
 
-/// Ids that a step tells besides its requests. Its consumers keep the sets.
-pub(crate) struct StepSets<'py> {
+/// What a step tells besides its requests. Its consumers keep the sets.
+pub(crate) struct StepExtras<'py> {
     pub(crate) finished_req_ids: Bound<'py, PySet>,
     pub(crate) preempted_req_ids: Bound<'py, PySet>,
+    /// `scheduled_encoder_inputs`, `free_encoder_mm_hashes`, `scheduled_encoder_input_stats` and
+    /// `ec_manager_metadata`, of multimodal models.
+    pub(crate) encoder: Option<[Bound<'py, PyAny>; 4]>,
 }
 
 /// What a step is built from.
@@ -34,12 +40,14 @@ struct Source<'a, 'py> {
 
 impl SchedulerOutputBuilder {
     /// Looks the classes up.
-    pub(crate) fn import(py: Python<'_>) -> PyResult<Self> {
+    pub(crate) fn import(py: Python<'_>, uses_mrope: bool) -> PyResult<Self> {
         let module = "vllm.v1.core.sched.output";
         Ok(Self {
             scheduler_output: class(py, module, "SchedulerOutput")?,
             cached_request_data: class(py, module, "CachedRequestData")?,
             new_request_data: class(py, module, "NewRequestData")?,
+            strip_covered_mm_data: class(py, module, "strip_covered_mm_data")?,
+            uses_mrope,
             steady: SteadyBatch::default(),
         })
     }
@@ -49,24 +57,31 @@ impl SchedulerOutputBuilder {
         &mut self,
         scheduler: &Scheduler,
         entries: &Entries,
-        sets: StepSets<'py>,
+        extras: StepExtras<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = sets.finished_req_ids.py();
+        let py = extras.finished_req_ids.py();
         let source = Source { py, scheduler, entries };
         let step = scheduler.step();
         self.steady.observe(py, entries, step)?;
         let num_spec_tokens_to_schedule = step.num_spec_tokens_to_schedule;
+        let nothing = || {
+            let none = py.None().into_bound(py);
+            let (inputs, freed) = (PyDict::new(py).into_any(), PyList::empty(py).into_any());
+            [inputs, freed, none.clone(), none]
+        };
+        let [encoder_inputs, freed_encoder_inputs, encoder_stats, encoder_metadata] =
+            extras.encoder.unwrap_or_else(nothing);
         let values = [
             self.new_requests(&source, step)?.into_any(),
             self.cached_requests(&source, step)?,
             self.num_scheduled_tokens(&source, step)?.into_any(),
             step.total_num_tokens.into_pyobject(py)?.into_any(),
             source.scheduled_spec_decode_tokens(step)?.into_any(),
-            PyDict::new(py).into_any(), // scheduled_encoder_inputs
-            sets.finished_req_ids.into_any(),
-            PyList::empty(py).into_any(), // free_encoder_mm_hashes
-            py.None().into_bound(py),     // scheduled_encoder_input_stats
-            sets.preempted_req_ids.into_any(),
+            encoder_inputs,
+            extras.finished_req_ids.into_any(),
+            freed_encoder_inputs,
+            encoder_stats,
+            extras.preempted_req_ids.into_any(),
             PyBool::new(py, step.has_structured_output_requests).to_owned().into_any(),
             PyBool::new(py, step.pending_structured_output_tokens).to_owned().into_any(),
         ];
@@ -74,6 +89,9 @@ impl SchedulerOutputBuilder {
         if num_spec_tokens_to_schedule > 0 {
             let name = intern!(py, "num_spec_tokens_to_schedule");
             output.setattr(name, num_spec_tokens_to_schedule)?;
+        }
+        if !encoder_metadata.is_none() {
+            output.setattr(intern!(py, "ec_manager_metadata"), encoder_metadata)?;
         }
         Ok(output)
     }
@@ -116,7 +134,7 @@ impl SchedulerOutputBuilder {
         self.new_request_data.bind(py).call1((
             &entry.id,
             request.getattr(intern!(py, "prompt_token_ids"))?,
-            request.getattr(intern!(py, "mm_features"))?,
+            self.mm_features(request, state, scheduled)?,
             request.getattr(intern!(py, "sampling_params"))?,
             request.getattr(intern!(py, "pooling_params"))?,
             all_block_ids(py, state)?,
@@ -126,6 +144,22 @@ impl SchedulerOutputBuilder {
             none, // prompt_is_token_ids
             prefill_token_ids,
         ))
+    }
+
+    /// `mm_features`, without the data of items that are computed already.
+    fn mm_features<'py>(
+        &self,
+        request: &Bound<'py, PyAny>,
+        state: &Request,
+        scheduled: &ScheduledRequest,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = request.py();
+        let features = request.getattr(intern!(py, "mm_features"))?;
+        if !state.has_encoder_inputs() {
+            return Ok(features);
+        }
+        let strip = self.strip_covered_mm_data.bind(py);
+        strip.call1((features, scheduled.num_computed_tokens, self.uses_mrope))
     }
 
     /// `scheduled_cached_reqs`: those that were running, then those that resume.
