@@ -8,20 +8,46 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+NO_GPU = "none"
 
 
 def describe_run() -> dict[str, str | int]:
-    """Return versions, processor, commit and time."""
+    """Return versions, processor, GPU, commit and time."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
+        "gpu": gpu_model() or NO_GPU,
         "python": platform.python_version(),
         "vllm": version("vllm"),
         "torch": version("torch"),
         "sparksched": version("sparksched"),
     }
+
+
+def gpu_model() -> str | None:
+    """Return names and driver of the GPUs that NVIDIA's driver reports, or None."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return _gpu_of_driver()
+    gpus = [tuple(part.strip() for part in line.split(",")) for line in done.stdout.splitlines()]
+    if not gpus:
+        return None
+    names = sorted({name for name, *_ in gpus})
+    count = f"{len(gpus)} x " if len(gpus) > 1 else ""
+    return f"{count}{', '.join(names)}, driver {gpus[0][-1]}"
+
+
+def _gpu_of_driver() -> str | None:
+    """Return the first GPU's name by the driver's files, where its program is not at hand."""
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in path.read_text().splitlines():
+            if line.startswith("Model:"):
+                return line.partition(":")[2].strip()
+    return None
 
 
 def _commit() -> str:
@@ -33,7 +59,7 @@ def _commit() -> str:
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", ".", ":!bench/results")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("SPARKSCHED_COMMIT", "unknown")
     return f"{commit}-dirty" if changed else commit
 
 

@@ -48,6 +48,7 @@ from typing import Any
 
 from bench.header import describe_run
 from bench.host_path_sides import LATEST_S, OURS, STOCK, Row, Setup, serve
+from bench.progress import Progress
 
 SIDES = (STOCK, OURS)
 SHARES = ("p50", "p90", "p99")
@@ -196,23 +197,41 @@ class Cases:
 def measure(effort: Effort, cases: Cases) -> Row:
     """Measure everything."""
     cores = choose_cores()
-    _say("starting four processes")
-    with running_sides(cores) as (sides, found):
-        for name, it in found.items():
-            _say(f"{name}: client {it['client_pid']}, engine {it['pid']}, over {it['transport']}")
-        result: Row = {"run": _header(cores, found), "effort": asdict(effort)}
-        result |= {"cases": asdict(cases), "sides": found}
-        result["decode"] = [
-            measure_decode(sides, effort, cases.max_ahead, count, step_ms)
-            for step_ms in cases.steps_ms
-            for count in cases.streams
-        ]
-        result["short"] = measure_short(sides, effort) if cases.with_short else None
-        result["own_cost"] = [measure_own_cost(sides, effort, count) for count in cases.streams]
-        result["timer"] = [
-            measure_timer(sides, effort, step_ms) for step_ms in cases.steps_ms if step_ms
-        ]
+    with Progress(_num_steps(cases)) as progress:
+        progress.begin("starting four processes")
+        with running_sides(cores) as (sides, found):
+            for name, it in found.items():
+                pids = f"client {it['client_pid']}, engine {it['pid']}"
+                progress.say(f"{name}: {pids}, over {it['transport']}")
+            result: Row = {"run": _header(cores, found), "effort": asdict(effort)}
+            result |= {"cases": asdict(cases), "sides": found}
+            result |= _measure_cases(sides, effort, cases, progress)
     result["targets"] = judge(result)
+    return result
+
+
+def _num_steps(cases: Cases) -> int:
+    num_decode = len(cases.steps_ms) * len(cases.streams)
+    num_alone = len(cases.streams) + sum(step_ms > 0 for step_ms in cases.steps_ms)
+    return 1 + num_decode + cases.with_short + num_alone
+
+
+def _measure_cases(sides: dict[str, Side], effort: Effort, cases: Cases, progress: Progress) -> Row:
+    result: Row = {"decode": [], "short": None, "own_cost": [], "timer": []}
+    for step_ms in cases.steps_ms:
+        for count in cases.streams:
+            progress.begin(f"streams: {count:,}, steps of {step_ms:g} ms")
+            row = measure_decode(sides, effort, cases.max_ahead, count, step_ms)
+            result["decode"].append(row)
+    if cases.with_short:
+        progress.begin("short requests")
+        result["short"] = measure_short(sides, effort)
+    for count in cases.streams:
+        progress.begin(f"the executor alone, streams: {count:,}")
+        result["own_cost"].append(measure_own_cost(sides, effort, count))
+    for step_ms in filter(None, cases.steps_ms):
+        progress.begin(f"the timer alone, steps of {step_ms:g} ms")
+        result["timer"].append(measure_timer(sides, effort, step_ms))
     return result
 
 
@@ -232,14 +251,12 @@ def measure_decode(
     sides: dict[str, Side], effort: Effort, max_ahead: int, streams: int, step_ms: float
 ) -> Row:
     """Measure streams in decode."""
-    _say(f"streams: {streams:,}, steps of {step_ms:g} ms")
     case = {"streams": streams, "step_ms": step_ms}
     return case | _measure_in_turns(sides, effort, "decode", **case, max_ahead=max_ahead)
 
 
 def measure_short(sides: dict[str, Side], effort: Effort) -> Row:
     """Measure short requests."""
-    _say("short requests")
     return SHORT | _measure_in_turns(sides, effort, "short_requests", **SHORT)
 
 
@@ -272,7 +289,6 @@ def _median(rows: list[Row]) -> Row:
 
 def measure_own_cost(sides: dict[str, Side], effort: Effort, streams: int) -> Row:
     """Measure the executor and the consumer alone."""
-    _say(f"the executor alone, streams: {streams:,}")
     arguments = {"streams": streams, "steps": effort.own_steps}
     return {"streams": streams} | {
         name: side.call("measure_own_cost", **arguments) for name, side in sides.items()
@@ -281,15 +297,10 @@ def measure_own_cost(sides: dict[str, Side], effort: Effort, streams: int) -> Ro
 
 def measure_timer(sides: dict[str, Side], effort: Effort, step_ms: float) -> Row:
     """Measure how well the executor's sleeps keep the time when nothing else runs."""
-    _say(f"the timer alone, steps of {step_ms:g} ms")
     arguments = {"steps": effort.own_steps // 2, "step_ms": step_ms}
     return {"step_ms": step_ms} | {
         name: side.call("measure_timer", **arguments) for name, side in sides.items()
     }
-
-
-def _say(what: str) -> None:
-    print(f"measuring: {what} ...", file=sys.stderr, flush=True)
 
 
 # ---- targets ----

@@ -43,6 +43,7 @@ from typing import Any
 
 from bench.header import describe_run
 from bench.ipc_sides import LATEST_S, RINGS, ZMQ, Log, Setup, serve
+from bench.progress import Progress
 
 TRANSPORTS = (ZMQ, RINGS)
 PACE_S = 0.004
@@ -267,6 +268,8 @@ def _evaluate(case: Case, logs: list[tuple[Log, Log]], dry_s: list[float]) -> Ro
             f"{what}_p50_us": 1e6 * _median_of_medians(rounds),
             f"{what}_p99_us": 1e6 * statistics.median(_percentile_99(it) for it in rounds),
             f"{what}_p99_of_all_us": 1e6 * _percentile_99(list(itertools.chain(*rounds))),
+            # To show how they spread.
+            f"{what}_p50_rounds_us": [1e6 * statistics.median(values) for values in rounds],
         }
     if case.measures_cpu:
         engines, clients = zip(*(log[::-1] if case.to_engine else log for log in logs), strict=True)
@@ -415,26 +418,23 @@ def main() -> None:
 
 def measure(effort: Effort, loop: str) -> Row:
     """Measure everything."""
-    _say("starting four processes")
-    with running_pairs(loop) as pairs:
-        result: Row = {"run": describe_run() | {"loop": loop}, "effort": asdict(effort)}
-        result["cases"] = []
-        for case in CASES:
-            _say(f"{case.group}: {case.label}")
-            result["cases"].append(measure_case(pairs, case, effort))
-        _say("throughput")
-        result["messages_per_s"] = measure_throughput(pairs, effort)
-        _say("the ring alone")
-        result["ring_ns"] = measure_ring(pairs[RINGS], effort)
-        _say("idle processes")
-        result["idle_percent"] = measure_idle(pairs, effort)
+    with Progress(len(CASES) + 4) as progress:
+        progress.begin("starting four processes")
+        with running_pairs(loop) as pairs:
+            result: Row = {"run": describe_run() | {"loop": loop}, "effort": asdict(effort)}
+            result["cases"] = []
+            for case in CASES:
+                progress.begin(f"{case.group}: {case.label}")
+                result["cases"].append(measure_case(pairs, case, effort))
+            progress.begin("throughput")
+            result["messages_per_s"] = measure_throughput(pairs, effort)
+            progress.begin("the ring alone")
+            result["ring_ns"] = measure_ring(pairs[RINGS], effort)
+            progress.begin("idle processes")
+            result["idle_percent"] = measure_idle(pairs, effort)
     subtract_idle(result["cases"], result["idle_percent"])
     result["targets"] = judge(result)
     return result
-
-
-def _say(what: str) -> None:
-    print(f"measuring: {what} ...", file=sys.stderr, flush=True)
 
 
 def _print_report(result: Row) -> None:

@@ -422,6 +422,7 @@ class EngineSide(Side):
             name,
             num_clients=1,
             ring_bytes=BARE_RING_BYTES,
+            max_idle_backlog_bytes=BARE_RING_BYTES,
             max_backlog_bytes=BARE_RING_BYTES,
             stuck_after_s=10.0,
         )

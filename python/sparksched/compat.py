@@ -627,8 +627,7 @@ _CONFIG_RULES: Final = (
         # Of the scheduler, recovery asks only for finish_requests(None). But it may have
         # been the scheduler that failed, in mid-step, and the steps in flight are dropped:
         # the loop goes on with a scheduler to which no output of theirs ever comes back.
-        # vLLM offers it for data-parallel mixture-of-experts deployments alone, which are
-        # not supported either, so that nothing is lost by not vouching for that state.
+        # vLLM offers it for data-parallel mixture-of-experts deployments alone.
         "fault tolerance",
         "after a fault the engine continues with steps whose outputs never arrive",
         lambda config: config.parallel_config.enable_fault_tolerance,
@@ -806,11 +805,6 @@ _SPEC_MANAGERS: Final = {
 
 _KV_CACHE_RULES: Final = (
     _Rule(
-        "a model without a KV cache",
-        "there are no blocks to manage",
-        lambda kv_cache: not kv_cache.kv_cache_groups,
-    ),
-    _Rule(
         "Mamba or linear attention",
         "only models whose layers all have attention with a KV cache are supported",
         lambda kv_cache: kv_cache.has_mamba_layers,
@@ -879,11 +873,14 @@ _GROUP_RULES: Final = (
         lambda group: group.kv_cache_spec.prefix_replay_tokens != 0,
     ),
     _Rule(
-        "this sliding window",
-        "a window has at least one token, and fewer than 2^31",
-        lambda group: (
-            group.kv_cache_spec.sliding_window is not None
-            and not 1 <= group.kv_cache_spec.sliding_window < _TOO_MANY
+        "this sliding window or chunk",
+        "it has at least one token, and fewer than 2^31",
+        lambda group: any(
+            span is not None and not 1 <= span < _TOO_MANY
+            for span in (
+                getattr(group.kv_cache_spec, "sliding_window", None),
+                getattr(group.kv_cache_spec, "attention_chunk_size", None),
+            )
         ),
     ),
 )
@@ -903,6 +900,8 @@ def unsupported_kv_cache(
     for rule in _KV_CACHE_RULES:
         if rule.applies(kv_cache_config):
             return rule.problem()
+    if vllm_config.cache_config.enable_prefix_caching and not kv_cache_config.kv_cache_groups:
+        return Unsupported("prefix caching without a KV cache", "there are no blocks to be found")
     for group in kv_cache_config.kv_cache_groups:
         problem = _unsupported_group(group)
         if problem is not None:

@@ -100,7 +100,7 @@ def _refusing_unsupported_requests(original: patching.Function) -> patching.Func
         # ends this request alone; one from the scheduler would end the engine.
         if not isinstance(self.scheduler, SparkScheduler):
             return original(self, request)
-        refuse_unsupported_request(request)
+        refuse_unsupported_request(request, self.scheduler.encoder_cache_manager is not None)
         preprocessed = original(self, request)
         read_prompt(preprocessed[0], extra_keys=self.scheduler.extra_keys)
         return preprocessed
@@ -108,8 +108,12 @@ def _refusing_unsupported_requests(original: patching.Function) -> patching.Func
     return preprocess_add_request
 
 
-def refuse_unsupported_request(request: Any) -> None:
+def refuse_unsupported_request(request: Any, takes_encoder_inputs: bool) -> None:
     """Raise ValueError for an `EngineCoreRequest` of a kind that the Rust core does not know."""
+    if request.mm_features and not takes_encoder_inputs:
+        raise ValueError(
+            f"request {request.request_id} has images or the like, but this model takes only text"
+        )
     kinds = {
         "a request with prompt embeddings": request.prompt_embeds is not None,
         "a request without a prompt": not request.prompt_token_ids,

@@ -34,7 +34,7 @@ def register() -> None:
     _declare_environment_variable()
     _select_scheduler()
     if compat.unsupported_version() is None:
-            _replace_transport()
+        _replace_transport()
         _replace_output_processing()
 
 

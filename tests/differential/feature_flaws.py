@@ -552,6 +552,43 @@ def publishes_the_connector_first(base: SchedulerClass) -> SchedulerClass:
     return Flawed
 
 
+# EC connectors.
+
+
+def encodes_what_is_found_elsewhere(base: SchedulerClass) -> SchedulerClass:
+    """Take the encoder's budget for inputs that it doesn't compute."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.ec_connector.has_cache_item = lambda identifier: False
+
+    return Flawed
+
+
+def waits_for_no_input(base: SchedulerClass) -> SchedulerClass:
+    """Admit requests whose encoder inputs are still in transit."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _ec_transfer_pending(self, request: Request, num_computed_tokens: int) -> bool:
+            super()._ec_transfer_pending(request, num_computed_tokens)
+            return False
+
+    return Flawed
+
+
+def forgets_to_fail_requests(base: SchedulerClass) -> SchedulerClass:
+    """Let requests wait for ever for inputs that a connector has given up."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            take = self.ec_connector.take_unavailable_requests
+            self.ec_connector.take_unavailable_requests = lambda: take() and set()
+
+    return Flawed
+
+
 FEATURE_FLAWS: list[tuple[Flaw, str]] = [
     (evicts_without_an_event, "sync-kv-events"),
     (resets_without_an_event, "async-kv-events"),
@@ -592,4 +629,7 @@ FEATURE_FLAWS: list[tuple[Flaw, str]] = [
     (resets_no_connector, "sync-connector"),
     (counts_no_stages, "async-connector"),
     (publishes_the_connector_first, "connector-kv-events"),
+    (encodes_what_is_found_elsewhere, "ec-connector-preempting"),
+    (waits_for_no_input, "ec-connector"),
+    (forgets_to_fail_requests, "ec-connector"),
 ]

@@ -176,7 +176,7 @@ class KVEventsFeature(Feature):
         # Of a sliding window, the blocks that no hit can need are not stored.
         coverage["events: stored, but without any block"] += not event.block_hashes
         coverage["events: stored, but not all blocks"] += (
-            0 < len(event.block_hashes) < (len(event.token_ids) // event.block_size)
+            0 < len(event.block_hashes) < (len(event.token_ids) // max(event.block_size, 1))
         )
         for block_hash in event.block_hashes[:1]:
             coverage[f"events: hashes of type {type(block_hash).__name__}"] += 1

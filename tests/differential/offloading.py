@@ -26,7 +26,7 @@ from .feature import Feature, FeatureSettings
 if TYPE_CHECKING:
     import random
 
-    from .trace import Event
+    from .trace import Event, RequestPlan
     from .world import Configuration
 
 # What vLLM rounds a chunk of the tiny blocks here up to.
@@ -49,10 +49,13 @@ class OffloadingSettings(FeatureSettings):
     needs_block_hashes = True
 
     @classmethod
-    def draw(cls, rng: random.Random, _configuration: Configuration) -> OffloadingSettings:
+    def draw(cls, rng: random.Random, configuration: Configuration) -> OffloadingSettings:
+        blocks_per_chunk = rng.choice([1, 1, 2, 3])
+        if (configuration.prefix_cache_retention_interval or 0) > 0:
+            blocks_per_chunk = 1  # checkpoints must be ends of chunks
         return cls(
             num_chunks=rng.choice([8, 30, 200]),
-            blocks_per_chunk=rng.choice([1, 1, 2, 3]),
+            blocks_per_chunk=blocks_per_chunk,
             eviction_policy=rng.choice(["lru", "arc"]),
             store_threshold=rng.choice([0, 0, 2]),
             offload_prompt_only=rng.random() < 0.4,
@@ -103,12 +106,25 @@ class Offloading(Feature):
         super().__init__(configuration, seed, coverage)
         self._slowest_step = 8 if settings.is_slow else 1
         self._jobs: list[_Job] = []
+        self._request_ids: set[str] = set()
 
     def allows(self, event: Event) -> bool:
-        from .trace import LoseInFlightSteps
+        from .trace import Arrive, LoseInFlightSteps, ResetPrefixCache
 
-        # The reports of workers would be lost too.
-        return not isinstance(event, LoseInFlightSteps)
+        match event:
+            case LoseInFlightSteps():
+                return False  # the reports of workers would be lost too
+            # The connector ends in an exception if an id is used again before it has heard of the
+            # first request's end, or if a request whose blocks a reset takes finds them again.
+            case Arrive(plan):
+                return plan.request_id not in self._request_ids
+            case ResetPrefixCache(reset_running, reset_connector):
+                return reset_connector or not reset_running
+        return True
+
+    def plan_request(self, plan: RequestPlan) -> RequestPlan:
+        self._request_ids.add(plan.request_id)
+        return plan
 
     def complete_output(
         self,

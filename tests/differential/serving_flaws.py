@@ -322,8 +322,11 @@ def forgets_the_slots_of_idle_sessions(base: SchedulerClass) -> SchedulerClass:
     """Admit as many requests as if idle sessions had no place in the model runner."""
 
     class Flawed(base):  # type: ignore[misc]
+        num_waiting_for_streaming_input: int
+
         def schedule(self, *arguments: Any) -> SchedulerOutput:
-            num_idle, self.num_waiting_for_streaming_input = self.num_waiting_for_streaming_input, 0
+            num_idle = self.num_waiting_for_streaming_input
+            self.num_waiting_for_streaming_input = 0
             try:
                 return super().schedule(*arguments)
             finally:
@@ -364,21 +367,6 @@ def ends_sessions_at_once(base: SchedulerClass) -> SchedulerClass:
                 self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
             else:
                 super().add_request(request)
-
-    return Flawed
-
-
-def finds_lost_sessions_again(base: SchedulerClass) -> SchedulerClass:
-    """Keep a session in its queue that stops by output from before its preemption."""
-
-    class Flawed(base):  # type: ignore[misc]
-        def update_from_output(self, *arguments: Any) -> Any:
-            outputs = super().update_from_output(*arguments)
-            for request in self.requests.values():
-                queues = (self.running, self.waiting, self.kv_holding_waiting)
-                if not any(request in queue for queue in queues):
-                    self._enqueue_waiting_request(request)
-            return outputs
 
     return Flawed
 
@@ -461,6 +449,51 @@ def puts_off_prefills_although_saturated(base: SchedulerClass) -> SchedulerClass
     return Flawed
 
 
+# Chunked local attention.
+
+
+def _chunked_managers(scheduler: Any) -> list[Any]:
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return [manager for manager in managers if hasattr(manager, "attention_chunk_size")]
+
+
+def keeps_blocks_of_the_chunk_before(base: SchedulerClass) -> SchedulerClass:
+    """Free a chunk's blocks with the second token of the next one."""
+
+    def change(scheduler: Any) -> None:
+        for manager in _chunked_managers(scheduler):
+            count = manager.get_num_skipped_tokens
+            manager.get_num_skipped_tokens = lambda computed, count=count: count(
+                max(computed - 1, 0)
+            )
+
+    return _once_built(base, change)
+
+
+def slides_chunks_as_windows(base: SchedulerClass) -> SchedulerClass:
+    """Free what is further behind than a chunk is long."""
+
+    def change(scheduler: Any) -> None:
+        for manager in _chunked_managers(scheduler):
+            size = manager.attention_chunk_size
+            manager.get_num_skipped_tokens = lambda computed, size=size: max(computed - size + 1, 0)
+
+    return _once_built(base, change)
+
+
+def hits_only_what_is_cached(base: SchedulerClass) -> SchedulerClass:
+    """Look for cached blocks of chunks that no token will see."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _get_local_prefix_cache_hit(self, request: Request) -> Any:
+            blocks, *rest = super()._get_local_prefix_cache_hit(request)
+            if not any(not block.is_null for group in blocks.blocks for block in group):
+                return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
+            return blocks, *rest
+
+    return Flawed
+
+
 SERVING_FLAWS: list[tuple[Flaw, str]] = [
     (keeps_rejected_drafts, "sync-speculating"),
     (keeps_rejected_drafts, "async-speculating"),
@@ -490,7 +523,6 @@ SERVING_FLAWS: list[tuple[Flaw, str]] = [
     (queues_sessions_behind_others, "sync-sessions"),
     (delivers_output_of_a_finished_turn, "async-sessions"),
     (ends_sessions_at_once, "sync-sessions"),
-    (finds_lost_sessions_again, "sessions-preempting"),
     (goes_on_by_arrival, "sessions-by-priority"),
     (clears_drafts_of_idle_sessions, "sessions-speculating"),
     (decodes_without_a_cadence, "async-pipeline-v2"),
@@ -498,4 +530,7 @@ SERVING_FLAWS: list[tuple[Flaw, str]] = [
     (sends_the_latest_token_only, "sync-pipeline"),
     (admits_prefills_in_every_step, "data-parallel"),
     (puts_off_prefills_although_saturated, "data-parallel"),
+    (keeps_blocks_of_the_chunk_before, "sync-chunked-local"),
+    (slides_chunks_as_windows, "async-chunked-local"),
+    (hits_only_what_is_cached, "chunked-local-alone"),
 ]

@@ -37,6 +37,16 @@ class SessionSettings(FeatureSettings):
     def draw(cls, rng: random.Random, _configuration: Configuration) -> SessionSettings:
         return cls(share=rng.choice([0.3, 0.8]), chunk_rate=rng.choice([0.1, 0.4]))
 
+    def adjust(self, configuration: Configuration) -> Configuration:
+        # What such a runner leaves computed too many would be more than the session has tokens.
+        features = tuple(
+            dataclasses.replace(settings, shortens_drafts=False)
+            if isinstance(settings, SpeculationSettings)
+            else settings
+            for settings in configuration.features
+        )
+        return dataclasses.replace(configuration, features=features)
+
     def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
         return Sessions(configuration, seed, coverage, self)
 
@@ -180,6 +190,7 @@ class Sessions(Feature):
                 row = output.req_id_to_index.get(request_id)
                 if row is not None and output.sampled_token_ids:
                     output.sampled_token_ids[row] = []
+                    output.prompt_logprobs_dict.pop(request_id, None)
 
     # What was reached.
 

@@ -154,7 +154,7 @@ def _draw_schedule(
     rng: random.Random, num_tokens: int, max_num_seqs: int
 ) -> tuple[tuple[int, int, int], ...]:
     """Draw ranges of batch sizes, with gaps and an open end for vLLM to fill in."""
-    schedule = []
+    schedule: list[tuple[int, int, int]] = []
     first = 1
     while first <= max_num_seqs and len(schedule) < 4:
         last = first + rng.randint(0, max(1, max_num_seqs // 3))

@@ -185,7 +185,17 @@ NEW_SETTINGS: dict[str, dict[str, Any]] = {
         "groups": "full+sliding",
         "connector": {"failure_share": 0.4, "match_share": 0.7, "async_share": 1.0},
     },
-    "offloading": {"enable_prefix_caching": True, "offloading": {}, "kv_events": True},
+    "connector-speculating": {"connector": {"match_share": 0.7}, "speculation": {}},
+    "connector-multimodal": {"connector": {"match_share": 0.7}, "multimodal": {}},
+    "ec-connector": {"multimodal": {}, "ec_connector": {}},
+    "ec-connector-preempting": {"multimodal": {}, "ec_connector": {}} | _SCARCE_BLOCKS,
+    "example-connector": {"groups": "full", "example_connector": {}},
+    "offloading": {
+        "enable_prefix_caching": True,
+        "pool_factor": 1.0,
+        "offloading": {},
+        "kv_events": True,
+    },
     "offloading-preempting": {"enable_prefix_caching": True, "offloading": {}} | _SCARCE_BLOCKS,
     "connector-kv-events": {"connector": {"makes_events": True}, "kv_events": True},
     "multimodal-speculating": {
@@ -266,7 +276,35 @@ _PARALLEL_SETTINGS: dict[str, dict[str, Any]] = {
     "data-parallel": {"data_parallel": True},
 }
 
-NEW_SETTINGS |= _SPECULATION_SETTINGS | _LORA_SETTINGS | _SESSION_SETTINGS | _PARALLEL_SETTINGS
+# The features are drawn apart from all else, so this can become a setting of "random" itself.
+_RANDOM_SETTINGS: dict[str, dict[str, Any]] = {
+    "random-features": {"draws_features": True},
+    "random-features-with-connector": {"draws_features": True, "connector": {}},
+}
+
+_CHUNKED_LOCAL_SETTINGS: dict[str, dict[str, Any]] = {
+    "sync-chunked-local": {
+        "async_scheduling": False,
+        "groups": "full+sliding",
+        "chunked_local": True,
+    },
+    "async-chunked-local": {
+        "async_scheduling": True,
+        "groups": "full+sliding",
+        "chunked_local": True,
+    },
+    "chunked-local-alone": {"groups": "sliding", "chunked_local": True},
+    "chunked-local-and-windows": {"groups": "full+2windows", "chunked_local": True},
+}
+
+NEW_SETTINGS |= (
+    _SPECULATION_SETTINGS
+    | _LORA_SETTINGS
+    | _SESSION_SETTINGS
+    | _PARALLEL_SETTINGS
+    | _CHUNKED_LOCAL_SETTINGS
+    | _RANDOM_SETTINGS
+)
 
 ALL_SETTINGS = NAMED_SETTINGS | NEW_SETTINGS
 

@@ -4,7 +4,6 @@ import logging
 import os
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ NATIVE_CHOICE = pytest.mark.parametrize(
     "choice", [Choice.PLUGIN, Choice.SCHEDULER_CLS], ids=["plugin", "scheduler-cls"]
 )
 
-UNSUPPORTED = {"kv_cache_metrics": True}
+UNSUPPORTED = {"enable_mfu_metrics": True}
 
 
 def assert_is_stock(engine: DrivenEngine, *, async_scheduling: bool) -> None:
@@ -62,14 +61,14 @@ def test_unsupported_configuration(
     assert len(engine.record.tokens["a"]) > 0
     (warning,) = warnings_of_sparksched
     assert warning.startswith(
-        "sparksched: using vLLM's own scheduler: measuring KV cache residency is not supported: "
+        "sparksched: using vLLM's own scheduler: measuring MFU is not supported: "
     )
 
 
 @NATIVE_CHOICE
 def test_unsupported_configuration_in_strict_mode(choice: Choice, model_directory: Path) -> None:
     with (
-        pytest.raises(RuntimeError, match="sparksched: measuring KV cache residency is not"),
+        pytest.raises(RuntimeError, match="sparksched: measuring MFU is not supported"),
         running_engine(choice, model_directory, async_scheduling=True, strict=True, **UNSUPPORTED),
     ):
         pass
@@ -114,39 +113,29 @@ def test_everything_is_restored(model_directory: Path) -> None:
 # ----------------------------------------------------------------------------------------
 
 
+UNSUPPORTED_REQUESTS = {
+    "a request with prompt embeddings": {"prompt_embeds": torch.zeros(20, 32)},
+    "a request without a prompt": {"prompt_token_ids": []},
+}
+
+
 @ASYNC_SCHEDULING
 @NATIVE_CHOICE
-def test_a_streaming_session_fails_alone(
-    choice: Choice, async_scheduling: bool, model_directory: Path
+@pytest.mark.parametrize("kind", UNSUPPORTED_REQUESTS)
+def test_an_unsupported_request_fails_alone(
+    kind: str, choice: Choice, async_scheduling: bool, model_directory: Path
 ) -> None:
+    """The front end refuses them for want of a configuration, but the engine can't rely on it."""
+    request = new_request("other", **{"prompt_token_ids": [2] * 20} | UNSUPPORTED_REQUESTS[kind])
     with running_engine(choice, model_directory, async_scheduling=async_scheduling) as engine:
         engine.add(new_request("before", [1] * 20, ignore_eos=True))
         engine.step(2)
-        with pytest.raises(ValueError, match=r"request session\b.*streaming"):
-            engine.add(new_request("session", [2] * 20, resumable=True))
+        with pytest.raises(ValueError, match=f"request other is {kind}, which is not supported"):
+            engine.add(request)
         engine.add(new_request("after", [3] * 20, ignore_eos=True))
         engine.run()
     reasons = engine.record.finish_reasons
     assert reasons == dict.fromkeys(["before", "after"], FinishReason.LENGTH)
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        ("a LoRA request", {"lora_request": LoRARequest("adapter", 1, "/nowhere")}),
-        ("a request with prompt embeddings", {"prompt_embeds": torch.zeros(20, 32)}),
-    ],
-)
-def test_an_unsupported_request_fails_alone(
-    kind: str, fields: dict[str, Any], model_directory: Path
-) -> None:
-    """The front end refuses them for want of a configuration, but the engine can't rely on it."""
-    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
-        with pytest.raises(ValueError, match=f"request other is {kind}, which is not supported"):
-            engine.add(new_request("other", [2] * 20, **fields))
-        engine.add(new_request("after", [3] * 20, ignore_eos=True))
-        engine.run()
-    assert engine.record.finish_reasons == {"after": FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize("length", [2, 20], ids=["shorter-than-a-block", "longer-than-a-block"])
@@ -160,13 +149,81 @@ def test_a_token_beyond_32_bits_fails_alone(length: int, model_directory: Path) 
     assert engine.record.finish_reasons == {"after": FinishReason.LENGTH}
 
 
-def test_a_streaming_session_after_a_fallback(model_directory: Path) -> None:
-    with running_engine(
-        Choice.PLUGIN, model_directory, async_scheduling=True, **UNSUPPORTED
-    ) as engine:
-        engine.add(new_request("session", [2] * 20, resumable=True))
-        engine.step(2)
-        assert "session" in engine.core.scheduler.requests
+@pytest.mark.parametrize("length", [2, 20], ids=["shorter-than-a-block", "longer-than-a-block"])
+def test_a_salt_that_is_too_long_fails_alone(length: int, model_directory: Path) -> None:
+    """Nothing of the short prompt is hashed on arrival, but its salt is read all the same."""
+    salt = "s" * 2**16
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
+        with pytest.raises(ValueError, match="request huge has a cache salt"):
+            engine.core.preprocess_add_request(new_request("huge", [2] * length, cache_salt=salt))
+        engine.add(new_request("after", [3] * 20, ignore_eos=True))
+        engine.run()
+    assert engine.record.finish_reasons == {"after": FinishReason.LENGTH}
+
+
+def test_a_fallback_beside_a_native_engine_refuses_nothing(model_directory: Path) -> None:
+    """The function that refuses is replaced for the whole process by then."""
+    with (
+        running_engine(Choice.PLUGIN, model_directory, async_scheduling=True),
+        running_engine(
+            Choice.PLUGIN, model_directory, async_scheduling=True, **UNSUPPORTED
+        ) as other,
+    ):
+        fields = UNSUPPORTED_REQUESTS["a request with prompt embeddings"]
+        other.add(new_request("embeddings", [2] * 20, **fields))
+        other.step(2)
+        assert "embeddings" in other.core.scheduler.requests
+
+
+# ----------------------------------------------------------------------------------------
+# Requests that are served
+# ----------------------------------------------------------------------------------------
+
+
+@ASYNC_SCHEDULING
+@NATIVE_CHOICE
+def test_an_adapter(choice: Choice, async_scheduling: bool, model_directory: Path) -> None:
+    """Prompts with and without it share no prefix."""
+    lora = LoRARequest("adapter", 1, "/nowhere")
+    with running_engine(choice, model_directory, async_scheduling=async_scheduling) as engine:
+        hashes = []
+        for name, fields in [("with", {"lora_request": lora}), ("without", {})]:
+            request = engine.add(new_request(name, [1] * 40, ignore_eos=True, **fields))
+            hashes.append(list(request.block_hashes))
+            engine.run()
+            assert engine.record.num_cached_tokens == 0
+        assert [len(it) for it in hashes] == [2, 2]
+        assert set(hashes[0]).isdisjoint(hashes[1])
+        engine.add(new_request("again", [1] * 40, ignore_eos=True, lora_request=lora))
+        engine.run()
+    assert engine.record.num_cached_tokens == 32
+    assert set(engine.record.finish_reasons) == {"with", "without", "again"}
+
+
+@ASYNC_SCHEDULING
+@NATIVE_CHOICE
+def test_a_streaming_session(choice: Choice, async_scheduling: bool, model_directory: Path) -> None:
+    with running_engine(choice, model_directory, async_scheduling=async_scheduling) as engine:
+        scheduler = engine.core.scheduler
+        assert type(scheduler) is SparkScheduler
+        session = engine.add(
+            new_request("session", [2] * 20, max_tokens=4, ignore_eos=True, resumable=True)
+        )
+        engine.step(10)
+        assert len(engine.record.tokens["session"]) == 4
+        assert scheduler.requests == {"session": session}
+        engine.add(new_request("session", [3] * 5, max_tokens=2, ignore_eos=True, resumable=True))
+        engine.step(10)
+        assert len(engine.record.tokens["session"]) == 6
+        # The last token of a turn is not computed.
+        assert session.prompt_token_ids == [
+            *[2] * 20,
+            *engine.record.tokens["session"][:3],
+            *[3] * 5,
+        ]
+        engine.add(new_request("session", [0]))
+        engine.run()
+        assert scheduler.requests == {}
 
 
 def test_one_line_tells_that_sparksched_schedules(

@@ -35,18 +35,28 @@ BLOCK_SIZE = 16
 
 
 @pytest.fixture(scope="module")
-def supported_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def supported_config(model_directory: Path) -> Any:
+    return engine_config(model_directory)
+
+
+def engine_config(model_directory: Path, **settings: Any) -> Any:
     """Build the real configuration of a tiny model, in a local directory and without weights."""
     from vllm.engine.arg_utils import EngineArgs
 
-    directory = tmp_path_factory.mktemp("tiny-llama")
-    (directory / "config.json").write_text(json.dumps(MODEL))
     return EngineArgs(
-        model=str(directory),
+        model=str(model_directory),
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=256,
         load_format="dummy",
+        **settings,
     ).create_engine_config()
 
 
@@ -218,6 +228,8 @@ def test_differences_between_shapes(found: dict[str, object], reason: str | None
         {"scheduler_config.policy": "priority"},
         {"scheduler_config.disable_hybrid_kv_cache_manager": True},
         {"scheduler_config.stream_interval": 8},
+        {"scheduler_config.prefill_schedule_interval": 2},
+        {"scheduler_config.runner_type": "pooling", "model_config.runner_type": "pooling"},
         {"cache_config.enable_prefix_caching": False},
         {"cache_config.prefix_caching_hash_algo": "sha256_cbor"},
         {"cache_config.prefix_caching_hash_algo": "xxhash"},
@@ -225,10 +237,19 @@ def test_differences_between_shapes(found: dict[str, object], reason: str | None
         {"cache_config.prefix_cache_retention_interval": None},
         {"cache_config.prefix_cache_retention_interval": 64},
         {"parallel_config.tensor_parallel_size": 2},
-        {"parallel_config.data_parallel_size": 2},  # the model is dense
+        {"parallel_config.data_parallel_size": 2},
+        {"parallel_config.data_parallel_size": 2, "model_config.is_moe": True},
+        {"parallel_config.pipeline_parallel_size": 2},
+        {"scheduler_config.is_multimodal_model": True},
+        {"model_config.is_multimodal_model": True},
+        {"model_config.supports_multimodal_inputs": True},
+        {"ec_manager_config.encoder_cache_manager_cls": "vllm.EncoderCacheManager"},
         {"parallel_config.distributed_executor_backend": "uni"},
         {"observability_config.enable_logging_iteration_details": True},
         {"observability_config.cudagraph_metrics": True},
+        {"observability_config.kv_cache_metrics": True},
+        {"observability_config.per_request_spec_decode_metrics": "summary"},
+        {"observability_config.per_request_spec_decode_metrics": "detailed"},
         {"kv_events_config": SimpleNamespace(enable_kv_cache_events=False)},
         {"quant_config": object()},
         {"use_v2_model_runner": True},
@@ -240,46 +261,68 @@ def test_supported_configurations(supported_config: object, changes: dict[str, o
     assert compat.unsupported_config(all_changed(supported_config, changes)) is None
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "speculative decoding": {"speculative_config": NGRAM},
+    "dynamic speculative decoding": {
+        "speculative_config": {
+            **NGRAM,
+            "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 256, 1]],
+        }
+    },
+    "metrics of a request's drafts": {
+        "speculative_config": NGRAM,
+        "per_request_spec_decode_metrics": "detailed",
+    },
+    "LoRA": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
+    "pooling": {"runner": "pooling"},
+    "pipeline parallelism": {"pipeline_parallel_size": 2},
+    "data parallelism": {"data_parallel_size": 2},
+    "a prefill schedule interval": {"prefill_schedule_interval": 2},
+    "KV cache events": {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}},
+    "KV cache metrics": {"kv_cache_metrics": True, "kv_cache_metrics_sample": 0.1},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_supported_options(model_directory: Path, option: str, async_scheduling: bool) -> None:
+    from vllm.config import KVEventsConfig
+
+    settings = dict(OPTIONS[option])
+    if "kv_events_config" in settings:
+        settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
+    config = engine_config(model_directory, **settings)
+    # vLLM's CPU platform has switched it off.
+    config = changed(config, "scheduler_config.async_scheduling", async_scheduling)
+    problem = compat.first_unsupported(config, kv_cache(group(full_attention())), BLOCK_SIZE)
+    assert problem is None
+
+
 REFUSED = [
     ("running without a model configuration", {"model_config": None}),
-    ("speculative decoding", {"speculative_config": object()}),
     ("diffusion", {"diffusion_config": object()}),
     ("diffusion", {"model_config.is_diffusion": True}),
-    ("LoRA", {"lora_config": object()}),
     ("an encoder-decoder model", {"model_config.is_encoder_decoder": True}),
-    ("pooling", {"model_config.runner_type": "pooling"}),
-    ("pooling", {"scheduler_config.runner_type": "draft"}),
-    ("multimodal input", {"scheduler_config.is_multimodal_model": True}),
-    ("multimodal input", {"model_config.is_multimodal_model": True}),
-    ("multimodal input", {"model_config.supports_multimodal_inputs": True}),
-    ("multimodal input", {"is_mm_encoder_only": True}),
-    ("a custom encoder cache manager", {"ec_manager_config.encoder_cache_manager_cls": "a.B"}),
+    ("this kind of model", {"model_config.runner_type": "draft"}),
+    ("this kind of model", {"scheduler_config.runner_type": "draft"}),
+    ("an encoder-only instance", {"is_mm_encoder_only": True}),
+    (
+        "LoRA with pipeline parallelism",
+        {"lora_config": object(), "parallel_config.pipeline_parallel_size": 2},
+    ),
     ("a KV connector", {"kv_transfer_config": object()}),
     ("KV cache offloading", {"cache_config.kv_offloading_size": 1.0}),
     ("an EC connector", {"ec_transfer_config": object()}),
-    (
-        "publishing of KV cache events",
-        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
-    ),
-    ("pipeline parallelism", {"parallel_config.pipeline_parallel_size": 2}),
-    (
-        "data parallelism of mixture-of-experts models",
-        {"parallel_config.data_parallel_size": 2, "model_config.is_moe": True},
-    ),
     ("decode context parallelism", {"parallel_config.decode_context_parallel_size": 2}),
     ("prefill context parallelism", {"parallel_config.prefill_context_parallel_size": 2}),
     ("elastic expert parallelism", {"parallel_config.enable_elastic_ep": True}),
     ("fault tolerance", {"parallel_config.enable_fault_tolerance": True}),
-    ("a prefill schedule interval", {"scheduler_config.prefill_schedule_interval": 2}),
     ("prompt embedding input", {"model_config.enable_prompt_embeds": True}),
     ("auxiliary output", {"aux_output_config.enable_return_routed_experts": True}),
     ("returning sampling masks", {"model_config.return_sampling_mask": True}),
-    ("measuring KV cache residency", {"observability_config.kv_cache_metrics": True}),
     ("measuring MFU", {"observability_config.enable_mfu_metrics": True}),
-    (
-        "measuring speculative decoding per request",
-        {"observability_config.per_request_spec_decode_metrics": "summary"},
-    ),
     ("HiSparse", {"attention_config.hisparse_config": object()}),
     ("Mamba or linear attention", {"model_config.is_hybrid": True}),
     ("Mamba or linear attention", {"model_config.has_inner_state": True}),
@@ -287,7 +330,11 @@ REFUSED = [
     ("Mamba or linear attention", {"cache_config.is_attention_free": True}),
     ("this scheduling policy", {"scheduler_config.policy": "shortest-first"}),
     ("this prefix caching hash", {"cache_config.prefix_caching_hash_algo": "crc32"}),
+    ("a limit of 2^31 or more", {"model_config.max_model_len": 2**31}),
+    ("a limit of 2^31 or more", {"scheduler_config.max_num_batched_tokens": 2**31}),
     ("a limit of 2^31 or more", {"scheduler_config.max_num_scheduled_tokens": 2**31}),
+    ("a limit of 2^31 or more", {"scheduler_config.max_num_seqs": 2**31}),
+    ("a limit of 2^31 or more", {"cache_config.prefix_cache_retention_interval": 2**31}),
 ]
 
 
@@ -369,6 +416,14 @@ def latent_sliding_window(**fields: object) -> Any:
     return spec("SlidingWindowMLASpec", **{"num_kv_heads": 1, "sliding_window": 32, **fields})
 
 
+def chunked_attention(**fields: object) -> Any:
+    return spec("ChunkedLocalAttentionSpec", **{"attention_chunk_size": 32, **fields})
+
+
+def hidden_states(**fields: object) -> Any:
+    return spec("HiddenStateCacheSpec", num_kv_heads=1, **fields)
+
+
 def group(kv_cache_spec: object, **fields: object) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
@@ -407,6 +462,9 @@ def unsupported_kv_cache(
         [sliding_window, sliding_window, full_attention],
         [latent_attention],
         [latent_attention, latent_sliding_window, full_attention],
+        [chunked_attention],
+        [full_attention, chunked_attention, sliding_window],
+        [full_attention, hidden_states],
     ],
 )
 @pytest.mark.parametrize("hash_block_size", [BLOCK_SIZE, None])
@@ -416,6 +474,16 @@ def test_supported_kv_caches(
     config = kv_cache(*(group(make()) for make in specs))
     problem = unsupported_kv_cache(config, supported_config, hash_block_size=hash_block_size)
     assert problem is None
+
+
+def test_supported_kv_caches_of_a_drafter(supported_config: object) -> None:
+    """Its group is flagged, or a window holds what it computes again."""
+    config = kv_cache(
+        group(full_attention()),
+        group(sliding_window(extra_retained_tokens=3)),
+        group(full_attention(), is_eagle_group=True),
+    )
+    assert unsupported_kv_cache(config, supported_config) is None
 
 
 def mamba() -> Any:
@@ -446,12 +514,16 @@ REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
         lambda: kv_cache(group(full_attention()), group(half_precision())),
     ),
     (
-        "a KV cache of type HiddenStateCacheSpec",
-        lambda: kv_cache(group(spec("HiddenStateCacheSpec", num_kv_heads=1))),
+        "EAGLE with chunked local attention",
+        lambda: kv_cache(group(full_attention(), is_eagle_group=True), group(chunked_attention())),
     ),
     (
-        "a KV cache of type ChunkedLocalAttentionSpec",
-        lambda: kv_cache(group(spec("ChunkedLocalAttentionSpec", attention_chunk_size=32))),
+        "a KV cache of type EncoderOnlyAttentionSpec",
+        lambda: kv_cache(group(spec("EncoderOnlyAttentionSpec"))),
+    ),
+    (
+        "a KV cache of type CrossAttentionSpec",
+        lambda: kv_cache(group(full_attention()), group(spec("CrossAttentionSpec"))),
     ),
     (
         "a KV cache of type FullAttentionSpec",  # a subclass that only borrows the name
@@ -472,12 +544,8 @@ REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
         lambda: kv_cache(group(sliding_window()), prefix_cache_retention_interval=17),
     ),
     (
-        "a KV cache group of a draft model",
-        lambda: kv_cache(group(full_attention(), is_eagle_group=True)),
-    ),
-    (
-        "a sliding window with retained tokens",
-        lambda: kv_cache(group(sliding_window(extra_retained_tokens=1))),
+        "this prefix cache retention interval",  # a chunk is no window
+        lambda: kv_cache(group(chunked_attention()), prefix_cache_retention_interval=64),
     ),
     (
         "KV cache groups with different block sizes",
@@ -497,13 +565,19 @@ def test_refused_kv_caches(
     assert not problem.reason.endswith(".")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "feature"),
-    [
-        ("prefix_cacheable", False, "a KV cache group outside the prefix cache"),
-        ("prefix_replay_tokens", 8, "prefix replay"),
-    ],
-)
+REFUSED_PROPERTIES = [
+    ("prefix_cacheable", False, "a KV cache group outside the prefix cache"),
+    ("prefix_replay_tokens", 8, "prefix replay"),
+]
+
+
+def test_every_kv_cache_rule_is_tested() -> None:
+    tested = {feature for feature, _ in REFUSED_KV_CACHES}
+    tested |= {feature for _, _, feature in REFUSED_PROPERTIES}
+    assert {rule.feature for rule in compat._KV_CACHE_RULES + compat._GROUP_RULES} <= tested
+
+
+@pytest.mark.parametrize(("name", "value", "feature"), REFUSED_PROPERTIES)
 def test_refused_spec_properties(
     supported_config: object,
     monkeypatch: pytest.MonkeyPatch,
@@ -581,8 +655,8 @@ def test_first_unsupported_goes_from_the_version_to_the_kv_cache(
 
     config = supported_config
     assert first_feature() == "a model without a KV cache"
-    config = changed(config, "lora_config", object())
-    assert first_feature() == "LoRA"
+    config = changed(config, "observability_config.enable_mfu_metrics", True)
+    assert first_feature() == "measuring MFU"
     monkeypatch.delattr("vllm.v1.core.sched.output.GrammarOutput")
     assert first_feature() == "vLLM's GrammarOutput"
     monkeypatch.setattr("vllm.version.__version__", "0.33.0")
@@ -617,12 +691,12 @@ def test_refuse_logs_one_warning_through_vllm(
     monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
     monkeypatch.delenv("SPARKSCHED_STRICT", raising=False)
-    compat.refuse(Unsupported("LoRA", "adapters take part in scheduling"))
+    compat.refuse(Unsupported("time travel", "a step comes back before it is made"))
     assert [(record.levelname, record.getMessage()) for record in logged] == [
         (
             "WARNING",
-            "sparksched: using vLLM's own scheduler: LoRA is not supported: "
-            "adapters take part in scheduling",
+            "sparksched: using vLLM's own scheduler: time travel is not supported: "
+            "a step comes back before it is made",
         )
     ]
 
@@ -632,9 +706,9 @@ def test_refuse_raises_in_strict_mode(
 ) -> None:
     monkeypatch.setenv("SPARKSCHED_STRICT", "1")
     with pytest.raises(RuntimeError) as error:
-        compat.refuse(Unsupported("LoRA", "adapters take part in scheduling"))
+        compat.refuse(Unsupported("time travel", "a step comes back before it is made"))
     assert str(error.value) == (
-        "sparksched: LoRA is not supported: adapters take part in scheduling "
+        "sparksched: time travel is not supported: a step comes back before it is made "
         "(SPARKSCHED_STRICT=1 makes this an error; "
         "unset it or set it to 0 to run with vLLM's own choice and a warning)"
     )

@@ -1,139 +1,52 @@
-"""The Rust extension by itself: what it refuses and how, and its block hashes against vLLM's."""
+"""The Rust extension by itself: what it refuses and how, and its block hashes against vLLM's.
+
+Hashes that cover more than tokens are in `test_extra_keys.py`.
+"""
 
 import itertools
 import random
+import re
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sparksched import engine_hooks
-from sparksched._core import NativeBlockHasher, SchedulerCore
-from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import (
-    RepetitionDetectionParams,
-    SamplingParams,
-    StructuredOutputsParams,
+from differential.world import build_world, draw_configuration, vllm_environment
+from sparksched import engine_hooks, scheduler, sessions
+from sparksched._core import NativeBlockHasher, SchedulerCore, read_prompt
+from unit.bare_core import (
+    BLOCK_SIZE,
+    CHUNKED,
+    FULL_ATTENTION,
+    LORA,
+    NONE_HASH,
+    SLIDING_WINDOW,
+    Encoder,
+    assert_goes_on,
+    build_core,
+    build_request,
+    callbacks,
+    core_config,
+    hashes_while_growing,
+    images,
+    run_to_the_end,
+    runner_output,
+    sampled,
+    step,
+    stock_block_hasher,
+    structured_request,
 )
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core import kv_cache_utils
+from vllm.lora.request import LoRARequest
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RepetitionDetectionParams
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-
-BLOCK_SIZE = 4
-NONE_HASH = bytes(range(32))
-FULL_ATTENTION = None
-SLIDING_WINDOW = (8, 4)
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 TOO_LARGE_TOKENS = [2**31, 2**40, 2**63, 2**64, 2**100, -(2**31) - 1]
 BEYOND_64_BITS = [2**63, 2**64 - 1, -(2**63) - 1]
-
-
-# ----------------------------------------------------------------------------------------
-# A scheduler and what it is given
-# ----------------------------------------------------------------------------------------
-
-
-def core_config(**changes: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "async_scheduling": False,
-        "policy": "fcfs",
-        "max_num_active_reqs": 8,
-        "max_num_scheduled_tokens": 64,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 128,
-        "enable_chunked_prefill": True,
-        "long_prefill_token_threshold": 0,
-        "long_prefill_token_threshold_adaptive": False,
-        "reserve_full_isl": False,
-        "resume_as_new": False,
-        "log_stats": True,
-        "block_size": BLOCK_SIZE,
-        "num_blocks": 101,
-        "watermark_blocks": 0,
-        "groups": [FULL_ATTENTION, SLIDING_WINDOW],
-        "lookup_groups": [[0], [1]],
-        "retention_interval": 0,
-        "hash_algorithm": "sha256",
-    }
-    return config | changes
-
-
-def accept_all(_request: Request, _token_ids: list[int]) -> bool:
-    return True
-
-
-def build_core(
-    *,
-    accept_tokens: Callable[[Request, list[int]], bool] = accept_all,
-    hash_first_block: Callable[[Request], bytes] | None = None,
-    include_finished_set: bool = False,
-    **changes: Any,
-) -> SchedulerCore:
-    core = SchedulerCore(
-        core_config(**changes),
-        accept_tokens=accept_tokens,
-        hash_first_block=hash_first_block or (lambda _request: NONE_HASH),
-        include_finished_set=include_finished_set,
-    )
-    core.set_none_hash(NONE_HASH)
-    return core
-
-
-def build_request(
-    request_id: str = "a", prompt: list[int] | None = None, max_tokens: int = 8, **settings: Any
-) -> Request:
-    params = {
-        name: settings.pop(name)
-        for name in list(settings)
-        if name in SamplingParams.__struct_fields__
-    }
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=list(range(10)) if prompt is None else prompt,
-        sampling_params=SamplingParams(max_tokens=max_tokens, **params),
-        pooling_params=None,
-        arrival_time=settings.pop("arrival_time", 1.0),
-        **settings,
-    )
-
-
-def structured_request(request_id: str = "a") -> Request:
-    """Return a request whose grammar is ready."""
-    request = build_request(request_id, structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
-    request.structured_output_request.grammar = SimpleNamespace()
-    return request
-
-
-def runner_output(scheduled: Any, token_id: int = 7) -> ModelRunnerOutput:
-    """Return one token for each scheduled request."""
-    request_ids = list(scheduled.num_scheduled_tokens)
-    return ModelRunnerOutput(
-        req_ids=request_ids,
-        req_id_to_index={request_id: row for row, request_id in enumerate(request_ids)},
-        sampled_token_ids=[[token_id] for _ in request_ids],
-    )
-
-
-def step(core: SchedulerCore, token_id: int = 7) -> dict[int, Any]:
-    scheduled = core.schedule(False, 2.0)
-    return core.update_from_output(scheduled, runner_output(scheduled, token_id))
-
-
-def run_to_the_end(core: SchedulerCore) -> dict[str, Any]:
-    """Let all requests finish; return their finish reasons."""
-    reasons = {}
-    for _ in range(1000):
-        if not core.has_requests():
-            return reasons
-        for outputs in step(core).values():
-            reasons |= {it.request_id: it.finish_reason for it in outputs.outputs}
-        core.check_invariants()
-    raise AssertionError("the requests do not end")
 
 
 # ----------------------------------------------------------------------------------------
@@ -146,13 +59,19 @@ def test_missing_config_key(key: str) -> None:
     config = core_config()
     del config[key]
     with pytest.raises(KeyError) as error:
-        SchedulerCore(
-            config,
-            accept_tokens=accept_all,
-            hash_first_block=accept_all,
-            include_finished_set=False,
-        )
+        SchedulerCore(config, **callbacks())
     assert error.value.args == (key,)
+
+
+@pytest.mark.parametrize("name", ["sync-hybrid", "async-full-v2"])
+def test_config_has_the_keys_that_an_engine_gives(name: str) -> None:
+    configuration = draw_configuration(name, 0)
+    with vllm_environment(configuration):
+        world = build_world(configuration)
+        config = scheduler.core_config(
+            world.vllm_config, world.kv_cache_config, world.scheduler_block_size, log_stats=True
+        )
+    assert config.keys() == core_config().keys()
 
 
 @pytest.mark.parametrize(
@@ -174,6 +93,24 @@ def test_missing_config_key(key: str) -> None:
         ({"lookup_groups": [[0, 1]]}, "looked up together must have equal specs"),
         ({"lookup_groups": [[1], [0]]}, "full attention groups must be looked up first"),
         ({"lookup_groups": [[], [0], [1]]}, "lookup_groups must"),
+        ({"groups": [FULL_ATTENTION, ("mamba", 8, 0, 4)]}, 'unknown KV cache group "mamba"'),
+        ({"groups": [FULL_ATTENTION, ("", 0, 0, 0)]}, 'unknown KV cache group ""'),
+        ({"groups": [FULL_ATTENTION, ("sliding", 0, 0, 4)]}, "a sliding window or chunk holds"),
+        ({"groups": [FULL_ATTENTION, ("chunked", 0, 0, 4)]}, "a sliding window or chunk holds"),
+        (
+            {"groups": [SLIDING_WINDOW, CHUNKED], "lookup_groups": [[0, 1]]},
+            "looked up together must have equal specs",
+        ),
+        (
+            {"groups": [CHUNKED, FULL_ATTENTION]},
+            "full attention groups must be looked up first",
+        ),
+        ({"eagle_groups": [2]}, "eagle_groups must be ids of KV cache groups"),
+        (
+            {"num_spec_tokens_by_batch_size": [0] * 8, "max_num_active_reqs": 8},
+            "by_batch_size must tell the drafts for each batch size",
+        ),
+        ({"per_request_spec_decode_metrics": "verbose"}, 'unknown level "verbose"'),
     ],
 )
 def test_contradicting_config(changes: dict[str, Any], message: str) -> None:
@@ -188,13 +125,61 @@ def test_contradicting_config(changes: dict[str, Any], message: str) -> None:
         ({"policy": None}, TypeError),
         ({"async_scheduling": None}, TypeError),
         ({"groups": [3]}, TypeError),
+        ({"groups": [None]}, TypeError),
+        ({"groups": [("full",)]}, ValueError),
+        ({"groups": [(None, 0, 0, 0)]}, TypeError),
+        ({"groups": [("sliding", -1, 0, 0)]}, OverflowError),
+        ({"groups": [("sliding", 8, 2**32, 0)]}, OverflowError),
         ({"num_blocks": -1}, OverflowError),
         ({"max_model_len": 2**32}, OverflowError),
+        ({"num_spec_tokens": "3"}, TypeError),
+        ({"num_spec_tokens": -1}, OverflowError),
+        ({"num_lookahead_tokens": None}, TypeError),
+        ({"num_prefill_lookahead_tokens": 1.5}, TypeError),
+        ({"num_draft_slots": -1}, OverflowError),
+        ({"num_spec_tokens_by_batch_size": 3}, TypeError),
+        ({"num_spec_tokens_by_batch_size": [-1]}, OverflowError),
+        ({"per_request_spec_decode_metrics": None}, TypeError),
+        ({"num_sampled_tokens_per_step": None}, TypeError),
+        ({"max_loras": "2"}, TypeError),
+        ({"max_loras": -1}, OverflowError),
+        ({"decode_stagger": None}, TypeError),
+        ({"decode_stagger": -1}, OverflowError),
+        ({"sends_sampled_tokens": 1}, TypeError),
+        ({"uses_mrope": None}, TypeError),
+        ({"lookup_groups": None}, TypeError),
+        ({"eagle_groups": None}, TypeError),
+        ({"eagle_groups": [-1]}, OverflowError),
+        ({"enable_kv_cache_events": None}, TypeError),
+        ({"kv_cache_metrics": "yes"}, TypeError),
     ],
 )
 def test_config_of_another_type(changes: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         build_core(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"groups": [CHUNKED], "lookup_groups": [[0]]},
+        {"groups": [FULL_ATTENTION, CHUNKED]},
+        {"groups": [("sliding", 8, 3, 6), FULL_ATTENTION], "lookup_groups": [[1], [0]]},
+        {"eagle_groups": [0, 1], "num_spec_tokens": 2, "num_prefill_lookahead_tokens": 1},
+        {"num_spec_tokens": 3, "num_spec_tokens_by_batch_size": [0, *[3] * 8]},
+        {"num_spec_tokens": 2, "num_lookahead_tokens": 2, "num_draft_slots": 1},
+        {"num_spec_tokens": 2, "async_scheduling": True},
+        {"decode_stagger": 2, "sends_sampled_tokens": True},
+        {"decode_stagger": 2, "async_scheduling": True, "resume_as_new": True},
+        {"max_loras": 1},
+    ],
+    ids=str,
+)
+def test_requests_run_to_their_end(changes: dict[str, Any]) -> None:
+    core = build_core(**changes)
+    for name in "abc":
+        core.add_request(build_request(name), 1.0)
+    assert_goes_on(core, "a", "b", "c")
 
 
 def test_none_hash_that_is_too_long() -> None:
@@ -206,15 +191,6 @@ def test_none_hash_that_is_too_long() -> None:
 # ----------------------------------------------------------------------------------------
 # Requests that are refused
 # ----------------------------------------------------------------------------------------
-
-
-def assert_goes_on(core: SchedulerCore, *request_ids: str) -> None:
-    """Check that these requests, and no others, are there and run to their end."""
-    assert list(core.requests) == list(request_ids)
-    core.check_invariants()
-    core.add_request(build_request("another"), 1.0)
-    assert set(run_to_the_end(core)) == {*request_ids, "another"}
-    assert core.requests == {}
 
 
 @pytest.mark.parametrize("token_id", TOO_LARGE_TOKENS)
@@ -264,40 +240,8 @@ def test_request_id_that_comes_again() -> None:
     assert_goes_on(core)
 
 
-def image_feature() -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(
-        data=None,
-        modality="image",
-        identifier="image-hash",
-        mm_position=PlaceholderRange(offset=2, length=5),
-    )
-
-
-def pooling_request() -> Request:
-    return Request(
-        request_id="a",
-        prompt_token_ids=[1, 2, 3],
-        sampling_params=None,
-        pooling_params=PoolingParams(task="embed"),
-        arrival_time=1.0,
-    )
-
-
-def embeds_request(**settings: Any) -> Request:
-    embeds = torch.arange(48, dtype=torch.float32).reshape(12, 4)
-    request = build_request(prompt_embeds=embeds, prompt=list(range(12)), **settings)
-    assert request.num_prompt_tokens == 12
-    return request
-
-
-LORA = LoRARequest("adapter", 1, "/nowhere")
-
 UNSUPPORTED_REQUESTS = {
-    "a streaming-input session": lambda: build_request(resumable=True),
-    "a pooling request": pooling_request,
-    "a LoRA request": lambda: build_request(lora_request=LORA),
-    "a multimodal request": lambda: build_request(mm_features=[image_feature()]),
-    "a request with prompt embeddings": embeds_request,
+    "a request with prompt embeddings": {"prompt_embeds": torch.zeros(10, 4)},
 }
 
 
@@ -305,26 +249,123 @@ UNSUPPORTED_REQUESTS = {
 def test_unsupported_kind_of_request(kind: str) -> None:
     core = build_core()
     with pytest.raises(ValueError, match=f"request a is {kind}, which sparksched does not") as it:
-        core.add_request(UNSUPPORTED_REQUESTS[kind](), 1.0)
+        core.add_request(build_request(**UNSUPPORTED_REQUESTS[kind]), 1.0)
     assert "VLLM_SCHEDULER=vllm does" in str(it.value)
     assert_goes_on(core)
 
 
-def test_first_block_that_cannot_be_hashed_on_arrival() -> None:
-    def fail(_request: Request) -> bytes:
-        raise LookupError("no hash for you")
+def test_lora_id_beyond_64_bits() -> None:
+    core = build_core(max_loras=1)
+    with pytest.raises(OverflowError):
+        core.add_request(build_request(lora_request=LoRARequest("huge", 2**63, "/nowhere")), 1.0)
+    assert_goes_on(core)
 
-    core = build_core(hash_first_block=fail)
-    with pytest.raises(LookupError, match="no hash for you"):
+
+# ----------------------------------------------------------------------------------------
+# Extra keys of block hashes
+# ----------------------------------------------------------------------------------------
+
+
+class NoKeys(Exception):
+    pass
+
+
+def no_keys(_request: Request) -> Any:
+    raise NoKeys("no keys for you")
+
+
+@pytest.mark.parametrize("settings", [{"cache_salt": "salt"}, {"lora_request": LORA}], ids=str)
+@pytest.mark.parametrize("length", [2, 10], ids=["shorter-than-a-block", "longer-than-a-block"])
+def test_extra_keys_that_fail_on_arrival(settings: dict[str, Any], length: int) -> None:
+    core = build_core(extra_keys=no_keys)
+    with pytest.raises(NoKeys, match="no keys for you"):
+        core.add_request(build_request(prompt=[1] * length, **settings), 1.0)
+    assert_goes_on(core)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        (None, TypeError),
+        (b"keys", TypeError),
+        ((), ValueError),
+        (([b"first"],), ValueError),
+        (([b"first"], None), TypeError),
+        (([None], b"others"), TypeError),
+        ((["first"], b"others"), TypeError),
+    ],
+    ids=str,
+)
+def test_extra_keys_of_another_type(keys: Any, error: type[Exception]) -> None:
+    core = build_core(extra_keys=lambda _request: keys)
+    with pytest.raises(error):
         core.add_request(build_request(cache_salt="salt"), 1.0)
     assert_goes_on(core)
 
 
-def test_block_hash_that_is_too_long() -> None:
-    core = build_core(hash_first_block=lambda _request: bytes(33))
-    with pytest.raises(ValueError, match="a block hash is longer than 32 bytes"):
-        core.add_request(build_request(cache_salt="salt"), 1.0)
+def test_extra_keys_that_are_too_long() -> None:
+    core = build_core()
+    with pytest.raises(ValueError, match="request a has a cache salt, LoRA name or multimodal"):
+        core.add_request(build_request(cache_salt="s" * 2**16), 1.0)
     assert_goes_on(core)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache_salt": ""}], ids=str)
+def test_requests_without_extra_keys(settings: dict[str, Any]) -> None:
+    core = build_core(extra_keys=no_keys)
+    core.add_request(build_request(**settings), 1.0)
+    assert_goes_on(core, "a")
+
+
+def test_without_prefix_caching_nothing_is_hashed() -> None:
+    core = build_core(hash_algorithm=None)
+    core.add_request(build_request(cache_salt="salt", lora_request=LORA), 1.0)
+    assert_goes_on(core, "a")
+
+
+@pytest.mark.parametrize("length", [2, 10], ids=["shorter-than-a-block", "longer-than-a-block"])
+@pytest.mark.parametrize("reader", ["hasher", "read_prompt", "both"])
+def test_extra_keys_are_written_once(length: int, reader: str) -> None:
+    """What was read ahead of the scheduler is not read again."""
+    asked = []
+
+    def extra_keys(request: Request) -> Any:
+        asked.append(request.request_id)
+        return [b"first"], b"N"
+
+    hasher = None if reader == "read_prompt" else build_hasher(extra_keys=extra_keys)
+    request = build_request(prompt=[1] * length, cache_salt="salt", block_hasher=hasher)
+    if reader != "hasher":
+        read_prompt(request, extra_keys=extra_keys)
+    core = build_core(extra_keys=extra_keys)
+    core.add_request(request, 1.0)
+    assert asked == ["a"]
+    assert_goes_on(core, "a")
+    assert asked == ["a"]
+
+
+@pytest.mark.parametrize("length", [2, 10], ids=["shorter-than-a-block", "longer-than-a-block"])
+def test_extra_keys_that_fail_ahead_of_the_scheduler(length: int) -> None:
+    request = build_request(prompt=[1] * length, cache_salt="salt")
+    with pytest.raises(NoKeys, match="no keys for you"):
+        read_prompt(request, extra_keys=no_keys)
+    core = build_core()
+    core.add_request(request, 1.0)
+    assert_goes_on(core, "a")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"prompt": [1, 2**31]}, OverflowError),
+        ({"prompt": []}, ValueError),
+        ({"request_id": "\ud800"}, UnicodeEncodeError),
+    ],
+    ids=str,
+)
+def test_prompts_that_cannot_be_read(settings: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        read_prompt(build_request(**settings), extra_keys=None)
 
 
 # ----------------------------------------------------------------------------------------
@@ -460,6 +501,343 @@ def test_output_of_a_request_that_is_gone() -> None:
 
 
 # ----------------------------------------------------------------------------------------
+# Draft tokens
+# ----------------------------------------------------------------------------------------
+
+
+def speculating_core(*request_ids: str, **settings: Any) -> SchedulerCore:
+    """Return a scheduler whose requests, "a" by default, wait for their drafts."""
+    core = build_core(**{"num_spec_tokens": 3} | settings)
+    for request_id in request_ids or ("a",):
+        core.add_request(build_request(request_id, max_tokens=50), 1.0)
+    step(core)
+    return core
+
+
+def test_drafts_are_verified_by_the_next_step() -> None:
+    core = speculating_core("a", "b")
+    core.update_draft_token_ids(["a", "b"], [[1, 2, 3], []])
+    scheduled = core.schedule(False, 2.0)
+    assert scheduled.scheduled_spec_decode_tokens == {"a": [1, 2, 3]}
+    assert scheduled.num_scheduled_tokens == {"a": 4, "b": 1}
+    outputs = core.update_from_output(scheduled, sampled(scheduled, a=[1, 2, 9], b=[5]))[0]
+    assert [it.new_token_ids for it in outputs.outputs] == [[1, 2, 9], [5]]
+    stats = SpecDecodingStats.new(3)
+    stats.observe_draft(num_draft_tokens=3, num_accepted_tokens=2)
+    assert outputs.scheduler_stats.spec_decoding_stats == stats
+    state = core.snapshot()["requests"]["a"]
+    assert (state["num_tokens"], state["num_computed_tokens"]) == (14, 13)
+    assert state["spec_token_ids"] == []
+    assert core.schedule(False, 2.0).num_scheduled_tokens == {"a": 1, "b": 1}
+
+
+def test_later_drafts_take_the_place_of_earlier_ones() -> None:
+    core = speculating_core()
+    for drafts in ([1, 2, 3], [4], []):
+        core.update_draft_token_ids(["a"], [drafts])
+        assert core.snapshot()["requests"]["a"]["spec_token_ids"] == drafts
+    assert core.schedule(False, 2.0).scheduled_spec_decode_tokens == {}
+
+
+def test_drafts_of_unknown_requests_are_ignored() -> None:
+    core = speculating_core("a", "b")
+    core.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    core.update_draft_token_ids(["a", "?", "b"], [[1], [2], [3]])
+    assert core.schedule(False, 2.0).scheduled_spec_decode_tokens == {"b": [3]}
+
+
+def test_drafts_without_a_request_are_ignored() -> None:
+    core = speculating_core()
+    core.update_draft_token_ids(["a"], [[1], [2]])
+    assert core.schedule(False, 2.0).scheduled_spec_decode_tokens == {"a": [1]}
+
+
+def test_drafts_for_a_part_of_a_prompt_are_dropped() -> None:
+    core = build_core(num_spec_tokens=3)
+    core.add_request(build_request(prompt=[*range(100)]), 1.0)
+    scheduled = core.schedule(False, 2.0)
+    assert scheduled.num_scheduled_tokens == {"a": 64}
+    core.update_from_output(scheduled, sampled(scheduled, a=[]))
+    core.update_draft_token_ids(["a"], [[1, 2, 3]])
+    scheduled = core.schedule(False, 2.0)
+    assert scheduled.num_scheduled_tokens == {"a": 36}
+    assert scheduled.scheduled_spec_decode_tokens == {}
+
+
+@pytest.mark.parametrize("drafts", [[3, -1, 2], [-1, -1, -1], [2**31 - 1], [0, 0, 0, 0, 0]])
+def test_drafts_are_taken_as_they_are(drafts: list[int]) -> None:
+    """The model runner pads them with -1, and decides how many there are."""
+    core = speculating_core()
+    core.update_draft_token_ids(["a"], [drafts])
+    assert core.schedule(False, 2.0).scheduled_spec_decode_tokens == {"a": drafts}
+
+
+@pytest.mark.parametrize("token_id", TOO_LARGE_TOKENS)
+def test_draft_token_beyond_32_bits(token_id: int) -> None:
+    core = speculating_core()
+    with pytest.raises(OverflowError, match=f"token id {token_id} does not fit into 32 bits"):
+        core.update_draft_token_ids(["a"], [[1, token_id]])
+    assert_goes_on(core, "a")
+
+
+@pytest.mark.parametrize(
+    ("request_ids", "draft_token_ids"),
+    [(("a",), [[1]]), (["a"], ([1],)), (["a"], [(1,)]), (["a"], [None]), (["a"], [["1"]])],
+    ids=str,
+)
+def test_drafts_of_another_type(request_ids: Any, draft_token_ids: Any) -> None:
+    core = speculating_core()
+    with pytest.raises(TypeError):
+        core.update_draft_token_ids(request_ids, draft_token_ids)
+    assert_goes_on(core, "a")
+
+
+@pytest.mark.parametrize("schedule", [None, [0, 3, 1, 1, 1, 1, 1, 1, 1]], ids=["fixed", "dynamic"])
+def test_drafts_that_only_the_model_runner_knows(schedule: list[int] | None) -> None:
+    core = build_core(
+        num_spec_tokens=3, num_spec_tokens_by_batch_size=schedule, async_scheduling=True
+    )
+    steps = []
+    for request_id in "ab":
+        core.add_request(build_request(request_id), 1.0)
+        steps.append(core.schedule(False, 2.0))
+    num_drafts = [3, 3] if schedule is None else [3, 1]
+    assert [it.num_spec_tokens_to_schedule for it in steps] == num_drafts
+    assert [it.scheduled_spec_decode_tokens for it in steps] == [{}, {"a": [-1] * 3}]
+    third = core.schedule(False, 2.0)
+    assert third.scheduled_spec_decode_tokens == dict.fromkeys("ab", [-1] * num_drafts[1])
+
+
+@pytest.mark.parametrize("level", ["none", "summary", "detailed"])
+def test_metrics_of_a_requests_drafts(level: str) -> None:
+    core = speculating_core("a", per_request_spec_decode_metrics=level)
+    expected = RequestSpecDecodeMetrics.new(3)
+    for drafts, tokens in [([1, 2, 3], [1, 2, 9]), ([4], [5]), ([6, 7], [6, 7, 8])]:
+        core.update_draft_token_ids(["a"], [drafts])
+        scheduled = core.schedule(False, 2.0)
+        (output,) = core.update_from_output(scheduled, sampled(scheduled, a=tokens))[0].outputs
+        assert output.spec_decode_metrics is None
+        expected.observe(len(drafts), len(tokens) - 1, detailed=level == "detailed")
+    metrics = []
+    while core.has_unfinished_requests():
+        metrics += [it.spec_decode_metrics for it in step(core)[0].outputs]
+    assert metrics[-1] == (None if level == "none" else expected)
+    assert not any(metrics[:-1])
+
+
+# With a grammar.
+
+
+def only_small(request: Request, drafts: list[int]) -> list[int]:
+    """Play a grammar that accepts numbers below those that were generated before."""
+    limit = min(request.output_token_ids)
+    return list(itertools.takewhile(lambda token_id: token_id < limit, drafts))
+
+
+def grammar_core(validate_tokens: Callable[[Request, list[int]], list[int]]) -> SchedulerCore:
+    """Return a scheduler with a request that has a grammar, "a", and one without, "b"."""
+    core = build_core(num_spec_tokens=3, validate_tokens=validate_tokens)
+    core.add_request(structured_request("a", max_tokens=50), 1.0)
+    core.add_request(build_request("b", max_tokens=50), 1.0)
+    step(core)
+    return core
+
+
+def test_drafts_end_where_the_grammar_rejects_them() -> None:
+    core = grammar_core(only_small)
+    core.update_draft_token_ids(["b", "a"], [[8, 9], [5, 6, 7]])
+    scheduled = core.schedule(False, 2.0)
+    assert scheduled.scheduled_spec_decode_tokens == {"a": [5, 6], "b": [8, 9]}
+    core.update_from_output(scheduled, sampled(scheduled, a=[5, 4], b=[8, 9, 7]))
+    core.update_draft_token_ids(["a"], [[4]])  # the grammar has seen the 4
+    assert core.schedule(False, 2.0).scheduled_spec_decode_tokens == {}
+
+
+def test_valid_drafts() -> None:
+    core = grammar_core(only_small)
+    drafts = [5, 8, 6]
+    assert core.valid_drafts("a", drafts) == [5]
+    assert drafts == [5, 8, 6]
+    assert core.valid_drafts("b", drafts) is drafts
+    assert core.valid_drafts("?", drafts) is None
+    assert core.snapshot()["requests"]["a"]["spec_token_ids"] == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda core: core.update_draft_token_ids(["b", "a"], [[1], [2]]),
+        lambda core: core.valid_drafts("a", [2]),
+    ],
+    ids=["update_draft_token_ids", "valid_drafts"],
+)
+@pytest.mark.parametrize("answer", [LookupError("out of grammar"), None, (2,)], ids=repr)
+def test_grammar_that_fails_on_drafts(
+    call: Callable[[SchedulerCore], object], answer: Exception | object
+) -> None:
+    def validate_tokens(_request: Request, _drafts: list[int]) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    core = grammar_core(validate_tokens)
+    with pytest.raises(LookupError if isinstance(answer, Exception) else TypeError):
+        call(core)
+    assert_goes_on(core, "a", "b")
+
+
+# ----------------------------------------------------------------------------------------
+# Encoder inputs
+# ----------------------------------------------------------------------------------------
+
+
+def test_encoder_inputs_are_asked_for_with_a_requests_tokens() -> None:
+    encoder = Encoder()
+    core = build_core(encoder_inputs=encoder)
+    core.add_request(build_request("plain"), 1.0)
+    core.add_request(build_request("image", mm_features=images((2, 5)), max_tokens=2), 1.0)
+    step(core)
+    assert encoder.calls == [
+        ("plan", "image", 0, 10),
+        ("schedule", "image"),
+        ("free_processed", "image", 10),
+    ]
+    step(core)
+    assert ("free", "image") in encoder.calls
+    assert_goes_on(core, "plain")
+
+
+class NoEncoder(Exception):
+    pass
+
+
+@pytest.mark.parametrize("method", ["plan", "schedule", "free_processed", "free", "end_step"])
+def test_encoder_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: object) -> None:
+        raise NoEncoder("no encoder for you")
+
+    encoder = Encoder()
+    core = build_core(encoder_inputs=encoder)
+    core.add_request(build_request(mm_features=images((2, 5))), 1.0)
+    monkeypatch.setattr(encoder, method, fail)
+    with pytest.raises(NoEncoder, match="no encoder for you"):
+        run_to_the_end(core)
+    with pytest.raises(RuntimeError, match=r"stopped after an earlier error.*no encoder for you"):
+        core.schedule(False, 2.0)
+
+
+# ----------------------------------------------------------------------------------------
+# Adapters and pooling models
+# ----------------------------------------------------------------------------------------
+
+
+def test_adapters_in_a_step_are_limited() -> None:
+    core = build_core(max_loras=2)
+    for request_id, lora_id in [("a", 1), ("b", 2), ("c", 3), ("d", None), ("e", 1)]:
+        lora = None if lora_id is None else LoRARequest(f"adapter {lora_id}", lora_id, "/nowhere")
+        core.add_request(build_request(request_id, lora_request=lora), 1.0)
+    assert list(core.schedule(False, 2.0).num_scheduled_tokens) == ["a", "b", "d", "e"]
+    assert [it.request_id for it in core.waiting_requests()] == ["c"]
+
+
+def pooling_request(request_id: str, length: int) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=[*range(length)],
+        sampling_params=None,
+        pooling_params=PoolingParams(task="embed"),
+        arrival_time=1.0,
+    )
+
+
+def test_pooling_requests_end_with_their_vector() -> None:
+    core = build_core(num_sampled_tokens_per_step=0)
+    whole = pooling_request("whole", 128)  # as long as the model allows
+    for request in (pooling_request("short", 3), whole):
+        core.add_request(request, 1.0)
+    vectors = []
+    for pooled in ([torch.ones(2), None], [None], [torch.zeros(2)]):
+        scheduled = core.schedule(False, 2.0)
+        output = runner_output(scheduled)
+        output.sampled_token_ids = []
+        output.pooler_output = pooled
+        outputs = core.update_from_output(scheduled, output).get(0)
+        vectors += [(it.request_id, it.pooling_output) for it in outputs.outputs]
+    assert vectors == [("short", vectors[0][1]), ("whole", vectors[1][1])]
+    assert [vector.tolist() for _, vector in vectors] == [[1, 1], [0, 0]]
+    assert whole.status == RequestStatus.FINISHED_STOPPED
+    assert core.requests == {}
+
+
+# ----------------------------------------------------------------------------------------
+# Streaming-input sessions
+# ----------------------------------------------------------------------------------------
+
+
+def session_core(
+    next_turn: Callable[[Request, int], bool | None] = sessions.next_turn,
+) -> tuple[SchedulerCore, Request]:
+    """Return a scheduler and its session, whose turn of one token has been scheduled."""
+    core = build_core(next_turn=next_turn)
+    request = build_request("session", max_tokens=1, resumable=True)
+    sessions.open_session(request)
+    core.add_request(request, 1.0)
+    return core, request
+
+
+def input_of(*token_ids: int) -> Callable[[Request, int], None]:
+    update = StreamingUpdate.from_request(build_request(prompt=[*token_ids], resumable=True))
+
+    def give(request: Request, num_kept_tokens: int) -> None:
+        sessions.continue_session(request, update, num_kept_tokens)
+
+    return give
+
+
+def test_session_goes_on() -> None:
+    core, request = session_core()
+    assert not core.is_waiting_for_input("session")
+    step(core)
+    assert core.is_waiting_for_input("session")
+    assert core.request_counts() == (0, 1)
+    assert core.schedule(False, 2.0).num_scheduled_tokens == {}
+    core.continue_session("session", input_of(20, 21))
+    assert not core.is_waiting_for_input("session")
+    # The last token of the turn has not been computed, and goes.
+    assert request.prompt_token_ids == [*range(10), 20, 21]
+    assert core.schedule(False, 2.0).num_scheduled_tokens == {"session": 2}
+    core.check_invariants()
+
+
+@pytest.mark.parametrize("request_id", ["?", 3, None], ids=repr)
+def test_unknown_session(request_id: Any) -> None:
+    core, _ = session_core()
+    step(core)
+    assert not core.is_waiting_for_input(request_id)
+    with pytest.raises(ValueError, match=re.escape(f"there is no session {request_id}")):
+        core.continue_session(request_id, no_keys)
+    assert core.is_waiting_for_input("session")
+
+
+def test_input_that_fails() -> None:
+    core, _ = session_core()
+    step(core)
+    with pytest.raises(NoKeys, match="no keys for you"):
+        core.continue_session("session", lambda request, _num_kept_tokens: no_keys(request))
+    assert core.is_waiting_for_input("session")
+    core.finish_requests(["session"], RequestStatus.FINISHED_ABORTED)
+    assert_goes_on(core)
+
+
+def test_next_turn_that_fails() -> None:
+    core, _ = session_core(next_turn=lambda request, _num_kept_tokens: no_keys(request))
+    with pytest.raises(NoKeys, match="no keys for you"):
+        step(core)
+    with pytest.raises(RuntimeError, match=r"stopped after an earlier error.*no keys for you"):
+        core.schedule(False, 2.0)
+
+
+# ----------------------------------------------------------------------------------------
 # After an error in the middle of a step
 # ----------------------------------------------------------------------------------------
 
@@ -491,6 +869,9 @@ CALLS_THAT_CHANGE_STATE: dict[str, Callable[[SchedulerCore], object]] = {
         SimpleNamespace(num_scheduled_tokens={}), ModelRunnerOutput([], {})
     ),
     "finish_requests": lambda core: core.finish_requests(["a"], RequestStatus.FINISHED_ABORTED),
+    "update_draft_token_ids": lambda core: core.update_draft_token_ids(["b"], [[1]]),
+    "valid_drafts": lambda core: core.valid_drafts("b", [1]),
+    "continue_session": lambda core: core.continue_session("a", input_of(1)),
     "preempt_running": lambda core: core.preempt_running(2.0),
     "reset_prefix_cache": lambda core: core.reset_prefix_cache(),
     "check_invariants": lambda core: core.check_invariants(),
@@ -506,6 +887,7 @@ READS: dict[str, Callable[[SchedulerCore], object]] = {
     "waiting_requests": lambda core: core.waiting_requests(),
     "kv_cache_usage": lambda core: core.kv_cache_usage(),
     "num_used_blocks": lambda core: core.num_used_blocks(),
+    "is_waiting_for_input": lambda core: core.is_waiting_for_input("a"),
     "pause_state": lambda core: core.pause_state(),
     "make_stats": lambda core: core.make_stats(),
     "snapshot": lambda core: core.snapshot(),
@@ -555,15 +937,16 @@ def test_broken_scheduler_has_nothing_to_do_once_its_requests_are_gone(
     assert core.running_requests() == core.waiting_requests() == []
 
 
-def test_first_block_that_cannot_be_hashed_in_mid_step() -> None:
-    def fail(_request: Request) -> bytes:
-        raise LookupError("no hash for you")
+def test_block_observer_that_fails_in_mid_step() -> None:
+    class Observer:
+        def on_evicted(self, block_id: int) -> None:
+            raise LookupError(f"block {block_id} is unheard of")
 
-    core = build_core(hash_first_block=fail)
-    core.add_request(build_request(prompt=[1, 2], cache_salt="salt"), 1.0)
-    with pytest.raises(LookupError, match="no hash for you"):
-        run_to_the_end(core)
-    with pytest.raises(RuntimeError, match=r"stopped after an earlier error.*no hash for you"):
+    core = build_core(block_observer=Observer(), kv_cache_metrics=True)
+    core.add_request(build_request(), 1.0)
+    with pytest.raises(LookupError, match="block 1 is unheard of"):
+        core.schedule(False, 2.0)
+    with pytest.raises(RuntimeError, match=r"stopped after an earlier error.*is unheard of"):
         core.schedule(False, 2.0)
 
 
@@ -595,7 +978,11 @@ def test_snapshot() -> None:
         "num_in_flight_tokens": 0,
         "num_stale_output_tokens": 0,
         "num_tokens": 11,
+        "num_prompt_tokens": 10,
         "num_preemptions": 0,
+        "num_queued_inputs": 0,
+        "next_decode_eligible_step": 0,
+        "spec_token_ids": [],
     }
     assert [len(table) for table in tables] == [3, 3]
     used = set(itertools.chain.from_iterable(tables)) - {0}
@@ -644,27 +1031,9 @@ def test_finished_set_by_client() -> None:
 # Block hashes
 # ----------------------------------------------------------------------------------------
 
-ALGORITHMS = [
-    "sha256",
-    "sha256_cbor",
-    *(["xxhash", "xxhash_cbor"] if find_spec("xxhash") else []),
-]
 # Pickle writes tuples of one, two and three items with opcodes of their own.
 BLOCK_SIZES = [1, 2, 3, 4, 16, 64]
 EDGE_TOKENS = [0, 23, 24, 255, 256, 65535, 65536, 2**31 - 1]
-
-BlockHasher = Callable[[Request], list[bytes]]
-
-
-@pytest.fixture(params=ALGORITHMS)
-def algorithm(request: pytest.FixtureRequest) -> str:
-    """Initialise vLLM's hashing with one of its algorithms."""
-    kv_cache_utils.init_none_hash(get_hash_fn_by_name(request.param))
-    return request.param
-
-
-def stock_block_hasher(algorithm: str, block_size: int) -> BlockHasher:
-    return kv_cache_utils.get_request_block_hasher(block_size, get_hash_fn_by_name(algorithm))
 
 
 def random_tokens(rng: random.Random, length: int) -> list[int]:
@@ -675,29 +1044,14 @@ def random_tokens(rng: random.Random, length: int) -> list[int]:
     ]
 
 
-def hashes_while_growing(
-    hasher: BlockHasher, prompt: list[int], growth: list[list[int]], **settings: Any
-) -> list[list[bytes]]:
-    """Return a request's block hashes at first and after each addition."""
-    request = build_request(prompt=prompt, block_hasher=hasher, **settings)
-    hashes = [list(request.block_hashes)]
-    for tokens in growth:
-        request.append_output_token_ids(tokens)
-        hashes.append(list(request.block_hashes))
-    return hashes
-
-
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("cache_salt", [None, "", "salt", "s" * 300, "\N{SPARKLES}"])
-def test_hashes_equal_vllms(algorithm: str, block_size: int, cache_salt: str | None) -> None:
-    rng = random.Random(f"{algorithm}/{block_size}/{cache_salt}")
+def test_hashes_equal_vllms(algorithm: str, block_size: int) -> None:
+    rng = random.Random(f"{algorithm}/{block_size}")
     for length in [0, 1, block_size - 1, block_size, block_size + 1, 5 * block_size + 2, 700]:
         prompt = random_tokens(rng, length)
         growth = [random_tokens(rng, count) for count in (1, block_size, 1, 2 * block_size + 1)]
         native, stock = (
-            hashes_while_growing(
-                build(algorithm, block_size), prompt, growth, cache_salt=cache_salt
-            )
+            hashes_while_growing(build(algorithm, block_size), prompt, growth)
             for build in (engine_hooks.native_block_hasher, stock_block_hasher)
         )
         assert native == stock
@@ -716,56 +1070,38 @@ def test_hashes_of_single_tokens_equal_vllms(
     )
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda **settings: build_request(prompt=[*range(12)], lora_request=LORA, **settings),
-        lambda **settings: build_request(
-            prompt=[*range(12)], mm_features=[image_feature()], **settings
-        ),
-        embeds_request,
-    ],
-    ids=["lora", "multimodal", "prompt-embeds"],
-)
-def test_hashes_with_keys_in_every_block_equal_vllms(
-    build: Callable[..., Request], algorithm: str
-) -> None:
-    native, stock = (
-        build(block_hasher=build_hasher(algorithm, BLOCK_SIZE), cache_salt="salt")
-        for build_hasher in (engine_hooks.native_block_hasher, stock_block_hasher)
-    )
-    assert len(stock.block_hashes) == 3
-    assert native.block_hashes == stock.block_hashes
-    for request in (native, stock):
-        request.append_output_token_ids([1, 2, 3, 4])
-    assert native.block_hashes == stock.block_hashes
-    assert (
-        native.block_hashes[0]
-        != build_request(
-            prompt=[*range(12)], block_hasher=stock_block_hasher(algorithm, BLOCK_SIZE)
-        ).block_hashes[0]
-    )
-
-
 def build_hasher(**changes: Any) -> NativeBlockHasher:
     settings: dict[str, Any] = {
         "algorithm": "sha256",
         "block_size": BLOCK_SIZE,
         "none_hash": NONE_HASH,
-        "hash_first_block": lambda _request: NONE_HASH,
-        "fallback": lambda _request: [b"from the fallback"],
+        "extra_keys": no_keys,
     }
     settings |= changes
     positional = [settings.pop(name) for name in ("algorithm", "block_size", "none_hash")]
     return NativeBlockHasher(*positional, **settings)
 
 
-def test_fallback_is_asked_only_when_needed() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache_salt": "salt"},
+        {"lora_request": LORA},
+        {"mm_features": images((2, 5))},
+        {"prompt_embeds": torch.zeros(10, 4)},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_extra_keys_are_asked_for_only_when_needed(settings: dict[str, Any]) -> None:
     hasher = build_hasher()
-    assert hasher(build_request(lora_request=LORA)) == [b"from the fallback"]
-    assert hasher(build_request(mm_features=[image_feature()])) == [b"from the fallback"]
-    assert hasher(embeds_request()) == [b"from the fallback"]
-    assert len(hasher(build_request(prompt=[1] * 9))) == 2
+    with pytest.raises(NoKeys, match="no keys for you"):
+        hasher(build_request(**settings))
+    assert len(hasher(build_request())) == 2
+
+
+def test_extra_keys_are_asked_for_only_if_there_is_a_block_to_hash() -> None:
+    hasher = build_hasher()
+    assert hasher(build_request(prompt=[1] * 3, cache_salt="salt")) == []
 
 
 @pytest.mark.parametrize(
@@ -787,14 +1123,6 @@ def test_hasher_that_cannot_be_built(changes: dict[str, Any], message: str) -> N
 def test_hashing_a_token_beyond_32_bits(token_id: int) -> None:
     with pytest.raises(OverflowError, match=f"token id {token_id} does not fit into 32 bits"):
         build_hasher()(build_request(prompt=[1, 2, 3, token_id]))
-
-
-def test_error_of_the_first_block_passes_through_the_hasher() -> None:
-    def fail(_request: Request) -> bytes:
-        raise LookupError("no hash for you")
-
-    with pytest.raises(LookupError, match="no hash for you"):
-        build_hasher(hash_first_block=fail)(build_request(cache_salt="salt"))
 
 
 @pytest.mark.parametrize("length", [3, 4, 9, 300])

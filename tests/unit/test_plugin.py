@@ -11,16 +11,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
-from sparksched import compat, environment, patching, plugin
-
-STREAMING_REFUSED = (
-    "streaming-input sessions are not supported by sparksched yet; "
-    "start the server with VLLM_SCHEDULER=vllm"
-)
+from sparksched import environment, patching, plugin
 
 
 @pytest.fixture(autouse=True)
@@ -268,12 +263,12 @@ def test_unselected_imports_nothing(value: str) -> None:
 def test_unselected_changes_nothing(vllm_restored: None) -> None:
     import vllm.envs
     from vllm.config.scheduler import SchedulerConfig
-    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
 
     def state() -> tuple[object, ...]:
         return (
             SchedulerConfig.get_scheduler_cls,
-            InputProcessor.process_inputs,
+            OutputProcessor.process_outputs,
             vllm.envs.compile_factors,
             dict(vllm.envs.environment_variables),
             list(sys.meta_path),
@@ -301,22 +296,13 @@ def test_missing_extension_is_a_clear_error(
 
 def test_register_twice_is_register_once(registered: None) -> None:
     from vllm.config.scheduler import SchedulerConfig
-    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
 
-    functions = SchedulerConfig.get_scheduler_cls, InputProcessor.process_inputs
+    functions = SchedulerConfig.get_scheduler_cls, OutputProcessor.process_outputs
     finders = list(sys.meta_path)
     plugin.register()
-    assert (SchedulerConfig.get_scheduler_cls, InputProcessor.process_inputs) == functions
+    assert (SchedulerConfig.get_scheduler_cls, OutputProcessor.process_outputs) == functions
     assert sys.meta_path == finders
-
-
-def test_replaced_functions_keep_their_signatures(registered: None) -> None:
-    from vllm.config.scheduler import SchedulerConfig
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    for function in (SchedulerConfig.get_scheduler_cls, InputProcessor.process_inputs):
-        assert inspect.signature(function) == inspect.signature(inspect.unwrap(function))
-    assert "resumable" in inspect.signature(InputProcessor.process_inputs).parameters
 
 
 def test_vllm_knows_the_variable(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,9 +412,9 @@ def test_unknown_version_runs_stock_without_importing_the_scheduler(
     vllm_restored: None, stubs: None, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
 
-    process_inputs = InputProcessor.process_inputs
+    process_outputs = OutputProcessor.process_outputs
     monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
     monkeypatch.setattr("vllm.version.__version__", "0.33.0")
     monkeypatch.setitem(sys.modules, "sparksched.scheduler", None)
@@ -436,99 +422,39 @@ def test_unknown_version_runs_stock_without_importing_the_scheduler(
     assert scheduler_config(async_scheduling=True).get_scheduler_cls() is AsyncScheduler
     assert len(logged) == 1
     assert "using vLLM's own scheduler: vLLM 0.33.0 is not supported" in logged[0]
-    assert InputProcessor.process_inputs is process_inputs
+    assert OutputProcessor.process_outputs is process_outputs
 
 
 # ----------------------------------------------------------------------------------------
-# The front end
+# Functions of vLLM's
 # ----------------------------------------------------------------------------------------
 
 
-class StubInputProcessor:
-    """Has of vLLM's input processor what the plugin touches."""
-
-    def __init__(self, scheduler_cls: object = None) -> None:
-        self.vllm_config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(scheduler_cls=scheduler_cls)
-        )
-
-    def process_inputs(self, request_id: str, resumable: bool = False) -> SimpleNamespace:
-        return SimpleNamespace(request_id=request_id, resumable=resumable)
-
-
-@pytest.fixture
-def input_processor(monkeypatch: pytest.MonkeyPatch) -> type[StubInputProcessor]:
-    class Guarded(StubInputProcessor):
-        pass
-
-    module = ModuleType("input_processor")
-    module.InputProcessor = Guarded  # type: ignore[attr-defined]
-    plugin._guard_input_processor(module)
-    monkeypatch.setattr(compat, "unsupported_config", lambda vllm_config: None)
-    return Guarded
-
-
-def test_ordinary_requests_pass(input_processor: type[StubInputProcessor]) -> None:
-    assert input_processor().process_inputs("a").request_id == "a"
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs"), [(("a", True), {}), (("a",), {"resumable": True})], ids=str
-)
-def test_streaming_input_is_refused_as_a_client_error(
-    input_processor: type[StubInputProcessor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    from vllm.exceptions import VLLMValidationError
-
-    processor = input_processor()
-    with pytest.raises(VLLMValidationError) as error:
-        processor.process_inputs(*args, **kwargs)
-    assert str(error.value) == STREAMING_REFUSED
-
-
-def test_streaming_input_passes_when_the_configuration_falls_back(
-    input_processor: type[StubInputProcessor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = compat.Unsupported("LoRA", "adapters take part in scheduling")
-    monkeypatch.setattr(compat, "unsupported_config", lambda vllm_config: problem)
-    assert input_processor().process_inputs("a", resumable=True).resumable
-
-
-def test_streaming_input_passes_when_the_version_falls_back(
-    input_processor: type[StubInputProcessor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
-    assert input_processor().process_inputs("a", resumable=True).resumable
-
-
-def test_streaming_input_passes_under_a_foreign_scheduler(
-    input_processor: type[StubInputProcessor],
-) -> None:
-    processor = input_processor(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
-    assert processor.process_inputs("a", resumable=True).resumable
-
-
-def test_front_end_is_guarded_when_its_module_comes_later(
+def test_a_module_is_changed_when_it_comes_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "late_input_processor.py").write_text(
-        "class InputProcessor:\n    def process_inputs(self):\n        pass\n"
-    )
+    def change(module: ModuleType) -> None:
+        patching.replace(module.Late, "method", lambda original: lambda self: original(self) + 1)
+
+    (tmp_path / "late_module.py").write_text("class Late:\n    def method(self): return 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     before = set(sys.meta_path)
     for _ in range(2):
-        patching.after_import("late_input_processor", plugin._guard_input_processor)
+        patching.after_import("late_module", change)
     (finder,) = set(sys.meta_path) - before
     assert isinstance(finder, patching._ChangingFinder)
-    # To look for the module without importing it must not use the guard up.
-    assert importlib.util.find_spec("late_input_processor") is not None
-    module = importlib.import_module("late_input_processor")
-    assert hasattr(module.InputProcessor.process_inputs, "__sparksched__")
-    monkeypatch.delitem(sys.modules, "late_input_processor")
+    # To look for the module without importing it must not use the change up.
+    assert importlib.util.find_spec("late_module") is not None
+    module = importlib.import_module("late_module")
+    assert hasattr(module.Late.method, patching.MARK)
+    assert module.Late().method() == 2
+    patching.after_import("late_module", change)  # now there is nothing to wait for
+    assert module.Late().method() == 2
+    monkeypatch.delitem(sys.modules, "late_module")
 
 
-TRANSPORT_FUNCTIONS = {
+REPLACED_FUNCTIONS = {
     "vllm.v1.engine.core": [
         "EngineCoreProc.process_input_sockets",
         "EngineCoreProc._make_ready_response",
@@ -540,23 +466,34 @@ TRANSPORT_FUNCTIONS = {
         "BackgroundResources.__call__",
         "AsyncMPClient.__init__",
         "AsyncMPClient._ensure_output_queue_task",
+        "AsyncMPClient._send_input",
         "AsyncMPClient._send_input_message",
         "SyncMPClient.__init__",
         "SyncMPClient._send_input",
     ],
-    "vllm.v1.engine.async_llm": ["AsyncLLM.check_health"],
+    "vllm.v1.engine.async_llm": ["AsyncLLM._add_request", "AsyncLLM.check_health"],
+    "vllm.v1.engine.output_processor": [
+        "OutputProcessor.process_outputs",
+        "RequestOutputCollector.__init__",
+        "RequestOutputCollector.put",
+        "RequestOutputCollector.get",
+        "RequestOutputCollector.get_nowait",
+    ],
+    "vllm.v1.metrics.loggers": ["PrometheusStatLogger.record"],
+    "vllm.v1.metrics.stats": ["IterationStats.update_from_output"],
+    "vllm.config.scheduler": ["SchedulerConfig.get_scheduler_cls"],
 }
 
 
-def test_register_replaces_the_transport(
+def test_register_replaces_functions_that_keep_their_signatures(
     vllm_restored: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     functions = {
-        name: operator.attrgetter(name) for names in TRANSPORT_FUNCTIONS.values() for name in names
+        name: operator.attrgetter(name) for names in REPLACED_FUNCTIONS.values() for name in names
     }
     modules = {
         name: importlib.import_module(module)
-        for module, names in TRANSPORT_FUNCTIONS.items()
+        for module, names in REPLACED_FUNCTIONS.items()
         for name in names
     }
     before = {name: get(modules[name]) for name, get in functions.items()}
@@ -583,8 +520,8 @@ def test_register_leaves_the_front_end_module_to_those_who_need_it() -> None:
         "imported = {name for name in set(sys.modules) - before if name.startswith('vllm.')}\n"
         "assert not imported, imported\n"
         "assert threading.active_count() == 1\n"
-        "from vllm.v1.engine.input_processor import InputProcessor\n"
-        "assert hasattr(InputProcessor.process_inputs, '__sparksched__')\n",
+        "from vllm.v1.engine.output_processor import OutputProcessor\n"
+        "assert hasattr(OutputProcessor.process_outputs, '__sparksched__')\n",
         VLLM_SCHEDULER="sparksched",
     )
 

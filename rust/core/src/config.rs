@@ -161,7 +161,8 @@ impl SchedulerConfig {
         check(self.block_size >= 1, "block_size must be at least 1")?;
         check(self.max_num_active_reqs >= 1, "max_num_active_reqs must be at least 1")?;
         check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens must be at least 1")?;
-        check(!self.groups.is_empty(), "there must be at least one KV cache group")?;
+        let needs_group = self.hasher.is_some();
+        check(!needs_group || !self.groups.is_empty(), "prefix caching needs a KV cache group")?;
         check(
             self.retention_interval.is_none_or(|interval| interval % self.block_size == 0),
             "retention_interval must be a multiple of block_size",

@@ -36,7 +36,7 @@ pub(crate) struct OutputWriter {
 /// One client's outputs.
 enum Written<'py> {
     Objects(Bound<'py, PyList>),
-    Message(StepOutputs),
+    Message(Box<StepOutputs>),
 }
 
 /// Outputs of a step by client, in the order of the clients' first outputs.
@@ -68,7 +68,7 @@ impl OutputWriter {
         let by_client = by_client(entries, outputs);
         let written = by_client.into_iter().map(|(client, outputs)| {
             let written = if self.encoded_clients.contains(&client) {
-                Written::Message(self.message(py, entries, result, &outputs)?)
+                Written::Message(Box::new(self.message(py, entries, result, &outputs)?))
             } else {
                 Written::Objects(self.objects(py, entries, result, &outputs)?)
             };
@@ -150,7 +150,7 @@ impl OutputWriter {
     /// Nothing yet, in the form that the client gets.
     fn empty<'py>(&self, py: Python<'py>, client: i64) -> PyResult<Written<'py>> {
         Ok(if self.encoded_clients.contains(&client) {
-            Written::Message(self.new_message(py, 0)?)
+            Written::Message(Box::new(self.new_message(py, 0)?))
         } else {
             Written::Objects(PyList::empty(py))
         })
@@ -230,7 +230,7 @@ impl<'py> ClientDict<'py> {
             Written::Objects(list) => writer.types.outputs(&list)?,
             Written::Message(mut message) => {
                 message.stamp(py)?;
-                Bound::new(py, message)?.into_any()
+                Bound::new(py, *message)?.into_any()
             }
         };
         self.0.set_item(client, &outputs)?;

@@ -49,6 +49,7 @@ pub(crate) struct SchedulerCore {
 #[pymethods]
 impl SchedulerCore {
     #[new]
+    #[expect(clippy::too_many_arguments, reason = "they are named where it is called")]
     #[pyo3(signature = (
         config, *, accept_tokens, validate_tokens, next_turn, encoder_inputs, extra_keys, block_observer,
         include_finished_set
@@ -310,6 +311,11 @@ impl SchedulerCore {
     fn do_add_request(&mut self, request: &Bound<'_, PyAny>, now: f64) -> PyResult<()> {
         let py = request.py();
         let new = convert::new_request(request, &self.extra_keys)?;
+        if new.has_encoder_inputs && self.callbacks.encoder_inputs.bind(py).is_none() {
+            let message =
+                format!("request {} has images or the like: this model takes text", new.id);
+            return Err(PyValueError::new_err(message));
+        }
         let entry = Entry::of(request)?;
         let id = entry.id.clone_ref(py);
         if self.places.bind(py).contains(&id)? {
@@ -330,6 +336,9 @@ impl SchedulerCore {
         let unknown = || PyValueError::new_err(format!("there is no session {request_id}"));
         let index = self.place(request_id)?.ok_or_else(unknown)?;
         let state = self.scheduler.request(index);
+        if state.status() != RequestStatus::WaitingForInput {
+            return Err(unknown());
+        }
         let num_kept_tokens = state.num_kept_tokens();
         let request = self.entries.get(index).request.bind(py);
         convert::sync_request_tokens(request, state.tokens())?;
@@ -363,13 +372,12 @@ impl SchedulerCore {
             Ok(std::mem::replace(set, PySet::empty(py)?.unbind()).into_bound(py))
         };
         let encoder_inputs = self.callbacks.encoder_inputs.bind(py);
-        let encoder = match encoder_inputs.is_none() {
-            true => None,
-            false => {
-                let log_stats = self.scheduler.config().log_stats;
-                let told = encoder_inputs.call_method1(intern!(py, "end_step"), (log_stats,))?;
-                Some(told.extract()?)
-            }
+        let encoder = if encoder_inputs.is_none() {
+            None
+        } else {
+            let log_stats = self.scheduler.config().log_stats;
+            let told = encoder_inputs.call_method1(intern!(py, "end_step"), (log_stats,))?;
+            Some(told.extract()?)
         };
         let extras = StepExtras {
             finished_req_ids: take(&mut self.finished_req_ids)?,

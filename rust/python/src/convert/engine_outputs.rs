@@ -23,7 +23,7 @@ pub(crate) struct OtherStats<'py> {
 impl OtherStats<'_> {
     /// Whether there is nothing to add to what the core knows.
     pub(crate) fn is_empty(&self) -> bool {
-        self.cudagraph.is_none() && self.evictions.as_ref().is_none_or(|it| it.is_empty())
+        self.cudagraph.is_none() && self.evictions.as_ref().is_none_or(PyListMethods::is_empty)
     }
 }
 

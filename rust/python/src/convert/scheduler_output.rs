@@ -252,7 +252,7 @@ impl<'py> Source<'_, 'py> {
             for it in cached {
                 let tokens = self.scheduler.request(it.index).tokens();
                 let begin = (it.num_computed_tokens as usize).min(tokens.len());
-                let end = begin + (it.num_tokens - it.num_draft_tokens) as usize;
+                let end = begin + it.num_tokens.saturating_sub(it.num_draft_tokens) as usize;
                 lists.append(PyList::new(self.py, &tokens[begin..end.min(tokens.len())])?)?;
             }
         }

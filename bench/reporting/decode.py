@@ -1,0 +1,94 @@
+"""The part of the report about `bench.decode`: a table for each question."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.reporting.cells import OURS, STOCK, Pair, Row, pairs_of, servers_of, steady
+from bench.reporting.decode_gpu import gpu
+from bench.reporting.decode_host import cpu, messages, phases
+from bench.reporting.decode_rates import few_cores, latency, modes, streams, workloads
+from bench.reporting.document import Bullets, Part, Section, Table
+from bench.reporting.findings import findings
+from bench.reporting.values import MISSING, dig, text_of
+
+MAX_REASON = 300
+
+
+def sections(results: Sequence[Row]) -> list[Section]:
+    """Return the sections about these results; tables of what was not asked for are left out."""
+    pairs = pairs_of(results)
+    found = [
+        Section("Serving: what it comes to", [Bullets(findings(results))]),
+        Section("Serving: tokens a second and latency", latency(steady(pairs))),
+        Section("Serving: the host's time in a step", phases(steady(pairs))),
+        Section("Serving: the GPU", gpu(results, pairs)),
+        Section("Serving: CPU time", cpu(results, pairs)),
+        Section("Serving: messages from engine to API server", messages(steady(pairs))),
+        Section("Serving: asynchronous and synchronous scheduling", modes(steady(pairs))),
+        Section("Serving: mixed lengths and shared prefixes", workloads(pairs)),
+        Section("Serving: few processors", few_cores(pairs)),
+        Section("Serving: the same tokens?", streams(results)),
+        Section("Serving: servers", _servers(results)),
+        Section("Serving: what is missing", _failures(pairs)),
+    ]
+    return [section for section in found if section.parts]
+
+
+# ---- servers, failures ----
+
+
+def _servers(results: Sequence[Row]) -> list[Part]:
+    rows = []
+    for (model, mode), sides in servers_of(results, "servers").items():
+        for scheduler in (STOCK, OURS):
+            row = sides.get(scheduler)
+            if row is None:
+                continue
+            rows.append(
+                [
+                    f"{model}, {mode}, {scheduler}",
+                    _last_word(dig(row, "engine", "scheduler")),
+                    _last_word(dig(row, "transport")),
+                    _last_word(dig(row, "engine", "executor")),
+                    _last_word(dig(row, "engine", "cudagraph_mode")),
+                    text_of(dig(row, "engine", "max_num_batched_tokens")),
+                    text_of(dig(row, "start_s"), " s"),
+                    "random" if dig(row, "has_dummy_weights") else "from files",
+                ]
+            )
+    if not rows:
+        return []
+    columns = (
+        "scheduler class",
+        "transport",
+        "executor",
+        "CUDA graphs",
+        "tokens a batch",
+        "start",
+        "weights",
+    )
+    return [Table(("server", *columns), rows)]
+
+
+def _last_word(name: Any) -> str:
+    """Return a class's name without its module's."""
+    return name.rpartition(".")[2] if isinstance(name, str) else MISSING
+
+
+def _failures(pairs: Sequence[Pair]) -> list[Part]:
+    lines = []
+    for pair in pairs:
+        for scheduler, side in ((STOCK, pair.stock), (OURS, pair.ours)):
+            if side.error:
+                lines.append(
+                    f"{pair.key.workload}: {pair.key.label}, {scheduler}: {_brief(side.error)}"
+                )
+    return [Bullets(lines)] if lines else []
+
+
+def _brief(error: str) -> str:
+    """Return the first and the last line of an error: what has failed, and why."""
+    lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
+    if not lines:
+        return MISSING
+    return " ".join(dict.fromkeys((lines[0], lines[-1])))[:MAX_REASON]

@@ -1,0 +1,232 @@
+"""Tables about `bench.decode`: what the host does, in phases, threads and messages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.reporting.cells import CASE, OURS, STOCK, Pair, Row, Side, servers_of, steady
+from bench.reporting.document import Bullets, Paragraph, Part, Table
+from bench.reporting.values import (
+    MISSING,
+    as_number,
+    dig,
+    joined,
+    median,
+    names_of,
+    pair_text,
+    rounded,
+    text_of,
+    why_missing,
+)
+
+PHASES = ("schedule", "execute", "sample", "wait", "update", "deliver", "other")
+PROCESSES = ("API server", "engine", "worker")
+NUM_THREADS = 4
+
+
+# ---- phases ----
+
+
+def phases(pairs: Sequence[Pair]) -> list[Part]:
+    """Return the host's time in each phase of a step."""
+    if not pairs:
+        return []
+    rows = [
+        [
+            pair.key.label,
+            *(pair_text(*pair.both("phases", f"{it}_us", "p50")) for it in PHASES),
+            pair_text(*pair.both("phases", "host_us", "p50")),
+            pair_text(*pair.both("phases", "host_us", "p90")),
+            pair_text(*pair.both("phases", "period_us", "p50")),
+        ]
+        for pair in pairs
+    ]
+    gaps = [
+        [
+            pair.key.label,
+            pair_text(*pair.both("phases", "gap_estimate", "us", "p50")),
+            pair_text(*pair.both("phases", "gap_estimate", "host_late_share"), " %", 100),
+            pair_text(*pair.both("phases", "wait_spins"), " %", 100),
+        ]
+        for pair in pairs
+    ]
+    columns = (CASE, *PHASES, "host, p50", "host, p90", "step, p50")
+    return [
+        Paragraph(
+            "Medians in µs, vLLM → sparksched, in the loop of the engine's process, in a round of "
+            "its own. `host` is all of a step but `wait`. sparksched encodes outputs in `update` "
+            "and sends them in `deliver`; vLLM does both in another thread, after `deliver`."
+        ),
+        Table(columns, rows),
+        Paragraph(
+            "Between two steps, estimated from the host's times: for how long the GPU had nothing "
+            "to do, in µs (asynchronous: at most); how many steps were launched too late to keep "
+            "it busy; and how much of its waiting the engine's thread spends spinning."
+        ),
+        Table((CASE, "gap, µs", "late steps", "spinning"), gaps),
+    ]
+
+
+# ---- CPU ----
+
+
+def cpu(results: Sequence[Row], pairs: Sequence[Pair]) -> list[Part]:
+    """Return CPU time by process and thread, under load and idle."""
+    parts: list[Part] = []
+    chosen = steady(pairs)
+    if chosen:
+        rows = []
+        for pair in chosen:
+            shares, costs = [], []
+            for process in PROCESSES:
+                share = pair.figures("cpu", "share", process, "percent")
+                if process == "worker" and share == (None, None):
+                    shares.append("none")
+                else:
+                    shares.append(pair_text(*share, " %"))
+                if process != "worker":
+                    costs.append(pair_text(*pair.figures("cpu", "us_per_token", process)))
+            rows.append([pair.key.label, *shares, *costs])
+        columns = (*PROCESSES, "API server, µs a token", "engine, µs a token")
+        parts += [
+            Paragraph("Share of one processor under load, all threads, vLLM → sparksched:"),
+            Table((CASE, *columns), rows),
+            Paragraph("By thread, in percent of a processor:"),
+            Table((CASE, "vLLM", "sparksched"), [_threads(pair) for pair in chosen]),
+        ]
+        spinners = _spinners(chosen)
+        if spinners:
+            parts += [
+                Paragraph("Threads that take more than 80 % of a processor, and what they do:"),
+                Bullets(spinners),
+            ]
+    idle = [
+        [f"{model}, {mode}", *(_idle(sides.get(it)) for it in (STOCK, OURS))]
+        for (model, mode), sides in servers_of(results, "servers").items()
+    ]
+    if idle:
+        parts += [
+            Paragraph("With nothing to do, in percent of a processor:"),
+            Table(("model, mode", "vLLM", "sparksched"), idle),
+        ]
+    return parts
+
+
+def _threads(pair: Pair) -> list[str]:
+    return [pair.key.label, _thread_shares(pair.stock), _thread_shares(pair.ours)]
+
+
+def _thread_shares(side: Side) -> str:
+    parts = []
+    for process in PROCESSES:
+        names: dict[str, None] = {}
+        for entry in side.rounds():
+            names |= dict.fromkeys(names_of(dig(entry, "cpu", "share", process, "threads")))
+        found = {
+            name: median(side.each("cpu", "share", process, "threads", name)) for name in names
+        }
+        known = sorted(
+            ((name, share) for name, share in found.items() if share is not None),
+            key=lambda it: -it[1],
+        )
+        if known:
+            shown = ", ".join(f"{name} {rounded(share)}" for name, share in known[:NUM_THREADS])
+            parts.append(f"{process}: {shown}")
+    return "; ".join(parts) or MISSING
+
+
+def _spinners(pairs: Sequence[Pair]) -> list[str]:
+    lines = []
+    for pair in pairs:
+        for name, side in ((STOCK, pair.stock), (OURS, pair.ours)):
+            found = side.get("spinners")
+            if isinstance(found, list):
+                said = [_spinner(it) for it in found]
+            else:
+                said = [] if side.error else [f"{MISSING}: {dig(found, 'missing')}"]
+            lines += [f"{pair.key.label}, {name}: {it}" for it in said]
+    return lines
+
+
+def _spinner(row: Any) -> str:
+    """Return which thread takes a processor, and in which states it was seen."""
+    who = f"{dig(row, 'process')}'s {dig(row, 'thread')} ({text_of(dig(row, 'percent'), ' %')})"
+    seen = dig(row, "doing")
+    doing = ", ".join(f"{what} {text_of(dig(seen, what), ' %')}" for what in names_of(seen))
+    stack = dig(row, "stack")
+    place = f"; in {' < '.join(map(str, stack))}" if isinstance(stack, list) and stack else ""
+    return f"{who}: {doing or MISSING}{place}"
+
+
+def _idle(row: Row | None) -> str:
+    found = dig(row, "idle_cpu")
+    if not isinstance(found, dict) or "missing" in found or not found:
+        return why_missing(found)
+    return ", ".join(f"{role} {text_of(dig(it, 'percent'))}" for role, it in found.items())
+
+
+# ---- messages ----
+
+
+def messages(pairs: Sequence[Pair]) -> list[Part]:
+    """Return what messages take from engine to API server."""
+    rows = []
+    for pair in pairs:
+        rows.append(
+            [
+                pair.key.label,
+                _encoding(pair),
+                pair_text(_travel(pair.stock), _travel(pair.ours)),
+                *(
+                    pair_text(*pair.both("messages", f"{what}_us", share))
+                    for what, share in (
+                        ("arrival", "p50"),
+                        ("arrival", "p99"),
+                        ("decode", "p50"),
+                        ("process", "p50"),
+                    )
+                ),
+                joined(*(_ipc_share(side) for side in (pair.stock, pair.ours))),
+            ]
+        )
+    if not rows:
+        return []
+    columns = ("encode", "travel", "arrival p50", "p99", "decode", "process", "share of ITL")
+    return [
+        Paragraph(
+            "A step's outputs on their way, in µs, vLLM → sparksched. Arrival: from the end of "
+            "`update` until the client begins to decode; travel: the same without encoding, so "
+            "queues, waking of threads and processes, and the transport itself. Process: vLLM's "
+            "output processor. Share of ITL: arrival and decode, of ITL "
+            "p50; with asynchronous scheduling the GPU works meanwhile."
+        ),
+        Table((CASE, *columns), rows),
+    ]
+
+
+def _encoding(pair: Pair) -> str:
+    stock, ours = (side.get("messages", "encode_us") for side in (pair.stock, pair.ours))
+    texts = []
+    for found in (stock, ours):
+        reason = found.get("missing") if isinstance(found, dict) else None
+        texts.append("in update" if reason == "encoded within update" else text_of(_p50(found)))
+    return joined(*texts)
+
+
+def _travel(side: Side) -> float | None:
+    """Return the median of arrival without that of encoding, if that is a part of it."""
+    arrival = as_number(side.get("messages", "arrival_us", "p50"))
+    encoding = as_number(_p50(side.get("messages", "encode_us"))) or 0.0
+    return None if arrival is None else max(0.0, arrival - encoding)
+
+
+def _p50(found: Any) -> Any:
+    return dig(found, "p50")
+
+
+def _ipc_share(side: Side) -> str:
+    arrival = as_number(side.get("messages", "arrival_us", "p50"))
+    decode = as_number(side.get("messages", "decode_us", "p50"))
+    itl_ms = as_number(side.figure("itl_ms", "p50"))
+    if arrival is None or decode is None or not itl_ms:
+        return MISSING
+    return f"{rounded((arrival + decode) / itl_ms / 10)} %"

@@ -1,0 +1,386 @@
+"""What the figures of `bench.decode` say: computed from them, and left out where they don't say."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.reporting.cells import (
+    ALL,
+    ASYNCLLM,
+    HTTP,
+    Pair,
+    Row,
+    Side,
+    TraceKey,
+    counted,
+    pairs_of,
+    steady,
+    traces_of,
+)
+from bench.reporting.values import as_number, dig, names_of, numbers, rounded
+
+BUSY_GPU = 0.93
+"""Of the time: a GPU that is busier than this has no time to win."""
+BUSY_THREAD = 90.0
+"""Percent of a processor: a thread that takes more than this is the limit."""
+BUSY_LOADER = 85.0
+LATE_STEPS = 0.5
+SPINNING = 0.8
+NOTABLE_PERCENT = 2.0
+ASYNC = "async"
+
+GPU, ENGINE, API_SERVER = "the GPU", "the engine's host code", "the API server"
+
+
+def findings(results: Sequence[Row]) -> list[str]:
+    """Return sentences about these results, the most important first."""
+    pairs = pairs_of(results)
+    traces = traces_of(results)
+    chosen = steady(pairs)
+    lines = [
+        *_who_limits(chosen, traces),
+        *_rates(chosen),
+        *_free_scheduler(chosen, traces),
+        *_modes(chosen),
+        *_cpu(chosen),
+        *_http(chosen),
+        *_few_cores(pairs),
+        *_spinning(chosen),
+        *_doubts(pairs),
+    ]
+    return lines or ["Nothing can be said: no cell has been measured with success."]
+
+
+# ---- who limits ----
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server's step consists of, in µs. None: not known."""
+
+    period: float
+    host: float
+    scheduler: float
+    gpu: float | None
+    limited_by: str
+
+
+def limits_of(side: Side, trace: Row | None, is_async: bool) -> Limits | None:
+    """Return who limits a server, or None if phases were not measured."""
+    period, host = (_phase(side, name) for name in ("period", "host"))
+    parts = [_phase(side, name) for name in ("schedule", "update", "deliver")]
+    if period is None or host is None or any(part is None for part in parts):
+        return None
+    scheduler = sum(part for part in parts if part is not None)
+    busy_share = as_number(dig(trace, "gpu_busy_share"))
+    gpu = as_number(dig(trace, "gpu_busy_us", "p50"))
+    late = as_number(side.get("phases", "gap_estimate", "host_late_share"))
+    if _busiest_thread(side, "API server") > BUSY_THREAD:
+        by = API_SERVER
+    elif is_async and (late is None or late < LATE_STEPS):
+        by = GPU
+    elif busy_share is not None:  # by a trace, which makes the host slower than it is
+        by = GPU if busy_share >= BUSY_GPU else ENGINE
+    else:
+        by = ENGINE if is_async or host > period / 2 else GPU
+    if gpu is None and by == GPU:
+        gpu = period if is_async else period - host
+    return Limits(period, host, scheduler, gpu, by)
+
+
+def _phase(side: Side, name: str) -> float | None:
+    return as_number(side.get("phases", f"{name}_us", "p50"))
+
+
+def _busiest_thread(side: Side, process: str) -> float:
+    """Return the share of a processor of a process's busiest thread, in percent; 0 if unknown."""
+    names = {
+        name
+        for entry in side.rounds()
+        for name in names_of(dig(entry, "cpu", "share", process, "threads"))
+    }
+    figures = (as_number(side.figure("cpu", "share", process, "threads", name)) for name in names)
+    return max((it for it in figures if it is not None), default=0.0)
+
+
+def _who_limits(pairs: Sequence[Pair], traces: dict[TraceKey, dict[str, Row]]) -> list[str]:
+    lines = []
+    for (model, mode, driver), group in _groups(pairs):
+        for name, side_of in SIDES:
+            by: dict[str, list[str]] = {}
+            shares = []
+            for pair in group:
+                limits = limits_of(side_of(pair), _trace(traces, pair, name), mode == ASYNC)
+                if limits is not None:
+                    count = f"{pair.key.concurrency:,}"
+                    by.setdefault(limits.limited_by, []).append(count)
+                    shares.append(f"{100 * limits.host / limits.period:.0f} % at {count}")
+            case = f"{model}, {mode}, {driver}, {name}"
+            if by and mode == ASYNC:
+                said = "; ".join(f"{who} at {_listed(counts)}" for who, counts in by.items())
+                lines.append(f"{case}: the limit is {said} streams.")
+            elif shares:
+                lines.append(
+                    f"{case}: the model waits for the host's code, in each step: "
+                    f"{_listed(shares)} streams."
+                )
+    return lines
+
+
+def _stock(pair: Pair) -> Side:
+    return pair.stock
+
+
+def _ours(pair: Pair) -> Side:
+    return pair.ours
+
+
+SIDES: tuple[tuple[str, Callable[[Pair], Side]], ...] = (("vLLM", _stock), ("sparksched", _ours))
+
+
+def _trace(traces: dict[TraceKey, dict[str, Row]], pair: Pair, name: str) -> Row | None:
+    key = TraceKey(pair.key.model, pair.key.mode, pair.key.concurrency)
+    return traces.get(key, {}).get("stock" if name == "vLLM" else "sparksched")
+
+
+def _groups(pairs: Iterable[Pair]) -> list[tuple[tuple[str, str, str], list[Pair]]]:
+    groups: dict[tuple[str, str, str], list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault((pair.key.model, pair.key.mode, pair.key.driver), []).append(pair)
+    return list(groups.items())
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1]
+
+
+# ---- rates ----
+
+
+def _change(before: Any, after: Any) -> float | None:
+    """Return by how many percent a figure rises."""
+    base, number = as_number(before), as_number(after)
+    return None if base is None or number is None or not base else 100 * (number / base - 1)
+
+
+def _rates(pairs: Sequence[Pair]) -> list[str]:
+    lines = []
+    for (model, mode, driver), group in _groups(pairs):
+        parts = []
+        for pair in group:
+            rate = _change(*pair.figures("tokens_per_s"))
+            tail = _change(*pair.figures("itl_ms", "p99"))
+            if rate is not None:
+                about = _doubt(pair) + ("" if tail is None else f", ITL p99 {tail:+.0f} %")
+                said = f" ({about.removeprefix(', ')})" if about else ""
+                parts.append(f"{rate:+.0f} % at {pair.key.concurrency:,}{said}")
+        if parts:
+            lines.append(
+                f"{model}, {mode}, {driver}: sparksched's tokens a second against vLLM's: "
+                f"{', '.join(parts)} streams."
+            )
+    return lines
+
+
+def _doubt(pair: Pair) -> str:
+    """Return why a difference in rates may be none."""
+    stock, ours = pair.stock.each("tokens_per_s"), pair.ours.each("tokens_per_s")
+    if min(len(stock), len(ours)) < 2:
+        return ", one round"
+    if min(stock) <= max(ours) and min(ours) <= max(stock):
+        return ", within the spread of rounds"
+    return ""
+
+
+def _free_scheduler(pairs: Sequence[Pair], traces: dict[TraceKey, dict[str, Row]]) -> list[str]:
+    lines = []
+    for (model, mode, driver), group in _groups(pairs):
+        if driver != ASYNCLLM:
+            continue
+        parts = []
+        for pair in group:
+            limits = limits_of(pair.stock, _trace(traces, pair, "vLLM"), mode == ASYNC)
+            if limits is None:
+                continue
+            gain, is_bound = free_scheduler_gain(limits, mode == ASYNC)
+            text = f"{'at most ' if is_bound else ''}{gain:+.0f} % at {pair.key.concurrency:,}"
+            ours = _change(*pair.figures("tokens_per_s"))
+            parts.append(text if ours is None else f"{text} (sparksched: {ours:+.0f} %)")
+        if parts:
+            lines.append(
+                f"{model}, {mode}: with a scheduler that takes no time vLLM would bring, by its "
+                f"own phases, {', '.join(parts)} streams."
+            )
+    return lines
+
+
+def free_scheduler_gain(limits: Limits, is_async: bool) -> tuple[float, bool]:
+    """Return by how many percent the rate would rise, and whether that is only a bound."""
+    host = limits.host - limits.scheduler
+    if not is_async:
+        return 100 * (limits.period / max(limits.period - limits.scheduler, 1e-9) - 1), False
+    if limits.limited_by == GPU:
+        return 0.0, False
+    if limits.gpu is None:
+        return 100 * (limits.period / max(host, 1e-9) - 1), True
+    least = max(host, limits.gpu, 1e-9)
+    return max(0.0, 100 * (limits.period / least - 1)), False
+
+
+# ---- modes, CPU, HTTP, processors ----
+
+
+def _modes(pairs: Sequence[Pair]) -> list[str]:
+    by_case: dict[tuple[str, str, int], dict[str, Pair]] = {}
+    for pair in pairs:
+        case = (pair.key.model, pair.key.driver, pair.key.concurrency)
+        by_case.setdefault(case, {})[pair.key.mode] = pair
+    lines = []
+    for (model, driver, count), modes in by_case.items():
+        if len(modes) < 2:
+            continue
+        said = []
+        for name, side_of in SIDES:
+            change = _change(
+                *(side_of(modes[mode]).figure("tokens_per_s") for mode in ("sync", "async"))
+            )
+            if change is not None:
+                said.append(f"{change:+.0f} % with {name}")
+        if said:
+            lines.append(
+                f"{model}, {driver}, {counted(count, 'stream')}: asynchronous scheduling changes "
+                f"tokens a second by {_listed(said)}."
+            )
+    return lines
+
+
+def _cpu(pairs: Sequence[Pair]) -> list[str]:
+    lines = []
+    for (model, mode, driver), group in _groups(pairs):
+        pair = group[-1]
+        parts = []
+        for process in ("engine", "API server"):
+            before, after = (as_number(it) for it in pair.figures("cpu", "us_per_token", process))
+            if before is not None and after is not None:
+                parts.append(f"{process} {rounded(before)} → {rounded(after)} µs")
+        if parts:
+            lines.append(
+                f"{model}, {mode}, {driver}, {counted(pair.key.concurrency, 'stream')}: CPU time "
+                f"a token, vLLM → sparksched: {_listed(parts)}."
+            )
+    return lines
+
+
+def _http(pairs: Sequence[Pair]) -> list[str]:
+    """Say what HTTP and text cost, beside the bare `AsyncLLM`."""
+    by_case: dict[tuple[str, str, int], dict[str, Pair]] = {}
+    for pair in pairs:
+        case = (pair.key.model, pair.key.mode, pair.key.concurrency)
+        by_case.setdefault(case, {})[pair.key.driver] = pair
+    lines = []
+    for (model, mode, count), drivers in by_case.items():
+        if not {ASYNCLLM, HTTP} <= drivers.keys():
+            continue
+        said = []
+        for name, side_of in SIDES:
+            change = _change(
+                *(side_of(drivers[it]).figure("tokens_per_s") for it in (ASYNCLLM, HTTP))
+            )
+            if change is not None and abs(change) >= NOTABLE_PERCENT:
+                said.append(f"{change:+.0f} % with {name}")
+        if said:
+            lines.append(
+                f"{model}, {mode}, {counted(count, 'stream')}: HTTP and text change tokens a "
+                f"second by {_listed(said)}."
+            )
+    return lines
+
+
+def _few_cores(pairs: Sequence[Pair]) -> list[str]:
+    """Say what confining costs: over one driver, and with the most streams of each workload."""
+    whole = {_but_for_cores(pair): pair for pair in pairs if pair.key.cores == ALL}
+    chosen: dict[tuple[str, str, str], dict[str, Pair]] = {}
+    for pair in sorted(pairs, key=lambda it: (it.key.driver == ASYNCLLM, it.key.concurrency)):
+        key = pair.key
+        if key.cores != ALL and _but_for_cores(pair) in whole:
+            chosen.setdefault((key.model, key.mode, key.cores), {})[key.workload] = pair
+    lines = []
+    for (model, mode, cores), workloads in sorted(chosen.items()):
+        said = []
+        for workload, pair in workloads.items():
+            base = whole[_but_for_cores(pair)]
+            changes = [
+                f"{name} {change:+.0f} %"
+                for name, side_of in SIDES
+                if (change := _change(*map(_rate, (side_of(base), side_of(pair))))) is not None
+            ]
+            streams = counted(pair.key.concurrency, "stream")
+            if changes:
+                said.append(f"{workload}, {pair.key.driver}, {streams}: {_listed(changes)}")
+        if said:
+            lines.append(
+                f"{model}, {mode}: on {counted(cores, 'processor')} instead of all tokens a second "
+                f"change, in {'; in '.join(said)}."
+            )
+    return lines
+
+
+def _rate(side: Side) -> Any:
+    return side.figure("tokens_per_s")
+
+
+def _but_for_cores(pair: Pair) -> tuple[Any, ...]:
+    key = pair.key
+    return key.model, key.mode, key.workload, key.driver, key.concurrency
+
+
+# ---- doubts ----
+
+
+def _spinning(pairs: Sequence[Pair]) -> list[str]:
+    lines = []
+    for (model, mode, driver), group in _groups(pairs):
+        if driver != ASYNCLLM:
+            continue
+        for name, side_of in SIDES:
+            found = numbers(side_of(pair).get("phases", "wait_spins") for pair in group)
+            if found and min(found) >= SPINNING:
+                lines.append(
+                    f"{model}, {mode}, {name}: the engine's thread spins while it waits: "
+                    f"{100 * min(found):.0f} % of that time is CPU time."
+                )
+    return lines
+
+
+def _doubts(pairs: Sequence[Pair]) -> list[str]:
+    """Say what stands in doubt, and what isn't there."""
+    lines = []
+    busy = [
+        pair.key.label
+        for pair in pairs
+        for side in (pair.stock, pair.ours)
+        if (as_number(side.figure("load", "busiest_percent")) or 0.0) > BUSY_LOADER
+    ]
+    if busy:
+        cases = _listed(list(dict.fromkeys(busy)))
+        lines.append(f"The load itself may have been the limit: {cases}.")
+    preempted = [
+        pair.key.label
+        for pair in pairs
+        for side in (pair.stock, pair.ours)
+        if (as_number(side.figure("counters", "num_preemptions")) or 0.0) > 0
+    ]
+    if preempted:
+        cases = _listed(list(dict.fromkeys(preempted)))
+        lines.append(f"Requests were preempted, for want of KV cache: {cases}.")
+    sides = [side for pair in pairs for side in (pair.stock, pair.ours)]
+    num_single = sum(len(side.rounds()) == 1 for side in sides)
+    if num_single:
+        lines.append(
+            f"{num_single} of {len(sides)} measurements are of one round: "
+            "what differs may be noise."
+        )
+    num_missing = sum(side.error is not None for pair in pairs for side in (pair.stock, pair.ours))
+    if num_missing:
+        lines.append(f"Missing: {num_missing} of {2 * len(pairs)} measurements; see the end.")
+    return lines

@@ -1,0 +1,217 @@
+"""Takes a plan of cells, starts the servers that it needs, and keeps what they are measured at."""
+
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.progress import Progress
+from bench.serving.drivers import HTTP, AsyncLLMDriver, Driver, HttpDriver, running_loaders
+from bench.serving.evaluate import NothingMeasuredError
+from bench.serving.measure import (
+    Effort,
+    measure_cell,
+    measure_greedy_streams,
+    measure_idle,
+    measure_trace,
+)
+from bench.serving.models import Model, prepare
+from bench.serving.plan import ALL, CellKey, Plan, ServerKey
+from bench.serving.remote import RemoteError
+from bench.serving.server import Server, ServerError, Start, serve
+from bench.serving.store import Store
+from bench.serving.workload import DECODE
+
+FAILURES = (RemoteError, ServerError, NothingMeasuredError)
+MAX_REASON = 2000
+CONTEXT_TOKENS = 2048
+"""What a server has to take at least."""
+
+
+class TooFewCoresError(ValueError):
+    """The machine has fewer processors than a cell is to be confined to."""
+
+
+class OutOfTimeError(RuntimeError):
+    """What is left must wait for another run."""
+
+
+@dataclass
+class Benchmark:
+    """A run: what is asked for, where it goes, and when it has to end."""
+
+    plan: Plan
+    sources: dict[str, str]
+    """Where the plan's models come from: a name or a directory."""
+    effort: Effort
+    store: Store
+    progress: Progress
+    work_dir: Path
+    gpu: str | None
+    serve_arguments: str
+    deadline: float
+    _start_s: float = 0.0
+    """What the last server took to start."""
+
+    def run(self) -> None:
+        """Measure all that is not there yet.
+
+        Raises:
+            OutOfTimeError: if there is no time left.
+
+        """
+        for key in self.plan.servers():
+            missing_cells = [it for it in self.plan.cells(key) if not self.store.has_cell(it)]
+            self.progress.skip(len(list(self.plan.cells(key))) - len(missing_cells))
+            if missing_cells or self._lacks_extras(key):
+                self._check_time(1.2 * self._start_s)
+                self._measure_server(key, missing_cells)
+
+    def _check_time(self, needed_s: float = 0.0) -> None:
+        if time.monotonic() + needed_s > self.deadline:
+            raise OutOfTimeError("the time of --minutes is used up")
+
+    def _lacks_extras(self, key: ServerKey) -> bool:
+        return any(not self.store.has(*it[:2], **it[2]) for it in self._extras(key))
+
+    def _extras(self, key: ServerKey) -> list[tuple[str, ServerKey, dict[str, Any]]]:
+        """Return what else is to be measured with a server: tables and keys."""
+        extras: list[tuple[str, ServerKey, dict[str, Any]]] = []
+        if key.visit == 0 and self.plan.compares_streams:
+            extras.append(("streams", key, {}))
+        if key.visit == 0 and self.plan.traces and DECODE in self.plan.workloads:
+            extras += [("traces", key, {"concurrency": it}) for it in self.plan.concurrencies]
+        return extras
+
+    def _measure_server(self, key: ServerKey, cells: list[CellKey]) -> None:
+        model = prepare(self.sources[key.model], self.work_dir)
+        start = self._start(key, model)
+        self.progress.say(f"starting vllm serve: {start.label}")
+        try:
+            with serve(start, self.work_dir) as server:
+                self._start_s = server.start_s
+                self._describe(key, server)
+                self._measure_cells(server, cells)
+                self._measure_extras(key, server)
+        except (ServerError, RemoteError) as error:
+            self.progress.say(f"failed: {_reason(error)}")
+            for cell in cells:
+                if not self.store.has_cell(cell):
+                    self.store.put_failure(cell, _reason(error))
+
+    def _start(self, key: ServerKey, model: Model) -> Start:
+        workloads = [
+            self.plan.workload(it.workload, it.concurrency, model) for it in self.plan.cells(key)
+        ]
+        return Start(
+            model=model,
+            scheduler=key.scheduler,
+            mode=key.mode,
+            max_num_seqs=self.plan.max_num_seqs,
+            max_model_len=max(CONTEXT_TOKENS, *(it.max_context + 1 for it in workloads)),
+            has_gpu=self.gpu is not None,
+            extra_arguments=self.serve_arguments,
+        )
+
+    def _describe(self, key: ServerKey, server: Server) -> None:
+        if self.store.has("servers", key):
+            return
+        engine = {name: it for name, it in server.described["engine"].items() if name != "threads"}
+        found = {
+            "start_s": server.start_s,
+            "transport": server.described["transport"],
+            "engine": engine,
+            "has_dummy_weights": server.start.model.has_dummy_weights,
+            "max_model_len": server.start.max_model_len,
+            "idle_cpu": measure_idle(server, self.effort),
+        }
+        self.store.put("servers", key, found)
+
+    def _measure_cells(self, server: Server, cells: list[CellKey]) -> None:
+        for cores in dict.fromkeys(cell.cores for cell in cells):
+            chosen = [cell for cell in cells if cell.cores == cores]
+            try:
+                ours, others = divide_cores(cores)
+            except TooFewCoresError as error:
+                for cell in chosen:
+                    self.store.put_failure(cell, _reason(error))
+                continue
+            if ours is not None:
+                server.confine(ours)
+            most = max(cell.concurrency for cell in chosen)
+            with ExitStack() as stack:
+                loaders = None
+                if any(cell.driver == HTTP for cell in chosen):
+                    loaders = stack.enter_context(running_loaders(most, others))
+                for cell in chosen:
+                    driver: Driver = AsyncLLMDriver(server)
+                    if cell.driver == HTTP:
+                        assert loaders is not None
+                        driver = HttpDriver(server, loaders)
+                    self._measure_cell(server, cell, driver, ours)
+
+    def _measure_cell(
+        self, server: Server, cell: CellKey, driver: Driver, cores: list[int] | None
+    ) -> None:
+        self._check_time()
+        self.progress.begin(cell.label)
+        workload = self.plan.workload(cell.workload, cell.concurrency, server.start.model)
+        try:
+            case = f"{cell.driver}, {cell.cores}"
+            found = measure_cell(server, driver, workload, self.effort, self.gpu, case)
+        except FAILURES as error:
+            self.store.put_failure(cell, _reason(error))
+            if not server.is_healthy():
+                raise ServerError(f"the server is gone: {server.log_excerpt()}") from None
+            self.progress.say(f"failed: {_reason(error)}")
+            return
+        about = {"prompt_tokens": workload.prompt_tokens, "output_tokens": workload.output_tokens}
+        self.store.put_cell(cell, about | {"cpus": cores} | found)
+
+    def _measure_extras(self, key: ServerKey, server: Server) -> None:
+        """Measure what disturbs: only after everything else."""
+        if self.plan.cores != (ALL,):
+            server.confine(sorted(os.sched_getaffinity(0)))
+        model = server.start.model
+        for table, _, more in self._extras(key):
+            if self.store.has(table, key, **more):
+                continue
+            self._check_time()
+            self.progress.say(f"{table}: {server.start.label} {more or ''}")
+            try:
+                found = self._measure_extra(server, table, model, **more)
+            except RemoteError as error:
+                self.store.put(table, key, {"error": _reason(error)}, **more)
+                if not server.is_healthy():
+                    raise
+                self.progress.say(f"failed: {_reason(error)}")
+            else:
+                self.store.put(table, key, found, **more)
+
+    def _measure_extra(
+        self, server: Server, table: str, model: Model, concurrency: int = 1
+    ) -> dict[str, Any]:
+        if table == "traces":
+            return measure_trace(server, self.plan.workload(DECODE, concurrency, model))
+        streams, tokens = self.effort.compared_streams, self.effort.compared_tokens
+        return measure_greedy_streams(server, self.plan.greedy_workload(model, streams, tokens))
+
+
+def divide_cores(cores: str) -> tuple[list[int] | None, set[int] | None]:
+    """Return the processors for a server and those for its load; None: all."""
+    if cores == ALL:
+        return None, None
+    allowed = sorted(os.sched_getaffinity(0))
+    count = int(cores)
+    if count > len(allowed):
+        raise TooFewCoresError(f"there are only {len(allowed)} processors here")
+    # The first one serves most interrupts: it is left to others, if there are enough.
+    first = 1 if len(allowed) > count else 0
+    chosen = allowed[first : first + count]
+    return chosen, set(allowed) - set(chosen) or None
+
+
+def _reason(error: Exception) -> str:
+    return f"{error}"[:MAX_REASON]

@@ -1,0 +1,56 @@
+"""Times what an API server does with each message of a step's outputs, with any transport."""
+
+import time
+from typing import Any
+
+from bench.serving.timers import Function, Replacements
+
+
+class ClientProbe:
+    """Times vLLM's decoder and output processor in this process until `stop`."""
+
+    def __init__(self) -> None:
+        """Begin."""
+        from vllm.v1.engine.output_processor import OutputProcessor
+        from vllm.v1.serial_utils import MsgpackDecoder
+
+        self._messages: list[tuple[int, int, int]] = []
+        self._processing: list[int] = []
+        self._replacements = Replacements()
+        self._replacements.replace(MsgpackDecoder, "decode", self._timing_decoder)
+        self._replacements.replace(OutputProcessor, "process_outputs", self._timing_processor)
+
+    def stop(self) -> dict[str, Any]:
+        """Put everything back.
+
+        Returns:
+            messages: outputs in a message, ns from the end of the scheduler's `update` until it was
+                there to be decoded, and ns that this took.
+            processing: ns of each call of the output processor.
+
+        """
+        self._replacements.put_back()
+        return {"messages": self._messages, "processing": self._processing}
+
+    def _timing_decoder(self, decode: Function) -> Function:
+        from vllm.v1.engine import EngineCoreOutputs
+
+        def timed(decoder: Any, frames: Any) -> Any:
+            start = time.monotonic_ns()
+            message = decode(decoder, frames)
+            if isinstance(message, EngineCoreOutputs) and message.outputs:
+                end = time.monotonic_ns()
+                arrival = start - round(message.timestamp * 1e9)
+                self._messages.append((len(message.outputs), arrival, end - start))
+            return message
+
+        return timed
+
+    def _timing_processor(self, process: Function) -> Function:
+        def timed(processor: Any, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter_ns()
+            result = process(processor, *args, **kwargs)
+            self._processing.append(time.perf_counter_ns() - start)
+            return result
+
+        return timed

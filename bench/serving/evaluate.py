@@ -1,0 +1,109 @@
+"""From logs of streams to figures: rates, inter-token latencies, times to the first token."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.serving.streams import StreamLog
+
+Row = dict[str, Any]
+Floats = npt.NDArray[np.float64]
+
+QUANTILES = (*range(0, 100, 2), 99, 99.5, 99.9, 100)
+"""In percent: what is kept of a distribution, for plots."""
+
+
+class NothingMeasuredError(RuntimeError):
+    """A round has brought nothing that could be evaluated."""
+
+
+def missing(reason: str) -> Row:
+    """Return what stands in results for a figure that there is not."""
+    return {"missing": reason}
+
+
+def summary(values: Sequence[float] | Floats) -> Row:
+    """Return percentiles, extremes and count of some values; or why there are none."""
+    found = np.asarray(values, dtype=np.float64)
+    if not found.size:
+        return missing("nothing was recorded")
+    p10, p50, p90, p99 = np.percentile(found, (10, 50, 90, 99))
+    return {
+        "p10": float(p10),
+        "p50": float(p50),
+        "p90": float(p90),
+        "p99": float(p99),
+        "max": float(found.max()),
+        "count": int(found.size),
+    }
+
+
+def evaluate(logs: Sequence[StreamLog], is_steady: bool) -> Row:
+    """Return the figures of a round.
+
+    A steady workload is measured while all of its streams decode: from the moment when the last
+    one has its first token until the first one has its last. Others are measured as a whole.
+
+    Raises:
+        NothingMeasuredError: if there is no such time, or a stream has got nothing.
+
+    """
+    if not logs or any(not log.times.size for log in logs):
+        raise NothingMeasuredError("a stream has got nothing")
+    start, end = window_of(logs) if is_steady else _whole(logs)
+    gaps_ms, num_tokens, num_outputs = _tokens_between(logs, start, end)
+    if not num_tokens or end <= start:
+        raise NothingMeasuredError("no token came while all streams ran")
+    return {
+        "start_s": start,
+        "end_s": end,
+        "tokens": num_tokens,
+        "tokens_per_s": num_tokens / (end - start),
+        "merged_share": 1 - num_outputs / num_tokens,
+        "itl_ms": summary(gaps_ms),
+        "itl_quantiles_ms": _quantiles(gaps_ms),
+        "ttft_ms": summary([1e3 * (log.times[0] - log.sent_at) for log in logs]),
+    }
+
+
+def window_of(logs: Sequence[StreamLog]) -> tuple[float, float]:
+    """Return from when until when all streams decode, in seconds."""
+    start = max(float(log.times[0]) for log in logs)
+    end = min(float(log.times[-1]) for log in logs)
+    if end <= start:
+        raise NothingMeasuredError("the first stream had ended before the last one began")
+    return start, end
+
+
+def tokens_between(logs: Sequence[StreamLog], start: float, end: float) -> int:
+    """Count tokens that came after one moment and not after another."""
+    return sum(int(log.num_tokens[(log.times > start) & (log.times <= end)].sum()) for log in logs)
+
+
+def _whole(logs: Sequence[StreamLog]) -> tuple[float, float]:
+    return min(log.sent_at for log in logs), max(float(log.times[-1]) for log in logs)
+
+
+def _tokens_between(logs: Sequence[StreamLog], start: float, end: float) -> tuple[Floats, int, int]:
+    """Return inter-token latencies in ms, tokens and outputs within a window."""
+    gaps: list[Floats] = []
+    num_tokens = num_outputs = 0
+    for log in logs:
+        is_inside = (log.times > start) & (log.times <= end)
+        num_tokens += int(log.num_tokens[is_inside].sum())
+        num_outputs += int(is_inside.sum())
+        between = np.diff(log.times)[(log.times[:-1] >= start) & (log.times[1:] <= end)]
+        counted = log.num_tokens[1:][(log.times[:-1] >= start) & (log.times[1:] <= end)]
+        gaps.append(1e3 * between)
+        # Tokens that come in one output come at once.
+        gaps.append(np.zeros(int((counted - 1).sum())))
+    return np.concatenate(gaps), num_tokens, num_outputs
+
+
+def _quantiles(values: Floats) -> Row:
+    if not values.size:
+        return missing("nothing was recorded")
+    found = np.percentile(values, QUANTILES)
+    return {"percent": list(QUANTILES), "ms": [round(float(value), 4) for value in found]}

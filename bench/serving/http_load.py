@@ -1,0 +1,169 @@
+"""The process that loads a server over HTTP: plain asyncio protocols, and no more work than needed.
+
+It obeys a pipe: see `bench.serving.remote`. Each request has a connection of its own, made before
+any is sent, and reads a stream of server-sent events of `/v1/completions`, text and token ids.
+"""
+
+import asyncio
+import gc
+import json
+import os
+import re
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+from bench.serving.streams import Recorder, clock
+from bench.serving.workload import Request, Workload
+
+END_OF_EVENT = b"\n\n"
+TOKENS = re.compile(rb'"token_ids":\s*\[([^\]]*)\]')
+DONE = b"data: [DONE]"
+MAX_ERROR = 2000
+
+
+class HttpError(RuntimeError):
+    """The server has answered with an error, or not to the end."""
+
+
+def serve(connection: "Connection[Any, Any]", cores: set[int] | None) -> None:
+    """Load servers until the pipe closes."""
+    import uvloop
+
+    if cores:
+        os.sched_setaffinity(0, cores)
+    gc.freeze()
+    while True:
+        try:
+            number, name, arguments = connection.recv()
+        except EOFError:
+            return
+
+        def notify(event: str, number: int = number) -> None:
+            connection.send((number, "event", event))
+
+        try:
+            command = {"stream": stream_all}[name]
+            connection.send((number, "ok", uvloop.run(command(notify, **arguments))))
+        except Exception:
+            connection.send((number, "error", traceback.format_exc()))
+
+
+async def stream_all(
+    notify: Callable[[str], None],
+    port: int,
+    model: str,
+    workload: Workload,
+    part: int,
+    num_parts: int,
+) -> dict[str, Any]:
+    """Send this process's part of the requests; return logs and what they cost here."""
+    requests = workload.requests()[part::num_parts]
+    recorder = Recorder(len(requests), notify)
+    loop = asyncio.get_running_loop()
+    streams = [
+        CompletionStream(number, _encode(request, model), recorder, loop.create_future())
+        for number, request in enumerate(requests)
+    ]
+    await asyncio.gather(
+        *(loop.create_connection(stream.itself, "127.0.0.1", port) for stream in streams)
+    )
+    cpu_s, start = time.process_time(), clock()
+    for stream in streams:
+        stream.send()
+    await asyncio.gather(*(stream.done for stream in streams))
+    cpu_s, seconds = time.process_time() - cpu_s, clock() - start
+    return {"logs": recorder.logs(), "cpu_s": cpu_s, "seconds": seconds}
+
+
+def _encode(request: Request, model: str) -> bytes:
+    body = {
+        "model": model,
+        "prompt": request.prompt,
+        "max_tokens": request.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    content = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+class CompletionStream(asyncio.Protocol):
+    """Sends one request and notes what the server streams."""
+
+    def __init__(
+        self, number: int, request: bytes, recorder: Recorder, done: "asyncio.Future[None]"
+    ) -> None:
+        """Prepare; `done` is set at the end of the stream, or gets an HttpError."""
+        self.done = done
+        self._number = number
+        self._request = request
+        self._recorder = recorder
+        self._buffer = b""
+        self._is_answered = False
+        self._transport: asyncio.Transport | None = None
+
+    def itself(self) -> "CompletionStream":
+        """Return itself: a protocol's factory."""
+        return self
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the connection."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+
+    def send(self) -> None:
+        """Send the request."""
+        assert self._transport is not None
+        self._recorder.send(self._number)
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Note the events that are complete."""
+        now = clock()
+        *events, self._buffer = (self._buffer + data).split(END_OF_EVENT)
+        if not self._is_answered and not self._check_status(events):
+            return
+        for event in events:
+            # In front of it stands the size of its HTTP chunk.
+            tokens = TOKENS.search(event)
+            if tokens is not None:
+                num_tokens = tokens[1].count(b",") + 1 if tokens[1] else 0
+                if num_tokens:
+                    self._recorder.note(self._number, now, num_tokens)
+            elif DONE in event:
+                self._recorder.end(self._number)
+                self._finish(None)
+            elif b'"error"' in event:
+                self._finish(HttpError(event[-MAX_ERROR:].decode(errors="replace")))
+
+    def _check_status(self, events: list[bytes]) -> bool:
+        head = events[0] if events else self._buffer
+        if b"\r\n" not in head:
+            return False
+        self._is_answered = True
+        if b" 200 " in head.partition(b"\r\n")[0]:
+            return True
+        self._finish(HttpError(head[-MAX_ERROR:].decode(errors="replace")))
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Fail if the stream has no end yet."""
+        self._finish(HttpError(f"the server hung up: {error}"))
+
+    def _finish(self, error: Exception | None) -> None:
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+        assert self._transport is not None
+        self._transport.close()

@@ -1,0 +1,232 @@
+"""Measures one running server: rounds of streams, phases, CPU time, traces, and greedy streams."""
+
+import hashlib
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from bench.serving.drivers import Driver, Round
+from bench.serving.evaluate import evaluate, missing, tokens_between
+from bench.serving.memory_traffic import UnknownShapeError, peak_bytes_per_s, step_bytes
+from bench.serving.phases import evaluate_messages, evaluate_phases
+from bench.serving.server import ASYNC, Server
+from bench.serving.streams import FIRST_END, RUNNING, clock
+from bench.serving.threads import Process, Snapshot, cpu_between, what_spinners_do
+from bench.serving.trace import NoTraceError, evaluate_trace, find_trace, read_events
+from bench.serving.workload import Workload
+
+Row = dict[str, Any]
+
+NOT_AVAILABLE = "not available: there is no GPU"
+WARM_UP_TOKENS = 32
+SPIN_LOOK_S = 0.15
+TRACE_DELAY_STEPS = 8
+TRACE_STEPS = 12
+TRACE_TOKENS = 128
+COUNTERS = ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:num_preemptions")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured."""
+
+    rounds: int
+    idle_s: float
+    compared_streams: int
+    compared_tokens: int
+
+
+EFFORT = Effort(rounds=3, idle_s=3.0, compared_streams=64, compared_tokens=64)
+QUICK_EFFORT = Effort(rounds=1, idle_s=1.0, compared_streams=8, compared_tokens=24)
+
+
+class CpuWatch:
+    """Looks at a server's threads when all streams run, and when the first has ended."""
+
+    def __init__(self, processes: list[Process], looks_at_spinners: bool = False) -> None:
+        """Look at these processes."""
+        self._processes = processes
+        self._looks_at_spinners = looks_at_spinners
+        self._snapshots: dict[str, Snapshot] = {}
+        self._spinners: list[Row] = []
+        self._looked_until = float("inf")
+
+    def __call__(self, event: str) -> None:
+        """Take notice of RUNNING or FIRST_END."""
+        self._snapshots.setdefault(event, Snapshot.take(self._processes))
+        if event == RUNNING and self._looks_at_spinners:
+            before = self._snapshots[event]
+            time.sleep(SPIN_LOOK_S)
+            now = Snapshot.take(self._processes)
+            self._spinners = what_spinners_do(self._processes, before, now)
+            self._looked_until = clock()
+
+    def spinners(self, done: Round) -> list[Row] | Row:
+        """Return what threads did that took most of a processor."""
+        if min(float(log.times[-1]) for log in done.logs) < self._looked_until:
+            return missing("the streams had ended before the threads were looked at")
+        return self._spinners
+
+    def evaluate(self, done: Round) -> Row:
+        """Return shares of a processor by thread, and CPU time a token by process."""
+        before, after = self._snapshots.get(RUNNING), self._snapshots.get(FIRST_END)
+        if before is None or after is None or after.at <= before.at:
+            return missing("the streams didn't run side by side")
+        tokens = tokens_between(done.logs, before.at, after.at)
+        shares = cpu_between(self._processes, before, after)
+        seconds = after.at - before.at
+        if not tokens:
+            return missing("no token came meanwhile")
+        us = {role: it["percent"] / 100 * seconds * 1e6 / tokens for role, it in shares.items()}
+        return {"share": shares, "us_per_token": us}
+
+
+def measure_cell(
+    server: Server, driver: Driver, workload: Workload, effort: Effort, gpu: str | None, case: str
+) -> Row:
+    """Warm up, measure rounds without a probe, then one with.
+
+    Args:
+        server: What is measured.
+        driver: How requests get there.
+        workload: The requests, but for their prompts.
+        effort: How often.
+        gpu: The GPU's name, if there is one.
+        case: What this cell has of its own: its prompts are no other cell's, which are cached.
+
+    Raises:
+        NothingMeasuredError: if a round brings nothing.
+        RemoteError: if the server or a driver fails.
+
+    """
+    warm_up = workload.shortened(WARM_UP_TOKENS).seeded(case, "warm-up")
+    driver.run(warm_up, lambda event: None)
+    processes = server.processes()
+    rounds = []
+    for number in range(effort.rounds):
+        rounds.append(_measure_round(server, driver, workload.seeded(case, number), processes))
+    found: Row = {"rounds": rounds}
+    if workload.is_steady:
+        found |= _measure_phases(server, driver, workload.seeded(case, "phases"), processes)
+        itl_ms = statistics.median(entry["itl_ms"]["p50"] for entry in rounds)
+        found["memory"] = memory_traffic(server, workload, itl_ms, gpu)
+    return found
+
+
+def _measure_round(
+    server: Server, driver: Driver, workload: Workload, processes: list[Process]
+) -> Row:
+    watch = CpuWatch(processes)
+    whole_before, before = server.metrics(), Snapshot.take(processes)
+    done = driver.run(workload, watch)
+    after, whole_after = Snapshot.take(processes), server.metrics()
+    found = evaluate(done.logs, workload.is_steady)
+    if workload.is_steady:
+        found["cpu"] = watch.evaluate(done)
+    else:
+        found["cpu"] = {"share": cpu_between(processes, before, after)}
+    found["counters"] = _counters(whole_before, whole_after)
+    found["load"] = done.load
+    return found
+
+
+def _counters(before: dict[str, float], after: dict[str, float]) -> Row:
+    found: Row = {}
+    for name in COUNTERS:
+        key = f"{name}_total"
+        found[name.removeprefix("vllm:")] = (
+            after[key] - before.get(key, 0.0) if key in after else missing("no such counter")
+        )
+    return found
+
+
+def _measure_phases(
+    server: Server, driver: Driver, workload: Workload, processes: list[Process]
+) -> Row:
+    """Measure a round in which the engine's phases are timed; its rate doesn't count."""
+    watch = CpuWatch(processes, looks_at_spinners=True)
+    server.remote.call("start_probes")
+    try:
+        done = driver.run(workload, watch)
+    finally:
+        recorded = server.remote.call("stop_probes")
+    is_async = server.start.mode == ASYNC
+    return {
+        "phases": evaluate_phases(recorded["engine"], workload.num_requests, is_async),
+        "messages": evaluate_messages(recorded, workload.num_requests),
+        "spinners": watch.spinners(done),
+    }
+
+
+def memory_traffic(server: Server, workload: Workload, itl_ms: float, gpu: str | None) -> Row:
+    """Return the memory bandwidth that steps of this duration mean, and the GPU's peak."""
+    if gpu is None:
+        return missing(NOT_AVAILABLE)
+    context = workload.prompt_tokens[1] + workload.output_tokens[1] / 2
+    try:
+        read = step_bytes(server.start.model.config, workload.num_requests, context)
+    except UnknownShapeError as error:
+        return missing(str(error))
+    peak = peak_bytes_per_s(gpu)
+    found: Row = {
+        "least_gb": read.least / 1e9,
+        "even_gb": read.even / 1e9,
+        "least_gb_s": read.least / itl_ms / 1e6,
+        "even_gb_s": read.even / itl_ms / 1e6,
+        "peak_gb_s": missing(f"the peak of {gpu} is not known") if peak is None else peak / 1e9,
+    }
+    if peak is not None:
+        found["least_share"] = found["least_gb_s"] / found["peak_gb_s"]
+        found["even_share"] = found["even_gb_s"] / found["peak_gb_s"]
+    return found
+
+
+def measure_idle(server: Server, effort: Effort) -> Row:
+    """Return what a server takes that has nothing to do, in percent of a processor."""
+    processes = server.processes()
+    before = Snapshot.take(processes)
+    time.sleep(effort.idle_s)
+    return cpu_between(processes, before, Snapshot.take(processes))
+
+
+def measure_trace(server: Server, workload: Workload, steps: int = TRACE_STEPS) -> Row:
+    """Return what the GPU does in a few steps; or why that isn't known."""
+    if not server.start.has_gpu:
+        return missing(NOT_AVAILABLE)
+    prefix = f"c{workload.num_requests}"
+    length = workload.shortened(TRACE_TOKENS).seeded("trace")
+    server.remote.call("stream", workload=length.shortened(WARM_UP_TOKENS), timeout_s=300.0)
+    server.remote.call(
+        "trace",
+        timeout_s=300.0,
+        workload=length,
+        prefix=prefix,
+        delay_steps=TRACE_DELAY_STEPS,
+        steps=steps,
+    )
+    try:
+        events = read_events(find_trace(server.trace_dir, prefix))
+        return evaluate_trace(events, workload.num_requests)
+    except NoTraceError as error:
+        return missing(str(error))
+
+
+def measure_greedy_streams(server: Server, workload: Workload) -> Row:
+    """Return digests of what the same greedy requests bring, twice; and how varied that is."""
+    collected = [
+        server.remote.call("collect", timeout_s=300.0, workload=workload.seeded("greedy"))
+        for _ in range(2)
+    ]
+    first = collected[0]
+    distinct = [len(set(stream)) for stream in first]
+    return {
+        "streams": len(first),
+        "tokens": sum(map(len, first)),
+        "distinct_tokens_median": sorted(distinct)[len(distinct) // 2],
+        "digests": [[_digest(stream) for stream in streams] for streams in collected],
+    }
+
+
+def _digest(token_ids: list[int]) -> str:
+    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]

@@ -1,0 +1,202 @@
+"""The models that are served: named shapes with random weights, or a directory.
+
+A shape is the configuration of a published model. vLLM fills its weights with random numbers
+(`--load-format dummy`), so nothing is downloaded; its tokenizer is made up here, of the right size,
+so that text is made of tokens as in a real server. The tiny model has weights of its own.
+"""
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Config = dict[str, Any]
+
+TINY = "tiny"
+
+CONSONANTS, VOWELS = "bcdfghjklmnprstvz", "aeiou"
+SPACE = "Ġ"
+"""How a byte-level tokenizer writes a space."""
+
+
+def _gpt_oss(num_layers: int, num_experts: int) -> Config:
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 200002,
+        "pad_token_id": 199999,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2),
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": 8,
+        "num_local_experts": num_experts,
+        "output_router_logits": False,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 201088,
+    }
+
+
+QWEN2_1_5B: Config = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "initializer_range": 0.02,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+SHAPES: dict[str, Config] = {
+    "gpt-oss-120b": _gpt_oss(num_layers=36, num_experts=128),
+    "gpt-oss-20b": _gpt_oss(num_layers=24, num_experts=32),
+    "Qwen2-1.5B": QWEN2_1_5B,
+}
+NAMES = (*SHAPES, TINY)
+
+
+class ModelError(ValueError):
+    """There is no such model."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What `vllm serve` is given."""
+
+    name: str
+    directory: Path
+    config: Config
+    has_dummy_weights: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+        return int(self.config["vocab_size"])
+
+
+def prepare(name: str, work_dir: Path) -> Model:
+    """Write a shape's files, or find a model directory.
+
+    Raises:
+        ModelError: if it is neither.
+
+    """
+    if name in NAMES:
+        directory = work_dir / "models" / name
+        if name == TINY:
+            from tests.support.tiny_gpt_oss import write_model
+
+            write_model(directory)
+        else:
+            _write_shape(directory, SHAPES[name])
+        return Model(name, directory, _read_config(directory), has_dummy_weights=name != TINY)
+    directory = Path(name)
+    if not (directory / "config.json").is_file():
+        raise ModelError(
+            f"{name} is no directory with a config.json, nor one of {', '.join(NAMES)}"
+        )
+    has_weights = any(directory.glob("*.safetensors")) or any(directory.glob("*.bin"))
+    return Model(
+        directory.resolve().name,
+        directory,
+        _read_config(directory),
+        has_dummy_weights=not has_weights,
+    )
+
+
+def _read_config(directory: Path) -> Config:
+    config: Config = json.loads((directory / "config.json").read_text())
+    return config
+
+
+def _write_shape(directory: Path, config: Config) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
+    if not (directory / "tokenizer.json").exists():
+        _write_tokenizer(directory, config["vocab_size"], config["eos_token_id"])
+
+
+def _write_json(path: Path, content: Config) -> None:
+    path.write_text(json.dumps(content) + "\n")
+
+
+def _write_tokenizer(directory: Path, vocab_size: int, eos_token_id: int) -> None:
+    """Write a tokenizer that decodes each token to a word of its own; it encodes bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    end = "<|endoftext|>"
+    tokens = list(itertools.islice(_words(), vocab_size))
+    tokens[eos_token_id] = end
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(end, special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end},
+    )
+
+
+def _words() -> "itertools.chain[str]":
+    """Yield all bytes, then words of two syllables and more, with a space before them."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    syllables = ["".join(pair) for pair in itertools.product(CONSONANTS, VOWELS)]
+    words = (
+        SPACE + "".join(parts)
+        for length in itertools.count(2)
+        for parts in itertools.product(syllables, repeat=length)
+    )
+    return itertools.chain(sorted(ByteLevel.alphabet()), words)

@@ -1,0 +1,167 @@
+"""From events of the engine's probe to the host's time in each phase of a step."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.serving.engine_probe import EXECUTE, PHASES, SCHEDULE, WAIT
+from bench.serving.evaluate import missing, summary
+
+Row = dict[str, Any]
+
+WAITED_US = 20.0
+"""A shorter wait than this is only a look at a result that was there already."""
+NUM_TIMELINE_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """One turn of the engine's loop, from one `schedule` to the next. Times in microseconds.
+
+    With asynchronous scheduling the turn launches one step and takes in the one before.
+    """
+
+    num_requests: int
+    num_tokens: int
+    events: list[tuple[str, float, float]]
+    phase_us: dict[str, float]
+    """Without what other phases took within them."""
+    wait_cpu_us: float
+
+    @property
+    def start(self) -> float:
+        """When `schedule` began."""
+        return self.events[0][1]
+
+    def end_of(self, phase: str) -> float | None:
+        """When the last call of a phase ended, if there was one."""
+        return max((end for name, _, end in self.events if name == phase), default=None)
+
+    def start_of(self, phase: str) -> float | None:
+        """When the first call of a phase began, if there was one."""
+        return min((start for name, start, _ in self.events if name == phase), default=None)
+
+
+def split_steps(recorded: Row) -> list[Step]:
+    """Return the steps that a probe has recorded, without what came before the first."""
+    # A call is recorded when it ends: one that waits within it comes first.
+    events = sorted(recorded["events"], key=lambda event: event[1])
+    numbers = itertools.accumulate(event[0] == SCHEDULE for event in events)
+    turns = itertools.groupby(zip(numbers, events, strict=True), key=lambda it: it[0])
+    sizes = recorded["sizes"]
+    return [
+        _step(sizes[number - 1], [event for _, event in turn]) for number, turn in turns if number
+    ]
+
+
+def _step(size: Sequence[int], events: list[Sequence[Any]]) -> Step:
+    phase_us = dict.fromkeys(PHASES, 0.0)
+    wait_cpu_us = 0.0
+    for phase, start, end, nested, cpu in events:
+        phase_us[phase] += (end - start - nested) / 1000
+        wait_cpu_us += cpu / 1000
+    timed = [(phase, start / 1000, end / 1000) for phase, start, end, *_ in events]
+    num_requests, num_tokens = size
+    return Step(num_requests, num_tokens, timed, phase_us, wait_cpu_us)
+
+
+def evaluate_phases(recorded: Row, num_requests: int, is_async: bool) -> Row:
+    """Return what the phases took in steps in which each request got one token, in µs.
+
+    Args:
+        recorded: What `bench_stop` has returned.
+        num_requests: Requests that decode side by side.
+        is_async: Whether a step is launched before the one before has ended.
+
+    """
+    pairs = [
+        (step, following)
+        for step, following in itertools.pairwise(split_steps(recorded))
+        if step.num_requests == step.num_tokens == num_requests
+        and following.num_requests == following.num_tokens == num_requests
+    ]
+    if not pairs:
+        return missing("no step was recorded in which all requests decoded")
+    steps = [step for step, _ in pairs]
+    periods = [following.start - step.start for step, following in pairs]
+    host = [period - step.phase_us[WAIT] for step, period in zip(steps, periods, strict=True)]
+    other = [
+        period - sum(step.phase_us.values()) for step, period in zip(steps, periods, strict=True)
+    ]
+    found: Row = {
+        "steps": len(steps),
+        "period_us": summary(periods),
+        "host_us": summary(host),
+        "other_us": summary(other),
+    }
+    found |= {f"{phase}_us": summary([step.phase_us[phase] for step in steps]) for phase in PHASES}
+    return found | {
+        "wait_spins": _spinning_share(steps),
+        "gap_estimate": estimate_gap(pairs, is_async),
+        "timeline": timeline(steps),
+    }
+
+
+def _spinning_share(steps: list[Step]) -> Row | float:
+    """Return the CPU time that waiting takes, of the time that it lasts: 1 if it spins."""
+    waited = sum(step.phase_us[WAIT] for step in steps)
+    if not waited:
+        return missing("nothing was waited for")
+    return min(1.0, sum(step.wait_cpu_us for step in steps) / waited)
+
+
+def estimate_gap(pairs: list[tuple[Step, Step]], is_async: bool) -> Row:
+    """Estimate for how long the GPU had nothing to do between two steps, from the host's times.
+
+    Synchronous: from a result until the next launch begins; what launching takes comes on top.
+    Asynchronous: nothing, if the host had to wait for the result of a step after it had launched
+    the next one. If it came too late for that, at most the time since the result before.
+    """
+    late = 0
+    gaps: list[float] = []
+    for step, following in pairs:
+        done, launched = step.end_of(WAIT), following.start_of(EXECUTE)
+        if done is None or launched is None:
+            continue
+        if is_async and following.phase_us[WAIT] >= WAITED_US:
+            gaps.append(0.0)
+            continue
+        late += 1
+        end = following.end_of(EXECUTE) if is_async else launched
+        assert end is not None
+        gaps.append(max(0.0, end - done))
+    if not gaps:
+        return missing("no result was waited for")
+    return {"us": summary(gaps), "host_late_share": late / len(gaps), "is_bound": is_async}
+
+
+def timeline(steps: list[Step]) -> list[list[Any]]:
+    """Return the phases of a few steps from the middle: name, begin and end in µs."""
+    middle = len(steps) // 2
+    chosen = steps[middle : middle + NUM_TIMELINE_STEPS]
+    origin = chosen[0].start
+    return [
+        [phase, round(start - origin, 2), round(end - origin, 2)]
+        for step in chosen
+        for phase, start, end in step.events
+    ]
+
+
+def evaluate_messages(recorded: Row, num_requests: int) -> Row:
+    """Return what a step's message took on its way to the client's event loop, in µs.
+
+    Arrival counts from the end of the scheduler's `update` to where the client begins to decode:
+    sparksched encodes in `update`, vLLM after that.
+    """
+    client = recorded["client"]
+    full = [it for it in client["messages"] if it[0] == num_requests]
+    if not full:
+        return missing("no message had an output of each request")
+    encodings = [wall / 1000 for wall, _cpu in recorded["engine"]["encodings"]]
+    return {
+        "arrival_us": summary([arrival / 1000 for _, arrival, _ in full]),
+        "encode_us": summary(encodings) if encodings else missing("encoded within update"),
+        "decode_us": summary([decode / 1000 for *_, decode in full]),
+        "process_us": summary([taken / 1000 for taken in client["processing"]]),
+    }

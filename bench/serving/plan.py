@@ -1,0 +1,130 @@
+"""Which cells are to be measured, and in which order: servers are started as seldom as possible."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.serving.models import Model
+from bench.serving.workload import DECODE, KINDS, MIXED, Workload
+
+ALL = "all"
+"""All processors."""
+
+PROMPT_TOKENS = 128
+OUTPUT_TOKENS = ((8, 768), (64, 384), (256, 256), (1 << 30, 192))
+"""Up to so many streams: so many tokens each. Few streams take more steps to the same figure."""
+MIXED_SEQUENCES = 256
+MIXED_BOUNDS = (100, 1024)
+
+QUICK_TOKENS = 48
+QUICK_SEQUENCES = 8
+QUICK_BOUNDS = (10, 60)
+
+
+@dataclass(frozen=True)
+class ServerKey:
+    """One start of a server."""
+
+    model: str
+    scheduler: str
+    mode: str
+    visit: int
+    """Counts from 0: each server may be started several times in turns."""
+
+
+@dataclass(frozen=True)
+class CellKey:
+    """One row of the result."""
+
+    server: ServerKey
+    cores: str
+    workload: str
+    concurrency: int
+    driver: str
+
+    def as_row(self) -> dict[str, Any]:
+        """Return it flat, as it stands in the result."""
+        row = asdict(self)
+        server: dict[str, Any] = row.pop("server")
+        return server | row
+
+    @property
+    def label(self) -> str:
+        """What to call it in a progress bar."""
+        cores = "" if self.cores == ALL else f", {self.cores} cores"
+        return (
+            f"{self.server.model} {self.server.scheduler} {self.server.mode}{cores}: "
+            f"{self.workload}, {self.concurrency:,} over {self.driver}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for."""
+
+    models: tuple[str, ...]
+    schedulers: tuple[str, ...]
+    modes: tuple[str, ...]
+    cores: tuple[str, ...]
+    workloads: tuple[str, ...]
+    concurrencies: tuple[int, ...]
+    drivers: tuple[str, ...]
+    visits: int = 1
+    output_tokens: int | None = None
+    """Of each stream in the decode workload; None: by concurrency."""
+    is_quick: bool = False
+    compares_streams: bool = False
+    traces: bool = False
+
+    def servers(self) -> Iterator[ServerKey]:
+        """Yield the servers in the order in which they are to be started.
+
+        Schedulers change places with each visit, so that neither always comes first.
+        """
+        for model, mode, visit in itertools.product(self.models, self.modes, range(self.visits)):
+            for scheduler in self.schedulers[:: 1 if visit % 2 == 0 else -1]:
+                yield ServerKey(model, scheduler, mode, visit)
+
+    def cells(self, server: ServerKey) -> Iterator[CellKey]:
+        """Yield a server's cells; it is confined to fewer and fewer processors."""
+        for cores, kind in itertools.product(self._ordered_cores(), self._ordered_kinds()):
+            counts = self.concurrencies if kind == DECODE else (self.num_sequences,)
+            for count, driver in itertools.product(counts, self.drivers):
+                yield CellKey(server, cores, kind, count, driver)
+
+    def _ordered_cores(self) -> list[str]:
+        return sorted(self.cores, key=lambda it: -float("inf") if it == ALL else -int(it))
+
+    def _ordered_kinds(self) -> list[str]:
+        return [kind for kind in KINDS if kind in self.workloads]
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the workloads of mixed lengths."""
+        return QUICK_SEQUENCES if self.is_quick else MIXED_SEQUENCES
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most requests that run at once."""
+        is_mixed = any(kind != DECODE for kind in self.workloads)
+        return max(*self.concurrencies, self.num_sequences if is_mixed else 1, 8)
+
+    def workload(self, kind: str, concurrency: int, model: Model) -> Workload:
+        """Return the requests of a cell."""
+        if kind == DECODE:
+            tokens = self.output_tokens or self._default_tokens(concurrency)
+            prompt = (PROMPT_TOKENS, PROMPT_TOKENS)
+            return Workload(kind, concurrency, model.vocab_size, prompt, (tokens, tokens))
+        bounds = QUICK_BOUNDS if self.is_quick else MIXED_BOUNDS
+        return Workload(kind, concurrency, model.vocab_size, bounds, bounds)
+
+    def greedy_workload(self, model: Model, streams: int, tokens: int) -> Workload:
+        """Return the requests whose tokens are compared, of different lengths."""
+        bounds = (min(10, tokens), tokens)
+        return Workload(MIXED, streams, model.vocab_size, (16, PROMPT_TOKENS), bounds)
+
+    def _default_tokens(self, concurrency: int) -> int:
+        if self.is_quick:
+            return QUICK_TOKENS
+        return next(tokens for most, tokens in OUTPUT_TOKENS if concurrency <= most)

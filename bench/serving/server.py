@@ -1,0 +1,272 @@
+"""A real `vllm serve` as a child process, with the benchmark's probes in it."""
+
+import http.client
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+from bench.header import ROOT
+from bench.serving.models import TINY, Model
+from bench.serving.remote import Remote
+from bench.serving.threads import Process, children_of
+
+STOCK, OURS = SIDES = ("stock", "sparksched")
+"""vLLM's scheduler and sockets, and sparksched's."""
+ASYNC, SYNC = MODES = ("async", "sync")
+
+START_S = 600.0
+POLL_S = 0.1
+LOG_LINES = 40
+HOOKS = Path(__file__).resolve().parent / "hooks"
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_COLOR": "0",
+    "SPARKSCHED_STRICT": "1",  # an error instead of a fallback
+}
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
+CPU_ARGUMENTS = ("--dtype=float32", "--enforce-eager", "--block-size=32")
+
+FEW_GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+"""Batch sizes for which CUDA graphs are captured: vLLM's default are many more, and take minutes"""
+
+
+class ServerError(RuntimeError):
+    """The server didn't come up, died, or isn't what was asked for."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a server is to be."""
+
+    model: Model
+    scheduler: str
+    mode: str
+    max_num_seqs: int
+    max_model_len: int
+    has_gpu: bool
+    extra_arguments: str = ""
+
+    @property
+    def label(self) -> str:
+        """What to call it."""
+        return f"{self.model.name}, {self.scheduler}, {self.mode}"
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    start: Start
+    process: subprocess.Popen[bytes]
+    port: int
+    log_path: Path
+    trace_dir: Path
+    start_s: float = 0.0
+    described: dict[str, Any] = field(default_factory=dict)
+    _remote: Remote | None = None
+
+    @property
+    def remote(self) -> Remote:
+        """Its API server's ear for the benchmark."""
+        assert self._remote is not None
+        return self._remote
+
+    def processes(self) -> list[Process]:
+        """Return API server, engine, and workers if they are processes of their own."""
+        described = self.described | self.remote.call("describe")
+        engine = described["engine"]
+        return [
+            Process("API server", described["pid"], described["threads"]),
+            Process("engine", engine["pid"], _with_int_keys(engine["threads"])),
+            *(Process("worker", pid, {}) for pid in children_of(engine["pid"])),
+        ]
+
+    def confine(self, cores: list[int]) -> None:
+        """Confine all threads of all of its processes to some processors."""
+        for process in self.processes():
+            process.confine(cores)
+
+    def metrics(self) -> dict[str, float]:
+        """Return vLLM's counters, summed over their labels."""
+        found: dict[str, float] = {}
+        for line in self._get("/metrics").decode().splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def _get(self, path: str) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                raise ServerError(f"{path} answered {response.status}")
+            return response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{path}: {error}") from None
+        finally:
+            connection.close()
+
+    def log_excerpt(self) -> str:
+        """Return the part of the log that most likely tells what went wrong."""
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        errors = (index for index, line in enumerate(lines) if "Traceback (most recent" in line)
+        begin = next(errors, max(0, len(lines) - LOG_LINES))
+        return "\n".join([f"from {self.log_path}:", *lines[begin : begin + LOG_LINES]])
+
+    def is_healthy(self) -> bool:
+        """Whether it serves."""
+        with suppress(ServerError):
+            self._get("/health")
+            return True
+        return False
+
+
+def _with_int_keys(names: dict[str, str]) -> dict[int, str]:
+    return {int(key): name for key, name in names.items()}
+
+
+@contextmanager
+def serve(start: Start, work_dir: Path) -> Iterator[Server]:
+    """Start a server, wait until it serves, and stop it at the end.
+
+    Raises:
+        ServerError: if it doesn't come up, or isn't what was asked for.
+
+    """
+    directory = work_dir / f"{start.model.name}-{start.scheduler}-{start.mode}"
+    directory.mkdir(parents=True, exist_ok=True)
+    trace_dir = directory / "traces"
+    # Socket paths are short: the work directory may not be.
+    with tempfile.TemporaryDirectory() as socket_dir:
+        address = os.path.join(socket_dir, "control")
+        port = _free_port()
+        log_path = directory / "serve.log"
+        process = _launch(start, port, address, log_path, trace_dir)
+        server = Server(start, process, port, log_path, trace_dir)
+        with _guarded(process):
+            _connect(server, address)
+            _check(server)
+            yield server
+
+
+def _launch(
+    start: Start, port: int, address: str, log_path: Path, trace_dir: Path
+) -> subprocess.Popen[bytes]:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VLLM_SCHEDULER", "VLLM_PLUGINS")
+    }
+    environment |= ENVIRONMENT | ({} if start.has_gpu else CPU_ENVIRONMENT)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(HOOKS), os.environ.get("PYTHONPATH", "")])
+    )
+    environment["SPARKSCHED_BENCH_CONTROL"] = address
+    if start.scheduler == OURS:
+        environment["VLLM_SCHEDULER"] = "sparksched"
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            _command(start, port, trace_dir),
+            env=environment,
+            cwd=log_path.parent,  # not the repository, whose directories could shadow packages
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            process_group=0,  # to be stopped as a whole
+        )
+
+
+def _command(start: Start, port: int, trace_dir: Path) -> list[str]:
+    model = start.model
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model.directory)),
+        *(f"--served-model-name={model.name}", "--host=127.0.0.1", f"--port={port}"),
+        f"--max-num-seqs={start.max_num_seqs}",
+        f"--max-model-len={start.max_model_len}",
+        "--async-scheduling" if start.mode == ASYNC else "--no-async-scheduling",
+        "--disable-uvicorn-access-log",
+        # Costs nothing until a trace is asked for.
+        "--profiler-config.profiler=torch",
+        f"--profiler-config.torch_profiler_dir={trace_dir}",
+        "--profiler-config.torch_profiler_with_stack=false",
+        "--profiler-config.torch_profiler_dump_cuda_time_total=false",
+        "--profiler-config.ignore_frontend=true",
+    ]
+    if model.has_dummy_weights:
+        command.append("--load-format=dummy")
+    if start.has_gpu:
+        sizes = [size for size in FEW_GRAPHS if size <= start.max_num_seqs]
+        sizes += [start.max_num_seqs] if start.max_num_seqs not in sizes else []
+        command += [
+            "--gpu-memory-utilization=0.85",
+            f"--compilation-config={json.dumps({'cudagraph_capture_sizes': sizes})}",
+        ]
+        if model.name == TINY:
+            command += ["--enforce-eager", "--dtype=bfloat16"]
+    else:
+        command += CPU_ARGUMENTS
+    return command + shlex.split(start.extra_arguments)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _connect(server: Server, address: str) -> None:
+    began = time.monotonic()
+    while not (os.path.exists(address) and server.is_healthy()):
+        status = server.process.poll()
+        if status is not None:
+            raise ServerError(f"vllm serve ended with status {status}; {server.log_excerpt()}")
+        if time.monotonic() - began > START_S:
+            raise ServerError(f"not healthy after {START_S:.0f} s; {server.log_excerpt()}")
+        time.sleep(POLL_S)
+    server.start_s = time.monotonic() - began
+    server._remote = Remote("the API server", Client(address, family="AF_UNIX"))
+    server.described = server.remote.call("describe")
+
+
+def _check(server: Server) -> None:
+    """Raise ServerError if this isn't the scheduler or the mode that was asked for."""
+    engine = server.described["engine"]
+    start = server.start
+    is_ours = engine["scheduler"].startswith("sparksched.")
+    if is_ours != (start.scheduler == OURS):
+        runs = f"the engine runs {engine['scheduler']}, not {start.scheduler}"
+        raise ServerError(f"{runs}; {server.log_excerpt()}")
+    if engine["is_async"] != (start.mode == ASYNC):
+        actual = ASYNC if engine["is_async"] else SYNC
+        raise ServerError(f"{start.mode} scheduling isn't available here: the engine runs {actual}")
+
+
+@contextmanager
+def _guarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Stop the whole process group at the end, also if this process is killed."""
+    command = [sys.executable, "-m", "bench.serving.guard", str(process.pid)]
+    guard = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        assert guard.stdin is not None
+        guard.stdin.close()
+        process.wait()
+        guard.wait()

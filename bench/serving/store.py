@@ -1,0 +1,130 @@
+"""The result file: written anew after each cell, and read again by a run that goes on with it."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from bench.serving.evaluate import missing
+from bench.serving.plan import CellKey, ServerKey
+
+Row = dict[str, Any]
+
+KIND = "decode"
+SERVER_KEYS = ("model", "scheduler", "mode", "visit")
+CELL_KEYS = (*SERVER_KEYS, "cores", "workload", "concurrency", "driver")
+
+
+class StoreError(ValueError):
+    """The file is there, but is no result of this benchmark."""
+
+
+class Store:
+    """Cells, servers, traces and streams that were measured, each with the run that did it."""
+
+    def __init__(self, path: Path | None, run: Row) -> None:
+        """Go on with a file, or begin one; None: keep it in memory.
+
+        Raises:
+            StoreError: if the file is something else.
+
+        """
+        self._path = path
+        self.result: Row = {"kind": KIND, "run": run, "runs": []}
+        self.result |= {"servers": [], "cells": [], "traces": [], "streams": []}
+        if path is not None and path.exists():
+            self.result = _read(path)
+        self.result["runs"].append(run)
+        self.result["run"] = run
+        self._run = len(self.result["runs"]) - 1
+
+    def has_cell(self, key: CellKey) -> bool:
+        """Whether this cell has been measured, and not failed."""
+        return _is_measured(self._find("cells", key.as_row()))
+
+    def has(self, table: str, key: ServerKey, **more: Any) -> bool:
+        """Whether a server, a trace or streams are there, and have not failed."""
+        return _is_measured(self._find(table, _server_row(key) | more))
+
+    def put_cell(self, key: CellKey, found: Row) -> None:
+        """Keep a cell, in the place of a failed one if there is any."""
+        self._put("cells", key.as_row(), found)
+
+    def put(self, table: str, key: ServerKey, found: Row, **more: Any) -> None:
+        """Keep what is known of a server, a trace or streams."""
+        self._put(table, _server_row(key) | more, found)
+
+    def put_failure(self, key: CellKey, reason: str) -> None:
+        """Note why there is no figure; a later run tries again."""
+        self._put("cells", key.as_row(), {"error": reason})
+
+    def _find(self, table: str, key: Row) -> Row | None:
+        for row in self.result[table]:
+            if all(row.get(name) == value for name, value in key.items()):
+                found: Row = row
+                return found
+        return None
+
+    def _put(self, table: str, key: Row, found: Row) -> None:
+        former = self._find(table, key)
+        if former is not None:
+            self.result[table].remove(former)
+        self.result[table].append(key | {"run": self._run} | found)
+        self.save()
+
+    def save(self) -> None:
+        """Write the file in one go: a killed run leaves the former or the new one."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self._path.with_name(f"{self._path.name}.new")
+        scratch.write_text(dumps(self.result))
+        os.replace(scratch, self._path)
+
+
+def _server_row(key: ServerKey) -> Row:
+    return {name: getattr(key, name) for name in SERVER_KEYS}
+
+
+def _is_measured(row: Row | None) -> bool:
+    return row is not None and "error" not in row
+
+
+def _read(path: Path) -> Row:
+    try:
+        result = json.loads(path.read_text())
+    except ValueError as error:
+        raise StoreError(f"{path} is no JSON file: {error}") from None
+    if not isinstance(result, dict) or result.get("kind") != KIND:
+        raise StoreError(f"{path} holds results of something else")
+    return result
+
+
+def dumps(result: Row) -> str:
+    """Return JSON with a line for each row of a table, so that files can be compared."""
+    parts = []
+    for name, value in result.items():
+        if isinstance(value, list) and value:
+            rows = ",\n".join("  " + _dumps(row) for row in value)
+            parts.append(f'"{name}": [\n{rows}\n]')
+        else:
+            parts.append(f'"{name}": {_dumps(value)}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(_rounded(value), allow_nan=False)
+
+
+def _rounded(value: Any) -> Any:
+    """Return the same with six significant digits, and no figure that isn't one."""
+    if isinstance(value, dict):
+        return {name: _rounded(it) for name, it in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(it) for it in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return missing("not a number")
+        return float(f"{value:.6g}")
+    return value

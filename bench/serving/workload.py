@@ -1,0 +1,78 @@
+"""The requests that a server is given: always the same of a specification."""
+
+import random
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+DECODE: Final = "decode"
+MIXED: Final = "mixed"
+PREFIX: Final = "prefix"
+KINDS = (DECODE, MIXED, PREFIX)
+
+SHARED_PERCENT = 90
+NUM_RESERVED = 3
+"""Ids that no prompt uses; the first ones are special tokens in many vocabularies."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Token ids in, and how many come out: requests don't end before that."""
+
+    prompt: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A set of requests that are sent all at once.
+
+    - decode: prompts of `prompt_tokens` and outputs of `output_tokens`, the same for all
+    - mixed: lengths between the pairs' bounds, evenly
+    - prefix: the same, with prompts whose first 90 % are the beginning of one text
+    """
+
+    kind: str
+    num_requests: int
+    vocab_size: int
+    prompt_tokens: tuple[int, int]
+    output_tokens: tuple[int, int]
+    seed: int = 0
+
+    def seeded(self, *what: Any) -> "Workload":
+        """Return the same with other prompts: no two rounds share a prefix by accident."""
+        seed = zlib.crc32(repr((self.kind, self.num_requests, *what)).encode())
+        return replace(self, seed=seed)
+
+    def shortened(self, output_tokens: int) -> "Workload":
+        """Return the same with shorter outputs, for a warm-up."""
+        first, last = self.output_tokens
+        bounds = (min(first, output_tokens), min(last, output_tokens))
+        return replace(self, output_tokens=bounds)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether all requests decode side by side for most of the time."""
+        return self.kind == DECODE
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that the longest request may come to have."""
+        return self.prompt_tokens[1] + self.output_tokens[1]
+
+    def requests(self) -> list[Request]:
+        """Return the requests."""
+        source = random.Random(self.seed)
+        text = self._tokens(source, self.prompt_tokens[1])
+        requests: list[Request] = []
+        for _ in range(self.num_requests):
+            length = source.randint(*self.prompt_tokens)
+            num_shared = length * SHARED_PERCENT // 100 if self.kind == PREFIX else 0
+            prompt = text[:num_shared] + self._tokens(source, length - num_shared)
+            requests.append(Request(prompt, source.randint(*self.output_tokens)))
+        return requests
+
+    def _tokens(self, source: random.Random, count: int) -> list[int]:
+        # Special tokens are the last ones of a vocabulary, if not the first.
+        last = max(NUM_RESERVED + 1, self.vocab_size * 9 // 10)
+        return source.choices(range(NUM_RESERVED, last), k=count)

@@ -1,0 +1,164 @@
+"""Made-up measurements whose figures are known: traces of a GPU, and results of `bench.decode`."""
+
+from typing import Any
+
+from bench.serving.evaluate import evaluate
+from bench.serving.phases import evaluate_messages, evaluate_phases
+from bench.serving.streams import StreamLog
+from bench.serving.trace import evaluate_trace
+
+Row = dict[str, Any]
+
+KERNELS = (
+    ("flash_fwd_splitkv_kernel", 40.0),
+    ("_matmul_ogs_NNT_bf16xbf16xmxfp4", 100.0),
+    ("nvjet_tst_128x64", 50.0),
+    ("triton_red_fused_argmax", 10.0),
+)
+"""A layer's kernels and how long each takes, in µs."""
+
+
+def trace_events(
+    num_steps: int, host_us: float, gap_us: float, num_layers: int = 3, is_async: bool = True
+) -> list[Row]:
+    """Return the events of a trace: `gap_us` between steps, two graph launches in each."""
+    events: list[Row] = []
+    correlation = 0
+    gpu_at = 1000.0
+    step_us = num_layers * sum(taken for _, taken in KERNELS) + gap_us
+    for step in range(num_steps):
+        ahead = step_us if is_async else 0.0
+        host_at = 1000.0 + step * step_us - host_us - ahead
+        events.append(_host("bench:schedule", host_at - 60, 50))
+        events.append(_host(f"execute_context_0(0)_generation_{step}", host_at, host_us / 2))
+        events.append(_host("bench:execute", host_at, host_us / 2))
+        for layer in range(num_layers):
+            correlation += 1
+            name = "cudaGraphLaunch" if layer < 2 else "cudaLaunchKernel"
+            at = host_at + 1 + layer
+            events.append(_event("cuda_runtime", name, at, 1, correlation))
+            for kernel, taken in KERNELS:
+                events.append(_event("kernel", kernel, gpu_at, taken, correlation))
+                gpu_at += taken
+        gpu_at += gap_us
+    return events
+
+
+def _host(name: str, start: float, duration: float) -> Row:
+    return {"cat": "user_annotation", "name": name, "ts": start, "dur": duration, "ph": "X"}
+
+
+def _event(kind: str, name: str, start: float, duration: float, correlation: int) -> Row:
+    arguments = {"correlation": correlation}
+    return {"cat": kind, "name": name, "ts": start, "dur": duration, "args": arguments, "ph": "X"}
+
+
+def stream_logs(num_streams: int, num_tokens: int, itl_ms: float) -> list[StreamLog]:
+    """Return streams that get a token every `itl_ms`, sent at 0, the first one after 20 ms."""
+    import numpy as np
+
+    times = 0.020 + itl_ms / 1000 * np.arange(num_tokens)
+    return [
+        StreamLog(0.0, times + 1e-6 * number, np.ones(num_tokens, dtype=np.int64))
+        for number in range(num_streams)
+    ]
+
+
+def recorded_phases(
+    num_requests: int, num_steps: int, us: dict[str, float], is_async: bool = True
+) -> Row:
+    """Return what the engine's probe would have recorded, with these phases in each step."""
+    events, sizes = [], []
+    at = 0
+    order = ("schedule", "execute", "sample", "wait", "update", "deliver")
+    for _ in range(num_steps):
+        sizes.append((num_requests, num_requests))
+        for phase in order:
+            end = at + round(1000 * us[phase])
+            events.append((phase, at, end, 0, end - at if phase == "wait" else 0))
+            at = end
+        at += round(1000 * us.get("other", 0.0))
+    encodings = [(round(1000 * us["encode"]), 0)] * num_steps if "encode" in us else []
+    return {"events": events, "sizes": sizes, "encodings": encodings}
+
+
+def cell(scheduler: str, count: int, driver: str, itl_ms: float, us: dict[str, float]) -> Row:
+    """Return a cell as `bench.decode` keeps it, of a machine with a GPU."""
+    logs = stream_logs(count, 64, itl_ms)
+    rounds = []
+    for factor in (0.98, 1.0, 1.02):
+        entry = evaluate(stream_logs(count, 64, itl_ms * factor), is_steady=True)
+        threads = {"MainThread": 50.0, "process_output_sockets": 5.0}
+        share = {it: {"percent": 55.0, "threads": threads} for it in ("API server", "engine")}
+        entry["cpu"] = {"share": share, "us_per_token": {"API server": 9.0, "engine": 12.0}}
+        entry["counters"] = {"prefix_cache_hits": 0.0, "prefix_cache_queries": 128.0}
+        entry["counters"]["num_preemptions"] = 0.0
+        entry["load"] = {"processes": 1, "percent": 20.0, "busiest_percent": 20.0}
+        rounds.append(entry)
+    recorded = recorded_phases(count, 20, us)
+    messages = [(count, 150_000, 40_000)] * len(logs)
+    client = {"messages": messages, "processing": [60_000] * 20}
+    found = {
+        "rounds": rounds,
+        "phases": evaluate_phases(recorded, count, is_async=True),
+        "messages": evaluate_messages({"engine": recorded, "client": client}, count),
+        "spinners": [],
+        "memory": {
+            "least_gb": 5.0,
+            "even_gb": 60.0,
+            "least_gb_s": 1200.0,
+            "even_gb_s": 4000.0,
+            "peak_gb_s": 4800.0,
+            "least_share": 0.25,
+            "even_share": 0.83,
+        },
+    }
+    return key(scheduler, "async") | _case(count, driver) | {"run": 0} | found
+
+
+def key(scheduler: str, mode: str) -> Row:
+    """Return the key of a server."""
+    return {"model": "gpt-oss-20b", "scheduler": scheduler, "mode": mode, "visit": 0}
+
+
+def _case(count: int, driver: str) -> Row:
+    return {"cores": "all", "workload": "decode", "concurrency": count, "driver": driver}
+
+
+def result(counts: tuple[int, ...] = (1, 64, 256)) -> Row:
+    """Return a whole result: the host limits vLLM with many streams, and never sparksched."""
+    cells, traces = [], []
+    for scheduler, scale in (("stock", 1.0), ("sparksched", 0.05)):
+        for count in counts:
+            us = {
+                "schedule": scale * (40 + 9 * count),
+                "execute": 500.0,
+                "sample": 300.0,
+                "update": scale * (20 + 5 * count),
+                "deliver": 3.0,
+                "other": 50.0,
+            }
+            host = sum(us.values())
+            gpu = 3.0 * sum(taken for _, taken in KERNELS) * 3
+            us["wait"] = max(5.0, gpu - host)
+            if scheduler == "stock":
+                us["encode"] = 30.0
+            itl_ms = max(host + 5.0, gpu) / 1000
+            cells += [cell(scheduler, count, it, itl_ms, us) for it in ("asyncllm", "http")]
+            events = trace_events(12, host, max(2.0, host - gpu), num_layers=9)
+            trace = evaluate_trace(events, count)
+            traces.append(key(scheduler, "async") | {"concurrency": count, "run": 0} | trace)
+    run = {"date": "2026-01-01", "commit": "0" * 12, "cpu": "a CPU", "gpu": "NVIDIA H200"}
+    return {
+        "kind": "decode",
+        "run": run,
+        "runs": [run],
+        "servers": [
+            key(it, "async")
+            | {"run": 0, "start_s": 30.0, "transport": "rings", "engine": {}, "idle_cpu": {}}
+            for it in ("stock", "sparksched")
+        ],
+        "cells": cells,
+        "traces": traces,
+        "streams": [],
+    }

@@ -1,0 +1,143 @@
+"""How phases of the engine's loop are timed, and what is made of their times."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from synthetic import recorded_phases
+
+from bench.serving.phases import evaluate_messages, evaluate_phases, split_steps
+from bench.serving.timers import PhaseTimer, Replacements
+
+US = {
+    "schedule": 100.0,
+    "execute": 200.0,
+    "sample": 50.0,
+    "wait": 1000.0,
+    "update": 40.0,
+    "deliver": 10.0,
+    "other": 30.0,
+}
+
+
+def test_phases_add_up_to_the_step() -> None:
+    found = evaluate_phases(recorded_phases(8, 20, US), 8, is_async=True)
+    assert {name: found[f"{name}_us"]["p50"] for name in US} == pytest.approx(US)
+    assert found["period_us"]["p50"] == pytest.approx(sum(US.values()))
+    assert found["host_us"]["p50"] == pytest.approx(sum(US.values()) - US["wait"])
+    assert found["wait_spins"] == pytest.approx(1.0)
+
+
+def test_steps_of_another_batch_are_left_out() -> None:
+    recorded = recorded_phases(8, 20, US)
+    recorded["sizes"][5] = (7, 7)
+    assert evaluate_phases(recorded, 8, is_async=True)["steps"] == 17
+    missing = evaluate_phases(recorded, 16, is_async=True)
+    assert list(missing) == ["missing"]
+
+
+def test_what_was_recorded_before_the_first_step_is_left_out() -> None:
+    recorded = recorded_phases(8, 3, US)
+    recorded["events"].insert(0, ("update", -500, -400, 0, 0))
+    steps = split_steps(recorded)
+    assert [len(step.events) for step in steps] == [6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("wait_us", "expected", "late"),
+    [
+        # The host had to wait: the GPU was busy all the time.
+        (1000.0, 0.0, 0.0),
+        # It didn't: the GPU may have stood still since the result before.
+        (1.0, 40.0 + 10.0 + 30.0 + 100.0 + 200.0, 1.0),
+    ],
+)
+def test_the_gap_of_asynchronous_steps(wait_us: float, expected: float, late: float) -> None:
+    recorded = recorded_phases(8, 20, US | {"wait": wait_us})
+    gap = evaluate_phases(recorded, 8, is_async=True)["gap_estimate"]
+    assert gap["us"]["p50"] == pytest.approx(expected)
+    assert gap["host_late_share"] == late
+    assert gap["is_bound"]
+
+
+def test_the_gap_of_synchronous_steps_lasts_until_the_launch() -> None:
+    gap = evaluate_phases(recorded_phases(8, 20, US), 8, is_async=False)["gap_estimate"]
+    assert gap["us"]["p50"] == pytest.approx(40.0 + 10.0 + 30.0 + 100.0)
+    assert not gap["is_bound"]
+
+
+def test_messages_that_lack_requests_are_left_out() -> None:
+    engine = recorded_phases(8, 3, US | {"encode": 30.0})
+    client = {"messages": [(8, 200_000, 50_000), (3, 1, 1)], "processing": [1000]}
+    found = evaluate_messages({"engine": engine, "client": client}, 8)
+    assert found["arrival_us"]["p50"] == 200
+    assert found["encode_us"]["p50"] == 30
+    assert "missing" in evaluate_messages({"engine": engine, "client": client}, 16)
+
+
+def test_without_vllms_encoder_its_time_is_missing_and_not_zero() -> None:
+    client = {"messages": [(8, 200_000, 50_000)], "processing": [1000]}
+    found = evaluate_messages({"engine": recorded_phases(8, 3, US), "client": client}, 8)
+    assert list(found["encode_us"]) == ["missing"]
+
+
+# ---- timers ----
+
+
+def test_time_in_a_phase_within_another_counts_once() -> None:
+    timer = PhaseTimer()
+    inner = timer.timed(lambda: time.sleep(0.02), "wait", with_cpu=True)
+    outer = timer.timed(inner, "execute")
+    outer()
+    (_, _, _, nested, cpu), (name, start, end, nested_outer, _) = timer.events
+    assert name == "execute"
+    assert nested == 0
+    assert nested_outer >= 20_000_000
+    assert end - start - nested_outer < 10_000_000
+    assert cpu < 10_000_000
+
+
+def test_other_threads_are_not_timed() -> None:
+    timer = PhaseTimer()
+    timed = timer.timed(lambda: None, "deliver")
+    thread = threading.Thread(target=timed)
+    thread.start()
+    thread.join()
+    assert timer.events == []
+
+
+def test_a_failing_call_is_timed_and_fails() -> None:
+    timer = PhaseTimer()
+
+    def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        timer.timed(fail, "update")()
+    assert len(timer.events) == 1
+
+
+def test_everything_is_put_back() -> None:
+    class Owner:
+        def method(self) -> str:
+            return "original"
+
+    instance = SimpleNamespace(call=len)
+    owner = Owner()
+    original = Owner.method
+    replacements = Replacements()
+
+    def make(call: Any) -> Any:
+        return lambda *_: "replaced"
+
+    replacements.replace(owner, "method", make)
+    replacements.replace(Owner, "method", make)
+    replacements.replace(instance, "call", make)
+    assert owner.method() == instance.call() == Owner().method() == "replaced"
+    replacements.put_back()
+    assert owner.method() == "original"
+    assert "method" not in vars(owner)
+    assert Owner.method is original
+    assert instance.call is len

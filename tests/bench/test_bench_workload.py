@@ -1,0 +1,145 @@
+"""The requests of workloads, the plan of cells, and what a step reads from memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.serving.memory_traffic import UnknownShapeError, peak_bytes_per_s, step_bytes
+from bench.serving.models import NAMES, SHAPES, Model, ModelError, prepare
+from bench.serving.plan import Plan
+from bench.serving.workload import DECODE, MIXED, PREFIX, Workload
+
+MODEL = Model("gpt-oss-120b", Path("/nowhere"), SHAPES["gpt-oss-120b"], has_dummy_weights=True)
+
+
+def plan(**changes: object) -> Plan:
+    options: dict[str, object] = {
+        "models": ("gpt-oss-120b",),
+        "schedulers": ("stock", "sparksched"),
+        "modes": ("async",),
+        "cores": ("all",),
+        "workloads": (DECODE,),
+        "concurrencies": (1, 64),
+        "drivers": ("asyncllm", "http"),
+    }
+    return Plan(**(options | changes))  # type: ignore[arg-type]
+
+
+# ---- workloads ----
+
+
+def test_the_same_seed_brings_the_same_requests_and_another_one_others() -> None:
+    workload = plan().workload(DECODE, 64, MODEL)
+    first = workload.seeded("http", 0).requests()
+    assert first == workload.seeded("http", 0).requests()
+    assert first != workload.seeded("http", 1).requests()
+    assert {len(it.prompt) for it in first} == {128}
+    assert {it.max_tokens for it in first} == {384}
+
+
+def test_mixed_lengths_are_within_their_bounds() -> None:
+    requests = plan().workload(MIXED, 256, MODEL).requests()
+    assert len(requests) == 256
+    for lengths in ([len(it.prompt) for it in requests], [it.max_tokens for it in requests]):
+        assert 100 <= min(lengths) < 150
+        assert 980 < max(lengths) <= 1024
+
+
+def test_nine_tenths_of_each_prompt_are_shared() -> None:
+    requests = plan().workload(PREFIX, 256, MODEL).requests()
+    longest = max((it.prompt for it in requests), key=len)
+    for it in requests:
+        num_shared = len(it.prompt) * 9 // 10
+        assert it.prompt[:num_shared] == longest[:num_shared]
+        assert it.prompt[: num_shared + 8] != longest[: num_shared + 8] or it.prompt is longest
+
+
+@pytest.mark.parametrize("vocab_size", [10, 430, 201088])
+def test_prompts_are_within_the_vocabulary(vocab_size: int) -> None:
+    workload = Workload(DECODE, 4, vocab_size, (50, 50), (1, 1))
+    for request in workload.requests():
+        assert 3 <= min(request.prompt) <= max(request.prompt) < vocab_size
+
+
+# ---- plan ----
+
+
+def test_each_server_is_started_once_for_all_of_its_cells() -> None:
+    chosen = plan(modes=("async", "sync"), cores=("1", "all", "4"))
+    servers = list(chosen.servers())
+    assert len(servers) == len(set(servers)) == 4
+    cells = list(chosen.cells(servers[0]))
+    assert len(cells) == 3 * 2 * 2
+    # A server is confined to fewer and fewer processors.
+    assert list(dict.fromkeys(cell.cores for cell in cells)) == ["all", "4", "1"]
+
+
+def test_schedulers_change_places_with_each_visit() -> None:
+    order = [(it.scheduler, it.visit) for it in plan(visits=2).servers()]
+    assert order == [("stock", 0), ("sparksched", 0), ("sparksched", 1), ("stock", 1)]
+
+
+def test_a_server_takes_all_that_its_cells_send() -> None:
+    assert plan(concurrencies=(1,)).max_num_seqs == 8
+    assert plan(concurrencies=(1,), workloads=(DECODE, MIXED)).max_num_seqs == 256
+    assert plan(concurrencies=(1, 1024)).max_num_seqs == 1024
+
+
+# ---- models ----
+
+
+def test_a_shape_is_written_with_a_tokenizer_of_its_size(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    model = prepare("Qwen2-1.5B", tmp_path)
+    assert model.has_dummy_weights
+    tokenizer = Tokenizer.from_file(str(model.directory / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == model.vocab_size == 151936
+    words = tokenizer.decode([1000, 2000, 150000]).split()
+    assert len(set(words)) == 3
+
+
+def test_a_directory_is_a_model_and_anything_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 7}))
+    model = prepare(str(tmp_path), tmp_path)
+    assert (model.vocab_size, model.has_dummy_weights) == (7, True)
+    (tmp_path / "model.safetensors").touch()
+    assert not prepare(str(tmp_path), tmp_path).has_dummy_weights
+    with pytest.raises(ModelError, match="gpt-oss-20b"):
+        prepare("gpt-oss-21b", tmp_path)
+    assert set(NAMES) == {"gpt-oss-120b", "gpt-oss-20b", "Qwen2-1.5B", "tiny"}
+
+
+# ---- memory ----
+
+
+def test_weights_of_the_published_models() -> None:
+    """Sizes that are known: 1.5 B parameters of two bytes; 120 B of mostly 4.25 bits."""
+    qwen = step_bytes(SHAPES["Qwen2-1.5B"], 1, 0)
+    assert qwen.dense_weights == pytest.approx(2 * 1.54e9, rel=0.01)
+    assert qwen.least == qwen.even
+    large = step_bytes(SHAPES["gpt-oss-120b"], 10**6, 0)
+    assert large.experts_even == pytest.approx(61e9, rel=0.02)
+
+
+def test_one_request_reads_its_own_experts() -> None:
+    found = step_bytes(SHAPES["gpt-oss-120b"], 1, 0)
+    assert found.experts_least == pytest.approx(found.experts_even)
+    many = step_bytes(SHAPES["gpt-oss-120b"], 64, 0)
+    assert many.experts_least == found.experts_least
+    assert many.experts_even > 20 * found.experts_even
+
+
+def test_a_sliding_window_bounds_what_is_read() -> None:
+    short, long = (step_bytes(SHAPES["gpt-oss-20b"], 1, it).kv_cache for it in (128, 1280))
+    assert long == pytest.approx(short * (1 + 10) / 2)
+    assert short == 24 * 128 * 2 * 8 * 64 * 2
+
+
+def test_what_is_not_known_is_no_number() -> None:
+    with pytest.raises(UnknownShapeError):
+        step_bytes({"architectures": ["Strange"]}, 1, 1)
+    assert peak_bytes_per_s("Some Card") is None
+    assert peak_bytes_per_s(None) is None
+    assert peak_bytes_per_s("NVIDIA H200, driver 1") == 4.8e12

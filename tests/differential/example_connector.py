@@ -1,0 +1,91 @@
+"""vLLM's ExampleConnector: prompts that are found on the disk are loaded within a step.
+
+Its scheduler side looks for a folder for each prompt. Workers would fill it; here they make it.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVTransferConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from .feature import Feature, FeatureSettings
+
+if TYPE_CHECKING:
+    import random
+
+    from .trace import Event
+    from .world import Configuration
+
+
+@functools.cache
+def _storage() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="differential-connector-")
+
+
+@dataclass(frozen=True)
+class ExampleConnectorSettings(FeatureSettings):
+    """Where the prompts are."""
+
+    folder: str
+    kv_role: str
+
+    needs_block_hashes = True
+
+    @classmethod
+    def draw(cls, rng: random.Random, _configuration: Configuration) -> ExampleConnectorSettings:
+        folder = Path(_storage().name) / f"{rng.getrandbits(64):x}"
+        return cls(str(folder), rng.choice(["kv_both", "kv_consumer"]))
+
+    def configure(self, vllm_config: Any) -> None:
+        vllm_config.kv_transfer_config = KVTransferConfig(
+            kv_connector="ExampleConnector",
+            kv_role=self.kv_role,
+            engine_id="differential",
+            kv_connector_extra_config={"shared_storage_path": self.folder},
+        )
+        vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
+
+    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return ExampleConnectorFeature(configuration, seed, coverage)
+
+
+class ExampleConnectorFeature(Feature):
+    """Makes the folders that both sides look for."""
+
+    def watch(self, scheduler: Any) -> None:
+        self._connector = scheduler.connector
+
+    def allows(self, event: Event) -> bool:
+        from .trace import LoseInFlightSteps
+
+        # Blocks that wait for the end of a lost step would never be free again.
+        return not isinstance(event, LoseInFlightSteps)
+
+    def complete_output(
+        self,
+        _step_number: int,
+        scheduler_output: SchedulerOutput,
+        _requests: Mapping[str, Request],
+        output: ModelRunnerOutput,
+    ) -> ModelRunnerOutput:
+        assert scheduler_output.kv_connector_metadata is not None
+        for request in scheduler_output.kv_connector_metadata.requests:
+            self.coverage["example connector: stores"] += request.is_store
+            self.coverage["example connector: loads"] += not request.is_store
+            if request.is_store:
+                self._connector._generate_filename_debug(
+                    "layer", request.token_ids, request.mm_hashes
+                )
+        return output

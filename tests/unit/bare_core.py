@@ -1,0 +1,240 @@
+"""`SchedulerCore` without a `SparkScheduler` around it, block hashers, and requests for them."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from sparksched import sessions
+from sparksched._core import SchedulerCore
+from sparksched.extra_keys import extra_keys_writer
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+BLOCK_SIZE = 4
+NONE_HASH = bytes(range(32))
+FULL_ATTENTION = ("full", 0, 0, 0)
+SLIDING_WINDOW = ("sliding", 8, 0, 4)
+CHUNKED = ("chunked", 8, 0, 4)
+
+LORA = LoRARequest("adapter", 1, "/nowhere")
+
+BlockHasher = Callable[[Request], list[bytes]]
+
+
+# ----------------------------------------------------------------------------------------
+# A scheduler
+# ----------------------------------------------------------------------------------------
+
+
+def core_config(**changes: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "async_scheduling": False,
+        "policy": "fcfs",
+        "max_num_active_reqs": 8,
+        "max_num_scheduled_tokens": 64,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 128,
+        "enable_chunked_prefill": True,
+        "long_prefill_token_threshold": 0,
+        "long_prefill_token_threshold_adaptive": False,
+        "reserve_full_isl": False,
+        "num_spec_tokens": 0,
+        "num_lookahead_tokens": 0,
+        "num_prefill_lookahead_tokens": 0,
+        "num_draft_slots": 0,
+        "num_spec_tokens_by_batch_size": None,
+        "per_request_spec_decode_metrics": "none",
+        "num_sampled_tokens_per_step": 1,
+        "max_loras": None,
+        "decode_stagger": 0,
+        "resume_as_new": False,
+        "uses_mrope": False,
+        "sends_sampled_tokens": False,
+        "log_stats": True,
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 101,
+        "watermark_blocks": 0,
+        "groups": [FULL_ATTENTION, SLIDING_WINDOW],
+        "lookup_groups": [[0], [1]],
+        "eagle_groups": [],
+        "retention_interval": 0,
+        "hash_algorithm": "sha256",
+        "enable_kv_cache_events": False,
+        "kv_cache_metrics": False,
+    }
+    unknown = changes.keys() - config
+    assert not unknown, unknown
+    return config | changes
+
+
+def accept_all(_request: Request, _token_ids: list[int]) -> bool:
+    return True
+
+
+def accept_drafts(_request: Request, draft_token_ids: list[int]) -> list[int]:
+    return draft_token_ids
+
+
+class Encoder:
+    """Has room for whatever is asked of it, and notes that; see `EncoderInputs`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def plan(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        self.calls.append(("plan", request.request_id, num_computed_tokens, num_new_tokens))
+        return num_new_tokens
+
+    def schedule(self, request: Request) -> None:
+        self.calls.append(("schedule", request.request_id))
+
+    def free_processed(self, request: Request, num_processed_tokens: int) -> None:
+        self.calls.append(("free_processed", request.request_id, num_processed_tokens))
+
+    def free(self, request: Request) -> None:
+        self.calls.append(("free", request.request_id))
+
+    def end_step(self, _log_stats: bool) -> tuple[Any, ...]:
+        return {}, [], None, None
+
+    def take_mismatches(self) -> set[str]:
+        return set()
+
+
+def callbacks(**changes: Any) -> dict[str, Any]:
+    """Return what `SchedulerCore` wants besides its configuration."""
+    arguments: dict[str, Any] = {
+        "accept_tokens": accept_all,
+        "validate_tokens": accept_drafts,
+        "next_turn": sessions.next_turn,
+        "encoder_inputs": None,
+        "extra_keys": None,
+        "block_observer": None,
+        "include_finished_set": False,
+    }
+    return arguments | changes
+
+
+def build_core(*, none_hash: bytes = NONE_HASH, **changes: Any) -> SchedulerCore:
+    """Build a scheduler; `changes` are of `core_config` and `callbacks`."""
+    arguments = {name: changes.pop(name) for name in callbacks() if name in changes}
+    config = core_config(**changes)
+    if config["hash_algorithm"] is not None:
+        writer = extra_keys_writer(config["hash_algorithm"], config["block_size"])
+        arguments.setdefault("extra_keys", writer)
+    core = SchedulerCore(config, **callbacks(**arguments))
+    core.set_none_hash(none_hash)
+    return core
+
+
+def runner_output(scheduled: Any, token_id: int = 7) -> ModelRunnerOutput:
+    """Return one token for each scheduled request."""
+    token_ids = {request_id: [token_id] for request_id in scheduled.num_scheduled_tokens}
+    return sampled(scheduled, **token_ids)
+
+
+def sampled(scheduled: Any, **token_ids: list[int]) -> ModelRunnerOutput:
+    """Return these tokens for the requests of a step."""
+    request_ids = list(scheduled.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=request_ids,
+        req_id_to_index={request_id: row for row, request_id in enumerate(request_ids)},
+        sampled_token_ids=[list(token_ids[request_id]) for request_id in request_ids],
+    )
+
+
+def step(core: SchedulerCore, token_id: int = 7) -> dict[int, Any]:
+    scheduled = core.schedule(False, 2.0)
+    return core.update_from_output(scheduled, runner_output(scheduled, token_id))
+
+
+def run_to_the_end(core: SchedulerCore) -> dict[str, Any]:
+    """Let all requests finish; return their finish reasons."""
+    reasons = {}
+    for _ in range(1000):
+        if not core.has_requests():
+            return reasons
+        for outputs in step(core).values():
+            reasons |= {it.request_id: it.finish_reason for it in outputs.outputs}
+        core.check_invariants()
+    raise AssertionError("the requests do not end")
+
+
+def assert_goes_on(core: SchedulerCore, *request_ids: str) -> None:
+    """Check that these requests, and no others, are there and run to their end."""
+    assert list(core.requests) == list(request_ids)
+    core.check_invariants()
+    core.add_request(build_request("another"), 1.0)
+    assert set(run_to_the_end(core)) == {*request_ids, "another"}
+    assert core.requests == {}
+
+
+# ----------------------------------------------------------------------------------------
+# Requests
+# ----------------------------------------------------------------------------------------
+
+
+def build_request(
+    request_id: str = "a", prompt: list[int] | None = None, max_tokens: int = 8, **settings: Any
+) -> Request:
+    params = {
+        name: settings.pop(name)
+        for name in list(settings)
+        if name in SamplingParams.__struct_fields__
+    }
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(range(10)) if prompt is None else prompt,
+        sampling_params=SamplingParams(max_tokens=max_tokens, **params),
+        pooling_params=None,
+        arrival_time=settings.pop("arrival_time", 1.0),
+        **settings,
+    )
+
+
+def structured_request(request_id: str = "a", **settings: Any) -> Request:
+    """Return a request whose grammar is ready."""
+    params = StructuredOutputsParams(regex="[a-z]+")
+    request = build_request(request_id, structured_outputs=params, **settings)
+    request.structured_output_request.grammar = SimpleNamespace()
+    return request
+
+
+def images(*positions: tuple[int, int], identifier: str | None = None) -> list[Any]:
+    """Return the features of images at these offsets and of these lengths in the prompt."""
+    return [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=identifier or f"hash of image {index}",
+            mm_position=PlaceholderRange(offset, length),
+        )
+        for index, (offset, length) in enumerate(positions)
+    ]
+
+
+# ----------------------------------------------------------------------------------------
+# Block hashes
+# ----------------------------------------------------------------------------------------
+
+
+def stock_block_hasher(algorithm: str, block_size: int) -> BlockHasher:
+    """Return vLLM's own; `native_block_hasher` of `engine_hooks` is ours."""
+    return kv_cache_utils.get_request_block_hasher(block_size, get_hash_fn_by_name(algorithm))
+
+
+def hashes_while_growing(
+    hasher: BlockHasher, prompt: list[int] | None, growth: Sequence[list[int]], **settings: Any
+) -> list[list[bytes]]:
+    """Return a request's block hashes at first and after each addition."""
+    request = build_request(prompt=prompt, block_hasher=hasher, **settings)
+    hashes = [list(request.block_hashes)]
+    for tokens in growth:
+        request.append_output_token_ids(tokens)
+        hashes.append(list(request.block_hashes))
+    return hashes

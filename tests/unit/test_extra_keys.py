@@ -1,0 +1,320 @@
+"""What block hashes cover besides tokens: the hashes against vLLM's, and what is too long."""
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sparksched import engine_hooks
+from sparksched.extra_keys import extra_keys_writer
+from unit.bare_core import (
+    BLOCK_SIZE,
+    FULL_ATTENTION,
+    LORA,
+    Encoder,
+    build_core,
+    build_request,
+    hashes_while_growing,
+    images,
+    run_to_the_end,
+    stock_block_hasher,
+)
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+
+# Three full blocks and a half, so that output tokens complete the last block.
+PROMPT = [11, 300, 70_000, 2**31 - 1, *range(100, 110)]
+GROWTH = [[1], [2, 3], [4, 5, 6, 7, 8], [9] * 17]
+
+IMAGES = {
+    "no image": [],
+    "within a block": [(1, 2)],
+    "a whole block": [(4, 4)],
+    "across blocks": [(2, 7)],
+    "several": [(0, 2), (3, 6), (9, 1)],
+    "side by side": [(0, 4), (4, 1), (5, 1), (6, 4)],
+    "in the last block": [(12, 2)],
+    "at the end": [(9, 5)],
+    "two at the end": [(5, 1), (12, 1), (13, 1)],
+    "all of the prompt": [(0, 14)],
+}
+
+
+def both_hashes(algorithm: str, block_size: int, **settings: Any) -> tuple[Any, Any]:
+    """Return what our hasher and vLLM's make of a request while it grows."""
+    arguments = {"prompt": PROMPT, "growth": GROWTH} | settings
+    native, stock = (
+        hashes_while_growing(build(algorithm, block_size), **arguments)
+        for build in (engine_hooks.native_block_hasher, stock_block_hasher)
+    )
+    num_tokens = len(arguments["prompt"]) + sum(map(len, arguments["growth"]))
+    assert len(stock[-1]) == num_tokens // block_size
+    return native, stock
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("positions", IMAGES.values(), ids=IMAGES)
+def test_hashes_equal_vllms(
+    algorithm: str, block_size: int, positions: list[tuple[int, int]]
+) -> None:
+    embeds = torch.arange(4 * len(PROMPT), dtype=torch.float32).reshape(-1, 4)
+    for cache_salt, lora_request, prompt_embeds in itertools.product(
+        (None, "", "salt"), (None, LORA), (None, embeds)
+    ):
+        native, stock = both_hashes(
+            algorithm,
+            block_size,
+            cache_salt=cache_salt,
+            lora_request=lora_request,
+            mm_features=images(*positions),
+            prompt_embeds=prompt_embeds,
+        )
+        assert native == stock
+
+
+@pytest.mark.parametrize("cache_salt", ["s" * 255, "s" * 256, "s" * 5000, "\N{SPARKLES}", "\x00"])
+def test_salts(algorithm: str, cache_salt: str) -> None:
+    native, stock = both_hashes(algorithm, BLOCK_SIZE, cache_salt=cache_salt)
+    assert native == stock
+
+
+@pytest.mark.parametrize("name", ["l", "l" * 256, "\N{SPARKLES}"])
+@pytest.mark.parametrize("path", ["p", "p" * 256, None], ids=["short", "long", "the name"])
+def test_loras(algorithm: str, name: str, path: str | None) -> None:
+    lora = LoRARequest(name, 7, name if path is None else path)
+    native, stock = both_hashes(algorithm, BLOCK_SIZE, lora_request=lora)
+    assert native == stock
+
+
+def test_one_string_for_everything(algorithm: str) -> None:
+    """Pickle writes an object that it has met a second time as a reference."""
+    text = "an object"
+    native, stock = both_hashes(
+        algorithm,
+        BLOCK_SIZE,
+        cache_salt=text,
+        lora_request=LoRARequest(text, 1, text),
+        mm_features=images((0, 1), (1, 1), (2, 5), (7, 1), identifier=text),
+    )
+    assert native == stock
+
+
+@pytest.mark.parametrize("is_one_object", [True, False])
+def test_equal_images(algorithm: str, is_one_object: bool) -> None:
+    features = images((0, 1), (1, 1), (2, 5), (7, 1), identifier="the same image")
+    if not is_one_object:
+        for feature in features:
+            feature.identifier = "".join(["the same", " image"])
+    native, stock = both_hashes(algorithm, BLOCK_SIZE, mm_features=features)
+    assert native == stock
+
+
+def test_many_images_in_a_block(algorithm: str) -> None:
+    """Pickle refers to the first 256 objects in another way than to later ones."""
+    features = images(*((offset, 1) for offset in range(300)), identifier="the same image")
+    native, stock = both_hashes(
+        algorithm, 512, prompt=[7] * 300, growth=[[1] * 212, [2] * 512], mm_features=features
+    )
+    assert native == stock
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, [False] * 14, [False, True] * 7], ids=str)
+def test_prompt_embeddings(algorithm: str, dtype: torch.dtype, mask: list[bool] | None) -> None:
+    native, stock = both_hashes(
+        algorithm,
+        BLOCK_SIZE,
+        prompt_embeds=torch.arange(42, dtype=dtype).reshape(14, 3),
+        prompt_is_token_ids=mask,
+    )
+    assert native == stock
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_requests(algorithm: str, seed: int) -> None:
+    rng = random.Random(f"{algorithm}/{seed}")
+    for _ in range(20):
+        prompt = [rng.randrange(2 ** rng.randint(1, 31)) for _ in range(rng.randint(1, 80))]
+        growth = [
+            [rng.randrange(1000) for _ in range(rng.randint(1, 20))]
+            for _ in range(rng.randint(1, 5))
+        ]
+        positions = []
+        end = rng.randrange(10)
+        while end < len(prompt):
+            length = rng.randint(1, min(20, len(prompt) - end))
+            positions.append((end, length))
+            end += length + rng.choice([0, 0, 1, 15])
+        native, stock = both_hashes(
+            algorithm,
+            rng.choice([1, 2, 3, 4, 7, 16]),
+            prompt=prompt,
+            growth=growth,
+            cache_salt=rng.choice([None, "salt", "s" * 300]),
+            lora_request=rng.choice([None, LORA]),
+            mm_features=images(*positions, identifier=rng.choice([None, "the same image"])),
+            prompt_embeds=rng.choice([None, torch.rand(len(prompt), 3)]),
+        )
+        assert native == stock
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cache_salt": "pepper"},
+        {"lora_request": LoRARequest("other adapter", 1, "/nowhere")},
+        {"lora_request": LoRARequest("adapter", 1, "/elsewhere")},
+        {"mm_features": images((9, 5), identifier="another image")},
+        {"mm_features": images((10, 4))},
+        {"prompt_embeds": torch.ones(14, 4)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_other_keys_make_other_hashes(algorithm: str, change: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {
+        "cache_salt": "salt",
+        "lora_request": LORA,
+        "mm_features": images((9, 5)),
+        "prompt_embeds": torch.zeros(14, 4),
+    }
+    hasher = engine_hooks.native_block_hasher(algorithm, BLOCK_SIZE)
+    before, after = (
+        hashes_while_growing(hasher, PROMPT, GROWTH, **settings | it)[-1] for it in ({}, change)
+    )
+    # A hash covers the whole prefix: from the first difference on, all are different.
+    is_other = [ours != theirs for ours, theirs in zip(before, after, strict=True)]
+    assert is_other == sorted(is_other)
+    assert is_other.index(True) == (2 if "mm_features" in change else 0)
+
+
+# ----------------------------------------------------------------------------------------
+# Hashes that the scheduler computes itself
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_hashed_before", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache_salt": "salt"},
+        {"lora_request": LORA},
+        {"mm_features": images((9, 5))},
+        {"cache_salt": "salt", "lora_request": LORA, "mm_features": images((5, 1), (13, 1))},
+    ],
+    ids="+".join,
+)
+def test_scheduler_caches_under_vllms_hashes(
+    algorithm: str, settings: dict[str, Any], is_hashed_before: bool
+) -> None:
+    core = build_core(
+        hash_algorithm=algorithm,
+        none_hash=kv_cache_utils.NONE_HASH,
+        encoder_inputs=Encoder(),
+        groups=[FULL_ATTENTION],
+        lookup_groups=[[0]],
+    )
+    hasher = engine_hooks.native_block_hasher(algorithm, BLOCK_SIZE) if is_hashed_before else None
+    request = build_request(prompt=PROMPT, max_tokens=9, block_hasher=hasher, **settings)
+    core.add_request(request, 1.0)
+    run_to_the_end(core)
+    # The last token that was sampled has not been computed.
+    stock = hashes_while_growing(
+        stock_block_hasher(algorithm, BLOCK_SIZE), PROMPT, [[7] * 8], **settings
+    )
+    group = bytes(4).hex()
+    cached = set(core.snapshot()["cached_blocks"].values())
+    assert cached == {block_hash.hex() + group for block_hash in stock[-1]}
+    assert len(cached) == 5
+
+
+# ----------------------------------------------------------------------------------------
+# The serialiser itself
+# ----------------------------------------------------------------------------------------
+
+NO_KEYS = {"sha256": b"N", "sha256_cbor": b"\xf6"}
+
+
+@pytest.mark.parametrize("algorithm_name", NO_KEYS)
+@pytest.mark.parametrize(
+    ("settings", "num_leading"),
+    [
+        ({"cache_salt": "salt"}, 1),
+        ({"lora_request": LORA}, 0),
+        ({"mm_features": images((0, 1))}, 1),
+        ({"mm_features": images((0, 4))}, 1),
+        ({"mm_features": images((0, 1), (3, 2))}, 2),
+        ({"mm_features": images((12, 2)), "cache_salt": "salt"}, 4),
+        ({"prompt_embeds": torch.zeros(14, 4)}, 4),
+    ],
+    ids=str,
+)
+def test_blocks_with_keys_of_their_own(
+    algorithm_name: str, settings: dict[str, Any], num_leading: int
+) -> None:
+    write = extra_keys_writer(algorithm_name, BLOCK_SIZE)
+    leading, others = write(build_request(prompt=PROMPT, **settings))
+    assert len(leading) == num_leading
+    assert all(isinstance(keys, bytes) for keys in (*leading, others))
+    # An adapter is in each block's keys, and so are embeddings, if only as the hash of nothing.
+    has_others = {"lora_request", "prompt_embeds"} & settings.keys()
+    assert (others != NO_KEYS[algorithm_name]) == bool(has_others)
+
+
+def request_with_salt(length: int, **settings: Any) -> Any:
+    return build_request(cache_salt="s" * length, **settings)
+
+
+def request_with_lora(length: int, **settings: Any) -> Any:
+    return build_request(lora_request=LoRARequest("l" * length, 1, "/nowhere"), **settings)
+
+
+def request_with_image(length: int, **settings: Any) -> Any:
+    return build_request(mm_features=images((1, 2), identifier="i" * length), **settings)
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 16, 5000])
+@pytest.mark.parametrize("build", [request_with_salt, request_with_lora, request_with_image])
+def test_longest_keys(algorithm: str, block_size: int, build: Callable[..., Any]) -> None:
+    """Pickle frames what is longer in pieces, which the native hasher doesn't."""
+    write = extra_keys_writer(algorithm, block_size)
+    limit = 2**16 - 129 - 5 * block_size
+    leading, others = write(build(1000))
+    longest = limit - max(map(len, (*leading, others))) + 1000
+
+    request = build(longest)
+    leading, others = write(request)
+    assert max(map(len, (*leading, others))) == limit
+    prompt = [2**31 - 1] * (2 * block_size)  # the longest tokens
+    native, stock = (
+        build(longest, prompt=prompt, block_hasher=hasher(algorithm, block_size)).block_hashes
+        for hasher in (engine_hooks.native_block_hasher, stock_block_hasher)
+    )
+    assert native == stock
+    assert len(stock) == 2
+
+    message = (
+        "request long has a cache salt, LoRA name or multimodal identifiers that take more than "
+        f"{limit} bytes in a block's hash"
+    )
+    with pytest.raises(ValueError, match=message):
+        write(build(longest + 1, request_id="long"))
+    with pytest.raises(ValueError, match=message):
+        build(
+            longest + 1,
+            request_id="long",
+            prompt=prompt,
+            block_hasher=engine_hooks.native_block_hasher(algorithm, block_size),
+        )
+
+
+def test_keys_that_cannot_be_serialised() -> None:
+    """Pickle takes half a surrogate pair, CBOR doesn't: neither here nor in vLLM."""
+    kv_cache_utils.init_none_hash(get_hash_fn_by_name("sha256"))
+    for build in (engine_hooks.native_block_hasher, stock_block_hasher):
+        request = build_request(cache_salt="\ud800", block_hasher=build("sha256", BLOCK_SIZE))
+        assert len(request.block_hashes) == 2
+        with pytest.raises(UnicodeEncodeError):
+            build_request(cache_salt="\ud800", block_hasher=build("sha256_cbor", BLOCK_SIZE))
