@@ -65,6 +65,14 @@ bench: build ## measure what a step, a message and a token cost, with vLLM's own
 	$(BIN)/python -m bench.ipc $(ARGS)
 	$(BIN)/python -m bench.host_path $(ARGS)
 
+.PHONY: bench-serve
+bench-serve: build ## measure real servers under load: make bench-serve [MODEL=tiny] [ARGS=...]
+	$(BIN)/python -m bench.decode --model $(or $(MODEL),tiny) $(ARGS)
+
+.PHONY: report
+report: env ## make report/report.html of all results
+	$(BIN)/python -m bench.report bench/results/*.json --out report
+
 # --- Checks ------------------------------------------------------------------------------
 
 .PHONY: test

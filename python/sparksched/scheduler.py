@@ -285,9 +285,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         if not request_ids:
             return None
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        bitmask = self.structured_output_manager.grammar_bitmask(
-            self.requests, request_ids, drafts
-        )
+        bitmask = self.structured_output_manager.grammar_bitmask(self.requests, request_ids, drafts)
         num_acceptable_drafts = [
             len(strip_speculative_padding(drafts.get(request_id, []))) for request_id in request_ids
         ]

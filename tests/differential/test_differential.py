@@ -8,7 +8,7 @@ from .runner import Coverage, run_scenario
 from .world import NAMED_SETTINGS, sparksched_scheduler_class
 
 NUM_SEEDS = 10
-NUM_ENCODED_SEEDS = 4
+NUM_ENCODED_SEEDS = 2
 NUM_STEPS = 120
 SCENARIOS = [(name, seed) for name in NAMED_SETTINGS for seed in range(NUM_SEEDS)]
 

@@ -147,8 +147,7 @@ NAMED_SETTINGS: dict[str, dict[str, Any]] = {
     "random": {},
 }
 
-# The same for configurations that the Rust core does not have yet. What it has got moves up.
-NEW_SETTINGS: dict[str, dict[str, Any]] = {
+_FEATURE_SETTINGS: dict[str, dict[str, Any]] = {
     "sync-kv-events": {"async_scheduling": False, "kv_events": True},
     "async-kv-events": {
         "async_scheduling": True,
@@ -174,30 +173,6 @@ NEW_SETTINGS: dict[str, dict[str, Any]] = {
     "async-multimodal": {"async_scheduling": True, "multimodal": {}},
     "multimodal-preempting": {"multimodal": {}} | _SCARCE_BLOCKS,
     "multimodal-kv-events": {"enable_prefix_caching": True, "multimodal": {}, "kv_events": True},
-    "sync-connector": {"async_scheduling": False, "connector": {}},
-    "async-connector": {"async_scheduling": True, "connector": {}},
-    "connector-preempting": {"connector": {}} | _SCARCE_BLOCKS,
-    "connector-failures": {
-        "groups": "full",
-        "connector": {"failure_share": 0.4, "match_share": 0.7},
-    },
-    "connector-failures-hybrid": {
-        "groups": "full+sliding",
-        "connector": {"failure_share": 0.4, "match_share": 0.7, "async_share": 1.0},
-    },
-    "connector-speculating": {"connector": {"match_share": 0.7}, "speculation": {}},
-    "connector-multimodal": {"connector": {"match_share": 0.7}, "multimodal": {}},
-    "ec-connector": {"multimodal": {}, "ec_connector": {}},
-    "ec-connector-preempting": {"multimodal": {}, "ec_connector": {}} | _SCARCE_BLOCKS,
-    "example-connector": {"groups": "full", "example_connector": {}},
-    "offloading": {
-        "enable_prefix_caching": True,
-        "pool_factor": 1.0,
-        "offloading": {},
-        "kv_events": True,
-    },
-    "offloading-preempting": {"enable_prefix_caching": True, "offloading": {}} | _SCARCE_BLOCKS,
-    "connector-kv-events": {"connector": {"makes_events": True}, "kv_events": True},
     "multimodal-speculating": {
         "enable_chunked_prefill": True,
         "multimodal": {},
@@ -279,7 +254,6 @@ _PARALLEL_SETTINGS: dict[str, dict[str, Any]] = {
 # The features are drawn apart from all else, so this can become a setting of "random" itself.
 _RANDOM_SETTINGS: dict[str, dict[str, Any]] = {
     "random-features": {"draws_features": True},
-    "random-features-with-connector": {"draws_features": True, "connector": {}},
 }
 
 _CHUNKED_LOCAL_SETTINGS: dict[str, dict[str, Any]] = {
@@ -297,14 +271,44 @@ _CHUNKED_LOCAL_SETTINGS: dict[str, dict[str, Any]] = {
     "chunked-local-and-windows": {"groups": "full+2windows", "chunked_local": True},
 }
 
-NEW_SETTINGS |= (
-    _SPECULATION_SETTINGS
+NAMED_SETTINGS |= (
+    _FEATURE_SETTINGS
+    | _SPECULATION_SETTINGS
     | _LORA_SETTINGS
     | _SESSION_SETTINGS
     | _PARALLEL_SETTINGS
     | _CHUNKED_LOCAL_SETTINGS
     | _RANDOM_SETTINGS
 )
+
+# Configurations that the Rust core does not have yet. What it has got moves up.
+NEW_SETTINGS: dict[str, dict[str, Any]] = {
+    "sync-connector": {"async_scheduling": False, "connector": {}},
+    "async-connector": {"async_scheduling": True, "connector": {}},
+    "connector-preempting": {"connector": {}} | _SCARCE_BLOCKS,
+    "connector-failures": {
+        "groups": "full",
+        "connector": {"failure_share": 0.4, "match_share": 0.7},
+    },
+    "connector-failures-hybrid": {
+        "groups": "full+sliding",
+        "connector": {"failure_share": 0.4, "match_share": 0.7, "async_share": 1.0},
+    },
+    "connector-speculating": {"connector": {"match_share": 0.7}, "speculation": {}},
+    "connector-multimodal": {"connector": {"match_share": 0.7}, "multimodal": {}},
+    "ec-connector": {"multimodal": {}, "ec_connector": {}},
+    "ec-connector-preempting": {"multimodal": {}, "ec_connector": {}} | _SCARCE_BLOCKS,
+    "example-connector": {"groups": "full", "example_connector": {}},
+    "offloading": {
+        "enable_prefix_caching": True,
+        "pool_factor": 1.0,
+        "offloading": {},
+        "kv_events": True,
+    },
+    "offloading-preempting": {"enable_prefix_caching": True, "offloading": {}} | _SCARCE_BLOCKS,
+    "connector-kv-events": {"connector": {"makes_events": True}, "kv_events": True},
+    "random-features-with-connector": {"draws_features": True, "connector": {}},
+}
 
 ALL_SETTINGS = NAMED_SETTINGS | NEW_SETTINGS
 

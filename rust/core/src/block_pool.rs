@@ -134,11 +134,12 @@ impl BlockPool {
         self.num_free
     }
 
-    /// Share of the blocks in use, 0 to 1; the null block does not count.
+    /// Share of the blocks in use, 0 to 1; the null block does not count. `None` if there are no
+    /// others.
     #[must_use]
-    pub fn usage(&self) -> f64 {
+    pub fn usage(&self) -> Option<f64> {
         let total = self.num_blocks() - 1;
-        if total == 0 { 0.0 } else { 1.0 - f64::from(self.num_free) / f64::from(total) }
+        (total > 0).then(|| 1.0 - f64::from(self.num_free) / f64::from(total))
     }
 
     /// Requests that reference the block.

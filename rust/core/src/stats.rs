@@ -112,8 +112,8 @@ pub struct SchedulerStats {
     pub num_waiting_reqs: usize,
     /// Requests that wait for something else too, a grammar or the end of a stale step.
     pub num_skipped_waiting_reqs: usize,
-    /// Share of blocks in use, 0 to 1.
-    pub kv_cache_usage: f64,
+    /// Share of blocks in use, 0 to 1; `None` if there are no blocks.
+    pub kv_cache_usage: Option<f64>,
     /// Prefix cache lookups since the last call.
     pub prefix_cache_stats: PrefixCacheStats,
     /// How the draft tokens of the step that these belong to fared, if it had any.

@@ -221,8 +221,8 @@ impl SchedulerCore {
         self.requests_at(py, self.scheduler.waiting().into_iter())
     }
 
-    fn kv_cache_usage(&self) -> f64 {
-        self.scheduler.kv_cache().pool().usage()
+    fn kv_cache_usage<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
+        convert::kv_cache_usage(py, self.scheduler.kv_cache().pool().usage())
     }
 
     fn num_used_blocks(&self) -> u32 {

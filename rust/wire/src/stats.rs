@@ -46,7 +46,10 @@ fn scheduler_stats(to: &mut Writer, stats: &SchedulerStats, kv_fetch_stages: &[S
     uint(to, "step_counter", 0);
     uint(to, "current_wave", 0);
     to.str("kv_cache_usage");
-    to.float(stats.kv_cache_usage);
+    match stats.kv_cache_usage {
+        None => to.uint(0), // Python's integer, in vLLM, too
+        Some(usage) => to.float(usage),
+    }
     nil(to, "iteration_details");
     to.str("prefix_cache_stats");
     prefix_cache_stats(to, &stats.prefix_cache_stats);

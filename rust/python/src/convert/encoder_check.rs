@@ -150,7 +150,7 @@ fn scheduler_stats(object: &Bound<'_, PyAny>) -> PyResult<SchedulerStats> {
         num_running_reqs: count(intern!(py, "num_running_reqs"))?,
         num_waiting_reqs: count(intern!(py, "num_waiting_reqs"))?,
         num_skipped_waiting_reqs: count(intern!(py, "num_skipped_waiting_reqs"))?,
-        kv_cache_usage: object.getattr(intern!(py, "kv_cache_usage"))?.extract()?,
+        kv_cache_usage: Some(object.getattr(intern!(py, "kv_cache_usage"))?.extract()?),
         prefix_cache_stats: PrefixCacheStats {
             reset: cache.getattr(intern!(py, "reset"))?.extract()?,
             requests: cached(intern!(py, "requests"))?,

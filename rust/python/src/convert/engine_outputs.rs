@@ -285,7 +285,7 @@ impl EngineOutputTypes {
             self.no_kv_fetches.bind(py).copy()?.into_any(),
             step_counter.into_pyobject(py)?.into_any(),
             current_wave.into_pyobject(py)?.into_any(),
-            PyFloat::new(py, stats.kv_cache_usage).into_any(),
+            kv_cache_usage(py, stats.kv_cache_usage),
             none.bind(py).clone(), // iteration_details
             prefix_cache_stats,
             none.bind(py).clone(), // connector_prefix_cache_stats
@@ -298,6 +298,14 @@ impl EngineOutputTypes {
             others.cudagraph.clone().unwrap_or_else(|| none.bind(py).clone()),
         ];
         self.scheduler_stats.bind(py).call1(PyTuple::new(py, values)?)
+    }
+}
+
+/// The share of blocks in use; Python's integer 0 if there are no blocks, as with vLLM.
+pub(crate) fn kv_cache_usage(py: Python<'_>, usage: Option<f64>) -> Bound<'_, PyAny> {
+    match usage {
+        None => PyInt::new(py, 0).into_any(),
+        Some(usage) => PyFloat::new(py, usage).into_any(),
     }
 }
 

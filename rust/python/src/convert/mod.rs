@@ -17,7 +17,7 @@ use pyo3::types::{PyBytes, PyList};
 use sparksched_core::{BlockHash, RequestStatus};
 
 pub(crate) use encoder_check::encode_like_scheduler;
-pub(crate) use engine_outputs::{EngineOutputTypes, OtherStats};
+pub(crate) use engine_outputs::{EngineOutputTypes, OtherStats, kv_cache_usage};
 pub(crate) use request::{new_request, prompt, session_input, sync_request_tokens};
 pub(crate) use runner_output::{RareOutputs, SampledTokens, sampled_tokens};
 pub(crate) use scheduler_output::{SchedulerOutputBuilder, StepExtras};

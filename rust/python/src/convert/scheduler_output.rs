@@ -190,8 +190,12 @@ impl SchedulerOutputBuilder {
             }
         }
         for (at, it) in resumed.iter().enumerate() {
-            let ids = all_block_ids(py, source.scheduler.request(it.index))?;
-            new_block_ids.set_item(step.running.len() + at, ids)?;
+            let request = source.scheduler.request(it.index);
+            // A model without a KV cache has no groups to tell blocks of.
+            if !request.groups().is_empty() {
+                let ids = all_block_ids(py, request)?;
+                new_block_ids.set_item(step.running.len() + at, ids)?;
+            }
         }
         self.cached_request_data.bind(py).call1((
             req_ids,
