@@ -63,6 +63,7 @@ GPT_OSS = Configuration(
     async_scheduling=True,
     policy="fcfs",
     sliding_windows=(128, FULL_ATTENTION),
+    latent_groups=(False, False),
     block_size=BLOCK_SIZE,
     num_blocks=400_000,
     max_model_len=131_072,

@@ -1,7 +1,7 @@
 """KV cache events and residency metrics, made of what the core notes of its blocks.
 
-The core writes a journal where vLLM's block pool makes events and calls its metrics collector; after
-each call of the scheduler this module reads it, in its order.
+The core writes a journal where vLLM's block pool makes events and calls its metrics collector;
+after each call of the scheduler this module reads it, in its order.
 """
 
 import time

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sparksched import compat, environment, patching
 
 if TYPE_CHECKING:
-    from vllm.config import SchedulerConfig, VllmConfig
+    from vllm.config import SchedulerConfig
 
 _SPARK_SCHEDULER = "sparksched.scheduler.SparkScheduler"
 _DIFFUSION_SCHEDULERS = "vllm.v1.core.sched.diffusion_scheduler."

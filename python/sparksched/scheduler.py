@@ -128,9 +128,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
             config,
             # Functions that don't know this object: the core would keep it alive.
             accept_tokens=token_acceptor(structured_output_manager),
-            validate_tokens=lambda request, drafts: structured_output_manager.validate_tokens(
-                request, drafts
-            ),
+            validate_tokens=structured_output_manager.validate_tokens,
             next_turn=sessions.next_turn,
             encoder_inputs=self._encoder_inputs,
             extra_keys=self.extra_keys,
@@ -359,7 +357,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
 
     @property
     def encoder_cache_manager(self) -> EncoderCacheManager | None:
-        """vLLM's manager of the encoder's outputs; None for a model without encoder inputs."""
+        """The manager of the encoder's outputs; None for a model without encoder inputs."""
         return self._encoder_inputs and self._encoder_inputs.encoder_cache_manager
 
     @property
