@@ -506,7 +506,7 @@ def half_precision() -> Any:
 
 
 REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
-    ("a model without a KV cache", kv_cache),
+    ("prefix caching without a KV cache", kv_cache),
     ("Mamba or linear attention", lambda: kv_cache(group(full_attention()), group(mamba()))),
     ("HiSparse", lambda: kv_cache(group(full_attention()), hisparse_host_num_blocks=8)),
     (
@@ -534,7 +534,10 @@ REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
         lambda: kv_cache(group(full_attention(), host_resident=True)),
     ),
     ("a KV cache group with a special role", special_role),
-    ("this sliding window", lambda: kv_cache(group(sliding_window(sliding_window=0)))),
+    (
+        "this sliding window or chunk",
+        lambda: kv_cache(group(sliding_window(sliding_window=0))),
+    ),
     (
         "this prefix cache retention interval",  # vLLM refuses to start
         lambda: kv_cache(group(full_attention()), prefix_cache_retention_interval=64),
@@ -654,7 +657,7 @@ def test_first_unsupported_goes_from_the_version_to_the_kv_cache(
         return problem.feature
 
     config = supported_config
-    assert first_feature() == "a model without a KV cache"
+    assert first_feature() == "prefix caching without a KV cache"
     config = changed(config, "observability_config.enable_mfu_metrics", True)
     assert first_feature() == "measuring MFU"
     monkeypatch.delattr("vllm.v1.core.sched.output.GrammarOutput")

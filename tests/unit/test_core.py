@@ -86,7 +86,7 @@ def test_config_has_the_keys_that_an_engine_gives(name: str) -> None:
         ({"num_blocks": 2**32 - 1}, "num_blocks must be below"),
         ({"max_num_active_reqs": 0}, "max_num_active_reqs must be at least 1"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1"),
-        ({"groups": [], "lookup_groups": []}, "at least one KV cache group"),
+        ({"groups": [], "lookup_groups": []}, "prefix caching needs a KV cache group"),
         ({"retention_interval": 6}, "retention_interval must be a multiple of block_size"),
         ({"lookup_groups": [[0]]}, "lookup_groups must hold each KV cache group once"),
         ({"lookup_groups": [[0], [0, 1]]}, "lookup_groups must hold each KV cache group once"),
