@@ -794,6 +794,29 @@ def input_of(*token_ids: int) -> Callable[[Request, int], None]:
     return give
 
 
+def test_session_that_stops_while_preempted() -> None:
+    """It stays in the queue and goes on with its next input; vLLM's scheduler loses it."""
+    pool_of_four = {"num_blocks": 5, "groups": [FULL_ATTENTION], "lookup_groups": [[0]]}
+    core = build_core(async_scheduling=True, **pool_of_four)
+    core.add_request(build_request("other", prompt=[*range(8)]), 1.0)
+    session = build_request("session", prompt=[*range(20, 27)], max_tokens=1, resumable=True)
+    sessions.open_session(session)
+    core.add_request(session, 1.0)
+    first = core.schedule(False, 2.0)
+    assert first.num_scheduled_tokens == {"other": 8, "session": 7}
+    # The other request needs a third block.
+    assert core.schedule(False, 2.0).preempted_req_ids == {"session"}
+    outputs = core.update_from_output(first, runner_output(first))
+    assert [it.request_id for it in outputs[0].outputs if it.finish_reason] == ["session"]
+    assert core.is_waiting_for_input("session")
+    core.check_invariants()
+    core.continue_session("session", input_of(30, 31))
+    core.finish_requests(["other"], RequestStatus.FINISHED_ABORTED)
+    # Of its prompt of nine tokens by now, the first block is still cached.
+    assert core.schedule(False, 2.0).num_scheduled_tokens == {"session": 5}
+    core.check_invariants()
+
+
 def test_session_goes_on() -> None:
     core, request = session_core()
     assert not core.is_waiting_for_input("session")
