@@ -794,6 +794,13 @@ _PICKLE_FRAME_BYTES: Final = 64 * 1024
 _PICKLED_TOKEN_BYTES: Final = 5
 _PICKLE_MARGIN_BYTES: Final = 128
 
+
+def room_for_extra_keys(block_size: int) -> int:
+    """Return how many bytes a block's hash may cover besides tokens; below 0: not even these fit."""
+    pickled_bytes = block_size * _PICKLED_TOKEN_BYTES + _PICKLE_MARGIN_BYTES
+    return _PICKLE_FRAME_BYTES - 1 - pickled_bytes
+
+
 _SPEC_MANAGERS: Final = {
     "FullAttentionSpec": "FullAttentionManager",
     "HiddenStateCacheSpec": "FullAttentionManager",
@@ -820,11 +827,6 @@ _KV_CACHE_RULES: Final = (
         lambda kv_cache: kv_cache.needs_kv_cache_zeroing,
     ),
     _Rule(
-        "EAGLE with chunked local attention",
-        "vLLM does not combine the two either",
-        lambda kv_cache: _has_eagle_and_chunks(kv_cache.kv_cache_groups),
-    ),
-    _Rule(
         "this prefix cache retention interval",
         "vLLM takes 0 and, for models with sliding-window attention, multiples of the block size",
         lambda kv_cache: _is_refused_by_vllm(
@@ -834,8 +836,18 @@ _KV_CACHE_RULES: Final = (
 )
 
 
-def _has_eagle_and_chunks(groups: "Sequence[KVCacheGroupSpec]") -> bool:
-    return any(group.is_eagle_group for group in groups) and any(
+def eagle_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> list[int]:
+    """Return the ids of the groups whose last cached block is computed again for the drafter."""
+    groups = kv_cache_config.kv_cache_groups
+    flagged = [group_id for group_id, group in enumerate(groups) if group.is_eagle_group]
+    config = vllm_config.speculative_config
+    if not flagged and config is not None and config.use_eagle_block_drop():
+        return list(range(len(groups)))
+    return flagged
+
+
+def _has_chunks(groups: "Sequence[KVCacheGroupSpec]") -> bool:
+    return any(
         type(group.kv_cache_spec).__name__ == "ChunkedLocalAttentionSpec" for group in groups
     )
 
@@ -902,6 +914,10 @@ def unsupported_kv_cache(
             return rule.problem()
     if vllm_config.cache_config.enable_prefix_caching and not kv_cache_config.kv_cache_groups:
         return Unsupported("prefix caching without a KV cache", "there are no blocks to be found")
+    if _has_chunks(kv_cache_config.kv_cache_groups) and eagle_groups(vllm_config, kv_cache_config):
+        return Unsupported(
+            "EAGLE with chunked local attention", "vLLM does not combine the two either"
+        )
     for group in kv_cache_config.kv_cache_groups:
         problem = _unsupported_group(group)
         if problem is not None:
@@ -951,8 +967,7 @@ def _unsupported_block_sizes(sizes: set[int], enable_prefix_caching: bool) -> Un
             f"not {', '.join(map(str, sorted(sizes)))}",
         )
     (size,) = sizes
-    pickled_bytes = size * _PICKLED_TOKEN_BYTES + _PICKLE_MARGIN_BYTES
-    if enable_prefix_caching and pickled_bytes >= _PICKLE_FRAME_BYTES:
+    if enable_prefix_caching and room_for_extra_keys(size) < 0:
         return Unsupported(
             f"a block size of {size}",
             "blocks of this size are too large to be hashed; choose a smaller --block-size "

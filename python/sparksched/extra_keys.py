@@ -12,13 +12,10 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import Request
 
+from sparksched import compat
+
 ExtraKeys = tuple[list[bytes], bytes]
 """Serialised keys of the first blocks one by one, and those of each further block."""
-
-# The hash algorithms frame their pickles, and the core writes one frame.
-_PICKLE_FRAME_BYTES = 64 * 1024
-_PICKLED_TOKEN_BYTES = 5
-_PICKLE_MARGIN_BYTES = 129
 
 
 def extra_keys_writer(algorithm: str, block_size: int) -> Callable[[Request], ExtraKeys]:
@@ -32,7 +29,7 @@ def extra_keys_writer(algorithm: str, block_size: int) -> Callable[[Request], Ex
 
     """
     serialised = _as_cbor if algorithm.endswith("_cbor") else _as_pickle
-    limit = _PICKLE_FRAME_BYTES - _PICKLE_MARGIN_BYTES - _PICKLED_TOKEN_BYTES * block_size
+    limit = compat.room_for_extra_keys(block_size)
 
     def write_extra_keys(request: Request) -> ExtraKeys:
         num_leading = _num_blocks_with_own_keys(request, block_size)

@@ -463,7 +463,7 @@ def core_config(
         "watermark_blocks": int(scheduler_config.watermark * kv_cache_config.num_blocks),
         "groups": [_core_group(spec, vllm_config) for spec in specs],
         "lookup_groups": _lookup_groups(specs),
-        "eagle_groups": _eagle_groups(vllm_config, kv_cache_config),
+        "eagle_groups": compat.eagle_groups(vllm_config, kv_cache_config),
         "retention_interval": kv_cache_config.prefix_cache_retention_interval,
         "hash_algorithm": (
             cache_config.prefix_caching_hash_algo if cache_config.enable_prefix_caching else None
@@ -514,16 +514,6 @@ def _core_group(spec: KVCacheSpec, vllm_config: VllmConfig) -> tuple[str, int, i
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return "chunked", spec.attention_chunk_size, 0, max_admission_blocks
     return "sliding", spec.sliding_window, spec.extra_retained_tokens, max_admission_blocks
-
-
-def _eagle_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int]:
-    """Return the ids of the groups whose last cached block is computed again for the drafter."""
-    groups = kv_cache_config.kv_cache_groups
-    flagged = [group_id for group_id, group in enumerate(groups) if group.is_eagle_group]
-    config = vllm_config.speculative_config
-    if not flagged and config is not None and config.use_eagle_block_drop():
-        return list(range(len(groups)))
-    return flagged
 
 
 def _lookup_groups(specs: list[KVCacheSpec]) -> list[list[int]]:

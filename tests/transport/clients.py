@@ -284,10 +284,15 @@ def endless_request(request_id: str, **settings: Any) -> EngineCoreRequest:
     return new_request(request_id, prompt_of(1), ENDLESS, ignore_eos=True, **settings)
 
 
+def bulk_of(num_bytes: int) -> dict[str, Any]:
+    """Return sampling parameters of more than so many bytes, which nothing in the engine reads."""
+    return {"extra_args": {"bulk": "x" * num_bytes}}
+
+
 def bulky_request(request_id: str, num_bytes: int, **settings: Any) -> EngineCoreRequest:
     """Return a request of more than so many bytes, which costs the scheduler nothing."""
-    settings = {"max_tokens": 2, **settings}
-    return new_request(request_id, prompt_of(2), cache_salt="x" * num_bytes, **settings)
+    settings = {"max_tokens": 2, **bulk_of(num_bytes), **settings}
+    return new_request(request_id, prompt_of(2), **settings)
 
 
 # ----------------------------------------------------------------------------------------
@@ -408,7 +413,6 @@ async def outcome_of(
     request_id: str,
     max_tokens: int,
     on_token: Callable[[], object] = lambda: None,
-    prompt: Any = None,
     **settings: Any,
 ) -> list[Any]:
     """Stream a request; return how many tokens came, and each end that it had."""
@@ -419,7 +423,7 @@ async def outcome_of(
         output_kind=RequestOutputKind.DELTA,
         **settings,
     )
-    prompt = prompt or {"prompt_token_ids": prompt_of(1)}
+    prompt = {"prompt_token_ids": prompt_of(1)}
     num_tokens, ends = 0, []
     try:
         async for output in llm.generate(prompt, params, request_id):

@@ -19,6 +19,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from .clients import (
     ENDLESS,
     Reader,
+    bulk_of,
     bulky_request,
     connected,
     endless_request,
@@ -131,11 +132,10 @@ def test_too_much_waits_already(config: VllmConfig, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("num_sequences", [1, 3])
 def test_async_llm_forgets_what_was_refused(num_sequences: int, config: VllmConfig) -> None:
-    settings = {"n": num_sequences}
-    prompt = {"prompt_token_ids": prompt_of(1), "cache_salt": "x" * BULK}
+    settings = {"n": num_sequences, **bulk_of(BULK)}
 
     async def bulky(llm: AsyncLLM, request_id: str) -> list[Any]:
-        return await outcome_of(llm, request_id, 4, prompt=prompt, **settings)
+        return await outcome_of(llm, request_id, 4, **settings)
 
     async def run(engine: Engine) -> None:
         async with running_llm(config, engine) as llm:
@@ -167,14 +167,13 @@ def test_async_llm_forgets_what_was_refused(num_sequences: int, config: VllmConf
 def test_async_llm_forgets_what_was_cancelled(config: VllmConfig) -> None:
     """A user goes away while the request waits for room."""
     variables = {**SMALL_RINGS, "SPARKSCHED_STUCK_AFTER_S": "60"}
-    prompt = {"prompt_token_ids": prompt_of(1), "cache_salt": "x" * BULK}
 
     async def run(engine: Engine) -> None:
         async with running_llm(config, engine) as llm:
             assert await outcome_of(llm, "before", 4) == [4, "length"]
             engine.signal(signal.SIGSTOP)
             streams = [
-                asyncio.create_task(outcome_of(llm, f"request-{it}", ENDLESS, prompt=prompt))
+                asyncio.create_task(outcome_of(llm, f"request-{it}", ENDLESS, **bulk_of(BULK)))
                 for it in range(10)
             ]
             async with asyncio.timeout(30):

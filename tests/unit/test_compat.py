@@ -568,6 +568,18 @@ def test_refused_kv_caches(
     assert not problem.reason.endswith(".")
 
 
+def test_chunks_are_refused_with_a_drafter_that_flags_no_group(supported_config: object) -> None:
+    """Every group is the drafter's then, the chunked one too."""
+    chunked = kv_cache(group(full_attention()), group(chunked_attention()))
+    config = copy.copy(supported_config)
+    drafter = SimpleNamespace(use_eagle_block_drop=lambda: True)
+    object.__setattr__(config, "speculative_config", drafter)
+    problem = unsupported_kv_cache(chunked, config)
+    assert problem is not None
+    assert problem.feature == "EAGLE with chunked local attention"
+    assert unsupported_kv_cache(kv_cache(group(full_attention())), config) is None
+
+
 REFUSED_PROPERTIES = [
     ("prefix_cacheable", False, "a KV cache group outside the prefix cache"),
     ("prefix_replay_tokens", 8, "prefix replay"),

@@ -167,12 +167,6 @@ impl BlockHasher {
         self.algorithm.digest_len()
     }
 
-    /// Bytes that the extra keys of a block may take.
-    #[must_use]
-    pub fn max_extra_keys_len(&self) -> usize {
-        MAX_PICKLE_BODY - 1 - PICKLE_OVERHEAD - self.block_size * PICKLED_TOKEN
-    }
-
     /// The hash of a block without extra keys.
     #[must_use]
     pub fn hash_block(&self, parent: Option<&BlockHash>, tokens: &[i32]) -> BlockHash {

@@ -148,9 +148,11 @@ impl KvCacheManager {
                 }
                 let group = &self.groups[groups[0] as usize];
                 let drop_last = group.is_eagle && !has_dropped[kind];
-                let margin = if drop_last && !is_alone { self.block_size } else { 0 };
-                let max_tokens = (length + margin).min(hashes.len() as u32 * self.block_size);
-                let max_tokens = if margin > 0 { max_tokens } else { length };
+                let max_tokens = if drop_last && !is_alone {
+                    (length + self.block_size).min(hashes.len() as u32 * self.block_size)
+                } else {
+                    length
+                };
                 let lookup = Lookup { pool: &self.pool, hashes, max_tokens, drop_last, groups };
                 let found = group.find_longest_hit(&lookup, &mut self.hits);
                 if drop_last {

@@ -12,7 +12,7 @@ use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
 use crate::kv_cache_manager::{AllocationFor, KvCacheManager, NO_HIT, PrefixHit};
 use crate::request::{EventKind, NewRequest, PrefillStats, Request, RequestStatus, SessionInput};
-use crate::request_queue::RequestQueue;
+use crate::request_queue::{RequestQueue, Slots};
 use crate::stats::{RequestSpecStats, SchedulerStats, SpecDecodingStats};
 use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
 
@@ -172,25 +172,37 @@ impl Scheduler {
 
     /// Puts a request that waits into its queue.
     pub(crate) fn enqueue(&mut self, index: RequestIndex) {
-        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
-        if request.status.is_blocked() && !std::mem::replace(&mut request.is_deferred, true) {
-            self.num_deferred += 1;
+        if self.request(index).status.is_blocked() {
+            self.defer(index);
         }
-        let holds_blocks = request.holds_blocks();
-        let queue = if holds_blocks { &mut self.kv_holding_waiting } else { &mut self.waiting };
-        queue.add(index, &self.slots);
+        let (queue, slots) = self.queue_of(index);
+        queue.add(index, slots);
     }
 
-    /// Has a session that waits for input go on. Returns whether there is one at this place.
-    pub fn continue_session(&mut self, index: RequestIndex, input: SessionInput) -> bool {
-        let waits = |request: &Request| request.status == RequestStatus::WaitingForInput;
-        if !self.get(index).is_some_and(waits) {
-            return false;
+    /// The queue that a waiting request belongs into, and what it orders requests by.
+    fn queue_of(&mut self, index: RequestIndex) -> (&mut RequestQueue, &Slots) {
+        let holds_blocks = self.request(index).holds_blocks();
+        let queue = if holds_blocks { &mut self.kv_holding_waiting } else { &mut self.waiting };
+        (queue, &self.slots)
+    }
+
+    /// Notes that a request waits for more than its turn, or was passed over.
+    fn defer(&mut self, index: RequestIndex) {
+        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        if !std::mem::replace(&mut request.is_deferred, true) {
+            self.num_deferred += 1;
         }
+    }
+
+    /// Has a session that waits for input go on.
+    ///
+    /// # Panics
+    /// If it does not wait for input.
+    pub fn continue_session(&mut self, index: RequestIndex, input: SessionInput) {
+        assert_eq!(self.request(index).status, RequestStatus::WaitingForInput);
         self.num_waiting_for_input -= 1;
         // It stays where it is in its queue.
         self.take_input(index, input);
-        true
     }
 
     /// Gives a session its next input, wherever it is.
@@ -448,10 +460,8 @@ impl Scheduler {
         let admitted = self.admit_waiting(budget, limits, hooks);
         // Back to the front, in their order.
         while let Some(index) = self.passed_over.pop() {
-            let request = self.slots[index.index()].as_ref().expect("waiting requests exist");
-            let holds_blocks = request.holds_blocks();
-            let queue = if holds_blocks { &mut self.kv_holding_waiting } else { &mut self.waiting };
-            queue.prepend(index, &self.slots);
+            let (queue, slots) = self.queue_of(index);
+            queue.prepend(index, slots);
         }
         if !limits.defer_prefills {
             self.prefill_capacity_bound = self.num_waiting() > self.num_deferred;
@@ -524,10 +534,7 @@ impl Scheduler {
 
     fn pass_over(&mut self) {
         let index = self.pop_next();
-        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
-        if !std::mem::replace(&mut request.is_deferred, true) {
-            self.num_deferred += 1;
-        }
+        self.defer(index);
         self.passed_over.push(index);
     }
 
@@ -789,11 +796,7 @@ impl Scheduler {
                 self.num_deferred -= 1;
             }
         }
-        self.unqueue(indices);
-    }
-
-    /// Takes requests out of the queues. Each is in one of them.
-    fn unqueue(&mut self, indices: &[RequestIndex]) {
+        // Each is in one of them.
         self.waiting.remove_all(indices, &self.slots);
         self.kv_holding_waiting.remove_all(indices, &self.slots);
     }

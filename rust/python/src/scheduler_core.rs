@@ -344,9 +344,8 @@ impl SchedulerCore {
         convert::sync_request_tokens(request, state.tokens())?;
         continue_session.call1((request, num_kept_tokens))?;
         let input = convert::session_input(request, num_kept_tokens, &self.extra_keys)?;
-        let continued = self.scheduler.continue_session(index, input);
-        self.entries.get_mut(index).refresh(py)?;
-        continued.then_some(()).ok_or_else(unknown)
+        self.scheduler.continue_session(index, input);
+        self.entries.get_mut(index).refresh(py)
     }
 
     fn do_schedule<'py>(

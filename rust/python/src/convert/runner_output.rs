@@ -104,6 +104,23 @@ pub(crate) fn sampled_tokens<'py>(
     Ok(sampled)
 }
 
+/// An attribute, unless it is None or empty.
+fn present<'py>(
+    object: &Bound<'py, PyAny>,
+    name: &Bound<'py, PyString>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let value = object.getattr(name)?;
+    Ok(value.is_truthy()?.then_some(value))
+}
+
+/// A dictionary among the attributes, unless it is None or empty.
+fn present_dict<'py>(
+    object: &Bound<'py, PyAny>,
+    name: &Bound<'py, PyString>,
+) -> PyResult<Option<Bound<'py, PyDict>>> {
+    Ok(present(object, name)?.map(Bound::cast_into).transpose()?)
+}
+
 /// The draft tokens of a step, as far as it has any.
 struct Drafts<'py> {
     scheduled: Option<Bound<'py, PyDict>>,
@@ -113,10 +130,7 @@ struct Drafts<'py> {
 impl<'py> Drafts<'py> {
     fn of(scheduler_output: &Bound<'py, PyAny>) -> PyResult<Self> {
         let py = scheduler_output.py();
-        let dict = |name: &Bound<'py, PyString>| -> PyResult<Option<Bound<'py, PyDict>>> {
-            let value = scheduler_output.getattr(name)?;
-            Ok(if value.is_truthy()? { Some(value.cast_into()?) } else { None })
-        };
+        let dict = |name| present_dict(scheduler_output, name);
         Ok(Self {
             scheduled: dict(intern!(py, "scheduled_spec_decode_tokens"))?,
             num_invalid: dict(intern!(py, "num_invalid_spec_tokens"))?,
@@ -150,13 +164,8 @@ impl<'py> RareOutputs<'py> {
     /// Reads them.
     pub(crate) fn of(runner: &Bound<'py, PyAny>) -> PyResult<Self> {
         let py = runner.py();
-        let present = |name: &Bound<'py, PyString>| -> PyResult<Option<Bound<'py, PyAny>>> {
-            let value = runner.getattr(name)?;
-            Ok(value.is_truthy()?.then_some(value))
-        };
-        let dict = |name: &Bound<'py, PyString>| -> PyResult<Option<Bound<'py, PyDict>>> {
-            Ok(present(name)?.map(Bound::cast_into).transpose()?)
-        };
+        let present = |name| present(runner, name);
+        let dict = |name| present_dict(runner, name);
         Ok(Self {
             pooled: present(intern!(py, "pooler_output"))?,
             logprobs: present(intern!(py, "logprobs"))?,
