@@ -796,7 +796,7 @@ _PICKLE_MARGIN_BYTES: Final = 128
 
 
 def room_for_extra_keys(block_size: int) -> int:
-    """Return how many bytes a block's hash may cover besides tokens; below 0: not even these fit."""
+    """Return how many bytes a block's hash may cover besides tokens; negative: not even those."""
     pickled_bytes = block_size * _PICKLED_TOKEN_BYTES + _PICKLE_MARGIN_BYTES
     return _PICKLE_FRAME_BYTES - 1 - pickled_bytes
 
