@@ -122,6 +122,7 @@ class SchedulerCore:
         encoder_inputs: Any | None,
         extra_keys: Callable[[Any], tuple[list[bytes], bytes]] | None,
         block_observer: Any | None,
+        kv_transfer: Any | None,
         include_finished_set: bool,
     ) -> SchedulerCore:
         """Build a scheduler without requests.
@@ -134,7 +135,8 @@ class SchedulerCore:
             encoder_inputs: A `sparksched.encoder_inputs.EncoderInputs`, of a multimodal model.
             extra_keys: As for `NativeBlockHasher`; None without prefix caching.
             block_observer: A `sparksched.block_observer.BlockObserver`, if the configuration wants
-                events or metrics of blocks.
+                events or metrics of blocks, or has a KV connector.
+            kv_transfer: A `sparksched.kv_transfer.KVTransfer`, if there is a KV connector.
             include_finished_set: Outputs carry the ids of requests that ended, by client.
 
         Raises:
@@ -170,6 +172,23 @@ class SchedulerCore:
 
     def schedule(self, throttle_prefills: bool, now: float) -> Any:
         """Decide the next step and return its `SchedulerOutput`."""
+
+    def decide(self, throttle_prefills: bool, now: float) -> Any:
+        """Decide the next step and bring all `Request` objects up to date, as they are before it.
+
+        `update_after_schedule` has to follow before anything else is called that changes state.
+        """
+
+    def update_after_schedule(self, scheduler_output: Any) -> None:
+        """Count the tokens of the step that was just decided as computed."""
+
+    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return the numbers of a request's blocks, by KV cache group.
+
+        Raises:
+            ValueError: if there is no such request.
+
+        """
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take in a step's `ModelRunnerOutput`; return outputs by client.
@@ -219,7 +238,7 @@ class SchedulerCore:
         """Return whether a request has work to do in the current pause state."""
 
     def has_finished_requests(self) -> bool:
-        """Return whether requests ended since the last step."""
+        """Return whether requests ended since the last step, or are kept by a KV connector."""
 
     def num_unfinished_requests(self) -> int:
         """Count the requests that have work to do in the current pause state."""

@@ -103,10 +103,10 @@ class BlockObserver:
         """Note that no block can be found any more."""
         self._events.append(AllBlocksCleared())
 
-    def publish(self) -> None:
-        """Publish the events since the last call, if there are any."""
-        if self._events:
-            events, self._events = self._events, []
+    def publish(self, of_connector: list[KVCacheEvent]) -> None:
+        """Publish the events since the last call, and a KV connector's, if there are any."""
+        events, self._events = self._events + of_connector, []
+        if events:
             self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
     # ---- uses ----

@@ -16,7 +16,7 @@ from sparksched import environment
 
 if TYPE_CHECKING:
     import msgspec
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 SUPPORTED_VLLM: Final = ("0.32.0",)
@@ -538,6 +538,28 @@ _SHAPE_TABLES: Final[
 # ----------------------------------------------------------------------------------------
 
 
+def _manages_blocks(transfer_config: "KVTransferConfig") -> bool:
+    """Whether a KV connector asks for vLLM's block pool, or there is none of that name.
+
+    In the latter case vLLM's own scheduler is the one to say so.
+    """
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+
+    if transfer_config.kv_connector == "MultiConnector":
+        parts = transfer_config.kv_connector_extra_config.get("connectors", ())
+        return any(_manages_blocks(KVTransferConfig(**part)) for part in parts)
+    try:
+        connector_cls = KVConnectorFactory.get_connector_class(transfer_config)
+    except Exception:
+        return True
+    binding = ("bind_kv_cache_manager", "bind_gpu_block_pool", "register_finished_partial_tail")
+    return any(
+        getattr(connector_cls, name) is not getattr(KVConnectorBase_V1, name) for name in binding
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Rule:
     """A feature that is left to vLLM's own scheduler, and how to see that it is in use."""
@@ -593,15 +615,11 @@ _CONFIG_RULES: Final = (
         ),
     ),
     _Rule(
-        "a KV connector",
-        "transfer and offloading of the KV cache take part in scheduling; "
-        "start without --kv-transfer-config to use sparksched",
-        lambda config: config.kv_transfer_config is not None,
-    ),
-    _Rule(
-        "KV cache offloading",
-        "it works through a KV connector; start without --kv-offloading-size to use sparksched",
-        lambda config: config.cache_config.kv_offloading_size is not None,
+        "a KV connector that manages blocks itself",
+        "it takes vLLM's block pool into its own hands, and sparksched has another one",
+        lambda config: (
+            config.kv_transfer_config is not None and _manages_blocks(config.kv_transfer_config)
+        ),
     ),
     _Rule(
         "an EC connector",

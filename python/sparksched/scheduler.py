@@ -12,6 +12,7 @@ from typing import Any
 from vllm import envs
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed.kv_events import EventPublisherFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.platforms import current_platform
@@ -38,6 +39,7 @@ from sparksched._core import SchedulerCore
 from sparksched.block_observer import BlockObserver, publishes_events
 from sparksched.encoder_inputs import EncoderInputs
 from sparksched.extra_keys import extra_keys_writer
+from sparksched.kv_transfer import KVTransfer
 
 # Below vLLM's own logger, which is the one that vLLM configures.
 logger = init_logger("vllm.sparksched")
@@ -106,15 +108,18 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         self.block_size = block_size
         self.hash_block_size = block_size if hash_block_size is None else hash_block_size
         self.log_stats = log_stats
-        # What vLLM's engine asks every scheduler for; there are none of either here.
-        self.connector = None
+        # What vLLM's engine asks every scheduler for.
         self.ec_connector = None
         self.kv_cache_manager = KVCacheManagerView.of(kv_cache_config)
+        self._kv_transfer = None
+        if vllm_config.kv_transfer_config is not None:
+            self._kv_transfer = KVTransfer(vllm_config, kv_cache_config, log_stats)
 
         self._kv_event_publisher = EventPublisherFactory.create(
             vllm_config.kv_events_config, vllm_config.parallel_config.data_parallel_index
         )
         config = core_config(vllm_config, kv_cache_config, block_size, log_stats)
+        config["kv_transfer"] = self._kv_transfer and self._kv_transfer.core_config
         self._needs_none_hash = config["hash_algorithm"] is not None
         self.extra_keys = (
             extra_keys_writer(config["hash_algorithm"], block_size)
@@ -133,8 +138,11 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
             encoder_inputs=self._encoder_inputs,
             extra_keys=self.extra_keys,
             block_observer=self._block_observer(config),
+            kv_transfer=self._kv_transfer,
             include_finished_set=include_finished_set,
         )
+        if self.connector is not None:
+            self.connector.bind_kv_cache_manager(self.kv_cache_manager)
         engine_hooks.prepare_engine(self)
         logger.info(
             "sparksched %s: scheduling in Rust (%s, %s, prefix caching %s, %d KV cache groups)",
@@ -146,7 +154,8 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         )
 
     def _block_observer(self, config: dict[str, Any]) -> BlockObserver | None:
-        if not (config["enable_kv_cache_events"] or config["kv_cache_metrics"]):
+        makes_events = config["enable_kv_cache_events"] or self._kv_transfer is not None
+        if not (makes_events or config["kv_cache_metrics"]):
             return None
         return BlockObserver(self.vllm_config, self.kv_cache_config, self._kv_event_publisher)
 
@@ -154,7 +163,13 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Decide what the next step computes. See `SchedulerInterface.schedule`."""
-        return self._core.schedule(throttle_prefills, time.monotonic())
+        if self._kv_transfer is None:
+            return self._core.schedule(throttle_prefills, time.monotonic())
+        output = self._core.decide(throttle_prefills, time.monotonic())
+        # The connector sees requests as they are before the step.
+        self._kv_transfer.plan_step(output, self._core.block_ids)
+        self._core.update_after_schedule(output)
+        return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -213,6 +228,8 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         if session is None or session.streaming_queue is None:
             sessions.open_session(request)
             self._core.add_request(request, time.monotonic())
+            if self.connector is not None:
+                self.connector.on_new_request(request)
         else:
             self._continue_session(session, StreamingUpdate.from_request(request))
 
@@ -260,12 +277,17 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         return self._core.has_unfinished_requests()
 
     def has_finished_requests(self) -> bool:
-        """Return whether requests ended that the model runner has not been told of."""
+        """Return whether the model runner has not been told of the end of some requests.
+
+        Or has been, but a KV connector keeps their blocks.
+        """
         return self._core.has_finished_requests()
 
     def has_requests(self) -> bool:
         """Return whether there is anything for a step to do or to tell."""
-        return self._core.has_requests()
+        if self._core.has_requests():
+            return True
+        return self.connector is not None and bool(self.connector.has_pending_push_work())
 
     def get_request_counts(self) -> tuple[int, int]:
         """Count running and waiting requests."""
@@ -309,7 +331,8 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=False
         ):
             placeholders = scheduled.get(request_id)
-            if not placeholders or request_id not in self.requests:
+            request = self.requests.get(request_id)
+            if not placeholders or request is None or request.is_finished():
                 continue
             # A chunk of a prompt may have room for some of them only.
             del drafts[len(placeholders) :]
@@ -338,17 +361,24 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         """
         if reset_running_requests:
             self._core.preempt_running(time.monotonic())
-        if self._core.reset_prefix_cache():
+        is_reset = self._core.reset_prefix_cache()
+        if is_reset:
             logger.info("The prefix cache is empty now.")
-            return True
-        num_used_blocks = self._core.num_used_blocks()
-        if reset_running_requests:
-            raise RuntimeError(
-                f"The prefix cache can't be reset: {num_used_blocks} blocks are in use although no "
-                "request runs."
-            )
-        logger.warning("The prefix cache is not reset: %d blocks are in use.", num_used_blocks)
-        return False
+        else:
+            num_used_blocks = self._core.num_used_blocks()
+            if reset_running_requests:
+                raise RuntimeError(
+                    f"The prefix cache can't be reset: {num_used_blocks} blocks are in use although"
+                    " no request runs. A KV connector may be filling or sending them."
+                )
+            logger.warning("The prefix cache is not reset: %d blocks are in use.", num_used_blocks)
+        if reset_connector:
+            is_reset = self.reset_connector_cache() and is_reset
+        return is_reset
+
+    def reset_connector_cache(self) -> bool:
+        """Have the KV connector, if there is one, forget what it has; return whether it did."""
+        return self._kv_transfer is None or self._kv_transfer.reset_cache()
 
     def reset_encoder_cache(self) -> None:
         """Forget all encoder outputs, as after an update of the weights."""
@@ -378,9 +408,20 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         """Return how KV cache events are published, with the ports that were chosen."""
         return self._kv_event_publisher.get_publisher_config()
 
+    @property
+    def connector(self) -> KVConnectorBase_V1 | None:
+        """The scheduler's side of the KV connector, if there is one."""
+        return self._kv_transfer and self._kv_transfer.connector
+
+    def get_kv_connector(self) -> KVConnectorBase_V1 | None:
+        """Return the scheduler's side of the KV connector, if there is one."""
+        return self.connector
+
     def shutdown(self) -> None:
-        """Stop publishing KV cache events."""
+        """Stop publishing KV cache events, and the KV connector."""
         self._kv_event_publisher.shutdown()
+        if self.connector is not None:
+            self.connector.shutdown()
 
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state as plain data, for tests and support.
@@ -542,6 +583,8 @@ class KVCacheManagerView:
     """What vLLM's engine reads of a KV cache manager: `coordinator.single_type_managers`."""
 
     single_type_managers: tuple[SingleTypeManagerView, ...]
+    block_pool = None
+    """KV connectors are handed this; those that would use it get vLLM's own scheduler."""
 
     @classmethod
     def of(cls, kv_cache_config: KVCacheConfig) -> "KVCacheManagerView":

@@ -50,6 +50,8 @@ def continue_session(request: Request, update: StreamingUpdate, num_kept_tokens:
     tokens.extend(new_tokens)
     prompt.extend(new_tokens)
     request.num_prompt_tokens = len(prompt)
+    # The core has them; whoever shows this request to a KV connector fills them in again.
+    request.block_hashes.clear()
     request.arrival_time = update.arrival_time
     request.sampling_params = update.sampling_params
     request.max_tokens = update.max_tokens

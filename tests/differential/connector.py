@@ -163,10 +163,9 @@ class RecordingConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # The life of a request.
 
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        self._note("bind_kv_cache_manager")
-
     def on_new_request(self, request: Request) -> None:
+        # Set by vLLM's base class when the scheduler shows its KV cache manager.
+        assert self._kv_cache_manager is not None
         self._requests[request.request_id] = request
         self._note("on_new_request", request_state(request))
 

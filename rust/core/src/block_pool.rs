@@ -154,6 +154,12 @@ impl BlockPool {
         self.contents.num_tokens[id.index()]
     }
 
+    /// What the block is cached as, if it is.
+    #[must_use]
+    pub fn key_of(&self, id: BlockId) -> Option<(BlockHash, GroupId)> {
+        self.contents.is_cached(id.0).then(|| self.contents.key(id.0))
+    }
+
     /// Whether allocating the block to one more request takes it out of the free queue.
     #[must_use]
     pub fn is_evictable(&self, id: BlockId) -> bool {

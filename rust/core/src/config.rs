@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::block_hash::BlockHasher;
 use crate::journal::JournalConfig;
+use crate::kv_transfer::KvTransferConfig;
 
 /// In which order requests wait, and which one is preempted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,6 +134,8 @@ pub struct SchedulerConfig {
     pub hasher: Option<BlockHasher>,
     /// What is noted of the blocks' fate.
     pub journal: JournalConfig,
+    /// How blocks go elsewhere and come from there; `None` without a KV connector.
+    pub kv_transfer: Option<KvTransferConfig>,
 }
 
 /// A configuration that contradicts itself.

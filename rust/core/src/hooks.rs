@@ -2,8 +2,10 @@
 
 use std::convert::Infallible;
 
-use crate::ids::RequestIndex;
-use crate::request::SessionInput;
+use crate::ids::{BlockId, RequestIndex};
+use crate::kv_cache_manager::KvCacheManager;
+use crate::kv_transfer::{ExternalAllocation, ExternalHit};
+use crate::request::{Request, SessionInput};
 
 /// How far the grammar of a waiting request is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,8 +29,8 @@ pub enum NextTurn {
     Closed,
 }
 
-/// Asked only for requests that use structured output or have encoder inputs, and for
-/// streaming-input sessions.
+/// Asked only for requests that use structured output or have encoder inputs, for streaming-input
+/// sessions, and where there is a KV connector.
 pub trait Hooks {
     /// What a hook fails with: the step ends with it, and the scheduler is not to be used further.
     type Error;
@@ -99,6 +101,45 @@ pub trait Hooks {
     /// # Errors
     /// Whatever the owner of the encoder cache fails with.
     fn free_encoder_inputs(&mut self, request: RequestIndex) -> Result<(), Self::Error>;
+
+    /// What the KV connector has of a waiting request behind its first `num_local_tokens` tokens,
+    /// no more than the request has; `None` if it is not known yet.
+    ///
+    /// # Errors
+    /// Whatever the connector fails with.
+    fn find_external_hit(
+        &mut self,
+        request: &Request,
+        num_local_tokens: u32,
+    ) -> Result<Option<ExternalHit>, Self::Error>;
+
+    /// A waiting request has got its blocks, those that the KV connector is to fill included.
+    ///
+    /// # Errors
+    /// Whatever the connector fails with.
+    fn note_allocation(
+        &mut self,
+        request: &Request,
+        kv_cache: &KvCacheManager,
+        allocation: ExternalAllocation,
+    ) -> Result<(), Self::Error>;
+
+    /// Whether blocks that the KV connector still sends will be free without a preemption.
+    ///
+    /// # Errors
+    /// Whatever the connector fails with.
+    fn has_pending_block_frees(&mut self) -> Result<bool, Self::Error>;
+
+    /// A request has ended whose computed tokens are in these blocks, by group. Returns whether the
+    /// KV connector keeps them, until it says that they are sent.
+    ///
+    /// # Errors
+    /// Whatever the connector fails with.
+    fn finish_request(
+        &mut self,
+        request: &Request,
+        tables: &[&[BlockId]],
+    ) -> Result<bool, Self::Error>;
 }
 
 /// For schedulers whose requests use none of it.
@@ -134,5 +175,30 @@ impl Hooks for NoHooks {
 
     fn free_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
         Ok(())
+    }
+
+    fn find_external_hit(
+        &mut self,
+        _: &Request,
+        _: u32,
+    ) -> Result<Option<ExternalHit>, Infallible> {
+        Ok(Some(ExternalHit::default()))
+    }
+
+    fn note_allocation(
+        &mut self,
+        _: &Request,
+        _: &KvCacheManager,
+        _: ExternalAllocation,
+    ) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn has_pending_block_frees(&mut self) -> Result<bool, Infallible> {
+        Ok(false)
+    }
+
+    fn finish_request(&mut self, _: &Request, _: &[&[BlockId]]) -> Result<bool, Infallible> {
+        Ok(false)
     }
 }

@@ -22,9 +22,6 @@ pub struct PrefixHit {
     pub shared_prefix_boundary: u32,
 }
 
-/// For a request that is not looked up.
-pub const NO_HIT: PrefixHit = PrefixHit { num_tokens: 0, shared_prefix_boundary: 0 };
-
 /// What an allocation may take.
 #[derive(Clone, Copy, Debug)]
 pub enum AllocationFor {
@@ -34,11 +31,32 @@ pub enum AllocationFor {
     Admission {
         /// Its cached prefix.
         hit: PrefixHit,
+        /// Tokens behind that whose KV comes from elsewhere; see [`ExternalHit::num_tokens`](crate::ExternalHit::num_tokens).
+        num_external_tokens: i32,
+        /// They come between steps: nothing is cached yet, no drafter writes anything, and so many
+        /// free blocks have to be left to others.
+        reserved_from_load: Option<u32>,
         /// The whole sequence must fit, not only this step's tokens.
         full_sequence_must_fit: bool,
         /// Others run, and the watermark has to stay free for them.
         others_run: bool,
     },
+}
+
+/// What an allocation's purpose means in numbers.
+#[derive(Clone, Copy, Debug, Default)]
+struct Terms {
+    /// Tokens of the prefix hit.
+    num_local_tokens: u32,
+    /// Tokens behind it that come from elsewhere.
+    num_external_tokens: i32,
+    num_lookahead_tokens: u32,
+    /// Free blocks that are left over.
+    watermark_blocks: u32,
+    /// Free blocks that others need.
+    reserved_blocks: u32,
+    /// The blocks will be filled between steps.
+    is_load: bool,
 }
 
 /// Gives blocks to requests and takes them back.
@@ -196,38 +214,39 @@ impl KvCacheManager {
         num_new_tokens: u32,
         purpose: AllocationFor,
     ) -> bool {
-        let (hit_tokens, watermark_blocks) = match purpose {
-            AllocationFor::Running => (0, 0),
-            AllocationFor::Admission { hit, others_run, .. } => {
-                (hit.num_tokens, if others_run { self.watermark_blocks } else { 0 })
-            }
-        };
-        let has_hit = hit_tokens > 0;
-        let num_computed = (request.num_computed_tokens + hit_tokens).min(self.max_model_len);
+        let terms = self.terms(purpose);
+        let has_hit = terms.num_local_tokens > 0;
+        let is_filled = terms.num_external_tokens > 0;
+        let num_local = request.num_computed_tokens + terms.num_local_tokens;
+        let num_computed =
+            num_local.saturating_add_signed(terms.num_external_tokens).min(self.max_model_len);
 
         if let AllocationFor::Admission { full_sequence_must_fit: true, .. } = purpose {
             let num_tokens = (request.num_tokens() as u32).min(self.max_model_len);
             let required =
                 self.num_blocks_to_allocate(request, num_tokens, num_computed, has_hit, true);
-            if required + watermark_blocks > self.pool.num_free() {
+            if required + terms.watermark_blocks > self.pool.num_free() {
                 return false;
             }
         }
 
-        // What steps in flight still read must stay: count only tokens that have been processed.
-        let num_processed = (i64::from(num_computed) - request.num_in_flight_tokens).max(0);
-        self.remove_skipped_blocks(request, u32::try_from(num_processed).unwrap_or(u32::MAX));
+        self.remove_skipped_blocks(request, num_computed);
 
         let num_tokens =
-            (num_computed + num_new_tokens + self.num_lookahead_tokens).min(self.max_model_len);
+            (num_computed + num_new_tokens + terms.num_lookahead_tokens).min(self.max_model_len);
         let required =
             self.num_blocks_to_allocate(request, num_tokens, num_computed, has_hit, false);
-        if required + watermark_blocks > self.pool.num_free() {
+        if required + terms.watermark_blocks + terms.reserved_blocks > self.pool.num_free() {
             return false;
         }
 
-        if has_hit {
-            self.take_over_hit(request, num_computed);
+        // A request whose load failed while it ran has its blocks still.
+        let is_known = request.groups.iter().any(|blocks| blocks.num_cached.is_some());
+        if (has_hit || is_filled) && !is_known {
+            self.take_over_hit(request, num_computed, has_hit);
+            if is_filled {
+                self.allocate_for_external(request, num_computed);
+            }
         }
         for blocks in &mut request.groups {
             blocks.new_from = blocks.table.len();
@@ -235,10 +254,41 @@ impl KvCacheManager {
             let num_missing = num_required.saturating_sub(blocks.table.len());
             self.pool.allocate(num_missing as u32, &mut blocks.table);
         }
+        if terms.is_load {
+            return true;
+        }
         // Tokens that are not there yet have no hash: the last step's are cached by the next.
         let num_final = (num_computed + num_new_tokens).min(request.num_tokens() as u32);
         self.cache_blocks(request, num_final);
         true
+    }
+
+    fn terms(&self, purpose: AllocationFor) -> Terms {
+        let num_lookahead_tokens = self.num_lookahead_tokens;
+        let AllocationFor::Admission {
+            hit,
+            num_external_tokens,
+            reserved_from_load,
+            others_run,
+            ..
+        } = purpose
+        else {
+            return Terms { num_lookahead_tokens, ..Terms::default() };
+        };
+        let is_load = reserved_from_load.is_some();
+        Terms {
+            num_local_tokens: hit.num_tokens,
+            num_external_tokens,
+            num_lookahead_tokens: if is_load { 0 } else { num_lookahead_tokens },
+            watermark_blocks: if others_run { self.watermark_blocks } else { 0 },
+            reserved_blocks: reserved_from_load.unwrap_or(0),
+            is_load,
+        }
+    }
+
+    /// Blocks that a request in the middle of its prompt still has to get for `num_tokens`.
+    pub(crate) fn num_missing_blocks(&self, request: &Request, num_tokens: u32) -> u32 {
+        self.num_blocks_to_allocate(request, num_tokens, request.num_computed_tokens, false, true)
     }
 
     /// Blocks that have to be taken from the free ones for the request to hold `num_tokens`.
@@ -272,10 +322,12 @@ impl KvCacheManager {
         missing.sum::<usize>() as u32
     }
 
-    /// Makes the blocks of the last prefix hit the beginning of the request's tables.
-    fn take_over_hit(&mut self, request: &mut Request, num_computed_tokens: u32) {
+    /// Makes the blocks of the last prefix hit, if there was one, the beginning of the request's
+    /// tables.
+    fn take_over_hit(&mut self, request: &mut Request, num_computed_tokens: u32, has_hit: bool) {
         for ((group, blocks), hits) in self.groups.iter().zip(&mut request.groups).zip(&self.hits) {
             debug_assert!(blocks.table.is_empty() && blocks.num_cached.is_none());
+            let hits: &[BlockId] = if has_hit { hits } else { &[] };
             let num_skipped = group.num_skipped_blocks(num_computed_tokens);
             let kept = &hits[num_skipped.min(hits.len())..];
             self.pool.touch(kept);
@@ -285,8 +337,24 @@ impl KvCacheManager {
         }
     }
 
-    /// Gives back the blocks that lie before every window.
-    fn remove_skipped_blocks(&mut self, request: &mut Request, num_processed_tokens: u32) {
+    /// Adds blocks that will be filled from elsewhere. All groups have taken over their hits by
+    /// now, so that none of these blocks is one of those.
+    fn allocate_for_external(&mut self, request: &mut Request, num_computed_tokens: u32) {
+        for (group, blocks) in self.groups.iter().zip(&mut request.groups) {
+            if group.num_skipped_tokens(num_computed_tokens) >= num_computed_tokens {
+                continue;
+            }
+            let num_required = num_computed_tokens.div_ceil(self.block_size) as usize;
+            let num_missing = num_required.saturating_sub(blocks.table.len());
+            self.pool.allocate(num_missing as u32, &mut blocks.table);
+        }
+    }
+
+    /// Gives back the blocks that lie before every window of a request with so many computed
+    /// tokens. What steps in flight still read stays: only tokens that have been processed count.
+    pub(crate) fn remove_skipped_blocks(&mut self, request: &mut Request, num_computed: u32) {
+        let num_processed = (i64::from(num_computed) - request.num_in_flight_tokens).max(0);
+        let num_processed_tokens = u32::try_from(num_processed).unwrap_or(u32::MAX);
         for (group, GroupBlocks { table, .. }) in self.groups.iter().zip(&mut request.groups) {
             let end = group.num_skipped_blocks(num_processed_tokens).min(table.len());
             // Those before the last null block were given back by an earlier call.
@@ -405,6 +473,16 @@ impl KvCacheManager {
             blocks.new_from = 0;
             blocks.num_cached = None;
         }
+    }
+
+    /// Takes back blocks that no table holds any more; the last ones are reused first.
+    pub(crate) fn release(&mut self, blocks: &[BlockId]) {
+        self.pool.release(blocks.iter().rev().copied());
+    }
+
+    /// Removes blocks from the prefix cache, whoever holds them.
+    pub(crate) fn evict(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        blocks.for_each(|id| self.pool.evict(id));
     }
 
     /// Forgets all cached prefixes, if no request holds a block. Returns whether it did.

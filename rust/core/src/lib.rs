@@ -18,6 +18,7 @@ pub mod ids;
 pub mod journal;
 pub mod kv_cache_group;
 pub mod kv_cache_manager;
+pub mod kv_transfer;
 pub mod request;
 pub mod request_queue;
 pub mod scheduler;
@@ -35,6 +36,9 @@ pub use hooks::{GrammarState, Hooks, NextTurn, NoHooks};
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::KvCacheManager;
+pub use kv_transfer::{
+    EndedRequest, ExternalAllocation, ExternalHit, FailedLoads, FetchStage, KvTransferConfig,
+};
 pub use request::{
     Event, EventKind, NewRequest, PrefillStats, Request, RequestStatus, SessionInput,
 };

@@ -4,10 +4,11 @@ use smallvec::SmallVec;
 
 use crate::block_hash::{BlockHash, BlockHasher, ExtraKeys};
 use crate::ids::{BlockId, RequestIndex};
+use crate::kv_transfer::RequestTransfer;
 use crate::stats::RequestSpecStats;
 use crate::stop::{StopConditions, StopReason};
 
-/// Where a request is in its life. vLLM's state for KV transfers is left out.
+/// Where a request is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestStatus {
     /// In the queue, never run.
@@ -16,6 +17,8 @@ pub enum RequestStatus {
     WaitingForGrammar,
     /// In the queue with its blocks until its client sends the session's next input.
     WaitingForInput,
+    /// In the queue with its blocks until a KV connector has filled them.
+    WaitingForRemoteKvs,
     /// Has blocks and is scheduled each step.
     Running,
     /// Back in the queue: its blocks were needed by another.
@@ -43,6 +46,7 @@ impl RequestStatus {
             Self::Waiting
                 | Self::WaitingForGrammar
                 | Self::WaitingForInput
+                | Self::WaitingForRemoteKvs
                 | Self::Running
                 | Self::Preempted
         )
@@ -51,7 +55,7 @@ impl RequestStatus {
     /// Whether a request waits for something besides its turn.
     #[must_use]
     pub fn is_blocked(self) -> bool {
-        matches!(self, Self::WaitingForGrammar | Self::WaitingForInput)
+        matches!(self, Self::WaitingForGrammar | Self::WaitingForInput | Self::WaitingForRemoteKvs)
     }
 }
 
@@ -81,9 +85,19 @@ pub struct PrefillStats {
     /// Tokens of the prompt, or 0 if the request never reached the prefix cache.
     pub num_prompt_tokens: u32,
     /// Of these, tokens found in the prefix cache.
-    pub num_cached_tokens: u32,
-    /// Of these, tokens that were computed and can now be found there.
+    pub num_local_cached_tokens: u32,
+    /// Of the others, tokens whose KV came from elsewhere; see [`ExternalHit::num_tokens`](crate::ExternalHit::num_tokens).
+    pub num_external_cached_tokens: i32,
+    /// Of the others, tokens that were computed and can now be found in the prefix cache.
     pub num_cache_creation_tokens: u32,
+}
+
+impl PrefillStats {
+    /// Tokens that were not computed.
+    #[must_use]
+    pub fn num_cached_tokens(&self) -> u32 {
+        self.num_local_cached_tokens.saturating_add_signed(self.num_external_cached_tokens)
+    }
 }
 
 /// A request as it arrives.
@@ -120,6 +134,8 @@ pub struct NewRequest {
     pub is_session: bool,
     /// Its prompt has images or the like, which an encoder turns into embeddings.
     pub has_encoder_inputs: bool,
+    /// Its client says that another engine has computed its prompt.
+    pub expects_remote_prefill: bool,
 }
 
 /// What a session goes on with.
@@ -213,6 +229,7 @@ pub struct Request {
     pub(crate) events: SmallVec<[Event; 2]>,
     /// `None` once the client has them.
     pub(crate) prefill_stats: Option<PrefillStats>,
+    pub(crate) transfer: RequestTransfer,
     pub(crate) groups: SmallVec<[GroupBlocks; 2]>,
 }
 
@@ -256,6 +273,7 @@ impl Request {
             last_step: 0,
             events: SmallVec::new(),
             prefill_stats: Some(PrefillStats::default()),
+            transfer: RequestTransfer::default(),
             groups: (0..num_groups).map(|_| GroupBlocks::default()).collect(),
         }
     }
@@ -380,10 +398,17 @@ impl Request {
         self.has_encoder_inputs
     }
 
+    /// End of a prefix shared with others that some groups had to compute again; 0 for none.
+    #[must_use]
+    pub fn shared_prefix_boundary(&self) -> u32 {
+        self.shared_prefix_boundary
+    }
+
     /// Whether it holds blocks while it waits.
     #[must_use]
     pub fn holds_blocks(&self) -> bool {
-        self.num_computed_tokens > 0
+        // A load that failed has taken back what counted as computed, and still has its blocks.
+        self.num_computed_tokens > 0 || self.status == RequestStatus::WaitingForRemoteKvs
     }
 
     /// Tokens of a session that stay when its next input comes: those that are computed. The last
@@ -413,6 +438,12 @@ impl Request {
     #[must_use]
     pub fn block_hashes(&self) -> &[BlockHash] {
         &self.block_hashes
+    }
+
+    /// Takes its blocks from it: group by group, in the order of the tables.
+    pub(crate) fn take_blocks(&mut self) -> Vec<BlockId> {
+        let tables = self.groups.iter_mut().map(|blocks| std::mem::take(blocks).table);
+        tables.flatten().collect()
     }
 
     pub(crate) fn stop_conditions(&self) -> &StopConditions {

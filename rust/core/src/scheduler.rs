@@ -4,13 +4,15 @@
 //! computed; each step hands out a budget of tokens so that the computed ones catch up, first to
 //! the requests that run, then to those that wait.
 //!
-//! Left out, and refused before a scheduler is built: KV and EC connectors, Mamba alignment.
+//! What it does for KV connectors is in `kv_transfer.rs`. Left out, and refused before a scheduler
+//! is built: EC connectors, Mamba alignment.
 
 use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
 use crate::hooks::{GrammarState, Hooks};
 use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
-use crate::kv_cache_manager::{AllocationFor, KvCacheManager, NO_HIT, PrefixHit};
+use crate::kv_cache_manager::{AllocationFor, KvCacheManager};
+use crate::kv_transfer::{EndedRequest, ExternalAllocation, FetchStage, Hit, KvTransfer};
 use crate::request::{EventKind, NewRequest, PrefillStats, Request, RequestStatus, SessionInput};
 use crate::request_queue::{RequestQueue, Slots};
 use crate::stats::{RequestSpecStats, SchedulerStats, SpecDecodingStats};
@@ -38,12 +40,14 @@ pub struct Scheduler {
     pub(crate) waiting: RequestQueue,
     /// Waiting requests that hold blocks. They go first: one that holds blocks must not wait for
     /// one that finds none.
-    kv_holding_waiting: RequestQueue,
+    pub(crate) kv_holding_waiting: RequestQueue,
     pub(crate) running: Vec<RequestIndex>,
     /// Sessions without input. They keep their places in the model runner's batch.
     num_waiting_for_input: usize,
     /// Waiting requests that were passed over or wait for more than their turn.
     pub(crate) num_deferred: usize,
+    /// Finished requests that stay until their blocks are filled or sent.
+    pub(crate) num_kept: usize,
     /// Taken out of the queues while this step looks for someone to admit.
     passed_over: Vec<RequestIndex>,
     pause_state: PauseState,
@@ -53,7 +57,8 @@ pub struct Scheduler {
     has_previous_batch: bool,
     /// When the prefills of a step were held back, the last ones allowed did not fit all.
     prefill_capacity_bound: bool,
-    step: Step,
+    pub(crate) step: Step,
+    pub(crate) kv_transfer: KvTransfer,
     /// How the drafts of the last step that came back fared.
     pub(crate) spec_decoding_stats: Option<SpecDecodingStats>,
 }
@@ -87,6 +92,15 @@ impl Budget {
     fn available(&self) -> u32 {
         self.tokens.min(self.input.saturating_sub(self.num_draft_slots))
     }
+}
+
+/// What became of the request whose turn it was to be admitted.
+enum Outcome {
+    Admitted,
+    /// It waits for something else; those behind it are looked at.
+    PassedOver,
+    /// It doesn't fit into this step, and nobody is to overtake it.
+    NoRoom,
 }
 
 /// What an admitted request gets of a step.
@@ -130,12 +144,14 @@ impl Scheduler {
             running: Vec::new(),
             num_waiting_for_input: 0,
             num_deferred: 0,
+            num_kept: 0,
             passed_over: Vec::new(),
             pause_state: PauseState::default(),
             current_step: 0,
             has_previous_batch: false,
             prefill_capacity_bound: false,
             step: Step::default(),
+            kv_transfer: KvTransfer::default(),
             spec_decoding_stats: None,
             config,
         })
@@ -149,6 +165,7 @@ impl Scheduler {
         assert!(!new.tokens.is_empty(), "a request has at least one token");
         let index = self.free_slots.last().copied();
         let index = index.unwrap_or(RequestIndex(self.slots.len() as u32));
+        let expects_remote_prefill = new.expects_remote_prefill;
         let mut request = Request::new(new, index, self.config.groups.len());
         if let Some(hasher) = &self.config.hasher {
             request.hash_blocks(hasher);
@@ -167,6 +184,9 @@ impl Scheduler {
             self.slots.push(Some(request));
         }
         self.enqueue(index);
+        if expects_remote_prefill {
+            self.set_fetch_stage(index, Some(FetchStage::WaitingToStart));
+        }
         index
     }
 
@@ -227,10 +247,8 @@ impl Scheduler {
         self.num_waiting_for_input += 1;
     }
 
-    /// Decides which requests the next step computes, and how many tokens of each.
-    ///
-    /// `now` is the time for events. With `throttle_prefills`, prompts are held back while others
-    /// generate, unless they could not all be admitted the last time.
+    /// Decides which requests the next step computes, and counts their tokens as computed:
+    /// [`Self::decide`] and [`Self::update_after_schedule`].
     ///
     /// # Errors
     /// What the hooks fail with; the scheduler is not to be used after that.
@@ -240,6 +258,24 @@ impl Scheduler {
         now: f64,
         hooks: &mut H,
     ) -> Result<&Step, H::Error> {
+        self.decide(throttle_prefills, now, hooks)?;
+        self.update_after_schedule();
+        Ok(&self.step)
+    }
+
+    /// Decides which requests the next step computes, and how many tokens of each.
+    ///
+    /// `now` is the time for events. With `throttle_prefills`, prompts are held back while others
+    /// generate, unless they could not all be admitted the last time.
+    ///
+    /// # Errors
+    /// What the hooks fail with; the scheduler is not to be used after that.
+    pub fn decide<H: Hooks>(
+        &mut self,
+        throttle_prefills: bool,
+        now: f64,
+        hooks: &mut H,
+    ) -> Result<(), H::Error> {
         self.current_step += 1;
         self.step.clear();
         let mut budget = Budget {
@@ -257,8 +293,21 @@ impl Scheduler {
         if self.step.preempted.is_empty() && self.pause_state != PauseState::PausedAll {
             self.schedule_waiting(&mut budget, &limits, hooks)?;
         }
-        self.update_after_schedule();
-        Ok(&self.step)
+        self.sum_up_step();
+        Ok(())
+    }
+
+    /// What follows from the requests of the step taken together.
+    fn sum_up_step(&mut self) {
+        let step = &mut self.step;
+        let speculation = &self.config.speculation;
+        step.total_num_tokens = step.scheduled().map(|it| it.num_tokens).sum();
+        debug_assert!(step.total_num_tokens <= self.config.max_num_scheduled_tokens);
+        let num_requests = step.running.len() + step.admitted.len();
+        step.num_spec_tokens_to_schedule = match &speculation.by_batch_size {
+            Some(by_batch_size) if num_requests > 0 => by_batch_size[num_requests],
+            _ => speculation.num_spec_tokens,
+        };
     }
 
     fn step_limits(&self, throttle_prefills: bool, now: f64) -> StepLimits {
@@ -401,8 +450,9 @@ impl Scheduler {
         }
     }
 
-    /// Finds blocks for a running request, at the expense of less urgent ones if it must be.
-    /// Returns whether the request can run; `position` follows it when others leave before it.
+    /// Finds blocks for a running request, at the expense of less urgent ones if it must be and if
+    /// that brings blocks at once. Returns whether the request can run; `position` follows it when
+    /// others leave before it.
     fn allocate_or_preempt<H: Hooks>(
         &mut self,
         index: RequestIndex,
@@ -417,11 +467,17 @@ impl Scheduler {
             if self.kv_cache.allocate_slots(request, num_tokens, AllocationFor::Running) {
                 return Ok(true);
             }
-            let victim = match self.config.policy {
-                Policy::Fcfs => self.running.pop().expect("at least this request runs"),
-                Policy::Priority => self.remove_least_urgent(position, budget),
-            };
-            self.preempt(victim, now, false, hooks)?;
+            let kv_transfer = self.config.kv_transfer;
+            if kv_transfer.is_some() && hooks.has_pending_block_frees()? {
+                return Ok(false);
+            }
+            let victim_at = self.least_urgent();
+            if !self.can_free_blocks(self.running[victim_at]) {
+                return Ok(false);
+            }
+            let victim = self.remove_from_step(victim_at, position, budget);
+            let drop_stale_output = kv_transfer.is_some_and(|config| config.requires_kv_delivery);
+            self.preempt(victim, now, drop_stale_output, hooks)?;
             self.step.preempted.push(victim);
             if victim == index {
                 return Ok(false);
@@ -429,16 +485,28 @@ impl Scheduler {
         }
     }
 
-    /// Takes the least urgent request out of the running ones, and out of this step if it had been
-    /// scheduled already.
-    fn remove_least_urgent(&mut self, position: &mut usize, budget: &mut Budget) -> RequestIndex {
+    /// Which of the running requests is to give way.
+    fn least_urgent(&self) -> usize {
         let urgency = |at: usize| {
             let request = self.request(self.running[at]);
             (request.priority, request.arrival_time)
         };
-        // The first of several equals.
-        let victim_at = (1..self.running.len())
-            .fold(0, |worst, at| if urgency(at) > urgency(worst) { at } else { worst });
+        match self.config.policy {
+            Policy::Fcfs => self.running.len() - 1,
+            // The first of several equals.
+            Policy::Priority => (1..self.running.len())
+                .fold(0, |worst, at| if urgency(at) > urgency(worst) { at } else { worst }),
+        }
+    }
+
+    /// Takes a request out of the running ones, and out of this step if it had been scheduled
+    /// already.
+    fn remove_from_step(
+        &mut self,
+        victim_at: usize,
+        position: &mut usize,
+        budget: &mut Budget,
+    ) -> RequestIndex {
         let victim = self.running.remove(victim_at);
         if victim_at < *position {
             *position -= 1;
@@ -485,8 +553,10 @@ impl Scheduler {
                 self.pass_over();
                 continue;
             }
-            if !self.admit(index, budget, limits, hooks)? {
-                break;
+            match self.admit(index, budget, limits, hooks)? {
+                Outcome::Admitted => {}
+                Outcome::PassedOver => self.pass_over(),
+                Outcome::NoRoom => break,
             }
         }
         Ok(())
@@ -518,6 +588,13 @@ impl Scheduler {
         if request.status == RequestStatus::WaitingForInput {
             return Ok(false);
         }
+        if request.status == RequestStatus::WaitingForRemoteKvs {
+            if !request.transfer.has_arrived {
+                return Ok(false);
+            }
+            self.end_load(index);
+        }
+        let request = self.request(index);
         // Tokens of an earlier life are still to be delivered: resumed now, it would sample them
         // a second time.
         Ok(request.num_stale_output_tokens == 0 || request.drop_stale_output)
@@ -538,37 +615,102 @@ impl Scheduler {
         self.passed_over.push(index);
     }
 
-    /// Admits the request at the head of the queue. Returns whether it could.
+    /// Admits the request at the head of the queue, if it can be.
     fn admit<H: Hooks>(
         &mut self,
         index: RequestIndex,
         budget: &mut Budget,
         limits: &StepLimits,
         hooks: &mut H,
-    ) -> Result<bool, H::Error> {
-        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
-        let looks_up = request.num_computed_tokens == 0;
-        let hit = if looks_up { find_prefix_hit(&mut self.kv_cache, request) } else { NO_HIT };
-        let num_computed_tokens = request.num_computed_tokens + hit.num_tokens;
+    ) -> Result<Outcome, H::Error> {
+        let looks_up = self.request(index).num_computed_tokens == 0;
+        let hit = if looks_up { self.find_hit(index, hooks)? } else { Some(Hit::default()) };
+        let Some(hit) = hit else { return Ok(Outcome::PassedOver) };
+        let num_computed_tokens = self.request(index).num_computed_tokens + hit.num_tokens();
+        if hit.external.is_async {
+            if !self.allocate_admitted(index, hit, 0, looks_up, hooks)? {
+                return Ok(Outcome::NoRoom);
+            }
+            self.begin_load(index, num_computed_tokens);
+            return Ok(Outcome::PassedOver);
+        }
         let share = self.share_of_admitted(index, num_computed_tokens, budget, limits, hooks)?;
-        let Some(share) = share else { return Ok(false) };
+        let Some(share) = share else { return Ok(Outcome::NoRoom) };
+        if !self.allocate_admitted(index, hit, share.num_tokens, looks_up, hooks)? {
+            return Ok(Outcome::NoRoom);
+        }
+        self.run(index, num_computed_tokens, &share, limits.now);
+        self.step.has_sync_kv_loads |= hit.external.num_tokens > 0;
+        budget.take(share.num_tokens);
+        if self.request(index).has_encoder_inputs {
+            hooks.schedule_encoder_inputs(index)?;
+        }
+        Ok(Outcome::Admitted)
+    }
+
+    /// Looks what of a request need not be computed. `None` if that is not known yet.
+    fn find_hit<H: Hooks>(
+        &mut self,
+        index: RequestIndex,
+        hooks: &mut H,
+    ) -> Result<Option<Hit>, H::Error> {
+        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        let local = self.kv_cache.find_prefix_hit(request);
+        request.shared_prefix_boundary = local.shared_prefix_boundary;
+        let Some(external) = self.find_external_hit(index, local, hooks)? else {
+            return Ok(None);
+        };
+        let hit = Hit { local, external };
+        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        note_first_prefill(request, &hit);
+        self.set_fetch_stage(index, external.is_async.then_some(FetchStage::WaitingToStart));
+        Ok(Some(hit))
+    }
+
+    /// Finds blocks for a waiting request and its hit. Returns whether there were enough.
+    fn allocate_admitted<H: Hooks>(
+        &mut self,
+        index: RequestIndex,
+        hit: Hit,
+        num_tokens: u32,
+        looks_up: bool,
+        hooks: &mut H,
+    ) -> Result<bool, H::Error> {
+        let is_load = hit.external.is_async;
         let purpose = AllocationFor::Admission {
-            hit,
+            hit: hit.local,
+            num_external_tokens: hit.external.num_tokens,
+            reserved_from_load: is_load.then(|| self.num_blocks_reserved_from_loads()),
             full_sequence_must_fit: self.config.reserve_full_isl,
             others_run: !self.running.is_empty(),
         };
         let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
-        if !self.kv_cache.allocate_slots(request, share.num_tokens, purpose) {
+        if !self.kv_cache.allocate_slots(request, num_tokens, purpose) {
             if request.has_encoder_inputs {
                 hooks.free_encoder_inputs(index)?;
             }
             return Ok(false);
         }
-        if self.config.log_stats {
-            if looks_up {
-                self.kv_cache.record_prefix_cache_stats(request, hit.num_tokens);
-            }
-            request.record_event(EventKind::Scheduled, limits.now);
+        if self.config.kv_transfer.is_some() {
+            let num_asked = request.num_tokens() as u32 - hit.local.num_tokens;
+            let allocation = ExternalAllocation {
+                num_tokens: hit.external.num_tokens,
+                num_queried_tokens: if looks_up { num_asked } else { 0 },
+            };
+            hooks.note_allocation(request, &self.kv_cache, allocation)?;
+        }
+        if self.config.log_stats && looks_up {
+            self.kv_cache.record_prefix_cache_stats(request, hit.local.num_tokens);
+        }
+        Ok(true)
+    }
+
+    /// Makes the request at the head of the queue, which has its blocks, part of the step.
+    fn run(&mut self, index: RequestIndex, num_computed_tokens: u32, share: &Share, now: f64) {
+        let log_stats = self.config.log_stats;
+        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        if log_stats {
+            request.record_event(EventKind::Scheduled, now);
         }
         let admission = match request.status {
             RequestStatus::Preempted => Admission::Resumed,
@@ -580,16 +722,15 @@ impl Scheduler {
         request.status = RequestStatus::Running;
         request.num_computed_tokens = num_computed_tokens;
         note_lora(&mut self.step.loras, request);
+        // What is computed in one go reserves nothing.
+        request.transfer.is_inflight_prefill |=
+            num_computed_tokens + share.num_tokens < request.num_tokens() as u32;
         self.pop_next();
+        self.set_fetch_stage(index, None);
         self.running.push(index);
         let mut scheduled = self.scheduled(index, share.num_tokens);
         self.step.set_unknown_drafts(&mut scheduled, share.num_padding_tokens);
         self.step.admitted.push((admission, scheduled));
-        budget.take(share.num_tokens);
-        if self.request(index).has_encoder_inputs {
-            hooks.schedule_encoder_inputs(index)?;
-        }
-        Ok(true)
     }
 
     /// What a request gets of the step that admits it; `None` if that has to wait.
@@ -660,12 +801,13 @@ impl Scheduler {
         drop_stale_output: bool,
         hooks: &mut H,
     ) -> Result<(), H::Error> {
+        debug_assert_eq!(self.request(index).status, RequestStatus::Running);
+        self.free_blocks(index);
         let request = self.slots[index.index()].as_mut().expect("running requests exist");
-        debug_assert_eq!(request.status, RequestStatus::Running);
-        self.kv_cache.free(request);
         if request.has_encoder_inputs {
             hooks.free_encoder_inputs(index)?;
         }
+        request.transfer.is_inflight_prefill = false;
         request.status = RequestStatus::Preempted;
         request.num_computed_tokens = 0;
         request.drafts.clear();
@@ -685,24 +827,22 @@ impl Scheduler {
 
     /// Counts the step's tokens as computed, so that the next step can be scheduled before this
     /// one's output is there.
-    fn update_after_schedule(&mut self) {
+    ///
+    /// # Panics
+    /// If it is not called right after [`Self::decide`].
+    pub fn update_after_schedule(&mut self) {
+        self.note_scheduled_step();
         let step = &mut self.step;
-        let speculation = &self.config.speculation;
-        let num_requests = step.running.len() + step.admitted.len();
-        step.num_spec_tokens_to_schedule = match &speculation.by_batch_size {
-            Some(by_batch_size) if num_requests > 0 => by_batch_size[num_requests],
-            _ => speculation.num_spec_tokens,
-        };
         let admitted = step.admitted.iter().map(|(_, scheduled)| scheduled);
         for scheduled in step.running.iter().chain(admitted) {
             let slot = &mut self.slots[scheduled.index.index()];
             let request = slot.as_mut().expect("scheduled requests exist");
-            step.total_num_tokens += scheduled.num_tokens;
             request.last_step = self.current_step;
             request.num_computed_tokens += scheduled.num_tokens;
             request.num_in_flight_tokens += i64::from(scheduled.num_tokens);
             let known = request.num_tokens() as u32 + request.num_output_placeholders;
             request.is_prefill_chunk = request.num_computed_tokens < known;
+            request.transfer.is_inflight_prefill &= request.is_prefill_chunk;
             if request.is_prefill_chunk {
                 continue;
             }
@@ -722,12 +862,14 @@ impl Scheduler {
             }
         }
         self.has_previous_batch = true;
-        debug_assert!(step.total_num_tokens <= self.config.max_num_scheduled_tokens);
     }
 
     /// Takes the drafts for the next step of a request; those for a part of a prompt are dropped.
     pub fn set_drafts(&mut self, index: RequestIndex, drafts: &[i32]) {
         let Some((request, _)) = self.get_mut(index) else { return };
+        if request.status.is_finished() {
+            return;
+        }
         request.drafts.clear();
         if !request.is_prefill_chunk {
             request.drafts.extend_from_slice(drafts);
@@ -744,31 +886,40 @@ impl Scheduler {
         indices: &[RequestIndex],
         status: RequestStatus,
         hooks: &mut H,
-    ) -> Result<Vec<(RequestIndex, Request)>, H::Error> {
+    ) -> Result<Vec<EndedRequest>, H::Error> {
         debug_assert!(status.is_finished());
         let mut running = Vec::new();
         let mut waiting = Vec::new();
         for &index in indices {
             match self.get(index).map(Request::status) {
                 Some(RequestStatus::Running) => running.push(index),
-                Some(status) => {
+                Some(status) if !status.is_finished() => {
                     // An id may be given twice.
                     if status == RequestStatus::WaitingForInput && !waiting.contains(&index) {
                         self.num_waiting_for_input -= 1;
                     }
                     waiting.push(index);
                 }
-                None => {}
+                _ => {}
             }
         }
         self.remove_running(&running);
         self.remove_waiting(&waiting);
         let mut ended = Vec::with_capacity(indices.len());
         for &index in indices {
-            if self.get(index).is_some_and(|request| request.has_encoder_inputs) {
-                hooks.free_encoder_inputs(index)?;
+            let Some((request, _)) = self.get_mut(index) else { continue };
+            if request.status.is_finished() {
+                continue;
             }
-            ended.extend(self.release(index, status).map(|request| (index, request)));
+            let is_loading = request.status == RequestStatus::WaitingForRemoteKvs
+                && !request.transfer.has_arrived;
+            request.status = status;
+            let events = std::mem::take(&mut request.events);
+            let is_kept = self.end_request(index, is_loading, hooks)?;
+            if !is_kept {
+                self.vacate(index);
+            }
+            ended.push(EndedRequest { index, events, is_kept });
         }
         Ok(ended)
     }
@@ -801,17 +952,10 @@ impl Scheduler {
         self.kv_holding_waiting.remove_all(indices, &self.slots);
     }
 
-    /// Gives back a request's blocks and its place. It must have left the queues.
-    pub(crate) fn release(
-        &mut self,
-        index: RequestIndex,
-        status: RequestStatus,
-    ) -> Option<Request> {
-        let mut request = self.slots.get_mut(index.index())?.take()?;
-        request.status = status;
-        self.kv_cache.free(&mut request);
+    /// Gives back the place of a request that has left the queues and has no blocks.
+    pub(crate) fn vacate(&mut self, index: RequestIndex) {
+        self.slots[index.index()] = None;
         self.free_slots.push(index);
-        Some(request)
     }
 
     /// Takes the blocks of all running requests away; what their steps in flight bring will be
@@ -964,8 +1108,12 @@ impl Scheduler {
             let counted = pool.ref_count(crate::BlockId(id as u32));
             assert_eq!(counted, owners, "block {id} counts {counted} owners and has {owners}");
         }
+        for &id in self.kv_transfer.deferred_frees.iter().flat_map(|(_, blocks)| blocks) {
+            owners[id.0 as usize] += u32::from(!id.is_null());
+        }
         let num_requests = self.slots.iter().flatten().count();
-        assert_eq!(num_requests, self.running.len() + self.num_waiting(), "a request is lost");
+        let num_queued = self.running.len() + self.num_waiting();
+        assert_eq!(num_requests, num_queued + self.num_kept, "a request is lost");
         assert!(
             self.running.iter().all(|&index| self.request(index).status == RequestStatus::Running)
         );
@@ -996,18 +1144,15 @@ fn note_lora(loras: &mut Vec<i64>, request: &Request) {
     }
 }
 
-/// Looks a request up in the prefix cache and notes what was found.
-fn find_prefix_hit(kv_cache: &mut KvCacheManager, request: &mut Request) -> PrefixHit {
-    let hit = kv_cache.find_prefix_hit(request);
-    request.shared_prefix_boundary = hit.shared_prefix_boundary;
-    note_first_prefill(request, hit.num_tokens);
-    hit
-}
-
 /// Prefill statistics are those of the first prefill, not of repeats after a preemption.
-fn note_first_prefill(request: &mut Request, num_cached_tokens: u32) {
+fn note_first_prefill(request: &mut Request, hit: &Hit) {
     let num_prompt_tokens = request.num_prompt_tokens() as u32;
     if let (Some(stats), 0) = (&mut request.prefill_stats, request.num_preemptions) {
-        *stats = PrefillStats { num_prompt_tokens, num_cached_tokens, ..PrefillStats::default() };
+        *stats = PrefillStats {
+            num_prompt_tokens,
+            num_local_cached_tokens: hit.local.num_tokens,
+            num_external_cached_tokens: hit.external.num_tokens,
+            num_cache_creation_tokens: 0,
+        };
     }
 }

@@ -56,6 +56,7 @@ impl ScheduledRequest {
 pub const UNKNOWN_DRAFT: i32 = -1;
 
 /// One step. Its buffers are reused by the next.
+#[expect(clippy::struct_excessive_bools, reason = "they are vLLM's flags, one by one")]
 #[derive(Clone, Debug, Default)]
 pub struct Step {
     /// Requests that were running already, in the order in which they were scheduled.
@@ -70,6 +71,8 @@ pub struct Step {
     pub has_structured_output_requests: bool,
     /// One of these still waits for the token before.
     pub pending_structured_output_tokens: bool,
+    /// A request of the step has tokens whose KV a connector brings within the step.
+    pub has_sync_kv_loads: bool,
     /// Draft tokens that each request is to get for the next step.
     pub num_spec_tokens_to_schedule: u32,
     /// One of the running requests computes a part of its prompt.
@@ -88,6 +91,7 @@ impl Step {
         self.total_num_tokens = 0;
         self.has_structured_output_requests = false;
         self.pending_structured_output_tokens = false;
+        self.has_sync_kv_loads = false;
         self.has_prefill = false;
         self.loras.clear();
         self.drafts.clear();

@@ -26,6 +26,8 @@ pub struct ScheduledOutput<'a> {
     pub num_invalid_drafts: u32,
     /// The step brought the vector that a pooling request is for.
     pub is_pooled: bool,
+    /// What was sampled is void: it rests on blocks that could not be filled.
+    pub is_void: bool,
 }
 
 /// What a client is to be told of one request.
@@ -39,8 +41,10 @@ pub struct RequestOutput {
     pub num_new_tokens: usize,
     /// How the request ended, or a session's turn, if it did.
     pub finished: Option<RequestStatus>,
-    /// The request is gone: a session whose turn has ended is not.
+    /// The request is done: a session whose turn has ended is not.
     pub is_over: bool,
+    /// It is done, and stays until its blocks are sent.
+    pub is_kept: bool,
     /// Why it ended.
     pub stop_reason: StopReason,
     /// What happened to the request since the last output.
@@ -89,6 +93,9 @@ impl Scheduler {
         let mut stopped_running = Vec::new();
         let mut stopped_preempted = Vec::new();
         for (position, scheduled) in scheduled.enumerate() {
+            if position == 0 {
+                self.note_processed_step();
+            }
             // The request may have been aborted while the step ran.
             let Some(index) = scheduled.index.filter(|&index| self.get(index).is_some()) else {
                 continue;
@@ -102,27 +109,21 @@ impl Scheduler {
             }
             let outcome = self.begin_output(index, position, advance.num_new_tokens);
             let stays = !advance.stopped || !self.end_turn(index, was_running, hooks)?;
-            let outcome = self.complete_output(outcome, stays);
-            outputs.push(outcome);
-            if !advance.stopped {
-                continue;
-            }
-            if was_running {
-                stopped_running.push(index);
-            } else if !stays {
-                stopped_preempted.push(index);
-            }
-            if !stays {
-                self.end_blocks(index);
-                if self.request(index).has_encoder_inputs {
-                    hooks.free_encoder_inputs(index)?;
+            let mut outcome = self.complete_output(outcome, stays);
+            if advance.stopped {
+                if was_running {
+                    stopped_running.push(index);
+                } else if !stays {
+                    stopped_preempted.push(index);
                 }
+                outcome.is_kept = !stays && self.end_request(index, false, hooks)?;
             }
+            outputs.push(outcome);
         }
         self.remove_running(&stopped_running);
         self.remove_waiting(&stopped_preempted);
-        for output in outputs.iter().filter(|output| output.is_over) {
-            self.release(output.index, output.finished.expect("what is over has ended"));
+        for output in outputs.iter().filter(|output| output.is_over && !output.is_kept) {
+            self.vacate(output.index);
         }
         Ok(())
     }
@@ -140,9 +141,10 @@ impl Scheduler {
         if is_stale {
             request.num_stale_output_tokens -= i64::from(scheduled.num_scheduled_tokens);
             assert!(request.num_stale_output_tokens >= 0, "more stale output than was in flight");
-            if request.drop_stale_output {
-                return Ok(None);
-            }
+        }
+        let is_dropped = is_stale && request.drop_stale_output;
+        if scheduled.is_void || request.status.is_finished() || is_dropped {
+            return Ok(None);
         }
         let use_structured_output = request.use_structured_output;
         self.settle_drafts(index, scheduled, is_stale);
@@ -249,7 +251,7 @@ impl Scheduler {
         let prefill_stats = request.prefill_stats.take().map(|stats| {
             let num_cached = kv_cache.num_cached_tokens(request).min(stats.num_prompt_tokens);
             PrefillStats {
-                num_cache_creation_tokens: num_cached.saturating_sub(stats.num_cached_tokens),
+                num_cache_creation_tokens: num_cached.saturating_sub(stats.num_cached_tokens()),
                 ..stats
             }
         });
@@ -259,6 +261,7 @@ impl Scheduler {
             num_new_tokens,
             finished: Some(request.status).filter(|status| status.is_finished()),
             is_over: false,
+            is_kept: false,
             spec_stats: None,
             stop_reason: StopReason::None,
             events: SmallVec::new(),
@@ -303,12 +306,5 @@ impl Scheduler {
             self.enqueue(index);
         }
         Ok(false)
-    }
-
-    /// A request that stops gives its blocks back at once: their order among those of others that
-    /// stop in the same step decides who gets them next.
-    fn end_blocks(&mut self, index: RequestIndex) {
-        let (request, kv_cache) = self.get_mut(index).expect("looked up by the caller");
-        kv_cache.free(request);
     }
 }

@@ -44,6 +44,7 @@ fn config(groups: Vec<KvCacheGroupConfig>, retention_interval: Option<u32>) -> S
         eagle_groups: vec![],
         retention_interval,
         journal: JournalConfig::default(),
+        kv_transfer: None,
         hasher: BlockHasher::new(HashAlgorithm::Sha256, BLOCK_SIZE, b"none"),
     }
 }
@@ -65,6 +66,7 @@ fn new_request(id: usize, tokens: &[i32]) -> NewRequest {
         reports_cached_blocks: false,
         is_session: false,
         has_encoder_inputs: false,
+        expects_remote_prefill: false,
     }
 }
 
@@ -85,6 +87,7 @@ fn serve(scheduler: &mut Scheduler, id: usize, tokens: &[i32]) {
             num_draft_tokens: 0,
             num_invalid_drafts: 0,
             is_pooled: false,
+            is_void: false,
         });
         let Ok(()) = scheduler.update_from_output(outputs, &mut NoHooks, &mut Vec::new());
         scheduler.check_invariants();

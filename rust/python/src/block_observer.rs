@@ -8,7 +8,7 @@ use sparksched_core::{BlockHash, StoredBlocks};
 
 use crate::entries::Entries;
 
-/// `BlockObserver`, if KV cache events or metrics are wanted.
+/// `BlockObserver`, if KV cache events or metrics are wanted or there is a KV connector.
 pub(crate) struct BlockObserver(pub(crate) Option<Py<PyAny>>);
 
 impl BlockObserver {
@@ -68,10 +68,15 @@ impl BlockObserver {
         Ok(())
     }
 
-    /// Publishes the events of blocks.
-    pub(crate) fn publish(&self, py: Python<'_>) -> PyResult<()> {
+    /// Publishes the events of blocks, and those of a KV connector behind them.
+    pub(crate) fn publish(
+        &self,
+        py: Python<'_>,
+        of_connector: Option<Bound<'_, PyList>>,
+    ) -> PyResult<()> {
         let Some(observer) = &self.0 else { return Ok(()) };
-        observer.call_method0(py, intern!(py, "publish"))?;
+        let of_connector = of_connector.unwrap_or_else(|| PyList::empty(py));
+        observer.call_method1(py, intern!(py, "publish"), (of_connector,))?;
         Ok(())
     }
 

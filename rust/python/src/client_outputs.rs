@@ -9,7 +9,9 @@ use pyo3::types::{PyAny, PyDict, PyList, PySet};
 use sparksched_core::{RequestOutput, SchedulerStats};
 use sparksched_wire::Output;
 
-use crate::convert::{EngineOutputTypes, OtherStats, RareOutputs, SampledTokens, StepOutputs};
+use crate::convert::{
+    EngineOutputTypes, OtherStats, RareOutputs, SampledTokens, StepOutputs, set_transfer_params,
+};
 use crate::entries::{Entries, Entry};
 
 /// Room that an output usually needs in a message.
@@ -22,6 +24,8 @@ pub(crate) struct StepResult<'a, 'py> {
     pub(crate) tokens: Vec<i32>,
     pub(crate) rare: RareOutputs<'py>,
     pub(crate) model_runner_output: &'a Bound<'py, PyAny>,
+    /// What a KV connector told of requests that end with this step, by request id.
+    pub(crate) transfer_params: Bound<'py, PyDict>,
 }
 
 /// How outputs are written.
@@ -96,7 +100,11 @@ impl OutputWriter {
                 entry.is_rare() || result.rare.has_prompt_logprobs() || result.rare.has_pooled();
             if is_rare || !output.is_plain() {
                 let sampled = &result.sampled[output.position];
-                self.types.complete(&list.get_item(at)?, entry, output, sampled, &result.rare)?;
+                let object = list.get_item(at)?;
+                self.types.complete(&object, entry, output, sampled, &result.rare)?;
+                if let Some(params) = result.transfer_params.get_item(&entry.id)? {
+                    set_transfer_params(&object, output, &params)?;
+                }
             }
         }
         Ok(list)
@@ -112,11 +120,15 @@ impl OutputWriter {
         let mut message = self.new_message(py, outputs.len())?;
         for output in outputs {
             let entry = entries.get(output.index);
-            if result.rare.concern(entry)? {
+            let params = result.transfer_params.get_item(&entry.id)?;
+            if result.rare.concern(entry)? || params.is_some() {
                 let tokens = result.new_token_ids(py, output)?;
                 let object = self.types.plain_output(&entry.id, &tokens)?;
                 let sampled = &result.sampled[output.position];
                 self.types.complete(&object, entry, output, sampled, &result.rare)?;
+                if let Some(params) = params {
+                    set_transfer_params(&object, output, &params)?;
+                }
                 message.push_object(&object)?;
             } else {
                 message.push(&self.output(entry, result, output)?);

@@ -4,7 +4,8 @@ use pyo3::exceptions::{PyKeyError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sparksched_core::{
-    JournalConfig, KvCacheGroupConfig, Policy, RequestSpecMetrics, SchedulerConfig, Speculation,
+    JournalConfig, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics,
+    SchedulerConfig, Speculation,
 };
 
 use crate::hasher::new_block_hasher;
@@ -57,6 +58,7 @@ pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<Scheduler
             prefixes: get(config, "enable_kv_cache_events")?,
             uses: get(config, "kv_cache_metrics")?,
         },
+        kv_transfer: kv_transfer(config)?,
     })
 }
 
@@ -91,6 +93,18 @@ fn speculation(config: &Bound<'_, PyDict>) -> PyResult<Speculation> {
             other => return Err(PyValueError::new_err(format!("unknown level {other:?}"))),
         },
     })
+}
+
+fn kv_transfer(config: &Bound<'_, PyDict>) -> PyResult<Option<KvTransferConfig>> {
+    let Some(config) = config.get_item("kv_transfer")?.filter(|it| !it.is_none()) else {
+        return Ok(None);
+    };
+    let config = config.cast::<PyDict>()?;
+    Ok(Some(KvTransferConfig {
+        defer_block_free: get(config, "defer_block_free")?,
+        requires_kv_delivery: get(config, "requires_kv_delivery")?,
+        recompute_load_failures: get(config, "recompute_load_failures")?,
+    }))
 }
 
 fn get<'py, T: for<'a> FromPyObject<'a, 'py, Error = PyErr>>(

@@ -4,11 +4,15 @@ use pyo3::exceptions::PyException;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySet};
-use sparksched_core::{GrammarState, Hooks, NextTurn, RequestIndex};
+use sparksched_core::{
+    BlockId, ExternalAllocation, ExternalHit, GrammarState, Hooks, KvCacheManager, NextTurn,
+    Request, RequestIndex,
+};
 
 use crate::convert;
 use crate::entries::Entries;
 use crate::hasher::ExtraKeysReader;
+use crate::kv_transfer::KvTransfer;
 
 /// The Python functions that are called for the few requests that need them.
 pub(crate) struct Callbacks {
@@ -30,6 +34,7 @@ pub(crate) struct PyHooks<'a, 'py> {
     pub(crate) entries: &'a Entries,
     pub(crate) callbacks: &'a Callbacks,
     pub(crate) extra_keys: &'a ExtraKeysReader,
+    pub(crate) kv_transfer: &'a KvTransfer,
     /// Ids of requests whose grammar can't be compiled.
     pub(crate) grammar_errors: &'a Py<PySet>,
 }
@@ -126,5 +131,32 @@ impl Hooks for PyHooks<'_, '_> {
         let arguments = (self.request(index),);
         self.encoder_inputs().call_method1(intern!(self.py, "free"), arguments)?;
         Ok(())
+    }
+
+    fn find_external_hit(
+        &mut self,
+        request: &Request,
+        num_local_tokens: u32,
+    ) -> PyResult<Option<ExternalHit>> {
+        let object = self.request(request.index());
+        self.kv_transfer.find_external_hit(object, request, num_local_tokens)
+    }
+
+    fn note_allocation(
+        &mut self,
+        request: &Request,
+        kv_cache: &KvCacheManager,
+        allocation: ExternalAllocation,
+    ) -> PyResult<()> {
+        let object = self.request(request.index());
+        self.kv_transfer.note_allocation(object, request, kv_cache, allocation)
+    }
+
+    fn has_pending_block_frees(&mut self) -> PyResult<bool> {
+        self.kv_transfer.has_pending_block_frees(self.py)
+    }
+
+    fn finish_request(&mut self, request: &Request, tables: &[&[BlockId]]) -> PyResult<bool> {
+        self.kv_transfer.finish_request(self.request(request.index()), request, tables)
     }
 }

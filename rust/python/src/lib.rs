@@ -9,6 +9,7 @@ mod entries;
 mod guard;
 mod hasher;
 mod hooks;
+mod kv_transfer;
 #[cfg(target_os = "linux")]
 mod rings;
 mod scheduler_core;

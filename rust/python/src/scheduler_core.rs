@@ -1,12 +1,12 @@
 //! `SchedulerCore`: the core scheduler with the Python objects that belong to its requests.
 
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PySet};
+use pyo3::types::{PyDict, PyList, PySet, PyTuple};
 use sparksched_core::{
-    BlockHasher, PauseState, Request, RequestIndex, RequestOutput, RequestStatus, ScheduledOutput,
-    Scheduler,
+    BlockHasher, EndedRequest, PauseState, RequestIndex, RequestOutput, RequestStatus,
+    ScheduledOutput, Scheduler,
 };
 
 use crate::block_observer::BlockObserver;
@@ -17,6 +17,7 @@ use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
 use crate::hasher::ExtraKeysReader;
 use crate::hooks::{Callbacks, PyHooks};
+use crate::kv_transfer::{KvTransfer, LoadFailures, LoadReport};
 use crate::snapshot;
 
 #[pyclass(module = "sparksched._core")]
@@ -28,6 +29,7 @@ pub(crate) struct SchedulerCore {
     callbacks: Callbacks,
     extra_keys: ExtraKeysReader,
     block_observer: BlockObserver,
+    kv_transfer: KvTransfer,
     guard: Guard,
     /// `request_id` to place.
     places: Py<PyDict>,
@@ -51,8 +53,8 @@ impl SchedulerCore {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "they are named where it is called")]
     #[pyo3(signature = (
-        config, *, accept_tokens, validate_tokens, next_turn, encoder_inputs, extra_keys, block_observer,
-        include_finished_set
+        config, *, accept_tokens, validate_tokens, next_turn, encoder_inputs, extra_keys,
+        block_observer, kv_transfer, include_finished_set
     ))]
     fn new(
         config: &Bound<'_, PyDict>,
@@ -62,6 +64,7 @@ impl SchedulerCore {
         encoder_inputs: Py<PyAny>,
         extra_keys: Option<Py<PyAny>>,
         block_observer: Option<Py<PyAny>>,
+        kv_transfer: Option<Py<PyAny>>,
         include_finished_set: bool,
     ) -> PyResult<Self> {
         let py = config.py();
@@ -70,6 +73,7 @@ impl SchedulerCore {
             Scheduler::new(scheduler_config(config)?)
                 .map_err(|error| PyValueError::new_err(error.to_string()))
         })??;
+        let digest_len = scheduler.config().hasher.as_ref().map(BlockHasher::digest_len);
         Ok(Self {
             scheduler,
             entries: Entries::default(),
@@ -78,6 +82,7 @@ impl SchedulerCore {
             callbacks: Callbacks { accept_tokens, validate_tokens, next_turn, encoder_inputs },
             extra_keys: ExtraKeysReader(extra_keys),
             block_observer: BlockObserver(block_observer),
+            kv_transfer: KvTransfer::new(py, kv_transfer, digest_len)?,
             guard: Guard::default(),
             places: PyDict::new(py).unbind(),
             requests: PyDict::new(py).unbind(),
@@ -119,6 +124,29 @@ impl SchedulerCore {
         now: f64,
     ) -> PyResult<Bound<'py, PyAny>> {
         self.guarded(|this| this.do_schedule(py, throttle_prefills, now))
+    }
+
+    fn decide<'py>(
+        &mut self,
+        py: Python<'py>,
+        throttle_prefills: bool,
+        now: f64,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.guarded(|this| this.do_decide(py, throttle_prefills, now))
+    }
+
+    fn update_after_schedule(&mut self, scheduler_output: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.guarded(|this| {
+            this.scheduler.update_after_schedule();
+            convert::set_structured_output_flags(scheduler_output, this.scheduler.step())
+        })
+    }
+
+    fn block_ids<'py>(&self, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
+        let place = self.place(request_id)?;
+        let unknown = || PyValueError::new_err(format!("there is no request {request_id}"));
+        let request = place.and_then(|index| self.scheduler.get(index)).ok_or_else(unknown)?;
+        convert::all_block_ids(request_id.py(), request)
     }
 
     fn update_from_output<'py>(
@@ -188,7 +216,11 @@ impl SchedulerCore {
             return Ok(None);
         }
         let stats = catch_panics(|| Ok(self.scheduler.take_stats()))??;
-        let others = OtherStats { evictions: self.block_observer.evictions(py)?, cudagraph: None };
+        let others = OtherStats {
+            evictions: self.block_observer.evictions(py)?,
+            cudagraph: None,
+            kv_transfer: self.kv_transfer.take_stats(py, &self.scheduler)?,
+        };
         let types = &self.output_writer.types;
         types.scheduler_stats(py, &stats, &others).map(Some)
     }
@@ -202,7 +234,8 @@ impl SchedulerCore {
     }
 
     fn has_finished_requests(&self, py: Python<'_>) -> bool {
-        !self.finished_req_ids.bind(py).is_empty()
+        // Requests that are kept until their blocks are sent need steps in which they are.
+        !self.finished_req_ids.bind(py).is_empty() || self.scheduler.num_kept_requests() > 0
     }
 
     fn num_unfinished_requests(&self) -> usize {
@@ -357,10 +390,34 @@ impl SchedulerCore {
         let (scheduler, mut hooks) = self.split(py);
         let decided = scheduler.schedule(throttle_prefills, now, &mut hooks).map(|_| ());
         self.or_stop(decided)?;
-        let shown = self.show_journal(py);
-        self.or_stop(shown)?;
-        let told = self.scheduler_output(py);
+        let told = self.show_journal(py).and_then(|()| self.scheduler_output(py));
         self.or_stop(told)
+    }
+
+    /// Decides on a step and shows it to the KV connector's side: requests as they are before the
+    /// step counts as computed.
+    fn do_decide<'py>(
+        &mut self,
+        py: Python<'py>,
+        throttle_prefills: bool,
+        now: f64,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (scheduler, mut hooks) = self.split(py);
+        let decided = scheduler.decide(throttle_prefills, now, &mut hooks);
+        self.or_stop(decided)?;
+        let shown = self.show_journal(py).and_then(|()| self.show_requests(py));
+        let told = shown.and_then(|()| self.scheduler_output(py));
+        self.or_stop(told)
+    }
+
+    /// Brings all `Request` objects up to date.
+    fn show_requests(&self, py: Python<'_>) -> PyResult<()> {
+        for (_, place) in self.places.bind(py) {
+            let index = RequestIndex(place.extract()?);
+            let request = self.entries.get(index).request.bind(py);
+            self.kv_transfer.show(request, self.scheduler.request(index))?;
+        }
+        Ok(())
     }
 
     fn scheduler_output<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
@@ -392,6 +449,8 @@ impl SchedulerCore {
         model_runner_output: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let py = scheduler_output.py();
+        let report = self.transfer_report(model_runner_output)?;
+        let failures = self.take_in_load_failures(report.as_ref(), scheduler_output)?;
         let mut tokens = Vec::new();
         let place = |id: &Bound<'py, PyAny>| self.place(id);
         let mut sampled = convert::sampled_tokens(
@@ -399,11 +458,13 @@ impl SchedulerCore {
             model_runner_output,
             &self.scheduler,
             place,
+            &failures.void,
             &mut tokens,
         )?;
         let rare = RareOutputs::of(model_runner_output)?;
         rare.note_pooled(&mut sampled)?;
-        let result = StepResult { sampled, tokens, rare, model_runner_output };
+        let transfer_params = PyDict::new(py);
+        let mut result = StepResult { sampled, tokens, rare, model_runner_output, transfer_params };
         self.note_nans(&result)?;
 
         let scheduled = result.sampled.iter().map(|it| ScheduledOutput {
@@ -413,14 +474,48 @@ impl SchedulerCore {
             num_draft_tokens: it.num_draft_tokens,
             num_invalid_drafts: it.num_invalid_drafts,
             is_pooled: it.is_pooled,
+            is_void: it.is_void,
         });
         let mut outputs = std::mem::take(&mut self.outputs);
         let (scheduler, mut hooks) = self.split(py);
         let updated = scheduler.update_from_output(scheduled, &mut hooks, &mut outputs);
         self.or_stop(updated)?;
-        let told = self.tell(py, &result, &outputs);
+        result.transfer_params = self.kv_transfer.take_params(py)?;
+        let told = self.tell(py, &result, &outputs, failures.failed_ids, report.as_ref());
         self.outputs = outputs;
         self.or_stop(told)
+    }
+
+    /// `kv_connector_output`, None or not, if there is a KV connector.
+    fn transfer_report<'py>(
+        &self,
+        model_runner_output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let name = intern!(model_runner_output.py(), "kv_connector_output");
+        let is_present = self.kv_transfer.is_present();
+        is_present.then(|| model_runner_output.getattr(name)).transpose()
+    }
+
+    /// Cuts what counts as computed where blocks could not be filled.
+    fn take_in_load_failures<'py>(
+        &mut self,
+        report: Option<&Bound<'py, PyAny>>,
+        scheduler_output: &Bound<'py, PyAny>,
+    ) -> PyResult<LoadFailures<'py>> {
+        let Some(report) = report.filter(|report| !report.is_none()) else {
+            return Ok(LoadFailures::default());
+        };
+        let py = report.py();
+        let num_scheduled_tokens =
+            scheduler_output.getattr(intern!(py, "num_scheduled_tokens"))?.cast_into()?;
+        let load_report = LoadReport {
+            report,
+            num_scheduled_tokens,
+            places: self.places.bind(py),
+            entries: &self.entries,
+        };
+        let failures = load_report.take_in(&mut self.scheduler, &self.kv_transfer);
+        self.or_stop(failures)
     }
 
     fn do_update_draft_token_ids(
@@ -432,6 +527,9 @@ impl SchedulerCore {
         for (id, tokens) in request_ids.iter().zip(draft_token_ids) {
             // The request may have ended since.
             let Some(index) = self.place(&id)? else { continue };
+            if self.scheduler.request(index).status().is_finished() {
+                continue;
+            }
             drafts.clear();
             if !self.scheduler.request(index).is_prefill_chunk() {
                 let tokens = self.without_invalid_drafts(index, tokens.cast_into()?)?;
@@ -464,15 +562,53 @@ impl SchedulerCore {
         py: Python<'py>,
         result: &StepResult<'_, 'py>,
         outputs: &[RequestOutput],
+        failed_ids: Option<Bound<'py, PySet>>,
+        report: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
         self.show_journal(py)?;
         let mut written = self.output_writer.write(py, &self.entries, result, outputs)?;
         self.forget_finished(py, outputs)?;
-        self.append_grammar_errors(py, &mut written)?;
-        self.block_observer.publish(py)?;
+        self.append_errors(py, failed_ids, &mut written)?;
+        let events = report.map(|report| self.settle_transfers(report)).transpose()?;
+        self.block_observer.publish(py, events)?;
         let by_client = written.into_dict(py, &self.output_writer)?;
         self.add_common_fields(&by_client, result)?;
         Ok(by_client.0)
+    }
+
+    /// Takes in what a KV connector's workers report. Returns the connector's KV cache events.
+    fn settle_transfers<'py>(
+        &mut self,
+        report: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let py = report.py();
+        if report.is_truthy()? {
+            self.show_requests(py)?;
+            self.kv_transfer.update(report)?;
+            for id in ids_of(&report.getattr(intern!(py, "finished_recving"))?)? {
+                let index = self.transferred(&id)?;
+                if self.scheduler.end_receiving(index) {
+                    self.drop_entry(py, index)?;
+                }
+            }
+            for id in ids_of(&report.getattr(intern!(py, "finished_sending"))?)? {
+                let index = self.transferred(&id)?;
+                self.scheduler.end_sending(index);
+                self.drop_entry(py, index)?;
+            }
+        }
+        self.kv_transfer.collect_stats(report)?;
+        self.kv_transfer.take_events(py)
+    }
+
+    /// The request that a KV connector's workers report.
+    fn transferred(&self, id: &Bound<'_, PyAny>) -> PyResult<RequestIndex> {
+        let index = self.place(id)?;
+        index.filter(|&index| self.scheduler.is_in_transfer(index)).ok_or_else(|| {
+            PyRuntimeError::new_err(format!(
+                "the KV connector reports the end of a transfer for request {id}, which has none"
+            ))
+        })
     }
 
     /// Shows what has happened to blocks to those who asked. Before the entries of ended requests
@@ -494,6 +630,7 @@ impl SchedulerCore {
             entries: &self.entries,
             callbacks: &self.callbacks,
             extra_keys: &self.extra_keys,
+            kv_transfer: &self.kv_transfer,
             grammar_errors: &self.grammar_errors,
         };
         (&mut self.scheduler, hooks)
@@ -526,7 +663,9 @@ impl SchedulerCore {
     fn forget_finished(&mut self, py: Python<'_>, outputs: &[RequestOutput]) -> PyResult<()> {
         for output in outputs {
             match output.finished {
-                Some(status) if output.is_over => self.forget(py, output.index, status)?,
+                Some(status) if output.is_over => {
+                    self.note_end(py, output.index, status, output.is_kept)?;
+                }
                 Some(_) => self.entries.get_mut(output.index).refresh(py)?,
                 None => {}
             }
@@ -534,55 +673,53 @@ impl SchedulerCore {
         Ok(())
     }
 
-    /// Ends the requests whose grammar could not be compiled and tells their clients.
-    fn append_grammar_errors<'py>(
+    /// Ends the requests that can't go on and tells their clients.
+    fn append_errors<'py>(
         &mut self,
         py: Python<'py>,
+        failed_loads: Option<Bound<'py, PySet>>,
         written: &mut ClientOutputs<'py>,
     ) -> PyResult<()> {
-        // Sets of sets, as vLLM makes them: their order decides who is told first.
-        let set = py.get_type::<PySet>();
-        let grammar_errors = self.grammar_errors.bind(py);
-        let errors = if grammar_errors.is_empty() {
-            None
-        } else {
-            let errors = set.call1((grammar_errors,))?;
-            grammar_errors.clear();
-            Some(errors)
-        };
-        let Some(errors) = self.with_encoder_mismatches(py, errors)? else {
-            return Ok(());
-        };
-        let failed = set.call1((errors,))?;
+        let Some(errors) = self.take_errors(py, failed_loads)? else { return Ok(()) };
         let status = RequestStatus::FinishedError;
-        for (index, request) in self.end_requests(&failed, status)? {
-            let entry = self.entries.get(index);
+        for ended in self.end_requests(&errors, status)? {
+            let entry = self.entries.get(ended.index);
             let types = &self.output_writer.types;
             let reason = types.statuses.finish_reason(status);
-            let output = types.failure(py, entry, reason, request.events())?;
+            let output = types.failure(py, entry, reason, &ended.events)?;
             written.append(&self.output_writer, entry.client_index, &output)?;
-            self.forget(py, index, status)?;
+            self.note_end(py, ended.index, status, ended.is_kept)?;
         }
+        self.kv_transfer.take_params(py)?;
         Ok(())
     }
 
-    /// The ids of requests that failed, and of those whose items contradict the encoder cache.
-    fn with_encoder_mismatches<'py>(
+    /// The ids of requests whose grammar can't be compiled, whose items contradict the encoder
+    /// cache, or whose loads failed.
+    fn take_errors<'py>(
         &self,
         py: Python<'py>,
-        errors: Option<Bound<'py, PyAny>>,
+        failed_loads: Option<Bound<'py, PySet>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let mut others = Vec::new();
         let encoder_inputs = self.callbacks.encoder_inputs.bind(py);
-        if encoder_inputs.is_none() {
-            return Ok(errors);
+        if !encoder_inputs.is_none() {
+            let mismatches = encoder_inputs.call_method0(intern!(py, "take_mismatches"))?;
+            others.extend(mismatches.is_truthy()?.then_some(mismatches));
         }
-        let mismatches = encoder_inputs.call_method0(intern!(py, "take_mismatches"))?;
-        if !mismatches.is_truthy()? {
-            return Ok(errors);
+        others.extend(failed_loads.map(Bound::into_any));
+        let grammar_errors = self.grammar_errors.bind(py);
+        if grammar_errors.is_empty() && others.is_empty() {
+            return Ok(None);
         }
-        let errors = errors.map_or_else(|| Ok(PySet::empty(py)?.into_any()), PyResult::Ok)?;
-        errors.call_method1(intern!(py, "update"), (mismatches,))?;
-        Ok(Some(errors))
+        // Sets of sets, as vLLM makes them: their order decides who is told first.
+        let set = py.get_type::<PySet>();
+        let errors = set.call1((grammar_errors,))?;
+        grammar_errors.clear();
+        for ids in others {
+            errors.call_method1(intern!(py, "update"), (ids,))?;
+        }
+        set.call1((errors,)).map(Some)
     }
 
     /// Adds what concerns no single request.
@@ -604,6 +741,7 @@ impl SchedulerCore {
             let others = OtherStats {
                 evictions: self.block_observer.evictions(py)?,
                 cudagraph: (!cudagraph.is_none()).then_some(cudagraph),
+                kv_transfer: self.kv_transfer.take_stats(py, &self.scheduler)?,
             };
             let stats = self.scheduler.take_stats();
             by_client.set_stats(stats, &others, &self.output_writer)?;
@@ -623,11 +761,12 @@ impl SchedulerCore {
             Some(ids) => self.end_requests(ids, status)?,
         };
         let requests = PyList::empty(py);
-        for (index, _) in ended {
-            let told = requests.append(&self.entries.get(index).request);
-            let forgotten = told.and_then(|()| self.forget(py, index, status));
-            self.or_stop(forgotten)?;
+        for ended in ended {
+            let told = requests.append(&self.entries.get(ended.index).request);
+            let noted = told.and_then(|()| self.note_end(py, ended.index, status, ended.is_kept));
+            self.or_stop(noted)?;
         }
+        self.kv_transfer.take_params(py)?;
         Ok(requests)
     }
 
@@ -636,7 +775,7 @@ impl SchedulerCore {
         &mut self,
         ids: &Bound<'_, PyAny>,
         status: RequestStatus,
-    ) -> PyResult<Vec<(RequestIndex, Request)>> {
+    ) -> PyResult<Vec<EndedRequest>> {
         let mut indices = Vec::new();
         for id in ids.try_iter()? {
             indices.extend(self.place(&id?)?);
@@ -646,19 +785,18 @@ impl SchedulerCore {
         self.or_stop(ended)
     }
 
-    /// Drops what belongs to a request that the core has ended, and notes its id for the next step
-    /// and for its client.
-    fn forget(
+    /// Notes for the next step and for its client that the core has ended a request, and drops what
+    /// belongs to it unless it is kept.
+    fn note_end(
         &mut self,
         py: Python<'_>,
         index: RequestIndex,
         status: RequestStatus,
+        is_kept: bool,
     ) -> PyResult<()> {
-        let entry = self.entries.take(index);
+        let entry = self.entries.get(index);
         let member = self.output_writer.types.statuses.member(status);
         entry.request.bind(py).setattr(intern!(py, "status"), member)?;
-        self.places.bind(py).del_item(&entry.id)?;
-        self.requests.bind(py).del_item(&entry.id)?;
         self.finished_req_ids.bind(py).add(&entry.id)?;
         if let Some(by_client) = &self.finished_by_client {
             let by_client = by_client.bind(py);
@@ -667,7 +805,14 @@ impl SchedulerCore {
                 None => by_client.set_item(entry.client_index, PySet::new(py, [&entry.id])?)?,
             }
         }
-        Ok(())
+        if is_kept { Ok(()) } else { self.drop_entry(py, index) }
+    }
+
+    /// Drops what belongs to a request that is gone.
+    fn drop_entry(&mut self, py: Python<'_>, index: RequestIndex) -> PyResult<()> {
+        let entry = self.entries.take(index);
+        self.places.bind(py).del_item(&entry.id)?;
+        self.requests.bind(py).del_item(&entry.id)
     }
 
     /// After an internal error the core is not to be trusted, but clients have to be told. What is
@@ -689,4 +834,9 @@ impl SchedulerCore {
         self.places.bind(py).clear();
         Ok(requests)
     }
+}
+
+/// The ids in a set, in its order; none of None.
+fn ids_of<'py>(ids: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    if ids.is_none() { Ok(Vec::new()) } else { ids.try_iter()?.collect() }
 }

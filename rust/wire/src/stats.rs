@@ -109,10 +109,11 @@ pub(crate) fn request_spec_stats(to: &mut Writer, stats: &RequestSpecStats) {
 pub(crate) fn prefill_stats(to: &mut Writer, stats: &PrefillStats) {
     to.map(6);
     uint(to, "num_prompt_tokens", stats.num_prompt_tokens.into());
-    uint(to, "num_computed_tokens", (stats.num_prompt_tokens - stats.num_cached_tokens).into());
-    uint(to, "num_cached_tokens", stats.num_cached_tokens.into());
-    uint(to, "num_local_cached_tokens", stats.num_cached_tokens.into());
-    uint(to, "num_external_cached_tokens", 0);
+    uint(to, "num_computed_tokens", (stats.num_prompt_tokens - stats.num_cached_tokens()).into());
+    uint(to, "num_cached_tokens", stats.num_cached_tokens().into());
+    uint(to, "num_local_cached_tokens", stats.num_local_cached_tokens.into());
+    to.str("num_external_cached_tokens");
+    to.int(stats.num_external_cached_tokens.into());
     uint(to, "num_cache_creation_tokens", stats.num_cache_creation_tokens.into());
 }
 

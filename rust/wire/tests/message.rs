@@ -19,6 +19,7 @@ fn outcome() -> RequestOutput {
         num_new_tokens: 1,
         finished: None,
         is_over: false,
+        is_kept: false,
         stop_reason: StopReason::None,
         events: smallvec![],
         prefill_stats: None,

@@ -79,6 +79,7 @@ fn outcome(types: &EngineOutputTypes, object: &Bound<'_, PyAny>) -> PyResult<Req
         position: 0,
         num_new_tokens: 0,
         is_over: false,
+        is_kept: false,
         finished: types.statuses.with_finish_reason(&object.getattr(intern!(py, "finish_reason"))?),
         stop_reason: if stop_reason.is_none() {
             StopReason::None
@@ -93,10 +94,14 @@ fn outcome(types: &EngineOutputTypes, object: &Bound<'_, PyAny>) -> PyResult<Req
         } else {
             let count = |name: &Bound<'_, PyString>| prefill_stats.getattr(name)?.extract();
             let num_prompt_tokens = count(intern!(py, "num_prompt_tokens"))?;
-            let num_cached_tokens: u32 = count(intern!(py, "num_cached_tokens"))?;
+            let num_local_cached_tokens: u32 = count(intern!(py, "num_local_cached_tokens"))?;
+            let num_local_cached_tokens = num_local_cached_tokens.min(num_prompt_tokens);
+            let num_others = num_prompt_tokens - num_local_cached_tokens;
+            let num_external: u32 = count(intern!(py, "num_external_cached_tokens"))?;
             Some(PrefillStats {
                 num_prompt_tokens,
-                num_cached_tokens: num_cached_tokens.min(num_prompt_tokens),
+                num_local_cached_tokens,
+                num_external_cached_tokens: i32::try_from(num_external.min(num_others))?,
                 num_cache_creation_tokens: count(intern!(py, "num_cache_creation_tokens"))?,
             })
         },

@@ -18,12 +18,17 @@ pub(crate) struct OtherStats<'py> {
     pub(crate) evictions: Option<Bound<'py, PyList>>,
     /// The model runner's CUDA graph statistics.
     pub(crate) cudagraph: Option<Bound<'py, PyAny>>,
+    /// `num_kv_fetch_reqs_by_stage`, `connector_prefix_cache_stats` and `kv_connector_stats` of
+    /// a KV connector.
+    pub(crate) kv_transfer: Option<[Bound<'py, PyAny>; 3]>,
 }
 
 impl OtherStats<'_> {
     /// Whether there is nothing to add to what the core knows.
     pub(crate) fn is_empty(&self) -> bool {
-        self.cudagraph.is_none() && self.evictions.as_ref().is_none_or(PyListMethods::is_empty)
+        self.cudagraph.is_none()
+            && self.kv_transfer.is_none()
+            && self.evictions.as_ref().is_none_or(PyListMethods::is_empty)
     }
 }
 
@@ -215,13 +220,12 @@ impl EngineOutputTypes {
         py: Python<'py>,
         stats: &PrefillStats,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let num_external_cached_tokens = 0;
         self.prefill_stats.bind(py).call1((
             stats.num_prompt_tokens,
-            stats.num_prompt_tokens - stats.num_cached_tokens,
-            stats.num_cached_tokens,
-            stats.num_cached_tokens,
-            num_external_cached_tokens,
+            stats.num_prompt_tokens - stats.num_cached_tokens(),
+            stats.num_cached_tokens(),
+            stats.num_local_cached_tokens,
+            stats.num_external_cached_tokens,
             stats.num_cache_creation_tokens,
         ))
     }
@@ -277,21 +281,27 @@ impl EngineOutputTypes {
             cache.preempted_hits,
         ))?;
         let none = py.None();
+        let no_transfer = || -> PyResult<_> {
+            let none = none.bind(py);
+            Ok([self.no_kv_fetches.bind(py).copy()?.into_any(), none.clone(), none.clone()])
+        };
+        let [kv_fetches, connector_prefix_cache_stats, kv_connector_stats] =
+            others.kv_transfer.clone().map_or_else(no_transfer, Ok)?;
         let [step_counter, current_wave] = [0_u8, 0];
         let values = [
             stats.num_running_reqs.into_pyobject(py)?.into_any(),
             stats.num_waiting_reqs.into_pyobject(py)?.into_any(),
             stats.num_skipped_waiting_reqs.into_pyobject(py)?.into_any(),
-            self.no_kv_fetches.bind(py).copy()?.into_any(),
+            kv_fetches,
             step_counter.into_pyobject(py)?.into_any(),
             current_wave.into_pyobject(py)?.into_any(),
             kv_cache_usage(py, stats.kv_cache_usage),
             none.bind(py).clone(), // iteration_details
             prefix_cache_stats,
-            none.bind(py).clone(), // connector_prefix_cache_stats
+            connector_prefix_cache_stats,
             others.evictions.clone().unwrap_or_else(|| PyList::empty(py)).into_any(),
             self.spec_decoding_stats(py, stats.spec_decoding_stats.as_ref())?,
-            none.bind(py).clone(),      // kv_connector_stats
+            kv_connector_stats,
             none.bind(py).clone(),      // ec_connector_stats
             PyDict::new(py).into_any(), // waiting_lora_adapters
             PyDict::new(py).into_any(), // running_lora_adapters
@@ -299,6 +309,24 @@ impl EngineOutputTypes {
         ];
         self.scheduler_stats.bind(py).call1(PyTuple::new(py, values)?)
     }
+}
+
+/// Sets what a KV connector told of a request that has ended.
+pub(crate) fn set_transfer_params(
+    object: &Bound<'_, PyAny>,
+    outcome: &RequestOutput,
+    params: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let py = object.py();
+    let name = intern!(py, "do_remote_prefill");
+    if let Some(stats) = &outcome.prefill_stats
+        && params.call_method1(intern!(py, "get"), (name,))?.is_truthy()?
+    {
+        // The engine that goes on with the prompt reports these rather than its own.
+        let name = intern!(py, "remote_prefill_cached_tokens");
+        params.set_item(name, stats.num_cached_tokens())?;
+    }
+    object.setattr(intern!(py, "kv_transfer_params"), params)
 }
 
 /// The share of blocks in use; Python's integer 0 if there are no blocks, as with vLLM.

@@ -6,6 +6,7 @@
 mod encoder_check;
 mod engine_outputs;
 mod request;
+mod request_view;
 mod runner_output;
 mod scheduler_output;
 mod steady_batch;
@@ -17,10 +18,15 @@ use pyo3::types::{PyBytes, PyList};
 use sparksched_core::{BlockHash, RequestStatus};
 
 pub(crate) use encoder_check::encode_like_scheduler;
-pub(crate) use engine_outputs::{EngineOutputTypes, OtherStats, kv_cache_usage};
+pub(crate) use engine_outputs::{
+    EngineOutputTypes, OtherStats, kv_cache_usage, set_transfer_params,
+};
 pub(crate) use request::{new_request, prompt, session_input, sync_request_tokens};
+pub(crate) use request_view::RequestView;
 pub(crate) use runner_output::{RareOutputs, SampledTokens, sampled_tokens};
-pub(crate) use scheduler_output::{SchedulerOutputBuilder, StepExtras};
+pub(crate) use scheduler_output::{
+    SchedulerOutputBuilder, StepExtras, all_block_ids, set_structured_output_flags,
+};
 pub(crate) use step_outputs::StepOutputs;
 
 /// The finished states by their names in vLLM.
@@ -33,24 +39,27 @@ const FINISHED_STATES: [(&str, RequestStatus); 6] = [
     ("FINISHED_REPETITION", RequestStatus::FinishedRepetition),
 ];
 
+/// The others.
+const UNFINISHED_STATES: [(&str, RequestStatus); 6] = [
+    ("WAITING", RequestStatus::Waiting),
+    ("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", RequestStatus::WaitingForGrammar),
+    ("WAITING_FOR_STREAMING_REQ", RequestStatus::WaitingForInput),
+    ("WAITING_FOR_REMOTE_KVS", RequestStatus::WaitingForRemoteKvs),
+    ("RUNNING", RequestStatus::Running),
+    ("PREEMPTED", RequestStatus::Preempted),
+];
+
 /// The name that vLLM gives a status.
 pub(crate) fn status_name(status: RequestStatus) -> &'static str {
-    match status {
-        RequestStatus::Waiting => "WAITING",
-        RequestStatus::WaitingForGrammar => "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR",
-        RequestStatus::WaitingForInput => "WAITING_FOR_STREAMING_REQ",
-        RequestStatus::Running => "RUNNING",
-        RequestStatus::Preempted => "PREEMPTED",
-        finished => {
-            let is_it = |(_, status): &&(&str, RequestStatus)| *status == finished;
-            FINISHED_STATES.iter().find(is_it).map_or("FINISHED", |(name, _)| name)
-        }
-    }
+    let mut states = FINISHED_STATES.iter().chain(&UNFINISHED_STATES);
+    states.find(|(_, it)| *it == status).expect("each status has a name").0
 }
 
 /// `RequestStatus` and what it means to a client.
 pub(crate) struct StatusTypes {
     finished: Vec<FinishedStatus>,
+    /// The members of the other states.
+    unfinished: Vec<(RequestStatus, Py<PyAny>)>,
 }
 
 struct FinishedStatus {
@@ -79,7 +88,12 @@ impl StatusTypes {
                 finish_reason,
             })
         });
-        Ok(Self { finished: finished.into_iter().collect::<PyResult<_>>()? })
+        let unfinished = UNFINISHED_STATES
+            .map(|(name, status)| -> PyResult<_> { Ok((status, statuses.getattr(py, name)?)) });
+        Ok(Self {
+            finished: finished.into_iter().collect::<PyResult<_>>()?,
+            unfinished: unfinished.into_iter().collect::<PyResult<_>>()?,
+        })
     }
 
     /// The finished state that a `RequestStatus` member stands for.
@@ -91,9 +105,10 @@ impl StatusTypes {
         })
     }
 
-    /// The `RequestStatus` member of a finished state.
+    /// The member of `RequestStatus`.
     pub(crate) fn member(&self, status: RequestStatus) -> &Py<PyAny> {
-        &self.find(status).member
+        let unfinished = self.unfinished.iter().find(|(it, _)| *it == status);
+        unfinished.map_or_else(|| &self.find(status).member, |(_, member)| member)
     }
 
     /// The `FinishReason` member of a finished state.

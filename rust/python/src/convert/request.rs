@@ -42,7 +42,17 @@ pub(crate) fn new_request(
         reports_cached_blocks: reports_cached_blocks(request)?,
         is_session: request.getattr(intern!(py, "resumable"))?.is_truthy()?,
         has_encoder_inputs: request.getattr(intern!(py, "mm_features"))?.is_truthy()?,
+        expects_remote_prefill: expects_remote_prefill(request)?,
     })
+}
+
+fn expects_remote_prefill(request: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = request.py();
+    let params = request.getattr(intern!(py, "kv_transfer_params"))?;
+    if !params.is_truthy()? {
+        return Ok(false);
+    }
+    params.call_method1(intern!(py, "get"), (intern!(py, "do_remote_prefill"),))?.is_truthy()
 }
 
 /// Reads what a session has got behind its first `num_kept_tokens` tokens.

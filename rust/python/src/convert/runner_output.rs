@@ -29,6 +29,8 @@ pub(crate) struct SampledTokens<'py> {
     pub(crate) num_invalid_drafts: u32,
     /// The step brought the vector that a pooling request is for.
     pub(crate) is_pooled: bool,
+    /// What the step brought rests on blocks that could not be filled.
+    pub(crate) is_void: bool,
 }
 
 impl<'py> SampledTokens<'py> {
@@ -55,12 +57,14 @@ impl<'py> SampledTokens<'py> {
 }
 
 /// Reads what was sampled for the requests of the step that comes back; their tokens are appended
-/// to `tokens`. `place` finds requests by id.
+/// to `tokens`. `place` finds requests by id; what the step brought for those in `void` does not
+/// count.
 pub(crate) fn sampled_tokens<'py>(
     scheduler_output: &Bound<'py, PyAny>,
     model_runner_output: &Bound<'py, PyAny>,
     scheduler: &Scheduler,
     place: impl Fn(&Bound<'py, PyAny>) -> PyResult<Option<RequestIndex>>,
+    void: &[RequestIndex],
     tokens: &mut Vec<i32>,
 ) -> PyResult<Vec<SampledTokens<'py>>> {
     let py = scheduler_output.py();
@@ -75,8 +79,12 @@ pub(crate) fn sampled_tokens<'py>(
     let mut sampled = Vec::with_capacity(scheduled.len());
     for (id, num_scheduled_tokens) in scheduled {
         let index = place(&id)?;
-        let is_delivered =
-            index.is_some_and(|index| !scheduler.request(index).drops_stale_output());
+        let is_void = index.is_some_and(|index| void.contains(&index));
+        let is_awaited = |index: RequestIndex| {
+            let request = scheduler.request(index);
+            !request.drops_stale_output() && !request.status().is_finished()
+        };
+        let is_delivered = !is_void && index.is_some_and(is_awaited);
         let mut share = SampledTokens {
             index,
             num_scheduled_tokens: num_scheduled_tokens.extract()?,
@@ -87,6 +95,7 @@ pub(crate) fn sampled_tokens<'py>(
             num_draft_tokens: 0,
             num_invalid_drafts: 0,
             is_pooled: false,
+            is_void,
         };
         if is_delivered {
             (share.num_draft_tokens, share.num_invalid_drafts) = drafts.count(&id)?;

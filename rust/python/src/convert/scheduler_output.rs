@@ -11,6 +11,21 @@ use super::steady_batch::SteadyBatch;
 use super::{class, sync_request_tokens};
 use crate::entries::Entries;
 
+/// Sets what is known of a step only when it counts as computed.
+pub(crate) fn set_structured_output_flags(
+    scheduler_output: &Bound<'_, PyAny>,
+    step: &Step,
+) -> PyResult<()> {
+    let py = scheduler_output.py();
+    if step.has_structured_output_requests {
+        scheduler_output.setattr(intern!(py, "has_structured_output_requests"), true)?;
+    }
+    if step.pending_structured_output_tokens {
+        scheduler_output.setattr(intern!(py, "pending_structured_output_tokens"), true)?;
+    }
+    Ok(())
+}
+
 /// Builds `SchedulerOutput`s.
 pub(crate) struct SchedulerOutputBuilder {
     scheduler_output: Py<PyAny>,
@@ -86,6 +101,9 @@ impl SchedulerOutputBuilder {
             PyBool::new(py, step.pending_structured_output_tokens).to_owned().into_any(),
         ];
         let output = self.scheduler_output.bind(py).call1(PyTuple::new(py, values)?)?;
+        if step.has_sync_kv_loads {
+            output.setattr(intern!(py, "has_sync_kv_loads"), true)?;
+        }
         if num_spec_tokens_to_schedule > 0 {
             let name = intern!(py, "num_spec_tokens_to_schedule");
             output.setattr(name, num_spec_tokens_to_schedule)?;
@@ -277,7 +295,10 @@ impl<'py> Source<'_, 'py> {
 }
 
 /// All block ids of a request: one list a KV cache group.
-fn all_block_ids<'py>(py: Python<'py>, request: &Request) -> PyResult<Bound<'py, PyTuple>> {
+pub(crate) fn all_block_ids<'py>(
+    py: Python<'py>,
+    request: &Request,
+) -> PyResult<Bound<'py, PyTuple>> {
     block_ids(py, request.groups().iter().map(|blocks| blocks.table.as_slice()))
 }
 
