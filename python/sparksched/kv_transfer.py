@@ -53,9 +53,7 @@ class KVTransfer:
 
     # ---- called by the core ----
 
-    def find_external_hit(
-        self, request: Request, num_local_tokens: int
-    ) -> tuple[int | None, bool]:
+    def find_external_hit(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """Ask how many tokens can be loaded behind the first ones, None for "not known yet".
 
         The other half of the answer is whether they are loaded between steps.
@@ -109,7 +107,7 @@ class KVTransfer:
         self.connector.update_connector_output(report)
 
     def log_failures(self, num_requests: int, num_tokens: int, failed: set[str] | None) -> None:
-        """Log that blocks could not be filled; `failed` are the ids of requests that fail for it."""
+        """Log that blocks could not be filled; the requests in `failed` fail for it."""
         if failed is None:
             logger.warning(
                 "Blocks could not be loaded: %d requests compute %d tokens again.",

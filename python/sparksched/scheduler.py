@@ -118,8 +118,13 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         self._kv_event_publisher = EventPublisherFactory.create(
             vllm_config.kv_events_config, vllm_config.parallel_config.data_parallel_index
         )
-        config = core_config(vllm_config, kv_cache_config, block_size, log_stats)
-        config["kv_transfer"] = self._kv_transfer and self._kv_transfer.core_config
+        config = core_config(
+            vllm_config,
+            kv_cache_config,
+            block_size,
+            log_stats,
+            kv_transfer=self._kv_transfer and self._kv_transfer.core_config,
+        )
         self._needs_none_hash = config["hash_algorithm"] is not None
         self.extra_keys = (
             extra_keys_writer(config["hash_algorithm"], block_size)
@@ -463,9 +468,16 @@ def draft_validator(
 
 
 def core_config(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int, log_stats: bool
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    block_size: int,
+    log_stats: bool,
+    kv_transfer: dict[str, bool] | None = None,
 ) -> dict[str, Any]:
-    """Return what the Rust core is built from; `scheduler_config()` there reads it."""
+    """Return what the Rust core is built from; `scheduler_config()` there reads it.
+
+    `kv_transfer` says how a KV connector takes part; None without one.
+    """
     scheduler_config = vllm_config.scheduler_config
     cache_config = vllm_config.cache_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -511,6 +523,7 @@ def core_config(
         ),
         "enable_kv_cache_events": publishes_events(vllm_config),
         "kv_cache_metrics": vllm_config.observability_config.kv_cache_metrics,
+        "kv_transfer": kv_transfer,
     }
 
 

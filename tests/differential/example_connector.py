@@ -68,10 +68,16 @@ class ExampleConnectorFeature(Feature):
         self._connector = scheduler.connector
 
     def allows(self, event: Event) -> bool:
-        from .trace import LoseInFlightSteps
+        from .trace import Arrive, LoseInFlightSteps
 
-        # Blocks that wait for the end of a lost step would never be free again.
-        return not isinstance(event, LoseInFlightSteps)
+        match event:
+            case LoseInFlightSteps():
+                return False  # blocks that wait for its end would never be free again
+            case Arrive(plan):
+                # The connector says of one token that it has less than none of it, and vLLM that a
+                # negative number of tokens is computed.
+                return len(plan.prompt_token_ids) > 1
+        return True
 
     def complete_output(
         self,

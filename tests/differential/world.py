@@ -271,18 +271,7 @@ _CHUNKED_LOCAL_SETTINGS: dict[str, dict[str, Any]] = {
     "chunked-local-and-windows": {"groups": "full+2windows", "chunked_local": True},
 }
 
-NAMED_SETTINGS |= (
-    _FEATURE_SETTINGS
-    | _SPECULATION_SETTINGS
-    | _LORA_SETTINGS
-    | _SESSION_SETTINGS
-    | _PARALLEL_SETTINGS
-    | _CHUNKED_LOCAL_SETTINGS
-    | _RANDOM_SETTINGS
-)
-
-# Configurations that the Rust core does not have yet. What it has got moves up.
-NEW_SETTINGS: dict[str, dict[str, Any]] = {
+_CONNECTOR_SETTINGS: dict[str, dict[str, Any]] = {
     "sync-connector": {"async_scheduling": False, "connector": {}},
     "async-connector": {"async_scheduling": True, "connector": {}},
     "connector-preempting": {"connector": {}} | _SCARCE_BLOCKS,
@@ -296,8 +285,6 @@ NEW_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "connector-speculating": {"connector": {"match_share": 0.7}, "speculation": {}},
     "connector-multimodal": {"connector": {"match_share": 0.7}, "multimodal": {}},
-    "ec-connector": {"multimodal": {}, "ec_connector": {}},
-    "ec-connector-preempting": {"multimodal": {}, "ec_connector": {}} | _SCARCE_BLOCKS,
     "example-connector": {"groups": "full", "example_connector": {}},
     "offloading": {
         "enable_prefix_caching": True,
@@ -310,7 +297,24 @@ NEW_SETTINGS: dict[str, dict[str, Any]] = {
     "random-features-with-connector": {"draws_features": True, "connector": {}},
 }
 
-ALL_SETTINGS = NAMED_SETTINGS | NEW_SETTINGS
+NAMED_SETTINGS |= (
+    _FEATURE_SETTINGS
+    | _SPECULATION_SETTINGS
+    | _LORA_SETTINGS
+    | _SESSION_SETTINGS
+    | _PARALLEL_SETTINGS
+    | _CHUNKED_LOCAL_SETTINGS
+    | _CONNECTOR_SETTINGS
+    | _RANDOM_SETTINGS
+)
+
+# Configurations that the Rust core does not have: vLLM's scheduler is played against itself.
+FALLBACK_SETTINGS: dict[str, dict[str, Any]] = {
+    "ec-connector": {"multimodal": {}, "ec_connector": {}},
+    "ec-connector-preempting": {"multimodal": {}, "ec_connector": {}} | _SCARCE_BLOCKS,
+}
+
+ALL_SETTINGS = NAMED_SETTINGS | FALLBACK_SETTINGS
 
 
 def draw_configuration(name: str, seed: int) -> Configuration:

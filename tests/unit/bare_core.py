@@ -66,6 +66,7 @@ def core_config(**changes: Any) -> dict[str, Any]:
         "hash_algorithm": "sha256",
         "enable_kv_cache_events": False,
         "kv_cache_metrics": False,
+        "kv_transfer": None,
     }
     unknown = changes.keys() - config
     assert not unknown, unknown
@@ -115,6 +116,7 @@ def callbacks(**changes: Any) -> dict[str, Any]:
         "encoder_inputs": None,
         "extra_keys": None,
         "block_observer": None,
+        "kv_transfer": None,
         "include_finished_set": False,
     }
     return arguments | changes

@@ -178,7 +178,7 @@ def test_stored_blocks(
             request.block_hashes[num_known - 1] if num_known else None,
             request._all_token_ids[num_known * BLOCK_SIZE : 4 * BLOCK_SIZE],
         )
-    observer.publish()
+    observer.publish([])
     assert publisher.take() == manager.take_events()
 
 
@@ -202,7 +202,7 @@ def test_kinds_of_groups(algorithm: str, kv_cache_spec: Any) -> None:
     )
     observer, publisher = build_observer(config)
     observer.on_stored(request, 0, [0], request.block_hashes[:1], None, [0, 1, 2, 3])
-    observer.publish()
+    observer.publish([])
     (event,) = publisher.take()
     assert event.kv_cache_spec_kind is not None
     assert [event] == manager.take_events()
@@ -223,7 +223,7 @@ def test_removed_blocks_and_a_cleared_cache(algorithm: str, kind_of_hashes: None
         observer.on_removed(get_block_hash(key), get_group_id(key))
     assert pool.reset_prefix_cache()
     observer.on_cleared()
-    observer.publish()
+    observer.publish([])
     events = [it for it in manager.take_events() if not isinstance(it, BlockStored)]
     assert [type(it) for it in events] == [BlockRemoved, BlockRemoved, AllBlocksCleared]
     assert publisher.take() == events
@@ -231,14 +231,14 @@ def test_removed_blocks_and_a_cleared_cache(algorithm: str, kind_of_hashes: None
 
 def test_events_are_published_once_and_in_their_order() -> None:
     observer, publisher = build_observer()
-    observer.publish()
+    observer.publish([])
     assert publisher.batches == []
     observer.on_removed(b"one", 0)
     observer.on_cleared()
     observer.on_removed(b"two", 1)
     before = time.time()
     for _ in range(2):
-        observer.publish()
+        observer.publish([])
     (batch,) = publisher.batches
     assert type(batch) is KVEventBatch
     assert before <= batch.ts <= time.time()
@@ -407,5 +407,5 @@ def test_a_scenarios_events_equal_vllms(
     assert kinds == ({BlockStored, BlockRemoved} if num_blocks == 18 else {BlockStored})
     assert manager.reset_prefix_cache()
     assert core.reset_prefix_cache()
-    observer.publish()
+    observer.publish([])
     assert publisher.take() == manager.take_events() == [AllBlocksCleared()]

@@ -8,7 +8,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -300,6 +300,23 @@ def test_supported_options(model_directory: Path, option: str, async_scheduling:
     assert problem is None
 
 
+def kv_connector(name: str, connectors: Sequence[str] = ()) -> Any:
+    from vllm.config import KVTransferConfig
+
+    parts = [{"kv_connector": part, "kv_role": "kv_both"} for part in connectors]
+    return KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_extra_config={"connectors": parts}
+    )
+
+
+@pytest.mark.parametrize("name", ["ExampleConnector", "OffloadingConnector", "MultiConnector"])
+def test_supported_kv_connectors(supported_config: object, name: str) -> None:
+    config = changed(
+        supported_config, "kv_transfer_config", kv_connector(name, ["ExampleConnector"])
+    )
+    assert compat.unsupported_config(config) is None
+
+
 REFUSED = [
     ("running without a model configuration", {"model_config": None}),
     ("diffusion", {"diffusion_config": object()}),
@@ -312,8 +329,22 @@ REFUSED = [
         "LoRA with pipeline parallelism",
         {"lora_config": object(), "parallel_config.pipeline_parallel_size": 2},
     ),
-    ("a KV connector", {"kv_transfer_config": object()}),
-    ("KV cache offloading", {"cache_config.kv_offloading_size": 1.0}),
+    (
+        "a KV connector that manages blocks itself",
+        {"kv_transfer_config": kv_connector("SimpleCPUOffloadConnector")},
+    ),
+    (
+        "a KV connector that manages blocks itself",
+        {
+            "kv_transfer_config": kv_connector(
+                "MultiConnector", connectors=["ExampleConnector", "MooncakeStoreConnector"]
+            )
+        },
+    ),
+    (
+        "a KV connector that manages blocks itself",  # vLLM says that there is no such connector
+        {"kv_transfer_config": kv_connector("NoSuchConnector")},
+    ),
     ("an EC connector", {"ec_transfer_config": object()}),
     ("decode context parallelism", {"parallel_config.decode_context_parallel_size": 2}),
     ("prefill context parallelism", {"parallel_config.prefill_context_parallel_size": 2}),

@@ -96,9 +96,10 @@ fn speculation(config: &Bound<'_, PyDict>) -> PyResult<Speculation> {
 }
 
 fn kv_transfer(config: &Bound<'_, PyDict>) -> PyResult<Option<KvTransferConfig>> {
-    let Some(config) = config.get_item("kv_transfer")?.filter(|it| !it.is_none()) else {
+    let config = item(config, "kv_transfer")?;
+    if config.is_none() {
         return Ok(None);
-    };
+    }
     let config = config.cast::<PyDict>()?;
     Ok(Some(KvTransferConfig {
         defer_block_free: get(config, "defer_block_free")?,
@@ -111,6 +112,9 @@ fn get<'py, T: for<'a> FromPyObject<'a, 'py, Error = PyErr>>(
     config: &Bound<'py, PyDict>,
     name: &str,
 ) -> PyResult<T> {
-    let value = config.get_item(name)?.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
-    value.extract()
+    item(config, name)?.extract()
+}
+
+fn item<'py>(config: &Bound<'py, PyDict>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+    config.get_item(name)?.ok_or_else(|| PyKeyError::new_err(name.to_owned()))
 }

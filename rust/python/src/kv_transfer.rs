@@ -67,7 +67,8 @@ impl KvTransfer {
         let Some(num_tokens) = num_tokens else { return Ok(None) };
         let num_local = i64::from(num_local_tokens);
         let num_missing = i64::from(state.num_tokens() as u32) - num_local;
-        let possible = Some(num_tokens).filter(|it| (-num_local..=num_missing).contains(it));
+        // Less than nothing is nothing: vLLM's ExampleConnector says so of a prompt of one token.
+        let possible = Some(num_tokens.max(-num_local)).filter(|&it| it <= num_missing);
         let num_tokens = possible.and_then(|it| i32::try_from(it).ok()).ok_or_else(|| {
             PyValueError::new_err(format!(
                 "the KV connector has {num_tokens} tokens of request {}, which lacks {num_missing}",
