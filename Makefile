@@ -76,7 +76,7 @@ report: env ## make report/report.html of all results
 # --- Checks ------------------------------------------------------------------------------
 
 .PHONY: test
-test: lint test-rust build ## every check: lints, types, Rust and Python tests, real servers
+test: lint test-rust build conformance ## every check: lints, types, all tests, real servers
 	$(BIN)/pytest
 
 .PHONY: test-fast

@@ -1,11 +1,13 @@
 """What does a step cost the host? vLLM's scheduler and ours, side by side in one process.
 
-Three questions, each answered for both schedulers in the same run and in alternation:
+Four questions, each answered for both schedulers in the same run and in alternation:
 
 - `decode`: time of `schedule()`, of `update_from_output()` and of making the outputs a message, per
   step, by running requests, in vLLM's asynchronous engine loop (a step is scheduled before the
   former one's output is there). In vLLM a thread of its own makes messages; ours begins them in
   `update_from_output()`.
+- `features`: the same, if all requests speculate, have a grammar, or an adapter. What grammars cost
+  by themselves is left out: it is the same for both.
 - `prefill`: time to hash, admit and prefill one request, with and without its prefix cached.
 - `blocks`: time and memory to set up the bookkeeping of a million KV blocks.
 
@@ -17,6 +19,7 @@ Objects passed in and out are those that vLLM's engine passes and consumes; stat
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -31,7 +34,6 @@ from typing import Any
 from sparksched._core import StepOutputs
 from sparksched.scheduler import SparkScheduler
 from sparksched.transport.encoder import PartEncoder
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -40,11 +42,11 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
 from bench.header import describe_run
+from bench.progress import Progress
+from bench.step_loads import BLOCK_SIZE, FEATURES, GPT_OSS, PLAIN, GrammarsOfNoCost, Load
 from tests.differential.world import (
     CANDIDATES,
-    FULL_ATTENTION,
     BlockHasher,
-    Configuration,
     World,
     build_world,
     stock_block_hasher,
@@ -53,39 +55,13 @@ from tests.differential.world import (
 
 SIDES = ("stock", "sparksched")
 VOCABULARY = 200_000
+DECODE_STEPS = {1: 1000, 8: 400, 64: 200, 256: 100, 1024: 60}
+"""By running requests: the fewest steps to measure."""
+FEATURE_STEPS = {64: 100, 256: 60}
+PROMPTS = (1024, 8192)
 STEPS_IN_A_ROW = 20
 """Steps before it is the other side's turn: one side's objects don't evict the other's from the
 processor's caches in each step, and slow phases of the machine still hit both."""
-BLOCK_SIZE = 16
-
-GPT_OSS = Configuration(
-    name="gpt-oss",
-    async_scheduling=True,
-    policy="fcfs",
-    sliding_windows=(128, FULL_ATTENTION),
-    latent_groups=(False, False),
-    block_size=BLOCK_SIZE,
-    num_blocks=400_000,
-    max_model_len=131_072,
-    max_num_seqs=1024,
-    max_num_batched_tokens=16_384,
-    max_num_scheduled_tokens=None,
-    max_num_active_seqs=None,
-    enable_chunked_prefill=True,
-    long_prefill_token_threshold=0,
-    long_prefill_token_threshold_adaptive=False,
-    watermark=0.0,
-    scheduler_reserve_full_isl=True,
-    enable_prefix_caching=True,
-    prefix_caching_hash_algo="sha256",
-    prefix_cache_retention_interval=0,
-    use_v2_model_runner=True,
-    log_stats=True,
-    include_finished_set=False,
-    batch_queue_size=2,
-    throttles_prefills=False,
-    native_block_hasher=True,
-)
 
 
 @dataclass(frozen=True)
@@ -107,12 +83,16 @@ class Spread:
 class Engine:
     """One scheduler in a loop like the engine's, with a model that takes no time."""
 
-    def __init__(self, side: str, configuration: Configuration) -> None:
-        self.world: World = build_world(configuration)
-        scheduler_class = CANDIDATES[side](configuration)
-        self.scheduler: SchedulerInterface = self.world.build_scheduler(
-            scheduler_class, StructuredOutputManager(self.world.vllm_config)
+    def __init__(self, side: str, load: Load = PLAIN) -> None:
+        self.load = load
+        self.world: World = build_world(load.configuration)
+        scheduler_class = CANDIDATES[side](load.configuration)
+        manager = (
+            GrammarsOfNoCost()
+            if load.has_grammars
+            else StructuredOutputManager(self.world.vllm_config)
         )
+        self.scheduler: SchedulerInterface = self.world.build_scheduler(scheduler_class, manager)
         if type(self.scheduler) is not scheduler_class:
             raise RuntimeError(f"{scheduler_class} fell back to {type(self.scheduler)}")
         self.hasher = _block_hasher(side, self.world)
@@ -126,13 +106,14 @@ class Engine:
 
     def request(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:
         """Build a request as the engine does, its prompt hashed."""
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        return Request(request_id, prompt, params, None, block_hasher=self.hasher)
+        return self.load.request(request_id, prompt, max_tokens, self.hasher)
 
     def step(self) -> None:
         """Schedule a step, then take in the output of the one before."""
         start = time.perf_counter_ns()
         scheduled = self.scheduler.schedule()
+        if self.load.has_grammars:
+            self.scheduler.get_grammar_bitmask(scheduled)
         self.schedule_times.append(time.perf_counter_ns() - start)
         finished, self.in_flight = self.in_flight, (scheduled, self._execute(scheduled))
         if finished is not None:
@@ -151,14 +132,16 @@ class Engine:
             self.in_flight = None
 
     def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Sample a token for each request whose prompt is computed to its end."""
+        """Sample for each request whose prompt is computed to its end: a token, and some drafts."""
         for new in scheduled.scheduled_new_reqs:
             self.num_missing[new.req_id] = len(new.prompt_token_ids) - new.num_computed_tokens
         sampled: list[list[int]] = []
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             self.num_missing[request_id] -= num_tokens
+            drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, ())
             is_complete = self.num_missing[request_id] <= 0
-            sampled.append([self.random.randrange(VOCABULARY)] if is_complete else [])
+            num_sampled = is_complete * (1 + self.random.randint(0, len(drafts)))
+            sampled.append([self.random.randrange(VOCABULARY) for _ in range(num_sampled)])
         ids = list(scheduled.num_scheduled_tokens)
         rows = {request_id: row for row, request_id in enumerate(ids)}
         return ModelRunnerOutput(req_ids=ids, req_id_to_index=rows, sampled_token_ids=sampled)
@@ -185,9 +168,9 @@ def _block_hasher(side: str, world: World) -> BlockHasher | None:
 # ---- decode ----
 
 
-def measure_decode(num_requests: int, num_steps: int) -> dict[str, Any]:
+def measure_decode(num_requests: int, num_steps: int, load: Load = PLAIN) -> dict[str, Any]:
     """Time a step of `num_requests` generating requests."""
-    engines = {side: Engine(side, GPT_OSS) for side in SIDES}
+    engines = {side: Engine(side, load) for side in SIDES}
     for engine in engines.values():
         prompt_source = random.Random(1)
         for number in range(num_requests):
@@ -206,7 +189,8 @@ def measure_decode(num_requests: int, num_steps: int) -> dict[str, Any]:
                     engine.schedule_times.clear()
                     engine.update_times.clear()
                     engine.message_times.clear()
-    return {"requests": num_requests} | {side: _decode_times(engines[side]) for side in SIDES}
+    result = {side: _decode_times(engines[side]) for side in SIDES}
+    return {"feature": load.name, "requests": num_requests} | result
 
 
 def _decode_times(engine: Engine) -> dict[str, Any]:
@@ -235,7 +219,7 @@ class _heap_as_in_the_engine:
 
 def measure_prefill(num_tokens: int, cached: bool, rounds: int) -> dict[str, Any]:
     """Time one request from its arrival in the engine to its first token."""
-    engines = {side: Engine(side, GPT_OSS) for side in SIDES}
+    engines = {side: Engine(side) for side in SIDES}
     times: dict[str, list[int]] = {side: [] for side in SIDES}
     prompts = {side: _prompts(num_tokens, cached) for side in SIDES}
     with _heap_as_in_the_engine():
@@ -275,15 +259,20 @@ import json, psutil, sys, time
 from bench import step_cost
 from dataclasses import replace
 side, num_blocks = sys.argv[1], int(sys.argv[2])
-with step_cost.vllm_environment(step_cost.GPT_OSS):
-    step_cost.Engine(side, replace(step_cost.GPT_OSS, num_blocks=1000))
+
+def prepare(num_blocks):
     world = step_cost.build_world(replace(step_cost.GPT_OSS, num_blocks=num_blocks))
     scheduler_class = step_cost.CANDIDATES[side](world.configuration)
     manager = step_cost.StructuredOutputManager(world.vllm_config)
+    return lambda: world.build_scheduler(scheduler_class, manager)
+
+with step_cost.vllm_environment(step_cost.GPT_OSS):
+    prepare(1000)()  # the first one is slower
+    build = prepare(num_blocks)
     memory = psutil.Process().memory_info
     before = memory().rss
     start = time.perf_counter()
-    scheduler = world.build_scheduler(scheduler_class, manager)
+    scheduler = build()
     taken = time.perf_counter() - start
     after = memory().rss
 print(json.dumps({"build_ms": taken * 1000, "memory_mib": (after - before) / 2**20}))
@@ -309,27 +298,29 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, for a first look")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     arguments = parser.parse_args()
-    scale = 1 if arguments.quick else 5
-    with vllm_environment(GPT_OSS):
-        decode = [
-            _with_progress(f"decode, {count} requests", measure_decode, count, scale * steps)
-            for count, steps in ((1, 1000), (8, 400), (64, 200), (256, 100), (1024, 60))
-        ]
-        prefill = [
-            _with_progress(f"prefill, {tokens} tokens", measure_prefill, tokens, cached, scale * 10)
-            for tokens in (1024, 8192)
-            for cached in (False, True)
-        ]
-    blocks = _with_progress("a million blocks", measure_blocks, 1_000_000)
-    result = {"run": describe_run(), "decode": decode, "prefill": prefill, "blocks": blocks}
+    result = measure(scale=1 if arguments.quick else 5)
     _print_report(result)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _with_progress(what: str, measure: Callable[..., dict[str, Any]], *args: object) -> Any:
-    print(f"measuring: {what} ...", file=sys.stderr, flush=True)
-    return measure(*args)
+def measure(scale: int) -> dict[str, Any]:
+    """Measure everything, with `scale` times the fewest repetitions."""
+    result: dict[str, Any] = {"run": describe_run(), "decode": [], "features": [], "prefill": []}
+    num_cases = len(DECODE_STEPS) + len(FEATURES) * len(FEATURE_STEPS) + 2 * len(PROMPTS)
+    with Progress(num_cases + 1) as progress, vllm_environment(GPT_OSS):
+        for count, steps in DECODE_STEPS.items():
+            progress.begin(f"decode, {count} requests")
+            result["decode"].append(measure_decode(count, scale * steps))
+        for load, (count, steps) in itertools.product(FEATURES, FEATURE_STEPS.items()):
+            progress.begin(f"{load.name}, {count} requests")
+            result["features"].append(measure_decode(count, scale * steps, load))
+        for tokens, cached in itertools.product(PROMPTS, (False, True)):
+            progress.begin(f"prefill, {tokens} tokens")
+            result["prefill"].append(measure_prefill(tokens, cached, scale * 10))
+        progress.begin("a million blocks")
+        result["blocks"] = measure_blocks(1_000_000)
+    return result
 
 
 def _print_report(result: dict[str, Any]) -> None:
@@ -342,6 +333,13 @@ def _print_report(result: dict[str, Any]) -> None:
         stock, ours = row["stock"], row["sparksched"]
         parts = [_parts(stock), _parts(ours)]
         print(_row(row["requests"], stock["step_us"], ours["step_us"], *parts))
+    print("\nThe same, with what all requests have")
+    print("| feature | requests | vLLM | sparksched | ratio | vLLM's parts | sparksched's parts |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for row in result["features"]:
+        stock, ours = row["stock"], row["sparksched"]
+        label = f"{row['feature']} | {row['requests']}"
+        print(_row(label, stock["step_us"], ours["step_us"], _parts(stock), _parts(ours)))
     print("\nPrefill of one request, hashing included: µs, median (p10 to p90)")
     print("| tokens | vLLM | sparksched | ratio |")
     print("| --- | --- | --- | --- |")

@@ -56,6 +56,13 @@ def step_cost(result: Row) -> list[Section]:
                 ],
             ),
         ]
+    features = rows_of(result, "features")
+    if features:
+        columns = ("all requests have", "requests", "vLLM", "p90", "sparksched", "p90", "ratio")
+        rows = [
+            [str(row.get("feature")), *_spread_row(row, "requests", "step_us")] for row in features
+        ]
+        parts += [Paragraph("The same, in µs, with what all requests have:"), Table(columns, rows)]
     prefill = rows_of(result, "prefill")
     if prefill:
         columns = ("prompt tokens", "vLLM", "p90", "sparksched", "p90", "ratio")

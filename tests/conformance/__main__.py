@@ -1,7 +1,8 @@
 """Command line: `python -m tests.conformance`, with arguments for pytest behind it.
 
-`python -m tests.conformance --stock` runs the same tests on vLLM's own schedulers: what fails there
-fails for want of a network or a GPU.
+- `--update` writes the list of what is expected to pass, instead of comparing.
+- `--stock` runs the same tests on vLLM's own schedulers: what fails there fails for want of a
+  network or a GPU.
 """
 
 import os
@@ -16,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".conformance"
 
 # The files of `tests/v1/core` that are about the scheduler, or call parts of it. The others are
-# about the KV cache manager, its parts and the encoder cache alone, or need a real model.
+# about the KV cache manager, its parts and the encoder cache alone, or need a real model; and
+# test_priority_scheduler_random.py takes minutes a test, of 20,000 steps, on vLLM's scheduler, too.
 FILES = (
     "test_scheduler.py",
     "test_async_scheduler.py",
@@ -25,7 +27,6 @@ FILES = (
     "test_output.py",
     "test_prefix_replay.py",
     "test_priority_preemption_bug.py",
-    "test_priority_scheduler_random.py",
     "test_repetition_detection.py",
     "test_swa_inflight_window_free.py",
     "test_worker_slot_overflow.py",
@@ -61,6 +62,7 @@ def pytest_options(tests: Path) -> list[str]:
         # vLLM's is for tests with models and GPUs, and slow to import.
         "--noconftest",
         "-pno:cacheprovider",
+        "-pconformance.fixtures",
     ]
 
 

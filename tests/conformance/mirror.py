@@ -6,13 +6,13 @@ What is written is compared before the next call: a test that changes the state 
 otherwise seem to pass, although its change reached nobody.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+from vllm.v1.metrics.stats import PrefixCacheStats, RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
 from . import kv_cache_mirror
@@ -24,6 +24,7 @@ _COUNTERS = (
     "num_in_flight_tokens",
     "num_stale_output_tokens",
     "num_preemptions",
+    "next_decode_eligible_step",
 )
 
 _PREFIX_CACHE_COUNTERS = (
@@ -49,10 +50,16 @@ class Mirror:
 
     def __init__(self, stock: Any) -> None:
         self.stock = stock
+        # What a test has assigned that is part of the configuration.
+        self.settings: dict[str, Any] = {}
+        # Called for each preemption, with the request as it was before.
+        self.preemption_observer: Callable[..., None] | None = None
+        self._is_preempting = False
         # Written only for those that look: it takes time in proportion to the number of blocks.
         self._shows_kv_cache = False
         self._snapshot: Snapshot | None = None
         self._num_tokens: dict[str, int] = {}
+        self._new_token_ids: dict[str, list[int]] = {}
         self._written = self._fingerprint()
 
     # ---- what no snapshot says ----
@@ -69,7 +76,7 @@ class Mirror:
         self._written = self._fingerprint()
 
     def note_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Append the tokens that a step brought; its counters are still to be written.
+        """Remember the tokens that a step brought; its counters are still to be written.
 
         A request that ends keeps the counters of its last step.
         """
@@ -78,19 +85,42 @@ class Mirror:
                 self._note_output(output)
 
     def _note_output(self, output: EngineCoreOutput) -> None:
-        request = self.stock.requests[output.request_id]
-        num_tokens = self._num_tokens[request.request_id] + len(output.new_token_ids)
-        # Of the few requests whose tokens Python looks at, the native scheduler has appended them.
-        num_missing = num_tokens - request.num_tokens
-        if num_missing > 0:
-            request.append_output_token_ids(list(output.new_token_ids[-num_missing:]))
+        self._new_token_ids[output.request_id] = list(output.new_token_ids)
         if output.finish_reason is not None:
+            request = self.stock.requests[output.request_id]
+            num_tokens = self._num_tokens[request.request_id] + len(output.new_token_ids)
+            self._append_tokens(request, num_tokens)
             request.stop_reason = output.stop_reason
             self.note_finished([request])
+
+    def _append_tokens(self, request: Request, num_tokens: int) -> None:
+        """Make a request so long, with the tokens that this step brought.
+
+        Of the few requests whose tokens Python looks at, the native scheduler has appended them.
+        """
+        num_missing = num_tokens - request.num_tokens
+        new_token_ids = self._new_token_ids.pop(request.request_id, [])
+        if 0 < num_missing <= len(new_token_ids):
+            request.append_output_token_ids(new_token_ids[-num_missing:])
 
     def note_finished(self, requests: Iterable[Request]) -> None:
         """Remember requests that ended, until the next step tells of them."""
         self.stock.finished_req_ids |= {request.request_id for request in requests}
+
+    def _tell_of_preemptions(self, snapshot: Snapshot) -> None:
+        if self.preemption_observer is None:
+            return
+        self._is_preempting = True
+        for request_id, state in snapshot["requests"].items():
+            request = self.stock.requests.get(request_id)
+            if request is not None and request.num_preemptions < state["num_preemptions"]:
+                self.preemption_observer(request, 0.0)
+        self._is_preempting = False
+
+    def note_preemption(self, _request: Request, _timestamp: float, **_options: Any) -> None:
+        """Stand in for vLLM's function that preempts, for those that wrap it to observe it."""
+        if not self._is_preempting:
+            raise StateWasChangedByHand("_preempt_request() was called")
 
     def add_prefix_cache_stats(self, stats: PrefixCacheStats) -> None:
         """Add to the counters that vLLM's KV cache manager keeps from one output to the next."""
@@ -103,19 +133,30 @@ class Mirror:
     def write(self, requests: dict[str, Request], snapshot: Snapshot) -> None:
         """Show this state, of these requests."""
         stock = self.stock
+        self._tell_of_preemptions(snapshot)
         stock.requests = dict(requests)
         for request_id, state in snapshot["requests"].items():
+            self._append_tokens(requests[request_id], state["num_tokens"])
             _write_request(requests[request_id], state)
         stock.running = [requests[request_id] for request_id in snapshot["running"]]
-        stock.waiting = create_request_queue(stock.policy)
-        for request_id in snapshot["waiting"]:
-            stock.waiting.add_request(requests[request_id])
-        stock.deferred_waiting = {it for it in stock.waiting if _waits_for_grammar(it)}
+        self._write_waiting([requests[request_id] for request_id in snapshot["waiting"]])
         if self._shows_kv_cache:
             kv_cache_mirror.write(stock.kv_cache_manager, snapshot)
         self._snapshot = snapshot
         self._num_tokens = {it.request_id: it.num_tokens for it in requests.values()}
         self._written = self._fingerprint()
+
+    def _write_waiting(self, requests: list[Request]) -> None:
+        stock = self.stock
+        stock.waiting = create_request_queue(stock.policy)
+        stock.kv_holding_waiting = create_request_queue(stock.policy)
+        for request in requests:
+            holds_blocks = stock._holds_kv_blocks(request)
+            (stock.kv_holding_waiting if holds_blocks else stock.waiting).add_request(request)
+        blocked = {it for it in requests if stock._is_blocked_waiting_status(it.status)}
+        stock.deferred_waiting = blocked
+        sessions = [it for it in blocked if it.status == RequestStatus.WAITING_FOR_STREAMING_REQ]
+        stock.num_waiting_for_streaming_input = len(sessions)
 
     def show_kv_cache(self) -> Any:
         """Return vLLM's KV cache manager; from now on it is kept at the native state, too."""
@@ -156,19 +197,19 @@ class Mirror:
         return fingerprint
 
 
-def _waits_for_grammar(request: Request) -> bool:
-    return bool(request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
-
-
 def _write_request(request: Request, state: dict[str, Any]) -> None:
-    if request.num_tokens != state["num_tokens"]:
-        raise MirrorIsWrong(
-            f"request {request.request_id} has {state['num_tokens']} tokens, "
-            f"but its outputs make {request.num_tokens}"
-        )
+    for name in ("num_tokens", "num_prompt_tokens"):
+        if getattr(request, name) != state[name]:
+            raise MirrorIsWrong(
+                f"{name} of request {request.request_id} is {state[name]}, "
+                f"but its inputs and outputs make {getattr(request, name)}"
+            )
     request.status = RequestStatus[state["status"]]
     for name in _COUNTERS:
         setattr(request, name, state[name])
+    request.spec_token_ids = list(state["spec_token_ids"])
+    metrics = state["spec_decode_metrics"]
+    request.spec_decode_metrics = metrics and RequestSpecDecodeMetrics(**metrics)
 
 
 def _request_state(request: Request) -> tuple[Any, ...]:
@@ -177,5 +218,6 @@ def _request_state(request: Request) -> tuple[Any, ...]:
         request.num_tokens,
         request.resumable,
         tuple(request.spec_token_ids),
+        id(request.structured_output_request),
         *(getattr(request, name) for name in _COUNTERS),
     )

@@ -1,31 +1,142 @@
-"""The models that vLLM's scheduler tests name: a configuration is all that is read of them."""
+"""The models that vLLM's scheduler tests name: configurations and processors, no weights.
+
+Limits, special tokens and sizes of images are the real models': tests count on them.
+"""
 
 import json
 from pathlib import Path
+from typing import Any
 
-_OPT = {
-    "architectures": ["OPTForCausalLM"],
-    "model_type": "opt",
-    "vocab_size": 50272,
-    "hidden_size": 64,
-    "word_embed_proj_dim": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "ffn_dim": 128,
-    # Limits and special tokens are the real ones: tests count on them.
-    "max_position_embeddings": 2048,
-    "bos_token_id": 2,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+
+from ..differential.opt_config import OPT_CONFIG
+
+_OPT = OPT_CONFIG | {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
+
+_LLAVA = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": 32000,
+    "projector_hidden_act": "gelu",
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "text_config": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 32064,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 4096,
+    },
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 336,
+        "patch_size": 14,
+        "projection_dim": 64,
+    },
 }
 
-_CONFIGURATIONS = {"facebook/opt-125m": _OPT, "facebook/opt-350m": _OPT}
+_LLAVA_PROCESSOR = {
+    "processor_class": "LlavaProcessor",
+    "image_processor_type": "CLIPImageProcessor",
+    "crop_size": {"height": 336, "width": 336},
+    "size": {"shortest_edge": 336},
+    "patch_size": 14,
+    "vision_feature_select_strategy": "default",
+}
+
+_QWEN = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "vocab_size": 151936,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128000,
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_config": {
+        "model_type": "qwen2_5_vl",
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+    },
+}
+
+_QWEN_PROCESSOR = {
+    "processor_class": "Qwen2_5_VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+
+_CONFIGURATIONS = {
+    "facebook/opt-125m": _OPT,
+    "facebook/opt-350m": _OPT,
+    "llava-hf/llava-1.5-7b-hf": _LLAVA,
+    "Qwen/Qwen2.5-VL-3B-Instruct": _QWEN,
+}
+
+# Of multimodal models, vLLM asks the processor how many tokens an image may have.
+_PROCESSORS = {
+    "llava-hf/llava-1.5-7b-hf": (_LLAVA_PROCESSOR, {"<image>": 32000}),
+    "Qwen/Qwen2.5-VL-3B-Instruct": (
+        _QWEN_PROCESSOR,
+        {
+            "<|vision_start|>": 151652,
+            "<|vision_end|>": 151653,
+            "<|image_pad|>": 151655,
+            "<|video_pad|>": 151656,
+        },
+    ),
+}
 
 
 def write_models(folder: Path) -> Path:
     """Write them so that their names are paths below `folder`, which is how vLLM finds them."""
     for name, configuration in _CONFIGURATIONS.items():
-        path = folder / name / "config.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(configuration, indent=2) + "\n")
+        path = folder / name
+        path.mkdir(parents=True, exist_ok=True)
+        _write_json(path / "config.json", configuration)
+        if name in _PROCESSORS:
+            processor, special_tokens = _PROCESSORS[name]
+            _write_json(path / "preprocessor_config.json", processor)
+            _write_tokenizer(path, special_tokens)
     return folder
+
+
+def _write_tokenizer(path: Path, special_tokens: dict[str, int]) -> None:
+    """Write one that knows the special tokens, and no other word."""
+    tokenizer = Tokenizer(WordLevel({"<unk>": 0, "<pad>": 1} | special_tokens, unk_token="<unk>"))
+    tokenizer.add_special_tokens([AddedToken(it, special=True) for it in special_tokens])
+    tokenizer.save(str(path / "tokenizer.json"))
+    _write_json(
+        path / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "pad_token": "<pad>"},
+    )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

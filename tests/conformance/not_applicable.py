@@ -38,8 +38,13 @@ def read(path: Path = FILE) -> Table:
     return Table(tomllib.loads(path.read_text()))
 
 
+def short_name(nodeid: str) -> str:
+    """Return a test's name without the folder that all of them are in."""
+    return nodeid.removeprefix(_FOLDER)
+
+
 def _split(nodeid: str) -> tuple[str, str]:
-    file, _, name = nodeid.removeprefix(_FOLDER).partition("::")
+    file, _, name = short_name(nodeid).partition("::")
     return file, name
 
 

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
-from . import census, names, not_applicable
+from . import census, expected, names, not_applicable
 from .census import CENSUS
 from .report import Report, Verdict, judge
 from .scheduler import MirroredAsyncScheduler, MirroredScheduler, accept_fallbacks
+from .source import installed_version
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what writes the list of expected outcomes anew."""
+    parser.addoption("--update", action="store_true", help="write the list of expected outcomes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,11 +64,20 @@ class Conformance:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.config.option.keyword:
-            return
         nodeids = [item.nodeid for item in session.items]
-        self._report.unknown_names = self._table.unknown_names(nodeids)
-        if self._report.unknown_names and session.exitstatus == pytest.ExitCode.OK:
+        is_complete = not session.config.option.keyword
+        if is_complete:
+            self._report.unknown_names = self._table.unknown_names(nodeids)
+        path = expected.path_of(installed_version())
+        known = expected.read(path) if path.exists() else {}
+        outcomes = expected.outcomes_of(self._report.verdicts)
+        if session.config.option.update and is_complete:
+            expected.write(path, expected.merged(known, outcomes, nodeids))
+        else:
+            self._report.changes = expected.changes(known, outcomes, nodeids)
+            if is_complete:
+                self._report.unknown_names += expected.missing(known, nodeids)
+        if self._report.is_wrong and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

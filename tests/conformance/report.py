@@ -59,7 +59,14 @@ class Report:
 
     verdicts: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
     unknown_names: list[str] = field(default_factory=list)
-    """Names in the table that no test has."""
+    """Names in the tables that no test has."""
+    changes: list[str] = field(default_factory=list)
+    """Tests of which something else is expected."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether there is something to do about the tables."""
+        return bool(self.unknown_names or self.changes)
 
     def enter(self, nodeid: str, verdict: Verdict, reason: str) -> None:
         """Add a test."""
@@ -98,9 +105,10 @@ class Report:
         return sorted(by_reason.items(), key=lambda item: -len(item[1]))
 
     def _mistakes(self) -> str:
-        """Return what is to be done about the table."""
+        """Return what is to be done about the tables."""
         lines = [f"listed but passes: {it}" for it in self._with(Verdict.LISTED_BUT_PASSES)]
         lines += [f"listed but unknown: {name}" for name in self.unknown_names]
+        lines += [f"changed: {change}" for change in self.changes]
         return "\n".join(lines)
 
     def _with(self, verdict: Verdict) -> list[str]:

@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 from sparksched.scheduler import SparkScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from . import names
@@ -24,13 +24,21 @@ _READABLE = frozenset(
         "policy",
         "max_model_len",
         "max_num_running_reqs",
+        "max_num_scheduled_tokens",
+        "max_num_encoder_input_tokens",
+        "spec_decode_metrics_level",
         "use_v2_model_runner",
+        "pp_size",
+        "use_pp",
         "finished_req_ids",
         "kv_holding_waiting",
+        "num_waiting_for_streaming_input",
         "prefill_capacity_bound",
-        "encoder_cache_manager",
     }
 )
+
+# What tests assign that is part of the native scheduler's configuration.
+_SETTINGS = frozenset({"use_v2_model_runner", "pp_size"})
 
 # What `SparkScheduler` itself assigns after its construction.
 _OWN_STATE = frozenset({"_core", "_needs_none_hash"})
@@ -69,7 +77,7 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
     def _build(self) -> None:
         args, kwargs = self._arguments
         self.__dict__["_is_built"] = False
-        with self._mode_of(args[0]):
+        with self._mode_of(args[0]), self._settings_of(args[0]):
             super().__init__(*args, **kwargs)
         self.__dict__["_is_built"] = True
 
@@ -85,11 +93,30 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
         with mock.patch.object(scheduler_config, "async_scheduling", cls.async_scheduling):
             yield
 
+    @contextmanager
+    def _settings_of(self, vllm_config: Any) -> Iterator[None]:
+        """Say in the configuration what the test has said by assignment."""
+        settings = self._mirror.settings
+        with ExitStack() as patches:
+            if "use_v2_model_runner" in settings:
+                variable = {"VLLM_USE_V2_MODEL_RUNNER": str(int(settings["use_v2_model_runner"]))}
+                patches.enter_context(mock.patch.dict(os.environ, variable))
+            if "pp_size" in settings:
+                num_stages = {"pipeline_parallel_size": settings["pp_size"]}
+                patches.enter_context(
+                    mock.patch.multiple(vllm_config.parallel_config, **num_stages)
+                )
+            yield
+
     # ---- attributes ----
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "use_v2_model_runner":
-            self._use_model_runner(is_v2=value)
+        if name in _SETTINGS:
+            self._change_setting(name, value)
+        elif name == "use_pp" and value == (self.pp_size > 1):
+            self._mirror.stock.use_pp = value
+        elif name == "_preempt_request":
+            self._mirror.preemption_observer = value
         elif name in _OWN_STATE or not self.__dict__.get("_is_built", False):
             self.__dict__[name] = value
         else:
@@ -98,15 +125,17 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
     def __getattr__(self, name: str) -> Any:
         if name in _READABLE and "_mirror" in self.__dict__:
             return getattr(self._mirror.stock, name)
+        if name == "_preempt_request":
+            return self._mirror.note_preemption
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _use_model_runner(self, *, is_v2: bool) -> None:
-        """Build the scheduler anew for a model runner: that is part of its configuration."""
+    def _change_setting(self, name: str, value: Any) -> None:
+        """Build the scheduler anew: what vLLM's reads at any time is part of our configuration."""
         if self.requests:
-            raise AssignsToTheScheduler("use_v2_model_runner")
-        self._mirror.stock.use_v2_model_runner = is_v2
-        with mock.patch.dict(os.environ, {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2))}):
-            self._build()
+            raise AssignsToTheScheduler(name)
+        setattr(self._mirror.stock, name, value)
+        self._mirror.settings[name] = value
+        self._build()
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -132,6 +161,17 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
         manager = self._mirror.show_kv_cache()
         self._take_stats()
         return manager
+
+    @property
+    def encoder_cache_manager(self) -> Any:
+        """The native scheduler's own. One for text has none, where vLLM's has an empty one."""
+        if self._encoder_inputs is None:
+            return self._mirror.stock.encoder_cache_manager
+        return self._encoder_inputs.encoder_cache_manager
+
+    @property
+    def encoder_cache_mismatch_reqs(self) -> set[str]:
+        return self._encoder_inputs.encoder_cache_mismatch_reqs
 
     def _take_stats(self) -> SchedulerStats | None:
         """Return the statistics, and move those of the prefix cache to where vLLM keeps them.
@@ -168,6 +208,16 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             self._mirror.note_outputs(outputs)
         return outputs
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        with self._changing_state():
+            super().update_draft_token_ids(draft_token_ids)
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        with self._changing_state():
+            super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus

@@ -86,8 +86,44 @@ def test_state_is_shown_after_each_call(mirrored: Any) -> None:
 def test_assignments_are_refused(mirrored: Any) -> None:
     with pytest.raises(AssignsToTheScheduler, match="connector"):
         mirrored.connector = mock.Mock()
-    with pytest.raises(AttributeError, match="_preempt_request"):
-        mirrored._preempt_request  # noqa: B018
+    with pytest.raises(AttributeError, match="_free_request"):
+        mirrored._free_request  # noqa: B018
+
+
+def test_settings_that_are_assigned_are_configured(mirrored: Any) -> None:
+    mirrored.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    core = mirrored._core
+    mirrored.pp_size = 2
+    mirrored.use_pp = True
+    assert mirrored._core is not core
+    parallel_config = mirrored.vllm_config.parallel_config
+    with mirrored._settings_of(mirrored.vllm_config):
+        assert parallel_config.pipeline_parallel_size == 2
+    assert parallel_config.pipeline_parallel_size == 1
+    with pytest.raises(AssignsToTheScheduler, match="use_pp"):
+        mirrored.use_pp = False
+
+
+def test_settings_cannot_change_under_requests(mirrored: Any) -> None:
+    with pytest.raises(AssignsToTheScheduler, match="pp_size"):
+        mirrored.pp_size = 2
+
+
+def test_preemptions_can_be_observed_but_not_made(mirrored: Any) -> None:
+    preempt = mirrored._preempt_request
+    observed = []
+
+    def observe(request: Request, timestamp: float) -> None:
+        observed.append((request.request_id, request.status))
+        preempt(request, timestamp)
+
+    mirrored._preempt_request = observe
+    step(mirrored)
+    mirrored.reset_prefix_cache(reset_running_requests=True)
+    assert observed
+    assert {status for _, status in observed} == {RequestStatus.RUNNING}
+    with pytest.raises(StateWasChangedByHand, match="_preempt_request"):
+        preempt(mirrored.requests["a"], 0.0)
 
 
 def change_counter(scheduler: Any) -> None:
@@ -96,6 +132,10 @@ def change_counter(scheduler: Any) -> None:
 
 def append_token(scheduler: Any) -> None:
     scheduler.requests["a"].append_output_token_ids(7)
+
+
+def give_drafts(scheduler: Any) -> None:
+    scheduler.requests["a"].spec_token_ids = [1]
 
 
 def take_from_queue(scheduler: Any) -> None:
@@ -111,7 +151,8 @@ def take_block(scheduler: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [change_counter, append_token, take_from_queue, replace_method, take_block]
+    "change",
+    [change_counter, append_token, give_drafts, take_from_queue, replace_method, take_block],
 )
 def test_changes_by_hand_are_noticed(mirrored: Any, change: Any) -> None:
     change(mirrored)

@@ -198,4 +198,7 @@ def _stock_request_state(scheduler: Any, request: Any) -> dict[str, Any]:
         "next_decode_eligible_step": request.next_decode_eligible_step,
         "num_prompt_tokens": request.num_prompt_tokens,
         "num_queued_inputs": len(request.streaming_queue or ()),
+        "spec_decode_metrics": (
+            request.spec_decode_metrics and dataclasses.asdict(request.spec_decode_metrics)
+        ),
     }

@@ -46,6 +46,7 @@ from vllm.v1.kv_cache_interface import (
 
 from .feature import FeatureSettings
 from .features import draw_features
+from .opt_config import OPT_CONFIG
 
 BlockHasher = Callable[[Any], list[bytes]]
 SchedulerClass = type[SchedulerInterface]
@@ -513,19 +514,8 @@ def _build_vllm_config(configuration: Configuration) -> VllmConfig:
 
 @functools.cache
 def _tiny_model_config() -> ModelConfig:
-    hf_config = {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "vocab_size": 50272,
-        "hidden_size": 64,
-        "word_embed_proj_dim": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "ffn_dim": 128,
-        "max_position_embeddings": 2048,
-    }
     directory = _model_directory().name
-    (Path(directory) / "config.json").write_text(json.dumps(hf_config))
+    (Path(directory) / "config.json").write_text(json.dumps(OPT_CONFIG))
     return ModelConfig(
         model=directory, skip_tokenizer_init=True, dtype="float16", max_model_len=1024
     )

@@ -6,10 +6,11 @@ prompt. The weights written here are random as well, but scaled as a trained net
 each output depends on its prompt and varies along the sequence.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from .tiny_tokenizer import END_OF_TEXT, unprintable, write_json, write_tokenizer
 
 HIDDEN_SIZE = 64
 HEAD_SIZE = 32
@@ -23,10 +24,6 @@ SLIDING_WINDOW = 64
 MAX_POSITIONS = 4096
 SEED = 20
 
-END_OF_TEXT = "<|endoftext|>"
-CONSONANTS = "bcdfghjklmnprstvz"
-VOWELS = "aeiou"
-
 
 def write_model(directory: Path) -> Path:
     """Write the configuration, the tokenizer and the weights; return the directory.
@@ -34,16 +31,11 @@ def write_model(directory: Path) -> Path:
     The same versions of torch and tokenizers write the same bytes each time.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    vocabulary, merges = _vocabulary()
-    _write_json(directory / "config.json", _config(vocabulary))
-    _write_json(directory / "generation_config.json", {"eos_token_id": vocabulary[END_OF_TEXT]})
-    _write_tokenizer(directory, vocabulary, merges)
+    vocabulary = write_tokenizer(directory, MAX_POSITIONS)
+    write_json(directory / "config.json", _config(vocabulary))
+    write_json(directory / "generation_config.json", {"eos_token_id": vocabulary[END_OF_TEXT]})
     _write_weights(directory / "model.safetensors", vocabulary)
     return directory
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _config(vocabulary: dict[str, int]) -> dict[str, Any]:
@@ -80,38 +72,6 @@ def _config(vocabulary: dict[str, int]) -> dict[str, Any]:
         },
         "torch_dtype": "float32",
     }
-
-
-def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """All single bytes, and syllables with and without a space before them."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    space = "Ġ"  # how a byte-level tokenizer writes a space
-    merges = [(consonant, vowel) for consonant in CONSONANTS for vowel in VOWELS]
-    merges += [(space, consonant + vowel) for consonant, vowel in merges]
-    tokens = [*sorted(ByteLevel.alphabet()), *map("".join, merges), END_OF_TEXT]
-    return {token: index for index, token in enumerate(tokens)}, merges
-
-
-def _write_tokenizer(
-    directory: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]]
-) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    _write_json(
-        directory / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": END_OF_TEXT,
-            "pad_token": END_OF_TEXT,
-            "model_max_length": MAX_POSITIONS,
-        },
-    )
 
 
 def _write_weights(path: Path, vocabulary: dict[str, int]) -> None:
@@ -164,7 +124,7 @@ def _write_weights(path: Path, vocabulary: dict[str, int]) -> None:
         }
 
     head = normal(len(vocabulary), HIDDEN_SIZE, scale=1)
-    head[_unprintable(vocabulary)] = 0  # never the most likely token, so that text stays legible
+    head[unprintable(vocabulary)] = 0  # never the most likely token, so that text stays legible
     weights = {
         "model.embed_tokens.weight": normal(len(vocabulary), HIDDEN_SIZE, scale=1),
         "model.norm.weight": torch.ones(HIDDEN_SIZE),
@@ -175,16 +135,7 @@ def _write_weights(path: Path, vocabulary: dict[str, int]) -> None:
     save_file(weights, str(path), metadata={"format": "pt"})
 
 
-def _unprintable(vocabulary: dict[str, int]) -> list[int]:
-    """Ids of the single bytes that are no printable ASCII character."""
-    return [
-        index
-        for token, index in vocabulary.items()
-        if len(token) == 1 and not (token.isascii() and token.isprintable())
-    ]
-
-
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit(f"usage: python {sys.argv[0]} DIRECTORY")
+        sys.exit("usage: python -m tests.support.tiny_gpt_oss DIRECTORY")
     print(write_model(Path(sys.argv[1])))

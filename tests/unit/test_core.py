@@ -1004,6 +1004,7 @@ def test_snapshot() -> None:
         "num_prompt_tokens": 10,
         "num_preemptions": 0,
         "num_queued_inputs": 0,
+        "spec_decode_metrics": None,
         "next_decode_eligible_step": 0,
         "spec_token_ids": [],
     }

@@ -3,7 +3,7 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use sparksched_core::{BlockHash, BlockId, GroupId, Request, Scheduler};
+use sparksched_core::{BlockHash, BlockId, GroupId, Request, RequestSpecStats, Scheduler};
 
 use crate::convert;
 use crate::entries::Entries;
@@ -73,5 +73,22 @@ pub(crate) fn request_snapshot<'py>(
     snapshot.set_item("num_prompt_tokens", state.num_prompt_tokens())?;
     let inputs = request.getattr(intern!(py, "streaming_queue"))?;
     snapshot.set_item("num_queued_inputs", if inputs.is_none() { 0 } else { inputs.len()? })?;
+    let spec_stats = state.spec_stats().map(|stats| spec_stats_snapshot(py, stats)).transpose()?;
+    snapshot.set_item("spec_decode_metrics", spec_stats)?;
+    Ok(snapshot)
+}
+
+/// What vLLM's `RequestSpecDecodeMetrics` has, by the names of its fields.
+fn spec_stats_snapshot<'py>(
+    py: Python<'py>,
+    stats: &RequestSpecStats,
+) -> PyResult<Bound<'py, PyDict>> {
+    let (accepted, drafted): (Vec<u32>, Vec<u32>) = stats.per_step.iter().copied().unzip();
+    let snapshot = PyDict::new(py);
+    snapshot.set_item("num_spec_tokens", stats.histogram.len() - 1)?;
+    snapshot.set_item("histogram", PyList::new(py, &stats.histogram)?)?;
+    snapshot.set_item("num_draft_tokens", stats.num_draft_tokens)?;
+    snapshot.set_item("per_step_accepted", accepted)?;
+    snapshot.set_item("per_step_drafted", drafted)?;
     Ok(snapshot)
 }

@@ -1,0 +1,15 @@
+"""The fixtures that vLLM's scheduler tests take from its `conftest.py`."""
+
+import logging
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Capture what vLLM logs: its logger keeps messages from pytest's."""
+    propagates = mock.patch.object(logging.getLogger("vllm"), "propagate", True)
+    with propagates, caplog.at_level(logging.INFO):
+        yield caplog

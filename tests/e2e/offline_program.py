@@ -1,0 +1,88 @@
+"""What `test_offline.py` runs twice: engines with adapters, then with pooling, in this process.
+
+    python -m e2e.offline_program LLAMA ADAPTERS GPT_OSS RESULT
+
+The first three are folders that the tests wrote, and RESULT is the file to write.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "block_size": 32,
+}
+ADAPTERS = ("red", "blue")
+NUM_PROMPTS, NUM_WAVES = 4, 3
+VOCAB_SIZE = 400  # ids below this are in the tiny models' vocabulary
+
+
+def generate(model: str, adapters: Path) -> list[list[int]]:
+    """Send the same prompts to all adapters, in waves of another order each.
+
+    The prompts are longer than a block: blocks must not be taken for those of another adapter. With
+    one adapter in a step, requests wait for the turn of theirs. No request is without one: vLLM's
+    CPU kernels would lend it that of its neighbours.
+    """
+    from support.tiny_llama import RANK
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    engine = LLM(
+        model=model,
+        enable_lora=True,
+        max_loras=1,
+        max_cpu_loras=len(ADAPTERS),
+        max_lora_rank=RANK,
+        **ENGINE,
+    )
+    loras = [LoRARequest(name, at + 1, str(adapters / name)) for at, name in enumerate(ADAPTERS)]
+    requests = [
+        ({"prompt_token_ids": [number, *range(40)]}, lora)
+        for number in range(NUM_PROMPTS)
+        for lora in loras
+    ]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    rng = random.Random(0)
+    streams = []
+    for _ in range(NUM_WAVES):
+        prompts, chosen = zip(*requests, strict=True)
+        outputs = engine.generate(list(prompts), params, lora_request=list(chosen), use_tqdm=False)
+        streams += [list(output.outputs[0].token_ids) for output in outputs]
+        rng.shuffle(requests)
+    return streams
+
+
+def embed(model: str) -> list[list[float]]:
+    """Embed prompts from one token to several chunks long, some with a prefix in common."""
+    from vllm import LLM
+
+    engine = LLM(model=model, runner="pooling", convert="embed", **ENGINE)
+    tokens = [it % VOCAB_SIZE for it in range(1, 1000)]
+    prompts = [
+        [at, *tokens[: length - 1]] for at, length in enumerate((1, 2, 33, 33, 64, 300, 700))
+    ]
+    prompts += [[*range(100), 5], [*range(100), 6]]
+    waves = [engine.embed([{"prompt_token_ids": it} for it in prompts]) for _ in range(2)]
+    return [output.outputs.embedding for wave in waves for output in wave]
+
+
+def main(llama: str, adapters: str, gpt_oss: str, result: str) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    streams = generate(llama, Path(adapters))
+    # The process has one set of distributed groups, which engines leave behind.
+    cleanup_dist_env_and_memory()
+    vectors = embed(gpt_oss)
+    Path(result).write_text(json.dumps({"streams": streams, "vectors": vectors}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,39 @@
+"""Two servers on the same model, one after the other: with vLLM's scheduler, and with ours."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from support.server import Server, serve
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Pair(Generic[T]):
+    """What was observed of both."""
+
+    stock: T
+    ours: T
+    log: str = field(repr=False)
+    """Ours."""
+
+
+def observe_pair(
+    model_dir: Path, log_dir: Path, observe: Callable[[Server], T], arguments: Sequence[str]
+) -> Pair[T]:
+    """Observe a server with vLLM's scheduler, then one that may not fall back to it."""
+    with serve(model_dir, log_dir / "stock.log", arguments=arguments) as server:
+        stock = observe(server)
+        assert not server.runs_sparksched
+    with serve(
+        model_dir,
+        log_dir / "ours.log",
+        scheduler="sparksched",
+        arguments=arguments,
+        environment={"SPARKSCHED_STRICT": "1"},
+    ) as server:
+        ours = observe(server)
+        assert server.runs_sparksched
+        return Pair(stock, ours, server.log)

@@ -1,0 +1,107 @@
+"""LoRA adapters and a pooling model in real engines: the same tokens and vectors as from vLLM's.
+
+Both schedulers get the requests in the same order, and so compose the same steps: what the models
+compute is equal to the last bit.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from support import tiny_gpt_oss, tiny_llama
+from support.server import CPU_ENVIRONMENT, SPARKSCHED_LINE
+
+from .offline_program import ADAPTERS, NUM_PROMPTS, NUM_WAVES
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+TESTS = Path(__file__).resolve().parents[1]
+OURS = {"VLLM_SCHEDULER": "sparksched", "SPARKSCHED_STRICT": "1"}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What came of the program."""
+
+    streams: list[list[int]]
+    vectors: list[list[float]]
+    log: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Models:
+    """Folders."""
+
+    llama: Path
+    adapters: Path
+    gpt_oss: Path
+
+
+@pytest.fixture(scope="module", name="models")
+def _models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    adapters = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(ADAPTERS):
+        tiny_llama.write_adapter(adapters / name, seed)
+    return Models(
+        tiny_llama.write_model(tmp_path_factory.mktemp("llama")),
+        adapters,
+        tiny_gpt_oss.write_model(tmp_path_factory.mktemp("gpt-oss")),
+    )
+
+
+@pytest.fixture(scope="module", name="stock")
+def _stock(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    return run_program(models, tmp_path_factory.mktemp("stock"), {})
+
+
+@pytest.fixture(scope="module", name="ours")
+def _ours(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    return run_program(models, tmp_path_factory.mktemp("ours"), OURS)
+
+
+def run_program(models: Models, folder: Path, environment: dict[str, str]) -> Observed:
+    """Run the program with the engine in its own process; fail with what it printed."""
+    result = folder / "result.json"
+    paths = (models.llama, models.adapters, models.gpt_oss, result)
+    command = [sys.executable, "-m", "e2e.offline_program", *map(str, paths)]
+    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
+    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(TESTS)}
+    done = subprocess.run(
+        command,
+        env=inherited | CPU_ENVIRONMENT | in_process | environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return Observed(**json.loads(result.read_text()), log=done.stdout)
+
+
+def test_ours_schedules_in_rust(stock: Observed, ours: Observed) -> None:
+    assert stock.log.count(SPARKSCHED_LINE) == 0
+    assert ours.log.count(SPARKSCHED_LINE) == 2
+
+
+def test_streams_with_adapters_are_equal(stock: Observed, ours: Observed) -> None:
+    assert ours.streams == stock.streams
+
+
+def test_adapters_make_a_difference(stock: Observed) -> None:
+    num_requests = NUM_PROMPTS * len(ADAPTERS)
+    assert len(stock.streams) == NUM_WAVES * num_requests
+    assert len(set(map(tuple, stock.streams[:num_requests]))) == num_requests
+
+
+def test_vectors_are_equal(stock: Observed, ours: Observed) -> None:
+    assert ours.vectors == stock.vectors
+
+
+def test_vectors_tell_prompts_apart(stock: Observed) -> None:
+    in_a_wave = stock.vectors[: len(stock.vectors) // 2]
+    assert len({tuple(round(it, 3) for it in vector) for vector in in_a_wave}) == len(in_a_wave)

@@ -1,0 +1,132 @@
+"""Drafts, grammars and priorities in one real engine: the same tokens as from vLLM's scheduler."""
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from support.server import SPARKSCHED_LINE, Server
+from support.streaming import Completion, Prompt, mixed_prompts, stream_all
+from support.tiny_gpt_oss import write_model
+
+from .pair import Pair, observe_pair
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+VOCAB_SIZE = 400  # ids below this are in the tiny model's vocabulary, and none ends a text
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+ARGUMENTS = (
+    f"--speculative-config={json.dumps(SPECULATION)}",
+    "--scheduling-policy=priority",
+    # Otherwise the tiny model likes spaces better than an end.
+    '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
+    # Two thirds of what the growing requests want together.
+    "--num-gpu-blocks-override=52",
+)
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["spark", "ember"]},
+        "digits": {"type": "string", "pattern": "^[0-9]{6}$"},
+    },
+    "required": ["kind", "digits"],
+    "additionalProperties": False,
+}
+# The answer repeats it: its drafts are taken from here.
+EXAMPLE = '{"kind":"spark","digits":"123456"}'
+NUM_ORDINARY, NUM_URGENT = 20, 2
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one server made of the prompts."""
+
+    streams: dict[str, list[Completion]]
+    num_drafted: float
+    num_accepted: float
+    num_preemptions: float
+
+
+def observe(server: Server) -> Observed:
+    streams = {
+        name: asyncio.run(stream_all(server.base_url, server.model, prompts))
+        for name, prompts in waves().items()
+    }
+    return Observed(
+        streams,
+        server.metric("vllm:spec_decode_num_draft_tokens_total"),
+        server.metric("vllm:spec_decode_num_accepted_tokens_total"),
+        server.metric("vllm:num_preemptions_total"),
+    )
+
+
+def waves() -> dict[str, list[Prompt]]:
+    """Return what is sent at once, by name."""
+    structured = {"structured_outputs": {"json": SCHEMA}}
+    growing = [Prompt([it, 1, 2, 3], 100, {"ignore_eos": True}) for it in range(10)]
+    return {
+        "mixed": [
+            with_priority(it, at % 3)
+            for at, it in enumerate(mixed_prompts(8, vocab_size=VOCAB_SIZE))
+        ],
+        "growing": [with_priority(it, at % 2) for at, it in enumerate(growing)],
+        "structured": [Prompt(f"{at}: {EXAMPLE * 2}", 60, structured) for at in range(4)],
+        "urgent": [
+            *(Prompt([it, 7], 12, {"priority": 5}) for it in range(NUM_ORDINARY)),
+            *(Prompt([it, 8], 12, {"priority": 0}) for it in range(NUM_URGENT)),
+        ],
+    }
+
+
+def with_priority(prompt: Prompt, priority: int) -> Prompt:
+    return replace(prompt, extra=prompt.extra | {"priority": priority})
+
+
+@pytest.fixture(scope="module", name="pair")
+def _pair(tmp_path_factory: pytest.TempPathFactory) -> Pair[Observed]:
+    model_dir = write_model(tmp_path_factory.mktemp("model"))
+    return observe_pair(model_dir, tmp_path_factory.mktemp("logs"), observe, ARGUMENTS)
+
+
+def test_ours_schedules_by_priority(pair: Pair[Observed]) -> None:
+    (line,) = [it for it in pair.log.splitlines() if SPARKSCHED_LINE in it]
+    assert "priority" in line
+
+
+@pytest.mark.parametrize("name", waves())
+def test_streams_are_equal_token_for_token(name: str, pair: Pair[Observed]) -> None:
+    streams = zip(pair.stock.streams[name], pair.ours.streams[name], strict=True)
+    for index, (expected, actual) in enumerate(streams):
+        assert actual.outcome == expected.outcome, f"request {index} differs"
+
+
+@pytest.mark.parametrize("side", ["stock", "ours"])
+def test_drafts_were_accepted_and_rejected(side: str, pair: Pair[Observed]) -> None:
+    observed: Observed = getattr(pair, side)
+    assert 0 < observed.num_accepted < observed.num_drafted
+
+
+@pytest.mark.parametrize("side", ["stock", "ours"])
+def test_speculating_requests_were_preempted(side: str, pair: Pair[Observed]) -> None:
+    assert getattr(pair, side).num_preemptions > 0
+
+
+def test_answers_follow_the_schema(pair: Pair[Observed]) -> None:
+    for completion in pair.ours.streams["structured"]:
+        answer: dict[str, str] = json.loads(completion.text)
+        assert answer["kind"] in ("spark", "ember")
+        assert re.fullmatch("[0-9]{6}", answer["digits"])
+
+
+@pytest.mark.parametrize("side", ["stock", "ours"])
+def test_urgent_requests_overtake(side: str, pair: Pair[Observed]) -> None:
+    waits = [it.first_token_s for it in getattr(pair, side).streams["urgent"]]
+    assert all(wait is not None for wait in waits)
+    assert max(waits[NUM_ORDINARY:]) < max(waits[:NUM_ORDINARY])
