@@ -6,6 +6,7 @@ MAKEFLAGS += --no-builtin-rules
 
 PYTHON_VERSION ?= 3.11
 ARGS ?=
+VLLM ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +21,7 @@ unexport CONDA_PREFIX
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # --- Environment and build ---------------------------------------------------------------
 
@@ -82,6 +83,10 @@ test: lint test-rust build ## every check: lints, types, Rust and Python tests, 
 .PHONY: test-fast
 test-fast: lint test-rust build ## every check but the real servers
 	$(BIN)/pytest -m "not e2e"
+
+.PHONY: differential
+differential: build ## compare with a release of vLLM: make differential VLLM=0.33.0 [ARGS=...]
+	UV="$(UV)" $(BIN)/python -m tests.differential $(if $(VLLM),--vllm $(VLLM)) $(ARGS)
 
 .PHONY: conformance
 conformance: build ## run vLLM's own scheduler tests on sparksched
