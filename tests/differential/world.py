@@ -442,6 +442,13 @@ class World:
     scheduler_block_size: int
     hash_block_size: int
 
+    @property
+    def hash_lookahead(self) -> tuple[int, ...]:
+        """What the engine core hands to the factory of block hashers, besides size and hash."""
+        if hasattr(self.vllm_config, "num_hash_lookahead_tokens"):
+            return (self.vllm_config.num_hash_lookahead_tokens,)
+        return ()
+
     def build_scheduler(
         self,
         scheduler_class: SchedulerClass,
@@ -592,7 +599,7 @@ def stock_block_hasher(world: World) -> BlockHasher | None:
     if not configuration.needs_block_hashes:
         return None
     hash_function = get_hash_fn_by_name(configuration.prefix_caching_hash_algo)
-    return get_request_block_hasher(world.hash_block_size, hash_function)
+    return get_request_block_hasher(world.hash_block_size, hash_function, *world.hash_lookahead)
 
 
 def candidate_block_hasher(world: World, scheduler_class: SchedulerClass) -> BlockHasher | None:
@@ -608,7 +615,9 @@ def candidate_block_hasher(world: World, scheduler_class: SchedulerClass) -> Blo
         return stock_block_hasher(world)
     from sparksched.engine_hooks import native_block_hasher
 
-    return native_block_hasher(configuration.prefix_caching_hash_algo, world.hash_block_size)
+    return native_block_hasher(
+        configuration.prefix_caching_hash_algo, world.hash_block_size, *world.hash_lookahead
+    )
 
 
 @contextmanager

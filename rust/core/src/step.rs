@@ -55,6 +55,7 @@ impl ScheduledRequest {
 /// Stands for a draft token that only the model runner knows.
 pub const UNKNOWN_DRAFT: i32 = -1;
 
+#[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 /// One step. Its buffers are reused by the next.
 #[derive(Clone, Debug, Default)]
 pub struct Step {
@@ -72,8 +73,13 @@ pub struct Step {
     pub pending_structured_output_tokens: bool,
     /// Draft tokens that each request is to get for the next step.
     pub num_spec_tokens_to_schedule: u32,
+    /// A request can use the drafts that are proposed after this step. Only noted where drafting
+    /// can be skipped.
+    pub needs_drafts: bool,
     /// One of the running requests computes a part of its prompt.
     pub(crate) has_prefill: bool,
+    /// One of the admitted requests computes more than its last known token.
+    pub(crate) has_admitted_prefill: bool,
     /// Adapters of the step.
     pub(crate) loras: Vec<i64>,
     /// Draft tokens of all requests.
@@ -88,7 +94,9 @@ impl Step {
         self.total_num_tokens = 0;
         self.has_structured_output_requests = false;
         self.pending_structured_output_tokens = false;
+        self.needs_drafts = false;
         self.has_prefill = false;
+        self.has_admitted_prefill = false;
         self.loras.clear();
         self.drafts.clear();
     }

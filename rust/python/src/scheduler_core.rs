@@ -12,7 +12,9 @@ use sparksched_core::{
 use crate::block_observer::BlockObserver;
 use crate::client_outputs::{ClientDict, ClientOutputs, OutputWriter, StepResult};
 use crate::config::scheduler_config;
-use crate::convert::{self, OtherStats, RareOutputs, SchedulerOutputBuilder, StepExtras};
+use crate::convert::{
+    self, EncoderStep, OtherStats, RareOutputs, SchedulerOutputBuilder, StepExtras,
+};
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
 use crate::hasher::ExtraKeysReader;
@@ -40,8 +42,8 @@ pub(crate) struct SchedulerCore {
     finished_by_client: Option<Py<PyDict>>,
     /// Requests that were preempted since the last step.
     preempted_req_ids: Py<PySet>,
-    /// Waiting requests whose grammar can't be compiled.
-    grammar_errors: Py<PySet>,
+    /// Why the grammars of waiting requests can't be compiled, by id.
+    grammar_errors: Py<PyDict>,
     /// A buffer that is reused.
     outputs: Vec<RequestOutput>,
 }
@@ -84,7 +86,7 @@ impl SchedulerCore {
             finished_req_ids: PySet::empty(py)?.unbind(),
             finished_by_client: include_finished_set.then(|| PyDict::new(py).unbind()),
             preempted_req_ids: PySet::empty(py)?.unbind(),
-            grammar_errors: PySet::empty(py)?.unbind(),
+            grammar_errors: PyDict::new(py).unbind(),
             outputs: Vec::new(),
         })
     }
@@ -376,7 +378,7 @@ impl SchedulerCore {
         } else {
             let log_stats = self.scheduler.config().log_stats;
             let told = encoder_inputs.call_method1(intern!(py, "end_step"), (log_stats,))?;
-            Some(told.extract()?)
+            Some(EncoderStep { inputs: encoder_inputs.clone(), told: told.extract()? })
         };
         let extras = StepExtras {
             finished_req_ids: take(&mut self.finished_req_ids)?,
@@ -540,30 +542,47 @@ impl SchedulerCore {
         py: Python<'py>,
         written: &mut ClientOutputs<'py>,
     ) -> PyResult<()> {
-        // Sets of sets, as vLLM makes them: their order decides who is told first.
-        let set = py.get_type::<PySet>();
-        let grammar_errors = self.grammar_errors.bind(py);
-        let errors = if grammar_errors.is_empty() {
-            None
-        } else {
-            let errors = set.call1((grammar_errors,))?;
-            grammar_errors.clear();
-            Some(errors)
-        };
+        let grammar_errors = self.grammar_errors.bind(py).copy()?;
+        self.grammar_errors.bind(py).clear();
+        let errors = self.ids_of_grammar_errors(&grammar_errors)?;
         let Some(errors) = self.with_encoder_mismatches(py, errors)? else {
             return Ok(());
         };
-        let failed = set.call1((errors,))?;
+        let failed = py.get_type::<PySet>().call1((errors,))?;
         let status = RequestStatus::FinishedError;
         for (index, request) in self.end_requests(&failed, status)? {
             let entry = self.entries.get(index);
             let types = &self.output_writer.types;
             let reason = types.statuses.finish_reason(status);
             let output = types.failure(py, entry, reason, request.events())?;
+            if let Some(error) = grammar_errors.get_item(&entry.id)? {
+                types.set_grammar_error(&output, &error)?;
+            }
             written.append(&self.output_writer, entry.client_index, &output)?;
             self.forget(py, index, status)?;
         }
         Ok(())
+    }
+
+    /// The ids of requests whose grammar could not be compiled, if there are any: in a set that
+    /// grows as vLLM's does, because its order decides who is told first.
+    fn ids_of_grammar_errors<'py>(
+        &self,
+        errors: &Bound<'py, PyDict>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if errors.is_empty() {
+            return Ok(None);
+        }
+        let set = errors.py().get_type::<PySet>();
+        if self.output_writer.types.tells_errors() {
+            // They are kept in a dictionary.
+            return set.call1((errors,)).map(Some);
+        }
+        let added = PySet::empty(errors.py())?;
+        for id in errors.keys() {
+            added.add(id)?;
+        }
+        set.call1((added,)).map(Some)
     }
 
     /// The ids of requests that failed, and of those whose items contradict the encoder cache.

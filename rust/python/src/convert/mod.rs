@@ -20,7 +20,7 @@ pub(crate) use encoder_check::encode_like_scheduler;
 pub(crate) use engine_outputs::{EngineOutputTypes, OtherStats, kv_cache_usage};
 pub(crate) use request::{new_request, prompt, session_input, sync_request_tokens};
 pub(crate) use runner_output::{RareOutputs, SampledTokens, sampled_tokens};
-pub(crate) use scheduler_output::{SchedulerOutputBuilder, StepExtras};
+pub(crate) use scheduler_output::{EncoderStep, SchedulerOutputBuilder, StepExtras};
 pub(crate) use step_outputs::StepOutputs;
 
 /// The finished states by their names in vLLM.
