@@ -470,7 +470,8 @@ class _Added:
 _DRAFT_FLAG: Final = _Added("block_stride_alignment", _any("is_draft"))
 _TOP_K_BUFFER: Final = _Added("cache_dtype_str", _any("topk_buffer_width"))
 
-# By release and structure. None has taken anything away or changed an order so far.
+# By release and structure, those of `output_processor` among them. None has taken anything away
+# or changed an order so far.
 _ADDED: Final[Mapping[str, Mapping[str, tuple[_Added, ...]]]] = {
     "0.33.0": {
         "vllm.v1.core.sched.output.SchedulerOutput": (
@@ -489,6 +490,9 @@ _ADDED: Final[Mapping[str, Mapping[str, tuple[_Added, ...]]]] = {
         "vllm.v1.kv_cache_interface.SlidingWindowMLASpec": (_DRAFT_FLAG,),
         "vllm.config.cache.CacheConfig": (
             _Added("num_cpu_blocks", _any("simple_cpu_offload_num_blocks")),
+        ),
+        "vllm.v1.metrics.stats.IterationStats": (
+            _Added("iteration_timestamp", _any("compute_nans_in_logits")),
         ),
         "vllm.v1.core.kv_cache_utils.get_request_block_hasher": (
             _Added("caching_hash_fn", _any("num_hash_lookahead_tokens")),
@@ -917,6 +921,11 @@ def eagle_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     """Return the ids of the groups whose last cached block is computed again for the drafter."""
     if not releases.drops_eagle_blocks(vllm_config):
         return []
+    return _drafter_groups(vllm_config, kv_cache_config)
+
+
+def _drafter_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> list[int]:
+    """Return the ids of the groups that EAGLE, or another drafter of its kind, takes part in."""
     groups = kv_cache_config.kv_cache_groups
     flagged = [group_id for group_id, group in enumerate(groups) if group.is_eagle_group]
     config = vllm_config.speculative_config
@@ -993,7 +1002,8 @@ def unsupported_kv_cache(
             return rule.problem()
     if vllm_config.cache_config.enable_prefix_caching and not kv_cache_config.kv_cache_groups:
         return Unsupported("prefix caching without a KV cache", "there are no blocks to be found")
-    if _has_chunks(kv_cache_config.kv_cache_groups) and eagle_groups(vllm_config, kv_cache_config):
+    has_chunks = _has_chunks(kv_cache_config.kv_cache_groups)
+    if has_chunks and _drafter_groups(vllm_config, kv_cache_config):
         return Unsupported(
             "EAGLE with chunked local attention", "vLLM does not combine the two either"
         )

@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 from sparksched import patching
 from sparksched._core import NativeBlockHasher, read_prompt
 from sparksched.extra_keys import extra_keys_writer
+from sparksched.request_errors import UnsupportedRequestError
 
 if TYPE_CHECKING:
     from sparksched.scheduler import SparkScheduler
@@ -115,9 +116,9 @@ def _refusing_unsupported_requests(original: patching.Function) -> patching.Func
 
 
 def refuse_unsupported_request(request: Any, takes_encoder_inputs: bool) -> None:
-    """Raise ValueError for an `EngineCoreRequest` of a kind that the Rust core does not know."""
+    """Raise an error for an `EngineCoreRequest` of a kind that the Rust core does not know."""
     if request.mm_features and not takes_encoder_inputs:
-        raise ValueError(
+        raise UnsupportedRequestError(
             f"request {request.request_id} has images or the like, but this model takes only text"
         )
     kinds = {
@@ -126,7 +127,7 @@ def refuse_unsupported_request(request: Any, takes_encoder_inputs: bool) -> None
     }
     for kind, applies in kinds.items():
         if applies:
-            raise ValueError(
+            raise UnsupportedRequestError(
                 f"request {request.request_id} is {kind}, which is not supported by sparksched; "
                 "start the server with VLLM_SCHEDULER=vllm"
             )

@@ -13,6 +13,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from sparksched import compat
+from sparksched.request_errors import UnsupportedRequestError
 
 ExtraKeys = tuple[list[bytes], bytes]
 """Serialised keys of the first blocks one by one, and those of each further block."""
@@ -54,7 +55,7 @@ def extra_keys_writer(
         block_size: Tokens a block.
         num_lookahead_tokens: Tokens behind a block that its hash covers as well.
 
-    The function raises ValueError for keys that are too long to be hashed in one piece.
+    The function raises UnsupportedRequestError for keys that are too long to be hashed at once.
 
     """
     serialised = _as_cbor if algorithm.endswith("_cbor") else _as_pickle
@@ -70,7 +71,7 @@ def extra_keys_writer(
             )
             keys.append(serialised(block_keys))
         if max(map(len, keys)) > limit:
-            raise ValueError(
+            raise UnsupportedRequestError(
                 f"request {request.request_id} has a cache salt, LoRA name or multimodal "
                 f"identifiers that take more than {limit} bytes in a block's hash"
             )

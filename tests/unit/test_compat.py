@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pydantic
 import pytest
-from sparksched import compat, releases
+from sparksched import compat, output_processor, releases
 from sparksched.compat import Unsupported
 
 MODEL = {
@@ -141,6 +141,7 @@ def test_shapes_are_those_of_the_release(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_all_that_a_release_has_added_stands_behind_something_known() -> None:
     tables = dict(collections.ChainMap(*(dict(shapes) for _, shapes, _ in compat._SHAPE_TABLES)))
+    tables["vllm.v1.metrics.stats.IterationStats"] = output_processor._ITERATION_STATS.split()
     for additions in compat._ADDED.values():
         for qualified_name, added in additions.items():
             assert {it.behind for it in added} <= set(tables[qualified_name]), qualified_name
@@ -612,7 +613,9 @@ def test_chunks_are_refused_with_a_drafter_that_flags_no_group(supported_config:
     """Every group is the drafter's then, the chunked one too."""
     chunked = kv_cache(group(full_attention()), group(chunked_attention()))
     config = copy.copy(supported_config)
-    drafter = SimpleNamespace(use_eagle_block_drop=lambda: True)
+    drafter = SimpleNamespace(
+        use_eagle_block_drop=lambda: True, disable_lookahead_block_hashes=True
+    )
     object.__setattr__(config, "speculative_config", drafter)
     problem = unsupported_kv_cache(chunked, config)
     assert problem is not None
