@@ -665,9 +665,11 @@ _CONFIG_RULES: Final = (
     ),
     _Rule(
         "LoRA with pipeline parallelism",
-        "vLLM counts the adapters of a step wrongly then",
+        "vLLM counts the adapters of a step wrongly then; vLLM 0.33.0 doesn't",
         lambda config: (
-            config.lora_config is not None and config.parallel_config.pipeline_parallel_size > 1
+            not releases.is_since("0.33.0")
+            and config.lora_config is not None
+            and config.parallel_config.pipeline_parallel_size > 1
         ),
     ),
     _Rule(

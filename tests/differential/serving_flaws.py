@@ -485,8 +485,8 @@ def hits_only_what_is_cached(base: SchedulerClass) -> SchedulerClass:
     """Look for cached blocks of chunks that no token will see."""
 
     class Flawed(base):  # type: ignore[misc]
-        def _get_local_prefix_cache_hit(self, request: Request) -> Any:
-            blocks, *rest = super()._get_local_prefix_cache_hit(request)
+        def _get_local_prefix_cache_hit(self, request: Request, *limit: Any) -> Any:
+            blocks, *rest = super()._get_local_prefix_cache_hit(request, *limit)
             if not any(not block.is_null for group in blocks.blocks for block in group):
                 return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
             return blocks, *rest
