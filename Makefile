@@ -76,13 +76,22 @@ report: env ## make report/report.html of all results
 
 # --- Checks ------------------------------------------------------------------------------
 
+# The release that is not installed: its Python sources, over the CPU build of the installed one.
+OTHER_VLLM := 0.33.0
+
 .PHONY: test
-test: lint test-rust build ## every check: lints, types, Rust and Python tests, real servers
+test: lint test-rust build test-other ## every check: lints, types, Rust and Python tests, real servers
 	$(BIN)/pytest
 
 .PHONY: test-fast
-test-fast: lint test-rust build ## every check but the real servers
+test-fast: lint test-rust build test-other ## every check but the real servers
 	$(BIN)/pytest -m "not e2e"
+
+.PHONY: test-other
+test-other: build ## what can be checked against the release of vLLM that is not installed
+	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:2 --steps 100
+	UV="$(UV)" $(BIN)/python -m tests.support.vllm_overlay $(OTHER_VLLM) $(BIN)/pytest \
+	  tests/unit tests/front_end tests/differential/test_releases.py tests/differential/test_reused_id.py
 
 .PHONY: differential
 differential: build ## compare with a release of vLLM: make differential VLLM=0.33.0 [ARGS=...]

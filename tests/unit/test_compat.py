@@ -381,13 +381,26 @@ REFUSED = [
 
 @pytest.mark.parametrize(("feature", "changes"), REFUSED, ids=str)
 def test_refused_configurations(
-    supported_config: object, feature: str, changes: dict[str, object]
+    supported_config: object,
+    feature: str,
+    changes: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Later releases have less to refuse.
+    monkeypatch.setattr("vllm.version.__version__", "0.32.0")
     problem = compat.unsupported_config(all_changed(supported_config, changes))
     assert problem is not None
     assert problem.feature == feature
     assert problem.reason
     assert not problem.reason.endswith(".")
+
+
+def test_lora_with_pipeline_parallelism_is_supported_since_0_33_0(
+    supported_config: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = dict(REFUSED)["LoRA with pipeline parallelism"]
+    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
+    assert compat.unsupported_config(all_changed(supported_config, changes)) is None
 
 
 def test_every_configuration_rule_is_tested() -> None:
