@@ -6,6 +6,7 @@ MAKEFLAGS += --no-builtin-rules
 
 PYTHON_VERSION ?= 3.11
 ARGS ?=
+VLLM ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +21,7 @@ unexport CONDA_PREFIX
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # --- Environment and build ---------------------------------------------------------------
 
@@ -75,13 +76,26 @@ report: env ## make report/report.html of all results
 
 # --- Checks ------------------------------------------------------------------------------
 
+# The release that is not installed: its Python sources, over the CPU build of the installed one.
+OTHER_VLLM := 0.33.0
+
 .PHONY: test
-test: lint test-rust build conformance ## every check: lints, types, all tests, real servers
+test: lint test-rust build conformance test-other ## every check: lints, types, all tests, real servers
 	$(BIN)/pytest
 
 .PHONY: test-fast
-test-fast: lint test-rust build ## every check but the real servers
+test-fast: lint test-rust build test-other ## every check but the real servers
 	$(BIN)/pytest -m "not e2e"
+
+.PHONY: test-other
+test-other: build ## what can be checked against the release of vLLM that is not installed
+	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:2 --steps 100
+	UV="$(UV)" $(BIN)/python -m tests.support.vllm_overlay $(OTHER_VLLM) $(BIN)/pytest \
+	  tests/unit tests/front_end tests/differential/test_releases.py tests/differential/test_reused_id.py
+
+.PHONY: differential
+differential: build ## compare with a release of vLLM: make differential VLLM=0.33.0 [ARGS=...]
+	UV="$(UV)" $(BIN)/python -m tests.differential $(if $(VLLM),--vllm $(VLLM)) $(ARGS)
 
 .PHONY: conformance
 conformance: build ## run vLLM's own scheduler tests on sparksched

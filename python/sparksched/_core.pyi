@@ -36,6 +36,7 @@ class NativeBlockHasher:
         none_hash: bytes,
         *,
         extra_keys: Callable[[Any], tuple[list[bytes], bytes]],
+        num_lookahead_tokens: int = 0,
     ) -> NativeBlockHasher:
         """Build a hasher.
 
@@ -45,6 +46,7 @@ class NativeBlockHasher:
             none_hash: Parent of each first block, at most 32 bytes.
             extra_keys: Serialises what the blocks of a request are hashed with besides their
                 tokens; see `sparksched.extra_keys`. Called only for requests that have such keys.
+            num_lookahead_tokens: Tokens behind a block that its hash covers as well.
 
         Raises:
             ValueError: for an argument outside of these bounds.

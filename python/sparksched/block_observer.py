@@ -20,7 +20,6 @@ from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     KVCacheBlock,
-    generate_block_hash_extra_keys,
     maybe_convert_block_hash,
     to_event_extra_keys,
 )
@@ -31,6 +30,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.metrics.stats import KVCacheEvictionEvent
 from vllm.v1.request import Request
+
+from sparksched import releases
+from sparksched.extra_keys import extra_keys_of_block
 
 
 def publishes_events(vllm_config: VllmConfig) -> bool:
@@ -48,6 +50,7 @@ class BlockObserver:
         observability_config = vllm_config.observability_config
         self._publisher = publisher
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._num_lookahead_tokens = releases.num_hash_lookahead_tokens(vllm_config)
         self._events: list[KVCacheEvent] = []
         self._metrics = KVCacheMetricsCollector(
             observability_config.kv_cache_metrics_sample
@@ -65,14 +68,19 @@ class BlockObserver:
         hashes: list[BlockHash],
         parent: BlockHash | None,
         token_ids: list[int],
+        lookahead_token_ids: list[list[int]],
     ) -> None:
-        """Note that the blocks at these positions of a request's table can be found."""
+        """Note that the blocks at these positions of a request's table can be found.
+
+        `token_ids` are those from the first position looked at to the last, `lookahead_token_ids`
+        those behind each block that its hash covers.
+        """
         spec = self._specs[group_id]
         extra_keys, mm_index = [], 0
         for position in positions:
             start = position * spec.block_size
-            keys, mm_index = generate_block_hash_extra_keys(
-                request, start, start + spec.block_size, mm_index
+            keys, mm_index = extra_keys_of_block(
+                request, start, start + spec.block_size, self._num_lookahead_tokens, mm_index
             )
             extra_keys.append(keys)
         lora = request.lora_request
@@ -88,6 +96,8 @@ class BlockObserver:
             group_idx=group_id,
             session_id=request.session_id,
         )
+        if self._num_lookahead_tokens:
+            event.lookahead_token_ids = lookahead_token_ids
         event.kv_cache_spec_kind = get_kv_cache_spec_kind(spec).value
         event.kv_cache_spec_sliding_window = get_kv_cache_spec_sliding_window(spec)
         self._events.append(event)

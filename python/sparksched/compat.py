@@ -12,14 +12,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from sparksched import environment
+from sparksched import environment, releases
 
 if TYPE_CHECKING:
     import msgspec
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
-SUPPORTED_VLLM: Final = ("0.32.0",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +105,11 @@ def unsupported_version() -> Unsupported | None:
     """Accept the supported releases in every local build of theirs, such as `0.32.0+cpu`."""
     from vllm.version import __version__
 
-    release, _, _local_build = __version__.partition("+")
-    if release in SUPPORTED_VLLM:
+    if releases.installed() in releases.SUPPORTED:
         return None
     return Unsupported(
         f"vLLM {__version__}",
-        f"sparksched knows vLLM {', '.join(SUPPORTED_VLLM)}; "
+        f"sparksched knows vLLM {' and '.join(releases.SUPPORTED)}; "
         "install one of these or a sparksched made for your version",
     )
 
@@ -185,6 +182,8 @@ _LATENT_ATTENTION_SPEC: Final = {
 }
 
 _PREFIX_CACHE_STATS: Final = {"reset": False, "requests": 0, "queries": 0, "hits": 0}
+
+# The tables are those of vLLM 0.32.0; what later releases have added is in `_ADDED`, below.
 
 # Fields in their order, with their defaults where sparksched relies on them: it builds
 # these structures by position and leaves trailing fields at their defaults.
@@ -331,6 +330,16 @@ _STRUCTURES: Final[Mapping[str, _Shape]] = {
         "num_accepted_tokens_per_pos": list,
         "num_draft_tokens_per_pos": list,
     },
+    "vllm.distributed.kv_events.BlockStored": {
+        **_required("block_hashes parent_block_hash token_ids block_size lora_id medium lora_name"),
+        "extra_keys": None,
+        "group_idx": None,
+        "kv_cache_spec_kind": None,
+        "kv_cache_spec_sliding_window": None,
+        "locality": None,
+        "ownership": None,
+        "session_id": None,
+    },
     "vllm.v1.outputs.DraftTokenIds": _required("req_ids draft_token_ids"),
     "vllm.v1.kv_cache_interface.KVCacheConfig": _any(
         """
@@ -417,6 +426,10 @@ _ENUMS: Final[Mapping[str, _Shape]] = {
     },
 }
 
+_FUNCTIONS: Final[Mapping[str, _Shape]] = {
+    "vllm.v1.core.kv_cache_utils.get_request_block_hasher": _any("hash_block_size caching_hash_fn"),
+}
+
 _CONSTRUCTORS: Final[Mapping[str, _Shape]] = {
     "vllm.v1.request.Request": _any(
         """
@@ -446,10 +459,74 @@ _ABSTRACT_METHODS: Final[Mapping[str, _Shape]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """What a release has added to a shape, and the name that it stands behind."""
+
+    behind: str
+    shape: _Shape
+
+
+_DRAFT_FLAG: Final = _Added("block_stride_alignment", _any("is_draft"))
+_TOP_K_BUFFER: Final = _Added("cache_dtype_str", _any("topk_buffer_width"))
+
+# By release and structure, those of `output_processor` among them. None has taken anything away
+# or changed an order so far.
+_ADDED: Final[Mapping[str, Mapping[str, tuple[_Added, ...]]]] = {
+    "0.33.0": {
+        "vllm.v1.core.sched.output.SchedulerOutput": (
+            _Added("free_encoder_mm_hashes", {"encoder_input_updates": dict}),
+            _Added("num_common_prefix_blocks", {"skip_drafts": False}),
+        ),
+        "vllm.v1.engine.EngineCoreOutput": (_Added("prompt_token_id_logprobs", {"error": None}),),
+        "vllm.distributed.kv_events.BlockStored": (
+            _Added("session_id", {"lookahead_token_ids": None}),
+        ),
+        "vllm.v1.kv_cache_interface.FullAttentionSpec": (_DRAFT_FLAG,),
+        "vllm.v1.kv_cache_interface.MLAAttentionSpec": (_DRAFT_FLAG, _TOP_K_BUFFER),
+        "vllm.v1.kv_cache_interface.HiddenStateCacheSpec": (_DRAFT_FLAG, _TOP_K_BUFFER),
+        "vllm.v1.kv_cache_interface.ChunkedLocalAttentionSpec": (_DRAFT_FLAG,),
+        "vllm.v1.kv_cache_interface.SlidingWindowSpec": (_DRAFT_FLAG,),
+        "vllm.v1.kv_cache_interface.SlidingWindowMLASpec": (_DRAFT_FLAG,),
+        "vllm.config.cache.CacheConfig": (
+            _Added("num_cpu_blocks", _any("simple_cpu_offload_num_blocks")),
+        ),
+        "vllm.v1.metrics.stats.IterationStats": (
+            _Added("iteration_timestamp", _any("compute_nans_in_logits")),
+        ),
+        "vllm.v1.core.kv_cache_utils.get_request_block_hasher": (
+            _Added("caching_hash_fn", _any("num_hash_lookahead_tokens")),
+        ),
+        "vllm.v1.core.sched.interface.SchedulerInterface": (
+            _Added("has_finished_requests", _any("has_request")),
+        ),
+    },
+}
+
+
+def known_shape(qualified_name: str, shape: _Shape) -> _Shape:
+    """Return a shape of the tables as it is in the installed release."""
+    for release, additions in _ADDED.items():
+        if releases.is_since(release):
+            for added in additions.get(qualified_name, ()):
+                shape = _with_added(shape, added)
+    return shape
+
+
+def _with_added(shape: _Shape, added: _Added) -> _Shape:
+    extended: dict[str, object] = {}
+    for name, value in shape.items():
+        extended[name] = value
+        if name == added.behind:
+            extended |= added.shape
+    return extended
+
+
 def unsupported_shapes() -> Unsupported | None:
     """Compare the structures that sparksched reads or builds with those that it knows."""
     for noun, known_shapes, shape_of in _SHAPE_TABLES:
-        for qualified_name, known in known_shapes.items():
+        for qualified_name, shape in known_shapes.items():
+            known = known_shape(qualified_name, shape)
             difference = _shape_difference(qualified_name, known, noun, shape_of)
             if difference is not None:
                 return Unsupported(f"vLLM's {qualified_name.rpartition('.')[2]}", difference)
@@ -515,8 +592,8 @@ def _enum_shape(cls: type[Any]) -> _Shape:
     return {name: member.value for name, member in cls.__members__.items()}
 
 
-def _constructor_shape(cls: type[Any]) -> _Shape:
-    return dict.fromkeys(inspect.signature(cls).parameters, _ANY)
+def _signature_shape(function: Callable[..., Any]) -> _Shape:
+    return dict.fromkeys(inspect.signature(function).parameters, _ANY)
 
 
 def _abstract_methods_shape(cls: type[Any]) -> _Shape:
@@ -528,7 +605,8 @@ _SHAPE_TABLES: Final[
 ] = (
     ("field", _STRUCTURES, _structure_shape),
     ("member", _ENUMS, _enum_shape),
-    ("constructor parameter", _CONSTRUCTORS, _constructor_shape),
+    ("parameter", _FUNCTIONS, _signature_shape),
+    ("constructor parameter", _CONSTRUCTORS, _signature_shape),
     ("required method", _ABSTRACT_METHODS, _abstract_methods_shape),
 )
 
@@ -609,9 +687,11 @@ _CONFIG_RULES: Final = (
     ),
     _Rule(
         "LoRA with pipeline parallelism",
-        "vLLM counts the adapters of a step wrongly then",
+        "vLLM counts the adapters of a step wrongly then; vLLM 0.33.0 doesn't",
         lambda config: (
-            config.lora_config is not None and config.parallel_config.pipeline_parallel_size > 1
+            not releases.is_since("0.33.0")
+            and config.lora_config is not None
+            and config.parallel_config.pipeline_parallel_size > 1
         ),
     ),
     _Rule(
@@ -732,9 +812,12 @@ _KNOWN_SETTINGS: Final[Mapping[str, Container[str]]] = {
         ec_transfer_config ec_manager_config reasoning_config additional_config instance_id
         optimization_level performance_mode weight_transfer_config shutdown_timeout
         """
+        # Since 0.33.0.
+        "watchdog_config"
     ),
     "scheduler_config": _SCHEDULER_CONFIG,
-    "cache_config": _CACHE_CONFIG,
+    # The last one since 0.33.0. It says how large a KV connector's pool is.
+    "cache_config": (*_CACHE_CONFIG, "simple_cpu_offload_num_blocks"),
     "parallel_config": _names(
         """
         pipeline_parallel_size tensor_parallel_size prefill_context_parallel_size
@@ -813,9 +896,9 @@ _PICKLED_TOKEN_BYTES: Final = 5
 _PICKLE_MARGIN_BYTES: Final = 128
 
 
-def room_for_extra_keys(block_size: int) -> int:
+def room_for_extra_keys(num_tokens: int) -> int:
     """Return how many bytes a block's hash may cover besides tokens; negative: not even those."""
-    pickled_bytes = block_size * _PICKLED_TOKEN_BYTES + _PICKLE_MARGIN_BYTES
+    pickled_bytes = num_tokens * _PICKLED_TOKEN_BYTES + _PICKLE_MARGIN_BYTES
     return _PICKLE_FRAME_BYTES - 1 - pickled_bytes
 
 
@@ -856,6 +939,13 @@ _KV_CACHE_RULES: Final = (
 
 def eagle_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> list[int]:
     """Return the ids of the groups whose last cached block is computed again for the drafter."""
+    if not releases.drops_eagle_blocks(vllm_config):
+        return []
+    return _drafter_groups(vllm_config, kv_cache_config)
+
+
+def _drafter_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> list[int]:
+    """Return the ids of the groups that EAGLE, or another drafter of its kind, takes part in."""
     groups = kv_cache_config.kv_cache_groups
     flagged = [group_id for group_id, group in enumerate(groups) if group.is_eagle_group]
     config = vllm_config.speculative_config
@@ -932,7 +1022,8 @@ def unsupported_kv_cache(
             return rule.problem()
     if vllm_config.cache_config.enable_prefix_caching and not kv_cache_config.kv_cache_groups:
         return Unsupported("prefix caching without a KV cache", "there are no blocks to be found")
-    if _has_chunks(kv_cache_config.kv_cache_groups) and eagle_groups(vllm_config, kv_cache_config):
+    has_chunks = _has_chunks(kv_cache_config.kv_cache_groups)
+    if has_chunks and _drafter_groups(vllm_config, kv_cache_config):
         return Unsupported(
             "EAGLE with chunked local attention", "vLLM does not combine the two either"
         )
@@ -943,9 +1034,7 @@ def unsupported_kv_cache(
     block_sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
     if hash_block_size is None:
         hash_block_size = block_size
-    return _unsupported_block_sizes(
-        block_sizes | {block_size, hash_block_size}, vllm_config.cache_config.enable_prefix_caching
-    )
+    return _unsupported_block_sizes(block_sizes | {block_size, hash_block_size}, vllm_config)
 
 
 def _unsupported_group(group: "KVCacheGroupSpec") -> Unsupported | None:
@@ -977,7 +1066,7 @@ def _unsupported_group(group: "KVCacheGroupSpec") -> Unsupported | None:
     return None
 
 
-def _unsupported_block_sizes(sizes: set[int], enable_prefix_caching: bool) -> Unsupported | None:
+def _unsupported_block_sizes(sizes: set[int], vllm_config: "VllmConfig") -> Unsupported | None:
     if len(sizes) > 1:
         return Unsupported(
             "KV cache groups with different block sizes",
@@ -985,7 +1074,9 @@ def _unsupported_block_sizes(sizes: set[int], enable_prefix_caching: bool) -> Un
             f"not {', '.join(map(str, sorted(sizes)))}",
         )
     (size,) = sizes
-    if enable_prefix_caching and room_for_extra_keys(size) < 0:
+    num_hashed_tokens = size + releases.num_hash_lookahead_tokens(vllm_config)
+    enable_prefix_caching = vllm_config.cache_config.enable_prefix_caching
+    if enable_prefix_caching and room_for_extra_keys(num_hashed_tokens) < 0:
         return Unsupported(
             f"a block size of {size}",
             "blocks of this size are too large to be hashed; choose a smaller --block-size "

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.multimodal import MultiModalRegistry, encoder_budget
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.core.sched.output import ScheduledEncoderInputStats
+from vllm.v1.core.sched.output import NewRequestData, ScheduledEncoderInputStats
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
@@ -28,6 +28,8 @@ class EncoderInputs:
     _free_encoder_inputs = Scheduler._free_encoder_inputs
     _free_encoder_input = Scheduler._free_encoder_input
     _make_scheduled_encoder_input_stats = Scheduler._make_scheduled_encoder_input_stats
+    # Since vLLM 0.33.0; before, nobody asks for it.
+    _get_encoder_input_updates: Any = getattr(Scheduler, "_get_encoder_input_updates", None)
 
     def __init__(self, vllm_config: VllmConfig, mm_registry: MultiModalRegistry) -> None:
         budget = None
@@ -40,6 +42,8 @@ class EncoderInputs:
             cache_size=0 if budget is None else budget.encoder_cache_size, vllm_config=vllm_config
         )
         self.encoder_cache_mismatch_reqs: set[str] = set()
+        self.use_v2_model_runner = vllm_config.use_v2_model_runner
+        self._pending_encoder_input_ids: dict[str, set[int]] = {}
         self.requests: dict[str, Request] = {}
         self._makes_stats = vllm_config.observability_config.enable_logging_iteration_details
         self._budget_of_a_step = 0 if budget is None else budget.encoder_compute_budget
@@ -84,6 +88,7 @@ class EncoderInputs:
         for input_id in self._scheduled.pop(request.request_id, ()):
             self._budget += request.get_num_encoder_embeds(input_id)
         self.encoder_cache_manager.free(request)
+        self._pending_encoder_input_ids.pop(request.request_id, None)
 
     def end_step(self, log_stats: bool) -> tuple[Any, ...]:
         """Return what `SchedulerOutput` tells of the step, and begin the next.
@@ -99,6 +104,31 @@ class EncoderInputs:
         self._budget = self._budget_of_a_step
         manager = self.encoder_cache_manager
         return scheduled, manager.get_freed_mm_hashes(), stats, manager.get_manager_metadata()
+
+    def input_updates(
+        self,
+        scheduled: list[tuple[Request, int]],
+        new_requests: list[NewRequestData],
+        scheduled_inputs: dict[str, list[int]],
+    ) -> dict[str, Any]:
+        """Return `encoder_input_updates`: inputs that Model Runner V2 gets again or can forget.
+
+        Args:
+            scheduled: The step's requests with such inputs, in its order, and how many tokens of
+                each were computed before it, without those of steps in flight.
+            new_requests: The step's `scheduled_new_reqs`.
+            scheduled_inputs: Its `scheduled_encoder_inputs`.
+
+        """
+        for request, num_confirmed_tokens in scheduled:
+            request.num_computed_tokens = num_confirmed_tokens
+            request.num_output_placeholders = request.num_in_flight_tokens = 0
+            self.requests[request.request_id] = request
+        updates: dict[str, Any] = self._get_encoder_input_updates(
+            dict.fromkeys(self.requests), new_requests, scheduled_inputs
+        )
+        self.requests.clear()
+        return updates
 
     def take_mismatches(self) -> set[str]:
         """Return the ids of requests whose items contradict the encoder cache."""

@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 from sparksched import patching
 from sparksched._core import NativeBlockHasher, read_prompt
 from sparksched.extra_keys import extra_keys_writer
+from sparksched.request_errors import UnsupportedRequestError
 
 if TYPE_CHECKING:
     from sparksched.scheduler import SparkScheduler
@@ -38,7 +39,9 @@ class _Pending(threading.local):
 _pending = _Pending()
 
 
-def native_block_hasher(algorithm: str, block_size: int) -> BlockHasher:
+def native_block_hasher(
+    algorithm: str, block_size: int, num_lookahead_tokens: int = 0
+) -> BlockHasher:
     """Return a drop-in for what vLLM's `get_request_block_hasher` returns.
 
     `kv_cache_utils.NONE_HASH` must have been set by `init_none_hash`.
@@ -46,13 +49,15 @@ def native_block_hasher(algorithm: str, block_size: int) -> BlockHasher:
     Args:
         algorithm: A value of `prefix_caching_hash_algo`.
         block_size: Tokens a block.
+        num_lookahead_tokens: Tokens behind a block that its hash covers as well.
 
     """
     return NativeBlockHasher(
         algorithm,
         block_size,
         kv_cache_utils.NONE_HASH,
-        extra_keys=extra_keys_writer(algorithm, block_size),
+        extra_keys=extra_keys_writer(algorithm, block_size, num_lookahead_tokens),
+        num_lookahead_tokens=num_lookahead_tokens,
     )
 
 
@@ -75,7 +80,9 @@ def prepare_engine(scheduler: "SparkScheduler") -> None:
 def _preferring_native_hasher(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     def get_request_block_hasher(
-        hash_block_size: int, caching_hash_fn: Callable[[Any], bytes]
+        hash_block_size: int,
+        caching_hash_fn: Callable[[Any], bytes],
+        *lookahead: int,  # `num_hash_lookahead_tokens`, where vLLM has that
     ) -> BlockHasher:
         # The engine asks once, right after it has built its scheduler and in the same thread.
         pending, _pending.scheduler = _pending.scheduler, None
@@ -84,8 +91,8 @@ def _preferring_native_hasher(original: patching.Function) -> patching.Function:
             algorithm = scheduler.vllm_config.cache_config.prefix_caching_hash_algo
             if get_hash_fn_by_name(algorithm) is caching_hash_fn:
                 scheduler.set_none_hash(kv_cache_utils.NONE_HASH)
-                return native_block_hasher(algorithm, hash_block_size)
-        hasher: BlockHasher = original(hash_block_size, caching_hash_fn)
+                return native_block_hasher(algorithm, hash_block_size, *lookahead)
+        hasher: BlockHasher = original(hash_block_size, caching_hash_fn, *lookahead)
         return hasher
 
     return get_request_block_hasher
@@ -109,9 +116,9 @@ def _refusing_unsupported_requests(original: patching.Function) -> patching.Func
 
 
 def refuse_unsupported_request(request: Any, takes_encoder_inputs: bool) -> None:
-    """Raise ValueError for an `EngineCoreRequest` of a kind that the Rust core does not know."""
+    """Raise an error for an `EngineCoreRequest` of a kind that the Rust core does not know."""
     if request.mm_features and not takes_encoder_inputs:
-        raise ValueError(
+        raise UnsupportedRequestError(
             f"request {request.request_id} has images or the like, but this model takes only text"
         )
     kinds = {
@@ -120,7 +127,7 @@ def refuse_unsupported_request(request: Any, takes_encoder_inputs: bool) -> None
     }
     for kind, applies in kinds.items():
         if applies:
-            raise ValueError(
+            raise UnsupportedRequestError(
                 f"request {request.request_id} is {kind}, which is not supported by sparksched; "
                 "start the server with VLLM_SCHEDULER=vllm"
             )

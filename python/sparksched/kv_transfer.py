@@ -40,7 +40,7 @@ class KVTransfer:
             config=vllm_config, role=KVConnectorRole.SCHEDULER, kv_cache_config=kv_cache_config
         )
         transfer_config = vllm_config.kv_transfer_config
-        self.core_config = {
+        self.core_config: dict[str, bool] = {
             # Loads are not ordered against steps in flight that still write to blocks.
             "defer_block_free": (
                 vllm_config.max_concurrent_batches > 1 and transfer_config.is_kv_consumer

@@ -3,7 +3,9 @@
 Read it beside `RequestOutputCollector` in vLLM's `v1/engine/output_processor.py`. There an
 `asyncio.Event` is set and cleared for each token, and keeps a queue of waiters where there is one.
 What is merged, replaced and raised stays the same, and so does the turn of the event loop in which
-a consumer wakes. Only the attribute `ready` is gone, which nobody else in vLLM reads.
+a consumer wakes. Only the attribute `ready` is no event any more. Of vLLM's own code nobody else
+waits for it, and a subclass for streaming input (since 0.33.0) sets it in `get` and `get_nowait`,
+having put the next output into `output`: there a consumer looks before it waits.
 """
 
 import asyncio
@@ -23,10 +25,18 @@ if TYPE_CHECKING:
 def install(output_processor: ModuleType) -> None:
     """Replace the functions of vLLM's collector that touch its event."""
     collector = output_processor.RequestOutputCollector
+    collector.ready = _NoEvent()
     patching.replace(collector, "__init__", _without_event)
     patching.replace(collector, "put", _waking_the_consumer)
     patching.replace(collector, "get", _waiting_for_a_future)
     patching.replace(collector, "get_nowait", _clearing_no_event)
+
+
+class _NoEvent:
+    """Takes the place of a collector's `asyncio.Event`."""
+
+    def set(self) -> None:
+        """Do nothing: whoever calls this is the consumer."""
 
 
 def _without_event(original: patching.Function) -> patching.Function:

@@ -33,7 +33,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
-from sparksched import output_collector, patching
+from sparksched import compat, output_collector, patching
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import (
@@ -320,8 +320,9 @@ def _first_difference(module: ModuleType) -> str | None:
             if code is None or not code.co_filename.startswith(vllm_folder):
                 return f"{owner.__name__}.{name} is not vLLM's own"
     for class_name, known, found in _shapes(module):
-        if found != tuple(known.split()):
-            return f"{class_name} is not as sparksched knows it"
+        shape = compat.known_shape(class_name, dict.fromkeys(known.split()))
+        if found != tuple(shape):
+            return f"{class_name.rpartition('.')[2]} is not as sparksched knows it"
     return None
 
 
@@ -336,16 +337,20 @@ def _functions_bypassed(module: ModuleType) -> Iterator[tuple[type[Any], str]]:
 
 
 def _shapes(module: ModuleType) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield classes by name, with their known and their real attributes or parameters."""
+    """Yield classes by name, with their known and their real attributes or parameters.
+
+    Known are those of vLLM 0.32.0. What later releases have added is in `compat`, by the full names
+    of the classes.
+    """
     parameters = inspect.signature(module.RequestState).parameters.values()
     required = [it.name for it in parameters if it.default is it.empty]
     state = module.RequestState(**{**dict.fromkeys(required), "prompt_token_ids": []})
     collector = module.RequestOutputCollector(_DELTA, "")
-    yield "EngineCoreOutput", _ENGINE_CORE_OUTPUT, EngineCoreOutput.__struct_fields__
+    yield "vllm.v1.engine.EngineCoreOutput", _ENGINE_CORE_OUTPUT, EngineCoreOutput.__struct_fields__
     yield "RequestState", _REQUEST_STATE, tuple(vars(state))
     yield "LogprobsProcessor", _LOGPROBS_PROCESSOR, _parameters_of(LogprobsProcessor)
     yield "RequestStateStats", _REQUEST_STATE_STATS, _parameters_of(RequestStateStats)
-    yield "IterationStats", _ITERATION_STATS, tuple(vars(IterationStats()))
+    yield "vllm.v1.metrics.stats.IterationStats", _ITERATION_STATS, tuple(vars(IterationStats()))
     yield "CompletionOutput", _COMPLETION_OUTPUT, _parameters_of(CompletionOutput)
     yield "RequestOutput", _REQUEST_OUTPUT, _parameters_of(RequestOutput)
     yield "RequestOutputCollector", _REQUEST_OUTPUT_COLLECTOR, tuple(vars(collector))

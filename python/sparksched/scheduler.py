@@ -34,7 +34,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from sparksched import __version__, compat, engine_hooks, sessions
+from sparksched import __version__, compat, engine_hooks, releases, sessions
 from sparksched._core import SchedulerCore
 from sparksched.block_observer import BlockObserver, publishes_events
 from sparksched.encoder_inputs import EncoderInputs
@@ -123,11 +123,13 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
             kv_cache_config,
             block_size,
             log_stats,
-            kv_transfer=self._kv_transfer and self._kv_transfer.core_config,
+            kv_transfer=None if self._kv_transfer is None else self._kv_transfer.core_config,
         )
         self._needs_none_hash = config["hash_algorithm"] is not None
         self.extra_keys = (
-            extra_keys_writer(config["hash_algorithm"], block_size)
+            extra_keys_writer(
+                config["hash_algorithm"], block_size, config["num_hash_lookahead_tokens"]
+            )
             if self._needs_none_hash
             else None
         )
@@ -297,6 +299,10 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
     def get_request_counts(self) -> tuple[int, int]:
         """Count running and waiting requests."""
         return self._core.request_counts()
+
+    def has_request(self, request_id: str) -> bool:
+        """Return whether a request is not finished; an idle session is not."""
+        return request_id in self.requests
 
     # ---- structured output ----
 
@@ -510,6 +516,7 @@ def core_config(
             vllm_config.parallel_config.pipeline_parallel_size > 1
             and not scheduler_config.async_scheduling
         ),
+        **releases.behaviors(vllm_config),
         "log_stats": log_stats,
         "block_size": block_size,
         "num_blocks": kv_cache_config.num_blocks,
@@ -521,6 +528,7 @@ def core_config(
         "hash_algorithm": (
             cache_config.prefix_caching_hash_algo if cache_config.enable_prefix_caching else None
         ),
+        "num_hash_lookahead_tokens": releases.num_hash_lookahead_tokens(vllm_config),
         "enable_kv_cache_events": publishes_events(vllm_config),
         "kv_cache_metrics": vllm_config.observability_config.kv_cache_metrics,
         "kv_transfer": kv_transfer,

@@ -7,6 +7,8 @@ import os
 import sys
 import time
 
+from tests.support import vllm_overlay
+
 
 def main() -> int:
     """Run scenarios until the first difference; return the process's exit status."""
@@ -26,6 +28,7 @@ def main() -> int:
     parser.add_argument(
         "--encoded", action="store_true", help="compare outputs as messages, byte for byte"
     )
+    _add_vllm_argument(parser)
     arguments = parser.parse_args()
     names = [arguments.config] if arguments.config else list(NAMED_SETTINGS)
     coverage = Coverage()
@@ -60,10 +63,29 @@ def _seed_range(text: str) -> range:
     return range(int(first), int(end) if end else int(first) + 1)
 
 
-if __name__ == "__main__":
+def _missing_variables() -> dict[str, str]:
+    """Return what the environment lacks, and what must be there before vLLM is imported."""
+    variables = {}
     if "PYTHONHASHSEED" not in os.environ:
         # vLLM iterates over sets of request ids, so a seed means one trace only if strings hash
         # alike in every process.
-        environment = os.environ | {"PYTHONHASHSEED": "0"}
-        os.execve(sys.executable, sys.orig_argv, environment)
+        variables["PYTHONHASHSEED"] = "0"
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_vllm_argument(parser)
+    version = parser.parse_known_args()[0].vllm
+    if version is not None:
+        variables |= vllm_overlay.variables(version)
+    return variables
+
+
+def _add_vllm_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--vllm", metavar="VERSION", help="compare with this vLLM instead of the installed one"
+    )
+
+
+if __name__ == "__main__":
+    missing = _missing_variables()
+    if missing:
+        os.execve(sys.executable, sys.orig_argv, os.environ | missing)
     sys.exit(main())

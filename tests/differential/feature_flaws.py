@@ -102,8 +102,8 @@ def reports_admitted_hits_only(base: SchedulerClass) -> SchedulerClass:
     """Publish a prefix hit once, not at each attempt to admit its request."""
 
     class Flawed(base):  # type: ignore[misc]
-        def _get_local_prefix_cache_hit(self, request: Request) -> Any:
-            hit = super()._get_local_prefix_cache_hit(request)
+        def _get_local_prefix_cache_hit(self, request: Request, *limit: Any) -> Any:
+            hit = super()._get_local_prefix_cache_hit(request, *limit)
             request.kv_cache_report_mode = "incremental"
             return hit
 

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sparksched import releases
+
 from .chunked_local import ChunkedLocalSettings
 from .ec_connector import ECConnectorSettings
 from .example_connector import ExampleConnectorSettings
@@ -42,9 +44,9 @@ _DRAW_SETTINGS: dict[str, Callable[[random.Random, Configuration], FeatureSettin
 }
 
 
-# What a configuration that draws its features draws from, and pairs that don't go together: the
-# first ones end in an assertion of vLLM, as requests that are passed over don't count as users of
-# their adapters; then vLLM knows no drafter of a model with chunked attention.
+# What a configuration that draws its features draws from, and pairs that don't go together: vLLM
+# knows no drafter of a model with chunked attention, and before 0.33.0 those with adapters end in
+# an assertion of vLLM, as requests that are passed over don't count as users of their adapters.
 _COMBINABLE = (
     "kv_events",
     "kv_cache_metrics",
@@ -56,12 +58,9 @@ _COMBINABLE = (
     "pipeline",
     "data_parallel",
 )
-_CONFLICTS = [
-    {"lora", "pipeline"},
-    {"lora", "data_parallel"},
-    {"lora", "speculation"},
-    {"chunked_local", "speculation"},
-]
+_CONFLICTS = [{"chunked_local", "speculation"}]
+if not releases.is_since("0.33.0"):
+    _CONFLICTS += [{"lora", "pipeline"}, {"lora", "data_parallel"}, {"lora", "speculation"}]
 
 
 def draw_features(

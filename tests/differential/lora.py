@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparksched import releases
 from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,6 +43,8 @@ class LoRASettings(FeatureSettings):
         return cls(max_loras=rng.choice([1, 1, 2, 3]), num_adapters=rng.choice([1, 3, 5, 5]))
 
     def adjust(self, configuration: Configuration) -> Configuration:
+        if releases.is_since("0.33.0"):
+            return configuration
         # vLLM forgets the adapter of a running request whose chunk is put off, and ends in an
         # assertion when it continues beside the adapters that were admitted meanwhile.
         return dataclasses.replace(configuration, throttles_prefills=False)

@@ -93,7 +93,10 @@ class DataParallelSettings(FeatureSettings):
 
     def adjust(self, configuration: Configuration) -> Configuration:
         return dataclasses.replace(
-            configuration, include_finished_set=True, throttles_prefills=False
+            configuration,
+            include_finished_set=True,
+            throttles_prefills=False,
+            prefill_schedule_interval=self.prefill_schedule_interval,
         )
 
     def configure(self, vllm_config: Any) -> None:
@@ -101,7 +104,6 @@ class DataParallelSettings(FeatureSettings):
         parallel_config.data_parallel_size = 2
         parallel_config.data_parallel_rank = parallel_config.data_parallel_index = 1
         parallel_config.is_moe_model = True
-        vllm_config.scheduler_config.prefill_schedule_interval = self.prefill_schedule_interval
         architecture = copy.copy(vllm_config.model_config.model_arch_config)
         architecture.num_experts = 8
         vllm_config.model_config.model_arch_config = architecture

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from sparksched import releases
 from sparksched._core import StepOutputs
 from sparksched.transport.encoder import PartEncoder
 from vllm.sampling_params import (
@@ -707,6 +708,7 @@ def _report(
         f"{configuration}\n"
         f"latest operations:\n{operations}\n"
         "reproduce with: PYTHONHASHSEED=0 python -m tests.differential"
+        f" --vllm {releases.installed()}"
         f" --config {configuration.name} --seeds {seed}:{seed + 1} --steps {engine.step_number}"
         f"{' --encoded' if engine.encoded else ''}"
     )

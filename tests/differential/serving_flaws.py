@@ -485,8 +485,8 @@ def hits_only_what_is_cached(base: SchedulerClass) -> SchedulerClass:
     """Look for cached blocks of chunks that no token will see."""
 
     class Flawed(base):  # type: ignore[misc]
-        def _get_local_prefix_cache_hit(self, request: Request) -> Any:
-            blocks, *rest = super()._get_local_prefix_cache_hit(request)
+        def _get_local_prefix_cache_hit(self, request: Request, *limit: Any) -> Any:
+            blocks, *rest = super()._get_local_prefix_cache_hit(request, *limit)
             if not any(not block.is_null for group in blocks.blocks for block in group):
                 return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
             return blocks, *rest
@@ -501,9 +501,9 @@ SERVING_FLAWS: list[tuple[Flaw, str]] = [
     (trusts_its_memory_of_drafts, "async-speculating"),
     (forgets_the_lookahead, "sync-eagle"),
     (keeps_the_eagle_block, "sync-eagle"),
-    (keeps_the_eagle_block, "eagle-hybrid"),
-    (drops_the_eagle_block_of_every_group, "eagle-hybrid"),
-    (caches_windows_without_the_eagle_block, "eagle-hybrid"),
+    (keeps_the_eagle_block, "eagle-without-lookahead"),
+    (drops_the_eagle_block_of_every_group, "eagle-without-lookahead"),
+    (caches_windows_without_the_eagle_block, "eagle-without-lookahead"),
     (retains_no_tokens_for_modules, "multi-module-mtp"),
     (ends_chunks_within_the_lookahead, "multi-module-mtp"),
     (drafts_in_no_budget, "speculating-by-draft-model"),

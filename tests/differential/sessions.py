@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparksched import releases
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -74,10 +75,17 @@ class Sessions(Feature):
     ) -> None:
         super().__init__(configuration, seed, coverage)
         self._settings = settings
-        # With synchronous speculation a stop in the middle of accepted draft tokens leaves more
-        # tokens computed than there are; vLLM ends in an assertion unless a chunk makes up for it.
         is_speculating = any(isinstance(it, SpeculationSettings) for it in configuration.features)
-        self._shortest_chunk = 6 if is_speculating else 1
+        self._shortest_chunk = 1
+        if is_speculating:
+            # After a chunk of one token drafts are verified in the very next step, and vLLM counts
+            # them in the metrics that it has handed out with the turn before.
+            self._shortest_chunk = 2
+        if is_speculating and not releases.is_since("0.33.0"):
+            # With synchronous speculation a stop in the middle of accepted draft tokens leaves more
+            # tokens computed than there are; vLLM ends in an assertion unless a chunk makes up for
+            # it.
+            self._shortest_chunk = 6
         self._sessions: dict[str, _Session] = {}
         self._drafted_ids: set[str] = set()
 
@@ -179,9 +187,11 @@ class Sessions(Feature):
     ) -> None:
         """Take the tokens of sessions away that have been preempted since they were scheduled.
 
-        vLLM loses a session that stops in this state; sparksched keeps it, see
+        vLLM 0.32.0 loses a session that stops in this state; sparksched keeps it, see
         `test_session_that_stops_while_preempted` in tests/unit.
         """
+        if releases.is_since("0.33.0"):
+            return
         for request_id, request in requests.items():
             is_session = request.streaming_queue is not None
             if not (is_session and request.status == RequestStatus.PREEMPTED):

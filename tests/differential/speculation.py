@@ -46,6 +46,8 @@ class SpeculationSettings(FeatureSettings):
     num_mtp_modules: int
     parallel_drafting: bool
     disable_eagle_block_drop: bool
+    disable_lookahead_block_hashes: bool
+    """Whether blocks are dropped for a drafter, as before vLLM 0.33.0."""
     tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None
     """Draft tokens by batch size: first size, last size and number of tokens."""
     flags_last_group: bool
@@ -73,9 +75,10 @@ class SpeculationSettings(FeatureSettings):
         num_tokens = choose("num_tokens", 1, 2, 3, 4)
         can_draft_in_parallel = method in ("eagle", "eagle3", "draft_model")
         schedule = _draw_schedule(rng, num_tokens, configuration.max_num_seqs)
-        return cls(
+        settings = cls(
             method=method,
             num_tokens=num_tokens,
+            disable_lookahead_block_hashes=False,
             num_mtp_modules=choose("num_mtp_modules", 1, 1, 2, 3),
             parallel_drafting=choose("parallel", *[False] * 5, True) and can_draft_in_parallel,
             disable_eagle_block_drop=choose("disable_eagle_block_drop", *[False] * 3, True),
@@ -84,6 +87,13 @@ class SpeculationSettings(FeatureSettings):
             request_metrics=choose("request_metrics", "none", "summary", "detailed"),
             shortens_drafts=choose("shortens_drafts", *[False] * 5, True),
             structured_share=choose("structured_share", 0.0, 0.0, 0.2),
+        )
+        # Without a group of full attention to shorten a lookup, vLLM looks for hashes that are not
+        # there yet if they look ahead by several tokens, and ends in an IndexError.
+        may_look_ahead = settings.num_prefill_lookahead < 2 or None in configuration.sliding_windows
+        disable_lookahead = choose("disable_lookahead_block_hashes", False, False, True)
+        return dataclasses.replace(
+            settings, disable_lookahead_block_hashes=disable_lookahead or not may_look_ahead
         )
 
     @property
@@ -121,6 +131,9 @@ class SpeculationSettings(FeatureSettings):
             num_speculative_tokens=self.num_tokens,
             disable_eagle_block_drop=self.disable_eagle_block_drop,
         )
+        if hasattr(speculative_config, "disable_lookahead_block_hashes"):
+            disabled = self.disable_lookahead_block_hashes
+            speculative_config.disable_lookahead_block_hashes = disabled
         speculative_config.method = self.method
         speculative_config.parallel_drafting = self.parallel_drafting
         if self.tokens_per_batch_size is not None:

@@ -82,10 +82,10 @@ def misses_long_prefix_hits(base: SchedulerClass) -> SchedulerClass:
     """Find no cached blocks for prompts above a length."""
 
     class Flawed(base):  # type: ignore[misc, valid-type]
-        def _get_local_prefix_cache_hit(self, request: Request) -> tuple[Any, int, int, bool]:
+        def _get_local_prefix_cache_hit(self, request: Request, *limit: Any) -> Any:
             if request.num_tokens > 40:
                 return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
-            return super()._get_local_prefix_cache_hit(request)
+            return super()._get_local_prefix_cache_hit(request, *limit)
 
     return Flawed
 

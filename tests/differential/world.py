@@ -88,6 +88,7 @@ class Configuration:
     batch_queue_size: int
     throttles_prefills: bool
     native_block_hasher: bool
+    prefill_schedule_interval: int
     features: tuple[FeatureSettings, ...] = ()
 
     @property
@@ -145,6 +146,7 @@ NAMED_SETTINGS: dict[str, dict[str, Any]] = {
         "spare_tokens": 256,
         "pool_factor": 16.0,
     },
+    "prefill-interval": {"prefill_schedule_interval": 3},
     "random": {},
 }
 
@@ -161,6 +163,11 @@ _FEATURE_SETTINGS: dict[str, dict[str, Any]] = {
         "kv_events": True,
     },
     "kv-events-preempting": {"enable_prefix_caching": True, "kv_events": True} | _SCARCE_BLOCKS,
+    "speculating-kv-events": {
+        "enable_prefix_caching": True,
+        "speculation": {"method": "mtp", "disable_eagle_block_drop": False},
+        "kv_events": True,
+    },
     "kv-cache-metrics": {"log_stats": True, "kv_cache_metrics": True},
     "sync-pooling": {"async_scheduling": False, "pooling": {}},
     "async-pooling": {"async_scheduling": True, "pooling": {}},
@@ -173,6 +180,7 @@ _FEATURE_SETTINGS: dict[str, dict[str, Any]] = {
     "sync-multimodal": {"async_scheduling": False, "multimodal": {}},
     "async-multimodal": {"async_scheduling": True, "multimodal": {}},
     "multimodal-preempting": {"multimodal": {}} | _SCARCE_BLOCKS,
+    "multimodal-v2": {"use_v2_model_runner": True, "multimodal": {}},
     "multimodal-kv-events": {"enable_prefix_caching": True, "multimodal": {}, "kv_events": True},
     "multimodal-speculating": {
         "enable_chunked_prefill": True,
@@ -206,6 +214,11 @@ _SPECULATION_SETTINGS: dict[str, dict[str, Any]] = {
         "enable_chunked_prefill": True,
         "speculation": {"method": "mtp", "num_mtp_modules": 3, "num_tokens": 3},
     },
+    "eagle-without-lookahead": {
+        "groups": "full+sliding",
+        "enable_prefix_caching": True,
+        "speculation": {"method": "eagle", "disable_lookahead_block_hashes": True},
+    },
     "dynamic-speculation": {"speculation": {"is_dynamic": True, "num_tokens": 4}},
     "speculating-preempting": {"speculation": {}} | _SCARCE_BLOCKS,
     "speculating-structured": {"speculation": {"structured_share": 0.5}} | _SCARCE_BLOCKS,
@@ -215,6 +228,7 @@ _LORA_SETTINGS: dict[str, dict[str, Any]] = {
     "sync-lora": {"async_scheduling": False, "lora": True},
     "async-lora": {"async_scheduling": True, "lora": True},
     "lora-by-priority": {"policy": "priority", "lora": True} | _SCARCE_BLOCKS,
+    "lora-throttled": {"throttles_prefills": True, "lora": True},
 }
 
 _SESSION_SETTINGS: dict[str, dict[str, Any]] = {
@@ -227,6 +241,13 @@ _SESSION_SETTINGS: dict[str, dict[str, Any]] = {
         "speculation": {"shortens_drafts": False},
         "sessions": True,
     },
+    "sessions-by-eagle": {
+        "policy": "fcfs",
+        "enable_prefix_caching": True,
+        "speculation": {"method": "eagle", "shortens_drafts": False},
+        "sessions": True,
+    }
+    | _SCARCE_BLOCKS,
 }
 
 _PARALLEL_SETTINGS: dict[str, dict[str, Any]] = {
@@ -385,6 +406,7 @@ def draw_configuration(name: str, seed: int) -> Configuration:
         batch_queue_size=batch_queue_size,
         throttles_prefills=choose("throttles_prefills", *[False] * 9, True),
         native_block_hasher=choose("native_block_hasher", False, True),
+        prefill_schedule_interval=choose("prefill_schedule_interval", 1, 1, 1, 2, 3, 4),
     )
     features = draw_features(configuration, seed, fixed)
     configuration = dataclasses.replace(configuration, features=features)
@@ -446,6 +468,13 @@ class World:
     kv_cache_config: KVCacheConfig
     scheduler_block_size: int
     hash_block_size: int
+
+    @property
+    def hash_lookahead(self) -> tuple[int, ...]:
+        """What the engine core hands to the factory of block hashers, besides size and hash."""
+        if hasattr(self.vllm_config, "num_hash_lookahead_tokens"):
+            return (self.vllm_config.num_hash_lookahead_tokens,)
+        return ()
 
     def build_scheduler(
         self,
@@ -586,7 +615,7 @@ def stock_block_hasher(world: World) -> BlockHasher | None:
     if not configuration.needs_block_hashes:
         return None
     hash_function = get_hash_fn_by_name(configuration.prefix_caching_hash_algo)
-    return get_request_block_hasher(world.hash_block_size, hash_function)
+    return get_request_block_hasher(world.hash_block_size, hash_function, *world.hash_lookahead)
 
 
 def candidate_block_hasher(world: World, scheduler_class: SchedulerClass) -> BlockHasher | None:
@@ -602,7 +631,9 @@ def candidate_block_hasher(world: World, scheduler_class: SchedulerClass) -> Blo
         return stock_block_hasher(world)
     from sparksched.engine_hooks import native_block_hasher
 
-    return native_block_hasher(configuration.prefix_caching_hash_algo, world.hash_block_size)
+    return native_block_hasher(
+        configuration.prefix_caching_hash_algo, world.hash_block_size, *world.hash_lookahead
+    )
 
 
 @contextmanager

@@ -137,8 +137,9 @@ def _allowed_tokens(output: GrammarOutput | None) -> dict[str, list[int]]:
     if output is None:
         return {}
     bits = np.unpackbits(output.grammar_bitmask.view(np.uint8), axis=1, bitorder="little")
-    rows = bits[:, :VOCAB_SIZE]
     ids = output.structured_output_request_ids
+    # Since vLLM 0.33.0 each has rows for draft tokens as well, behind its first one.
+    rows = bits[:: len(bits) // len(ids), :VOCAB_SIZE]
     return {
         request_id: np.flatnonzero(row).tolist() for request_id, row in zip(ids, rows, strict=True)
     }

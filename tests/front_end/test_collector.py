@@ -7,6 +7,7 @@ import pytest
 import torch
 from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import output_processor
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from .event_loops import EVENT_LOOPS, NewEventLoop, run, turns
@@ -96,6 +97,36 @@ def test_an_error_replaces_what_waits_and_is_replaced_by_no_output() -> None:
 # ----------------------------------------------------------------------------------------
 # Waiting
 # ----------------------------------------------------------------------------------------
+
+
+def chunk_end(*token_ids: int) -> RequestOutput:
+    """Return the last output of a turn, behind which a session goes on."""
+    last = output(*token_ids)
+    last.outputs[0].finish_reason = "stop"
+    return last
+
+
+@EVENT_LOOPS
+@pytest.mark.skipif(
+    not hasattr(output_processor, "StreamingInputOutputCollector"), reason="since vLLM 0.33.0"
+)
+def test_turns_of_a_session_are_not_merged(new_event_loop: NewEventLoop) -> None:
+    async def scene() -> None:
+        queue = output_processor.StreamingInputOutputCollector(RequestOutputKind.DELTA, "request")
+        consumer = asyncio.create_task(queue.get())
+        await turns(1)
+        for one in (output(1), chunk_end(2), output(3), chunk_end(4), output(5), output(6)):
+            queue.put(one)
+        assert token_ids(await consumer) == [[1, 2]]
+        assert token_ids(await queue.get()) == [[3, 4]]
+        assert token_ids(queue.get_nowait()) == [[5, 6]]
+        assert queue.get_nowait() is None
+        consumer = asyncio.create_task(queue.get())
+        await turns(1)
+        queue.put(output(7))
+        assert token_ids(await consumer) == [[7]]
+
+    run(new_event_loop, scene())
 
 
 @EVENT_LOOPS

@@ -50,7 +50,7 @@ def test_the_plugin_replaces_the_functions_if_it_is_selected(selected: bool) -> 
 
 def test_another_version_of_vllm_keeps_its_own() -> None:
     os.environ["VLLM_SCHEDULER"] = "sparksched"
-    with mock.patch("vllm.version.__version__", "0.33.0"):
+    with mock.patch("vllm.version.__version__", "0.34.0"):
         plugin.register()
     assert not any(replaced())
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from sparksched import sessions
+from sparksched import releases, sessions
 from sparksched._core import SchedulerCore
 from sparksched.extra_keys import extra_keys_writer
 from vllm.lora.request import LoRARequest
@@ -55,6 +55,14 @@ def core_config(**changes: Any) -> dict[str, Any]:
         "resume_as_new": False,
         "uses_mrope": False,
         "sends_sampled_tokens": False,
+        "continues_after_self_preemption": False,
+        "passes_over_held_up": False,
+        "counts_loras_of_all_running": False,
+        "caches_settled_output": False,
+        "keeps_block_before_junction": False,
+        "requeues_sessions_last": False,
+        "can_skip_drafts": False,
+        "local_prefill_interval": 0,
         "log_stats": True,
         "block_size": BLOCK_SIZE,
         "num_blocks": 101,
@@ -64,6 +72,7 @@ def core_config(**changes: Any) -> dict[str, Any]:
         "eagle_groups": [],
         "retention_interval": 0,
         "hash_algorithm": "sha256",
+        "num_hash_lookahead_tokens": 0,
         "enable_kv_cache_events": False,
         "kv_cache_metrics": False,
         "kv_transfer": None,
@@ -225,9 +234,17 @@ def images(*positions: tuple[int, int], identifier: str | None = None) -> list[A
 # ----------------------------------------------------------------------------------------
 
 
-def stock_block_hasher(algorithm: str, block_size: int) -> BlockHasher:
+# Tokens behind a block that this vLLM's hashes may cover.
+LOOKAHEADS = (0, 1, 2, 3) if releases.is_since("0.33.0") else (0,)
+
+
+def stock_block_hasher(
+    algorithm: str, block_size: int, num_lookahead_tokens: int = 0
+) -> BlockHasher:
     """Return vLLM's own; `native_block_hasher` of `engine_hooks` is ours."""
-    return kv_cache_utils.get_request_block_hasher(block_size, get_hash_fn_by_name(algorithm))
+    lookahead = (num_lookahead_tokens,) if num_lookahead_tokens else ()
+    hash_function = get_hash_fn_by_name(algorithm)
+    return kv_cache_utils.get_request_block_hasher(block_size, hash_function, *lookahead)
 
 
 def hashes_while_growing(

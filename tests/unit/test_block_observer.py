@@ -14,6 +14,7 @@ from sparksched.block_observer import BlockObserver, publishes_events
 from unit.bare_core import (
     BLOCK_SIZE,
     FULL_ATTENTION,
+    LOOKAHEADS,
     LORA,
     build_core,
     build_request,
@@ -77,22 +78,26 @@ class Publisher:
 
 
 def build_observer(
-    config: KVCacheConfig = HYBRID, *, sample_rate: float | None = None
+    config: KVCacheConfig = HYBRID, *, sample_rate: float | None = None, lookahead: int = 0
 ) -> tuple[BlockObserver, Publisher]:
     """Return an observer, of metrics too if there is a sample rate, and where it publishes."""
     vllm_config = SimpleNamespace(
+        num_hash_lookahead_tokens=lookahead,
         observability_config=SimpleNamespace(
             kv_cache_metrics=sample_rate is not None,
             kv_cache_metrics_sample=0.01 if sample_rate is None else sample_rate,
-        )
+        ),
     )
     publisher = Publisher()
     return BlockObserver(vllm_config, config, publisher), publisher
 
 
 def stock_manager(
-    config: KVCacheConfig = HYBRID, metrics: KVCacheMetricsCollector | None = None
+    config: KVCacheConfig = HYBRID,
+    metrics: KVCacheMetricsCollector | None = None,
+    lookahead: int = 0,
 ) -> KVCacheManager:
+    settings = {"num_hash_lookahead_tokens": lookahead} if lookahead else {}
     return KVCacheManager(
         config,
         max_model_len=128,
@@ -100,6 +105,7 @@ def stock_manager(
         hash_block_size=BLOCK_SIZE,
         enable_kv_cache_events=True,
         metrics_collector=metrics,
+        **settings,
     )
 
 
@@ -142,11 +148,11 @@ def kind_of_hashes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", request.param)
 
 
-def hashed_request(hasher: Callable[..., Any], **settings: Any) -> Request:
+def hashed_request(hasher: Callable[..., Any], lookahead: int = 0, **settings: Any) -> Request:
     request = build_request(
-        prompt=[*range(14)], block_hasher=hasher("sha256", BLOCK_SIZE), **settings
+        prompt=[*range(14)], block_hasher=hasher("sha256", BLOCK_SIZE, lookahead), **settings
     )
-    request.append_output_token_ids([1, 2, 3])
+    request.append_output_token_ids([1, 2, 3, 4, 5])
     return request
 
 
@@ -154,29 +160,34 @@ def hashed_request(hasher: Callable[..., Any], **settings: Any) -> Request:
 @pytest.mark.parametrize("settings", REQUESTS.values(), ids=REQUESTS)
 @pytest.mark.parametrize("mask", [None, [True, False, True, True], [False] * 4], ids=str)
 @pytest.mark.parametrize("num_known", [0, 1])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
 def test_stored_blocks(
     algorithm: str,
     kind_of_hashes: None,
     settings: dict[str, Any],
     mask: list[bool] | None,
     num_known: int,
+    lookahead: int,
 ) -> None:
-    request = hashed_request(stock_block_hasher, **settings)
-    manager = stock_manager()
-    observer, publisher = build_observer()
+    request = hashed_request(stock_block_hasher, lookahead, **settings)
+    tokens = request._all_token_ids
+    manager = stock_manager(lookahead=lookahead)
+    observer, publisher = build_observer(lookahead=lookahead)
     for group_id in range(2):
         blocks = manager.block_pool.get_new_blocks(4)
         manager.block_pool.cache_full_blocks(
             request, blocks, num_known, 4, BLOCK_SIZE, group_id, mask and mask[num_known:]
         )
         positions = [it for it in range(num_known, 4) if mask is None or mask[it]]
+        ends = [(position + 1) * BLOCK_SIZE for position in positions]
         observer.on_stored(
             request,
             group_id,
             positions,
             [request.block_hashes[position] for position in positions],
             request.block_hashes[num_known - 1] if num_known else None,
-            request._all_token_ids[num_known * BLOCK_SIZE : 4 * BLOCK_SIZE],
+            tokens[num_known * BLOCK_SIZE : 4 * BLOCK_SIZE],
+            [tokens[end : end + lookahead] for end in ends],
         )
     observer.publish([])
     assert publisher.take() == manager.take_events()
@@ -201,7 +212,7 @@ def test_kinds_of_groups(algorithm: str, kv_cache_spec: Any) -> None:
         request, manager.block_pool.get_new_blocks(1), 0, 1, BLOCK_SIZE, 0
     )
     observer, publisher = build_observer(config)
-    observer.on_stored(request, 0, [0], request.block_hashes[:1], None, [0, 1, 2, 3])
+    observer.on_stored(request, 0, [0], request.block_hashes[:1], None, [0, 1, 2, 3], [[]])
     observer.publish([])
     (event,) = publisher.take()
     assert event.kv_cache_spec_kind is not None

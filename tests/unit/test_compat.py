@@ -1,5 +1,6 @@
 """The allow-list: what is supported, and by which name everything else is refused."""
 
+import collections
 import copy
 import dataclasses
 import enum
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 import pydantic
 import pytest
-from sparksched import compat
+from sparksched import compat, output_processor, releases
 from sparksched.compat import Unsupported
 
 MODEL = {
@@ -100,26 +101,58 @@ def all_changed(config: Any, changes: dict[str, object]) -> Any:
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.0+cu130"])
+@pytest.mark.parametrize(
+    "version", ["0.32.0", "0.32.0+cpu", "0.32.0+cu130", "0.33.0", "0.33.0+cu130"]
+)
 def test_supported_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.version.__version__", version)
     assert compat.unsupported_version() is None
 
 
 @pytest.mark.parametrize(
-    "version", ["0.31.0", "0.32.1", "0.33.0", "0.32.0rc1", "0.32.1.dev3+g1234567", "0.32", "dev"]
+    "version", ["0.31.0", "0.32.1", "0.34.0", "0.33.0rc1", "0.32.1.dev3+g1234567", "0.32", "dev"]
 )
 def test_unsupported_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.version.__version__", version)
     assert compat.unsupported_version() == Unsupported(
         f"vLLM {version}",
-        "sparksched knows vLLM 0.32.0; install one of these or a sparksched made for your version",
+        "sparksched knows vLLM 0.32.0 and 0.33.0; "
+        "install one of these or a sparksched made for your version",
     )
 
 
 # ----------------------------------------------------------------------------------------
 # Shapes
 # ----------------------------------------------------------------------------------------
+
+
+def test_shapes_are_those_of_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "vllm.v1.core.sched.output.SchedulerOutput"
+    fields = {}
+    for release in releases.SUPPORTED:
+        monkeypatch.setattr("vllm.version.__version__", release)
+        fields[release] = list(compat.known_shape(name, compat._STRUCTURES[name]))
+    added = ["encoder_input_updates", "skip_drafts"]
+    assert [it for it in fields["0.33.0"] if it not in added] == fields["0.32.0"]
+    # `SchedulerOutput` is built by position.
+    assert fields["0.33.0"].index("encoder_input_updates") == 8
+    assert fields["0.33.0"][-1] == "skip_drafts"
+
+
+def test_all_that_a_release_has_added_stands_behind_something_known() -> None:
+    tables = dict(collections.ChainMap(*(dict(shapes) for _, shapes, _ in compat._SHAPE_TABLES)))
+    tables["vllm.v1.metrics.stats.IterationStats"] = output_processor._ITERATION_STATS.split()
+    for additions in compat._ADDED.values():
+        for qualified_name, added in additions.items():
+            assert {it.behind for it in added} <= set(tables[qualified_name]), qualified_name
+
+
+def test_shapes_of_another_release_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    (other,) = set(releases.SUPPORTED) - {releases.installed()}
+    monkeypatch.setattr("vllm.version.__version__", other)
+    problem = compat.unsupported_shapes()
+    assert problem is not None
+    assert "encoder_input_updates" in problem.reason
 
 
 def test_installed_vllm_has_the_known_shapes() -> None:
@@ -155,6 +188,14 @@ def test_added_member_is_unsupported(qualified_name: str, monkeypatch: pytest.Mo
     )
 
 
+def test_other_function_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    (qualified_name,) = compat._FUNCTIONS
+    monkeypatch.setattr(qualified_name, lambda hash_block_size, new_knob: None)
+    problem = compat.unsupported_shapes()
+    assert problem is not None
+    assert "has a parameter 'new_knob'" in problem.reason
+
+
 @pytest.mark.parametrize("qualified_name", compat._CONSTRUCTORS)
 def test_other_constructor_is_unsupported(
     qualified_name: str, monkeypatch: pytest.MonkeyPatch
@@ -171,11 +212,11 @@ def test_other_constructor_is_unsupported(
 def test_new_abstract_method_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.sched.interface import SchedulerInterface
 
-    methods = SchedulerInterface.__abstractmethods__ | {"has_request"}
+    methods = SchedulerInterface.__abstractmethods__ | {"has_news"}
     monkeypatch.setattr(SchedulerInterface, "__abstractmethods__", methods)
     assert compat.unsupported_shapes() == Unsupported(
         "vLLM's SchedulerInterface",
-        "has a required method 'has_request' that sparksched does not know",
+        "has a required method 'has_news' that sparksched does not know",
     )
 
 
@@ -371,13 +412,26 @@ REFUSED = [
 
 @pytest.mark.parametrize(("feature", "changes"), REFUSED, ids=str)
 def test_refused_configurations(
-    supported_config: object, feature: str, changes: dict[str, object]
+    supported_config: object,
+    feature: str,
+    changes: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Later releases have less to refuse.
+    monkeypatch.setattr("vllm.version.__version__", "0.32.0")
     problem = compat.unsupported_config(all_changed(supported_config, changes))
     assert problem is not None
     assert problem.feature == feature
     assert problem.reason
     assert not problem.reason.endswith(".")
+
+
+def test_lora_with_pipeline_parallelism_is_supported_since_0_33_0(
+    supported_config: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = dict(REFUSED)["LoRA with pipeline parallelism"]
+    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
+    assert compat.unsupported_config(all_changed(supported_config, changes)) is None
 
 
 def test_every_configuration_rule_is_tested() -> None:
@@ -603,7 +657,9 @@ def test_chunks_are_refused_with_a_drafter_that_flags_no_group(supported_config:
     """Every group is the drafter's then, the chunked one too."""
     chunked = kv_cache(group(full_attention()), group(chunked_attention()))
     config = copy.copy(supported_config)
-    drafter = SimpleNamespace(use_eagle_block_drop=lambda: True)
+    drafter = SimpleNamespace(
+        use_eagle_block_drop=lambda: True, disable_lookahead_block_hashes=True
+    )
     object.__setattr__(config, "speculative_config", drafter)
     problem = unsupported_kv_cache(chunked, config)
     assert problem is not None
@@ -705,8 +761,8 @@ def test_first_unsupported_goes_from_the_version_to_the_kv_cache(
     assert first_feature() == "measuring MFU"
     monkeypatch.delattr("vllm.v1.core.sched.output.GrammarOutput")
     assert first_feature() == "vLLM's GrammarOutput"
-    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
-    assert first_feature() == "vLLM 0.33.0"
+    monkeypatch.setattr("vllm.version.__version__", "0.34.0")
+    assert first_feature() == "vLLM 0.34.0"
 
 
 @pytest.mark.parametrize(

@@ -794,10 +794,13 @@ def input_of(*token_ids: int) -> Callable[[Request, int], None]:
     return give
 
 
-def test_session_that_stops_while_preempted() -> None:
-    """It stays in the queue and goes on with its next input; vLLM's scheduler loses it."""
+@pytest.mark.parametrize("requeues_sessions_last", [False, True])
+def test_session_that_stops_while_preempted(requeues_sessions_last: bool) -> None:
+    """It stays in the queue and goes on with its next input; vLLM 0.32.0 loses it."""
     pool_of_four = {"num_blocks": 5, "groups": [FULL_ATTENTION], "lookup_groups": [[0]]}
-    core = build_core(async_scheduling=True, **pool_of_four)
+    core = build_core(
+        async_scheduling=True, requeues_sessions_last=requeues_sessions_last, **pool_of_four
+    )
     core.add_request(build_request("other", prompt=[*range(8)]), 1.0)
     session = build_request("session", prompt=[*range(20, 27)], max_tokens=1, resumable=True)
     sessions.open_session(session)

@@ -12,6 +12,7 @@ from sparksched.extra_keys import extra_keys_writer
 from unit.bare_core import (
     BLOCK_SIZE,
     FULL_ATTENTION,
+    LOOKAHEADS,
     LORA,
     Encoder,
     build_core,
@@ -44,14 +45,18 @@ IMAGES = {
 
 
 def both_hashes(algorithm: str, block_size: int, **settings: Any) -> tuple[Any, Any]:
-    """Return what our hasher and vLLM's make of a request while it grows."""
+    """Return what our hashers and vLLM's make of a request while it grows."""
     arguments = {"prompt": PROMPT, "growth": GROWTH} | settings
     native, stock = (
-        hashes_while_growing(build(algorithm, block_size), **arguments)
+        [
+            hashes_while_growing(build(algorithm, block_size, lookahead), **arguments)
+            for lookahead in LOOKAHEADS
+        ]
         for build in (engine_hooks.native_block_hasher, stock_block_hasher)
     )
     num_tokens = len(arguments["prompt"]) + sum(map(len, arguments["growth"]))
-    assert len(stock[-1]) == num_tokens // block_size
+    for lookahead, hashes in zip(LOOKAHEADS, stock, strict=True):
+        assert len(hashes[-1]) == (num_tokens - lookahead) // block_size
     return native, stock
 
 

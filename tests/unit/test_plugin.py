@@ -416,12 +416,12 @@ def test_unknown_version_runs_stock_without_importing_the_scheduler(
 
     process_outputs = OutputProcessor.process_outputs
     monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
-    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
+    monkeypatch.setattr("vllm.version.__version__", "0.34.0")
     monkeypatch.setitem(sys.modules, "sparksched.scheduler", None)
     plugin.register()
     assert scheduler_config(async_scheduling=True).get_scheduler_cls() is AsyncScheduler
     assert len(logged) == 1
-    assert "using vLLM's own scheduler: vLLM 0.33.0 is not supported" in logged[0]
+    assert "using vLLM's own scheduler: vLLM 0.34.0 is not supported" in logged[0]
     assert OutputProcessor.process_outputs is process_outputs
 
 

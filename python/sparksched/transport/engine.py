@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.multimodal.cache import MultiModalCacheMissError
 from vllm.v1.engine import (
@@ -572,10 +573,18 @@ class _RingInput:
             preprocessed = engine.preprocess_add_request(request)
         except MultiModalCacheMissError as error:
             engine._handle_mm_cache_miss(request, error)
-        except Exception:
-            engine._handle_request_preproc_error(request)
+        except Exception as error:
+            self._fail(request, error)
         else:
             self.queue.put_received((EngineCoreRequestType.ADD, preprocessed))
+
+    def _fail(self, request: EngineCoreRequest, error: Exception) -> None:
+        """End a request that can't be prepared. Since vLLM 0.33.0 its client may learn why."""
+        tell_client = getattr(self._engine, "_handle_request_validation_error", None)
+        if tell_client is not None and isinstance(error, VLLMValidationError):
+            tell_client(request, error)
+        else:
+            self._engine._handle_request_preproc_error(request)
 
     def _call(self, call: Any) -> None:
         client, call_id, method, args = call

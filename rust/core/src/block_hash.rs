@@ -5,6 +5,10 @@
 //! whole prefix. vLLM feeds the tuple `(parent hash, tokens, extra keys)` to pickle or CBOR and
 //! the bytes to SHA-256 or XXH3; here the same bytes are written directly, but for the extra keys
 //! (`LoRA`, cache salts, multimodal items): they come serialised, see [`ExtraKeys`].
+//!
+//! Hashes may look ahead: a drafter's KV at the end of a block depends on the tokens behind it. Then
+//! a block is hashed when these are there, and in the place of the extra keys stands the tuple
+//! `(extra keys, token, token, ...)`.
 
 use sha2::{Digest, Sha256};
 
@@ -123,6 +127,8 @@ impl ExtraKeys {
 pub struct BlockHasher {
     algorithm: HashAlgorithm,
     block_size: usize,
+    /// Tokens behind a block that its hash covers as well.
+    num_lookahead_tokens: usize,
     /// What stands in for the parent of a first block: vLLM's `NONE_HASH`.
     none_hash: Box<[u8]>,
 }
@@ -139,11 +145,26 @@ impl BlockHasher {
     /// frame of a pickle or `none_hash` is longer than a digest can be.
     #[must_use]
     pub fn new(algorithm: HashAlgorithm, block_size: u32, none_hash: &[u8]) -> Option<Self> {
-        let block_size = block_size as usize;
-        let fits = block_size * PICKLED_TOKEN + PICKLE_OVERHEAD < MAX_PICKLE_BODY
-            && block_size > 0
-            && none_hash.len() <= MAX_HASH_LEN;
-        fits.then(|| Self { algorithm, block_size, none_hash: none_hash.into() })
+        let hasher = Self {
+            algorithm,
+            block_size: block_size as usize,
+            num_lookahead_tokens: 0,
+            none_hash: none_hash.into(),
+        };
+        (hasher.fits() && block_size > 0 && none_hash.len() <= MAX_HASH_LEN).then_some(hasher)
+    }
+
+    /// The same hasher, but its hashes cover so many tokens behind each block, too; or `None` if
+    /// that does not fit into one frame of a pickle.
+    #[must_use]
+    pub fn with_lookahead(self, num_tokens: u32) -> Option<Self> {
+        let hasher = Self { num_lookahead_tokens: num_tokens as usize, ..self };
+        hasher.fits().then_some(hasher)
+    }
+
+    fn fits(&self) -> bool {
+        let num_tokens = self.block_size + self.num_lookahead_tokens;
+        num_tokens * PICKLED_TOKEN + PICKLE_OVERHEAD < MAX_PICKLE_BODY
     }
 
     /// Replaces `none_hash`. Returns whether it can be: it must not be longer than a digest.
@@ -159,6 +180,24 @@ impl BlockHasher {
     #[must_use]
     pub fn block_size(&self) -> usize {
         self.block_size
+    }
+
+    /// Tokens behind a block that its hash covers as well.
+    #[must_use]
+    pub fn num_lookahead_tokens(&self) -> usize {
+        self.num_lookahead_tokens
+    }
+
+    /// How many blocks of a sequence of `num_tokens` tokens have a hash.
+    #[must_use]
+    pub fn num_hashable_blocks(&self, num_tokens: usize) -> usize {
+        num_tokens.saturating_sub(self.num_lookahead_tokens) / self.block_size
+    }
+
+    /// Whether the last of `num_tokens` tokens was the one that a block's hash had waited for.
+    pub(crate) fn completes_block(&self, num_tokens: usize) -> bool {
+        let end = num_tokens.checked_sub(self.num_lookahead_tokens);
+        end.is_some_and(|end| end.is_multiple_of(self.block_size))
     }
 
     /// Bytes of a digest.
@@ -181,15 +220,30 @@ impl BlockHasher {
         extra_keys: Option<&ExtraKeys>,
         hashes: &mut Vec<BlockHash>,
     ) {
-        let num_blocks = tokens.len() / self.block_size;
+        let num_blocks = self.num_hashable_blocks(tokens.len());
         hashes.reserve(num_blocks.saturating_sub(hashes.len()));
         let mut buffer = Vec::with_capacity(self.block_size * PICKLED_TOKEN + PICKLE_OVERHEAD);
+        let mut with_lookahead = Vec::new();
         for block in hashes.len()..num_blocks {
-            let start = block * self.block_size;
-            let tokens = &tokens[start..start + self.block_size];
-            let keys = extra_keys.map_or(self.no_extra_keys(), |keys| keys.of_block(block));
-            let hash = self.hash_with_buffer(hashes.last(), tokens, keys, &mut buffer);
+            let (start, end) = (block * self.block_size, (block + 1) * self.block_size);
+            let mut keys = extra_keys.map_or(self.no_extra_keys(), |keys| keys.of_block(block));
+            if self.num_lookahead_tokens > 0 {
+                let lookahead = &tokens[end..end + self.num_lookahead_tokens];
+                self.write_lookahead(keys, lookahead, &mut with_lookahead);
+                keys = &with_lookahead;
+            }
+            let hash = self.hash_with_buffer(hashes.last(), &tokens[start..end], keys, &mut buffer);
             hashes.push(hash);
+        }
+    }
+
+    /// Writes what stands in the place of a block's extra keys if its hash looks ahead.
+    fn write_lookahead(&self, extra_keys: &[u8], tokens: &[i32], out: &mut Vec<u8>) {
+        out.clear();
+        if self.algorithm.is_cbor() {
+            cbor::write_lookahead(extra_keys, tokens, out);
+        } else {
+            pickle::write_lookahead(extra_keys, tokens, out);
         }
     }
 
@@ -247,6 +301,19 @@ mod pickle {
         out[HEADER_LEN - 8..HEADER_LEN].copy_from_slice(&body_len.to_le_bytes());
     }
 
+    /// The tuple `(extra_keys, *tokens)`.
+    pub(super) fn write_lookahead(extra_keys: &[u8], tokens: &[i32], out: &mut Vec<u8>) {
+        let small_tuple = SMALL_TUPLES.get(tokens.len());
+        if small_tuple.is_none() {
+            out.push(MARK);
+        }
+        out.extend_from_slice(extra_keys);
+        for &token in tokens {
+            write_int(token, out);
+        }
+        out.extend_from_slice(&[*small_tuple.unwrap_or(&TUPLE), MEMOIZE]);
+    }
+
     fn write_tokens(tokens: &[i32], out: &mut Vec<u8>) {
         if let Some(&opcode) = SMALL_TUPLES.get(tokens.len() - 1) {
             for &token in tokens {
@@ -293,14 +360,25 @@ mod cbor {
         write_head(BYTES, parent.len() as u32, out);
         out.extend_from_slice(parent);
         write_head(ARRAY, tokens.len() as u32, out);
-        for &token in tokens {
-            match u32::try_from(token) {
+        write_ints(tokens, out);
+        out.extend_from_slice(extra_keys);
+    }
+
+    /// The array `[extra_keys, *tokens]`.
+    pub(super) fn write_lookahead(extra_keys: &[u8], tokens: &[i32], out: &mut Vec<u8>) {
+        write_head(ARRAY, 1 + tokens.len() as u32, out);
+        out.extend_from_slice(extra_keys);
+        write_ints(tokens, out);
+    }
+
+    fn write_ints(values: &[i32], out: &mut Vec<u8>) {
+        for &value in values {
+            match u32::try_from(value) {
                 Ok(value) => write_head(UNSIGNED, value, out),
                 // -1 - n stands for the negative number n.
-                Err(_) => write_head(NEGATIVE, (!token).cast_unsigned(), out),
+                Err(_) => write_head(NEGATIVE, (!value).cast_unsigned(), out),
             }
         }
-        out.extend_from_slice(extra_keys);
     }
 
     /// The major type and its argument in the fewest bytes.
@@ -381,6 +459,44 @@ mod tests {
         assert!(salted[0] != plain[0] && salted[1] != plain[1]);
         assert_eq!(hashes(Some(&keys(&[b"N"], b"lora")))[0], plain[0]);
         assert_ne!(hashes(Some(&keys(&[b"N"], b"lora")))[1], plain[1]);
+    }
+
+    #[test]
+    fn hashes_that_look_ahead_wait_for_the_tokens_behind_the_block() {
+        for lookahead in 1..4 {
+            let hasher = BlockHasher::new(HashAlgorithm::Sha256, 2, &[7; 32]).unwrap();
+            let hasher = hasher.with_lookahead(lookahead).unwrap();
+            let hashes = |tokens: &[i32]| {
+                let mut hashes = Vec::new();
+                hasher.extend_hashes(tokens, None, &mut hashes);
+                hashes
+            };
+            let num_tokens = 4 + lookahead as usize;
+            let tokens = [0, 1, 2, 3, 4, 5, 6][..num_tokens].to_vec();
+            assert_eq!(hashes(&tokens[..num_tokens - 1]).len(), 1);
+            assert_eq!(hashes(&tokens).len(), 2);
+            assert!(hasher.completes_block(num_tokens) && !hasher.completes_block(num_tokens - 1));
+            let mut changed = tokens.clone();
+            changed[num_tokens - 1] += 1;
+            assert_eq!(hashes(&changed)[0], hashes(&tokens)[0]);
+            assert_ne!(hashes(&changed)[1], hashes(&tokens)[1]);
+        }
+    }
+
+    /// Written by `pickle.dumps((b"p", (1, 2), ("a", 300)), protocol=5)` and with `("a", 1, 2, 3)`.
+    #[test]
+    fn pickled_lookahead_is_cpythons() {
+        let pickled = |lookahead: &[i32]| {
+            let mut keys = Vec::new();
+            pickle::write_lookahead(b"\x8c\x01a\x94", lookahead, &mut keys);
+            let mut out = Vec::new();
+            pickle::write_block(b"p", &[1, 2], &keys, &mut out);
+            hex(&out)
+        };
+        let one = "8005951600000000000000430170944b014b0286948c0161944d2c01869487942e";
+        let three = "8005951a00000000000000430170944b014b028694288c0161944b014b024b03749487942e";
+        assert_eq!(pickled(&[300]), one);
+        assert_eq!(pickled(&[1, 2, 3]), three);
     }
 
     #[test]

@@ -75,6 +75,34 @@ pub enum RequestSpecMetrics {
     Detailed,
 }
 
+/// What vLLM's releases decide differently. The default is vLLM 0.32.0's.
+///
+/// Each field is one behaviour: which release has which is known to `sparksched.releases` alone.
+#[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Behaviors {
+    /// A running request that had to preempt itself does not end the step for those behind it.
+    pub continues_after_self_preemption: bool,
+    /// A waiting request that the encoder or a drafter leaves no token is passed over, and does
+    /// not end the step for those behind it.
+    pub passes_over_held_up: bool,
+    /// Adapters of running requests that sit a step out count, too: they may be back in the next.
+    pub counts_loras_of_all_running: bool,
+    /// Output is cached as far as no step in flight can change it, by synchronous speculation,
+    /// too; and tokens that a stop has cut off do not count as computed.
+    pub caches_settled_output: bool,
+    /// Where only some groups had a prefix, those that drop their last block keep the place one
+    /// block before its end, too.
+    pub keeps_block_before_junction: bool,
+    /// Sessions that go on are queued when all that stopped have left their queues.
+    pub requeues_sessions_last: bool,
+    /// Steps tell whether anybody can use the drafts that are proposed after them.
+    pub can_skip_drafts: bool,
+    /// Steps with tokens from one that computes prompts to the next that may, while others
+    /// generate; 0 and 1 are every step.
+    pub local_prefill_interval: u32,
+}
+
 /// Everything that decides how requests are scheduled.
 #[expect(clippy::struct_excessive_bools, reason = "they are vLLM's settings, one by one")]
 #[derive(Clone, Debug)]
@@ -112,6 +140,8 @@ pub struct SchedulerConfig {
     pub resume_as_new: bool,
     /// The model runner is told the tokens that it has sampled (a pipeline's first stage).
     pub sends_sampled_tokens: bool,
+    /// What depends on vLLM's release.
+    pub behaviors: Behaviors,
     /// Events and statistics are collected.
     pub log_stats: bool,
     /// Tokens a block.

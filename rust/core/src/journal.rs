@@ -14,6 +14,8 @@ pub struct JournalConfig {
     pub prefixes: bool,
     /// Each use of a block.
     pub uses: bool,
+    /// Tokens behind each block that are noted with its prefix.
+    pub num_lookahead_tokens: usize,
 }
 
 /// Blocks of one request and group that can be found from now on, or were found.
@@ -31,6 +33,8 @@ pub struct StoredBlocks {
     pub parent: Option<BlockHash>,
     /// All tokens from the first position looked at to the last.
     pub tokens: Vec<i32>,
+    /// For each of `hashes`, the tokens behind its block, as far as there are any.
+    pub lookahead: Vec<Vec<i32>>,
 }
 
 /// One entry.

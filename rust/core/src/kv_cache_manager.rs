@@ -68,6 +68,7 @@ pub struct KvCacheManager {
     block_size: u32,
     max_model_len: u32,
     enable_caching: bool,
+    keeps_block_before_junction: bool,
     watermark_blocks: u32,
     num_lookahead_tokens: u32,
     /// Tokens at the end of what is computed that a drafter may compute again.
@@ -101,6 +102,7 @@ impl KvCacheManager {
             block_size: config.block_size,
             max_model_len: config.max_model_len,
             enable_caching,
+            keeps_block_before_junction: config.behaviors.keeps_block_before_junction,
             watermark_blocks: config.watermark_blocks,
             num_lookahead_tokens: speculation.num_lookahead_tokens,
             num_reprefillable_tokens: speculation.num_prefill_lookahead_tokens.saturating_sub(1),
@@ -366,31 +368,34 @@ impl KvCacheManager {
         }
     }
 
-    /// Makes the request's full blocks among its first `num_tokens` tokens findable.
+    /// Makes the request's full blocks among its first `num_tokens` tokens findable, as far as they
+    /// have hashes: those that look ahead wait for the tokens behind a block.
     ///
     /// # Panics
-    /// If a full block has no hash or no place in a table.
+    /// If a full block has no place in a table.
     pub fn cache_blocks(&mut self, request: &mut Request, num_tokens: u32) {
         if !self.enable_caching {
             return;
         }
-        let num_full = (num_tokens / self.block_size) as usize;
+        let num_hashed = request.block_hashes().len();
+        let num_full = num_hashed.min((num_tokens / self.block_size) as usize);
         if request.groups.iter().all(|blocks| blocks.num_cached.unwrap_or(0) >= num_full) {
             return;
         }
-        let boundaries = self.replay_boundaries(request);
         for id in 0..self.groups.len() {
             let num_full = (self.num_cacheable_tokens(id, num_tokens) / self.block_size) as usize;
+            let num_full = num_hashed.min(num_full);
             let num_cached = request.groups[id].num_cached.unwrap_or(0);
             if num_cached < num_full {
+                let boundaries = self.replay_boundaries(request, id);
                 self.cache_full_blocks(request, id, num_cached..num_full, &boundaries);
                 request.groups[id].num_cached = Some(num_full);
             }
         }
     }
 
-    /// Where a later request may take up this prompt, in tokens.
-    fn replay_boundaries(&self, request: &Request) -> SmallVec<[u32; 3]> {
+    /// Where a later request may take up this prompt in a group, in tokens.
+    fn replay_boundaries(&self, request: &Request, group: usize) -> SmallVec<[u32; 4]> {
         let num_prompt_tokens = request.num_prompt_tokens() as u32;
         // The last token of a prompt is always computed, so a resend resumes before it.
         let resend = num_prompt_tokens.saturating_sub(1);
@@ -403,8 +408,13 @@ impl KvCacheManager {
         } else {
             boundaries.push(resend);
         }
-        if request.shared_prefix_boundary > 0 {
-            boundaries.push(request.shared_prefix_boundary);
+        let junction = request.shared_prefix_boundary;
+        if junction > 0 {
+            boundaries.push(junction);
+            // A request that parts right behind the junction has no block there to be dropped.
+            if self.keeps_block_before_junction && self.groups[group].is_eagle {
+                boundaries.push(junction.saturating_sub(self.block_size));
+            }
         }
         boundaries
     }
@@ -502,13 +512,20 @@ fn note_stored(
     stored: Vec<u32>,
     block_size: u32,
 ) {
+    let num_lookahead_tokens = journal.config().num_lookahead_tokens;
     journal.note_prefix(|| {
         let hashes = request.block_hashes();
+        let tokens_behind = |&position: &u32| {
+            let begin = (position as usize + 1) * block_size as usize;
+            let end = (begin + num_lookahead_tokens).min(request.num_tokens());
+            request.tokens()[begin..end].to_vec()
+        };
         let tokens = positions.start * block_size as usize..positions.end * block_size as usize;
         Entry::Stored(Box::new(StoredBlocks {
             request: request.index(),
             group,
             hashes: stored.iter().map(|&position| hashes[position as usize]).collect(),
+            lookahead: stored.iter().map(tokens_behind).collect(),
             positions: stored,
             parent: positions.start.checked_sub(1).map(|position| hashes[position]),
             tokens: request.tokens()[tokens].to_vec(),

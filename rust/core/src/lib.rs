@@ -3,9 +3,10 @@
 //!
 //! The crate knows neither Python nor the clock nor any I/O: time arrives as an argument, and the
 //! few questions that only Python can answer (is a grammar compiled, does it accept a token, what
-//! does a session go on with) go through [`Hooks`]. Decisions equal those of vLLM 0.32.0's
-//! `Scheduler` and `AsyncScheduler` for the configurations that [`SchedulerConfig`] can express;
-//! everything else is refused before this crate is reached.
+//! does a session go on with) go through [`Hooks`]. Decisions equal those of the `Scheduler` and
+//! `AsyncScheduler` of a release of vLLM for the configurations that [`SchedulerConfig`] can
+//! express; everything else is refused before this crate is reached. What the releases decide
+//! differently is in [`config::Behaviors`].
 //!
 //! Where to read first: [`scheduler`] is the policy, in the order of vLLM's own `schedule()`.
 #![forbid(unsafe_code)]
@@ -30,7 +31,8 @@ pub mod update;
 pub use block_hash::{BlockHash, BlockHasher, ExtraKeys, HashAlgorithm};
 pub use block_pool::BlockPool;
 pub use config::{
-    ConfigError, KvCacheGroupConfig, Policy, RequestSpecMetrics, SchedulerConfig, Speculation,
+    Behaviors, ConfigError, KvCacheGroupConfig, Policy, RequestSpecMetrics, SchedulerConfig,
+    Speculation,
 };
 pub use hooks::{GrammarState, Hooks, NextTurn, NoHooks};
 pub use ids::{BlockId, GroupId, RequestIndex};

@@ -404,6 +404,13 @@ impl Request {
         self.shared_prefix_boundary
     }
 
+    /// Tokens with KV in the cache that no step in flight writes.
+    pub(crate) fn num_settled_tokens(&self) -> u32 {
+        let num_settled = i64::from(self.num_computed_tokens) - self.num_in_flight_tokens;
+        // Below zero if a step was lost.
+        u32::try_from(num_settled).unwrap_or(0)
+    }
+
     /// Whether it holds blocks while it waits.
     #[must_use]
     pub fn holds_blocks(&self) -> bool {
@@ -457,8 +464,7 @@ impl Request {
     /// Appends a generated token and hashes the block that it completes, if it completes one.
     pub(crate) fn append_output_token(&mut self, token: i32, hasher: Option<&BlockHasher>) {
         self.tokens.push(token);
-        if let Some(hasher) = hasher.filter(|it| self.tokens.len().is_multiple_of(it.block_size()))
-        {
+        if let Some(hasher) = hasher.filter(|it| it.completes_block(self.tokens.len())) {
             self.hash_blocks(hasher);
         }
     }
@@ -466,6 +472,15 @@ impl Request {
     /// Hashes its full blocks, as far as they have no hash yet.
     pub(crate) fn hash_blocks(&mut self, hasher: &BlockHasher) {
         hasher.extend_hashes(&self.tokens, self.extra_keys.as_deref(), &mut self.block_hashes);
+    }
+
+    /// Hashes the blocks of a session anew whose KV is computed anew: hashes that look ahead may
+    /// cover a token that the session has dropped since.
+    pub(crate) fn refresh_hashes(&mut self, hasher: &BlockHasher) {
+        if self.is_session && hasher.num_lookahead_tokens() > 0 {
+            self.block_hashes.clear();
+            self.hash_blocks(hasher);
+        }
     }
 
     /// Takes a session's next input: all tokens so far become its prompt.

@@ -57,6 +57,10 @@ pub struct Scheduler {
     has_previous_batch: bool,
     /// When the prefills of a step were held back, the last ones allowed did not fit all.
     prefill_capacity_bound: bool,
+    /// Counts the steps that scheduled tokens.
+    num_executed_steps: u64,
+    /// Of these, the number of the last one that computed prompts.
+    last_prefill_step: Option<u64>,
     pub(crate) step: Step,
     pub(crate) kv_transfer: KvTransfer,
     /// How the drafts of the last step that came back fared.
@@ -94,20 +98,20 @@ impl Budget {
     }
 }
 
-/// What became of the request whose turn it was to be admitted.
-enum Outcome {
-    Admitted,
-    /// It waits for something else; those behind it are looked at.
-    PassedOver,
-    /// It doesn't fit into this step, and nobody is to overtake it.
-    NoRoom,
-}
-
 /// What an admitted request gets of a step.
 struct Share {
     num_tokens: u32,
     /// Of these, tokens that stand for drafts that there are none of yet.
     num_padding_tokens: u32,
+}
+
+/// How a waiting request's turn ends.
+enum Turn {
+    Admitted,
+    /// It stays, and the next one has its turn.
+    PassedOver,
+    /// It stays, and so do all behind it.
+    Waits,
 }
 
 /// What holds for a whole call of `schedule()`.
@@ -150,6 +154,8 @@ impl Scheduler {
             current_step: 0,
             has_previous_batch: false,
             prefill_capacity_bound: false,
+            num_executed_steps: 0,
+            last_prefill_step: None,
             step: Step::default(),
             kv_transfer: KvTransfer::default(),
             spec_decoding_stats: None,
@@ -312,7 +318,7 @@ impl Scheduler {
 
     fn step_limits(&self, throttle_prefills: bool, now: f64) -> StepLimits {
         let is_generating = |&index: &RequestIndex| !self.request(index).is_prefill_chunk;
-        let defer_prefills = throttle_prefills
+        let defer_prefills = (throttle_prefills || self.is_soon_after_prefill())
             && !self.prefill_capacity_bound
             && self.running.iter().any(is_generating);
 
@@ -327,6 +333,13 @@ impl Scheduler {
             long_prefill_threshold = long_prefill_threshold.max(fair_share);
         }
         StepLimits { now, long_prefill_threshold, defer_prefills }
+    }
+
+    /// Whether the next step comes too soon after one that computed prompts to do so again.
+    fn is_soon_after_prefill(&self) -> bool {
+        let interval = u64::from(self.config.behaviors.local_prefill_interval);
+        let this_step = self.num_executed_steps + 1;
+        self.last_prefill_step.is_some_and(|last| this_step - last < interval)
     }
 
     /// First the requests that run, in their order.
@@ -347,11 +360,17 @@ impl Scheduler {
             }
             let at = &mut position;
             if !self.allocate_or_preempt(index, num_tokens, at, budget, limits.now, hooks)? {
+                let has_left = self.request(index).status == RequestStatus::Preempted;
+                if has_left && self.config.behaviors.continues_after_self_preemption {
+                    // So `position` is that of the next one.
+                    continue;
+                }
                 break;
             }
             if self.request(index).has_encoder_inputs {
                 hooks.schedule_encoder_inputs(index)?;
             }
+            self.note_use_of_drafts(index, num_tokens);
             let mut scheduled = self.scheduled(index, num_tokens);
             self.take_drafts(&mut scheduled);
             self.step.has_prefill |= self.request(index).is_prefill_chunk;
@@ -443,11 +462,32 @@ impl Scheduler {
         if self.config.max_loras.is_none() {
             return;
         }
-        let Self { step, slots, .. } = self;
-        for scheduled in &step.running {
-            let request = slots[scheduled.index.index()].as_ref().expect("scheduled above");
+        let Self { step, slots, running, config, .. } = self;
+        let note = |index: RequestIndex| {
+            let request = slots[index.index()].as_ref().expect("running requests exist");
             note_lora(&mut step.loras, request);
+        };
+        if config.behaviors.counts_loras_of_all_running {
+            running.iter().copied().for_each(note);
+        } else {
+            step.running.iter().map(|scheduled| scheduled.index).for_each(note);
         }
+    }
+
+    /// Notes whether a request of the step can use the drafts that are proposed after it. It can't
+    /// if the step samples nothing for it, or the last token that it may have.
+    fn note_use_of_drafts(&mut self, index: RequestIndex, num_tokens: u32) {
+        if !self.config.behaviors.can_skip_drafts || self.step.needs_drafts {
+            return;
+        }
+        let request = self.request(index);
+        let end = (request.num_computed_tokens + num_tokens) as usize;
+        // One from this step, and at least one from those in flight.
+        let num_sampled = 1 + u64::from(request.num_output_placeholders > 0);
+        let least_output = request.num_output_tokens() as u64 + num_sampled;
+        let is_unused =
+            end < request.num_tokens() || least_output >= request.stop_conditions().max_tokens;
+        self.step.needs_drafts = !is_unused;
     }
 
     /// Finds blocks for a running request, at the expense of less urgent ones if it must be and if
@@ -554,9 +594,9 @@ impl Scheduler {
                 continue;
             }
             match self.admit(index, budget, limits, hooks)? {
-                Outcome::Admitted => {}
-                Outcome::PassedOver => self.pass_over(),
-                Outcome::NoRoom => break,
+                Turn::Admitted => {}
+                Turn::PassedOver => self.pass_over(),
+                Turn::Waits => break,
             }
         }
         Ok(())
@@ -615,29 +655,33 @@ impl Scheduler {
         self.passed_over.push(index);
     }
 
-    /// Admits the request at the head of the queue, if it can be.
+    /// Admits the request at the head of the queue, if that can be.
     fn admit<H: Hooks>(
         &mut self,
         index: RequestIndex,
         budget: &mut Budget,
         limits: &StepLimits,
         hooks: &mut H,
-    ) -> Result<Outcome, H::Error> {
+    ) -> Result<Turn, H::Error> {
         let looks_up = self.request(index).num_computed_tokens == 0;
         let hit = if looks_up { self.find_hit(index, hooks)? } else { Some(Hit::default()) };
-        let Some(hit) = hit else { return Ok(Outcome::PassedOver) };
+        let Some(hit) = hit else { return Ok(Turn::PassedOver) };
         let num_computed_tokens = self.request(index).num_computed_tokens + hit.num_tokens();
         if hit.external.is_async {
             if !self.allocate_admitted(index, hit, 0, looks_up, hooks)? {
-                return Ok(Outcome::NoRoom);
+                return Ok(Turn::Waits);
             }
             self.begin_load(index, num_computed_tokens);
-            return Ok(Outcome::PassedOver);
+            return Ok(Turn::PassedOver);
         }
         let share = self.share_of_admitted(index, num_computed_tokens, budget, limits, hooks)?;
-        let Some(share) = share else { return Ok(Outcome::NoRoom) };
+        let Some(share) = share else { return Ok(Turn::Waits) };
+        if share.num_tokens == 0 {
+            let passes_over = self.config.behaviors.passes_over_held_up;
+            return Ok(if passes_over { Turn::PassedOver } else { Turn::Waits });
+        }
         if !self.allocate_admitted(index, hit, share.num_tokens, looks_up, hooks)? {
-            return Ok(Outcome::NoRoom);
+            return Ok(Turn::Waits);
         }
         self.run(index, num_computed_tokens, &share, limits.now);
         self.step.has_sync_kv_loads |= hit.external.num_tokens > 0;
@@ -645,7 +689,7 @@ impl Scheduler {
         if self.request(index).has_encoder_inputs {
             hooks.schedule_encoder_inputs(index)?;
         }
-        Ok(Outcome::Admitted)
+        Ok(Turn::Admitted)
     }
 
     /// Looks what of a request need not be computed. `None` if that is not known yet.
@@ -655,6 +699,9 @@ impl Scheduler {
         hooks: &mut H,
     ) -> Result<Option<Hit>, H::Error> {
         let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        if let Some(hasher) = &self.config.hasher {
+            request.refresh_hashes(hasher);
+        }
         let local = self.kv_cache.find_prefix_hit(request);
         request.shared_prefix_boundary = local.shared_prefix_boundary;
         let Some(external) = self.find_external_hit(index, local, hooks)? else {
@@ -725,15 +772,18 @@ impl Scheduler {
         // What is computed in one go reserves nothing.
         request.transfer.is_inflight_prefill |=
             num_computed_tokens + share.num_tokens < request.num_tokens() as u32;
+        self.step.has_admitted_prefill |= num_computed_tokens + 1 < request.num_tokens() as u32;
         self.pop_next();
         self.set_fetch_stage(index, None);
         self.running.push(index);
+        self.note_use_of_drafts(index, share.num_tokens);
         let mut scheduled = self.scheduled(index, share.num_tokens);
         self.step.set_unknown_drafts(&mut scheduled, share.num_padding_tokens);
         self.step.admitted.push((admission, scheduled));
     }
 
-    /// What a request gets of the step that admits it; `None` if that has to wait.
+    /// What a request gets of the step that admits it: no tokens if the encoder or a drafter holds
+    /// it up; `None` if it has to wait.
     fn share_of_admitted<H: Hooks>(
         &self,
         index: RequestIndex,
@@ -767,7 +817,7 @@ impl Scheduler {
         let num_tokens = num_tokens.min(available);
         share.num_tokens =
             self.fit_to_drafter_and_encoder(index, num_computed_tokens, num_tokens, hooks)?;
-        Ok((share.num_tokens > 0).then_some(share))
+        Ok(Some(share))
     }
 
     /// Whether a request that lacks nothing but its next token is given as many tokens as those
@@ -862,6 +912,10 @@ impl Scheduler {
             }
         }
         self.has_previous_batch = true;
+        self.num_executed_steps += u64::from(step.total_num_tokens > 0);
+        if step.has_prefill || step.has_admitted_prefill {
+            self.last_prefill_step = Some(self.num_executed_steps);
+        }
     }
 
     /// Takes the drafts for the next step of a request; those for a part of a prompt are dropped.

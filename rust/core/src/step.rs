@@ -21,6 +21,8 @@ pub struct ScheduledRequest {
     pub num_tokens: u32,
     /// `num_computed_tokens` before this step.
     pub num_computed_tokens: u32,
+    /// `num_in_flight_tokens` before this step.
+    pub num_in_flight_tokens: i64,
     /// Output tokens, those that scheduled steps will bring included, before this step.
     pub num_output_tokens: u32,
     /// The last `schedule()` before this one did not include the request.
@@ -43,6 +45,7 @@ impl ScheduledRequest {
             index,
             num_tokens,
             num_computed_tokens: request.num_computed_tokens(),
+            num_in_flight_tokens: request.num_in_flight_tokens(),
             num_output_tokens: request.num_output_tokens() as u32
                 + request.num_output_placeholders(),
             is_new_to_batch,
@@ -75,8 +78,13 @@ pub struct Step {
     pub has_sync_kv_loads: bool,
     /// Draft tokens that each request is to get for the next step.
     pub num_spec_tokens_to_schedule: u32,
+    /// A request can use the drafts that are proposed after this step. Only noted where drafting
+    /// can be skipped.
+    pub needs_drafts: bool,
     /// One of the running requests computes a part of its prompt.
     pub(crate) has_prefill: bool,
+    /// One of the admitted requests computes more than its last known token.
+    pub(crate) has_admitted_prefill: bool,
     /// Adapters of the step.
     pub(crate) loras: Vec<i64>,
     /// Draft tokens of all requests.
@@ -92,7 +100,9 @@ impl Step {
         self.has_structured_output_requests = false;
         self.pending_structured_output_tokens = false;
         self.has_sync_kv_loads = false;
+        self.needs_drafts = false;
         self.has_prefill = false;
+        self.has_admitted_prefill = false;
         self.loras.clear();
         self.drafts.clear();
     }

@@ -92,6 +92,7 @@ impl Scheduler {
         self.spec_decoding_stats = None;
         let mut stopped_running = Vec::new();
         let mut stopped_preempted = Vec::new();
+        let mut continuing = Vec::new();
         for (position, scheduled) in scheduled.enumerate() {
             if position == 0 {
                 self.note_processed_step();
@@ -111,10 +112,14 @@ impl Scheduler {
             let stays = !advance.stopped || !self.end_turn(index, was_running, hooks)?;
             let mut outcome = self.complete_output(outcome, stays);
             if advance.stopped {
+                let requeues_last = self.config.behaviors.requeues_sessions_last;
                 if was_running {
                     stopped_running.push(index);
-                } else if !stays {
+                } else if !stays || requeues_last {
                     stopped_preempted.push(index);
+                }
+                if stays && requeues_last {
+                    continuing.push(index);
                 }
                 outcome.is_kept = !stays && self.end_request(index, false, hooks)?;
             }
@@ -122,6 +127,9 @@ impl Scheduler {
         }
         self.remove_running(&stopped_running);
         self.remove_waiting(&stopped_preempted);
+        for index in continuing {
+            self.enqueue(index);
+        }
         for output in outputs.iter().filter(|output| output.is_over && !output.is_kept) {
             self.vacate(output.index);
         }
@@ -219,6 +227,7 @@ impl Scheduler {
         let Self { config, kv_cache, slots, .. } = self;
         let request = slots[index.index()].as_mut().expect("looked up by the caller");
         let was_running = request.status == RequestStatus::Running;
+        let had_placeholders = request.num_output_placeholders > 0;
         for &token in tokens {
             request.append_output_token(token, config.hasher.as_ref());
             advance.num_new_tokens += 1;
@@ -227,7 +236,20 @@ impl Scheduler {
                 break;
             }
         }
-        if config.async_scheduling {
+        if config.behaviors.caches_settled_output {
+            if is_stale {
+                return advance;
+            }
+            // Tokens that a stop has cut off are computed for nobody.
+            let num_cut = (tokens.len() - advance.num_new_tokens) as u32;
+            request.num_computed_tokens -= num_cut.min(request.num_computed_tokens);
+            if had_placeholders {
+                request.num_output_placeholders -= tokens.len() as u32;
+            }
+            if was_running && (had_placeholders || config.speculation.num_spec_tokens > 0) {
+                kv_cache.cache_blocks(request, request.num_settled_tokens());
+            }
+        } else if config.async_scheduling {
             // A preemption has cleared the placeholders of stale tokens already.
             if !is_stale {
                 request.num_output_placeholders -= advance.num_new_tokens as u32;
@@ -302,7 +324,7 @@ impl Scheduler {
             NextTurn::Input(input) => self.take_input(index, input),
         }
         // One that was preempted is in its queue already.
-        if was_running {
+        if was_running && !self.config.behaviors.requeues_sessions_last {
             self.enqueue(index);
         }
         Ok(false)

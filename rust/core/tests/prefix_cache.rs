@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use sparksched_core::{
-    BlockHasher, GroupId, HashAlgorithm, JournalConfig, KvCacheGroupConfig, NewRequest, NoHooks,
-    Policy, ScheduledOutput, Scheduler, SchedulerConfig, Speculation, StopConditions,
+    Behaviors, BlockHasher, GroupId, HashAlgorithm, JournalConfig, KvCacheGroupConfig, NewRequest,
+    NoHooks, Policy, ScheduledOutput, Scheduler, SchedulerConfig, Speculation, StopConditions,
 };
 
 const BLOCK_SIZE: u32 = 4;
@@ -35,6 +35,7 @@ fn config(groups: Vec<KvCacheGroupConfig>, retention_interval: Option<u32>) -> S
         decode_stagger: 1,
         resume_as_new: true,
         sends_sampled_tokens: false,
+        behaviors: Behaviors::default(),
         log_stats: true,
         block_size: BLOCK_SIZE,
         num_blocks: 120,

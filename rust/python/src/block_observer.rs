@@ -30,8 +30,15 @@ impl BlockObserver {
         for entry in journal {
             match entry {
                 JournalEntry::Stored(blocks) => {
-                    let StoredBlocks { request, group, positions, hashes, parent, tokens } =
-                        *blocks;
+                    let StoredBlocks {
+                        request,
+                        group,
+                        positions,
+                        hashes,
+                        parent,
+                        tokens,
+                        lookahead,
+                    } = *blocks;
                     let hashes = PyList::new(py, hashes.iter().map(digest))?;
                     observer.call_method1(
                         intern!(py, "on_stored"),
@@ -42,6 +49,7 @@ impl BlockObserver {
                             hashes,
                             parent.as_ref().map(digest),
                             tokens,
+                            lookahead,
                         ),
                     )?;
                 }

@@ -4,8 +4,8 @@ use pyo3::exceptions::{PyKeyError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sparksched_core::{
-    JournalConfig, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics,
-    SchedulerConfig, Speculation,
+    Behaviors, BlockHasher, JournalConfig, KvCacheGroupConfig, KvTransferConfig, Policy,
+    RequestSpecMetrics, SchedulerConfig, Speculation,
 };
 
 use crate::hasher::new_block_hasher;
@@ -24,7 +24,9 @@ pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<Scheduler
     let block_size = get(config, "block_size")?;
     let hash_algorithm: Option<String> = get(config, "hash_algorithm")?;
     // vLLM sets NONE_HASH only after the scheduler is built.
-    let hasher = hash_algorithm.map(|it| new_block_hasher(&it, block_size, &[])).transpose()?;
+    let lookahead = get(config, "num_hash_lookahead_tokens")?;
+    let hasher = |it: String| new_block_hasher(&it, block_size, &[], lookahead);
+    let hasher = hash_algorithm.map(hasher).transpose()?;
     Ok(SchedulerConfig {
         async_scheduling: get(config, "async_scheduling")?,
         policy,
@@ -45,6 +47,7 @@ pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<Scheduler
         decode_stagger: get(config, "decode_stagger")?,
         resume_as_new: get(config, "resume_as_new")?,
         sends_sampled_tokens: get(config, "sends_sampled_tokens")?,
+        behaviors: behaviors(config)?,
         log_stats: get(config, "log_stats")?,
         block_size,
         num_blocks: get(config, "num_blocks")?,
@@ -53,12 +56,13 @@ pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<Scheduler
         lookup_groups: get(config, "lookup_groups")?,
         eagle_groups: get(config, "eagle_groups")?,
         retention_interval: get(config, "retention_interval")?,
-        hasher,
         journal: JournalConfig {
             prefixes: get(config, "enable_kv_cache_events")?,
             uses: get(config, "kv_cache_metrics")?,
+            num_lookahead_tokens: hasher.as_ref().map_or(0, BlockHasher::num_lookahead_tokens),
         },
         kv_transfer: kv_transfer(config)?,
+        hasher,
     })
 }
 
@@ -106,6 +110,19 @@ fn kv_transfer(config: &Bound<'_, PyDict>) -> PyResult<Option<KvTransferConfig>>
         requires_kv_delivery: get(config, "requires_kv_delivery")?,
         recompute_load_failures: get(config, "recompute_load_failures")?,
     }))
+}
+
+fn behaviors(config: &Bound<'_, PyDict>) -> PyResult<Behaviors> {
+    Ok(Behaviors {
+        continues_after_self_preemption: get(config, "continues_after_self_preemption")?,
+        passes_over_held_up: get(config, "passes_over_held_up")?,
+        counts_loras_of_all_running: get(config, "counts_loras_of_all_running")?,
+        caches_settled_output: get(config, "caches_settled_output")?,
+        keeps_block_before_junction: get(config, "keeps_block_before_junction")?,
+        requeues_sessions_last: get(config, "requeues_sessions_last")?,
+        can_skip_drafts: get(config, "can_skip_drafts")?,
+        local_prefill_interval: get(config, "local_prefill_interval")?,
+    })
 }
 
 fn get<'py, T: for<'a> FromPyObject<'a, 'py, Error = PyErr>>(

@@ -111,13 +111,15 @@ pub(crate) fn new_block_hasher(
     algorithm: &str,
     block_size: u32,
     none_hash: &[u8],
+    num_lookahead_tokens: u32,
 ) -> PyResult<BlockHasher> {
     let algorithm = HashAlgorithm::from_name(algorithm)
         .ok_or_else(|| PyValueError::new_err(format!("unknown hash algorithm {algorithm:?}")))?;
     if none_hash.len() > MAX_HASH_LEN {
         return Err(PyValueError::new_err("NONE_HASH is longer than 32 bytes"));
     }
-    BlockHasher::new(algorithm, block_size, none_hash).ok_or_else(|| {
+    let hasher = BlockHasher::new(algorithm, block_size, none_hash);
+    hasher.and_then(|hasher| hasher.with_lookahead(num_lookahead_tokens)).ok_or_else(|| {
         PyValueError::new_err(format!("blocks of {block_size} tokens can't be hashed"))
     })
 }
@@ -125,14 +127,15 @@ pub(crate) fn new_block_hasher(
 #[pymethods]
 impl NativeBlockHasher {
     #[new]
-    #[pyo3(signature = (algorithm, block_size, none_hash, *, extra_keys))]
+    #[pyo3(signature = (algorithm, block_size, none_hash, *, extra_keys, num_lookahead_tokens=0))]
     fn new(
         algorithm: &str,
         block_size: u32,
         none_hash: &[u8],
         extra_keys: Py<PyAny>,
+        num_lookahead_tokens: u32,
     ) -> PyResult<Self> {
-        let hasher = new_block_hasher(algorithm, block_size, none_hash)?;
+        let hasher = new_block_hasher(algorithm, block_size, none_hash, num_lookahead_tokens)?;
         Ok(Self { hasher, extra_keys: ExtraKeysReader(Some(extra_keys)) })
     }
 
@@ -143,7 +146,7 @@ impl NativeBlockHasher {
         let num_known = block_hashes.len();
         let all_token_ids = request.getattr(intern!(py, "_all_token_ids"))?;
         let all_token_ids = all_token_ids.cast::<PyList>()?;
-        if all_token_ids.len() / self.hasher.block_size() <= num_known {
+        if self.hasher.num_hashable_blocks(all_token_ids.len()) <= num_known {
             return Ok(PyList::empty(py));
         }
         let tokens = convert::token_ids(all_token_ids)?;

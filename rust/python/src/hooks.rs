@@ -3,7 +3,7 @@
 use pyo3::exceptions::PyException;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PySet};
+use pyo3::types::{PyDict, PyList};
 use sparksched_core::{
     BlockId, ExternalAllocation, ExternalHit, GrammarState, Hooks, KvCacheManager, NextTurn,
     Request, RequestIndex,
@@ -35,8 +35,8 @@ pub(crate) struct PyHooks<'a, 'py> {
     pub(crate) callbacks: &'a Callbacks,
     pub(crate) extra_keys: &'a ExtraKeysReader,
     pub(crate) kv_transfer: &'a KvTransfer,
-    /// Ids of requests whose grammar can't be compiled.
-    pub(crate) grammar_errors: &'a Py<PySet>,
+    /// Why the grammars of requests can't be compiled, by id.
+    pub(crate) grammar_errors: &'a Py<PyDict>,
 }
 
 impl<'py> PyHooks<'_, 'py> {
@@ -63,7 +63,7 @@ impl Hooks for PyHooks<'_, '_> {
             return Ok(GrammarState::Pending);
         }
         if grammar.is_instance_of::<PyException>() {
-            self.grammar_errors.bind(py).add(&self.entries.get(index).id)?;
+            self.grammar_errors.bind(py).set_item(&self.entries.get(index).id, grammar)?;
             return Ok(GrammarState::Failed);
         }
         Ok(GrammarState::Ready)

@@ -12,7 +12,9 @@ use sparksched_core::{
 use crate::block_observer::BlockObserver;
 use crate::client_outputs::{ClientDict, ClientOutputs, OutputWriter, StepResult};
 use crate::config::scheduler_config;
-use crate::convert::{self, OtherStats, RareOutputs, SchedulerOutputBuilder, StepExtras};
+use crate::convert::{
+    self, EncoderStep, OtherStats, RareOutputs, SchedulerOutputBuilder, StepExtras,
+};
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
 use crate::hasher::ExtraKeysReader;
@@ -42,8 +44,8 @@ pub(crate) struct SchedulerCore {
     finished_by_client: Option<Py<PyDict>>,
     /// Requests that were preempted since the last step.
     preempted_req_ids: Py<PySet>,
-    /// Waiting requests whose grammar can't be compiled.
-    grammar_errors: Py<PySet>,
+    /// Why the grammars of waiting requests can't be compiled, by id.
+    grammar_errors: Py<PyDict>,
     /// A buffer that is reused.
     outputs: Vec<RequestOutput>,
 }
@@ -89,7 +91,7 @@ impl SchedulerCore {
             finished_req_ids: PySet::empty(py)?.unbind(),
             finished_by_client: include_finished_set.then(|| PyDict::new(py).unbind()),
             preempted_req_ids: PySet::empty(py)?.unbind(),
-            grammar_errors: PySet::empty(py)?.unbind(),
+            grammar_errors: PyDict::new(py).unbind(),
             outputs: Vec::new(),
         })
     }
@@ -433,7 +435,7 @@ impl SchedulerCore {
         } else {
             let log_stats = self.scheduler.config().log_stats;
             let told = encoder_inputs.call_method1(intern!(py, "end_step"), (log_stats,))?;
-            Some(told.extract()?)
+            Some(EncoderStep { inputs: encoder_inputs.clone(), told: told.extract()? })
         };
         let extras = StepExtras {
             finished_req_ids: take(&mut self.finished_req_ids)?,
@@ -680,13 +682,19 @@ impl SchedulerCore {
         failed_loads: Option<Bound<'py, PySet>>,
         written: &mut ClientOutputs<'py>,
     ) -> PyResult<()> {
-        let Some(errors) = self.take_errors(py, failed_loads)? else { return Ok(()) };
+        let grammar_errors = self.grammar_errors.bind(py).copy()?;
+        self.grammar_errors.bind(py).clear();
+        let errors = self.ids_of_errors(&grammar_errors, failed_loads)?;
+        let Some(errors) = errors else { return Ok(()) };
         let status = RequestStatus::FinishedError;
         for ended in self.end_requests(&errors, status)? {
             let entry = self.entries.get(ended.index);
             let types = &self.output_writer.types;
             let reason = types.statuses.finish_reason(status);
             let output = types.failure(py, entry, reason, &ended.events)?;
+            if let Some(error) = grammar_errors.get_item(&entry.id)? {
+                types.set_grammar_error(&output, &error)?;
+            }
             written.append(&self.output_writer, entry.client_index, &output)?;
             self.note_end(py, ended.index, status, ended.is_kept)?;
         }
@@ -694,13 +702,32 @@ impl SchedulerCore {
         Ok(())
     }
 
+    /// The ids of requests whose grammar could not be compiled: in a set that grows as vLLM's does,
+    /// because its order decides who is told first.
+    fn ids_of_grammar_errors<'py>(
+        &self,
+        errors: &Bound<'py, PyDict>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let set = errors.py().get_type::<PySet>();
+        if self.output_writer.types.tells_errors() {
+            // They are kept in a dictionary.
+            return set.call1((errors,));
+        }
+        let added = PySet::empty(errors.py())?;
+        for id in errors.keys() {
+            added.add(id)?;
+        }
+        set.call1((added,))
+    }
+
     /// The ids of requests whose grammar can't be compiled, whose items contradict the encoder
     /// cache, or whose loads failed.
-    fn take_errors<'py>(
+    fn ids_of_errors<'py>(
         &self,
-        py: Python<'py>,
+        grammar_errors: &Bound<'py, PyDict>,
         failed_loads: Option<Bound<'py, PySet>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let py = grammar_errors.py();
         let mut others = Vec::new();
         let encoder_inputs = self.callbacks.encoder_inputs.bind(py);
         if !encoder_inputs.is_none() {
@@ -708,18 +735,15 @@ impl SchedulerCore {
             others.extend(mismatches.is_truthy()?.then_some(mismatches));
         }
         others.extend(failed_loads.map(Bound::into_any));
-        let grammar_errors = self.grammar_errors.bind(py);
         if grammar_errors.is_empty() && others.is_empty() {
             return Ok(None);
         }
-        // Sets of sets, as vLLM makes them: their order decides who is told first.
-        let set = py.get_type::<PySet>();
-        let errors = set.call1((grammar_errors,))?;
-        grammar_errors.clear();
+        let errors = self.ids_of_grammar_errors(grammar_errors)?;
         for ids in others {
             errors.call_method1(intern!(py, "update"), (ids,))?;
         }
-        set.call1((errors,)).map(Some)
+        // Once more as a set: that is how vLLM hands them on.
+        py.get_type::<PySet>().call1((errors,)).map(Some)
     }
 
     /// Adds what concerns no single request.

@@ -8,7 +8,8 @@ use crate::stats::{self, Stats};
 /// Fields of `EngineCoreOutputs`; all of them are written.
 const NUM_MESSAGE_FIELDS: usize = 9;
 
-/// Fields of `EngineCoreOutput`; all of them are written.
+/// Fields of `EngineCoreOutput` in vLLM 0.32.0. All of them are written, and so are those behind
+/// them that later releases have added: None in whatever the core knows of a request.
 const NUM_OUTPUT_FIELDS: usize = 18;
 
 /// Longest form of what stands before the first output: two array headers and the engine's index.
@@ -70,27 +71,38 @@ pub struct Message {
     writer: Writer,
     num_outputs: usize,
     outputs_end: usize,
+    /// Fields of `EngineCoreOutput`.
+    num_output_fields: usize,
 }
 
 impl Default for Message {
     fn default() -> Self {
-        Self::with_capacity(0)
+        Self::new(NUM_OUTPUT_FIELDS, 0)
     }
 }
 
 impl Message {
-    /// An empty message with room for so many bytes.
+    /// An empty message of outputs that have so many fields, with room for so many bytes.
+    ///
+    /// # Panics
+    /// If there are fewer fields than are known.
     #[must_use]
-    pub fn with_capacity(num_bytes: usize) -> Self {
+    pub fn new(num_output_fields: usize, num_bytes: usize) -> Self {
+        assert!(num_output_fields >= NUM_OUTPUT_FIELDS, "vLLM's outputs have lost a field");
         let mut buffer = Vec::with_capacity(MAX_HEAD_BYTES + num_bytes);
         buffer.resize(MAX_HEAD_BYTES, 0);
-        Self { writer: Writer::new(buffer), num_outputs: 0, outputs_end: MAX_HEAD_BYTES }
+        Self {
+            writer: Writer::new(buffer),
+            num_outputs: 0,
+            outputs_end: MAX_HEAD_BYTES,
+            num_output_fields,
+        }
     }
 
     /// Adds a request's output.
     pub fn push(&mut self, output: &Output<'_>) {
         self.truncate_tail();
-        write_output(&mut self.writer, output);
+        write_output(&mut self.writer, output, self.num_output_fields);
         self.note_output();
     }
 
@@ -146,9 +158,9 @@ fn write_tail(to: &mut Writer, envelope: &Envelope<'_>) {
     }
 }
 
-fn write_output(to: &mut Writer, output: &Output<'_>) {
+fn write_output(to: &mut Writer, output: &Output<'_>, num_fields: usize) {
     let outcome = output.outcome;
-    to.array(NUM_OUTPUT_FIELDS);
+    to.array(num_fields);
     to.encoded(&output.request_id.0);
     to.array(output.new_token_ids.len());
     for &token in output.new_token_ids {
@@ -183,6 +195,7 @@ fn write_output(to: &mut Writer, output: &Output<'_>) {
         Some(spec_stats) => stats::request_spec_stats(to, spec_stats),
     }
     to.nil(); // prompt_token_id_logprobs
+    (NUM_OUTPUT_FIELDS..num_fields).for_each(|_| to.nil());
 }
 
 fn write_events(to: &mut Writer, events: &[Event]) {

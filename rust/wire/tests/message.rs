@@ -49,6 +49,14 @@ fn a_plain_output_is_an_array_of_all_fields() {
 }
 
 #[test]
+fn fields_that_a_later_release_has_added_are_none() {
+    let mut message = Message::new(19, 0);
+    push(&mut message, &outcome());
+    let output = [b"\xdc\x00\x13", &OUTPUT[3..], b"\xc0"].concat();
+    assert_eq!(message.bytes(&ENVELOPE), [b"\x99\x00\x91", &output[..], TAIL].concat());
+}
+
+#[test]
 fn a_message_may_grow_after_it_was_read() {
     let mut message = Message::default();
     assert_eq!(message.bytes(&ENVELOPE), [b"\x99\x00\x90", TAIL].concat());

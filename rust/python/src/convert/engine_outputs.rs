@@ -36,6 +36,9 @@ impl OtherStats<'_> {
 pub(crate) struct EngineOutputTypes {
     pub(crate) statuses: StatusTypes,
     engine_core_output: Py<PyAny>,
+    num_output_fields: usize,
+    /// `RequestError`, if this vLLM tells clients why a request has failed.
+    request_error: Option<Py<PyAny>>,
     engine_core_outputs: Py<PyAny>,
     engine_core_event: Py<PyAny>,
     queued: Py<PyAny>,
@@ -64,9 +67,18 @@ impl EngineOutputTypes {
         for stage in &kv_fetch_stages {
             no_kv_fetches.set_item(stage, 0)?;
         }
+        let engine_core_output = class(py, engine, "EngineCoreOutput")?;
+        let output_fields = engine_core_output.getattr(py, "__struct_fields__")?.into_bound(py);
+        let tells_errors = output_fields.contains("error")?;
         Ok(Self {
             statuses: StatusTypes::import(py)?,
-            engine_core_output: class(py, engine, "EngineCoreOutput")?,
+            engine_core_output,
+            num_output_fields: output_fields.len()?,
+            request_error: if tells_errors {
+                Some(class(py, "vllm.outputs", "RequestError")?)
+            } else {
+                None
+            },
             engine_core_outputs: class(py, engine, "EngineCoreOutputs")?,
             engine_core_event: class(py, engine, "EngineCoreEvent")?,
             queued: event_type.getattr(py, "QUEUED")?,
@@ -82,6 +94,16 @@ impl EngineOutputTypes {
             map: class(py, "builtins", "map")?,
             time: py.import("time")?.unbind(),
         })
+    }
+
+    /// Fields of `EngineCoreOutput`.
+    pub(crate) fn num_output_fields(&self) -> usize {
+        self.num_output_fields
+    }
+
+    /// Whether this vLLM tells clients why a request has failed.
+    pub(crate) fn tells_errors(&self) -> bool {
+        self.request_error.is_some()
     }
 
     /// The keys of `num_kv_fetch_reqs_by_stage`.
@@ -195,6 +217,19 @@ impl EngineOutputTypes {
             output.setattr(intern!(py, "trace_headers"), headers)?;
         }
         Ok(output)
+    }
+
+    /// Tells in an output why its request's grammar can't be compiled, if this vLLM does.
+    pub(crate) fn set_grammar_error(
+        &self,
+        output: &Bound<'_, PyAny>,
+        grammar_error: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let py = output.py();
+        let Some(request_error) = &self.request_error else { return Ok(()) };
+        let message = format!("Invalid structured outputs: {}", grammar_error.str()?);
+        let error = request_error.bind(py).call1(("validation_error", message))?;
+        output.setattr(intern!(py, "error"), error)
     }
 
     fn set_events(&self, output: &Bound<'_, PyAny>, events: &[Event]) -> PyResult<()> {

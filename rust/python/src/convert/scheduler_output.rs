@@ -3,6 +3,7 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyList, PySet, PyTuple};
+use smallvec::SmallVec;
 use sparksched_core::{
     Admission, BlockId, Request, RequestIndex, ScheduledRequest, Scheduler, Step,
 };
@@ -32,6 +33,8 @@ pub(crate) struct SchedulerOutputBuilder {
     cached_request_data: Py<PyAny>,
     new_request_data: Py<PyAny>,
     strip_covered_mm_data: Py<PyAny>,
+    /// This vLLM has the field `encoder_input_updates`.
+    tells_input_updates: bool,
     /// The model has rotary positions of several dimensions.
     uses_mrope: bool,
     steady: SteadyBatch,
@@ -41,9 +44,17 @@ pub(crate) struct SchedulerOutputBuilder {
 pub(crate) struct StepExtras<'py> {
     pub(crate) finished_req_ids: Bound<'py, PySet>,
     pub(crate) preempted_req_ids: Bound<'py, PySet>,
+    /// Of multimodal models.
+    pub(crate) encoder: Option<EncoderStep<'py>>,
+}
+
+/// What a step tells of encoder inputs.
+pub(crate) struct EncoderStep<'py> {
+    /// `sparksched.encoder_inputs.EncoderInputs`.
+    pub(crate) inputs: Bound<'py, PyAny>,
     /// `scheduled_encoder_inputs`, `free_encoder_mm_hashes`, `scheduled_encoder_input_stats` and
-    /// `ec_manager_metadata`, of multimodal models.
-    pub(crate) encoder: Option<[Bound<'py, PyAny>; 4]>,
+    /// `ec_manager_metadata`.
+    pub(crate) told: [Bound<'py, PyAny>; 4],
 }
 
 /// What a step is built from.
@@ -57,8 +68,11 @@ impl SchedulerOutputBuilder {
     /// Looks the classes up.
     pub(crate) fn import(py: Python<'_>, uses_mrope: bool) -> PyResult<Self> {
         let module = "vllm.v1.core.sched.output";
+        let scheduler_output = class(py, module, "SchedulerOutput")?;
+        let fields = scheduler_output.getattr(py, "__dataclass_fields__")?.into_bound(py);
         Ok(Self {
-            scheduler_output: class(py, module, "SchedulerOutput")?,
+            scheduler_output,
+            tells_input_updates: fields.contains("encoder_input_updates")?,
             cached_request_data: class(py, module, "CachedRequestData")?,
             new_request_data: class(py, module, "NewRequestData")?,
             strip_covered_mm_data: class(py, module, "strip_covered_mm_data")?,
@@ -78,16 +92,21 @@ impl SchedulerOutputBuilder {
         let source = Source { py, scheduler, entries };
         let step = scheduler.step();
         self.steady.observe(py, entries, step)?;
-        let num_spec_tokens_to_schedule = step.num_spec_tokens_to_schedule;
+        let new_requests = self.new_requests(&source, step)?;
+        let input_updates = if self.tells_input_updates {
+            Some(source.encoder_input_updates(step, &new_requests, extras.encoder.as_ref())?)
+        } else {
+            None
+        };
         let nothing = || {
             let none = py.None().into_bound(py);
             let (inputs, freed) = (PyDict::new(py).into_any(), PyList::empty(py).into_any());
             [inputs, freed, none.clone(), none]
         };
         let [encoder_inputs, freed_encoder_inputs, encoder_stats, encoder_metadata] =
-            extras.encoder.unwrap_or_else(nothing);
+            extras.encoder.map_or_else(nothing, |encoder| encoder.told);
         let values = [
-            self.new_requests(&source, step)?.into_any(),
+            new_requests.into_any(),
             self.cached_requests(&source, step)?,
             self.num_scheduled_tokens(&source, step)?.into_any(),
             step.total_num_tokens.into_pyobject(py)?.into_any(),
@@ -95,18 +114,25 @@ impl SchedulerOutputBuilder {
             encoder_inputs,
             extras.finished_req_ids.into_any(),
             freed_encoder_inputs,
+        ];
+        let values_behind = [
             encoder_stats,
             extras.preempted_req_ids.into_any(),
             PyBool::new(py, step.has_structured_output_requests).to_owned().into_any(),
             PyBool::new(py, step.pending_structured_output_tokens).to_owned().into_any(),
         ];
+        let values: SmallVec<[_; 13]> =
+            values.into_iter().chain(input_updates).chain(values_behind).collect();
         let output = self.scheduler_output.bind(py).call1(PyTuple::new(py, values)?)?;
         if step.has_sync_kv_loads {
             output.setattr(intern!(py, "has_sync_kv_loads"), true)?;
         }
-        if num_spec_tokens_to_schedule > 0 {
+        if step.num_spec_tokens_to_schedule > 0 {
             let name = intern!(py, "num_spec_tokens_to_schedule");
-            output.setattr(name, num_spec_tokens_to_schedule)?;
+            output.setattr(name, step.num_spec_tokens_to_schedule)?;
+        }
+        if scheduler.config().behaviors.can_skip_drafts && !step.needs_drafts {
+            output.setattr(intern!(py, "skip_drafts"), true)?;
         }
         if !encoder_metadata.is_none() {
             output.setattr(intern!(py, "ec_manager_metadata"), encoder_metadata)?;
@@ -257,6 +283,31 @@ impl<'py> Source<'_, 'py> {
         Ok(dict)
     }
 
+    /// `encoder_input_updates`: what Model Runner V2 is to keep and to forget of the encoder inputs
+    /// of the requests in this step.
+    fn encoder_input_updates(
+        &self,
+        step: &Step,
+        new_requests: &Bound<'py, PyList>,
+        encoder: Option<&EncoderStep<'py>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py;
+        let encoder = encoder.filter(|_| self.scheduler.config().resume_as_new);
+        let Some(EncoderStep { inputs, told: [scheduled_inputs, ..] }) = encoder else {
+            return Ok(PyDict::new(py).into_any());
+        };
+        let scheduled = PyList::empty(py);
+        for it in step.scheduled() {
+            let state = self.scheduler.request(it.index);
+            if state.has_encoder_inputs() {
+                let request = self.entries.get(it.index).request.bind(py);
+                scheduled.append((request, num_confirmed_tokens(state, it)))?;
+            }
+        }
+        let arguments = (scheduled, new_requests, scheduled_inputs);
+        inputs.call_method1(intern!(py, "input_updates"), arguments)
+    }
+
     /// Of the requests that verify draft tokens.
     fn scheduled_spec_decode_tokens(&self, step: &Step) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(self.py);
@@ -292,6 +343,13 @@ impl<'py> Source<'_, 'py> {
         }
         Ok(dict)
     }
+}
+
+/// Tokens that were computed before this step, without those of steps in flight.
+fn num_confirmed_tokens(state: &Request, scheduled: &ScheduledRequest) -> i64 {
+    let num_placeholders = scheduled.num_output_tokens - state.num_output_tokens() as u32;
+    let num_in_flight = scheduled.num_in_flight_tokens;
+    i64::from(scheduled.num_computed_tokens) - i64::from(num_placeholders).max(num_in_flight)
 }
 
 /// All block ids of a request: one list a KV cache group.

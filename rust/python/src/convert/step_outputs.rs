@@ -76,7 +76,7 @@ impl StepOutputs {
         num_bytes: usize,
     ) -> PyResult<Self> {
         Ok(Self {
-            message: Message::with_capacity(num_bytes),
+            message: Message::new(types.num_output_fields(), num_bytes),
             frames: PyList::new(py, [PyBytes::new(py, b"")])?.unbind(),
             encode_part: encode_part.clone_ref(py),
             types: Arc::clone(types),
