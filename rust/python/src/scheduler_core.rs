@@ -407,9 +407,10 @@ impl SchedulerCore {
         let (scheduler, mut hooks) = self.split(py);
         let decided = scheduler.decide(throttle_prefills, now, &mut hooks);
         self.or_stop(decided)?;
-        let shown = self.show_journal(py).and_then(|()| self.show_requests(py));
-        let told = shown.and_then(|()| self.scheduler_output(py));
-        self.or_stop(told)
+        let told = self.show_journal(py).and_then(|()| self.scheduler_output(py));
+        // Last: the encoder's side leaves counters of its own in `Request` objects.
+        let shown = told.and_then(|output| self.show_requests(py).map(|()| output));
+        self.or_stop(shown)
     }
 
     /// Brings all `Request` objects up to date.
