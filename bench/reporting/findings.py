@@ -21,6 +21,8 @@ from bench.reporting.values import as_number, dig, names_of, numbers, rounded
 
 BUSY_GPU = 0.93
 """Of the time: a GPU that is busier than this has no time to win."""
+BUSY_HOST = 0.95
+"""Of a step: host code that takes more than this leaves the GPU no time to be waited for."""
 BUSY_THREAD = 90.0
 """Percent of a processor: a thread that takes more than this is the limit."""
 BUSY_LOADER = 85.0
@@ -77,7 +79,7 @@ def limits_of(side: Side, trace: Row | None, is_async: bool) -> Limits | None:
     late = as_number(side.get("phases", "gap_estimate", "host_late_share"))
     if _busiest_thread(side, "API server") > BUSY_THREAD:
         by = API_SERVER
-    elif is_async and (late is None or late < LATE_STEPS):
+    elif is_async and host < BUSY_HOST * period and (late is None or late < LATE_STEPS):
         by = GPU
     elif busy_share is not None:  # by a trace, which makes the host slower than it is
         by = GPU if busy_share >= BUSY_GPU else ENGINE
