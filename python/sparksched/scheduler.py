@@ -123,7 +123,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
             kv_cache_config,
             block_size,
             log_stats,
-            kv_transfer=self._kv_transfer and self._kv_transfer.core_config,
+            kv_transfer=None if self._kv_transfer is None else self._kv_transfer.core_config,
         )
         self._needs_none_hash = config["hash_algorithm"] is not None
         self.extra_keys = (
