@@ -6,17 +6,25 @@ What is written is compared before the next call: a test that changes the state 
 otherwise seem to pass, although its change reached nobody.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.metrics.stats import PrefixCacheStats, RequestSpecDecodeMetrics, SchedulerStats
+from vllm.v1.metrics.stats import (
+    KV_FETCH_COMPLETED_WAITING,
+    PrefixCacheStats,
+    RequestSpecDecodeMetrics,
+    SchedulerStats,
+)
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from . import kv_cache_mirror
 from .kv_cache_mirror import Snapshot
+from .kv_transfer_mirror import DeferredFrees
 
 _COUNTERS = (
     "num_computed_tokens",
@@ -55,6 +63,8 @@ class Mirror:
         # Called for each preemption, with the request as it was before.
         self.preemption_observer: Callable[..., None] | None = None
         self._is_preempting = False
+        # Kept for schedulers that defer frees.
+        self._deferred_frees: DeferredFrees | None = None
         # Written only for those that look: it takes time in proportion to the number of blocks.
         self._shows_kv_cache = False
         self._snapshot: Snapshot | None = None
@@ -68,30 +78,58 @@ class Mirror:
         """Take notice of a step whose counters are written already."""
         stock = self.stock
         stock.finished_req_ids.clear()
+        if self._deferred_frees is not None:
+            self._deferred_frees.num_scheduled_steps += output.total_num_scheduled_tokens > 0
         for request_id in output.num_scheduled_tokens:
             request = stock.requests[request_id]
             request.is_prefill_chunk = request.num_computed_tokens < request.num_tokens
+            if self._deferred_frees is not None:
+                request.last_sched_seq = self._deferred_frees.num_scheduled_steps
         if not throttled:
             stock.prefill_capacity_bound = len(stock.waiting) > len(stock.deferred_waiting)
         self._written = self._fingerprint()
 
-    def note_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+    def note_report(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> None:
+        """Take notice of a step that has come back; what it changed is still to be written."""
+        if self._deferred_frees is not None:
+            num_tokens = scheduler_output.total_num_scheduled_tokens
+            self._deferred_frees.num_processed_steps += num_tokens > 0
+        report = model_runner_output.kv_connector_output
+        if report is not None:
+            self.stock.finished_recving_kv_req_ids.update(report.finished_recving or ())
+
+    def note_outputs(
+        self, outputs: dict[int, EngineCoreOutputs], num_scheduled_tokens: dict[str, int]
+    ) -> None:
         """Remember the tokens that a step brought; its counters are still to be written.
 
-        A request that ends keeps the counters of its last step.
+        A request that ends keeps the counters of its last step, but for what was in flight in it.
         """
         for of_client in outputs.values():
             for output in of_client.outputs:
-                self._note_output(output)
+                self._note_output(output, num_scheduled_tokens.get(output.request_id, 0))
 
-    def _note_output(self, output: EngineCoreOutput) -> None:
+    def _note_output(self, output: EngineCoreOutput, num_scheduled_tokens: int) -> None:
+        self._check_dropped(output)
         self._new_token_ids[output.request_id] = list(output.new_token_ids)
         if output.finish_reason is not None:
             request = self.stock.requests[output.request_id]
             num_tokens = self._num_tokens[request.request_id] + len(output.new_token_ids)
             self._append_tokens(request, num_tokens)
             request.stop_reason = output.stop_reason
+            request.num_in_flight_tokens -= num_scheduled_tokens
+            num_stale_tokens = request.num_stale_output_tokens - num_scheduled_tokens
+            request.num_stale_output_tokens = max(0, num_stale_tokens)
             self.note_finished([request])
+
+    def _check_dropped(self, output: EngineCoreOutput) -> None:
+        """Raise MirrorIsWrong if what is said to be dropped is delivered."""
+        request = self.stock.requests[output.request_id]
+        is_dropped = request.drop_stale_output and request.num_stale_output_tokens > 0
+        if is_dropped and output.new_token_ids:
+            raise MirrorIsWrong(f"request {output.request_id} should get no stale tokens")
 
     def _append_tokens(self, request: Request, num_tokens: int) -> None:
         """Make a request so long, with the tokens that this step brought.
@@ -112,10 +150,15 @@ class Mirror:
             return
         self._is_preempting = True
         for request_id, state in snapshot["requests"].items():
-            request = self.stock.requests.get(request_id)
-            if request is not None and request.num_preemptions < state["num_preemptions"]:
-                self.preemption_observer(request, 0.0)
+            if self._was_preempted(request_id, state):
+                self.preemption_observer(self.stock.requests[request_id], 0.0)
         self._is_preempting = False
+
+    def _was_preempted(self, request_id: str, state: dict[str, Any]) -> bool:
+        """Return whether a call that led to this state has preempted a request."""
+        # Not the request's own counter: connectors are shown requests that are up to date.
+        before = self._snapshot["requests"].get(request_id) if self._snapshot else None
+        return before is not None and before["num_preemptions"] < state["num_preemptions"]
 
     def note_preemption(self, _request: Request, _timestamp: float, **_options: Any) -> None:
         """Stand in for vLLM's function that preempts, for those that wrap it to observe it."""
@@ -130,16 +173,29 @@ class Mirror:
 
     # ---- the state ----
 
-    def write(self, requests: dict[str, Request], snapshot: Snapshot) -> None:
-        """Show this state, of these requests."""
+    def write(
+        self, requests: dict[str, Request], snapshot: Snapshot, *, drops_stale_output: bool
+    ) -> None:
+        """Show this state, of these requests.
+
+        `drops_stale_output` is said of those that were preempted since the last call: no snapshot
+        says it.
+        """
         stock = self.stock
         self._tell_of_preemptions(snapshot)
         stock.requests = dict(requests)
         for request_id, state in snapshot["requests"].items():
-            self._append_tokens(requests[request_id], state["num_tokens"])
-            _write_request(requests[request_id], state)
+            request = requests[request_id]
+            self._append_tokens(request, state["num_tokens"])
+            if self._was_preempted(request_id, state):
+                is_dropping = request.drop_stale_output and request.num_stale_output_tokens > 0
+                request.drop_stale_output = drops_stale_output or is_dropping
+            _write_request(request, state)
         stock.running = [requests[request_id] for request_id in snapshot["running"]]
         self._write_waiting([requests[request_id] for request_id in snapshot["waiting"]])
+        self._write_finished_loads()
+        if self._deferred_frees is not None and self._snapshot is not None:
+            self._deferred_frees.note(self._snapshot, snapshot)
         if self._shows_kv_cache:
             kv_cache_mirror.write(stock.kv_cache_manager, snapshot)
         self._snapshot = snapshot
@@ -157,6 +213,42 @@ class Mirror:
         stock.deferred_waiting = blocked
         sessions = [it for it in blocked if it.status == RequestStatus.WAITING_FOR_STREAMING_REQ]
         stock.num_waiting_for_streaming_input = len(sessions)
+
+    def _write_finished_loads(self) -> None:
+        """Forget the loads that were reported of requests that don't wait for one any more."""
+        stock = self.stock
+        loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+        waiting = {id_ for id_, it in stock.requests.items() if it.status == loading}
+        stock.finished_recving_kv_req_ids &= waiting
+
+    def defer_frees(self, is_deferring: bool) -> None:
+        """Look from now on which blocks wait for a step to come back, or don't."""
+        self._deferred_frees = DeferredFrees() if is_deferring else None
+
+    def show_deferred_frees(self) -> deque[tuple[int, list[Any]]]:
+        """Return what vLLM's `deferred_frees` has."""
+        if self._deferred_frees is None:
+            return deque()
+        if not self._deferred_frees.is_right:
+            raise MirrorIsWrong("other blocks than these have no owner")
+        blocks = self.stock.kv_cache_manager.block_pool.blocks
+        entries = self._deferred_frees.entries
+        return deque((fence, [blocks[it] for it in ids]) for fence, ids in entries)
+
+    def num_steps(self) -> tuple[int, int]:
+        """Return how many steps were scheduled, and came back: counted only for deferred frees."""
+        frees = self._deferred_frees or DeferredFrees()
+        return frees.num_scheduled_steps, frees.num_processed_steps
+
+    def check_num_loaded(self, stats: SchedulerStats) -> None:
+        """Raise MirrorIsWrong if the native scheduler counts fewer loads that have ended.
+
+        It counts requests that don't wait for their load any more, too, until they run.
+        """
+        num_loaded = len(self.stock.finished_recving_kv_req_ids)
+        num_counted = stats.num_kv_fetch_reqs_by_stage.get(KV_FETCH_COMPLETED_WAITING, 0)
+        if num_counted < num_loaded:
+            raise MirrorIsWrong(f"{num_loaded} loads seem to have ended, not {num_counted}")
 
     def show_kv_cache(self) -> Any:
         """Return vLLM's KV cache manager; from now on it is kept at the native state, too."""
@@ -191,6 +283,7 @@ class Mirror:
             "deferred_waiting": set(map(id, stock.deferred_waiting)),
             "kv_holding_waiting": list(map(id, stock.kv_holding_waiting)),
             "finished_req_ids": set(stock.finished_req_ids),
+            "finished_recving_kv_req_ids": set(stock.finished_recving_kv_req_ids),
         }
         if self._shows_kv_cache:
             fingerprint["kv_cache_manager"] = kv_cache_mirror.fingerprint(stock.kv_cache_manager)

@@ -12,7 +12,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from . import names
+from . import kv_transfer_mirror, names
 from .census import CENSUS
 from .mirror import Mirror
 
@@ -38,7 +38,7 @@ _READABLE = frozenset(
 )
 
 # What tests assign that is part of the native scheduler's configuration.
-_SETTINGS = frozenset({"use_v2_model_runner", "pp_size"})
+_SETTINGS = frozenset({"use_v2_model_runner", "pp_size"}) | kv_transfer_mirror.SETTINGS
 
 # What `SparkScheduler` itself assigns after its construction.
 _OWN_STATE = frozenset({"_core", "_needs_none_hash"})
@@ -79,6 +79,7 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
         self.__dict__["_is_built"] = False
         with self._mode_of(args[0]), self._settings_of(args[0]):
             super().__init__(*args, **kwargs)
+        self._mirror.defer_frees(self.defer_block_free)
         self.__dict__["_is_built"] = True
 
     @classmethod
@@ -106,6 +107,7 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
                 patches.enter_context(
                     mock.patch.multiple(vllm_config.parallel_config, **num_stages)
                 )
+            patches.enter_context(kv_transfer_mirror.assigned(vllm_config, settings))
             yield
 
     # ---- attributes ----
@@ -131,6 +133,8 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
 
     def _change_setting(self, name: str, value: Any) -> None:
         """Build the scheduler anew: what vLLM's reads at any time is part of our configuration."""
+        if value == getattr(self, name, None):
+            return
         if self.requests:
             raise AssignsToTheScheduler(name)
         setattr(self._mirror.stock, name, value)
@@ -173,12 +177,46 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
     def encoder_cache_mismatch_reqs(self) -> set[str]:
         return self._encoder_inputs.encoder_cache_mismatch_reqs
 
+    # ---- KV transfers ----
+
+    @property
+    def defer_block_free(self) -> bool:
+        return self._kv_transfer is not None and self._kv_transfer.core_config["defer_block_free"]
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        transfer = self._kv_transfer
+        return transfer is not None and transfer.core_config["requires_kv_delivery"]
+
+    @property
+    def finished_recving_kv_req_ids(self) -> set[str]:
+        stats = self._take_stats()
+        if stats is not None:
+            self._mirror.check_num_loaded(stats)
+        return self._mirror.stock.finished_recving_kv_req_ids
+
+    @property
+    def deferred_frees(self) -> Any:
+        return self._mirror.show_deferred_frees()
+
+    @property
+    def sched_step_seq(self) -> int:
+        return self._mirror.num_steps()[0]
+
+    @property
+    def processed_step_seq(self) -> int:
+        return self._mirror.num_steps()[1]
+
     def _take_stats(self) -> SchedulerStats | None:
         """Return the statistics, and move those of the prefix cache to where vLLM keeps them.
 
         They are then missing in the next outputs: a test that looks for them there, too, fails.
         """
+        transfer = self._kv_transfer
+        counted_of_transfers = {} if transfer is None else dict(vars(transfer))
         stats = self._core.make_stats()
+        if transfer is not None:
+            vars(transfer).update(counted_of_transfers)
         if stats is not None:
             self._mirror.add_prefix_cache_stats(stats.prefix_cache_stats)
         return stats
@@ -186,10 +224,14 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
     # ---- calls that change the state ----
 
     @contextmanager
-    def _changing_state(self) -> Iterator[None]:
+    def _changing_state(self, *, drops_stale_output: bool = False) -> Iterator[None]:
         self._mirror.check_untouched()
         yield
-        self._mirror.write(self._core.requests, self.snapshot())
+        self._mirror.write(
+            self._core.requests,
+            self.snapshot(),
+            drops_stale_output=drops_stale_output or self.requires_kv_delivery,
+        )
 
     def add_request(self, request: Request) -> None:
         with self._changing_state():
@@ -206,7 +248,8 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
     ) -> Any:
         with self._changing_state():
             outputs = super().update_from_output(scheduler_output, model_runner_output)
-            self._mirror.note_outputs(outputs)
+            self._mirror.note_report(scheduler_output, model_runner_output)
+            self._mirror.note_outputs(outputs, scheduler_output.num_scheduled_tokens)
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
@@ -230,7 +273,7 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        with self._changing_state():
+        with self._changing_state(drops_stale_output=True):
             return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
 

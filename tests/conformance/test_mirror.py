@@ -1,5 +1,6 @@
 """That vLLM's objects show the native scheduler's state, and that nobody can write to them."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -15,10 +16,11 @@ from differential.world import (
     vllm_environment,
 )
 from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from .mirror import StateWasChangedByHand
+from .kv_transfer_mirror import DeferredFrees
+from .mirror import MirrorIsWrong, StateWasChangedByHand
 from .scheduler import AssignsToTheScheduler, MirroredAsyncScheduler, MirroredScheduler
 
 
@@ -84,8 +86,8 @@ def test_state_is_shown_after_each_call(mirrored: Any) -> None:
 
 
 def test_assignments_are_refused(mirrored: Any) -> None:
-    with pytest.raises(AssignsToTheScheduler, match="connector"):
-        mirrored.connector = mock.Mock()
+    with pytest.raises(AssignsToTheScheduler, match="ec_connector"):
+        mirrored.ec_connector = mock.Mock()
     with pytest.raises(AttributeError, match="_free_request"):
         mirrored._free_request  # noqa: B018
 
@@ -158,3 +160,114 @@ def test_changes_by_hand_are_noticed(mirrored: Any, change: Any) -> None:
     change(mirrored)
     with pytest.raises(StateWasChangedByHand):
         mirrored.schedule()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Return a world with one KV cache group."""
+    configuration = dataclasses.replace(draw_configuration("async-full", 0), log_stats=True)
+    with vllm_environment(configuration):
+        yield build_world(configuration)
+
+
+@pytest.fixture
+def idle(world: World) -> Any:
+    """Return a scheduler without requests."""
+    return world.build_scheduler(MirroredAsyncScheduler, FakeStructuredOutputManager())
+
+
+def report(scheduler_output: Any, **transfers: Any) -> ModelRunnerOutput:
+    request_ids = list(scheduler_output.num_scheduled_tokens)
+    rows = {request_id: row for row, request_id in enumerate(request_ids)}
+    transferred = KVConnectorOutput(**transfers) if transfers else None
+    sampled = [[7] for _ in request_ids]
+    return ModelRunnerOutput(request_ids, rows, sampled, kv_connector_output=transferred)
+
+
+def test_deferred_frees_are_switched_on_and_shown(world: World, idle: Any) -> None:
+    assert not idle.defer_block_free
+    idle.defer_block_free = True
+    assert idle.defer_block_free
+    pool = idle.kv_cache_manager.block_pool
+    num_free = pool.get_num_free_blocks()
+    request = build_request(world, "a")
+    idle.add_request(request)
+    first, second = idle.schedule(), idle.schedule()
+    assert request.last_sched_seq == idle.sched_step_seq == 2
+    assert not idle.deferred_frees
+    held = [it.block_id for it in pool.blocks if it.ref_cnt > 0 and not it.is_null]
+    idle.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    ((fence, blocks),) = idle.deferred_frees
+    assert fence == 2
+    assert sorted(it.block_id for it in blocks) == held
+    idle.update_from_output(first, report(first))
+    assert len(idle.deferred_frees) == 1
+    idle.update_from_output(second, report(second))
+    assert idle.processed_step_seq == 2
+    assert not idle.deferred_frees
+    assert pool.get_num_free_blocks() == num_free
+
+
+def test_frees_that_are_not_deferred_show_nothing(world: World, idle: Any) -> None:
+    idle.add_request(build_request(world, "a"))
+    idle.schedule()
+    idle.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert not idle.deferred_frees
+    assert idle.sched_step_seq == 0
+
+
+def state_of_blocks(ref_counts: dict[int, int], **tables: list[int]) -> dict[str, Any]:
+    requests = {name: {"block_ids": [table]} for name, table in tables.items()}
+    return {"requests": requests, "ref_counts": ref_counts}
+
+
+def test_blocks_that_are_free_too_early_or_too_late_are_noticed() -> None:
+    frees = DeferredFrees()
+    frees.num_scheduled_steps = 1
+    running = state_of_blocks({1: 2, 2: 1, 3: 1}, a=[0, 1, 2], b=[1, 3])
+    waiting = state_of_blocks({1: 2, 2: 1, 3: 1}, b=[1, 3])
+    frees.note(running, waiting)
+    assert list(frees.entries) == [(1, [1, 2])]
+    assert frees.is_right
+    frees.note(waiting, state_of_blocks({1: 1, 3: 1}, b=[1, 3]))
+    assert not frees.is_right
+    frees.num_processed_steps = 1
+    frees.note(waiting, waiting)
+    assert not frees.entries
+    assert not frees.is_right
+
+
+def test_connector_that_is_assigned_is_asked(world: World, idle: Any) -> None:
+    connector = mock.Mock()
+    connector.get_num_new_matched_tokens.return_value = (4, True)
+    connector.get_external_cache_hit_sources.return_value = None
+    connector.get_kv_connector_stats.return_value = None
+    connector.take_events.return_value = ()
+    idle.connector = connector
+    assert idle.connector is connector
+    assert not idle.defer_block_free
+    assert not idle.requires_kv_delivery
+    request = build_request(world, "a")
+    idle.add_request(request)
+    output = idle.schedule()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert list(idle.kv_holding_waiting) == [request]
+    assert not idle.finished_recving_kv_req_ids
+    idle.update_from_output(output, report(output, finished_recving={"a"}))
+    assert idle.finished_recving_kv_req_ids == {"a"}
+    assert idle.schedule().num_scheduled_tokens == {"a": 6}
+    assert not idle.finished_recving_kv_req_ids
+    with pytest.raises(AssignsToTheScheduler, match="connector"):
+        idle.connector = None
+
+
+def test_loads_cannot_be_ended_by_hand(idle: Any) -> None:
+    idle.finished_recving_kv_req_ids.add("a")
+    with pytest.raises(StateWasChangedByHand, match="finished_recving_kv_req_ids"):
+        idle.schedule()
+
+
+def test_loads_that_nobody_reported_are_noticed(idle: Any) -> None:
+    idle._mirror.stock.finished_recving_kv_req_ids.add("a")
+    with pytest.raises(MirrorIsWrong, match="loads"):
+        idle.finished_recving_kv_req_ids  # noqa: B018
