@@ -131,10 +131,15 @@ def callbacks(**changes: Any) -> dict[str, Any]:
     return arguments | changes
 
 
-def build_core(*, none_hash: bytes = NONE_HASH, **changes: Any) -> SchedulerCore:
+def build_core(
+    *,
+    none_hash: bytes = NONE_HASH,
+    config_of_kv_transfer: dict[str, bool] | None = None,
+    **changes: Any,
+) -> SchedulerCore:
     """Build a scheduler; `changes` are of `core_config` and `callbacks`."""
     arguments = {name: changes.pop(name) for name in callbacks() if name in changes}
-    config = core_config(**changes)
+    config = core_config(**changes, kv_transfer=config_of_kv_transfer)
     if config["hash_algorithm"] is not None:
         writer = extra_keys_writer(config["hash_algorithm"], config["block_size"])
         arguments.setdefault("extra_keys", writer)

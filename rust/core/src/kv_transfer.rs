@@ -208,11 +208,17 @@ impl Scheduler {
         true
     }
 
-    /// Whether a request waits for blocks to be filled, or is kept until they are filled or sent.
+    /// Whether a request waits for blocks to be filled, or is finished and kept.
     #[must_use]
-    pub fn is_in_transfer(&self, index: RequestIndex) -> bool {
+    pub fn is_receiving_or_kept(&self, index: RequestIndex) -> bool {
         let status = self.get(index).map(Request::status);
-        status.is_some_and(|it| it == RequestStatus::WaitingForRemoteKvs || it.is_finished())
+        status == Some(RequestStatus::WaitingForRemoteKvs) || self.is_kept(index)
+    }
+
+    /// Whether a request is finished and kept until its blocks are filled or sent.
+    #[must_use]
+    pub fn is_kept(&self, index: RequestIndex) -> bool {
+        self.get(index).is_some_and(|request| request.status.is_finished())
     }
 
     /// Finished requests that are kept until their blocks are filled or sent.

@@ -589,13 +589,13 @@ impl SchedulerCore {
             self.show_requests(py)?;
             self.kv_transfer.update(report)?;
             for id in ids_of(&report.getattr(intern!(py, "finished_recving"))?)? {
-                let index = self.transferred(&id)?;
+                let index = self.transferred(&id, Scheduler::is_receiving_or_kept)?;
                 if self.scheduler.end_receiving(index) {
                     self.drop_entry(py, index)?;
                 }
             }
             for id in ids_of(&report.getattr(intern!(py, "finished_sending"))?)? {
-                let index = self.transferred(&id)?;
+                let index = self.transferred(&id, Scheduler::is_kept)?;
                 self.scheduler.end_sending(index);
                 self.drop_entry(py, index)?;
             }
@@ -604,10 +604,14 @@ impl SchedulerCore {
         self.kv_transfer.take_events(py)
     }
 
-    /// The request that a KV connector's workers report.
-    fn transferred(&self, id: &Bound<'_, PyAny>) -> PyResult<RequestIndex> {
+    /// The request that a KV connector's workers report, if it can be.
+    fn transferred(
+        &self,
+        id: &Bound<'_, PyAny>,
+        can_be: impl Fn(&Scheduler, RequestIndex) -> bool,
+    ) -> PyResult<RequestIndex> {
         let index = self.place(id)?;
-        index.filter(|&index| self.scheduler.is_in_transfer(index)).ok_or_else(|| {
+        index.filter(|&index| can_be(&self.scheduler, index)).ok_or_else(|| {
             PyRuntimeError::new_err(format!(
                 "the KV connector reports the end of a transfer for request {id}, which has none"
             ))
