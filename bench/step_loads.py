@@ -42,6 +42,7 @@ GPT_OSS = Configuration(
     batch_queue_size=2,
     throttles_prefills=False,
     native_block_hasher=True,
+    prefill_schedule_interval=1,
 )
 
 FOUR_DRAFTS = SpeculationSettings(
