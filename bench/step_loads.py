@@ -51,6 +51,7 @@ FOUR_DRAFTS = SpeculationSettings(
     num_mtp_modules=1,
     parallel_drafting=False,
     disable_eagle_block_drop=False,
+    disable_lookahead_block_hashes=False,
     tokens_per_batch_size=None,
     flags_last_group=True,
     request_metrics="none",
