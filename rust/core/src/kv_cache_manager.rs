@@ -243,8 +243,8 @@ impl KvCacheManager {
         }
 
         // A request whose load failed while it ran has its blocks still.
-        let is_known = request.groups.iter().any(|blocks| blocks.num_cached.is_some());
-        if (has_hit || is_filled) && !is_known {
+        let is_new = |request: &Request| request.groups.iter().all(|it| it.num_cached.is_none());
+        if (has_hit || is_filled) && is_new(request) {
             self.take_over_hit(request, num_computed, has_hit);
             if is_filled {
                 self.allocate_for_external(request, num_computed);

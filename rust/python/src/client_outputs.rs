@@ -24,8 +24,8 @@ pub(crate) struct StepResult<'a, 'py> {
     pub(crate) tokens: Vec<i32>,
     pub(crate) rare: RareOutputs<'py>,
     pub(crate) model_runner_output: &'a Bound<'py, PyAny>,
-    /// What a KV connector told of requests that end with this step, by request id.
-    pub(crate) transfer_params: Bound<'py, PyDict>,
+    /// What a KV connector told of requests that end with this step, by request id, if it did.
+    pub(crate) transfer_params: Option<Bound<'py, PyDict>>,
 }
 
 /// How outputs are written.
@@ -102,7 +102,7 @@ impl OutputWriter {
                 let sampled = &result.sampled[output.position];
                 let object = list.get_item(at)?;
                 self.types.complete(&object, entry, output, sampled, &result.rare)?;
-                if let Some(params) = result.transfer_params.get_item(&entry.id)? {
+                if let Some(params) = result.transfer_params_of(entry)? {
                     set_transfer_params(&object, output, &params)?;
                 }
             }
@@ -120,7 +120,7 @@ impl OutputWriter {
         let mut message = self.new_message(py, outputs.len())?;
         for output in outputs {
             let entry = entries.get(output.index);
-            let params = result.transfer_params.get_item(&entry.id)?;
+            let params = result.transfer_params_of(entry)?;
             if result.rare.concern(entry)? || params.is_some() {
                 let tokens = result.new_token_ids(py, output)?;
                 let object = self.types.plain_output(&entry.id, &tokens)?;
@@ -170,6 +170,10 @@ impl OutputWriter {
 }
 
 impl<'py> StepResult<'_, 'py> {
+    fn transfer_params_of(&self, entry: &Entry) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.transfer_params.as_ref().map_or(Ok(None), |params| params.get_item(&entry.id))
+    }
+
     fn new_token_ids(
         &self,
         py: Python<'py>,

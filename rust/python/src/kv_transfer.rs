@@ -138,12 +138,15 @@ impl KvTransfer {
         is_kept.is_truthy()
     }
 
-    /// What connectors said of the requests that ended in this call.
-    pub(crate) fn take_params<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    /// What the connector said of the requests that ended in this call, if it did.
+    pub(crate) fn take_params<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let params = self.params.bind(py);
+        if params.is_empty() {
+            return Ok(None);
+        }
         let taken = params.copy()?;
         params.clear();
-        Ok(taken)
+        Ok(Some(taken))
     }
 
     /// Tells the connector what its workers report, if they do.

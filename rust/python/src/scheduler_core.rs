@@ -466,8 +466,8 @@ impl SchedulerCore {
         )?;
         let rare = RareOutputs::of(model_runner_output)?;
         rare.note_pooled(&mut sampled)?;
-        let transfer_params = PyDict::new(py);
-        let mut result = StepResult { sampled, tokens, rare, model_runner_output, transfer_params };
+        let mut result =
+            StepResult { sampled, tokens, rare, model_runner_output, transfer_params: None };
         self.note_nans(&result)?;
 
         let scheduled = result.sampled.iter().map(|it| ScheduledOutput {
