@@ -301,7 +301,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         return self._core.request_counts()
 
     def has_request(self, request_id: str) -> bool:
-        """Return whether a request is not finished; an idle session is not."""
+        """Return whether there is one: idle sessions and those kept by a connector count."""
         return request_id in self.requests
 
     # ---- structured output ----
