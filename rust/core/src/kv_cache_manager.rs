@@ -9,7 +9,7 @@ use crate::config::SchedulerConfig;
 use crate::ids::{BlockId, GroupId};
 use crate::journal::{Entry, Journal, StoredBlocks};
 use crate::kv_cache_group::{KvCacheGroup, Lookup};
-use crate::request::{GroupBlocks, Request};
+use crate::request::Request;
 use crate::stats::PrefixCacheStats;
 
 /// What the prefix cache has of a waiting request; the blocks stay in the manager until
@@ -22,41 +22,20 @@ pub struct PrefixHit {
     pub shared_prefix_boundary: u32,
 }
 
-/// What an allocation may take.
+/// What holds for the blocks of a request that is to be admitted.
 #[derive(Clone, Copy, Debug)]
-pub enum AllocationFor {
-    /// A request that runs: whatever is free.
-    Running,
-    /// A request to be admitted, with the hit that was just found for it.
-    Admission {
-        /// Its cached prefix.
-        hit: PrefixHit,
-        /// Tokens behind that whose KV comes from elsewhere; see [`ExternalHit::num_tokens`](crate::ExternalHit::num_tokens).
-        num_external_tokens: i32,
-        /// They come between steps: nothing is cached yet, no drafter writes anything, and so many
-        /// free blocks have to be left to others.
-        reserved_from_load: Option<u32>,
-        /// The whole sequence must fit, not only this step's tokens.
-        full_sequence_must_fit: bool,
-        /// Others run, and the watermark has to stay free for them.
-        others_run: bool,
-    },
-}
-
-/// What an allocation's purpose means in numbers.
-#[derive(Clone, Copy, Debug, Default)]
-struct Terms {
-    /// Tokens of the prefix hit.
-    num_local_tokens: u32,
-    /// Tokens behind it that come from elsewhere.
-    num_external_tokens: i32,
-    num_lookahead_tokens: u32,
-    /// Free blocks that are left over.
-    watermark_blocks: u32,
-    /// Free blocks that others need.
-    reserved_blocks: u32,
-    /// The blocks will be filled between steps.
-    is_load: bool,
+pub struct AdmissionTerms {
+    /// Its cached prefix, which was just found.
+    pub hit: PrefixHit,
+    /// Tokens behind that whose KV comes from elsewhere; see [`ExternalHit::num_tokens`](crate::ExternalHit::num_tokens).
+    pub num_external_tokens: i32,
+    /// They come between steps: nothing is cached yet, no drafter writes anything, and so many
+    /// free blocks have to be left to others.
+    pub reserved_from_load: Option<u32>,
+    /// The whole sequence must fit, not only this step's tokens.
+    pub full_sequence_must_fit: bool,
+    /// Others run, and the watermark has to stay free for them.
+    pub others_run: bool,
 }
 
 /// Gives blocks to requests and takes them back.
@@ -207,38 +186,62 @@ impl KvCacheManager {
         }
     }
 
-    /// Gives the request blocks for `num_new_tokens` more tokens, and what its prefix hit found.
-    /// Returns whether there were enough; if not, the request keeps what it had, except for
-    /// blocks that fell behind a window.
+    /// Gives a running request blocks for `num_new_tokens` more tokens: vLLM's `allocate_slots()`.
+    /// Returns whether there were enough; if not, the request keeps what it had, except for blocks
+    /// that fell behind a window.
+    ///
+    /// Each request of each step comes here, and most of them still have room in their last block.
+    pub fn extend_slots(&mut self, request: &mut Request, num_new_tokens: u32) -> bool {
+        let num_computed = request.num_computed_tokens.min(self.max_model_len);
+        self.remove_skipped_blocks(request, num_computed);
+
+        let num_tokens =
+            (num_computed + num_new_tokens + self.num_lookahead_tokens).min(self.max_model_len);
+        let num_blocks = num_tokens.div_ceil(self.block_size) as usize;
+        let num_missing = request.groups.iter().map(|blocks| blocks.num_missing(num_blocks)).sum();
+        if self.pool.num_free() < num_missing {
+            return false;
+        }
+        self.extend_tables(request, num_blocks);
+        self.cache_final_blocks(request, num_computed + num_new_tokens);
+        true
+    }
+
+    /// Gives a request that is to be admitted blocks for `num_new_tokens` tokens behind its prefix
+    /// hits, and the blocks of these: vLLM's `allocate_slots()`. Returns whether there were enough;
+    /// if not, the request keeps what it had.
     pub fn allocate_slots(
         &mut self,
         request: &mut Request,
         num_new_tokens: u32,
-        purpose: AllocationFor,
+        terms: AdmissionTerms,
     ) -> bool {
-        let terms = self.terms(purpose);
-        let has_hit = terms.num_local_tokens > 0;
+        let is_load = terms.reserved_from_load.is_some();
+        let has_hit = terms.hit.num_tokens > 0;
         let is_filled = terms.num_external_tokens > 0;
-        let num_local = request.num_computed_tokens + terms.num_local_tokens;
+        let num_local = request.num_computed_tokens + terms.hit.num_tokens;
         let num_computed =
             num_local.saturating_add_signed(terms.num_external_tokens).min(self.max_model_len);
+        let watermark_blocks = if terms.others_run { self.watermark_blocks } else { 0 };
 
-        if let AllocationFor::Admission { full_sequence_must_fit: true, .. } = purpose {
+        if terms.full_sequence_must_fit {
             let num_tokens = (request.num_tokens() as u32).min(self.max_model_len);
             let required =
                 self.num_blocks_to_allocate(request, num_tokens, num_computed, has_hit, true);
-            if required + terms.watermark_blocks > self.pool.num_free() {
+            if required + watermark_blocks > self.pool.num_free() {
                 return false;
             }
         }
 
         self.remove_skipped_blocks(request, num_computed);
 
+        let num_lookahead_tokens = if is_load { 0 } else { self.num_lookahead_tokens };
         let num_tokens =
-            (num_computed + num_new_tokens + terms.num_lookahead_tokens).min(self.max_model_len);
+            (num_computed + num_new_tokens + num_lookahead_tokens).min(self.max_model_len);
         let required =
             self.num_blocks_to_allocate(request, num_tokens, num_computed, has_hit, false);
-        if required + terms.watermark_blocks + terms.reserved_blocks > self.pool.num_free() {
+        let num_reserved = watermark_blocks + terms.reserved_from_load.unwrap_or(0);
+        if required + num_reserved > self.pool.num_free() {
             return false;
         }
 
@@ -250,42 +253,28 @@ impl KvCacheManager {
                 self.allocate_for_external(request, num_computed);
             }
         }
-        for blocks in &mut request.groups {
-            blocks.new_from = blocks.table.len();
-            let num_required = num_tokens.div_ceil(self.block_size) as usize;
-            let num_missing = num_required.saturating_sub(blocks.table.len());
-            self.pool.allocate(num_missing as u32, &mut blocks.table);
+        self.extend_tables(request, num_tokens.div_ceil(self.block_size) as usize);
+        if !is_load {
+            self.cache_final_blocks(request, num_computed + num_new_tokens);
         }
-        if terms.is_load {
-            return true;
-        }
-        // Tokens that are not there yet have no hash: the last step's are cached by the next.
-        let num_final = (num_computed + num_new_tokens).min(request.num_tokens() as u32);
-        self.cache_blocks(request, num_final);
         true
     }
 
-    fn terms(&self, purpose: AllocationFor) -> Terms {
-        let num_lookahead_tokens = self.num_lookahead_tokens;
-        let AllocationFor::Admission {
-            hit,
-            num_external_tokens,
-            reserved_from_load,
-            others_run,
-            ..
-        } = purpose
-        else {
-            return Terms { num_lookahead_tokens, ..Terms::default() };
-        };
-        let is_load = reserved_from_load.is_some();
-        Terms {
-            num_local_tokens: hit.num_tokens,
-            num_external_tokens,
-            num_lookahead_tokens: if is_load { 0 } else { num_lookahead_tokens },
-            watermark_blocks: if others_run { self.watermark_blocks } else { 0 },
-            reserved_blocks: reserved_from_load.unwrap_or(0),
-            is_load,
+    /// Makes all tables of a request so long.
+    fn extend_tables(&mut self, request: &mut Request, num_blocks: usize) {
+        for blocks in &mut request.groups {
+            blocks.new_from = blocks.table.len() as u32;
+            let num_missing = blocks.num_missing(num_blocks);
+            if num_missing > 0 {
+                self.pool.allocate(num_missing, &mut blocks.table);
+            }
         }
+    }
+
+    /// Makes full blocks findable whose tokens are known. The others have no hash yet: the last
+    /// step's are cached by the next.
+    fn cache_final_blocks(&mut self, request: &mut Request, num_tokens: u32) {
+        self.cache_blocks(request, num_tokens.min(request.num_tokens() as u32));
     }
 
     /// Blocks that a request in the middle of its prompt still has to get for `num_tokens`.
@@ -335,7 +324,8 @@ impl KvCacheManager {
             self.pool.touch(kept);
             blocks.table.resize(num_skipped, BlockId::NULL);
             blocks.table.extend_from_slice(kept);
-            blocks.num_cached = Some(blocks.table.len());
+            blocks.num_cached = Some(blocks.table.len() as u32);
+            blocks.num_skipped = num_skipped as u32;
         }
     }
 
@@ -346,24 +336,23 @@ impl KvCacheManager {
             if group.num_skipped_tokens(num_computed_tokens) >= num_computed_tokens {
                 continue;
             }
-            let num_required = num_computed_tokens.div_ceil(self.block_size) as usize;
-            let num_missing = num_required.saturating_sub(blocks.table.len());
-            self.pool.allocate(num_missing as u32, &mut blocks.table);
+            let num_blocks = num_computed_tokens.div_ceil(self.block_size) as usize;
+            self.pool.allocate(blocks.num_missing(num_blocks), &mut blocks.table);
         }
     }
 
     /// Gives back the blocks that lie before every window of a request with so many computed
-    /// tokens. What steps in flight still read stays: only tokens that have been processed count.
+    /// tokens. What steps in flight still read stays.
     pub(crate) fn remove_skipped_blocks(&mut self, request: &mut Request, num_computed: u32) {
-        let num_processed = (i64::from(num_computed) - request.num_in_flight_tokens).max(0);
-        let num_processed_tokens = u32::try_from(num_processed).unwrap_or(u32::MAX);
-        for (group, GroupBlocks { table, .. }) in self.groups.iter().zip(&mut request.groups) {
-            let end = group.num_skipped_blocks(num_processed_tokens).min(table.len());
-            // Those before the last null block were given back by an earlier call.
-            let begin = table[..end].iter().rposition(|id| id.is_null()).map_or(0, |at| at + 1);
+        let num_settled = request.num_settled(num_computed);
+        for (group, blocks) in self.groups.iter().zip(&mut request.groups) {
+            let end = group.num_skipped_blocks(num_settled).min(blocks.table.len());
+            let begin = blocks.num_skipped as usize;
             if begin < end {
-                self.pool.release(table[begin..end].iter().rev().copied());
-                table[begin..end].fill(BlockId::NULL);
+                let skipped = &mut blocks.table[begin..end];
+                self.pool.release(skipped.iter().rev().copied());
+                skipped.fill(BlockId::NULL);
+                blocks.num_skipped = end as u32;
             }
         }
     }
@@ -377,18 +366,19 @@ impl KvCacheManager {
         if !self.enable_caching {
             return;
         }
-        let num_hashed = request.block_hashes().len();
-        let num_full = num_hashed.min((num_tokens / self.block_size) as usize);
+        let num_hashed = request.block_hashes().len() as u32;
+        let num_full = num_hashed.min(num_tokens / self.block_size);
         if request.groups.iter().all(|blocks| blocks.num_cached.unwrap_or(0) >= num_full) {
             return;
         }
         for id in 0..self.groups.len() {
-            let num_full = (self.num_cacheable_tokens(id, num_tokens) / self.block_size) as usize;
+            let num_full = self.num_cacheable_tokens(id, num_tokens) / self.block_size;
             let num_full = num_hashed.min(num_full);
             let num_cached = request.groups[id].num_cached.unwrap_or(0);
             if num_cached < num_full {
                 let boundaries = self.replay_boundaries(request, id);
-                self.cache_full_blocks(request, id, num_cached..num_full, &boundaries);
+                let positions = num_cached as usize..num_full as usize;
+                self.cache_full_blocks(request, id, positions, &boundaries);
                 request.groups[id].num_cached = Some(num_full);
             }
         }
@@ -482,6 +472,7 @@ impl KvCacheManager {
             self.pool.release(blocks.table.drain(..).rev());
             blocks.new_from = 0;
             blocks.num_cached = None;
+            blocks.num_skipped = 0;
         }
     }
 

@@ -105,7 +105,7 @@ pub struct EndedRequest {
     /// Which one; unless it is kept, its place may be given to another from now on.
     pub index: RequestIndex,
     /// What happened to it since its last output.
-    pub events: SmallVec<[Event; 2]>,
+    pub events: Vec<Event>,
     /// It stays, finished, until its blocks are filled or sent.
     pub is_kept: bool,
 }

@@ -48,4 +48,4 @@ pub use scheduler::{PauseState, Scheduler};
 pub use stats::{PrefixCacheStats, RequestSpecStats, SchedulerStats, SpecDecodingStats};
 pub use step::{Admission, ScheduledRequest, Step};
 pub use stop::{RepetitionDetection, StopConditions, StopReason};
-pub use update::{RequestOutput, ScheduledOutput};
+pub use update::{RequestNews, RequestOutput, ScheduledOutput};

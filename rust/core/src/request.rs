@@ -161,76 +161,88 @@ pub struct GroupBlocks {
     /// One entry a block of tokens; [`BlockId::NULL`] where none is held any more.
     pub table: Vec<BlockId>,
     /// Where the blocks begin that the last allocation added.
-    pub new_from: usize,
+    pub new_from: u32,
     /// Leading blocks that are cached or passed over; `None` until the group knows the request.
-    pub num_cached: Option<usize>,
+    pub num_cached: Option<u32>,
+    /// Leading blocks that no token attends to any more: given back, or never taken.
+    pub(crate) num_skipped: u32,
 }
 
 impl GroupBlocks {
+    /// Blocks that are missing for a table of `num_blocks`.
+    pub(crate) fn num_missing(&self, num_blocks: usize) -> u32 {
+        num_blocks.saturating_sub(self.table.len()) as u32
+    }
+
     /// Blocks that the last allocation added.
     #[must_use]
     pub fn new_blocks(&self) -> &[BlockId] {
-        &self.table[self.new_from..]
+        &self.table[self.new_from as usize..]
     }
 }
 
-#[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 /// A request's state. Counters of tokens are named as in vLLM.
+///
+/// Fields lie in memory in this order. What each step of each running request touches comes first
+/// and shares cache lines: with hundreds of requests a step costs as much as the lines that it
+/// misses.
 #[derive(Clone, Debug)]
+#[repr(C, align(64))]
 pub struct Request {
-    id: Box<str>,
-    tokens: Vec<i32>,
-    num_prompt_tokens: usize,
-    pub(crate) block_hashes: Vec<BlockHash>,
-    extra_keys: Option<Box<ExtraKeys>>,
-    index: RequestIndex,
-    pub(crate) lora_id: Option<i64>,
-    pub(crate) is_pooling: bool,
-    pub(crate) reports_cached_blocks: bool,
-    pub(crate) is_session: bool,
-    pub(crate) has_encoder_inputs: bool,
-    stop: StopConditions,
-    /// Smaller is more urgent.
-    pub(crate) priority: i128,
-    /// Seconds of the client's clock.
-    pub(crate) arrival_time: f64,
-    pub(crate) skip_reading_prefix_cache: bool,
-    pub(crate) use_structured_output: bool,
-
-    pub(crate) status: RequestStatus,
-    pub(crate) stop_reason: StopReason,
     /// Tokens with KV in the cache, counted as soon as they are scheduled.
     pub(crate) num_computed_tokens: u32,
     /// Output tokens that scheduled steps will bring (asynchronous scheduling).
     pub(crate) num_output_placeholders: u32,
-    /// Draft tokens to be verified by the next step; -1 stands for one that only the model runner
-    /// knows.
-    pub(crate) drafts: Vec<i32>,
-    /// How its drafts fared, if that is wanted for each request.
-    pub(crate) spec_stats: Option<Box<RequestSpecStats>>,
-    /// The first step that may compute its next token (pipeline parallelism).
-    pub(crate) next_decode_step: u64,
     /// Tokens of steps whose output has not come back. Below zero if a step of an ended request
     /// with the same id comes back.
     pub(crate) num_in_flight_tokens: i64,
     /// Of these, tokens scheduled before the last preemption.
     pub(crate) num_stale_output_tokens: i64,
-    /// What the stale steps bring is thrown away rather than delivered.
-    pub(crate) drop_stale_output: bool,
+    /// Number of the last step that it was part of.
+    pub(crate) last_step: u64,
+    /// The first step that may compute its next token (pipeline parallelism).
+    pub(crate) next_decode_step: u64,
+    num_prompt_tokens: usize,
+    pub(crate) status: RequestStatus,
     /// The last step computed a part of the prompt that is not its end.
     pub(crate) is_prefill_chunk: bool,
+    /// What the stale steps bring is thrown away rather than delivered.
+    pub(crate) drop_stale_output: bool,
+    pub(crate) has_encoder_inputs: bool,
+    pub(crate) use_structured_output: bool,
+    pub(crate) is_session: bool,
+    pub(crate) is_pooling: bool,
+    pub(crate) stop_reason: StopReason,
+
+    tokens: Vec<i32>,
+    pub(crate) block_hashes: Vec<BlockHash>,
+    pub(crate) transfer: RequestTransfer,
+    /// Draft tokens to be verified by the next step; -1 stands for one that only the model runner
+    /// knows.
+    pub(crate) drafts: Vec<i32>,
+    pub(crate) groups: SmallVec<[GroupBlocks; 2]>,
+    stop: StopConditions,
+    pub(crate) events: Vec<Event>,
+    /// `None` once the client has them.
+    pub(crate) prefill_stats: Option<PrefillStats>,
+
+    id: Box<str>,
+    index: RequestIndex,
+    /// Smaller is more urgent.
+    pub(crate) priority: i128,
+    /// Seconds of the client's clock.
+    pub(crate) arrival_time: f64,
+    extra_keys: Option<Box<ExtraKeys>>,
+    pub(crate) lora_id: Option<i64>,
+    /// How its drafts fared, if that is wanted for each request.
+    pub(crate) spec_stats: Option<Box<RequestSpecStats>>,
     pub(crate) num_preemptions: u32,
     /// End of a prefix shared with others that some groups had to compute again; 0 for none.
     pub(crate) shared_prefix_boundary: u32,
+    pub(crate) skip_reading_prefix_cache: bool,
+    pub(crate) reports_cached_blocks: bool,
     /// Waits for something besides its turn, or was passed over.
     pub(crate) is_deferred: bool,
-    /// Number of the last step that it was part of.
-    pub(crate) last_step: u64,
-    pub(crate) events: SmallVec<[Event; 2]>,
-    /// `None` once the client has them.
-    pub(crate) prefill_stats: Option<PrefillStats>,
-    pub(crate) transfer: RequestTransfer,
-    pub(crate) groups: SmallVec<[GroupBlocks; 2]>,
 }
 
 impl Request {
@@ -271,7 +283,7 @@ impl Request {
             shared_prefix_boundary: 0,
             is_deferred: false,
             last_step: 0,
-            events: SmallVec::new(),
+            events: Vec::new(),
             prefill_stats: Some(PrefillStats::default()),
             transfer: RequestTransfer::default(),
             groups: (0..num_groups).map(|_| GroupBlocks::default()).collect(),
@@ -404,11 +416,11 @@ impl Request {
         self.shared_prefix_boundary
     }
 
-    /// Tokens with KV in the cache that no step in flight writes.
-    pub(crate) fn num_settled_tokens(&self) -> u32 {
-        let num_settled = i64::from(self.num_computed_tokens) - self.num_in_flight_tokens;
+    /// Of so many computed tokens, those that no step in flight computes.
+    pub(crate) fn num_settled(&self, num_computed_tokens: u32) -> u32 {
+        let num_settled = i64::from(num_computed_tokens) - self.num_in_flight_tokens;
         // Below zero if a step was lost.
-        u32::try_from(num_settled).unwrap_or(0)
+        u32::try_from(num_settled.max(0)).unwrap_or(u32::MAX)
     }
 
     /// Whether it holds blocks while it waits.

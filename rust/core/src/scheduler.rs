@@ -11,7 +11,7 @@ use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
 use crate::hooks::{GrammarState, Hooks};
 use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
-use crate::kv_cache_manager::{AllocationFor, KvCacheManager};
+use crate::kv_cache_manager::{AdmissionTerms, KvCacheManager};
 use crate::kv_transfer::{EndedRequest, ExternalAllocation, FetchStage, Hit, KvTransfer};
 use crate::request::{EventKind, NewRequest, PrefillStats, Request, RequestStatus, SessionInput};
 use crate::request_queue::{RequestQueue, Slots};
@@ -504,7 +504,7 @@ impl Scheduler {
     ) -> Result<bool, H::Error> {
         loop {
             let request = self.slots[index.index()].as_mut().expect("running requests exist");
-            if self.kv_cache.allocate_slots(request, num_tokens, AllocationFor::Running) {
+            if self.kv_cache.extend_slots(request, num_tokens) {
                 return Ok(true);
             }
             let kv_transfer = self.config.kv_transfer;
@@ -724,7 +724,7 @@ impl Scheduler {
         hooks: &mut H,
     ) -> Result<bool, H::Error> {
         let is_load = hit.external.is_async;
-        let purpose = AllocationFor::Admission {
+        let terms = AdmissionTerms {
             hit: hit.local,
             num_external_tokens: hit.external.num_tokens,
             reserved_from_load: is_load.then(|| self.num_blocks_reserved_from_loads()),
@@ -732,7 +732,7 @@ impl Scheduler {
             others_run: !self.running.is_empty(),
         };
         let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
-        if !self.kv_cache.allocate_slots(request, num_tokens, purpose) {
+        if !self.kv_cache.allocate_slots(request, num_tokens, terms) {
             if request.has_encoder_inputs {
                 hooks.free_encoder_inputs(index)?;
             }

@@ -27,6 +27,8 @@ pub struct ScheduledRequest {
     pub num_output_tokens: u32,
     /// The last `schedule()` before this one did not include the request.
     pub is_new_to_batch: bool,
+    /// The step has given it blocks.
+    pub has_new_blocks: bool,
     /// Of this step's tokens, draft tokens: the last ones.
     pub num_draft_tokens: u32,
     /// Where they are in [`Step::draft_tokens`].
@@ -49,6 +51,7 @@ impl ScheduledRequest {
             num_output_tokens: request.num_output_tokens() as u32
                 + request.num_output_placeholders(),
             is_new_to_batch,
+            has_new_blocks: request.groups().iter().any(|it| !it.new_blocks().is_empty()),
             num_draft_tokens: 0,
             first_draft: 0,
         }

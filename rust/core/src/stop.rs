@@ -47,7 +47,7 @@ pub struct StopConditions {
     /// Most output tokens.
     pub max_tokens: u64,
     /// Ends the request when it repeats itself.
-    pub repetition: Option<RepetitionDetection>,
+    pub repetition: Option<Box<RepetitionDetection>>,
 }
 
 /// Why a request stopped, beyond its status.
@@ -80,7 +80,8 @@ pub fn check_stop(request: &mut Request, max_model_len: u32) -> bool {
         (RequestStatus::FinishedLengthCapped, StopReason::None)
     } else if num_output < stop.min_tokens {
         return false;
-    } else if stop.repetition.is_some_and(|params| params.matches(request.output_tokens())) {
+    } else if stop.repetition.as_ref().is_some_and(|params| params.matches(request.output_tokens()))
+    {
         (RequestStatus::FinishedRepetition, StopReason::Repetition)
     } else {
         return false;

@@ -1,12 +1,11 @@
 //! What the model runner brought: vLLM's `update_from_output()`, `_update_request_with_output()`
 //! and, for asynchronous scheduling, `v1/core/sched/async_scheduler.py`.
 
-use smallvec::SmallVec;
-
-use crate::config::RequestSpecMetrics;
+use crate::config::{RequestSpecMetrics, SchedulerConfig};
 use crate::hooks::{Hooks, NextTurn};
 use crate::ids::RequestIndex;
-use crate::request::{Event, PrefillStats, RequestStatus};
+use crate::kv_cache_manager::KvCacheManager;
+use crate::request::{Event, PrefillStats, Request, RequestStatus};
 use crate::scheduler::Scheduler;
 use crate::stats::{RequestSpecStats, SpecDecodingStats};
 use crate::stop::{StopReason, check_stop};
@@ -39,6 +38,13 @@ pub struct RequestOutput {
     pub position: usize,
     /// How many of the sampled tokens count: a stop cuts the rest off.
     pub num_new_tokens: usize,
+    /// What there is to tell besides; of nearly all outputs nothing.
+    pub news: Option<Box<RequestNews>>,
+}
+
+/// What a client is to be told of a request besides its tokens.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RequestNews {
     /// How the request ended, or a session's turn, if it did.
     pub finished: Option<RequestStatus>,
     /// The request is done: a session whose turn has ended is not.
@@ -48,23 +54,11 @@ pub struct RequestOutput {
     /// Why it ended.
     pub stop_reason: StopReason,
     /// What happened to the request since the last output.
-    pub events: SmallVec<[Event; 2]>,
+    pub events: Vec<Event>,
     /// With the request's first output, how its prompt was computed.
     pub prefill_stats: Option<PrefillStats>,
     /// With its last, how its draft tokens fared, if clients are to be told.
     pub spec_stats: Option<Box<RequestSpecStats>>,
-}
-
-impl RequestOutput {
-    /// Whether there is nothing to tell but tokens.
-    #[must_use]
-    pub fn is_plain(&self) -> bool {
-        self.finished.is_none()
-            && self.events.is_empty()
-            && self.prefill_stats.is_none()
-            && self.spec_stats.is_none()
-            && self.stop_reason == StopReason::None
-    }
 }
 
 /// How a request came out of its new tokens.
@@ -93,45 +87,55 @@ impl Scheduler {
         let mut stopped_running = Vec::new();
         let mut stopped_preempted = Vec::new();
         let mut continuing = Vec::new();
+        let mut leaving = Vec::new();
         for (position, scheduled) in scheduled.enumerate() {
             if position == 0 {
                 self.note_processed_step();
             }
             // The request may have been aborted while the step ran.
-            let Some(index) = scheduled.index.filter(|&index| self.get(index).is_some()) else {
-                continue;
-            };
-            let was_running = self.request(index).status == RequestStatus::Running;
+            let Some(index) = scheduled.index else { continue };
+            let Some(request) = self.get(index) else { continue };
+            let was_running = request.status == RequestStatus::Running;
             let Some(advance) = self.advance_request(index, &scheduled, hooks)? else {
                 continue;
             };
-            if advance.num_new_tokens == 0 && !advance.stopped && !scheduled.is_pooled {
+            let Advance { num_new_tokens, stopped } = advance;
+            if num_new_tokens == 0 && !stopped && !scheduled.is_pooled {
                 continue;
             }
-            let outcome = self.begin_output(index, position, advance.num_new_tokens);
-            let stays = !advance.stopped || !self.end_turn(index, was_running, hooks)?;
-            let mut outcome = self.complete_output(outcome, stays);
-            if advance.stopped {
-                let requeues_last = self.config.behaviors.requeues_sessions_last;
-                if was_running {
-                    stopped_running.push(index);
-                } else if !stays || requeues_last {
-                    stopped_preempted.push(index);
-                }
-                if stays && requeues_last {
+            let news = self.take_news(index);
+            outputs.push(RequestOutput { index, position, num_new_tokens, news });
+            let news = outputs.last_mut().and_then(|output| output.news.as_mut());
+            let Some(news) = news.filter(|_| stopped) else { continue };
+            let stays = !self.end_turn(index, was_running, hooks)?;
+            let requeues_last = self.config.behaviors.requeues_sessions_last;
+            if was_running {
+                stopped_running.push(index);
+            } else if !stays || requeues_last {
+                stopped_preempted.push(index);
+            }
+            if stays {
+                if requeues_last {
                     continuing.push(index);
                 }
-                outcome.is_kept = !stays && self.end_request(index, false, hooks)?;
+                // The next turn has begun, and this output tells so.
+                let (request, _) = self.get_mut(index).expect("sessions stay");
+                news.events.append(&mut request.events);
+                continue;
             }
-            outputs.push(outcome);
+            news.is_over = true;
+            news.is_kept = self.end_request(index, false, hooks)?;
+            if !news.is_kept {
+                leaving.push(index);
+            }
         }
         self.remove_running(&stopped_running);
         self.remove_waiting(&stopped_preempted);
         for index in continuing {
             self.enqueue(index);
         }
-        for output in outputs.iter().filter(|output| output.is_over && !output.is_kept) {
-            self.vacate(output.index);
+        for index in leaving {
+            self.vacate(index);
         }
         Ok(())
     }
@@ -143,7 +147,8 @@ impl Scheduler {
         scheduled: &ScheduledOutput<'_>,
         hooks: &mut H,
     ) -> Result<Option<Advance>, H::Error> {
-        let (request, _) = self.get_mut(index).expect("looked up by the caller");
+        let Self { config, kv_cache, slots, spec_decoding_stats, .. } = self;
+        let request = slots[index.index()].as_mut().expect("looked up by the caller");
         request.num_in_flight_tokens -= i64::from(scheduled.num_scheduled_tokens);
         let is_stale = request.num_stale_output_tokens > 0;
         if is_stale {
@@ -154,122 +159,43 @@ impl Scheduler {
         if scheduled.is_void || request.status.is_finished() || is_dropped {
             return Ok(None);
         }
-        let use_structured_output = request.use_structured_output;
-        self.settle_drafts(index, scheduled, is_stale);
-        let request = self.request(index);
+        if scheduled.num_draft_tokens > 0 {
+            settle_drafts(request, config, spec_decoding_stats, scheduled, is_stale);
+        }
         if request.has_encoder_inputs {
             let num_processed =
                 request.num_computed_tokens.saturating_sub(request.num_output_placeholders);
             hooks.free_processed_encoder_inputs(index, num_processed)?;
         }
-        let mut advance = self.append_tokens(index, scheduled.sampled_tokens, is_stale);
-        if scheduled.is_pooled && advance.num_new_tokens == 0 {
-            advance.stopped = self.end_pooling(index);
+        let sampled_tokens = scheduled.sampled_tokens;
+        let mut advance = append_tokens(request, config, kv_cache, sampled_tokens, is_stale);
+        if scheduled.is_pooled && request.is_pooling && advance.num_new_tokens == 0 {
+            // It is over as soon as its vector is there.
+            request.status = RequestStatus::FinishedStopped;
+            advance.stopped = true;
         }
-        if advance.num_new_tokens > 0 && use_structured_output {
-            let sequence = self.request(index).tokens();
-            if !hooks.accept_tokens(index, sequence, advance.num_new_tokens)? {
-                let (request, _) = self.get_mut(index).expect("looked up above");
-                request.status = RequestStatus::FinishedError;
-                request.is_session = false;
-                advance.stopped = true;
-            }
+        if advance.num_new_tokens > 0
+            && request.use_structured_output
+            && !hooks.accept_tokens(index, request.tokens(), advance.num_new_tokens)?
+        {
+            request.status = RequestStatus::FinishedError;
+            request.is_session = false;
+            advance.stopped = true;
         }
         Ok(Some(advance))
     }
 
-    /// Takes back the positions of rejected draft tokens: they will be computed again, with the
-    /// tokens that were sampled in their place.
-    fn settle_drafts(&mut self, index: RequestIndex, scheduled: &ScheduledOutput<'_>, stale: bool) {
-        let num_drafts = scheduled.num_draft_tokens;
-        let Self { config, slots, spec_decoding_stats, .. } = self;
-        let num_sampled = config.num_sampled_tokens_per_step;
-        if num_drafts == 0 || (scheduled.sampled_tokens.is_empty() && num_sampled > 0) {
-            return;
-        }
-        let request = slots[index.index()].as_mut().expect("looked up by the caller");
-        let num_accepted = (scheduled.sampled_tokens.len() as u32).saturating_sub(num_sampled);
-        let num_rejected = num_drafts.saturating_sub(num_accepted);
-        // A stale step's count is from before the preemption, which has taken back all.
-        if !stale && request.num_computed_tokens > 0 {
-            request.num_computed_tokens -= num_rejected;
-        }
-        if !stale && request.num_output_placeholders > 0 {
-            request.num_output_placeholders -= num_rejected;
-        }
-        let num_valid_drafts = num_drafts.saturating_sub(scheduled.num_invalid_drafts);
-        let num_spec_tokens = config.speculation.num_spec_tokens;
-        if config.log_stats {
-            let new = || SpecDecodingStats::new(num_spec_tokens);
-            spec_decoding_stats.get_or_insert_with(new).observe(num_valid_drafts, num_accepted);
-        }
-        if let Some(stats) = &mut request.spec_stats {
-            let in_detail = config.speculation.request_metrics == RequestSpecMetrics::Detailed;
-            stats.observe(num_valid_drafts, num_accepted, in_detail);
-        }
-    }
-
-    /// A pooling request is over as soon as its vector is there. Returns whether it is one.
-    fn end_pooling(&mut self, index: RequestIndex) -> bool {
-        let (request, _) = self.get_mut(index).expect("looked up by the caller");
-        if request.is_pooling {
-            request.status = RequestStatus::FinishedStopped;
-        }
-        request.is_pooling
-    }
-
-    /// Appends tokens until one of them ends the request.
-    fn append_tokens(&mut self, index: RequestIndex, tokens: &[i32], is_stale: bool) -> Advance {
-        let mut advance = Advance { num_new_tokens: 0, stopped: false };
-        if tokens.is_empty() {
-            return advance;
-        }
-        let Self { config, kv_cache, slots, .. } = self;
-        let request = slots[index.index()].as_mut().expect("looked up by the caller");
-        let was_running = request.status == RequestStatus::Running;
-        let had_placeholders = request.num_output_placeholders > 0;
-        for &token in tokens {
-            request.append_output_token(token, config.hasher.as_ref());
-            advance.num_new_tokens += 1;
-            advance.stopped = check_stop(request, config.max_model_len);
-            if advance.stopped {
-                break;
-            }
-        }
-        if config.behaviors.caches_settled_output {
-            if is_stale {
-                return advance;
-            }
-            // Tokens that a stop has cut off are computed for nobody.
-            let num_cut = (tokens.len() - advance.num_new_tokens) as u32;
-            request.num_computed_tokens -= num_cut.min(request.num_computed_tokens);
-            if had_placeholders {
-                request.num_output_placeholders -= tokens.len() as u32;
-            }
-            if was_running && (had_placeholders || config.speculation.num_spec_tokens > 0) {
-                kv_cache.cache_blocks(request, request.num_settled_tokens());
-            }
-        } else if config.async_scheduling {
-            // A preemption has cleared the placeholders of stale tokens already.
-            if !is_stale {
-                request.num_output_placeholders -= advance.num_new_tokens as u32;
-            }
-            if was_running {
-                let num_final = request.num_computed_tokens - request.num_output_placeholders;
-                kv_cache.cache_blocks(request, num_final);
-            }
-        }
-        advance
-    }
-
-    /// What is to be told of a request, as it is before the scheduler reacts to a stop.
-    fn begin_output(
-        &mut self,
-        index: RequestIndex,
-        position: usize,
-        num_new_tokens: usize,
-    ) -> RequestOutput {
+    /// What is to be told of a request besides its tokens, before the scheduler reacts to a stop.
+    fn take_news(&mut self, index: RequestIndex) -> Option<Box<RequestNews>> {
         let (request, kv_cache) = self.get_mut(index).expect("looked up by the caller");
+        let is_finished = request.status.is_finished();
+        let has_news = is_finished
+            || request.prefill_stats.is_some()
+            || !request.events.is_empty()
+            || request.stop_reason != StopReason::None;
+        if !has_news {
+            return None;
+        }
         let prefill_stats = request.prefill_stats.take().map(|stats| {
             let num_cached = kv_cache.num_cached_tokens(request).min(stats.num_prompt_tokens);
             PrefillStats {
@@ -277,27 +203,15 @@ impl Scheduler {
                 ..stats
             }
         });
-        RequestOutput {
-            index,
-            position,
-            num_new_tokens,
-            finished: Some(request.status).filter(|status| status.is_finished()),
+        Some(Box::new(RequestNews {
+            finished: is_finished.then_some(request.status),
             is_over: false,
             is_kept: false,
-            spec_stats: None,
-            stop_reason: StopReason::None,
-            events: SmallVec::new(),
+            stop_reason: request.stop_reason,
+            events: std::mem::take(&mut request.events),
             prefill_stats,
-        }
-    }
-
-    fn complete_output(&mut self, mut output: RequestOutput, stays: bool) -> RequestOutput {
-        let (request, _) = self.get_mut(output.index).expect("looked up by the caller");
-        output.is_over = !stays;
-        output.spec_stats = output.finished.and_then(|_| request.spec_stats.clone());
-        output.stop_reason = request.stop_reason;
-        output.events = std::mem::take(&mut request.events);
-        output
+            spec_stats: if is_finished { request.spec_stats.clone() } else { None },
+        }))
     }
 
     /// Lets a session that has stopped go on, now or when its next input comes. Returns whether
@@ -329,4 +243,86 @@ impl Scheduler {
         }
         Ok(false)
     }
+}
+
+/// Takes back the positions of rejected draft tokens: they will be computed again, with the tokens
+/// that were sampled in their place.
+fn settle_drafts(
+    request: &mut Request,
+    config: &SchedulerConfig,
+    step_stats: &mut Option<SpecDecodingStats>,
+    scheduled: &ScheduledOutput<'_>,
+    is_stale: bool,
+) {
+    let num_sampled = config.num_sampled_tokens_per_step;
+    if scheduled.sampled_tokens.is_empty() && num_sampled > 0 {
+        return;
+    }
+    let num_drafts = scheduled.num_draft_tokens;
+    let num_accepted = (scheduled.sampled_tokens.len() as u32).saturating_sub(num_sampled);
+    let num_rejected = num_drafts.saturating_sub(num_accepted);
+    // A stale step's count is from before the preemption, which has taken back all.
+    if !is_stale && request.num_computed_tokens > 0 {
+        request.num_computed_tokens -= num_rejected;
+    }
+    if !is_stale && request.num_output_placeholders > 0 {
+        request.num_output_placeholders -= num_rejected;
+    }
+    let num_valid_drafts = num_drafts.saturating_sub(scheduled.num_invalid_drafts);
+    if config.log_stats {
+        let new = || SpecDecodingStats::new(config.speculation.num_spec_tokens);
+        step_stats.get_or_insert_with(new).observe(num_valid_drafts, num_accepted);
+    }
+    if let Some(stats) = &mut request.spec_stats {
+        let in_detail = config.speculation.request_metrics == RequestSpecMetrics::Detailed;
+        stats.observe(num_valid_drafts, num_accepted, in_detail);
+    }
+}
+
+/// Appends tokens until one of them ends the request.
+fn append_tokens(
+    request: &mut Request,
+    config: &SchedulerConfig,
+    kv_cache: &mut KvCacheManager,
+    tokens: &[i32],
+    is_stale: bool,
+) -> Advance {
+    let mut advance = Advance { num_new_tokens: 0, stopped: false };
+    if tokens.is_empty() {
+        return advance;
+    }
+    let was_running = request.status == RequestStatus::Running;
+    let had_placeholders = request.num_output_placeholders > 0;
+    for &token in tokens {
+        request.append_output_token(token, config.hasher.as_ref());
+        advance.num_new_tokens += 1;
+        advance.stopped = check_stop(request, config.max_model_len);
+        if advance.stopped {
+            break;
+        }
+    }
+    if config.behaviors.caches_settled_output {
+        if is_stale {
+            return advance;
+        }
+        // Tokens that a stop has cut off are computed for nobody.
+        let num_cut = (tokens.len() - advance.num_new_tokens) as u32;
+        request.num_computed_tokens -= num_cut.min(request.num_computed_tokens);
+        if had_placeholders {
+            request.num_output_placeholders -= tokens.len() as u32;
+        }
+        if was_running && (had_placeholders || config.speculation.num_spec_tokens > 0) {
+            kv_cache.cache_blocks(request, request.num_settled(request.num_computed_tokens));
+        }
+    } else if config.async_scheduling {
+        // A preemption has cleared the placeholders of stale tokens already.
+        if !is_stale {
+            request.num_output_placeholders -= advance.num_new_tokens as u32;
+        }
+        if was_running {
+            let num_final = request.num_computed_tokens - request.num_output_placeholders;
+            kv_cache.cache_blocks(request, num_final);
+        }
+    }
+    advance
 }

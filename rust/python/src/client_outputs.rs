@@ -19,7 +19,9 @@ const TYPICAL_OUTPUT_BYTES: usize = 72;
 
 /// What a step brought.
 pub(crate) struct StepResult<'a, 'py> {
-    pub(crate) sampled: Vec<SampledTokens<'py>>,
+    pub(crate) sampled: Vec<SampledTokens>,
+    /// The model runner's own lists of tokens by row, if the step sampled; outputs share them.
+    pub(crate) sampled_lists: Option<Bound<'py, PyList>>,
     /// All tokens one after the other; `sampled` says which are whose.
     pub(crate) tokens: Vec<i32>,
     pub(crate) rare: RareOutputs<'py>,
@@ -40,6 +42,12 @@ pub(crate) struct OutputWriter {
 /// One client's outputs.
 enum Written<'py> {
     Objects(Bound<'py, PyList>),
+    Message(Box<StepOutputs>),
+}
+
+/// One client's outputs while they are gathered.
+enum Pending<'a> {
+    Objects(Vec<(&'a Entry, &'a RequestOutput)>),
     Message(Box<StepOutputs>),
 }
 
@@ -69,87 +77,116 @@ impl OutputWriter {
         result: &StepResult<'_, 'py>,
         outputs: &[RequestOutput],
     ) -> PyResult<ClientOutputs<'py>> {
-        let by_client = by_client(entries, outputs);
-        let written = by_client.into_iter().map(|(client, outputs)| {
-            let written = if self.encoded_clients.contains(&client) {
-                Written::Message(Box::new(self.message(py, entries, result, &outputs)?))
-            } else {
-                Written::Objects(self.objects(py, entries, result, &outputs)?)
+        let mut clients: Vec<(i64, Pending<'_>)> = Vec::new();
+        for output in outputs {
+            let entry = entries.get(output.index);
+            let client = entry.client_index;
+            let known = clients.iter().position(|(known, _)| *known == client);
+            let at = known.unwrap_or(clients.len());
+            if known.is_none() {
+                clients.push((client, self.pending(py, client, outputs.len())?));
+            }
+            match &mut clients[at].1 {
+                Pending::Objects(pending) => pending.push((entry, output)),
+                Pending::Message(message) => self.add_to(message, entry, result, output)?,
+            }
+        }
+        let written = clients.into_iter().map(|(client, pending)| {
+            let written = match pending {
+                Pending::Message(message) => Written::Message(message),
+                Pending::Objects(pending) => Written::Objects(self.objects(py, result, &pending)?),
             };
             Ok((client, written))
         });
         Ok(ClientOutputs(written.collect::<PyResult<_>>()?))
     }
 
+    fn pending<'a>(
+        &self,
+        py: Python<'_>,
+        client: i64,
+        num_outputs: usize,
+    ) -> PyResult<Pending<'a>> {
+        Ok(if self.encoded_clients.contains(&client) {
+            Pending::Message(Box::new(self.new_message(py, num_outputs)?))
+        } else {
+            Pending::Objects(Vec::new())
+        })
+    }
+
+    /// One loop in C makes all objects; what few of them have is set afterwards.
     fn objects<'py>(
         &self,
         py: Python<'py>,
-        entries: &Entries,
         result: &StepResult<'_, 'py>,
-        outputs: &[&RequestOutput],
+        outputs: &[(&Entry, &RequestOutput)],
     ) -> PyResult<Bound<'py, PyList>> {
-        let entries = || outputs.iter().map(|output| entries.get(output.index));
-        let ids = PyList::new(py, entries().map(|entry| &entry.id).collect::<Vec<_>>())?;
+        let ids = PyList::new(py, outputs.iter().map(|(entry, _)| &entry.id))?;
         let tokens = PyList::empty(py);
-        for output in outputs {
+        for (_, output) in outputs {
             tokens.append(result.new_token_ids(py, output)?)?;
         }
         let list = self.types.plain_outputs(&ids, &tokens)?;
-        for (at, (output, entry)) in outputs.iter().zip(entries()).enumerate() {
+        for (at, (entry, output)) in outputs.iter().enumerate() {
             let is_rare =
                 entry.is_rare() || result.rare.has_prompt_logprobs() || result.rare.has_pooled();
-            if is_rare || !output.is_plain() {
-                let sampled = &result.sampled[output.position];
-                let object = list.get_item(at)?;
-                self.types.complete(&object, entry, output, sampled, &result.rare)?;
-                if let Some(params) = result.transfer_params_of(entry)? {
-                    set_transfer_params(&object, output, &params)?;
-                }
+            if is_rare || output.news.is_some() {
+                let params = result.transfer_params_of(entry)?;
+                self.complete(&list.get_item(at)?, entry, result, output, params)?;
             }
         }
         Ok(list)
     }
 
-    fn message<'py>(
+    fn add_to(
         &self,
-        py: Python<'py>,
-        entries: &Entries,
-        result: &StepResult<'_, 'py>,
-        outputs: &[&RequestOutput],
-    ) -> PyResult<StepOutputs> {
-        let mut message = self.new_message(py, outputs.len())?;
-        for output in outputs {
-            let entry = entries.get(output.index);
-            let params = result.transfer_params_of(entry)?;
-            if result.rare.concern(entry)? || params.is_some() {
-                let tokens = result.new_token_ids(py, output)?;
-                let object = self.types.plain_output(&entry.id, &tokens)?;
-                let sampled = &result.sampled[output.position];
-                self.types.complete(&object, entry, output, sampled, &result.rare)?;
-                if let Some(params) = params {
-                    set_transfer_params(&object, output, &params)?;
-                }
-                message.push_object(&object)?;
-            } else {
-                message.push(&self.output(entry, result, output)?);
-            }
+        message: &mut StepOutputs,
+        entry: &Entry,
+        result: &StepResult<'_, '_>,
+        output: &RequestOutput,
+    ) -> PyResult<()> {
+        let params = result.transfer_params_of(entry)?;
+        if !result.rare.concern(entry)? && params.is_none() {
+            message.push(&self.output(entry, result, output)?);
+            return Ok(());
         }
-        Ok(message)
+        let py = result.model_runner_output.py();
+        let object = self.types.plain_output(&entry.id, &result.new_token_ids(py, output)?)?;
+        self.complete(&object, entry, result, output, params)?;
+        message.push_object(&object)
+    }
+
+    fn complete<'py>(
+        &self,
+        object: &Bound<'py, PyAny>,
+        entry: &Entry,
+        result: &StepResult<'_, 'py>,
+        output: &RequestOutput,
+        transfer_params: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<()> {
+        let sampled = &result.sampled[output.position];
+        self.types.complete(object, entry, output, sampled, &result.rare)?;
+        match transfer_params {
+            Some(params) => set_transfer_params(object, output.news.as_deref(), &params),
+            None => Ok(()),
+        }
     }
 
     fn output<'a>(
         &self,
         entry: &'a Entry,
         result: &'a StepResult<'_, '_>,
-        outcome: &'a RequestOutput,
+        output: &'a RequestOutput,
     ) -> PyResult<Output<'a>> {
-        let sampled = &result.sampled[outcome.position];
-        sampled.cut(outcome.num_new_tokens)?;
+        let sampled = &result.sampled[output.position];
+        result.cut(output)?;
+        let news = output.news.as_deref();
+        let finished = news.and_then(|news| news.finished);
         Ok(Output {
             request_id: &entry.wire_id,
-            new_token_ids: &result.tokens[sampled.tokens.clone()][..outcome.num_new_tokens],
-            outcome,
-            finish_reason: outcome.finished.map(|it| self.types.statuses.finish_reason_value(it)),
+            new_token_ids: &result.tokens[sampled.tokens.clone()][..output.num_new_tokens],
+            news,
+            finish_reason: finished.map(|it| self.types.statuses.finish_reason_value(it)),
             num_nans_in_logits: entry.num_nans_in_logits,
         })
     }
@@ -174,28 +211,34 @@ impl<'py> StepResult<'_, 'py> {
         self.transfer_params.as_ref().map_or(Ok(None), |params| params.get_item(&entry.id))
     }
 
+    /// The tokens that go to the client: the model runner's own list, cut where the request ended.
     fn new_token_ids(
         &self,
         py: Python<'py>,
         output: &RequestOutput,
     ) -> PyResult<Bound<'py, PyList>> {
-        self.sampled[output.position].new_token_ids(py, output.num_new_tokens)
+        self.cut(output)?;
+        let list = self.list_of(output)?;
+        Ok(list.unwrap_or_else(|| PyList::empty(py)))
     }
-}
 
-fn by_client<'a>(
-    entries: &Entries,
-    outputs: &'a [RequestOutput],
-) -> Vec<(i64, Vec<&'a RequestOutput>)> {
-    let mut clients: Vec<(i64, Vec<&RequestOutput>)> = Vec::new();
-    for output in outputs {
-        let client = entries.get(output.index).client_index;
-        match clients.iter_mut().find(|(known, _)| *known == client) {
-            Some((_, of_client)) => of_client.push(output),
-            None => clients.push((client, vec![output])),
+    /// Drops what was sampled after the request had ended; as vLLM does, from the model runner's
+    /// own list.
+    fn cut(&self, output: &RequestOutput) -> PyResult<()> {
+        let num_sampled = self.sampled[output.position].tokens.len();
+        if output.num_new_tokens < num_sampled
+            && let Some(list) = self.list_of(output)?
+        {
+            list.del_slice(output.num_new_tokens, num_sampled)?;
         }
+        Ok(())
     }
-    clients
+
+    fn list_of(&self, output: &RequestOutput) -> PyResult<Option<Bound<'py, PyList>>> {
+        let Some(lists) = &self.sampled_lists else { return Ok(None) };
+        let list = lists.get_item(self.sampled[output.position].row)?;
+        Ok(Some(list.cast_into()?))
+    }
 }
 
 impl<'py> ClientOutputs<'py> {

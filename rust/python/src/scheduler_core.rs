@@ -391,9 +391,7 @@ impl SchedulerCore {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (scheduler, mut hooks) = self.split(py);
         let decided = scheduler.schedule(throttle_prefills, now, &mut hooks).map(|_| ());
-        self.or_stop(decided)?;
-        let told = self.show_journal(py).and_then(|()| self.scheduler_output(py));
-        self.or_stop(told)
+        self.tell_step(py, decided)
     }
 
     /// Decides on a step and shows it to the KV connector's side: requests as they are before the
@@ -406,11 +404,22 @@ impl SchedulerCore {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (scheduler, mut hooks) = self.split(py);
         let decided = scheduler.decide(throttle_prefills, now, &mut hooks);
+        let output = self.tell_step(py, decided)?;
+        // Last: the encoder's side leaves counters of its own in `Request` objects.
+        let shown = self.show_requests(py);
+        self.or_stop(shown)?;
+        Ok(output)
+    }
+
+    /// `SchedulerOutput` of the step, if it could be decided on.
+    fn tell_step<'py>(
+        &mut self,
+        py: Python<'py>,
+        decided: PyResult<()>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         self.or_stop(decided)?;
         let told = self.show_journal(py).and_then(|()| self.scheduler_output(py));
-        // Last: the encoder's side leaves counters of its own in `Request` objects.
-        let shown = told.and_then(|output| self.show_requests(py).map(|()| output));
-        self.or_stop(shown)
+        self.or_stop(told)
     }
 
     /// Brings all `Request` objects up to date.
@@ -456,9 +465,11 @@ impl SchedulerCore {
         let failures = self.take_in_load_failures(report.as_ref(), scheduler_output)?;
         let mut tokens = Vec::new();
         let place = |id: &Bound<'py, PyAny>| self.place(id);
+        let sampled_lists = convert::sampled_lists(model_runner_output)?;
         let mut sampled = convert::sampled_tokens(
             scheduler_output,
             model_runner_output,
+            sampled_lists.as_ref(),
             &self.scheduler,
             place,
             &failures.void,
@@ -466,8 +477,14 @@ impl SchedulerCore {
         )?;
         let rare = RareOutputs::of(model_runner_output)?;
         rare.note_pooled(&mut sampled)?;
-        let mut result =
-            StepResult { sampled, tokens, rare, model_runner_output, transfer_params: None };
+        let mut result = StepResult {
+            sampled,
+            sampled_lists,
+            tokens,
+            rare,
+            model_runner_output,
+            transfer_params: None,
+        };
         self.note_nans(&result)?;
 
         let scheduled = result.sampled.iter().map(|it| ScheduledOutput {
@@ -668,12 +685,11 @@ impl SchedulerCore {
 
     /// In the order of the step, whichever client they belong to.
     fn forget_finished(&mut self, py: Python<'_>, outputs: &[RequestOutput]) -> PyResult<()> {
-        for output in outputs {
-            match output.finished {
-                Some(status) if output.is_over => {
-                    self.note_end(py, output.index, status, output.is_kept)?;
-                }
-                Some(_) => self.entries.get_mut(output.index).refresh(py)?,
+        let news = outputs.iter().filter_map(|it| Some((it.index, it.news.as_deref()?)));
+        for (index, news) in news {
+            match news.finished {
+                Some(status) if news.is_over => self.note_end(py, index, status, news.is_kept)?,
+                Some(_) => self.entries.get_mut(index).refresh(py)?,
                 None => {}
             }
         }

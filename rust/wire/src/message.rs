@@ -1,6 +1,6 @@
 //! `EngineCoreOutputs` of one client and the `EngineCoreOutput`s in it.
 
-use sparksched_core::{Event, EventKind, RequestOutput, StopReason};
+use sparksched_core::{Event, EventKind, RequestNews, StopReason};
 
 use crate::msgpack::Writer;
 use crate::stats::{self, Stats};
@@ -39,8 +39,8 @@ pub struct Output<'a> {
     pub request_id: &'a RequestId,
     /// The tokens that its client is to get.
     pub new_token_ids: &'a [i32],
-    /// What else became of it.
-    pub outcome: &'a RequestOutput,
+    /// What there is to tell besides, if there is anything.
+    pub news: Option<&'a RequestNews>,
     /// The number of the `FinishReason`, if the request has ended.
     pub finish_reason: Option<u8>,
     /// NaNs among its logits, as the model runner counts them.
@@ -73,6 +73,8 @@ pub struct Message {
     outputs_end: usize,
     /// Fields of `EngineCoreOutput`.
     num_output_fields: usize,
+    /// All fields behind the tokens, if there is nothing to tell but these: nearly all outputs.
+    plain_fields: Vec<u8>,
 }
 
 impl Default for Message {
@@ -96,13 +98,25 @@ impl Message {
             num_outputs: 0,
             outputs_end: MAX_HEAD_BYTES,
             num_output_fields,
+            plain_fields: plain_fields(num_output_fields),
         }
     }
 
     /// Adds a request's output.
     pub fn push(&mut self, output: &Output<'_>) {
         self.truncate_tail();
-        write_output(&mut self.writer, output, self.num_output_fields);
+        let to = &mut self.writer;
+        to.array(self.num_output_fields);
+        to.encoded(&output.request_id.0);
+        to.array(output.new_token_ids.len());
+        for &token in output.new_token_ids {
+            to.int(token.into());
+        }
+        if output.news.is_none() && output.num_nans_in_logits == 0 {
+            to.encoded(&self.plain_fields);
+        } else {
+            write_fields(to, output, self.num_output_fields);
+        }
         self.note_output();
     }
 
@@ -158,14 +172,24 @@ fn write_tail(to: &mut Writer, envelope: &Envelope<'_>) {
     }
 }
 
-fn write_output(to: &mut Writer, output: &Output<'_>, num_fields: usize) {
-    let outcome = output.outcome;
-    to.array(num_fields);
-    to.encoded(&output.request_id.0);
-    to.array(output.new_token_ids.len());
-    for &token in output.new_token_ids {
-        to.int(token.into());
-    }
+fn plain_fields(num_output_fields: usize) -> Vec<u8> {
+    let request_id = &RequestId::new("");
+    let plain = Output {
+        request_id,
+        new_token_ids: &[],
+        news: None,
+        finish_reason: None,
+        num_nans_in_logits: 0,
+    };
+    let mut writer = Writer::new(Vec::new());
+    write_fields(&mut writer, &plain, num_output_fields);
+    writer.bytes().to_vec()
+}
+
+/// Writes all fields behind the tokens.
+fn write_fields(to: &mut Writer, output: &Output<'_>, num_output_fields: usize) {
+    let nothing = RequestNews::default();
+    let news = output.news.unwrap_or(&nothing);
     to.nil(); // new_logprobs
     to.nil(); // new_prompt_logprobs_tensors
     to.nil(); // pooling_output
@@ -173,16 +197,16 @@ fn write_output(to: &mut Writer, output: &Output<'_>, num_fields: usize) {
         None => to.nil(),
         Some(reason) => to.uint(reason.into()),
     }
-    match outcome.stop_reason {
+    match news.stop_reason {
         StopReason::None => to.nil(),
         StopReason::Token(token) => to.int(token.into()),
         StopReason::Repetition => to.str(REPETITION),
     }
-    write_events(to, &outcome.events);
+    write_events(to, &news.events);
     to.nil(); // kv_transfer_params
     to.nil(); // ec_transfer_params
     to.nil(); // trace_headers
-    match &outcome.prefill_stats {
+    match &news.prefill_stats {
         None => to.nil(),
         Some(prefill_stats) => stats::prefill_stats(to, prefill_stats),
     }
@@ -190,12 +214,12 @@ fn write_output(to: &mut Writer, output: &Output<'_>, num_fields: usize) {
     to.int(output.num_nans_in_logits);
     to.nil(); // mm_cache_miss_hashes
     to.nil(); // new_sampling_mask
-    match &outcome.spec_stats {
+    match &news.spec_stats {
         None => to.nil(),
         Some(spec_stats) => stats::request_spec_stats(to, spec_stats),
     }
     to.nil(); // prompt_token_id_logprobs
-    (NUM_OUTPUT_FIELDS..num_fields).for_each(|_| to.nil());
+    (NUM_OUTPUT_FIELDS..num_output_fields).for_each(|_| to.nil());
 }
 
 fn write_events(to: &mut Writer, events: &[Event]) {

@@ -1,7 +1,6 @@
 //! The form of a message; that its bytes are vLLM's is held by `tests/unit/test_encoder.py`.
 
-use smallvec::smallvec;
-use sparksched_core::{Event, EventKind, RequestIndex, RequestOutput, StopReason};
+use sparksched_core::{Event, EventKind, RequestNews};
 use sparksched_wire::{Envelope, Message, Output, RequestId, Stats};
 
 const ENVELOPE: Envelope<'_> = Envelope {
@@ -12,26 +11,11 @@ const ENVELOPE: Envelope<'_> = Envelope {
     weight_version: Some("default"),
 };
 
-fn outcome() -> RequestOutput {
-    RequestOutput {
-        index: RequestIndex(0),
-        position: 0,
-        num_new_tokens: 1,
-        finished: None,
-        is_over: false,
-        is_kept: false,
-        stop_reason: StopReason::None,
-        events: smallvec![],
-        prefill_stats: None,
-        spec_stats: None,
-    }
-}
-
-fn push(message: &mut Message, outcome: &RequestOutput) {
+fn push(message: &mut Message, news: Option<&RequestNews>) {
     message.push(&Output {
         request_id: &RequestId::new("ab"),
         new_token_ids: &[1, 300],
-        outcome,
+        news,
         finish_reason: None,
         num_nans_in_logits: 0,
     });
@@ -44,14 +28,21 @@ const TAIL: &[u8] = b"\xc0\xcb\x3f\xf8\0\0\0\0\0\0\xc0\xc0\xc0\xc0\xa7default";
 #[test]
 fn a_plain_output_is_an_array_of_all_fields() {
     let mut message = Message::default();
-    push(&mut message, &outcome());
+    push(&mut message, None);
+    assert_eq!(message.bytes(&ENVELOPE), [b"\x99\x00\x91", OUTPUT, TAIL].concat());
+}
+
+#[test]
+fn an_output_without_news_is_one_whose_news_are_empty() {
+    let mut message = Message::default();
+    push(&mut message, Some(&RequestNews::default()));
     assert_eq!(message.bytes(&ENVELOPE), [b"\x99\x00\x91", OUTPUT, TAIL].concat());
 }
 
 #[test]
 fn fields_that_a_later_release_has_added_are_none() {
     let mut message = Message::new(19, 0);
-    push(&mut message, &outcome());
+    push(&mut message, None);
     let output = [b"\xdc\x00\x13", &OUTPUT[3..], b"\xc0"].concat();
     assert_eq!(message.bytes(&ENVELOPE), [b"\x99\x00\x91", &output[..], TAIL].concat());
 }
@@ -61,7 +52,7 @@ fn a_message_may_grow_after_it_was_read() {
     let mut message = Message::default();
     assert_eq!(message.bytes(&ENVELOPE), [b"\x99\x00\x90", TAIL].concat());
     for _ in 0..16 {
-        push(&mut message, &outcome());
+        push(&mut message, None);
         message.bytes(&ENVELOPE);
     }
     message.push_encoded(OUTPUT);
@@ -75,7 +66,8 @@ fn a_message_may_grow_after_it_was_read() {
 fn events_are_maps() {
     let mut message = Message::default();
     let event = Event { kind: EventKind::Preempted, timestamp: 1.5 };
-    push(&mut message, &RequestOutput { events: smallvec![event], ..outcome() });
+    let news = RequestNews { events: vec![event], ..RequestNews::default() };
+    push(&mut message, Some(&news));
     let event = b"\x91\x82\xa4type\x03\xa9timestamp\xcb\x3f\xf8\0\0\0\0\0\0\xc0";
     let bytes = message.bytes(&ENVELOPE);
     assert!(bytes.windows(event.len()).any(|part| part == event), "{bytes:x?}");

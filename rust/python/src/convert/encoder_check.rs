@@ -6,10 +6,8 @@ use std::sync::Arc;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString};
-use smallvec::SmallVec;
 use sparksched_core::{
-    Event, EventKind, PrefillStats, PrefixCacheStats, RequestIndex, RequestOutput, SchedulerStats,
-    StopReason,
+    Event, EventKind, PrefillStats, PrefixCacheStats, RequestNews, SchedulerStats, StopReason,
 };
 use sparksched_wire::{Output, RequestId};
 
@@ -48,11 +46,11 @@ fn push_native(
     let id = object.getattr(intern!(py, "request_id"))?.cast_into::<PyString>()?;
     let tokens = object.getattr(intern!(py, "new_token_ids"))?.cast_into::<PyList>()?;
     let num_nans = object.getattr(intern!(py, "num_nans_in_logits"))?;
-    let Ok(outcome) = outcome(types, object) else {
+    let Ok(news) = news(types, object) else {
         return Ok(false);
     };
     let native = types.plain_output(&id.clone().unbind(), &tokens)?;
-    types.set_outcome(&native, &outcome)?;
+    types.set_news(&native, &news)?;
     native.setattr(intern!(py, "num_nans_in_logits"), &num_nans)?;
     // Arrays refuse to be compared as a whole.
     if !native.eq(object).unwrap_or(false) {
@@ -61,23 +59,20 @@ fn push_native(
     step.push(&Output {
         request_id: &RequestId::new(id.to_cow()?.as_ref()),
         new_token_ids: &token_ids(&tokens)?,
-        outcome: &outcome,
-        finish_reason: outcome.finished.map(|it| types.statuses.finish_reason_value(it)),
+        news: (news != RequestNews::default()).then_some(&news),
+        finish_reason: news.finished.map(|it| types.statuses.finish_reason_value(it)),
         num_nans_in_logits: num_nans.extract()?,
     });
     Ok(true)
 }
 
 /// What the core would know of an output; an error if that can't be.
-fn outcome(types: &EngineOutputTypes, object: &Bound<'_, PyAny>) -> PyResult<RequestOutput> {
+fn news(types: &EngineOutputTypes, object: &Bound<'_, PyAny>) -> PyResult<RequestNews> {
     let py = object.py();
     let stop_reason = object.getattr(intern!(py, "stop_reason"))?;
     let events = object.getattr(intern!(py, "events"))?;
     let prefill_stats = object.getattr(intern!(py, "prefill_stats"))?;
-    Ok(RequestOutput {
-        index: RequestIndex(0),
-        position: 0,
-        num_new_tokens: 0,
+    Ok(RequestNews {
         is_over: false,
         is_kept: false,
         finished: types.statuses.with_finish_reason(&object.getattr(intern!(py, "finish_reason"))?),
@@ -88,7 +83,7 @@ fn outcome(types: &EngineOutputTypes, object: &Bound<'_, PyAny>) -> PyResult<Req
         } else {
             StopReason::Token(stop_reason.extract()?)
         },
-        events: if events.is_none() { SmallVec::new() } else { read_events(&events)? },
+        events: if events.is_none() { Vec::new() } else { read_events(&events)? },
         prefill_stats: if prefill_stats.is_none() {
             None
         } else {
@@ -109,7 +104,7 @@ fn outcome(types: &EngineOutputTypes, object: &Bound<'_, PyAny>) -> PyResult<Req
     })
 }
 
-fn read_events(events: &Bound<'_, PyAny>) -> PyResult<SmallVec<[Event; 2]>> {
+fn read_events(events: &Bound<'_, PyAny>) -> PyResult<Vec<Event>> {
     let py = events.py();
     let read = |event: PyResult<Bound<'_, PyAny>>| -> PyResult<Event> {
         let event = event?;

@@ -4,7 +4,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFloat, PyInt, PyList, PyModule, PyString, PyTuple};
 use sparksched_core::{
-    Event, EventKind, PrefillStats, RequestOutput, RequestSpecStats, SchedulerStats,
+    Event, EventKind, PrefillStats, RequestNews, RequestOutput, RequestSpecStats, SchedulerStats,
     SpecDecodingStats, StopReason,
 };
 
@@ -151,11 +151,13 @@ impl EngineOutputTypes {
         object: &Bound<'py, PyAny>,
         entry: &Entry,
         output: &RequestOutput,
-        sampled: &SampledTokens<'py>,
+        sampled: &SampledTokens,
         rare: &RareOutputs<'py>,
     ) -> PyResult<()> {
         let py = object.py();
-        self.set_outcome(object, output)?;
+        if let Some(news) = &output.news {
+            self.set_news(object, news)?;
+        }
         if let Some(headers) = &entry.trace_headers {
             object.setattr(intern!(py, "trace_headers"), headers)?;
         }
@@ -180,22 +182,18 @@ impl EngineOutputTypes {
     }
 
     /// Sets what the core knows.
-    pub(crate) fn set_outcome(
-        &self,
-        object: &Bound<'_, PyAny>,
-        outcome: &RequestOutput,
-    ) -> PyResult<()> {
+    pub(crate) fn set_news(&self, object: &Bound<'_, PyAny>, news: &RequestNews) -> PyResult<()> {
         let py = object.py();
-        self.set_events(object, &outcome.events)?;
-        if let Some(stats) = &outcome.prefill_stats {
+        self.set_events(object, &news.events)?;
+        if let Some(stats) = &news.prefill_stats {
             object.setattr(intern!(py, "prefill_stats"), self.prefill_stats(py, stats)?)?;
         }
-        if let Some(stats) = &outcome.spec_stats {
+        if let Some(stats) = &news.spec_stats {
             let stats = self.request_spec_stats(py, stats)?;
             object.setattr(intern!(py, "spec_decode_metrics"), stats)?;
         }
-        object.setattr(intern!(py, "stop_reason"), stop_reason(py, outcome.stop_reason))?;
-        if let Some(status) = outcome.finished {
+        object.setattr(intern!(py, "stop_reason"), stop_reason(py, news.stop_reason))?;
+        if let Some(status) = news.finished {
             let reason = self.statuses.finish_reason(status);
             object.setattr(intern!(py, "finish_reason"), reason)?;
         }
@@ -349,12 +347,12 @@ impl EngineOutputTypes {
 /// Sets what a KV connector told of a request that has ended.
 pub(crate) fn set_transfer_params(
     object: &Bound<'_, PyAny>,
-    outcome: &RequestOutput,
+    news: Option<&RequestNews>,
     params: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let py = object.py();
     let name = intern!(py, "do_remote_prefill");
-    if let Some(stats) = &outcome.prefill_stats
+    if let Some(stats) = news.and_then(|news| news.prefill_stats.as_ref())
         && params.call_method1(intern!(py, "get"), (name,))?.is_truthy()?
     {
         // The engine that goes on with the prompt reports these rather than its own.

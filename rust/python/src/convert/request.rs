@@ -155,7 +155,7 @@ fn stop_conditions(
         stop_token_ids: stop_token_ids.into_iter().flatten().filter_map(token_id).collect(),
         min_tokens: count(&params.getattr(intern!(py, "min_tokens"))?)?,
         max_tokens: count(max_tokens)?,
-        repetition: repetition.transpose()?,
+        repetition: repetition.transpose()?.map(Box::new),
     })
 }
 

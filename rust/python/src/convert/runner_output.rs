@@ -10,15 +10,13 @@ use super::extend_token_ids;
 use crate::entries::Entry;
 
 /// One request's share of a model runner's output.
-pub(crate) struct SampledTokens<'py> {
+pub(crate) struct SampledTokens {
     /// The request, if it still exists.
     pub(crate) index: Option<RequestIndex>,
     /// Tokens that the step was scheduled with.
     pub(crate) num_scheduled_tokens: u32,
     /// Row of the model runner's output.
     pub(crate) row: usize,
-    /// The model runner's own list, which the output will share.
-    list: Option<Bound<'py, PyList>>,
     /// Where its tokens are in the flat buffer.
     pub(crate) tokens: std::ops::Range<usize>,
     /// What the step brings for the request is looked at: it is still there and waits for it.
@@ -33,27 +31,12 @@ pub(crate) struct SampledTokens<'py> {
     pub(crate) is_void: bool,
 }
 
-impl<'py> SampledTokens<'py> {
-    /// The tokens that go to the client: the model runner's own list, cut after `num_new_tokens`.
-    pub(crate) fn new_token_ids(
-        &self,
-        py: Python<'py>,
-        num_new_tokens: usize,
-    ) -> PyResult<Bound<'py, PyList>> {
-        self.cut(num_new_tokens)?;
-        Ok(self.list.clone().unwrap_or_else(|| PyList::empty(py)))
-    }
-
-    /// Drops what was sampled after the request had ended; as vLLM does, from the model runner's
-    /// own list.
-    pub(crate) fn cut(&self, num_new_tokens: usize) -> PyResult<()> {
-        match &self.list {
-            Some(list) if num_new_tokens < self.tokens.len() => {
-                list.del_slice(num_new_tokens, self.tokens.len())
-            }
-            _ => Ok(()),
-        }
-    }
+/// `sampled_token_ids`: a list for each row, if the step sampled anything.
+pub(crate) fn sampled_lists<'py>(
+    model_runner_output: &Bound<'py, PyAny>,
+) -> PyResult<Option<Bound<'py, PyList>>> {
+    let name = intern!(model_runner_output.py(), "sampled_token_ids");
+    Ok(present(model_runner_output, name)?.map(Bound::cast_into).transpose()?)
 }
 
 /// Reads what was sampled for the requests of the step that comes back; their tokens are appended
@@ -62,18 +45,16 @@ impl<'py> SampledTokens<'py> {
 pub(crate) fn sampled_tokens<'py>(
     scheduler_output: &Bound<'py, PyAny>,
     model_runner_output: &Bound<'py, PyAny>,
+    lists: Option<&Bound<'py, PyList>>,
     scheduler: &Scheduler,
     place: impl Fn(&Bound<'py, PyAny>) -> PyResult<Option<RequestIndex>>,
     void: &[RequestIndex],
     tokens: &mut Vec<i32>,
-) -> PyResult<Vec<SampledTokens<'py>>> {
+) -> PyResult<Vec<SampledTokens>> {
     let py = scheduler_output.py();
     let scheduled = scheduler_output.getattr(intern!(py, "num_scheduled_tokens"))?;
     let rows = model_runner_output.getattr(intern!(py, "req_id_to_index"))?;
     let rows = rows.cast::<PyDict>()?;
-    let lists = model_runner_output.getattr(intern!(py, "sampled_token_ids"))?;
-    // None or empty: a step that samples nothing.
-    let lists = if lists.is_truthy()? { Some(lists.cast::<PyList>()?) } else { None };
     let scheduled = scheduled.cast::<PyDict>()?;
     let drafts = Drafts::of(scheduler_output)?;
     let mut sampled = Vec::with_capacity(scheduled.len());
@@ -89,7 +70,6 @@ pub(crate) fn sampled_tokens<'py>(
             index,
             num_scheduled_tokens: num_scheduled_tokens.extract()?,
             row: 0,
-            list: None,
             tokens: tokens.len()..tokens.len(),
             is_delivered,
             num_draft_tokens: 0,
@@ -105,7 +85,6 @@ pub(crate) fn sampled_tokens<'py>(
                 let list = lists.get_item(share.row)?.cast_into::<PyList>()?;
                 extend_token_ids(&list, tokens)?;
                 share.tokens.end = tokens.len();
-                share.list = Some(list);
             }
         }
         sampled.push(share);
@@ -197,7 +176,7 @@ impl<'py> RareOutputs<'py> {
     }
 
     /// Notes for which requests there is such a value.
-    pub(crate) fn note_pooled(&self, sampled: &mut [SampledTokens<'py>]) -> PyResult<()> {
+    pub(crate) fn note_pooled(&self, sampled: &mut [SampledTokens]) -> PyResult<()> {
         if self.has_pooled() {
             for it in sampled.iter_mut().filter(|it| it.is_delivered) {
                 it.is_pooled = self.pooled(it.row)?.is_some();

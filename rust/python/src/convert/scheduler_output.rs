@@ -228,10 +228,9 @@ impl SchedulerOutputBuilder {
             let ids: Vec<_> = cached.iter().map(|it| source.id(it.index)).collect();
             (PyList::new(py, ids)?, PyList::new(py, cached.iter().map(|_| py.None()))?)
         };
-        for (at, it) in step.running.iter().enumerate() {
-            if let Some(ids) = new_block_ids_of(py, source.scheduler.request(it.index))? {
-                new_block_ids.set_item(at, ids)?;
-            }
+        for (at, it) in step.running.iter().enumerate().filter(|(_, it)| it.has_new_blocks) {
+            let ids = added_block_ids(py, source.scheduler.request(it.index))?;
+            new_block_ids.set_item(at, ids)?;
         }
         for (at, it) in resumed.iter().enumerate() {
             let request = source.scheduler.request(it.index);
@@ -360,16 +359,9 @@ pub(crate) fn all_block_ids<'py>(
     block_ids(py, request.groups().iter().map(|blocks| blocks.table.as_slice()))
 }
 
-/// Block ids that a running request got in this step, or `None` if it got none at all.
-fn new_block_ids_of<'py>(
-    py: Python<'py>,
-    request: &Request,
-) -> PyResult<Option<Bound<'py, PyTuple>>> {
-    let mut groups = request.groups().iter().map(sparksched_core::request::GroupBlocks::new_blocks);
-    if groups.clone().all(<[BlockId]>::is_empty) {
-        return Ok(None);
-    }
-    block_ids(py, groups.by_ref()).map(Some)
+/// Block ids that a running request got in this step.
+fn added_block_ids<'py>(py: Python<'py>, request: &Request) -> PyResult<Bound<'py, PyTuple>> {
+    block_ids(py, request.groups().iter().map(sparksched_core::request::GroupBlocks::new_blocks))
 }
 
 fn block_ids<'py, 'a>(
