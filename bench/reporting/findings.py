@@ -50,7 +50,9 @@ def findings(results: Sequence[Row]) -> list[str]:
         *_spinning(chosen),
         *_doubts(pairs),
     ]
-    return lines or ["Nothing can be said: no cell has been measured with success."]
+    return lines or [
+        "Nothing can be said: no decode with all processors has been measured with success."
+    ]
 
 
 # ---- who limits ----

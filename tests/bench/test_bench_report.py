@@ -244,7 +244,9 @@ def test_host_code_that_hardly_waits_is_the_limit() -> None:
 
 
 def test_nothing_is_said_without_figures() -> None:
-    assert findings([]) == ["Nothing can be said: no cell has been measured with success."]
+    assert findings([]) == [
+        "Nothing can be said: no decode with all processors has been measured with success."
+    ]
     result = synthetic.result((1,))
     for cell in result["cells"]:
         failed(cell)
