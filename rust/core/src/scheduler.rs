@@ -1158,12 +1158,12 @@ impl Scheduler {
             let blocks = request.groups.iter().flat_map(|blocks| &blocks.table);
             blocks.filter(|id| !id.is_null()).for_each(|id| owners[id.0 as usize] += 1);
         }
+        for &id in self.kv_transfer.deferred_frees.iter().flat_map(|(_, blocks)| blocks) {
+            owners[id.0 as usize] += u32::from(!id.is_null());
+        }
         for (id, &owners) in owners.iter().enumerate() {
             let counted = pool.ref_count(crate::BlockId(id as u32));
             assert_eq!(counted, owners, "block {id} counts {counted} owners and has {owners}");
-        }
-        for &id in self.kv_transfer.deferred_frees.iter().flat_map(|(_, blocks)| blocks) {
-            owners[id.0 as usize] += u32::from(!id.is_null());
         }
         let num_requests = self.slots.iter().flatten().count();
         let num_queued = self.running.len() + self.num_waiting();

@@ -1,0 +1,102 @@
+//! What the tests of the scheduler share.
+#![allow(dead_code, reason = "not every test uses everything")]
+
+use sparksched_core::{
+    Behaviors, BlockHasher, HashAlgorithm, JournalConfig, KvCacheGroupConfig, NewRequest, Policy,
+    SchedulerConfig, Speculation, StopConditions,
+};
+
+pub const BLOCK_SIZE: u32 = 4;
+
+/// A scheduler with these groups.
+pub fn config(groups: Vec<KvCacheGroupConfig>, retention_interval: Option<u32>) -> SchedulerConfig {
+    let mut lookup_groups: Vec<Vec<u32>> = Vec::new();
+    for (id, group) in groups.iter().enumerate() {
+        match lookup_groups.iter_mut().find(|ids| groups[ids[0] as usize] == *group) {
+            Some(ids) => ids.push(id as u32),
+            None => lookup_groups.push(vec![id as u32]),
+        }
+    }
+    lookup_groups.sort_by_key(|ids| groups[ids[0] as usize] != KvCacheGroupConfig::FullAttention);
+    SchedulerConfig {
+        async_scheduling: false,
+        policy: Policy::Fcfs,
+        max_num_active_reqs: 8,
+        max_num_scheduled_tokens: 64,
+        max_num_batched_tokens: 64,
+        max_model_len: 256,
+        enable_chunked_prefill: true,
+        long_prefill_token_threshold: 0,
+        long_prefill_token_threshold_adaptive: false,
+        reserve_full_isl: true,
+        speculation: Speculation::default(),
+        num_sampled_tokens_per_step: 1,
+        max_loras: None,
+        decode_stagger: 1,
+        resume_as_new: true,
+        sends_sampled_tokens: false,
+        behaviors: Behaviors::default(),
+        log_stats: true,
+        block_size: BLOCK_SIZE,
+        num_blocks: 120,
+        watermark_blocks: 0,
+        groups,
+        lookup_groups,
+        eagle_groups: vec![],
+        retention_interval,
+        journal: JournalConfig::default(),
+        kv_transfer: None,
+        hasher: BlockHasher::new(HashAlgorithm::Sha256, BLOCK_SIZE, b"none"),
+    }
+}
+
+/// A request for three tokens.
+pub fn new_request(id: usize, tokens: &[i32]) -> NewRequest {
+    NewRequest {
+        id: format!("request-{id}").into(),
+        tokens: tokens.to_vec(),
+        num_prompt_tokens: tokens.len(),
+        block_hashes: vec![],
+        extra_keys: None,
+        lora_id: None,
+        priority: 0,
+        arrival_time: 0.0,
+        stop: StopConditions { max_tokens: 3, ..StopConditions::default() },
+        skip_reading_prefix_cache: false,
+        use_structured_output: false,
+        is_pooling: false,
+        reports_cached_blocks: false,
+        is_session: false,
+        has_encoder_inputs: false,
+        expects_remote_prefill: false,
+    }
+}
+
+/// Random numbers that a seed decides: `SplitMix64`.
+pub struct Chance(u64);
+
+impl Chance {
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+
+    pub fn percent(&mut self, percent: u64) -> bool {
+        self.below(100) < percent
+    }
+
+    pub fn one_of<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len() as u64) as usize]
+    }
+}
