@@ -68,6 +68,16 @@ def test_unsafe_code_of_the_rings_is_in_three_files_and_has_reasons() -> None:
                 assert any(before.startswith("// SAFETY:") for before in before), (source, number)
 
 
+def test_unsafe_code_is_listed_file_by_file() -> None:
+    listed = re.findall(r"^\| `(rust/\S+)` \| (\d+) \|", (ROOT / "SECURITY.md").read_text(), re.M)
+    found = {
+        str(source.relative_to(ROOT)): len(re.findall(r"\bunsafe\s*(\{|fn|impl)", text))
+        for source in rust_sources(ROOT / "rust")
+        if source.parent.name == "src" and (text := source.read_text())
+    }
+    assert {file: int(count) for file, count in listed} == {k: v for k, v in found.items() if v}
+
+
 def test_only_convert_names_vllms_modules() -> None:
     for source in rust_sources(EXTENSION / "src"):
         if "convert" not in source.parts:
