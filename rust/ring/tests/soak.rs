@@ -19,6 +19,18 @@ const NUM_CLIENTS: u32 = 3;
 const LARGE_BYTES: usize = 256 << 20;
 const BLOCK_BYTES: usize = 1 << 20;
 
+/// Messages in each direction, all clients together, of the longest run: a million, unless
+/// `SPARKSCHED_SOAK_MESSAGES` wants more or less.
+fn num_messages() -> u64 {
+    std::env::var("SPARKSCHED_SOAK_MESSAGES")
+        .map_or(1_000_000, |_| number("SPARKSCHED_SOAK_MESSAGES"))
+}
+
+/// No run takes longer.
+fn limit() -> Duration {
+    Duration::from_secs(120 + num_messages() / 5_000)
+}
+
 // ------------------------------------------------------------------------------------
 // The child's part
 // ------------------------------------------------------------------------------------
@@ -26,7 +38,7 @@ const BLOCK_BYTES: usize = 1 << 20;
 #[test]
 fn child_main() {
     let Ok(role) = std::env::var(ROLE) else { return };
-    let _deadline = Deadline::after(Duration::from_secs(120), "a child");
+    let _deadline = Deadline::after(limit(), "a child");
     match &role[..] {
         "client" => be_client(),
         "large" => send_large(),
@@ -40,7 +52,7 @@ fn be_client() {
     let (total, max_bytes) = (number("TOTAL"), number("MAX_BYTES"));
     let client = ClientRings::connect(&variable("NAME"), client_options(index)).unwrap();
     let mut half = Half::of_client(index, max_bytes);
-    let deadline = Instant::now() + Duration::from_secs(100);
+    let deadline = Instant::now() + limit();
     loop {
         // Now and then more than the ring and the backlog take.
         while half.send(client.link(), total) {}
@@ -137,7 +149,7 @@ fn be_idle() {
 
 fn soak(ring_bytes: usize, total: u64, max_bytes: u64) {
     let what = format!("{total} messages of up to {max_bytes} bytes, rings of {ring_bytes}");
-    let _deadline = Deadline::after(Duration::from_secs(120), &what);
+    let _deadline = Deadline::after(limit(), &what);
     let engine = listen(&fresh_name("soak"), engine_options(NUM_CLIENTS, ring_bytes));
     let mut kids: Vec<_> = (0..NUM_CLIENTS)
         .map(|index| {
@@ -195,6 +207,12 @@ fn everything_arrives_through_medium_rings() {
 fn everything_arrives_through_large_rings() {
     soak(1 << 20, 2000, 4000);
     soak(1 << 20, 30, 3 << 20);
+    soak(8 << 20, 4, 64 << 20);
+}
+
+#[test]
+fn a_million_messages_arrive() {
+    soak(64 << 10, num_messages().div_ceil(NUM_CLIENTS.into()), 100);
 }
 
 #[test]
