@@ -205,7 +205,8 @@ impl Hooks for Answers {
             0 => None,
             1..=5 => Some(ExternalHit::default()),
             kind => {
-                let num_tokens = self.chance.below(num_blocks + 1) as i32 * BLOCK_SIZE.cast_signed();
+                let num_tokens =
+                    self.chance.below(num_blocks + 1) as i32 * BLOCK_SIZE.cast_signed();
                 Some(ExternalHit { num_tokens, is_async: kind > 7 && num_tokens > 0 })
             }
         })
