@@ -105,8 +105,11 @@ impl Scheduler {
             }
             let news = self.take_news(index);
             outputs.push(RequestOutput { index, position, num_new_tokens, news });
+            if !stopped {
+                continue;
+            }
             let news = outputs.last_mut().and_then(|output| output.news.as_mut());
-            let Some(news) = news.filter(|_| stopped) else { continue };
+            let news = news.expect("that a request has stopped is news");
             let stays = !self.end_turn(index, was_running, hooks)?;
             let requeues_last = self.config.behaviors.requeues_sessions_last;
             if was_running {
