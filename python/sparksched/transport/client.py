@@ -51,6 +51,9 @@ _ABORT: Final = EngineCoreRequestType.ABORT.value[0]
 _MAX_MESSAGES: Final = 64
 """Messages that are taken from a ring before the event loop's other work gets its turn."""
 
+MAX_OUTPUTS: Final = 4096
+"""About how many outputs may be in them: processing so many takes some 30 ms."""
+
 
 class EngineBusyError(GracefulHTTPError):  # type: ignore[misc]
     """The ring to the engine stays full: HTTP 503."""
@@ -343,10 +346,10 @@ class _Channel:
         self._has_ended = self._has_failed = True
         self._outputs_queue.put_nowait(error)
 
-    def _receive(self) -> None:
+    def _receive(self, max_messages: int) -> None:
         """Receive and handle what has happened. No error leaves this: whoever waits is told."""
         try:
-            events = self.rings.receive(max_messages=_MAX_MESSAGES)
+            events = self.rings.receive(max_messages=max_messages)
         except Exception as error:
             logger.exception("sparksched: receiving from engine %d failed", self.rank)
             self._resources.engine_dead = True
@@ -405,6 +408,7 @@ class _AsyncChannel(_Channel):
         self._loop: asyncio.AbstractEventLoop | None = None
         # In the order of their tickets.
         self._waiting: collections.deque[_Waiting] = collections.deque()
+        self._max_messages = _MAX_MESSAGES
         self._observe_outputs: Callable[[Any, EngineCoreOutputs], Any] | None = getattr(
             type(client), "process_engine_outputs", None
         )
@@ -423,7 +427,7 @@ class _AsyncChannel(_Channel):
         self._on_event()
 
     def _on_event(self) -> None:
-        self._receive()
+        self._receive(self._max_messages)
         if self._has_ended:
             self._stop_reading()
         elif self._waiting:
@@ -440,6 +444,9 @@ class _AsyncChannel(_Channel):
             _run_now(self._observe_outputs(client, outputs))
         if outputs.outputs or outputs.scheduler_stats:
             self._outputs_queue.put_nowait(outputs)
+            # The next step's message will have about as many.
+            num_outputs = max(len(outputs.outputs), MAX_OUTPUTS // _MAX_MESSAGES)
+            self._max_messages = max(MAX_OUTPUTS // num_outputs, 1)
 
     def _deliver_utility_output(self, outputs: EngineCoreOutputs) -> None:
         from vllm.v1.engine.core_client import _process_utility_output
@@ -537,7 +544,7 @@ class _SyncChannel(_Channel):
 
     def _run(self) -> None:
         while not self._has_ended:
-            self._receive()
+            self._receive(_MAX_MESSAGES)
             with self._room:
                 self._room.notify_all()
             if not self._has_ended:

@@ -1,19 +1,27 @@
-"""What users of the front end see of the transport: a full ring, and an engine that doesn't run."""
+"""What users of the front end see of the transport.
+
+A ring that is full, an engine that doesn't run, and streams that catch up with what has piled up.
+"""
 
 import asyncio
 import functools
+import os
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.exceptions import VLLMServerError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from sparksched import patching
-from sparksched.transport.client import EngineBusyError
+from sparksched.transport.client import MAX_OUTPUTS, EngineBusyError
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+_CHUNK_SIZE: Final = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
+"""vLLM's variable for how many outputs it processes before it gives streams a turn."""
 
 
 class EngineStuckError(EngineDeadError):  # type: ignore[misc]
@@ -32,6 +40,7 @@ def install(async_llm: ModuleType) -> None:
     """Change the functions of `AsyncLLM` that have to know."""
     patching.replace(async_llm.AsyncLLM, "_add_request", _forgetting_refused_requests)
     patching.replace(async_llm.AsyncLLM, "check_health", _checking_rings)
+    patching.replace(async_llm.AsyncLLM, "_run_output_handler", _catching_up)
 
 
 def _forgetting_refused_requests(original: patching.Function) -> patching.Function:
@@ -51,6 +60,32 @@ def _forgetting_refused_requests(original: patching.Function) -> patching.Functi
             raise
 
     return add_request
+
+
+def _catching_up(original: patching.Function) -> patching.Function:
+    """Let the outputs of several steps become one of each stream, once they have piled up.
+
+    A stream's next output costs the API server ten times what it costs to add a token to one that
+    is still to be taken. vLLM's collectors add them up, but with more than 128 streams none is left
+    to add to, because its loop gives streams a turn after each 128 outputs. Here they get it when
+    all is processed that the rings have handed over, which `MAX_OUTPUTS` bounds. While nothing
+    piles up that is one step, and each token an output of its own.
+    """
+
+    @functools.wraps(original)
+    def run_output_handler(self: "AsyncLLM") -> None:
+        resources = getattr(self.engine_core, "resources", None)
+        rings = getattr(resources, "sparksched_rings", None)
+        if rings is None or not rings.channels or _CHUNK_SIZE in os.environ:
+            original(self)
+            return
+        os.environ[_CHUNK_SIZE] = str(MAX_OUTPUTS)  # read by vLLM when it starts the loop
+        try:
+            original(self)
+        finally:
+            del os.environ[_CHUNK_SIZE]
+
+    return run_output_handler
 
 
 def _checking_rings(original: patching.Function) -> patching.Function:
