@@ -18,10 +18,10 @@ if "${run[@]}" "$corpus" "$seeds" -- "${limits[@]}" -max_total_time="$duration" 
     /^Done / { runs = $2 }
     END { printf "%-12s %9d inputs, %5d edges covered, nothing found\n", target, runs, coverage }' "$log"
 else
-  # Up to the backtrace of cargo-fuzz itself.
-  sed '/Stack backtrace:/,$d' "$log" | tail -n 60
+  # Without cargo-fuzz's own words, which name other paths.
+  sed '/^Reproduce with:/,$d' "$log" | tail -n 60
   found=$(sed -n 's/.*Test unit written to //p' "$log" | tail -n 1)
   echo "$target: found something, see $log. To see it again:"
-  echo "  ${run[*]} ${found#"$PWD/"}"
+  echo "  ${run[*]#"$PWD/"} ${found#"$PWD/"}"
   exit 1
 fi
