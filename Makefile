@@ -14,6 +14,10 @@ ENV_STAMP := $(VENV)/.installed
 # Looked up by running it: a version manager's shim may exist without a uv behind it.
 UV := $(shell uv --version >/dev/null 2>&1 && command -v uv || echo "$(CURDIR)/.uv/bin/uv")
 
+# Cargo's subcommands that checks need.
+CARGO_FUZZ := $(CURDIR)/.cargo-tools/cargo-fuzz@0.13.2/bin/cargo-fuzz
+CARGO_DENY := $(CURDIR)/.cargo-tools/cargo-deny@0.20.2/bin/cargo-deny
+
 # One interpreter for all of cargo's builds, so that changing between them recompiles nothing.
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
@@ -80,11 +84,11 @@ report: env ## make report/report.html of all results
 OTHER_VLLM := 0.33.0
 
 .PHONY: test
-test: lint test-rust build conformance test-other ## every check: lints, types, all tests, real servers
+test: lint deny test-rust fuzz build conformance test-other ## every check: lints, types, all tests, real servers
 	$(BIN)/pytest
 
 .PHONY: test-fast
-test-fast: lint test-rust build test-other ## every check but the real servers
+test-fast: lint deny test-rust fuzz build test-other ## every check but the real servers
 	$(BIN)/pytest -m "not e2e"
 
 .PHONY: test-other
@@ -108,10 +112,50 @@ test-rust: rust-toolchain
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
 	  cargo test -p sparksched-ring --release --test loom
 
+# How long each fuzz target runs, and which: all, two at a time, or TARGET.
+SECONDS := 60
+TARGET ?=
+FUZZ_TARGETS := $(or $(TARGET),$(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs))))
+
+.PHONY: fuzz
+fuzz: rust-toolchain $(CARGO_FUZZ) ## feed what reads bytes with anything: make fuzz [SECONDS=60] [TARGET=frames]
+	$(CARGO_FUZZ) build --fuzz-dir rust/fuzz --target-dir target/fuzz -s none $(TARGET)
+	printf '%s\n' $(FUZZ_TARGETS) | xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS)
+
+# What finds wrong accesses and leaks without a nightly compiler. It has no vDSO, from which rustix would
+# take the time, and is so slow that the tests do less of the same.
+VALGRIND := valgrind --quiet --error-exitcode=99 \
+  --leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite
+SANITIZED := RUSTFLAGS="--cfg rustix_use_libc" CARGO_TARGET_DIR=target/valgrind TERM=dumb \
+  PROPTEST_CASES=32 SPARKSCHED_CORE_OPERATIONS=10000 \
+  cargo test --config 'target."cfg(unix)".runner = "$(VALGRIND)"'
+
+.PHONY: sanitize
+sanitize: rust-toolchain ## run tests of core, wire and rings under valgrind, which has to be installed
+	$(SANITIZED) -p sparksched-core -p sparksched-wire
+	$(SANITIZED) -p sparksched-ring --lib --test link --test properties --test refusals
+
+.PHONY: deny
+deny: rust-toolchain $(CARGO_DENY) ## check the licences and sources of all crates
+	$(CARGO_DENY) check licenses bans sources
+	$(CARGO_DENY) --manifest-path rust/fuzz/Cargo.toml --config deny.toml check licenses bans sources
+
+.PHONY: audit
+audit: rust-toolchain $(CARGO_DENY) ## look for known weaknesses of all crates; fetches RustSec's list of them
+	$(CARGO_DENY) check advisories
+	$(CARGO_DENY) --manifest-path rust/fuzz/Cargo.toml --config deny.toml check advisories
+
+# Pinned, not among the user's own programs, and built for a few short runs.
+$(CARGO_FUZZ) $(CARGO_DENY): | rust-toolchain
+	cargo install --locked --quiet --debug --root $(patsubst %/bin/,%,$(dir $@)) $(notdir $(patsubst %/bin/,%,$(dir $@)))
+
 .PHONY: lint
 lint: build ## formatting, lints and types, of Rust and Python
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --features sparksched-ring/test-points -- -D warnings
+	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
+	RUSTFLAGS="--cfg fuzzing" cargo clippy --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz \
+	  --no-default-features -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict

@@ -113,7 +113,7 @@ fn preamble() -> Vec<u8> {
 }
 
 impl Hello {
-    fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = preamble();
         bytes.extend_from_slice(&self.client_index.to_le_bytes());
         bytes.extend_from_slice(self.version.as_bytes());
@@ -121,7 +121,7 @@ impl Hello {
     }
 
     /// Checks the packet and that it comes from the same version as `own_version`.
-    fn decode(bytes: &[u8], own_version: &str) -> Result<Self, HandshakeError> {
+    pub(crate) fn decode(bytes: &[u8], own_version: &str) -> Result<Self, HandshakeError> {
         let rest = bytes.strip_prefix(MARK).ok_or(HandshakeError::Gibberish)?;
         let (versions, rest) = rest.split_at_checked(8).ok_or(HandshakeError::Gibberish)?;
         let (client_index, version) = rest.split_first_chunk().ok_or(HandshakeError::Gibberish)?;
@@ -147,7 +147,7 @@ impl Hello {
 }
 
 impl Reply {
-    fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = MARK.to_vec();
         match self {
             Self::Welcome { ring_bytes } => {
@@ -164,7 +164,7 @@ impl Reply {
         bytes
     }
 
-    fn decode(bytes: &[u8]) -> Result<Self, HandshakeError> {
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, HandshakeError> {
         let rest = bytes.strip_prefix(MARK).ok_or(HandshakeError::Gibberish)?;
         match rest {
             [0, ring_bytes @ ..] => {

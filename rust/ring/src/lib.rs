@@ -24,6 +24,9 @@ pub mod client;
 mod credentials;
 #[cfg(not(loom))]
 pub mod engine;
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub mod fuzzing;
 #[cfg(not(loom))]
 pub mod handshake;
 #[cfg(not(loom))]

@@ -19,6 +19,8 @@ const MARK: u32 = 0x5350_524b; // "SPRK"
 const HEADER_BYTES: usize = 32;
 const LENGTH_BYTES: usize = 8;
 const CHECK_BYTES: usize = 8;
+/// Where a header's kind lies: four bytes, of which kinds fill one.
+const KIND: usize = 4;
 /// Where a header's checksum lies.
 const CHECK: Range<usize> = HEADER_BYTES - CHECK_BYTES..HEADER_BYTES;
 
@@ -123,7 +125,7 @@ impl Reader {
     }
 
     fn finish(&mut self) -> Message {
-        let kind = self.head[4];
+        let kind = self.head[KIND];
         self.head.clear();
         self.lengths.clear();
         self.sequence += 1;
@@ -134,8 +136,9 @@ impl Reader {
         if !fill(ring, &mut self.head, HEADER_BYTES)? {
             return Ok(false);
         }
-        let mark = &self.head[..4];
-        if mark != MARK.to_le_bytes() || u64_at(&self.head, 16) != self.sequence {
+        let is_marked = self.head[..KIND] == MARK.to_le_bytes();
+        let has_kind = self.head[KIND + 1..KIND + 4] == [0; 3];
+        if !is_marked || !has_kind || u64_at(&self.head, 16) != self.sequence {
             return Err(Corrupt::Header);
         }
         let num_frames = u64_at(&self.head, 8);

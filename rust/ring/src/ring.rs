@@ -20,7 +20,7 @@ pub enum Corrupt {
     #[error("a ring's position is out of range")]
     Position,
     /// A message doesn't begin where one should.
-    #[error("a message has a wrong mark, checksum or sequence number")]
+    #[error("a message has a wrong mark, kind, checksum or sequence number")]
     Header,
     /// A message claims more frames or bytes than any message has.
     #[error("a message claims an impossible length")]

@@ -487,9 +487,9 @@ proptest! {
 }
 
 /// A header with a right checksum, whatever it claims.
-fn header(num_frames: u64, sequence: u64, lengths: &[u64]) -> Vec<u8> {
+fn header(kind: u32, num_frames: u64, sequence: u64, lengths: &[u64]) -> Vec<u8> {
     let mut bytes = 0x5350_524b_u32.to_le_bytes().to_vec();
-    bytes.extend(0u32.to_le_bytes());
+    bytes.extend(kind.to_le_bytes());
     bytes.extend(num_frames.to_le_bytes());
     bytes.extend(sequence.to_le_bytes());
     bytes.extend([0; 8]);
@@ -509,19 +509,25 @@ fn peak_kib() -> u64 {
 #[test]
 fn lengths_are_checked_before_they_cost_anything() {
     // The header of this test is the one that is sent.
-    assert_eq!(header(1, 0, &[3]), encoded(&[Message { kind: 0, frames: vec![vec![0; 3]] }])[..40]);
+    assert_eq!(
+        header(0, 1, 0, &[3]),
+        encoded(&[Message { kind: 0, frames: vec![vec![0; 3]] }])[..40]
+    );
 
     let most = MAX_MESSAGE_BYTES;
     let corrupt = [
-        (header(0, 0, &[]), Corrupt::Length),
-        (header(MAX_FRAMES as u64 + 1, 0, &[1]), Corrupt::Length),
-        (header(u64::MAX, 0, &[1]), Corrupt::Length),
-        (header(1, 0, &[most + 1]), Corrupt::Length),
-        (header(1, 0, &[u64::MAX]), Corrupt::Length),
-        (header(2, 0, &[most, 1]), Corrupt::Length),
-        (header(2, 0, &[u64::MAX, 1]), Corrupt::Length),
-        (header(3, 0, &[u64::MAX / 2, u64::MAX / 2, 3]), Corrupt::Length),
-        (header(1, 1, &[1]), Corrupt::Header),
+        (header(0, 0, 0, &[]), Corrupt::Length),
+        (header(0, MAX_FRAMES as u64 + 1, 0, &[1]), Corrupt::Length),
+        (header(0, u64::MAX, 0, &[1]), Corrupt::Length),
+        (header(0, 1, 0, &[most + 1]), Corrupt::Length),
+        (header(0, 1, 0, &[u64::MAX]), Corrupt::Length),
+        (header(0, 2, 0, &[most, 1]), Corrupt::Length),
+        (header(0, 2, 0, &[u64::MAX, 1]), Corrupt::Length),
+        (header(0, 3, 0, &[u64::MAX / 2, u64::MAX / 2, 3]), Corrupt::Length),
+        (header(0, 1, 1, &[1]), Corrupt::Header),
+        // Its last byte is a kind, the whole is none.
+        (header(0x0100, 1, 0, &[1]), Corrupt::Header),
+        (header(1 << 31, 1, 0, &[1]), Corrupt::Header),
     ];
     for (bytes, expected) in corrupt {
         assert_eq!(decoded(&bytes, 64), (vec![], Err(expected)), "{bytes:?}");
@@ -529,8 +535,8 @@ fn lengths_are_checked_before_they_cost_anything() {
 
     // As much as a message may have, announced and not sent. The tests beside this one take little.
     let before = peak_kib();
-    assert_eq!(decoded(&header(1, 0, &[most]), 64), (vec![], Ok(())));
-    assert_eq!(decoded(&header(MAX_FRAMES as u64, 0, &[0]), 64), (vec![], Ok(())));
+    assert_eq!(decoded(&header(0, 1, 0, &[most]), 64), (vec![], Ok(())));
+    assert_eq!(decoded(&header(0, MAX_FRAMES as u64, 0, &[0]), 64), (vec![], Ok(())));
     let taken = peak_kib() - before;
     assert!(taken < 512 << 10, "an announcement of {most} bytes took {taken} KiB");
 }

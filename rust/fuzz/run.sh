@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Runs a built fuzz target for a while: run.sh CARGO_FUZZ TARGET SECONDS. Says what it has tried, or
+# what it has found and how to see it again. What it has learned stays in rust/fuzz/corpus.
+set -euo pipefail
+
+cargo_fuzz=$1 target=$2 duration=$3
+cd "$(dirname "$0")/../.."
+
+# A hang counts as found, and so does memory that is taken because it was announced.
+limits=(-timeout=20 -rss_limit_mb=1024)
+run=("$cargo_fuzz" run --fuzz-dir rust/fuzz --target-dir target/fuzz -s none "$target")
+corpus=rust/fuzz/corpus/$target seeds=rust/fuzz/seeds/$target log=target/fuzz/$target.log
+mkdir -p "$corpus" "$seeds"
+
+if "${run[@]}" "$corpus" "$seeds" -- "${limits[@]}" -max_total_time="$duration" >"$log" 2>&1; then
+  awk -v target="$target" '
+    /cov: / { for (i = 1; i < NF; i++) if ($i == "cov:") coverage = $(i + 1) }
+    /^Done / { runs = $2 }
+    END { printf "%-12s %9d inputs, %5d edges covered, nothing found\n", target, runs, coverage }' "$log"
+else
+  # Without cargo-fuzz's own words, which name other paths.
+  sed '/^Reproduce with:/,$d' "$log" | tail -n 60
+  found=$(sed -n 's/.*Test unit written to //p' "$log" | tail -n 1)
+  echo "$target: found something, see $log. To see it again:"
+  echo "  ${run[*]#"$PWD/"} ${found#"$PWD/"}"
+  exit 1
+fi
