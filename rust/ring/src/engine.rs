@@ -1,8 +1,8 @@
 //! What an engine holds: a door for its clients, and a link to each.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -189,6 +189,8 @@ pub struct EngineRings {
     shared: Arc<Shared>,
     watcher: Mutex<Watcher>,
     name: String,
+    /// Written by the thread that waits; a count, which orders nothing.
+    num_rescues: AtomicU64,
     /// The forks that had been noted when it was made.
     forks: u64,
 }
@@ -230,8 +232,16 @@ impl EngineRings {
             shared,
             watcher: Mutex::new(watcher),
             name: name.to_owned(),
+            num_rescues: AtomicU64::new(0),
             forks: noted_forks(),
         })
+    }
+
+    /// How often there was something to receive that nobody had rung for within a second: a client
+    /// was stopped or died before it could. More often than that happens, a wake-up was lost.
+    #[must_use]
+    pub fn num_rescues(&self) -> u64 {
+        self.num_rescues.load(Relaxed)
     }
 
     /// The name under which clients find this engine.
@@ -270,13 +280,16 @@ impl EngineRings {
                 return events;
             }
             bell.fall_asleep();
-            let mut was_signal = false;
+            let mut woken_by = WokenBy::Other;
             if !self.has_events() && !self.is_closed() && !self.is_interrupted() {
                 let sleep = left.unwrap_or(MAX_SLEEP).min(MAX_SLEEP);
-                was_signal = sleep_on_futex(bell, sleep) == WokenBy::Signal;
+                woken_by = sleep_on_futex(bell, sleep);
+                if woken_by == WokenBy::Time && sleep == MAX_SLEEP && self.has_events() {
+                    self.num_rescues.fetch_add(1, Relaxed);
+                }
             }
             bell.wake_up();
-            if was_signal {
+            if woken_by == WokenBy::Signal {
                 return events;
             }
         }

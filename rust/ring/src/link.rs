@@ -119,7 +119,9 @@ impl Alarm for EventAlarm<'_> {
 pub(crate) enum WokenBy {
     /// This thread has handled a signal, and its caller may have something to do about that.
     Signal,
-    /// The bell, or the end of the time, or nothing at all.
+    /// The end of the time.
+    Time,
+    /// The bell, or nothing at all.
     Other,
 }
 
@@ -132,6 +134,7 @@ pub(crate) fn sleep_on_futex(bell: &Bell, timeout: Duration) -> WokenBy {
     // Returns at once if the bell was rung meanwhile.
     match futex::wait(&bell.0, futex::Flags::empty(), crate::bell::ASLEEP, Some(&timeout)) {
         Err(Errno::INTR) => WokenBy::Signal,
+        Err(Errno::TIMEDOUT) => WokenBy::Time,
         _ => WokenBy::Other,
     }
 }

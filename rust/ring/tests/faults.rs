@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use common::{
     Chance, Deadline, Half, Holdings, Kid, NEVER_STUCK, PATIENCE, ROLE, client_options, connect,
-    engine_options, fresh_name, listen, note, number, until, variable,
+    engine_options, fresh_name, listen, note, number, until, until_within, variable,
 };
 use rustix::io::FdFlags;
 use rustix::process::{Pid, Signal, getpid, kill_process};
@@ -28,6 +28,8 @@ const MAX_BYTES: u64 = 3 * RING_BYTES as u64;
 /// More than are ever sent before a kill.
 const ENDLESS: u64 = 1_000_000;
 const STUCK_AFTER: Duration = Duration::from_millis(300);
+/// What a child may take for its part, stops included.
+const LIFE: Duration = Duration::from_secs(80);
 
 /// Points that a client passes.
 const CLIENT_POINTS: &[&str] = &[
@@ -120,7 +122,7 @@ struct Task {
 #[test]
 fn child_main() {
     let Ok(role) = std::env::var(ROLE) else { return };
-    let _deadline = Deadline::after(Duration::from_secs(60), "a child");
+    let _deadline = Deadline::after(LIFE + PATIENCE, "a child");
     let signal = match &variable("SIGNAL")[..] {
         "kill" => Signal::KILL,
         "stop" => Signal::STOP,
@@ -148,7 +150,7 @@ fn be_client(task: &Task) {
     options.stuck_after = task.stuck_after;
     let client = ClientRings::connect(&task.name, options).unwrap();
     let mut half = Half::of_client(0, MAX_BYTES);
-    until("a client's life", || {
+    until_within(LIFE, "a client's life", || {
         half.send(client.link(), task.total);
         note(0, client.link().sent_before());
         for event in client.receive(16) {
@@ -171,7 +173,7 @@ fn be_engine(task: &Task) {
     options.stuck_after = task.stuck_after;
     let engine = listen(&task.name, options);
     let mut halves = [Half::of_engine(0, MAX_BYTES), Half::of_engine(1, MAX_BYTES)];
-    until("an engine's life", || {
+    until_within(LIFE, "an engine's life", || {
         for event in engine.receive(Some(Duration::from_millis(1))) {
             if let EngineEvent::Link { client, event } = event {
                 halves[client as usize].take(event);
@@ -497,11 +499,12 @@ fn kills_at_random_moments_are_survived() {
 
 const STOP_TOTAL: u64 = 60;
 
-/// Stops a client, and lets it run again.
-fn stop_client(plan: &Plan) {
+/// Stops a client, and lets it run again once it is noticed, or later.
+fn stop_client(plan: &Plan, lasts: Duration) {
     let mut survivor = Survivor::new(STUCK_AFTER);
     let mut kid = plan.spawn(survivor.engine.name(), STOP_TOTAL, STUCK_AFTER);
     kid.wait_for_stop(|| survivor.pump(STOP_TOTAL));
+    let end_of_stop = Instant::now() + lasts;
     // Without a link there is nobody to be called stuck yet.
     if plan.point != "hello-sent" {
         let before = survivor.half.num_recovered;
@@ -513,6 +516,10 @@ fn stop_client(plan: &Plan) {
         assert!(survivor.engine.link(0).unwrap().stuck_for().unwrap() >= STUCK_AFTER, "{plan:?}");
     }
     survivor.serve_bystander(plan);
+    while Instant::now() < end_of_stop {
+        survivor.pump_for(Duration::from_millis(100), STOP_TOTAL);
+        survivor.serve_bystander(plan);
+    }
     kid.signal(Signal::CONT);
     until(&format!("{plan:?}: the client goes on and says goodbye"), || {
         survivor.pump(STOP_TOTAL);
@@ -558,8 +565,8 @@ fn stop_engine_in_welcome(plan: &Plan) {
     }
 }
 
-/// Stops an engine, and lets it run again.
-fn stop_engine(plan: &Plan) {
+/// Stops an engine, and lets it run again once it is noticed, or later.
+fn stop_engine(plan: &Plan, lasts: Duration) {
     let name = fresh_name("faults");
     let mut kid = plan.spawn(&name, STOP_TOTAL, STUCK_AFTER);
     let pump_until = |clients: &mut Clients, what: &str, is: &dyn Fn(&Half) -> bool| {
@@ -579,7 +586,11 @@ fn stop_engine(plan: &Plan) {
         clients.clients.push((second, Half::of_client(1, MAX_BYTES)));
     }
     kid.wait_for_stop(|| clients.pump(STOP_TOTAL));
+    let end_of_stop = Instant::now() + lasts;
     pump_until(&mut clients, "the clients notice", &|half| half.num_stuck > half.num_recovered);
+    while Instant::now() < end_of_stop {
+        clients.pump_for(Duration::from_millis(100), STOP_TOTAL);
+    }
     kid.signal(Signal::CONT);
     if is_in_handshake {
         options.client_index = 1;
@@ -604,13 +615,56 @@ fn stops_at_every_point_are_noticed_and_survived() {
             let plan = Plan { role, point, occurrence, signal: "stop" };
             let _deadline = Deadline::after(Duration::from_secs(60), &format!("{plan:?}"));
             match (role, point) {
-                ("client", _) => stop_client(&plan),
+                ("client", _) => stop_client(&plan, Duration::ZERO),
                 (_, "welcome-sent") => stop_engine_in_welcome(&plan),
-                _ => stop_engine(&plan),
+                _ => stop_engine(&plan, Duration::ZERO),
             }
         }
     }
     holdings.assert_unchanged("after stops");
+}
+
+/// Stops of 1 to 30 s: ten, unless `SPARKSCHED_LONG_STOPS` wants more or less.
+fn num_long_stops() -> u64 {
+    std::env::var("SPARKSCHED_LONG_STOPS").map_or(10, |_| number("SPARKSCHED_LONG_STOPS"))
+}
+
+fn stop_for_long(number: u64) {
+    let mut chance = Chance::new(number);
+    let role = ["client", "engine"][number as usize % 2];
+    let points = ["published", "ringing", "half-written", "read", "asleep"];
+    let point = points[chance.below(points.len() as u64) as usize];
+    let plan = Plan { role, point, occurrence: 1 + chance.below(5), signal: "stop" };
+    let lasts = Duration::from_millis(1000 + chance.below(29_001));
+    let _deadline = Deadline::after(Duration::from_secs(120), &format!("{plan:?} for {lasts:?}"));
+    match role {
+        "client" => stop_client(&plan, lasts),
+        _ => stop_engine(&plan, lasts),
+    }
+}
+
+/// Several at a time: it is waiting that takes long.
+#[test]
+fn long_stops_are_noticed_and_survived() {
+    const AT_A_TIME: u64 = 10;
+    let _turn = turn();
+    let holdings = Holdings::now();
+    let next = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..AT_A_TIME {
+            scope.spawn(|| {
+                loop {
+                    let number = next.fetch_add(1, Relaxed);
+                    if number >= num_long_stops() {
+                        break;
+                    }
+                    stop_for_long(number);
+                }
+            });
+        }
+    });
+    println!("{} stops of 1 to 30 s", num_long_stops());
+    holdings.assert_unchanged("after long stops");
 }
 
 #[test]

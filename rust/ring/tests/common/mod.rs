@@ -230,12 +230,17 @@ impl Drop for Deadline {
 }
 
 /// Repeats `step` until it says that it is done.
-pub fn until(what: &str, mut step: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+pub fn until(what: &str, step: impl FnMut() -> bool) {
+    until_within(PATIENCE, what, step);
+}
+
+/// The same for what may take longer, or less long.
+pub fn until_within(limit: Duration, what: &str, mut step: impl FnMut() -> bool) {
+    let deadline = Instant::now() + limit;
     loop {
         let is_done = step();
         // Also if it is done: a wait may have ended because its time was up.
-        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        assert!(Instant::now() < deadline, "{what}: not within {limit:?}");
         if is_done {
             return;
         }
