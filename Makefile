@@ -122,6 +122,30 @@ fuzz: rust-toolchain $(CARGO_FUZZ) ## feed what reads bytes with anything: make 
 	$(CARGO_FUZZ) build --fuzz-dir rust/fuzz --target-dir target/fuzz -s none $(TARGET)
 	printf '%s\n' $(FUZZ_TARGETS) | xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS)
 
+# Larger sizes of tests that `test` runs in small, one target for each promise in docs/promises.md.
+MESSAGES := 100000000
+WAKE_UPS := 10000000
+KILLS := 10000
+STOPS := 200
+OPERATIONS := 100000000
+KILLS_A_ROUND := 45
+RING_TESTS := cargo test --release -p sparksched-ring --features test-points
+
+.PHONY: soak
+soak: rust-toolchain ## messages and wake-ups between processes: make soak [MESSAGES=...] [WAKE_UPS=...]
+	SPARKSCHED_SOAK_MESSAGES=$(MESSAGES) $(RING_TESTS) --test soak -- --nocapture
+	SPARKSCHED_WAKE_UPS=$(WAKE_UPS) $(RING_TESTS) --test wake_ups -- --nocapture --test-threads=1
+
+.PHONY: faults
+faults: rust-toolchain ## kill and stop processes at any moment: make faults [KILLS=...] [STOPS=...]
+	SPARKSCHED_FAULT_ROUNDS=$$((($(KILLS) + $(KILLS_A_ROUND) - 1) / $(KILLS_A_ROUND))) \
+	  SPARKSCHED_LONG_STOPS=$(STOPS) $(RING_TESTS) --test faults -- --nocapture
+
+.PHONY: bookkeeping
+bookkeeping: rust-toolchain ## lives of requests, all books checked after each step: make bookkeeping [OPERATIONS=...]
+	SPARKSCHED_CORE_OPERATIONS=$(OPERATIONS) \
+	  cargo test --release -p sparksched-core --test bookkeeping -- --nocapture
+
 # What finds wrong accesses and leaks without a nightly compiler. It has no vDSO, from which rustix would
 # take the time, and is so slow that the tests do less of the same.
 VALGRIND := valgrind --quiet --error-exitcode=99 \
