@@ -35,6 +35,7 @@ NUM_PATIENT = 10
 """Requests at the end of the queue whose clients stay."""
 
 NUM_AT_ONCE = 64
+SLACK_MIB = 64
 STEP_S = 0.002
 
 SHM = {"SPARKSCHED_TRANSPORT": "shm"}
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S + 60)
 
 @dataclass
 class Times:
-    """Seconds, and MiB of the engine's own memory beyond what it had before."""
+    """Seconds of the second flood, and MiB of the engine's own memory beyond what it had before."""
 
     queueing_s: float = 0.0
     gap_while_queueing_s: float = 0.0
@@ -99,6 +100,21 @@ class Overload:
         others = [f"other-{number}" for number in range(NUM_OTHERS)]
         await self.other.add(*(endless_request(it, client_index=1) for it in others))
         await self.other.begin(*others)
+        await self._flood_and_abort()
+        first, self.times = self.times, Times()
+        await self._flood_and_abort()
+        # What the heap has kept for later is used then, not added to.
+        assert self.times.queued_mib <= 1.1 * first.queued_mib + SLACK_MIB, (first, self.times)
+        await self._serve()
+        # Each of theirs goes on, and none of the others is left.
+        assert not self.other.finishes
+        assert sorted(await self.other.unfinished()) == [(it, 1) for it in others]
+        self.times.left_mib = self._grown_mib()
+        await self._check_others(others)
+        assert not self.llm.output_processor.request_states
+        return self.times
+
+    async def _flood_and_abort(self) -> None:
         await self._queue()
         patient = [
             asyncio.create_task(stream(self.llm, f"patient-{number}", PROMPTS[number], 20))
@@ -109,18 +125,11 @@ class Overload:
         await self._abort_all()
         for number, task in enumerate(patient):
             assert await task == expected(PROMPTS[number], 20)
-        await self._serve()
-        # Each of theirs goes on, and none of the others is left.
-        assert not self.other.finishes
-        assert sorted(await self.other.unfinished()) == [(it, 1) for it in others]
-        self.times.left_mib = self._grown_mib()
-        await self._check_others(others)
-        assert not self.llm.output_processor.request_states
-        return self.times
 
     async def _queue(self) -> None:
-        start = time.monotonic()
+        self._flood.clear()
         await self._call("take_longest_gap")
+        start = time.monotonic()
         for number in range(NUM_REQUESTS):
             prompt = PROMPTS[number % NUM_PROMPTS]
             flood = stream(self.llm, f"flood-{number}", prompt, ENDLESS)
