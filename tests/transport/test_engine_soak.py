@@ -18,7 +18,14 @@ from vllm.config import VllmConfig
 
 from .clients import ChildClient, child_client, front_end, run_async, running_llm
 from .engines import Engine, FrugalExecutor, Possessions, possessions, running_engine
-from .holdings import Trend, anonymous_bytes, front_end_books, python_blocks, show_books
+from .holdings import (
+    Trend,
+    anonymous_bytes,
+    front_end_books,
+    heap_bytes,
+    python_blocks,
+    show_books,
+)
 from .sizes import size
 from .traffic import Traffic
 
@@ -42,8 +49,8 @@ GONE_CLIENT = Possessions(num_descriptors=3, num_threads=0, num_children=0, num_
 """What an engine keeps of a client that was there, until it ends itself."""
 
 SIDES = ("engine", "front end")
-MAX_BYTES_A_REQUEST = 100
-MAX_OTHER_BYTES = 1 << 20
+MAX_BYTES_A_REQUEST = 50
+MAX_OTHER_BYTES = 1 << 19
 MAX_PYTHON_BLOCKS_A_REQUEST = 0.5
 
 IDLE = {
@@ -69,6 +76,7 @@ class QuietPoint:
     num_tasks: int
     possessions: tuple[Possessions, Possessions]
     anonymous_bytes: tuple[int, int]
+    heap_bytes: tuple[int, int]
     python_blocks: tuple[int, int]
 
 
@@ -100,10 +108,11 @@ class Soak:
         lengths = {f"visitor-{index}-{number}": 200 for number in range(20)}
         count = len(VISITS) + 1
         with child_client(self.config, self.engine, index, count, lengths, **SHM) as visitor:
-            assert await report_of(visitor) == "streaming"
+            report = await report_of(visitor)
             if how == "killed":
                 return
-            outcomes = await report_of(visitor)
+            # A pause may have ended all of them before each had a token.
+            outcomes = await report_of(visitor) if report == "streaming" else report
             while visitor.process.is_alive():
                 await asyncio.sleep(0.01)
         for num_tokens, *ends in outcomes.values():
@@ -128,6 +137,7 @@ class Soak:
                 num_tasks=len(asyncio.all_tasks()),
                 possessions=(possessions(pids[0]), possessions(pids[1])),
                 anonymous_bytes=(anonymous_bytes(pids[0]), anonymous_bytes(pids[1])),
+                heap_bytes=(await call("heap_bytes"), heap_bytes()),
                 python_blocks=(await call("python_blocks"), python_blocks()),
             )
 
@@ -144,10 +154,17 @@ class Soak:
             assert point.possessions[0].is_within(allowed), (first, point)
         num_requests = later[-1].num_requests - first.num_requests
         for index, side in enumerate(SIDES):
-            num_bytes = self._growth("anonymous_bytes", index) * num_requests
-            num_blocks = self._growth("python_blocks", index) * num_requests
-            print(f"{side}: {num_bytes:.0f} B, {num_blocks:.0f} Python blocks more")
-            assert num_bytes <= MAX_BYTES_A_REQUEST * num_requests + MAX_OTHER_BYTES, side
+            num_bytes, num_heap_bytes, num_blocks = (
+                self._growth(name, index) * num_requests
+                for name in ("anonymous_bytes", "heap_bytes", "python_blocks")
+            )
+            print(
+                f"{side}, after {num_requests} requests more: {num_bytes:.0f} B resident, "
+                f"{num_heap_bytes:.0f} B allocated, {num_blocks:.0f} Python blocks"
+            )
+            max_bytes = MAX_BYTES_A_REQUEST * num_requests + MAX_OTHER_BYTES
+            assert num_bytes <= max_bytes, side
+            assert num_heap_bytes <= max_bytes, side
             assert num_blocks <= MAX_PYTHON_BLOCKS_A_REQUEST * num_requests + 1000, side
 
     def _growth(self, name: str, side: int) -> float:
