@@ -1,6 +1,7 @@
 """A client that doesn't read for a while, with very many streams: memory is bounded for all that.
 
-`SPARKSCHED_SLOW_CLIENT_S` says for how many seconds, `SPARKSCHED_SLOW_CLIENT_STREAMS` how many.
+`SPARKSCHED_SLOW_CLIENT_S` says for how many seconds, up to 60, and `SPARKSCHED_SLOW_CLIENT_STREAMS`
+how many streams.
 """
 
 import asyncio
@@ -15,7 +16,6 @@ from sparksched.transport.offer import MAX_BACKLOG_BYTES, MAX_SLOW_BACKLOG_BYTES
 from vllm.v1.engine import FinishReason
 
 from .clients import (
-    ENDLESS,
     Ear,
     Reader,
     connected,
@@ -24,7 +24,7 @@ from .clients import (
     prompt_of,
     run_async,
 )
-from .conftest import make_config
+from .conftest import MAX_MODEL_LEN, make_config
 from .engines import Engine, FrugalExecutor, running_engine
 from .holdings import anonymous_bytes
 from .sizes import size
@@ -32,6 +32,10 @@ from .sizes import size
 SECONDS = size("SPARKSCHED_SLOW_CLIENT_S", 6)
 NUM_STREAMS = size("SPARKSCHED_SLOW_CLIENT_STREAMS", 1024)
 NUM_OTHER_STREAMS = 4
+STEP_S = 0.0005
+MAX_TOKENS = MAX_MODEL_LEN - 100
+"""With steps of that length, enough for a minute of the few that are left to run alone."""
+
 LIMIT_S = 120 + 20 * SECONDS
 
 SHM = {"SPARKSCHED_TRANSPORT": "shm", "SPARKSCHED_STUCK_AFTER_S": "3"}
@@ -78,7 +82,7 @@ async def read_slowly(ear: Ear) -> None:
 
 async def add_streams(reader: Reader, name: str, count: int) -> list[str]:
     ids = [f"{name}-{number}" for number in range(count)]
-    await reader.add(*(new_request(it, prompt_of(1), ENDLESS, ignore_eos=True) for it in ids))
+    await reader.add(*(new_request(it, prompt_of(1), MAX_TOKENS, ignore_eos=True) for it in ids))
     await reader.begin(*ids)
     return ids
 
@@ -131,13 +135,16 @@ def test_memory_is_bounded(
             memory = Memory(engine.pid)
             watching = asyncio.create_task(memory.watch())
             num_tokens = len(other.tokens["other-0"])
+            await other.call_executor("set_step_s", STEP_S)
+            await other.call_executor("take_longest_gap")
             start = time.monotonic()
             await behave(Ear(slow))
             num_steps = len(other.tokens["other-0"]) - num_tokens
             watching.cancel()
+            gap_s = await other.call_executor("take_longest_gap")
             print(
                 f"{NUM_STREAMS} streams, {time.monotonic() - start:.1f} s: {num_steps} steps seen, "
-                f"{memory.growth >> 20} MiB more"
+                f"{memory.growth >> 20} MiB more, {gap_s:.3f} s at most between two steps"
             )
             await check_slow(engine, slow, ids)
             assert memory.growth < max_bytes + STATE_BYTES
