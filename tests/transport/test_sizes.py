@@ -19,7 +19,7 @@ def test_a_size(value: str | None, expected: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("value", ["4", "0", "-5", "1e6", "many", " 7"])
 def test_no_size(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIZE", value)
-    with pytest.raises(ValueError, match="SIZE=.* is not a whole number of at least 5"):
+    with pytest.raises(ValueError, match=r"SIZE=.* is not a whole number of at least 5"):
         size("SIZE", default=7, minimum=5)
 
 
