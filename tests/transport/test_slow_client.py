@@ -88,7 +88,7 @@ async def add_streams(reader: Reader, name: str, count: int) -> list[str]:
 
 
 async def check_slow(engine: Engine, slow: Reader, ids: list[str]) -> None:
-    """All of its requests have failed, if too much waited for it, or all of them go on."""
+    """All of its requests have failed, if too much waited for it, or none."""
     if engine.log_lines("takes no messages"):
         await slow.finish(ids)
         assert all(slow.finishes[it] == [FinishReason.ERROR] for it in ids)
@@ -96,8 +96,9 @@ async def check_slow(engine: Engine, slow: Reader, ids: list[str]) -> None:
         await slow.finish(["again"])
         assert slow.tokens["again"] == expected_tokens(prompt_of(4), 30)
     else:
-        lengths = {it: len(slow.tokens[it]) for it in ids}
-        await slow.until(lambda: all(len(slow.tokens[it]) > lengths[it] for it in ids))
+        # The first, because for the last there may be no blocks any more.
+        num_tokens = len(slow.tokens[ids[0]])
+        await slow.until(lambda: len(slow.tokens[ids[0]]) > num_tokens + 100)
         assert not slow.finishes
         await slow.client.abort_requests_async(ids)
 
