@@ -97,6 +97,14 @@ test-other: build ## what can be checked against the release of vLLM that is not
 	UV="$(UV)" $(BIN)/python -m tests.support.vllm_overlay $(OTHER_VLLM) $(BIN)/pytest \
 	  tests/unit tests/front_end tests/differential/test_releases.py tests/differential/test_reused_id.py
 
+.PHONY: soak-engine
+soak-engine: build ## very many requests, and nothing left of them: make soak-engine [REQUESTS=288000]
+	SPARKSCHED_SOAK_REQUESTS=$(or $(REQUESTS),288000) $(BIN)/pytest -s tests/transport/test_engine_soak.py
+
+.PHONY: overload
+overload: build ## a queue of large requests, and all of it aborted: make overload [REQUESTS=10000]
+	SPARKSCHED_OVERLOAD_REQUESTS=$(or $(REQUESTS),10000) $(BIN)/pytest -s tests/transport/test_overload.py
+
 .PHONY: differential
 differential: build ## compare with a release of vLLM: make differential VLLM=0.33.0 [ARGS=...]
 	UV="$(UV)" $(BIN)/python -m tests.differential $(if $(VLLM),--vllm $(VLLM)) $(ARGS)

@@ -434,8 +434,10 @@ class EngineRings:
 
         """
 
-    def take_back(self, client: int) -> list[RingMessage]:
-        """Take back the messages of which nothing is in the ring yet, in their order.
+    def take_back_newest(self, client: int, *, max_bytes: int) -> list[RingMessage]:
+        """Take back messages of which nothing is in the ring yet, the newest first.
+
+        As many as have `max_bytes`; empty if none is left. What was sent `regardless` stays.
 
         Raises:
             RuntimeError: if the client has not come yet.

@@ -83,7 +83,7 @@ class FakeExecutor(Executor):
         return [["LBNHC", "LBHNC"]]
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        self.steps.append(copy.deepcopy(scheduler_output))
+        self.note_step(scheduler_output)
         self._model.update(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return _finished(EMPTY_MODEL_RUNNER_OUTPUT, non_block)
@@ -92,9 +92,17 @@ class FakeExecutor(Executor):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
         allowed = _allowed_tokens(grammar_output)
-        self.bitmasks.append(_bitmask_as_lists(grammar_output))
         output = self._model.sample(self._executing.pop(0), allowed)
+        self.note_sample(grammar_output, output)
         return _finished(output, non_block)
+
+    def note_step(self, step: SchedulerOutput) -> None:
+        """Keep what is to be computed."""
+        self.steps.append(copy.deepcopy(step))
+
+    def note_sample(self, grammar_output: GrammarOutput | None, output: ModelRunnerOutput) -> None:
+        """Keep what grammars allow."""
+        self.bitmasks.append(_bitmask_as_lists(grammar_output))
 
     def collective_rpc(
         self,
@@ -152,6 +160,9 @@ class _Sequence:
     prompt: list[int]
     num_tokens: int
 
+    def __post_init__(self) -> None:
+        self.seed = _seed_of(self.prompt)
+
     @property
     def num_sampled_tokens(self) -> int:
         return self.num_tokens - len(self.prompt)
@@ -162,6 +173,11 @@ class FakeModel:
 
     def __init__(self) -> None:
         self._sequences: dict[str, _Sequence] = {}
+
+    @property
+    def num_sequences(self) -> int:
+        """Requests that it knows of."""
+        return len(self._sequences)
 
     def update(self, step: SchedulerOutput) -> None:
         """Take notice of requests that ended, came or came back."""
@@ -208,7 +224,7 @@ class FakeModel:
         sequence.num_tokens += 1
         if sequence.prompt[0] == UNRULY and sequence.num_sampled_tokens == 3:
             return [ANYTHING]
-        return [sampled_token(sequence.prompt, end, allowed)]
+        return [_token_of(sequence.seed, end, allowed)]
 
 
 def _ends_of_computed_tokens(step: SchedulerOutput) -> dict[str, int]:
@@ -224,7 +240,16 @@ def _ends_of_computed_tokens(step: SchedulerOutput) -> dict[str, int]:
 
 def sampled_token(prompt: Iterable[int], position: int, allowed: list[int] | None = None) -> int:
     """Return the token that the model puts at a position behind a prompt."""
-    number = zlib.crc32(f"{list(prompt)}/{position}".encode())
+    return _token_of(_seed_of(prompt), position, allowed)
+
+
+def _seed_of(prompt: Iterable[int]) -> int:
+    """Return what a prompt decides of all its tokens: long texts shouldn't cost its length each."""
+    return zlib.crc32(f"{list(prompt)}".encode())
+
+
+def _token_of(seed: int, position: int, allowed: list[int] | None) -> int:
+    number = zlib.crc32(f"/{position}".encode(), seed)
     if allowed is not None:
         return allowed[number % len(allowed)]
     return EOS_TOKEN_ID if number % NUM_TOKENS_TO_EOS == 0 else number % EOS_TOKEN_ID

@@ -168,6 +168,25 @@ class Reader:
         self.client.shutdown()
 
 
+class Ear:
+    """A client's reading side, which the test can close."""
+
+    def __init__(self, reader: Reader) -> None:
+        (self.channel,) = reader.client.resources.sparksched_rings.channels.values()
+        self.loop = asyncio.get_running_loop()
+
+    def close(self) -> None:
+        self.loop.remove_reader(self.channel.rings.fileno())
+
+    def listen(self) -> None:
+        """Take some messages, and no more."""
+        self.channel._on_event()
+
+    def open(self) -> None:
+        self.loop.add_reader(self.channel.rings.fileno(), self.channel._on_event)
+        self.channel._on_event()
+
+
 @asynccontextmanager
 async def connected(
     config: VllmConfig, engine: Engine | Addresses | None, index: int = 0, count: int = 1

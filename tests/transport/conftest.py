@@ -29,16 +29,14 @@ def config(model_directory: Path) -> VllmConfig:
 
 
 def make_config(model_directory: Path, **settings: int) -> VllmConfig:
+    defaults = {
+        "max_model_len": MAX_MODEL_LEN,
+        "num_gpu_blocks_override": NUM_BLOCKS,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+    }
     with restored_vllm():
-        return engine_config(
-            model_directory,
-            async_scheduling=False,
-            max_model_len=MAX_MODEL_LEN,
-            num_gpu_blocks_override=NUM_BLOCKS,
-            max_num_seqs=64,
-            max_num_batched_tokens=512,
-            **settings,
-        )
+        return engine_config(model_directory, async_scheduling=False, **{**defaults, **settings})
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackEncoder
 
 START_TIMEOUT_S = 120.0
@@ -62,17 +63,15 @@ class PacedExecutor(FakeExecutor):
         time.sleep(self._step_s)
         if self._fails:
             raise RuntimeError("this step fails")
-        # Nobody looks at them, and long runs would fill the memory.
-        self.steps.clear()
-        self.bitmasks.clear()
         return super().execute_model(scheduler_output, non_block)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
-        output = super().sample_tokens(grammar_output, non_block)
-        if not non_block:
-            for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
-                self._num_sampled[request_id] += len(tokens)
-        return output
+    def note_step(self, step: SchedulerOutput) -> None:
+        """Keep nothing: long runs would fill the memory."""
+
+    def note_sample(self, grammar_output: GrammarOutput | None, output: ModelRunnerOutput) -> None:
+        """Count the tokens of each request."""
+        for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            self._num_sampled[request_id] += len(tokens)
 
     def collective_rpc(
         self,
@@ -118,6 +117,40 @@ class PacedExecutor(FakeExecutor):
 
     def on_get_calls(self) -> list[str]:
         return list(self.calls)
+
+
+class FrugalExecutor(PacedExecutor):
+    """Takes no time for a step, and keeps nothing of any: for long runs."""
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self._step_s = 0.0
+        self._totals: Counter[str] = Counter()
+        self._longest_gap_s = 0.0
+        self._last_step_s = time.monotonic()
+
+    def note_step(self, step: SchedulerOutput) -> None:
+        """Count what happens."""
+        now = time.monotonic()
+        self._longest_gap_s = max(self._longest_gap_s, now - self._last_step_s)
+        self._last_step_s = now
+        self._totals["steps"] += 1
+        self._totals["tokens"] += step.total_num_scheduled_tokens
+        self._totals["preemptions"] += len(step.preempted_req_ids or ())
+
+    def note_sample(self, grammar_output: GrammarOutput | None, output: ModelRunnerOutput) -> None:
+        """Keep nothing."""
+
+    def on_get_totals(self) -> dict[str, int]:
+        return dict(self._totals)
+
+    def on_take_longest_gap(self) -> float:
+        """Return the longest time between two steps in seconds, since the last call."""
+        longest_gap_s, self._longest_gap_s = self._longest_gap_s, 0.0
+        return longest_gap_s
+
+    def on_count_sequences(self) -> int:
+        return self._model.num_sequences
 
 
 class GarblingEncoder(MsgpackEncoder):
@@ -214,6 +247,12 @@ class Possessions:
         """Whether nothing has been added to the other."""
         return all(getattr(self, it.name) <= getattr(other, it.name) for it in fields(self))
 
+    def plus(self, other: "Possessions", count: int) -> "Possessions":
+        """Return these and so many times the other."""
+        return Possessions(
+            *(getattr(self, it.name) + count * getattr(other, it.name) for it in fields(self))
+        )
+
 
 def possessions(pid: int) -> Possessions:
     """Count what a process holds, shared memory of rings among it."""
@@ -309,11 +348,17 @@ def running_engine(
     *,
     num_clients: int = 1,
     prepare: Callable[[], None] | None = None,
+    executor_class: type[FakeExecutor] = PacedExecutor,
     **variables: str,
 ) -> Iterator[Engine]:
     """Run an engine as long as the block lasts; `variables` are its environment's."""
     with running_engines(
-        config, num_clients=num_clients, num_engines=1, prepare=prepare, **variables
+        config,
+        num_clients=num_clients,
+        num_engines=1,
+        prepare=prepare,
+        executor_class=executor_class,
+        **variables,
     ) as (engine,):
         yield engine
 
@@ -325,6 +370,7 @@ def running_engines(
     num_engines: int,
     num_clients: int = 1,
     prepare: Callable[[], None] | None = None,
+    executor_class: type[FakeExecutor] = PacedExecutor,
     **variables: str,
 ) -> Iterator[list[Engine]]:
     """Run independent engines, of ranks 0 and up, that have their clients in common."""
@@ -345,6 +391,7 @@ def running_engines(
                             rank,
                             num_clients,
                             handshake_address,
+                            executor_class,
                             prepare,
                             environment_with(**variables),
                         )
@@ -363,6 +410,7 @@ def _start_engine(
     rank: int,
     num_clients: int,
     handshake_address: str,
+    executor_class: type[FakeExecutor],
     prepare: Callable[[], None] | None,
     environment: Mapping[str, str],
 ) -> Engine:
@@ -377,7 +425,7 @@ def _start_engine(
             "vllm_config": config,
             "local_client": True,
             "handshake_address": handshake_address,
-            "executor_class": PacedExecutor,
+            "executor_class": executor_class,
             "log_stats": True,
             "dp_rank": rank,
             "local_dp_rank": rank,

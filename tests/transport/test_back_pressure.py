@@ -18,6 +18,7 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from .clients import (
     ENDLESS,
+    Ear,
     Reader,
     bulk_of,
     bulky_request,
@@ -238,21 +239,6 @@ SMALL_BACKLOG = 1 << 16
 
 def allow_a_small_backlog() -> None:
     engine_side.MAX_BACKLOG_BYTES = SMALL_BACKLOG
-
-
-class Ear:
-    """A client's reading side, which the test can close."""
-
-    def __init__(self, reader: Reader) -> None:
-        (self.channel,) = reader.client.resources.sparksched_rings.channels.values()
-        self.loop = asyncio.get_running_loop()
-
-    def close(self) -> None:
-        self.loop.remove_reader(self.channel.rings.fileno())
-
-    def open(self) -> None:
-        self.loop.add_reader(self.channel.rings.fileno(), self.channel._on_event)
-        self.channel._on_event()
 
 
 def ring_backlog(self: EngineCoreProc) -> int:

@@ -11,7 +11,11 @@ import pytest
 import torch
 from sparksched import _core
 from sparksched.transport import encoder
-from sparksched.transport.encoder import PartEncoder, as_objects, difference_from_vllm
+from sparksched.transport.encoder import (
+    PartEncoder,
+    difference_from_vllm,
+    request_ids_in,
+)
 from vllm.v1.engine import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -157,6 +161,11 @@ def vllm_frames_of(outputs: EngineCoreOutputs) -> list[bytes]:
     return [bytes(frame) for frame in MsgpackEncoder().encode(outputs)]
 
 
+def as_objects(outputs: _core.StepOutputs) -> EngineCoreOutputs:
+    """Return what a client that gets this message will have."""
+    return MsgpackDecoder(EngineCoreOutputs).decode(outputs.frames())
+
+
 def test_random_messages_are_written_as_vllm_writes_them() -> None:
     random_outputs = RandomOutputs(seed=0)
     num_native = num_frames = 0
@@ -187,6 +196,15 @@ def test_what_a_client_decodes_is_what_was_written() -> None:
         decoded = as_objects(step)
         # Arrays don't compare as a whole, so what is decoded is encoded again.
         assert vllm_frames_of(decoded) == vllm_frames_of(message)
+
+
+def test_the_requests_of_a_message_are_found_without_decoding_it() -> None:
+    random_outputs = RandomOutputs(seed=2)
+    for _ in range(500):
+        message = random_outputs.message()
+        expected = {output.request_id for output in message.outputs}
+        expected |= message.finished_requests or set()
+        assert request_ids_in(vllm_frames_of(message)) == expected
 
 
 def test_fields_may_change_until_a_message_is_sent() -> None:

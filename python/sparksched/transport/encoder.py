@@ -4,8 +4,10 @@ The other way to encode outputs is vLLM's `MsgpackEncoder` in `vllm/v1/serial_ut
 make the same bytes, which is tested at large and, on one message, whenever an engine starts.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
+import msgspec
 from vllm.v1.engine import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -19,7 +21,7 @@ from vllm.v1.metrics.stats import (
     PrefixCacheStats,
     SchedulerStats,
 )
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from sparksched import _core
 
@@ -37,9 +39,28 @@ class PartEncoder(MsgpackEncoder):  # type: ignore[misc]
             self.aux_buffers = None
 
 
-def as_objects(outputs: "_core.StepOutputs") -> EngineCoreOutputs:
-    """Return what a client that gets this message will have."""
-    return MsgpackDecoder(EngineCoreOutputs).decode(outputs.frames())
+class _IdOfOutput(msgspec.Struct, array_like=True, gc=False):
+    request_id: str
+
+
+_IDS: Final[dict[str, Any]] = {
+    "outputs": list[_IdOfOutput],
+    "finished_requests": list[str] | None,
+}
+
+_IdsOfOutputs: Final = msgspec.defstruct(
+    "_IdsOfOutputs",
+    # What is raw is skipped.
+    [(name, _IDS.get(name, msgspec.Raw), None) for name in EngineCoreOutputs.__struct_fields__],
+    array_like=True,
+    gc=False,
+)
+
+
+def request_ids_in(frames: Sequence[Any]) -> set[str]:
+    """Return the requests that a message of outputs is about, without decoding the rest of it."""
+    outputs: Any = msgspec.msgpack.decode(frames[0], type=_IdsOfOutputs)
+    return {output.request_id for output in outputs.outputs}.union(outputs.finished_requests or ())
 
 
 def difference_from_vllm() -> str | None:

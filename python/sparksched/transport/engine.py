@@ -32,7 +32,11 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from sparksched import _core, compat, environment, patching
 from sparksched.scheduler import SparkScheduler
-from sparksched.transport.encoder import PartEncoder, as_objects, difference_from_vllm
+from sparksched.transport.encoder import (
+    PartEncoder,
+    difference_from_vllm,
+    request_ids_in,
+)
 from sparksched.transport.offer import (
     ENGINE_DEAD,
     MAX_BACKLOG_BYTES,
@@ -58,6 +62,10 @@ _SIGNAL_DELAY_S = 1.0
 """How long a signal may wait for the engine's loop if another thread has caught it."""
 
 
+_DROPPED_AT_A_TIME = 1 << 20
+"""Bytes of messages to a client, on their way from its backlog to nowhere."""
+
+
 _BRIEF = frozenset(
     {EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT, EngineCoreRequestType.WAKEUP}
 )
@@ -65,11 +73,12 @@ _BRIEF = frozenset(
 
 
 class _Notice(enum.Enum):
-    """What the input thread tells the engine's loop, beside vLLM's request types."""
+    """What other threads tell the engine's loop, beside vLLM's request types."""
 
     CLIENT_ATTACHED = enum.auto()
     CLIENT_GONE = enum.auto()
     CLIENT_BLOCKED = enum.auto()
+    BACKLOG_DROPPED = enum.auto()
     FAILED = enum.auto()
 
 
@@ -224,13 +233,15 @@ class EngineTransport:
         if notice is _Notice.FAILED:
             # Recovery would wait for a command that only the thread that failed could receive.
             self._engine.enable_fault_tolerance = False
-            raise RuntimeError("sparksched's input thread failed") from value
+            raise RuntimeError("one of sparksched's threads failed") from value
         if notice is _Notice.CLIENT_ATTACHED:
             self._output.encode_in_rust_for(value)
         elif notice is _Notice.CLIENT_GONE:
             self._forget_client(value)
         elif notice is _Notice.CLIENT_BLOCKED:
-            self._fail_client(value)
+            self._output.drop_backlog(value, self._abort_requests_of(value))
+        elif notice is _Notice.BACKLOG_DROPPED:
+            self._output.unblock(value, self._abort_requests_of(value))
 
     def _requests_of(self, client: int) -> list[str]:
         requests = self._engine.scheduler.requests
@@ -238,10 +249,15 @@ class EngineTransport:
             request_id for request_id, request in requests.items() if request.client_index == client
         ]
 
-    def _forget_client(self, client: int) -> None:
+    def _abort_requests_of(self, client: int) -> list[str]:
         request_ids = self._requests_of(client)
         if request_ids:
             self._engine.abort_requests(request_ids)
+        return request_ids
+
+    def _forget_client(self, client: int) -> None:
+        request_ids = self._abort_requests_of(client)
+        if request_ids:
             logger.info(
                 "sparksched: aborted %d requests of API server %d", len(request_ids), client
             )
@@ -250,11 +266,6 @@ class EngineTransport:
 
             logger.info("sparksched: the last API server is gone; the engine stops")
             self._engine.shutdown_state = EngineShutdownState.REQUESTED
-
-    def _fail_client(self, client: int) -> None:
-        request_ids = self._requests_of(client)
-        self._engine.abort_requests(request_ids)
-        self._output.unblock(client, request_ids)
 
 
 class _RingOutput:
@@ -293,7 +304,7 @@ class _RingOutput:
         if isinstance(outputs, _core.StepOutputs):
             outputs.engine_index = self._engine_index
             if not self._rings.send_outputs(client, OUTPUTS, outputs):
-                self._lose(client, as_objects(outputs))
+                self._lose(client, outputs.frames())
             return
         if client not in self._attached:
             if client < 0 or not self._rings.is_attached(client):
@@ -303,7 +314,7 @@ class _RingOutput:
         outputs.engine_index = self._engine_index
         frames = self._encode(outputs)
         if not self._rings.send(client, OUTPUTS, frames, regardless=_must_arrive(outputs)):
-            self._lose(client, outputs)
+            self._lose(client, frames)
 
     def _encode(self, outputs: EngineCoreOutputs) -> Any:
         encoder: MsgpackEncoder | None = getattr(self._encoders, "value", None)
@@ -326,8 +337,8 @@ class _RingOutput:
                 self._rings.send(client, ENGINE_DEAD, [note], regardless=True)
         self._zmq_queue.put_nowait(note)
 
-    def _lose(self, client: int, outputs: EngineCoreOutputs) -> None:
-        """Drop what a client doesn't take; the engine's loop will fail its requests.
+    def _lose(self, client: int, frames: Any) -> None:
+        """Drop a message that a client doesn't take; the engine's loop will fail its requests.
 
         The rings accept nothing more for this client until `unblock`.
         """
@@ -340,26 +351,43 @@ class _RingOutput:
                     client,
                     self._rings.backlog_bytes(client) >> 20,
                 )
-                state.lost = self._take_back(client)
+                state.lost = set()
                 self._engine.input_queue.put_nowait((_Notice.CLIENT_BLOCKED, client))
-            _note_request_ids(outputs, state.lost)
+            state.lost |= request_ids_in(frames)
 
-    def _take_back(self, client: int) -> set[str]:
-        """Drop what waits for a client, but for what must arrive; return the requests in it."""
-        lost: set[str] = set()
-        decoder = MsgpackDecoder(EngineCoreOutputs)
-        for message in self._rings.take_back(client):
-            waiting = decoder.decode(message.frames) if message.kind == OUTPUTS else None
-            if waiting is None or _must_arrive(waiting):
-                self._rings.send(client, message.kind, message.frames, regardless=True)
-            else:
-                _note_request_ids(waiting, lost)
-        return lost
+    def drop_backlog(self, client: int, request_ids: list[str]) -> None:
+        """Start to drop what waits for a client whose requests have ended: see `unblock`.
+
+        In a thread of its own, because a gigabyte takes seconds.
+        """
+        state = self._clients[client]
+        with state.lock:
+            assert state.lost is not None
+            state.lost.update(request_ids)
+        threading.Thread(
+            target=self._run_drop, args=(client, state), name="RingDropThread", daemon=True
+        ).start()
+
+    def _run_drop(self, client: int, state: "_ClientState") -> None:
+        try:
+            # The last first: if the client reads again meanwhile, it gets what came before, and no
+            # stream has a gap. What must arrive was sent regardless of the room, and stays.
+            while messages := self._rings.take_back_newest(client, max_bytes=_DROPPED_AT_A_TIME):
+                lost = set().union(*(request_ids_in(message.frames) for message in messages))
+                with state.lock:
+                    assert state.lost is not None
+                    state.lost |= lost
+        except Exception as error:
+            logger.exception("sparksched: the backlog of API server %d wasn't dropped", client)
+            self._engine.input_queue.put_nowait((_Notice.FAILED, error))
+        else:
+            self._engine.input_queue.put_nowait((_Notice.BACKLOG_DROPPED, client))
 
     def unblock(self, client: int, request_ids: list[str]) -> None:
         """Tell a client, whenever it comes back, that its requests have failed."""
         state = self._clients[client]
         with state.lock:
+            # Some have come since the others ended.
             failed = (state.lost or set()).union(request_ids)
             state.lost = None
             outputs = EngineCoreOutputs(
@@ -401,11 +429,6 @@ class _ClientState:
 def _must_arrive(outputs: EngineCoreOutputs) -> bool:
     """Whether somebody waits for exactly this message."""
     return outputs.utility_output is not None or outputs.wave_complete is not None
-
-
-def _note_request_ids(outputs: EngineCoreOutputs, request_ids: set[str]) -> None:
-    request_ids.update(output.request_id for output in outputs.outputs)
-    request_ids.update(outputs.finished_requests or ())  # a list, where vLLM aborts
 
 
 class _InputQueue(queue.Queue[Any]):

@@ -947,13 +947,7 @@ impl Scheduler {
         for &index in indices {
             match self.get(index).map(Request::status) {
                 Some(RequestStatus::Running) => running.push(index),
-                Some(status) if !status.is_finished() => {
-                    // An id may be given twice.
-                    if status == RequestStatus::WaitingForInput && !waiting.contains(&index) {
-                        self.num_waiting_for_input -= 1;
-                    }
-                    waiting.push(index);
-                }
+                Some(status) if !status.is_finished() => waiting.push(index),
                 _ => {}
             }
         }
@@ -962,13 +956,15 @@ impl Scheduler {
         let mut ended = Vec::with_capacity(indices.len());
         for &index in indices {
             let Some((request, _)) = self.get_mut(index) else { continue };
+            // An id may be given twice.
             if request.status.is_finished() {
                 continue;
             }
-            let is_loading = request.status == RequestStatus::WaitingForRemoteKvs
-                && !request.transfer.has_arrived;
-            request.status = status;
+            let was = std::mem::replace(&mut request.status, status);
+            let is_loading =
+                was == RequestStatus::WaitingForRemoteKvs && !request.transfer.has_arrived;
             let events = std::mem::take(&mut request.events);
+            self.num_waiting_for_input -= usize::from(was == RequestStatus::WaitingForInput);
             let is_kept = self.end_request(index, is_loading, hooks)?;
             if !is_kept {
                 self.vacate(index);

@@ -16,7 +16,7 @@ use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
 use sparksched_ring::handshake::HandshakeError;
 use sparksched_ring::link::{End, Event, Link};
 use sparksched_ring::message::Message;
-use sparksched_ring::outbox::{BacklogLimits, SendError, Ticket};
+use sparksched_ring::outbox::{BacklogLimits, SendError, TakenBack, Ticket};
 
 use crate::convert::StepOutputs;
 use crate::guard::catch_panics;
@@ -324,11 +324,16 @@ impl PyEngineRings {
         Ok(self.link(client)?.backlog_bytes())
     }
 
-    fn take_back<'py>(&self, py: Python<'py>, client: u32) -> PyResult<Bound<'py, PyList>> {
+    #[pyo3(signature = (client, *, max_bytes))]
+    fn take_back_newest<'py>(
+        &self,
+        py: Python<'py>,
+        client: u32,
+        max_bytes: usize,
+    ) -> PyResult<Bound<'py, PyList>> {
         let list = PyList::empty(py);
-        for message in self.link(client)?.take_back(|_| true) {
-            let message = Message { kind: message.kind, frames: message.frames };
-            list.append(message_event(py, client, &message)?)?;
+        for TakenBack { kind, frames, .. } in self.link(client)?.take_back_newest(max_bytes) {
+            list.append(message_event(py, client, &Message { kind, frames })?)?;
         }
         Ok(list)
     }
@@ -462,7 +467,7 @@ impl PyClientRings {
     }
 
     fn take_back(&self, ticket: Ticket) -> bool {
-        !self.rings.link().take_back(|waiting| waiting == ticket).is_empty()
+        self.rings.link().take_back(ticket).is_some()
     }
 
     #[getter]

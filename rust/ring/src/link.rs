@@ -292,6 +292,8 @@ impl Link {
     fn end(&self, inbox: &mut Inbox, end: End) -> Event {
         inbox.ended = true;
         self.is_peer_gone.store(true, Release);
+        // A gigabyte may wait, and whoever made the link keeps it.
+        lock(&self.outbox).forget();
         self.shut_down();
         Event::End(end)
     }
@@ -339,11 +341,12 @@ impl Link {
         &self,
         send: impl FnOnce(&mut Outbox) -> Result<Ticket, SendError>,
     ) -> Result<Ticket, SendError> {
-        if self.is_gone() || self.is_inherited() {
+        if self.is_inherited() {
             return Err(SendError::Gone);
         }
         let mut outbox = lock(&self.outbox);
-        if self.is_closed.load(Relaxed) {
+        // Under the lock: nothing is kept after the end has made the outbox forget all.
+        if self.is_gone() || self.is_closed.load(Relaxed) {
             return Err(SendError::Gone);
         }
         let sent = send(&mut outbox);
@@ -406,9 +409,15 @@ impl Link {
         lock(&self.outbox).waiting_bytes()
     }
 
-    /// Takes back the messages that `choose` names and of which nothing is in the ring yet.
-    pub fn take_back(&self, choose: impl Fn(Ticket) -> bool) -> Vec<TakenBack> {
-        lock(&self.outbox).take_back(choose)
+    /// Takes back a message of which nothing is in the ring yet.
+    pub fn take_back(&self, ticket: Ticket) -> Option<TakenBack> {
+        lock(&self.outbox).take_back(ticket)
+    }
+
+    /// Takes back messages of which nothing is in the ring yet, but for those that were sent
+    /// regardless: the newest first, until they have `max_bytes` or none is left.
+    pub fn take_back_newest(&self, max_bytes: usize) -> Vec<TakenBack> {
+        lock(&self.outbox).take_back_newest(max_bytes)
     }
 
     // ------------------------------------------------------------------------------------

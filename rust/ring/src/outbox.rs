@@ -57,6 +57,8 @@ struct Waiting {
     frames: Vec<Vec<u8>>,
     /// How many bytes of header and frames have been written.
     written: usize,
+    /// It was sent regardless of what waits.
+    must_arrive: bool,
 }
 
 impl Waiting {
@@ -79,6 +81,12 @@ pub struct TakenBack {
     pub kind: u8,
     /// Its frames.
     pub frames: Vec<Vec<u8>>,
+}
+
+impl From<Waiting> for TakenBack {
+    fn from(Waiting { ticket, kind, frames, .. }: Waiting) -> Self {
+        Self { ticket, kind, frames }
+    }
 }
 
 /// A producer with a backlog.
@@ -126,14 +134,23 @@ impl Outbox {
                 return Err(SendError::Full);
             }
         }
-        self.send_regardless(kind, frames)
+        self.accept(kind, frames, false)
     }
 
-    /// As [`Self::send`], but accepts the message however many wait.
+    /// As [`Self::send`], but accepts the message however many wait, and keeps it until it is sent.
     ///
     /// # Errors
     /// [`SendError`], but never [`SendError::Full`].
     pub fn send_regardless(&mut self, kind: u8, frames: &[&[u8]]) -> Result<Ticket, SendError> {
+        self.accept(kind, frames, true)
+    }
+
+    fn accept(
+        &mut self,
+        kind: u8,
+        frames: &[&[u8]],
+        must_arrive: bool,
+    ) -> Result<Ticket, SendError> {
         message::check(frames.iter().map(|frame| frame.len()))?;
         let ticket = self.next_ticket;
         if self.is_closed {
@@ -144,13 +161,14 @@ impl Outbox {
             let (written, is_whole) = write_parts(&mut self.ring, parts)?;
             self.ring.publish();
             if !is_whole {
-                self.keep(Waiting { ticket, kind, header, frames: owned(frames), written });
+                let frames = owned(frames);
+                self.keep(Waiting { ticket, kind, header, frames, written, must_arrive });
                 reach("half-written");
                 self.flush_or_forget()?;
             }
         } else {
-            let header = Vec::new();
-            self.keep(Waiting { ticket, kind, header, frames: owned(frames), written: 0 });
+            let (header, frames) = (Vec::new(), owned(frames));
+            self.keep(Waiting { ticket, kind, header, frames, written: 0, must_arrive });
             self.flush_or_forget()?;
         }
         self.next_ticket += 1;
@@ -245,17 +263,41 @@ impl Outbox {
         self.waiting_bytes
     }
 
-    /// Takes back the messages that `choose` names and of which nothing has been written yet.
-    pub fn take_back(&mut self, choose: impl Fn(Ticket) -> bool) -> Vec<TakenBack> {
-        let (taken, kept) = std::mem::take(&mut self.waiting)
-            .into_iter()
-            .partition::<Vec<_>, _>(|message| !message.is_begun() && choose(message.ticket));
-        self.waiting = kept.into();
-        self.waiting_bytes = self.waiting.iter().map(Waiting::bytes).sum();
+    /// Takes back a message of which nothing has been written yet.
+    pub fn take_back(&mut self, ticket: Ticket) -> Option<TakenBack> {
+        let at = self.waiting.binary_search_by_key(&ticket, |message| message.ticket).ok()?;
+        if self.waiting[at].is_begun() {
+            return None;
+        }
+        let message = self.waiting.remove(at)?;
+        self.waiting_bytes -= message.bytes();
+        Some(message.into())
+    }
+
+    /// Takes back messages of which nothing has been written yet, but for those that were sent
+    /// regardless: the newest first, until they have `max_bytes` or none is left. What stays is
+    /// what came before, so that the reader misses nothing in the middle.
+    pub fn take_back_newest(&mut self, max_bytes: usize) -> Vec<TakenBack> {
+        let (mut taken, mut kept) = (Vec::new(), Vec::new());
+        let mut taken_bytes = 0;
+        while taken_bytes < max_bytes {
+            let Some(message) = self.waiting.pop_back() else { break };
+            if message.is_begun() || message.must_arrive {
+                kept.push(message);
+            } else {
+                taken_bytes += message.bytes();
+                taken.push(message.into());
+            }
+        }
+        self.waiting.extend(kept.into_iter().rev());
+        self.waiting_bytes -= taken_bytes;
         taken
-            .into_iter()
-            .map(|Waiting { ticket, kind, frames, .. }| TakenBack { ticket, kind, frames })
-            .collect()
+    }
+
+    /// Drops all that waits: nobody is left to read it.
+    pub fn forget(&mut self) {
+        self.waiting = VecDeque::new();
+        self.waiting_bytes = 0;
     }
 
     /// Says that no message will follow. What still waits is dropped, and so is what is sent after
@@ -263,8 +305,7 @@ impl Outbox {
     pub fn close(&mut self) {
         self.is_closed = true;
         self.ring.close();
-        self.waiting.clear();
-        self.waiting_bytes = 0;
+        self.forget();
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use sparksched_ring::message::{MAX_FRAMES, MAX_MESSAGE_BYTES, Message, Reader};
-use sparksched_ring::outbox::{BacklogLimits, Outbox, SendError};
+use sparksched_ring::outbox::{BacklogLimits, Outbox, SendError, TakenBack};
 use sparksched_ring::ring::{Corrupt, Ring};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -221,7 +221,8 @@ fn impossible_messages_are_refused_and_leave_no_trace() {
 enum OutboxStep {
     Send { regardless: bool, message: Message },
     Flush,
-    TakeBack { divisor: u64, rest: u64 },
+    TakeBack { ticket: u64 },
+    TakeBackNewest { max_bytes: usize },
     Receive(usize),
 }
 
@@ -230,7 +231,8 @@ fn outbox_step() -> impl Strategy<Value = OutboxStep> {
         4 => (any::<bool>(), message(3, 60))
             .prop_map(|(regardless, message)| OutboxStep::Send { regardless, message }),
         2 => Just(OutboxStep::Flush),
-        1 => (1..4u64, 0..4u64).prop_map(|(divisor, rest)| OutboxStep::TakeBack { divisor, rest }),
+        1 => (0..40u64).prop_map(|ticket| OutboxStep::TakeBack { ticket }),
+        1 => (0..300usize).prop_map(|max_bytes| OutboxStep::TakeBackNewest { max_bytes }),
         3 => (0..5usize).prop_map(OutboxStep::Receive),
     ]
 }
@@ -240,6 +242,12 @@ struct NaiveWaiting {
     message: Message,
     unwritten: usize,
     is_begun: bool,
+    must_arrive: bool,
+}
+
+fn taken_back(waiting: NaiveWaiting) -> TakenBack {
+    let NaiveWaiting { ticket, message: Message { kind, frames }, .. } = waiting;
+    TakenBack { ticket, kind, frames }
 }
 
 /// An outbox that counts bytes instead of writing them.
@@ -267,6 +275,18 @@ impl NaiveOutbox {
 
     fn waiting_bytes(&self) -> usize {
         self.waiting.iter().map(|waiting| encoded_len(&waiting.message)).sum()
+    }
+
+    fn take_back_newest(&mut self, max_bytes: usize) -> Vec<NaiveWaiting> {
+        let (mut taken, mut taken_bytes) = (Vec::new(), 0);
+        for at in (0..self.waiting.len()).rev() {
+            let waiting = &self.waiting[at];
+            if taken_bytes < max_bytes && !waiting.is_begun && !waiting.must_arrive {
+                taken_bytes += encoded_len(&waiting.message);
+                taken.extend(self.waiting.remove(at));
+            }
+        }
+        taken
     }
 
     fn is_full(&self, max_bytes: usize) -> bool {
@@ -308,7 +328,13 @@ proptest! {
                         prop_assert_eq!(sent, Ok(model.next_ticket));
                         let unwritten = encoded_len(&message);
                         let ticket = model.next_ticket;
-                        let waiting = NaiveWaiting { ticket, message, unwritten, is_begun: false };
+                        let waiting = NaiveWaiting {
+                            ticket,
+                            message,
+                            unwritten,
+                            is_begun: false,
+                            must_arrive: regardless,
+                        };
                         model.waiting.push_back(waiting);
                         model.next_ticket += 1;
                         model.flush();
@@ -318,21 +344,15 @@ proptest! {
                     outbox.flush().unwrap();
                     model.flush();
                 }
-                OutboxStep::TakeBack { divisor, rest } => {
-                    let chosen = |ticket: u64| ticket % divisor == rest;
-                    let taken = outbox.take_back(chosen);
-                    let (expected, kept) = std::mem::take(&mut model.waiting)
-                        .into_iter()
-                        .partition::<Vec<_>, _>(|waiting| {
-                            !waiting.is_begun && chosen(waiting.ticket)
-                        });
-                    model.waiting = kept.into();
-                    prop_assert_eq!(taken.len(), expected.len());
-                    for (taken, expected) in taken.iter().zip(expected) {
-                        prop_assert_eq!(taken.ticket, expected.ticket);
-                        prop_assert_eq!(taken.kind, expected.message.kind);
-                        prop_assert_eq!(&taken.frames, &expected.message.frames);
-                    }
+                OutboxStep::TakeBack { ticket } => {
+                    let at = model.waiting.iter().position(|it| it.ticket == ticket && !it.is_begun);
+                    let expected = at.and_then(|at| model.waiting.remove(at)).map(taken_back);
+                    prop_assert_eq!(outbox.take_back(ticket), expected);
+                }
+                OutboxStep::TakeBackNewest { max_bytes } => {
+                    let expected = model.take_back_newest(max_bytes);
+                    let expected: Vec<_> = expected.into_iter().map(taken_back).collect();
+                    prop_assert_eq!(outbox.take_back_newest(max_bytes), expected);
                 }
                 OutboxStep::Receive(count) => {
                     for _ in 0..count {

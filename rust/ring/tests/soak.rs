@@ -13,7 +13,7 @@ use common::{
 use sparksched_ring::client::ClientRings;
 use sparksched_ring::engine::{EngineEvent, EngineRings};
 use sparksched_ring::link::{End, Event};
-use sparksched_ring::outbox::{BacklogLimits, SendError};
+use sparksched_ring::outbox::{BacklogLimits, SendError, TakenBack};
 
 const NUM_CLIENTS: u32 = 3;
 const LARGE_BYTES: usize = 256 << 20;
@@ -346,18 +346,48 @@ fn what_waits_can_be_taken_back() {
     let first_waiting = link.sent_before();
     assert!((2..6).contains(&first_waiting), "{first_waiting} fit into the ring");
     // The first that waits has been begun and stays.
-    let taken = link.take_back(|ticket| ticket <= first_waiting + 1 || ticket % 2 == 0);
+    assert_eq!(link.take_back(first_waiting), None);
+    assert_eq!(link.take_back(first_waiting - 1), None);
+    let taken = link.take_back(first_waiting + 2).unwrap();
+    let is_expected = |taken: &TakenBack, ticket| {
+        (taken.ticket, taken.kind, &taken.frames) == (ticket, 9, &vec![frame(ticket)])
+    };
+    assert!(is_expected(&taken, first_waiting + 2), "{taken:?}");
+    assert_eq!(link.take_back(first_waiting + 2), None);
+    // What must not be refused must not be lost either.
+    assert_eq!(link.send(9, &[&frame(20)], true).unwrap(), 20);
+    let taken = link.take_back_newest(3000);
+    let expected = [19, 18, 17];
+    assert_eq!(taken.len(), expected.len());
+    assert!(taken.iter().zip(expected).all(|(taken, it)| is_expected(taken, it)), "{taken:?}");
+    assert_eq!(link.send(9, &[&frame(21)], false).unwrap(), 21);
     let expected: Vec<_> =
-        (first_waiting + 1..20).filter(|n| *n == first_waiting + 1 || n % 2 == 0).collect();
-    let tickets: Vec<_> = taken.iter().map(|taken| taken.ticket).collect();
-    assert_eq!(tickets, expected);
-    for taken in &taken {
-        assert_eq!((taken.kind, &taken.frames), (9, &vec![frame(taken.ticket)]));
-    }
-    assert_eq!(link.send(9, &[&frame(20)], false).unwrap(), 20);
-    let expected: Vec<_> = (0..21).filter(|number| !tickets.contains(number)).collect();
+        (0..22).filter(|it| *it != first_waiting + 2 && !(17..20).contains(it)).collect();
     assert_eq!(numbers(&engine, &client, expected.len()), expected);
-    assert_eq!(link.take_back(|_| true), []);
+    assert_eq!((link.take_back_newest(1 << 20), link.backlog_bytes()), (vec![], 0));
+}
+
+/// A client that has died with a gigabyte waiting for it mustn't cost the engine a gigabyte.
+#[test]
+fn what_waits_for_a_client_that_is_gone_is_forgotten() {
+    let (engine, client) = pair("gone", 4096, 1 << 20);
+    let link = engine.link(0).unwrap();
+    for number in 0..20 {
+        link.send(0, &[&frame(number)], number % 2 == 0).unwrap();
+    }
+    assert!(link.backlog_bytes() > 10_000);
+    client.close(Duration::ZERO);
+    let mut end = None;
+    until("the end is noticed", || {
+        for event in engine.receive(Some(Duration::from_millis(10))) {
+            if let EngineEvent::Link { event: Event::End(its_end), .. } = event {
+                end = Some(its_end);
+            }
+        }
+        end.is_some()
+    });
+    assert_eq!(link.backlog_bytes(), 0);
+    assert_eq!(link.send(0, &[&frame(20)], true), Err(SendError::Gone));
 }
 
 /// More than is received at a time, and all of it before the goodbye.
