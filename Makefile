@@ -113,6 +113,15 @@ differential: build ## compare with a release of vLLM: make differential VLLM=0.
 conformance: build ## run vLLM's own scheduler tests on sparksched
 	UV="$(UV)" $(BIN)/python -m tests.conformance $(ARGS)
 
+.PHONY: panics
+panics: build ## make each function of the extension panic, in engines and front ends
+	$(BIN)/pytest tests/panics
+
+.PHONY: exhaustion
+exhaustion: build ## run out of descriptors, memory and threads, at the start and later
+	$(BIN)/pytest tests/transport/test_exhaustion.py
+	cargo test -p sparksched-ring --test memory
+
 .PHONY: test-rust
 test-rust: rust-toolchain
 	cargo test -p sparksched-core -p sparksched-wire
@@ -185,6 +194,7 @@ $(CARGO_FUZZ) $(CARGO_DENY): | rust-toolchain
 lint: build ## formatting, lints and types, of Rust and Python
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --features sparksched-ring/test-points -- -D warnings
+	cargo clippy -p sparksched-python --features test-points -- -D warnings
 	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
 	RUSTFLAGS="--cfg fuzzing" cargo clippy --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz \
 	  --no-default-features -- -D warnings

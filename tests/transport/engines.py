@@ -5,6 +5,7 @@ fraction of a second instead of the many that the imports take. That process imp
 its name.
 """
 
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -269,6 +270,25 @@ def forkserver_pid() -> int:
     """Return the process that all engines and clients in other processes are children of."""
     pid: int = multiprocessing.forkserver._forkserver._forkserver_pid
     return pid
+
+
+@contextmanager
+def nothing_stays_behind() -> Iterator[None]:
+    """Compare what this process, and the parent of the others, hold before and after."""
+    pids = [os.getpid(), forkserver_pid()]
+    gc.collect()
+    before = [possessions(pid) for pid in pids]
+    assert before[0].num_mappings == 0
+    yield
+    gc.collect()
+
+    def is_clean() -> bool:
+        return all(possessions(pid).is_within(it) for pid, it in zip(pids, before, strict=True))
+
+    try:
+        wait_until(is_clean)
+    except AssertionError:
+        raise AssertionError(f"{before} became {[possessions(pid) for pid in pids]}") from None
 
 
 # ----------------------------------------------------------------------------------------

@@ -1,12 +1,8 @@
 """Processes killed at random moments: the others notice, and nothing of them stays behind."""
 
 import asyncio
-import gc
-import os
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -25,11 +21,9 @@ from .clients import (
 from .engines import (
     Engine,
     environment_with,
-    forkserver_pid,
-    possessions,
+    nothing_stays_behind,
     running_engine,
     start_process,
-    wait_until,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,25 +32,6 @@ NUM_KILLS = 30
 SEED = 1
 SHM = {"SPARKSCHED_TRANSPORT": "shm", "SPARKSCHED_RING_MIB": "1"}
 NUM_REQUESTS = 6
-
-
-@contextmanager
-def nothing_stays_behind() -> Iterator[None]:
-    """Compare what this process, and the parent of the others, hold before and after."""
-    pids = [os.getpid(), forkserver_pid()]
-    gc.collect()
-    before = [possessions(pid) for pid in pids]
-    assert before[0].num_mappings == 0
-    yield
-    gc.collect()
-
-    def is_clean() -> bool:
-        return all(possessions(pid).is_within(it) for pid, it in zip(pids, before, strict=True))
-
-    try:
-        wait_until(is_clean)
-    except AssertionError:
-        raise AssertionError(f"{before} became {[possessions(pid) for pid in pids]}") from None
 
 
 def test_killed_engines(config: VllmConfig) -> None:

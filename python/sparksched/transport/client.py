@@ -203,28 +203,38 @@ def _connect_all(client: "MPClient") -> "ClientTransport":
     is_async = hasattr(client, "_ensure_output_queue_task")
     make_channel = _AsyncChannel if is_async else _SyncChannel
     client_index = getattr(client, "client_index", 0)
-    channels: dict[bytes, _Channel] = {}
-    for engine, offer in client.sparksched_offers.items():
-        rank = int.from_bytes(engine, "little")
-        try:
-            rings = _connect(offer, client_index)
-        except ConnectionError as error:
-            if environment.transport() == "shm":
-                for channel in channels.values():
-                    channel.close()
-                raise RuntimeError(
-                    f"{environment.TRANSPORT}=shm, but engine {rank} can't be reached through "
-                    f"shared memory: {error}"
-                ) from error
-            logger.info("sparksched: messages to engine %d go over ZMQ: %s", rank, error)
-        else:
-            channels[engine] = make_channel(client, rank, rings)
-            logger.info(
-                "sparksched: messages to engine %d go through shared memory (2 rings of %d MiB)",
-                rank,
-                rings.ring_bytes >> 20,
-            )
-    return ClientTransport(channels)
+    transport = ClientTransport({})
+    try:
+        for engine, offer in client.sparksched_offers.items():
+            rank = int.from_bytes(engine, "little")
+            rings = _connect_or_explain(rank, offer, client_index)
+            if rings is not None:
+                transport.channels[engine] = make_channel(client, rank, rings)
+    except BaseException:
+        transport.close()
+        raise
+    return transport
+
+
+def _connect_or_explain(
+    rank: int, offer: Offer | None, client_index: int
+) -> "_core.ClientRings | None":
+    try:
+        rings = _connect(offer, client_index)
+    except ConnectionError as error:
+        if environment.transport() == "shm":
+            raise RuntimeError(
+                f"{environment.TRANSPORT}=shm, but engine {rank} can't be reached through "
+                f"shared memory: {error}"
+            ) from error
+        logger.info("sparksched: messages to engine %d go over ZMQ: %s", rank, error)
+        return None
+    logger.info(
+        "sparksched: messages to engine %d go through shared memory (2 rings of %d MiB)",
+        rank,
+        rings.ring_bytes >> 20,
+    )
+    return rings
 
 
 def _connect(offer: Offer | None, client_index: int) -> "_core.ClientRings":
@@ -346,14 +356,18 @@ class _Channel:
         self._has_ended = self._has_failed = True
         self._outputs_queue.put_nowait(error)
 
+    def _give_up(self, error: Exception) -> None:
+        """End the link after an error of the rings themselves, which have hung up."""
+        logger.error("sparksched: the rings to engine %d failed", self.rank, exc_info=error)
+        self._resources.engine_dead = True
+        self._fail(error)
+
     def _receive(self, max_messages: int) -> None:
         """Receive and handle what has happened. No error leaves this: whoever waits is told."""
         try:
             events = self.rings.receive(max_messages=max_messages)
         except Exception as error:
-            logger.exception("sparksched: receiving from engine %d failed", self.rank)
-            self._resources.engine_dead = True
-            self._fail(error)
+            self._give_up(error)
             return
         for event in events:
             self._handle(event)
@@ -406,6 +420,7 @@ class _AsyncChannel(_Channel):
     def __init__(self, client: "AsyncMPClient", rank: int, rings: "_core.ClientRings") -> None:
         super().__init__(client, rank, rings)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._fileno = rings.fileno()
         # In the order of their tickets.
         self._waiting: collections.deque[_Waiting] = collections.deque()
         self._max_messages = _MAX_MESSAGES
@@ -422,16 +437,16 @@ class _AsyncChannel(_Channel):
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return  # not in a loop yet; this is called again with each message
-        loop.add_reader(self.rings.fileno(), self._on_event)
+        loop.add_reader(self._fileno, self._on_event)
         self._loop = loop
         self._on_event()
 
     def _on_event(self) -> None:
         self._receive(self._max_messages)
+        if self._waiting and not self._has_ended:
+            self._wake_senders()
         if self._has_ended:
             self._stop_reading()
-        elif self._waiting:
-            self._wake_senders()
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
         if outputs.utility_output is not None:
@@ -463,7 +478,7 @@ class _AsyncChannel(_Channel):
 
     def _stop_reading(self) -> None:
         if self._loop is not None:
-            self._loop.remove_reader(self.rings.fileno())
+            self._loop.remove_reader(self._fileno)
         while self._waiting:
             future = self._waiting.popleft().future
             if not future.done():
@@ -505,7 +520,11 @@ class _AsyncChannel(_Channel):
         return waiting
 
     def _wake_senders(self) -> None:
-        sent_before = self.rings.sent_before()
+        try:
+            sent_before = self.rings.sent_before()
+        except Exception as error:
+            self._give_up(error)
+            return
         while self._waiting and self._waiting[0].ticket < sent_before:
             future = self._waiting.popleft().future
             if not future.done():
@@ -548,10 +567,18 @@ class _SyncChannel(_Channel):
             with self._room:
                 self._room.notify_all()
             if not self._has_ended:
-                self.rings.wait()
+                self._wait()
+        with self._room:
+            self._room.notify_all()
         if not self._has_failed:
             # Somebody may wait for outputs that will never come.
             self._fail(EngineDeadError())
+
+    def _wait(self) -> None:
+        try:
+            self.rings.wait()
+        except Exception as error:
+            self._give_up(error)
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
         from vllm.v1.engine.core_client import _process_utility_output

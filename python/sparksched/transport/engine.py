@@ -103,15 +103,24 @@ def _with_rings(original: patching.Function) -> patching.Function:
     ) -> None:
         # vLLM starts this thread when everything else of the engine is there, and waits for it
         # before the engine's loop begins.
-        rings, offer = _offer_rings(self, len(input_addresses))
-        self.sparksched_offer = offer
-        if rings is not None:
-            _share_between_threads(self)
-            self.sparksched_transport = EngineTransport(self, rings)
-            self.sparksched_transport.start()
+        try:
+            _start_transport(self, len(input_addresses))
+        except Exception:
+            # The engine won't start, and says only that this thread has died.
+            logger.exception("sparksched: the transport can't start")
+            raise
         original(self, input_addresses, *args, **kwargs)
 
     return process_input_sockets
+
+
+def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
+    rings, offer = _offer_rings(engine, num_clients)
+    engine.sparksched_offer = offer
+    if rings is not None:
+        _share_between_threads(engine)
+        engine.sparksched_transport = EngineTransport(engine, rings)
+        engine.sparksched_transport.start()
 
 
 def _with_offer(original: patching.Function) -> patching.Function:
@@ -233,7 +242,7 @@ class EngineTransport:
         if notice is _Notice.FAILED:
             # Recovery would wait for a command that only the thread that failed could receive.
             self._engine.enable_fault_tolerance = False
-            raise RuntimeError("one of sparksched's threads failed") from value
+            raise RuntimeError("sparksched's transport failed") from value
         if notice is _Notice.CLIENT_ATTACHED:
             self._output.encode_in_rust_for(value)
         elif notice is _Notice.CLIENT_GONE:
@@ -300,6 +309,15 @@ class _RingOutput:
         if isinstance(item, bytes):
             self._send_dead(item)
             return
+        try:
+            self._put(item)
+        except Exception as error:
+            # Not only the engine's loop puts: of an error in the callback of a future, say, nobody
+            # else would learn.
+            self._engine.input_queue.put_nowait((_Notice.FAILED, error))
+            raise
+
+    def _put(self, item: tuple[int, Any]) -> None:
         client, outputs = item
         if isinstance(outputs, _core.StepOutputs):
             outputs.engine_index = self._engine_index
@@ -332,9 +350,13 @@ class _RingOutput:
             return encoder.encode(outputs)
 
     def _send_dead(self, note: bytes) -> None:
-        for client in range(len(self._clients)):
-            if self._rings.is_attached(client):
-                self._rings.send(client, ENGINE_DEAD, [note], regardless=True)
+        try:
+            for client in range(len(self._clients)):
+                if self._rings.is_attached(client):
+                    self._rings.send(client, ENGINE_DEAD, [note], regardless=True)
+        except Exception:
+            # These clients see the process end; others have to be told.
+            logger.exception("sparksched: the end of the engine can't be sent")
         self._zmq_queue.put_nowait(note)
 
     def _lose(self, client: int, frames: Any) -> None:
@@ -524,8 +546,15 @@ class _RingInput:
 
     def notice_item(self) -> None:
         """Have the loop look at its queue if it is receiving."""
-        if self._is_loop_receiving:
+        if not self._is_loop_receiving:
+            return
+        try:
             self._rings.interrupt()
+        except Exception as error:
+            # Whoever puts may be a thread of vLLM's that nobody would miss. The loop sees this as
+            # soon as it looks up by itself.
+            self.queue.put_received((_Notice.FAILED, error))
+            raise
 
     def _receive(self, timeout_s: float | None = None) -> None:
         for event in self._rings.receive(timeout_s=timeout_s):

@@ -53,9 +53,9 @@ def _forgetting_refused_requests(original: patching.Function) -> patching.Functi
     ) -> None:
         try:
             await original(self, request, *args, **kwargs)
-        except (EngineBusyError, asyncio.CancelledError):
-            # vLLM has registered it, and doesn't expect that sending waits or fails. For n > 1 it
-            # does, and cleans up itself.
+        except (EngineBusyError, RuntimeError, asyncio.CancelledError):
+            # vLLM has registered it, and doesn't expect that sending waits or fails, be it by an
+            # internal error of the rings. For n > 1 it does, and cleans up itself.
             await self.abort(request.request_id, internal=True)
             raise
 

@@ -1,13 +1,17 @@
 //! Panics become exceptions that vLLM's engine understands.
 //!
 //! `PyO3`'s own `PanicException` is a `BaseException`: the engine would not catch it and its clients
-//! would never be told. A panic or a failed callback in the middle of a step leaves the scheduler
+//! would never be told. So each function that Python calls runs in [`enter`] or a relative of it. Not
+//! so: fields that `PyO3` reads and writes by itself, and the end of an object, whose panic `PyO3`
+//! reports as Python does an error in `__del__`. A panic or a failed callback in the middle of a step leaves the scheduler
 //! in an unknown state, so after one it refuses to go on; requests can still be ended.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
+
+use crate::points::{self, Moment};
 
 /// Remembers what broke the scheduler.
 #[derive(Debug, Default)]
@@ -37,8 +41,24 @@ impl Guard {
     }
 }
 
-/// Runs `call`; a panic becomes the outer error, a `RuntimeError` with its message.
-pub(crate) fn catch_panics<T>(call: impl FnOnce() -> PyResult<T>) -> PyResult<PyResult<T>> {
+/// Runs what Python has called by the name `entry`; a panic becomes a `RuntimeError` that says where.
+///
+/// For functions that leave nothing in the middle, whatever happens.
+pub(crate) fn enter<T>(entry: &'static str, call: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
+    catch_panics(entry, call)?
+}
+
+/// As [`enter`], but a panic is the outer error: something may have to be done about it.
+pub(crate) fn catch_panics<T>(
+    entry: &'static str,
+    call: impl FnOnce() -> PyResult<T>,
+) -> PyResult<PyResult<T>> {
+    let call = || {
+        points::reach(entry, Moment::Beginning);
+        let called = call();
+        points::reach(entry, Moment::End);
+        called
+    };
     catch_unwind(AssertUnwindSafe(call)).map_err(|payload| {
         let text = payload
             .downcast_ref::<String>()
@@ -46,7 +66,7 @@ pub(crate) fn catch_panics<T>(call: impl FnOnce() -> PyResult<T>) -> PyResult<Py
             .or_else(|| payload.downcast_ref::<&str>().copied())
             .unwrap_or("no message");
         PyRuntimeError::new_err(format!(
-            "sparksched found itself in an impossible state: {text}. This is a bug in \
+            "sparksched found itself in an impossible state in {entry}: {text}. This is a bug in \
              sparksched; VLLM_SCHEDULER=vllm goes on without it"
         ))
     })

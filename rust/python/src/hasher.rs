@@ -13,6 +13,7 @@ use sparksched_core::block_hash::MAX_HASH_LEN;
 use sparksched_core::{BlockHash, BlockHasher, ExtraKeys, HashAlgorithm};
 
 use crate::convert;
+use crate::guard::enter;
 
 /// Sequences shorter than this are hashed without giving the GIL away.
 const MIN_TOKENS_TO_DETACH: usize = 256;
@@ -55,12 +56,14 @@ pub(crate) fn read_prompt(
     extra_keys: Option<Py<PyAny>>,
 ) -> PyResult<()> {
     let py = request.py();
-    // Python's strings may hold what no text has; the core's can't.
-    request.getattr(intern!(py, "request_id"))?.cast::<PyString>()?.to_str()?;
-    if request.hasattr(intern!(py, HASHED_PROMPT))? {
-        return Ok(());
-    }
-    leave_prompt(request, convert::prompt(request, &ExtraKeysReader(extra_keys))?)
+    enter("read_prompt", || {
+        // Python's strings may hold what no text has; the core's can't.
+        request.getattr(intern!(py, "request_id"))?.cast::<PyString>()?.to_str()?;
+        if request.hasattr(intern!(py, HASHED_PROMPT))? {
+            return Ok(());
+        }
+        leave_prompt(request, convert::prompt(request, &ExtraKeysReader(extra_keys))?)
+    })
 }
 
 /// Takes what the hasher left with a request, if it did and the request has not grown since.
@@ -135,11 +138,19 @@ impl NativeBlockHasher {
         extra_keys: Py<PyAny>,
         num_lookahead_tokens: u32,
     ) -> PyResult<Self> {
-        let hasher = new_block_hasher(algorithm, block_size, none_hash, num_lookahead_tokens)?;
-        Ok(Self { hasher, extra_keys: ExtraKeysReader(Some(extra_keys)) })
+        enter("NativeBlockHasher.__new__", || {
+            let hasher = new_block_hasher(algorithm, block_size, none_hash, num_lookahead_tokens)?;
+            Ok(Self { hasher, extra_keys: ExtraKeysReader(Some(extra_keys)) })
+        })
     }
 
     fn __call__<'py>(&self, request: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        enter("NativeBlockHasher.__call__", || self.hash_new_blocks(request))
+    }
+}
+
+impl NativeBlockHasher {
+    fn hash_new_blocks<'py>(&self, request: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let py = request.py();
         let known = request.getattr(intern!(py, "block_hashes"))?;
         let mut block_hashes = convert::block_hashes(&known)?;

@@ -10,6 +10,7 @@ mod guard;
 mod hasher;
 mod hooks;
 mod kv_transfer;
+mod points;
 #[cfg(target_os = "linux")]
 mod rings;
 mod scheduler_core;
@@ -28,5 +29,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(convert::encode_like_scheduler, module)?)?;
     #[cfg(target_os = "linux")]
     rings::add_to(module)?;
+    #[cfg(feature = "test-points")]
+    points::add_to(module)?;
     Ok(())
 }

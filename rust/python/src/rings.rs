@@ -19,7 +19,7 @@ use sparksched_ring::message::Message;
 use sparksched_ring::outbox::{BacklogLimits, SendError, TakenBack, Ticket};
 
 use crate::convert::StepOutputs;
-use crate::guard::catch_panics;
+use crate::guard::{catch_panics, enter};
 
 /// Messages above this are copied without the GIL.
 const LARGE_BYTES: usize = 256 << 10;
@@ -37,8 +37,11 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 #[pyfunction]
-fn note_fork() {
-    sparksched_ring::link::note_fork();
+fn note_fork() -> PyResult<()> {
+    enter("note_fork", || {
+        sparksched_ring::link::note_fork();
+        Ok(())
+    })
 }
 
 // ----------------------------------------------------------------------------------------
@@ -185,13 +188,11 @@ fn send_parts(
     call: impl Send + Sync + Fn(&[&[u8]]) -> Result<Ticket, SendError>,
 ) -> PyResult<Result<Ticket, SendError>> {
     let is_large = parts.iter().map(|part| part.len()).sum::<usize>() > LARGE_BYTES;
-    catch_panics(|| {
-        let sent = if is_large { py.detach(|| call(parts)) } else { call(parts) };
-        match sent {
-            Err(SendError::Unsendable(error)) => Err(PyValueError::new_err(error.to_string())),
-            sent => Ok(sent),
-        }
-    })?
+    let sent = if is_large { py.detach(|| call(parts)) } else { call(parts) };
+    match sent {
+        Err(SendError::Unsendable(error)) => Err(PyValueError::new_err(error.to_string())),
+        sent => Ok(sent),
+    }
 }
 
 // ----------------------------------------------------------------------------------------
@@ -226,26 +227,27 @@ impl PyEngineRings {
         max_backlog_bytes: usize,
         stuck_after_s: f64,
     ) -> PyResult<Self> {
-        let stuck_after = seconds("stuck_after_s", stuck_after_s)?;
-        let backlog = BacklogLimits {
-            idle_bytes: max_idle_backlog_bytes,
-            patience: stuck_after,
-            max_bytes: max_backlog_bytes,
-        };
-        let options = EngineOptions {
-            num_clients,
-            ring_bytes,
-            backlog,
-            stuck_after,
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-        };
-        let rings = catch_panics(|| EngineRings::listen(name, options).map_err(connection_error))??;
-        Ok(Self { rings })
+        enter("EngineRings.__new__", || {
+            let stuck_after = seconds("stuck_after_s", stuck_after_s)?;
+            let backlog = BacklogLimits {
+                idle_bytes: max_idle_backlog_bytes,
+                patience: stuck_after,
+                max_bytes: max_backlog_bytes,
+            };
+            let options = EngineOptions {
+                num_clients,
+                ring_bytes,
+                backlog,
+                stuck_after,
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+            };
+            Ok(Self { rings: EngineRings::listen(name, options).map_err(connection_error)? })
+        })
     }
 
     #[getter]
-    fn name(&self) -> &str {
-        self.rings.name()
+    fn name(&self) -> PyResult<&str> {
+        enter("EngineRings.name", || Ok(self.rings.name()))
     }
 
     #[pyo3(signature = (*, timeout_s = None))]
@@ -254,33 +256,36 @@ impl PyEngineRings {
         py: Python<'py>,
         timeout_s: Option<f64>,
     ) -> PyResult<Bound<'py, PyList>> {
-        let timeout = timeout_s.map(|timeout_s| seconds("timeout_s", timeout_s)).transpose()?;
-        catch_panics(|| {
+        enter("EngineRings.receive", || {
+            let timeout = timeout_s.map(|timeout_s| seconds("timeout_s", timeout_s)).transpose()?;
             let events = py.detach(|| self.rings.receive(timeout));
             let list = PyList::empty(py);
             for event in &events {
                 list.append(engine_event(py, event)?)?;
             }
             Ok(list)
-        })?
+        })
     }
 
-    fn interrupt(&self) {
-        self.rings.interrupt();
+    fn interrupt(&self) -> PyResult<()> {
+        enter("EngineRings.interrupt", || {
+            self.rings.interrupt();
+            Ok(())
+        })
     }
 
-    fn is_attached(&self, client: u32) -> bool {
-        self.rings.link(client).is_some()
+    fn is_attached(&self, client: u32) -> PyResult<bool> {
+        enter("EngineRings.is_attached", || Ok(self.rings.link(client).is_some()))
     }
 
     #[getter]
-    fn is_deserted(&self) -> bool {
-        self.rings.is_deserted()
+    fn is_deserted(&self) -> PyResult<bool> {
+        enter("EngineRings.is_deserted", || Ok(self.rings.is_deserted()))
     }
 
     #[getter]
-    fn is_closed(&self) -> bool {
-        self.rings.is_closed()
+    fn is_closed(&self) -> PyResult<bool> {
+        enter("EngineRings.is_closed", || Ok(self.rings.is_closed()))
     }
 
     #[pyo3(signature = (client, kind, frames, *, regardless = false))]
@@ -292,15 +297,17 @@ impl PyEngineRings {
         frames: &Bound<'_, PyAny>,
         regardless: bool,
     ) -> PyResult<bool> {
-        let link = self.link(client)?;
-        let sent = send(py, frames, |frames| {
-            if regardless {
-                link.send(kind, frames, true)
-            } else {
-                link.send_in_order(kind, frames)
-            }
-        })?;
-        Ok(has_room(link, sent))
+        enter("EngineRings.send", || {
+            let link = self.link(client)?;
+            let sent = send(py, frames, |frames| {
+                if regardless {
+                    link.send(kind, frames, true)
+                } else {
+                    link.send_in_order(kind, frames)
+                }
+            })?;
+            Ok(has_room(link, sent))
+        })
     }
 
     fn send_outputs(
@@ -310,18 +317,21 @@ impl PyEngineRings {
         kind: u8,
         outputs: &mut StepOutputs,
     ) -> PyResult<bool> {
-        let link = self.link(client)?;
-        let sent = outputs.read_frames(py, |message, buffers| {
-            let buffers: Vec<_> = buffers.into_iter().map(Frame::read).collect::<PyResult<_>>()?;
-            let parts: Vec<&[u8]> =
-                std::iter::once(message).chain(buffers.iter().map(Frame::bytes)).collect();
-            send_parts(py, &parts, |parts| link.send_in_order(kind, parts))
-        })?;
-        Ok(has_room(link, sent))
+        enter("EngineRings.send_outputs", || {
+            let link = self.link(client)?;
+            let sent = outputs.read_frames(py, |message, buffers| {
+                let buffers: Vec<_> =
+                    buffers.into_iter().map(Frame::read).collect::<PyResult<_>>()?;
+                let parts: Vec<&[u8]> =
+                    std::iter::once(message).chain(buffers.iter().map(Frame::bytes)).collect();
+                send_parts(py, &parts, |parts| link.send_in_order(kind, parts))
+            })?;
+            Ok(has_room(link, sent))
+        })
     }
 
     fn backlog_bytes(&self, client: u32) -> PyResult<usize> {
-        Ok(self.link(client)?.backlog_bytes())
+        enter("EngineRings.backlog_bytes", || Ok(self.link(client)?.backlog_bytes()))
     }
 
     #[pyo3(signature = (client, *, max_bytes))]
@@ -331,30 +341,36 @@ impl PyEngineRings {
         client: u32,
         max_bytes: usize,
     ) -> PyResult<Bound<'py, PyList>> {
-        let list = PyList::empty(py);
-        for TakenBack { kind, frames, .. } in self.link(client)?.take_back_newest(max_bytes) {
-            list.append(message_event(py, client, &Message { kind, frames })?)?;
-        }
-        Ok(list)
+        enter("EngineRings.take_back_newest", || {
+            let list = PyList::empty(py);
+            for TakenBack { kind, frames, .. } in self.link(client)?.take_back_newest(max_bytes) {
+                list.append(message_event(py, client, &Message { kind, frames })?)?;
+            }
+            Ok(list)
+        })
     }
 
     fn unblock(&self, client: u32) -> PyResult<()> {
-        self.link(client)?.unblock();
-        Ok(())
+        enter("EngineRings.unblock", || {
+            self.link(client)?.unblock();
+            Ok(())
+        })
     }
 
     fn hang_up(&self, client: u32) -> PyResult<()> {
-        self.link(client)?.hang_up();
-        Ok(())
+        enter("EngineRings.hang_up", || {
+            self.link(client)?.hang_up();
+            Ok(())
+        })
     }
 
     #[pyo3(signature = (*, linger_s = 0.0))]
     fn close(&self, py: Python<'_>, linger_s: f64) -> PyResult<()> {
-        let linger = seconds("linger_s", linger_s)?;
-        catch_panics(|| {
+        enter("EngineRings.close", || {
+            let linger = seconds("linger_s", linger_s)?;
             py.detach(|| self.rings.close(linger));
             Ok(())
-        })?
+        })
     }
 }
 
@@ -381,6 +397,19 @@ struct PyClientRings {
     client_index: u32,
 }
 
+impl PyClientRings {
+    /// Runs a call that uses the link. A panic in it ends the link, for nobody knows what it has left
+    /// in the rings: the engine hears a goodbye, and all that is in flight fails.
+    fn linked<T>(
+        &self,
+        entry: &'static str,
+        call: impl FnOnce(&Link) -> PyResult<T>,
+    ) -> PyResult<T> {
+        let link = self.rings.link();
+        catch_panics(entry, || call(link)).inspect_err(|_| link.hang_up())?
+    }
+}
+
 #[pymethods]
 impl PyClientRings {
     #[new]
@@ -392,36 +421,36 @@ impl PyClientRings {
         max_backlog_bytes: usize,
         stuck_after_s: f64,
     ) -> PyResult<Self> {
-        let options = ClientOptions {
-            client_index,
-            max_backlog_bytes,
-            stuck_after: seconds("stuck_after_s", stuck_after_s)?,
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-        };
-        let rings = catch_panics(|| {
-            py.detach(|| ClientRings::connect(name, options)).map_err(connection_error)
-        })??;
-        Ok(Self { rings, client_index })
+        enter("ClientRings.__new__", || {
+            let options = ClientOptions {
+                client_index,
+                max_backlog_bytes,
+                stuck_after: seconds("stuck_after_s", stuck_after_s)?,
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+            };
+            let connected = py.detach(|| ClientRings::connect(name, options));
+            Ok(Self { rings: connected.map_err(connection_error)?, client_index })
+        })
     }
 
     #[getter]
-    fn ring_bytes(&self) -> usize {
-        self.rings.link().ring_bytes()
+    fn ring_bytes(&self) -> PyResult<usize> {
+        enter("ClientRings.ring_bytes", || Ok(self.rings.link().ring_bytes()))
     }
 
     #[getter]
-    fn engine_pid(&self) -> i32 {
-        self.rings.link().peer_pid()
+    fn engine_pid(&self) -> PyResult<i32> {
+        enter("ClientRings.engine_pid", || Ok(self.rings.link().peer_pid()))
     }
 
-    fn fileno(&self) -> i32 {
-        self.rings.event_fd().as_raw_fd()
+    fn fileno(&self) -> PyResult<i32> {
+        enter("ClientRings.fileno", || Ok(self.rings.event_fd().as_raw_fd()))
     }
 
     #[pyo3(signature = (*, max_messages = 64))]
     fn receive<'py>(&self, py: Python<'py>, max_messages: usize) -> PyResult<Bound<'py, PyList>> {
-        catch_panics(|| {
-            let events = if self.rings.link().readable_bytes() > LARGE_BYTES {
+        self.linked("ClientRings.receive", |link| {
+            let events = if link.readable_bytes() > LARGE_BYTES {
                 py.detach(|| self.rings.receive(max_messages))
             } else {
                 self.rings.receive(max_messages)
@@ -431,14 +460,16 @@ impl PyClientRings {
                 list.append(link_event(py, self.client_index, event)?)?;
             }
             Ok(list)
-        })?
+        })
     }
 
     #[pyo3(signature = (timeout_s = None))]
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<()> {
-        let timeout = timeout_s.map(|timeout_s| seconds("timeout_s", timeout_s)).transpose()?;
-        py.detach(|| self.rings.wait(timeout));
-        py.check_signals()
+        self.linked("ClientRings.wait", |_| {
+            let timeout = timeout_s.map(|timeout_s| seconds("timeout_s", timeout_s)).transpose()?;
+            py.detach(|| self.rings.wait(timeout));
+            py.check_signals()
+        })
     }
 
     #[pyo3(signature = (kind, frames, *, regardless = false))]
@@ -449,38 +480,41 @@ impl PyClientRings {
         frames: &Bound<'_, PyAny>,
         regardless: bool,
     ) -> PyResult<Option<Ticket>> {
-        let link = self.rings.link();
-        match send(py, frames, |frames| link.send(kind, frames, regardless))? {
-            Ok(ticket) => Ok(Some(ticket)),
-            Err(SendError::Full) => Ok(None),
-            Err(error) => {
-                if matches!(error, SendError::Corrupt(_)) {
-                    link.hang_up();
+        self.linked("ClientRings.send", |link| {
+            match send(py, frames, |frames| link.send(kind, frames, regardless))? {
+                Ok(ticket) => Ok(Some(ticket)),
+                Err(SendError::Full) => Ok(None),
+                Err(error) => {
+                    if matches!(error, SendError::Corrupt(_)) {
+                        link.hang_up();
+                    }
+                    Err(PyConnectionError::new_err(error.to_string()))
                 }
-                Err(PyConnectionError::new_err(error.to_string()))
             }
-        }
+        })
     }
 
-    fn sent_before(&self) -> Ticket {
-        self.rings.link().sent_before()
+    fn sent_before(&self) -> PyResult<Ticket> {
+        self.linked("ClientRings.sent_before", |link| Ok(link.sent_before()))
     }
 
-    fn take_back(&self, ticket: Ticket) -> bool {
-        self.rings.link().take_back(ticket).is_some()
+    fn take_back(&self, ticket: Ticket) -> PyResult<bool> {
+        self.linked("ClientRings.take_back", |link| Ok(link.take_back(ticket).is_some()))
     }
 
     #[getter]
-    fn stuck_for_s(&self) -> Option<f64> {
-        self.rings.link().stuck_for().map(|silence| silence.as_secs_f64())
+    fn stuck_for_s(&self) -> PyResult<Option<f64>> {
+        enter("ClientRings.stuck_for_s", || {
+            Ok(self.rings.link().stuck_for().map(|silence| silence.as_secs_f64()))
+        })
     }
 
     #[pyo3(signature = (*, linger_s = 0.0))]
     fn close(&self, py: Python<'_>, linger_s: f64) -> PyResult<()> {
-        let linger = seconds("linger_s", linger_s)?;
-        catch_panics(|| {
+        self.linked("ClientRings.close", |_| {
+            let linger = seconds("linger_s", linger_s)?;
             py.detach(|| self.rings.close(linger));
             Ok(())
-        })?
+        })
     }
 }

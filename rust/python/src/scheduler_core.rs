@@ -16,7 +16,7 @@ use crate::convert::{
     self, EncoderStep, OtherStats, RareOutputs, SchedulerOutputBuilder, StepExtras,
 };
 use crate::entries::{Entries, Entry};
-use crate::guard::{Guard, catch_panics};
+use crate::guard::{Guard, catch_panics, enter};
 use crate::hasher::ExtraKeysReader;
 use crate::hooks::{Callbacks, PyHooks};
 use crate::kv_transfer::{KvTransfer, LoadFailures, LoadReport};
@@ -70,45 +70,49 @@ impl SchedulerCore {
         include_finished_set: bool,
     ) -> PyResult<Self> {
         let py = config.py();
-        let uses_mrope = config.as_any().get_item("uses_mrope")?.extract()?;
-        let scheduler = catch_panics(|| {
-            Scheduler::new(scheduler_config(config)?)
-                .map_err(|error| PyValueError::new_err(error.to_string()))
-        })??;
-        let digest_len = scheduler.config().hasher.as_ref().map(BlockHasher::digest_len);
-        Ok(Self {
-            scheduler,
-            entries: Entries::default(),
-            scheduler_output_builder: SchedulerOutputBuilder::import(py, uses_mrope)?,
-            output_writer: OutputWriter::import(py)?,
-            callbacks: Callbacks { accept_tokens, validate_tokens, next_turn, encoder_inputs },
-            extra_keys: ExtraKeysReader(extra_keys),
-            block_observer: BlockObserver(block_observer),
-            kv_transfer: KvTransfer::new(py, kv_transfer, digest_len)?,
-            guard: Guard::default(),
-            places: PyDict::new(py).unbind(),
-            requests: PyDict::new(py).unbind(),
-            finished_req_ids: PySet::empty(py)?.unbind(),
-            finished_by_client: include_finished_set.then(|| PyDict::new(py).unbind()),
-            preempted_req_ids: PySet::empty(py)?.unbind(),
-            grammar_errors: PyDict::new(py).unbind(),
-            outputs: Vec::new(),
+        enter("SchedulerCore.__new__", || {
+            let uses_mrope = config.as_any().get_item("uses_mrope")?.extract()?;
+            let scheduler = Scheduler::new(scheduler_config(config)?)
+                .map_err(|error| PyValueError::new_err(error.to_string()))?;
+            let digest_len = scheduler.config().hasher.as_ref().map(BlockHasher::digest_len);
+            Ok(Self {
+                scheduler,
+                entries: Entries::default(),
+                scheduler_output_builder: SchedulerOutputBuilder::import(py, uses_mrope)?,
+                output_writer: OutputWriter::import(py)?,
+                callbacks: Callbacks { accept_tokens, validate_tokens, next_turn, encoder_inputs },
+                extra_keys: ExtraKeysReader(extra_keys),
+                block_observer: BlockObserver(block_observer),
+                kv_transfer: KvTransfer::new(py, kv_transfer, digest_len)?,
+                guard: Guard::default(),
+                places: PyDict::new(py).unbind(),
+                requests: PyDict::new(py).unbind(),
+                finished_req_ids: PySet::empty(py)?.unbind(),
+                finished_by_client: include_finished_set.then(|| PyDict::new(py).unbind()),
+                preempted_req_ids: PySet::empty(py)?.unbind(),
+                grammar_errors: PyDict::new(py).unbind(),
+                outputs: Vec::new(),
+            })
         })
     }
 
     fn set_none_hash(&mut self, none_hash: &[u8]) -> PyResult<()> {
-        let is_valid = self.scheduler.set_none_hash(none_hash);
-        let error = || PyValueError::new_err("NONE_HASH is longer than 32 bytes");
-        is_valid.then_some(()).ok_or_else(error)
+        self.stopping("SchedulerCore.set_none_hash", |this| {
+            let is_valid = this.scheduler.set_none_hash(none_hash);
+            let error = || PyValueError::new_err("NONE_HASH is longer than 32 bytes");
+            is_valid.then_some(()).ok_or_else(error)
+        })
     }
 
     fn add_request(&mut self, request: &Bound<'_, PyAny>, now: f64) -> PyResult<()> {
-        self.guarded(|this| this.do_add_request(request, now))
+        self.guarded("SchedulerCore.add_request", |this| this.do_add_request(request, now))
     }
 
     fn is_waiting_for_input(&self, request_id: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let request = self.place(request_id)?.and_then(|index| self.scheduler.get(index));
-        Ok(request.is_some_and(|it| it.status() == RequestStatus::WaitingForInput))
+        enter("SchedulerCore.is_waiting_for_input", || {
+            let request = self.place(request_id)?.and_then(|index| self.scheduler.get(index));
+            Ok(request.is_some_and(|it| it.status() == RequestStatus::WaitingForInput))
+        })
     }
 
     fn continue_session(
@@ -116,7 +120,9 @@ impl SchedulerCore {
         request_id: &Bound<'_, PyAny>,
         continue_session: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        self.guarded(|this| this.do_continue_session(request_id, continue_session))
+        self.guarded("SchedulerCore.continue_session", |this| {
+            this.do_continue_session(request_id, continue_session)
+        })
     }
 
     fn schedule<'py>(
@@ -125,7 +131,7 @@ impl SchedulerCore {
         throttle_prefills: bool,
         now: f64,
     ) -> PyResult<Bound<'py, PyAny>> {
-        self.guarded(|this| this.do_schedule(py, throttle_prefills, now))
+        self.guarded("SchedulerCore.schedule", |this| this.do_schedule(py, throttle_prefills, now))
     }
 
     fn decide<'py>(
@@ -134,21 +140,23 @@ impl SchedulerCore {
         throttle_prefills: bool,
         now: f64,
     ) -> PyResult<Bound<'py, PyAny>> {
-        self.guarded(|this| this.do_decide(py, throttle_prefills, now))
+        self.guarded("SchedulerCore.decide", |this| this.do_decide(py, throttle_prefills, now))
     }
 
     fn update_after_schedule(&mut self, scheduler_output: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.guarded(|this| {
+        self.guarded("SchedulerCore.update_after_schedule", |this| {
             this.scheduler.update_after_schedule();
             convert::set_structured_output_flags(scheduler_output, this.scheduler.step())
         })
     }
 
     fn block_ids<'py>(&self, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
-        let place = self.place(request_id)?;
-        let unknown = || PyValueError::new_err(format!("there is no request {request_id}"));
-        let request = place.and_then(|index| self.scheduler.get(index)).ok_or_else(unknown)?;
-        convert::all_block_ids(request_id.py(), request)
+        enter("SchedulerCore.block_ids", || {
+            let place = self.place(request_id)?;
+            let unknown = || PyValueError::new_err(format!("there is no request {request_id}"));
+            let request = place.and_then(|index| self.scheduler.get(index)).ok_or_else(unknown)?;
+            convert::all_block_ids(request_id.py(), request)
+        })
     }
 
     fn update_from_output<'py>(
@@ -156,7 +164,9 @@ impl SchedulerCore {
         scheduler_output: &Bound<'py, PyAny>,
         model_runner_output: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        self.guarded(|this| this.do_update_from_output(scheduler_output, model_runner_output))
+        self.guarded("SchedulerCore.update_from_output", |this| {
+            this.do_update_from_output(scheduler_output, model_runner_output)
+        })
     }
 
     fn update_draft_token_ids(
@@ -164,7 +174,9 @@ impl SchedulerCore {
         request_ids: &Bound<'_, PyList>,
         draft_token_ids: &Bound<'_, PyList>,
     ) -> PyResult<()> {
-        self.guarded(|this| this.do_update_draft_token_ids(request_ids, draft_token_ids))
+        self.guarded("SchedulerCore.update_draft_token_ids", |this| {
+            this.do_update_draft_token_ids(request_ids, draft_token_ids)
+        })
     }
 
     fn valid_drafts<'py>(
@@ -172,7 +184,7 @@ impl SchedulerCore {
         request_id: &Bound<'py, PyAny>,
         draft_token_ids: Bound<'py, PyList>,
     ) -> PyResult<Option<Bound<'py, PyList>>> {
-        self.guarded(|this| {
+        self.guarded("SchedulerCore.valid_drafts", |this| {
             let place = this.place(request_id)?;
             place.map(|index| this.without_invalid_drafts(index, draft_token_ids)).transpose()
         })
@@ -184,17 +196,22 @@ impl SchedulerCore {
         status: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
         if self.guard.is_broken() && request_ids.is_none() {
-            return self.finish_all_when_broken(status);
+            return enter("SchedulerCore.finish_requests", || self.finish_all_when_broken(status));
         }
-        self.guarded(|this| this.do_finish_requests(request_ids, status))
+        self.guarded("SchedulerCore.finish_requests", |this| {
+            this.do_finish_requests(request_ids, status)
+        })
     }
 
-    fn encode_outputs_for(&mut self, client_index: i64, encode_part: Py<PyAny>) {
-        self.output_writer.encode_for(client_index, encode_part);
+    fn encode_outputs_for(&mut self, client_index: i64, encode_part: Py<PyAny>) -> PyResult<()> {
+        self.stopping("SchedulerCore.encode_outputs_for", |this| {
+            this.output_writer.encode_for(client_index, encode_part);
+            Ok(())
+        })
     }
 
     fn preempt_running(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
-        self.guarded(|this| {
+        self.guarded("SchedulerCore.preempt_running", |this| {
             let (scheduler, mut hooks) = this.split(py);
             let preempted = scheduler.preempt_running(now, &mut hooks);
             for index in this.or_stop(preempted)? {
@@ -206,7 +223,7 @@ impl SchedulerCore {
     }
 
     fn reset_prefix_cache(&mut self, py: Python<'_>) -> PyResult<bool> {
-        self.guarded(|this| {
+        self.guarded("SchedulerCore.reset_prefix_cache", |this| {
             let reset = this.scheduler.reset_prefix_cache();
             this.show_journal(py)?;
             Ok(reset)
@@ -214,10 +231,159 @@ impl SchedulerCore {
     }
 
     fn make_stats<'py>(&mut self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.stopping("SchedulerCore.make_stats", |this| this.do_make_stats(py))
+    }
+
+    fn has_requests(&self, py: Python<'_>) -> PyResult<bool> {
+        enter("SchedulerCore.has_requests", || {
+            // The engine asks before each step and before it sleeps: one that can't go on ends at
+            // once, and not with the next request that comes.
+            self.guard.check()?;
+            Ok(self.is_unfinished() || self.has_ends_to_tell(py))
+        })
+    }
+
+    fn has_unfinished_requests(&self) -> PyResult<bool> {
+        enter("SchedulerCore.has_unfinished_requests", || Ok(self.is_unfinished()))
+    }
+
+    fn has_finished_requests(&self, py: Python<'_>) -> PyResult<bool> {
+        enter("SchedulerCore.has_finished_requests", || Ok(self.has_ends_to_tell(py)))
+    }
+
+    fn num_unfinished_requests(&self) -> PyResult<usize> {
+        enter("SchedulerCore.num_unfinished_requests", || {
+            Ok(self.scheduler.num_unfinished_requests())
+        })
+    }
+
+    fn request_counts(&self) -> PyResult<(usize, usize)> {
+        enter("SchedulerCore.request_counts", || {
+            Ok((self.scheduler.running().len(), self.scheduler.num_waiting()))
+        })
+    }
+
+    fn running_requests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        enter("SchedulerCore.running_requests", || {
+            self.requests_at(py, self.scheduler.running().iter().copied())
+        })
+    }
+
+    fn waiting_requests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        enter("SchedulerCore.waiting_requests", || {
+            self.requests_at(py, self.scheduler.waiting().into_iter())
+        })
+    }
+
+    fn kv_cache_usage<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        enter("SchedulerCore.kv_cache_usage", || {
+            Ok(convert::kv_cache_usage(py, self.scheduler.kv_cache().pool().usage()))
+        })
+    }
+
+    fn num_used_blocks(&self) -> PyResult<u32> {
+        enter("SchedulerCore.num_used_blocks", || {
+            let pool = self.scheduler.kv_cache().pool();
+            Ok(pool.num_blocks() - 1 - pool.num_free())
+        })
+    }
+
+    fn pause_state(&self) -> PyResult<u8> {
+        enter("SchedulerCore.pause_state", || {
+            Ok(match self.scheduler.pause_state() {
+                PauseState::Unpaused => 0,
+                PauseState::PausedNew => 1,
+                PauseState::PausedAll => 2,
+            })
+        })
+    }
+
+    fn set_pause_state(&mut self, state: u8) -> PyResult<()> {
+        self.stopping("SchedulerCore.set_pause_state", |this| {
+            this.scheduler.set_pause_state(match state {
+                0 => PauseState::Unpaused,
+                1 => PauseState::PausedNew,
+                2 => PauseState::PausedAll,
+                other => return Err(PyValueError::new_err(format!("unknown pause state {other}"))),
+            });
+            Ok(())
+        })
+    }
+
+    fn structured_output_request_ids<'py>(
+        &self,
+        request_ids: &Bound<'py, PyDict>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        enter("SchedulerCore.structured_output_request_ids", || {
+            let ids = PyList::empty(request_ids.py());
+            for (id, _) in request_ids {
+                let request = self.place(&id)?.and_then(|index| self.scheduler.get(index));
+                if request.is_some_and(|it| it.use_structured_output() && !it.is_prefill_chunk()) {
+                    ids.append(id)?;
+                }
+            }
+            Ok(ids)
+        })
+    }
+
+    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        enter("SchedulerCore.snapshot", || {
+            let requests = PyDict::new(py);
+            for (id, _) in self.requests.bind(py) {
+                let index = self.place(&id)?.expect("each request has a place");
+                let request = self.entries.get(index).request.bind(py);
+                let state = self.scheduler.request(index);
+                requests.set_item(id, snapshot::request_snapshot(request, state)?)?;
+            }
+            snapshot::snapshot(py, &self.scheduler, &self.entries, requests)
+        })
+    }
+
+    fn check_invariants(&mut self) -> PyResult<()> {
+        self.guarded("SchedulerCore.check_invariants", |this| {
+            this.scheduler.check_invariants();
+            Ok(())
+        })
+    }
+}
+
+impl SchedulerCore {
+    /// Runs a call that changes state; if it ends in the middle, no other will follow.
+    fn guarded<T>(
+        &mut self,
+        entry: &'static str,
+        call: impl FnOnce(&mut Self) -> PyResult<T>,
+    ) -> PyResult<T> {
+        self.guard.check()?;
+        self.stopping(entry, call)
+    }
+
+    /// As [`Self::guarded`], but also after a call that ended in the middle.
+    fn stopping<T>(
+        &mut self,
+        entry: &'static str,
+        call: impl FnOnce(&mut Self) -> PyResult<T>,
+    ) -> PyResult<T> {
+        let called = catch_panics(entry, || call(self));
+        self.or_stop(called)?
+    }
+
+    /// Whether a request has work to do in the current pause state.
+    fn is_unfinished(&self) -> bool {
+        self.scheduler.num_unfinished_requests() > 0
+    }
+
+    /// Whether the model runner has to be told of ends, or a KV connector keeps blocks.
+    fn has_ends_to_tell(&self, py: Python<'_>) -> bool {
+        // Requests that are kept until their blocks are sent need steps in which they are.
+        !self.finished_req_ids.bind(py).is_empty() || self.scheduler.num_kept_requests() > 0
+    }
+
+    fn do_make_stats<'py>(&mut self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         if !self.scheduler.config().log_stats {
             return Ok(None);
         }
-        let stats = catch_panics(|| Ok(self.scheduler.take_stats()))??;
+        let stats = self.scheduler.take_stats();
         let others = OtherStats {
             evictions: self.block_observer.evictions(py)?,
             cudagraph: None,
@@ -227,115 +393,14 @@ impl SchedulerCore {
         types.scheduler_stats(py, &stats, &others).map(Some)
     }
 
-    fn has_requests(&self, py: Python<'_>) -> bool {
-        self.has_unfinished_requests() || self.has_finished_requests(py)
-    }
-
-    fn has_unfinished_requests(&self) -> bool {
-        self.scheduler.num_unfinished_requests() > 0
-    }
-
-    fn has_finished_requests(&self, py: Python<'_>) -> bool {
-        // Requests that are kept until their blocks are sent need steps in which they are.
-        !self.finished_req_ids.bind(py).is_empty() || self.scheduler.num_kept_requests() > 0
-    }
-
-    fn num_unfinished_requests(&self) -> usize {
-        self.scheduler.num_unfinished_requests()
-    }
-
-    fn request_counts(&self) -> (usize, usize) {
-        (self.scheduler.running().len(), self.scheduler.num_waiting())
-    }
-
-    fn running_requests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.requests_at(py, self.scheduler.running().iter().copied())
-    }
-
-    fn waiting_requests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.requests_at(py, self.scheduler.waiting().into_iter())
-    }
-
-    fn kv_cache_usage<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-        convert::kv_cache_usage(py, self.scheduler.kv_cache().pool().usage())
-    }
-
-    fn num_used_blocks(&self) -> u32 {
-        let pool = self.scheduler.kv_cache().pool();
-        pool.num_blocks() - 1 - pool.num_free()
-    }
-
-    fn pause_state(&self) -> u8 {
-        match self.scheduler.pause_state() {
-            PauseState::Unpaused => 0,
-            PauseState::PausedNew => 1,
-            PauseState::PausedAll => 2,
-        }
-    }
-
-    fn set_pause_state(&mut self, state: u8) -> PyResult<()> {
-        self.scheduler.set_pause_state(match state {
-            0 => PauseState::Unpaused,
-            1 => PauseState::PausedNew,
-            2 => PauseState::PausedAll,
-            other => return Err(PyValueError::new_err(format!("unknown pause state {other}"))),
-        });
-        Ok(())
-    }
-
-    fn structured_output_request_ids<'py>(
-        &self,
-        request_ids: &Bound<'py, PyDict>,
-    ) -> PyResult<Bound<'py, PyList>> {
-        let ids = PyList::empty(request_ids.py());
-        for (id, _) in request_ids {
-            let request = self.place(&id)?.and_then(|index| self.scheduler.get(index));
-            if request.is_some_and(|it| it.use_structured_output() && !it.is_prefill_chunk()) {
-                ids.append(id)?;
-            }
-        }
-        Ok(ids)
-    }
-
-    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        catch_panics(|| {
-            let requests = PyDict::new(py);
-            for (id, _) in self.requests.bind(py) {
-                let index = self.place(&id)?.expect("each request has a place");
-                let request = self.entries.get(index).request.bind(py);
-                let state = self.scheduler.request(index);
-                requests.set_item(id, snapshot::request_snapshot(request, state)?)?;
-            }
-            snapshot::snapshot(py, &self.scheduler, &self.entries, requests)
-        })?
-    }
-
-    fn check_invariants(&mut self) -> PyResult<()> {
-        self.guarded(|this| {
-            this.scheduler.check_invariants();
-            Ok(())
-        })
-    }
-}
-
-impl SchedulerCore {
-    /// Runs a call that changes state; if it ends in the middle, no other will follow.
-    fn guarded<T>(&mut self, call: impl FnOnce(&mut Self) -> PyResult<T>) -> PyResult<T> {
-        self.guard.check()?;
-        let called = catch_panics(|| call(self));
-        self.or_stop(called)?
-    }
-
     /// The `Request` objects at these places.
     fn requests_at<'py>(
         &self,
         py: Python<'py>,
         places: impl Iterator<Item = RequestIndex>,
     ) -> PyResult<Bound<'py, PyList>> {
-        catch_panics(|| {
-            let requests: Vec<_> = places.map(|it| &self.entries.get(it).request).collect();
-            PyList::new(py, requests)
-        })?
+        let requests: Vec<_> = places.map(|it| &self.entries.get(it).request).collect();
+        PyList::new(py, requests)
     }
 
     fn place(&self, id: &Bound<'_, PyAny>) -> PyResult<Option<RequestIndex>> {

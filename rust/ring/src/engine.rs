@@ -125,6 +125,14 @@ impl Door for EngineDoor {
     }
 }
 
+/// What a link to a new client needs of the system.
+struct Memory {
+    segment: Segment,
+    segment_fd: OwnedFd,
+    /// What the client waits for.
+    event: OwnedFd,
+}
+
 impl Shared {
     fn admit(&self, peer: Peer) -> Result<Arc<Link>, HandshakeError> {
         let hello = handshake::hear(&peer, &self.options.version)?;
@@ -141,7 +149,10 @@ impl Shared {
             return Err(refuse(format!("client {client} is here already")));
         }
         let link = self
-            .share_memory(peer)
+            .make_memory()
+            // It may lack here what was there when the engine started: the client is told.
+            .map_err(|error| refuse(error.to_string()))
+            .and_then(|memory| self.share_memory(memory, peer))
             .and_then(|link| self.place(place, client, link))
             .inspect_err(|_| place.is_taken.store(false, Relaxed))?;
         crate::points::reach("attached");
@@ -163,13 +174,18 @@ impl Shared {
         Ok(link)
     }
 
-    fn share_memory(&self, peer: Peer) -> Result<Link, HandshakeError> {
-        let EngineOptions { ring_bytes, backlog, .. } = self.options;
-        let (segment, segment_fd) = Segment::create(ring_bytes)?;
+    fn make_memory(&self) -> Result<Memory, HandshakeError> {
+        let (segment, segment_fd) = Segment::create(self.options.ring_bytes)?;
         let event =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|error| {
                 HandshakeError::System { what: "an eventfd can't be made", source: error.into() }
             })?;
+        Ok(Memory { segment, segment_fd, event })
+    }
+
+    fn share_memory(&self, memory: Memory, peer: Peer) -> Result<Link, HandshakeError> {
+        let EngineOptions { ring_bytes, backlog, .. } = self.options;
+        let Memory { segment, segment_fd, event } = memory;
         let bell = Arc::clone(&self.bell);
         let link = Link::new(Side::Engine, segment, bell, event, peer, backlog);
         let descriptors = Descriptors {

@@ -14,9 +14,9 @@ use std::time::Duration;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg,
-    socket_with,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    recvmsg, sendmsg, socket_with,
 };
 use rustix::process::{Pid, PidfdFlags, geteuid, pidfd_open};
 
@@ -252,7 +252,7 @@ fn receive_packet(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Vec<OwnedFd>), Han
     })
     .map_err(system("the peer can't be read from"))?;
     packet.truncate(received.bytes);
-    let descriptors = ancillary
+    let descriptors: Vec<_> = ancillary
         .drain()
         .flat_map(|message| match message {
             RecvAncillaryMessage::ScmRights(rights) => rights.collect::<Vec<_>>(),
@@ -261,6 +261,10 @@ fn receive_packet(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Vec<OwnedFd>), Han
         .collect();
     if packet.is_empty() {
         return Err(system("the peer hung up")(Errno::CONNRESET));
+    }
+    // The kernel drops descriptors for which the process has no room, and says no more than this.
+    if received.flags.contains(ReturnFlags::CTRUNC) && descriptors.len() < NUM_DESCRIPTORS {
+        return Err(system("the peer's descriptors can't be received")(Errno::MFILE));
     }
     Ok((packet, descriptors))
 }

@@ -5,6 +5,7 @@
 //! this process runs, and looks when each peer last said so.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,19 +32,24 @@ pub(crate) trait Door: Send {
 pub(crate) struct Mailbox {
     /// Readable when there is something in the mailbox.
     nudge: OwnedFd,
-    links: Mutex<Vec<Arc<Link>>>,
+    /// None once nobody watches any more.
+    links: Mutex<Option<Vec<Arc<Link>>>>,
     stop: AtomicBool,
 }
 
 impl Mailbox {
     fn new() -> std::io::Result<Self> {
         let nudge = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { nudge, links: Mutex::default(), stop: AtomicBool::new(false) })
+        let links = Mutex::new(Some(Vec::new()));
+        Ok(Self { nudge, links, stop: AtomicBool::new(false) })
     }
 
     /// Has a link watched from now on.
     pub(crate) fn deliver(&self, link: Arc<Link>) {
-        self.links.lock().unwrap_or_else(PoisonError::into_inner).push(link);
+        match self.links.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            Some(links) => links.push(link),
+            None => link.hang_up(),
+        }
         self.nudge();
     }
 
@@ -54,7 +60,14 @@ impl Mailbox {
 
     fn empty(&self) -> Vec<Arc<Link>> {
         let _ = rustix::io::read(&self.nudge, &mut [0; 8]);
-        std::mem::take(&mut *self.links.lock().unwrap_or_else(PoisonError::into_inner))
+        let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        links.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// Hangs up on what is in the mailbox, and on what comes later.
+    fn refuse(&self) {
+        let links = self.links.lock().unwrap_or_else(PoisonError::into_inner).take();
+        links.into_iter().flatten().for_each(|link| link.hang_up());
     }
 }
 
@@ -102,7 +115,7 @@ impl Watcher {
         };
         let thread = std::thread::Builder::new()
             .name("sparksched-watch".to_owned())
-            .spawn(move || round.repeat())?;
+            .spawn(move || round.watch())?;
         Ok(Self { mailbox, thread: Some(thread), forks: noted_forks() })
     }
 
@@ -117,7 +130,7 @@ impl Watcher {
         // Ordered by the system calls on the eventfd.
         self.mailbox.stop.store(true, Relaxed);
         self.mailbox.nudge();
-        // It has no way to panic but a bug, of which the panic hook has told.
+        // It catches its panics.
         let _ = thread.join();
     }
 }
@@ -139,11 +152,22 @@ struct Round {
 }
 
 impl Round {
-    fn repeat(mut self) {
+    /// Watches until it is stopped. After a panic, which is a bug, nobody would learn of a death
+    /// any more: then the links end at once, and what is in flight on them fails.
+    fn watch(mut self) {
+        let watched = catch_unwind(AssertUnwindSafe(|| self.repeat()));
+        if watched.is_err() {
+            self.mailbox.refuse();
+            self.watched.iter().for_each(|it| it.link.hang_up());
+        }
+    }
+
+    fn repeat(&mut self) {
         let interval = Duration::from_millis(MAX_BEAT_INTERVAL_MS).min(self.stuck_after / 4);
         let mut last_round_ms = now_ms();
         loop {
             let (gone, knocks) = self.wait(interval);
+            crate::points::reach(crate::points::WATCHING);
             let new_links = self.mailbox.empty();
             if self.mailbox.stop.load(Relaxed) {
                 return;

@@ -12,9 +12,17 @@ use sparksched_core::{
 use sparksched_wire::{Output, RequestId};
 
 use super::{EngineOutputTypes, OtherStats, StepOutputs, token_ids};
+use crate::guard::enter;
 
 #[pyfunction]
 pub(crate) fn encode_like_scheduler(
+    outputs: &Bound<'_, PyAny>,
+    encode_part: &Bound<'_, PyAny>,
+) -> PyResult<(StepOutputs, usize)> {
+    enter("encode_like_scheduler", || encode(outputs, encode_part))
+}
+
+fn encode(
     outputs: &Bound<'_, PyAny>,
     encode_part: &Bound<'_, PyAny>,
 ) -> PyResult<(StepOutputs, usize)> {

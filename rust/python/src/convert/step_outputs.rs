@@ -8,6 +8,7 @@ use sparksched_core::SchedulerStats;
 use sparksched_wire::{Envelope, Message, Output, Stats};
 
 use super::{EngineOutputTypes, OtherStats};
+use crate::guard::enter;
 
 /// `scheduler_stats`: as the core knows them, until somebody wants to see or to change them.
 enum StatsField {
@@ -40,29 +41,26 @@ pub(crate) struct StepOutputs {
 impl StepOutputs {
     #[getter]
     fn scheduler_stats(&mut self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        // The caller may change what it gets.
-        if let StatsField::Core(stats) = &self.scheduler_stats {
-            let object = self.types.scheduler_stats(py, stats, &OtherStats::default())?;
-            self.scheduler_stats = StatsField::Object(object.unbind());
-        }
-        Ok(match &self.scheduler_stats {
-            StatsField::Object(stats) => Some(stats.clone_ref(py)),
-            _ => None,
+        enter("StepOutputs.scheduler_stats", || self.stats_object(py))
+    }
+
+    #[setter(scheduler_stats)]
+    fn assign_scheduler_stats(&mut self, stats: Option<Py<PyAny>>) -> PyResult<()> {
+        enter("StepOutputs.scheduler_stats=", || {
+            self.set_scheduler_stats(stats);
+            Ok(())
         })
     }
 
-    #[setter]
-    pub(crate) fn set_scheduler_stats(&mut self, stats: Option<Py<PyAny>>) {
-        self.scheduler_stats = stats.map_or(StatsField::None, StatsField::Object);
-    }
-
     fn frames<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.read_frames(py, |message, buffers| {
-            let frames = PyList::new(py, [PyBytes::new(py, message)])?;
-            for buffer in buffers {
-                frames.append(buffer)?;
-            }
-            Ok(frames)
+        enter("StepOutputs.frames", || {
+            self.read_frames(py, |message, buffers| {
+                let frames = PyList::new(py, [PyBytes::new(py, message)])?;
+                for buffer in buffers {
+                    frames.append(buffer)?;
+                }
+                Ok(frames)
+            })
         })
     }
 }
@@ -86,6 +84,23 @@ impl StepOutputs {
             finished_requests: None,
             weight_version: None,
         })
+    }
+
+    /// `scheduler_stats` as vLLM's object: the caller may change what it gets.
+    fn stats_object(&mut self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        if let StatsField::Core(stats) = &self.scheduler_stats {
+            let object = self.types.scheduler_stats(py, stats, &OtherStats::default())?;
+            self.scheduler_stats = StatsField::Object(object.unbind());
+        }
+        Ok(match &self.scheduler_stats {
+            StatsField::Object(stats) => Some(stats.clone_ref(py)),
+            _ => None,
+        })
+    }
+
+    /// Sets `scheduler_stats` to an object of vLLM's, or to nothing.
+    pub(crate) fn set_scheduler_stats(&mut self, stats: Option<Py<PyAny>>) {
+        self.scheduler_stats = stats.map_or(StatsField::None, StatsField::Object);
     }
 
     /// Adds what the core knows of a request.

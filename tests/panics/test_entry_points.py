@@ -1,0 +1,65 @@
+"""Each function of the extension that Python can call: a panic in it is an ordinary exception."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sparksched import _core
+from transport.engines import environment_with, forkserver, start_process
+
+from . import extension as points
+from .extension import entry_points
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def report_of(extension: Path, tmp_path: Path, module: str, function: str, *args: Any) -> Any:
+    """Run a function in a process that has the extension with points; return its report."""
+    ours, theirs = forkserver.Pipe()
+    log_path = tmp_path / "log"
+    process = start_process(
+        points.call, log_path, environment_with(), extension, module, function, *args, theirs
+    )
+    theirs.close()
+    try:
+        assert ours.poll(200), log_path.read_text()
+        return ours.recv()
+    except EOFError:
+        raise AssertionError(log_path.read_text()) from None
+    finally:
+        process.join(20)
+        process.kill()
+        process.join()
+
+
+def test_each_panic_is_an_ordinary_exception(extension: Path, tmp_path: Path) -> None:
+    called = report_of(extension, tmp_path, "panics.face", "call_all")
+    assert called == sorted(entry_points()), "a new entry point belongs into tests/panics/face.py"
+
+
+def test_the_sources_tell_all_entry_points() -> None:
+    """What else the classes have are fields that PyO3 reads and writes by itself."""
+    found = set()
+    for name, value in vars(_core).items():
+        if isinstance(value, type):
+            found |= {f"{name}.{method}" for method in methods_of(value)}
+        elif isinstance(value, Callable):  # type: ignore[arg-type]
+            found.add(name)
+    unknown = found - set(entry_points())
+    assert not unknown
+    assert len(found) > 50
+
+
+def methods_of(value: type) -> set[str]:
+    return {
+        name
+        for name, member in vars(value).items()
+        if callable(member) and (not name.startswith("__") or name == "__call__")
+    }
+
+
+@pytest.mark.parametrize("name", ["arm_panic", "disarm_panic"])
+def test_an_ordinary_extension_has_no_points(name: str) -> None:
+    assert not hasattr(_core, name)
+    assert b"a test wants a panic" not in Path(_core.__file__).read_bytes()

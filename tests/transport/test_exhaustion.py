@@ -1,0 +1,305 @@
+"""What the system may lack, at the start and later: who goes on how, and that nothing is left over.
+
+Full or missing file systems don't matter: shared memory is memfds, and sockets have abstract names.
+"""
+
+import ctypes
+import os
+import resource
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sparksched import _core
+from vllm.config import VllmConfig
+
+from .clients import front_end, run_async
+from .engines import (
+    STOP_TIMEOUT_S,
+    environment_with,
+    forkserver,
+    possessions,
+    running_engine,
+    start_process,
+    wait_until,
+)
+from .test_staying_on_zmq import check_that_it_works
+
+pytestmark = pytest.mark.timeout(180)
+
+RING_BYTES = 8 << 20
+SEGMENT_BYTES = 4096 + 2 * RING_BYTES
+NOBODY = 65534
+CLONE_NEWNS = 0x00020000
+NO_MEMORY = f"shared memory of {SEGMENT_BYTES} bytes can't be made: "
+
+
+@contextmanager
+def limit(which: int, value: int) -> Iterator[None]:
+    """Lower a limit of this process for a while."""
+    before = resource.getrlimit(which)
+    resource.setrlimit(which, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(which, before)
+
+
+def num_descriptors() -> int:
+    """Return the limit that leaves no room for another descriptor."""
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    return lowest_free
+
+
+def address_space_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def engine_rings(name: str = "") -> Any:
+    return _core.EngineRings(
+        name or f"exhaustion-{uuid.uuid4()}",
+        num_clients=2,
+        ring_bytes=RING_BYTES,
+        max_idle_backlog_bytes=1 << 20,
+        max_backlog_bytes=1 << 20,
+        stuck_after_s=10.0,
+    )
+
+
+def client_rings(name: str, index: int = 0) -> Any:
+    return _core.ClientRings(
+        name, client_index=index, max_backlog_bytes=1 << 20, stuck_after_s=10.0
+    )
+
+
+def run_in_a_process(function: Callable[..., None], log_path: Path, *args: Any) -> None:
+    """Run a function in a process of its own: limits are the whole process's."""
+    process = start_process(function, log_path, environment_with(), *args)
+    process.join(STOP_TIMEOUT_S)
+    exitcode = process.exitcode
+    process.kill()
+    process.join()
+    assert exitcode == 0, log_path.read_text()
+
+
+# ----------------------------------------------------------------------------------------
+# The rings alone: each call that can fail, one after the other
+# ----------------------------------------------------------------------------------------
+
+
+def until_there_are_enough(make: Callable[[], Any], texts: set[str]) -> None:
+    """Allow one descriptor more each time until it works.
+
+    Each failure says why, and leaves nothing; `texts` are all there are.
+    """
+    before = possessions(os.getpid())
+    reasons: set[str] = set()
+    for num_more in range(20):
+        with limit(resource.RLIMIT_NOFILE, num_descriptors() + num_more):
+            made = made_or_reason(make)
+        if not isinstance(made, str):
+            made.close()
+            assert reasons == texts
+            return
+        reason, _, error = made.rpartition(": ")
+        assert error == "Too many open files (os error 24)", made
+        reasons.add(reason)
+        wait_until(lambda: possessions(os.getpid()).is_within(before), what="for what is left")
+    raise AssertionError(reasons)
+
+
+def made_or_reason(make: Callable[[], Any]) -> Any:
+    while True:
+        try:
+            return make()
+        except ConnectionError as error:
+            # Until the engine has seen that the attempt before failed.
+            if "is here already" not in str(error):
+                return str(error)
+
+
+def check_engine_without_descriptors() -> None:
+    until_there_are_enough(
+        engine_rings,
+        {
+            f"shared memory of {SEGMENT_BYTES} bytes can't be made",
+            "a Unix socket can't be made",
+            "no thread to watch",
+        },
+    )
+
+
+def check_client_without_descriptors(name: str) -> None:
+    until_there_are_enough(
+        lambda: client_rings(name),
+        {
+            "a Unix socket can't be made",
+            "the peer's descriptors can't be received",
+            "no thread to watch",
+        },
+    )
+
+
+def test_an_engine_without_descriptors(tmp_path: Path) -> None:
+    run_in_a_process(check_engine_without_descriptors, tmp_path / "log")
+
+
+def test_a_client_without_descriptors(tmp_path: Path) -> None:
+    """Its engine isn't harmed: the client comes once it has what it needs, and another one does."""
+    engine = engine_rings()
+    run_in_a_process(check_client_without_descriptors, tmp_path / "log", engine.name)
+    client_rings(engine.name, index=1).close()
+    engine.close()
+
+
+def serve_without(what: str, name: str, connection: Any) -> None:
+    """Be an engine that lacks something when a client comes, and then has it."""
+    engine = engine_rings(name)
+    which, value = {
+        # For the client's socket and what tells of its process, and no more.
+        "descriptors": (resource.RLIMIT_NOFILE, num_descriptors() + 2),
+        "memory": (resource.RLIMIT_FSIZE, 1 << 20),
+    }[what]
+    with limit(which, value):
+        connection.send("limited")
+        connection.recv()
+    connection.send([type(it).__name__ + getattr(it, "reason", "") for it in engine.receive()])
+    connection.recv()
+    assert engine.is_attached(1)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("descriptors", f"the engine refuses: {NO_MEMORY}Too many open files (os error 24)"),
+        ("memory", f"the engine refuses: {NO_MEMORY}File too large (os error 27)"),
+    ],
+)
+def test_an_engine_that_has_no_more_when_a_client_comes(
+    what: str, reason: str, tmp_path: Path
+) -> None:
+    """The client is told, and stays on ZMQ; the engine goes on and takes the next."""
+    ours, theirs = forkserver.Pipe()
+    name = f"exhaustion-{uuid.uuid4()}"
+    process = start_process(serve_without, tmp_path / "log", environment_with(), what, name, theirs)
+    theirs.close()
+    try:
+        assert ours.poll(30), (tmp_path / "log").read_text()
+        assert ours.recv() == "limited"
+        with pytest.raises(ConnectionError) as error:
+            client_rings(name)
+        assert str(error.value) == reason
+        ours.send("go on")
+        assert ours.recv() == [f"RingRefused{reason}"]
+        client_rings(name, index=1).close()
+        ours.send("end")
+        process.join(STOP_TIMEOUT_S)
+        assert process.exitcode == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.join()
+
+
+def check_without_threads() -> None:
+    if os.geteuid() == 0:
+        os.setresuid(NOBODY, NOBODY, NOBODY)  # the limit doesn't hold for root
+    before = possessions(os.getpid())
+    with limit(resource.RLIMIT_NPROC, 0), pytest.raises(ConnectionError) as error:
+        engine_rings()
+    assert str(error.value) == (
+        "no thread to watch: Resource temporarily unavailable (os error 11)"
+    )
+    assert possessions(os.getpid()).is_within(before)
+
+
+def test_no_threads(tmp_path: Path) -> None:
+    run_in_a_process(check_without_threads, tmp_path / "log")
+
+
+def check_without_file_systems() -> None:
+    engine = engine_rings()
+    client_rings(engine.name).close()
+    for full in ("/dev/shm", "/tmp"):
+        with pytest.raises(OSError, match=r"No space left|Read-only"):
+            Path(full, "file").write_bytes(bytes(1 << 16))
+
+
+def run_without_file_systems() -> None:
+    assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0
+    for mount in (
+        "mount --make-rprivate /",
+        "mount -t tmpfs -o size=4k tmpfs /dev/shm",
+        "mount -t tmpfs -o ro tmpfs /tmp",
+    ):
+        subprocess.run(mount.split(), check=True)
+    check_without_file_systems()
+
+
+def can_mount() -> bool:
+    unshare = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/tmp"]
+    try:
+        return subprocess.run(unshare, check=False, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def test_full_and_read_only_file_systems(tmp_path: Path) -> None:
+    if not can_mount():
+        pytest.skip("this user can't mount file systems of its own")
+    run_in_a_process(run_without_file_systems, tmp_path / "log")
+
+
+# ----------------------------------------------------------------------------------------
+# Engines
+# ----------------------------------------------------------------------------------------
+
+
+def lack_descriptors() -> None:
+    _lack(resource.RLIMIT_NOFILE, num_descriptors)
+
+
+def lack_address_space() -> None:
+    _lack(resource.RLIMIT_AS, lambda: address_space_bytes() + RING_BYTES)
+
+
+def lack_file_size() -> None:
+    _lack(resource.RLIMIT_FSIZE, lambda: 1 << 20)
+
+
+def _lack(which: int, value: Callable[[], int]) -> None:
+    """Let there be none left in the moment when an engine makes its rings."""
+    make = _core.EngineRings
+
+    def make_limited(*args: Any, **kwargs: Any) -> Any:
+        with limit(which, value()):
+            return make(*args, **kwargs)
+
+    _core.EngineRings = make_limited  # type: ignore[assignment, misc]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (lack_descriptors, "Too many open files (os error 24)"),
+        (lack_address_space, "Cannot allocate memory (os error 12)"),
+        (lack_file_size, "File too large (os error 27)"),
+    ],
+)
+def test_an_engine_that_lacks_something_at_its_start(
+    prepare: Callable[[], None], reason: str, config: VllmConfig, logged: list[str]
+) -> None:
+    """It serves over ZMQ, and its clients' logs say why."""
+    with front_end(), running_engine(config, prepare=prepare) as engine:
+        run_async(check_that_it_works(config, engine))
+        assert possessions(engine.pid).num_mappings == 0
+        assert "sparksched-watch" not in thread_names(engine.pid)
+    assert logged == [f"INFO sparksched: messages to engine 0 go over ZMQ: {NO_MEMORY}{reason}"]
+
+
+def thread_names(pid: int) -> set[str]:
+    return {(it / "comm").read_text().strip() for it in Path(f"/proc/{pid}/task").iterdir()}
