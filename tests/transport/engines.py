@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -357,7 +357,9 @@ class Engine:
     def stop(self) -> None:
         """End the process, if it hasn't ended."""
         if self.process.is_alive():
-            self.signal(signal.SIGCONT)
+            # Its parent, the fork server, may just have seen it end, and this process not yet.
+            with suppress(ProcessLookupError):
+                self.signal(signal.SIGCONT)
             self.process.kill()
         self.process.join()
 
