@@ -91,7 +91,7 @@ ENGINE_CALLS: dict[str, Callable[[Any], object]] = {
     "send": lambda rings: rings.send(0, 0, [b"message"]),
     "send_outputs": lambda rings: rings.send_outputs(0, 0, step_outputs()),
     "backlog_bytes": lambda rings: rings.backlog_bytes(0),
-    "take_back": lambda rings: rings.take_back(0),
+    "take_back_newest": lambda rings: rings.take_back_newest(0, max_bytes=1),
     "unblock": lambda rings: rings.unblock(0),
     "hang_up": lambda rings: rings.hang_up(0),
     "close": lambda rings: rings.close(),
