@@ -1184,7 +1184,7 @@ fn reaches_max_tokens_in_flight(request: &Request) -> bool {
     let last_known = u64::from(request.num_computed_tokens) + 2;
     let limit =
         (request.num_prompt_tokens() as u64).saturating_add(request.stop_conditions().max_tokens);
-    placeholders > 0 && last_known - placeholders >= limit
+    placeholders > 0 && last_known >= limit.saturating_add(placeholders)
 }
 
 /// Adds a request's adapter to those of a step.

@@ -323,7 +323,9 @@ fn append_tokens(
             request.num_output_placeholders -= advance.num_new_tokens as u32;
         }
         if was_running {
-            let num_final = request.num_computed_tokens - request.num_output_placeholders;
+            // Below zero if a failed load has taken back tokens that other steps go on from.
+            let num_final =
+                request.num_computed_tokens.saturating_sub(request.num_output_placeholders);
             kv_cache.cache_blocks(request, num_final);
         }
     }
