@@ -111,7 +111,9 @@ class SchedulerCore:
     """The scheduler's state in Rust. `sparksched.scheduler.SparkScheduler` is its public face.
 
     Times are seconds of `time.monotonic`. After an internal error the methods that schedule, add or
-    end requests raise RuntimeError, but for `finish_requests(None, status)`.
+    end requests, and `has_requests`, raise RuntimeError, but for `finish_requests(None, status)`.
+    A panic in any function of this module is a RuntimeError that says where; one in a method that
+    changes state is an internal error.
     """
 
     def __new__(
@@ -234,7 +236,12 @@ class SchedulerCore:
         """Return `SchedulerStats`, or None if statistics are off."""
 
     def has_requests(self) -> bool:
-        """Return whether a step has anything to do or to tell."""
+        """Return whether a step has anything to do or to tell.
+
+        Raises:
+            RuntimeError: after an internal error, so that an engine ends that has nothing to do.
+
+        """
 
     def has_unfinished_requests(self) -> bool:
         """Return whether a request has work to do in the current pause state."""
@@ -465,7 +472,10 @@ class EngineRings:
 
 @final
 class ClientRings:
-    """A client's end of the rings to one engine. All methods may be called by any thread."""
+    """A client's end of the rings to one engine. All methods may be called by any thread.
+
+    After a panic in a method that uses the rings the link ends: `RingEnd` follows.
+    """
 
     def __new__(
         cls, name: str, *, client_index: int, max_backlog_bytes: int, stuck_after_s: float

@@ -291,7 +291,12 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         return self._core.has_finished_requests()
 
     def has_requests(self) -> bool:
-        """Return whether there is anything for a step to do or to tell."""
+        """Return whether there is anything for a step to do or to tell.
+
+        Raises:
+            RuntimeError: after an internal error: an engine that can't go on ends at once.
+
+        """
         if self._core.has_requests():
             return True
         return self.connector is not None and bool(self.connector.has_pending_push_work())

@@ -93,8 +93,14 @@ impl End {
         }
     }
 
-    fn take_back(&mut self, divisor: u64) {
-        let taken = self.link.take_back(|ticket| ticket.is_multiple_of(divisor));
+    /// One message, or the newest ones up to so many bytes.
+    fn take_back(&mut self, which: u8) {
+        let number = u64::from(which / 2);
+        let taken = if which.is_multiple_of(2) {
+            Vec::from_iter(self.link.take_back(self.link.sent_before() + number))
+        } else {
+            self.link.take_back_newest(16 * usize::from(which))
+        };
         for message in taken {
             let position = self.sent.iter().position(|(ticket, _)| *ticket == message.ticket);
             let (_, sent) = self.sent.remove(position.expect("sent, and not received")).unwrap();
@@ -143,7 +149,7 @@ impl End {
                 let flushed = self.link.flush();
                 assert!(!is_sound || flushed.is_ok(), "{flushed:?}");
             }
-            Act::TakeBack(divisor) => self.take_back(u64::from(*divisor).max(1)),
+            Act::TakeBack(which) => self.take_back(*which),
             Act::Beat { now_ms, interval_ms, since_ms, stuck_after_ms } => {
                 let stuck_after_ms = (*stuck_after_ms).into();
                 fuzzing::beat(&self.link, *now_ms, *interval_ms, *since_ms, stuck_after_ms);

@@ -1,7 +1,8 @@
 //! The memory that an engine and a client share, and the page with the engine's bell.
 //!
 //! Both are memfds: they have no name that could outlive their processes and need no mount. They are
-//! allocated up front and sealed against resizing, so touching them can't fail later.
+//! allocated up front, where a lack of memory is an error that can be told, and sealed against
+//! resizing, so touching them can't end in SIGBUS later.
 
 use std::any::Any;
 use std::mem::{offset_of, size_of};
@@ -15,7 +16,7 @@ use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat,
     memfd_create,
 };
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 
 use crate::bell::Bell;
 use crate::ring::{Line, Ring, RingHeader};
@@ -95,7 +96,8 @@ fn create(name: &str, bytes: usize) -> Result<OwnedFd, SegmentError> {
             Err(Errno::INVAL) => memfd_create(name, flags)?,
             other => other?,
         };
-        fallocate(&fd, FallocateFlags::empty(), 0, bytes as u64)?;
+        // A signal undoes what was allocated so far.
+        retry_on_intr(|| fallocate(&fd, FallocateFlags::empty(), 0, bytes as u64))?;
         fcntl_add_seals(&fd, SEALS)?;
         Ok(fd)
     };

@@ -10,7 +10,7 @@ fn all_of_a_segment_is_allocated_when_it_is_made() {
     for ring_bytes in [4096, 1 << 20, 8 << 20] {
         let (segment, fd) = Segment::create(ring_bytes).unwrap();
         let stat = fstat(&fd).unwrap();
-        assert!(usize::try_from(stat.st_size).unwrap() > 2 * segment.ring_bytes());
+        assert!(stat.st_size.cast_unsigned() > 2 * segment.ring_bytes() as u64);
         assert!(stat.st_blocks * 512 >= stat.st_size, "{} blocks", stat.st_blocks);
         // And nobody can take it away again.
         assert_eq!(ftruncate(&fd, 0), Err(Errno::PERM));
