@@ -101,6 +101,10 @@ test-other: build ## what can be checked against the release of vLLM that is not
 soak-engine: build ## very many requests, and nothing left of them: make soak-engine [REQUESTS=288000]
 	SPARKSCHED_SOAK_REQUESTS=$(or $(REQUESTS),288000) $(BIN)/pytest -s tests/transport/test_engine_soak.py
 
+.PHONY: slow-client
+slow-client: build ## a front end that reads nothing, or slowly: make slow-client [SECONDS=60]
+	SPARKSCHED_SLOW_CLIENT_S=$(SECONDS) $(BIN)/pytest -s tests/transport/test_slow_client.py
+
 .PHONY: overload
 overload: build ## a queue of large requests, and all of it aborted: make overload [REQUESTS=10000]
 	SPARKSCHED_OVERLOAD_REQUESTS=$(or $(REQUESTS),10000) $(BIN)/pytest -s tests/transport/test_overload.py
