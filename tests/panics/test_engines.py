@@ -122,6 +122,7 @@ CASES = [
     Case("SchedulerCore.finish_requests", an_abort, at_end=True),
     # Answers to utility calls fail, and the scheduler can't go on.
     Case("SchedulerCore.set_pause_state", calling("pause_scheduler", "keep", False)),
+    Case("SchedulerCore.set_pause_state", calling("pause_scheduler", "keep", False), at_end=True),
     Case("SchedulerCore.reset_prefix_cache", calling("reset_prefix_cache", False, False)),
     Case("SchedulerCore.preempt_running", calling("reset_prefix_cache", True, False)),
     # The way to the clients.

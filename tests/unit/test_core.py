@@ -904,7 +904,6 @@ CALLS_THAT_CHANGE_STATE: dict[str, Callable[[SchedulerCore], object]] = {
 }
 
 READS: dict[str, Callable[[SchedulerCore], object]] = {
-    "has_requests": lambda core: core.has_requests(),
     "has_unfinished_requests": lambda core: core.has_unfinished_requests(),
     "has_finished_requests": lambda core: core.has_finished_requests(),
     "num_unfinished_requests": lambda core: core.num_unfinished_requests(),
@@ -940,6 +939,18 @@ def test_broken_scheduler_can_be_read(
     if finishes_first:
         core.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     READS[read](core)
+
+
+@pytest.mark.parametrize("finishes_first", [False, True])
+def test_broken_scheduler_ends_its_engine(
+    finishes_first: bool, broken_core: tuple[SchedulerCore, list[Request]]
+) -> None:
+    """The engine's loop asks this before it sleeps: it would wait, broken, for the next request."""
+    core, _ = broken_core
+    if finishes_first:
+        core.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    with pytest.raises(RuntimeError, match=r"stopped after an earlier error.*out of grammar"):
+        core.has_requests()
 
 
 def test_broken_scheduler_gives_its_requests_back(
