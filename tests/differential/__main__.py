@@ -12,7 +12,7 @@ from tests.support import vllm_overlay
 
 def main() -> int:
     """Run scenarios until the first difference; return the process's exit status."""
-    from .runner import Coverage, SchedulersDiffer, run_scenario
+    from .runner import Coverage, ReferenceFailedError, SchedulersDiffer, run_scenario
     from .world import ALL_SETTINGS, CANDIDATES, NAMED_SETTINGS
 
     parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
@@ -28,10 +28,16 @@ def main() -> int:
     parser.add_argument(
         "--encoded", action="store_true", help="compare outputs as messages, byte for byte"
     )
+    parser.add_argument(
+        "--pass-over-failures",
+        action="store_true",
+        help="go on with the next scenario where vLLM itself fails, and count these",
+    )
     _add_vllm_argument(parser)
     arguments = parser.parse_args()
     names = [arguments.config] if arguments.config else list(NAMED_SETTINGS)
     coverage = Coverage()
+    num_failures = 0
     start = time.perf_counter()
     for seed in arguments.seeds:
         for name in names:
@@ -48,12 +54,17 @@ def main() -> int:
             except SchedulersDiffer as difference:
                 print(difference)
                 return 1
+            except ReferenceFailedError as failure:
+                if not arguments.pass_over_failures:
+                    raise
+                num_failures += 1
+                print(f"configuration {name}, seed {seed}: vLLM fails: {failure.__cause__!r}")
             except Exception:
                 print(f"configuration {name}, seed {seed}: the scenario itself failed")
                 raise
     for situation, count in sorted(coverage.items()):
         print(f"{count:9d}  {situation}")
-    num_scenarios = len(names) * len(arguments.seeds)
+    num_scenarios = len(names) * len(arguments.seeds) - num_failures
     print(f"{num_scenarios} scenarios without a difference, {time.perf_counter() - start:.1f} s")
     return 0
 

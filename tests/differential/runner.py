@@ -69,6 +69,10 @@ class SchedulersDiffer(AssertionError):
     """The candidate decided something else than vLLM; the message says where."""
 
 
+class ReferenceFailedError(Exception):
+    """vLLM itself failed, in the named call: nothing can be compared."""
+
+
 class Side:
     """One scheduler with everything that belongs to it."""
 
@@ -457,7 +461,10 @@ class LockstepEngine:
         self._clock.advance()
         self.operations.append(f"step {self.step_number}: {operation}")
         self._features.before_call(0)
-        reference = call(self.sides[0])
+        try:
+            reference = call(self.sides[0])
+        except Exception as error:
+            raise ReferenceFailedError(operation) from error
         self._features.before_call(1)
         try:
             candidate = call(self.sides[1])
