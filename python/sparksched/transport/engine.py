@@ -43,8 +43,10 @@ from sparksched.transport.offer import (
     MAX_SLOW_BACKLOG_BYTES,
     OUTPUTS,
     REQUEST_TYPES,
+    RUST_FRONT_END,
     Offer,
     host_identity,
+    why_no_rings,
     with_offer,
 )
 
@@ -178,8 +180,10 @@ def _one_at_a_time(call: patching.Function) -> patching.Function:
 def _offer_rings(
     engine: "EngineCoreProc", num_clients: int
 ) -> tuple["_core.EngineRings | None", Offer]:
-    reason = _why_not(engine)
+    reason = why_no_rings(engine.vllm_config.parallel_config)
     if reason is not None:
+        if reason == RUST_FRONT_END:  # which says nothing of it
+            logger.info("sparksched: messages of this engine go over ZMQ: %s", reason)
         return None, Offer(reason=reason)
     try:
         rings = _core.EngineRings(
@@ -193,21 +197,6 @@ def _offer_rings(
     except ConnectionError as error:
         return None, Offer(reason=str(error))
     return rings, Offer(name=rings.name, host=host_identity())
-
-
-def _why_not(engine: "EngineCoreProc") -> str | None:
-    """Return why this engine offers no rings, or None."""
-    if environment.transport() == "zmq":
-        return f"{environment.TRANSPORT}=zmq"
-    if not hasattr(_core, "EngineRings"):
-        return "this platform has no sealed shared memory; Linux has"
-    if vllm.envs.VLLM_USE_RUST_FRONTEND:
-        reason = "vLLM's Rust front end speaks ZMQ only"
-        logger.info("sparksched: messages of this engine go over ZMQ: %s", reason)
-        return reason
-    if engine.vllm_config.parallel_config.enable_elastic_ep:
-        return "elastic expert parallelism changes the set of engines"
-    return None
 
 
 # ----------------------------------------------------------------------------------------

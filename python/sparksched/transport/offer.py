@@ -4,12 +4,16 @@ import dataclasses
 import functools
 import os
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+import vllm.envs
 from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
 
-from sparksched import _core
+from sparksched import _core, environment
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
 
 if hasattr(_core, "note_fork"):
     os.register_at_fork(after_in_child=_core.note_fork)
@@ -38,6 +42,22 @@ REQUEST_TYPES: Final = {
     )
 }
 """Kinds of messages to an engine: the byte that vLLM sends as a frame of its own."""
+
+
+RUST_FRONT_END: Final = "vLLM's Rust front end speaks ZMQ only"
+
+
+def why_no_rings(parallel_config: "ParallelConfig") -> str | None:
+    """Return why an engine of this configuration offers no rings, or None."""
+    if environment.transport() == "zmq":
+        return f"{environment.TRANSPORT}=zmq"
+    if not hasattr(_core, "EngineRings"):
+        return "this platform has no sealed shared memory; Linux has"
+    if vllm.envs.VLLM_USE_RUST_FRONTEND:
+        return RUST_FRONT_END
+    if parallel_config.enable_elastic_ep:
+        return "elastic expert parallelism changes the set of engines"
+    return None
 
 
 class Offer(msgspec.Struct):

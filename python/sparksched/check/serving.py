@@ -1,0 +1,204 @@
+"""What a server with these arguments would be like: read from vLLM's own configuration of it."""
+
+import argparse
+import importlib.metadata
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+
+from sparksched import compat, environment
+from sparksched.check.finding import Finding, ok, problem, warning
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+BY_VLLM = "chosen by vLLM when it loads the model"
+FREE_SCHEDULER = "sparksched.scheduler.SparkScheduler"
+
+
+class ArgumentError(ValueError):
+    """vLLM doesn't take these arguments."""
+
+
+def findings(arguments: Sequence[str]) -> Iterator[Finding]:
+    """Build the configuration as `vllm serve` would, and look at it. Nothing is loaded.
+
+    Raises:
+        ArgumentError: if vLLM's parser refuses the arguments.
+
+    """
+    try:
+        config = _vllm_config(arguments)
+    except ArgumentError:
+        raise
+    except Exception as error:
+        yield problem("arguments", _first_line(error), "vLLM wouldn't start with them either")
+        return
+    yield _model(config)
+    yield _scheduler(config)
+    yield _transport(config)
+    yield _asynchronous(config)
+    yield _prompts(config)
+    yield _parallelism(config)
+    yield _graphs(config)
+    yield _backends(config)
+    yield _flashinfer()
+
+
+def _vllm_config(arguments: Sequence[str]) -> "VllmConfig":
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm")
+    serve = ServeSubcommand()
+    serve.subparser_init(parser.add_subparsers())
+    try:
+        parsed: argparse.Namespace = parser.parse_args([serve.name, *arguments])
+    except SystemExit:  # the parser has said why
+        raise ArgumentError from None
+    if parsed.model_tag is not None:
+        parsed.model = parsed.model_tag
+    return AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, pydantic.ValidationError):
+        return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _model(config: "VllmConfig") -> Finding:
+    model = config.model_config
+    quantization = model.quantization or "not quantized"
+    architectures = ", ".join(model.architectures)
+    length = f"{model.max_model_len:,} tokens"
+    return ok("model", f"{architectures}, {model.dtype}, {quantization}, up to {length}")
+
+
+def _scheduler(config: "VllmConfig") -> Finding:
+    topic = "scheduler"
+    chosen: Any = config.scheduler_config.scheduler_cls
+    if chosen not in (None, FREE_SCHEDULER) and config.diffusion_config is None:
+        return problem(topic, f"--scheduler-cls asks for {chosen}", "leave --scheduler-cls away")
+    unsupported = (
+        compat.unsupported_version()
+        or compat.unsupported_shapes()
+        or compat.unsupported_config(config)
+    )
+    if unsupported is None:
+        return ok(
+            topic,
+            "sparksched, in Rust, unless the model's KV cache says otherwise when it is loaded",
+        )
+    stock = compat.stock_scheduler_cls(config).__name__
+    would = "vLLM wouldn't start" if environment.is_strict() else f"vLLM's own {stock}"
+    return problem(topic, f"{would}: {unsupported.feature} is not supported", unsupported.reason)
+
+
+def _transport(config: "VllmConfig") -> Finding:
+    topic = "transport"
+    from sparksched.transport.offer import why_no_rings
+
+    reason = why_no_rings(config.parallel_config) or _why_no_memory()
+    if reason is None:
+        size = environment.ring_bytes() >> 20
+        return ok(topic, f"shared memory, 2 rings of {size} MiB for each API server and engine")
+    if environment.transport() == "shm":
+        return problem(
+            topic,
+            f"vLLM wouldn't start: {reason}",
+            f"{environment.TRANSPORT}=shm insists on shared memory; auto would use ZMQ",
+        )
+    if environment.transport() == "zmq":
+        return warning(topic, f"ZMQ: {reason}", "unset it for shared memory")
+    return warning(topic, f"ZMQ: {reason}", "messages cost more; all else stays as it is")
+
+
+def _why_no_memory() -> str | None:
+    """Make rings as an engine would, and drop them."""
+    from sparksched import _core
+
+    try:
+        _core.EngineRings(
+            f"sparksched-check-{uuid.uuid4()}",
+            num_clients=1,
+            ring_bytes=environment.ring_bytes(),
+            max_idle_backlog_bytes=0,
+            max_backlog_bytes=0,
+            stuck_after_s=environment.stuck_after_s(),
+        ).close()
+    except ConnectionError as error:
+        return str(error)
+    return None
+
+
+def _asynchronous(config: "VllmConfig") -> Finding:
+    topic = "scheduling"
+    if config.scheduler_config.async_scheduling:
+        return ok(topic, "asynchronous: a step is prepared while the GPU works on the one before")
+    return warning(
+        topic,
+        "synchronous: the GPU waits while a step is prepared",
+        "leave --no-async-scheduling away, unless something needs it",
+    )
+
+
+def _prompts(config: "VllmConfig") -> Finding:
+    scheduler = config.scheduler_config
+    caching = "on" if config.cache_config.enable_prefix_caching else "off"
+    chunks = "on" if scheduler.enable_chunked_prefill else "off"
+    return ok(
+        "prompts",
+        f"prefix caching {caching}, chunked prefill {chunks}, "
+        f"{scheduler.max_num_batched_tokens:,} tokens a step, "
+        f"{scheduler.max_num_seqs:,} requests at once",
+    )
+
+
+def _parallelism(config: "VllmConfig") -> Finding:
+    parallel = config.parallel_config
+    sizes = {
+        "tensor": parallel.tensor_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": parallel.data_parallel_size,
+    }
+    used = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ok("parallelism", ", ".join(used) or "one GPU")
+
+
+def _graphs(config: "VllmConfig") -> Finding:
+    topic = "CUDA graphs"
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return ok(topic, "none on a processor")
+    mode = config.compilation_config.cudagraph_mode
+    if config.model_config.enforce_eager or mode is None or mode.name == "NONE":
+        return warning(
+            topic,
+            "off: each step launches its kernels one by one",
+            "leave --enforce-eager away; the host is the limit without graphs",
+        )
+    return ok(topic, mode.name)
+
+
+def _backends(config: "VllmConfig") -> Finding:
+    attention = getattr(config.attention_config.backend, "name", BY_VLLM)
+    experts = getattr(getattr(config, "kernel_config", None), "moe_backend", "auto")
+    is_moe = config.model_config.is_moe
+    text = f"attention: {attention}"
+    if is_moe:
+        text += f"; experts: {BY_VLLM if experts == 'auto' else experts}"
+    return ok("back ends", text)
+
+
+def _flashinfer() -> Finding:
+    try:
+        version = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return ok("FlashInfer", "not installed: vLLM does without")
+    return ok("FlashInfer", version)

@@ -1,0 +1,23 @@
+"""The command `sparksched`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from sparksched.check import command as check
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that is named; return the process's exit status."""
+    parser = argparse.ArgumentParser(
+        prog="sparksched", description="Looks after sparksched, vLLM's scheduler in Rust."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check.add_to(commands)
+    parsed = parser.parse_args(arguments)
+    status: int = parsed.run(parsed)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""`sparksched check`, on machines of all kinds."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from engine.executor import write_model_directory
+from sparksched import _core, cli
+from sparksched.check import machine
+from sparksched.check.finding import Level
+
+COLUMNS = 80
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model_directory(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Any:
+    with mock.patch.dict(os.environ, {"VLLM_SCHEDULER": "sparksched"}):
+        for name in [it for it in os.environ if it.startswith("SPARKSCHED_")]:
+            del os.environ[name]
+        os.environ.pop("VLLM_PLUGINS", None)
+        yield
+
+
+def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit status, and the findings by topic: the worst of each."""
+    status = cli.main(["check", "--json", *arguments])
+    findings = json.loads(capsys.readouterr().out)
+    order = list(Level)
+    findings.sort(key=lambda finding: order.index(Level(finding["level"])))
+    return status, {finding["topic"]: finding for finding in findings}
+
+
+def test_a_model_that_is_scheduled(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = check(capsys, model, "--dtype=float32", "--max-num-seqs=7")
+    assert status == 0
+    assert found["scheduler"]["level"] == "ok"
+    assert found["scheduler"]["text"].startswith("sparksched, in Rust")
+    assert found["transport"]["text"].startswith("shared memory, 2 rings of 8 MiB")
+    assert "7 requests at once" in found["prompts"]["text"]
+    # On a machine without a GPU, and everything else said nevertheless.
+    assert found["GPU"]["level"] == "warning"
+    assert {"model", "CUDA graphs", "back ends"} <= set(found)
+    for finding in found.values():
+        assert bool(finding["advice"]) == (finding["level"] != "ok"), finding
+
+
+def test_without_a_model_the_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = check(capsys)
+    assert status == 0
+    assert "processors" in found
+    assert "scheduler" not in found
+
+
+def test_an_unsupported_version(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch("vllm.version.__version__", "0.31.5"):
+        status, found = check(capsys, model)
+    assert status == 1
+    assert found["vLLM"]["level"] == "problem"
+    assert "0.31.5" in found["vLLM"]["text"]
+    assert found["scheduler"]["level"] == "problem"
+
+
+def test_an_unsupported_configuration(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [model, "--dtype=float32", "--enable-prompt-embeds"]
+    status, found = check(capsys, *arguments)
+    assert status == 1
+    assert found["scheduler"]["level"] == "problem"
+    assert "Scheduler: prompt embedding input is not supported" in found["scheduler"]["text"]
+    with mock.patch.dict(os.environ, {"SPARKSCHED_STRICT": "1"}):
+        _, found = check(capsys, *arguments)
+    assert found["scheduler"]["text"].startswith("vLLM wouldn't start: ")
+
+
+def test_another_scheduler_class(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = check(capsys, model, "--scheduler-cls=other.Scheduler")
+    assert (status, found["scheduler"]["level"]) == (1, "problem")
+
+
+def test_a_configuration_that_vllm_refuses(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = check(capsys, model, "--max-model-len=99999999")
+    assert status == 1
+    assert "max_model_len" in found["arguments"]["text"]
+    assert "scheduler" not in found
+
+
+def test_arguments_that_vllm_does_not_know(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", model, "--no-such-argument"]) == 2
+    assert "--no-such-argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_SCHEDULER", "sparkshed"),
+        ("SPARKSCHED_STRICT", "maybe"),
+        ("SPARKSCHED_TRANSPORT", "tcp"),
+        ("SPARKSCHED_RING_MIB", "0"),
+        ("SPARKSCHED_STUCK_AFTER_S", "soon"),
+    ],
+)
+def test_wrong_variables(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.dict(os.environ, {name: value}):
+        status, found = check(capsys)
+    assert status == 1
+    assert f"{name}='{value}'" in found["environment"]["text"]
+
+
+def test_no_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.dict(os.environ):
+        del os.environ["VLLM_SCHEDULER"]
+        status, found = check(capsys)
+    assert (status, found["environment"]["level"]) == (0, "warning")
+
+
+def test_plugins_that_leave_it_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.dict(os.environ, {"VLLM_PLUGINS": "one,two"}):
+        status, found = check(capsys)
+    assert (status, found["plugin"]["level"]) == (1, "problem")
+
+
+def test_no_shared_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(_core, "EngineRings", side_effect=ConnectionError("no memory")):
+        status, found = check(capsys, model)
+        assert (status, found["transport"]["level"]) == (0, "warning")
+        assert found["transport"]["text"] == "ZMQ: no memory"
+        with mock.patch.dict(os.environ, {"SPARKSCHED_TRANSPORT": "shm"}):
+            status, found = check(capsys, model)
+        assert (status, found["transport"]["level"]) == (1, "problem")
+
+
+# ----------------------------------------------------------------------------------------
+# Containers
+# ----------------------------------------------------------------------------------------
+
+
+def test_a_container_with_few_processors(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    with mock.patch("os.sched_getaffinity", return_value=set(range(8))):
+        found = machine.processors(tmp_path)
+    assert found.level is Level.WARNING
+    assert found.text == "the container is allowed the time of 1.5"
+
+
+@pytest.mark.parametrize("content", ["max 100000\n", "nonsense", None])
+def test_a_container_with_all_processors(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "cpu.max").write_text(content)
+    with mock.patch("os.sched_getaffinity", return_value=set(range(8))):
+        found = machine.processors(tmp_path)
+    assert (found.level, found.text) == (Level.OK, "8 may be used")
+
+
+def test_an_old_container_with_few_processors(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("50000\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert machine.processors(tmp_path).text == "the container is allowed the time of 0.5"
+
+
+def test_a_container_with_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{2 << 30}\n")
+    found = machine.memory(tmp_path)
+    assert (found.level, found.text) == (Level.WARNING, "the container is allowed 2.0 GiB")
+
+
+# ----------------------------------------------------------------------------------------
+# What is printed
+# ----------------------------------------------------------------------------------------
+
+
+def run_command(stdout: int | None, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "sparksched.cli", "check", *arguments],
+        stdout=subprocess.PIPE if stdout is None else stdout,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"},
+    )
+
+
+def test_on_a_terminal(model: str) -> None:
+    terminal, end = pty.openpty()
+    with run_command(end, model, "--enable-prompt-embeds") as process:
+        os.close(end)
+        printed = b""
+        while chunk := _read(terminal):
+            printed += chunk
+    os.close(terminal)
+    assert process.returncode == 1
+    lines = printed.decode().splitlines()
+    assert any(ESCAPES.search(line) for line in lines)
+    assert all(len(ESCAPES.sub("", line)) <= COLUMNS for line in lines)
+    assert "sparksched would not schedule." in ESCAPES.sub("", lines[-1])
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # nobody is at the other end any more
+        return b""
+
+
+def test_piped(model: str) -> None:
+    with run_command(None, model, "--dtype=float32") as process:
+        printed, _ = process.communicate()
+    assert process.returncode == 0
+    assert not ESCAPES.search(printed)
+    # A line each, to be searched.
+    assert re.search(r"^ok +transport +shared memory, .* API server and engine$", printed, re.M)
+    assert printed.endswith("\nNothing keeps sparksched from scheduling.\n")
