@@ -10,6 +10,7 @@ STRICT = "SPARKSCHED_STRICT"
 TRANSPORT = "SPARKSCHED_TRANSPORT"
 RING_MIB = "SPARKSCHED_RING_MIB"
 STUCK_AFTER_S = "SPARKSCHED_STUCK_AFTER_S"
+FRONT_END = "SPARKSCHED_FRONT_END"
 
 Transport = Literal["auto", "shm", "zmq"]
 
@@ -65,6 +66,17 @@ def transport() -> Transport:
     raise ValueError(
         f"{TRANSPORT}={value!r} names no known transport; allowed are {_alternatives(_TRANSPORTS)}"
     )
+
+
+def replaces_front_end() -> bool:
+    """Whether API servers process outputs and metrics in our loop: `SPARKSCHED_FRONT_END`."""
+    value = os.environ.get(FRONT_END) or _SPARKSCHED
+    if value not in _KNOWN_SCHEDULERS:
+        raise ValueError(
+            f"{FRONT_END}={value!r} names no known front end; "
+            f"allowed are {_alternatives(_KNOWN_SCHEDULERS)}"
+        )
+    return value == _SPARKSCHED
 
 
 def ring_bytes() -> int:

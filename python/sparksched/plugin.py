@@ -35,13 +35,15 @@ def register() -> None:
     _select_scheduler()
     if compat.unsupported_version() is None:
         _replace_transport()
-        _replace_output_processing()
+        if environment.replaces_front_end():
+            _replace_output_processing()
 
 
 def _check_environment() -> None:
     """Report mistyped values here, not when they are needed."""
     environment.is_strict()
     environment.transport()
+    environment.replaces_front_end()
     environment.ring_bytes()
     environment.stuck_after_s()
 

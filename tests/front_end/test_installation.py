@@ -48,6 +48,14 @@ def test_the_plugin_replaces_the_functions_if_it_is_selected(selected: bool) -> 
     assert replaced() == [selected] * len(REPLACED)
 
 
+@pytest.mark.parametrize(("value", "expected"), [("vllm", False), ("sparksched", True), ("", True)])
+def test_a_user_may_keep_vllms(value: str, expected: bool) -> None:
+    os.environ["VLLM_SCHEDULER"] = "sparksched"
+    os.environ["SPARKSCHED_FRONT_END"] = value
+    plugin.register()
+    assert replaced() == [expected] * len(REPLACED)
+
+
 def test_another_version_of_vllm_keeps_its_own() -> None:
     os.environ["VLLM_SCHEDULER"] = "sparksched"
     with mock.patch("vllm.version.__version__", "0.34.0"):

@@ -107,6 +107,7 @@ def test_arguments_that_vllm_does_not_know(model: str, capsys: pytest.CaptureFix
         ("VLLM_SCHEDULER", "sparkshed"),
         ("SPARKSCHED_STRICT", "maybe"),
         ("SPARKSCHED_TRANSPORT", "tcp"),
+        ("SPARKSCHED_FRONT_END", "rust"),
         ("SPARKSCHED_RING_MIB", "0"),
         ("SPARKSCHED_STUCK_AFTER_S", "soon"),
     ],

@@ -44,6 +44,7 @@ def _variables() -> Iterator[Finding]:
         environment.is_selected,
         environment.is_strict,
         environment.transport,
+        environment.replaces_front_end,
         environment.ring_bytes,
         environment.stuck_after_s,
     )
