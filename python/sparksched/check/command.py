@@ -7,21 +7,22 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sparksched.check.finding import Finding, Level
+from sparksched.check.finding import ArgumentError, Finding, Level
 
-COLORS = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "red"}
+COLORS: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "red"}
 
-PIPED_WIDTH = 1000
+PIPED_WIDTH: Final = 1000
+"""Columns where there is no terminal."""
 
 DESCRIPTION = """\
 Says what would happen if vLLM were started here with sparksched, before anything heavy is started.
-Without a model: what the machine is like. The exit status is 0 if sparksched would schedule, 1 if
+Without a model: what the machine is like. The exit status is 0 if sparksched can schedule, 1 if
 something keeps it from that, and 2 if vLLM doesn't know the arguments."""
 
 
@@ -42,13 +43,11 @@ def run(parsed: argparse.Namespace) -> int:
     """Find out, show, and return the exit status."""
     # Before vLLM is imported: what it has to say at a start is not the question.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from sparksched.check import serving
-
     try:
         # Imports and vLLM itself print to the standard output.
         with contextlib.redirect_stdout(sys.stderr):
             findings = list(_findings(parsed.serve))
-    except serving.ArgumentError:
+    except ArgumentError:
         return 2
     if parsed.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
@@ -59,10 +58,16 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _findings(serve: list[str]) -> Iterator[Finding]:
-    from sparksched.check import machine, serving
+    from sparksched.check import machine
 
-    yield from machine.findings()
-    if serve:
+    can_go_on = True
+    for finding in machine.findings():
+        can_go_on &= finding.level is not Level.PROBLEM or finding.topic == "vLLM"
+        yield finding
+    # A configuration can't be built where vLLM wouldn't start.
+    if serve and can_go_on:
+        from sparksched.check import serving
+
         yield from serving.findings(serve)
 
 

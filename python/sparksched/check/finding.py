@@ -14,6 +14,10 @@ class Level(enum.StrEnum):
     """sparksched would not schedule, or vLLM would not start."""
 
 
+class ArgumentError(ValueError):
+    """vLLM doesn't take these arguments."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """What was found out about something."""

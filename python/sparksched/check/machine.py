@@ -1,6 +1,7 @@
 """What the machine and its software are like, whatever is to be served."""
 
 import importlib.metadata
+import importlib.util
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ CGROUP = Path("/sys/fs/cgroup")
 MIN_PROCESSORS = 2
 """One for the API server, one for the engine."""
 MIN_DESCRIPTORS = 4096
+RAISED_DESCRIPTORS = 65_535
+"""What vLLM raises the limit to if it is allowed to."""
 MIN_MEMORY_BYTES = 4 << 30
 
 
@@ -21,9 +24,11 @@ def findings() -> Iterator[Finding]:
     yield _extension()
     yield from _variables()
     yield _plugin()
-    yield _vllm()
-    yield _torch()
-    yield _gpu()
+    vllm = _vllm()
+    yield vllm
+    if importlib.util.find_spec("vllm") is not None:
+        yield _torch()
+        yield _gpu()
     yield processors(CGROUP)
     yield memory(CGROUP)
     yield _descriptors()
@@ -60,9 +65,10 @@ def _variables() -> Iterator[Finding]:
     if environment.is_selected():
         yield ok(topic, f"{environment.SCHEDULER}=sparksched")
     else:
+        state = "asks for vLLM" if environment.is_set() else "is not set"
         yield warning(
             topic,
-            f"{environment.SCHEDULER} is not set: vLLM's own scheduler would run",
+            f"{environment.SCHEDULER} {state}: vLLM's own scheduler would run",
             f"set {environment.SCHEDULER}=sparksched; all below is said as if it were set",
         )
 
@@ -82,8 +88,10 @@ def _plugin() -> Finding:
 
 def _vllm() -> Finding:
     topic = "vLLM"
-    from vllm.version import __version__
-
+    try:
+        from vllm.version import __version__
+    except ImportError as error:
+        return problem(topic, f"it can't be loaded: {error}", "install it beside sparksched")
     if releases.installed() in releases.SUPPORTED:
         return ok(topic, __version__)
     return problem(
@@ -176,11 +184,13 @@ def _memory_limit(cgroup: Path) -> int | None:
 
 def _descriptors() -> Finding:
     topic = "descriptors"
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or most >= RAISED_DESCRIPTORS:
+        limit = max(limit, RAISED_DESCRIPTORS) if limit != resource.RLIM_INFINITY else limit
     if limit != resource.RLIM_INFINITY and limit < MIN_DESCRIPTORS:
         return warning(
             topic,
             f"a process may open {limit:,} files and connections",
-            f"each stream takes one: ulimit -n {MIN_DESCRIPTORS * 16}",
+            f"each stream takes one: allow {RAISED_DESCRIPTORS:,}",
         )
     return ok(topic, "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}")

@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pydantic
 
 from sparksched import compat, environment
-from sparksched.check.finding import Finding, ok, problem, warning
+from sparksched.check.finding import ArgumentError, Finding, ok, problem, warning
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 BY_VLLM = "chosen by vLLM when it loads the model"
-FREE_SCHEDULER = "sparksched.scheduler.SparkScheduler"
-
-
-class ArgumentError(ValueError):
-    """vLLM doesn't take these arguments."""
+OURS = "sparksched.scheduler.SparkScheduler"
+"""What `--scheduler-cls` may ask for."""
 
 
 def findings(arguments: Sequence[str]) -> Iterator[Finding]:
@@ -82,7 +79,7 @@ def _model(config: "VllmConfig") -> Finding:
 def _scheduler(config: "VllmConfig") -> Finding:
     topic = "scheduler"
     chosen: Any = config.scheduler_config.scheduler_cls
-    if chosen not in (None, FREE_SCHEDULER) and config.diffusion_config is None:
+    if chosen not in (None, OURS) and config.diffusion_config is None:
         return problem(topic, f"--scheduler-cls asks for {chosen}", "leave --scheduler-cls away")
     unsupported = (
         compat.unsupported_version()

@@ -357,7 +357,7 @@ class _Channel:
         self._outputs_queue.put_nowait(error)
 
     def _give_up(self, error: Exception) -> None:
-        """End the link after an error of the rings themselves, which have hung up."""
+        """Deliver nothing more after an error of the rings themselves."""
         logger.error("sparksched: the rings to engine %d failed", self.rank, exc_info=error)
         self._resources.engine_dead = True
         self._fail(error)
@@ -423,6 +423,7 @@ class _AsyncChannel(_Channel):
         self._fileno = rings.fileno()
         # In the order of their tickets.
         self._waiting: collections.deque[_Waiting] = collections.deque()
+        self._num_outputs = 0
         self._max_messages = _MAX_MESSAGES
         self._observe_outputs: Callable[[Any, EngineCoreOutputs], Any] | None = getattr(
             type(client), "process_engine_outputs", None
@@ -459,9 +460,11 @@ class _AsyncChannel(_Channel):
             _run_now(self._observe_outputs(client, outputs))
         if outputs.outputs or outputs.scheduler_stats:
             self._outputs_queue.put_nowait(outputs)
-            # The next step's message will have about as many.
-            num_outputs = max(len(outputs.outputs), MAX_OUTPUTS // _MAX_MESSAGES)
-            self._max_messages = max(MAX_OUTPUTS // num_outputs, 1)
+            # The next steps' messages will have about as many. A short one among them, of an abort
+            # for example, says little.
+            self._num_outputs = max(len(outputs.outputs), self._num_outputs // 2)
+            max_messages = MAX_OUTPUTS // max(self._num_outputs, 1)
+            self._max_messages = min(max(max_messages, 1), _MAX_MESSAGES)
 
     def _deliver_utility_output(self, outputs: EngineCoreOutputs) -> None:
         from vllm.v1.engine.core_client import _process_utility_output

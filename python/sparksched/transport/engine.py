@@ -182,7 +182,7 @@ def _offer_rings(
 ) -> tuple["_core.EngineRings | None", Offer]:
     reason = why_no_rings(engine.vllm_config.parallel_config)
     if reason is not None:
-        if reason == RUST_FRONT_END:  # which says nothing of it
+        if reason == RUST_FRONT_END:  # it doesn't read offers, and logs no reason
             logger.info("sparksched: messages of this engine go over ZMQ: %s", reason)
         return None, Offer(reason=reason)
     try:
@@ -351,11 +351,14 @@ class _RingOutput:
     def _lose(self, client: int, frames: Any) -> None:
         """Drop a message that a client doesn't take; the engine's loop will fail its requests.
 
-        The rings accept nothing more for this client until `unblock`.
+        The rings accept nothing more for this client until `unblock`, which may have come between
+        the refusal and the lock: then there is nothing to lose.
         """
         state = self._clients[client]
         with state.lock:
             if state.lost is None:
+                if self._rings.send(client, OUTPUTS, frames):
+                    return
                 logger.warning(
                     "sparksched: API server %d takes no messages, or too slowly: %d MiB wait for "
                     "it; its requests fail, those of others go on",
@@ -375,9 +378,13 @@ class _RingOutput:
         with state.lock:
             assert state.lost is not None
             state.lost.update(request_ids)
-        threading.Thread(
+        thread = threading.Thread(
             target=self._run_drop, args=(client, state), name="RingDropThread", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # the process may have no more: seconds without a step are no end
+            self._run_drop(client, state)
 
     def _run_drop(self, client: int, state: "_ClientState") -> None:
         try:

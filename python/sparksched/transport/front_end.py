@@ -76,14 +76,16 @@ def _catching_up(original: patching.Function) -> patching.Function:
     def run_output_handler(self: "AsyncLLM") -> None:
         resources = getattr(self.engine_core, "resources", None)
         rings = getattr(resources, "sparksched_rings", None)
-        if rings is None or not rings.channels or _CHUNK_SIZE in os.environ:
+        # vLLM calls this with each request; it has something to do the first time.
+        starts = self.output_handler is None
+        if not starts or rings is None or not rings.channels or _CHUNK_SIZE in os.environ:
             original(self)
             return
         os.environ[_CHUNK_SIZE] = str(MAX_OUTPUTS)  # read by vLLM when it starts the loop
         try:
             original(self)
         finally:
-            del os.environ[_CHUNK_SIZE]
+            os.environ.pop(_CHUNK_SIZE, None)
 
     return run_output_handler
 

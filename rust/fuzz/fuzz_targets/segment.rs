@@ -112,8 +112,9 @@ impl End {
         self.link.has_events();
         assert!(self.link.readable_bytes() <= RING_BYTES);
         assert!(self.link.sent_before() <= self.num_tickets);
+        // Where something was forgotten, nothing waits, and not all was sent.
         let is_idle = self.link.sent_before() == self.num_tickets;
-        assert_eq!(is_idle, self.link.backlog_bytes() == 0);
+        assert!(!is_idle || self.link.backlog_bytes() == 0);
     }
 
     fn receive(&mut self, other: &mut Self, max_messages: usize, is_sound: bool) {

@@ -253,8 +253,8 @@ impl EngineRings {
         })
     }
 
-    /// How often there was something to receive that nobody had rung for within a second: a client
-    /// was stopped or died before it could. More often than that happens, a wake-up was lost.
+    /// How often a wait without a time limit found something to receive that nobody had rung for
+    /// within a second: a client was stopped or died before it could. Otherwise a wake-up was lost.
     #[must_use]
     pub fn num_rescues(&self) -> u64 {
         self.num_rescues.load(Relaxed)

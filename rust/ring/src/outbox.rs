@@ -100,6 +100,8 @@ pub struct Outbox {
     made_room_at: Instant,
     limits: BacklogLimits,
     next_ticket: Ticket,
+    /// The first of those that were dropped because nobody is left to read them.
+    first_forgotten: Option<Ticket>,
     next_sequence: u64,
     is_closed: bool,
 }
@@ -116,6 +118,7 @@ impl Outbox {
             made_room_at: Instant::now(),
             limits,
             next_ticket: 0,
+            first_forgotten: None,
             next_sequence: 0,
             is_closed: false,
         }
@@ -241,7 +244,8 @@ impl Outbox {
     /// All messages with lower tickets are in the ring, or were taken back.
     #[must_use]
     pub fn sent_before(&self) -> Ticket {
-        self.waiting.front().map_or(self.next_ticket, |message| message.ticket)
+        let waiting = self.waiting.front().map(|message| message.ticket);
+        self.first_forgotten.or(waiting).unwrap_or(self.next_ticket)
     }
 
     /// Whether nothing waits.
@@ -296,6 +300,8 @@ impl Outbox {
 
     /// Drops all that waits: nobody is left to read it.
     pub fn forget(&mut self) {
+        let first = self.waiting.front().map(|message| message.ticket);
+        self.first_forgotten = self.first_forgotten.or(first);
         self.waiting = VecDeque::new();
         self.waiting_bytes = 0;
     }

@@ -387,6 +387,7 @@ fn what_waits_for_a_client_that_is_gone_is_forgotten() {
         end.is_some()
     });
     assert_eq!(link.backlog_bytes(), 0);
+    assert!(link.sent_before() < 20, "what was forgotten was not sent");
     assert_eq!(link.send(0, &[&frame(20)], true), Err(SendError::Gone));
 }
 
