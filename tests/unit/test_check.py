@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 from engine.executor import write_model_directory
+from engine.harness import restored_vllm
 from sparksched import _core, cli
 from sparksched.check import machine
 from sparksched.check.finding import Level
@@ -27,7 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def _environment() -> Any:
-    with mock.patch.dict(os.environ, {"VLLM_SCHEDULER": "sparksched"}):
+    # To build a configuration loads vLLM's plugins, ours among them, and once only.
+    with restored_vllm(), mock.patch("vllm.plugins.plugins_loaded", False):
+        os.environ["VLLM_SCHEDULER"] = "sparksched"
         for name in [it for it in os.environ if it.startswith("SPARKSCHED_")]:
             del os.environ[name]
         os.environ.pop("VLLM_PLUGINS", None)
@@ -117,6 +120,19 @@ def test_wrong_variables(name: str, value: str, capsys: pytest.CaptureFixture[st
         status, found = check(capsys)
     assert status == 1
     assert f"{name}='{value}'" in found["environment"]["text"]
+
+
+def test_a_wrong_variable_is_named_with_a_model_too(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for scheduler in ("sparksched", ""):
+        with mock.patch.dict(
+            os.environ, {"VLLM_SCHEDULER": scheduler, "SPARKSCHED_TRANSPORT": "tcp"}
+        ):
+            status, found = check(capsys, model)
+        assert status == 1
+        assert "SPARKSCHED_TRANSPORT='tcp'" in found["environment"]["text"]
+        assert "scheduler" not in found
 
 
 def test_no_variable(capsys: pytest.CaptureFixture[str]) -> None:
