@@ -42,13 +42,15 @@ def first_unsupported(
     hash_block_size: int | None = None,
 ) -> Unsupported | None:
     """Return the first thing that keeps the native scheduler from running, else None."""
-    # In this order, because each check leans on what the one before it has established.
-    return (
-        unsupported_version()
-        or unsupported_shapes()
-        or unsupported_config(vllm_config)
-        or unsupported_kv_cache(kv_cache_config, block_size, hash_block_size, vllm_config)
+    return unsupported_before_loading(vllm_config) or unsupported_kv_cache(
+        kv_cache_config, block_size, hash_block_size, vllm_config
     )
+
+
+def unsupported_before_loading(vllm_config: "VllmConfig") -> Unsupported | None:
+    """Return what of it is known before the model is loaded, which its KV cache waits for."""
+    # In this order, because each check leans on what the one before it has established.
+    return unsupported_version() or unsupported_shapes() or unsupported_config(vllm_config)
 
 
 def refuse(problem: Unsupported) -> None:

@@ -2,8 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeVar
 
 SCHEDULER = "VLLM_SCHEDULER"
 STRICT = "SPARKSCHED_STRICT"
@@ -13,6 +13,8 @@ STUCK_AFTER_S = "SPARKSCHED_STUCK_AFTER_S"
 FRONT_END = "SPARKSCHED_FRONT_END"
 
 Transport = Literal["auto", "shm", "zmq"]
+
+_Value = TypeVar("_Value", bound=str)
 
 _VLLM = "vllm"
 _SPARKSCHED = "sparksched"
@@ -37,13 +39,7 @@ def is_set() -> bool:
 
 def is_selected() -> bool:
     """Whether `VLLM_SCHEDULER` asks for sparksched; unset and empty mean vLLM's own."""
-    value = os.environ.get(SCHEDULER) or _VLLM
-    if value not in _KNOWN_SCHEDULERS:
-        raise ValueError(
-            f"{SCHEDULER}={value!r} names no known scheduler; "
-            f"allowed are {_alternatives(_KNOWN_SCHEDULERS)}"
-        )
-    return value == _SPARKSCHED
+    return _choice(SCHEDULER, "scheduler", _KNOWN_SCHEDULERS, _VLLM) == _SPARKSCHED
 
 
 def is_strict() -> bool:
@@ -59,24 +55,12 @@ def is_strict() -> bool:
 
 def transport() -> Transport:
     """How `SPARKSCHED_TRANSPORT` wants API server and engine to talk: `auto` if it doesn't say."""
-    value = os.environ.get(TRANSPORT) or "auto"
-    for known in _TRANSPORTS:
-        if value == known:
-            return known
-    raise ValueError(
-        f"{TRANSPORT}={value!r} names no known transport; allowed are {_alternatives(_TRANSPORTS)}"
-    )
+    return _choice(TRANSPORT, "transport", _TRANSPORTS, "auto")
 
 
 def replaces_front_end() -> bool:
     """Whether API servers process outputs and metrics in our loop: `SPARKSCHED_FRONT_END`."""
-    value = os.environ.get(FRONT_END) or _SPARKSCHED
-    if value not in _KNOWN_SCHEDULERS:
-        raise ValueError(
-            f"{FRONT_END}={value!r} names no known front end; "
-            f"allowed are {_alternatives(_KNOWN_SCHEDULERS)}"
-        )
-    return value == _SPARKSCHED
+    return _choice(FRONT_END, "front end", _KNOWN_SCHEDULERS, _SPARKSCHED) == _SPARKSCHED
 
 
 def ring_bytes() -> int:
@@ -101,6 +85,17 @@ def stuck_after_s() -> float:
             f"from {_MIN_STUCK_AFTER_S:g} to {_MAX_STUCK_AFTER_S:g}"
         )
     return seconds
+
+
+def _choice(name: str, what: str, allowed: Sequence[_Value], default: _Value) -> _Value:
+    """Return the value of a variable that is one of a few; unset and empty mean the default."""
+    value = os.environ.get(name) or default
+    for known in allowed:
+        if value == known:
+            return known
+    raise ValueError(
+        f"{name}={value!r} names no known {what}; allowed are {_alternatives(allowed)}"
+    )
 
 
 def _alternatives(values: Iterable[str]) -> str:

@@ -111,7 +111,7 @@ def _preferring_spark_scheduler(
 ) -> patching.Function:
     @functools.wraps(vllm_choice)
     def get_scheduler_cls(self: "SchedulerConfig") -> type[Any]:
-        if not _chooses_spark_scheduler(self.scheduler_cls):
+        if not chooses_spark_scheduler(self.scheduler_cls):
             _report_other_choice(self.scheduler_cls)
             return vllm_choice(self)
         # Before the import: under another vLLM it may fail for want of a name.
@@ -126,7 +126,8 @@ def _preferring_spark_scheduler(
     return get_scheduler_cls
 
 
-def _chooses_spark_scheduler(scheduler_cls: str | type[Any] | None) -> bool:
+def chooses_spark_scheduler(scheduler_cls: str | type[Any] | None) -> bool:
+    """Return whether `--scheduler-cls` leaves the choice to sparksched, or asks for it."""
     if isinstance(scheduler_cls, type):
         scheduler_cls = f"{scheduler_cls.__module__}.{scheduler_cls.__qualname__}"
     return scheduler_cls in (None, _SPARK_SCHEDULER)

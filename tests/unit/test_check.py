@@ -34,6 +34,8 @@ def _environment() -> Any:
         for name in [it for it in os.environ if it.startswith("SPARKSCHED_")]:
             del os.environ[name]
         os.environ.pop("VLLM_PLUGINS", None)
+        # The command quietens a vLLM that it is the first to import; here others use it later.
+        os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
         yield
 
 

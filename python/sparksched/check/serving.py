@@ -4,19 +4,17 @@ import argparse
 import importlib.metadata
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pydantic
 
-from sparksched import compat, environment
+from sparksched import compat, environment, plugin
 from sparksched.check.finding import ArgumentError, Finding, ok, problem, warning
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 BY_VLLM = "chosen by vLLM when it loads the model"
-OURS = "sparksched.scheduler.SparkScheduler"
-"""What `--scheduler-cls` may ask for."""
 
 
 def findings(arguments: Sequence[str]) -> Iterator[Finding]:
@@ -78,14 +76,10 @@ def _model(config: "VllmConfig") -> Finding:
 
 def _scheduler(config: "VllmConfig") -> Finding:
     topic = "scheduler"
-    chosen: Any = config.scheduler_config.scheduler_cls
-    if chosen not in (None, OURS) and config.diffusion_config is None:
+    chosen = config.scheduler_config.scheduler_cls
+    if not plugin.chooses_spark_scheduler(chosen) and config.diffusion_config is None:
         return problem(topic, f"--scheduler-cls asks for {chosen}", "leave --scheduler-cls away")
-    unsupported = (
-        compat.unsupported_version()
-        or compat.unsupported_shapes()
-        or compat.unsupported_config(config)
-    )
+    unsupported = compat.unsupported_before_loading(config)
     if unsupported is None:
         return ok(
             topic,
