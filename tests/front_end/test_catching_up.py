@@ -26,6 +26,7 @@ from .test_turns import new_request
 CHUNK_SIZE = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
 NUM_STREAMS = 300  # more than vLLM processes in one go
 NUM_STEPS = 8
+LONG_AGO, NOT_YET = 1.0, 1e12  # on the monotonic clock
 NAMES = [f"stream-{index}" for index in range(NUM_STREAMS)]
 
 # ----------------------------------------------------------------------------------------
@@ -108,8 +109,8 @@ class StubClient:
         self.utility_results: dict[int, Any] = {}
 
 
-async def outputs_by_turn(num_messages: int, num_outputs: int) -> list[int]:
-    """Return how many outputs were handed over in each turn that handed over any."""
+async def outputs_by_turn(num_messages: int, num_outputs: int, timestamp: float) -> dict[int, int]:
+    """Return how many outputs were handed over in each turn that handed over any, by its number."""
     rings = _core.EngineRings(
         f"sparksched-{uuid.uuid4()}",
         num_clients=1,
@@ -125,7 +126,7 @@ async def outputs_by_turn(num_messages: int, num_outputs: int) -> list[int]:
         _core.ClientRings(rings.name, client_index=0, max_backlog_bytes=1 << 20, stuck_after_s=60),
     )
     outputs = [EngineCoreOutput(f"request-{index}", [index]) for index in range(num_outputs)]
-    message = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs))
+    message = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, timestamp=timestamp))
     while not rings.is_attached(0):
         await turns(1)
     channel.start_reading(client)
@@ -142,15 +143,27 @@ async def outputs_by_turn(num_messages: int, num_outputs: int) -> list[int]:
     clock.stop()
     channel.close()
     rings.close()
-    return list(counts.values())
+    return dict(counts)
 
 
 @EVENT_LOOPS
 @pytest.mark.parametrize("num_outputs", [1, 100, 1000, 5000])
-def test_other_work_gets_its_turn(num_outputs: int, new_event_loop: NewEventLoop) -> None:
+@pytest.mark.parametrize("timestamp", [LONG_AGO, NOT_YET])
+def test_other_work_gets_its_turn(
+    timestamp: float, num_outputs: int, new_event_loop: NewEventLoop
+) -> None:
     most = max(min(64, MAX_OUTPUTS // num_outputs), 1) * num_outputs
-    counts = run(new_event_loop, outputs_by_turn(101, num_outputs))
+    counts = run(new_event_loop, outputs_by_turn(101, num_outputs, timestamp)).values()
     assert sum(counts) == 100 * num_outputs
     assert most in counts
     # Two turns of the channel may fall between two turns of whoever counts.
     assert max(counts) <= 2 * most
+
+
+@EVENT_LOOPS
+def test_other_work_gets_many_turns_while_outputs_are_late(new_event_loop: NewEventLoop) -> None:
+    late = list(run(new_event_loop, outputs_by_turn(41, 1000, LONG_AGO)))
+    assert len(late) == 10
+    assert min(after - before for before, after in itertools.pairwise(late)) >= 200
+    in_time = list(run(new_event_loop, outputs_by_turn(41, 1000, NOT_YET)))
+    assert in_time[-1] - in_time[0] <= 40
