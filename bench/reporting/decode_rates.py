@@ -18,6 +18,7 @@ from bench.reporting.cells import (
 from bench.reporting.document import Paragraph, Part, Table
 from bench.reporting.values import (
     MISSING,
+    as_number,
     dig,
     joined,
     numbers,
@@ -27,6 +28,8 @@ from bench.reporting.values import (
     spread_text,
     text_of,
 )
+
+LEAST_MERGED_SHARE = 0.01
 
 # ---- tokens a second and latency ----
 
@@ -67,7 +70,37 @@ def latency(pairs: Sequence[Pair]) -> list[Part]:
             "which are all sent at once."
         ),
         Table((CASE, *shares), latencies),
+        *_merged(pairs),
     ]
+
+
+def _merged(pairs: Sequence[Pair]) -> list[Part]:
+    rows = []
+    for pair in pairs:
+        shares = numbers(pair.figures("merged_share"))
+        if max(shares, default=0.0) < LEAST_MERGED_SHARE:
+            continue
+        rows.append(
+            [
+                pair.key.label,
+                joined(*(_tokens_per_output(it) for it in pair.figures("merged_share"))),
+                *(pair_text(*pair.figures("output_gap_ms", it)) for it in ("p50", "p99", "max")),
+            ]
+        )
+    if not rows:
+        return []
+    return [
+        Paragraph(
+            "Where streams got several tokens at once, ITL counts all but one of them as 0 ms. "
+            "How smooth such a stream is, the gaps between its outputs say:"
+        ),
+        Table((CASE, "tokens an output", "gap p50, ms", "p99", "max"), rows),
+    ]
+
+
+def _tokens_per_output(merged_share: Any) -> str:
+    share = as_number(merged_share)
+    return MISSING if share is None else rounded(1 / (1 - share))
 
 
 def _load(pair: Pair) -> str:

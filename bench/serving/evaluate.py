@@ -53,9 +53,11 @@ def evaluate(logs: Sequence[StreamLog], is_steady: bool) -> Row:
     if not logs or any(not log.times.size for log in logs):
         raise NothingMeasuredError("a stream has got nothing")
     start, end = window_of(logs) if is_steady else _whole(logs)
-    gaps_ms, num_tokens, num_outputs = _tokens_between(logs, start, end)
+    between_ms, num_tokens, num_outputs = _outputs_between(logs, start, end)
     if not num_tokens or end <= start:
         raise NothingMeasuredError("no token came while all streams ran")
+    # Tokens that come in one output come at once.
+    gaps_ms = np.concatenate([between_ms, np.zeros(num_tokens - num_outputs)])
     return {
         "start_s": start,
         "end_s": end,
@@ -64,6 +66,7 @@ def evaluate(logs: Sequence[StreamLog], is_steady: bool) -> Row:
         "merged_share": 1 - num_outputs / num_tokens,
         "itl_ms": summary(gaps_ms),
         "itl_quantiles_ms": _quantiles(gaps_ms),
+        "output_gap_ms": summary(between_ms),
         "ttft_ms": summary([1e3 * (log.times[0] - log.sent_at) for log in logs]),
     }
 
@@ -86,19 +89,18 @@ def _whole(logs: Sequence[StreamLog]) -> tuple[float, float]:
     return min(log.sent_at for log in logs), max(float(log.times[-1]) for log in logs)
 
 
-def _tokens_between(logs: Sequence[StreamLog], start: float, end: float) -> tuple[Floats, int, int]:
-    """Return inter-token latencies in ms, tokens and outputs within a window."""
+def _outputs_between(
+    logs: Sequence[StreamLog], start: float, end: float
+) -> tuple[Floats, int, int]:
+    """Return the times between outputs in ms, and tokens and outputs, within a window."""
     gaps: list[Floats] = []
     num_tokens = num_outputs = 0
     for log in logs:
         is_inside = (log.times > start) & (log.times <= end)
         num_tokens += int(log.num_tokens[is_inside].sum())
         num_outputs += int(is_inside.sum())
-        between = np.diff(log.times)[(log.times[:-1] >= start) & (log.times[1:] <= end)]
-        counted = log.num_tokens[1:][(log.times[:-1] >= start) & (log.times[1:] <= end)]
-        gaps.append(1e3 * between)
-        # Tokens that come in one output come at once.
-        gaps.append(np.zeros(int((counted - 1).sum())))
+        has_both = (log.times[:-1] >= start) & (log.times[1:] <= end)
+        gaps.append(1e3 * np.diff(log.times)[has_both])
     return np.concatenate(gaps), num_tokens, num_outputs
 
 

@@ -109,8 +109,9 @@ def measure_cell(
     found: Row = {"rounds": rounds}
     if workload.is_steady:
         found |= _measure_phases(server, driver, workload.seeded(case, "phases"), processes)
-        itl_ms = statistics.median(entry["itl_ms"]["p50"] for entry in rounds)
-        found["memory"] = memory_traffic(server, workload, itl_ms, gpu)
+        tokens_per_s = statistics.median(entry["tokens_per_s"] for entry in rounds)
+        step_ms = 1e3 * workload.num_requests / tokens_per_s
+        found["memory"] = memory_traffic(server, workload, step_ms, gpu)
     return found
 
 
@@ -159,7 +160,7 @@ def _measure_phases(
     }
 
 
-def memory_traffic(server: Server, workload: Workload, itl_ms: float, gpu: str | None) -> Row:
+def memory_traffic(server: Server, workload: Workload, step_ms: float, gpu: str | None) -> Row:
     """Return the memory bandwidth that steps of this duration mean, and the GPU's peak."""
     if gpu is None:
         return missing(NOT_AVAILABLE)
@@ -172,8 +173,8 @@ def memory_traffic(server: Server, workload: Workload, itl_ms: float, gpu: str |
     found: Row = {
         "least_gb": read.least / 1e9,
         "even_gb": read.even / 1e9,
-        "least_gb_s": read.least / itl_ms / 1e6,
-        "even_gb_s": read.even / itl_ms / 1e6,
+        "least_gb_s": read.least / step_ms / 1e6,
+        "even_gb_s": read.even / step_ms / 1e6,
         "peak_gb_s": missing(f"the peak of {gpu} is not known") if peak is None else peak / 1e9,
     }
     if peak is not None:

@@ -18,6 +18,8 @@ from bench.reporting.document import Image, Section, Table, as_html, as_markdown
 from bench.reporting.findings import Limits, findings, free_scheduler_gain
 from bench.reporting.others import kind_of
 from bench.reporting.values import pair_text, ratio_text, spread_text, text_of
+from bench.serving.evaluate import evaluate
+from bench.serving.streams import StreamLog
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = [
@@ -285,3 +287,31 @@ def test_cells_of_several_files_and_visits_are_put_together() -> None:
     assert pair.stock.rounds()
     assert pair.ours.rounds()
     assert len(pairs_of([first, first])[0].stock.rounds()) == 6
+
+
+# ---- merged outputs ----
+
+
+def test_streams_with_merged_outputs_show_their_gaps() -> None:
+    result = synthetic.result((64,))
+    for cell in result["cells"]:
+        if cell["scheduler"] == "sparksched" and cell["driver"] == "http":
+            cell["rounds"] = [evaluate(merged_logs(64, 4, 8.0), is_steady=True)]
+    parts = build([(Path("x.json"), result)], [])
+    (row,) = [row for row in rows_of(parts, "gpt-oss-20b, async, http, 64") if "1.00 → 4.00" in row]
+    assert [cell.partition(" → ")[2] for cell in row[2:]] == ["8.00"] * 3
+
+
+def merged_logs(num_streams: int, tokens_per_output: int, gap_ms: float) -> list[StreamLog]:
+    return [
+        StreamLog(log.sent_at, log.times, log.num_tokens * tokens_per_output)
+        for log in synthetic.stream_logs(num_streams, 64, gap_ms)
+    ]
+
+
+def test_tokens_that_come_at_once_have_no_latency_between_them() -> None:
+    found = evaluate(merged_logs(2, 4, 8.0), is_steady=True)
+    assert found["itl_ms"]["p50"] == 0
+    assert found["itl_ms"]["max"] == pytest.approx(8.0)
+    assert found["output_gap_ms"]["p50"] == pytest.approx(8.0)
+    assert found["merged_share"] == pytest.approx(0.75)
