@@ -97,6 +97,8 @@ class Pair:
     key: PairKey
     stock: Side = field(default_factory=Side)
     ours: Side = field(default_factory=Side)
+    sources: set[int] = field(default_factory=set)
+    """Which results its cells are from. Others may be from another machine or commit."""
 
     def figures(self, *path: str) -> tuple[Any, Any]:
         """Return the medians over rounds of both."""
@@ -110,13 +112,14 @@ class Pair:
 def pairs_of(results: Iterable[Row]) -> list[Pair]:
     """Return all cells of some results in pairs, in order."""
     found: dict[PairKey, Pair] = {}
-    for result in results:
+    for source, result in enumerate(results):
         for cell in rows_of(result, "cells"):
             key = _key(cell)
             if key is not None:
                 pair = found.setdefault(key, Pair(key))
                 side = pair.stock if cell.get("scheduler") == STOCK else pair.ours
                 side.cells.append(cell)
+                pair.sources.add(source)
     return [found[key] for key in sorted(found)]
 
 

@@ -128,8 +128,9 @@ def _bandwidth(pairs: Sequence[Pair]) -> list[Part]:
     columns = ("GB a step, least", "even", "GB/s, least", "even", "peak", "of peak, least", "even")
     return [
         Paragraph(
-            "Memory bandwidth, computed from model, batch and ITL p50 (weights and KV cache that a "
-            "step must read). Least: all tokens choose the same experts, as with random weights; "
+            "Memory bandwidth, computed from model, batch and tokens a second (weights and KV "
+            "cache that a step must read). Least: all tokens choose the same experts, as with random "
+            "weights; "
             "even: they choose evenly, as trained routers are meant to. More than the peak means "
             "that they don't."
         ),

@@ -285,6 +285,8 @@ def _http(pairs: Sequence[Pair]) -> list[str]:
     for (model, mode, count), drivers in by_case.items():
         if not {ASYNCLLM, HTTP} <= drivers.keys():
             continue
+        if drivers[ASYNCLLM].sources != drivers[HTTP].sources:
+            continue
         said = []
         for name, side_of in SIDES:
             change = _change(
@@ -306,7 +308,8 @@ def _few_cores(pairs: Sequence[Pair]) -> list[str]:
     chosen: dict[tuple[str, str, str], dict[str, Pair]] = {}
     for pair in sorted(pairs, key=lambda it: (it.key.driver == ASYNCLLM, it.key.concurrency)):
         key = pair.key
-        if key.cores != ALL and _but_for_cores(pair) in whole:
+        base = whole.get(_but_for_cores(pair))
+        if key.cores != ALL and base is not None and base.sources == pair.sources:
             chosen.setdefault((key.model, key.mode, key.cores), {})[key.workload] = pair
     lines = []
     for (model, mode, cores), workloads in sorted(chosen.items()):

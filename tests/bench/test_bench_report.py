@@ -315,3 +315,16 @@ def test_tokens_that_come_at_once_have_no_latency_between_them() -> None:
     assert found["itl_ms"]["max"] == pytest.approx(8.0)
     assert found["output_gap_ms"]["p50"] == pytest.approx(8.0)
     assert found["merged_share"] == pytest.approx(0.75)
+
+
+def test_other_runs_are_not_compared() -> None:
+    """They may be from another machine: what HTTP costs is said within one run only."""
+    whole = synthetic.result((64,))
+    for cell in whole["cells"]:
+        for entry in cell["rounds"] if cell["driver"] == "http" else ():
+            entry["tokens_per_s"] /= 2
+    assert "HTTP and text" in "\n".join(findings([whole]))
+    halves = [copy.deepcopy(whole), copy.deepcopy(whole)]
+    for half, driver in zip(halves, ("asyncllm", "http"), strict=True):
+        half["cells"] = [cell for cell in half["cells"] if cell["driver"] == driver]
+    assert "HTTP and text" not in "\n".join(findings(halves))
