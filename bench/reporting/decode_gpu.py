@@ -130,8 +130,8 @@ def _bandwidth(pairs: Sequence[Pair]) -> list[Part]:
         Paragraph(
             "Memory bandwidth, computed from model, batch and tokens a second (weights and KV "
             "cache that a step must read). Least: all tokens choose the same experts, as with "
-            "random weights; even: they choose evenly, as trained routers are meant to. More than the peak means "
-            "that they don't."
+            "random weights; even: they choose evenly, as trained routers are meant to. More than "
+            "the peak means that they don't."
         ),
         Table((CASE, *columns), rows),
     ]
