@@ -1,22 +1,21 @@
-"""Exact comparison of what two schedulers return, and of their inner state.
+"""Exact comparison of what two schedulers decide, field by field.
 
 Values are equal only if their types are: a decision that arrives as a tuple where vLLM gives a
 list, or as None where vLLM gives an empty set, is a difference.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from vllm.v1.core.sched.interface import SchedulerInterface
-from vllm.v1.kv_offload.base import LoadStoreSpec
+
+_Sequence = list[Any] | tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,10 @@ class Difference:
     path: str
     reference: Any
     candidate: Any
+    field: str = ""
+    """The innermost field on the path."""
+    names: tuple[str, ...] = ()
+    """What the path passes that has a name, the innermost first: requests, among others."""
 
     def __str__(self) -> str:
         return (
@@ -42,6 +45,8 @@ def first_difference(
     ignored_fields: Collection[str] = (),
 ) -> Difference | None:
     """Compare two values field by field, in order; return None if they are equal."""
+    if reference is candidate:
+        return None
     if type(reference) is not type(candidate):
         return Difference(f"type of {path}", reference, candidate)
     fields = _field_names(reference)
@@ -55,25 +60,21 @@ def first_difference(
 
 
 def _difference_of_sequences(
-    reference: list[Any] | tuple[Any, ...],
-    candidate: list[Any] | tuple[Any, ...],
-    path: str,
-    ignored_fields: Collection[str],
+    reference: _Sequence, candidate: _Sequence, path: str, ignored_fields: Collection[str]
 ) -> Difference | None:
     if len(reference) != len(candidate):
         return Difference(f"length of {path}", reference, candidate)
     if _are_equal_tokens(reference, candidate):
         return None
-    for index, (ours, theirs) in enumerate(zip(reference, candidate, strict=True)):
-        difference = first_difference(ours, theirs, f"{path}[{index}]", ignored_fields)
+    for index, (theirs, ours) in enumerate(zip(reference, candidate, strict=True)):
+        difference = first_difference(theirs, ours, f"{path}[{index}]", ignored_fields)
         if difference is not None:
-            return difference
+            name = getattr(theirs, "req_id", None) or getattr(theirs, "request_id", None)
+            return _below(difference, name=name)
     return None
 
 
-def _are_equal_tokens(
-    reference: list[Any] | tuple[Any, ...], candidate: list[Any] | tuple[Any, ...]
-) -> bool:
+def _are_equal_tokens(reference: _Sequence, candidate: _Sequence) -> bool:
     """Compare the longest and commonest lists, those of token and block ids, in one go."""
     return {*map(type, reference), *map(type, candidate)} <= {int} and reference == candidate
 
@@ -90,7 +91,7 @@ def _difference_of_mappings(
     for key, value in reference.items():
         difference = first_difference(value, candidate[key], f"{path}[{key!r}]", ignored_fields)
         if difference is not None:
-            return difference
+            return _below(difference, name=key if isinstance(key, str) else None)
     return None
 
 
@@ -104,12 +105,29 @@ def _difference_of_fields(
     for name in fields:
         if name in ignored_fields:
             continue
-        difference = first_difference(
-            getattr(reference, name), getattr(candidate, name), f"{path}.{name}", ignored_fields
-        )
+        theirs, ours = getattr(reference, name), getattr(candidate, name)
+        difference = first_difference(theirs, ours, f"{path}.{name}", ignored_fields)
         if difference is not None:
-            return difference
+            return _below(difference, field=name, name=_row_name(reference, theirs, ours))
     return None
+
+
+def _row_name(owner: Any, reference: Any, candidate: Any) -> str | None:
+    """Name the first row that differs of a list that has one for each of its owner's `req_ids`."""
+    ids = getattr(owner, "req_ids", None)
+    if ids is None or not isinstance(reference, list) or not isinstance(candidate, list):
+        return None
+    rows = zip(ids, reference, candidate, strict=False)
+    return next((request_id for request_id, ours, theirs in rows if ours != theirs), None)
+
+
+def _below(difference: Difference, field: str = "", name: str | None = None) -> Difference:
+    """Return a difference as it looks from one level higher."""
+    return dataclasses.replace(
+        difference,
+        field=difference.field or field,
+        names=difference.names if name is None else (*difference.names, name),
+    )
 
 
 def _field_names(value: Any) -> tuple[str, ...] | None:
@@ -117,10 +135,20 @@ def _field_names(value: Any) -> tuple[str, ...] | None:
         return value.__struct_fields__
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tuple(field.name for field in dataclasses.fields(value))
-    if isinstance(value, LoadStoreSpec):
+    if _is_plain_object(value):
         return tuple(vars(value))
     # A named tuple's, or nothing.
     return getattr(value, "_fields", None)
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Return whether `==` would only tell whether two values are the same object."""
+    return (
+        type(value).__eq__ is object.__eq__
+        and hasattr(value, "__dict__")
+        and not isinstance(value, Enum)
+        and not callable(value)
+    )
 
 
 def _equal_leaves(reference: Any, candidate: Any) -> bool:
@@ -136,69 +164,3 @@ def _equal_leaves(reference: Any, candidate: Any) -> bool:
 def _abbreviate(value: Any, limit: int = 600) -> str:
     text = f"{value!r} ({type(value).__name__})"
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
-
-
-def snapshot(scheduler: SchedulerInterface) -> dict[str, Any]:
-    """Return a scheduler's full state as plain data, in an order that does not depend on it."""
-    own_snapshot = getattr(scheduler, "snapshot", None)
-    state = stock_snapshot(scheduler) if own_snapshot is None else own_snapshot()
-    # Queues are lists and keep their order; the rest is looked up by key.
-    return {
-        name: dict(sorted(value.items())) if isinstance(value, Mapping) else value
-        for name, value in state.items()
-    }
-
-
-def stock_snapshot(scheduler: Any) -> dict[str, Any]:
-    """Read the state of vLLM's own scheduler, in the shape of `SparkScheduler.snapshot()`."""
-    block_pool = scheduler.kv_cache_manager.block_pool
-    return {
-        "requests": {
-            request_id: _stock_request_state(scheduler, request)
-            for request_id, request in scheduler.requests.items()
-        },
-        "running": [request.request_id for request in scheduler.running],
-        "waiting": [
-            request.request_id
-            for queue in (scheduler.kv_holding_waiting, scheduler.waiting)
-            for request in queue
-        ],
-        "free_blocks": [
-            block.block_id for block in block_pool.free_block_queue.get_all_free_blocks()
-        ],
-        "ref_counts": {
-            block.block_id: block.ref_cnt
-            for block in block_pool.blocks
-            if block.ref_cnt > 0 and not block.is_null
-        },
-        "cached_blocks": {
-            block.block_id: block.block_hash.hex()
-            for block in block_pool.blocks
-            if block.block_hash is not None
-        },
-    }
-
-
-def _stock_request_state(scheduler: Any, request: Any) -> dict[str, Any]:
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    return {
-        "status": request.status.name,
-        "num_computed_tokens": request.num_computed_tokens,
-        "num_output_placeholders": request.num_output_placeholders,
-        "num_in_flight_tokens": request.num_in_flight_tokens,
-        "num_stale_output_tokens": request.num_stale_output_tokens,
-        "num_tokens": request.num_tokens,
-        "num_preemptions": request.num_preemptions,
-        "block_ids": [
-            # `get`, because looking up a defaultdict would add the request to it.
-            [block.block_id for block in manager.req_to_blocks.get(request.request_id, ())]
-            for manager in managers
-        ],
-        "spec_token_ids": list(request.spec_token_ids),
-        "next_decode_eligible_step": request.next_decode_eligible_step,
-        "num_prompt_tokens": request.num_prompt_tokens,
-        "num_queued_inputs": len(request.streaming_queue or ()),
-        "spec_decode_metrics": (
-            request.spec_decode_metrics and dataclasses.asdict(request.spec_decode_metrics)
-        ),
-    }
