@@ -11,8 +11,10 @@ TRANSPORT = "SPARKSCHED_TRANSPORT"
 RING_MIB = "SPARKSCHED_RING_MIB"
 STUCK_AFTER_S = "SPARKSCHED_STUCK_AFTER_S"
 FRONT_END = "SPARKSCHED_FRONT_END"
+VERIFY = "SPARKSCHED_VERIFY"
 
 Transport = Literal["auto", "shm", "zmq"]
+Verification = Literal["sparksched", "vllm", "stop"]
 
 _Value = TypeVar("_Value", bound=str)
 
@@ -21,6 +23,14 @@ _SPARKSCHED = "sparksched"
 _KNOWN_SCHEDULERS = (_VLLM, _SPARKSCHED)
 
 _TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "zmq")
+
+_VERIFICATIONS: tuple[Literal["0", "1"] | Verification, ...] = (
+    "0",
+    "1",
+    "sparksched",
+    "vllm",
+    "stop",
+)
 
 _DEFAULT_RING_MIB = 8
 _MAX_RING_MIB = 1024
@@ -61,6 +71,14 @@ def transport() -> Transport:
 def replaces_front_end() -> bool:
     """Whether API servers process outputs and metrics in our loop: `SPARKSCHED_FRONT_END`."""
     return _choice(FRONT_END, "front end", _KNOWN_SCHEDULERS, _SPARKSCHED) == _SPARKSCHED
+
+
+def verification() -> Verification | None:
+    """Who decides after the first difference that `SPARKSCHED_VERIFY` finds; None if it is off."""
+    value = _choice(VERIFY, "way to go on after a difference", _VERIFICATIONS, "0")
+    if value == "0":
+        return None
+    return "sparksched" if value == "1" else value
 
 
 def ring_bytes() -> int:

@@ -44,6 +44,7 @@ def _check_environment() -> None:
     environment.is_strict()
     environment.transport()
     environment.replaces_front_end()
+    environment.verification()
     environment.ring_bytes()
     environment.stuck_after_s()
 

@@ -138,13 +138,15 @@ def _field_names(value: Any) -> tuple[str, ...] | None:
     if _is_plain_object(value):
         return tuple(vars(value))
     # A named tuple's, or nothing.
-    return getattr(value, "_fields", None)
+    fields: tuple[str, ...] | None = getattr(value, "_fields", None)
+    return fields
 
 
 def _is_plain_object(value: Any) -> bool:
     """Return whether `==` would only tell whether two values are the same object."""
+    equality: Any = type(value).__eq__
     return (
-        type(value).__eq__ is object.__eq__
+        equality is object.__eq__
         and hasattr(value, "__dict__")
         and not isinstance(value, Enum)
         and not callable(value)
@@ -157,7 +159,7 @@ def _equal_leaves(reference: Any, candidate: Any) -> bool:
     if isinstance(reference, np.ndarray):
         return reference.dtype == candidate.dtype and np.array_equal(reference, candidate)
     if isinstance(reference, torch.Tensor):
-        return reference.dtype == candidate.dtype and torch.equal(reference, candidate)
+        return bool(reference.dtype == candidate.dtype and torch.equal(reference, candidate))
     return bool(reference == candidate)
 
 
