@@ -603,9 +603,17 @@ def sparksched_scheduler_class(_configuration: Configuration) -> SchedulerClass:
     return SparkScheduler
 
 
+def verifying_scheduler_class(_configuration: Configuration) -> SchedulerClass:
+    """Return sparksched's class that has vLLM's scheduler inside, and stops when they differ."""
+    from sparksched.verify.scheduler import VerifyingScheduler
+
+    return VerifyingScheduler
+
+
 CANDIDATES: dict[str, CandidateChooser] = {
     "stock": stock_scheduler_class,
     "sparksched": sparksched_scheduler_class,
+    "verifying": verifying_scheduler_class,
 }
 
 

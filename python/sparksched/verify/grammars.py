@@ -80,7 +80,7 @@ class AskedManager:
     def _ask(self, call: str, request: Request, token_ids: list[int]) -> Any:
         question = Question.of(call, request, token_ids)
         answer = getattr(self.manager, call)(request, token_ids)
-        if request.use_structured_output and question.token_ids:
+        if request.use_structured_output:
             self.answers.append((question, answer))
         return answer
 
@@ -104,7 +104,7 @@ class RepeatingManager:
 
     def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
         """Advance a grammar, or say that it has been."""
-        if not request.use_structured_output or not new_token_ids:
+        if not request.use_structured_output:
             return True
         if request.request_id in self._astray:
             return False
@@ -118,7 +118,7 @@ class RepeatingManager:
 
     def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
         """Cut draft tokens before the first that the grammar rejects."""
-        if self._repeats and request.use_structured_output and spec_tokens:
+        if self._repeats and request.use_structured_output:
             question = Question.of("validate_tokens", request, spec_tokens)
             if self._is_next(question):
                 return list(self._asked.answers.popleft()[1])

@@ -79,7 +79,7 @@ class VerifyingScheduler(SparkScheduler):
             include_finished_set,
             log_stats,
         )
-        self._goes_on = environment.verification() or "sparksched"
+        self._goes_on = environment.verification() or "stop"
         self._num_steps = 0
         self._vllm_decides = False
         self._shadow: Shadow | None = Shadow(

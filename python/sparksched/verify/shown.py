@@ -12,6 +12,8 @@ _SECRET_PARTS: Final = (
 )
 """What is in the name of fields that tell what somebody has asked or was answered."""
 
+_BRACKETS: Final = {list: "[]", tuple: "()"}
+
 
 def shown(value: Any, field: str = "") -> str:
     """Return a value in short: numbers and ids as they are, of what is secret how much it is."""
@@ -22,7 +24,7 @@ def shown(value: Any, field: str = "") -> str:
     if isinstance(value, Mapping):
         return _shown_items(value, "{}", field)
     if isinstance(value, list | tuple | set | frozenset):
-        return _shown_items(value, "()" if isinstance(value, tuple) else "[]", field)
+        return _shown_items(value, _BRACKETS.get(type(value), "{}"), field)
     return _shown_object(value)
 
 
