@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -33,6 +35,13 @@ UNSEEN = {
     "keeps_hashes_of_discarded_tokens",
 }
 SEEN = [(flaw, name) for flaw, name in FLAWS if name in VERIFIABLE and flaw.__name__ not in UNSEEN]
+
+
+@pytest.fixture(autouse=True)
+def reproducers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder for what is recorded of differences."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
 
 @pytest.mark.parametrize("encoded", [False, True], ids=["objects", "messages"])

@@ -1,14 +1,22 @@
 """`SPARKSCHED_VERIFY` in vLLM's real engine: what is planted is found, either side can go on."""
 
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sparksched.scheduler import SparkScheduler
+from sparksched.trace.events import Difference
+from sparksched.trace.history import History
+from sparksched.trace.reader import Trace
+from sparksched.trace.replay import Replay
+from sparksched.trace.writer import FileFullError, TraceFile
 from sparksched.verify.report import SchedulersDifferError
 from sparksched.verify.scheduler import VerifyingScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
@@ -16,6 +24,7 @@ from vllm.v1.request import Request
 from .executor import engine_config
 from .harness import (
     ASYNC_SCHEDULING,
+    GRAMMAR_TIMEOUT_S,
     Choice,
     DrivenEngine,
     Record,
@@ -26,6 +35,13 @@ from .test_engine_core import add_long_requests, arriving_in_turn, mixed_request
 from .test_structured_output import REGEX, SCHEMA, structured_request
 
 PLANTED_STEP = 8
+
+
+@pytest.fixture(autouse=True)
+def reproducers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder for what is recorded of differences."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture
@@ -271,10 +287,103 @@ def test_ours_goes_on(
     (message,) = differences_in(messages)
     first = record.steps[PLANTED_STEP - 1].scheduled_new_reqs[0]
     block_id = first.block_ids[0][0]
-    assert f"in step {PLANTED_STEP} at schedule()" in message
+    assert f"in step {PLANTED_STEP - 1} at schedule()" in message
     assert f"(request {first.req_id!r})" in message
     assert f"vLLM's has {block_id - 1}, sparksched's {block_id};" in message
     assert message.endswith("going on with sparksched's scheduler, without verification.")
+
+
+@ASYNC_SCHEDULING
+@pytest.mark.parametrize("goes_on", ["1", "vllm"])
+def test_what_reproduces_a_difference(
+    goes_on: str,
+    async_scheduling: bool,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    messages: list[str],
+    reproducers: Path,
+) -> None:
+    run_with_plant(
+        "block", goes_on, model_directory, monkeypatch, async_scheduling=async_scheduling
+    )
+    monkeypatch.delenv("SPARKSCHED_VERIFY")
+    (message,) = differences_in(messages)
+    (path,) = reproducers.glob("sparksched-verify-*.trace")
+    assert f"to see it again: sparksched replay {path};" in message
+    assert path.stat().st_mode & 0o777 == 0o600
+    (difference,) = [event for event in Trace(path).events() if isinstance(event, Difference)]
+    assert difference.text in message
+    for scheduler in ("vllm", "sparksched"):  # neither decides what was planted
+        assert step_that_differs(path, scheduler) == PLANTED_STEP - 1
+
+
+def step_that_differs(path: Path, scheduler: str) -> int | None:
+    """Replay a recording on a scheduler; return the first step that it decides differently."""
+    trace = Trace(path)
+    replay = Replay(scheduler, trace.settings, History(trace.settings, trace.events()))
+    for event in trace.events():
+        if not replay.is_over:
+            replay.play(event)
+    replay.shutdown()
+    return replay.outcome.mismatch and replay.outcome.mismatch.step
+
+
+def test_nothing_is_left_without_a_difference(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, reproducers: Path
+) -> None:
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "1")
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
+        assert len(list(reproducers.glob("*.trace"))) == 1
+        arriving_in_turn(engine)
+    assert list(reproducers.iterdir()) == []
+
+
+def test_a_recording_that_is_full(
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    messages: list[str],
+    reproducers: Path,
+) -> None:
+    """Verification goes on, and finds the difference; there is no file that lacks it."""
+    monkeypatch.setattr("sparksched.trace.writer.TraceFile.flush", full_file)
+    record = run_with_plant("block", "vllm", model_directory, monkeypatch, async_scheduling=False)
+    assert record.finish_reasons
+    (message,) = differences_in(messages)
+    assert "there is no recording of it" in message
+    assert list(reproducers.iterdir()) == []
+
+
+def full_file(_file: TraceFile) -> None:
+    raise FileFullError("the file has reached its size")
+
+
+def test_grammars_that_are_compiled_after_a_difference(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recording, which hides them until the next step, is over."""
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "vllm")
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
+        compiling: list[tuple[Future[Any], Any]] = []
+        for number in range(2):
+            request, wave = engine.core.preprocess_add_request(
+                structured_request(f"late-{number}", [1 + number] * 20, regex=REGEX)
+            )
+            structured = request.structured_output_request
+            wait([structured._grammar], timeout=GRAMMAR_TIMEOUT_S)
+            compiling.append((Future(), structured._grammar.result()))
+            structured._grammar = compiling[-1][0]
+            engine.core.add_request(request, wave)
+        add_long_requests(engine, "free")
+        engine.step(2)
+        scheduler = engine.core.scheduler
+        # From here on the schedulers differ.
+        SparkScheduler.set_pause_state(scheduler, PauseState.PAUSED_ALL)
+        engine.step(2)
+        for late, grammar in compiling:
+            late.set_result(grammar)
+        engine.run()
+    assert engine.record.finish_reasons["late-0"] == FinishReason.STOP
+    assert engine.record.finish_reasons["late-1"] == FinishReason.STOP
 
 
 def test_a_grammar_that_went_on_without_vllm(

@@ -85,13 +85,18 @@ def attach(recorder: Recorder, scheduler: Any) -> None:
     _Recording(recorder, scheduler).replace_methods()
 
 
+def recording_by(recorder: Recorder, scheduler: Any) -> "_Recording":
+    """Return what records for one who calls it: methods that take the scheduler's own first."""
+    return _Recording(recorder, scheduler)
+
+
 class _Recording:
     """The replacements, by the names of what they replace."""
 
     def __init__(self, recorder: Recorder, scheduler: Any) -> None:
         self._recorder = recorder
         self._scheduler = scheduler
-        self._gates = GrammarGates()
+        self.gates = GrammarGates()
         self._depth = 0
 
     def replace_methods(self) -> None:
@@ -130,7 +135,7 @@ class _Recording:
 
     def add_request(self, original: Call, request: Any) -> None:
         # Before the scheduler: it may refuse the id, and then the engine ends.
-        self._gates.put_before(request)
+        self.gates.put_before(request)
         self._recorder.add_request(request)
         original(request)
 
@@ -142,7 +147,7 @@ class _Recording:
         return finished
 
     def schedule(self, original: Call, throttle_prefills: bool = False) -> Any:
-        self._gates.open()
+        self.gates.open()
         self._recorder.before_schedule()
         start = time.perf_counter()
         output = original(throttle_prefills)
@@ -219,6 +224,12 @@ class GrammarGates:
         if structured is not None and isinstance(structured._grammar, Future):
             compiling, structured._grammar = structured._grammar, Future()
             self._gates.append((compiling, structured._grammar))
+
+    def remove(self) -> None:
+        """Show each as soon as it is there: nobody records any more."""
+        for compiling, gate in self._gates:
+            compiling.add_done_callback(functools.partial(_hand_over, target=gate))
+        self._gates.clear()
 
     def open(self) -> None:
         """Show those that are there."""

@@ -6,7 +6,7 @@ difference.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +56,8 @@ class AskedManager:
     def __init__(self, manager: StructuredOutputManager) -> None:
         self.manager = manager
         self.answers: deque[tuple[Question, Any]] = deque()
+        self.recorded: Callable[[str, Any], Any] = lambda _, method: method
+        """Returns a method whose calls are recorded, if somebody does that."""
 
     def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
         """Advance a grammar."""
@@ -79,7 +81,7 @@ class AskedManager:
 
     def _ask(self, call: str, request: Request, token_ids: list[int]) -> Any:
         question = Question.of(call, request, token_ids)
-        answer = getattr(self.manager, call)(request, token_ids)
+        answer = self.recorded(call, getattr(self.manager, call))(request, token_ids)
         if request.use_structured_output:
             self.answers.append((question, answer))
         return answer

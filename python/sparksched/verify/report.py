@@ -1,5 +1,6 @@
 """What is said of a verification: that it runs, what it has found, and what it hasn't."""
 
+from pathlib import Path
 from typing import Any, Final
 
 from vllm.logger import init_logger
@@ -36,15 +37,19 @@ def summarise(num_steps: int) -> None:
     logger.info("sparksched: %d steps verified, no difference from vLLM's scheduler.", num_steps)
 
 
-def report(difference: Difference, step: int, goes_on: environment.Verification) -> None:
-    """Log a difference with both values, once; raise an error if the engine is to stop.
+def report(found: str, reproducer: Path | None, goes_on: environment.Verification) -> None:
+    """Log a difference, and where it is recorded; raise an error if the engine is to stop.
 
     Raises:
         SchedulersDifferError: if `goes_on` is "stop".
 
     """
-    found = describe(difference, step)
-    logger.error("sparksched: %s; %s.", found, _GOING_ON[goes_on])
+    how_to_see = (
+        "there is no recording of it"
+        if reproducer is None
+        else f"to see it again: sparksched replay {reproducer}"
+    )
+    logger.error("sparksched: %s; %s; %s.", found, how_to_see, _GOING_ON[goes_on])
     if goes_on == "stop":
         raise SchedulersDifferError(
             f"{found} ({environment.VERIFY}=stop ends the engine at the first difference)"
@@ -54,7 +59,7 @@ def report(difference: Difference, step: int, goes_on: environment.Verification)
 def describe(difference: Difference, step: int) -> str:
     """Return a difference in words, without the tokens of requests.
 
-    `step` counts the calls of `schedule()` from 1.
+    `step` is the number of the latest step that was scheduled, from 0.
     """
     name = f" (request {difference.names[0]!r})" if difference.names else ""
     return (

@@ -30,6 +30,7 @@ from sparksched.verify.events import NotedEvents
 from sparksched.verify.grammars import AskedManager
 from sparksched.verify.outcome import Outcome, outcome_of
 from sparksched.verify.outputs import IGNORED_FIELDS, difference_of_outputs
+from sparksched.verify.reproducer import Reproducer
 from sparksched.verify.shadow import Shadow, ids_and_clients
 
 Result = TypeVar("Result")
@@ -93,6 +94,10 @@ class VerifyingScheduler(SparkScheduler):
             log_stats=log_stats,
         )
         """vLLM's side; None once ours goes on alone."""
+        self._reproducer = Reproducer(
+            self, vllm_config, kv_cache_config, block_size, self.hash_block_size
+        )
+        self._recorded = grammars.recorded = self._reproducer.recorded
         report.announce(self._shadow.scheduler, self._goes_on)
 
     def _block_observer(self, config: dict[str, Any]) -> BlockObserver | None:
@@ -106,7 +111,7 @@ class VerifyingScheduler(SparkScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Decide what the next step computes. See `SparkScheduler.schedule`."""
         self._num_steps += 1
-        ours = super().schedule
+        ours = self._recorded("schedule", super().schedule)
         return self._both(
             "schedule()",
             lambda: ours(throttle_prefills),
@@ -121,7 +126,7 @@ class VerifyingScheduler(SparkScheduler):
 
         Once vLLM's scheduler decides, all clients get `EngineCoreOutputs`.
         """
-        ours = super().update_from_output
+        ours = self._recorded("update_from_output", super().update_from_output)
         # Schedulers cut it.
         twin = model_runner_output if self._is_over else copy_of_runner_output(model_runner_output)
         return self._both(
@@ -152,7 +157,7 @@ class VerifyingScheduler(SparkScheduler):
 
     def add_request(self, request: Request) -> None:
         """Put a request into the queue. See `SparkScheduler.add_request`."""
-        ours = super().add_request
+        ours = self._recorded("add_request", super().add_request)
         if self._shadow is None:
             ours(request)
             return
@@ -176,7 +181,7 @@ class VerifyingScheduler(SparkScheduler):
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
         """End requests from outside. See `SparkScheduler.finish_requests`."""
-        ours = super().finish_requests
+        ours = self._recorded("finish_requests", super().finish_requests)
         # Both go through the ids. A set has to stay the one that it is: its order counts.
         ids = request_ids if isinstance(request_ids, Collection | None) else list(request_ids)
         return self._both(
@@ -219,7 +224,7 @@ class VerifyingScheduler(SparkScheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the draft tokens for the next step, as far as grammars accept them."""
-        ours = super().update_draft_token_ids
+        ours = self._recorded("update_draft_token_ids", super().update_draft_token_ids)
         twin = copy.deepcopy(draft_token_ids)
         self._both(
             "update_draft_token_ids()",
@@ -231,7 +236,9 @@ class VerifyingScheduler(SparkScheduler):
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
         """Put draft tokens in the place of a scheduled step's placeholders."""
-        ours = super().update_draft_token_ids_in_output
+        ours = self._recorded(
+            "update_draft_token_ids_in_output", super().update_draft_token_ids_in_output
+        )
         twin = copy.deepcopy(draft_token_ids)
         before = copy.copy(scheduler_output.scheduled_spec_decode_tokens)
 
@@ -260,7 +267,7 @@ class VerifyingScheduler(SparkScheduler):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Forget all cached prefixes. See `SparkScheduler.reset_prefix_cache`."""
-        ours = super().reset_prefix_cache
+        ours = self._recorded("reset_prefix_cache", super().reset_prefix_cache)
         return self._both(
             "reset_prefix_cache()",
             lambda: ours(reset_running_requests, reset_connector),
@@ -280,7 +287,7 @@ class VerifyingScheduler(SparkScheduler):
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Stop or resume scheduling."""
-        ours = super().set_pause_state
+        ours = self._recorded("set_pause_state", super().set_pause_state)
         self._both(
             "set_pause_state()",
             lambda: ours(pause_state),
@@ -306,6 +313,7 @@ class VerifyingScheduler(SparkScheduler):
         """Stop publishing KV cache events; say what was verified."""
         if not self._is_over:
             report.summarise(self._num_steps)
+        self._reproducer.discard()
         super().shutdown()
 
     # ---- both, and what becomes of a difference ----
@@ -378,7 +386,8 @@ class VerifyingScheduler(SparkScheduler):
             shadow.take_over(self._publisher)
         else:
             self._shadow = None
-        report.report(difference, self._num_steps, self._goes_on)
+        found = report.describe(difference, self._num_steps - 1)
+        report.report(found, self._reproducer.keep(found), self._goes_on)
 
 
 def _drafts_of(output: SchedulerOutput) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""The file that shows a difference again: a recording of the engine since it was started.
+
+It is begun with the engine and is without tokens; it stays only if there is a difference.
+"""
+
+import functools
+import os
+import secrets
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from sparksched import environment
+from sparksched.trace.recorder import Recorder
+from sparksched.trace.recording import recording_by
+from sparksched.trace.settings import UnrecordableError
+
+logger = init_logger("vllm.sparksched")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Reproducer:
+    """Records our scheduler, as long as that can be done and there is room."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        block_size: int,
+        hash_block_size: int,
+    ) -> None:
+        self._recording: Any = None
+        name = f"sparksched-verify-{os.getpid()}-{secrets.token_hex(4)}.trace"
+        self._path = Path(tempfile.gettempdir()) / name
+        try:
+            self._recorder = Recorder(
+                self._path,
+                vllm_config,
+                kv_cache_config,
+                block_size,
+                hash_block_size,
+                max_bytes=environment.record_bytes(),
+            )
+        except (UnrecordableError, OSError) as error:
+            logger.warning("sparksched: a difference would have no reproducer: %s", error)
+            return
+        self._recording = recording_by(self._recorder, scheduler)
+        # Of an engine that ends without a shutdown, nothing stays behind either.
+        self._unlink = weakref.finalize(self, self._path.unlink, missing_ok=True)
+
+    def recorded(self, name: str, method: Method) -> Method:
+        """Return a method of our scheduler, or of what it asks, whose calls are recorded."""
+        if self._recording is None:
+            return method
+        return functools.partial(getattr(self._recording, name), method)  # type: ignore[return-value]
+
+    def keep(self, difference: str) -> Path | None:
+        """End the recording with what differs; return its file, or None if it isn't in there."""
+        if self._recording is None:
+            return None
+        self._recorder.difference(difference)
+        self._end()
+        if self._recorder.problem is not None:
+            self._unlink()
+            return None
+        self._unlink.detach()
+        return self._path
+
+    def discard(self) -> None:
+        """End the recording; there is nothing in it to reproduce."""
+        if self._recording is not None:
+            self._end()
+            self._unlink()
+
+    def _end(self) -> None:
+        recording, self._recording = self._recording, None
+        recording.gates.remove()
+        self._recorder.close()
