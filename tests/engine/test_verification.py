@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from sparksched.scheduler import SparkScheduler
@@ -13,7 +14,9 @@ from sparksched.trace.events import Difference
 from sparksched.trace.history import History
 from sparksched.trace.reader import Trace
 from sparksched.trace.replay import Replay
+from sparksched.trace.settings import UnrecordableError
 from sparksched.trace.writer import FileFullError, TraceFile
+from sparksched.verify import reproducer
 from sparksched.verify.report import SchedulersDifferError
 from sparksched.verify.scheduler import VerifyingScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -357,33 +360,56 @@ def full_file(_file: TraceFile) -> None:
     raise FileFullError("the file has reached its size")
 
 
+def test_a_grammar_that_is_compiled_between_two_looks(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours looks first, and vLLM's believes that."""
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "stop")
+    # A recording would hide it until the next step.
+    monkeypatch.setattr(reproducer, "Recorder", mock.Mock(side_effect=UnrecordableError))
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
+        late = add_with_pending_grammar(engine, "late")
+        add_long_requests(engine, "free")
+        scheduler = engine.core.scheduler
+
+        def compile_grammar(_: PlantedCore, output: SchedulerOutput) -> SchedulerOutput:
+            late()
+            return output
+
+        scheduler._core = PlantedCore(scheduler._core, compile_grammar, "schedule")
+        engine.run()
+    assert engine.record.finish_reasons["late"] == FinishReason.STOP
+
+
+def add_with_pending_grammar(engine: DrivenEngine, name: str) -> Callable[[], None]:
+    """Add a request whose grammar is compiled when the function that is returned is called."""
+    request, wave = engine.core.preprocess_add_request(
+        structured_request(name, [len(name)] * 20, regex=REGEX)
+    )
+    structured = request.structured_output_request
+    wait([structured._grammar], timeout=GRAMMAR_TIMEOUT_S)
+    pending: Future[Any] = Future()
+    compiled, structured._grammar = structured._grammar.result(), pending
+    engine.core.add_request(request, wave)
+    return lambda: pending.set_result(compiled)
+
+
 def test_grammars_that_are_compiled_after_a_difference(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recording, which hides them until the next step, is over."""
     monkeypatch.setenv("SPARKSCHED_VERIFY", "vllm")
     with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
-        compiling: list[tuple[Future[Any], Any]] = []
-        for number in range(2):
-            request, wave = engine.core.preprocess_add_request(
-                structured_request(f"late-{number}", [1 + number] * 20, regex=REGEX)
-            )
-            structured = request.structured_output_request
-            wait([structured._grammar], timeout=GRAMMAR_TIMEOUT_S)
-            compiling.append((Future(), structured._grammar.result()))
-            structured._grammar = compiling[-1][0]
-            engine.core.add_request(request, wave)
+        compile_grammar = add_with_pending_grammar(engine, "late")
         add_long_requests(engine, "free")
         engine.step(2)
         scheduler = engine.core.scheduler
         # From here on the schedulers differ.
         SparkScheduler.set_pause_state(scheduler, PauseState.PAUSED_ALL)
         engine.step(2)
-        for late, grammar in compiling:
-            late.set_result(grammar)
+        compile_grammar()
         engine.run()
-    assert engine.record.finish_reasons["late-0"] == FinishReason.STOP
-    assert engine.record.finish_reasons["late-1"] == FinishReason.STOP
+    assert engine.record.finish_reasons["late"] == FinishReason.STOP
 
 
 def test_a_grammar_that_went_on_without_vllm(
