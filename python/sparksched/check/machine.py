@@ -52,6 +52,9 @@ def _variables() -> Iterator[Finding]:
         environment.replaces_front_end,
         environment.ring_bytes,
         environment.stuck_after_s,
+        environment.recorded_to,
+        environment.records_tokens,
+        environment.record_bytes,
     )
     are_good = True
     for read in readers:

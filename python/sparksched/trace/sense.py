@@ -31,8 +31,10 @@ MAX_TOKENS: Final = 1 << 24
 MAX_ID_LENGTH: Final = 1 << 16
 
 _INT32: Final = 1 << 31
+_INT63: Final = 1 << 63
 _MAX_ROW: Final = 1 << 10
 _MAX_STEPS_IN_FLIGHT: Final = 1 << 12
+_MAX_GROUPS: Final = 64
 _FINISHED: Final = (
     "FINISHED_STOPPED",
     "FINISHED_LENGTH_CAPPED",
@@ -112,10 +114,9 @@ class Sense:
             "has an output of impossible length",
         )
         _expect(
-            all(
-                0 <= number < _INT32
-                for number in (event.client_index, event.lora_id, abs(event.priority))
-            ),
+            0 <= event.client_index < _INT32
+            and abs(event.priority) < _INT32
+            and 0 <= event.lora_id < _INT63,
             "has a request with an impossible number",
         )
         if self._settings.has_tokens:
@@ -191,12 +192,12 @@ def _check_settings(settings: Settings) -> None:
         "hash block size": (settings.hash_block_size, MAX_TOKENS),
         "number of blocks": (settings.num_blocks, MAX_BLOCKS),
         "length of requests": (settings.max_model_len, MAX_TOKENS),
-        "number of KV cache groups": (len(settings.groups), 64),
         "number of stages": (settings.pipeline_parallel_size, 1 << 10),
         "number of engines": (settings.data_parallel_size, 1 << 16),
     }
     for what, (count, limit) in counts.items():
         _expect(1 <= count <= limit, f"has an impossible {what}")
+    _expect(len(settings.groups) <= _MAX_GROUPS, "has too many KV cache groups")
     _expect(0 <= settings.num_hash_lookahead_tokens <= _MAX_ROW, "looks ahead impossibly far")
     _expect(
         set(settings.scheduler_config) == set(SCHEDULER_SETTINGS), "has other scheduler settings"

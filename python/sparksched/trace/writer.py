@@ -13,9 +13,6 @@ import msgspec
 from sparksched.trace import format as trace_format
 from sparksched.trace.events import End, Event
 
-MIN_FILE_BYTES: Final = 1 << 16
-"""Smaller files hold nothing worth replaying."""
-
 FULL: Final = "the file has reached its size"
 
 _FRAME_BYTES: Final = 256 << 10
