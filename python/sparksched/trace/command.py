@@ -3,8 +3,9 @@
 import argparse
 import contextlib
 import json
-import os
+import logging
 import sys
+from collections.abc import Iterator
 from typing import Any, Final
 
 from sparksched.trace.errors import TraceError
@@ -47,10 +48,8 @@ def _count(text: str) -> int:
 
 def run(parsed: argparse.Namespace) -> int:
     """Replay, show, and return the exit status."""
-    # Before vLLM is imported: what it says of a scheduler's doings is old news here.
-    os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _quiet():
             answer = _answer(parsed)
     except (TraceError, OSError) as error:
         print(f"sparksched replay: {error}", file=sys.stderr)
@@ -61,6 +60,17 @@ def run(parsed: argparse.Namespace) -> int:
         answer.show()
     status: int = answer.status
     return status
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Have nothing logged: what schedulers say of their doings is old news here."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(level)
 
 
 def _answer(parsed: argparse.Namespace) -> Any:

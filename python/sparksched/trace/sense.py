@@ -35,6 +35,7 @@ _INT63: Final = 1 << 63
 _MAX_ROW: Final = 1 << 10
 _MAX_STEPS_IN_FLIGHT: Final = 1 << 12
 _MAX_GROUPS: Final = 64
+_MAX_TIME: Final = 1e12
 _FINISHED: Final = (
     "FINISHED_STOPPED",
     "FINISHED_LENGTH_CAPPED",
@@ -68,6 +69,8 @@ class Sense:
         """
         _expect(not self.has_ended, "goes on behind the end")
         _expect(isinstance(event, Begin) != self._has_begun, "begins once more")
+        _expect(_is_time(getattr(event, "time", 0.0)), "happens at no time")
+        _expect(_is_time(getattr(event, "duration_us", 0.0)), "takes no time that there is")
         match event:
             case Begin():
                 self._has_begun = True
@@ -230,6 +233,10 @@ def _check_repetition(repetition: tuple[int, int, int] | None) -> None:
 def _num_segments(num_tokens: int, sizes: tuple[int, ...]) -> int:
     num_blocks, rest = divmod(num_tokens, sum(sizes))
     return num_blocks * len(sizes) + (len(sizes) > 1 and rest >= sizes[0])
+
+
+def _is_time(value: float) -> bool:
+    return 0.0 <= value <= _MAX_TIME
 
 
 def _expect(condition: bool, problem: str) -> None:

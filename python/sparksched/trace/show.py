@@ -177,11 +177,12 @@ class Alternatives:
         table = Table("at", *(f"{name}" for name in _COLUMNS), title="as recorded → changed")
         table.title_justify = "left"
         end = max(_seconds(self.before), _seconds(self.after))
+        digits = 1 if end > 10 * NUM_ROWS else 3
         for row in range(1, NUM_ROWS + 1):
             at = end * row / NUM_ROWS
             before, after = _sample_at(self.before, at), _sample_at(self.after, at)
             cells = (f"{read(before)} → {read(after)}" for read in _COLUMNS.values())
-            table.add_row(f"{at:,.1f} s", *cells)
+            table.add_row(f"{at:,.{digits}f} s", *cells)
         return table
 
 
