@@ -42,7 +42,7 @@ _DEFAULT_STUCK_AFTER_S = 10.0
 _MIN_STUCK_AFTER_S = 0.1
 _MAX_STUCK_AFTER_S = 3600.0
 
-_DEFAULT_RECORD_BYTES = 256 << 20
+DEFAULT_RECORD_BYTES = 256 << 20
 _MIN_RECORD_BYTES = 1 << 16
 _MAX_RECORD_BYTES = 1 << 40
 
@@ -131,7 +131,7 @@ def records_tokens() -> bool:
 
 def record_bytes() -> int:
     """Bytes after which a recording ends: `SPARKSCHED_RECORD_BYTES`."""
-    value = os.environ.get(RECORD_BYTES) or str(_DEFAULT_RECORD_BYTES)
+    value = os.environ.get(RECORD_BYTES) or str(DEFAULT_RECORD_BYTES)
     size = int(value) if value.isascii() and value.isdigit() and len(value) < 20 else 0
     if not _MIN_RECORD_BYTES <= size <= _MAX_RECORD_BYTES:
         raise ValueError(

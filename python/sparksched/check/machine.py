@@ -53,6 +53,9 @@ def _variables() -> Iterator[Finding]:
         environment.verification,
         environment.ring_bytes,
         environment.stuck_after_s,
+        environment.recorded_to,
+        environment.records_tokens,
+        environment.record_bytes,
     )
     are_good = True
     for read in readers:

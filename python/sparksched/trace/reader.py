@@ -37,7 +37,7 @@ class Trace:
 
     def events(self) -> Iterator[Event]:
         """Yield all events behind the first, as far as the file is whole."""
-        sense = Sense(self.settings)
+        sense = self._sense()
         for position, event in self._all_events():
             try:
                 sense.check(event)
@@ -50,12 +50,21 @@ class Trace:
         if self.warning is None and not sense.has_ended:
             self.warning = f"{self.path} has no end: the recording was cut off"
 
+    def _sense(self) -> Sense:
+        try:
+            return Sense(self.settings)
+        except TraceError as error:
+            raise TraceError(f"{self.path} is damaged: its beginning {error}") from None
+
     def _settings(self) -> Settings:
         for _, event in self._all_events():
             if isinstance(event, Begin):
                 return event.settings
             break
-        raise TraceError(f"{self.path} {self.warning or 'is damaged: it has no beginning'}")
+        problem = "is damaged: it doesn't begin with its settings"
+        if self.warning is not None:
+            problem = f"is cut off in the frame at byte {HEADER_BYTES}, its first"
+        raise TraceError(f"{self.path} {problem}")
 
     def _all_events(self) -> Iterator[tuple[int, Event]]:
         with self.path.open("rb") as file:
@@ -73,7 +82,7 @@ def _events(file: BinaryIO) -> Iterator[tuple[int, Event]]:
     while (payload := read_frame(file, position)) is not None:
         try:
             events = _decode(payload)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise TraceError(
                 f"is damaged: the frame at byte {position} holds no events: {error}"
             ) from None

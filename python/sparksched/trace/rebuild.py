@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import msgspec
 import torch
 from vllm.config import (
     CacheConfig,
@@ -253,19 +254,43 @@ class RequestBuilder:
                 settings.hash_block_size, get_hash_fn_by_name(settings.hash_algorithm), *ahead
             )
 
-    def build(self, number: int) -> Request:
-        """Return the request of that number, as it was when it arrived."""
+    def build(self, number: int, num_output_tokens: int | None = None) -> Request:
+        """Return the request of that number as it was when it arrived.
+
+        With a number of output tokens: one that generates so many and has no grammar.
+
+        Raises:
+            TraceError: if vLLM has no such requests.
+
+        """
+        try:
+            return self._build(number, num_output_tokens)
+        except ValueError as error:
+            raise TraceError(f"request {number} can't be built: {error}") from error
+
+    def _build(self, number: int, num_output_tokens: int | None) -> Request:
         arrival = self._history.arrivals[number]
+        stop = [] if num_output_tokens is not None else self._stop_token(number)
         prompt = arrival.prompt
         if prompt is None:
             prompt = self._history.tokens(number).between(0, arrival.num_prompt_tokens)
+        if num_output_tokens is not None:
+            arrival = msgspec.structs.replace(
+                arrival,
+                max_tokens=num_output_tokens,
+                min_tokens=0,
+                eos_token_id=None,
+                stop_token_ids=[],
+                repetition=None,
+                has_grammar=False,
+            )
         lora = None
         if arrival.lora_id:
             lora = LoRARequest(f"adapter {arrival.lora_id}", arrival.lora_id, "-")
         return Request(
             request_id=arrival.request_id,
             prompt_token_ids=list(prompt),
-            sampling_params=None if arrival.is_pooling else self._sampling(number, arrival),
+            sampling_params=None if arrival.is_pooling else self._sampling(arrival, stop),
             pooling_params=_pooling(arrival) if arrival.is_pooling else None,
             client_index=arrival.client_index,
             arrival_time=arrival.arrival_time,
@@ -275,12 +300,15 @@ class RequestBuilder:
             block_hasher=self._hasher,
         )
 
-    def _sampling(self, number: int, arrival: Arrive) -> SamplingParams:
-        stops = list(arrival.stop_token_ids)
+    def _stop_token(self, number: int) -> list[int]:
+        """Return what stands for the token that ended a request, if one did."""
         stop = self._history.stops.get(number)
-        if stop is not None:
-            position = arrival.num_prompt_tokens + stop
-            stops += self._history.tokens(number).between(position - 1, position)
+        if stop is None:
+            return []
+        position = self._history.arrivals[number].num_prompt_tokens + stop
+        return self._history.tokens(number).between(position - 1, position)
+
+    def _sampling(self, arrival: Arrive, stops: list[int]) -> SamplingParams:
         repetition = None
         if arrival.repetition is not None:
             largest, smallest, count = arrival.repetition
@@ -291,7 +319,7 @@ class RequestBuilder:
             max_tokens=arrival.max_tokens,
             # Without tokens there is no other stop than the one that was recorded.
             min_tokens=arrival.min_tokens if self._settings.has_tokens else 0,
-            stop_token_ids=stops,
+            stop_token_ids=[*arrival.stop_token_ids, *stops],
             repetition_detection=repetition,
             structured_outputs=StructuredOutputsParams(regex=".*") if arrival.has_grammar else None,
             skip_reading_prefix_cache=arrival.skips_cache,

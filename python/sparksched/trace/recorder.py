@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from sparksched import environment
 from sparksched.trace.events import Arrive, Begin, Drafts, Step, Update
 from sparksched.trace.keys import segment_sizes
 from sparksched.trace.scribe import Scribe
 from sparksched.trace.settings import UnrecordableError, settings_of
-from sparksched.trace.writer import MIN_FILE_BYTES, BackgroundWriter, TraceFile
+from sparksched.trace.writer import BackgroundWriter, TraceFile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
-
-DEFAULT_BYTES: Final = 256 << 20
 
 _MAX_IN_FLIGHT: Final = 64
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -62,14 +61,12 @@ class Recorder:
         hash_block_size: int | None = None,
         *,
         with_tokens: bool = False,
-        max_bytes: int = DEFAULT_BYTES,
+        max_bytes: int = environment.DEFAULT_RECORD_BYTES,
         scheduler: str = "SparkScheduler",
     ) -> None:
         settings = settings_of(
             vllm_config, kv_cache_config, block_size, hash_block_size, scheduler, with_tokens
         )
-        if max_bytes < MIN_FILE_BYTES:
-            raise ValueError(f"a trace of {max_bytes} bytes is too small: {MIN_FILE_BYTES} or more")
         self.path = Path(path)
         self._start = time.perf_counter()
         file = TraceFile(self.path, max_bytes)

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from sparksched.trace.errors import TraceError
 from sparksched.trace.events import (
     UNKNOWN,
     Arrive,
@@ -92,7 +93,17 @@ class Replay:
         return self.outcome.mismatch is not None
 
     def play(self, event: Event) -> None:
-        """Do what was done then; compare, if it is a step."""
+        """Do what was done then; compare, if it is a step. An error is a mismatch, too."""
+        try:
+            self._play(event)
+        except TraceError:
+            raise
+        except Exception as error:
+            # Of a scheduler, and of any kind: it may be what the trace was recorded for.
+            step, call = self.outcome.num_steps, type(event).__name__.lower()
+            self.outcome.mismatch = Mismatch(step, f"error ({call})", "none", repr(error))
+
+    def _play(self, event: Event) -> None:
         match event:
             case Arrive():
                 self._arrive(event)

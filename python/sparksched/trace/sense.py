@@ -31,8 +31,11 @@ MAX_TOKENS: Final = 1 << 24
 MAX_ID_LENGTH: Final = 1 << 16
 
 _INT32: Final = 1 << 31
+_INT63: Final = 1 << 63
 _MAX_ROW: Final = 1 << 10
 _MAX_STEPS_IN_FLIGHT: Final = 1 << 12
+_MAX_GROUPS: Final = 64
+_MAX_TIME: Final = 1e12
 _FINISHED: Final = (
     "FINISHED_STOPPED",
     "FINISHED_LENGTH_CAPPED",
@@ -66,6 +69,8 @@ class Sense:
         """
         _expect(not self.has_ended, "goes on behind the end")
         _expect(isinstance(event, Begin) != self._has_begun, "begins once more")
+        _expect(_is_time(getattr(event, "time", 0.0)), "happens at no time")
+        _expect(_is_time(getattr(event, "duration_us", 0.0)), "takes no time that there is")
         match event:
             case Begin():
                 self._has_begun = True
@@ -112,10 +117,9 @@ class Sense:
             "has an output of impossible length",
         )
         _expect(
-            all(
-                0 <= number < _INT32
-                for number in (event.client_index, event.lora_id, abs(event.priority))
-            ),
+            0 <= event.client_index < _INT32
+            and abs(event.priority) < _INT32
+            and 0 <= event.lora_id < _INT63,
             "has a request with an impossible number",
         )
         if self._settings.has_tokens:
@@ -191,12 +195,12 @@ def _check_settings(settings: Settings) -> None:
         "hash block size": (settings.hash_block_size, MAX_TOKENS),
         "number of blocks": (settings.num_blocks, MAX_BLOCKS),
         "length of requests": (settings.max_model_len, MAX_TOKENS),
-        "number of KV cache groups": (len(settings.groups), 64),
         "number of stages": (settings.pipeline_parallel_size, 1 << 10),
         "number of engines": (settings.data_parallel_size, 1 << 16),
     }
     for what, (count, limit) in counts.items():
         _expect(1 <= count <= limit, f"has an impossible {what}")
+    _expect(len(settings.groups) <= _MAX_GROUPS, "has too many KV cache groups")
     _expect(0 <= settings.num_hash_lookahead_tokens <= _MAX_ROW, "looks ahead impossibly far")
     _expect(
         set(settings.scheduler_config) == set(SCHEDULER_SETTINGS), "has other scheduler settings"
@@ -229,6 +233,10 @@ def _check_repetition(repetition: tuple[int, int, int] | None) -> None:
 def _num_segments(num_tokens: int, sizes: tuple[int, ...]) -> int:
     num_blocks, rest = divmod(num_tokens, sum(sizes))
     return num_blocks * len(sizes) + (len(sizes) > 1 and rest >= sizes[0])
+
+
+def _is_time(value: float) -> bool:
+    return 0.0 <= value <= _MAX_TIME
 
 
 def _expect(condition: bool, problem: str) -> None:

@@ -13,9 +13,6 @@ import msgspec
 from sparksched.trace import format as trace_format
 from sparksched.trace.events import End, Event
 
-MIN_FILE_BYTES: Final = 1 << 16
-"""Smaller files hold nothing worth replaying."""
-
 FULL: Final = "the file has reached its size"
 
 _FRAME_BYTES: Final = 256 << 10
@@ -38,6 +35,8 @@ class TraceFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o600)
         self._room = max_bytes - _RESERVED_BYTES
+        # What doesn't fit is lost a frame at a time.
+        self._frame_bytes = min(_FRAME_BYTES, max_bytes // 16)
         self._size = 0
         self._events: list[msgspec.Raw] = []
         self._event_bytes = 0
@@ -47,7 +46,7 @@ class TraceFile:
     def append(self, event: Event) -> None:
         """Add an event; one that would make the frame too large begins another."""
         encoded = self._encoder.encode(event)
-        if self._event_bytes + len(encoded) >= _FRAME_BYTES:
+        if self._event_bytes + len(encoded) >= self._frame_bytes:
             self.flush()
         self._events.append(msgspec.Raw(encoded))
         self._event_bytes += len(encoded)
