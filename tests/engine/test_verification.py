@@ -341,6 +341,24 @@ def test_nothing_is_left_without_a_difference(
     assert list(reproducers.iterdir()) == []
 
 
+def test_one_recording_is_enough(
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    messages: list[str],
+    reproducers: Path,
+) -> None:
+    path = reproducers / "asked-for.trace"
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "1")
+    monkeypatch.setenv("SPARKSCHED_RECORD", str(path))
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
+        disturbed(engine)
+    monkeypatch.delenv("SPARKSCHED_VERIFY")
+    assert not differences_in(messages)
+    assert list(reproducers.iterdir()) == [path]
+    for scheduler in ("vllm", "sparksched"):
+        assert step_that_differs(path, scheduler) is None
+
+
 def test_a_recording_that_is_full(
     model_directory: Path,
     monkeypatch: pytest.MonkeyPatch,

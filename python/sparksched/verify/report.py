@@ -1,6 +1,5 @@
 """What is said of a verification: that it runs, what it has found, and what it hasn't."""
 
-from pathlib import Path
 from typing import Any, Final
 
 from vllm.logger import init_logger
@@ -37,18 +36,13 @@ def summarise(num_steps: int) -> None:
     logger.info("sparksched: %d steps verified, no difference from vLLM's scheduler.", num_steps)
 
 
-def report(found: str, reproducer: Path | None, goes_on: environment.Verification) -> None:
+def report(found: str, how_to_see: str, goes_on: environment.Verification) -> None:
     """Log a difference, and where it is recorded; raise an error if the engine is to stop.
 
     Raises:
         SchedulersDifferError: if `goes_on` is "stop".
 
     """
-    how_to_see = (
-        "there is no recording of it"
-        if reproducer is None
-        else f"to see it again: sparksched replay {reproducer}"
-    )
     logger.error("sparksched: %s; %s; %s.", found, how_to_see, _GOING_ON[goes_on])
     if goes_on == "stop":
         raise SchedulersDifferError(

@@ -27,7 +27,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Reproducer:
-    """Records our scheduler, as long as that can be done and there is room."""
+    """Records our scheduler, as long as that can be done and there is room.
+
+    With `SPARKSCHED_RECORD` there is a recording already, and one is enough.
+    """
 
     def __init__(
         self,
@@ -38,6 +41,8 @@ class Reproducer:
         hash_block_size: int,
     ) -> None:
         self._recording: Any = None
+        if environment.recorded_to() is not None:
+            return
         name = f"sparksched-verify-{os.getpid()}-{secrets.token_hex(4)}.trace"
         self._path = Path(tempfile.gettempdir()) / name
         try:
@@ -62,17 +67,23 @@ class Reproducer:
             return method
         return functools.partial(getattr(self._recording, name), method)  # type: ignore[return-value]
 
-    def keep(self, difference: str) -> Path | None:
-        """End the recording with what differs; return its file, or None if it isn't in there."""
+    def keep(self, difference: str) -> str:
+        """End the recording with what differs; return in words how to see it again."""
         if self._recording is None:
-            return None
+            return self._elsewhere()
         self._recorder.difference(difference)
         self._end()
         if self._recorder.problem is not None:
             self._unlink()
-            return None
+            return self._elsewhere()
         self._unlink.detach()
-        return self._path
+        return f"to see it again: sparksched replay {self._path}"
+
+    @staticmethod
+    def _elsewhere() -> str:
+        if environment.recorded_to() is None:
+            return "there is no recording of it"
+        return f"to see it again: replay what {environment.RECORD} has recorded"
 
     def discard(self) -> None:
         """End the recording; there is nothing in it to reproduce."""
