@@ -608,7 +608,7 @@ _CONNECTORS = {"connector", "example_connector", "offloading"}
 
 def is_verifiable(name: str) -> bool:
     """Return whether vLLM's scheduler can run beside another: a connector has one such side."""
-    return not _CONNECTORS & set(ALL_SETTINGS[name])
+    return not _CONNECTORS & set(ALL_SETTINGS.get(name, ()))
 
 
 def verifying_scheduler_class(configuration: Configuration) -> SchedulerClass:

@@ -336,8 +336,9 @@ def test_nothing_is_left_without_a_difference(
 ) -> None:
     monkeypatch.setenv("SPARKSCHED_VERIFY", "1")
     with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
-        assert len(list(reproducers.glob("*.trace"))) == 1
         arriving_in_turn(engine)
+        # Nor while the engine runs, which may be killed.
+        assert list(reproducers.iterdir()) == []
     assert list(reproducers.iterdir()) == []
 
 

@@ -16,6 +16,8 @@ _GOING_ON: Final = {
     "stop": "stopping the engine",
 }
 
+_MILESTONES: Final = frozenset(10**exponent for exponent in range(2, 19))
+
 
 class SchedulersDifferError(RuntimeError):
     """Ours has decided something else than vLLM's, and the engine was to stop then."""
@@ -32,8 +34,14 @@ def announce(stock: Any, goes_on: environment.Verification) -> None:
 
 
 def summarise(num_steps: int) -> None:
-    """Say at the end that nothing was found."""
+    """Say that nothing was found."""
     logger.info("sparksched: %d steps verified, no difference from vLLM's scheduler.", num_steps)
+
+
+def note_progress(num_steps: int) -> None:
+    """Say now and then that nothing was found yet: servers often kill their engine at the end."""
+    if num_steps in _MILESTONES:
+        summarise(num_steps)
 
 
 def report(found: str, how_to_see: str, goes_on: environment.Verification) -> None:

@@ -1,13 +1,14 @@
 """The file that shows a difference again: a recording of the engine since it was started.
 
-It is begun with the engine and is without tokens; it stays only if there is a difference.
+It is begun with the engine and is without tokens. It has no name until there is a difference, so
+that nothing stays behind otherwise, however the engine ends.
 """
 
 import functools
 import os
 import secrets
+import shutil
 import tempfile
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,12 +55,12 @@ class Reproducer:
                 hash_block_size,
                 max_bytes=environment.record_bytes(),
             )
+            self._file = self._path.open("rb")
+            self._path.unlink()
         except (UnrecordableError, OSError) as error:
             logger.warning("sparksched: a difference would have no reproducer: %s", error)
             return
         self._recording = recording_by(self._recorder, scheduler)
-        # Of an engine that ends without a shutdown, nothing stays behind either.
-        self._unlink = weakref.finalize(self, self._path.unlink, missing_ok=True)
 
     def recorded(self, name: str, method: Method) -> Method:
         """Return a method of our scheduler, or of what it asks, whose calls are recorded."""
@@ -73,11 +74,22 @@ class Reproducer:
             return self._elsewhere()
         self._recorder.difference(difference)
         self._end()
-        if self._recorder.problem is not None:
-            self._unlink()
-            return self._elsewhere()
-        self._unlink.detach()
+        with self._file:
+            if self._recorder.problem is not None or not self._saved():
+                return self._elsewhere()
         return f"to see it again: sparksched replay {self._path}"
+
+    def _saved(self) -> bool:
+        """Give the recording its name; return whether that could be done."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        try:
+            with os.fdopen(os.open(self._path, flags, 0o600), "wb") as named:
+                shutil.copyfileobj(self._file, named)
+        except OSError as error:
+            self._path.unlink(missing_ok=True)
+            logger.warning("sparksched: the recording of the difference is lost: %s", error)
+            return False
+        return True
 
     @staticmethod
     def _elsewhere() -> str:
@@ -89,7 +101,7 @@ class Reproducer:
         """End the recording; there is nothing in it to reproduce."""
         if self._recording is not None:
             self._end()
-            self._unlink()
+            self._file.close()
 
     def _end(self) -> None:
         recording, self._recording = self._recording, None

@@ -116,7 +116,7 @@ class VerifyingScheduler(SparkScheduler):
             "schedule()",
             lambda: ours(throttle_prefills),
             lambda shadow: shadow.schedule(throttle_prefills),
-            agreed=Shadow.pair,
+            agreed=self._agreed_on_step,
         )
 
     def update_from_output(
@@ -357,6 +357,12 @@ class VerifyingScheduler(SparkScheduler):
         if agreed is not None and candidate.error is None:
             agreed(shadow, candidate.get(), reference.get())
         return candidate.get()
+
+    def _agreed_on_step(
+        self, shadow: Shadow, ours: SchedulerOutput, theirs: SchedulerOutput
+    ) -> None:
+        shadow.pair(ours, theirs)
+        report.note_progress(self._num_steps)
 
     def _difference(
         self,
