@@ -263,6 +263,36 @@ def test_vllm_goes_on(
     assert message.endswith("going on with vLLM's own scheduler.")
 
 
+class BrokenCore:
+    """A core after a panic: it takes no calls."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name}: the core is broken")
+
+
+@ASYNC_SCHEDULING
+def test_vllm_goes_on_without_ours(
+    async_scheduling: bool, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "vllm")
+    with running_engine(
+        Choice.PLUGIN, model_directory, async_scheduling=async_scheduling
+    ) as engine:
+        add_long_requests(engine, "first")
+        engine.step(3)
+        scheduler = engine.core.scheduler
+        core, scheduler._core = scheduler._core, BrokenCore()
+        disturbed(engine)
+        scheduler.encode_outputs_for(0, lambda part, frames: b"")
+        scheduler.make_stats()
+        scheduler.reset_encoder_cache()
+        assert (scheduler.requests, scheduler.running, scheduler.waiting) == ({}, [], [])
+        assert not scheduler.has_request("first")
+        scheduler._core = core
+    assert engine.record.finish_reasons["first"] == FinishReason.LENGTH
+    assert engine.record.finish_reasons["regex"] == FinishReason.STOP
+
+
 @ASYNC_SCHEDULING
 @pytest.mark.parametrize("goes_on", ["1", "sparksched"])
 def test_ours_goes_on(
