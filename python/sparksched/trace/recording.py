@@ -49,7 +49,7 @@ def record(
     """Record a scheduler as the environment says, or log why that can't be.
 
     Raises:
-        OSError: if the file can't be created, or is there already.
+        RuntimeError: if the file can't be created, or is there already.
 
     """
     path = _path(environment.recorded_to(), vllm_config)
@@ -67,6 +67,10 @@ def record(
     except UnrecordableError as error:
         logger.warning("sparksched: nothing is recorded: %s", error)
         return
+    except OSError as error:
+        raise RuntimeError(
+            f"{environment.RECORD}: {path} can't be created: {error.strerror}"
+        ) from error
     attach(recorder, scheduler)
     what = "with all prompts and outputs" if environment.records_tokens() else "without tokens"
     logger.info("sparksched: recording the scheduler to %s, %s", path, what)
