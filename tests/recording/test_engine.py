@@ -40,6 +40,18 @@ def _path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.fixture(name="warnings")
+def _warnings(_logging_is_configured: None, warnings_of_sparksched: list[str]) -> list[str]:
+    return warnings_of_sparksched
+
+
+@pytest.fixture(scope="module")
+def _logging_is_configured(model_directory: Path) -> None:
+    """Build an engine: the first one of a process gives vLLM's loggers new handlers."""
+    with running_engine(Choice.STOCK, model_directory, async_scheduling=True):
+        pass
+
+
 def serve_some(engine: DrivenEngine) -> None:
     """Serve requests of all kinds: with shared prefixes, grammars, aborts, resets and pauses."""
     for number in range(6):
@@ -58,6 +70,14 @@ def serve_some(engine: DrivenEngine) -> None:
     engine.step(1)
     engine.core.resume_scheduler()
     engine.add(new_request("turn 2", [1] * 33 + [0, *engine.record.tokens["plain-0"]], 40))
+    engine.run()
+
+
+def serve_many(engine: DrivenEngine) -> None:
+    """Serve enough for several frames."""
+    for number in range(40):
+        engine.add(new_request(f"{number}", [number + 1] * 40, 60, ignore_eos=True))
+        engine.step(4)
     engine.run()
 
 
@@ -165,12 +185,12 @@ def test_each_engine_process_may_have_a_file_of_its_own(
     assert_replays(path.with_name(f"trace-{os.getpid()}"))
 
 
-@pytest.mark.parametrize("room", [0, 700, 2000])
+@pytest.mark.parametrize("room", [0, 700, 4000])
 def test_a_full_disk(
     room: int,
     path: Path,
     model_directory: Path,
-    warnings_of_sparksched: list[str],
+    warnings: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No request is lost, and what the file has replays."""
@@ -189,14 +209,14 @@ def test_a_full_disk(
         return write(descriptor, content)
 
     with mock.patch.object(writer.os, "write", write_some):
-        record = run(Choice.PLUGIN, model_directory, async_scheduling=True)
+        record = run(Choice.PLUGIN, model_directory, serve_many, async_scheduling=True)
     monkeypatch.delenv("SPARKSCHED_RECORD")
-    plain = run(Choice.PLUGIN, model_directory, async_scheduling=True)
+    plain = run(Choice.PLUGIN, model_directory, serve_many, async_scheduling=True)
     assert record.tokens == plain.tokens
-    (warning,) = [it for it in warnings_of_sparksched if "recording" in it]
+    (warning,) = [it for it in warnings if "recording" in it]
     assert "the recording has ended, serving goes on: OSError" in warning
     assert "No space left on device" in warning
-    if room >= 2000:
+    if room >= 4000:
         trace = Trace(path)
         assert any(isinstance(event, Step) for event in trace.events())
         assert trace.warning is not None
@@ -220,7 +240,7 @@ def test_an_engine_that_ends_in_an_error(path: Path, model_directory: Path) -> N
 def test_an_error_of_the_recorder_ends_the_recording_alone(
     path: Path,
     model_directory: Path,
-    warnings_of_sparksched: list[str],
+    warnings: list[str],
 ) -> None:
     def scenario(engine: DrivenEngine) -> None:
         engine.add(new_request("a", [1] * 20, 30))
@@ -231,7 +251,7 @@ def test_an_error_of_the_recorder_ends_the_recording_alone(
 
     record = run(Choice.PLUGIN, model_directory, scenario, async_scheduling=False)
     assert record.finish_reasons.keys() == {"a"}
-    (warning,) = warnings_of_sparksched
+    (warning,) = warnings
     assert warning.endswith("serving goes on: ZeroDivisionError: sums")
 
 
@@ -245,7 +265,7 @@ def test_a_request_without_words_ends_the_recording(
     reason: str,
     path: Path,
     model_directory: Path,
-    warnings_of_sparksched: list[str],
+    warnings: list[str],
 ) -> None:
     def scenario(engine: DrivenEngine) -> None:
         engine.add(new_request("plain", [1] * 20, 30, ignore_eos=True))
@@ -256,7 +276,7 @@ def test_a_request_without_words_ends_the_recording(
         engine.run()
 
     run(Choice.PLUGIN, model_directory, scenario, async_scheduling=False)
-    (warning,) = warnings_of_sparksched
+    (warning,) = warnings
     assert f"request special can't be recorded: {reason}" in warning
     found = events(path)
     assert isinstance(found[-1], End)
