@@ -114,7 +114,7 @@ class _Recording:
             replacement = functools.partial(getattr(self, name), original)
             setattr(self._scheduler, name, self._unless_nested(original, replacement))
         manager = self._scheduler.structured_output_manager
-        for name in ("accept_tokens", "validate_tokens"):
+        for name in ("accept_tokens", "validate_tokens", "clear_backend"):
             setattr(manager, name, functools.partial(getattr(self, name), getattr(manager, name)))
 
     def _unless_nested(self, original: Call, replacement: Call) -> Call:
@@ -193,6 +193,12 @@ class _Recording:
             original()
         finally:
             self._recorder.close()
+
+    def clear_backend(self, original: Call) -> None:
+        # The first that an engine does when it ends. A server that is stopped has its engines
+        # killed while they do the rest.
+        self._recorder.close()
+        original()
 
     def accept_tokens(self, original: Call, request: Any, token_ids: list[int]) -> bool:
         accepted = bool(original(request, token_ids))
