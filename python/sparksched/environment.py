@@ -118,7 +118,7 @@ def recorded_to() -> str | None:
         return None
     folder = os.path.dirname(value) or "."
     if not os.path.isdir(folder):
-        raise ValueError(f"{RECORD}={value!r}: there is no folder {folder!r}")
+        raise ValueError(f"{RECORD}={value!r} is in no folder: there is no {folder!r}")
     if os.path.isdir(value) or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{RECORD}={value!r} names no file that can be written")
     return value

@@ -94,7 +94,7 @@ def test_cut_off_anywhere(path: Path) -> None:
         assert events == whole[: len(events)]
         last = max(end for end in ends if end <= length)
         expected = (
-            f"{path} has no end: the recording was cut off"
+            f"{path} has no end: the last second or so was not written"
             if length == last
             else f"{path} is cut off in the frame at byte {last}: what comes before is replayed"
         )

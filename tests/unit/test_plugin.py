@@ -200,6 +200,8 @@ def test_stuck_after_s(value: str | None, seconds: float, monkeypatch: pytest.Mo
 NO_FRONT_END = "names no known front end; allowed are 'vllm' and 'sparksched'"
 NO_TRANSPORT = "names no known transport; allowed are 'auto', 'shm' and 'zmq'"
 NO_MIB = "is not a whole number from 1 to 1024"
+NO_SWITCH = "is not a switch; allowed are '0', 'false', '1' and 'true'"
+NO_BYTES = f"is not a number of bytes from {1 << 16} to {1 << 40}"
 NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
 
 
@@ -222,6 +224,17 @@ NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
         ("SPARKSCHED_STUCK_AFTER_S", "nan", NO_SECONDS),
         ("SPARKSCHED_STUCK_AFTER_S", "inf", NO_SECONDS),
         ("SPARKSCHED_STUCK_AFTER_S", "10s", NO_SECONDS),
+        (
+            "SPARKSCHED_RECORD",
+            "/no/such/place/trace",
+            "is in no folder: there is no '/no/such/place'",
+        ),
+        ("SPARKSCHED_RECORD", "/tmp", "names no file that can be written"),
+        ("SPARKSCHED_RECORD_TOKENS", "yes", NO_SWITCH),
+        ("SPARKSCHED_RECORD_BYTES", "65535", NO_BYTES),
+        ("SPARKSCHED_RECORD_BYTES", "1e9", NO_BYTES),
+        ("SPARKSCHED_RECORD_BYTES", "-1", NO_BYTES),
+        ("SPARKSCHED_RECORD_BYTES", "9" * 5000, NO_BYTES),
     ],
 )
 def test_wrong_values_are_reported_by_register(

@@ -48,7 +48,7 @@ class Trace:
             if not isinstance(event, Begin):
                 yield event
         if self.warning is None and not sense.has_ended:
-            self.warning = f"{self.path} has no end: the recording was cut off"
+            self.warning = f"{self.path} has no end: the last second or so was not written"
 
     def _sense(self) -> Sense:
         try:

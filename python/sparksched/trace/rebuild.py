@@ -74,6 +74,9 @@ class Grammars:
         """Return whether a grammar accepts what was sampled."""
         return request.request_id not in self.rejected
 
+    def clear_backend(self) -> None:
+        """Do nothing: there is no backend."""
+
     def validate_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
         """Return the drafts up to the first that a grammar rejects."""
         if not request.use_structured_output:

@@ -1,11 +1,12 @@
 """The engine's side of a recording: it copies what a call was given and what it decided."""
 
+import functools
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -26,6 +27,22 @@ if TYPE_CHECKING:
 _MAX_IN_FLIGHT: Final = 64
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_blocks: Final = msgspec.msgpack.Decoder(list[list[list[int]] | None]).decode
+
+
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def _never_fails(method: _Method) -> _Method:
+    """Have an error end the recording, and nothing else."""
+
+    @functools.wraps(method)
+    def call(self: "Recorder", *arguments: Any, **settings: Any) -> None:
+        try:
+            method(self, *arguments, **settings)
+        except Exception as error:
+            self.give_up(f"{type(error).__name__}: {error}")
+
+    return cast("_Method", call)
 
 
 class Recorder:
@@ -102,6 +119,7 @@ class Recorder:
 
     # ---- requests ----
 
+    @_never_fails
     def add_request(self, request: "Request") -> None:
         """Record an arrival. One that a trace has no words for ends the recording."""
         if not self.is_recording:
@@ -109,7 +127,7 @@ class Recorder:
         try:
             arrival = self._arrival(request)
         except UnrecordableError as error:
-            self._give_up(f"request {request.request_id} can't be recorded: {error}")
+            self.give_up(f"request {request.request_id} can't be recorded: {error}")
             return
         adapter = "" if request.lora_request is None else request.lora_request.lora_name
         roots = (adapter, request.cache_salt or "")
@@ -148,6 +166,7 @@ class Recorder:
             skips_cache=bool(request.skip_reading_prefix_cache),
         )
 
+    @_never_fails
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, status: "RequestStatus"
     ) -> None:
@@ -169,12 +188,14 @@ class Recorder:
 
     # ---- steps ----
 
+    @_never_fails
     def before_schedule(self) -> None:
         """Record which grammars are there. To be called before the scheduler looks for them."""
         self._has_looked = True
         if self._compiling:
             self._note_compiled_grammars()
 
+    @_never_fails
     def schedule(
         self, output: "SchedulerOutput", seconds: float, throttle_prefills: bool = False
     ) -> None:
@@ -219,6 +240,7 @@ class Recorder:
             # The engine has dropped it: its output will never arrive.
             del self._in_flight[next(iter(self._in_flight))]
 
+    @_never_fails
     def before_update(
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
     ) -> None:
@@ -249,6 +271,7 @@ class Recorder:
         )
         self._taken = (id(scheduler_output), update, list(chain.from_iterable(rows)))
 
+    @_never_fails
     def update_from_output(
         self,
         scheduler_output: "SchedulerOutput",
@@ -286,6 +309,7 @@ class Recorder:
         """Record how many of the drafts that are being taken in pass a request's grammar."""
         self._valid.append((request_id, num_drafts))
 
+    @_never_fails
     def before_drafts(self, drafts: "DraftTokenIds") -> None:
         """Copy drafts. To be called before the scheduler, which shortens their lists."""
         rows = drafts.draft_token_ids
@@ -299,10 +323,12 @@ class Recorder:
             num_valid=[],
         )
 
+    @_never_fails
     def update_draft_token_ids(self, drafts: "DraftTokenIds") -> None:
         """Record drafts for the next step."""
         self._note_drafts(drafts, None)
 
+    @_never_fails
     def update_draft_token_ids_in_output(
         self, drafts: "DraftTokenIds", scheduler_output: "SchedulerOutput"
     ) -> None:
@@ -324,6 +350,7 @@ class Recorder:
 
     # ---- the rest ----
 
+    @_never_fails
     def reset_prefix_cache(
         self,
         reset_running_requests: bool = False,
@@ -335,15 +362,20 @@ class Recorder:
         ids = [request.request_id for request in running] if reset_running_requests else []
         self._writer.note(self._scribe.reset, self._now(), reset_running_requests, ids)
 
+    @_never_fails
     def set_pause_state(self, state: int) -> None:
         """Record a pause, or its end."""
         self._writer.note(self._scribe.pause, self._now(), int(state))
 
+    @_never_fails
     def difference(self, text: str) -> None:
         """Record in words what another scheduler would have decided."""
         self._writer.note(self._scribe.difference, self._now(), text)
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """End the recording for a reason, which is logged and written. Serving goes on."""
+        if not self.is_recording:
+            return
         from vllm.logger import init_logger
 
         init_logger("vllm.sparksched").warning(
@@ -379,4 +411,4 @@ def _rows(ids: list[str], output: "ModelRunnerOutput") -> list[list[int]]:
     if not rows or output.req_ids == ids:
         return rows
     row_of = output.req_id_to_index
-    return [rows[row_of[it]] for it in ids]
+    return [rows[row_of[it]] if it in row_of else [] for it in ids]

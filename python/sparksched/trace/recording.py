@@ -49,7 +49,7 @@ def record(
     """Record a scheduler as the environment says, or log why that can't be.
 
     Raises:
-        OSError: if the file can't be created, or is there already.
+        RuntimeError: if the file can't be created, or is there already.
 
     """
     path = _path(environment.recorded_to(), vllm_config)
@@ -67,6 +67,10 @@ def record(
     except UnrecordableError as error:
         logger.warning("sparksched: nothing is recorded: %s", error)
         return
+    except OSError as error:
+        raise RuntimeError(
+            f"{environment.RECORD}: {path} can't be created: {error.strerror}"
+        ) from error
     attach(recorder, scheduler)
     what = "with all prompts and outputs" if environment.records_tokens() else "without tokens"
     logger.info("sparksched: recording the scheduler to %s, %s", path, what)
@@ -115,7 +119,7 @@ class _Recording:
             replacement = functools.partial(getattr(self, name), original)
             setattr(self._scheduler, name, self._unless_nested(original, replacement))
         manager = self._scheduler.structured_output_manager
-        for name in ("accept_tokens", "validate_tokens"):
+        for name in ("accept_tokens", "validate_tokens", "clear_backend"):
             setattr(manager, name, functools.partial(getattr(self, name), getattr(manager, name)))
 
     def _unless_nested(self, original: Call, replacement: Call) -> Call:
@@ -194,6 +198,12 @@ class _Recording:
             original()
         finally:
             self._recorder.close()
+
+    def clear_backend(self, original: Call) -> None:
+        # The first that an engine does when it ends. A server that is stopped has its engines
+        # killed while they do the rest.
+        self._recorder.close()
+        original()
 
     def accept_tokens(self, original: Call, request: Any, token_ids: list[int]) -> bool:
         accepted = bool(original(request, token_ids))
