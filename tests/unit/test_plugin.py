@@ -197,6 +197,10 @@ def test_stuck_after_s(value: str | None, seconds: float, monkeypatch: pytest.Mo
     assert environment.stuck_after_s() == seconds
 
 
+NO_VERIFICATION = (
+    "names no known way to go on after a difference; "
+    "allowed are '0', '1', 'sparksched', 'vllm' and 'stop'"
+)
 NO_FRONT_END = "names no known front end; allowed are 'vllm' and 'sparksched'"
 NO_TRANSPORT = "names no known transport; allowed are 'auto', 'shm' and 'zmq'"
 NO_MIB = "is not a whole number from 1 to 1024"
@@ -209,6 +213,7 @@ NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
     ("name", "value", "complaint"),
     [
         ("SPARKSCHED_FRONT_END", "rust", NO_FRONT_END),
+        ("SPARKSCHED_VERIFY", "yes", NO_VERIFICATION),
         ("SPARKSCHED_TRANSPORT", "tcp", NO_TRANSPORT),
         ("SPARKSCHED_TRANSPORT", "SHM", NO_TRANSPORT),
         ("SPARKSCHED_TRANSPORT", " ", NO_TRANSPORT),
