@@ -22,7 +22,7 @@ from sparksched.verify.scheduler import VerifyingScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from .executor import engine_config
 from .harness import (
@@ -111,6 +111,20 @@ def test_engines_that_agree(
     assert any("steps verified, no difference" in message for message in messages)
 
 
+@pytest.mark.parametrize("ids", [lambda it: it.keys(), lambda it: iter(list(it))])
+def test_ids_that_can_be_read_once(
+    ids: Callable[[dict[str, Request]], Any], model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "stop")
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
+        add_long_requests(engine, "first", "second")
+        engine.step(3)
+        scheduler = engine.core.scheduler
+        ended = scheduler.finish_requests(ids(scheduler.requests), RequestStatus.FINISHED_ABORTED)
+        assert {request.request_id for request in ended} == {"first", "second"}
+        engine.run()
+
+
 # ----------------------------------------------------------------------------------------
 # Planted differences
 # ----------------------------------------------------------------------------------------
@@ -119,8 +133,15 @@ def test_engines_that_agree(
 class PlantedCore:
     """A core that decides as the one it holds, but for one step."""
 
-    def __init__(self, core: Any, plant: Callable[["PlantedCore", Any], Any], call: str) -> None:
+    def __init__(
+        self,
+        core: Any,
+        plant: Callable[["PlantedCore", Any], Any],
+        call: str,
+        step: int = PLANTED_STEP,
+    ) -> None:
         self.core = core
+        self._step = step
         self._plant = plant
         self._call = call
         self._num_calls = 0
@@ -133,7 +154,7 @@ class PlantedCore:
         def planted(*arguments: Any) -> Any:
             self._num_calls += 1
             result = method(*arguments)
-            return self._plant(self, result) if self._num_calls == PLANTED_STEP else result
+            return self._plant(self, result) if self._num_calls == self._step else result
 
         return planted
 
@@ -370,6 +391,19 @@ def test_nothing_is_left_without_a_difference(
         # Nor while the engine runs, which may be killed.
         assert list(reproducers.iterdir()) == []
     assert list(reproducers.iterdir()) == []
+
+
+def test_ours_goes_on_and_nothing_is_kept(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "1")
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
+        scheduler = engine.core.scheduler
+        scheduler._core = PlantedCore(scheduler._core, other_block, "schedule", step=1)
+        disturbed(engine)
+        assert scheduler._shadow is None
+        assert not scheduler.structured_output_manager.answers
+        scheduler._core = scheduler._core.core
 
 
 def test_one_recording_is_enough(

@@ -56,6 +56,7 @@ class AskedManager:
     def __init__(self, manager: StructuredOutputManager) -> None:
         self.manager = manager
         self.answers: deque[tuple[Question, Any]] = deque()
+        self._keeps_answers = True
         self.recorded: Callable[[str, Any], Any] = lambda _, method: method
         """Returns a method whose calls are recorded, if somebody does that."""
 
@@ -76,13 +77,19 @@ class AskedManager:
             for request_id in request_ids
         ]
         bitmask = self.manager.grammar_bitmask(requests, request_ids, drafts)
-        self.answers.extend((question, bitmask) for question in asked)
+        if self._keeps_answers:
+            self.answers.extend((question, bitmask) for question in asked)
         return bitmask
+
+    def forget_answers(self) -> None:
+        """Keep none from now on: nobody is left to repeat them to."""
+        self._keeps_answers = False
+        self.answers.clear()
 
     def _ask(self, call: str, request: Request, token_ids: list[int]) -> Any:
         question = Question.of(call, request, token_ids)
         answer = self.recorded(call, getattr(self.manager, call))(request, token_ids)
-        if request.use_structured_output:
+        if request.use_structured_output and self._keeps_answers:
             self.answers.append((question, answer))
         return answer
 

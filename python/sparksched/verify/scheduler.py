@@ -6,7 +6,7 @@ grammars of its own. The engine gets ours; after a difference, that of the side 
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
@@ -190,7 +190,9 @@ class VerifyingScheduler(SparkScheduler):
         """End requests from outside. See `SparkScheduler.finish_requests`."""
         ours = self._recorded("finish_requests", super().finish_requests)
         # Both go through the ids. A set has to stay the one that it is: its order counts.
-        ids = request_ids if isinstance(request_ids, Collection | None) else list(request_ids)
+        ids = request_ids
+        if ids is not None and not isinstance(ids, str | set | list | tuple):
+            ids = list(ids)
         return self._both(
             "finish_requests()",
             lambda: ours(ids, finished_status),
@@ -399,6 +401,7 @@ class VerifyingScheduler(SparkScheduler):
             shadow.take_over(self._publisher)
         else:
             self._shadow = None
+            self.structured_output_manager.forget_answers()
         found = report.describe(difference, self._num_steps - 1)
         report.report(found, self._reproducer.keep(found), self._goes_on)
 
