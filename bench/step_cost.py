@@ -11,10 +11,12 @@ Four questions, each answered for both schedulers in the same run and in alterna
 - `prefill`: time to hash, admit and prefill one request, with and without its prefix cached.
 - `blocks`: time and memory to set up the bookkeeping of a million KV blocks.
 
+With `--verify` also what a step costs that vLLM's scheduler verifies (docs/verify.md).
+
 The KV cache groups are gpt-oss's: full attention and a sliding window of 128 tokens, blocks of 16.
 Objects passed in and out are those that vLLM's engine passes and consumes; statistics are on.
 
-    python -m bench.step_cost [--quick] [--json FILE]
+    python -m bench.step_cost [--quick] [--verify] [--json FILE]
 """
 
 import argparse
@@ -54,10 +56,12 @@ from tests.differential.world import (
 )
 
 SIDES = ("stock", "sparksched")
+VERIFIED_SIDES = ("stock", "verifying")
 VOCABULARY = 200_000
 DECODE_STEPS = {1: 1000, 8: 400, 64: 200, 256: 100, 1024: 60}
 """By running requests: the fewest steps to measure."""
 FEATURE_STEPS = {64: 100, 256: 60}
+VERIFIED_STEPS = {1: 400, 64: 100, 256: 60}
 PROMPTS = (1024, 8192)
 STEPS_IN_A_ROW = 20
 """Steps before it is the other side's turn: one side's objects don't evict the other's from the
@@ -168,9 +172,14 @@ def _block_hasher(side: str, world: World) -> BlockHasher | None:
 # ---- decode ----
 
 
-def measure_decode(num_requests: int, num_steps: int, load: Load = PLAIN) -> dict[str, Any]:
+def measure_decode(
+    num_requests: int,
+    num_steps: int,
+    load: Load = PLAIN,
+    sides: tuple[str, ...] = SIDES,
+) -> dict[str, Any]:
     """Time a step of `num_requests` generating requests."""
-    engines = {side: Engine(side, load) for side in SIDES}
+    engines = {side: Engine(side, load) for side in sides}
     for engine in engines.values():
         prompt_source = random.Random(1)
         for number in range(num_requests):
@@ -189,7 +198,9 @@ def measure_decode(num_requests: int, num_steps: int, load: Load = PLAIN) -> dic
                     engine.schedule_times.clear()
                     engine.update_times.clear()
                     engine.message_times.clear()
-    result = {side: _decode_times(engines[side]) for side in SIDES}
+    for engine in engines.values():
+        engine.scheduler.shutdown()
+    result = {side: _decode_times(engine) for side, engine in engines.items()}
     return {"feature": load.name, "requests": num_requests} | result
 
 
@@ -296,10 +307,16 @@ def main() -> None:
     """Measure, print tables and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, for a first look")
+    parser.add_argument("--verify", action="store_true", help="also what verification costs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     arguments = parser.parse_args()
-    result = measure(scale=1 if arguments.quick else 5)
+    scale = 1 if arguments.quick else 5
+    result = measure(scale)
+    if arguments.verify:
+        result["verified"] = measure_verified(scale)
     _print_report(result)
+    if arguments.verify:
+        _print_verified(result["verified"])
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -321,6 +338,25 @@ def measure(scale: int) -> dict[str, Any]:
         progress.begin("a million blocks")
         result["blocks"] = measure_blocks(1_000_000)
     return result
+
+
+def measure_verified(scale: int) -> list[dict[str, Any]]:
+    """Measure what a step costs if both schedulers decide it, beside vLLM's alone."""
+    with Progress(len(VERIFIED_STEPS)) as progress, vllm_environment(GPT_OSS):
+        rows = []
+        for count, steps in VERIFIED_STEPS.items():
+            progress.begin(f"verified, {count} requests")
+            rows.append(measure_decode(count, scale * steps, sides=VERIFIED_SIDES))
+        return rows
+
+
+def _print_verified(rows: list[dict[str, Any]]) -> None:
+    print("\nThe same of a verified step: what it takes longer than with vLLM's scheduler alone")
+    print("| requests | vLLM | verified | longer by |")
+    print("| --- | --- | --- | --- |")
+    for row in rows:
+        stock, verified = (row[side]["step_us"]["median"] for side in VERIFIED_SIDES)
+        print(f"| {row['requests']} | {stock:.1f} | {verified:.1f} | {verified - stock:.1f} |")
 
 
 def _print_report(result: dict[str, Any]) -> None:

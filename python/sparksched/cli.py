@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from sparksched.check import command as check
+from sparksched.trace import command as replay
+from sparksched.verify import command as verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,6 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check.add_to(commands)
+    replay.add_to(commands)
+    verify.add_to(commands)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)
     return status

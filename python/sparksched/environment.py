@@ -11,8 +11,13 @@ TRANSPORT = "SPARKSCHED_TRANSPORT"
 RING_MIB = "SPARKSCHED_RING_MIB"
 STUCK_AFTER_S = "SPARKSCHED_STUCK_AFTER_S"
 FRONT_END = "SPARKSCHED_FRONT_END"
+VERIFY = "SPARKSCHED_VERIFY"
+RECORD = "SPARKSCHED_RECORD"
+RECORD_TOKENS = "SPARKSCHED_RECORD_TOKENS"
+RECORD_BYTES = "SPARKSCHED_RECORD_BYTES"
 
 Transport = Literal["auto", "shm", "zmq"]
+Verification = Literal["sparksched", "vllm", "stop"]
 
 _Value = TypeVar("_Value", bound=str)
 
@@ -22,12 +27,24 @@ _KNOWN_SCHEDULERS = (_VLLM, _SPARKSCHED)
 
 _TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "zmq")
 
+_VERIFICATIONS: tuple[Literal["0", "1"] | Verification, ...] = (
+    "0",
+    "1",
+    "sparksched",
+    "vllm",
+    "stop",
+)
+
 _DEFAULT_RING_MIB = 8
 _MAX_RING_MIB = 1024
 
 _DEFAULT_STUCK_AFTER_S = 10.0
 _MIN_STUCK_AFTER_S = 0.1
 _MAX_STUCK_AFTER_S = 3600.0
+
+DEFAULT_RECORD_BYTES = 256 << 20
+_MIN_RECORD_BYTES = 1 << 16
+_MAX_RECORD_BYTES = 1 << 40
 
 _SWITCH_VALUES = {"0": False, "false": False, "1": True, "true": True}
 
@@ -44,13 +61,7 @@ def is_selected() -> bool:
 
 def is_strict() -> bool:
     """Whether `SPARKSCHED_STRICT` turns the fallback to vLLM's own scheduler into an error."""
-    value = os.environ.get(STRICT) or "0"
-    try:
-        return _SWITCH_VALUES[value.lower()]
-    except KeyError:
-        raise ValueError(
-            f"{STRICT}={value!r} is not a switch; allowed are {_alternatives(_SWITCH_VALUES)}"
-        ) from None
+    return _switch(STRICT)
 
 
 def transport() -> Transport:
@@ -61,6 +72,14 @@ def transport() -> Transport:
 def replaces_front_end() -> bool:
     """Whether API servers process outputs and metrics in our loop: `SPARKSCHED_FRONT_END`."""
     return _choice(FRONT_END, "front end", _KNOWN_SCHEDULERS, _SPARKSCHED) == _SPARKSCHED
+
+
+def verification() -> Verification | None:
+    """Who decides after the first difference that `SPARKSCHED_VERIFY` finds; None if it is off."""
+    value = _choice(VERIFY, "way to go on after a difference", _VERIFICATIONS, "0")
+    if value == "0":
+        return None
+    return "sparksched" if value == "1" else value
 
 
 def ring_bytes() -> int:
@@ -85,6 +104,52 @@ def stuck_after_s() -> float:
             f"from {_MIN_STUCK_AFTER_S:g} to {_MAX_STUCK_AFTER_S:g}"
         )
     return seconds
+
+
+def recorded_to() -> str | None:
+    """Return the file that the scheduler is recorded to, `SPARKSCHED_RECORD`; None for none.
+
+    Raises:
+        ValueError: if its folder is not there or not to be written to.
+
+    """
+    value = os.environ.get(RECORD)
+    if not value:
+        return None
+    folder = os.path.dirname(value) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"{RECORD}={value!r} is in no folder: there is no {folder!r}")
+    if os.path.isdir(value) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{RECORD}={value!r} names no file that can be written")
+    return value
+
+
+def records_tokens() -> bool:
+    """Whether a recording has prompts and outputs in it: `SPARKSCHED_RECORD_TOKENS`."""
+    return _switch(RECORD_TOKENS)
+
+
+def record_bytes() -> int:
+    """Bytes after which a recording ends: `SPARKSCHED_RECORD_BYTES`."""
+    value = os.environ.get(RECORD_BYTES) or str(DEFAULT_RECORD_BYTES)
+    size = int(value) if value.isascii() and value.isdigit() and len(value) < 20 else 0
+    if not _MIN_RECORD_BYTES <= size <= _MAX_RECORD_BYTES:
+        raise ValueError(
+            f"{RECORD_BYTES}={value!r} is not a number of bytes "
+            f"from {_MIN_RECORD_BYTES} to {_MAX_RECORD_BYTES}"
+        )
+    return size
+
+
+def _switch(name: str) -> bool:
+    """Return the value of a variable that is on or off; unset and empty mean off."""
+    value = os.environ.get(name) or "0"
+    try:
+        return _SWITCH_VALUES[value.lower()]
+    except KeyError:
+        raise ValueError(
+            f"{name}={value!r} is not a switch; allowed are {_alternatives(_SWITCH_VALUES)}"
+        ) from None
 
 
 def _choice(name: str, what: str, allowed: Sequence[_Value], default: _Value) -> _Value:

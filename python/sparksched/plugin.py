@@ -44,8 +44,12 @@ def _check_environment() -> None:
     environment.is_strict()
     environment.transport()
     environment.replaces_front_end()
+    environment.verification()
     environment.ring_bytes()
     environment.stuck_after_s()
+    environment.recorded_to()
+    environment.records_tokens()
+    environment.record_bytes()
 
 
 def _load_extension() -> None:
@@ -121,7 +125,11 @@ def _preferring_spark_scheduler(
             return vllm_choice(self)
         from sparksched.scheduler import SparkScheduler
 
-        return SparkScheduler
+        if environment.recorded_to() is None:
+            return SparkScheduler
+        from sparksched.trace.recording import recorded
+
+        return recorded(SparkScheduler)
 
     return get_scheduler_cls
 

@@ -51,6 +51,11 @@ def num_hash_lookahead_tokens(vllm_config: "VllmConfig") -> int:
     return int(vllm_config.num_hash_lookahead_tokens) if is_since("0.33.0") else 0
 
 
+def hasher_lookahead(vllm_config: "VllmConfig") -> tuple[int, ...]:
+    """Return what vLLM's factory of block hashers is given besides size and hash function."""
+    return (num_hash_lookahead_tokens(vllm_config),) if is_since("0.33.0") else ()
+
+
 def drops_eagle_blocks(vllm_config: "VllmConfig") -> bool:
     """Return whether groups that are flagged as a drafter's drop the last block of a prefix hit.
 

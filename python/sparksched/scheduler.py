@@ -40,6 +40,7 @@ from sparksched.block_observer import BlockObserver, publishes_events
 from sparksched.encoder_inputs import EncoderInputs
 from sparksched.extra_keys import extra_keys_writer
 from sparksched.kv_transfer import KVTransfer
+from sparksched.verify import choice
 
 # Below vLLM's own logger, which is the one that vLLM configures.
 logger = init_logger("vllm.sparksched")
@@ -77,7 +78,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
             vllm_config, kv_cache_config, block_size, hash_block_size
         )
         if problem is None:
-            return super().__new__(cls)
+            return super().__new__(choice.verifying_cls(cls, vllm_config))
         compat.refuse(problem)
         stock_cls = compat.stock_scheduler_cls(vllm_config)
         return stock_cls(
@@ -252,7 +253,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
                 ),
             )
         else:
-            self.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
+            self._core.finish_requests({session.request_id}, RequestStatus.FINISHED_ABORTED)
 
     def set_none_hash(self, none_hash: bytes) -> None:
         """Set what stands in for the parent of each first block: vLLM's `NONE_HASH`.

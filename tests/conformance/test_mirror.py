@@ -6,8 +6,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from differential.compare import first_difference, stock_snapshot
 from differential.model import FakeStructuredOutputManager
+from differential.state import stock_snapshot
 from differential.world import (
     World,
     build_world,
@@ -15,6 +15,7 @@ from differential.world import (
     stock_block_hasher,
     vllm_environment,
 )
+from sparksched.verify.compare import first_difference
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus

@@ -192,6 +192,9 @@ class FakeStructuredOutputManager:
                 rows.append([num_tokens, zlib.crc32(request_id.encode()) >> 1])
         return np.array(rows, dtype=np.int32)
 
+    def clear_backend(self) -> None:
+        """Do nothing: there is no backend."""
+
     def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
         if not request.use_structured_output:
             return spec_tokens

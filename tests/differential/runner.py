@@ -17,6 +17,7 @@ from unittest import mock
 from sparksched import releases
 from sparksched._core import StepOutputs
 from sparksched.transport.encoder import PartEncoder
+from sparksched.verify.compare import Difference, first_difference
 from vllm.sampling_params import (
     RepetitionDetectionParams,
     SamplingParams,
@@ -29,11 +30,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from .compare import Difference, first_difference, snapshot
 from .feature import Call, Features
 from .kv_transfer import copy_output
 from .model import FakeClock, FakeModel, FakeStructuredOutputManager, GrammarCompilation
 from .speculation import reject_invalid_drafts
+from .state import snapshot
 from .trace import (
     Arrive,
     Continue,

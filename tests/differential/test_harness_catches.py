@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sparksched.verify.compare import first_difference
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
-from .compare import first_difference
 from .feature_flaws import FEATURE_FLAWS
 from .runner import Coverage, SchedulersDiffer, run_scenario
 from .serving_flaws import SERVING_FLAWS

@@ -14,7 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from .compare import snapshot, stock_snapshot
+from .state import snapshot, stock_snapshot
 from .world import (
     CANDIDATES,
     World,

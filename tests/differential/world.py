@@ -603,9 +603,27 @@ def sparksched_scheduler_class(_configuration: Configuration) -> SchedulerClass:
     return SparkScheduler
 
 
+_CONNECTORS = {"connector", "example_connector", "offloading"}
+
+
+def is_verifiable(name: str) -> bool:
+    """Return whether vLLM's scheduler can run beside another: a connector has one such side."""
+    return not _CONNECTORS & set(ALL_SETTINGS.get(name, ()))
+
+
+def verifying_scheduler_class(configuration: Configuration) -> SchedulerClass:
+    """Return sparksched's class that has vLLM's scheduler inside, and stops when they differ."""
+    from sparksched.verify.scheduler import VerifyingScheduler
+
+    if not is_verifiable(configuration.name):
+        return sparksched_scheduler_class(configuration)
+    return VerifyingScheduler
+
+
 CANDIDATES: dict[str, CandidateChooser] = {
     "stock": stock_scheduler_class,
     "sparksched": sparksched_scheduler_class,
+    "verifying": verifying_scheduler_class,
 }
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +139,42 @@ def _ours(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed
     return run_server(model_dir, tmp_path_factory.mktemp("ours"), scheduler="sparksched")
 
 
-def run_server(model_dir: Path, log_dir: Path, scheduler: str | None) -> Observed:
+@pytest.fixture(scope="module", name="verified")
+def _verified(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    """Observe a server that would stop if the schedulers differed."""
+    log_dir = tmp_path_factory.mktemp("verified")
+    variables = {"SPARKSCHED_VERIFY": "stop", "SPARKSCHED_STRICT": "1"}
+    return run_server(model_dir, log_dir, scheduler="sparksched", **variables)
+
+
+@pytest.fixture(scope="module", name="taken_over")
+def _taken_over(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    """Observe a server in which they differ after a while, and vLLM's goes on."""
+    log_dir = tmp_path_factory.mktemp("taken-over")
+    variables = {
+        "SPARKSCHED_VERIFY": "vllm",
+        "SPARKSCHED_STRICT": "1",
+        "TMPDIR": str(log_dir),
+        "PYTHONPATH": str(Path(__file__).parent / "planted"),
+    }
+    return run_server(model_dir, log_dir, scheduler="sparksched", **variables)
+
+
+def run_server(
+    model_dir: Path, log_dir: Path, scheduler: str | None, **environment: str
+) -> Observed:
     """Observe a server of its own, from start to end."""
     arguments = [f"--num-gpu-blocks-override={NUM_BLOCKS}"]
     with serve(
-        model_dir, log_dir / "serve.log", scheduler=scheduler, arguments=arguments
+        model_dir,
+        log_dir / "serve.log",
+        scheduler=scheduler,
+        arguments=arguments,
+        environment=environment,
     ) as server:
-        return observe(server)
+        observed = observe(server)
+    # With what is said at the end.
+    return replace(observed, log=server.log)
 
 
 def test_the_outputs_are_worth_comparing(stock: Observed) -> None:
@@ -215,3 +244,38 @@ def test_logprobs_are_equal(stock: Observed, ours: Observed) -> None:
 def test_the_server_answers_after_aborts(stock: Observed, ours: Observed) -> None:
     # That both gauges of running and waiting requests went back to 0 has been seen in `observe`.
     assert ours.after_abort.outcome == ours.before_abort.outcome == stock.before_abort.outcome
+
+
+# ----------------------------------------------------------------------------------------
+# With verification
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["verified", "taken_over"])
+def test_users_notice_nothing_of_verification(
+    name: str, stock: Observed, request: pytest.FixtureRequest
+) -> None:
+    observed: Observed = request.getfixturevalue(name)
+    assert "verifies each step" in observed.log
+    for kind in ("mixed", "growing", "with_logprobs"):
+        pairs = zip(getattr(observed, kind), getattr(stock, kind), strict=True)
+        for index, (actual, expected) in enumerate(pairs):
+            assert actual.outcome == expected.outcome, f"request {index} of {kind} differs"
+    for kind, completion in stock.structured.items():
+        assert observed.structured[kind].outcome == completion.outcome
+    assert observed.after_abort.outcome == stock.after_abort.outcome
+    assert observed.num_preemptions > 0
+
+
+def test_a_server_that_agrees_with_vllm(verified: Observed) -> None:
+    assert re.search(r"[1-9]\d+ steps verified, no difference", verified.log)
+    assert "the schedulers differ" not in verified.log
+
+
+def test_a_server_that_vllm_takes_over(taken_over: Observed) -> None:
+    (difference,) = re.findall(r"the schedulers differ in step \d+ at (\S+)", taken_over.log)
+    assert difference == "schedule().scheduled_new_reqs[0].block_ids[0][0]"
+    assert "going on with vLLM's own scheduler" in taken_over.log
+    (reproducer,) = re.findall(r"sparksched replay (\S+);", taken_over.log)
+    assert Path(reproducer).stat().st_size > 0
+    assert "steps verified, no difference" not in taken_over.log

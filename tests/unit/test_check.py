@@ -39,6 +39,9 @@ def _environment() -> Any:
         yield
 
 
+CONNECTOR = '--kv-transfer-config={"kv_connector":"OffloadingConnector","kv_role":"kv_both"}'
+
+
 def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     """Return the exit status, and the findings by topic: the worst of each."""
     status = cli.main(["check", "--json", *arguments])
@@ -89,6 +92,29 @@ def test_an_unsupported_configuration(model: str, capsys: pytest.CaptureFixture[
     assert found["scheduler"]["text"].startswith("vLLM wouldn't start: ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "strict", "level", "text"),
+    [
+        ([], "0", "warning", "Scheduler checks each step"),
+        ([CONNECTOR], "0", "warning", "would run without it: the KV connector OffloadingConnector"),
+        ([CONNECTOR], "1", "problem", "wouldn't start: the KV connector OffloadingConnector"),
+    ],
+)
+def test_verification(
+    arguments: list[str],
+    strict: str,
+    level: str,
+    text: str,
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    variables = {"SPARKSCHED_VERIFY": "1", "SPARKSCHED_STRICT": strict}
+    with mock.patch.dict(os.environ, variables):
+        _, found = check(capsys, model, "--dtype=float32", *arguments)
+    assert found["verification"]["level"] == level
+    assert text in found["verification"]["text"]
+
+
 def test_another_scheduler_class(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = check(capsys, model, "--scheduler-cls=other.Scheduler")
     assert (status, found["scheduler"]["level"]) == (1, "problem")
@@ -113,6 +139,7 @@ def test_arguments_that_vllm_does_not_know(model: str, capsys: pytest.CaptureFix
         ("SPARKSCHED_STRICT", "maybe"),
         ("SPARKSCHED_TRANSPORT", "tcp"),
         ("SPARKSCHED_FRONT_END", "rust"),
+        ("SPARKSCHED_VERIFY", "yes"),
         ("SPARKSCHED_RING_MIB", "0"),
         ("SPARKSCHED_STUCK_AFTER_S", "soon"),
     ],

@@ -197,9 +197,15 @@ def test_stuck_after_s(value: str | None, seconds: float, monkeypatch: pytest.Mo
     assert environment.stuck_after_s() == seconds
 
 
+NO_VERIFICATION = (
+    "names no known way to go on after a difference; "
+    "allowed are '0', '1', 'sparksched', 'vllm' and 'stop'"
+)
 NO_FRONT_END = "names no known front end; allowed are 'vllm' and 'sparksched'"
 NO_TRANSPORT = "names no known transport; allowed are 'auto', 'shm' and 'zmq'"
 NO_MIB = "is not a whole number from 1 to 1024"
+NO_SWITCH = "is not a switch; allowed are '0', 'false', '1' and 'true'"
+NO_BYTES = f"is not a number of bytes from {1 << 16} to {1 << 40}"
 NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
 
 
@@ -207,6 +213,7 @@ NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
     ("name", "value", "complaint"),
     [
         ("SPARKSCHED_FRONT_END", "rust", NO_FRONT_END),
+        ("SPARKSCHED_VERIFY", "yes", NO_VERIFICATION),
         ("SPARKSCHED_TRANSPORT", "tcp", NO_TRANSPORT),
         ("SPARKSCHED_TRANSPORT", "SHM", NO_TRANSPORT),
         ("SPARKSCHED_TRANSPORT", " ", NO_TRANSPORT),
@@ -222,6 +229,17 @@ NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
         ("SPARKSCHED_STUCK_AFTER_S", "nan", NO_SECONDS),
         ("SPARKSCHED_STUCK_AFTER_S", "inf", NO_SECONDS),
         ("SPARKSCHED_STUCK_AFTER_S", "10s", NO_SECONDS),
+        (
+            "SPARKSCHED_RECORD",
+            "/no/such/place/trace",
+            "is in no folder: there is no '/no/such/place'",
+        ),
+        ("SPARKSCHED_RECORD", "/tmp", "names no file that can be written"),
+        ("SPARKSCHED_RECORD_TOKENS", "yes", NO_SWITCH),
+        ("SPARKSCHED_RECORD_BYTES", "65535", NO_BYTES),
+        ("SPARKSCHED_RECORD_BYTES", "1e9", NO_BYTES),
+        ("SPARKSCHED_RECORD_BYTES", "-1", NO_BYTES),
+        ("SPARKSCHED_RECORD_BYTES", "9" * 5000, NO_BYTES),
     ],
 )
 def test_wrong_values_are_reported_by_register(

@@ -50,8 +50,12 @@ def _variables() -> Iterator[Finding]:
         environment.is_strict,
         environment.transport,
         environment.replaces_front_end,
+        environment.verification,
         environment.ring_bytes,
         environment.stuck_after_s,
+        environment.recorded_to,
+        environment.records_tokens,
+        environment.record_bytes,
     )
     are_good = True
     for read in readers:

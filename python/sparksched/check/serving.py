@@ -33,6 +33,8 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
         return
     yield _model(config)
     yield _scheduler(config)
+    if environment.verification() is not None:
+        yield _verification(config)
     yield _transport(config)
     yield _asynchronous(config)
     yield _prompts(config)
@@ -88,6 +90,21 @@ def _scheduler(config: "VllmConfig") -> Finding:
     stock = compat.stock_scheduler_cls(config).__name__
     would = "vLLM wouldn't start" if environment.is_strict() else f"vLLM's own {stock}"
     return problem(topic, f"{would}: {unsupported.feature} is not supported", unsupported.reason)
+
+
+def _verification(config: "VllmConfig") -> Finding:
+    topic = "verification"
+    from sparksched.verify.choice import unverifiable
+
+    without = f"unset {environment.VERIFY}"
+    problem_of_it = unverifiable(config)
+    if problem_of_it is None:
+        stock = compat.stock_scheduler_cls(config).__name__
+        return warning(topic, f"vLLM's {stock} checks each step, which costs time", without)
+    text = f"{problem_of_it.feature}: {problem_of_it.reason}"
+    if environment.is_strict():
+        return problem(topic, f"vLLM wouldn't start: {text}", without)
+    return warning(topic, f"sparksched would run without it: {text}", without)
 
 
 def _transport(config: "VllmConfig") -> Finding:

@@ -1,0 +1,1 @@
+"""Recording what a scheduler is asked and decides, and replaying it without a GPU."""

@@ -1,0 +1,101 @@
+"""`sparksched replay`: what it is asked, how it answers."""
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+from sparksched.trace.errors import TraceError
+
+DESCRIPTION: Final = """\
+Gives a scheduler what a recorded one was given (SPARKSCHED_RECORD), without a GPU and without the
+model, and compares its decisions with the recorded ones. With another value of a setting: what
+that would have done. The exit status is 0, or 1 if a decision differs, or 2 if the file can't be
+used."""
+
+BOTH: Final = "both"
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser's."""
+    parser = commands.add_parser(
+        "replay", help="replay a recorded scheduler, or ask what if", description=DESCRIPTION
+    )
+    parser.add_argument("file", metavar="FILE", help="what SPARKSCHED_RECORD has named")
+    parser.add_argument(
+        "--scheduler",
+        choices=("sparksched", "vllm", BOTH),
+        help="which one replays; both, and for what-if sparksched, if it isn't said",
+    )
+    parser.add_argument("--max-num-seqs", type=_count, metavar="N", help="what if")
+    parser.add_argument("--num-gpu-blocks", type=_count, metavar="N", help="what if")
+    parser.add_argument("--max-num-batched-tokens", type=_count, metavar="N", help="what if")
+    parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="what if")
+    parser.add_argument("--plot", metavar="IMAGE", help="draw the answer to what-if (.png, .svg)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    count = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= count < 1 << 24:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 16777215")
+    return count
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Replay, show, and return the exit status."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr), _quiet():
+            answer = _answer(parsed)
+    except (TraceError, OSError) as error:
+        print(f"sparksched replay: {error}", file=sys.stderr)
+        return 2
+    if parsed.json:
+        print(json.dumps(answer.data(), indent=2))
+    else:
+        answer.show()
+    status: int = answer.status
+    return status
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Have nothing logged: what schedulers say of their doings is old news here."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+
+
+def _answer(parsed: argparse.Namespace) -> Any:
+    # vLLM takes seconds to import.
+    from sparksched.trace import session, show
+    from sparksched.trace.whatif import Change
+
+    opened = session.open_trace(parsed.file)
+    for warning in filter(None, (opened.trace.warning,)):
+        print(f"sparksched replay: {warning}", file=sys.stderr)
+    change = Change(
+        parsed.max_num_seqs,
+        parsed.num_gpu_blocks,
+        parsed.max_num_batched_tokens,
+        parsed.scheduling_policy,
+    )
+    if change == Change():
+        names = ("sparksched", "vllm") if parsed.scheduler in (None, BOTH) else (parsed.scheduler,)
+        return show.Comparison(opened, session.replay(opened, names))
+    if parsed.scheduler == BOTH:
+        raise TraceError("what if is asked of one scheduler: --scheduler sparksched or vllm")
+    timelines = session.compare_settings(opened, parsed.scheduler or "sparksched", change)
+    answer = show.Alternatives(opened, change, *timelines)
+    if parsed.plot is not None:
+        from sparksched.trace import plot
+
+        plot.draw(answer, parsed.plot)
+    return answer

@@ -1,0 +1,340 @@
+"""Builds from a trace what schedulers are built from, and the requests that they are given."""
+
+import dataclasses
+import enum
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import msgspec
+import torch
+from vllm.config import (
+    CacheConfig,
+    LoRAConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.lora.request import LoRARequest
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import (
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from sparksched import compat
+from sparksched.scheduler import SparkScheduler
+from sparksched.trace.errors import TraceError
+from sparksched.trace.events import Arrive, Group, Settings, Speculation
+from sparksched.trace.history import History
+
+SPARKSCHED: Final = "sparksched"
+STOCK: Final = "vllm"
+SCHEDULERS: Final = (SPARKSCHED, STOCK)
+
+_RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
+
+# No weights of it are ever loaded: schedulers ask a model for little, and that is replaced.
+_MODEL: Final = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "ffn_dim": 128,
+    "max_position_embeddings": 2048,
+}
+
+
+class Grammars:
+    """In the place of vLLM's structured output manager: says what the recorded one said."""
+
+    def __init__(self) -> None:
+        self.rejected: set[str] = set()
+        """Ids of the requests whose grammar rejects what was sampled."""
+        self.num_valid: dict[str, int] = {}
+        """How many drafts a request's grammar lets pass, by its id."""
+
+    def accept_tokens(self, request: Request, _token_ids: list[int]) -> bool:
+        """Return whether a grammar accepts what was sampled."""
+        return request.request_id not in self.rejected
+
+    def clear_backend(self) -> None:
+        """Do nothing: there is no backend."""
+
+    def validate_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
+        """Return the drafts up to the first that a grammar rejects."""
+        if not request.use_structured_output:
+            return token_ids
+        return token_ids[: self.num_valid.get(request.request_id, len(token_ids))]
+
+
+@dataclass(frozen=True)
+class Player:
+    """A scheduler that replays, and what it asks."""
+
+    name: str
+    scheduler: Any
+    grammars: Grammars
+
+
+def build_player(name: str, settings: Settings) -> Player:
+    """Build a scheduler, `sparksched` or `vllm`, of recorded settings.
+
+    Raises:
+        TraceError: if it can't be built of them.
+
+    """
+    try:
+        with _environment(settings):
+            return _build_player(name, settings)
+    except TraceError:
+        raise
+    except Exception as error:
+        # Of vLLM's constructors, and of many kinds: the settings are at fault.
+        raise TraceError(f"no scheduler can be built of these settings: {error}") from error
+
+
+def _build_player(name: str, settings: Settings) -> Player:
+    vllm_config = _vllm_config(settings)
+    if settings.enable_prefix_caching:
+        init_none_hash(get_hash_fn_by_name(settings.hash_algorithm))
+    scheduler_cls: type[Any] = SparkScheduler
+    if name == STOCK:
+        scheduler_cls = compat.stock_scheduler_cls(vllm_config)
+    grammars = Grammars()
+    scheduler = scheduler_cls(
+        vllm_config=vllm_config,
+        kv_cache_config=_kv_cache_config(settings),
+        structured_output_manager=grammars,
+        block_size=settings.block_size,
+        hash_block_size=settings.hash_block_size,
+        log_stats=True,
+    )
+    if not isinstance(scheduler, scheduler_cls):
+        raise TraceError("sparksched doesn't schedule this configuration; replay it by vllm alone")
+    return Player(name, scheduler, grammars)
+
+
+@contextmanager
+def _environment(settings: Settings) -> Iterator[None]:
+    before = os.environ.get(_RUNNER)
+    os.environ[_RUNNER] = str(int(settings.use_v2_model_runner))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_RUNNER]
+        else:
+            os.environ[_RUNNER] = before
+
+
+def _vllm_config(settings: Settings) -> VllmConfig:
+    cache_config = CacheConfig(
+        block_size=settings.hash_block_size,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        prefix_caching_hash_algo=settings.hash_algorithm,
+        prefix_cache_retention_interval=settings.retention_interval,
+    )
+    scheduler_config = SchedulerConfig(
+        **settings.scheduler_config,
+        max_model_len=settings.max_model_len,
+        is_encoder_decoder=False,
+    )
+    model_config = _model_config()
+    os.environ[_RUNNER] = "0"  # the other one wants a GPU here; schedulers ask when they are built
+    config = VllmConfig(
+        model_config=model_config, cache_config=cache_config, scheduler_config=scheduler_config
+    )
+    os.environ[_RUNNER] = str(int(settings.use_v2_model_runner))
+    # The platform has adjusted what it was given.
+    for name, value in settings.scheduler_config.items():
+        setattr(config.scheduler_config, name, value)
+    config.scheduler_config.runner_type = settings.runner_type
+    cache_config.block_size = settings.hash_block_size
+    cache_config.num_gpu_blocks = settings.num_blocks
+    model_config.max_model_len = settings.max_model_len
+    model_config.runner_type = settings.runner_type
+    if settings.uses_mrope:
+        model_config.hf_config.rope_parameters = {"mrope_section": [1, 1, 1]}
+    config.parallel_config.pipeline_parallel_size = settings.pipeline_parallel_size
+    config.parallel_config.data_parallel_size = settings.data_parallel_size
+    if settings.max_loras is not None:
+        config.lora_config = LoRAConfig(max_loras=settings.max_loras)
+    config.speculative_config = _speculative_config(settings)
+    return config
+
+
+def _model_config() -> ModelConfig:
+    return ModelConfig(
+        model=_model_folder().name, skip_tokenizer_init=True, dtype="float16", max_model_len=1024
+    )
+
+
+@functools.cache
+def _model_folder() -> "tempfile.TemporaryDirectory[str]":
+    folder = tempfile.TemporaryDirectory(prefix="sparksched-replay-")
+    (Path(folder.name) / "config.json").write_text(json.dumps(_MODEL))
+    return folder
+
+
+def _speculative_config(settings: Settings) -> Any:
+    speculation: Speculation | None = settings.speculation
+    if speculation is None:
+        return None
+    answers = {
+        name: functools.partial(bool, answer) for name, answer in speculation.answers.items()
+    }
+    drafter = SimpleNamespace(sample_from_anchor=not speculation.fills_in)
+    return SimpleNamespace(
+        num_speculative_tokens=speculation.num_tokens,
+        num_speculative_tokens_per_batch_size=speculation.by_batch_size,
+        max_num_new_slots_for_drafting=speculation.max_num_new_slots,
+        disable_lookahead_block_hashes=settings.num_hash_lookahead_tokens == 0,
+        draft_model_config=SimpleNamespace(hf_config=drafter),
+        **answers,
+    )
+
+
+def _kv_cache_config(settings: Settings) -> KVCacheConfig:
+    return KVCacheConfig(
+        num_blocks=settings.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"layers.{index}"], _spec(group), is_eagle_group=group.is_eagle_group)
+            for index, group in enumerate(settings.groups)
+        ],
+        prefix_cache_retention_interval=settings.retention_interval,
+    )
+
+
+def _spec(group: Group) -> Any:
+    spec_cls = getattr(kv_cache_interface, group.kind)
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(spec_cls):
+        if field.name in group.fields:
+            value: Any = group.fields[field.name]
+            if field.name == "dtype":
+                value = _dtype(str(value))
+            elif isinstance(field.default, enum.Enum):
+                value = type(field.default)(value)
+            arguments[field.name] = value
+    return spec_cls(**arguments)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TraceError(f"there is no data type {name!r}")
+    return dtype
+
+
+class RequestBuilder:
+    """Builds each scheduler's own `Request`s."""
+
+    def __init__(self, settings: Settings, history: History) -> None:
+        self._settings = settings
+        self._history = history
+        self._hasher = None
+        if settings.enable_prefix_caching:
+            ahead = (settings.num_hash_lookahead_tokens,) if _hashes_look_ahead() else ()
+            self._hasher = get_request_block_hasher(
+                settings.hash_block_size, get_hash_fn_by_name(settings.hash_algorithm), *ahead
+            )
+
+    def build(self, number: int, num_output_tokens: int | None = None) -> Request:
+        """Return the request of that number as it was when it arrived.
+
+        With a number of output tokens: one that generates so many and has no grammar.
+
+        Raises:
+            TraceError: if vLLM has no such requests.
+
+        """
+        try:
+            return self._build(number, num_output_tokens)
+        except ValueError as error:
+            raise TraceError(f"request {number} can't be built: {error}") from error
+
+    def _build(self, number: int, num_output_tokens: int | None) -> Request:
+        arrival = self._history.arrivals[number]
+        stop = [] if num_output_tokens is not None else self._stop_token(number)
+        prompt = arrival.prompt
+        if prompt is None:
+            prompt = self._history.tokens(number).between(0, arrival.num_prompt_tokens)
+        if num_output_tokens is not None:
+            arrival = msgspec.structs.replace(
+                arrival,
+                max_tokens=num_output_tokens,
+                min_tokens=0,
+                eos_token_id=None,
+                stop_token_ids=[],
+                repetition=None,
+                has_grammar=False,
+            )
+        lora = None
+        if arrival.lora_id:
+            lora = LoRARequest(f"adapter {arrival.lora_id}", arrival.lora_id, "-")
+        return Request(
+            request_id=arrival.request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=None if arrival.is_pooling else self._sampling(arrival, stop),
+            pooling_params=_pooling(arrival) if arrival.is_pooling else None,
+            client_index=arrival.client_index,
+            arrival_time=arrival.arrival_time,
+            lora_request=lora,
+            cache_salt=arrival.salt.hex() or None,
+            priority=arrival.priority,
+            block_hasher=self._hasher,
+        )
+
+    def _stop_token(self, number: int) -> list[int]:
+        """Return what stands for the token that ended a request, if one did."""
+        stop = self._history.stops.get(number)
+        if stop is None:
+            return []
+        position = self._history.arrivals[number].num_prompt_tokens + stop
+        return self._history.tokens(number).between(position - 1, position)
+
+    def _sampling(self, arrival: Arrive, stops: list[int]) -> SamplingParams:
+        repetition = None
+        if arrival.repetition is not None:
+            largest, smallest, count = arrival.repetition
+            repetition = RepetitionDetectionParams(
+                max_pattern_size=largest, min_pattern_size=smallest, min_count=count
+            )
+        params = SamplingParams(
+            max_tokens=arrival.max_tokens,
+            # Without tokens there is no other stop than the one that was recorded.
+            min_tokens=arrival.min_tokens if self._settings.has_tokens else 0,
+            stop_token_ids=[*arrival.stop_token_ids, *stops],
+            repetition_detection=repetition,
+            structured_outputs=StructuredOutputsParams(regex=".*") if arrival.has_grammar else None,
+            skip_reading_prefix_cache=arrival.skips_cache,
+            detokenize=False,
+        )
+        params._eos_token_id = arrival.eos_token_id
+        return params
+
+
+def _pooling(arrival: Arrive) -> PoolingParams:
+    return PoolingParams(task="embed", skip_reading_prefix_cache=arrival.skips_cache)
+
+
+def _hashes_look_ahead() -> bool:
+    return hasattr(VllmConfig, "num_hash_lookahead_tokens")

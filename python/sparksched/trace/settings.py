@@ -1,0 +1,145 @@
+"""What of vLLM's configuration a trace keeps: all that a scheduler decides by, and nothing else."""
+
+import dataclasses
+import enum
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from sparksched import __version__, releases
+from sparksched.trace.events import Group, Settings, Speculation
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+GROUP_KINDS: Final = (
+    "FullAttentionSpec",
+    "HiddenStateCacheSpec",
+    "MLAAttentionSpec",
+    "ChunkedLocalAttentionSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+)
+
+SCHEDULER_SETTINGS: Final = (
+    "async_scheduling",
+    "enable_chunked_prefill",
+    "long_prefill_token_threshold",
+    "long_prefill_token_threshold_adaptive",
+    "max_num_active_seqs",
+    "max_num_batched_tokens",
+    "max_num_scheduled_tokens",
+    "max_num_seqs",
+    "policy",
+    "prefill_schedule_interval",
+    "scheduler_reserve_full_isl",
+    "watermark",
+)
+
+SPECULATION_ANSWERS: Final = (
+    "use_dflash",
+    "use_dspark",
+    "use_eagle",
+    "use_eagle_block_drop",
+    "use_multi_module_mtp",
+    "uses_draft_model",
+)
+
+
+class UnrecordableError(ValueError):
+    """A configuration or a request that a trace has no words for; the message names it."""
+
+
+def settings_of(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    block_size: int,
+    hash_block_size: int | None,
+    scheduler: str,
+    has_tokens: bool,
+) -> Settings:
+    """Return what a scheduler of this configuration decides by.
+
+    Raises:
+        UnrecordableError: if it decides by something else as well.
+
+    """
+    _refuse_unrecordable(vllm_config, kv_cache_config)
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    caching = vllm_config.cache_config
+    lora = vllm_config.lora_config
+    return Settings(
+        sparksched=__version__,
+        vllm=releases.installed(),
+        scheduler=scheduler,
+        started=time.time(),
+        has_tokens=has_tokens,
+        block_size=block_size,
+        hash_block_size=block_size if hash_block_size is None else hash_block_size,
+        num_hash_lookahead_tokens=releases.num_hash_lookahead_tokens(vllm_config),
+        num_blocks=kv_cache_config.num_blocks,
+        retention_interval=kv_cache_config.prefix_cache_retention_interval,
+        groups=[_group(group) for group in kv_cache_config.kv_cache_groups],
+        scheduler_config={
+            name: getattr(vllm_config.scheduler_config, name) for name in SCHEDULER_SETTINGS
+        },
+        enable_prefix_caching=bool(caching.enable_prefix_caching),
+        hash_algorithm=caching.prefix_caching_hash_algo,
+        max_model_len=model.max_model_len,
+        runner_type=model.runner_type,
+        uses_mrope=bool(model.uses_mrope),
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
+        use_v2_model_runner=bool(vllm_config.use_v2_model_runner),
+        max_loras=None if lora is None else lora.max_loras,
+        speculation=_speculation(vllm_config),
+    )
+
+
+def _refuse_unrecordable(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
+    parallel = vllm_config.parallel_config
+    features = {
+        "a KV connector": vllm_config.kv_transfer_config is not None,
+        "an EC connector": vllm_config.ec_transfer_config is not None,
+        "a diffusion model": vllm_config.diffusion_config is not None,
+        "an encoder-decoder model": vllm_config.model_config.is_encoder_decoder,
+        "an encoder-only instance": vllm_config.is_mm_encoder_only,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+    }
+    for feature, is_used in features.items():
+        if is_used:
+            raise UnrecordableError(f"{feature} takes part in scheduling")
+    for group in kv_cache_config.kv_cache_groups:
+        kind = type(group.kv_cache_spec).__name__
+        if kind not in GROUP_KINDS:
+            raise UnrecordableError(f"a KV cache of the kind {kind} is scheduled in its own way")
+
+
+def _group(group: "KVCacheGroupSpec") -> Group:
+    spec = group.kv_cache_spec
+    fields: dict[str, int | bool | str | None] = {}
+    for field in dataclasses.fields(spec):
+        value: Any = getattr(spec, field.name)
+        if isinstance(value, enum.Enum):
+            value = value.value
+        if value is None or isinstance(value, int | str):
+            fields[field.name] = value
+        elif field.name == "dtype":
+            fields[field.name] = str(value).removeprefix("torch.")
+    return Group(type(spec).__name__, fields, bool(group.is_eagle_group))
+
+
+def _speculation(vllm_config: "VllmConfig") -> Speculation | None:
+    config = vllm_config.speculative_config
+    if config is None:
+        return None
+    schedule = config.num_speculative_tokens_per_batch_size
+    return Speculation(
+        num_tokens=config.num_speculative_tokens,
+        by_batch_size=None if not schedule else [tuple(entry) for entry in schedule],
+        answers={name: bool(getattr(config, name)()) for name in SPECULATION_ANSWERS},
+        max_num_new_slots=config.max_num_new_slots_for_drafting,
+        fills_in=vllm_config.num_lookahead_tokens > vllm_config.num_speculative_tokens,
+    )

@@ -1,0 +1,109 @@
+"""The file that shows a difference again: a recording of the engine since it was started.
+
+It is begun with the engine and is without tokens. It has no name until there is a difference, so
+that nothing stays behind otherwise, however the engine ends.
+"""
+
+import functools
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from sparksched import environment
+from sparksched.trace.recorder import Recorder
+from sparksched.trace.recording import recording_by
+from sparksched.trace.settings import UnrecordableError
+
+logger = init_logger("vllm.sparksched")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Reproducer:
+    """Records our scheduler, as long as that can be done and there is room.
+
+    With `SPARKSCHED_RECORD` there is a recording already, and one is enough.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        block_size: int,
+        hash_block_size: int,
+    ) -> None:
+        self._recording: Any = None
+        if environment.recorded_to() is not None:
+            return
+        name = f"sparksched-verify-{os.getpid()}-{secrets.token_hex(4)}.trace"
+        self._path = Path(tempfile.gettempdir()) / name
+        try:
+            self._recorder = Recorder(
+                self._path,
+                vllm_config,
+                kv_cache_config,
+                block_size,
+                hash_block_size,
+                max_bytes=environment.record_bytes(),
+            )
+            self._file = self._path.open("rb")
+            self._path.unlink()
+        except (UnrecordableError, OSError) as error:
+            logger.warning("sparksched: a difference would have no reproducer: %s", error)
+            return
+        self._recording = recording_by(self._recorder, scheduler)
+
+    def recorded(self, name: str, method: Method) -> Method:
+        """Return a method of our scheduler, or of what it asks, whose calls are recorded."""
+        if self._recording is None:
+            return method
+        return functools.partial(getattr(self._recording, name), method)  # type: ignore[return-value]
+
+    def keep(self, difference: str) -> str:
+        """End the recording with what differs; return in words how to see it again."""
+        if self._recording is None:
+            return self._elsewhere()
+        self._recorder.difference(difference)
+        self._end()
+        with self._file:
+            if self._recorder.problem is not None or not self._saved():
+                return self._elsewhere()
+        return f"to see it again: sparksched replay {self._path}"
+
+    def _saved(self) -> bool:
+        """Give the recording its name; return whether that could be done."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        try:
+            with os.fdopen(os.open(self._path, flags, 0o600), "wb") as named:
+                shutil.copyfileobj(self._file, named)
+        except OSError as error:
+            self._path.unlink(missing_ok=True)
+            logger.warning("sparksched: the recording of the difference is lost: %s", error)
+            return False
+        return True
+
+    @staticmethod
+    def _elsewhere() -> str:
+        if environment.recorded_to() is None:
+            return "there is no recording of it"
+        return f"to see it again: replay what {environment.RECORD} has recorded"
+
+    def discard(self) -> None:
+        """End the recording; there is nothing in it to reproduce."""
+        if self._recording is not None:
+            self._end()
+            self._file.close()
+
+    def _end(self) -> None:
+        recording, self._recording = self._recording, None
+        recording.gates.remove()
+        self._recorder.close()

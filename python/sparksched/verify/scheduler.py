@@ -1,0 +1,413 @@
+"""`VerifyingScheduler`: ours and vLLM's in lockstep, until they differ.
+
+Each call of the engine goes to ours, then to vLLM's, which has requests, steps and answers of
+grammars of its own. The engine gets ours; after a difference, that of the side that goes on.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from vllm.config import VllmConfig
+from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from sparksched import environment
+from sparksched.block_observer import BlockObserver
+from sparksched.scheduler import SparkScheduler
+from sparksched.verify import report
+from sparksched.verify.compare import Difference, first_difference
+from sparksched.verify.copies import copy_of_runner_output
+from sparksched.verify.events import NotedEvents
+from sparksched.verify.grammars import AskedManager
+from sparksched.verify.outcome import Outcome, outcome_of
+from sparksched.verify.outputs import IGNORED_FIELDS, difference_of_outputs
+from sparksched.verify.reproducer import Reproducer
+from sparksched.verify.shadow import Shadow, ids_and_clients
+
+Result = TypeVar("Result")
+
+_Comparison = Callable[[Any, Any, str], Difference | None]
+
+
+def _difference_of_results(reference: Any, candidate: Any, path: str) -> Difference | None:
+    return first_difference(reference, candidate, path, IGNORED_FIELDS)
+
+
+def _difference_of_ended(
+    reference: list[Request], candidate: list[Request], path: str
+) -> Difference | None:
+    return first_difference(ids_and_clients(reference), ids_and_clients(candidate), path)
+
+
+class VerifyingScheduler(SparkScheduler):
+    """Schedules as `SparkScheduler`, and has vLLM's own scheduler check each step.
+
+    `SPARKSCHED_VERIFY` says who goes on after the first difference. Nothing is compared after it.
+
+    Raises:
+        SchedulersDifferError: from the call in which they differ, if the engine is to stop.
+
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: StructuredOutputManager,
+        block_size: int,
+        hash_block_size: int | None = None,
+        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+    ) -> None:
+        grammars = AskedManager(structured_output_manager)
+        super().__init__(
+            vllm_config,
+            kv_cache_config,
+            grammars,
+            block_size,
+            hash_block_size,
+            mm_registry,
+            include_finished_set,
+            log_stats,
+        )
+        self._goes_on = environment.verification() or "stop"
+        self._num_steps = 0
+        self._vllm_decides = False
+        self._shadow: Shadow | None = Shadow(
+            vllm_config,
+            grammars,
+            self.hash_block_size,
+            kv_cache_config=kv_cache_config,
+            block_size=block_size,
+            mm_registry=mm_registry,
+            include_finished_set=include_finished_set,
+            log_stats=log_stats,
+        )
+        """vLLM's side; None once ours goes on alone."""
+        self._reproducer = Reproducer(
+            self, vllm_config, kv_cache_config, block_size, self.hash_block_size
+        )
+        self._recorded = grammars.recorded = self._reproducer.recorded
+        report.announce(self._shadow.scheduler, self._goes_on)
+
+    def _block_observer(self, config: dict[str, Any]) -> BlockObserver | None:
+        # Before anything has been told who publishes.
+        self._publisher = self._kv_event_publisher
+        self._kv_event_publisher = self._events = NotedEvents(self._publisher)
+        return super()._block_observer(config)
+
+    # ---- the two calls of each step ----
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Decide what the next step computes. See `SparkScheduler.schedule`."""
+        self._num_steps += 1
+        ours = self._recorded("schedule", super().schedule)
+        return self._both(
+            "schedule()",
+            lambda: ours(throttle_prefills),
+            lambda shadow: shadow.schedule(throttle_prefills),
+            agreed=self._agreed_on_step,
+        )
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take in what a step brought. See `SparkScheduler.update_from_output`.
+
+        Once vLLM's scheduler decides, all clients get `EngineCoreOutputs`.
+        """
+        ours = self._recorded("update_from_output", super().update_from_output)
+        # Schedulers cut it.
+        twin = model_runner_output if self._is_over else copy_of_runner_output(model_runner_output)
+        return self._both(
+            "update_from_output()",
+            lambda: ours(scheduler_output, model_runner_output),
+            lambda shadow: shadow.update_from_output(scheduler_output, twin),
+            compare=difference_of_outputs,
+        )
+
+    def encode_outputs_for(
+        self, client_index: int, encode_part: Callable[[Any, list[Any]], bytes]
+    ) -> None:
+        """Have a client get messages, as long as ours decides."""
+        if self._vllm is None:
+            super().encode_outputs_for(client_index, encode_part)
+
+    # ---- requests ----
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """Requests that are not finished, by id."""
+        return super().requests if self._vllm is None else self._vllm.requests
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that run, in their order: a new list."""
+        return super().running if self._vllm is None else list(self._vllm.running)
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that wait, the next to be admitted first: a new list."""
+        if self._vllm is None:
+            return super().waiting
+        return [*self._vllm.kv_holding_waiting, *self._vllm.waiting]
+
+    def add_request(self, request: Request) -> None:
+        """Put a request into the queue. See `SparkScheduler.add_request`."""
+        ours = self._recorded("add_request", super().add_request)
+        if self._shadow is None:
+            ours(request)
+            return
+        # Before ours has changed anything of it.
+        twin = outcome_of(functools.partial(self._shadow.copy_of_request, request))
+        hashes = list(request.block_hashes)
+
+        def add_ours() -> list[Any]:
+            ours(request)
+            return hashes
+
+        def add_theirs(shadow: Shadow) -> list[Any]:
+            own = twin.get()
+            own_hashes = list(own.block_hashes)
+            shadow.scheduler.add_request(own)
+            return own_hashes
+
+        self._both(f"block hashes of request {request.request_id!r}", add_ours, add_theirs)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """End requests from outside. See `SparkScheduler.finish_requests`."""
+        ours = self._recorded("finish_requests", super().finish_requests)
+        # Both go through the ids. A set has to stay the one that it is: its order counts.
+        ids = request_ids
+        if ids is not None and not isinstance(ids, str | set | list | tuple):
+            ids = list(ids)
+        return self._both(
+            "finish_requests()",
+            lambda: ours(ids, finished_status),
+            lambda shadow: shadow.scheduler.finish_requests(ids, finished_status),
+            compare=_difference_of_ended,
+        )
+
+    def get_num_unfinished_requests(self) -> int:
+        """Count the requests that have work to do in the current pause state."""
+        return self._ask_both("get_num_unfinished_requests", super().get_num_unfinished_requests)
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether a request has work to do in the current pause state."""
+        return self._ask_both("has_unfinished_requests", super().has_unfinished_requests)
+
+    def has_finished_requests(self) -> bool:
+        """Return whether the model runner has not been told of the end of some requests."""
+        return self._ask_both("has_finished_requests", super().has_finished_requests)
+
+    def has_requests(self) -> bool:
+        """Return whether there is anything for a step to do or to tell."""
+        return self._ask_both("has_requests", super().has_requests)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Count running and waiting requests."""
+        return self._ask_both("get_request_counts", super().get_request_counts)
+
+    # ---- structured output and drafts ----
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Compute the bitmask for the requests of the step that a grammar restricts."""
+        ours = super().get_grammar_bitmask
+        return self._both(
+            "get_grammar_bitmask()",
+            lambda: ours(scheduler_output),
+            lambda shadow: shadow.get_grammar_bitmask(scheduler_output),
+        )
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take the draft tokens for the next step, as far as grammars accept them."""
+        ours = self._recorded("update_draft_token_ids", super().update_draft_token_ids)
+        twin = copy.deepcopy(draft_token_ids)
+        self._both(
+            "update_draft_token_ids()",
+            lambda: ours(draft_token_ids),
+            lambda shadow: shadow.scheduler.update_draft_token_ids(twin),
+        )
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Put draft tokens in the place of a scheduled step's placeholders."""
+        ours = self._recorded(
+            "update_draft_token_ids_in_output", super().update_draft_token_ids_in_output
+        )
+        twin = copy.deepcopy(draft_token_ids)
+        before = copy.copy(scheduler_output.scheduled_spec_decode_tokens)
+
+        def update_ours() -> dict[str, Any]:
+            ours(draft_token_ids, scheduler_output)
+            return _drafts_of(scheduler_output)
+
+        def update_theirs(shadow: Shadow) -> dict[str, Any]:
+            own = shadow.own(scheduler_output)
+            own.scheduled_spec_decode_tokens = dict(before)
+            shadow.scheduler.update_draft_token_ids_in_output(twin, own)
+            return _drafts_of(own)
+
+        decided = self._both("update_draft_token_ids_in_output()", update_ours, update_theirs)
+        # The workers get the step as it is now.
+        scheduler_output.scheduled_spec_decode_tokens = decided["scheduled_spec_decode_tokens"]
+        scheduler_output.num_invalid_spec_tokens = decided["num_invalid_spec_tokens"]
+
+    # ---- the cache, pauses, statistics ----
+
+    def get_kv_cache_usage(self) -> float:
+        """Return the share of KV blocks in use, 0 to 1."""
+        return self._ask_both("get_kv_cache_usage", super().get_kv_cache_usage)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all cached prefixes. See `SparkScheduler.reset_prefix_cache`."""
+        ours = self._recorded("reset_prefix_cache", super().reset_prefix_cache)
+        return self._both(
+            "reset_prefix_cache()",
+            lambda: ours(reset_running_requests, reset_connector),
+            lambda shadow: bool(
+                shadow.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+            ),
+        )
+
+    def reset_encoder_cache(self) -> None:
+        """Forget all encoder outputs, as after an update of the weights."""
+        self._ask_both("reset_encoder_cache", super().reset_encoder_cache)
+
+    @property
+    def pause_state(self) -> PauseState:
+        """Whether requests are scheduled."""
+        return super().pause_state if self._vllm is None else self._vllm.pause_state
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Stop or resume scheduling."""
+        ours = self._recorded("set_pause_state", super().set_pause_state)
+        self._both(
+            "set_pause_state()",
+            lambda: ours(pause_state),
+            lambda shadow: shadow.scheduler.set_pause_state(pause_state),
+        )
+
+    def make_stats(self) -> SchedulerStats | None:
+        """Return the current statistics, or None if they are off; prefix cache counters restart."""
+        return self._ask_both("make_stats", super().make_stats)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return our state as plain data, as long as it is ours that decides.
+
+        Raises:
+            RuntimeError: once vLLM's scheduler decides.
+
+        """
+        if self._vllm is not None:
+            raise RuntimeError("vLLM's own scheduler decides: its state has another form")
+        return super().snapshot()
+
+    def shutdown(self) -> None:
+        """Stop publishing KV cache events; say what was verified."""
+        if not self._is_over:
+            report.summarise(self._num_steps)
+        self._reproducer.discard()
+        super().shutdown()
+
+    # ---- both, and what becomes of a difference ----
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether one side has gone on alone."""
+        return self._shadow is None or self._vllm_decides
+
+    @property
+    def _vllm(self) -> Any:
+        """VLLM's scheduler once it decides, else None."""
+        return self._shadow.scheduler if self._shadow is not None and self._vllm_decides else None
+
+    def _ask_both(self, method: str, ours: Callable[[], Result]) -> Result:
+        def theirs(shadow: Shadow) -> Result:
+            result: Result = getattr(shadow.scheduler, method)()
+            return result
+
+        return self._both(f"{method}()", ours, theirs)
+
+    def _both(
+        self,
+        call: str,
+        ours: Callable[[], Result],
+        theirs: Callable[[Shadow], Result],
+        compare: _Comparison = _difference_of_results,
+        agreed: Callable[[Shadow, Result, Result], None] | None = None,
+    ) -> Result:
+        """Call both schedulers, as long as they agree; return what the engine gets."""
+        shadow = self._shadow
+        if shadow is None:
+            return ours()
+        if self._vllm_decides:
+            return theirs(shadow)
+        candidate, reference = outcome_of(ours), outcome_of(lambda: theirs(shadow))
+        difference = self._difference(shadow, call, reference, candidate, compare)
+        if difference is not None:
+            self._settle(shadow, difference)
+            return (reference if self._vllm_decides else candidate).get()
+        if agreed is not None and candidate.error is None:
+            agreed(shadow, candidate.get(), reference.get())
+        return candidate.get()
+
+    def _agreed_on_step(
+        self, shadow: Shadow, ours: SchedulerOutput, theirs: SchedulerOutput
+    ) -> None:
+        shadow.pair(ours, theirs)
+        report.note_progress(self._num_steps)
+
+    def _difference(
+        self,
+        shadow: Shadow,
+        call: str,
+        reference: Outcome[Any],
+        candidate: Outcome[Any],
+        compare: _Comparison,
+    ) -> Difference | None:
+        events = shadow.events.take(), self._events.take()
+        unexpected = shadow.grammars.take_unexpected()
+        if type(reference.error) is not type(candidate.error):
+            return Difference(f"error of {call}", reference.error, candidate.error)
+        if reference.error is None:
+            difference = compare(reference.value, candidate.value, call)
+            if difference is not None:
+                return difference
+        if unexpected is not None:
+            return first_difference(*unexpected, f"question to a grammar in {call}")
+        return first_difference(*events, f"KV cache events of {call}", IGNORED_FIELDS)
+
+    def _settle(self, shadow: Shadow, difference: Difference) -> None:
+        """Report a difference, and let one side go on alone."""
+        self._events.publish_only(self._publisher)
+        self._vllm_decides = self._goes_on == "vllm"
+        if self._vllm_decides:
+            shadow.take_over(self._publisher)
+        else:
+            self._shadow = None
+            self.structured_output_manager.forget_answers()
+        found = report.describe(difference, self._num_steps - 1)
+        report.report(found, self._reproducer.keep(found), self._goes_on)
+
+
+def _drafts_of(output: SchedulerOutput) -> dict[str, Any]:
+    return {
+        "scheduled_spec_decode_tokens": output.scheduled_spec_decode_tokens,
+        "num_invalid_spec_tokens": output.num_invalid_spec_tokens,
+    }

@@ -1,0 +1,56 @@
+"""A recorded real server: what it was given replays to the same decisions on both schedulers."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.server import serve
+from support.streaming import mixed_prompts, stream_all
+from support.tiny_gpt_oss import write_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+VOCAB_SIZE = 400
+NO_END = "{} has no end: the last second or so was not written"
+# Few enough for preemptions.
+ARGUMENTS = ("--num-gpu-blocks-override=52",)
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_a_server(with_tokens: bool, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    environment = {
+        "SPARKSCHED_STRICT": "1",
+        "SPARKSCHED_RECORD": str(trace),
+        "SPARKSCHED_RECORD_TOKENS": str(int(with_tokens)),
+    }
+    model = write_model(tmp_path / "model")
+    with serve(
+        model,
+        tmp_path / "server.log",
+        scheduler="sparksched",
+        arguments=ARGUMENTS,
+        environment=environment,
+    ) as server:
+        prompts = mixed_prompts(24, vocab_size=VOCAB_SIZE)
+        asyncio.run(stream_all(server.base_url, server.model, prompts))
+        # The same prompts again: their blocks are found.
+        asyncio.run(stream_all(server.base_url, server.model, prompts))
+        assert f"recording the scheduler to {trace}" in server.log
+    answer = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "sparksched.cli", "replay", "--json", trace],
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout
+    )
+    # An engine that takes long to end is killed by its server, and the end is missing.
+    assert answer["trace"]["warning"] in (None, NO_END.format(trace))
+    assert answer["trace"]["requests"] >= 48
+    assert answer["trace"]["steps"] > 50
+    for replay in answer["replays"]:
+        assert replay["mismatch"] is None
+        assert replay["equal_steps"] == answer["trace"]["steps"]

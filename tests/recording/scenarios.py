@@ -1,0 +1,77 @@
+"""Traces of the differential scenarios: recorded on either scheduler, replayed on both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from differential import world
+from differential.runner import run_scenario
+from sparksched.trace.events import Event
+from sparksched.trace.history import History
+from sparksched.trace.reader import Trace
+from sparksched.trace.recorder import Recorder
+from sparksched.trace.recording import attach
+from sparksched.trace.replay import Outcome, Replay
+
+
+def record_scenario(
+    path: Path,
+    name: str,
+    seed: int,
+    num_steps: int,
+    *,
+    candidate: str = "sparksched",
+    with_tokens: bool = False,
+    max_bytes: int = 64 << 20,
+) -> None:
+    """Run a scenario and record one of its schedulers."""
+    build = world.World.build_scheduler
+    recorders: list[Recorder] = []
+    num_built = 0
+
+    def build_recorded(self: world.World, scheduler_class: Any, manager: Any) -> Any:
+        nonlocal num_built
+        scheduler = build(self, scheduler_class, manager)
+        num_built += 1
+        if num_built == 2:  # the first is the reference
+            recorder = Recorder(
+                path,
+                self.vllm_config,
+                self.kv_cache_config,
+                self.scheduler_block_size,
+                self.hash_block_size,
+                with_tokens=with_tokens,
+                max_bytes=max_bytes,
+                scheduler=scheduler_class.__name__,
+            )
+            attach(recorder, scheduler)
+            recorders.append(recorder)
+        return scheduler
+
+    with mock.patch.object(world.World, "build_scheduler", build_recorded):
+        try:
+            run_scenario(name, seed, num_steps, world.CANDIDATES[candidate])
+        finally:
+            for recorder in recorders:
+                recorder.close()
+    assert recorders[0].problem is None or "reached its size" in recorders[0].problem
+
+
+def replay(path: Path, scheduler: str) -> Outcome:
+    """Replay a trace on one scheduler, up to its end or the first difference."""
+    trace = Trace(path)
+    history = History(trace.settings, trace.events())
+    replay = Replay(scheduler, trace.settings, history)
+    for event in trace.events():
+        replay.play(event)
+        if replay.is_over:
+            break
+    replay.shutdown()
+    assert trace.warning is None
+    return replay.outcome
+
+
+def events(path: Path) -> list[Event]:
+    return list(Trace(path).events())

@@ -1,0 +1,267 @@
+"""`sparksched replay`: what it prints, on a terminal and to programs, and what it refuses."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+from sparksched import cli
+from sparksched.trace.events import Difference, Event, Step
+from sparksched.trace.reader import Trace
+
+from .samples import settings, write
+from .scenarios import record_scenario
+
+COLUMNS = 80
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture(name="path", scope="module")
+def _path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "trace"
+    # Many requests in a pool for a few.
+    record_scenario(path, "sync-preempting", 3, 300)
+    return path
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Return the exit status, and what was printed to both streams."""
+    capsys.readouterr()
+    status = cli.main(["replay", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def data(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    status, printed, _ = ask(capsys, "--json", *arguments)
+    assert status == 0
+    answer: dict[str, Any] = json.loads(printed)
+    return answer
+
+
+def test_both_schedulers(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = data(capsys, path)
+    num_steps = answer["trace"]["steps"]
+    assert num_steps > 100
+    assert answer["trace"]["recorded_scheduler"] == "SparkScheduler"
+    assert [it["scheduler"] for it in answer["replays"]] == ["sparksched", "vllm"]
+    for it in answer["replays"]:
+        assert it["equal_steps"] == num_steps
+        assert it["mismatch"] is None
+        assert 0 < it["schedule_us"]["median"] <= it["schedule_us"]["p99"]
+
+
+def test_one_scheduler(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (replay,) = data(capsys, path, "--scheduler=vllm")["replays"]
+    assert replay["scheduler"] == "vllm"
+
+
+def changed(path: Path, folder: Path, *more: Event) -> Path:
+    """Return a trace with another decision in its twentieth step."""
+    trace = Trace(path)
+    events: list[Event] = list(trace.events())
+    at = next(at for at, it in enumerate(events) if isinstance(it, Step) and it.sequence == 20)
+    events[at] = msgspec.structs.replace(events[at], preempted=[0])
+    begin = next(trace._all_events())[1]
+    return write(folder / "changed", [begin, *events[:-1], *more, events[-1]])
+
+
+def test_another_decision(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    difference = Difference(1e9, "one block more [in brackets]")
+    file = changed(path, tmp_path, difference)
+    status, printed, _ = ask(capsys, file)
+    assert status == 1
+    assert "Recorded with this difference: one block more [in brackets]\n" in printed
+    for scheduler in ("sparksched", "vllm"):
+        assert f"{scheduler} decides something else in step 20: preempted requests" in printed
+    status, printed, _ = ask(capsys, file, "--json")
+    assert status == 1
+    for replay in json.loads(printed)["replays"]:
+        assert replay["mismatch"]["step"] == replay["equal_steps"] == 20
+
+
+def test_a_trace_that_was_cut_off(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut"
+    cut.write_bytes(path.read_bytes()[:-5])
+    status, _, warned = ask(capsys, cut, "--scheduler=sparksched")
+    assert status == 0
+    assert f"sparksched replay: {cut} is cut off in the frame at byte " in warned
+
+
+# ----------------------------------------------------------------------------------------
+# What is refused
+# ----------------------------------------------------------------------------------------
+
+
+def test_files_that_can_not_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.write_text("nothing of the kind")
+    for file, problem in (
+        (foreign, f"{foreign} is not a trace"),
+        (tmp_path / "missing", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+    ):
+        status, printed, error = ask(capsys, file)
+        assert (status, printed) == (2, "")
+        assert error.startswith("sparksched replay: ")
+        assert problem in error
+
+
+def test_settings_of_no_scheduler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from sparksched.trace.events import Begin
+
+    config = settings().scheduler_config | {"policy": "by the moon"}
+    file = write(tmp_path / "trace", [Begin(settings(scheduler_config=config))])
+    status, _, error = ask(capsys, file)
+    assert status == 2
+    assert "no scheduler can be built of these settings: " in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--max-num-seqs", "0"],
+        ["--num-gpu-blocks", "many"],
+        ["--max-num-batched-tokens", "1e3"],
+        ["--scheduling-policy", "random"],
+        ["--scheduler", "mine"],
+    ],
+)
+def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ask(capsys, "file", *arguments)
+    assert caught.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_what_if_of_both_schedulers(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = ask(capsys, path, "--max-num-seqs=2", "--scheduler=both")
+    assert status == 2
+    assert "--scheduler sparksched or vllm" in error
+
+
+# ----------------------------------------------------------------------------------------
+# What if
+# ----------------------------------------------------------------------------------------
+
+
+def test_as_recorded_everything_is_served(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = data(capsys, path, "--max-num-seqs=12")
+    assert answer["as_recorded"]["stuck_requests"] == 0
+    summary = answer["as_recorded"]["summary"]
+    # All but those that were aborted before they had been given anything.
+    assert summary["finished requests"] > 0.8 * answer["trace"]["requests"]
+    # The recorded value: nothing changes.
+    assert answer["changed"] == answer["as_recorded"]
+
+
+@pytest.mark.parametrize("scheduler", ["sparksched", "vllm"])
+def test_one_request_at_a_time(
+    scheduler: str, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = data(capsys, path, "--max-num-seqs=1", f"--scheduler={scheduler}")
+    assert max(sample["running"] for sample in answer["as_recorded"]["samples"]) > 1
+    assert max(sample["running"] for sample in answer["changed"]["samples"]) == 1
+    before, after = answer["as_recorded"]["summary"], answer["changed"]["summary"]
+    assert after["most waiting"] > before["most waiting"]
+    # A client that had been given nothing may lose patience, or not.
+    assert after["finished requests"] == pytest.approx(before["finished requests"], rel=0.1)
+
+
+def test_fewer_blocks_are_more_preemptions(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    num_blocks = Trace(path).settings.num_blocks
+    counts = []
+    for factor in (8, 1):
+        answer = data(capsys, path, f"--num-gpu-blocks={num_blocks * factor}")
+        counts.append(answer["changed"]["summary"]["preemptions"])
+    assert counts[0] == 0 < counts[1]
+
+
+def test_more_tokens_a_step_are_fewer_steps(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = data(capsys, path, "--max-num-batched-tokens=4096", "--num-gpu-blocks=4096")
+    assert len(answer["changed"]["samples"]) < len(answer["as_recorded"]["samples"])
+
+
+def test_a_pool_that_is_too_small(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With which vLLM would not start: the simulation ends and says so."""
+    status, printed, _ = ask(capsys, path, "--num-gpu-blocks=2")
+    assert status == 0
+    assert "requests would never have run: they don't fit." in printed
+
+
+def test_a_plot(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, magic in (("plot.png", b"\x89PNG"), ("plot.svg", b"<?xml")):
+        status, _, _ = ask(capsys, path, "--max-num-seqs=1", "--plot", tmp_path / name)
+        assert status == 0
+        assert (tmp_path / name).read_bytes().startswith(magic)
+    status, _, error = ask(capsys, path, "--max-num-seqs=1", "--plot", tmp_path / "plot.doc")
+    assert status == 2
+    assert "no image can be written to" in error
+
+
+def test_without_matplotlib(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.dict(sys.modules, {"matplotlib": None, "matplotlib.figure": None}):
+        status, printed, error = ask(
+            capsys, path, "--max-num-seqs=1", "--plot", tmp_path / "plot.png"
+        )
+    assert status == 0
+    assert "no plot: matplotlib is not installed" in error
+    assert "preemptions" in printed
+    assert not (tmp_path / "plot.png").exists()
+
+
+# ----------------------------------------------------------------------------------------
+# Where it is printed to
+# ----------------------------------------------------------------------------------------
+
+
+def run_command(stdout: int, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "sparksched.cli", "replay", *map(str, arguments)],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"},
+    )
+
+
+def test_on_a_terminal(path: Path, tmp_path: Path) -> None:
+    terminal, end = pty.openpty()
+    with run_command(end, changed(path, tmp_path)) as process:
+        os.close(end)
+        printed = b""
+        while chunk := _read(terminal):
+            printed += chunk
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    os.close(terminal)
+    assert process.returncode == 1
+    lines = printed.decode().splitlines()
+    assert all(len(ESCAPES.sub("", line)) <= COLUMNS for line in lines)
+    assert any("preempted requests" in line for line in lines)
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # nobody is at the other end any more
+        return b""
+
+
+def test_piped(path: Path) -> None:
+    with run_command(subprocess.PIPE, path, "--scheduling-policy=priority") as process:
+        printed, errors = process.communicate()
+    assert process.returncode == 0
+    assert errors == ""
+    assert not ESCAPES.search(printed)
+    assert "--scheduling-policy priority" in printed
+    assert re.search(r"prefix cache hit rate +│ +[\d.]+% +│ +[\d.]+%", printed)
