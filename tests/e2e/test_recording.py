@@ -4,9 +4,12 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from sparksched.trace.events import Arrive
+from sparksched.trace.reader import Trace
 from support.server import serve
 from support.streaming import mixed_prompts, stream_all
 from support.tiny_gpt_oss import write_model
@@ -17,6 +20,14 @@ VOCAB_SIZE = 400
 NO_END = "{} has no end: the last second or so was not written"
 # Few enough for preemptions.
 ARGUMENTS = ("--num-gpu-blocks-override=52",)
+
+
+def _wait_until_written(trace: Path, num_requests: int) -> None:
+    """Wait for the frame that is written within a second."""
+    deadline = time.monotonic() + 30
+    while sum(isinstance(it, Arrive) for it in Trace(trace).events()) < num_requests:
+        assert time.monotonic() < deadline, "the last requests are not written"
+        time.sleep(0.2)
 
 
 @pytest.mark.parametrize("with_tokens", [False, True])
@@ -40,6 +51,8 @@ def test_a_server(with_tokens: bool, tmp_path: Path) -> None:
         # The same prompts again: their blocks are found.
         asyncio.run(stream_all(server.base_url, server.model, prompts))
         assert f"recording the scheduler to {trace}" in server.log
+        server.wait_until_idle()
+        _wait_until_written(trace, 2 * len(prompts))
     answer = json.loads(
         subprocess.run(
             [sys.executable, "-m", "sparksched.cli", "replay", "--json", trace],
@@ -47,7 +60,7 @@ def test_a_server(with_tokens: bool, tmp_path: Path) -> None:
             check=True,
         ).stdout
     )
-    # An engine that takes long to end is killed by its server, and the end is missing.
+    # An engine that gets the signal from here and from its server is killed while it ends.
     assert answer["trace"]["warning"] in (None, NO_END.format(trace))
     assert answer["trace"]["requests"] >= 48
     assert answer["trace"]["steps"] > 50

@@ -215,6 +215,9 @@ def test_keys_are_equal_as_far_as_tokens_are(num_lookahead_tokens: int) -> None:
         equal = len(_common(keys, whole)) // 8
         ends = [sum((sizes * 64)[: number + 1]) for number in range(len(whole) // 8)]
         assert equal == sum(end <= position for end in ends)
+        # Nor is anything equal behind the first difference, though the tokens are.
+        rest = [(keys[at : at + 8], whole[at : at + 8]) for at in range(8 * equal, len(keys), 8)]
+        assert all(one != other for one, other in rest)
 
 
 def _common(first: bytes, second: bytes) -> bytes:

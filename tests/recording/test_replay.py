@@ -85,6 +85,13 @@ FLAWS: dict[str, Any] = {
     ),
     "preempted requests": lambda step: msgspec.structs.replace(step, preempted=[0]),
     "finished requests": lambda step: msgspec.structs.replace(step, finished=[0]),
+    "resumed requests": lambda step: msgspec.structs.replace(step, resumed=[0]),
+    "scheduled drafts": lambda step: msgspec.structs.replace(
+        step, num_drafts=[1] * len(step.numbers)
+    ),
+    "new blocks": lambda step: msgspec.structs.replace(
+        step, new_block_ids=[*step.new_block_ids, None]
+    ),
     "checksum of computed and output tokens": lambda step: msgspec.structs.replace(
         step, checksum=step.checksum + 1
     ),
