@@ -11,6 +11,7 @@ TRANSPORT = "SPARKSCHED_TRANSPORT"
 RING_MIB = "SPARKSCHED_RING_MIB"
 STUCK_AFTER_S = "SPARKSCHED_STUCK_AFTER_S"
 FRONT_END = "SPARKSCHED_FRONT_END"
+METRICS = "SPARKSCHED_METRICS"
 
 Transport = Literal["auto", "shm", "zmq"]
 
@@ -44,13 +45,7 @@ def is_selected() -> bool:
 
 def is_strict() -> bool:
     """Whether `SPARKSCHED_STRICT` turns the fallback to vLLM's own scheduler into an error."""
-    value = os.environ.get(STRICT) or "0"
-    try:
-        return _SWITCH_VALUES[value.lower()]
-    except KeyError:
-        raise ValueError(
-            f"{STRICT}={value!r} is not a switch; allowed are {_alternatives(_SWITCH_VALUES)}"
-        ) from None
+    return _switch(STRICT, default="0")
 
 
 def transport() -> Transport:
@@ -61,6 +56,11 @@ def transport() -> Transport:
 def replaces_front_end() -> bool:
     """Whether API servers process outputs and metrics in our loop: `SPARKSCHED_FRONT_END`."""
     return _choice(FRONT_END, "front end", _KNOWN_SCHEDULERS, _SPARKSCHED) == _SPARKSCHED
+
+
+def shows_metrics() -> bool:
+    """Whether `/metrics` has sparksched's own series, too: `SPARKSCHED_METRICS`."""
+    return _switch(METRICS, default="1")
 
 
 def ring_bytes() -> int:
@@ -85,6 +85,16 @@ def stuck_after_s() -> float:
             f"from {_MIN_STUCK_AFTER_S:g} to {_MAX_STUCK_AFTER_S:g}"
         )
     return seconds
+
+
+def _switch(name: str, default: str) -> bool:
+    value = os.environ.get(name) or default
+    try:
+        return _SWITCH_VALUES[value.lower()]
+    except KeyError:
+        raise ValueError(
+            f"{name}={value!r} is not a switch; allowed are {_alternatives(_SWITCH_VALUES)}"
+        ) from None
 
 
 def _choice(name: str, what: str, allowed: Sequence[_Value], default: _Value) -> _Value:

@@ -50,6 +50,7 @@ def _variables() -> Iterator[Finding]:
         environment.is_strict,
         environment.transport,
         environment.replaces_front_end,
+        environment.shows_metrics,
         environment.ring_bytes,
         environment.stuck_after_s,
     )
