@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from sparksched.check import command as check
+from sparksched.top import command as top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,6 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check.add_to(commands)
+    top.add_to(commands)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)
     return status
