@@ -12,7 +12,8 @@ Four questions, each answered for both schedulers in the same run and in alterna
 - `blocks`: time and memory to set up the bookkeeping of a million KV blocks.
 
 The KV cache groups are gpt-oss's: full attention and a sliding window of 128 tokens, blocks of 16.
-Objects passed in and out are those that vLLM's engine passes and consumes; statistics are on.
+Objects passed in and out are those that vLLM's engine passes and consumes; statistics are on, and
+ours also counts for `/metrics`.
 
     python -m bench.step_cost [--quick] [--json FILE]
 """
@@ -31,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparksched._core import StepOutputs
+from sparksched._core import EngineMeters, StepOutputs
 from sparksched.scheduler import SparkScheduler
 from sparksched.transport.encoder import PartEncoder
 from vllm.v1.core.sched.interface import SchedulerInterface
@@ -153,6 +154,7 @@ def _message_writer(scheduler: SchedulerInterface) -> Callable[[Any], Any]:
         return MsgpackEncoder().encode
     # As in an engine that has rings: what is left to do is the end of the message.
     scheduler.encode_outputs_for(0, PartEncoder().encode_part)
+    scheduler.report_to(EngineMeters(0))
     return StepOutputs.frames
 
 
