@@ -112,10 +112,10 @@ def test_steps_are_counted_and_requests_go_back_to_none(transport: str, config: 
         async with running_llm(config, engine) as llm:
             before = value_or_zero("sparksched:deliver_seconds_count")
             await asyncio.gather(*(generate(llm, f"r{index}", 20) for index in range(4)))
-            await until(lambda: value("sparksched:requests_running") == 0)
+            # The step that tells the model runner of the ends is one, too.
+            await until(lambda: not value("sparksched:requests_running") and is_between_steps())
             steps = value("sparksched:schedule_seconds_count")
             assert 20 <= steps < 100
-            assert value("sparksched:update_from_output_seconds_count") == steps
             assert 19 <= value("sparksched:step_gap_seconds_count") < steps
             assert value("sparksched:requests_waiting") == 0
             delivered = value("sparksched:deliver_seconds_count") - before
@@ -129,6 +129,11 @@ def test_steps_are_counted_and_requests_go_back_to_none(transport: str, config: 
     variables = {"SPARKSCHED_TRANSPORT": transport}
     with front_end(**variables), running_engine(config, **variables) as engine:
         run_async(run(engine))
+
+
+def is_between_steps() -> bool:
+    scheduled = value("sparksched:schedule_seconds_count")
+    return scheduled == value("sparksched:update_from_output_seconds_count")
 
 
 def value_or_zero(name: str) -> float:

@@ -151,7 +151,6 @@ impl OfAtomics for SegmentHeader {}
 impl OfAtomics for Bell {}
 impl OfAtomics for Meters {}
 
-#[expect(clippy::cast_ptr_alignment, reason = "mappings begin at a page")]
 pub(crate) fn first<T: OfAtomics>(map: &MmapRaw) -> &T {
     const { assert!(size_of::<T>() <= PAGE_BYTES && align_of::<T>() <= PAGE_BYTES) };
     // SAFETY: the mapping is page-aligned, at least a page long, and lives as long as the reference;
