@@ -3,12 +3,13 @@
 import json
 import signal
 import socket
+import subprocess
 from contextlib import ExitStack
 
 import pytest
 
 from .servers import recorded, serving, without_sparksched
-from .terminal import COLUMNS, piped, terminal
+from .terminal import COLUMNS, COMMAND, piped, terminal
 
 QUICKLY = ("--interval", "0.2")
 
@@ -126,3 +127,19 @@ def test_a_program_is_told_of_a_server_that_goes_away() -> None:
         looked = piped(url, "--once", "--json", *QUICKLY)
     assert looked.returncode == 1
     assert "status 503" in json.loads(looked.stdout)["error"]
+
+
+def test_a_reader_that_has_seen_enough_ends_it() -> None:
+    with serving(recorded("busy")) as url:
+        process = subprocess.Popen(
+            [*COMMAND, url, "--json", *QUICKLY],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        json.loads(process.stdout.readline())
+        process.stdout.close()
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""

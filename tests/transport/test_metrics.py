@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from engine.harness import new_request
 from prometheus_client import REGISTRY
 from sparksched import _core
 from sparksched.metrics import collector
+from sparksched.metrics import engine as engine_side
 from vllm.config import VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -59,6 +61,17 @@ def own_registry() -> Iterator[None]:
     for added in set(REGISTRY._collector_to_names) - before:
         if isinstance(added, collector.EngineCollector):
             REGISTRY.unregister(added)
+
+
+@pytest.fixture
+def vllm_log() -> Iterator[list[str]]:
+    """Collect what this process logs: vLLM's logger does not propagate."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm").addHandler(handler)
+    yield lines
+    logging.getLogger("vllm").removeHandler(handler)
 
 
 def value(name: str, **labels: str) -> float:
@@ -241,6 +254,34 @@ def test_an_engine_without_a_page_works(config: VllmConfig) -> None:
         assert "out of luck" in line
 
 
+def live_in_another_container() -> None:
+    engine_side.pid_namespace = lambda: "another namespace"
+
+
+def have_another_version() -> None:
+    engine_side.__version__ = "0.0.1"
+
+
+def give_a_wrong_page() -> None:
+    engine_side.os.getpid = lambda: 1
+
+
+@pytest.mark.parametrize(
+    ("prepare", "expected"),
+    [
+        (live_in_another_container, "in another container"),
+        (have_another_version, "it has version 0.0.1 of sparksched"),
+        (give_a_wrong_page, "shared memory"),
+    ],
+)
+def test_a_page_that_cant_be_read_is_not_shown(
+    prepare: Callable[[], None], expected: str, config: VllmConfig, vllm_log: list[str]
+) -> None:
+    with nothing_of_the_engine_is_shown(config, prepare=prepare):
+        (line,) = [it for it in vllm_log if "no metrics from within engine 0" in it]
+        assert expected in line
+
+
 def test_an_engine_without_the_plugin_is_shown_as_that(config: VllmConfig) -> None:
     async def run(engine: Engine) -> None:
         async with running_llm(config, engine) as llm:
@@ -291,26 +332,14 @@ def test_no_label_is_a_secret(config: VllmConfig, monkeypatch: pytest.MonkeyPatc
 # ----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def iteration_lines() -> Iterator[list[str]]:
-    """Collect what vLLM logs of each iteration, without the time that it took."""
-    lines: list[str] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            text = record.getMessage()
-            if "Iteration(" in text:
-                lines.append(" ".join(it for it in text.split(", ") if "elapsed" not in it))
-
-    handler = Collector(logging.INFO)
-    logging.getLogger("vllm").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("vllm").removeHandler(handler)
+def iterations(lines: list[str]) -> list[str]:
+    """Return what vLLM has logged of each iteration, without the time that it took."""
+    return [re.sub(r"time: [\d.]+ ms", "", line) for line in lines if "Iteration(" in line]
 
 
-def test_details_of_iterations_are_logged_as_by_vllm(config: VllmConfig) -> None:
+def test_details_of_iterations_are_logged_as_by_vllm(
+    config: VllmConfig, vllm_log: list[str]
+) -> None:
     details = replace(config.observability_config, enable_logging_iteration_details=True)
     detailed = replace(config, observability_config=details)
 
@@ -322,9 +351,9 @@ def test_details_of_iterations_are_logged_as_by_vllm(config: VllmConfig) -> None
     logged = []
     for scheduler in ("", "sparksched"):
         with front_end(), running_engine(detailed, VLLM_SCHEDULER=scheduler) as engine:
-            with iteration_lines() as lines:
-                run_async(run(engine))
-            logged.append(lines)
+            run_async(run(engine))
+            logged.append(iterations(vllm_log))
+            vllm_log.clear()
             assert bool(engine.log_lines("scheduling in Rust")) == bool(scheduler)
     stock, ours = logged
     assert len(stock) >= 10

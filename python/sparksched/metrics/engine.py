@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from sparksched import _core, compat, environment
+from sparksched import __version__, _core, compat, environment
 from sparksched.scheduler import SparkScheduler
 from sparksched.transport.offer import EngineReport, MetersOffer, pid_namespace
 
@@ -45,5 +45,9 @@ def _begin_counting(
     if rings is not None:
         rings.report_to(meters)
     return MetersOffer(
-        pid=os.getpid(), fd=meters.fileno(), id=page_id.bytes, pid_namespace=pid_namespace()
+        version=__version__,
+        pid=os.getpid(),
+        fd=meters.fileno(),
+        id=page_id.bytes,
+        pid_namespace=pid_namespace(),
     )

@@ -73,6 +73,8 @@ def _open_meters(rank: int, offer: Offer | None) -> "_core.MeterReader | None":
 def _open(offer: Offer, meters: MetersOffer) -> "_core.MeterReader":
     if offer.host != host_identity() or meters.pid_namespace != pid_namespace():
         raise ConnectionError("it runs on another host, or in another container")
+    if meters.version != __version__:
+        raise ConnectionError(f"it has version {meters.version} of sparksched")
     return _core.MeterReader(pid=meters.pid, fd=meters.fd, id=int.from_bytes(meters.id))
 
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -85,8 +86,9 @@ def run(parsed: argparse.Namespace) -> int:
                     return int(bool(look.problem))
     except KeyboardInterrupt:
         return 0
-    except BrokenPipeError:  # whoever reads has seen enough
-        sys.stderr.close()
+    except BrokenPipeError:
+        # Whoever reads has seen enough. What is still to be written goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return 0
 

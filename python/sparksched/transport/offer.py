@@ -63,6 +63,8 @@ def why_no_rings(parallel_config: "ParallelConfig") -> str | None:
 class MetersOffer(msgspec.Struct):
     """Where the page is on which an engine counts: see `sparksched.metrics`."""
 
+    version: str
+    """The engine's sparksched: another one may have other things elsewhere on the page."""
     pid: int
     fd: int
     """The engine's descriptor of it."""

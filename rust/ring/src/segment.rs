@@ -63,7 +63,6 @@ const _: () = assert!(
 );
 /// What a mapping has at least.
 pub(crate) const PAGE_BYTES: usize = 4096;
-const _: () = assert!(size_of::<Bell>() <= PAGE_BYTES && size_of::<Meters>() <= PAGE_BYTES);
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// Which end of a link this is.
@@ -151,6 +150,7 @@ impl OfAtomics for SegmentHeader {}
 impl OfAtomics for Bell {}
 impl OfAtomics for Meters {}
 
+/// What lies at the beginning of a mapping.
 pub(crate) fn first<T: OfAtomics>(map: &MmapRaw) -> &T {
     const { assert!(size_of::<T>() <= PAGE_BYTES && align_of::<T>() <= PAGE_BYTES) };
     // SAFETY: the mapping is page-aligned, at least a page long, and lives as long as the reference;
