@@ -1,5 +1,6 @@
 """The command against servers that answer with recorded pages, or not at all."""
 
+import itertools
 import json
 import signal
 import socket
@@ -7,6 +8,8 @@ import subprocess
 from contextlib import ExitStack
 
 import pytest
+from sparksched.top import command
+from sparksched.top.page import NoAnswerError, Page, PageError, parse
 
 from .servers import recorded, serving, without_sparksched
 from .terminal import COLUMNS, COMMAND, piped, terminal
@@ -143,3 +146,32 @@ def test_a_reader_that_has_seen_enough_ends_it() -> None:
         assert process.wait(20) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
+
+
+def test_a_server_that_comes_and_goes_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = recorded("busy")
+    answers: list[Page | PageError] = [
+        parse(busy, 1.0),
+        NoAnswerError("gone"),
+        NoAnswerError("gone"),
+        parse(busy, 4.0),
+        parse(busy, 5.0),
+        PageError("it has become another"),
+    ]
+
+    def answer(_url: str) -> Page:
+        page = answers.pop(0)
+        if isinstance(page, PageError):
+            raise page
+        return page
+
+    clock = itertools.count(1)
+    monkeypatch.setattr(command, "fetch", answer)
+    monkeypatch.setattr(command.time, "strftime", lambda _: f"{next(clock)} o'clock")
+    looks = list(itertools.islice(command.watch("url", 0.0, parse(busy, 0.0)), 6))
+    assert [bool(look.problem) for look in looks] == [False, True, True, False, False, True]
+    assert looks[1].problem == looks[2].problem
+    assert "doesn't answer since 1 o'clock: gone" in looks[1].problem
+    assert "is no vLLM server since 2 o'clock: it has become another" in looks[5].problem
+    rates = [look.interval and look.interval.generation_tokens_per_s for look in looks]
+    assert rates == [0, 0, 0, None, 0, 0]
