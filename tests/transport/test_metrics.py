@@ -188,9 +188,12 @@ def test_a_lost_client_is_counted_and_one_that_leaves_is_not(config: VllmConfig)
     async def run(engine: Engine) -> None:
         async with connected(config, engine, 0, 3):
             pass
+        engine.wait_for_line("API server 0 is gone: it closed the connection")
+        # Whoever comes makes the engine report what has happened before.
         async with connected(config, engine, 1, 3):
             with child_client(config, engine, 2, 3, {"endless": ENDLESS}, **SHM) as other:
                 assert await asyncio.to_thread(other.receive) == "streaming"
+                assert value("sparksched:clients_lost_total") == 0
                 other.process.kill()
                 await until(lambda: value("sparksched:clients_lost_total") > 0)
             await until(lambda: value("sparksched:requests_running") == 0)
