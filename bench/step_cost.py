@@ -14,7 +14,8 @@ Four questions, each answered for both schedulers in the same run and in alterna
 With `--verify` also what a step costs that vLLM's scheduler verifies (docs/verify.md).
 
 The KV cache groups are gpt-oss's: full attention and a sliding window of 128 tokens, blocks of 16.
-Objects passed in and out are those that vLLM's engine passes and consumes; statistics are on.
+Objects passed in and out are those that vLLM's engine passes and consumes; statistics are on, and
+ours also counts for `/metrics`.
 
     python -m bench.step_cost [--quick] [--verify] [--json FILE]
 """
@@ -33,7 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparksched._core import StepOutputs
+from sparksched._core import EngineMeters, StepOutputs
 from sparksched.scheduler import SparkScheduler
 from sparksched.transport.encoder import PartEncoder
 from vllm.v1.core.sched.interface import SchedulerInterface
@@ -157,6 +158,7 @@ def _message_writer(scheduler: SchedulerInterface) -> Callable[[Any], Any]:
         return MsgpackEncoder().encode
     # As in an engine that has rings: what is left to do is the end of the message.
     scheduler.encode_outputs_for(0, PartEncoder().encode_part)
+    scheduler.report_to(EngineMeters(0))
     return StepOutputs.frames
 
 

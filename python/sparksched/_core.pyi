@@ -7,7 +7,9 @@ from typing_extensions import Buffer
 
 __all__ = [
     "ClientRings",
+    "EngineMeters",
     "EngineRings",
+    "MeterReader",
     "NativeBlockHasher",
     "RingAttached",
     "RingEnd",
@@ -19,6 +21,7 @@ __all__ = [
     "StepOutputs",
     "__version__",
     "encode_like_scheduler",
+    "meter_bounds_s",
     "note_fork",
     "read_prompt",
 ]
@@ -390,6 +393,9 @@ class EngineRings:
         Empty if time is up, after a signal, `interrupt` or `close`.
         """
 
+    def report_to(self, meters: EngineMeters) -> None:
+        """Report there what goes through the rings, about once a second; the first call counts."""
+
     def interrupt(self) -> None:
         """End the wait of a thread in `receive`, or else the next one."""
 
@@ -541,3 +547,68 @@ class ClientRings:
 
     def close(self, *, linger_s: float = 0.0) -> None:
         """Say goodbye, when the engine has taken what waits or `linger_s` is over."""
+
+def meter_bounds_s() -> list[float]:
+    """Return the upper bounds of the buckets of all histograms, in seconds, ascending: 45."""
+
+@final
+class EngineMeters:
+    """A page of shared memory on which an engine counts, and which others may read.
+
+    Counting goes on in a forked child, on the same page.
+    """
+
+    def __new__(cls, id: int) -> EngineMeters:
+        """Make a page.
+
+        Args:
+            id: What readers know it by, below 2**128.
+
+        Raises:
+            ConnectionError: if the system has no memory for it.
+            OverflowError: if `id` is out of range.
+
+        """
+
+    def fileno(self) -> int:
+        """Return the descriptor that readers open."""
+
+    def time_steps(self, scheduler: SchedulerCore) -> None:
+        """Have a scheduler report here from now on, instead of where it did before.
+
+        Raises:
+            RuntimeError: if the scheduler is in the middle of a call.
+
+        """
+
+@final
+class MeterReader:
+    """Another process's page, mapped so that it can't be written.
+
+    What is read may be anything if that process goes wrong; it is as long as is said here.
+    """
+
+    def __new__(cls, *, pid: int, fd: int, id: int) -> MeterReader:
+        """Open descriptor `fd` of process `pid`.
+
+        Raises:
+            ConnectionError: if the system doesn't open it, or it isn't the page with this `id`.
+            OverflowError: if a number is out of range.
+
+        """
+
+    def steps(self) -> dict[str, Any] | None:
+        """Return what the scheduler has reported, None if none reports.
+
+        Keys: `schedule`, `update_from_output` and `step_gap`, each a pair of counts, one for each
+        of `meter_bounds_s()` and one for what is above, and of all times' sum in seconds;
+        `num_running` and `num_waiting` requests.
+        """
+
+    def rings(self) -> dict[str, Any] | None:
+        """Return what has gone through the rings, as of a second ago; None without rings.
+
+        Keys: `to_engine` and `to_client`, each with `waiting_bytes`, `high_water_bytes` of one
+        ring, `backlog_bytes` (0 to the engine, which can't know) and `num_without_room`;
+        `num_rescues` and `num_clients_lost`.
+        """

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from sparksched.check import command as check
+from sparksched.top import command as top
 from sparksched.trace import command as replay
 from sparksched.verify import command as verify
 
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_to(commands)
     replay.add_to(commands)
     verify.add_to(commands)
+    top.add_to(commands)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)
     return status

@@ -55,11 +55,26 @@ def unsupported_before_loading(vllm_config: "VllmConfig") -> Unsupported | None:
 
 def refuse(problem: Unsupported) -> None:
     """Log the fallback to vLLM's own scheduler as one WARNING; in strict mode, raise instead."""
+    note_refusal(problem)
     refusal = f"{problem.feature} is not supported: {problem.reason}"
     warn_or_raise(
         warning=f"sparksched: using vLLM's own scheduler: {refusal}",
         error=f"sparksched: {refusal}",
     )
+
+
+_refused: Unsupported | None = None
+
+
+def note_refusal(problem: Unsupported) -> None:
+    """Remember what has led to vLLM's own scheduler in this process."""
+    global _refused  # noqa: PLW0603 - an engine has one scheduler, and a process one engine
+    _refused = problem
+
+
+def refused() -> Unsupported | None:
+    """Return the last that has led to vLLM's own scheduler in this process, or None."""
+    return _refused
 
 
 def warn_or_raise(warning: str, error: str) -> None:

@@ -15,6 +15,7 @@ VERIFY = "SPARKSCHED_VERIFY"
 RECORD = "SPARKSCHED_RECORD"
 RECORD_TOKENS = "SPARKSCHED_RECORD_TOKENS"
 RECORD_BYTES = "SPARKSCHED_RECORD_BYTES"
+METRICS = "SPARKSCHED_METRICS"
 
 Transport = Literal["auto", "shm", "zmq"]
 Verification = Literal["sparksched", "vllm", "stop"]
@@ -61,7 +62,7 @@ def is_selected() -> bool:
 
 def is_strict() -> bool:
     """Whether `SPARKSCHED_STRICT` turns the fallback to vLLM's own scheduler into an error."""
-    return _switch(STRICT)
+    return _switch(STRICT, default="0")
 
 
 def transport() -> Transport:
@@ -80,6 +81,11 @@ def verification() -> Verification | None:
     if value == "0":
         return None
     return "sparksched" if value == "1" else value
+
+
+def shows_metrics() -> bool:
+    """Whether `/metrics` has sparksched's own series, too: `SPARKSCHED_METRICS`."""
+    return _switch(METRICS, default="1")
 
 
 def ring_bytes() -> int:
@@ -126,7 +132,7 @@ def recorded_to() -> str | None:
 
 def records_tokens() -> bool:
     """Whether a recording has prompts and outputs in it: `SPARKSCHED_RECORD_TOKENS`."""
-    return _switch(RECORD_TOKENS)
+    return _switch(RECORD_TOKENS, default="0")
 
 
 def record_bytes() -> int:
@@ -141,9 +147,8 @@ def record_bytes() -> int:
     return size
 
 
-def _switch(name: str) -> bool:
-    """Return the value of a variable that is on or off; unset and empty mean off."""
-    value = os.environ.get(name) or "0"
+def _switch(name: str, default: str) -> bool:
+    value = os.environ.get(name) or default
     try:
         return _SWITCH_VALUES[value.lower()]
     except KeyError:

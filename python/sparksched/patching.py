@@ -32,11 +32,13 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
     module = sys.modules.get(name)
     if module is not None:
         change(module)
-    elif not any(
-        isinstance(finder, _ChangingFinder) and (finder.name, finder.change) == (name, change)
-        for finder in sys.meta_path
-    ):
-        sys.meta_path.insert(0, _ChangingFinder(name, change))
+        return
+    # One finder for each module: it doesn't ask the others.
+    for finder in sys.meta_path:
+        if isinstance(finder, _ChangingFinder) and finder.name == name:
+            finder.add(change)
+            return
+    sys.meta_path.insert(0, _ChangingFinder(name, change))
 
 
 class _ChangingFinder(importlib.abc.MetaPathFinder):
@@ -44,7 +46,16 @@ class _ChangingFinder(importlib.abc.MetaPathFinder):
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self.name = name
-        self.change = change
+        self._changes = [change]
+
+    def add(self, change: Callable[[ModuleType], None]) -> None:
+        """Make another change, after the others."""
+        if change not in self._changes:
+            self._changes.append(change)
+
+    def _change(self, module: ModuleType) -> None:
+        for change in self._changes:
+            change(module)
 
     def find_spec(
         self,
@@ -56,7 +67,7 @@ class _ChangingFinder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            _call_after_loading(spec.loader, self.change)
+            _call_after_loading(spec.loader, self._change)
         return spec
 
 

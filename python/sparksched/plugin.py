@@ -33,10 +33,14 @@ def register() -> None:
     _load_extension()
     _declare_environment_variable()
     _select_scheduler()
+    if environment.shows_metrics():
+        _add_to_metrics_page()
     if compat.unsupported_version() is None:
         _replace_transport()
         if environment.replaces_front_end():
             _replace_output_processing()
+        if environment.shows_metrics():
+            _time_deliveries()
 
 
 def _check_environment() -> None:
@@ -45,6 +49,7 @@ def _check_environment() -> None:
     environment.transport()
     environment.replaces_front_end()
     environment.verification()
+    environment.shows_metrics()
     environment.ring_bytes()
     environment.stuck_after_s()
     environment.recorded_to()
@@ -147,6 +152,8 @@ def _report_other_choice(scheduler_cls: str | type[Any]) -> None:
         # vLLM itself presets this for diffusion models: the user has asked for no class.
         compat.refuse(compat.DIFFUSION)
         return
+    name = scheduler_cls if isinstance(scheduler_cls, str) else scheduler_cls.__qualname__
+    compat.note_refusal(compat.Unsupported("--scheduler-cls", f"it asks for {name}"))
     compat.warn_or_raise(
         warning=(
             f"{environment.SCHEDULER}=sparksched is ignored, "
@@ -208,3 +215,36 @@ def _replace_latency_records(module: ModuleType) -> None:
     from sparksched import token_metrics
 
     token_metrics.install(module)
+
+
+# ----------------------------------------------------------------------------------------
+# Metrics
+# ----------------------------------------------------------------------------------------
+
+
+def _add_to_metrics_page() -> None:
+    """Show on `/metrics` what schedules, whatever release of vLLM this is."""
+    patching.after_import("vllm.entrypoints.serve.instrumentator.metrics", _extend_registries)
+
+
+def _extend_registries(module: ModuleType) -> None:
+    from sparksched.metrics import collector
+
+    collector.install(module)
+
+
+def _time_deliveries() -> None:
+    patching.after_import("vllm.v1.engine.core_client", _time_receptions)
+    patching.after_import("vllm.v1.engine.output_processor", _time_processing)
+
+
+def _time_receptions(module: ModuleType) -> None:
+    from sparksched.metrics import deliveries
+
+    deliveries.install_in_clients(module)
+
+
+def _time_processing(module: ModuleType) -> None:
+    from sparksched.metrics import deliveries
+
+    deliveries.install_in_processor(module)

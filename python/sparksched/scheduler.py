@@ -7,7 +7,7 @@ vLLM's `v1/core/sched/scheduler.py` and `async_scheduler.py`, both in one class.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.config import KVEventsConfig, VllmConfig
@@ -41,6 +41,9 @@ from sparksched.encoder_inputs import EncoderInputs
 from sparksched.extra_keys import extra_keys_writer
 from sparksched.kv_transfer import KVTransfer
 from sparksched.verify import choice
+
+if TYPE_CHECKING:
+    from sparksched._core import EngineMeters
 
 # Below vLLM's own logger, which is the one that vLLM configures.
 logger = init_logger("vllm.sparksched")
@@ -204,6 +207,10 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
 
         """
         self._core.encode_outputs_for(client_index, encode_part)
+
+    def report_to(self, meters: "EngineMeters") -> None:
+        """Have each step's calls timed, and requests counted, for the metrics from now on."""
+        meters.time_steps(self._core)
 
     # ---- requests ----
 

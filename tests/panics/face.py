@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import re
 import uuid
 from collections.abc import Callable, Iterator
@@ -85,6 +86,7 @@ ENGINE_CALLS: dict[str, Callable[[Any], object]] = {
     "name": lambda rings: rings.name,
     "receive": lambda rings: rings.receive(timeout_s=0.0),
     "interrupt": lambda rings: rings.interrupt(),
+    "report_to": lambda rings: rings.report_to(_core.EngineMeters(1)),
     "is_attached": lambda rings: rings.is_attached(0),
     "is_deserted": lambda rings: rings.is_deserted,
     "is_closed": lambda rings: rings.is_closed,
@@ -117,10 +119,21 @@ OUTPUTS_CALLS: dict[str, Callable[[Any], object]] = {
     "scheduler_stats=": lambda outputs: setattr(outputs, "scheduler_stats", None),
     "frames": lambda outputs: outputs.frames(),
 }
+METERS_CALLS: dict[str, Callable[[Any], object]] = {
+    "__new__": lambda meters: _core.EngineMeters(1),
+    "fileno": lambda meters: meters.fileno(),
+    "time_steps": lambda meters: meters.time_steps(build_core()),
+}
+READER_CALLS: dict[str, Callable[[Any], object]] = {
+    "__new__": lambda reader: meter_reader(_core.EngineMeters(1)),
+    "steps": lambda reader: reader.steps(),
+    "rings": lambda reader: reader.rings(),
+}
 OTHER_CALLS: dict[str, Callable[[], object]] = {
     "NativeBlockHasher.__new__": lambda: hasher(),  # noqa: PLW0108 - defined below
     "read_prompt": lambda: _core.read_prompt(build_request(), extra_keys=None),
     "encode_like_scheduler": lambda: step_outputs(),  # noqa: PLW0108
+    "meter_bounds_s": _core.meter_bounds_s,
     "note_fork": _core.note_fork,  # last: no rings work after it
 }
 
@@ -138,6 +151,10 @@ def engine_rings() -> Any:
 
 def client_rings(name: str) -> Any:
     return _core.ClientRings(name, client_index=0, max_backlog_bytes=1 << 20, stuck_after_s=10.0)
+
+
+def meter_reader(meters: Any) -> Any:
+    return _core.MeterReader(pid=os.getpid(), fd=meters.fileno(), id=1)
 
 
 def step_outputs() -> Any:
@@ -168,7 +185,8 @@ def call_all(reports: Connection) -> None:
     """Call all entry points; report their names."""
     called: set[str] = set()
     for at_end in (False, True):
-        called |= call_scheduler(at_end) | call_rings(at_end) | call_outputs(at_end)
+        called |= call_scheduler(at_end) | call_rings(at_end)
+        called |= call_outputs(at_end) | call_meters(at_end)
         request, native = build_request(), hasher()
         expect_panic("NativeBlockHasher.__call__", at_end, functools.partial(native, request))
     for name, call in OTHER_CALLS.items():
@@ -181,6 +199,17 @@ def call_outputs(at_end: bool) -> set[str]:
     for name, call in OUTPUTS_CALLS.items():
         expect_panic(f"StepOutputs.{name}", at_end, functools.partial(call, step_outputs()))
     return {f"StepOutputs.{name}" for name in OUTPUTS_CALLS}
+
+
+def call_meters(at_end: bool) -> set[str]:
+    meters = _core.EngineMeters(1)
+    reader = meter_reader(meters)
+    for name, call in METERS_CALLS.items():
+        expect_panic(f"EngineMeters.{name}", at_end, functools.partial(call, meters))
+    for name, call in READER_CALLS.items():
+        expect_panic(f"MeterReader.{name}", at_end, functools.partial(call, reader))
+    of_engine = {f"EngineMeters.{name}" for name in METERS_CALLS}
+    return of_engine | {f"MeterReader.{name}" for name in READER_CALLS}
 
 
 def call_scheduler(at_end: bool) -> set[str]:

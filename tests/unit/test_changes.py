@@ -40,11 +40,12 @@ def test_the_page_lists_all_replacements(
     for name in MODULES:
         importlib.import_module(f"vllm.v1.engine.{name}")
     importlib.import_module("vllm.v1.metrics.loggers")
+    importlib.import_module("vllm.entrypoints.serve.instrumentator.metrics")
     plugin.register()
     cache_config = SimpleNamespace(enable_prefix_caching=False)
     scheduler = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache_config))
     engine_hooks.prepare_engine(scheduler)  # type: ignore[arg-type]
-    listed = re.findall(r"^\| `(vllm\.[\w.]+)` \|", PAGE.read_text(), re.M)
+    listed = re.findall(r"^\| `((?:vllm|prometheus_client)\.[\w.]+)` \|", PAGE.read_text(), re.M)
     assert len(listed) == len(set(listed))
     assert replaced == set(listed)
 
@@ -53,5 +54,10 @@ def test_each_switch_is_known() -> None:
     """What the page says of variables is true of the environment's readers."""
     readers = (PAGE.parents[1] / "python/sparksched/environment.py").read_text()
     switches = set(re.findall(r"`(\w+)=\w+`", PAGE.read_text()))
-    assert switches == {"VLLM_SCHEDULER", "SPARKSCHED_TRANSPORT", "SPARKSCHED_FRONT_END"}
+    assert switches == {
+        "VLLM_SCHEDULER",
+        "SPARKSCHED_TRANSPORT",
+        "SPARKSCHED_FRONT_END",
+        "SPARKSCHED_METRICS",
+    }
     assert all(f'"{switch}"' in readers for switch in switches)

@@ -474,6 +474,21 @@ def test_a_module_is_changed_when_it_comes_later(
     monkeypatch.delitem(sys.modules, "late_module")
 
 
+def test_a_module_is_changed_in_more_than_one_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "much_changed_module.py").write_text("changes = []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in ("first", "second"):
+        patching.after_import(
+            "much_changed_module", lambda module, name=name: module.changes.append(name)
+        )
+    module = importlib.import_module("much_changed_module")
+    assert module.changes == ["first", "second"]
+    monkeypatch.delitem(sys.modules, "much_changed_module")
+
+
 REPLACED_FUNCTIONS = {
     "vllm.v1.engine.core": [
         "EngineCoreProc.process_input_sockets",
@@ -488,12 +503,15 @@ REPLACED_FUNCTIONS = {
         "AsyncMPClient._ensure_output_queue_task",
         "AsyncMPClient._send_input",
         "AsyncMPClient._send_input_message",
+        "AsyncMPClient.get_output_async",
         "SyncMPClient.__init__",
         "SyncMPClient._send_input",
+        "SyncMPClient.get_output",
     ],
     "vllm.v1.engine.async_llm": ["AsyncLLM._add_request", "AsyncLLM.check_health"],
     "vllm.v1.engine.output_processor": [
         "OutputProcessor.process_outputs",
+        "OutputProcessor.update_scheduler_stats",
         "RequestOutputCollector.__init__",
         "RequestOutputCollector.put",
         "RequestOutputCollector.get",

@@ -51,6 +51,7 @@ def _variables() -> Iterator[Finding]:
         environment.transport,
         environment.replaces_front_end,
         environment.verification,
+        environment.shows_metrics,
         environment.ring_bytes,
         environment.stuck_after_s,
         environment.recorded_to,

@@ -28,6 +28,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from sparksched import _core, environment, patching
+from sparksched.metrics import collector
+from sparksched.metrics import front_end as metrics
+from sparksched.metrics.collector import EngineView
+from sparksched.metrics.deliveries import Deliveries
 from sparksched.transport.offer import (
     ENGINE_DEAD,
     MAX_BACKLOG_BYTES,
@@ -112,6 +116,7 @@ def _connecting(original: patching.Function) -> patching.Function:
         original(self, *args, **kwargs)
         try:
             self.resources.sparksched_rings = _connect_all(self)
+            self.resources.sparksched_rings.show_metrics_of(self)
             self.resources.sparksched_rings.start_reading(self)
         except BaseException:
             self.shutdown()
@@ -271,6 +276,14 @@ class ClientTransport:
     def __init__(self, channels: "dict[bytes, _Channel]") -> None:
         self.channels = channels
         """By the identity that vLLM's sockets know the engine by."""
+        self._views: list[EngineView] = []
+
+    def show_metrics_of(self, client: "MPClient") -> None:
+        """Show the client's engines in vLLM's metrics, as long as this is open."""
+        ranks = {channel.rank for channel in self.channels.values()}
+        self._views = metrics.show_engines(client, ranks)
+        for channel in self.channels.values():
+            channel.deliveries = getattr(client.resources, "sparksched_deliveries", None)
 
     def start_reading(self, client: "MPClient") -> None:
         """Start to receive, if that is possible already: asyncio needs a running loop."""
@@ -287,6 +300,8 @@ class ClientTransport:
 
     def close(self) -> None:
         """Say goodbye to all engines. Any thread may call this."""
+        while self._views:
+            collector.hide(self._views.pop())
         for channel in self.channels.values():
             try:
                 channel.close()
@@ -310,6 +325,8 @@ class _Channel:
         self._outputs_queue = client.outputs_queue
         self._utility_results = client.utility_results
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self.deliveries: Deliveries | None = None
+        self._received_at = 0.0
         self._has_ended = False
         self._has_failed = False
 
@@ -380,8 +397,14 @@ class _Channel:
         except Exception as error:
             self._give_up(error)
             return
+        self._received_at = time.monotonic()
         for event in events:
             self._handle(event)
+
+    def _put_outputs(self, outputs: EngineCoreOutputs) -> None:
+        if self.deliveries is not None:
+            self.deliveries.note_reception(outputs, self._received_at)
+        self._outputs_queue.put_nowait(outputs)
 
 
 # ----------------------------------------------------------------------------------------
@@ -475,7 +498,7 @@ class _AsyncChannel(_Channel):
                 return
             _run_now(self._observe_outputs(client, outputs))
         if outputs.outputs or outputs.scheduler_stats:
-            self._outputs_queue.put_nowait(outputs)
+            self._put_outputs(outputs)
             if time.monotonic() - outputs.timestamp > _LATE_S:
                 self._turns_for_others += len(outputs.outputs) // _OUTPUTS_PER_TURN
             # The next steps' messages will have about as many. A short one among them, of an abort
@@ -607,7 +630,7 @@ class _SyncChannel(_Channel):
         if outputs.utility_output is not None:
             _process_utility_output(outputs.utility_output, self._utility_results)
         else:
-            self._outputs_queue.put_nowait(outputs)
+            self._put_outputs(outputs)
 
     def close(self) -> None:
         self._has_ended = True

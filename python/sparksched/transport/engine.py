@@ -30,7 +30,8 @@ from vllm.v1.engine import (
 from vllm.v1.fault_tolerance.engine_core_sentinel import FT_UTILITY_METHOD
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from sparksched import _core, compat, environment, patching
+from sparksched import __version__, _core, compat, environment, patching
+from sparksched.metrics import engine as metrics
 from sparksched.scheduler import SparkScheduler
 from sparksched.transport.encoder import (
     PartEncoder,
@@ -118,7 +119,15 @@ def _with_rings(original: patching.Function) -> patching.Function:
 
 def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
     rings, offer = _offer_rings(engine, num_clients)
+    offer.engine = metrics.begin(engine, rings)
     engine.sparksched_offer = offer
+    report = offer.engine
+    logger.info(
+        "sparksched %s: this engine schedules with %s and offers %s",
+        __version__,
+        "sparksched" if report.scheduler == "sparksched" else "vLLM's own scheduler",
+        "shared memory" if offer.reason is None else f"ZMQ ({offer.reason})",
+    )
     if rings is not None:
         _share_between_threads(engine)
         engine.sparksched_transport = EngineTransport(engine, rings)
@@ -184,7 +193,7 @@ def _offer_rings(
     if reason is not None:
         if reason == RUST_FRONT_END:  # it doesn't read offers, and logs no reason
             logger.info("sparksched: messages of this engine go over ZMQ: %s", reason)
-        return None, Offer(reason=reason)
+        return None, Offer(host=host_identity(), reason=reason)
     try:
         rings = _core.EngineRings(
             f"sparksched-{uuid.uuid4()}",
@@ -195,7 +204,7 @@ def _offer_rings(
             stuck_after_s=environment.stuck_after_s(),
         )
     except ConnectionError as error:
-        return None, Offer(reason=str(error))
+        return None, Offer(host=host_identity(), reason=str(error))
     return rings, Offer(name=rings.name, host=host_identity())
 
 

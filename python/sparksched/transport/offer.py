@@ -1,10 +1,10 @@
-"""What an engine and its clients tell each other about rings before there are any."""
+"""What an engine and its clients tell each other before there are rings, and if there are none."""
 
 import dataclasses
 import functools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import vllm.envs
@@ -60,6 +60,30 @@ def why_no_rings(parallel_config: "ParallelConfig") -> str | None:
     return None
 
 
+class MetersOffer(msgspec.Struct):
+    """Where the page is on which an engine counts: see `sparksched.metrics`."""
+
+    version: str
+    """The engine's sparksched: another one may have other things elsewhere on the page."""
+    pid: int
+    fd: int
+    """The engine's descriptor of it."""
+    id: bytes
+    """16 bytes that the page begins with, and no other."""
+    pid_namespace: str
+    """Where `pid` means something: compare with `pid_namespace()`."""
+
+
+class EngineReport(msgspec.Struct):
+    """What an engine says of itself."""
+
+    scheduler: Literal["sparksched", "vllm"]
+    fallback_feature: str = ""
+    """What made it use vLLM's scheduler, if it does and something did."""
+    fallback_reason: str = ""
+    meters: MetersOffer | None = None
+
+
 class Offer(msgspec.Struct):
     """An engine's rings, or the reason why it has none."""
 
@@ -69,6 +93,7 @@ class Offer(msgspec.Struct):
     """Where that name means something: compare with `host_identity()`."""
     reason: str | None = None
     """Why there are no rings. Exactly one of `name` and `reason` is given."""
+    engine: EngineReport = msgspec.field(default_factory=lambda: EngineReport("vllm"))
 
 
 @dataclasses.dataclass
@@ -105,3 +130,12 @@ def host_identity() -> str:
         # Without /proc nothing is known to be local.
         return f"process {os.getpid()}"
     return f"{boot_id} {namespace}"
+
+
+@functools.cache
+def pid_namespace() -> str:
+    """Name the namespace in which process ids of this process's family mean something."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"process {os.getpid()}"

@@ -10,11 +10,14 @@ mod guard;
 mod hasher;
 mod hooks;
 mod kv_transfer;
+#[cfg(target_os = "linux")]
+mod meters;
 mod points;
 #[cfg(target_os = "linux")]
 mod rings;
 mod scheduler_core;
 mod snapshot;
+mod step_timer;
 
 use pyo3::prelude::*;
 
@@ -29,6 +32,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(convert::encode_like_scheduler, module)?)?;
     #[cfg(target_os = "linux")]
     rings::add_to(module)?;
+    #[cfg(target_os = "linux")]
+    meters::add_to(module)?;
     #[cfg(feature = "test-points")]
     points::add_to(module)?;
     Ok(())

@@ -20,6 +20,7 @@ use sparksched_ring::outbox::{BacklogLimits, SendError, TakenBack, Ticket};
 
 use crate::convert::StepOutputs;
 use crate::guard::{catch_panics, enter};
+use crate::meters::PyEngineMeters;
 
 /// Messages above this are copied without the GIL.
 const LARGE_BYTES: usize = 256 << 10;
@@ -248,6 +249,13 @@ impl PyEngineRings {
     #[getter]
     fn name(&self) -> PyResult<&str> {
         enter("EngineRings.name", || Ok(self.rings.name()))
+    }
+
+    fn report_to(&self, meters: &PyEngineMeters) -> PyResult<()> {
+        enter("EngineRings.report_to", || {
+            self.rings.report_to(meters.page());
+            Ok(())
+        })
     }
 
     #[pyo3(signature = (*, timeout_s = None))]

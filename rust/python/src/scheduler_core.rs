@@ -1,5 +1,7 @@
 //! `SchedulerCore`: the core scheduler with the Python objects that belong to its requests.
 
+use std::sync::Arc;
+
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -21,6 +23,7 @@ use crate::hasher::ExtraKeysReader;
 use crate::hooks::{Callbacks, PyHooks};
 use crate::kv_transfer::{KvTransfer, LoadFailures, LoadReport};
 use crate::snapshot;
+use crate::step_timer::{StepSink, StepTimer};
 
 #[pyclass(module = "sparksched._core")]
 pub(crate) struct SchedulerCore {
@@ -33,6 +36,7 @@ pub(crate) struct SchedulerCore {
     block_observer: BlockObserver,
     kv_transfer: KvTransfer,
     guard: Guard,
+    timer: StepTimer,
     /// `request_id` to place.
     places: Py<PyDict>,
     /// `request_id` to `Request`: vLLM's `Scheduler.requests`.
@@ -85,6 +89,7 @@ impl SchedulerCore {
                 block_observer: BlockObserver(block_observer),
                 kv_transfer: KvTransfer::new(py, kv_transfer, digest_len)?,
                 guard: Guard::default(),
+                timer: StepTimer::default(),
                 places: PyDict::new(py).unbind(),
                 requests: PyDict::new(py).unbind(),
                 finished_req_ids: PySet::empty(py)?.unbind(),
@@ -131,7 +136,12 @@ impl SchedulerCore {
         throttle_prefills: bool,
         now: f64,
     ) -> PyResult<Bound<'py, PyAny>> {
-        self.guarded("SchedulerCore.schedule", |this| this.do_schedule(py, throttle_prefills, now))
+        self.guarded("SchedulerCore.schedule", |this| {
+            let started = this.timer.start();
+            let output = this.do_schedule(py, throttle_prefills, now)?;
+            this.timer.note_schedule(started);
+            Ok(output)
+        })
     }
 
     fn decide<'py>(
@@ -140,13 +150,18 @@ impl SchedulerCore {
         throttle_prefills: bool,
         now: f64,
     ) -> PyResult<Bound<'py, PyAny>> {
-        self.guarded("SchedulerCore.decide", |this| this.do_decide(py, throttle_prefills, now))
+        self.guarded("SchedulerCore.decide", |this| {
+            this.timer.begin_decision();
+            this.do_decide(py, throttle_prefills, now)
+        })
     }
 
     fn update_after_schedule(&mut self, scheduler_output: &Bound<'_, PyAny>) -> PyResult<()> {
         self.guarded("SchedulerCore.update_after_schedule", |this| {
             this.scheduler.update_after_schedule();
-            convert::set_structured_output_flags(scheduler_output, this.scheduler.step())
+            convert::set_structured_output_flags(scheduler_output, this.scheduler.step())?;
+            this.timer.end_decision();
+            Ok(())
         })
     }
 
@@ -165,7 +180,10 @@ impl SchedulerCore {
         model_runner_output: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyDict>> {
         self.guarded("SchedulerCore.update_from_output", |this| {
-            this.do_update_from_output(scheduler_output, model_runner_output)
+            let started = this.timer.start();
+            let outputs = this.do_update_from_output(scheduler_output, model_runner_output)?;
+            this.timer.note_update(started);
+            Ok(outputs)
         })
     }
 
@@ -364,8 +382,18 @@ impl SchedulerCore {
         entry: &'static str,
         call: impl FnOnce(&mut Self) -> PyResult<T>,
     ) -> PyResult<T> {
-        let called = catch_panics(entry, || call(self));
+        let called = catch_panics(entry, || {
+            let called = call(self);
+            self.timer.note_requests(&self.scheduler);
+            called
+        });
         self.or_stop(called)?
+    }
+
+    /// Reports the time of each step's calls, and how many requests there are, from now on.
+    pub(crate) fn report_steps_to(&mut self, sink: Arc<dyn StepSink>) {
+        self.timer.report_to(sink);
+        self.timer.note_requests(&self.scheduler);
     }
 
     /// Whether a request has work to do in the current pause state.

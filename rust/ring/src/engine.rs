@@ -10,7 +10,9 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::bell::Bell;
 use crate::handshake::{self, Descriptors, HandshakeError};
-use crate::link::{Event, Link, Peer, WokenBy, noted_forks, sleep_on_futex};
+use crate::link::{End, Event, Link, Peer, WokenBy, noted_forks, sleep_on_futex};
+use crate::meter_page::MeterPage;
+use crate::meters::RingsReading;
 use crate::outbox::BacklogLimits;
 use crate::segment::{BellPage, MAX_RING_BYTES, MIN_RING_BYTES, Segment, Side};
 use crate::watcher::{Door, Mailbox, Watcher};
@@ -72,6 +74,11 @@ struct Shared {
     is_closed: AtomicBool,
     /// The next wait is over at once.
     is_interrupted: AtomicBool,
+    /// Written by the thread that waits; counts, which order nothing.
+    num_rescues: AtomicU64,
+    num_lost: AtomicU64,
+    /// Where to report what goes through the rings.
+    meters: OnceLock<Arc<MeterPage>>,
 }
 
 impl Shared {
@@ -82,6 +89,22 @@ impl Shared {
 
     fn wake(&self) {
         crate::link::wake_engine(self.bell.bell());
+    }
+
+    /// Reports what goes through the rings of all clients, and what did through those of former ones.
+    fn report_traffic(&self) {
+        let Some(page) = self.meters.get() else { return };
+        let mut reading = RingsReading {
+            num_rescues: self.num_rescues.load(Relaxed),
+            num_lost: self.num_lost.load(Relaxed),
+            ..RingsReading::default()
+        };
+        for (_, link) in self.links() {
+            let (received, sent) = link.traffic();
+            reading.to_engine.add(received);
+            reading.to_client.add(sent);
+        }
+        page.meters().set_rings(reading);
     }
 
     fn links(&self) -> impl Iterator<Item = (u32, &Arc<Link>)> {
@@ -122,6 +145,10 @@ impl Door for EngineDoor {
             self.shared.report(EngineEvent::Refused(format!("no thread to admit it: {error}")));
         }
         true
+    }
+
+    fn end_round(&self) {
+        self.shared.report_traffic();
     }
 }
 
@@ -205,8 +232,6 @@ pub struct EngineRings {
     shared: Arc<Shared>,
     watcher: Mutex<Watcher>,
     name: String,
-    /// Written by the thread that waits; a count, which orders nothing.
-    num_rescues: AtomicU64,
     /// The forks that had been noted when it was made.
     forks: u64,
 }
@@ -240,6 +265,9 @@ impl EngineRings {
             arrivals: Mutex::default(),
             is_closed: AtomicBool::new(false),
             is_interrupted: AtomicBool::new(false),
+            num_rescues: AtomicU64::new(0),
+            num_lost: AtomicU64::new(0),
+            meters: OnceLock::new(),
         });
         let door = EngineDoor { listener, shared: Arc::clone(&shared) };
         let watcher = Watcher::start(Vec::new(), Some(Box::new(door)), stuck_after)
@@ -248,7 +276,6 @@ impl EngineRings {
             shared,
             watcher: Mutex::new(watcher),
             name: name.to_owned(),
-            num_rescues: AtomicU64::new(0),
             forks: noted_forks(),
         })
     }
@@ -257,7 +284,20 @@ impl EngineRings {
     /// within a second: a client was stopped or died before it could. Otherwise a wake-up was lost.
     #[must_use]
     pub fn num_rescues(&self) -> u64 {
-        self.num_rescues.load(Relaxed)
+        self.shared.num_rescues.load(Relaxed)
+    }
+
+    /// How many clients have gone without a goodbye: they died, or what they sent made no sense.
+    #[must_use]
+    pub fn num_lost(&self) -> u64 {
+        self.shared.num_lost.load(Relaxed)
+    }
+
+    /// Reports what goes through the rings to this page from now on, about once a second. The first
+    /// page that is given counts.
+    pub fn report_to(&self, page: Arc<MeterPage>) {
+        let _ = self.shared.meters.set(page);
+        self.shared.report_traffic();
     }
 
     /// The name under which clients find this engine.
@@ -301,7 +341,7 @@ impl EngineRings {
                 let sleep = left.unwrap_or(MAX_SLEEP).min(MAX_SLEEP);
                 woken_by = sleep_on_futex(bell, sleep);
                 if woken_by == WokenBy::Time && sleep == MAX_SLEEP && self.has_events() {
-                    self.num_rescues.fetch_add(1, Relaxed);
+                    self.shared.num_rescues.fetch_add(1, Relaxed);
                 }
             }
             bell.wake_up();
@@ -346,6 +386,9 @@ impl EngineRings {
         );
         for (client, link) in self.shared.links() {
             let received = link.receive(MAX_MESSAGES);
+            if matches!(received.last(), Some(Event::End(end)) if *end != End::Closed) {
+                self.shared.num_lost.fetch_add(1, Relaxed);
+            }
             events.extend(received.into_iter().map(|event| EngineEvent::Link { client, event }));
         }
         events

@@ -4,7 +4,8 @@
 //! [`message`] gives the bytes limits and [`outbox`] holds what the ring has no room for. On these,
 //! [`segment`] lays out the memory that two processes share, [`handshake`] passes it from one to the
 //! other, [`link`](mod@link) is one end of it, [`watcher`] learns when the other end has died, and
-//! [`engine`] and [`client`] are what the two processes hold.
+//! [`engine`] and [`client`] are what the two processes hold. [`meters`] is what an engine counts, in a
+//! page that its clients may read.
 //!
 //! It knows nothing of Python or of what the messages say. All `unsafe` is in [`ring`],
 //! [`segment`] and `credentials`.
@@ -12,6 +13,7 @@
 
 pub mod bell;
 pub mod message;
+pub mod meters;
 pub mod order;
 pub mod outbox;
 pub mod points;
@@ -31,6 +33,8 @@ pub mod fuzzing;
 pub mod handshake;
 #[cfg(not(loom))]
 pub mod link;
+#[cfg(not(loom))]
+pub mod meter_page;
 #[cfg(not(loom))]
 pub mod segment;
 #[cfg(not(loom))]

@@ -13,6 +13,7 @@ use rustix::thread::futex;
 
 use crate::bell::{Alarm, Bell};
 use crate::message::{Message, Reader};
+use crate::meters::Traffic;
 use crate::outbox::{BacklogLimits, Outbox, SendError, TakenBack, Ticket};
 use crate::ring::{Consumer, Corrupt, Producer};
 use crate::segment::{BellPage, Segment, Side};
@@ -87,6 +88,10 @@ struct Inbox {
     ring: Consumer,
     reader: Reader,
     ended: bool,
+    /// The most bytes that were found in the ring.
+    high_water_bytes: usize,
+    /// How often the other side waited for room when some was made.
+    num_without_room: u64,
 }
 
 /// Wakes a thread that sleeps in [`sleep_on_futex`].
@@ -190,6 +195,8 @@ impl Link {
                 ring: Consumer::new(Arc::new(incoming)),
                 reader: Reader::default(),
                 ended: false,
+                high_water_bytes: 0,
+                num_without_room: 0,
             }),
             outbox: Mutex::new(Outbox::new(Producer::new(Arc::new(outgoing)), backlog)),
             segment,
@@ -275,8 +282,10 @@ impl Link {
         let is_peer_gone = self.is_peer_gone.load(Acquire);
         let is_closed = inbox.ring.is_closed();
         let mut events: Vec<_> = lock(&self.notices).drain(..).collect();
+        inbox.note_depth();
         let read = self.flush().and_then(|()| inbox.read(max_messages, &mut events));
         if inbox.ring.release() {
+            inbox.num_without_room += 1;
             self.wake_peer();
         }
         let end = match read {
@@ -350,6 +359,7 @@ impl Link {
             return Err(SendError::Gone);
         }
         let sent = send(&mut outbox);
+        outbox.note_depth();
         drop(outbox);
         self.wake_peer();
         sent
@@ -418,6 +428,16 @@ impl Link {
     /// regardless: the newest first, until they have `max_bytes` or none is left.
     pub fn take_back_newest(&self, max_bytes: usize) -> Vec<TakenBack> {
         lock(&self.outbox).take_back_newest(max_bytes)
+    }
+
+    /// What has come through this link, and what was sent. Nothing waits once a side is gone.
+    pub(crate) fn traffic(&self) -> (Traffic, Traffic) {
+        let mut traffic = (lock(&self.inbox).traffic(), lock(&self.outbox).traffic());
+        if self.is_gone() {
+            traffic.0.waiting_bytes = 0;
+            traffic.1.waiting_bytes = 0;
+        }
+        traffic
     }
 
     // ------------------------------------------------------------------------------------
@@ -498,6 +518,22 @@ impl Link {
 }
 
 impl Inbox {
+    /// How many bytes are in the ring; none if it can't be read, which the next read finds.
+    fn note_depth(&mut self) -> usize {
+        let depth = self.ring.readable().unwrap_or(0);
+        self.high_water_bytes = self.high_water_bytes.max(depth);
+        depth
+    }
+
+    fn traffic(&mut self) -> Traffic {
+        Traffic {
+            waiting_bytes: self.note_depth() as u64,
+            high_water_bytes: self.high_water_bytes as u64,
+            backlog_bytes: 0,
+            num_without_room: self.num_without_room,
+        }
+    }
+
     /// Reads whole messages; true if none is left.
     fn read(&mut self, max_messages: usize, events: &mut Vec<Event>) -> Result<bool, Corrupt> {
         for _ in 0..max_messages {

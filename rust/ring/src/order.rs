@@ -50,6 +50,11 @@ orderings! {
     /// Fence between saying "I wait for space" and looking once more. Pairs with
     /// `before_space_check`.
     before_waiting: SeqCst;
+    /// Count of a sample in a bucket: its time is in the sum. Pairs with `observe_sample`.
+    count_sample: Release;
+    /// Load of a bucket: the times of what it counts are in a sum that is read after it. Pairs with
+    /// `count_sample`.
+    observe_sample: Acquire;
 }
 
 /// A fence, unless it has been weakened to none.

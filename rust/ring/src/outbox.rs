@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::message::{self, Unsendable};
+use crate::meters::Traffic;
 use crate::points::reach;
 use crate::ring::{Corrupt, Producer};
 
@@ -104,6 +105,10 @@ pub struct Outbox {
     first_forgotten: Option<Ticket>,
     next_sequence: u64,
     is_closed: bool,
+    /// The most bytes that were seen in the ring after a message was sent.
+    high_water_bytes: usize,
+    /// Messages that found no room in the ring, or only for a part of them.
+    num_without_room: u64,
 }
 
 impl Outbox {
@@ -121,6 +126,8 @@ impl Outbox {
             first_forgotten: None,
             next_sequence: 0,
             is_closed: false,
+            high_water_bytes: 0,
+            num_without_room: 0,
         }
     }
 
@@ -199,6 +206,7 @@ impl Outbox {
     }
 
     fn keep(&mut self, message: Waiting) {
+        self.num_without_room += 1;
         if self.waiting.is_empty() {
             self.made_room_at = Instant::now();
         }
@@ -265,6 +273,24 @@ impl Outbox {
     #[must_use]
     pub fn waiting_bytes(&self) -> usize {
         self.waiting_bytes
+    }
+
+    /// Looks how much is in the ring; to be called after sending.
+    pub(crate) fn note_depth(&mut self) {
+        // A broken ring is found by the next write.
+        let depth = self.ring.depth_beyond(self.high_water_bytes).unwrap_or(0);
+        self.high_water_bytes = self.high_water_bytes.max(depth);
+    }
+
+    /// What has gone this way, and what waits.
+    pub(crate) fn traffic(&mut self) -> Traffic {
+        let waiting_bytes = self.ring.depth_beyond(0).unwrap_or(0);
+        Traffic {
+            waiting_bytes: waiting_bytes as u64,
+            high_water_bytes: self.high_water_bytes.max(waiting_bytes) as u64,
+            backlog_bytes: self.waiting_bytes as u64,
+            num_without_room: self.num_without_room,
+        }
     }
 
     /// Takes back a message of which nothing has been written yet.

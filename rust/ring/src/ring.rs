@@ -242,6 +242,19 @@ impl Producer {
         Ok(self.free() > 0)
     }
 
+    /// How many bytes the consumer has still to read; rather too many than too few, unless that is
+    /// more than `most`.
+    ///
+    /// # Errors
+    /// [`Corrupt::Position`] if the consumer claims to have read what was never published.
+    pub fn depth_beyond(&mut self, most: usize) -> Result<usize, Corrupt> {
+        // To look at the head costs a cache line that the consumer is writing.
+        if self.published.wrapping_sub(self.head) as usize > most {
+            self.look_for_space()?;
+        }
+        Ok(self.published.wrapping_sub(self.head) as usize)
+    }
+
     /// Copies as much of `bytes` as there is space for, without publishing it; returns how much.
     ///
     /// # Errors

@@ -19,6 +19,7 @@ use rustix::fs::{
 use rustix::io::{Errno, retry_on_intr};
 
 use crate::bell::Bell;
+use crate::meters::Meters;
 use crate::ring::{Line, Ring, RingHeader};
 use crate::sync::AtomicU64;
 
@@ -60,7 +61,8 @@ const _: () = assert!(
         && offset_of!(SegmentHeader, engine_beat) == 1152
         && offset_of!(SegmentHeader, client_beat) == 1280
 );
-const BELL_PAGE_BYTES: usize = 4096;
+/// What a mapping has at least.
+pub(crate) const PAGE_BYTES: usize = 4096;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// Which end of a link this is.
@@ -88,8 +90,13 @@ pub enum SegmentError {
     Unfit(&'static str),
 }
 
-fn create(name: &str, bytes: usize) -> Result<OwnedFd, SegmentError> {
-    let make = || -> Result<OwnedFd, Errno> {
+/// Memory that may not be resized, and to which `prepare` does something before it is sealed.
+pub(crate) fn create_prepared<T>(
+    name: &str,
+    bytes: usize,
+    prepare: impl FnOnce(&OwnedFd) -> std::io::Result<T>,
+) -> Result<(T, OwnedFd), SegmentError> {
+    let make = || -> std::io::Result<(T, OwnedFd)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         // Kernels before 6.3 don't know the flag, later ones complain if it is missing.
         let fd = match memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
@@ -98,23 +105,57 @@ fn create(name: &str, bytes: usize) -> Result<OwnedFd, SegmentError> {
         };
         // A signal undoes what was allocated so far.
         retry_on_intr(|| fallocate(&fd, FallocateFlags::empty(), 0, bytes as u64))?;
+        let prepared = prepare(&fd)?;
         fcntl_add_seals(&fd, SEALS)?;
-        Ok(fd)
+        Ok((prepared, fd))
     };
-    make().map_err(|error| SegmentError::Unavailable { bytes, source: error.into() })
+    make().map_err(|source| SegmentError::Unavailable { bytes, source })
+}
+
+fn create(name: &str, bytes: usize) -> Result<OwnedFd, SegmentError> {
+    Ok(create_prepared(name, bytes, |_| Ok(()))?.1)
 }
 
 fn map(fd: BorrowedFd<'_>, bytes: usize) -> Result<MmapRaw, SegmentError> {
-    let unavailable = |source| SegmentError::Unavailable { bytes, source };
+    check(fd, bytes)?;
+    let options = mapping_of(bytes);
+    options.map_raw(&fd).map_err(|source| SegmentError::Unavailable { bytes, source })
+}
+
+pub(crate) fn mapping_of(bytes: usize) -> MmapOptions {
+    let mut options = MmapOptions::new();
+    options.len(bytes).populate();
+    options
+}
+
+/// Looks whether memory that was received can be used.
+pub(crate) fn check(fd: BorrowedFd<'_>, bytes: usize) -> Result<(), SegmentError> {
     // The seals first: an unsealed size could change after it was looked at.
     if !fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SEALS)) {
         return Err(SegmentError::Unfit("it is not sealed against resizing"));
     }
-    let stat = fstat(fd).map_err(|error| unavailable(error.into()))?;
+    let stat =
+        fstat(fd).map_err(|error| SegmentError::Unavailable { bytes, source: error.into() })?;
     if u64::try_from(stat.st_size) != Ok(bytes as u64) {
         return Err(SegmentError::Unfit("its size is not the one that was said"));
     }
-    MmapOptions::new().len(bytes).populate().map_raw(&fd).map_err(unavailable)
+    Ok(())
+}
+
+/// What may lie at the beginning of a mapping: atomics alone, for which any bytes are valid, and no
+/// more than a page.
+pub(crate) trait OfAtomics {}
+
+impl OfAtomics for SegmentHeader {}
+impl OfAtomics for Bell {}
+impl OfAtomics for Meters {}
+
+/// What lies at the beginning of a mapping.
+pub(crate) fn first<T: OfAtomics>(map: &MmapRaw) -> &T {
+    const { assert!(size_of::<T>() <= PAGE_BYTES && align_of::<T>() <= PAGE_BYTES) };
+    // SAFETY: the mapping is page-aligned, at least a page long, and lives as long as the reference;
+    // `T` consists of atomics. One that may only be read is only handed to who only loads.
+    unsafe { &*map.as_ptr().cast::<T>() }
 }
 
 /// The memory between one engine and one client.
@@ -157,11 +198,8 @@ impl Segment {
         self.ring_bytes
     }
 
-    #[expect(clippy::cast_ptr_alignment, reason = "mappings begin at a page")]
     fn header(&self) -> &SegmentHeader {
-        // SAFETY: the mapping is page-aligned, larger than the header, and lives as long as `self`;
-        // the header consists of atomics, for which any bytes are valid.
-        unsafe { &*self.map.as_ptr().cast::<SegmentHeader>() }
+        first(&self.map)
     }
 
     fn ring(&self, header: &RingHeader, index: usize) -> Ring {
@@ -221,7 +259,7 @@ impl BellPage {
     /// # Errors
     /// [`SegmentError::Unavailable`] if the system refuses.
     pub fn create() -> Result<(Self, OwnedFd), SegmentError> {
-        let fd = create("sparksched-bell", BELL_PAGE_BYTES)?;
+        let fd = create("sparksched-bell", PAGE_BYTES)?;
         Ok((Self::open(fd.as_fd())?, fd))
     }
 
@@ -230,15 +268,12 @@ impl BellPage {
     /// # Errors
     /// [`SegmentError::Unfit`] unless it is sealed and a page.
     pub fn open(fd: BorrowedFd<'_>) -> Result<Self, SegmentError> {
-        Ok(Self { map: map(fd, BELL_PAGE_BYTES)? })
+        Ok(Self { map: map(fd, PAGE_BYTES)? })
     }
 
     /// The bell.
     #[must_use]
-    #[expect(clippy::cast_ptr_alignment, reason = "mappings begin at a page")]
     pub fn bell(&self) -> &Bell {
-        // SAFETY: the mapping is page-aligned, larger than a bell, and lives as long as `self`; a
-        // bell is an atomic, for which any bytes are valid.
-        unsafe { &*self.map.as_ptr().cast::<Bell>() }
+        first(&self.map)
     }
 }

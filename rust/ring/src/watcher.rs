@@ -25,6 +25,8 @@ pub(crate) trait Door: Send {
     /// Answers a knock, without waiting for anybody; a link may come through the mailbox later. False
     /// if the door is stuck: then it is left alone for a while.
     fn answer(&mut self, mailbox: &Arc<Mailbox>) -> bool;
+    /// What else is to be done in each round, at least once in each interval.
+    fn end_round(&self);
 }
 
 /// How other threads tell the watcher something.
@@ -192,6 +194,9 @@ impl Round {
                 let stuck_after_ms = self.stuck_after.as_millis() as u64;
                 let now = Now { ms: now_ms, interval_ms: interval.as_millis() as u64 };
                 watched.link.beat(now, watched.since_ms, stuck_after_ms);
+            }
+            if let Some(door) = &self.door {
+                door.end_round();
             }
         }
     }

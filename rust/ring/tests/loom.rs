@@ -16,6 +16,7 @@ use loom::sync::{Condvar, Mutex};
 use loom::thread;
 use sparksched_ring::bell::{Alarm, Bell};
 use sparksched_ring::message::Reader;
+use sparksched_ring::meters::{Histogram, HistogramReading};
 use sparksched_ring::order;
 use sparksched_ring::outbox::{BacklogLimits, Outbox};
 use sparksched_ring::ring::{Consumer, Producer, Ring};
@@ -32,6 +33,11 @@ struct Model {
 const MODELS: &[Model] = &[
     Model { name: "bytes_arrive", preemptions: None, run: bytes_arrive },
     Model { name: "space_is_used_again", preemptions: None, run: space_is_used_again },
+    Model {
+        name: "what_is_counted_is_in_the_sum",
+        preemptions: Some(3),
+        run: what_is_counted_is_in_the_sum,
+    },
     Model { name: "nothing_follows_a_close", preemptions: None, run: nothing_follows_a_close },
     Model {
         name: "a_sleeping_engine_is_woken",
@@ -240,6 +246,20 @@ fn space_is_used_again() {
         thread::yield_now();
     }
     assert_eq!(bytes, [1, 2, 3, 4]);
+    writer.join().unwrap();
+}
+
+fn what_is_counted_is_in_the_sum() {
+    let histogram = Arc::new(Histogram::default());
+    let writer = {
+        let histogram = Arc::clone(&histogram);
+        thread::spawn(move || {
+            histogram.observe(1000);
+            histogram.observe(1000);
+        })
+    };
+    let HistogramReading { counts, sum_ns } = histogram.read();
+    assert!(sum_ns >= 1000 * counts.iter().sum::<u64>());
     writer.join().unwrap();
 }
 

@@ -1,0 +1,240 @@
+"""Makes series of what engines have counted, whenever somebody asks for vLLM's `/metrics`."""
+
+import functools
+import itertools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+from vllm.logger import init_logger
+from vllm.version import __version__ as vllm_version
+
+from sparksched import __version__, _core, compat, patching
+
+if TYPE_CHECKING:
+    from sparksched.compat import Unsupported
+
+logger = init_logger("vllm.sparksched")
+
+LABELS: Final = ("model_name", "engine")
+"""Those of vLLM's series."""
+
+INFO_LABELS: Final = (
+    "scheduler",
+    "transport",
+    "version",
+    "vllm_version",
+    "fallback_feature",
+    "fallback_reason",
+)
+
+MAX_LABEL_CHARACTERS: Final = 200
+"""A reason may name values of the configuration, however long."""
+
+_HISTOGRAMS: Final = {
+    "schedule": "Time in the scheduler's schedule(), once a step.",
+    "update_from_output": "Time in the scheduler's update_from_output(), once a step.",
+    "step_gap": (
+        "Time from the end of update_from_output() to the next schedule(), if it left unfinished "
+        "requests."
+    ),
+}
+_REQUESTS: Final = {
+    "running": "Requests that the scheduler has in its batch.",
+    "waiting": "Requests that wait to be scheduled, for whatever reason.",
+}
+_RING_GAUGES: Final = {
+    "waiting_bytes": ("sparksched:ring_waiting_bytes", "Bytes in the rings that are to be read."),
+    "high_water_bytes": (
+        "sparksched:ring_high_water_bytes",
+        "The most bytes that were seen to wait in one ring.",
+    ),
+}
+_RING_COUNTERS: Final = {
+    "num_rescues": (
+        "sparksched:rescues",
+        "Messages that the engine found by itself because nobody had woken it for them.",
+    ),
+    "num_clients_lost": (
+        "sparksched:clients_lost",
+        "API servers whose link ended without a goodbye.",
+    ),
+}
+
+
+@dataclass(eq=False)
+class EngineView:
+    """One engine as an API server sees it."""
+
+    model_name: str
+    engine: str
+    """Its rank."""
+    info: Mapping[str, str]
+    meters: "_core.MeterReader | None"
+    """What it counts, if it can be read here."""
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """The values of `LABELS`."""
+        return (self.model_name, self.engine)
+
+
+_lock = threading.Lock()
+_views: dict[tuple[str, str], EngineView] = {}
+
+
+def show(view: EngineView) -> None:
+    """Show an engine from now on; a later one with the same labels takes its place."""
+    with _lock:
+        _views[view.labels] = view
+    add_to(REGISTRY)
+
+
+def hide(view: EngineView) -> None:
+    """Show an engine no longer."""
+    with _lock:
+        if _views.get(view.labels) is view:
+            del _views[view.labels]
+
+
+def install(_metrics_route: ModuleType) -> None:
+    """Have whatever vLLM's `/metrics` asks know about engines."""
+    add_to(REGISTRY)
+    # Where several API servers share their metrics, each request gets a registry of its own, with
+    # this in it.
+    patching.replace(MultiProcessCollector, "collect", _with_engines)
+
+
+def _with_engines(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def collect(self: MultiProcessCollector) -> Iterator[Metric]:
+        yield from original(self)
+        yield from EngineCollector().collect()
+
+    return collect
+
+
+_registered = threading.Lock()
+
+
+def add_to(registry: CollectorRegistry) -> None:
+    """Have a registry collect from engines, too; once."""
+    with _registered:
+        if not any(isinstance(it, EngineCollector) for it in registry._collector_to_names):
+            registry.register(EngineCollector())
+
+
+class EngineCollector(Collector):
+    """All engines that are shown."""
+
+    def describe(self) -> list[Metric]:
+        """Name no series: there may be none yet."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Read each engine's page. An error here must not take vLLM's own metrics away."""
+        with _lock:
+            views = [_views[labels] for labels in sorted(_views)]
+        try:
+            families = [*_info(views), *_families(views)]
+        except Exception:
+            logger.exception("sparksched: its metrics can't be shown")
+            return
+        yield from families
+
+
+def _info(views: Sequence[EngineView]) -> Iterator[Metric]:
+    family = GaugeMetricFamily(
+        "sparksched:info",
+        "What schedules and carries messages, and why it isn't sparksched where it isn't.",
+        labels=(*LABELS, *INFO_LABELS),
+    )
+    for view in views:
+        values = [view.info[name][:MAX_LABEL_CHARACTERS] for name in INFO_LABELS]
+        family.add_metric([*view.labels, *values], 1)
+    if not views:
+        unsupported = compat.unsupported_version()
+        if unsupported is None:
+            return
+        family.add_metric(_labels_without_engine(unsupported), 1)
+    yield family
+
+
+def _labels_without_engine(unsupported: "Unsupported") -> list[str]:
+    """Return labels where vLLM is not known so well that its engines would be."""
+    about = [unsupported.feature, unsupported.reason[:MAX_LABEL_CHARACTERS]]
+    return ["", "", "vllm", "zmq", __version__, vllm_version, *about]
+
+
+def _families(views: Sequence[EngineView]) -> Iterator[Metric]:
+    readings = [(view, view.meters) for view in views]
+    steps = [(view, found) for view, it in readings if it is not None and (found := it.steps())]
+    rings = [(view, found) for view, it in readings if it is not None and (found := it.rings())]
+    if steps:
+        yield from _step_families(steps)
+    if rings:
+        yield from _ring_families(rings)
+
+
+_Readings = Sequence[tuple[EngineView, Any]]
+
+
+def _step_families(readings: _Readings) -> Iterator[Metric]:
+    bounds = [repr(bound) for bound in _core.meter_bounds_s()]
+    for name, text in _HISTOGRAMS.items():
+        histogram = HistogramMetricFamily(f"sparksched:{name}_seconds", text, labels=LABELS)
+        for view, reading in readings:
+            counts, sum_s = reading[name]
+            buckets = list(zip([*bounds, "+Inf"], itertools.accumulate(counts), strict=True))
+            histogram.add_metric(view.labels, buckets, sum_s)
+        yield histogram
+    for name, text in _REQUESTS.items():
+        gauge = GaugeMetricFamily(f"sparksched:requests_{name}", text, labels=LABELS)
+        for view, reading in readings:
+            gauge.add_metric(view.labels, reading[f"num_{name}"])
+        yield gauge
+
+
+def _ring_families(readings: _Readings) -> Iterator[Metric]:
+    labels = (*LABELS, "direction")
+    directions = ("to_engine", "to_client")
+    for key, (name, text) in _RING_GAUGES.items():
+        gauge = GaugeMetricFamily(name, text, labels=labels)
+        for view, reading in readings:
+            for direction in directions:
+                gauge.add_metric([*view.labels, direction], reading[direction][key])
+        yield gauge
+    counter = CounterMetricFamily(
+        "sparksched:back_pressure_events",
+        "How often a sender found no room in a ring for a message.",
+        labels=labels,
+    )
+    for view, reading in readings:
+        for direction in directions:
+            count = reading[direction]["num_without_room"]
+            counter.add_metric([*view.labels, direction], count)
+    yield counter
+    gauge = GaugeMetricFamily(
+        "sparksched:backlog_bytes",
+        "Bytes of messages to API servers that wait for room in a ring.",
+        labels=LABELS,
+    )
+    for view, reading in readings:
+        gauge.add_metric(view.labels, reading["to_client"]["backlog_bytes"])
+    yield gauge
+    for key, (name, text) in _RING_COUNTERS.items():
+        counter = CounterMetricFamily(name, text, labels=LABELS)
+        for view, reading in readings:
+            counter.add_metric(view.labels, reading[key])
+        yield counter

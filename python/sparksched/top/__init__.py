@@ -1,0 +1,1 @@
+"""The command `sparksched top`: a live view of a server, from its `/metrics` page."""

@@ -1,0 +1,163 @@
+//! The page with an engine's meters as Python sees it: `EngineMeters` writes, `MeterReader` reads.
+
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::exceptions::PyConnectionError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+use sparksched_ring::meter_page::{MeterPage, MeterView};
+use sparksched_ring::meters::{HistogramReading, NUM_BOUNDS, RingsReading, Traffic, bound_ns};
+use sparksched_ring::segment::SegmentError;
+
+use crate::guard::enter;
+use crate::scheduler_core::SchedulerCore;
+use crate::step_timer::StepSink;
+
+pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PyEngineMeters>()?;
+    module.add_class::<MeterReader>()?;
+    module.add_function(wrap_pyfunction!(meter_bounds_s, module)?)
+}
+
+const NS_PER_S: f64 = 1e9;
+
+#[expect(clippy::cast_precision_loss, reason = "exact for years")]
+fn seconds(ns: u64) -> f64 {
+    ns as f64 / NS_PER_S
+}
+
+#[pyfunction]
+fn meter_bounds_s() -> PyResult<Vec<f64>> {
+    enter("meter_bounds_s", || Ok((0..NUM_BOUNDS).map(|index| seconds(bound_ns(index))).collect()))
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "a function for map_err")]
+fn connection_error(error: SegmentError) -> PyErr {
+    PyConnectionError::new_err(error.to_string())
+}
+
+// ----------------------------------------------------------------------------------------
+// The engine's side
+// ----------------------------------------------------------------------------------------
+
+struct PageSink(Arc<MeterPage>);
+
+fn ns(time: Duration) -> u64 {
+    time.as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
+impl StepSink for PageSink {
+    fn scheduled(&self, time: Duration) {
+        self.0.meters().steps().schedule.observe(ns(time));
+    }
+
+    fn updated(&self, time: Duration) {
+        self.0.meters().steps().update.observe(ns(time));
+    }
+
+    fn waited(&self, time: Duration) {
+        self.0.meters().steps().gap.observe(ns(time));
+    }
+
+    fn set_requests(&self, num_running: usize, num_waiting: usize) {
+        self.0.meters().steps().set_requests(num_running as u64, num_waiting as u64);
+    }
+}
+
+#[pyclass(name = "EngineMeters", module = "sparksched._core", frozen)]
+pub(crate) struct PyEngineMeters {
+    page: Arc<MeterPage>,
+}
+
+impl PyEngineMeters {
+    pub(crate) fn page(&self) -> Arc<MeterPage> {
+        Arc::clone(&self.page)
+    }
+}
+
+#[pymethods]
+impl PyEngineMeters {
+    #[new]
+    fn new(id: u128) -> PyResult<Self> {
+        enter("EngineMeters.__new__", || {
+            let page = MeterPage::create(id).map_err(connection_error)?;
+            Ok(Self { page: Arc::new(page) })
+        })
+    }
+
+    fn fileno(&self) -> PyResult<i32> {
+        enter("EngineMeters.fileno", || Ok(self.page.as_fd().as_raw_fd()))
+    }
+
+    fn time_steps(&self, scheduler: &Bound<'_, SchedulerCore>) -> PyResult<()> {
+        enter("EngineMeters.time_steps", || {
+            self.page.meters().steps().begin();
+            scheduler.try_borrow_mut()?.report_steps_to(Arc::new(PageSink(self.page())));
+            Ok(())
+        })
+    }
+}
+
+// ----------------------------------------------------------------------------------------
+// The readers' side
+// ----------------------------------------------------------------------------------------
+
+#[pyclass(module = "sparksched._core", frozen)]
+struct MeterReader {
+    view: MeterView,
+}
+
+#[pymethods]
+impl MeterReader {
+    #[new]
+    #[pyo3(signature = (*, pid, fd, id))]
+    fn new(pid: u32, fd: u32, id: u128) -> PyResult<Self> {
+        enter("MeterReader.__new__", || {
+            Ok(Self { view: MeterView::open(pid, fd, id).map_err(connection_error)? })
+        })
+    }
+
+    fn steps<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        enter("MeterReader.steps", || {
+            let Some(reading) = self.view.steps() else { return Ok(None) };
+            let steps = PyDict::new(py);
+            steps.set_item("schedule", histogram(py, &reading.schedule)?)?;
+            steps.set_item("update_from_output", histogram(py, &reading.update)?)?;
+            steps.set_item("step_gap", histogram(py, &reading.gap)?)?;
+            steps.set_item("num_running", reading.num_running)?;
+            steps.set_item("num_waiting", reading.num_waiting)?;
+            Ok(Some(steps))
+        })
+    }
+
+    fn rings<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        enter("MeterReader.rings", || {
+            let Some(reading) = self.view.rings() else { return Ok(None) };
+            let RingsReading { to_engine, to_client, num_rescues, num_lost } = reading;
+            let rings = PyDict::new(py);
+            rings.set_item("to_engine", traffic(py, to_engine)?)?;
+            rings.set_item("to_client", traffic(py, to_client)?)?;
+            rings.set_item("num_rescues", num_rescues)?;
+            rings.set_item("num_clients_lost", num_lost)?;
+            Ok(Some(rings))
+        })
+    }
+}
+
+fn histogram<'py>(
+    py: Python<'py>,
+    reading: &HistogramReading,
+) -> PyResult<(Bound<'py, PyList>, f64)> {
+    Ok((PyList::new(py, reading.counts)?, seconds(reading.sum_ns)))
+}
+
+fn traffic(py: Python<'_>, traffic: Traffic) -> PyResult<Bound<'_, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("waiting_bytes", traffic.waiting_bytes)?;
+    dict.set_item("high_water_bytes", traffic.high_water_bytes)?;
+    dict.set_item("backlog_bytes", traffic.backlog_bytes)?;
+    dict.set_item("num_without_room", traffic.num_without_room)?;
+    Ok(dict)
+}

@@ -1,0 +1,118 @@
+"""Real servers' `/metrics` pages, and `sparksched top` on them."""
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from support.server import Server, serve
+from support.streaming import mixed_prompts, stream_all
+from support.tiny_gpt_oss import write_model
+from top.terminal import COLUMNS, piped, terminal
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+NUM_REQUESTS = 8
+VOCAB_SIZE = 400
+STEP_SERIES = ("schedule_seconds_count", "update_from_output_seconds_count")
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@dataclass
+class Observed:
+    page: str
+    top: str = ""
+    screen: str = ""
+    objects: str = ""
+
+
+def work(server: Server) -> None:
+    prompts = mixed_prompts(NUM_REQUESTS, vocab_size=VOCAB_SIZE)
+    asyncio.run(stream_all(server.base_url, server.model, prompts))
+
+
+def scrape(server: Server) -> str:
+    return httpx.get(f"{server.base_url}/metrics", timeout=10).raise_for_status().text
+
+
+def observe(
+    model_directory: Path,
+    log_dir: Path,
+    arguments: tuple[str, ...],
+    look: Callable[[Server], Observed],
+    **environment: str,
+) -> Observed:
+    with serve(
+        model_directory,
+        log_dir / "serve.log",
+        scheduler="sparksched",
+        environment={"SPARKSCHED_STRICT": "1", **environment},
+        arguments=arguments,
+    ) as server:
+        work(server)
+        return look(server)
+
+
+def look_at_all(server: Server, num_api_servers: int) -> Observed:
+    """Look at a server that works, and then at the same when it is idle."""
+    with terminal(server.base_url, "--interval", "0.5") as screen:
+        screen.wait_for("API servers lost")
+        work(server)
+        screen.wait_for("API servers lost")
+    server.wait_until_idle()
+    once = piped(server.base_url, "--once", "--interval", "0.5")
+    objects = piped(server.base_url, "--once", "--json", "--interval", "0.5")
+    assert (once.returncode, objects.returncode) == (0, 0), once.stderr + objects.stderr
+    assert screen.longest_line <= COLUMNS
+    assert server.metric("sparksched:requests_running") == 0
+    assert server.metric("sparksched:requests_waiting") == 0
+    num_scheduled, num_updated = (server.metric(f"sparksched:{name}") for name in STEP_SERIES)
+    assert num_scheduled == num_updated > 0
+    # Each API server with requests in a step counts it.
+    num_iterations = server.metric("vllm:iteration_tokens_total_count")
+    assert num_scheduled / 2 <= num_iterations <= num_scheduled * num_api_servers
+    assert server.metric("sparksched:deliver_seconds_count") >= num_iterations
+    assert server.metric("sparksched:rescues_total") == 0
+    return Observed(scrape(server), once.stdout, screen.text, objects.stdout)
+
+
+@pytest.mark.parametrize("num_api_servers", [1, 2])
+def test_a_server_shows_what_its_engine_does(
+    num_api_servers: int, model_directory: Path, tmp_path: Path
+) -> None:
+    arguments = (f"--api-server-count={num_api_servers}",)
+    look = functools.partial(look_at_all, num_api_servers=num_api_servers)
+    observed = observe(model_directory, tmp_path, arguments, look)
+    assert observed.page.count("sparksched:info{") == 1
+    assert observed.page.count("# TYPE sparksched:schedule_seconds histogram") == 1
+    assert 'transport="shm"' in observed.page
+    for shown in (observed.screen, observed.top):
+        assert "scheduler: sparksched, shared memory" in shown
+        assert "deliver to streams" in shown
+    interval = json.loads(observed.objects)
+    assert interval["running"] == 0
+    assert interval["rings"]["to_engine"]["high_water_bytes"] > 0
+
+
+def test_a_server_without_statistics_says_only_what_schedules(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    def look(server: Server) -> Observed:
+        once = piped(server.base_url, "--once", "--interval", "0.5")
+        assert once.returncode == 0, once.stderr
+        return Observed(scrape(server), once.stdout)
+
+    observed = observe(
+        model_directory, tmp_path, ("--disable-log-stats",), look, SPARKSCHED_TRANSPORT="zmq"
+    )
+    names = {line.split("{")[0] for line in observed.page.splitlines() if "sparksched:" in line}
+    assert {name for name in names if not name.startswith("#")} == {"sparksched:info"}
+    assert "scheduler: sparksched, ZMQ" in observed.top

@@ -1,0 +1,74 @@
+"""Runs `sparksched top` in a process of its own: on a terminal of 80 columns, or piped."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+COMMAND = [sys.executable, "-m", "sparksched.cli", "top"]
+COLUMNS, LINES = 80, 40
+TIMEOUT_S = 60.0
+_TO_A_PLACE = re.compile(r"\x1b\[[0-9;]*H")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
+
+
+def piped(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+@dataclass
+class Terminal:
+    """A terminal with the command in it."""
+
+    process: "subprocess.Popen[bytes]"
+    master: int
+    text: str = ""
+
+    def wait_for(self, what: str) -> None:
+        """Read until something was shown."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while what not in self.text:
+            assert time.monotonic() < deadline, f"waited for {what!r} in:\n{self.text}"
+            readable, _, _ = select.select([self.master], [], [], 0.2)
+            if readable:
+                read = os.read(self.master, 1 << 16).decode(errors="replace")
+                self.text += _ESCAPES.sub("", _TO_A_PLACE.sub("\n", read))
+
+    def forget(self) -> None:
+        """Begin to read anew."""
+        self.text = ""
+
+    @property
+    def longest_line(self) -> int:
+        return max(len(line) for line in re.split(r"[\r\n]+", self.text))
+
+
+@contextmanager
+def terminal(*arguments: str) -> Iterator[Terminal]:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    environment = {**os.environ, "TERM": "xterm"}
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environment.pop(name, None)
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment
+    )
+    os.close(slave)
+    try:
+        yield Terminal(process, master)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)

@@ -1,0 +1,138 @@
+"""What is made of two pages."""
+
+import math
+
+import pytest
+from sparksched.top.interval import Interval, between, quantile
+from sparksched.top.page import Page, PageError, address, parse
+from sparksched.top.view import duration, number, size
+
+from .servers import recorded, without_sparksched
+
+
+def pages(first: str = "idle", last: str = "busy") -> tuple[Page, Page]:
+    return parse(recorded(first), 10.0), parse(recorded(last), 12.0)
+
+
+def busy_interval() -> Interval:
+    return between(*pages())
+
+
+def test_counters_become_rates() -> None:
+    before, now = pages()
+    interval = busy_interval()
+    tokens = now.total("vllm:generation_tokens_total")
+    assert tokens is not None
+    assert tokens > 50
+    assert before.total("vllm:generation_tokens_total") == 0
+    assert interval.generation_tokens_per_s == tokens / 2
+    schedule = interval.steps["schedule"]
+    assert schedule is not None
+    assert schedule.per_s == now.total("sparksched:schedule_seconds_count") / 2  # type: ignore[operator]
+    assert schedule.p50_s is not None
+    assert schedule.p99_s is not None
+    assert 1e-6 < schedule.p50_s <= schedule.p99_s < 1
+    assert interval.engines[0]["scheduler"] == "sparksched"
+    assert interval.rings["to_engine"] is not None
+    assert interval.rings["to_engine"].high_water_bytes > 0
+    assert interval.model_names == ["tiny"]
+
+
+def test_nothing_happens_in_an_idle_interval() -> None:
+    interval = between(*pages("busy", "busy"))
+    assert interval.generation_tokens_per_s == 0
+    assert interval.steps["schedule"] is not None
+    assert interval.steps["schedule"].p50_s is None
+
+
+def test_a_server_that_was_started_again_has_no_rates() -> None:
+    interval = between(*pages("busy", "idle"))
+    assert interval.generation_tokens_per_s is None
+    assert interval.steps["schedule"] is None
+    assert interval.running == 0
+
+
+def test_engines_are_added_up() -> None:
+    one = recorded("busy")
+    series = [line for line in one.splitlines() if line and not line.startswith("#")]
+    two = parse(one + "\n".join(line.replace('engine="0"', 'engine="1"') for line in series), 1.0)
+    single = parse(one, 1.0)
+    name = "vllm:generation_tokens_total"
+    assert two.total(name) == 2 * (single.total(name) or 0)
+    doubled = {
+        bound: 2 * count
+        for bound, count in (single.buckets("vllm:time_to_first_token_seconds") or {}).items()
+    }
+    assert two.buckets("vllm:time_to_first_token_seconds") == doubled
+    assert len(between(two, two).engines) == 2
+
+
+def test_a_server_without_sparksched_has_vllms_part() -> None:
+    stock = [
+        parse(without_sparksched(recorded(name)), at) for name, at in (("idle", 1), ("busy", 2))
+    ]
+    interval = between(*stock)
+    assert not interval.has_sparksched
+    assert interval.generation_tokens_per_s
+    assert set(interval.steps.values()) == {None}
+    assert set(interval.rings.values()) == {None}
+
+
+def test_quantiles_are_those_of_prometheus() -> None:
+    assert quantile({1.0: 0, 2.0: 10, math.inf: 10}, 0.5) == 1.5
+    assert quantile({1.0: 4, 2.0: 4, 4.0: 8, math.inf: 8}, 0.5) == 1.0
+    assert quantile({1.0: 4, 2.0: 4, 4.0: 8, math.inf: 8}, 0.75) == 3.0
+    assert quantile({1.0: 0, math.inf: 5}, 0.99) == 1.0
+    assert quantile({1.0: 0, math.inf: 0}, 0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "no series of vLLM's"),
+        ("up 1\n", "no series of vLLM's"),
+        ("<!doctype html><html>hello</html>", "not a page of Prometheus"),
+        ("vllm:x{", "not a page of Prometheus"),
+        ('vllm:x{a="b"} seven\n', "not a page of Prometheus"),
+    ],
+)
+def test_what_is_no_page_of_vllm_is_told(text: str, expected: str) -> None:
+    with pytest.raises(PageError, match=expected):
+        parse(text, 1.0)
+
+
+def test_what_a_page_says_does_nothing_to_a_terminal() -> None:
+    page = parse(
+        'vllm:num_requests_running{model_name="\x1b[2J"} NaN\nvllm:x{m="\x1b[2J"} 1\n', 1.0
+    )
+    assert page.total("vllm:num_requests_running") is None
+    assert page.labels("vllm:x") == [{"m": "?[2J"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("localhost:8000", "http://localhost:8000"),
+        ("https://host/", "https://host"),
+        ("http://host:1/prefix/metrics", "http://host:1/prefix"),
+    ],
+)
+def test_addresses_are_completed(given: str, expected: str) -> None:
+    assert address(given) == expected
+
+
+@pytest.mark.parametrize("given", ["ftp://host", "http://", "http://host:99999", "file:///etc"])
+def test_what_is_no_address_is_refused(given: str) -> None:
+    with pytest.raises(ValueError, match=r"URL|[Pp]ort"):
+        address(given)
+
+
+def test_numbers_are_short() -> None:
+    assert [number(it) for it in (None, 0, 3.0, 3.14, 1234.5)] == ["-", "0", "3", "3.1", "1,234"]
+    assert [duration(it) for it in (None, 1.5, 0.0123, 4.56e-6)] == [
+        "-",
+        "1.5 s",
+        "12.3 ms",
+        "4.56 us",
+    ]
+    assert [size(it) for it in (None, 0, 2048, 3 << 30)] == ["-", "0 B", "2 KiB", "3 GiB"]

@@ -1,0 +1,363 @@
+"""What `/metrics` would say of real engines: read from the registry that it asks."""
+
+import asyncio
+import logging
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.harness import new_request
+from prometheus_client import REGISTRY
+from sparksched import _core
+from sparksched.metrics import collector
+from sparksched.metrics import engine as engine_side
+from vllm.config import VllmConfig
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from .clients import (
+    ENDLESS,
+    bulky_request,
+    child_client,
+    connected,
+    endless_request,
+    front_end,
+    prompt_of,
+    run_async,
+    running_llm,
+)
+from .conftest import make_config
+from .engines import Engine, running_engine
+
+pytestmark = pytest.mark.timeout(180)
+
+SHM = {"SPARKSCHED_TRANSPORT": "shm"}
+ENGINE_SERIES = {
+    "sparksched:schedule_seconds",
+    "sparksched:update_from_output_seconds",
+    "sparksched:step_gap_seconds",
+    "sparksched:requests_running",
+    "sparksched:requests_waiting",
+}
+RING_SERIES = {
+    "sparksched:ring_waiting_bytes",
+    "sparksched:ring_high_water_bytes",
+    "sparksched:backlog_bytes",
+    "sparksched:back_pressure_events",
+    "sparksched:rescues",
+    "sparksched:clients_lost",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_registry() -> Iterator[None]:
+    """Leave the process's registry as it was."""
+    before = set(REGISTRY._collector_to_names)
+    yield
+    for added in set(REGISTRY._collector_to_names) - before:
+        if isinstance(added, collector.EngineCollector):
+            REGISTRY.unregister(added)
+
+
+@pytest.fixture
+def vllm_log() -> Iterator[list[str]]:
+    """Collect what this process logs: vLLM's logger does not propagate."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm").addHandler(handler)
+    yield lines
+    logging.getLogger("vllm").removeHandler(handler)
+
+
+def value(name: str, **labels: str) -> float:
+    """Return the sum of a series."""
+    found = [
+        sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    assert found, name
+    return sum(found)
+
+
+def families() -> set[str]:
+    return {it.name for it in REGISTRY.collect() if it.name.startswith("sparksched:")}
+
+
+def info() -> dict[str, str]:
+    (labels,) = (
+        sample.labels
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == "sparksched:info"
+    )
+    return dict(labels)
+
+
+async def until(condition: Any, timeout_s: float = 30.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def generate(llm: AsyncLLM, request_id: str, max_tokens: int) -> None:
+    request = new_request(request_id, prompt_of(3), max_tokens, ignore_eos=True)
+    async for _ in llm.generate(
+        {"prompt_token_ids": request.prompt_token_ids}, request.sampling_params, request_id
+    ):
+        pass
+
+
+# ----------------------------------------------------------------------------------------
+# Engines
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_steps_are_counted_and_requests_go_back_to_none(transport: str, config: VllmConfig) -> None:
+    async def run(engine: Engine) -> None:
+        async with running_llm(config, engine) as llm:
+            before = value_or_zero("sparksched:deliver_seconds_count")
+            await asyncio.gather(*(generate(llm, f"r{index}", 20) for index in range(4)))
+            # The step that tells the model runner of the ends is one, too.
+            await until(lambda: not value("sparksched:requests_running") and is_between_steps())
+            steps = value("sparksched:schedule_seconds_count")
+            assert 20 <= steps < 100
+            assert 19 <= value("sparksched:step_gap_seconds_count") < steps
+            assert value("sparksched:requests_waiting") == 0
+            delivered = value("sparksched:deliver_seconds_count") - before
+            assert 20 <= delivered <= steps
+            assert families() > ENGINE_SERIES
+            assert (families() > RING_SERIES) == (transport == "shm")
+            assert info()["transport"] == transport
+            assert info()["scheduler"] == "sparksched"
+        assert not families() - {"sparksched:deliver_seconds"}, "a client that is gone"
+
+    variables = {"SPARKSCHED_TRANSPORT": transport}
+    with front_end(**variables), running_engine(config, **variables) as engine:
+        run_async(run(engine))
+
+
+def is_between_steps() -> bool:
+    scheduled = value("sparksched:schedule_seconds_count")
+    return scheduled == value("sparksched:update_from_output_seconds_count")
+
+
+def value_or_zero(name: str) -> float:
+    return value(name) if any(name.startswith(it) for it in families()) else 0.0
+
+
+def test_a_ring_without_room_is_counted_in_both_directions(model_directory: Path) -> None:
+    config = make_config(model_directory, max_num_seqs=64)
+
+    async def run(engine: Engine) -> None:
+        async with connected(config, engine) as reader:
+            await reader.add(endless_request("endless"))
+            await reader.begin("endless")
+            engine.signal(signal.SIGSTOP)
+            sending = [
+                asyncio.create_task(reader.add(bulky_request(f"bulky-{index}", 600_000)))
+                for index in range(3)
+            ]
+            await asyncio.sleep(0.1)
+            engine.signal(signal.SIGCONT)
+            await asyncio.gather(*sending)
+            name = "sparksched:back_pressure_events_total"
+            await until(lambda: value(name, direction="to_engine") >= 1)
+            assert value("sparksched:ring_high_water_bytes", direction="to_engine") > 500_000
+            assert value(name, direction="to_client") == 0
+
+            (array,) = await reader.call("collective_rpc", "make_bytes", None, [3 << 20], None)
+            assert len(array) == 3 << 20
+            await until(lambda: value(name, direction="to_client") >= 1)
+            assert value("sparksched:ring_high_water_bytes", direction="to_client") == 1 << 20
+            await until(lambda: value("sparksched:backlog_bytes") == 0)
+
+    variables = {"SPARKSCHED_TRANSPORT": "shm", "SPARKSCHED_RING_MIB": "1"}
+    with front_end(**variables), running_engine(config, **variables) as engine:
+        run_async(run(engine))
+
+
+def test_a_lost_client_is_counted_and_one_that_leaves_is_not(config: VllmConfig) -> None:
+    async def run(engine: Engine) -> None:
+        async with connected(config, engine, 0, 3):
+            pass
+        engine.wait_for_line("API server 0 is gone: it closed the connection")
+        # Whoever comes makes the engine report what has happened before.
+        async with connected(config, engine, 1, 3):
+            with child_client(config, engine, 2, 3, {"endless": ENDLESS}, **SHM) as other:
+                assert await asyncio.to_thread(other.receive) == "streaming"
+                assert value("sparksched:clients_lost_total") == 0
+                other.process.kill()
+                await until(lambda: value("sparksched:clients_lost_total") > 0)
+            await until(lambda: value("sparksched:requests_running") == 0)
+            assert value("sparksched:clients_lost_total") == 1
+            assert value("sparksched:ring_waiting_bytes") == 0
+
+    with front_end(**SHM), running_engine(config, num_clients=3, **SHM) as engine:
+        run_async(run(engine))
+
+
+# ----------------------------------------------------------------------------------------
+# What is missing, and why
+# ----------------------------------------------------------------------------------------
+
+
+def fall_back() -> None:
+    """Have an engine refuse what it would take."""
+    from sparksched import compat
+
+    compat.unsupported_shapes = lambda: compat.Unsupported("a shape", "it is not the known one")
+
+
+def test_a_fallback_is_shown_with_its_reason(config: VllmConfig) -> None:
+    async def run(engine: Engine) -> None:
+        async with running_llm(config, engine) as llm:
+            await generate(llm, "request", 5)
+            assert info()["scheduler"] == "vllm"
+            assert info()["fallback_feature"] == "a shape"
+            assert info()["fallback_reason"] == "it is not the known one"
+            assert info()["transport"] == "shm"
+            assert not ENGINE_SERIES & families()
+            assert families() > RING_SERIES
+
+    variables = {"SPARKSCHED_TRANSPORT": "shm", "SPARKSCHED_STRICT": "0"}
+    with front_end(**variables), running_engine(config, prepare=fall_back, **variables) as engine:
+        run_async(run(engine))
+
+
+def have_no_page() -> None:
+    def no_meters(page_id: int) -> None:
+        raise ConnectionError("shared memory of 4096 bytes can't be made: out of luck")
+
+    _core.EngineMeters = no_meters
+
+
+@contextmanager
+def nothing_of_the_engine_is_shown(config: VllmConfig, **options: Any) -> Iterator[Engine]:
+    async def run(engine: Engine) -> None:
+        async with running_llm(config, engine) as llm:
+            await generate(llm, "request", 5)
+            assert families() - {"sparksched:deliver_seconds"} == {"sparksched:info"}
+
+    with front_end(), running_engine(config, **options) as engine:
+        run_async(run(engine))
+        yield engine
+
+
+def test_an_engine_without_a_page_works(config: VllmConfig) -> None:
+    with nothing_of_the_engine_is_shown(config, prepare=have_no_page) as engine:
+        (line,) = engine.log_lines("there will be no metrics of this engine")
+        assert "out of luck" in line
+
+
+def live_in_another_container() -> None:
+    engine_side.pid_namespace = lambda: "another namespace"
+
+
+def have_another_version() -> None:
+    engine_side.__version__ = "0.0.1"
+
+
+def give_a_wrong_page() -> None:
+    engine_side.os.getpid = lambda: 1
+
+
+@pytest.mark.parametrize(
+    ("prepare", "expected"),
+    [
+        (live_in_another_container, "in another container"),
+        (have_another_version, "it has version 0.0.1 of sparksched"),
+        (give_a_wrong_page, "shared memory"),
+    ],
+)
+def test_a_page_that_cant_be_read_is_not_shown(
+    prepare: Callable[[], None], expected: str, config: VllmConfig, vllm_log: list[str]
+) -> None:
+    with nothing_of_the_engine_is_shown(config, prepare=prepare):
+        (line,) = [it for it in vllm_log if "no metrics from within engine 0" in it]
+        assert expected in line
+
+
+def test_an_engine_without_the_plugin_is_shown_as_that(config: VllmConfig) -> None:
+    async def run(engine: Engine) -> None:
+        async with running_llm(config, engine) as llm:
+            await generate(llm, "request", 5)
+            assert info()["scheduler"] == "vllm"
+            assert info()["fallback_feature"] == "an engine without sparksched"
+
+    with front_end(), running_engine(config, VLLM_SCHEDULER="") as engine:
+        run_async(run(engine))
+
+
+def test_nothing_is_shown_if_that_is_asked_for(config: VllmConfig) -> None:
+    async def run(engine: Engine) -> None:
+        async with running_llm(config, engine) as llm:
+            await generate(llm, "request", 5)
+            assert not families() - {"sparksched:deliver_seconds"}
+
+    variables = {"SPARKSCHED_METRICS": "0"}
+    with front_end(**variables), running_engine(config, **variables) as engine:
+        run_async(run(engine))
+        assert len(engine.log_lines("this engine schedules with sparksched")) == 1
+
+
+def test_no_label_is_a_secret(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+
+    async def run(engine: Engine) -> None:
+        async with running_llm(config, engine) as llm:
+            await generate(llm, "a-request-id-that-nobody-else-may-see", 5)
+            values = {
+                label
+                for family in REGISTRY.collect()
+                if family.name.startswith("sparksched:")
+                for sample in family.samples
+                for name, label in sample.labels.items()
+                if name != "le"
+            }
+            known = {*info().values(), "to_engine", "to_client"}
+            assert values <= known
+            assert not any("secret" in it or "request-id" in it for it in values)
+
+    with front_end(), running_engine(config) as engine:
+        run_async(run(engine))
+
+
+# ----------------------------------------------------------------------------------------
+# Lines in the log
+# ----------------------------------------------------------------------------------------
+
+
+def iterations(lines: list[str]) -> list[str]:
+    """Return what vLLM has logged of each iteration, without the time that it took."""
+    return [re.sub(r"time: [\d.]+ ms", "", line) for line in lines if "Iteration(" in line]
+
+
+def test_details_of_iterations_are_logged_as_by_vllm(
+    config: VllmConfig, vllm_log: list[str]
+) -> None:
+    details = replace(config.observability_config, enable_logging_iteration_details=True)
+    detailed = replace(config, observability_config=details)
+
+    async def run(engine: Engine) -> None:
+        async with running_llm(detailed, engine) as llm:
+            for index in range(2):
+                await generate(llm, f"request-{index}", 5)
+
+    logged = []
+    for scheduler in ("", "sparksched"):
+        with front_end(), running_engine(detailed, VLLM_SCHEDULER=scheduler) as engine:
+            run_async(run(engine))
+            logged.append(iterations(vllm_log))
+            vllm_log.clear()
+            assert bool(engine.log_lines("scheduling in Rust")) == bool(scheduler)
+    stock, ours = logged
+    assert len(stock) >= 10
+    assert ours == stock

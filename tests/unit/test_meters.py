@@ -1,0 +1,236 @@
+"""What a scheduler counts, what others read of it, and the series that are made of that."""
+
+import fcntl
+import logging
+import os
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+from sparksched import _core, compat
+from sparksched.metrics import collector
+from sparksched.metrics.collector import EngineCollector, EngineView
+from unit.bare_core import build_core, build_request, callbacks, core_config, step
+from vllm.v1.request import RequestStatus
+
+ID = 1 << 127 | 5
+PAGE_BYTES = 4096
+INFO = dict.fromkeys(collector.INFO_LABELS, "") | {"scheduler": "sparksched"}
+
+
+@pytest.fixture
+def meters() -> Any:
+    return _core.EngineMeters(ID)
+
+
+def reader_of(meters: Any) -> Any:
+    return _core.MeterReader(pid=os.getpid(), fd=meters.fileno(), id=ID)
+
+
+def counts(reading: dict[str, Any]) -> list[int]:
+    return [sum(reading[name][0]) for name in ("schedule", "update_from_output", "step_gap")]
+
+
+@pytest.fixture
+def shown() -> Iterator[list[EngineView]]:
+    """Hide what is shown meanwhile."""
+    views: list[EngineView] = []
+    yield views
+    for view in views:
+        collector.hide(view)
+    for it in list(REGISTRY._collector_to_names):
+        if isinstance(it, EngineCollector):
+            REGISTRY.unregister(it)
+
+
+def registry_with(view: EngineView) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    collector.show(view)
+    registry.register(EngineCollector())
+    return registry
+
+
+def samples_of(text: str) -> dict[tuple[str, ...], float]:
+    return {
+        (it.name, *(f"{name}={value}" for name, value in sorted(it.labels.items()))): it.value
+        for family in text_string_to_metric_families(text)
+        for it in family.samples
+    }
+
+
+# ----------------------------------------------------------------------------------------
+# Counting
+# ----------------------------------------------------------------------------------------
+
+
+def test_steps_and_requests_are_counted(meters: Any) -> None:
+    core, reader = build_core(), reader_of(meters)
+    assert reader.steps() is None
+    core.add_request(build_request("early"), 1.0)
+    meters.time_steps(core)
+    reading = reader.steps()
+    assert (reading["num_running"], reading["num_waiting"]) == (0, 1)
+    for _ in range(3):
+        step(core)
+    reading = reader.steps()
+    assert counts(reading) == [3, 3, 2]
+    assert (reading["num_running"], reading["num_waiting"]) == (1, 0)
+    assert all(0 < reading[name][1] < 60 for name in ("schedule", "update_from_output"))
+    core.finish_requests(["early"], RequestStatus.FINISHED_ABORTED)
+    reading = reader.steps()
+    assert (reading["num_running"], reading["num_waiting"]) == (0, 0)
+
+
+def test_an_idle_engine_leaves_no_gap(meters: Any) -> None:
+    """From the end of the last request to the arrival of the next it waits for work."""
+    core, reader = build_core(), reader_of(meters)
+    meters.time_steps(core)
+    for request_id in ("a", "b"):
+        core.add_request(build_request(request_id), 1.0)
+        step(core)
+        step(core)
+        core.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+    core.add_request(build_request("c"), 1.0)
+    step(core)
+    core.set_pause_state(2)
+    core.set_pause_state(0)
+    step(core)
+    assert counts(reader.steps()) == [6, 6, 2]
+
+
+def test_a_step_that_a_connector_takes_part_in_is_one(meters: Any) -> None:
+    core, reader = build_core(), reader_of(meters)
+    meters.time_steps(core)
+    core.add_request(build_request(), 1.0)
+    output = core.decide(False, 1.0)
+    assert counts(reader.steps()) == [0, 0, 0]
+    core.update_after_schedule(output)
+    assert counts(reader.steps()) == [1, 0, 0]
+
+
+def test_a_scheduler_that_nobody_times_counts_nothing(meters: Any) -> None:
+    core = _core.SchedulerCore(core_config(), **callbacks())
+    core.add_request(build_request(), 1.0)
+    step(core)
+    assert reader_of(meters).steps() is None
+
+
+# ----------------------------------------------------------------------------------------
+# Reading
+# ----------------------------------------------------------------------------------------
+
+
+def hostile_page(content: bytes) -> int:
+    """Return a descriptor of memory that is like a page, with any content."""
+    fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
+    os.write(fd, content)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+@pytest.mark.parametrize("fill", [0, 1, 0x7F, 0xFF])
+def test_whatever_a_page_says_becomes_numbers(fill: int, shown: list[EngineView]) -> None:
+    halves = struct.pack("<QQ", ID & (1 << 64) - 1, ID >> 64)
+    content = bytearray([fill] * PAGE_BYTES)
+    content[:16] = halves
+    for word in range(16, PAGE_BYTES, 8):  # where it says that something is there
+        if fill and struct.unpack_from("<Q", content, word)[0] and word % 128 == 0:
+            struct.pack_into("<Q", content, word, 1)
+    fd = hostile_page(bytes(content))
+    try:
+        reader = _core.MeterReader(pid=os.getpid(), fd=fd, id=ID)
+        assert (reader.steps() is None) == (fill == 0)
+        shown.append(EngineView("m", "0", INFO, reader))
+        text = generate_latest(registry_with(shown[0])).decode()
+    finally:
+        os.close(fd)
+    assert list(text_string_to_metric_families(text))
+    assert ("sparksched:clients_lost_total" in text) == bool(fill)
+    assert len(text) < 64 << 10
+
+
+def test_what_is_no_page_is_refused(meters: Any) -> None:
+    own = os.getpid()
+    for pid, fd, page_id in (
+        (own, meters.fileno(), ID + 1),
+        (own, 1 << 20, ID),
+        (1 << 30, meters.fileno(), ID),
+        (own, os.open("/dev/null", os.O_RDONLY), ID),
+    ):
+        with pytest.raises(ConnectionError):
+            _core.MeterReader(pid=pid, fd=fd, id=page_id)
+    for numbers in ({"pid": -1}, {"fd": -1}, {"id": -1}, {"id": 1 << 128}):
+        with pytest.raises(OverflowError):
+            _core.MeterReader(**{"pid": own, "fd": meters.fileno(), "id": ID, **numbers})
+
+
+# ----------------------------------------------------------------------------------------
+# Series
+# ----------------------------------------------------------------------------------------
+
+
+def test_series_say_what_was_counted(meters: Any, shown: list[EngineView]) -> None:
+    core = build_core()
+    meters.time_steps(core)
+    core.add_request(build_request(), 1.0)
+    step(core)
+    shown.append(EngineView("model", "3", INFO, reader_of(meters)))
+    samples = samples_of(generate_latest(registry_with(shown[0])).decode())
+    labels = ("engine=3", "model_name=model")
+    for name in ("schedule", "update_from_output"):
+        assert samples[f"sparksched:{name}_seconds_count", *labels] == 1
+        last = (f"sparksched:{name}_seconds_bucket", labels[0], "le=+Inf", labels[1])
+        assert samples[last] == 1
+    assert samples["sparksched:requests_running", *labels] == 1
+    assert not any("ring_" in name for name, *_ in samples), "there are no rings"
+    bounds = {key[2] for key in samples if key[0] == "sparksched:schedule_seconds_bucket"}
+    assert len(bounds) == len(_core.meter_bounds_s()) + 1
+
+
+def test_no_label_is_long_and_the_later_engine_wins(shown: list[EngineView]) -> None:
+    for reason in ("x" * 5000, "short"):
+        shown.append(EngineView("model", "0", INFO | {"fallback_reason": reason}, None))
+        text = generate_latest(registry_with(shown[-1])).decode()
+        assert text.count("sparksched:info{") == 1
+        assert reason[: collector.MAX_LABEL_CHARACTERS] in text
+        assert "x" * (collector.MAX_LABEL_CHARACTERS + 1) not in text
+    collector.hide(shown[0])
+    assert "short" in generate_latest(registry_with(shown[-1])).decode()
+
+
+def test_an_error_takes_nothing_of_vllms_away(shown: list[EngineView]) -> None:
+    class Broken:
+        def steps(self) -> None:
+            raise RuntimeError("no steps today")
+
+    class Other:
+        def collect(self) -> Iterator[CounterMetricFamily]:
+            yield CounterMetricFamily("other", "Something of vLLM's.", value=1)
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm.sparksched").addHandler(handler)
+    try:
+        shown.append(EngineView("model", "0", INFO, Broken()))  # type: ignore[arg-type]
+        registry = registry_with(shown[0])
+        registry.register(Other())  # type: ignore[arg-type]
+        text = generate_latest(registry).decode()
+    finally:
+        logging.getLogger("vllm.sparksched").removeHandler(handler)
+    assert "other_total 1.0" in text
+    assert "sparksched" not in text
+    assert lines == ["sparksched: its metrics can't be shown"]
+
+
+def test_an_unknown_vllm_is_shown_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = compat.Unsupported("vLLM 99.0", "sparksched doesn't know it")
+    monkeypatch.setattr(compat, "unsupported_version", lambda: problem)
+    registry = CollectorRegistry()
+    registry.register(EngineCollector())
+    (sample,) = samples_of(generate_latest(registry).decode())
+    assert {"scheduler=vllm", "fallback_feature=vLLM 99.0"} < set(sample)
