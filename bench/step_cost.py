@@ -1,6 +1,6 @@
 """What does a step cost the host? vLLM's scheduler and ours, side by side in one process.
 
-Four questions, each answered for both schedulers in the same run and in alternation:
+Five questions, each answered for both schedulers in the same run and in alternation:
 
 - `decode`: time of `schedule()`, of `update_from_output()` and of making the outputs a message, per
   step, by running requests, in vLLM's asynchronous engine loop (a step is scheduled before the
@@ -9,6 +9,8 @@ Four questions, each answered for both schedulers in the same run and in alterna
 - `features`: the same, if all requests speculate, have a grammar, or an adapter. What grammars cost
   by themselves is left out: it is the same for both.
 - `prefill`: time to hash, admit and prefill one request, with and without its prefix cached.
+- `broadcast`: time to pickle a step's `SchedulerOutput`, and its size, as executors with several
+  workers do.
 - `blocks`: time and memory to set up the bookkeeping of a million KV blocks.
 
 With `--verify` also what a step costs that vLLM's scheduler verifies (docs/verify.md).
@@ -24,6 +26,7 @@ import argparse
 import gc
 import itertools
 import json
+import pickle
 import random
 import statistics
 import subprocess
@@ -62,6 +65,7 @@ VOCABULARY = 200_000
 DECODE_STEPS = {1: 1000, 8: 400, 64: 200, 256: 100, 1024: 60}
 """By running requests: the fewest steps to measure."""
 FEATURE_STEPS = {64: 100, 256: 60}
+BROADCAST_STEPS = {1: 400, 64: 100, 256: 60, 1024: 40}
 VERIFIED_STEPS = {1: 400, 64: 100, 256: 60}
 PROMPTS = (1024, 8192)
 STEPS_IN_A_ROW = 20
@@ -181,16 +185,7 @@ def measure_decode(
     sides: tuple[str, ...] = SIDES,
 ) -> dict[str, Any]:
     """Time a step of `num_requests` generating requests."""
-    engines = {side: Engine(side, load) for side in sides}
-    for engine in engines.values():
-        prompt_source = random.Random(1)
-        for number in range(num_requests):
-            # Of different lengths: requests need new blocks in different steps.
-            length = prompt_source.randrange(128, 128 + 4 * BLOCK_SIZE)
-            prompt = [prompt_source.randrange(VOCABULARY) for _ in range(length)]
-            engine.scheduler.add_request(engine.request(f"request-{number}", prompt, 10**6))
-        while engine.scheduler.get_request_counts()[0] < num_requests:
-            engine.step()
+    engines = _decoding_engines(num_requests, load, sides)
     with _heap_as_in_the_engine():
         for number in range(1 + num_steps // STEPS_IN_A_ROW):
             for engine in engines.values():
@@ -204,6 +199,20 @@ def measure_decode(
         engine.scheduler.shutdown()
     result = {side: _decode_times(engine) for side, engine in engines.items()}
     return {"feature": load.name, "requests": num_requests} | result
+
+
+def _decoding_engines(num_requests: int, load: Load, sides: tuple[str, ...]) -> dict[str, Engine]:
+    engines = {side: Engine(side, load) for side in sides}
+    for engine in engines.values():
+        prompt_source = random.Random(1)
+        for number in range(num_requests):
+            # Of different lengths: requests need new blocks in different steps.
+            length = prompt_source.randrange(128, 128 + 4 * BLOCK_SIZE)
+            prompt = [prompt_source.randrange(VOCABULARY) for _ in range(length)]
+            engine.scheduler.add_request(engine.request(f"request-{number}", prompt, 10**6))
+        while engine.scheduler.get_request_counts()[0] < num_requests:
+            engine.step()
+    return engines
 
 
 def _decode_times(engine: Engine) -> dict[str, Any]:
@@ -225,6 +234,31 @@ class _heap_as_in_the_engine:
 
     def __exit__(self, *_: object) -> None:
         gc.unfreeze()
+
+
+# ---- broadcast ----
+
+
+def measure_broadcast(num_requests: int, num_steps: int) -> dict[str, Any]:
+    """Time and size of a step's `SchedulerOutput` in a message to workers."""
+    engines = _decoding_engines(num_requests, PLAIN, SIDES)
+    times: dict[str, list[int]] = {side: [] for side in engines}
+    sizes: dict[str, list[int]] = {side: [] for side in engines}
+    with _heap_as_in_the_engine():
+        for _ in range(num_steps // STEPS_IN_A_ROW):
+            for (side, engine), _ in itertools.product(engines.items(), range(STEPS_IN_A_ROW)):
+                engine.step()
+                assert engine.in_flight is not None
+                start = time.perf_counter_ns()
+                message = pickle.dumps(engine.in_flight[0], pickle.HIGHEST_PROTOCOL)
+                times[side].append(time.perf_counter_ns() - start)
+                sizes[side].append(len(message))
+    for engine in engines.values():
+        engine.scheduler.shutdown()
+    return {"requests": num_requests} | {
+        side: {"us": asdict(Spread.of(times[side])), "bytes": statistics.median(sizes[side])}
+        for side in engines
+    }
 
 
 # ---- prefill ----
@@ -325,8 +359,10 @@ def main() -> None:
 
 def measure(scale: int) -> dict[str, Any]:
     """Measure everything, with `scale` times the fewest repetitions."""
-    result: dict[str, Any] = {"run": describe_run(), "decode": [], "features": [], "prefill": []}
-    num_cases = len(DECODE_STEPS) + len(FEATURES) * len(FEATURE_STEPS) + 2 * len(PROMPTS)
+    tables = ("decode", "features", "broadcast", "prefill")
+    result: dict[str, Any] = {"run": describe_run()} | {table: [] for table in tables}
+    num_cases = len(DECODE_STEPS) + len(FEATURES) * len(FEATURE_STEPS) + len(BROADCAST_STEPS)
+    num_cases += 2 * len(PROMPTS)
     with Progress(num_cases + 1) as progress, vllm_environment(GPT_OSS):
         for count, steps in DECODE_STEPS.items():
             progress.begin(f"decode, {count} requests")
@@ -334,6 +370,9 @@ def measure(scale: int) -> dict[str, Any]:
         for load, (count, steps) in itertools.product(FEATURES, FEATURE_STEPS.items()):
             progress.begin(f"{load.name}, {count} requests")
             result["features"].append(measure_decode(count, scale * steps, load))
+        for count, steps in BROADCAST_STEPS.items():
+            progress.begin(f"broadcast, {count} requests")
+            result["broadcast"].append(measure_broadcast(count, scale * steps))
         for tokens, cached in itertools.product(PROMPTS, (False, True)):
             progress.begin(f"prefill, {tokens} tokens")
             result["prefill"].append(measure_prefill(tokens, cached, scale * 10))
@@ -378,6 +417,13 @@ def _print_report(result: dict[str, Any]) -> None:
         stock, ours = row["stock"], row["sparksched"]
         label = f"{row['feature']} | {row['requests']}"
         print(_row(label, stock["step_us"], ours["step_us"], _parts(stock), _parts(ours)))
+    print("\nBroadcast: a step's SchedulerOutput pickled, µs, median (p10 to p90)")
+    print("| requests | vLLM | sparksched | ratio | vLLM's bytes | sparksched's |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for row in result["broadcast"]:
+        stock, ours = row["stock"], row["sparksched"]
+        sizes = [f"{it['bytes']:,.0f}" for it in (stock, ours)]
+        print(_row(row["requests"], stock["us"], ours["us"], *sizes))
     print("\nPrefill of one request, hashing included: µs, median (p10 to p90)")
     print("| tokens | vLLM | sparksched | ratio |")
     print("| --- | --- | --- | --- |")
