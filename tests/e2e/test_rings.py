@@ -122,7 +122,7 @@ async def end_of_stream(client: httpx.AsyncClient, server: Server, begun: asynci
     except (RuntimeError, httpx.TransportError) as error:
         assert num_finished == 0
         return "an error in the stream" if "ended with an error" in str(error) else "a hang-up"
-    return "complete"
+    return "complete" if num_finished else "cut off"
 
 
 # ----------------------------------------------------------------------------------------
