@@ -161,9 +161,9 @@ def test_other_work_gets_its_turn(
 
 
 @EVENT_LOOPS
-def test_other_work_gets_many_turns_while_outputs_are_late(new_event_loop: NewEventLoop) -> None:
+def test_turns_are_left_to_others_while_outputs_are_late(new_event_loop: NewEventLoop) -> None:
     late = list(run(new_event_loop, outputs_by_turn(41, 1000, LONG_AGO)))
     assert len(late) == 10
-    assert min(after - before for before, after in itertools.pairwise(late)) >= 200
+    assert min(after - before for before, after in itertools.pairwise(late)) >= 3
     in_time = list(run(new_event_loop, outputs_by_turn(41, 1000, NOT_YET)))
-    assert in_time[-1] - in_time[0] <= 40
+    assert in_time[-1] - in_time[0] <= 18

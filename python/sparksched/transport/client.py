@@ -39,6 +39,7 @@ from sparksched.transport.offer import (
     host_identity,
     read_offer,
 )
+from sparksched.transport.turns import OthersTurns
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import (
@@ -58,16 +59,6 @@ _MAX_MESSAGES: Final = 64
 
 MAX_OUTPUTS: Final = 4096
 """About how many outputs may be in them: processing so many takes some 30 ms."""
-
-_OUTPUTS_PER_TURN: Final = 16
-"""Outputs that came late for which the event loop's other work then gets a turn of its own.
-
-A new request needs several turns, its connection alone one: uvloop accepts one in each. While the
-loop keeps up with the engine, it turns often enough.
-"""
-
-_LATE_S: Final = 0.002
-"""What a message waits at most, in seconds, while the loop keeps up."""
 
 
 class EngineBusyError(GracefulHTTPError):  # type: ignore[misc]
@@ -459,7 +450,7 @@ class _AsyncChannel(_Channel):
         self._waiting: collections.deque[_Waiting] = collections.deque()
         self._num_outputs = 0
         self._max_messages = _MAX_MESSAGES
-        self._turns_for_others = 0
+        self._others = OthersTurns()
         self._observe_outputs: Callable[[Any, EngineCoreOutputs], Any] | None = getattr(
             type(client), "process_engine_outputs", None
         )
@@ -479,10 +470,10 @@ class _AsyncChannel(_Channel):
 
     def _on_event(self) -> None:
         # What isn't taken stays to be read: this is called again in the loop's next turn.
-        if self._turns_for_others:
-            self._turns_for_others -= 1
+        if not self._waiting and self._others.take_next():
             return
         self._receive(self._max_messages)
+        self._others.begin()
         if self._waiting and not self._has_ended:
             self._wake_senders()
         if self._has_ended:
@@ -499,8 +490,7 @@ class _AsyncChannel(_Channel):
             _run_now(self._observe_outputs(client, outputs))
         if outputs.outputs or outputs.scheduler_stats:
             self._put_outputs(outputs)
-            if time.monotonic() - outputs.timestamp > _LATE_S:
-                self._turns_for_others += len(outputs.outputs) // _OUTPUTS_PER_TURN
+            self._others.owe(len(outputs.outputs), outputs.timestamp)
             # The next steps' messages will have about as many. A short one among them, of an abort
             # for example, says little.
             self._num_outputs = max(len(outputs.outputs), self._num_outputs // 2)
