@@ -13,13 +13,14 @@ Five questions, each answered for both schedulers in the same run and in alterna
   workers do.
 - `blocks`: time and memory to set up the bookkeeping of a million KV blocks.
 
-With `--verify` also what a step costs that vLLM's scheduler verifies (docs/verify.md).
+With `--verify` also what a step costs that vLLM's scheduler verifies (docs/verify.md), with
+`--metrics` what counting for `/metrics` has part in it (docs/metrics.md).
 
 The KV cache groups are gpt-oss's: full attention and a sliding window of 128 tokens, blocks of 16.
 Objects passed in and out are those that vLLM's engine passes and consumes; statistics are on, and
 ours also counts for `/metrics`.
 
-    python -m bench.step_cost [--quick] [--verify] [--json FILE]
+    python -m bench.step_cost [--quick] [--verify] [--metrics] [--json FILE]
 """
 
 import argparse
@@ -61,6 +62,8 @@ from tests.differential.world import (
 
 SIDES = ("stock", "sparksched")
 VERIFIED_SIDES = ("stock", "verifying")
+UNCOUNTED = "sparksched without metrics"
+COUNTED_SIDES = (UNCOUNTED, "sparksched")
 VOCABULARY = 200_000
 DECODE_STEPS = {1: 1000, 8: 400, 64: 200, 256: 100, 1024: 60}
 """By running requests: the fewest steps to measure."""
@@ -95,7 +98,7 @@ class Engine:
     def __init__(self, side: str, load: Load = PLAIN) -> None:
         self.load = load
         self.world: World = build_world(load.configuration)
-        scheduler_class = CANDIDATES[side](load.configuration)
+        scheduler_class = CANDIDATES[side.partition(" ")[0]](load.configuration)
         manager = (
             GrammarsOfNoCost()
             if load.has_grammars
@@ -112,6 +115,8 @@ class Engine:
         self.update_times: list[int] = []
         self.message_times: list[int] = []
         self._frames = _message_writer(self.scheduler)
+        if isinstance(self.scheduler, SparkScheduler) and side != UNCOUNTED:
+            self.scheduler.report_to(EngineMeters(0))
 
     def request(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:
         """Build a request as the engine does, its prompt hashed."""
@@ -162,7 +167,6 @@ def _message_writer(scheduler: SchedulerInterface) -> Callable[[Any], Any]:
         return MsgpackEncoder().encode
     # As in an engine that has rings: what is left to do is the end of the message.
     scheduler.encode_outputs_for(0, PartEncoder().encode_part)
-    scheduler.report_to(EngineMeters(0))
     return StepOutputs.frames
 
 
@@ -344,15 +348,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, for a first look")
     parser.add_argument("--verify", action="store_true", help="also what verification costs")
+    parser.add_argument("--metrics", action="store_true", help="also what counting costs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     arguments = parser.parse_args()
     scale = 1 if arguments.quick else 5
     result = measure(scale)
     if arguments.verify:
         result["verified"] = measure_verified(scale)
+    if arguments.metrics:
+        result["counted"] = measure_counted(scale)
     _print_report(result)
     if arguments.verify:
         _print_verified(result["verified"])
+    if arguments.metrics:
+        _print_counted(result["counted"])
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -389,6 +398,25 @@ def measure_verified(scale: int) -> list[dict[str, Any]]:
             progress.begin(f"verified, {count} requests")
             rows.append(measure_decode(count, scale * steps, sides=VERIFIED_SIDES))
         return rows
+
+
+def measure_counted(scale: int) -> list[dict[str, Any]]:
+    """Measure what a step costs with and without metrics."""
+    with Progress(len(DECODE_STEPS)) as progress, vllm_environment(GPT_OSS):
+        rows = []
+        for count, steps in DECODE_STEPS.items():
+            progress.begin(f"with and without metrics, {count} requests")
+            rows.append(measure_decode(count, scale * steps, sides=COUNTED_SIDES))
+        return rows
+
+
+def _print_counted(rows: list[dict[str, Any]]) -> None:
+    print("\nThe same of sparksched, without metrics and with them")
+    print("| requests | without | with | longer by |")
+    print("| --- | --- | --- | --- |")
+    for row in rows:
+        without, counted = (row[side]["step_us"]["median"] for side in COUNTED_SIDES)
+        print(f"| {row['requests']} | {without:.2f} | {counted:.2f} | {counted - without:.2f} |")
 
 
 def _print_verified(rows: list[dict[str, Any]]) -> None:
