@@ -255,7 +255,16 @@ def _token_of(seed: int, position: int, allowed: list[int] | None) -> int:
     return EOS_TOKEN_ID if number % NUM_TOKENS_TO_EOS == 0 else number % EOS_TOKEN_ID
 
 
-def write_model_directory(directory: Path) -> Path:
+MIXTURE: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}
+"""Makes the model one of experts: its engines step together."""
+
+
+def write_model_directory(directory: Path, **changes: Any) -> Path:
     """Write what vLLM reads of a model that is never loaded: configuration and tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
@@ -270,7 +279,7 @@ def write_model_directory(directory: Path) -> Path:
         "num_key_value_heads": 1,
         "max_position_embeddings": MAX_MODEL_LEN,
         "torch_dtype": "float32",
-    }
+    } | changes
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))

@@ -1,4 +1,3 @@
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +15,8 @@ NUM_BLOCKS = 20_000
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model whose texts may be long enough to outlast a test."""
-    directory = write_model_directory(tmp_path_factory.mktemp("model"))
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "max_position_embeddings": MAX_MODEL_LEN}))
-    return directory
+    directory = tmp_path_factory.mktemp("model")
+    return write_model_directory(directory, max_position_embeddings=MAX_MODEL_LEN)
 
 
 @pytest.fixture(scope="session")

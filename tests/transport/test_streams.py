@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from engine.executor import MIXTURE, write_model_directory
 from engine.harness import new_request
 from sparksched import _core
 from vllm.config import VllmConfig
@@ -23,7 +24,7 @@ from .clients import (
     prompt_of,
     run_async,
 )
-from .conftest import make_config
+from .conftest import MAX_MODEL_LEN, make_config
 from .engines import Engine, PacedExecutor, running_engine
 
 pytestmark = pytest.mark.timeout(180)
@@ -148,12 +149,20 @@ def test_streams_of_two_clients_of_one_engine(transport: str, config: VllmConfig
 
 
 @TRANSPORTS
+@pytest.mark.parametrize("changes", [{}, MIXTURE], ids=["dense", "mixture"])
 def test_streams_of_one_client_of_two_engines(
-    transport: str, model_directory: Path, tmp_path: Path
+    changes: dict[str, Any], transport: str, tmp_path: Path
 ) -> None:
-    """Data parallelism of a dense model: messages of its coordinator stay on ZMQ."""
+    """Data parallelism: messages of its coordinator stay on ZMQ.
+
+    Engines of a mixture of experts step together: each runs until all have nothing left.
+    """
+    model_directory = write_model_directory(
+        tmp_path / "model", max_position_embeddings=MAX_MODEL_LEN, **changes
+    )
     with front_end(SPARKSCHED_TRANSPORT=transport):
         config = make_config(model_directory, data_parallel_size=2)
+    assert config.model_config.is_moe == bool(changes)
 
     async def run() -> None:
         async with connected(config, None) as reader:
