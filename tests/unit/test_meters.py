@@ -1,9 +1,12 @@
 """What a scheduler counts, what others read of it, and the series that are made of that."""
 
 import fcntl
+import gc
 import logging
 import os
 import struct
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -200,6 +203,59 @@ def test_no_label_is_long_and_the_later_engine_wins(shown: list[EngineView]) -> 
         assert "x" * (collector.MAX_LABEL_CHARACTERS + 1) not in text
     collector.hide(shown[0])
     assert "short" in generate_latest(registry_with(shown[-1])).decode()
+
+
+def collect_a_client_while_reading(registry: CollectorRegistry, num_allocations: int) -> int:
+    """Drop a client, which the given allocation of the reading collects; count what is read."""
+
+    class Client:
+        def __init__(self) -> None:
+            self.itself = self
+
+    view = EngineView("model", str(num_allocations), INFO, None)
+    collector.show(view)
+    weakref.finalize(Client(), collector.hide, view)
+    gc.set_threshold(num_allocations)
+    gc.enable()
+    text = generate_latest(registry).decode()
+    gc.disable()
+    gc.collect()
+    return text.count('model_name="kept"')
+
+
+def test_a_client_that_is_collected_while_engines_are_read_hides_its_own(
+    shown: list[EngineView],
+) -> None:
+    shown.append(EngineView("kept", "0", INFO, None))
+    registry = registry_with(shown[0])
+    found: list[int] = []
+
+    def read() -> None:
+        found.extend(collect_a_client_while_reading(registry, it) for it in range(1, 100))
+
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    try:
+        # Should it wait for itself, it does so for good.
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert found == [1] * 99
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()
+        gc.unfreeze()
+    assert 'model_name="model"' not in generate_latest(registry).decode()
+
+
+def test_of_two_engines_with_the_same_labels_each_goes_alone(shown: list[EngineView]) -> None:
+    shown.extend(EngineView("model", "0", INFO | {"transport": it}, None) for it in ("shm", "zmq"))
+    registry = registry_with(shown[0])
+    collector.show(shown[1])
+    assert 'transport="zmq"' in generate_latest(registry).decode()
+    collector.hide(shown[1])
+    assert 'transport="shm"' in generate_latest(registry).decode()
 
 
 def test_an_error_takes_nothing_of_vllms_away(shown: list[EngineView]) -> None:

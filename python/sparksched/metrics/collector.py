@@ -90,22 +90,28 @@ class EngineView:
         return (self.model_name, self.engine)
 
 
-_lock = threading.Lock()
-_views: dict[tuple[str, str], EngineView] = {}
+# A client that was dropped is ended by the garbage collector, which may run in the midst of whatever
+# this does, in the same thread, and hides the client's engines: no lock could be held meanwhile.
+# So there is none, and each access is one operation of the dictionary, which allocates nothing
+# that could start a collection and runs no Python. Its keys are compared by identity for the same
+# reason: whoever hides its own needs not look whether another has come in its place.
+_shown: dict[EngineView, None] = {}
 
 
 def show(view: EngineView) -> None:
-    """Show an engine from now on; a later one with the same labels takes its place."""
-    with _lock:
-        _views[view.labels] = view
+    """Show an engine from now on; of several with the same labels the last one is shown."""
+    _shown[view] = None
     add_to(REGISTRY)
 
 
 def hide(view: EngineView) -> None:
-    """Show an engine no longer."""
-    with _lock:
-        if _views.get(view.labels) is view:
-            del _views[view.labels]
+    """Show an engine no longer. Any thread may call this, and so may the garbage collector."""
+    _shown.pop(view, None)
+
+
+def _shown_views() -> list[EngineView]:
+    views = {view.labels: view for view in list(_shown)}
+    return [views[labels] for labels in sorted(views)]
 
 
 def install(_metrics_route: ModuleType) -> None:
@@ -144,8 +150,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Read each engine's page. An error here must not take vLLM's own metrics away."""
-        with _lock:
-            views = [_views[labels] for labels in sorted(_views)]
+        views = _shown_views()
         try:
             families = [*_info(views), *_families(views)]
         except Exception:
