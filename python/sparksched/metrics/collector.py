@@ -90,7 +90,7 @@ class EngineView:
         return (self.model_name, self.engine)
 
 
-# A client that was dropped is ended by the garbage collector, which may run in the midst of whatever
+# A client that was dropped is ended by the garbage collector, which may run in the midst of what
 # this does, in the same thread, and hides the client's engines: no lock could be held meanwhile.
 # So there is none, and each access is one operation of the dictionary, which allocates nothing
 # that could start a collection and runs no Python. Its keys are compared by identity for the same
