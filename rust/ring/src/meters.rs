@@ -3,7 +3,8 @@
 //! One side writes and never reads, the other reads and never writes: nothing that an engine does
 //! depends on what is here, and a reader makes numbers of whatever it finds. Each number has one
 //! writer at a time and stands for itself, so all is relaxed, but for one pair: whoever sees that
-//! something was counted in a histogram sees its time in the sum, too.
+//! something was counted in a histogram sees its time in the sum, too. The reader's part of that is a
+//! fence: it has the page without the right to write, where only relaxed loads are defined.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -75,7 +76,10 @@ impl Histogram {
     /// What was counted so far.
     #[must_use]
     pub fn read(&self) -> HistogramReading {
-        let counts = std::array::from_fn(|index| self.buckets[index].load(order::observe_sample()));
+        // A fence, and no stronger loads: on memory that can't be written, as a reader has it, Rust
+        // promises relaxed ones only.
+        let counts = std::array::from_fn(|index| self.buckets[index].load(Relaxed));
+        order::fence(order::observe_sample());
         HistogramReading { counts, sum_ns: self.sum_ns.load(Relaxed) }
     }
 }
