@@ -45,9 +45,7 @@ def shown() -> Iterator[list[EngineView]]:
     yield views
     for view in views:
         collector.hide(view)
-    for it in list(REGISTRY._collector_to_names):
-        if isinstance(it, EngineCollector):
-            REGISTRY.unregister(it)
+    collector.unregister()
 
 
 def registry_with(view: EngineView) -> CollectorRegistry:
@@ -256,6 +254,63 @@ def test_of_two_engines_with_the_same_labels_each_goes_alone(shown: list[EngineV
     assert 'transport="zmq"' in generate_latest(registry).decode()
     collector.hide(shown[1])
     assert 'transport="shm"' in generate_latest(registry).decode()
+
+
+def test_series_can_be_asked_for_by_name(meters: Any, shown: list[EngineView]) -> None:
+    core = build_core()
+    meters.time_steps(core)
+    core.add_request(build_request(), 1.0)
+    step(core)
+    registry = CollectorRegistry()
+    registry.register(EngineCollector())
+    shown.append(EngineView("model", "0", INFO, reader_of(meters)))
+    collector.show(shown[0])
+    wanted = {
+        "sparksched:info",
+        "sparksched:requests_running",
+        "sparksched:schedule_seconds_count",
+        "sparksched:rescues_total",  # there are no rings
+    }
+    found = samples_of(generate_latest(registry.restricted_registry(wanted)).decode())
+    assert {name for name, *_ in found} == wanted - {"sparksched:rescues_total"}
+
+
+def test_every_series_is_described(shown: list[EngineView]) -> None:
+    class Full:
+        def steps(self) -> dict[str, Any]:
+            times = ([1] * (len(_core.meter_bounds_s()) + 1), 1.0)
+            names = ("schedule", "update_from_output", "step_gap")
+            return dict.fromkeys(names, times) | {"num_running": 1, "num_waiting": 1}
+
+        def rings(self) -> dict[str, Any]:
+            keys = ("waiting_bytes", "high_water_bytes", "backlog_bytes", "num_without_room")
+            directions = dict.fromkeys(("to_engine", "to_client"), dict.fromkeys(keys, 1))
+            return {**directions, "num_rescues": 1, "num_clients_lost": 1}
+
+    described = {it.name for it in EngineCollector().describe()}
+    shown.append(EngineView("model", "0", INFO, Full()))  # type: ignore[arg-type]
+    collector.show(shown[0])
+    assert {it.name for it in EngineCollector().collect()} == described
+
+
+def test_engines_are_shown_while_others_change_the_registry(shown: list[EngineView]) -> None:
+    """Whoever looked through the registry's collectors would find others among them meanwhile."""
+
+    class Changing(dict[Any, Any]):
+        def __iter__(self) -> Iterator[Any]:
+            raise RuntimeError("dictionary changed size during iteration")
+
+    before = REGISTRY._collector_to_names
+    REGISTRY._collector_to_names = Changing(before)
+    try:
+        shown.append(EngineView("model", "0", INFO, None))
+        collector.show(shown[0])
+        collector.show(shown[0])
+        added = set(REGISTRY._collector_to_names.keys()) - set(before.keys())
+        assert [type(it) for it in added] == [EngineCollector]
+        collector.unregister()
+    finally:
+        REGISTRY._collector_to_names = before
 
 
 def test_an_error_takes_nothing_of_vllms_away(shown: list[EngineView]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -100,8 +100,8 @@ _shown: dict[EngineView, None] = {}
 
 def show(view: EngineView) -> None:
     """Show an engine from now on; of several with the same labels the last one is shown."""
+    register()
     _shown[view] = None
-    add_to(REGISTRY)
 
 
 def hide(view: EngineView) -> None:
@@ -116,7 +116,7 @@ def _shown_views() -> list[EngineView]:
 
 def install(_metrics_route: ModuleType) -> None:
     """Have whatever vLLM's `/metrics` asks know about engines."""
-    add_to(REGISTRY)
+    register()
     # Where several API servers share their metrics, each request gets a registry of its own, with
     # this in it.
     patching.replace(MultiProcessCollector, "collect", _with_engines)
@@ -131,22 +131,34 @@ def _with_engines(original: patching.Function) -> patching.Function:
     return collect
 
 
-_registered = threading.Lock()
+_registering = threading.Lock()
+_registered: "list[EngineCollector]" = []
+"""One, if the process's registry has it."""
 
 
-def add_to(registry: CollectorRegistry) -> None:
-    """Have a registry collect from engines, too; once."""
-    with _registered:
-        if not any(isinstance(it, EngineCollector) for it in registry._collector_to_names):
-            registry.register(EngineCollector())
+def register() -> None:
+    """Have the process's registry collect from engines, too; once."""
+    with _registering:
+        # Known here, and not looked for in the registry, which others may be changing.
+        if not _registered:
+            added = EngineCollector()
+            REGISTRY.register(added)
+            _registered.append(added)
+
+
+def unregister() -> None:
+    """Have the process's registry as it was."""
+    with _registering:
+        while _registered:
+            REGISTRY.unregister(_registered.pop())
 
 
 class EngineCollector(Collector):
     """All engines that are shown."""
 
     def describe(self) -> list[Metric]:
-        """Name no series: there may be none yet."""
-        return []
+        """Name all series, also those that aren't there yet: a request may ask for some by name."""
+        return [_info_family(), *_step_families([]), *_ring_families([])]
 
     def collect(self) -> Iterator[Metric]:
         """Read each engine's page. An error here must not take vLLM's own metrics away."""
@@ -159,12 +171,16 @@ class EngineCollector(Collector):
         yield from families
 
 
-def _info(views: Sequence[EngineView]) -> Iterator[Metric]:
-    family = GaugeMetricFamily(
+def _info_family() -> GaugeMetricFamily:
+    return GaugeMetricFamily(
         "sparksched:info",
         "What schedules and carries messages, and why it isn't sparksched where it isn't.",
         labels=(*LABELS, *INFO_LABELS),
     )
+
+
+def _info(views: Sequence[EngineView]) -> Iterator[Metric]:
+    family = _info_family()
     for view in views:
         values = [view.info[name][:MAX_LABEL_CHARACTERS] for name in INFO_LABELS]
         family.add_metric([*view.labels, *values], 1)
@@ -196,7 +212,8 @@ _Readings = Sequence[tuple[EngineView, Any]]
 
 
 def _step_families(readings: _Readings) -> Iterator[Metric]:
-    bounds = [repr(bound) for bound in _core.meter_bounds_s()]
+    # An extension that has no meters has none of their bounds either.
+    bounds = [repr(bound) for bound in _core.meter_bounds_s()] if readings else []
     for name, text in _HISTOGRAMS.items():
         histogram = HistogramMetricFamily(f"sparksched:{name}_seconds", text, labels=LABELS)
         for view, reading in readings:
