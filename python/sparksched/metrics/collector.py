@@ -73,6 +73,13 @@ _RING_COUNTERS: Final = {
 }
 
 
+_GAVE_WAY: Final = {
+    "scheduler": "vllm",
+    "fallback_feature": "SPARKSCHED_VERIFY=vllm",
+    "fallback_reason": "the schedulers differed; the engine's log says how",
+}
+
+
 @dataclass(eq=False)
 class EngineView:
     """One engine as an API server sees it."""
@@ -88,6 +95,12 @@ class EngineView:
     def labels(self) -> tuple[str, str]:
         """The values of `LABELS`."""
         return (self.model_name, self.engine)
+
+    def info_now(self) -> Mapping[str, str]:
+        """Return `info`, unless vLLM's scheduler has taken over since."""
+        if self.meters is None or not self.meters.steps_have_ended():
+            return self.info
+        return {**self.info, **_GAVE_WAY}
 
 
 # A client that was dropped is ended by the garbage collector, which may run in the midst of what
@@ -182,7 +195,8 @@ def _info_family() -> GaugeMetricFamily:
 def _info(views: Sequence[EngineView]) -> Iterator[Metric]:
     family = _info_family()
     for view in views:
-        values = [view.info[name][:MAX_LABEL_CHARACTERS] for name in INFO_LABELS]
+        now = view.info_now()
+        values = [now[name][:MAX_LABEL_CHARACTERS] for name in INFO_LABELS]
         family.add_metric([*view.labels, *values], 1)
     if not views:
         unsupported = compat.unsupported_version()
@@ -239,7 +253,9 @@ def _ring_families(readings: _Readings) -> Iterator[Metric]:
         yield gauge
     counter = CounterMetricFamily(
         "sparksched:back_pressure_events",
-        "How often a sender found no room in a ring for a message.",
+        "Messages to API servers that found no room in a ring at once, or only for a part; to "
+        "the engine, how often it made room that an API server waited for, several times for a "
+        "large message.",
         labels=labels,
     )
     for view, reading in readings:

@@ -158,12 +158,17 @@ struct RingsMeter {
     num_lost: AtomicU64,
 }
 
+/// State of a [`StepMeter`] to which a scheduler reports.
+const REPORTS: u64 = 1;
+/// State of one to which a scheduler has reported that gave way to vLLM's.
+const ENDED: u64 = 2;
+
 /// What an engine's scheduler does.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct StepMeter {
-    /// 1 once a scheduler reports.
-    is_there: AtomicU64,
+    /// [`REPORTS`], [`ENDED`], or anything else for no scheduler.
+    state: AtomicU64,
     /// Time in `schedule()`.
     pub schedule: Histogram,
     /// Time in `update_from_output()`.
@@ -177,7 +182,18 @@ pub struct StepMeter {
 impl StepMeter {
     /// Says that a scheduler reports from now on.
     pub fn begin(&self) {
-        self.is_there.store(1, Relaxed);
+        self.state.store(REPORTS, Relaxed);
+    }
+
+    /// Says that the scheduler has given way to vLLM's: nothing here will change any more.
+    pub fn end(&self) {
+        self.state.store(ENDED, Relaxed);
+    }
+
+    /// Whether the scheduler has given way to vLLM's.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.state.load(Relaxed) == ENDED
     }
 
     /// Says how many requests run and wait.
@@ -189,7 +205,7 @@ impl StepMeter {
     /// All of it, if a scheduler reports.
     #[must_use]
     pub fn read(&self) -> Option<StepsReading> {
-        (self.is_there.load(Relaxed) == 1).then(|| StepsReading {
+        (self.state.load(Relaxed) == REPORTS).then(|| StepsReading {
             schedule: self.schedule.read(),
             update: self.update.read(),
             gap: self.gap.read(),
