@@ -120,7 +120,7 @@ def test_two_engines_serve_and_end_as_with_vllms_scheduler(tmp_path: Path) -> No
     stock = run_engines(model, tmp_path / "stock", None)
     ours = run_engines(model, tmp_path / "ours", "sparksched")
     assert outcomes(ours.streams) == outcomes(stock.streams)
-    # Rings tell each API server at once. vLLM's learn nothing until they are stopped, seconds later.
+    # Rings tell each API server at once. vLLM's learn nothing until they stop, seconds later.
     assert ours.ends == ["an error in the stream"] * NUM_ENDLESS
     assert ours.status == stock.status
     # Both engines have had their share, and each API server has rings to each of them.
