@@ -581,6 +581,9 @@ class EngineMeters:
 
         """
 
+    def end_steps(self) -> None:
+        """Say that the scheduler has given way to vLLM's; readers see no steps of it any more."""
+
 @final
 class MeterReader:
     """Another process's page, mapped so that it can't be written.
@@ -604,6 +607,9 @@ class MeterReader:
         of `meter_bounds_s()` and one for what is above, and of all times' sum in seconds;
         `num_running` and `num_waiting` requests.
         """
+
+    def steps_have_ended(self) -> bool:
+        """Return whether the scheduler has given way to vLLM's."""
 
     def rings(self) -> dict[str, Any] | None:
         """Return what has gone through the rings, as of a second ago; None without rings.

@@ -140,6 +140,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         self._encoder_inputs = None
         if vllm_config.model_config.supports_multimodal_inputs:
             self._encoder_inputs = EncoderInputs(vllm_config, mm_registry)
+        self._meters: EngineMeters | None = None
         self._core = SchedulerCore(
             config,
             # Functions that don't know this object: the core would keep it alive.
@@ -211,6 +212,12 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
     def report_to(self, meters: "EngineMeters") -> None:
         """Have each step's calls timed, and requests counted, for the metrics from now on."""
         meters.time_steps(self._core)
+        self._meters = meters
+
+    def report_no_more(self) -> None:
+        """Say in the metrics that vLLM's scheduler has taken over."""
+        if self._meters is not None:
+            self._meters.end_steps()
 
     # ---- requests ----
 

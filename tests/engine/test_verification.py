@@ -1,6 +1,7 @@
 """`SPARKSCHED_VERIFY` in vLLM's real engine: what is planted is found, either side can go on."""
 
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -9,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from sparksched import _core
 from sparksched.scheduler import SparkScheduler
 from sparksched.trace.events import Difference
 from sparksched.trace.history import History
@@ -312,6 +314,27 @@ def test_vllm_goes_on_without_ours(
         scheduler._core = core
     assert engine.record.finish_reasons["first"] == FinishReason.LENGTH
     assert engine.record.finish_reasons["regex"] == FinishReason.STOP
+
+
+@pytest.mark.parametrize("goes_on", ["vllm", "sparksched"])
+def test_metrics_say_who_goes_on(
+    goes_on: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARKSCHED_VERIFY", goes_on)
+    meters = _core.EngineMeters(1)
+    reader = _core.MeterReader(pid=os.getpid(), fd=meters.fileno(), id=1)
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
+        engine.core.scheduler.report_to(meters)
+        add_long_requests(engine, "first")
+        engine.step(3)
+        assert reader.steps()["num_running"] == 1
+        assert not reader.steps_have_ended()
+        # From here on the schedulers differ.
+        SparkScheduler.set_pause_state(engine.core.scheduler, PauseState.PAUSED_ALL)
+        engine.step(2)
+        found = reader.steps_have_ended(), reader.steps() is None
+        engine.core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert found == (goes_on == "vllm", goes_on == "vllm")
 
 
 @ASYNC_SCHEDULING

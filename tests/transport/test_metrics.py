@@ -56,11 +56,8 @@ RING_SERIES = {
 @pytest.fixture(autouse=True)
 def own_registry() -> Iterator[None]:
     """Leave the process's registry as it was."""
-    before = set(REGISTRY._collector_to_names)
     yield
-    for added in set(REGISTRY._collector_to_names) - before:
-        if isinstance(added, collector.EngineCollector):
-            REGISTRY.unregister(added)
+    collector.unregister()
 
 
 @pytest.fixture
@@ -255,6 +252,23 @@ def test_an_engine_without_a_page_works(config: VllmConfig) -> None:
     with nothing_of_the_engine_is_shown(config, prepare=have_no_page) as engine:
         (line,) = engine.log_lines("there will be no metrics of this engine")
         assert "out of luck" in line
+
+
+def test_a_client_whose_metrics_cant_be_shown_works(
+    config: VllmConfig, vllm_log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_registration() -> None:
+        raise ValueError("Duplicated timeseries")
+
+    monkeypatch.setattr(collector, "register", no_registration)
+
+    async def run(engine: Engine) -> None:
+        async with running_llm(config, engine) as llm:
+            await generate(llm, "request", 5)
+
+    with front_end(), running_engine(config) as engine:
+        run_async(run(engine))
+    assert "sparksched: there will be no metrics of engines" in vllm_log
 
 
 def live_in_another_container() -> None:

@@ -1,9 +1,12 @@
 """What a scheduler counts, what others read of it, and the series that are made of that."""
 
 import fcntl
+import gc
 import logging
 import os
 import struct
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,9 +45,7 @@ def shown() -> Iterator[list[EngineView]]:
     yield views
     for view in views:
         collector.hide(view)
-    for it in list(REGISTRY._collector_to_names):
-        if isinstance(it, EngineCollector):
-            REGISTRY.unregister(it)
+    collector.unregister()
 
 
 def registry_with(view: EngineView) -> CollectorRegistry:
@@ -200,6 +201,134 @@ def test_no_label_is_long_and_the_later_engine_wins(shown: list[EngineView]) -> 
         assert "x" * (collector.MAX_LABEL_CHARACTERS + 1) not in text
     collector.hide(shown[0])
     assert "short" in generate_latest(registry_with(shown[-1])).decode()
+
+
+def collect_a_client_while_reading(registry: CollectorRegistry, num_allocations: int) -> int:
+    """Drop a client, which the given allocation of the reading collects; count what is read."""
+
+    class Client:
+        def __init__(self) -> None:
+            self.itself = self
+
+    view = EngineView("model", str(num_allocations), INFO, None)
+    collector.show(view)
+    weakref.finalize(Client(), collector.hide, view)
+    gc.set_threshold(num_allocations)
+    gc.enable()
+    text = generate_latest(registry).decode()
+    gc.disable()
+    gc.collect()
+    return text.count('model_name="kept"')
+
+
+def test_a_client_that_is_collected_while_engines_are_read_hides_its_own(
+    shown: list[EngineView],
+) -> None:
+    shown.append(EngineView("kept", "0", INFO, None))
+    registry = registry_with(shown[0])
+    found: list[int] = []
+
+    def read() -> None:
+        found.extend(collect_a_client_while_reading(registry, it) for it in range(1, 100))
+
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    try:
+        # Should it wait for itself, it does so for good.
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert found == [1] * 99
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()
+        gc.unfreeze()
+    assert 'model_name="model"' not in generate_latest(registry).decode()
+
+
+def test_of_two_engines_with_the_same_labels_each_goes_alone(shown: list[EngineView]) -> None:
+    shown.extend(EngineView("model", "0", INFO | {"transport": it}, None) for it in ("shm", "zmq"))
+    registry = registry_with(shown[0])
+    collector.show(shown[1])
+    assert 'transport="zmq"' in generate_latest(registry).decode()
+    collector.hide(shown[1])
+    assert 'transport="shm"' in generate_latest(registry).decode()
+
+
+def test_a_scheduler_that_gave_way_shows_no_steps(meters: Any, shown: list[EngineView]) -> None:
+    core = build_core()
+    meters.time_steps(core)
+    core.add_request(build_request(), 1.0)
+    step(core)
+    shown.append(EngineView("model", "0", INFO, reader_of(meters)))
+    registry = registry_with(shown[0])
+    assert 'scheduler="sparksched"' in generate_latest(registry).decode()
+    meters.end_steps()
+    text = generate_latest(registry).decode()
+    assert 'scheduler="vllm"' in text
+    assert 'fallback_feature="SPARKSCHED_VERIFY=vllm"' in text
+    assert "requests_running" not in text
+
+
+def test_series_can_be_asked_for_by_name(meters: Any, shown: list[EngineView]) -> None:
+    core = build_core()
+    meters.time_steps(core)
+    core.add_request(build_request(), 1.0)
+    step(core)
+    registry = CollectorRegistry()
+    registry.register(EngineCollector())
+    shown.append(EngineView("model", "0", INFO, reader_of(meters)))
+    collector.show(shown[0])
+    wanted = {
+        "sparksched:info",
+        "sparksched:requests_running",
+        "sparksched:schedule_seconds_count",
+        "sparksched:rescues_total",  # there are no rings
+    }
+    found = samples_of(generate_latest(registry.restricted_registry(wanted)).decode())
+    assert {name for name, *_ in found} == wanted - {"sparksched:rescues_total"}
+
+
+def test_every_series_is_described(shown: list[EngineView]) -> None:
+    class Full:
+        def steps(self) -> dict[str, Any]:
+            times = ([1] * (len(_core.meter_bounds_s()) + 1), 1.0)
+            names = ("schedule", "update_from_output", "step_gap")
+            return dict.fromkeys(names, times) | {"num_running": 1, "num_waiting": 1}
+
+        def steps_have_ended(self) -> bool:
+            return False
+
+        def rings(self) -> dict[str, Any]:
+            keys = ("waiting_bytes", "high_water_bytes", "backlog_bytes", "num_without_room")
+            directions = dict.fromkeys(("to_engine", "to_client"), dict.fromkeys(keys, 1))
+            return {**directions, "num_rescues": 1, "num_clients_lost": 1}
+
+    described = {it.name for it in EngineCollector().describe()}
+    shown.append(EngineView("model", "0", INFO, Full()))  # type: ignore[arg-type]
+    collector.show(shown[0])
+    assert {it.name for it in EngineCollector().collect()} == described
+
+
+def test_engines_are_shown_while_others_change_the_registry(shown: list[EngineView]) -> None:
+    """Whoever looked through the registry's collectors would find others among them meanwhile."""
+
+    class Changing(dict[Any, Any]):
+        def __iter__(self) -> Iterator[Any]:
+            raise RuntimeError("dictionary changed size during iteration")
+
+    before = REGISTRY._collector_to_names
+    REGISTRY._collector_to_names = Changing(before)
+    try:
+        shown.append(EngineView("model", "0", INFO, None))
+        collector.show(shown[0])
+        collector.show(shown[0])
+        added = set(REGISTRY._collector_to_names.keys()) - set(before.keys())
+        assert [type(it) for it in added] == [EngineCollector]
+        collector.unregister()
+    finally:
+        REGISTRY._collector_to_names = before
 
 
 def test_an_error_takes_nothing_of_vllms_away(shown: list[EngineView]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -73,6 +73,13 @@ _RING_COUNTERS: Final = {
 }
 
 
+_GAVE_WAY: Final = {
+    "scheduler": "vllm",
+    "fallback_feature": "SPARKSCHED_VERIFY=vllm",
+    "fallback_reason": "the schedulers differed; the engine's log says how",
+}
+
+
 @dataclass(eq=False)
 class EngineView:
     """One engine as an API server sees it."""
@@ -89,28 +96,40 @@ class EngineView:
         """The values of `LABELS`."""
         return (self.model_name, self.engine)
 
+    def info_now(self) -> Mapping[str, str]:
+        """Return `info`, unless vLLM's scheduler has taken over since."""
+        if self.meters is None or not self.meters.steps_have_ended():
+            return self.info
+        return {**self.info, **_GAVE_WAY}
 
-_lock = threading.Lock()
-_views: dict[tuple[str, str], EngineView] = {}
+
+# A client that was dropped is ended by the garbage collector, which may run in the midst of what
+# this does, in the same thread, and hides the client's engines: no lock could be held meanwhile.
+# So there is none, and each access is one operation of the dictionary, which allocates nothing
+# that could start a collection and runs no Python. Its keys are compared by identity for the same
+# reason: whoever hides its own needs not look whether another has come in its place.
+_shown: dict[EngineView, None] = {}
 
 
 def show(view: EngineView) -> None:
-    """Show an engine from now on; a later one with the same labels takes its place."""
-    with _lock:
-        _views[view.labels] = view
-    add_to(REGISTRY)
+    """Show an engine from now on; of several with the same labels the last one is shown."""
+    register()
+    _shown[view] = None
 
 
 def hide(view: EngineView) -> None:
-    """Show an engine no longer."""
-    with _lock:
-        if _views.get(view.labels) is view:
-            del _views[view.labels]
+    """Show an engine no longer. Any thread may call this, and so may the garbage collector."""
+    _shown.pop(view, None)
+
+
+def _shown_views() -> list[EngineView]:
+    views = {view.labels: view for view in list(_shown)}
+    return [views[labels] for labels in sorted(views)]
 
 
 def install(_metrics_route: ModuleType) -> None:
     """Have whatever vLLM's `/metrics` asks know about engines."""
-    add_to(REGISTRY)
+    register()
     # Where several API servers share their metrics, each request gets a registry of its own, with
     # this in it.
     patching.replace(MultiProcessCollector, "collect", _with_engines)
@@ -125,27 +144,38 @@ def _with_engines(original: patching.Function) -> patching.Function:
     return collect
 
 
-_registered = threading.Lock()
+_registering = threading.Lock()
+_registered: "list[EngineCollector]" = []
+"""One, if the process's registry has it."""
 
 
-def add_to(registry: CollectorRegistry) -> None:
-    """Have a registry collect from engines, too; once."""
-    with _registered:
-        if not any(isinstance(it, EngineCollector) for it in registry._collector_to_names):
-            registry.register(EngineCollector())
+def register() -> None:
+    """Have the process's registry collect from engines, too; once."""
+    with _registering:
+        # Known here, and not looked for in the registry, which others may be changing.
+        if not _registered:
+            added = EngineCollector()
+            REGISTRY.register(added)
+            _registered.append(added)
+
+
+def unregister() -> None:
+    """Have the process's registry as it was."""
+    with _registering:
+        while _registered:
+            REGISTRY.unregister(_registered.pop())
 
 
 class EngineCollector(Collector):
     """All engines that are shown."""
 
     def describe(self) -> list[Metric]:
-        """Name no series: there may be none yet."""
-        return []
+        """Name all series, also those that aren't there yet: a request may ask for some by name."""
+        return [_info_family(), *_step_families([]), *_ring_families([])]
 
     def collect(self) -> Iterator[Metric]:
         """Read each engine's page. An error here must not take vLLM's own metrics away."""
-        with _lock:
-            views = [_views[labels] for labels in sorted(_views)]
+        views = _shown_views()
         try:
             families = [*_info(views), *_families(views)]
         except Exception:
@@ -154,14 +184,19 @@ class EngineCollector(Collector):
         yield from families
 
 
-def _info(views: Sequence[EngineView]) -> Iterator[Metric]:
-    family = GaugeMetricFamily(
+def _info_family() -> GaugeMetricFamily:
+    return GaugeMetricFamily(
         "sparksched:info",
         "What schedules and carries messages, and why it isn't sparksched where it isn't.",
         labels=(*LABELS, *INFO_LABELS),
     )
+
+
+def _info(views: Sequence[EngineView]) -> Iterator[Metric]:
+    family = _info_family()
     for view in views:
-        values = [view.info[name][:MAX_LABEL_CHARACTERS] for name in INFO_LABELS]
+        now = view.info_now()
+        values = [now[name][:MAX_LABEL_CHARACTERS] for name in INFO_LABELS]
         family.add_metric([*view.labels, *values], 1)
     if not views:
         unsupported = compat.unsupported_version()
@@ -191,7 +226,8 @@ _Readings = Sequence[tuple[EngineView, Any]]
 
 
 def _step_families(readings: _Readings) -> Iterator[Metric]:
-    bounds = [repr(bound) for bound in _core.meter_bounds_s()]
+    # An extension that has no meters has none of their bounds either.
+    bounds = [repr(bound) for bound in _core.meter_bounds_s()] if readings else []
     for name, text in _HISTOGRAMS.items():
         histogram = HistogramMetricFamily(f"sparksched:{name}_seconds", text, labels=LABELS)
         for view, reading in readings:
@@ -217,7 +253,9 @@ def _ring_families(readings: _Readings) -> Iterator[Metric]:
         yield gauge
     counter = CounterMetricFamily(
         "sparksched:back_pressure_events",
-        "How often a sender found no room in a ring for a message.",
+        "Messages to API servers that found no room in a ring at once, or only for a part; to "
+        "the engine, how often it made room that an API server waited for, several times for a "
+        "large message.",
         labels=labels,
     )
     for view, reading in readings:

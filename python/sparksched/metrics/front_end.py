@@ -53,10 +53,12 @@ def show_engines(client: "MPClient", ranks_on_rings: set[int]) -> list[EngineVie
         view = EngineView(model_name, str(rank), info, _open_meters(rank, offer))
         if report.meters is not None and hasattr(_core, "meter_bounds_s"):
             histograms[rank] = _delivery_histogram().labels(model_name, str(rank))
-        collector.show(view)
         views.append(view)
     if histograms:
         client.resources.sparksched_deliveries = Deliveries(histograms)
+    # Last, so that none is shown for good if there is an error before.
+    for view in views:
+        collector.show(view)
     return views
 
 

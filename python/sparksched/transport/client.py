@@ -270,9 +270,16 @@ class ClientTransport:
         self._views: list[EngineView] = []
 
     def show_metrics_of(self, client: "MPClient") -> None:
-        """Show the client's engines in vLLM's metrics, as long as this is open."""
+        """Show the client's engines in vLLM's metrics, as long as this is open.
+
+        An error is logged: a server that can't be watched is better than none.
+        """
         ranks = {channel.rank for channel in self.channels.values()}
-        self._views = metrics.show_engines(client, ranks)
+        try:
+            self._views = metrics.show_engines(client, ranks)
+        except Exception:
+            logger.exception("sparksched: there will be no metrics of engines")
+            return
         for channel in self.channels.values():
             channel.deliveries = getattr(client.resources, "sparksched_deliveries", None)
 

@@ -399,6 +399,7 @@ class VerifyingScheduler(SparkScheduler):
         self._vllm_decides = self._goes_on == "vllm"
         if self._vllm_decides:
             shadow.take_over(self._publisher)
+            self.report_no_more()
         else:
             self._shadow = None
             self.structured_output_manager.forget_answers()

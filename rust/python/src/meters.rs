@@ -98,6 +98,13 @@ impl PyEngineMeters {
             Ok(())
         })
     }
+
+    fn end_steps(&self) -> PyResult<()> {
+        enter("EngineMeters.end_steps", || {
+            self.page.meters().steps().end();
+            Ok(())
+        })
+    }
 }
 
 // ----------------------------------------------------------------------------------------
@@ -130,6 +137,10 @@ impl MeterReader {
             steps.set_item("num_waiting", reading.num_waiting)?;
             Ok(Some(steps))
         })
+    }
+
+    fn steps_have_ended(&self) -> PyResult<bool> {
+        enter("MeterReader.steps_have_ended", || Ok(self.view.steps_have_ended()))
     }
 
     fn rings<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {

@@ -432,12 +432,15 @@ impl Link {
 
     /// What has come through this link, and what was sent. Nothing waits once a side is gone.
     pub(crate) fn traffic(&self) -> (Traffic, Traffic) {
-        let mut traffic = (lock(&self.inbox).traffic(), lock(&self.outbox).traffic());
+        // One lock after the other: whoever sends may hold the outbox for long, and nobody's receiving
+        // is to wait for that.
+        let mut received = lock(&self.inbox).traffic();
+        let mut sent = lock(&self.outbox).traffic();
         if self.is_gone() {
-            traffic.0.waiting_bytes = 0;
-            traffic.1.waiting_bytes = 0;
+            received.waiting_bytes = 0;
+            sent.waiting_bytes = 0;
         }
-        traffic
+        (received, sent)
     }
 
     // ------------------------------------------------------------------------------------
@@ -543,5 +546,49 @@ impl Inbox {
             }
         }
         Ok(false)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use super::*;
+
+    const RING_BYTES: usize = 4096;
+
+    fn link_of_an_engine() -> Link {
+        let (segment, _) = Segment::create(RING_BYTES).unwrap();
+        let (bell, _) = BellPage::create().unwrap();
+        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let (socket, _) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .unwrap();
+        let peer = Peer { socket, pidfd: None, pid: 0 };
+        let backlog = BacklogLimits::fixed(RING_BYTES);
+        Link::new(Side::Engine, segment, Arc::new(bell), event, peer, backlog)
+    }
+
+    /// Whoever counts waits for the outbox; receiving goes on meanwhile.
+    #[test]
+    fn nobody_receiving_waits_for_whoever_counts() {
+        let link = link_of_an_engine();
+        let is_counting = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let outbox = lock(&link.outbox);
+            let counting = scope.spawn(|| {
+                is_counting.store(true, Release);
+                link.traffic();
+            });
+            while !is_counting.load(Acquire) {
+                std::thread::yield_now();
+            }
+            // Long enough for it to come to the outbox; if it isn't there yet, this sees nothing.
+            std::thread::sleep(Duration::from_millis(100));
+            assert!(!counting.is_finished());
+            assert!(link.inbox.try_lock().is_ok());
+            drop(outbox);
+        });
     }
 }

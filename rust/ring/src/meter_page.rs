@@ -86,6 +86,12 @@ impl MeterView {
         self.meters().steps().read()
     }
 
+    /// Whether the scheduler has given way to vLLM's.
+    #[must_use]
+    pub fn steps_have_ended(&self) -> bool {
+        self.meters().steps().has_ended()
+    }
+
     /// What goes through the rings, if there are any.
     #[must_use]
     pub fn rings(&self) -> Option<RingsReading> {

@@ -3,7 +3,8 @@
 //! One side writes and never reads, the other reads and never writes: nothing that an engine does
 //! depends on what is here, and a reader makes numbers of whatever it finds. Each number has one
 //! writer at a time and stands for itself, so all is relaxed, but for one pair: whoever sees that
-//! something was counted in a histogram sees its time in the sum, too.
+//! something was counted in a histogram sees its time in the sum, too. The reader's part of that is a
+//! fence: it has the page without the right to write, where only relaxed loads are defined.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -75,7 +76,10 @@ impl Histogram {
     /// What was counted so far.
     #[must_use]
     pub fn read(&self) -> HistogramReading {
-        let counts = std::array::from_fn(|index| self.buckets[index].load(order::observe_sample()));
+        // A fence, and no stronger loads: on memory that can't be written, as a reader has it, Rust
+        // promises relaxed ones only.
+        let counts = std::array::from_fn(|index| self.buckets[index].load(Relaxed));
+        order::fence(order::observe_sample());
         HistogramReading { counts, sum_ns: self.sum_ns.load(Relaxed) }
     }
 }
@@ -154,12 +158,17 @@ struct RingsMeter {
     num_lost: AtomicU64,
 }
 
+/// State of a [`StepMeter`] to which a scheduler reports.
+const REPORTS: u64 = 1;
+/// State of one to which a scheduler has reported that gave way to vLLM's.
+const ENDED: u64 = 2;
+
 /// What an engine's scheduler does.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct StepMeter {
-    /// 1 once a scheduler reports.
-    is_there: AtomicU64,
+    /// [`REPORTS`], [`ENDED`], or anything else for no scheduler.
+    state: AtomicU64,
     /// Time in `schedule()`.
     pub schedule: Histogram,
     /// Time in `update_from_output()`.
@@ -173,7 +182,18 @@ pub struct StepMeter {
 impl StepMeter {
     /// Says that a scheduler reports from now on.
     pub fn begin(&self) {
-        self.is_there.store(1, Relaxed);
+        self.state.store(REPORTS, Relaxed);
+    }
+
+    /// Says that the scheduler has given way to vLLM's: nothing here will change any more.
+    pub fn end(&self) {
+        self.state.store(ENDED, Relaxed);
+    }
+
+    /// Whether the scheduler has given way to vLLM's.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.state.load(Relaxed) == ENDED
     }
 
     /// Says how many requests run and wait.
@@ -185,7 +205,7 @@ impl StepMeter {
     /// All of it, if a scheduler reports.
     #[must_use]
     pub fn read(&self) -> Option<StepsReading> {
-        (self.is_there.load(Relaxed) == 1).then(|| StepsReading {
+        (self.state.load(Relaxed) == REPORTS).then(|| StepsReading {
             schedule: self.schedule.read(),
             update: self.update.read(),
             gap: self.gap.read(),

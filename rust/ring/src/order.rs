@@ -52,8 +52,8 @@ orderings! {
     before_waiting: SeqCst;
     /// Count of a sample in a bucket: its time is in the sum. Pairs with `observe_sample`.
     count_sample: Release;
-    /// Load of a bucket: the times of what it counts are in a sum that is read after it. Pairs with
-    /// `count_sample`.
+    /// Fence between loading the buckets and loading the sum: that has the times of all that they
+    /// count. Pairs with `count_sample`.
     observe_sample: Acquire;
 }
 
