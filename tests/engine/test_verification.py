@@ -1,7 +1,9 @@
 """`SPARKSCHED_VERIFY` in vLLM's real engine: what is planted is found, either side can go on."""
 
 import logging
+import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -363,12 +365,53 @@ def test_what_reproduces_a_difference(
     monkeypatch.delenv("SPARKSCHED_VERIFY")
     (message,) = differences_in(messages)
     (path,) = reproducers.glob("sparksched-verify-*.trace")
-    assert f"to see it again: sparksched replay {path};" in message
+    assert f"its recording will be at {path};" in message
+    assert any(it.endswith(f"to see it again: sparksched replay {path}") for it in messages)
     assert path.stat().st_mode & 0o777 == 0o600
     (difference,) = [event for event in Trace(path).events() if isinstance(event, Difference)]
     assert difference.text in message
     for scheduler in ("vllm", "sparksched"):  # neither decides what was planted
         assert step_that_differs(path, scheduler) == PLANTED_STEP - 1
+
+
+@pytest.fixture
+def hung_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Have the recorder's thread wait for the disk until the event."""
+    goes_on = threading.Event()
+    write = os.write
+
+    def write_late(descriptor: int, content: bytes) -> int:
+        if threading.current_thread().name == "sparksched-recorder":
+            goes_on.wait()
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", write_late)
+    yield goes_on
+    goes_on.set()
+
+
+def test_a_disk_that_hangs(
+    hung_disk: threading.Event,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    messages: list[str],
+    reproducers: Path,
+) -> None:
+    """The engine serves on; the recording is there once the disk is."""
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "vllm")
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
+        scheduler = engine.core.scheduler
+        core = scheduler._core
+        scheduler._core = PlantedCore(core, other_block, "schedule")
+        with_aborts(engine)
+        scheduler._core = core
+        (message,) = differences_in(messages)
+        assert "its recording will be at" in message
+        assert list(reproducers.iterdir()) == []
+        hung_disk.set()
+    monkeypatch.delenv("SPARKSCHED_VERIFY")
+    (path,) = reproducers.iterdir()
+    assert step_that_differs(path, "vllm") == PLANTED_STEP - 1
 
 
 def step_that_differs(path: Path, scheduler: str) -> int | None:
@@ -434,8 +477,11 @@ def test_a_recording_that_is_full(
     monkeypatch.setattr("sparksched.trace.writer.TraceFile.flush", full_file)
     record = run_with_plant("block", "vllm", model_directory, monkeypatch, async_scheduling=False)
     assert record.finish_reasons
-    (message,) = differences_in(messages)
-    assert "there is no recording of it" in message
+    assert len(differences_in(messages)) == 1
+    assert (
+        "WARNING: sparksched: the recording of the difference is lost: "
+        "the file has reached its size"
+    ) in messages
     assert list(reproducers.iterdir()) == []
 
 

@@ -1,6 +1,8 @@
 """The file that is being recorded, and the thread that fills it."""
 
+import contextlib
 import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -18,7 +20,8 @@ FULL: Final = "the file has reached its size"
 _FRAME_BYTES: Final = 256 << 10
 _FRAME_S: Final = 1.0
 _TURN_S: Final = 0.05
-_CLOSE_S: Final = 30.0
+_CLOSE_S: Final = 2.0
+"""For which the end of an engine waits for the disk; executors end only after it."""
 _RESERVED_BYTES: Final = 4096
 """For the last event."""
 _MAX_BACKLOG: Final = 1 << 14
@@ -27,13 +30,22 @@ _MAX_BACKLOG: Final = 1 << 14
 Note = tuple[Callable[..., None], tuple[Any, ...]]
 
 
-class TraceFile:
-    """Events, written as frames, up to a size."""
+# Never another file's contents, nor a place that somebody has prepared.
+_NEW_FILE: Final = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        # Never another file's contents, nor a place that somebody has prepared.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(path, flags, 0o600)
+
+class TraceFile:
+    """Events, written as frames, up to a size.
+
+    Without a name, the file is in the folder of its path, and gone when it is closed unless it was
+    given its name.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, *, is_named: bool = True) -> None:
+        self._path = path
+        self._descriptor = (
+            os.open(path, os.O_WRONLY | _NEW_FILE, 0o600) if is_named else _open_nameless(path)
+        )
         self._room = max_bytes - _RESERVED_BYTES
         # What doesn't fit is lost a frame at a time.
         self._frame_bytes = min(_FRAME_BYTES, max_bytes // 16)
@@ -70,12 +82,14 @@ class TraceFile:
             raise FileFullError(FULL)
         self._write(frame)
 
-    def close(self, end: End | None) -> None:
-        """Write the last event, if there is to be one, and close the file."""
+    def close(self, end: End | None, *, gets_name: bool = False) -> None:
+        """Write the last event, if there is to be one; name the file if it has none; close it."""
         self._events.clear()
         try:
             if end is not None:
                 self._write(trace_format.pack_frame(self._encoder.encode([end])))
+            if gets_name:
+                self._give_name()
         finally:
             os.close(self._descriptor)
 
@@ -90,6 +104,37 @@ class TraceFile:
             os.lseek(self._descriptor, self._size, os.SEEK_SET)
             raise
         self._size += written
+
+    def _give_name(self) -> None:
+        try:
+            # With a folder's descriptor, which an absolute path makes no use of, Python asks the
+            # system to follow the link in /proc; without one it doesn't.
+            link = f"/proc/self/fd/{self._descriptor}"
+            os.link(link, self._path, src_dir_fd=self._descriptor)
+        except OSError:
+            # The filesystem has no nameless files, or there is no /proc.
+            self._copy_to_name()
+
+    def _copy_to_name(self) -> None:
+        named = os.open(self._path, os.O_WRONLY | _NEW_FILE, 0o600)
+        try:
+            with os.fdopen(named, "wb") as copy, os.fdopen(os.dup(self._descriptor), "rb") as own:
+                own.seek(0)
+                shutil.copyfileobj(own, copy)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            raise
+
+
+def _open_nameless(path: Path) -> int:
+    try:
+        return os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except OSError:
+        # Not every filesystem can do that.
+        descriptor = os.open(path, os.O_RDWR | _NEW_FILE, 0o600)
+        path.unlink()
+        return descriptor
 
 
 class FileFullError(Exception):
@@ -115,6 +160,9 @@ class BackgroundWriter:
         self._notes: deque[Note] = deque()
         self._reason: str | None = None
         self._closing = threading.Event()
+        self._end_is_decided = threading.Lock()
+        self._when_kept: Callable[[str | None], None] | None = None
+        self._has_waited = False
         self.problem: str | None = None
         """Why nothing is recorded any more, unless it was asked for."""
         self._thread = threading.Thread(target=self._run, name="sparksched-recorder", daemon=True)
@@ -135,23 +183,46 @@ class BackgroundWriter:
 
     def end(self, reason: str) -> None:
         """Write what was left so far, and that this is the end. Returns at once."""
-        if self._reason is None:
-            self._reason = reason
-            self._closing.set()
+        self._end(reason, None)
 
-    def join(self) -> None:
-        """Wait until the file is closed, or the disk has made us wait for long enough."""
-        self._thread.join(_CLOSE_S)
+    def keep(self, reason: str, when_kept: Callable[[str | None], None]) -> bool:
+        """End, and give a nameless file its name. Returns at once, False if it has ended already.
+
+        The thread tells `when_kept` what came of it: None, or what the problem was.
+        """
+        return self._end(reason, when_kept)
+
+    def _end(self, reason: str, when_kept: Callable[[str | None], None] | None) -> bool:
+        with self._end_is_decided:
+            if self._reason is not None:
+                return False
+            self._reason, self._when_kept = reason, when_kept
+        self._closing.set()
+        return True
+
+    def join(self) -> bool:
+        """Wait until the file is closed, or the disk has made us wait for long enough.
+
+        Returns whether it is closed. Who waits a second time has waited for long enough.
+        """
+        self._thread.join(0 if self._has_waited else _CLOSE_S)
+        is_closed = not self._thread.is_alive()
+        if not (is_closed or self._has_waited):
+            self.problem = self.problem or f"the disk has not taken all of it within {_CLOSE_S:g} s"
+            _warn(f"sparksched: the recording may have no end: {self.problem}")
+        self._has_waited = True
+        return is_closed
 
     def _run(self) -> None:
         try:
             self._write_notes()
         except FileFullError as error:
             self._give_up(str(error))
-            self._close(self._reason)
+            self._close(self._reason, str(error))
         except Exception as error:
-            self._give_up(f"{type(error).__name__}: {error}")
-            self._close(None)
+            problem = f"{type(error).__name__}: {error}"
+            self._give_up(problem)
+            self._close(None, problem)
         else:
             self._close(self._reason)
 
@@ -177,18 +248,24 @@ class BackgroundWriter:
             time.sleep(0)
 
     def _give_up(self, problem: str) -> None:
-        self.problem = problem
-        self._reason = problem
+        with self._end_is_decided:
+            self.problem = problem
+            self._reason = problem
         self._notes.clear()
-        from vllm.logger import init_logger
+        _warn(f"sparksched: the recording has ended, serving goes on: {problem}")
 
-        init_logger("vllm.sparksched").warning(
-            "sparksched: the recording has ended, serving goes on: %s", problem
-        )
-
-    def _close(self, reason: str | None) -> None:
+    def _close(self, reason: str | None, problem: str | None = None) -> None:
         end = None if reason is None else End(self._now(), reason)
+        gets_name = self._when_kept is not None and problem is None
         try:
-            self._file.close(end)
+            self._file.close(end, gets_name=gets_name)
         except OSError as error:
-            self.problem = str(error)
+            self.problem = problem = str(error)
+        if self._when_kept is not None:
+            self._when_kept(problem)
+
+
+def _warn(message: str) -> None:
+    from vllm.logger import init_logger
+
+    init_logger("vllm.sparksched").warning(message)

@@ -322,7 +322,7 @@ class VerifyingScheduler(SparkScheduler):
         """Stop publishing KV cache events; say what was verified."""
         if not self._is_over:
             report.summarise(self._num_steps)
-        self._reproducer.discard()
+        self._reproducer.close()
         super().shutdown()
 
     # ---- both, and what becomes of a difference ----
@@ -403,7 +403,11 @@ class VerifyingScheduler(SparkScheduler):
             self._shadow = None
             self.structured_output_manager.forget_answers()
         found = report.describe(difference, self._num_steps - 1)
-        report.report(found, self._reproducer.keep(found), self._goes_on)
+        where = self._reproducer.keep(found)
+        if self._goes_on == "stop":
+            # Nothing is scheduled any more, and soon the process is gone.
+            self._reproducer.close()
+        report.report(found, where, self._goes_on)
 
 
 def _drafts_of(output: SchedulerOutput) -> dict[str, Any]:
