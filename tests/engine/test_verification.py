@@ -1,5 +1,6 @@
 """`SPARKSCHED_VERIFY` in vLLM's real engine: what is planted is found, either side can go on."""
 
+import itertools
 import logging
 import os
 import tempfile
@@ -19,8 +20,11 @@ from sparksched.trace.replay import Replay
 from sparksched.trace.settings import UnrecordableError
 from sparksched.trace.writer import FileFullError, TraceFile
 from sparksched.verify import reproducer
+from sparksched.verify.events import NotedEvents
 from sparksched.verify.report import SchedulersDifferError
 from sparksched.verify.scheduler import VerifyingScheduler
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import EventPublisher, EventPublisherFactory
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
@@ -372,6 +376,62 @@ def test_what_reproduces_a_difference(
     assert difference.text in message
     for scheduler in ("vllm", "sparksched"):  # neither decides what was planted
         assert step_that_differs(path, scheduler) == PLANTED_STEP - 1
+
+
+Batch = tuple[Any, ...]
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """Collect the KV cache events that leave an engine."""
+    batches: list[Batch] = []
+
+    def publish(batch: Any) -> None:
+        batches.append(tuple(batch.events))
+
+    publisher = mock.Mock(spec=EventPublisher)
+    publisher.publish.side_effect = publish
+    monkeypatch.setattr(EventPublisherFactory, "create", lambda *_: publisher)
+    return batches
+
+
+@pytest.mark.parametrize("plant", [None, "block"])
+@pytest.mark.parametrize("goes_on", ["vllm", "sparksched"])
+def test_events_are_of_the_side_that_is_followed(
+    goes_on: str,
+    plant: str | None,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    published: list[Batch],
+) -> None:
+    """Also in the call that differs, and each is published once."""
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    settings: Any = {"async_scheduling": False, "kv_events_config": config}
+    with running_engine(Choice.STOCK, model_directory, **settings) as stock:
+        with_aborts(stock)
+    expected, published[:] = list(published), []
+    monkeypatch.setenv("SPARKSCHED_VERIFY", goes_on)
+    with running_engine(Choice.PLUGIN, model_directory, **settings) as engine:
+        scheduler = engine.core.scheduler
+        if plant is not None:
+            lose_events(scheduler, batch=PLANTED_STEP)
+        with_aborts(engine)
+        assert scheduler._is_over == (plant is not None)
+    if plant is not None and goes_on == "sparksched":
+        expected[PLANTED_STEP - 1] = ()
+    assert published == expected
+
+
+def lose_events(scheduler: Any, batch: int) -> None:
+    """Have our side publish nothing of what one batch should have."""
+    noted, numbers = scheduler._events, itertools.count(1)
+
+    def publish(events: Any) -> None:
+        if next(numbers) == batch:
+            events.events = []
+        NotedEvents.publish(noted, events)
+
+    noted.publish = publish
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import EventBatch
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -359,13 +360,18 @@ class VerifyingScheduler(SparkScheduler):
         if self._vllm_decides:
             return theirs(shadow)
         candidate, reference = outcome_of(ours), outcome_of(lambda: theirs(shadow))
-        difference = self._difference(shadow, call, reference, candidate, compare)
+        events = shadow.events.take(), self._events.take()
+        difference = self._difference(shadow, call, (reference, candidate), events, compare)
         if difference is not None:
             self._settle(shadow, difference)
-            return (reference if self._vllm_decides else candidate).get()
-        if agreed is not None and candidate.error is None:
+        elif agreed is not None and candidate.error is None:
             agreed(shadow, candidate.get(), reference.get())
-        return candidate.get()
+        decided, decided_events = (
+            (reference, events[0]) if self._vllm_decides else (candidate, events[1])
+        )
+        for batch in decided_events:
+            self._publisher.publish(batch)
+        return decided.get()
 
     def _agreed_on_step(
         self, shadow: Shadow, ours: SchedulerOutput, theirs: SchedulerOutput
@@ -377,11 +383,12 @@ class VerifyingScheduler(SparkScheduler):
         self,
         shadow: Shadow,
         call: str,
-        reference: Outcome[Any],
-        candidate: Outcome[Any],
+        outcomes: tuple[Outcome[Any], Outcome[Any]],
+        events: tuple[list[EventBatch], list[EventBatch]],
         compare: _Comparison,
     ) -> Difference | None:
-        events = shadow.events.take(), self._events.take()
+        """Return in what the sides differ; of each pair vLLM's comes first."""
+        reference, candidate = outcomes
         unexpected = shadow.grammars.take_unexpected()
         if type(reference.error) is not type(candidate.error):
             return Difference(f"error of {call}", reference.error, candidate.error)
