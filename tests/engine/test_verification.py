@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import pkgutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from sparksched.trace.settings import UnrecordableError
 from sparksched.trace.writer import FileFullError, TraceFile
 from sparksched.verify import reproducer
 from sparksched.verify.events import NotedEvents
-from sparksched.verify.report import SchedulersDifferError
+from sparksched.verify.report import SchedulersDifferError, VerificationFailedError
 from sparksched.verify.scheduler import VerifyingScheduler
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisher, EventPublisherFactory
@@ -62,7 +63,9 @@ def messages(model_directory: Path) -> Iterator[list[str]]:
 
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            messages.append(f"{record.levelname}: {record.getMessage()}")
+            cause = record.exc_info and record.exc_info[1]
+            because = f" {cause!r}" if cause else ""
+            messages.append(f"{record.levelname}: {record.getMessage()}{because}")
 
     handler = Collector(logging.INFO)
     logger = logging.getLogger("vllm.sparksched")
@@ -376,6 +379,97 @@ def test_what_reproduces_a_difference(
     assert difference.text in message
     for scheduler in ("vllm", "sparksched"):  # neither decides what was planted
         assert step_that_differs(path, scheduler) == PLANTED_STEP - 1
+
+
+# ----------------------------------------------------------------------------------------
+# What verification itself does wrong
+# ----------------------------------------------------------------------------------------
+
+OF_NEITHER_SCHEDULER = [
+    "scheduler.difference_of_outputs",
+    "scheduler.first_difference",
+    "scheduler.copy_of_runner_output",
+    "shadow.copy_of_request",
+    "shadow.take_over_changes",
+    "shadow.Shadow.pair",
+    "report.note_progress",
+]
+EACH_OF_THESE = pytest.mark.parametrize("broken", OF_NEITHER_SCHEDULER)
+
+
+def break_later(monkeypatch: pytest.MonkeyPatch, function: str, call: int = 5) -> None:
+    """Have a function of verification fail from one call on."""
+    path = f"sparksched.verify.{function}"
+    works, numbers = pkgutil.resolve_name(path), itertools.count(1)
+
+    def break_down(*arguments: Any, **settings: Any) -> Any:
+        if next(numbers) >= call:
+            raise RecursionError("broken")
+        return works(*arguments, **settings)
+
+    monkeypatch.setattr(path, break_down)
+
+
+@EACH_OF_THESE
+@pytest.mark.parametrize("goes_on", ["1", "vllm"])
+def test_ours_goes_on_without_verification(
+    goes_on: str,
+    broken: str,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    messages: list[str],
+    reproducers: Path,
+) -> None:
+    with running_engine(Choice.STOCK, model_directory, async_scheduling=True) as stock:
+        disturbed(stock)
+    monkeypatch.setenv("SPARKSCHED_VERIFY", goes_on)
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
+        break_later(monkeypatch, broken)
+        disturbed(engine)
+        assert engine.core.scheduler._shadow is None
+    assert engine.record.outputs == stock.record.outputs
+    (message,) = differences_in(messages)
+    assert "verification has failed: going on with sparksched's scheduler" in message
+    assert not any("no difference" in it for it in messages)
+    assert list(reproducers.iterdir()) == []
+
+
+@EACH_OF_THESE
+def test_an_engine_stops_that_can_not_be_verified(
+    broken: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "stop")
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
+        break_later(monkeypatch, broken)
+        with pytest.raises(VerificationFailedError):
+            disturbed(engine)
+    (message,) = differences_in(messages)
+    assert "verification has failed: stopping the engine" in message
+
+
+@pytest.mark.parametrize("broken", ["report.describe", "reproducer.Reproducer.keep"])
+def test_a_difference_that_can_not_be_told(
+    broken: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    """It was found nevertheless."""
+    break_later(monkeypatch, broken, call=1)
+    record = run_with_plant("block", "vllm", model_directory, monkeypatch, async_scheduling=False)
+    with running_engine(Choice.STOCK, model_directory, async_scheduling=False) as stock:
+        with_aborts(stock)
+    assert record.outputs == stock.record.outputs
+    failure, difference = differences_in(messages)
+    assert failure.endswith("RecursionError('broken')")
+    assert PLANTS["block"][2] in difference
+
+
+def test_vllm_can_not_take_over(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    break_later(monkeypatch, "shadow.Shadow.take_over", call=1)
+    record = run_with_plant("block", "vllm", model_directory, monkeypatch, async_scheduling=False)
+    assert record.finish_reasons
+    (message,) = differences_in(messages)
+    assert "verification has failed: going on with sparksched's scheduler" in message
 
 
 Batch = tuple[Any, ...]

@@ -10,7 +10,7 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -22,6 +22,8 @@ from sparksched.trace.recording import recording_by
 from sparksched.trace.settings import UnrecordableError
 
 logger = init_logger("vllm.sparksched")
+
+NO_RECORDING: Final = "there is no recording of it"
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -92,7 +94,7 @@ class Reproducer:
     @staticmethod
     def _elsewhere() -> str:
         if environment.recorded_to() is None:
-            return "there is no recording of it"
+            return NO_RECORDING
         return f"to see it again: replay what {environment.RECORD} has recorded"
 
     def close(self) -> None:
@@ -101,6 +103,12 @@ class Reproducer:
             self._let_go()
         if self._recorder is not None:
             self._recorder.close()
+
+    def discard(self) -> None:
+        """End the recording without a wait: nobody looks for differences any more."""
+        if self._recording is not None and self._recorder is not None:
+            self._let_go()
+            self._recorder.give_up("nothing is verified any more")
 
     def _let_go(self) -> None:
         recording, self._recording = self._recording, None
