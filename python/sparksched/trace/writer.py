@@ -24,10 +24,13 @@ _CLOSE_S: Final = 2.0
 """For which the end of an engine waits for the disk; executors end only after it."""
 _RESERVED_BYTES: Final = 4096
 """For the last event."""
-_MAX_BACKLOG: Final = 1 << 14
-"""Calls that wait to be written: minutes of steps."""
+_MAX_BACKLOG_BYTES: Final = 64 << 20
+"""Of calls that wait to be written, with the lists that they hold: minutes of steps."""
+_NOTE_BYTES: Final = 2048
+"""Of a call without its lists."""
+_BYTES_AN_ITEM: Final = 8
 
-Note = tuple[Callable[..., None], tuple[Any, ...]]
+Note = tuple[Callable[..., None], tuple[Any, ...], int]
 
 
 # Never another file's contents, nor a place that somebody has prepared.
@@ -158,6 +161,9 @@ class BackgroundWriter:
         self._now = now
         self._before_flush = before_flush
         self._notes: deque[Note] = deque()
+        # Each thread adds to one of these, so neither waits for the other.
+        self._noted_bytes = 0
+        self._carried_out_bytes = 0
         self._reason: str | None = None
         self._closing = threading.Event()
         self._end_is_decided = threading.Lock()
@@ -177,9 +183,12 @@ class BackgroundWriter:
         """Leave something to be written; nothing if the recording has ended."""
         if self._reason is not None:
             return
-        self._notes.append((carry_out, arguments))
-        if len(self._notes) > _MAX_BACKLOG:
-            self.end("the disk takes less than the engine gives")
+        size = _NOTE_BYTES + sum(map(_bytes_of, arguments))
+        self._notes.append((carry_out, arguments, size))
+        self._noted_bytes += size
+        if self._noted_bytes - self._carried_out_bytes > _MAX_BACKLOG_BYTES:
+            self._give_up("the disk takes less than the engine gives")
+            self._closing.set()
 
     def end(self, reason: str) -> None:
         """Write what was left so far, and that this is the end. Returns at once."""
@@ -241,14 +250,25 @@ class BackgroundWriter:
         self._file.flush()
 
     def _carry_out_notes(self) -> None:
-        while self._notes:
-            carry_out, arguments = self._notes.popleft()
+        while (note := self._next_note()) is not None:
+            carry_out, arguments, size = note
             carry_out(*arguments)
+            self._carried_out_bytes += size
             # The engine's loop may be waiting for the interpreter.
             time.sleep(0)
 
+    def _next_note(self) -> Note | None:
+        try:
+            return self._notes.popleft()
+        except IndexError:
+            # Also if the engine's loop has just given them up.
+            return None
+
     def _give_up(self, problem: str) -> None:
+        """End without what was left so far, which keeps prompts in memory."""
         with self._end_is_decided:
+            if self.problem is not None:
+                return
             self.problem = problem
             self._reason = problem
         self._notes.clear()
@@ -263,6 +283,19 @@ class BackgroundWriter:
             self.problem = problem = str(error)
         if self._when_kept is not None:
             self._when_kept(problem)
+
+
+def _bytes_of(argument: Any) -> int:
+    """Return about how much memory an argument of a note keeps: that of its lists."""
+    if isinstance(argument, msgspec.Struct):
+        return sum(_bytes_of(getattr(argument, name)) for name in argument.__struct_fields__)
+    if not isinstance(argument, list | tuple):
+        return 0
+    size = _BYTES_AN_ITEM * len(argument)
+    # Lists of numbers and ids, the long ones, hold no others.
+    if not argument or isinstance(argument[0], int | str):
+        return size
+    return size + sum(map(_bytes_of, filter(None, argument)))
 
 
 def _warn(message: str) -> None:
