@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 from sparksched.scheduler import SparkScheduler
-from sparksched.trace.events import Difference
+from sparksched.trace.events import Difference, End, Update
 from sparksched.trace.history import History
 from sparksched.trace.reader import Trace
 from sparksched.trace.replay import Replay
@@ -31,7 +31,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from .executor import engine_config
+from .executor import UNRULY, engine_config
 from .harness import (
     ASYNC_SCHEDULING,
     GRAMMAR_TIMEOUT_S,
@@ -619,6 +619,30 @@ def test_one_recording_is_enough(
     assert list(reproducers.iterdir()) == [path]
     for scheduler in ("vllm", "sparksched"):
         assert step_that_differs(path, scheduler) is None
+
+
+def test_a_recording_goes_on_with_vllm(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, reproducers: Path
+) -> None:
+    """What grammars answer vLLM's scheduler is in it, and so is its end, before executors end."""
+    path = reproducers / "asked-for.trace"
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "vllm")
+    monkeypatch.setenv("SPARKSCHED_RECORD", str(path))
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
+        scheduler = engine.core.scheduler
+        core = scheduler._core
+        scheduler._core = PlantedCore(core, fewer_tokens, "schedule", step=2)
+        add_long_requests(engine, "stays")
+        engine.step(4)
+        assert scheduler._vllm_decides
+        engine.add(structured_request("unruly", [UNRULY] * 20, regex=REGEX))
+        engine.run()
+        scheduler._core = core
+        engine.core.structured_output_manager.clear_backend()
+        assert isinstance([*Trace(path).events()][-1], End)
+    monkeypatch.delenv("SPARKSCHED_VERIFY")
+    assert any(event.rejected for event in Trace(path).events() if isinstance(event, Update))
+    assert step_that_differs(path, "vllm") is None
 
 
 def test_a_recording_that_is_full(
