@@ -276,6 +276,6 @@ def test_a_server_that_vllm_takes_over(taken_over: Observed) -> None:
     (difference,) = re.findall(r"the schedulers differ in step \d+ at (\S+)", taken_over.log)
     assert difference == "schedule().scheduled_new_reqs[0].block_ids[0][0]"
     assert "going on with vLLM's own scheduler" in taken_over.log
-    (reproducer,) = re.findall(r"sparksched replay (\S+);", taken_over.log)
+    (reproducer,) = re.findall(r"sparksched replay (\S+)", taken_over.log)
     assert Path(reproducer).stat().st_size > 0
     assert "steps verified, no difference" not in taken_over.log

@@ -1,8 +1,11 @@
 """`SPARKSCHED_VERIFY` in vLLM's real engine: what is planted is found, either side can go on."""
 
+import itertools
 import logging
 import os
+import pkgutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -12,21 +15,24 @@ from unittest import mock
 import pytest
 from sparksched import _core
 from sparksched.scheduler import SparkScheduler
-from sparksched.trace.events import Difference
+from sparksched.trace.events import Difference, End, Update
 from sparksched.trace.history import History
 from sparksched.trace.reader import Trace
 from sparksched.trace.replay import Replay
 from sparksched.trace.settings import UnrecordableError
 from sparksched.trace.writer import FileFullError, TraceFile
 from sparksched.verify import reproducer
-from sparksched.verify.report import SchedulersDifferError
+from sparksched.verify.events import NotedEvents
+from sparksched.verify.report import SchedulersDifferError, VerificationFailedError
 from sparksched.verify.scheduler import VerifyingScheduler
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import EventPublisher, EventPublisherFactory
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from .executor import engine_config
+from .executor import UNRULY, engine_config
 from .harness import (
     ASYNC_SCHEDULING,
     GRAMMAR_TIMEOUT_S,
@@ -58,7 +64,9 @@ def messages(model_directory: Path) -> Iterator[list[str]]:
 
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            messages.append(f"{record.levelname}: {record.getMessage()}")
+            cause = record.exc_info and record.exc_info[1]
+            because = f" {cause!r}" if cause else ""
+            messages.append(f"{record.levelname}: {record.getMessage()}{because}")
 
     handler = Collector(logging.INFO)
     logger = logging.getLogger("vllm.sparksched")
@@ -386,12 +394,200 @@ def test_what_reproduces_a_difference(
     monkeypatch.delenv("SPARKSCHED_VERIFY")
     (message,) = differences_in(messages)
     (path,) = reproducers.glob("sparksched-verify-*.trace")
-    assert f"to see it again: sparksched replay {path};" in message
+    assert f"its recording will be at {path};" in message
+    assert any(it.endswith(f"to see it again: sparksched replay {path}") for it in messages)
     assert path.stat().st_mode & 0o777 == 0o600
     (difference,) = [event for event in Trace(path).events() if isinstance(event, Difference)]
     assert difference.text in message
     for scheduler in ("vllm", "sparksched"):  # neither decides what was planted
         assert step_that_differs(path, scheduler) == PLANTED_STEP - 1
+
+
+# ----------------------------------------------------------------------------------------
+# What verification itself does wrong
+# ----------------------------------------------------------------------------------------
+
+OF_NEITHER_SCHEDULER = [
+    "scheduler.difference_of_outputs",
+    "scheduler.first_difference",
+    "scheduler.copy_of_runner_output",
+    "shadow.copy_of_request",
+    "shadow.take_over_changes",
+    "shadow.Shadow.pair",
+    "report.note_progress",
+]
+EACH_OF_THESE = pytest.mark.parametrize("broken", OF_NEITHER_SCHEDULER)
+
+
+def break_later(monkeypatch: pytest.MonkeyPatch, function: str, call: int = 5) -> None:
+    """Have a function of verification fail from one call on."""
+    path = f"sparksched.verify.{function}"
+    works, numbers = pkgutil.resolve_name(path), itertools.count(1)
+
+    def break_down(*arguments: Any, **settings: Any) -> Any:
+        if next(numbers) >= call:
+            raise RecursionError("broken")
+        return works(*arguments, **settings)
+
+    monkeypatch.setattr(path, break_down)
+
+
+@EACH_OF_THESE
+@pytest.mark.parametrize("goes_on", ["1", "vllm"])
+def test_ours_goes_on_without_verification(
+    goes_on: str,
+    broken: str,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    messages: list[str],
+    reproducers: Path,
+) -> None:
+    with running_engine(Choice.STOCK, model_directory, async_scheduling=True) as stock:
+        disturbed(stock)
+    monkeypatch.setenv("SPARKSCHED_VERIFY", goes_on)
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
+        break_later(monkeypatch, broken)
+        disturbed(engine)
+        assert engine.core.scheduler._shadow is None
+    assert engine.record.outputs == stock.record.outputs
+    (message,) = differences_in(messages)
+    assert "verification has failed: going on with sparksched's scheduler" in message
+    assert not any("no difference" in it for it in messages)
+    assert list(reproducers.iterdir()) == []
+
+
+@EACH_OF_THESE
+def test_an_engine_stops_that_can_not_be_verified(
+    broken: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "stop")
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
+        break_later(monkeypatch, broken)
+        with pytest.raises(VerificationFailedError):
+            disturbed(engine)
+    (message,) = differences_in(messages)
+    assert "verification has failed: stopping the engine" in message
+
+
+@pytest.mark.parametrize("broken", ["report.describe", "reproducer.Reproducer.keep"])
+def test_a_difference_that_can_not_be_told(
+    broken: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    """It was found nevertheless."""
+    break_later(monkeypatch, broken, call=1)
+    record = run_with_plant("block", "vllm", model_directory, monkeypatch, async_scheduling=False)
+    with running_engine(Choice.STOCK, model_directory, async_scheduling=False) as stock:
+        with_aborts(stock)
+    assert record.outputs == stock.record.outputs
+    failure, difference = differences_in(messages)
+    assert failure.endswith("RecursionError('broken')")
+    assert PLANTS["block"][2] in difference
+
+
+def test_vllm_can_not_take_over(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    break_later(monkeypatch, "shadow.Shadow.take_over", call=1)
+    record = run_with_plant("block", "vllm", model_directory, monkeypatch, async_scheduling=False)
+    assert record.finish_reasons
+    (message,) = differences_in(messages)
+    assert "verification has failed: going on with sparksched's scheduler" in message
+
+
+Batch = tuple[Any, ...]
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """Collect the KV cache events that leave an engine."""
+    batches: list[Batch] = []
+
+    def publish(batch: Any) -> None:
+        batches.append(tuple(batch.events))
+
+    publisher = mock.Mock(spec=EventPublisher)
+    publisher.publish.side_effect = publish
+    monkeypatch.setattr(EventPublisherFactory, "create", lambda *_: publisher)
+    return batches
+
+
+@pytest.mark.parametrize("plant", [None, "block"])
+@pytest.mark.parametrize("goes_on", ["vllm", "sparksched"])
+def test_events_are_of_the_side_that_is_followed(
+    goes_on: str,
+    plant: str | None,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    published: list[Batch],
+) -> None:
+    """Also in the call that differs, and each is published once."""
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    settings: Any = {"async_scheduling": False, "kv_events_config": config}
+    with running_engine(Choice.STOCK, model_directory, **settings) as stock:
+        with_aborts(stock)
+    expected, published[:] = list(published), []
+    monkeypatch.setenv("SPARKSCHED_VERIFY", goes_on)
+    with running_engine(Choice.PLUGIN, model_directory, **settings) as engine:
+        scheduler = engine.core.scheduler
+        if plant is not None:
+            lose_events(scheduler, batch=PLANTED_STEP)
+        with_aborts(engine)
+        assert scheduler._is_over == (plant is not None)
+    if plant is not None and goes_on == "sparksched":
+        expected[PLANTED_STEP - 1] = ()
+    assert published == expected
+
+
+def lose_events(scheduler: Any, batch: int) -> None:
+    """Have our side publish nothing of what one batch should have."""
+    noted, numbers = scheduler._events, itertools.count(1)
+
+    def publish(events: Any) -> None:
+        if next(numbers) == batch:
+            events.events = []
+        NotedEvents.publish(noted, events)
+
+    noted.publish = publish
+
+
+@pytest.fixture
+def hung_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Have the recorder's thread wait for the disk until the event."""
+    goes_on = threading.Event()
+    write = os.write
+
+    def write_late(descriptor: int, content: bytes) -> int:
+        if threading.current_thread().name == "sparksched-recorder":
+            goes_on.wait()
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", write_late)
+    yield goes_on
+    goes_on.set()
+
+
+def test_a_disk_that_hangs(
+    hung_disk: threading.Event,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    messages: list[str],
+    reproducers: Path,
+) -> None:
+    """The engine serves on; the recording is there once the disk is."""
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "vllm")
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
+        scheduler = engine.core.scheduler
+        core = scheduler._core
+        scheduler._core = PlantedCore(core, other_block, "schedule")
+        with_aborts(engine)
+        scheduler._core = core
+        (message,) = differences_in(messages)
+        assert "its recording will be at" in message
+        assert list(reproducers.iterdir()) == []
+        hung_disk.set()
+    monkeypatch.delenv("SPARKSCHED_VERIFY")
+    (path,) = reproducers.iterdir()
+    assert step_that_differs(path, "vllm") == PLANTED_STEP - 1
 
 
 def step_that_differs(path: Path, scheduler: str) -> int | None:
@@ -447,6 +643,30 @@ def test_one_recording_is_enough(
         assert step_that_differs(path, scheduler) is None
 
 
+def test_a_recording_goes_on_with_vllm(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, reproducers: Path
+) -> None:
+    """What grammars answer vLLM's scheduler is in it, and so is its end, before executors end."""
+    path = reproducers / "asked-for.trace"
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "vllm")
+    monkeypatch.setenv("SPARKSCHED_RECORD", str(path))
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
+        scheduler = engine.core.scheduler
+        core = scheduler._core
+        scheduler._core = PlantedCore(core, fewer_tokens, "schedule", step=2)
+        add_long_requests(engine, "stays")
+        engine.step(4)
+        assert scheduler._vllm_decides
+        engine.add(structured_request("unruly", [UNRULY] * 20, regex=REGEX))
+        engine.run()
+        scheduler._core = core
+        engine.core.structured_output_manager.clear_backend()
+        assert isinstance([*Trace(path).events()][-1], End)
+    monkeypatch.delenv("SPARKSCHED_VERIFY")
+    assert any(event.rejected for event in Trace(path).events() if isinstance(event, Update))
+    assert step_that_differs(path, "vllm") is None
+
+
 def test_a_recording_that_is_full(
     model_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -457,8 +677,11 @@ def test_a_recording_that_is_full(
     monkeypatch.setattr("sparksched.trace.writer.TraceFile.flush", full_file)
     record = run_with_plant("block", "vllm", model_directory, monkeypatch, async_scheduling=False)
     assert record.finish_reasons
-    (message,) = differences_in(messages)
-    assert "there is no recording of it" in message
+    assert len(differences_in(messages)) == 1
+    assert (
+        "WARNING: sparksched: the recording of the difference is lost: "
+        "the file has reached its size"
+    ) in messages
     assert list(reproducers.iterdir()) == []
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import stat
 import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 from differential.world import build_world, draw_configuration, vllm_environment
+from engine.conftest import warnings_of_sparksched
 from sparksched.trace import rebuild, writer
 from sparksched.trace.events import Arrive, Difference, End, Event, Ready, Step
 from sparksched.trace.history import History
@@ -21,6 +24,8 @@ from vllm.v1.request import RequestStatus
 
 from .samples import arrival, settings
 from .scenarios import events, record_scenario, replay
+
+__all__ = ["warnings_of_sparksched"]
 
 
 def record_player(path: Path) -> tuple[Any, Recorder]:
@@ -86,19 +91,84 @@ def test_nothing_is_left_of_a_recorder_that_was_closed(tmp_path: Path) -> None:
     assert (tmp_path / "trace").stat().st_size == size
 
 
-def test_more_than_the_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for the disk is bounded."""
-    monkeypatch.setattr(writer, "_MAX_BACKLOG", 100)
+class HungDisk:
+    """A disk that the writer's thread waits for."""
+
+    def __init__(self) -> None:
+        self.is_waited_for = threading.Event()
+        self.goes_on = threading.Event()
+
+    def flush(self, file: writer.TraceFile, flush: Callable[[writer.TraceFile], None]) -> None:
+        self.is_waited_for.set()
+        self.goes_on.wait()
+        flush(file)
+
+
+@pytest.fixture(name="disk")
+def _disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungDisk]:
+    disk, flush = HungDisk(), writer.TraceFile.flush
+    # The first turn of the thread goes to the disk.
+    monkeypatch.setattr(writer, "_FRAME_S", 0.0)
+    monkeypatch.setattr(writer.TraceFile, "flush", lambda file: disk.flush(file, flush))
+    yield disk
+    disk.goes_on.set()
+
+
+def arrivals(num_tokens: int) -> Callable[[Recorder], None]:
+    def arrive(recorder: Recorder) -> None:
+        recorder.add_request(request(num_prompt_tokens=num_tokens))
+
+    return arrive
+
+
+@pytest.mark.parametrize(
+    ("call", "most"),
+    [(lambda it: it.set_pause_state(0), 600), (arrivals(9), 600), (arrivals(20_000), 8)],
+    ids=["calls", "requests", "long prompts"],
+)
+def test_more_than_the_disk_takes(
+    call: Callable[[Recorder], None],
+    most: int,
+    disk: HungDisk,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings_of_sparksched: list[str],
+) -> None:
+    """What waits for the disk is bounded, in bytes, and gone with the recording."""
+    monkeypatch.setattr(writer, "_MAX_BACKLOG_BYTES", 1 << 20)
     _, recorder = record_player(tmp_path / "trace")
-    for _ in range(10_000):
-        recorder.set_pause_state(0)
-        if not recorder.is_recording:
-            break
-    assert not recorder.is_recording
+    disk.is_waited_for.wait()
+    num_calls = 0
+    while recorder.is_recording:
+        call(recorder)
+        num_calls += 1
+        assert num_calls <= most
+    assert not recorder._writer._notes
+    call(recorder)
+    assert not recorder._writer._notes
+    reason = "the disk takes less than the engine gives"
+    assert recorder.problem == reason
+    (warning,) = warnings_of_sparksched
+    assert warning.endswith(f"serving goes on: {reason}")
+    disk.goes_on.set()
     recorder.close()
-    (*others, end) = events(tmp_path / "trace")
-    assert len(others) >= 100
-    assert end == End(end.time, "the disk takes less than the engine gives")  # type: ignore[union-attr]
+    end = events(tmp_path / "trace")[-1]
+    assert end == End(end.time, reason)  # type: ignore[union-attr]
+
+
+def test_what_the_disk_takes_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_MAX_BACKLOG_BYTES", 1 << 20)
+    _, recorder = record_player(tmp_path / "trace")
+    for _ in range(20):
+        for _ in range(100):
+            recorder.set_pause_state(0)
+        while recorder._writer._notes:
+            time.sleep(0.001)
+    recorder.close()
+    assert recorder.problem is None
+    assert len(events(tmp_path / "trace")) == 2001
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,26 @@ def test_errors_are_named_and_not_shown(tmp_path: Path) -> None:
     assert shown(ValueError(f"{tmp_path} {SECRET}")) == "ValueError"
 
 
+class WithAttributes:
+    """An object that `==` only compares by identity."""
+
+    def __init__(self, **attributes: int) -> None:
+        vars(self).update(attributes)
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate"), [({"a": 1}, {}), ({}, {"a": 1}), ({"a": 1}, {"b": 1})]
+)
+def test_objects_with_different_attributes(
+    reference: dict[str, int], candidate: dict[str, int]
+) -> None:
+    pair = WithAttributes(**reference), WithAttributes(**candidate)
+    difference = first_difference(*pair, "it")
+    assert difference is not None
+    assert difference.path == "attributes of it"
+    assert (difference.reference, difference.candidate) == (list(reference), list(candidate))
+
+
 # ----------------------------------------------------------------------------------------
 # What vLLM's scheduler has of its own
 # ----------------------------------------------------------------------------------------

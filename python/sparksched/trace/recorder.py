@@ -62,6 +62,7 @@ class Recorder:
         with_tokens: Whether prompts and outputs are written; else what stands for them.
         max_bytes: Of the file, 65,536 or more.
         scheduler: Which scheduler it is: the name of its class.
+        is_named: Whether the file exists from now on; else from `keep()` on, or never.
 
     Raises:
         UnrecordableError: if the scheduler decides by something that a trace has no words for.
@@ -80,13 +81,14 @@ class Recorder:
         with_tokens: bool = False,
         max_bytes: int = environment.DEFAULT_RECORD_BYTES,
         scheduler: str = "SparkScheduler",
+        is_named: bool = True,
     ) -> None:
         settings = settings_of(
             vllm_config, kv_cache_config, block_size, hash_block_size, scheduler, with_tokens
         )
         self.path = Path(path)
         self._start = time.perf_counter()
-        file = TraceFile(self.path, max_bytes)
+        file = TraceFile(self.path, max_bytes, is_named=is_named)
         self._scribe = Scribe(
             file.append,
             segment_sizes(settings.hash_block_size, settings.num_hash_lookahead_tokens),
@@ -383,10 +385,21 @@ class Recorder:
         )
         self._writer.end(reason)
 
-    def close(self) -> None:
-        """End the recording, and wait until all of it is in the file."""
+    def keep(self, reason: str, when_kept: Callable[[str | None], None]) -> bool:
+        """End the recording, and have its file get its name. Returns at once.
+
+        Another thread calls `when_kept` when it has the name, with None, or with why it won't have
+        it. Returns False if the recording has ended already; then nothing is kept.
+        """
+        return self._writer.keep(reason, when_kept)
+
+    def close(self) -> bool:
+        """End the recording, and wait a little until all of it is in the file.
+
+        Returns whether it is. The first call waits, for two seconds at most, and no other does.
+        """
         self._writer.end("the engine was shut down")
-        self._writer.join()
+        return self._writer.join()
 
 
 def _refuse_unrecordable(request: "Request") -> None:

@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from sparksched import environment
 from sparksched.trace.recorder import Recorder
 from sparksched.trace.settings import UnrecordableError
+from sparksched.verify.grammars import AskedManager
 
 logger = init_logger("vllm.sparksched")
 
@@ -119,8 +120,11 @@ class _Recording:
             replacement = functools.partial(getattr(self, name), original)
             setattr(self._scheduler, name, self._unless_nested(original, replacement))
         manager = self._scheduler.structured_output_manager
-        for name in ("accept_tokens", "validate_tokens", "clear_backend"):
+        for name in ("accept_tokens", "validate_tokens"):
             setattr(manager, name, functools.partial(getattr(self, name), getattr(manager, name)))
+        # The engine knows nothing of the one that verification puts before its own.
+        engines = manager.manager if isinstance(manager, AskedManager) else manager
+        engines.clear_backend = functools.partial(self.clear_backend, engines.clear_backend)
 
     def _unless_nested(self, original: Call, replacement: Call) -> Call:
         """Leave what the scheduler asks of itself to the scheduler."""

@@ -1,6 +1,8 @@
 """The file that is being recorded, and the thread that fills it."""
 
+import contextlib
 import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -18,22 +20,35 @@ FULL: Final = "the file has reached its size"
 _FRAME_BYTES: Final = 256 << 10
 _FRAME_S: Final = 1.0
 _TURN_S: Final = 0.05
-_CLOSE_S: Final = 30.0
+_CLOSE_S: Final = 2.0
+"""For which the end of an engine waits for the disk; executors end only after it."""
 _RESERVED_BYTES: Final = 4096
 """For the last event."""
-_MAX_BACKLOG: Final = 1 << 14
-"""Calls that wait to be written: minutes of steps."""
+_MAX_BACKLOG_BYTES: Final = 64 << 20
+"""Of calls that wait to be written, with the lists that they hold: minutes of steps."""
+_NOTE_BYTES: Final = 2048
+"""Of a call without its lists."""
+_BYTES_AN_ITEM: Final = 8
 
-Note = tuple[Callable[..., None], tuple[Any, ...]]
+Note = tuple[Callable[..., None], tuple[Any, ...], int]
+
+
+# Never another file's contents, nor a place that somebody has prepared.
+_NEW_FILE: Final = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class TraceFile:
-    """Events, written as frames, up to a size."""
+    """Events, written as frames, up to a size.
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        # Never another file's contents, nor a place that somebody has prepared.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(path, flags, 0o600)
+    Without a name, the file is in the folder of its path, and gone when it is closed unless it was
+    given its name.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, *, is_named: bool = True) -> None:
+        self._path = path
+        self._descriptor = (
+            os.open(path, os.O_WRONLY | _NEW_FILE, 0o600) if is_named else _open_nameless(path)
+        )
         self._room = max_bytes - _RESERVED_BYTES
         # What doesn't fit is lost a frame at a time.
         self._frame_bytes = min(_FRAME_BYTES, max_bytes // 16)
@@ -70,12 +85,14 @@ class TraceFile:
             raise FileFullError(FULL)
         self._write(frame)
 
-    def close(self, end: End | None) -> None:
-        """Write the last event, if there is to be one, and close the file."""
+    def close(self, end: End | None, *, gets_name: bool = False) -> None:
+        """Write the last event, if there is to be one; name the file if it has none; close it."""
         self._events.clear()
         try:
             if end is not None:
                 self._write(trace_format.pack_frame(self._encoder.encode([end])))
+            if gets_name:
+                self._give_name()
         finally:
             os.close(self._descriptor)
 
@@ -90,6 +107,37 @@ class TraceFile:
             os.lseek(self._descriptor, self._size, os.SEEK_SET)
             raise
         self._size += written
+
+    def _give_name(self) -> None:
+        try:
+            # With a folder's descriptor, which an absolute path makes no use of, Python asks the
+            # system to follow the link in /proc; without one it doesn't.
+            link = f"/proc/self/fd/{self._descriptor}"
+            os.link(link, self._path, src_dir_fd=self._descriptor)
+        except OSError:
+            # The filesystem has no nameless files, or there is no /proc.
+            self._copy_to_name()
+
+    def _copy_to_name(self) -> None:
+        named = os.open(self._path, os.O_WRONLY | _NEW_FILE, 0o600)
+        try:
+            with os.fdopen(named, "wb") as copy, os.fdopen(os.dup(self._descriptor), "rb") as own:
+                own.seek(0)
+                shutil.copyfileobj(own, copy)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            raise
+
+
+def _open_nameless(path: Path) -> int:
+    try:
+        return os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except OSError:
+        # Not every filesystem can do that.
+        descriptor = os.open(path, os.O_RDWR | _NEW_FILE, 0o600)
+        path.unlink()
+        return descriptor
 
 
 class FileFullError(Exception):
@@ -113,8 +161,14 @@ class BackgroundWriter:
         self._now = now
         self._before_flush = before_flush
         self._notes: deque[Note] = deque()
+        # Each thread adds to one of these, so neither waits for the other.
+        self._noted_bytes = 0
+        self._carried_out_bytes = 0
         self._reason: str | None = None
         self._closing = threading.Event()
+        self._end_is_decided = threading.Lock()
+        self._when_kept: Callable[[str | None], None] | None = None
+        self._has_waited = False
         self.problem: str | None = None
         """Why nothing is recorded any more, unless it was asked for."""
         self._thread = threading.Thread(target=self._run, name="sparksched-recorder", daemon=True)
@@ -129,29 +183,55 @@ class BackgroundWriter:
         """Leave something to be written; nothing if the recording has ended."""
         if self._reason is not None:
             return
-        self._notes.append((carry_out, arguments))
-        if len(self._notes) > _MAX_BACKLOG:
-            self.end("the disk takes less than the engine gives")
+        size = _NOTE_BYTES + sum(map(_bytes_of, arguments))
+        self._notes.append((carry_out, arguments, size))
+        self._noted_bytes += size
+        if self._noted_bytes - self._carried_out_bytes > _MAX_BACKLOG_BYTES:
+            self._give_up("the disk takes less than the engine gives")
+            self._closing.set()
 
     def end(self, reason: str) -> None:
         """Write what was left so far, and that this is the end. Returns at once."""
-        if self._reason is None:
-            self._reason = reason
-            self._closing.set()
+        self._end(reason, None)
 
-    def join(self) -> None:
-        """Wait until the file is closed, or the disk has made us wait for long enough."""
-        self._thread.join(_CLOSE_S)
+    def keep(self, reason: str, when_kept: Callable[[str | None], None]) -> bool:
+        """End, and give a nameless file its name. Returns at once, False if it has ended already.
+
+        The thread tells `when_kept` what came of it: None, or what the problem was.
+        """
+        return self._end(reason, when_kept)
+
+    def _end(self, reason: str, when_kept: Callable[[str | None], None] | None) -> bool:
+        with self._end_is_decided:
+            if self._reason is not None:
+                return False
+            self._reason, self._when_kept = reason, when_kept
+        self._closing.set()
+        return True
+
+    def join(self) -> bool:
+        """Wait until the file is closed, or the disk has made us wait for long enough.
+
+        Returns whether it is closed. Who waits a second time has waited for long enough.
+        """
+        self._thread.join(0 if self._has_waited else _CLOSE_S)
+        is_closed = not self._thread.is_alive()
+        if not (is_closed or self._has_waited):
+            self.problem = self.problem or f"the disk has not taken all of it within {_CLOSE_S:g} s"
+            _warn(f"sparksched: the recording may have no end: {self.problem}")
+        self._has_waited = True
+        return is_closed
 
     def _run(self) -> None:
         try:
             self._write_notes()
         except FileFullError as error:
             self._give_up(str(error))
-            self._close(self._reason)
+            self._close(self._reason, str(error))
         except Exception as error:
-            self._give_up(f"{type(error).__name__}: {error}")
-            self._close(None)
+            problem = f"{type(error).__name__}: {error}"
+            self._give_up(problem)
+            self._close(None, problem)
         else:
             self._close(self._reason)
 
@@ -170,25 +250,55 @@ class BackgroundWriter:
         self._file.flush()
 
     def _carry_out_notes(self) -> None:
-        while self._notes:
-            carry_out, arguments = self._notes.popleft()
+        while (note := self._next_note()) is not None:
+            carry_out, arguments, size = note
             carry_out(*arguments)
+            self._carried_out_bytes += size
             # The engine's loop may be waiting for the interpreter.
             time.sleep(0)
 
-    def _give_up(self, problem: str) -> None:
-        self.problem = problem
-        self._reason = problem
-        self._notes.clear()
-        from vllm.logger import init_logger
-
-        init_logger("vllm.sparksched").warning(
-            "sparksched: the recording has ended, serving goes on: %s", problem
-        )
-
-    def _close(self, reason: str | None) -> None:
-        end = None if reason is None else End(self._now(), reason)
+    def _next_note(self) -> Note | None:
         try:
-            self._file.close(end)
+            return self._notes.popleft()
+        except IndexError:
+            # Also if the engine's loop has just given them up.
+            return None
+
+    def _give_up(self, problem: str) -> None:
+        """End without what was left so far, which keeps prompts in memory."""
+        with self._end_is_decided:
+            if self.problem is not None:
+                return
+            self.problem = problem
+            self._reason = problem
+        self._notes.clear()
+        _warn(f"sparksched: the recording has ended, serving goes on: {problem}")
+
+    def _close(self, reason: str | None, problem: str | None = None) -> None:
+        end = None if reason is None else End(self._now(), reason)
+        gets_name = self._when_kept is not None and problem is None
+        try:
+            self._file.close(end, gets_name=gets_name)
         except OSError as error:
-            self.problem = str(error)
+            self.problem = problem = str(error)
+        if self._when_kept is not None:
+            self._when_kept(problem)
+
+
+def _bytes_of(argument: Any) -> int:
+    """Return about how much memory an argument of a note keeps: that of its lists."""
+    if isinstance(argument, msgspec.Struct):
+        return sum(_bytes_of(getattr(argument, name)) for name in argument.__struct_fields__)
+    if not isinstance(argument, list | tuple):
+        return 0
+    size = _BYTES_AN_ITEM * len(argument)
+    # Lists of numbers and ids, the long ones, hold no others.
+    if not argument or isinstance(argument[0], int | str):
+        return size
+    return size + sum(map(_bytes_of, filter(None, argument)))
+
+
+def _warn(message: str) -> None:
+    from vllm.logger import init_logger
+
+    init_logger("vllm.sparksched").warning(message)

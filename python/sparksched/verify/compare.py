@@ -102,6 +102,8 @@ def _difference_of_fields(
     path: str,
     ignored_fields: Collection[str],
 ) -> Difference | None:
+    if _is_plain_object(reference) and vars(reference).keys() != vars(candidate).keys():
+        return Difference(f"attributes of {path}", sorted(vars(reference)), sorted(vars(candidate)))
     for name in fields:
         if name in ignored_fields:
             continue

@@ -1,11 +1,11 @@
-"""KV cache events of two schedulers, one of which is published."""
+"""KV cache events of two schedulers, those of one of which are published."""
 
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import EventBatch, EventPublisher
 
 
 class NotedEvents(EventPublisher):  # type: ignore[misc]
-    """Keeps what it is given, and passes it on if there is somebody to pass it on to."""
+    """Keeps what it is given until it is known whose decision counts; then that is published."""
 
     def __init__(self, publisher: EventPublisher | None = None) -> None:
         super().__init__()
@@ -13,10 +13,10 @@ class NotedEvents(EventPublisher):  # type: ignore[misc]
         self._batches: list[EventBatch] | None = []
 
     def publish(self, events: EventBatch) -> None:
-        """Note a batch, and publish it."""
+        """Note a batch, or publish it if nothing is noted any more."""
         if self._batches is not None:
             self._batches.append(events)
-        if self._publisher is not None:
+        elif self._publisher is not None:
             self._publisher.publish(events)
 
     def take(self) -> list[EventBatch]:

@@ -118,7 +118,7 @@ class RepeatingManager:
         if request.request_id in self._astray:
             return False
         if not self._repeats:
-            return bool(self._asked.manager.accept_tokens(request, new_token_ids))
+            return self._asked.accept_tokens(request, new_token_ids)
         question = Question.of("accept_tokens", request, new_token_ids)
         if self._is_next(question):
             return bool(self._asked.answers.popleft()[1])
@@ -127,7 +127,9 @@ class RepeatingManager:
 
     def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
         """Cut draft tokens before the first that the grammar rejects."""
-        if self._repeats and request.use_structured_output:
+        if not self._repeats:
+            return self._asked.validate_tokens(request, spec_tokens)
+        if request.use_structured_output:
             question = Question.of("validate_tokens", request, spec_tokens)
             if self._is_next(question):
                 return list(self._asked.answers.popleft()[1])
@@ -171,5 +173,7 @@ class RepeatingManager:
         """Have the grammars answer vLLM's scheduler, which is the only one from now on.
 
         A request whose grammar has gone astray is ended with an error when it gets its next tokens.
+        It asks by way of ours, as which the answers are recorded.
         """
         self._repeats = False
+        self._asked.forget_answers()

@@ -23,6 +23,10 @@ class SchedulersDifferError(RuntimeError):
     """Ours has decided something else than vLLM's, and the engine was to stop then."""
 
 
+class VerificationFailedError(RuntimeError):
+    """Nothing is verified any more, and the engine was to stop at a difference."""
+
+
 def announce(stock: Any, goes_on: environment.Verification) -> None:
     """Say at the start what happens and what it costs."""
     logger.info(
@@ -56,6 +60,25 @@ def report(found: str, how_to_see: str, goes_on: environment.Verification) -> No
         raise SchedulersDifferError(
             f"{found} ({environment.VERIFY}=stop ends the engine at the first difference)"
         )
+
+
+def note_failure(what: str, error: Exception) -> None:
+    """Log an error that is of verification, and of neither scheduler."""
+    logger.error("sparksched: verification has failed: %s.", what, exc_info=error)
+
+
+def report_failure(error: Exception, goes_on: environment.Verification) -> None:
+    """Log that nothing is verified any more; raise an error if the engine is to stop.
+
+    Raises:
+        VerificationFailedError: if `goes_on` is "stop".
+
+    """
+    note_failure(_GOING_ON["stop" if goes_on == "stop" else "sparksched"], error)
+    if goes_on == "stop":
+        raise VerificationFailedError(
+            f"{type(error).__name__} in verification ({environment.VERIFY}=stop ends the engine)"
+        ) from error
 
 
 def describe(difference: Difference, step: int) -> str:

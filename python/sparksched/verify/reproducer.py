@@ -1,17 +1,16 @@
 """The file that shows a difference again: a recording of the engine since it was started.
 
 It is begun with the engine and is without tokens. It has no name until there is a difference, so
-that nothing stays behind otherwise, however the engine ends.
+that nothing stays behind otherwise, however the engine ends. The engine's loop never waits for it.
 """
 
 import functools
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -23,6 +22,8 @@ from sparksched.trace.recording import recording_by
 from sparksched.trace.settings import UnrecordableError
 
 logger = init_logger("vllm.sparksched")
+
+NO_RECORDING: Final = "there is no recording of it"
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -42,6 +43,7 @@ class Reproducer:
         hash_block_size: int,
     ) -> None:
         self._recording: Any = None
+        self._recorder: Recorder | None = None
         if environment.recorded_to() is not None:
             return
         name = f"sparksched-verify-{os.getpid()}-{secrets.token_hex(4)}.trace"
@@ -54,9 +56,8 @@ class Reproducer:
                 block_size,
                 hash_block_size,
                 max_bytes=environment.record_bytes(),
+                is_named=False,
             )
-            self._file = self._path.open("rb")
-            self._path.unlink()
         except (UnrecordableError, OSError) as error:
             logger.warning("sparksched: a difference would have no reproducer: %s", error)
             return
@@ -69,41 +70,46 @@ class Reproducer:
         return functools.partial(getattr(self._recording, name), method)  # type: ignore[return-value]
 
     def keep(self, difference: str) -> str:
-        """End the recording with what differs; return in words how to see it again."""
-        if self._recording is None:
+        """End the recording with what differs; return in words where it will be.
+
+        The log says when it is there.
+        """
+        if self._recording is None or self._recorder is None:
             return self._elsewhere()
         self._recorder.difference(difference)
-        self._end()
-        with self._file:
-            if self._recorder.problem is not None or not self._saved():
-                return self._elsewhere()
-        return f"to see it again: sparksched replay {self._path}"
+        self._let_go()
+        if not self._recorder.keep("the schedulers differ", self._tell):
+            return self._elsewhere()
+        return f"its recording will be at {self._path}"
 
-    def _saved(self) -> bool:
-        """Give the recording its name; return whether that could be done."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        try:
-            with os.fdopen(os.open(self._path, flags, 0o600), "wb") as named:
-                shutil.copyfileobj(self._file, named)
-        except OSError as error:
-            self._path.unlink(missing_ok=True)
-            logger.warning("sparksched: the recording of the difference is lost: %s", error)
-            return False
-        return True
+    def _tell(self, problem: str | None) -> None:
+        if problem is None:
+            logger.info(
+                "sparksched: the difference is recorded; to see it again: sparksched replay %s",
+                self._path,
+            )
+        else:
+            logger.warning("sparksched: the recording of the difference is lost: %s", problem)
 
     @staticmethod
     def _elsewhere() -> str:
         if environment.recorded_to() is None:
-            return "there is no recording of it"
+            return NO_RECORDING
         return f"to see it again: replay what {environment.RECORD} has recorded"
 
-    def discard(self) -> None:
-        """End the recording; there is nothing in it to reproduce."""
+    def close(self) -> None:
+        """Wait a little for what is kept; if nothing is, the recording is gone."""
         if self._recording is not None:
-            self._end()
-            self._file.close()
+            self._let_go()
+        if self._recorder is not None:
+            self._recorder.close()
 
-    def _end(self) -> None:
+    def discard(self) -> None:
+        """End the recording without a wait: nobody looks for differences any more."""
+        if self._recording is not None and self._recorder is not None:
+            self._let_go()
+            self._recorder.give_up("nothing is verified any more")
+
+    def _let_go(self) -> None:
         recording, self._recording = self._recording, None
         recording.gates.remove()
-        self._recorder.close()

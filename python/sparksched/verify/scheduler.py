@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import EventBatch
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -30,8 +31,8 @@ from sparksched.verify.events import NotedEvents
 from sparksched.verify.grammars import AskedManager
 from sparksched.verify.outcome import Outcome, outcome_of
 from sparksched.verify.outputs import IGNORED_FIELDS, difference_of_outputs
-from sparksched.verify.reproducer import Reproducer
-from sparksched.verify.shadow import Shadow, ids_and_clients
+from sparksched.verify.reproducer import NO_RECORDING, Reproducer
+from sparksched.verify.shadow import CopyError, Shadow, ids_and_clients
 
 Result = TypeVar("Result")
 
@@ -51,10 +52,12 @@ def _difference_of_ended(
 class VerifyingScheduler(SparkScheduler):
     """Schedules as `SparkScheduler`, and has vLLM's own scheduler check each step.
 
-    `SPARKSCHED_VERIFY` says who goes on after the first difference. Nothing is compared after it.
+    `SPARKSCHED_VERIFY` says who goes on after the first difference. Nothing is compared after it,
+    nor after an error of verification itself: then ours goes on.
 
     Raises:
         SchedulersDifferError: from the call in which they differ, if the engine is to stop.
+        VerificationFailedError: from the call that can't be verified, if the engine is to stop.
 
     """
 
@@ -126,13 +129,13 @@ class VerifyingScheduler(SparkScheduler):
 
         Once vLLM's scheduler decides, all clients get `EngineCoreOutputs`.
         """
-        ours = self._recorded("update_from_output", super().update_from_output)
         # Schedulers cut it.
-        twin = model_runner_output if self._is_over else copy_of_runner_output(model_runner_output)
+        twin = self._copied(lambda _: copy_of_runner_output(model_runner_output))
+        ours = self._recorded("update_from_output", super().update_from_output)
         return self._both(
             "update_from_output()",
             lambda: ours(scheduler_output, model_runner_output),
-            lambda shadow: shadow.update_from_output(scheduler_output, twin),
+            lambda shadow: shadow.update_from_output(scheduler_output, twin.get()),
             compare=difference_of_outputs,
         )
 
@@ -164,12 +167,10 @@ class VerifyingScheduler(SparkScheduler):
 
     def add_request(self, request: Request) -> None:
         """Put a request into the queue. See `SparkScheduler.add_request`."""
+        # Before ours has changed anything of it. A copy that fails ends the recording: what is
+        # recorded is asked for after it.
+        twin = self._copied(lambda shadow: shadow.copy_of_request(request))
         ours = self._recorded("add_request", super().add_request)
-        if self._shadow is None:
-            ours(request)
-            return
-        # Before ours has changed anything of it.
-        twin = outcome_of(functools.partial(self._shadow.copy_of_request, request))
         hashes = list(request.block_hashes)
 
         def add_ours() -> list[Any]:
@@ -233,22 +234,22 @@ class VerifyingScheduler(SparkScheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the draft tokens for the next step, as far as grammars accept them."""
+        twin = self._copied(lambda _: copy.deepcopy(draft_token_ids))
         ours = self._recorded("update_draft_token_ids", super().update_draft_token_ids)
-        twin = copy.deepcopy(draft_token_ids)
         self._both(
             "update_draft_token_ids()",
             lambda: ours(draft_token_ids),
-            lambda shadow: shadow.scheduler.update_draft_token_ids(twin),
+            lambda shadow: shadow.scheduler.update_draft_token_ids(twin.get()),
         )
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
         """Put draft tokens in the place of a scheduled step's placeholders."""
+        twin = self._copied(lambda _: copy.deepcopy(draft_token_ids))
         ours = self._recorded(
             "update_draft_token_ids_in_output", super().update_draft_token_ids_in_output
         )
-        twin = copy.deepcopy(draft_token_ids)
         before = copy.copy(scheduler_output.scheduled_spec_decode_tokens)
 
         def update_ours() -> dict[str, Any]:
@@ -258,7 +259,7 @@ class VerifyingScheduler(SparkScheduler):
         def update_theirs(shadow: Shadow) -> dict[str, Any]:
             own = shadow.own(scheduler_output)
             own.scheduled_spec_decode_tokens = dict(before)
-            shadow.scheduler.update_draft_token_ids_in_output(twin, own)
+            shadow.scheduler.update_draft_token_ids_in_output(twin.get(), own)
             return _drafts_of(own)
 
         decided = self._both("update_draft_token_ids_in_output()", update_ours, update_theirs)
@@ -320,10 +321,12 @@ class VerifyingScheduler(SparkScheduler):
 
     def shutdown(self) -> None:
         """Stop publishing KV cache events; say what was verified."""
-        if not self._is_over:
-            report.summarise(self._num_steps)
-        self._reproducer.discard()
-        super().shutdown()
+        try:
+            if not self._is_over:
+                report.summarise(self._num_steps)
+            self._reproducer.close()
+        finally:
+            super().shutdown()
 
     # ---- both, and what becomes of a difference ----
 
@@ -359,13 +362,22 @@ class VerifyingScheduler(SparkScheduler):
         if self._vllm_decides:
             return theirs(shadow)
         candidate, reference = outcome_of(ours), outcome_of(lambda: theirs(shadow))
-        difference = self._difference(shadow, call, reference, candidate, compare)
-        if difference is not None:
-            self._settle(shadow, difference)
-            return (reference if self._vllm_decides else candidate).get()
-        if agreed is not None and candidate.error is None:
-            agreed(shadow, candidate.get(), reference.get())
-        return candidate.get()
+        events = shadow.events.take(), self._events.take()
+        outcomes = reference, candidate
+
+        def difference() -> Difference | None:
+            found = self._difference(shadow, call, outcomes, events, compare)
+            if found is None and agreed is not None and candidate.error is None:
+                agreed(shadow, candidate.get(), reference.get())
+            return found
+
+        self._settle(shadow, outcome_of(difference))
+        decided, decided_events = (
+            (reference, events[0]) if self._vllm_decides else (candidate, events[1])
+        )
+        for batch in decided_events:
+            self._publisher.publish(batch)
+        return decided.get()
 
     def _agreed_on_step(
         self, shadow: Shadow, ours: SchedulerOutput, theirs: SchedulerOutput
@@ -377,11 +389,14 @@ class VerifyingScheduler(SparkScheduler):
         self,
         shadow: Shadow,
         call: str,
-        reference: Outcome[Any],
-        candidate: Outcome[Any],
+        outcomes: tuple[Outcome[Any], Outcome[Any]],
+        events: tuple[list[EventBatch], list[EventBatch]],
         compare: _Comparison,
     ) -> Difference | None:
-        events = shadow.events.take(), self._events.take()
+        """Return in what the sides differ; of each pair vLLM's comes first."""
+        reference, candidate = outcomes
+        if isinstance(reference.error, CopyError):
+            raise reference.error
         unexpected = shadow.grammars.take_unexpected()
         if type(reference.error) is not type(candidate.error):
             return Difference(f"error of {call}", reference.error, candidate.error)
@@ -393,18 +408,60 @@ class VerifyingScheduler(SparkScheduler):
             return first_difference(*unexpected, f"question to a grammar in {call}")
         return first_difference(*events, f"KV cache events of {call}", IGNORED_FIELDS)
 
-    def _settle(self, shadow: Shadow, difference: Difference) -> None:
+    def _copied(self, copy_for: Callable[[Shadow], Result]) -> Outcome[Result]:
+        """Copy for vLLM's side, as long as there is one; a copy that fails ends verification."""
+        if self._shadow is None:
+            return Outcome(None)
+        copied = outcome_of(functools.partial(copy_for, self._shadow))
+        if copied.error is not None and not self._vllm_decides:
+            self._fail(copied.error)
+        return copied
+
+    def _settle(self, shadow: Shadow, found: Outcome[Difference | None]) -> None:
+        """Let one side go on alone if there is a difference, or if nobody can say."""
+        if found.error is None and found.value is not None and self._goes_on == "vllm":
+            taken_over = outcome_of(lambda: shadow.take_over(self._publisher))
+            found = Outcome(found.value, taken_over.error)
+        if found.error is not None:
+            self._fail(found.error)
+        elif found.value is not None:
+            self._report(found.value)
+
+    def _report(self, difference: Difference) -> None:
         """Report a difference, and let one side go on alone."""
-        self._events.publish_only(self._publisher)
         self._vllm_decides = self._goes_on == "vllm"
         if self._vllm_decides:
-            shadow.take_over(self._publisher)
             self.report_no_more()
+            self._events.publish_only(self._publisher)
         else:
-            self._shadow = None
-            self.structured_output_manager.forget_answers()
-        found = report.describe(difference, self._num_steps - 1)
-        report.report(found, self._reproducer.keep(found), self._goes_on)
+            self._go_on_with_ours()
+        step = self._num_steps - 1
+        path = f"the schedulers differ in step {step} at {difference.path}"
+        found = _in_words(lambda: report.describe(difference, step), otherwise=path)
+        where = _in_words(lambda: self._reproducer.keep(found), otherwise=NO_RECORDING)
+        if self._goes_on == "stop":
+            # Nothing is scheduled any more, and soon the process is gone.
+            self._reproducer.close()
+        report.report(found, where, self._goes_on)
+
+    def _fail(self, error: Exception) -> None:
+        """End verification for an error that is of neither scheduler."""
+        self._go_on_with_ours()
+        self._reproducer.discard()
+        report.report_failure(error, self._goes_on)
+
+    def _go_on_with_ours(self) -> None:
+        self._shadow = None
+        self._events.publish_only(self._publisher)
+        self.structured_output_manager.forget_answers()
+
+
+def _in_words(say: Callable[[], str], otherwise: str) -> str:
+    said = outcome_of(say)
+    if said.error is not None:
+        report.note_failure("a difference can't be described or recorded", said.error)
+        return otherwise
+    return said.get()
 
 
 def _drafts_of(output: SchedulerOutput) -> dict[str, Any]:

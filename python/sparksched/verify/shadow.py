@@ -24,6 +24,10 @@ from sparksched.verify.events import NotedEvents
 from sparksched.verify.grammars import AskedManager, GrammarAsSeen, RepeatingManager
 
 
+class CopyError(Exception):
+    """What is to be copied for vLLM's scheduler couldn't be: that one wasn't asked."""
+
+
 class Shadow:
     """vLLM's scheduler with requests and steps of its own.
 
@@ -78,7 +82,10 @@ class Shadow:
         """Return this side's output for the step: the same one if this side has made it."""
         _, own = self._steps.get(id(output), (None, output))
         if own is not output:
-            take_over_changes(own, output)
+            try:
+                take_over_changes(own, output)
+            except Exception as error:
+                raise CopyError("a step can't be copied") from error
         return own
 
     def update_from_output(
