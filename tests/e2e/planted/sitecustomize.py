@@ -31,14 +31,14 @@ class PlantedCore:
 
 
 def plant(module: ModuleType) -> None:
-    """Have each verifying scheduler be built with such a core."""
-    build = module.VerifyingScheduler.__init__
+    """Have each verifying scheduler get such a core, once the metrics have got the real one."""
+    report_to = module.VerifyingScheduler.report_to
 
-    def build_planted(self: Any, *arguments: Any, **settings: Any) -> None:
-        build(self, *arguments, **settings)
+    def report_to_and_plant(self: Any, meters: Any) -> None:
+        report_to(self, meters)
         self._core = PlantedCore(self._core)
 
-    module.VerifyingScheduler.__init__ = build_planted
+    module.VerifyingScheduler.report_to = report_to_and_plant
 
 
 patching.after_import("sparksched.verify.scheduler", plant)
