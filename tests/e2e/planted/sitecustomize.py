@@ -8,7 +8,7 @@ from typing import Any
 
 from sparksched import patching
 
-NUM_GOOD_STEPS = 100
+NUM_GOOD_STEPS = 20
 
 
 class PlantedCore:
