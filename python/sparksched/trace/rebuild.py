@@ -207,6 +207,9 @@ def _speculative_config(settings: Settings) -> Any:
         max_num_new_slots_for_drafting=speculation.max_num_new_slots,
         disable_lookahead_block_hashes=settings.num_hash_lookahead_tokens == 0,
         draft_model_config=SimpleNamespace(hf_config=drafter),
+        # vLLM 0.33.0 asks for these two to warn of a setting, of which the replay needs no warning.
+        needs_eagle_block_drop=answers["use_eagle_block_drop"],
+        disable_eagle_block_drop=False,
         **answers,
     )
 
