@@ -150,7 +150,6 @@ class Simulation:
             return True
         if self._aborts:
             self._now = max(self._now, self._aborts[0][0])
-            self._let_arrive()
             return True
         return bool(self._scheduler.has_finished_requests())
 
