@@ -288,6 +288,7 @@ class EngineSide(Side):
         engine = EngineCoreProc.__new__(EngineCoreProc)
         engine.vllm_config = self._vllm_config
         engine.engine_index = 0
+        engine.log_stats = False
         engine.input_queue = queue.Queue()
         engine.output_queue = queue.Queue()
         engine.aborts_queue = queue.Queue()

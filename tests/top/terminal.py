@@ -11,7 +11,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 COMMAND = [sys.executable, "-m", "sparksched.cli", "top"]
@@ -41,8 +41,21 @@ class Terminal:
         deadline = time.monotonic() + TIMEOUT_S
         while what not in self.text:
             assert time.monotonic() < deadline, f"waited for {what!r} in:\n{self.text}"
-            readable, _, _ = select.select([self.master], [], [], 0.2)
-            if readable:
+            self._read()
+
+    def wait_for_end(self) -> int:
+        """Read until the command has ended, which a full terminal would hold up."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"it doesn't end:\n{self.text}"
+            self._read()
+        return self.process.returncode
+
+    def _read(self) -> None:
+        readable, _, _ = select.select([self.master], [], [], 0.2)
+        if readable:
+            # A terminal that nobody has open any more is an error.
+            with suppress(OSError):
                 read = os.read(self.master, 1 << 16).decode(errors="replace")
                 self.text += _ESCAPES.sub("", _TO_A_PLACE.sub("\n", read))
 

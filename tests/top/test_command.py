@@ -108,7 +108,7 @@ def test_a_live_view_of_80_columns_ends_when_told_to() -> None:
         assert "deliver to streams" in screen.text
         assert screen.longest_line <= COLUMNS
         screen.process.send_signal(signal.SIGINT)
-        assert screen.process.wait(20) == 0
+        assert screen.wait_for_end() == 0
 
 
 def test_a_server_may_go_away_and_come_back() -> None:

@@ -7,6 +7,7 @@ import ctypes
 import os
 import resource
 import subprocess
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -276,6 +277,8 @@ def _lack(which: int, value: Callable[[], int]) -> None:
     make = _core.EngineRings
 
     def make_limited(*args: Any, **kwargs: Any) -> Any:
+        # The limit is the whole process's: vLLM's other threads have made their sockets by then.
+        time.sleep(0.5)
         with limit(which, value()):
             return make(*args, **kwargs)
 
