@@ -392,21 +392,22 @@ def measure(scale: int) -> dict[str, Any]:
 
 def measure_verified(scale: int) -> list[dict[str, Any]]:
     """Measure what a step costs if both schedulers decide it, beside vLLM's alone."""
-    with Progress(len(VERIFIED_STEPS)) as progress, vllm_environment(GPT_OSS):
-        rows = []
-        for count, steps in VERIFIED_STEPS.items():
-            progress.begin(f"verified, {count} requests")
-            rows.append(measure_decode(count, scale * steps, sides=VERIFIED_SIDES))
-        return rows
+    return _measure_beside(VERIFIED_SIDES, "verified", VERIFIED_STEPS, scale)
 
 
 def measure_counted(scale: int) -> list[dict[str, Any]]:
     """Measure what a step costs with and without metrics."""
-    with Progress(len(DECODE_STEPS)) as progress, vllm_environment(GPT_OSS):
+    return _measure_beside(COUNTED_SIDES, "with and without metrics", DECODE_STEPS, scale)
+
+
+def _measure_beside(
+    sides: tuple[str, ...], what: str, steps_by_count: dict[int, int], scale: int
+) -> list[dict[str, Any]]:
+    with Progress(len(steps_by_count)) as progress, vllm_environment(GPT_OSS):
         rows = []
-        for count, steps in DECODE_STEPS.items():
-            progress.begin(f"with and without metrics, {count} requests")
-            rows.append(measure_decode(count, scale * steps, sides=COUNTED_SIDES))
+        for count, steps in steps_by_count.items():
+            progress.begin(f"{what}, {count} requests")
+            rows.append(measure_decode(count, scale * steps, sides=sides))
         return rows
 
 

@@ -63,9 +63,7 @@ def _beginning_async(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     async def get_output_async(self: "AsyncMPClient") -> "EngineCoreOutputs":
         outputs = await original(self)
-        deliveries = getattr(self.resources, "sparksched_deliveries", None)
-        if deliveries is not None:
-            deliveries.begin(outputs)
+        _begin(self, outputs)
         return outputs
 
     return get_output_async
@@ -75,12 +73,16 @@ def _beginning(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     def get_output(self: "SyncMPClient") -> "EngineCoreOutputs":
         outputs = original(self)
-        deliveries = getattr(self.resources, "sparksched_deliveries", None)
-        if deliveries is not None:
-            deliveries.begin(outputs)
+        _begin(self, outputs)
         return outputs
 
     return get_output
+
+
+def _begin(client: "AsyncMPClient | SyncMPClient", outputs: "EngineCoreOutputs") -> None:
+    deliveries = getattr(client.resources, "sparksched_deliveries", None)
+    if deliveries is not None:
+        deliveries.begin(outputs)
 
 
 def _ending(original: patching.Function) -> patching.Function:
