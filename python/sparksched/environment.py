@@ -2,8 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Literal, TypeVar
 
 SCHEDULER = "VLLM_SCHEDULER"
 STRICT = "SPARKSCHED_STRICT"
@@ -171,3 +171,19 @@ def _choice(name: str, what: str, allowed: Sequence[_Value], default: _Value) ->
 def _alternatives(values: Iterable[str]) -> str:
     *others, last = (repr(value) for value in values)
     return f"{', '.join(others)} and {last}"
+
+
+READERS: Final[tuple[Callable[[], object], ...]] = (
+    is_selected,
+    is_strict,
+    transport,
+    replaces_front_end,
+    verification,
+    shows_metrics,
+    ring_bytes,
+    stuck_after_s,
+    recorded_to,
+    records_tokens,
+    record_bytes,
+)
+"""All that read a variable: each raises a ValueError that names what is wrong with it."""

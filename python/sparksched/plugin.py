@@ -45,16 +45,8 @@ def register() -> None:
 
 def _check_environment() -> None:
     """Report mistyped values here, not when they are needed."""
-    environment.is_strict()
-    environment.transport()
-    environment.replaces_front_end()
-    environment.verification()
-    environment.shows_metrics()
-    environment.ring_bytes()
-    environment.stuck_after_s()
-    environment.recorded_to()
-    environment.records_tokens()
-    environment.record_bytes()
+    for read in environment.READERS:
+        read()
 
 
 def _load_extension() -> None:

@@ -4,7 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from sparksched import environment, releases
@@ -45,21 +45,8 @@ def _extension() -> Finding:
 
 def _variables() -> Iterator[Finding]:
     topic = "environment"
-    readers: tuple[Callable[[], object], ...] = (
-        environment.is_selected,
-        environment.is_strict,
-        environment.transport,
-        environment.replaces_front_end,
-        environment.verification,
-        environment.shows_metrics,
-        environment.ring_bytes,
-        environment.stuck_after_s,
-        environment.recorded_to,
-        environment.records_tokens,
-        environment.record_bytes,
-    )
     are_good = True
-    for read in readers:
+    for read in environment.READERS:
         try:
             read()
         except ValueError as error:
