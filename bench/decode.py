@@ -16,6 +16,9 @@ which are the same for both schedulers.
   streams, after everything else (`bench.serving.trace`).
 - `--cores N` confines API server and engine, once they are up, and the load to other processors, if
   there are any.
+- `--layout` spreads a model over several GPUs: `tp2` by tensor, `pp2` by pipeline, `dp2` by data
+  parallelism, also combined, as `tp2dp2`. With several engines vLLM starts as many API servers;
+  CPU times are those of all of them, phases those of the first engine.
 - `--compare-streams`: greedy requests, scheduled from the same step on, and whether both
   schedulers bring the same tokens; each server does it twice, to show what differs by itself.
 
@@ -25,9 +28,11 @@ the last one was stopped, and tries again what had failed.
     python -m bench.decode --model tiny|gpt-oss-20b|gpt-oss-120b|Qwen2-1.5B|DIRECTORY [--json FILE]
         [--concurrency N,...] [--schedulers stock,sparksched] [--mode async,sync] [--cores all,2]
         [--driver asyncllm,http] [--workload decode,mixed,prefix] [--compare-streams] [--quick]
+        [--layout 1,tp2,pp2,dp2]
 """
 
 import argparse
+import itertools
 import signal
 import sys
 import tempfile
@@ -40,8 +45,9 @@ from typing import Any
 
 from bench.header import NO_GPU, describe_run
 from bench.progress import Progress
-from bench.serving.benchmark import Benchmark, OutOfTimeError
+from bench.serving.benchmark import Benchmark, OutOfTimeError, Subject
 from bench.serving.drivers import ASYNCLLM, DRIVERS, HTTP
+from bench.serving.layouts import Layout, LayoutError
 from bench.serving.measure import EFFORT, QUICK_EFFORT, Effort
 from bench.serving.models import NAMES, ModelError
 from bench.serving.plan import ALL, Plan
@@ -56,7 +62,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _leave)
     run = describe_run()
     gpu = None if run["gpu"] == NO_GPU else str(run["gpu"])
-    plan = _plan(options, gpu)
+    subjects = _subjects(options)
+    plan = _plan(options, tuple(subjects), gpu)
     try:
         store = Store(options.json, run | {"options": " ".join(sys.argv[1:])})
     except StoreError as error:
@@ -69,7 +76,7 @@ def main() -> int:
             work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="decode-")))
         benchmark = Benchmark(
             plan=plan,
-            sources={Path(it).name: it for it in options.model},
+            subjects=subjects,
             effort=_effort(options),
             store=store,
             progress=progress,
@@ -120,6 +127,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--schedulers", default=SIDES, help=", ".join(SIDES), **listed)
     parser.add_argument("--mode", help="async, sync; default: what the machine can do", **listed)
     parser.add_argument("--cores", default=(ALL,), help="all, or how many processors", **listed)
+    parser.add_argument(
+        "--layout",
+        type=_layouts,
+        default=(Layout(),),
+        metavar="A,...",
+        help="1, tp2, pp2, dp2, ...",
+    )
     parser.add_argument("--driver", default=(ASYNCLLM, HTTP), help=", ".join(DRIVERS), **listed)
     parser.add_argument("--workload", default=(DECODE,), help=", ".join(KINDS), **listed)
     parser.add_argument("--json", type=Path, metavar="FILE", help="results; to go on with, too")
@@ -151,15 +165,30 @@ def _options() -> argparse.Namespace:
     return options
 
 
+def _layouts(text: str) -> tuple[Layout, ...]:
+    try:
+        return tuple(Layout.named(name) for name in _names(text))
+    except LayoutError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split(",") if part)
 
 
-def _plan(options: argparse.Namespace, gpu: str | None) -> Plan:
+def _subjects(options: argparse.Namespace) -> dict[str, Subject]:
+    """Return the models in each layout, by what the result calls them."""
+    return {
+        layout.label(Path(source).name): Subject(source, layout)
+        for source, layout in itertools.product(options.model, options.layout)
+    }
+
+
+def _plan(options: argparse.Namespace, models: tuple[str, ...], gpu: str | None) -> Plan:
     # vLLM's CPU platform schedules synchronously, whatever it is asked for.
     modes = options.mode or ((ASYNC,) if gpu else (SYNC,))
     return Plan(
-        models=tuple(Path(it).name for it in options.model),
+        models=models,
         schedulers=options.schedulers,
         modes=modes,
         cores=options.cores,

@@ -1,7 +1,7 @@
 """What the benchmark does inside a vLLM API server: drive its `AsyncLLM`, and time what arrives.
 
-The server listens at a Unix socket for one benchmark. A thread waits for its commands, which are
-then run in the event loop, as everything that the server does. See `bench.serving.remote`.
+Each API server listens at a Unix socket for one benchmark. A thread waits for its commands, which
+are then run in the event loop, as everything that the server does. See `bench.serving.remote`.
 """
 
 import asyncio
@@ -24,15 +24,21 @@ LATEST_S = 120.0
 """Whatever takes longer will never come."""
 
 
+def address_of(address: str, index: int) -> str:
+    """Return where one of several API servers listens."""
+    return f"{address}-{index}"
+
+
 def install(entry: Any, address: str) -> None:
-    """Have the server listen as soon as it has its engine."""
+    """Have the server listen as soon as it has its engines."""
     original = entry.init_app_state
 
     @functools.wraps(original)
     async def init_app_state(engine_client: Any, *args: Any, **kwargs: Any) -> None:
         await original(engine_client, *args, **kwargs)
         control = Control(engine_client, asyncio.get_running_loop())
-        listener = Listener(address, family="AF_UNIX")
+        index = engine_client.engine_core.client_index
+        listener = Listener(address_of(address, index), family="AF_UNIX")
         threading.Thread(target=control.serve, args=(listener,), daemon=True).start()
 
     entry.init_app_state = init_app_state
@@ -70,23 +76,36 @@ class Control:
             connection.send((number, "error", traceback.format_exc()))
 
     async def on_describe(self, notify: Any) -> dict[str, Any]:
-        """Return what runs in this process and in the engine's."""
-        rings = getattr(self._llm.engine_core.resources, "sparksched_rings", None)
+        """Return what runs in this process and in the engines'."""
+        client = self._llm.engine_core
+        rings = getattr(client.resources, "sparksched_rings", None)
         return {
             "pid": os.getpid(),
             "threads": thread_names(),
+            "num_api_servers": client.client_count,
             "transport": "rings" if rings is not None and rings.channels else "ZMQ",
-            "engine": json.loads(await self._ask_engine("bench_describe")),
+            "engines": await self._describe_engines(),
         }
 
-    async def _ask_engine(self, method: str, *arguments: Any) -> Any:
-        return await self._llm.engine_core.call_utility_async(method, *arguments)
+    async def _describe_engines(self) -> list[dict[str, Any]]:
+        return [json.loads(answer) for answer in await self._ask_engines("bench_describe")]
+
+    async def _ask_engines(self, method: str, *arguments: Any) -> list[Any]:
+        # With several engines the public method returns only the first one's answer.
+        client = self._llm.engine_core
+        calls = [
+            client._call_utility_async(method, *arguments, engine=engine)
+            for engine in client.core_engines
+        ]
+        return list(await asyncio.gather(*calls))
 
     # ---- streams ----
 
-    async def on_stream(self, workload: Workload, notify: Any) -> list[StreamLog]:
-        """Send all requests at once; return what they brought, when the last one has ended."""
-        requests = workload.requests()
+    async def on_stream(
+        self, workload: Workload, notify: Any, part: int = 0, num_parts: int = 1
+    ) -> list[StreamLog]:
+        """Send this server's part of the requests at once; return what they have brought."""
+        requests = workload.requests()[part::num_parts]
         recorder = Recorder(len(requests), notify)
         self._num_rounds += 1
         await asyncio.gather(
@@ -116,11 +135,11 @@ class Control:
         return self._llm.generate(prompt, params, f"bench-{self._num_rounds}-{number}")
 
     async def _wait_until_idle(self) -> None:
-        """Wait until the engine has nothing left to do."""
+        """Wait until the engines have nothing left to do for this server."""
         async with asyncio.timeout(LATEST_S):
             while self._llm.output_processor.has_unfinished_requests():
                 await asyncio.sleep(POLL_S)
-            await self._ask_engine("bench_describe")
+            await self._describe_engines()
 
     async def on_collect(self, workload: Workload, notify: Any) -> list[list[int]]:
         """Return the tokens of each request, all of them scheduled from the same step on."""
@@ -134,16 +153,15 @@ class Control:
             tasks.append(asyncio.create_task(self._collect(number, request)))
             await asyncio.sleep(0)  # so that they get there in this order
         async with asyncio.timeout(LATEST_S):
-            while await self._num_in_engine() < len(tasks):
+            while await self._num_in_engines() < len(tasks):
                 await asyncio.sleep(POLL_S)
         await self._llm.resume_generation()
         streams = await asyncio.gather(*tasks)
         await self._wait_until_idle()
         return list(streams)
 
-    async def _num_in_engine(self) -> int:
-        described = json.loads(await self._ask_engine("bench_describe"))
-        return int(described["num_requests"])
+    async def _num_in_engines(self) -> int:
+        return sum(int(it["num_requests"]) for it in await self._describe_engines())
 
     async def _collect(self, number: int, request: Request) -> list[int]:
         token_ids: list[int] = []
@@ -154,15 +172,16 @@ class Control:
     # ---- probes ----
 
     async def on_start_probes(self, notify: Any) -> None:
-        """Begin to time the engine's phases and this process's part of each message."""
-        await self._ask_engine("bench_start", False)
+        """Begin to time the engines' phases and this process's part of each message."""
+        await self._ask_engines("bench_start", False)
         self._probe = ClientProbe()
 
     async def on_stop_probes(self, notify: Any) -> dict[str, Any]:
         """Return what was timed."""
         assert self._probe is not None
         client, self._probe = self._probe.stop(), None
-        return {"engine": json.loads(await self._ask_engine("bench_stop")), "client": client}
+        engines = [json.loads(answer) for answer in await self._ask_engines("bench_stop")]
+        return {"engines": engines, "client": client}
 
     async def on_trace(
         self, workload: Workload, prefix: str, delay_steps: int, steps: int, notify: Any
@@ -179,7 +198,7 @@ class Control:
         ]
         async with asyncio.timeout(LATEST_S):
             await running.wait()
-        await self._ask_engine("bench_start", True)
+        await self._ask_engines("bench_start", True)
         try:
             await self._llm.start_profile(
                 prefix, delay_iterations=delay_steps, max_iterations=steps
@@ -187,5 +206,5 @@ class Control:
             await asyncio.gather(*tasks)
             await self._llm.stop_profile()
         finally:
-            await self._ask_engine("bench_stop")
+            await self._ask_engines("bench_stop")
         await self._wait_until_idle()

@@ -10,6 +10,7 @@ from typing import Any
 from bench.progress import Progress
 from bench.serving.drivers import HTTP, AsyncLLMDriver, Driver, HttpDriver, running_loaders
 from bench.serving.evaluate import NothingMeasuredError
+from bench.serving.layouts import Layout
 from bench.serving.measure import (
     Effort,
     measure_cell,
@@ -38,13 +39,22 @@ class OutOfTimeError(RuntimeError):
     """What is left must wait for another run."""
 
 
+@dataclass(frozen=True)
+class Subject:
+    """A model, and over how many GPUs it is spread."""
+
+    source: str
+    """A name or a directory."""
+    layout: Layout
+
+
 @dataclass
 class Benchmark:
     """A run: what is asked for, where it goes, and when it has to end."""
 
     plan: Plan
-    sources: dict[str, str]
-    """Where the plan's models come from: a name or a directory."""
+    subjects: dict[str, Subject]
+    """What the plan's models are."""
     effort: Effort
     store: Store
     progress: Progress
@@ -86,8 +96,9 @@ class Benchmark:
         return extras
 
     def _measure_server(self, key: ServerKey, cells: list[CellKey]) -> None:
-        model = prepare(self.sources[key.model], self.work_dir)
-        start = self._start(key, model)
+        subject = self.subjects[key.model]
+        model = prepare(subject.source, self.work_dir)
+        start = self._start(key, model, subject.layout)
         self.progress.say(f"starting vllm serve: {start.label}")
         try:
             with serve(start, self.work_dir) as server:
@@ -101,7 +112,7 @@ class Benchmark:
                 if not self.store.has_cell(cell):
                     self.store.put_failure(cell, _reason(error))
 
-    def _start(self, key: ServerKey, model: Model) -> Start:
+    def _start(self, key: ServerKey, model: Model, layout: Layout) -> Start:
         workloads = [
             self.plan.workload(it.workload, it.concurrency, model) for it in self.plan.cells(key)
         ]
@@ -112,16 +123,20 @@ class Benchmark:
             max_num_seqs=self.plan.max_num_seqs,
             max_model_len=max(CONTEXT_TOKENS, *(it.max_context + 1 for it in workloads)),
             has_gpu=self.gpu is not None,
+            layout=layout,
             extra_arguments=self.serve_arguments,
         )
 
     def _describe(self, key: ServerKey, server: Server) -> None:
         if self.store.has("servers", key):
             return
-        engine = {name: it for name, it in server.described["engine"].items() if name != "threads"}
+        engines = server.described["engines"]
+        engine = {name: it for name, it in engines[0].items() if name != "threads"}
         found = {
             "start_s": server.start_s,
             "transport": server.described["transport"],
+            "num_api_servers": len(server.remotes),
+            "num_engines": len(engines),
             "engine": engine,
             "has_dummy_weights": server.start.model.has_dummy_weights,
             "max_model_len": server.start.max_model_len,

@@ -43,15 +43,17 @@ class Driver(Protocol):
 
 @dataclass(frozen=True)
 class AsyncLLMDriver:
-    """Has the API server's own process consume `AsyncLLM.generate()`."""
+    """Has the API servers' own processes consume `AsyncLLM.generate()`."""
 
     server: Server
 
     def run(self, workload: Workload, on_event: Events) -> Round:
-        """Send all requests at once."""
-        self.server.remote.send("stream", workload=workload)
-        (logs,) = gather([self.server.remote], ROUND_S, on_event)
-        return Round(logs)
+        """Send all requests at once, spread over the API servers, as far as there are so many."""
+        remotes = self.server.remotes[: workload.num_requests]
+        for part, remote in enumerate(remotes):
+            remote.send("stream", workload=workload, part=part, num_parts=len(remotes))
+        parts = gather(remotes, ROUND_S, _Merged(len(remotes), on_event))
+        return Round([log for logs in parts for log in logs])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from bench.serving.drivers import Driver, Round
 from bench.serving.evaluate import evaluate, missing, tokens_between
 from bench.serving.memory_traffic import UnknownShapeError, peak_bytes_per_s, step_bytes
-from bench.serving.phases import evaluate_messages, evaluate_phases
+from bench.serving.phases import evaluate_messages, evaluate_phases, usual_size
 from bench.serving.server import ASYNC, Server
 from bench.serving.streams import FIRST_END, RUNNING, clock
 from bench.serving.threads import Process, Snapshot, cpu_between, what_spinners_do
@@ -19,6 +19,7 @@ from bench.serving.workload import Workload
 Row = dict[str, Any]
 
 NOT_AVAILABLE = "not available: there is no GPU"
+ONE_GPU = "this is only known with one GPU"
 WARM_UP_TOKENS = 32
 SPIN_LOOK_S = 0.15
 TRACE_DELAY_STEPS = 8
@@ -152,10 +153,17 @@ def _measure_phases(
         done = driver.run(workload, watch)
     finally:
         recorded = server.remote.call("stop_probes")
+    engines = recorded["engines"]
     is_async = server.start.mode == ASYNC
+    # Several engines share the requests: the first one's steps stand for all of them.
+    num_requests = workload.num_requests if len(engines) == 1 else usual_size(engines[0])
+    messages = missing("messages are timed between one engine and one API server")
+    if len(engines) == len(server.remotes) == 1:
+        client = recorded["client"]
+        messages = evaluate_messages({"engine": engines[0], "client": client}, num_requests)
     return {
-        "phases": evaluate_phases(recorded["engine"], workload.num_requests, is_async),
-        "messages": evaluate_messages(recorded, workload.num_requests),
+        "phases": evaluate_phases(engines[0], num_requests, is_async),
+        "messages": messages,
         "spinners": watch.spinners(done),
     }
 
@@ -164,6 +172,8 @@ def memory_traffic(server: Server, workload: Workload, step_ms: float, gpu: str 
     """Return the memory bandwidth that steps of this duration mean, and the GPU's peak."""
     if gpu is None:
         return missing(NOT_AVAILABLE)
+    if server.start.layout.num_gpus > 1:
+        return missing(ONE_GPU)
     context = workload.prompt_tokens[1] + workload.output_tokens[1] / 2
     try:
         read = step_bytes(server.start.model.config, workload.num_requests, context)
@@ -195,6 +205,8 @@ def measure_trace(server: Server, workload: Workload, steps: int = TRACE_STEPS) 
     """Return what the GPU does in a few steps; or why that isn't known."""
     if not server.start.has_gpu:
         return missing(NOT_AVAILABLE)
+    if server.start.layout.num_gpus > 1:
+        return missing(ONE_GPU)
     prefix = f"c{workload.num_requests}"
     length = workload.shortened(TRACE_TOKENS).seeded("trace")
     server.remote.call("stream", workload=length.shortened(WARM_UP_TOKENS), timeout_s=300.0)

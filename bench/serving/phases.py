@@ -1,6 +1,7 @@
 """From events of the engine's probe to the host's time in each phase of a step."""
 
 import itertools
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,12 @@ def _step(size: Sequence[int], events: list[Sequence[Any]]) -> Step:
     timed = [(phase, start / 1000, end / 1000) for phase, start, end, *_ in events]
     num_requests, num_tokens = size
     return Step(num_requests, num_tokens, timed, phase_us, wait_cpu_us)
+
+
+def usual_size(recorded: Row) -> int:
+    """Return how many requests got one token each in most steps that had any; 0 without such."""
+    sizes = [requests for requests, tokens in recorded["sizes"] if requests == tokens > 0]
+    return statistics.mode(sizes) if sizes else 0
 
 
 def evaluate_phases(recorded: Row, num_requests: int, is_async: bool) -> Row:

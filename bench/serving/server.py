@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.header import ROOT
+from bench.serving.api_server import address_of
+from bench.serving.layouts import Layout
 from bench.serving.models import TINY, Model
 from bench.serving.remote import Remote
 from bench.serving.threads import Process, children_of
@@ -37,6 +39,8 @@ ENVIRONMENT = {
     "SPARKSCHED_STRICT": "1",  # an error instead of a fallback
 }
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
+# vLLM binds each process to processors of its own, and there may be fewer than processes.
+CPU_ENVIRONMENT_OF_MANY = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 CPU_ARGUMENTS = ("--dtype=float32", "--enforce-eager", "--block-size=32")
 
 FEW_GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -57,12 +61,13 @@ class Start:
     max_num_seqs: int
     max_model_len: int
     has_gpu: bool
+    layout: Layout = Layout()  # noqa: RUF009 - it is frozen
     extra_arguments: str = ""
 
     @property
     def label(self) -> str:
         """What to call it."""
-        return f"{self.model.name}, {self.scheduler}, {self.mode}"
+        return f"{self.layout.label(self.model.name)}, {self.scheduler}, {self.mode}"
 
 
 @dataclass
@@ -76,23 +81,26 @@ class Server:
     trace_dir: Path
     start_s: float = 0.0
     described: dict[str, Any] = field(default_factory=dict)
-    _remote: Remote | None = None
+    """What the first API server tells of itself and of the engines."""
+    remotes: list[Remote] = field(default_factory=list)
+    """The API servers' ears for the benchmark."""
 
     @property
     def remote(self) -> Remote:
-        """Its API server's ear for the benchmark."""
-        assert self._remote is not None
-        return self._remote
+        """The first API server's ear, for what concerns all engines."""
+        return self.remotes[0]
 
     def processes(self) -> list[Process]:
-        """Return API server, engine, and workers if they are processes of their own."""
-        described = self.described | self.remote.call("describe")
-        engine = described["engine"]
-        return [
-            Process("API server", described["pid"], described["threads"]),
-            Process("engine", engine["pid"], _with_int_keys(engine["threads"])),
-            *(Process("worker", pid, {}) for pid in children_of(engine["pid"])),
-        ]
+        """Return API servers, engines, workers if they are processes of their own, and others."""
+        fronts = [remote.call("describe") for remote in self.remotes]
+        engines = fronts[0]["engines"]
+        found = [Process("API server", it["pid"], it["threads"]) for it in fronts]
+        found += [Process("engine", it["pid"], _with_int_keys(it["threads"])) for it in engines]
+        workers = [pid for it in engines for pid in children_of(it["pid"])]
+        found += [Process("worker", pid, {}) for pid in workers]
+        known = {it.pid for it in found}
+        others = [pid for pid in children_of(self.process.pid) if pid not in known]
+        return found + [Process("other", pid, {}) for pid in others]
 
     def confine(self, cores: list[int]) -> None:
         """Confine all threads of all of its processes to some processors."""
@@ -149,7 +157,7 @@ def serve(start: Start, work_dir: Path) -> Iterator[Server]:
         ServerError: if it doesn't come up, or isn't what was asked for.
 
     """
-    directory = work_dir / f"{start.model.name}-{start.scheduler}-{start.mode}"
+    directory = work_dir / start.label.replace(", ", "-").replace(" ", "")
     directory.mkdir(parents=True, exist_ok=True)
     trace_dir = directory / "traces"
     # Socket paths are short: the work directory may not be.
@@ -173,7 +181,10 @@ def _launch(
         for name, value in os.environ.items()
         if name not in ("VLLM_SCHEDULER", "VLLM_PLUGINS")
     }
-    environment |= ENVIRONMENT | ({} if start.has_gpu else CPU_ENVIRONMENT)
+    environment |= ENVIRONMENT
+    if not start.has_gpu:
+        environment |= CPU_ENVIRONMENT
+        environment |= CPU_ENVIRONMENT_OF_MANY if start.layout.num_gpus > 1 else {}
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(HOOKS), os.environ.get("PYTHONPATH", "")])
     )
@@ -221,7 +232,7 @@ def _command(start: Start, port: int, trace_dir: Path) -> list[str]:
             command += ["--enforce-eager", "--dtype=bfloat16"]
     else:
         command += CPU_ARGUMENTS
-    return command + shlex.split(start.extra_arguments)
+    return command + start.layout.arguments + shlex.split(start.extra_arguments)
 
 
 def _free_port() -> int:
@@ -233,7 +244,8 @@ def _free_port() -> int:
 
 def _connect(server: Server, address: str) -> None:
     began = time.monotonic()
-    while not (os.path.exists(address) and server.is_healthy()):
+    first = address_of(address, 0)
+    while not (os.path.exists(first) and server.is_healthy()):
         status = server.process.poll()
         if status is not None:
             raise ServerError(f"vllm serve ended with status {status}; {server.log_excerpt()}")
@@ -241,13 +253,28 @@ def _connect(server: Server, address: str) -> None:
             raise ServerError(f"not healthy after {START_S:.0f} s; {server.log_excerpt()}")
         time.sleep(POLL_S)
     server.start_s = time.monotonic() - began
-    server._remote = Remote("the API server", Client(address, family="AF_UNIX"))
+    server.remotes.append(_remote(first, 0))
     server.described = server.remote.call("describe")
+    for index in range(1, server.described["num_api_servers"]):
+        listens_at = address_of(address, index)
+        while not os.path.exists(listens_at):  # one that is healthy was enough so far
+            if time.monotonic() - began > START_S:
+                raise ServerError(f"API server {index} doesn't listen; {server.log_excerpt()}")
+            time.sleep(POLL_S)
+        server.remotes.append(_remote(listens_at, index))
+
+
+def _remote(address: str, index: int) -> Remote:
+    return Remote(f"API server {index}", Client(address, family="AF_UNIX"))
 
 
 def _check(server: Server) -> None:
     """Raise ServerError if this isn't the scheduler or the mode that was asked for."""
-    engine = server.described["engine"]
+    for engine in server.described["engines"]:
+        _check_engine(server, engine)
+
+
+def _check_engine(server: Server, engine: dict[str, Any]) -> None:
     start = server.start
     is_ours = engine["scheduler"].startswith("sparksched.")
     if is_ours != (start.scheduler == OURS):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from synthetic import recorded_phases
 
-from bench.serving.phases import evaluate_messages, evaluate_phases, split_steps
+from bench.serving.phases import evaluate_messages, evaluate_phases, split_steps, usual_size
 from bench.serving.timers import PhaseTimer, Replacements
 
 US = {
@@ -36,6 +36,13 @@ def test_steps_of_another_batch_are_left_out() -> None:
     assert evaluate_phases(recorded, 8, is_async=True)["steps"] == 17
     missing = evaluate_phases(recorded, 16, is_async=True)
     assert list(missing) == ["missing"]
+
+
+def test_an_engine_s_share_of_the_requests_is_what_most_of_its_steps_have() -> None:
+    recorded = recorded_phases(5, 20, US)
+    recorded["sizes"][:8] = [(5, 640)] * 4 + [(4, 4)] * 3 + [(0, 0)]
+    assert usual_size(recorded) == 5
+    assert usual_size({"sizes": [(5, 640), (0, 0)]}) == 0
 
 
 def test_what_was_recorded_before_the_first_step_is_left_out() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,6 +107,28 @@ def test_asynchronous_scheduling_is_missing_where_there_is_none(tmp_path: Path) 
     cells = json.loads(path.read_text())["cells"]
     assert len(cells) == 2
     assert all("async scheduling isn't available here" in cell["error"] for cell in cells)
+
+
+def test_decode_measures_several_engines_and_api_servers(tmp_path: Path) -> None:
+    model, path = tiny_llama.write_model(tmp_path / "llama"), tmp_path / "x.json"
+    options = ("--model", model, "--quick", "--json", path, "--work-dir", tmp_path / "work")
+    arguments = ("--layout", "dp2", "--concurrency", "4", "--schedulers", "sparksched")
+    run("bench.decode", *options, *arguments, "--compare-streams")
+    result = json.loads(path.read_text())
+    (server,) = result["servers"]
+    assert (server["num_engines"], server["num_api_servers"]) == (2, 2)
+    assert len(result["cells"]) == 2
+    for cell in result["cells"]:
+        assert cell["model"] == "llama, DP 2"
+        assert cell["phases"]["steps"] > 3
+        assert "one engine" in cell["messages"]["missing"]
+        (entry,) = cell["rounds"]
+        # Each request is in one of the API servers and in one of the engines.
+        assert entry["ttft_ms"]["count"] == 4
+        assert entry["counters"]["prefix_cache_queries"] == 4 * 128
+        assert {"API server", "engine"} < entry["cpu"]["us_per_token"].keys()
+    (streams,) = result["streams"]
+    assert streams["streams"] == 8
 
 
 @pytest.mark.parametrize(
