@@ -70,9 +70,14 @@ def environment(tests: Path) -> dict[str, str]:
     """Return an environment without a network, and without settings of ours."""
     ours = ("VLLM_SCHEDULER", "VLLM_USE_V2_MODEL_RUNNER", "SPARKSCHED_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    # The first entry has the package `tests`: it is vLLM's in that process.
-    path = os.pathsep.join((str(tests), str(ROOT / "tests")))
-    return inherited | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
+    # The first entry has the package `tests`: it is vLLM's in that process. Last comes what another
+    # release of vLLM is found by.
+    path = (str(tests), str(ROOT / "tests"), inherited.get("PYTHONPATH", ""))
+    return inherited | {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
 
 
 if __name__ == "__main__":
