@@ -61,7 +61,7 @@ class Start:
     max_num_seqs: int
     max_model_len: int
     has_gpu: bool
-    layout: Layout = Layout()  # noqa: RUF009 - it is frozen
+    layout: Layout = field(default_factory=Layout)
     extra_arguments: str = ""
 
     @property
