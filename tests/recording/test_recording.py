@@ -14,12 +14,14 @@ import pytest
 from differential.world import build_world, draw_configuration, vllm_environment
 from engine.conftest import warnings_of_sparksched
 from sparksched.trace import rebuild, writer
-from sparksched.trace.events import Arrive, Difference, End, Event, Ready, Step
+from sparksched.trace.events import Arrive, Difference, End, Event, Ready, Step, Update
 from sparksched.trace.history import History
 from sparksched.trace.reader import Trace
 from sparksched.trace.recorder import Recorder
 from sparksched.trace.recording import attach
 from sparksched.trace.settings import UnrecordableError
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from .samples import arrival, settings
@@ -36,9 +38,9 @@ def record_player(path: Path) -> tuple[Any, Recorder]:
     return player.scheduler, recorder
 
 
-def request(**changed: Any) -> Any:
-    history = History(settings(), [arrival(0, 9, False, **changed)])
-    return rebuild.RequestBuilder(settings(), history).build(0)
+def request(number: int = 0, **changed: Any) -> Any:
+    arrivals = [arrival(it, 9, False, **changed) for it in range(number + 1)]
+    return rebuild.RequestBuilder(settings(), History(settings(), arrivals)).build(number)
 
 
 def test_a_grammar_that_is_compiled_in_the_middle_of_a_step(tmp_path: Path) -> None:
@@ -63,6 +65,25 @@ def test_a_grammar_that_is_compiled_in_the_middle_of_a_step(tmp_path: Path) -> N
     kinds = [type(event) for event in events(tmp_path / "trace")]
     assert kinds == [Arrive, Step, Ready, Step, End]
     assert replay(tmp_path / "trace", "sparksched").mismatch is None
+
+
+def test_drafts_that_the_model_runner_has_dropped(tmp_path: Path) -> None:
+    """It may do so before drafts come for the rest of the step."""
+    _, recorder = record_player(tmp_path / "trace")
+    step = SchedulerOutput.make_empty()
+    for number in range(2):
+        recorder.add_request(request(number))
+        step.num_scheduled_tokens[f"request-{number}"] = 2
+        step.scheduled_spec_decode_tokens[f"request-{number}"] = [-1]
+    recorder.schedule(step, 0.0)
+    del step.scheduled_spec_decode_tokens["request-1"]
+    recorder.update_draft_token_ids_in_output(DraftTokenIds(["request-0"], [[5]]), step)
+    ids = list(step.num_scheduled_tokens)
+    rows = {request_id: row for row, request_id in enumerate(ids)}
+    recorder.update_from_output(step, ModelRunnerOutput(ids, rows, [[6], [6]]))
+    recorder.close()
+    (update,) = [event for event in events(tmp_path / "trace") if isinstance(event, Update)]
+    assert update.num_drafts == [1, 0]
 
 
 def test_a_difference_is_kept(tmp_path: Path) -> None:

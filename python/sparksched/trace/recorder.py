@@ -338,9 +338,6 @@ class Recorder:
         in_flight = self._in_flight.get(id(scheduler_output))
         if in_flight is not None:
             self._note_drafts(drafts, in_flight[1])
-            # They take the place of others.
-            step = msgspec.structs.replace(in_flight[2], num_drafts=_num_drafts(scheduler_output))
-            self._in_flight[id(scheduler_output)] = (*in_flight[:2], step, in_flight[3])
 
     def _note_drafts(self, drafts: "DraftTokenIds", sequence: int | None) -> None:
         if self._drafts is None:
