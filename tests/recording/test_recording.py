@@ -24,6 +24,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from .mutations import frames
 from .samples import arrival, settings
 from .scenarios import events, record_scenario, replay
 
@@ -84,6 +85,45 @@ def test_drafts_that_the_model_runner_has_dropped(tmp_path: Path) -> None:
     recorder.close()
     (update,) = [event for event in events(tmp_path / "trace") if isinstance(event, Update)]
     assert update.num_drafts == [1, 0]
+
+
+def prompted(number: int, prompt: list[int]) -> Any:
+    """Return a request that generates ten tokens."""
+    fields = {"prompt": prompt, "max_tokens": 10}
+    arrivals = [arrival(it, len(prompt), True, **fields) for it in range(number + 1)]
+    history = History(settings(has_tokens=True), arrivals)
+    return rebuild.RequestBuilder(settings(has_tokens=True), history).build(number)
+
+
+def serve(scheduler: Any, served: Any) -> None:
+    """Serve a request alone."""
+    scheduler.add_request(served)
+    while not served.is_finished():
+        step = scheduler.schedule()
+        ids = list(step.num_scheduled_tokens)
+        rows = {request_id: row for row, request_id in enumerate(ids)}
+        tokens = [[served.num_tokens] for _ in ids]
+        scheduler.update_from_output(step, ModelRunnerOutput(ids, rows, tokens))
+
+
+def test_a_file_that_ends_behind_any_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step depends on what comes later, such as the keys of outputs that a prompt contains."""
+    monkeypatch.setattr(writer, "_FRAME_BYTES", 1)
+    path = tmp_path / "trace"
+    scheduler, recorder = record_player(path)
+    attach(recorder, scheduler)
+    first = prompted(0, [1] * 9)
+    serve(scheduler, first)
+    serve(scheduler, prompted(1, list(first.all_token_ids)))
+    scheduler.shutdown()
+    steps = [event for event in events(path) if isinstance(event, Step)]
+    assert [hit for step in steps for _, hit, _ in step.new] == [0, 16]
+    content = path.read_bytes()
+    ends = [position for position, _ in frames(content)]
+    assert len(ends) > len(steps)
+    for end in ends[1:]:
+        path.write_bytes(content[:end])
+        assert replay(path, "vllm", lacks_end=True).mismatch is None, end
 
 
 def test_a_difference_is_kept(tmp_path: Path) -> None:

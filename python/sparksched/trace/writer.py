@@ -59,15 +59,18 @@ class TraceFile:
         self._write(trace_format.file_header())
 
     def append(self, event: Event) -> None:
-        """Add an event; one that would make the frame too large begins another."""
+        """Add an event to what the next flush writes."""
         encoded = self._encoder.encode(event)
-        if self._event_bytes + len(encoded) >= self._frame_bytes:
-            self.flush()
         self._events.append(msgspec.Raw(encoded))
         self._event_bytes += len(encoded)
 
+    @property
+    def has_whole_frame(self) -> bool:
+        """Whether enough has been added for a frame."""
+        return self._event_bytes >= self._frame_bytes
+
     def flush(self) -> None:
-        """Write what has been added.
+        """Write what has been added, as one frame.
 
         Raises:
             FileFullError: if it doesn't fit; then none of it is written.
@@ -246,6 +249,7 @@ class BackgroundWriter:
         self._flush()
 
     def _flush(self) -> None:
+        # A file may be cut off behind any frame: none depends on what would come later.
         self._before_flush()
         self._file.flush()
 
@@ -253,6 +257,8 @@ class BackgroundWriter:
         while (note := self._next_note()) is not None:
             carry_out, arguments, size = note
             carry_out(*arguments)
+            if self._file.has_whole_frame:
+                self._flush()
             self._carried_out_bytes += size
             # The engine's loop may be waiting for the interpreter.
             time.sleep(0)
