@@ -182,10 +182,34 @@ def arrivals(num_tokens: int) -> Callable[[Recorder], None]:
     return arrive
 
 
+def large_steps(recorder: Recorder) -> None:
+    step = SchedulerOutput.make_empty()
+    ids = [f"request-{number}" for number in range(20_000)]
+    step.num_scheduled_tokens = dict.fromkeys(ids, 1)
+    recorder.schedule(step, 0.0)
+
+
+def steps_of_many_blocks(recorder: Recorder) -> None:
+    step = SchedulerOutput.make_empty()
+    step.scheduled_cached_reqs.new_block_ids = [(list(range(60_000)),)]
+    recorder.schedule(step, 0.0)
+
+
+def large_drafts(recorder: Recorder) -> None:
+    recorder.update_draft_token_ids(DraftTokenIds(["request-0"], [[1] * 60_000]))
+
+
 @pytest.mark.parametrize(
     ("call", "most"),
-    [(lambda it: it.set_pause_state(0), 600), (arrivals(9), 600), (arrivals(20_000), 8)],
-    ids=["calls", "requests", "long prompts"],
+    [
+        (lambda it: it.set_pause_state(0), 600),
+        (arrivals(9), 600),
+        (arrivals(20_000), 8),
+        (large_steps, 8),
+        (steps_of_many_blocks, 8),
+        (large_drafts, 8),
+    ],
+    ids=["calls", "requests", "long prompts", "steps", "blocks", "drafts"],
 )
 def test_more_than_the_disk_takes(
     call: Callable[[Recorder], None],
