@@ -96,7 +96,8 @@ test-other: build ## what can be checked against the release of vLLM that is not
 	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:2 --steps 100
 	UV="$(UV)" $(BIN)/python -m tests.support.vllm_overlay $(OTHER_VLLM) $(BIN)/pytest \
 	  tests/unit tests/front_end tests/engine/test_verification.py \
-	  tests/differential/test_releases.py tests/differential/test_reused_id.py
+	  tests/differential/test_releases.py tests/differential/test_reused_id.py \
+	  tests/recording/test_replay.py
 
 .PHONY: soak-engine
 soak-engine: build ## very many requests, and nothing left of them: make soak-engine [REQUESTS=288000]

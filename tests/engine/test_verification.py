@@ -660,7 +660,7 @@ def test_a_recording_goes_on_with_vllm(
         engine.add(structured_request("unruly", [UNRULY] * 20, regex=REGEX))
         engine.run()
         scheduler._core = core
-        engine.core.structured_output_manager.clear_backend()
+        scheduler.sparksched_at_the_end()
         assert isinstance([*Trace(path).events()][-1], End)
     monkeypatch.delenv("SPARKSCHED_VERIFY")
     assert any(event.rejected for event in Trace(path).events() if isinstance(event, Update))

@@ -18,11 +18,13 @@ from engine.harness import (
     new_request,
     running_engine,
 )
+from sparksched.patching import MARK
 from sparksched.scheduler import SparkScheduler
 from sparksched.trace import recorder, writer
 from sparksched.trace.events import Arrive, End, Ready, Step
 from sparksched.trace.reader import Trace
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus
 
 from .scenarios import events, replay
@@ -161,6 +163,7 @@ def test_nothing_is_replaced_unless_it_is_asked_for(model_directory: Path) -> No
     with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
         assert "schedule" not in vars(engine.core.scheduler)
         assert "accept_tokens" not in vars(engine.core.structured_output_manager)
+        assert not hasattr(EngineCoreProc.run_busy_loop, MARK)
 
 
 # ----------------------------------------------------------------------------------------

@@ -14,14 +14,17 @@ import pytest
 from differential.world import build_world, draw_configuration, vllm_environment
 from engine.conftest import warnings_of_sparksched
 from sparksched.trace import rebuild, writer
-from sparksched.trace.events import Arrive, Difference, End, Event, Ready, Step
+from sparksched.trace.events import Arrive, Difference, End, Event, Ready, Step, Update
 from sparksched.trace.history import History
 from sparksched.trace.reader import Trace
 from sparksched.trace.recorder import Recorder
 from sparksched.trace.recording import attach
 from sparksched.trace.settings import UnrecordableError
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from .mutations import frames
 from .samples import arrival, settings
 from .scenarios import events, record_scenario, replay
 
@@ -36,9 +39,9 @@ def record_player(path: Path) -> tuple[Any, Recorder]:
     return player.scheduler, recorder
 
 
-def request(**changed: Any) -> Any:
-    history = History(settings(), [arrival(0, 9, False, **changed)])
-    return rebuild.RequestBuilder(settings(), history).build(0)
+def request(number: int = 0, **changed: Any) -> Any:
+    arrivals = [arrival(it, 9, False, **changed) for it in range(number + 1)]
+    return rebuild.RequestBuilder(settings(), History(settings(), arrivals)).build(number)
 
 
 def test_a_grammar_that_is_compiled_in_the_middle_of_a_step(tmp_path: Path) -> None:
@@ -63,6 +66,64 @@ def test_a_grammar_that_is_compiled_in_the_middle_of_a_step(tmp_path: Path) -> N
     kinds = [type(event) for event in events(tmp_path / "trace")]
     assert kinds == [Arrive, Step, Ready, Step, End]
     assert replay(tmp_path / "trace", "sparksched").mismatch is None
+
+
+def test_drafts_that_the_model_runner_has_dropped(tmp_path: Path) -> None:
+    """It may do so before drafts come for the rest of the step."""
+    _, recorder = record_player(tmp_path / "trace")
+    step = SchedulerOutput.make_empty()
+    for number in range(2):
+        recorder.add_request(request(number))
+        step.num_scheduled_tokens[f"request-{number}"] = 2
+        step.scheduled_spec_decode_tokens[f"request-{number}"] = [-1]
+    recorder.schedule(step, 0.0)
+    del step.scheduled_spec_decode_tokens["request-1"]
+    recorder.update_draft_token_ids_in_output(DraftTokenIds(["request-0"], [[5]]), step)
+    ids = list(step.num_scheduled_tokens)
+    rows = {request_id: row for row, request_id in enumerate(ids)}
+    recorder.update_from_output(step, ModelRunnerOutput(ids, rows, [[6], [6]]))
+    recorder.close()
+    (update,) = [event for event in events(tmp_path / "trace") if isinstance(event, Update)]
+    assert update.num_drafts == [1, 0]
+
+
+def prompted(number: int, prompt: list[int]) -> Any:
+    """Return a request that generates ten tokens."""
+    fields = {"prompt": prompt, "max_tokens": 10}
+    arrivals = [arrival(it, len(prompt), True, **fields) for it in range(number + 1)]
+    history = History(settings(has_tokens=True), arrivals)
+    return rebuild.RequestBuilder(settings(has_tokens=True), history).build(number)
+
+
+def serve(scheduler: Any, served: Any) -> None:
+    """Serve a request alone."""
+    scheduler.add_request(served)
+    while not served.is_finished():
+        step = scheduler.schedule()
+        ids = list(step.num_scheduled_tokens)
+        rows = {request_id: row for row, request_id in enumerate(ids)}
+        tokens = [[served.num_tokens] for _ in ids]
+        scheduler.update_from_output(step, ModelRunnerOutput(ids, rows, tokens))
+
+
+def test_a_file_that_ends_behind_any_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step depends on what comes later, such as the keys of outputs that a prompt contains."""
+    monkeypatch.setattr(writer, "_FRAME_BYTES", 1)
+    path = tmp_path / "trace"
+    scheduler, recorder = record_player(path)
+    attach(recorder, scheduler)
+    first = prompted(0, [1] * 9)
+    serve(scheduler, first)
+    serve(scheduler, prompted(1, list(first.all_token_ids)))
+    scheduler.shutdown()
+    steps = [event for event in events(path) if isinstance(event, Step)]
+    assert [hit for step in steps for _, hit, _ in step.new] == [0, 16]
+    content = path.read_bytes()
+    ends = [position for position, _ in frames(content)]
+    assert len(ends) > len(steps)
+    for end in ends[1:]:
+        path.write_bytes(content[:end])
+        assert replay(path, "vllm", lacks_end=True).mismatch is None, end
 
 
 def test_a_difference_is_kept(tmp_path: Path) -> None:
@@ -121,10 +182,34 @@ def arrivals(num_tokens: int) -> Callable[[Recorder], None]:
     return arrive
 
 
+def large_steps(recorder: Recorder) -> None:
+    step = SchedulerOutput.make_empty()
+    ids = [f"request-{number}" for number in range(20_000)]
+    step.num_scheduled_tokens = dict.fromkeys(ids, 1)
+    recorder.schedule(step, 0.0)
+
+
+def steps_of_many_blocks(recorder: Recorder) -> None:
+    step = SchedulerOutput.make_empty()
+    step.scheduled_cached_reqs.new_block_ids = [(list(range(60_000)),)]
+    recorder.schedule(step, 0.0)
+
+
+def large_drafts(recorder: Recorder) -> None:
+    recorder.update_draft_token_ids(DraftTokenIds(["request-0"], [[1] * 60_000]))
+
+
 @pytest.mark.parametrize(
     ("call", "most"),
-    [(lambda it: it.set_pause_state(0), 600), (arrivals(9), 600), (arrivals(20_000), 8)],
-    ids=["calls", "requests", "long prompts"],
+    [
+        (lambda it: it.set_pause_state(0), 600),
+        (arrivals(9), 600),
+        (arrivals(20_000), 8),
+        (large_steps, 8),
+        (steps_of_many_blocks, 8),
+        (large_drafts, 8),
+    ],
+    ids=["calls", "requests", "long prompts", "steps", "blocks", "drafts"],
 )
 def test_more_than_the_disk_takes(
     call: Callable[[Recorder], None],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import msgspec
 
 from sparksched import environment
-from sparksched.trace.events import Arrive, Begin, Drafts, Step, Update
+from sparksched.trace.events import Arrive, Begin, BlockIds, Drafts, Step, Update
 from sparksched.trace.keys import segment_sizes
 from sparksched.trace.scribe import Scribe
 from sparksched.trace.settings import UnrecordableError, settings_of
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request, RequestStatus
 
 _MAX_IN_FLIGHT: Final = 64
+_NUM_LISTS: Final = 4
+"""Of a step's events that may hold an item for each of its requests."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_blocks: Final = msgspec.msgpack.Decoder(list[list[list[int]] | None]).decode
 
@@ -133,7 +135,8 @@ class Recorder:
             return
         adapter = "" if request.lora_request is None else request.lora_request.lora_name
         roots = (adapter, request.cache_salt or "")
-        self._writer.note(self._scribe.arrive, arrival, request.prompt_token_ids, roots)
+        prompt = request.prompt_token_ids
+        self._writer.note(self._scribe.arrive, arrival, prompt, roots, num_items=len(prompt))
         if arrival.has_grammar:
             self._compiling[request.request_id] = request
 
@@ -178,7 +181,8 @@ class Recorder:
         else:
             # The order in which the scheduler goes through them: that of the same set.
             ids = None if request_ids is None else list(set(request_ids))
-        self._writer.note(self._scribe.finish, self._now(), ids, status.name)
+        num_ids = len(ids or ())
+        self._writer.note(self._scribe.finish, self._now(), ids, status.name, num_items=num_ids)
 
     def _note_compiled_grammars(self) -> None:
         for request_id, request in list(self._compiling.items()):
@@ -220,7 +224,7 @@ class Recorder:
             num_tokens=None if counts.count(1) == len(counts) else counts,
             num_drafts=drafts,
             new=[],
-            new_block_ids=_decode_blocks(_encode(cached.new_block_ids)),
+            new_block_ids=[],
             resumed=[],
             preempted=[],
             finished=[],
@@ -235,12 +239,33 @@ class Recorder:
             sorted(output.preempted_req_ids or ()),
             sorted(output.finished_req_ids),
         )
-        self._writer.note(self._scribe.step, step, list(scheduled), new, told)
+        # The shortest way to a copy; the writer's thread takes it apart.
+        blocks = _encode(cached.new_block_ids)
+        self._writer.note(
+            self._write_step,
+            step,
+            list(scheduled),
+            new,
+            blocks,
+            told,
+            num_items=_NUM_LISTS * len(counts) + len(blocks) + _num_blocks(new),
+        )
         self._in_flight[id(output)] = (output, self._num_steps, step, counts)
         self._num_steps += 1
         while len(self._in_flight) > _MAX_IN_FLIGHT:
             # The engine has dropped it: its output will never arrive.
             del self._in_flight[next(iter(self._in_flight))]
+
+    def _write_step(
+        self,
+        step: Step,
+        ids: list[str],
+        new: list[tuple[str, int, BlockIds]],
+        blocks: bytes,
+        told: tuple[list[str], list[str], list[str]],
+    ) -> None:
+        complete = msgspec.structs.replace(step, new_block_ids=_decode_blocks(blocks))
+        self._scribe.step(complete, ids, new, told)
 
     @_never_fails
     def before_update(
@@ -293,7 +318,10 @@ class Recorder:
         _, update, tokens = self._taken
         self._taken = None
         timed = (self._now(), round(seconds * 1e6, 1))
-        self._writer.note(self._write_update, update, timed, tokens, self._rejected)
+        num_items = _NUM_LISTS * len(update.num_sampled or ()) + len(tokens)
+        self._writer.note(
+            self._write_update, update, timed, tokens, self._rejected, num_items=num_items
+        )
 
     def _write_update(
         self, update: Update, timed: tuple[float, float], tokens: list[int], rejected: list[str]
@@ -338,16 +366,16 @@ class Recorder:
         in_flight = self._in_flight.get(id(scheduler_output))
         if in_flight is not None:
             self._note_drafts(drafts, in_flight[1])
-            # They take the place of others.
-            step = msgspec.structs.replace(in_flight[2], num_drafts=_num_drafts(scheduler_output))
-            self._in_flight[id(scheduler_output)] = (*in_flight[:2], step, in_flight[3])
 
     def _note_drafts(self, drafts: "DraftTokenIds", sequence: int | None) -> None:
         if self._drafts is None:
             self.before_drafts(drafts)
         if self._drafts is not None:
             event = msgspec.structs.replace(self._drafts, sequence=sequence)
-            self._writer.note(self._scribe.drafts, event, list(drafts.req_ids), self._valid)
+            num_items = _NUM_LISTS * len(drafts.req_ids) + len(event.tokens or ())
+            self._writer.note(
+                self._scribe.drafts, event, list(drafts.req_ids), self._valid, num_items=num_items
+            )
         self._drafts = None
 
     # ---- the rest ----
@@ -362,7 +390,9 @@ class Recorder:
         """Record a reset. `running` are the requests that ran before it."""
         del reset_connector
         ids = [request.request_id for request in running] if reset_running_requests else []
-        self._writer.note(self._scribe.reset, self._now(), reset_running_requests, ids)
+        self._writer.note(
+            self._scribe.reset, self._now(), reset_running_requests, ids, num_items=len(ids)
+        )
 
     @_never_fails
     def set_pause_state(self, state: int) -> None:
@@ -409,6 +439,10 @@ def _refuse_unrecordable(request: "Request") -> None:
         raise UnrecordableError("its prompt has embeddings")
     if request.resumable or request.streaming_queue is not None:
         raise UnrecordableError("it is a session, whose input goes on")
+
+
+def _num_blocks(new: list[tuple[str, int, BlockIds]]) -> int:
+    return sum(len(ids) for _, _, groups in new for ids in groups)
 
 
 def _num_drafts(output: "SchedulerOutput") -> list[int] | None:

@@ -15,9 +15,9 @@ from typing import Any, Final
 from vllm.logger import init_logger
 
 from sparksched import environment
+from sparksched.trace import engine_end
 from sparksched.trace.recorder import Recorder
 from sparksched.trace.settings import UnrecordableError
-from sparksched.verify.grammars import AskedManager
 
 logger = init_logger("vllm.sparksched")
 
@@ -73,6 +73,7 @@ def record(
             f"{environment.RECORD}: {path} can't be created: {error.strerror}"
         ) from error
     attach(recorder, scheduler)
+    engine_end.prepare_engine()
     what = "with all prompts and outputs" if environment.records_tokens() else "without tokens"
     logger.info("sparksched: recording the scheduler to %s, %s", path, what)
 
@@ -122,9 +123,7 @@ class _Recording:
         manager = self._scheduler.structured_output_manager
         for name in ("accept_tokens", "validate_tokens"):
             setattr(manager, name, functools.partial(getattr(self, name), getattr(manager, name)))
-        # The engine knows nothing of the one that verification puts before its own.
-        engines = manager.manager if isinstance(manager, AskedManager) else manager
-        engines.clear_backend = functools.partial(self.clear_backend, engines.clear_backend)
+        engine_end.call_at_the_end(self._scheduler, self._recorder.close)
 
     def _unless_nested(self, original: Call, replacement: Call) -> Call:
         """Leave what the scheduler asks of itself to the scheduler."""
@@ -202,12 +201,6 @@ class _Recording:
             original()
         finally:
             self._recorder.close()
-
-    def clear_backend(self, original: Call) -> None:
-        # The first that an engine does when it ends. A server that is stopped has its engines
-        # killed while they do the rest.
-        self._recorder.close()
-        original()
 
     def accept_tokens(self, original: Call, request: Any, token_ids: list[int]) -> bool:
         accepted = bool(original(request, token_ids))

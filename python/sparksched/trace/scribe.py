@@ -195,7 +195,9 @@ class Scribe:
         life = self._lives.get(request_id)
         if life is not None and any(life.number in it.lost for it in self._batches.values()):
             for batch in self._batches.values():
-                batch.lost.add(life.number)
+                # The output of a step without it may never come, and would be on its way for long.
+                if life in batch.lives:
+                    batch.lost.add(life.number)
 
     def update(self, update: Update, tokens: list[int], rejected: list[str]) -> None:
         """Complete an output by what requests make of it."""

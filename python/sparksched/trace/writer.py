@@ -59,15 +59,18 @@ class TraceFile:
         self._write(trace_format.file_header())
 
     def append(self, event: Event) -> None:
-        """Add an event; one that would make the frame too large begins another."""
+        """Add an event to what the next flush writes."""
         encoded = self._encoder.encode(event)
-        if self._event_bytes + len(encoded) >= self._frame_bytes:
-            self.flush()
         self._events.append(msgspec.Raw(encoded))
         self._event_bytes += len(encoded)
 
+    @property
+    def has_whole_frame(self) -> bool:
+        """Whether enough has been added for a frame."""
+        return self._event_bytes >= self._frame_bytes
+
     def flush(self) -> None:
-        """Write what has been added.
+        """Write what has been added, as one frame.
 
         Raises:
             FileFullError: if it doesn't fit; then none of it is written.
@@ -179,11 +182,14 @@ class BackgroundWriter:
         """Whether notes are still taken."""
         return self._reason is None
 
-    def note(self, carry_out: Callable[..., None], *arguments: Any) -> None:
-        """Leave something to be written; nothing if the recording has ended."""
+    def note(self, carry_out: Callable[..., None], *arguments: Any, num_items: int = 0) -> None:
+        """Leave something to be written; nothing if the recording has ended.
+
+        `num_items` is about how much the lists among the arguments hold: numbers, and the like.
+        """
         if self._reason is not None:
             return
-        size = _NOTE_BYTES + sum(map(_bytes_of, arguments))
+        size = _NOTE_BYTES + _BYTES_AN_ITEM * num_items
         self._notes.append((carry_out, arguments, size))
         self._noted_bytes += size
         if self._noted_bytes - self._carried_out_bytes > _MAX_BACKLOG_BYTES:
@@ -246,6 +252,7 @@ class BackgroundWriter:
         self._flush()
 
     def _flush(self) -> None:
+        # A file may be cut off behind any frame: none depends on what would come later.
         self._before_flush()
         self._file.flush()
 
@@ -253,6 +260,8 @@ class BackgroundWriter:
         while (note := self._next_note()) is not None:
             carry_out, arguments, size = note
             carry_out(*arguments)
+            if self._file.has_whole_frame:
+                self._flush()
             self._carried_out_bytes += size
             # The engine's loop may be waiting for the interpreter.
             time.sleep(0)
@@ -283,19 +292,6 @@ class BackgroundWriter:
             self.problem = problem = str(error)
         if self._when_kept is not None:
             self._when_kept(problem)
-
-
-def _bytes_of(argument: Any) -> int:
-    """Return about how much memory an argument of a note keeps: that of its lists."""
-    if isinstance(argument, msgspec.Struct):
-        return sum(_bytes_of(getattr(argument, name)) for name in argument.__struct_fields__)
-    if not isinstance(argument, list | tuple):
-        return 0
-    size = _BYTES_AN_ITEM * len(argument)
-    # Lists of numbers and ids, the long ones, hold no others.
-    if not argument or isinstance(argument[0], int | str):
-        return size
-    return size + sum(map(_bytes_of, filter(None, argument)))
 
 
 def _warn(message: str) -> None:

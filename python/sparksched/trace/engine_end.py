@@ -1,0 +1,45 @@
+"""Completes a recording when the loop of its engine ends, before anything else can end the process.
+
+vLLM's engine process only notes signals while its loop runs. After the loop, and before it tears
+down, it lets them end the process at once; and one Ctrl-C is more than one signal, since a terminal
+sends it to all processes, and the API server ends its engines as well. An engine that fails first
+tells the API server, which then ends it.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from sparksched import patching
+
+_ENGINE_MODULE: Final = "vllm.v1.engine.core"
+_AT_THE_END: Final = "sparksched_at_the_end"
+"""An attribute of the scheduler that is recorded, and of no other."""
+
+
+def prepare_engine() -> None:
+    """Replace the loop, if an engine is what is building a scheduler."""
+    engine = sys.modules.get(_ENGINE_MODULE)
+    if engine is None:
+        return
+    for process in (engine.EngineCoreProc, engine.DPEngineCoreProc):
+        patching.replace(process, "run_busy_loop", _completing_the_recording)
+
+
+def call_at_the_end(scheduler: Any, complete: Callable[[], object]) -> None:
+    """Have the engine of this scheduler call a function when its loop has ended."""
+    setattr(scheduler, _AT_THE_END, complete)
+
+
+def _completing_the_recording(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def run_busy_loop(self: Any) -> None:
+        try:
+            original(self)
+        finally:
+            complete = getattr(self.scheduler, _AT_THE_END, None)
+            if complete is not None:
+                complete()
+
+    return run_busy_loop

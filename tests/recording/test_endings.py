@@ -1,0 +1,146 @@
+"""Engine processes that are signalled, killed, or fail, and what their recordings hold then."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sparksched.trace import writer
+from sparksched.trace.events import End, Finish, Step
+from sparksched.trace.reader import Trace
+from transport.clients import Reader, connected, endless_request, front_end, run_async
+from transport.conftest import config, model_directory
+from transport.engines import Engine, running_engine, wait_until
+from vllm.config import VllmConfig
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from .scenarios import events, replay
+
+__all__ = ["config", "model_directory"]
+
+pytestmark = pytest.mark.timeout(180)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ENDED = "the engine was shut down"
+
+
+@pytest.fixture(name="path")
+def _path(tmp_path: Path) -> Path:
+    return tmp_path / "trace"
+
+
+@pytest.fixture(name="serve")
+def _serve(config: VllmConfig, path: Path) -> Callable[..., None]:
+    """Have a recorded engine serve, until a scenario ends it."""
+
+    def serve(
+        scenario: Callable[[Engine, Reader], Any], prepare: Callable[[], None] | None = None
+    ) -> None:
+        async def run(engine: Engine) -> None:
+            async with connected(config, engine) as reader:
+                await reader.add(*map(endless_request, "abc"))
+                await reader.begin(*"abc")
+                await scenario(engine, reader)
+                await asyncio.to_thread(engine.wait_for_exit)
+
+        with (
+            front_end(),
+            running_engine(config, prepare=prepare, SPARKSCHED_RECORD=str(path)) as engine,
+        ):
+            run_async(run(engine))
+
+    return serve
+
+
+def assert_whole(path: Path) -> None:
+    """Assert that a recording has its end, and replays up to there."""
+    found = events(path)
+    end = found[-1]
+    assert isinstance(end, End)
+    assert end.reason == ENDED
+    assert replay(path, "sparksched").num_steps == sum(isinstance(event, Step) for event in found)
+
+
+def wait_at_the_end(folder: Path) -> None:
+    """Have the last event wait, in the engine's process, until a file is there."""
+    close = writer.TraceFile.close
+
+    def close_later(file: writer.TraceFile, *arguments: Any, **settings: Any) -> None:
+        (folder / "closing").touch()
+        wait_until((folder / "signalled").exists)
+        close(file, *arguments, **settings)
+
+    writer.TraceFile.close = close_later  # type: ignore[method-assign]
+    writer._CLOSE_S = 60.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("second", SIGNALS)
+@pytest.mark.parametrize("first", SIGNALS)
+def test_signalled_while_it_ends(
+    first: signal.Signals,
+    second: signal.Signals,
+    path: Path,
+    serve: Callable[..., None],
+) -> None:
+    """The end of the recording comes first."""
+    folder = path.parent
+
+    async def scenario(engine: Engine, _reader: Reader) -> None:
+        engine.signal(first)
+        await asyncio.to_thread(wait_until, (folder / "closing").exists)
+        engine.signal(second)
+        (folder / "signalled").touch()
+
+    serve(scenario, functools.partial(wait_at_the_end, folder))
+    assert_whole(path)
+    assert any(event.numbers is None for event in events(path) if isinstance(event, Finish))
+
+
+def test_signalled_again_and_again(path: Path, serve: Callable[..., None]) -> None:
+    async def scenario(engine: Engine, _reader: Reader) -> None:
+        with suppress(ProcessLookupError):
+            while engine.process.is_alive():
+                for number in SIGNALS:
+                    engine.signal(number)
+                    await asyncio.sleep(0.001)
+
+    serve(scenario)
+    assert_whole(path)
+
+
+def test_killed_once_its_failure_is_known(path: Path, serve: Callable[..., None]) -> None:
+    """What led to the failure is in the file before anybody else knows of it."""
+
+    async def scenario(engine: Engine, reader: Reader) -> None:
+        await reader.call_executor("fail")
+        with pytest.raises(AssertionError):
+            await reader.until(lambda: False)
+        engine.signal(signal.SIGKILL)
+        assert isinstance(reader.errors[0], EngineDeadError)
+
+    serve(scenario)
+    assert_whole(path)
+
+
+def test_killed(path: Path, serve: Callable[..., None]) -> None:
+    """Whole frames are left, in words, and replay with either scheduler."""
+
+    async def scenario(engine: Engine, _reader: Reader) -> None:
+        num_bytes = path.stat().st_size
+        await asyncio.to_thread(wait_until, lambda: path.stat().st_size > num_bytes)
+        engine.signal(signal.SIGKILL)
+
+    serve(scenario)
+    trace = Trace(path)
+    num_steps = sum(isinstance(event, Step) for event in trace.events())
+    assert trace.warning == f"{path} has no end: the last second or so was not written"
+    assert num_steps > 0
+    for scheduler in ("sparksched", "vllm"):
+        outcome = replay(path, scheduler, lacks_end=True)
+        assert (outcome.mismatch, outcome.num_steps) == (None, num_steps)
