@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,45 @@ def test_client_without_a_loop_sees_the_engine_die(config: VllmConfig, tmp_path:
                 read_for_ever(client)
             with pytest.raises(EngineDeadError):
                 client.add_request(endless_request("another"))
+        finally:
+            client.shutdown()
+
+
+def test_calls_in_flight_fail_with_the_engine(config: VllmConfig) -> None:
+    """A front end's first request is one of them: it begins with a call of vLLM's."""
+
+    async def run(engine: Engine) -> None:
+        async with running_llm(config, engine) as llm:
+            engine.signal(signal.SIGSTOP)
+            calls = llm.engine_core.utility_results
+            first = asyncio.create_task(outcome_of(llm, "first", 5))
+            call = asyncio.create_task(llm.engine_core.call_utility_async("is_sleeping"))
+            async with asyncio.timeout(30):
+                while len(calls) < 2:
+                    await asyncio.sleep(0.01)
+            engine.signal(signal.SIGKILL)
+            async with asyncio.timeout(30):
+                assert await first == [0, "EngineDeadError"]
+                with pytest.raises(EngineDeadError):
+                    await call
+
+    with front_end(**SHM), running_engine(config, **SHM) as engine:
+        run_async(run(engine))
+
+
+def test_a_call_in_flight_without_a_loop_fails_with_the_engine(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    with front_end(**SHM), engines_of_clients(tmp_path / "log", **SHM) as processes:
+        client = SyncMPClient(copy.deepcopy(config), PacedExecutor, True)
+        try:
+            send_signal(processes[0].pid, signal.SIGSTOP)
+            with ThreadPoolExecutor(1) as threads:
+                call = threads.submit(client.call_utility, "is_sleeping")
+                wait_until(lambda: client.utility_results)
+                processes[0].kill()
+                with pytest.raises(EngineDeadError):
+                    call.result(30)
         finally:
             client.shutdown()
 

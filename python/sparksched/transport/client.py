@@ -399,6 +399,17 @@ class _Channel:
         for event in events:
             self._handle(event)
 
+    def _fail_calls(self) -> None:
+        """Fail the utility calls in flight: nothing will be delivered any more.
+
+        A request may be behind one of them, for vLLM asks the engine what it can do before it sends
+        its first.
+        """
+        for call in list(self._utility_results.values()):
+            if not call.done():
+                call.set_exception(EngineDeadError())
+                call.exception()  # asyncio would complain of calls that nobody waits for any more
+
     def _put_outputs(self, outputs: EngineCoreOutputs) -> None:
         if self.deliveries is not None:
             self.deliveries.note_reception(outputs, self._received_at)
@@ -524,6 +535,7 @@ class _AsyncChannel(_Channel):
             future = self._waiting.popleft().future
             if not future.done():
                 future.set_exception(EngineDeadError())
+        self._fail_calls()
 
     def close(self) -> None:
         # At once, whatever thread this is and whether the loop still runs; only what belongs to
@@ -614,6 +626,7 @@ class _SyncChannel(_Channel):
         if not self._has_failed:
             # Somebody may wait for outputs that will never come.
             self._fail(EngineDeadError())
+        self._fail_calls()
 
     def _wait(self) -> None:
         try:
