@@ -280,9 +280,17 @@ class Mirror:
             self._written = self._fingerprint()
         return self.stock.kv_cache_manager
 
-    def check_num_deferred(self, stats: SchedulerStats) -> None:
-        """Raise MirrorIsWrong if the native scheduler counts other deferred requests."""
-        num_deferred = len(self.stock.deferred_waiting)
+    def show_deferred(self, stats: SchedulerStats) -> None:
+        """Show as many deferred requests as the native scheduler counts.
+
+        It doesn't say which it has passed over. If they are all that wait, that is no question;
+        else raise MirrorIsWrong.
+        """
+        stock = self.stock
+        if stats.num_skipped_waiting_reqs == len(stock.waiting) + len(stock.kv_holding_waiting):
+            stock.deferred_waiting = {*stock.waiting, *stock.kv_holding_waiting}
+            self._written["deferred_waiting"] = set(map(id, stock.deferred_waiting))
+        num_deferred = len(stock.deferred_waiting)
         if stats.num_skipped_waiting_reqs != num_deferred:
             raise MirrorIsWrong(
                 f"{num_deferred} requests seem to be deferred, not {stats.num_skipped_waiting_reqs}"

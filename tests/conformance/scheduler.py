@@ -148,7 +148,7 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
     def deferred_waiting(self) -> set[Request]:
         stats = self._take_stats()
         if stats is not None:
-            self._mirror.check_num_deferred(stats)
+            self._mirror.show_deferred(stats)
         return self._mirror.stock.deferred_waiting
 
     @property
