@@ -78,6 +78,7 @@ class Mirror:
         """Take notice of a step whose counters are written already."""
         stock = self.stock
         stock.finished_req_ids.clear()
+        self._note_cadence(output)
         if self._deferred_frees is not None:
             self._deferred_frees.num_scheduled_steps += output.total_num_scheduled_tokens > 0
         for request_id in output.num_scheduled_tokens:
@@ -88,6 +89,20 @@ class Mirror:
         if not throttled:
             stock.prefill_capacity_bound = len(stock.waiting) > len(stock.deferred_waiting)
         self._written = self._fingerprint()
+
+    def _note_cadence(self, output: SchedulerOutput) -> None:
+        """Count a step, and whether it computes prompts, where vLLM's scheduler does."""
+        stock = self.stock
+        stock.current_step += 1
+        if not hasattr(stock, "num_executed_steps"):
+            return
+        stock.num_executed_steps += output.total_num_scheduled_tokens > 0
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            request = stock.requests[request_id]
+            num_missing = request.num_tokens - (request.num_computed_tokens - num_tokens)
+            is_prefill = request.is_prefill_chunk or num_missing > 1
+            if is_prefill and stock.local_prefill_interval > 1:
+                stock.last_prefill_step = stock.num_executed_steps
 
     def note_report(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -101,7 +116,7 @@ class Mirror:
             self.stock.finished_recving_kv_req_ids.update(report.finished_recving or ())
 
     def note_outputs(
-        self, outputs: dict[int, EngineCoreOutputs], num_scheduled_tokens: dict[str, int]
+        self, outputs: dict[int, EngineCoreOutputs], scheduler_output: SchedulerOutput
     ) -> None:
         """Remember the tokens that a step brought; its counters are still to be written.
 
@@ -109,9 +124,9 @@ class Mirror:
         """
         for of_client in outputs.values():
             for output in of_client.outputs:
-                self._note_output(output, num_scheduled_tokens.get(output.request_id, 0))
+                self._note_output(output, scheduler_output)
 
-    def _note_output(self, output: EngineCoreOutput, num_scheduled_tokens: int) -> None:
+    def _note_output(self, output: EngineCoreOutput, step: SchedulerOutput) -> None:
         self._check_dropped(output)
         self._new_token_ids[output.request_id] = list(output.new_token_ids)
         if output.finish_reason is not None:
@@ -119,7 +134,12 @@ class Mirror:
             num_tokens = self._num_tokens[request.request_id] + len(output.new_token_ids)
             self._append_tokens(request, num_tokens)
             request.stop_reason = output.stop_reason
+            num_scheduled_tokens = step.num_scheduled_tokens.get(request.request_id, 0)
             request.num_in_flight_tokens -= num_scheduled_tokens
+            # One for each of its drafts, rejected or not, and one for the token behind them.
+            num_resolved = 1 + len(step.scheduled_spec_decode_tokens.get(request.request_id, ()))
+            num_placeholders = request.num_output_placeholders - num_resolved
+            request.num_output_placeholders = max(0, num_placeholders)
             num_stale_tokens = request.num_stale_output_tokens - num_scheduled_tokens
             request.num_stale_output_tokens = max(0, num_stale_tokens)
             self.note_finished([request])
@@ -260,9 +280,17 @@ class Mirror:
             self._written = self._fingerprint()
         return self.stock.kv_cache_manager
 
-    def check_num_deferred(self, stats: SchedulerStats) -> None:
-        """Raise MirrorIsWrong if the native scheduler counts other deferred requests."""
-        num_deferred = len(self.stock.deferred_waiting)
+    def show_deferred(self, stats: SchedulerStats) -> None:
+        """Show as many deferred requests as the native scheduler counts.
+
+        It doesn't say which it has passed over. If they are all that wait, that is no question;
+        else raise MirrorIsWrong.
+        """
+        stock = self.stock
+        if stats.num_skipped_waiting_reqs == len(stock.waiting) + len(stock.kv_holding_waiting):
+            stock.deferred_waiting = {*stock.waiting, *stock.kv_holding_waiting}
+            self._written["deferred_waiting"] = set(map(id, stock.deferred_waiting))
+        num_deferred = len(stock.deferred_waiting)
         if stats.num_skipped_waiting_reqs != num_deferred:
             raise MirrorIsWrong(
                 f"{num_deferred} requests seem to be deferred, not {stats.num_skipped_waiting_reqs}"

@@ -82,6 +82,28 @@ _QWEN = {
     },
 }
 
+# Linear attention in all layers but the last.
+_QWEN_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 262144,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+
 _QWEN_PROCESSOR = {
     "processor_class": "Qwen2_5_VLProcessor",
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -97,6 +119,7 @@ _CONFIGURATIONS = {
     "facebook/opt-350m": _OPT,
     "llava-hf/llava-1.5-7b-hf": _LLAVA,
     "Qwen/Qwen2.5-VL-3B-Instruct": _QWEN,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": _QWEN_NEXT,
 }
 
 # Of multimodal models, vLLM asks the processor how many tokens an image may have.

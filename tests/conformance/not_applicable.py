@@ -33,9 +33,13 @@ class Table:
         return [f"{file}::{name}" for file, name in listed if (file, name) not in known]
 
 
-def read(path: Path = FILE) -> Table:
-    """Read the table."""
-    return Table(tomllib.loads(path.read_text()))
+def read(release: str, path: Path = FILE) -> Table:
+    """Read the table of a release of vLLM: what holds for all, and what holds for it alone."""
+    reasons = tomllib.loads(path.read_text())
+    only = reasons.pop("only", {})
+    for file, of_file in only.get(release, {}).items():
+        reasons.setdefault(file, {}).update(of_file)
+    return Table(reasons)
 
 
 def short_name(nodeid: str) -> str:

@@ -1,8 +1,7 @@
 """`SparkScheduler` with the attributes that vLLM's tests read."""
 
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -12,7 +11,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from . import kv_transfer_mirror, names
+from . import names, settings
 from .census import CENSUS
 from .mirror import Mirror
 
@@ -34,11 +33,15 @@ _READABLE = frozenset(
         "kv_holding_waiting",
         "num_waiting_for_streaming_input",
         "prefill_capacity_bound",
+        "current_step",
+        "num_executed_steps",
+        "last_prefill_step",
+        "local_prefill_interval",
+        "num_prefill_lookahead",
+        "num_hash_lookahead_tokens",
+        "can_skip_drafts",
     }
 )
-
-# What tests assign that is part of the native scheduler's configuration.
-_SETTINGS = frozenset({"use_v2_model_runner", "pp_size"}) | kv_transfer_mirror.SETTINGS
 
 # What `SparkScheduler` itself assigns after its construction.
 _OWN_STATE = frozenset({"_core", "_needs_none_hash"})
@@ -77,7 +80,9 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
     def _build(self) -> None:
         args, kwargs = self._arguments
         self.__dict__["_is_built"] = False
-        with self._mode_of(args[0]), self._settings_of(args[0]):
+        mirror = self._mirror
+        configured = settings.assigned(args[0], mirror.settings, mirror.stock)
+        with self._mode_of(args[0]), configured:
             super().__init__(*args, **kwargs)
         self._mirror.defer_frees(self.defer_block_free)
         self.__dict__["_is_built"] = True
@@ -94,26 +99,10 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
         with mock.patch.object(scheduler_config, "async_scheduling", cls.async_scheduling):
             yield
 
-    @contextmanager
-    def _settings_of(self, vllm_config: Any) -> Iterator[None]:
-        """Say in the configuration what the test has said by assignment."""
-        settings = self._mirror.settings
-        with ExitStack() as patches:
-            if "use_v2_model_runner" in settings:
-                variable = {"VLLM_USE_V2_MODEL_RUNNER": str(int(settings["use_v2_model_runner"]))}
-                patches.enter_context(mock.patch.dict(os.environ, variable))
-            if "pp_size" in settings:
-                num_stages = {"pipeline_parallel_size": settings["pp_size"]}
-                patches.enter_context(
-                    mock.patch.multiple(vllm_config.parallel_config, **num_stages)
-                )
-            patches.enter_context(kv_transfer_mirror.assigned(vllm_config, settings))
-            yield
-
     # ---- attributes ----
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SETTINGS:
+        if name in settings.NAMES:
             self._change_setting(name, value)
         elif name == "use_pp" and value == (self.pp_size > 1):
             self._mirror.stock.use_pp = value
@@ -121,6 +110,8 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
             self._mirror.preemption_observer = value
         elif name in _OWN_STATE or not self.__dict__.get("_is_built", False):
             self.__dict__[name] = value
+        elif isinstance(value, bool) and getattr(self._mirror.stock, name, None) is value:
+            pass  # It is so already.
         else:
             raise AssignsToTheScheduler(name)
 
@@ -157,7 +148,7 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
     def deferred_waiting(self) -> set[Request]:
         stats = self._take_stats()
         if stats is not None:
-            self._mirror.check_num_deferred(stats)
+            self._mirror.show_deferred(stats)
         return self._mirror.stock.deferred_waiting
 
     @property
@@ -234,6 +225,9 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
         )
 
     def add_request(self, request: Request) -> None:
+        num_lookahead_tokens = settings.hash_lookahead_of(request)
+        if num_lookahead_tokens != getattr(self._mirror.stock, "num_hash_lookahead_tokens", 0):
+            self._change_setting("num_hash_lookahead_tokens", num_lookahead_tokens)
         with self._changing_state():
             super().add_request(request)
 
@@ -249,7 +243,7 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
         with self._changing_state():
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             self._mirror.note_report(scheduler_output, model_runner_output)
-            self._mirror.note_outputs(outputs, scheduler_output.num_scheduled_tokens)
+            self._mirror.note_outputs(outputs, scheduler_output)
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:

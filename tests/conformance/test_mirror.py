@@ -20,6 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from . import settings
 from .kv_transfer_mirror import DeferredFrees
 from .mirror import MirrorIsWrong, StateWasChangedByHand
 from .scheduler import AssignsToTheScheduler, MirroredAsyncScheduler, MirroredScheduler
@@ -100,7 +101,8 @@ def test_settings_that_are_assigned_are_configured(mirrored: Any) -> None:
     mirrored.use_pp = True
     assert mirrored._core is not core
     parallel_config = mirrored.vllm_config.parallel_config
-    with mirrored._settings_of(mirrored.vllm_config):
+    mirror = mirrored._mirror
+    with settings.assigned(mirrored.vllm_config, mirror.settings, mirror.stock):
         assert parallel_config.pipeline_parallel_size == 2
     assert parallel_config.pipeline_parallel_size == 1
     with pytest.raises(AssignsToTheScheduler, match="use_pp"):

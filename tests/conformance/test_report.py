@@ -1,6 +1,10 @@
 """What is counted as what, and that neither the table nor a fallback can hide a failure."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
+from sparksched import releases
 
 from .not_applicable import FILE, Table, read
 from .report import NAMES_ANOTHER, NO_SCHEDULER, Report, Verdict, judge
@@ -65,9 +69,33 @@ def test_names_of_no_test_are_found() -> None:
     ]
 
 
-def test_each_entry_of_the_table_has_a_reason() -> None:
-    for of_file in read(FILE).reasons.values():
+def test_entries_of_one_release_are_in_its_table_only(tmp_path: Path) -> None:
+    path = tmp_path / "table.toml"
+    path.write_text(
+        """
+        ["test_a.py"]
+        test_both = "both"
+        [only."1.0"."test_a.py"]
+        test_old = "old"
+        [only."2.0"."test_b.py"]
+        test_new = "new"
+        """
+    )
+    assert read("1.0", path).reasons == {"test_a.py": {"test_both": "both", "test_old": "old"}}
+    assert read("2.0", path).reasons == {
+        "test_a.py": {"test_both": "both"},
+        "test_b.py": {"test_new": "new"},
+    }
+
+
+@pytest.mark.parametrize("release", releases.SUPPORTED)
+def test_each_entry_of_the_table_has_a_reason(release: str) -> None:
+    for of_file in read(release).reasons.values():
         assert all(reason.strip() for reason in of_file.values())
+
+
+def test_only_supported_releases_have_entries_of_their_own() -> None:
+    assert set(tomllib.loads(FILE.read_text())["only"]) <= set(releases.SUPPORTED)
 
 
 def test_the_report_names_what_is_to_be_done() -> None:

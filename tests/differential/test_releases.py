@@ -72,6 +72,20 @@ def test_updates_of_encoder_inputs_that_are_left_out_are_noticed() -> None:
         assert_is_noticed("multimodal-v2")
 
 
+def test_encoder_inputs_that_are_not_sent_again_after_a_failed_load_are_noticed() -> None:
+    input_updates = encoder_inputs.EncoderInputs.input_updates
+
+    def only_those_to_forget(*arguments: Any) -> dict[str, Any]:
+        forgotten = {
+            request_id: {input_id: None for input_id, data in inputs.items() if data is None}
+            for request_id, inputs in input_updates(*arguments).items()
+        }
+        return {request_id: inputs for request_id, inputs in forgotten.items() if inputs}
+
+    with mock.patch.object(encoder_inputs.EncoderInputs, "input_updates", only_those_to_forget):
+        assert_is_noticed("connector-failures-multimodal")
+
+
 def assert_is_noticed(configuration: str) -> None:
     """Check that a scenario of this configuration shows a difference."""
     for seed in range(MOST_SEEDS):

@@ -307,6 +307,13 @@ _CONNECTOR_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "connector-speculating": {"connector": {"match_share": 0.7}, "speculation": {}},
     "connector-multimodal": {"connector": {"match_share": 0.7}, "multimodal": {}},
+    # What a failed load takes back of a prompt, Model Runner V2 gets the images of again.
+    "connector-failures-multimodal": {
+        "groups": "full",
+        "use_v2_model_runner": True,
+        "connector": {"failure_share": 0.4, "match_share": 0.7, "async_share": 0.2},
+        "multimodal": {},
+    },
     "example-connector": {"groups": "full", "example_connector": {}},
     "offloading": {
         "enable_prefix_caching": True,
