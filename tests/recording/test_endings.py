@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -139,7 +140,8 @@ def test_killed(path: Path, serve: Callable[..., None]) -> None:
     serve(scenario)
     trace = Trace(path)
     num_steps = sum(isinstance(event, Step) for event in trace.events())
-    assert trace.warning == f"{path} has no end: the last second or so was not written"
+    assert trace.warning is not None
+    assert re.search("has no end|is cut off in the frame", trace.warning)
     assert num_steps > 0
     for scheduler in ("sparksched", "vllm"):
         outcome = replay(path, scheduler, lacks_end=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import stat
 import threading
 import time
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 from differential.world import build_world, draw_configuration, vllm_environment
 from engine.conftest import warnings_of_sparksched
-from sparksched.trace import rebuild, writer
+from engine.harness import restored_replacements
+from sparksched.trace import rebuild, recording, writer
 from sparksched.trace.events import Arrive, Difference, End, Event, Ready, Step, Update
 from sparksched.trace.history import History
 from sparksched.trace.reader import Trace
@@ -150,6 +152,20 @@ def test_nothing_is_left_of_a_recorder_that_was_closed(tmp_path: Path) -> None:
     scheduler.schedule()
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     assert (tmp_path / "trace").stat().st_size == size
+
+
+def test_a_scheduler_that_nobody_shuts_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its recording ends when it is gone, or with the program that has it in its own process."""
+    monkeypatch.setenv("SPARKSCHED_RECORD", str(tmp_path / "trace"))
+    scheduler = rebuild.build_player("vllm", settings()).scheduler
+    with restored_replacements():
+        recording.record(scheduler, scheduler.vllm_config, scheduler.kv_cache_config, 4)
+    scheduler.schedule()
+    del scheduler
+    gc.collect()
+    assert [type(event) for event in events(tmp_path / "trace")] == [Step, End]
 
 
 class HungDisk:

@@ -7,6 +7,7 @@ recorded pays nothing, and everything that asks for its class gets the answer th
 import functools
 import os
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -74,6 +75,8 @@ def record(
         ) from error
     attach(recorder, scheduler)
     engine_end.prepare_engine()
+    # Nobody shuts down an engine that is in its user's process.
+    weakref.finalize(scheduler, recorder.close)
     what = "with all prompts and outputs" if environment.records_tokens() else "without tokens"
     logger.info("sparksched: recording the scheduler to %s, %s", path, what)
 
