@@ -4,12 +4,17 @@ As in `extension.py`, nothing of sparksched is imported here.
 """
 
 import asyncio
+import functools
+import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from transport.engines import PacedExecutor
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.outputs import DraftTokenIds
 
 from .extension import load
 
@@ -17,9 +22,16 @@ from .extension import load
 def prepare_engine(extension: Path, entry: str | None = None) -> None:
     """Load the extension in an engine process; let an entry point panic from the beginning."""
     load(extension)
+    from sparksched.transport import engine as engine_side
+
+    # So much is soon there of a client that reads nothing.
+    engine_side.MAX_BACKLOG_BYTES = 1 << 16
     EngineCoreProc.arm_panic = arm_panic
     EngineCoreProc.answer_later = answer_later
-    EngineCoreProc.wake_later = wake_later
+    EngineCoreProc.wake_from_thread = wake_from_thread
+    EngineCoreProc.change = change
+    EngineCoreProc.differ = differ
+    EngineCoreProc.fork = fork
     if entry is not None:
         arm(entry)
 
@@ -42,14 +54,56 @@ def answer_later(_engine: EngineCoreProc) -> Any:
     return ThreadPoolExecutor(1).submit(time.sleep, 0.2)
 
 
-def wake_later(engine: EngineCoreProc) -> None:
-    """Let another thread put something into the engine's queue: a utility method."""
+def wake_from_thread(engine: EngineCoreProc, entry: str) -> None:
+    """Let another thread put something into the engine's queue until that panics: a utility method.
+
+    Armed by that thread, or the loop might be the first to come to that point.
+    """
     import threading
 
     from vllm.v1.engine import EngineCoreRequestType
 
-    item = (EngineCoreRequestType.WAKEUP, None)
-    threading.Timer(0.2, engine.input_queue.put_nowait, [item]).start()
+    def wake() -> None:
+        time.sleep(0.2)
+        arm(entry)
+        while True:
+            engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+            time.sleep(0.05)
+
+    threading.Thread(target=wake, daemon=True).start()
+
+
+def change(engine: EngineCoreProc, path: str, value: Any) -> None:
+    """Set an attribute of the engine, or of what it has: a utility method."""
+    *owners, name = path.split(".")
+    setattr(functools.reduce(getattr, owners, engine), name, value)
+
+
+def differ(engine: EngineCoreProc) -> None:
+    """Let a verified scheduler decide something else than vLLM's from now on: a utility method."""
+    from sparksched.scheduler import SparkScheduler
+    from vllm.v1.core.sched.interface import PauseState
+
+    SparkScheduler.set_pause_state(engine.scheduler, PauseState.PAUSED_ALL)
+
+
+def fork(_engine: EngineCoreProc) -> int:
+    """Start a process that ends at once, and return how: a utility method."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class DraftingExecutor(PacedExecutor):
+    """Has drafts for each request, and never comes to verify them."""
+
+    def note_step(self, step: SchedulerOutput) -> None:
+        """Keep whose drafts are wanted."""
+        self._drafted = list(step.num_scheduled_tokens)
+
+    def on_take_draft_token_ids(self) -> DraftTokenIds:
+        return DraftTokenIds(self._drafted, [[1, 2] for _ in self._drafted])
 
 
 def run_front_end(
@@ -76,3 +130,29 @@ def run_sync_client(
     from . import front_end
 
     front_end.read_and_panic(config, addresses, entry, reports)
+
+
+def run_watched_front_ends(
+    extension: Path, config: Any, addresses: list[dict[str, str]], reports: Connection
+) -> None:
+    """Start front ends one after the other while entry points panic, and look at their metrics."""
+    load(extension)
+    from sparksched import plugin
+
+    plugin.register()
+    from . import front_end
+
+    asyncio.run(front_end.start_watch_and_panic(config, addresses, reports))
+
+
+def run_impatient_front_end(
+    extension: Path, config: Any, addresses: dict[str, str], entry: str, reports: Connection
+) -> None:
+    """Send more than an engine that is stopped has room for."""
+    load(extension)
+    from sparksched import plugin
+
+    plugin.register()
+    from . import front_end
+
+    asyncio.run(front_end.wait_for_room_and_panic(config, addresses, entry, reports))

@@ -9,6 +9,7 @@ from sparksched import _core
 from transport.engines import environment_with, forkserver, start_process
 
 from . import extension as points
+from . import test_beginnings_and_ends, test_engines, test_front_ends
 from .extension import entry_points
 
 pytestmark = pytest.mark.timeout(300)
@@ -57,6 +58,25 @@ def methods_of(value: type) -> set[str]:
         for name, member in vars(value).items()
         if callable(member) and (not name.startswith("__") or name == "__call__")
     }
+
+
+NOT_CALLED = {
+    "SchedulerCore.snapshot": "for tests and support: no process of vLLM's asks for it",
+    "SchedulerCore.check_invariants": "for tests",
+    "SchedulerCore.waiting_requests": "for tests: recordings ask for running requests only",
+    "SchedulerCore.has_finished_requests": "vLLM's loop asks `has_requests`, which covers it",
+    "StepOutputs.scheduler_stats=": "vLLM sets what is missing, and it is there if it is wanted",
+    "ClientRings.engine_pid": "for tests",
+}
+"""Entry points that no engine and no front end calls, and why."""
+
+
+def test_each_panics_in_a_process_of_vllms_that_calls_it() -> None:
+    panicking = test_engines.ENTRIES | test_beginnings_and_ends.ENTRIES | test_front_ends.ENTRIES
+    assert not panicking & NOT_CALLED.keys()
+    missing = set(entry_points()) - panicking - NOT_CALLED.keys()
+    assert not missing, "a new entry point is to panic in an engine or a front end that calls it"
+    assert panicking | NOT_CALLED.keys() == set(entry_points())
 
 
 @pytest.mark.parametrize("name", ["arm_panic", "disarm_panic"])

@@ -16,30 +16,24 @@ from transport.engines import (
 from vllm.config import VllmConfig
 
 from . import engines
+from .front_end import STARTING, WATCHING
 
 pytestmark = pytest.mark.timeout(180)
 
 SHM = {"SPARKSCHED_TRANSPORT": "shm"}
+IMPATIENT = {"SPARKSCHED_RING_MIB": "1", "SPARKSCHED_STUCK_AFTER_S": "0.5"}
 NUM_STREAMS = 4
 
 
 @contextmanager
 def front_end(
-    run: Any, extension: Path, config: VllmConfig, engine: Engine, entry: str
+    run: Any, extension: Path, config: VllmConfig, engine: Engine, *args: Any, **variables: str
 ) -> Iterator[Any]:
-    """Run a front end that lets an entry point panic; yields its report."""
+    """Run a front end that lets entry points panic; yields its report."""
     ours, theirs = forkserver.Pipe()
     log_path = engine.directory / "client.log"
-    process = start_process(
-        run,
-        log_path,
-        environment_with(**SHM),
-        extension,
-        config,
-        engine.addresses(0),
-        entry,
-        theirs,
-    )
+    environment = environment_with(**SHM, **variables)
+    process = start_process(run, log_path, environment, extension, config, *args, theirs)
     theirs.close()
     try:
         assert ours.poll(60), log_path.read_text()
@@ -54,19 +48,28 @@ def front_end(
         ours.close()
 
 
-@pytest.mark.parametrize(
-    ("entry", "next_one"),
-    [
-        ("ClientRings.receive", "EngineDeadError"),
-        ("ClientRings.send", "EngineGenerateError"),
-        ("ClientRings.sent_before", "EngineGenerateError"),
-    ],
-)
+ENDING_THE_LINK = {
+    "ClientRings.receive": "EngineDeadError",
+    "ClientRings.send": "EngineGenerateError",
+    "ClientRings.sent_before": "EngineGenerateError",
+}
+"""How the next request ends."""
+
+WITHOUT_A_LOOP = ["ClientRings.receive", "ClientRings.wait"]
+WAITING_FOR_ROOM = "ClientRings.take_back"
+NOT_ENDING_IT = ["MeterReader.__new__", *WATCHING, "ClientRings.stuck_for_s", "ClientRings.close"]
+
+ENTRIES = {*ENDING_THE_LINK, *WITHOUT_A_LOOP, WAITING_FOR_ROOM, *STARTING, *NOT_ENDING_IT}
+"""All that panics in these tests."""
+
+
+@pytest.mark.parametrize(("entry", "next_one"), ENDING_THE_LINK.items())
 def test_each_request_fails_once(
     entry: str, next_one: str, extension: Path, config: VllmConfig
 ) -> None:
     with running_engine(config, **SHM) as engine:
-        with front_end(engines.run_front_end, extension, config, engine, entry) as report:
+        run = engines.run_front_end
+        with front_end(run, extension, config, engine, engine.addresses(0), entry) as report:
             next_outcome, ends, is_errored, num_known = report
             assert next_outcome == [0, next_one]
             assert ends == [["EngineDeadError"]] * NUM_STREAMS
@@ -78,12 +81,51 @@ def test_each_request_fails_once(
         assert len(engine.log_lines("aborted 4 requests of API server 0")) == 1
 
 
-@pytest.mark.parametrize("entry", ["ClientRings.receive", "ClientRings.wait"])
+@pytest.mark.parametrize("entry", WITHOUT_A_LOOP)
 def test_whoever_waits_is_told(entry: str, extension: Path, config: VllmConfig) -> None:
     """A client without an event loop has a thread that receives: it mustn't end in silence."""
+    run = engines.run_sync_client
     with (
         running_engine(config, **SHM) as engine,
-        front_end(engines.run_sync_client, extension, config, engine, entry) as report,
+        front_end(run, extension, config, engine, engine.addresses(0), entry) as report,
     ):
         assert report == ("EngineDeadError", "EngineDeadError")
+        assert engine.wait_for_exit() == 0
+
+
+def test_requests_that_wait_for_room_fail_once(extension: Path, config: VllmConfig) -> None:
+    run = engines.run_impatient_front_end
+    with (
+        running_engine(config, **SHM, **IMPATIENT) as engine,
+        front_end(
+            run, extension, config, engine, engine.addresses(0), WAITING_FOR_ROOM, **IMPATIENT
+        ) as report,
+    ):
+        outcomes, is_errored, num_known = report
+        for num_tokens, *ends in outcomes:
+            assert num_tokens == 0
+            assert len(ends) == 1
+        assert is_errored
+        assert num_known <= len(outcomes)
+        assert engine.wait_for_exit() == 0
+
+
+def test_starts_metrics_and_health(extension: Path, config: VllmConfig) -> None:
+    """A front end starts or it doesn't; what panics in its metrics takes nothing else away."""
+    num_clients = len(STARTING) + 2
+    with running_engine(config, num_clients=num_clients, **SHM) as engine:
+        addresses = [engine.addresses(index) for index in range(num_clients)]
+        run = engines.run_watched_front_ends
+        with front_end(run, extension, config, engine, addresses) as found:
+            for entry in (*STARTING, "ClientRings.stuck_for_s"):
+                assert f"impossible state in {entry}: " in found.pop(entry)
+            whole = [5, "length"]
+            assert found == {
+                "MeterReader.__new__": (whole, False),
+                **dict.fromkeys(WATCHING, (whole, False)),
+                "nowhere": (whole, True),
+            }
+        log = (engine.directory / "client.log").read_text()
+        for entry in ("MeterReader.__new__", *WATCHING, "ClientRings.close"):
+            assert f"impossible state in {entry}: " in log
         assert engine.wait_for_exit() == 0

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine.executor import engine_config, write_model_directory
@@ -24,15 +25,16 @@ def config(model_directory: Path) -> VllmConfig:
     return make_config(model_directory)
 
 
-def make_config(model_directory: Path, **settings: int) -> VllmConfig:
-    defaults = {
+def make_config(model_directory: Path, **settings: Any) -> VllmConfig:
+    defaults: dict[str, Any] = {
+        "async_scheduling": False,
         "max_model_len": MAX_MODEL_LEN,
         "num_gpu_blocks_override": NUM_BLOCKS,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 512,
     }
     with restored_vllm():
-        return engine_config(model_directory, async_scheduling=False, **{**defaults, **settings})
+        return engine_config(model_directory, **{**defaults, **settings})
 
 
 @pytest.fixture
