@@ -1,7 +1,7 @@
 """That vLLM's objects show the native scheduler's state, and that nobody can write to them."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,8 +15,14 @@ from differential.world import (
     stock_block_hasher,
     vllm_environment,
 )
+from sparksched import releases
 from sparksched.verify.compare import first_difference
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -24,6 +30,10 @@ from . import settings
 from .kv_transfer_mirror import DeferredFrees
 from .mirror import MirrorIsWrong, StateWasChangedByHand
 from .scheduler import AssignsToTheScheduler, MirroredAsyncScheduler, MirroredScheduler
+
+since_0_33 = pytest.mark.skipif(
+    not releases.is_since("0.33.0"), reason="vLLM 0.32.0 does otherwise"
+)
 
 
 @pytest.fixture(params=[MirroredScheduler, MirroredAsyncScheduler], ids=["sync", "async"])
@@ -38,13 +48,21 @@ def mirrored(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield scheduler
 
 
-def build_request(world: World, request_id: str) -> Request:
+def build_request(
+    world: World,
+    request_id: str,
+    *,
+    max_tokens: int = 4,
+    images: Sequence[MultiModalFeatureSpec] = (),
+    block_hasher: Any = None,
+) -> Request:
     return Request(
         request_id=request_id,
         prompt_token_ids=list(range(10)),
-        sampling_params=SamplingParams(max_tokens=4),
+        sampling_params=SamplingParams(max_tokens=max_tokens),
         pooling_params=None,
-        block_hasher=stock_block_hasher(world),
+        mm_features=list(images),
+        block_hasher=block_hasher or stock_block_hasher(world),
     )
 
 
@@ -274,3 +292,92 @@ def test_loads_that_nobody_reported_are_noticed(idle: Any) -> None:
     idle._mirror.stock.finished_recving_kv_req_ids.add("a")
     with pytest.raises(MirrorIsWrong, match="loads"):
         idle.finished_recving_kv_req_ids  # noqa: B018
+
+
+def image(identifier: str, offset: int) -> MultiModalFeatureSpec:
+    position = PlaceholderRange(offset=offset, length=6)
+    return MultiModalFeatureSpec(None, "image", identifier, position)
+
+
+def test_encoder_that_is_assigned_limits_steps(world: World, idle: Any) -> None:
+    idle.max_num_encoder_input_tokens = 6
+    idle.encoder_cache_manager = EncoderCacheManager(cache_size=8)
+    assert idle.max_num_encoder_input_tokens == 6
+    assert idle.encoder_cache_manager.cache_size == 8
+    for request_id, offset in (("a", 0), ("b", 3)):
+        idle.add_request(build_request(world, request_id, images=[image(request_id, offset)]))
+    assert idle.schedule().num_scheduled_tokens == {"a": 10, "b": 3}
+    assert idle.encoder_cache_manager.num_free_slots == 2
+
+
+@since_0_33
+def test_requests_that_are_passed_over_are_deferred(world: World, idle: Any) -> None:
+    idle.max_num_encoder_input_tokens = 5
+    request = build_request(world, "a", images=[image("a", 0)])
+    idle.add_request(request)
+    assert not idle.deferred_waiting
+    assert not idle.schedule().num_scheduled_tokens
+    assert idle.deferred_waiting == {request}
+    idle.schedule()
+
+
+def test_other_numbers_of_deferred_requests_are_noticed(idle: Any) -> None:
+    with pytest.raises(MirrorIsWrong, match="0 requests seem to be deferred, not 1"):
+        idle._mirror.show_deferred(SchedulerStats(num_skipped_waiting_reqs=1))
+
+
+def test_drafts_that_can_be_skipped_are_configured(idle: Any) -> None:
+    idle.can_skip_drafts = True
+    idle.num_prefill_lookahead = 3
+    config, mirror = idle.vllm_config, idle._mirror
+    with settings.assigned(config, mirror.settings, mirror.stock):
+        assert releases.behaviors(config)["can_skip_drafts"]
+        assert config.num_prefill_lookahead_tokens == 3
+    assert not releases.behaviors(config)["can_skip_drafts"]
+    assert config.num_prefill_lookahead_tokens == 0
+
+
+@since_0_33
+def test_blocks_are_hashed_as_the_hashes_of_requests_are(world: World, idle: Any) -> None:
+    assert idle.num_hash_lookahead_tokens == 0
+    hasher = get_request_block_hasher(world.hash_block_size, sha256, 1)
+    idle.add_request(build_request(world, "a", block_hasher=hasher))
+    assert idle.num_hash_lookahead_tokens == 1
+    with settings.assigned(idle.vllm_config, idle._mirror.settings, idle._mirror.stock):
+        assert releases.num_hash_lookahead_tokens(idle.vllm_config) == 1
+    with pytest.raises(AssignsToTheScheduler, match="num_hash_lookahead_tokens"):
+        idle.add_request(build_request(world, "b"))
+
+
+def test_placeholders_of_a_finished_request_are_resolved(world: World, idle: Any) -> None:
+    request = build_request(world, "a", max_tokens=1)
+    idle.add_request(request)
+    output = idle.schedule()
+    assert request.num_output_placeholders == 1
+    idle.update_from_output(output, report(output))
+    assert request.is_finished()
+    assert request.num_output_placeholders == 0
+
+
+def test_assignments_that_change_nothing_are_none(idle: Any) -> None:
+    idle.is_encoder_decoder = False
+    with pytest.raises(AssignsToTheScheduler, match="is_encoder_decoder"):
+        idle.is_encoder_decoder = True
+
+
+@since_0_33
+def test_steps_with_and_without_prompts_are_counted() -> None:
+    configuration = draw_configuration("async-full", 0)
+    configuration = dataclasses.replace(configuration, prefill_schedule_interval=4)
+    with vllm_environment(configuration):
+        world = build_world(configuration)
+        scheduler = world.build_scheduler(MirroredScheduler, FakeStructuredOutputManager())
+        assert scheduler.local_prefill_interval == 4
+        scheduler.schedule()
+        assert (scheduler.current_step, scheduler.num_executed_steps) == (1, 0)
+        assert scheduler.last_prefill_step == -4
+        scheduler.add_request(build_request(world, "a"))
+        step(scheduler)
+        step(scheduler)
+    assert (scheduler.current_step, scheduler.num_executed_steps) == (3, 2)
+    assert scheduler.last_prefill_step == 1

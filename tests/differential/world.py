@@ -309,6 +309,7 @@ _CONNECTOR_SETTINGS: dict[str, dict[str, Any]] = {
     "connector-multimodal": {"connector": {"match_share": 0.7}, "multimodal": {}},
     # What a failed load takes back of a prompt, Model Runner V2 gets the images of again.
     "connector-failures-multimodal": {
+        "async_scheduling": False,
         "groups": "full",
         "use_v2_model_runner": True,
         "connector": {"failure_share": 0.4, "match_share": 0.7, "async_share": 0.2},
