@@ -634,7 +634,7 @@ _SHAPE_TABLES: Final[
 
 
 def _manages_blocks(transfer_config: "KVTransferConfig") -> bool:
-    """Whether a KV connector asks for vLLM's block pool, or there is none of that name.
+    """Whether a KV connector asks for vLLM's block pool, or there is none as it is described.
 
     In the latter case vLLM's own scheduler is the one to say so.
     """
@@ -642,10 +642,10 @@ def _manages_blocks(transfer_config: "KVTransferConfig") -> bool:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 
-    if transfer_config.kv_connector == "MultiConnector":
-        parts = transfer_config.kv_connector_extra_config.get("connectors", ())
-        return any(_manages_blocks(KVTransferConfig(**part)) for part in parts)
     try:
+        if transfer_config.kv_connector == "MultiConnector":
+            parts = transfer_config.kv_connector_extra_config.get("connectors", ())
+            return any(_manages_blocks(KVTransferConfig(**part)) for part in parts)
         connector_cls = KVConnectorFactory.get_connector_class(transfer_config)
     except Exception:
         return True

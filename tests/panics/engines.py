@@ -36,6 +36,14 @@ def prepare_engine(extension: Path, entry: str | None = None) -> None:
         arm(entry)
 
 
+def prepare_talkative_engine(extension: Path) -> None:
+    """Load the extension in an engine process that logs all that it can."""
+    prepare_engine(extension)
+    from transport.test_secrets import log_everything
+
+    log_everything()
+
+
 def arm(entry: str, at_end: bool = False, num_spared: int = 0) -> None:
     from sparksched import _core
 

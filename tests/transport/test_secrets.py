@@ -28,6 +28,7 @@ SALT = "marked-salt"
 TEXT = "marked text of a prompt"
 PROMPT = [211, 163, 197, 149, 181, 173, 167, 157] * 5
 """Tokens of no other request."""
+TOO_LARGE = 2**40 + 211
 
 SECRETS = {
     "VLLM_API_KEY": API_KEY,
@@ -38,6 +39,7 @@ MARKS = re.compile(
     "|".join(
         [
             *map(re.escape, (API_KEY, HF_TOKEN, SALT, TEXT)),
+            str(TOO_LARGE),
             r"211\W+163\W+197",
             r"d3\W*(00)*\W*a3\W*(00)*\W*c5",  # the same in hex
         ]
@@ -104,7 +106,7 @@ async def serve_and_refuse(llm: AsyncLLM) -> list[str]:
     aborted.cancel()
     # What the front end lets through and the engine can't take, as from one without sparksched.
     for unfit in (
-        new_request("too-large", [*PROMPT, 2**40], cache_salt=SALT),
+        new_request("too-large", [*PROMPT, TOO_LARGE], cache_salt=SALT),
         new_request("plain\udcff", PROMPT, cache_salt=SALT),
     ):
         try:
@@ -169,7 +171,14 @@ def test_no_secret_reaches_a_log(config: VllmConfig, our_log: Formatted) -> None
 
 @pytest.mark.parametrize(
     "text",
-    [repr(PROMPT), bytes(PROMPT).hex(), API_KEY, f"salt={SALT}", " ".join(map(str, PROMPT))],
+    [
+        repr(PROMPT),
+        f"the token {TOO_LARGE}",
+        bytes(PROMPT).hex(),
+        API_KEY,
+        f"salt={SALT}",
+        " ".join(map(str, PROMPT)),
+    ],
 )
 def test_the_marks_are_found(text: str) -> None:
     with pytest.raises(AssertionError, match="somewhere"):

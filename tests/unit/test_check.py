@@ -267,3 +267,28 @@ def test_piped(model: str) -> None:
     # A line each, to be searched.
     assert re.search(r"^ok +transport +shared memory, .* API server and engine$", printed, re.M)
     assert printed.endswith("\nNothing keeps sparksched from scheduling.\n")
+
+
+SECRET = "marked-password"
+WITH_PASSWORD = json.dumps({"kv_connector": "X", "password": SECRET})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([f"https://user:{SECRET}@host.invalid/model"], "Repo id must be"),
+        (["{model}", f"--kv-transfer-config={WITH_PASSWORD}"], "Unexpected keyword argument"),
+        (["{model}", f"--kv-transfer-config={WITH_PASSWORD[:-1]}"], "Invalid JSON"),
+        (["{model}", "--api-kye", SECRET], "unrecognized arguments: --api-kye"),
+        (["{model}", f"--hf-tokn={SECRET}"], "unrecognized arguments: --hf-tokn"),
+        (["{model}", "--dtype=float32", f"--api-key={SECRET}"], "sparksched, in Rust"),
+    ],
+    ids=["url", "field", "json", "typo", "other-typo", "all-is-well"],
+)
+def test_nothing_secret_is_said(
+    arguments: list[str], said: str, model: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["check", *(argument.replace("{model}", model) for argument in arguments)])
+    text = "".join(capfd.readouterr())
+    assert said in text
+    assert SECRET not in text

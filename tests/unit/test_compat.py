@@ -438,6 +438,76 @@ def test_every_configuration_rule_is_tested() -> None:
     assert {rule.feature for rule in compat._CONFIG_RULES} == {feature for feature, _ in REFUSED}
 
 
+SECRET = "marked-password"
+
+
+def with_secrets(config: Any) -> Any:
+    """Copy a configuration, with a secret wherever one may be."""
+    transfer = kv_connector("NoSuchConnector")
+    transfer.kv_connector_extra_config["password"] = SECRET
+    return all_changed(
+        config,
+        {
+            "model_config.model": f"https://user:{SECRET}@host.invalid/model",
+            "model_config.hf_token": SECRET,
+            "additional_config": {"token": SECRET},
+            "observability_config.otlp_traces_endpoint": f"https://user:{SECRET}@host.invalid",
+            "kv_transfer_config": transfer,
+        },
+    )
+
+
+def without_connector(config: Any) -> Any:
+    return changed(config, "kv_transfer_config", None)
+
+
+def multi_connector_with(part: dict[str, str]) -> Any:
+    transfer = kv_connector("MultiConnector")
+    transfer.kv_connector_extra_config["connectors"] = [part]
+    return transfer
+
+
+@pytest.mark.parametrize(
+    ("feature", "changes"),
+    [
+        *REFUSED,
+        ("a KV connector that manages blocks itself", {}),
+        (
+            "a KV connector that manages blocks itself",
+            {"kv_transfer_config": multi_connector_with({"password": SECRET})},
+        ),
+        ("this scheduling policy", {"scheduler_config.policy": SECRET}),
+        ("this prefix caching hash", {"cache_config.prefix_caching_hash_algo": SECRET}),
+        ("this kind of model", {"model_config.runner_type": SECRET}),
+        ("the setting new_knob", {"new_knob": SECRET}),
+    ],
+    ids=lambda it: it if isinstance(it, str) else ",".join(it),
+)
+def test_no_reason_tells_a_value(
+    supported_config: object,
+    feature: str,
+    changes: dict[str, object],
+    logged: list[logging.LogRecord],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reasons are logged, and are labels of metrics."""
+    monkeypatch.setattr("vllm.version.__version__", "0.32.0")
+    monkeypatch.delenv("SPARKSCHED_STRICT", raising=False)
+    config = with_secrets(supported_config)
+    if changes:
+        config = without_connector(config)
+    if "new_knob" in changes:
+        knob = [("new_knob", str, dataclasses.field(default=""))]
+        config.__class__ = dataclasses.make_dataclass("Config", knob, bases=(type(config),))
+    problem = compat.unsupported_config(all_changed(config, changes))
+    assert problem is not None
+    assert problem.feature == feature
+    compat.refuse(problem)
+    (line,) = [record.getMessage() for record in logged]
+    assert problem.reason in line
+    assert SECRET not in line
+
+
 SECTIONS = ["", "scheduler_config", "cache_config", "parallel_config", "observability_config"]
 
 

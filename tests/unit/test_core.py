@@ -196,7 +196,7 @@ def test_none_hash_that_is_too_long() -> None:
 @pytest.mark.parametrize("token_id", TOO_LARGE_TOKENS)
 def test_prompt_token_beyond_32_bits(token_id: int) -> None:
     core = build_core()
-    with pytest.raises(OverflowError, match=f"token id {token_id} does not fit into 32 bits"):
+    with pytest.raises(OverflowError, match=r"^a token id does not fit into 32 bits$"):
         core.add_request(build_request(prompt=[1, token_id, 2]), 1.0)
     assert_goes_on(core)
 
@@ -206,7 +206,7 @@ def test_sampled_token_beyond_32_bits(token_id: int) -> None:
     core = build_core()
     core.add_request(build_request(), 1.0)
     scheduled = core.schedule(False, 2.0)
-    with pytest.raises(OverflowError, match=f"token id {token_id} does not fit into 32 bits"):
+    with pytest.raises(OverflowError, match=r"^a token id does not fit into 32 bits$"):
         core.update_from_output(scheduled, runner_output(scheduled, token_id))
     core.check_invariants()
     core.update_from_output(scheduled, runner_output(scheduled))
@@ -575,7 +575,7 @@ def test_drafts_are_taken_as_they_are(drafts: list[int]) -> None:
 @pytest.mark.parametrize("token_id", TOO_LARGE_TOKENS)
 def test_draft_token_beyond_32_bits(token_id: int) -> None:
     core = speculating_core()
-    with pytest.raises(OverflowError, match=f"token id {token_id} does not fit into 32 bits"):
+    with pytest.raises(OverflowError, match=r"^a token id does not fit into 32 bits$"):
         core.update_draft_token_ids(["a"], [[1, token_id]])
     assert_goes_on(core, "a")
 
@@ -1159,7 +1159,7 @@ def test_hasher_that_cannot_be_built(changes: dict[str, Any], message: str) -> N
 
 @pytest.mark.parametrize("token_id", TOO_LARGE_TOKENS)
 def test_hashing_a_token_beyond_32_bits(token_id: int) -> None:
-    with pytest.raises(OverflowError, match=f"token id {token_id} does not fit into 32 bits"):
+    with pytest.raises(OverflowError, match=r"^a token id does not fit into 32 bits$"):
         build_hasher()(build_request(prompt=[1, 2, 3, token_id]))
 
 

@@ -1,7 +1,10 @@
 """What a server with these arguments would be like: read from vLLM's own configuration of it."""
 
 import argparse
+import contextlib
 import importlib.metadata
+import io
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -10,6 +13,7 @@ import pydantic
 
 from sparksched import compat, environment, plugin
 from sparksched.check.finding import ArgumentError, Finding, ok, problem, warning
+from sparksched.check.quotes import without_quotes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,7 +33,8 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
     except ArgumentError:
         raise
     except Exception as error:
-        yield problem("arguments", _first_line(error), "vLLM wouldn't start with them either")
+        text = without_quotes(_first_line(error))
+        yield problem("arguments", text, "vLLM wouldn't start with them either")
         return
     yield _model(config)
     yield _scheduler(config)
@@ -52,10 +57,14 @@ def _vllm_config(arguments: Sequence[str]) -> "VllmConfig":
     parser = FlexibleArgumentParser(prog="vllm")
     serve = ServeSubcommand()
     serve.subparser_init(parser.add_subparsers())
+    said = io.StringIO()
     try:
-        parsed: argparse.Namespace = parser.parse_args([serve.name, *arguments])
+        with contextlib.redirect_stderr(said):
+            parsed: argparse.Namespace = parser.parse_args([serve.name, *arguments])
     except SystemExit:  # the parser has said why
         raise ArgumentError from None
+    finally:
+        sys.stderr.write(without_quotes(said.getvalue()))
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
     return AsyncEngineArgs.from_cli_args(parsed).create_engine_config()

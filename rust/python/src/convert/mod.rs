@@ -164,10 +164,11 @@ pub(crate) fn block_hashes(hashes: &Bound<'_, PyAny>) -> PyResult<Vec<BlockHash>
     hashes.cast::<PyList>()?.iter().map(|hash| block_hash(&hash)).collect()
 }
 
-/// vLLM's model runners hold token ids in 32 bits, too.
+/// vLLM's model runners hold token ids in 32 bits, too. Which id it is stays unsaid: errors are
+/// logged, and it may be of a prompt.
 fn token_out_of_range(token: &Bound<'_, PyAny>, error: &PyErr) -> PyErr {
     if error.is_instance_of::<PyOverflowError>(token.py()) {
-        PyOverflowError::new_err(format!("the token id {token} does not fit into 32 bits"))
+        PyOverflowError::new_err("a token id does not fit into 32 bits")
     } else {
         error.clone_ref(token.py())
     }
