@@ -95,9 +95,10 @@ test-fast: lint deny test-rust fuzz build test-other ## every check but the real
 test-other: build ## what can be checked against the release of vLLM that is not installed
 	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:2 --steps 100
 	UV="$(UV)" $(BIN)/python -m tests.support.vllm_overlay $(OTHER_VLLM) $(BIN)/pytest \
-	  tests/unit tests/front_end tests/engine/test_verification.py \
+	  tests/unit tests/front_end tests/conformance tests/engine/test_verification.py \
 	  tests/differential/test_releases.py tests/differential/test_reused_id.py \
 	  tests/recording/test_replay.py
+	UV="$(UV)" $(BIN)/python -m tests.support.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance
 
 .PHONY: soak-engine
 soak-engine: build ## very many requests, and nothing left of them: make soak-engine [REQUESTS=288000]

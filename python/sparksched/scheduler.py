@@ -458,8 +458,9 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         """Return the whole state as plain data, for tests and support.
 
         Keys: `requests` (by id: status, counters, `block_ids` a group), `running` and `waiting`
-        (ids in order), `free_blocks` (ids in the order of reuse), `ref_counts` (by id of blocks in
-        use), `cached_blocks` (by id: hash and group in hex, as vLLM's `BlockHashWithGroupId`).
+        (ids in order), `num_kv_holding` (how many of those that wait hold blocks: the first),
+        `free_blocks` (ids in the order of reuse), `ref_counts` (by id of blocks in use),
+        `cached_blocks` (by id: hash and group in hex, as vLLM's `BlockHashWithGroupId`).
         Takes time and memory in proportion to the number of blocks.
         """
         return self._core.snapshot()

@@ -213,6 +213,11 @@ class Mirror:
             _write_request(request, state)
         stock.running = [requests[request_id] for request_id in snapshot["running"]]
         self._write_waiting([requests[request_id] for request_id in snapshot["waiting"]])
+        num_holding = len(stock.kv_holding_waiting)
+        if num_holding != snapshot["num_kv_holding"]:
+            raise MirrorIsWrong(
+                f"{snapshot['num_kv_holding']} waiting requests hold blocks, not {num_holding}"
+            )
         self._write_finished_loads()
         if self._deferred_frees is not None and self._snapshot is not None:
             self._deferred_frees.note(self._snapshot, snapshot)

@@ -381,3 +381,9 @@ def test_steps_with_and_without_prompts_are_counted() -> None:
         step(scheduler)
     assert (scheduler.current_step, scheduler.num_executed_steps) == (3, 2)
     assert scheduler.last_prefill_step == 1
+
+
+def test_other_numbers_of_requests_that_hold_blocks_are_noticed(idle: Any) -> None:
+    snapshot = idle.snapshot() | {"num_kv_holding": 1}
+    with pytest.raises(MirrorIsWrong, match="1 waiting requests hold blocks, not 0"):
+        idle._mirror.write({}, snapshot, drops_stale_output=False)

@@ -34,6 +34,7 @@ def stock_snapshot(scheduler: Any) -> dict[str, Any]:
             for queue in (scheduler.kv_holding_waiting, scheduler.waiting)
             for request in queue
         ],
+        "num_kv_holding": len(scheduler.kv_holding_waiting),
         "free_blocks": [
             block.block_id for block in block_pool.free_block_queue.get_all_free_blocks()
         ],

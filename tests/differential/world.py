@@ -307,6 +307,11 @@ _CONNECTOR_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "connector-speculating": {"connector": {"match_share": 0.7}, "speculation": {}},
     "connector-multimodal": {"connector": {"match_share": 0.7}, "multimodal": {}},
+    # Requests whose blocks have been loaded wait for their images, and go first all the same.
+    "connector-loads-multimodal": {
+        "connector": {"match_share": 1.0, "async_share": 1.0},
+        "multimodal": {},
+    },
     # What a failed load takes back of a prompt, Model Runner V2 gets the images of again.
     "connector-failures-multimodal": {
         "async_scheduling": False,

@@ -1116,7 +1116,13 @@ impl Scheduler {
     /// Requests that wait.
     #[must_use]
     pub fn num_waiting(&self) -> usize {
-        self.waiting.len() + self.kv_holding_waiting.len()
+        self.waiting.len() + self.num_kv_holding()
+    }
+
+    /// Of these, the ones that hold blocks: the first.
+    #[must_use]
+    pub fn num_kv_holding(&self) -> usize {
+        self.kv_holding_waiting.len()
     }
 
     /// Requests that are not finished and, as far as the pause state goes, have work to do.
@@ -1124,7 +1130,7 @@ impl Scheduler {
     pub fn num_unfinished_requests(&self) -> usize {
         let num_waiting = match self.pause_state {
             PauseState::Unpaused => self.num_waiting(),
-            PauseState::PausedNew => self.kv_holding_waiting.len(),
+            PauseState::PausedNew => self.num_kv_holding(),
             PauseState::PausedAll => return 0,
         };
         self.running.len() + num_waiting - self.num_waiting_for_input

@@ -35,6 +35,7 @@ pub(crate) fn snapshot<'py>(
     snapshot.set_item("requests", requests)?;
     snapshot.set_item("running", PyList::new(py, running)?)?;
     snapshot.set_item("waiting", PyList::new(py, waiting)?)?;
+    snapshot.set_item("num_kv_holding", scheduler.num_kv_holding())?;
     snapshot.set_item("free_blocks", PyList::new(py, free_blocks)?)?;
     snapshot.set_item("ref_counts", ref_counts)?;
     snapshot.set_item("cached_blocks", cached_blocks)?;
