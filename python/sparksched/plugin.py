@@ -37,6 +37,8 @@ def register() -> None:
         _add_to_metrics_page()
     if compat.unsupported_version() is None:
         _replace_transport()
+        if environment.recorded_to() is not None:
+            patching.after_import("vllm.v1.engine.utils", _wait_for_recordings)
         if environment.replaces_front_end():
             _replace_output_processing()
         if environment.shows_metrics():
@@ -185,6 +187,12 @@ def _replace_front_end_errors(module: ModuleType) -> None:
     from sparksched.transport import front_end
 
     front_end.install(module)
+
+
+def _wait_for_recordings(module: ModuleType) -> None:
+    from sparksched.trace import engine_end
+
+    engine_end.install_in_manager(module)
 
 
 # ----------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_a_server(with_tokens: bool, tmp_path: Path) -> None:
             check=True,
         ).stdout
     )
-    # An engine that gets the signal from here and from its server is killed while it ends.
+    # Signalled are all of its processes, and the first that ends has the others killed.
     assert answer["trace"]["warning"] in (None, NO_END.format(trace))
     assert answer["trace"]["requests"] >= 48
     assert answer["trace"]["steps"] > 50

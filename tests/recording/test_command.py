@@ -171,9 +171,10 @@ def test_one_request_at_a_time(
     answer = data(capsys, path, "--max-num-seqs=1", f"--scheduler={scheduler}")
     assert max(sample["running"] for sample in answer["as_recorded"]["samples"]) > 1
     assert max(sample["running"] for sample in answer["changed"]["samples"]) == 1
+    # How much longer that takes is a matter of how long the recorded steps took.
+    assert len(answer["changed"]["samples"]) > len(answer["as_recorded"]["samples"])
     before, after = answer["as_recorded"]["summary"], answer["changed"]["summary"]
     assert after["most waiting"] >= before["most waiting"]
-    assert after["seconds"] > before["seconds"]
     # A client that had been given nothing may lose patience, or not.
     assert after["finished requests"] == pytest.approx(before["finished requests"], rel=0.1)
 

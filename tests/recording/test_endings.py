@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.harness import restored_vllm
+from sparksched import plugin
 from sparksched.trace import writer
 from sparksched.trace.events import End, Finish, Step
 from sparksched.trace.reader import Trace
@@ -19,6 +21,7 @@ from transport.clients import Reader, connected, endless_request, front_end, run
 from transport.conftest import config, model_directory
 from transport.engines import Engine, running_engine, wait_until
 from vllm.config import VllmConfig
+from vllm.v1.engine import utils
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from .scenarios import events, replay
@@ -79,6 +82,25 @@ def wait_at_the_end(folder: Path) -> None:
 
     writer.TraceFile.close = close_later  # type: ignore[method-assign]
     writer._CLOSE_S = 60.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("request_s", "process_s", "waits_s"), [(0, 0, 3.0), (0, 5.0, 5.0), (30, 0, 0), (0, None, None)]
+)
+def test_time_that_an_api_server_gives_engines(
+    request_s: float,
+    process_s: float | None,
+    waits_s: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some, where vLLM gives none; none behind the time that requests have had."""
+    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    with restored_vllm():
+        plugin.register()
+        assert utils.get_engine_process_shutdown_timeout(0, 0) == 0
+        monkeypatch.setenv("SPARKSCHED_RECORD", "trace")
+        plugin.register()
+        assert utils.get_engine_process_shutdown_timeout(request_s, process_s) == waits_s
 
 
 @pytest.mark.parametrize("second", SIGNALS)

@@ -38,6 +38,7 @@ def test_the_page_lists_all_replacements(
     replaced: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    monkeypatch.setenv("SPARKSCHED_RECORD", "trace")
     for name in MODULES:
         importlib.import_module(f"vllm.v1.engine.{name}")
     importlib.import_module("vllm.v1.metrics.loggers")

@@ -3,12 +3,14 @@
 vLLM's engine process only notes signals while its loop runs. After the loop, and before it tears
 down, it lets them end the process at once; and one Ctrl-C is more than one signal, since a terminal
 sends it to all processes, and the API server ends its engines as well. An engine that fails first
-tells the API server, which then ends it.
+tells the API server, which then ends it. With vLLM's default `--shutdown-timeout 0` an API server
+kills its engines as soon as it has signalled them; those that are recorded get a little time.
 """
 
 import functools
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Final
 
 from sparksched import patching
@@ -16,6 +18,25 @@ from sparksched import patching
 _ENGINE_MODULE: Final = "vllm.v1.engine.core"
 _AT_THE_END: Final = "sparksched_at_the_end"
 """An attribute of the scheduler that is recorded, and of no other."""
+_GRACE_S: Final = 3.0
+"""For which engines are waited for at the most: the two seconds that they wait for the disk."""
+
+
+def install_in_manager(module: ModuleType) -> None:
+    """Have `vllm.v1.engine.utils` wait for engines that are recorded."""
+    patching.replace(module, "get_engine_process_shutdown_timeout", _giving_time)
+
+
+def _giving_time(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def get_engine_process_shutdown_timeout(
+        request_timeout: float | None, process_timeout: float | None
+    ) -> float | None:
+        seconds: float | None = original(request_timeout, process_timeout)
+        # Not if requests have had time to end, and it is over: an engine may still be serving them.
+        return _GRACE_S if request_timeout == 0 == seconds else seconds
+
+    return get_engine_process_shutdown_timeout
 
 
 def prepare_engine() -> None:
