@@ -253,7 +253,10 @@ class SchedulerCore:
         """Return whether requests ended since the last step, or are kept by a KV connector."""
 
     def num_unfinished_requests(self) -> int:
-        """Count the requests that have work to do in the current pause state."""
+        """Count the requests that have work to do in the current pause state, as vLLM does.
+
+        Less than 0 if new requests are paused and sessions without input hold no blocks.
+        """
 
     def request_counts(self) -> tuple[int, int]:
         """Count running and waiting requests."""

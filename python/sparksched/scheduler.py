@@ -291,7 +291,10 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         return self._core.finish_requests(request_ids, finished_status)
 
     def get_num_unfinished_requests(self) -> int:
-        """Count the requests that have work to do in the current pause state."""
+        """Count the requests that have work to do in the current pause state, as vLLM does.
+
+        Less than 0 if new requests are paused and sessions without input hold no blocks.
+        """
         return self._core.num_unfinished_requests()
 
     def has_unfinished_requests(self) -> bool:

@@ -40,6 +40,7 @@ from unit.bare_core import (
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RepetitionDetectionParams
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
@@ -794,13 +795,10 @@ def input_of(*token_ids: int) -> Callable[[Request, int], None]:
     return give
 
 
-@pytest.mark.parametrize("requeues_sessions_last", [False, True])
-def test_session_that_stops_while_preempted(requeues_sessions_last: bool) -> None:
-    """It stays in the queue and goes on with its next input; vLLM 0.32.0 loses it."""
+def core_with_idle_session_without_blocks(**settings: Any) -> SchedulerCore:
+    """Return a scheduler with a session whose turn has ended after it was preempted."""
     pool_of_four = {"num_blocks": 5, "groups": [FULL_ATTENTION], "lookup_groups": [[0]]}
-    core = build_core(
-        async_scheduling=True, requeues_sessions_last=requeues_sessions_last, **pool_of_four
-    )
+    core = build_core(async_scheduling=True, **settings, **pool_of_four)
     core.add_request(build_request("other", prompt=[*range(8)]), 1.0)
     session = build_request("session", prompt=[*range(20, 27)], max_tokens=1, resumable=True)
     sessions.open_session(session)
@@ -812,12 +810,31 @@ def test_session_that_stops_while_preempted(requeues_sessions_last: bool) -> Non
     outputs = core.update_from_output(first, runner_output(first))
     assert [it.request_id for it in outputs[0].outputs if it.finish_reason] == ["session"]
     assert core.is_waiting_for_input("session")
+    return core
+
+
+@pytest.mark.parametrize("requeues_sessions_last", [False, True])
+def test_session_that_stops_while_preempted(requeues_sessions_last: bool) -> None:
+    """It stays in the queue and goes on with its next input; vLLM 0.32.0 loses it."""
+    core = core_with_idle_session_without_blocks(requeues_sessions_last=requeues_sessions_last)
     core.check_invariants()
     core.continue_session("session", input_of(30, 31))
     core.finish_requests(["other"], RequestStatus.FINISHED_ABORTED)
     # Of its prompt of nine tokens by now, the first block is still cached.
     assert core.schedule(False, 2.0).num_scheduled_tokens == {"session": 5}
     core.check_invariants()
+
+
+def test_idle_session_without_blocks_while_new_requests_are_paused() -> None:
+    """It is taken off although it was not counted, as in vLLM."""
+    core = core_with_idle_session_without_blocks()
+    core.set_pause_state(PauseState.PAUSED_NEW.value)
+    assert core.num_unfinished_requests() == 0
+    core.finish_requests(["other"], RequestStatus.FINISHED_ABORTED)
+    assert core.num_unfinished_requests() == -1
+    assert not core.has_unfinished_requests()
+    core.set_pause_state(PauseState.UNPAUSED.value)
+    assert core.num_unfinished_requests() == 0
 
 
 def test_session_goes_on() -> None:

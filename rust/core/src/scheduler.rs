@@ -1126,14 +1126,18 @@ impl Scheduler {
     }
 
     /// Requests that are not finished and, as far as the pause state goes, have work to do.
+    ///
+    /// As vLLM counts them: while new requests wait, sessions without input are taken off that were
+    /// not counted if they hold no blocks. It may be less than none then.
     #[must_use]
-    pub fn num_unfinished_requests(&self) -> usize {
+    pub fn num_unfinished_requests(&self) -> i64 {
         let num_waiting = match self.pause_state {
             PauseState::Unpaused => self.num_waiting(),
             PauseState::PausedNew => self.num_kv_holding(),
             PauseState::PausedAll => return 0,
         };
-        self.running.len() + num_waiting - self.num_waiting_for_input
+        let num_counted = (self.running.len() + num_waiting) as u32;
+        i64::from(num_counted) - i64::from(self.num_waiting_for_input as u32)
     }
 
     /// The state of queues and cache; counters of the prefix cache start again at zero.

@@ -269,7 +269,7 @@ impl SchedulerCore {
         enter("SchedulerCore.has_finished_requests", || Ok(self.has_ends_to_tell(py)))
     }
 
-    fn num_unfinished_requests(&self) -> PyResult<usize> {
+    fn num_unfinished_requests(&self) -> PyResult<i64> {
         enter("SchedulerCore.num_unfinished_requests", || {
             Ok(self.scheduler.num_unfinished_requests())
         })

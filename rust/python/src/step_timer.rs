@@ -75,7 +75,7 @@ impl StepTimer {
     pub(crate) fn note_requests(&mut self, scheduler: &Scheduler) {
         let Some(sink) = &self.sink else { return };
         sink.set_requests(scheduler.running().len(), scheduler.num_waiting());
-        if self.updated_at.is_some() && scheduler.num_unfinished_requests() == 0 {
+        if self.updated_at.is_some() && scheduler.num_unfinished_requests() <= 0 {
             self.updated_at = None;
         }
     }
