@@ -114,53 +114,40 @@ class DraftingExecutor(PacedExecutor):
         return DraftTokenIds(self._drafted, [[1, 2] for _ in self._drafted])
 
 
-def run_front_end(
-    extension: Path, config: Any, addresses: dict[str, str], entry: str, reports: Connection
-) -> None:
-    """Stream requests, let an entry point of the client panic, and report what became of them."""
+def _front_end(extension: Path) -> Any:
+    """Load the extension and the plugin; return the module whose functions need them."""
     load(extension)
     from sparksched import plugin
 
     plugin.register()
     from . import front_end
 
-    asyncio.run(front_end.stream_and_panic(config, addresses, entry, reports))
+    return front_end
+
+
+def run_front_end(
+    extension: Path, config: Any, addresses: dict[str, str], entry: str, reports: Connection
+) -> None:
+    """Stream requests, let an entry point of the client panic, and report what became of them."""
+    asyncio.run(_front_end(extension).stream_and_panic(config, addresses, entry, reports))
 
 
 def run_sync_client(
     extension: Path, config: Any, addresses: dict[str, str], entry: str, reports: Connection
 ) -> None:
     """Do the same with a client that has no event loop."""
-    load(extension)
-    from sparksched import plugin
-
-    plugin.register()
-    from . import front_end
-
-    front_end.read_and_panic(config, addresses, entry, reports)
+    _front_end(extension).read_and_panic(config, addresses, entry, reports)
 
 
 def run_watched_front_ends(
     extension: Path, config: Any, addresses: list[dict[str, str]], reports: Connection
 ) -> None:
     """Start front ends one after the other while entry points panic, and look at their metrics."""
-    load(extension)
-    from sparksched import plugin
-
-    plugin.register()
-    from . import front_end
-
-    asyncio.run(front_end.start_watch_and_panic(config, addresses, reports))
+    asyncio.run(_front_end(extension).start_watch_and_panic(config, addresses, reports))
 
 
 def run_impatient_front_end(
     extension: Path, config: Any, addresses: dict[str, str], entry: str, reports: Connection
 ) -> None:
     """Send more than an engine that is stopped has room for."""
-    load(extension)
-    from sparksched import plugin
-
-    plugin.register()
-    from . import front_end
-
-    asyncio.run(front_end.wait_for_room_and_panic(config, addresses, entry, reports))
+    asyncio.run(_front_end(extension).wait_for_room_and_panic(config, addresses, entry, reports))
