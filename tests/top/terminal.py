@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -69,15 +70,29 @@ class Terminal:
 
 
 @contextmanager
+def _heeding_interrupts() -> Iterator[None]:
+    """Let programs that are started heed Ctrl-C, as from a terminal.
+
+    Tests may run in the background, where shells have it ignored, and what they start inherits it.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def terminal(*arguments: str) -> Iterator[Terminal]:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
     environment = {**os.environ, "TERM": "xterm"}
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environment.pop(name, None)
-    process = subprocess.Popen(
-        [*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment
-    )
+    with _heeding_interrupts():
+        process = subprocess.Popen(
+            [*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment
+        )
     os.close(slave)
     try:
         yield Terminal(process, master)
