@@ -1,5 +1,6 @@
 """Over how many GPUs a model is spread, and how: what `--layout` names."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -40,10 +41,7 @@ class Layout:
     @property
     def num_gpus(self) -> int:
         """How many GPUs it takes."""
-        count = 1
-        for _, size in self.sizes:
-            count *= size
-        return count
+        return math.prod(size for _, size in self.sizes)
 
     @property
     def arguments(self) -> list[str]:
