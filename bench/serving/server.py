@@ -1,5 +1,6 @@
 """A real `vllm serve` as a child process, with the benchmark's probes in it."""
 
+import functools
 import http.client
 import json
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client
@@ -243,25 +244,27 @@ def _free_port() -> int:
 
 
 def _connect(server: Server, address: str) -> None:
-    began = time.monotonic()
+    deadline = time.monotonic() + START_S
     first = address_of(address, 0)
-    while not (os.path.exists(first) and server.is_healthy()):
-        status = server.process.poll()
-        if status is not None:
-            raise ServerError(f"vllm serve ended with status {status}; {server.log_excerpt()}")
-        if time.monotonic() - began > START_S:
-            raise ServerError(f"not healthy after {START_S:.0f} s; {server.log_excerpt()}")
-        time.sleep(POLL_S)
-    server.start_s = time.monotonic() - began
+    _wait_until(lambda: os.path.exists(first) and server.is_healthy(), server, deadline)
+    server.start_s = time.monotonic() - (deadline - START_S)
     server.remotes.append(_remote(first, 0))
     server.described = server.remote.call("describe")
     for index in range(1, server.described["num_api_servers"]):
+        # One that is healthy was enough so far.
         listens_at = address_of(address, index)
-        while not os.path.exists(listens_at):  # one that is healthy was enough so far
-            if time.monotonic() - began > START_S:
-                raise ServerError(f"API server {index} doesn't listen; {server.log_excerpt()}")
-            time.sleep(POLL_S)
+        _wait_until(functools.partial(os.path.exists, listens_at), server, deadline)
         server.remotes.append(_remote(listens_at, index))
+
+
+def _wait_until(is_up: Callable[[], bool], server: Server, deadline: float) -> None:
+    while not is_up():
+        status = server.process.poll()
+        if status is not None:
+            raise ServerError(f"vllm serve ended with status {status}; {server.log_excerpt()}")
+        if time.monotonic() > deadline:
+            raise ServerError(f"not healthy after {START_S:.0f} s; {server.log_excerpt()}")
+        time.sleep(POLL_S)
 
 
 def _remote(address: str, index: int) -> Remote:
