@@ -1,4 +1,4 @@
-"""What `test_offline.py` runs twice: engines with adapters, then with pooling, in this process.
+"""What `test_offline.py` runs twice: engines with adapters, pooling, priorities, in this process.
 
     python -m e2e.offline_program LLAMA ADAPTERS GPT_OSS RESULT
 
@@ -21,6 +21,7 @@ ENGINE: dict[str, Any] = {
 }
 ADAPTERS = ("red", "blue")
 NUM_PROMPTS, NUM_WAVES = 4, 3
+NUM_ORDINARY, NUM_URGENT = 40, 2  # 16 run at a time
 VOCAB_SIZE = 400  # ids below this are in the tiny models' vocabulary
 
 
@@ -74,6 +75,26 @@ def embed(model: str) -> list[list[float]]:
     return [output.outputs.embedding for wave in waves for output in wave]
 
 
+def order_of_priorities(model: str) -> list[int]:
+    """Return the numbers of requests as they were scheduled; the last ones are urgent.
+
+    All are there before the first step, and the engine says when it scheduled each: the order does
+    not depend on how fast anything is. Requests of one step have one time, and are in order of
+    their numbers.
+    """
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(model=model, scheduling_policy="priority", disable_log_stats=False, **ENGINE)
+    outputs = engine.generate(
+        [{"prompt_token_ids": [number, 7]} for number in range(NUM_ORDINARY + NUM_URGENT)],
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        priority=[5] * NUM_ORDINARY + [0] * NUM_URGENT,
+        use_tqdm=False,
+    )
+    times = [output.metrics.scheduled_ts for output in outputs]
+    return sorted(range(len(times)), key=times.__getitem__)
+
+
 def main(llama: str, adapters: str, gpt_oss: str, result: str) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -81,7 +102,9 @@ def main(llama: str, adapters: str, gpt_oss: str, result: str) -> None:
     # The process has one set of distributed groups, which engines leave behind.
     cleanup_dist_env_and_memory()
     vectors = embed(gpt_oss)
-    Path(result).write_text(json.dumps({"streams": streams, "vectors": vectors}))
+    cleanup_dist_env_and_memory()
+    order = order_of_priorities(gpt_oss)
+    Path(result).write_text(json.dumps({"streams": streams, "vectors": vectors, "order": order}))
 
 
 if __name__ == "__main__":

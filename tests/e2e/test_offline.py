@@ -1,4 +1,4 @@
-"""LoRA adapters and a pooling model in real engines: the same tokens and vectors as from vLLM's.
+"""Adapters, pooling and priorities in real engines: the same tokens, vectors, order as from vLLM's.
 
 Both schedulers get the requests in the same order, and so compose the same steps: what the models
 compute is equal to the last bit.
@@ -15,7 +15,7 @@ import pytest
 from support import tiny_gpt_oss, tiny_llama
 from support.server import CPU_ENVIRONMENT, SPARKSCHED_LINE
 
-from .offline_program import ADAPTERS, NUM_PROMPTS, NUM_WAVES
+from .offline_program import ADAPTERS, ENGINE, NUM_ORDINARY, NUM_PROMPTS, NUM_URGENT, NUM_WAVES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -29,6 +29,7 @@ class Observed:
 
     streams: list[list[int]]
     vectors: list[list[float]]
+    order: list[int]
     log: str = field(repr=False)
 
 
@@ -85,7 +86,7 @@ def run_program(models: Models, folder: Path, environment: dict[str, str]) -> Ob
 
 def test_ours_schedules_in_rust(stock: Observed, ours: Observed) -> None:
     assert stock.log.count(SPARKSCHED_LINE) == 0
-    assert ours.log.count(SPARKSCHED_LINE) == 2
+    assert ours.log.count(SPARKSCHED_LINE) == 3
 
 
 def test_streams_with_adapters_are_equal(stock: Observed, ours: Observed) -> None:
@@ -105,3 +106,12 @@ def test_vectors_are_equal(stock: Observed, ours: Observed) -> None:
 def test_vectors_tell_prompts_apart(stock: Observed) -> None:
     in_a_wave = stock.vectors[: len(stock.vectors) // 2]
     assert len({tuple(round(it, 3) for it in vector) for vector in in_a_wave}) == len(in_a_wave)
+
+
+def test_requests_are_scheduled_in_the_same_order(stock: Observed, ours: Observed) -> None:
+    assert ours.order == stock.order
+
+
+def test_urgent_requests_overtake(ours: Observed) -> None:
+    urgent = range(NUM_ORDINARY, NUM_ORDINARY + NUM_URGENT)
+    assert set(urgent) < set(ours.order[: ENGINE["max_num_seqs"]])

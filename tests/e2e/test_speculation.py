@@ -41,7 +41,6 @@ SCHEMA: dict[str, Any] = {
 }
 # The answer repeats it: its drafts are taken from here.
 EXAMPLE = '{"kind":"spark","digits":"123456"}'
-NUM_ORDINARY, NUM_URGENT = 20, 2
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,6 @@ def waves() -> dict[str, list[Prompt]]:
         ],
         "growing": [with_priority(it, at % 2) for at, it in enumerate(growing)],
         "structured": [Prompt(f"{at}: {EXAMPLE * 2}", 60, structured) for at in range(4)],
-        "urgent": [
-            *(Prompt([it, 7], 12, {"priority": 5}) for it in range(NUM_ORDINARY)),
-            *(Prompt([it, 8], 12, {"priority": 0}) for it in range(NUM_URGENT)),
-        ],
     }
 
 
@@ -123,10 +118,3 @@ def test_answers_follow_the_schema(pair: Pair[Observed]) -> None:
         answer: dict[str, str] = json.loads(completion.text)
         assert answer["kind"] in ("spark", "ember")
         assert re.fullmatch("[0-9]{6}", answer["digits"])
-
-
-@pytest.mark.parametrize("side", ["stock", "ours"])
-def test_urgent_requests_overtake(side: str, pair: Pair[Observed]) -> None:
-    waits = [it.first_token_s for it in getattr(pair, side).streams["urgent"]]
-    assert all(wait is not None for wait in waits)
-    assert max(waits[NUM_ORDINARY:]) < max(waits[:NUM_ORDINARY])
