@@ -45,13 +45,13 @@ SMALL_RINGS = {
 }
 
 
-async def fill_ring(reader: Reader) -> tuple[list[str], list[str]]:
+async def fill_ring(reader: Reader, **settings: Any) -> tuple[list[str], list[str]]:
     """Send large requests until one is refused; return those that were accepted, and the other."""
     accepted: list[str] = []
     for index in range(20):
         request_id = f"bulky-{index}"
         try:
-            await reader.add(bulky_request(request_id, BULK))
+            await reader.add(bulky_request(request_id, BULK, **settings))
         except EngineBusyError:
             return accepted, [request_id]
         accepted.append(request_id)
@@ -224,6 +224,36 @@ def test_a_balancer_forgets_what_was_refused(model_directory: Path, tmp_path: Pa
             await reader.until(lambda: not client.reqs_in_flight)
             assert not any(client.engine_inflight.values())
             assert all(len(reasons) == 1 for reasons in reader.finishes.values())
+
+    with front_end(**SMALL_RINGS), engines_of_clients(tmp_path / "log", **SMALL_RINGS):
+        run_async(run())
+
+
+def test_a_balancer_keeps_a_session_whose_next_input_was_refused(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    """Its engine has it, and must hear that it ends."""
+    with front_end(**SMALL_RINGS):
+        config = make_config(model_directory, data_parallel_size=2)
+
+    async def run() -> None:
+        async with connected(config, None) as reader:
+            client = reader.client
+            session = new_request("session", prompt_of(1), ENDLESS, ignore_eos=True, resumable=True)
+            await reader.add(session)
+            await reader.begin("session")
+            rank = client.core_engines.index(client.reqs_in_flight["session"])
+            process = client.resources.engine_manager.processes[rank]
+            send_signal(process.pid, signal.SIGSTOP)
+            accepted, refused = await fill_ring(reader, data_parallel_rank=rank)
+            with pytest.raises(EngineBusyError):
+                await reader.add(bulky_request("session", BULK, resumable=True))
+            assert client.reqs_in_flight["session"] == client.core_engines[rank]
+            await client.abort_requests_async(["session", *refused])
+            os.kill(process.pid, signal.SIGCONT)
+            await reader.finish(accepted)
+            await reader.until(lambda: not client.reqs_in_flight)
+            assert not any(client.engine_inflight.values())
 
     with front_end(**SMALL_RINGS), engines_of_clients(tmp_path / "log", **SMALL_RINGS):
         run_async(run())

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import (
         AsyncMPClient,
         BackgroundResources,
+        DPLBAsyncMPClient,
         MPClient,
         SyncMPClient,
     )
@@ -83,6 +84,9 @@ def install(core_client: ModuleType) -> None:
     for client_class in (core_client.AsyncMPClient, core_client.SyncMPClient):
         patching.replace(client_class, "__init__", _connecting)
     patching.replace(core_client.AsyncMPClient, "_ensure_output_queue_task", _reading_rings)
+    patching.replace(
+        core_client.DPLBAsyncMPClient, "get_core_engine_for_request", _noting_new_requests
+    )
     patching.replace(core_client.AsyncMPClient, "_send_input", _undoing_refused_requests)
     patching.replace(core_client.AsyncMPClient, "_send_input_message", _sending_async)
     patching.replace(core_client.SyncMPClient, "_send_input", _sending_sync)
@@ -159,19 +163,39 @@ def _sending_async(original: patching.Function) -> patching.Function:
     return send_input_message
 
 
+def _noting_new_requests(original: patching.Function) -> patching.Function:
+    """Tell the request that a load-balancing client counts from a session's later input."""
+
+    @functools.wraps(original)
+    def get_core_engine_for_request(self: "DPLBAsyncMPClient", request: Any) -> bytes:
+        is_new = request.request_id not in self.reqs_in_flight
+        engine: bytes = original(self, request)
+        # It is sent next, before anything else can be.
+        self.sparksched_new_request = request.request_id if is_new else None
+        return engine
+
+    return get_core_engine_for_request
+
+
 def _undoing_refused_requests(original: patching.Function) -> patching.Function:
-    """Have a load-balancing client forget a request that no engine will ever report."""
+    """Have a load-balancing client forget a request that no engine will ever report.
+
+    A session whose later input is refused stays: its engine has it, and is told of its end.
+    """
 
     @functools.wraps(original)
     def send_input(
         self: "AsyncMPClient", request_type: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Awaitable[Any]:
+        new_request = getattr(self, "sparksched_new_request", None)
+        is_new = new_request == getattr(request, "request_id", "")
         try:
             sent: Awaitable[Any] = original(self, request_type, request, *args, **kwargs)
         except EngineBusyError:
-            _forget_in_balancer(self, request)
+            if is_new:
+                _forget_in_balancer(self, request)
             raise
-        if isinstance(sent, _Waiting):
+        if is_new and isinstance(sent, _Waiting):
             sent.on_taken_back = functools.partial(_forget_in_balancer, self, request)
         return sent
 
@@ -179,9 +203,8 @@ def _undoing_refused_requests(original: patching.Function) -> patching.Function:
 
 
 def _forget_in_balancer(client: Any, request: Any) -> None:
-    """Undo what `DPLBAsyncMPClient.get_core_engine_for_request` has noted, if it has."""
-    request_id = getattr(request, "request_id", None)
-    engine = getattr(client, "reqs_in_flight", {}).pop(request_id, None)
+    """Undo what `DPLBAsyncMPClient.get_core_engine_for_request` has noted."""
+    engine = client.reqs_in_flight.pop(request.request_id, None)
     if engine is not None:
         client.engine_inflight[engine] -= 1
 
