@@ -41,7 +41,7 @@ def load(pieces: list[bytes], num_requests: int = 1) -> tuple[dict[str, Any], li
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         workload = Workload(DECODE, num_requests, 1000, (8, 8), (4, 4))
-        async with asyncio.timeout(20), server:
+        async with asyncio.timeout(60), server:
             return await stream_all(events.append, port, "a model", workload, 0, 1)
 
     events: list[str] = []

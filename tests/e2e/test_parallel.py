@@ -83,15 +83,21 @@ def observe_engines(server: Server) -> Observed:
     wait_until(lambda: "(ApiServer_1 pid=" in server.log, "for the second API server")
     streams = stream_mixed(server)
     server.wait_until_idle()
+    # An API server counts a request after its last chunk is sent.
+    wait_until(lambda: sum(finished_by_engine(server).values()) >= NUM_REQUESTS, "for all counts")
     by_engine = finished_by_engine(server)
-    ends = asyncio.run(kill_in_mid_stream(server, process_named(server, "EngineCore_DP1")))
+    # vLLM's launcher ends the other engine, whose last outputs must not overtake the news.
+    launcher = server.process.pid if server.runs_sparksched else None
+    ends = asyncio.run(
+        kill_in_mid_stream(server, process_named(server, "EngineCore_DP1"), stopped=launcher)
+    )
     wait_until(lambda: not processes_of(server), "for the end of each process")
     return Observed(streams, by_engine, ends, server.process.wait(), server.log)
 
 
 def finished_by_engine(server: Server) -> dict[str, float]:
     """Return how many requests each engine has ended."""
-    text = httpx.get(f"{server.base_url}/metrics", timeout=10).raise_for_status().text
+    text = httpx.get(f"{server.base_url}/metrics", timeout=60).raise_for_status().text
     found: dict[str, float] = {}
     for line in text.splitlines():
         match = re.match(r'vllm:request_success_total\{.*?engine="(\d+)".*\} (\S+)$', line)

@@ -25,11 +25,7 @@ NUM_REQUESTS = 16
 NUM_ENDLESS = 4
 VOCAB_SIZE = 400
 ENDLESS = Prompt("nobody sees the end of this", 4000, {"ignore_eos": True})
-OVER_RINGS = {
-    "SPARKSCHED_STRICT": "1",
-    "SPARKSCHED_TRANSPORT": "shm",
-    "SPARKSCHED_STUCK_AFTER_S": "1",
-}
+OVER_RINGS = {"SPARKSCHED_STRICT": "1", "SPARKSCHED_TRANSPORT": "shm"}
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 END_TIMEOUT_S = 60.0
 
@@ -103,14 +99,23 @@ def process_named(server: Server, name: str) -> int:
     return int(match[1])
 
 
-async def kill_in_mid_stream(server: Server, pid: int) -> list[str]:
-    """Kill a process of a server under load; return how each request ended."""
+async def kill_in_mid_stream(server: Server, pid: int, stopped: int | None = None) -> list[str]:
+    """Kill a process of a server under load; return how each request ended.
+
+    Another one may be stopped until then.
+    """
     begun = [asyncio.Event() for _ in range(NUM_ENDLESS)]
     async with httpx.AsyncClient(base_url=server.base_url, timeout=END_TIMEOUT_S) as client:
         streams = [asyncio.create_task(end_of_stream(client, server, it)) for it in begun]
         await asyncio.gather(*(event.wait() for event in begun))
+        if stopped is not None:
+            os.kill(stopped, signal.SIGSTOP)
         os.kill(pid, signal.SIGKILL)
-        return list(await asyncio.gather(*streams))
+        try:
+            return list(await asyncio.gather(*streams))
+        finally:
+            if stopped is not None:
+                os.kill(stopped, signal.SIGCONT)
 
 
 async def end_of_stream(client: httpx.AsyncClient, server: Server, begun: asyncio.Event) -> str:
@@ -189,7 +194,7 @@ def watch_health_of_stopped_engine(server: Server, engine: int) -> list[int]:
 
 
 def health(server: Server) -> int:
-    return httpx.get(f"{server.base_url}/health", timeout=10).status_code
+    return httpx.get(f"{server.base_url}/health", timeout=END_TIMEOUT_S).status_code
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +248,8 @@ def test_commands_are_answered_alike(stock: Observed, ours: Observed) -> None:
 
 def test_health_of_a_stopped_engine(ours: Observed) -> None:
     assert ours.health == [200, 503, 200]
-    assert len(re.findall(r"engine 0 is stuck: it hasn't run for", ours.log)) == 1
-    assert ours.log.count("engine 0 runs again") == 1
+    (_, after) = ours.log.split("engine 0 is stuck: it hasn't run for", 1)
+    assert "engine 0 runs again" in after
 
 
 def test_a_killed_engine_ends_the_server_alike(stock: Observed, ours: Observed) -> None:
@@ -257,7 +262,7 @@ def test_a_killed_engine_ends_the_server_alike(stock: Observed, ours: Observed) 
 
 def test_nothing_unusual_is_logged(stock: Observed, ours: Observed) -> None:
     """Errors that follow the engine's death are stock's."""
-    assert tracebacks(ours) <= tracebacks(stock) | {"EngineDeadError"}
+    assert tracebacks(ours) <= tracebacks(stock) | {"EngineDeadError", "CancelledError"}
 
 
 def tracebacks(observed: Observed) -> set[str]:

@@ -17,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from .executor import EOS_TOKEN_ID, POISON, engine_args, sampled_token
 from .harness import restored_vllm
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 STEP_TIMEOUT_S = 60
 NUM_STREAMS = 12

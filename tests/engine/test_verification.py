@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 from sparksched import _core
 from sparksched.scheduler import SparkScheduler
+from sparksched.trace import writer
 from sparksched.trace.events import Difference, End, Update
 from sparksched.trace.history import History
 from sparksched.trace.reader import Trace
@@ -52,6 +53,8 @@ PLANTED_STEP = 8
 def reproducers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder for what is recorded of differences."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # Wait longer for the disk than a busy machine can take.
+    monkeypatch.setattr(writer, "_CLOSE_S", 60.0)
     return tmp_path
 
 

@@ -13,7 +13,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from .engines import prepare_engine
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 SHM = {"SPARKSCHED_TRANSPORT": "shm"}
 

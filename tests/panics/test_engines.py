@@ -31,7 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from .engines import DraftingExecutor, prepare_engine
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 SHM = {"SPARKSCHED_TRANSPORT": "shm"}
 NUM_STREAMS = 4
@@ -53,12 +53,14 @@ async def streams_of(llm: AsyncLLM, count: int) -> list[asyncio.Task[Any]]:
 
 async def arm(llm: AsyncLLM, entry: str, at_end: bool = False, num_spared: int = 0) -> None:
     """Let an entry point panic; its answer may be the first that does."""
-    call = llm.engine_core.call_utility_async("arm_panic", entry, at_end, num_spared)
-    tasks = [asyncio.create_task(call)]
-    await asyncio.wait(tasks, timeout=2.0)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    call = asyncio.create_task(
+        llm.engine_core.call_utility_async("arm_panic", entry, at_end, num_spared)
+    )
+    async with asyncio.timeout(60):
+        while not (call.done() or llm.errored):
+            await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
 
 
 # ----------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ def calling(*call: Any) -> Provoke:
 
     async def call_utility(llm: AsyncLLM, _engine: Engine) -> None:
         answer = asyncio.create_task(llm.engine_core.call_utility_async(*call))
-        await asyncio.wait([answer], timeout=30.0)
+        await asyncio.wait([answer], timeout=60.0)
         assert answer.done()
         await asyncio.gather(answer, return_exceptions=True)
 
@@ -285,7 +287,7 @@ def with_drafter(settings: Mapping[str, Any], model_directory: Path) -> dict[str
 
 
 async def until_errored(llm: AsyncLLM) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not llm.errored:
             await asyncio.sleep(0.01)
 

@@ -12,7 +12,7 @@ from . import extension as points
 from . import test_beginnings_and_ends, test_engines, test_front_ends
 from .extension import entry_points
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def report_of(extension: Path, tmp_path: Path, module: str, function: str, *args: Any) -> Any:

@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from . import engines
 from .front_end import STARTING, WATCHING
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 SHM = {"SPARKSCHED_TRANSPORT": "shm"}
 IMPATIENT = {"SPARKSCHED_RING_MIB": "1", "SPARKSCHED_STUCK_AFTER_S": "0.5"}

@@ -21,7 +21,7 @@ from .test_engines import arm
 
 __all__ = ["our_log"]
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 VARIABLES = {**SECRETS, "RUST_BACKTRACE": "full"}
 OF_ONE_REQUEST = ["NativeBlockHasher.__call__", "read_prompt"]

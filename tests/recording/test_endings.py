@@ -46,6 +46,8 @@ def _serve(config: VllmConfig, path: Path) -> Callable[..., None]:
     def serve(
         scenario: Callable[[Engine, Reader], Any], prepare: Callable[[], None] | None = None
     ) -> None:
+        prepare = prepare or wait_for_the_disk
+
         async def run(engine: Engine) -> None:
             async with connected(config, engine) as reader:
                 await reader.add(*map(endless_request, "abc"))
@@ -71,6 +73,11 @@ def assert_whole(path: Path) -> None:
     assert replay(path, "sparksched").num_steps == sum(isinstance(event, Step) for event in found)
 
 
+def wait_for_the_disk() -> None:
+    """Have the engine's end wait longer for it than a busy machine can take."""
+    writer._CLOSE_S = 60.0  # type: ignore[misc]
+
+
 def wait_at_the_end(folder: Path) -> None:
     """Have the last event wait, in the engine's process, until a file is there."""
     close = writer.TraceFile.close
@@ -81,7 +88,7 @@ def wait_at_the_end(folder: Path) -> None:
         close(file, *arguments, **settings)
 
     writer.TraceFile.close = close_later  # type: ignore[method-assign]
-    writer._CLOSE_S = 60.0  # type: ignore[misc]
+    wait_for_the_disk()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Return the sum over the series of a Prometheus metric, or raise KeyError."""
-        text = httpx.get(f"{self.base_url}/metrics", timeout=10).raise_for_status().text
+        text = httpx.get(f"{self.base_url}/metrics", timeout=60).raise_for_status().text
         values = [
             float(line.rsplit(" ", 1)[1])
             for line in text.splitlines()
@@ -72,7 +72,7 @@ class Server:
             raise KeyError(name)
         return sum(values)
 
-    def wait_until_idle(self, timeout_s: float = 20.0) -> None:
+    def wait_until_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until no request runs or waits, by the server's own metrics."""
         deadline = time.monotonic() + timeout_s
         gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting")

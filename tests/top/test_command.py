@@ -143,7 +143,7 @@ def test_a_reader_that_has_seen_enough_ends_it() -> None:
         assert process.stdout is not None
         json.loads(process.stdout.readline())
         process.stdout.close()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
 

@@ -422,6 +422,8 @@ async def _stream_all(
     outcomes = await asyncio.gather(
         *(outcome_of(llm, it, lengths[it], begun[it].set) for it in lengths)
     )
+    if all(event.is_set() for event in begun.values()):
+        await reporter
     reporter.cancel()
     reports.send(dict(zip(lengths, outcomes, strict=True)))
     llm.shutdown()

@@ -206,7 +206,7 @@ def environment_with(**variables: str) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value}
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0, what: str = "") -> Any:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "") -> Any:
     """Wait until a condition holds, and return what it returned."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

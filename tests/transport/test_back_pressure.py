@@ -71,7 +71,7 @@ def test_a_full_ring_refuses_requests_and_loses_none(config: VllmConfig) -> None
                 await reader.add(bulky_request("untraceable", BULK))
             assert error.value.http_status == HTTPStatus.SERVICE_UNAVAILABLE
             # Aborts are accepted all the same, and nobody waits for room.
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await reader.client.abort_requests_async(["endless", *refused])
             engine.signal(signal.SIGCONT)
             await reader.finish(accepted)
@@ -177,7 +177,7 @@ def test_async_llm_forgets_what_was_cancelled(config: VllmConfig) -> None:
                 asyncio.create_task(outcome_of(llm, f"request-{it}", ENDLESS, **bulk_of(BULK)))
                 for it in range(10)
             ]
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while llm.output_processor.get_num_unfinished_requests() < len(streams):
                     await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
@@ -187,7 +187,7 @@ def test_async_llm_forgets_what_was_cancelled(config: VllmConfig) -> None:
             assert all(stream.cancelled() for stream in streams)
             assert llm.output_processor.get_num_unfinished_requests() == 0
             engine.signal(signal.SIGCONT)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while await llm.engine_core.call_utility_async("unfinished_requests"):
                     await asyncio.sleep(0.01)
             assert await outcome_of(llm, "after", 4) == [4, "length"]
@@ -295,14 +295,13 @@ def test_a_client_that_reads_slowly(config: VllmConfig) -> None:
             await slow.begin(*lengths)
             await other.call_executor("set_step_s", 0.0)
             ear = Ear(slow)
-            backlogs: list[int] = []
-            while any(client == 0 for _, client in await other.unfinished()):
-                ear.close()
-                await asyncio.sleep(0.3)
-                backlogs.append(await other.call("ring_backlog"))
-                ear.open()
+            ear.close()
+            # It takes something now and then, long before it counts as one that reads nothing.
+            while await other.call("ring_backlog") <= 2 * SMALL_BACKLOG:
+                await asyncio.sleep(1.0)
+                ear.listen()
+            ear.open()
             await slow.finish(lengths)
-            assert max(backlogs) > 2 * SMALL_BACKLOG
             for request_id, length in lengths.items():
                 assert slow.tokens[request_id] == expected_tokens(
                     prompt_of(1), length, ignore_eos=True
@@ -342,7 +341,8 @@ def test_a_client_that_reads_nothing(config: VllmConfig) -> None:
             await other.add(endless_request("other"))
             while any(client == 0 for _, client in await other.unfinished()):
                 await asyncio.sleep(0.05)
-            engine.wait_for_line("API server 0 takes no messages")
+            await asyncio.to_thread(engine.wait_for_line, "API server 0 takes no messages")
+            await other.call_executor("set_step_s", 0.002)
             assert not call.done()
             late_call = asyncio.create_task(deaf.call_executor("echo", "a late answer"))
             # The other client's request is still the same one, and it runs.

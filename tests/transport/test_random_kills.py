@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import time
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_killed_engines(config: VllmConfig) -> None:
                     await reader.add(endless_request(f"endless-{index}"))
                 except EngineDeadError:
                     break
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while not reader.errors:
                     await asyncio.sleep(0.005)
             assert [type(error) for error in reader.errors] == [EngineDeadError]
@@ -95,7 +96,7 @@ def test_killed_clients(config: VllmConfig) -> None:
         async with connected(config, engine, NUM_KILLS, count) as reader:
             await reader.add(endless_request("mine"))
             await reader.begin("mine")
-            num_attached = num_with_requests = 0
+            num_with_requests = 0
             for index in range(NUM_KILLS):
                 log_path = engine.directory / f"client-{index}.log"
                 arguments = (config, engine.addresses(index), index, count)
@@ -112,9 +113,7 @@ def test_killed_clients(config: VllmConfig) -> None:
                 process.kill()
                 await asyncio.to_thread(process.join)
                 await until_only_mine_is_left(reader)
-                num_attached += bool(engine.log_lines(f"API server {index} (process"))
             # Otherwise this has not tested much.
-            assert num_attached >= NUM_KILLS * 2 // 3
             assert num_with_requests > 0
             tokens = reader.tokens["mine"]
             assert tokens == expected_tokens(prompt_of(1), len(tokens), ignore_eos=True)
@@ -122,13 +121,22 @@ def test_killed_clients(config: VllmConfig) -> None:
             await reader.client.abort_requests_async(["mine"])
             assert await reader.unfinished() == []
         assert "Traceback" not in engine.log
-        assert len(engine.log_lines("its process died")) == num_attached
+        attached = indices_in(engine, r"API server (\d+) \(process")
+        assert len(attached) > NUM_KILLS * 2 // 3
+        # The one that stays ends in good order.
+        assert indices_in(engine, r"API server (\d+) is gone: its process died") == attached - {
+            NUM_KILLS
+        }
 
     with front_end(**SHM):
         with running_engine(config, **SHM) as engine:
             engine.wait_for_line("scheduling in Rust")
         with nothing_stays_behind(), running_engine(config, num_clients=count, **SHM) as engine:
             run_async(run(engine))
+
+
+def indices_in(engine: Engine, pattern: str) -> set[int]:
+    return {int(it) for it in re.findall(pattern, engine.log)}
 
 
 async def until_attached(engine: Engine, index: int) -> None:
@@ -139,6 +147,6 @@ async def until_attached(engine: Engine, index: int) -> None:
 
 
 async def until_only_mine_is_left(reader: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while [request_id for request_id, _ in await reader.unfinished()] != ["mine"]:
             await asyncio.sleep(0.01)
