@@ -14,8 +14,8 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use common::{
-    Chance, Deadline, Half, Kid, PATIENCE, ROLE, client_options, connect, engine_options,
-    fresh_name, listen, note, number, variable,
+    Chance, Deadline, Half, Kid, LAST_RESORT, PATIENCE, ROLE, client_options, connect,
+    engine_options, fresh_name, listen, note, number, variable,
 };
 use rustix::time::{ClockId, clock_gettime};
 use sparksched_ring::engine::{EngineEvent, EngineRings};
@@ -34,7 +34,7 @@ fn num_wake_ups() -> u64 {
 }
 
 fn limit() -> Duration {
-    Duration::from_secs(120 + num_wake_ups() / 1000)
+    LAST_RESORT + Duration::from_secs(num_wake_ups() / 1000)
 }
 
 fn dawdle(chance: &mut Chance) {
