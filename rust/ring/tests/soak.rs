@@ -230,7 +230,7 @@ fn a_message_of_256_mib_passes_a_ring_of_8() {
                 EngineEvent::Link { event: Event::Message(message), .. } => messages.push(message),
                 EngineEvent::Link { event: Event::End(its_end), .. } => end = Some(its_end),
                 EngineEvent::Attached { .. } | EngineEvent::Refused(_) => {}
-                other => panic!("{other:?}"),
+                EngineEvent::Link { event, .. } => panic!("{event:?}"),
             }
         }
     }
