@@ -13,16 +13,18 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use common::{
-    Chance, Deadline, LAST_RESORT, PATIENCE, client_options, connect, engine_options, fresh_name,
-    listen, until,
+    Chance, Deadline, Kid, LAST_RESORT, PATIENCE, ROLE, client_options, connect, engine_options,
+    fresh_name, listen, until, variable,
 };
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg,
-    socket_with,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recv, recvmsg,
+    sendmsg, socket_with,
 };
+use rustix::process::Signal;
 use sparksched_ring::client::ClientRings;
 use sparksched_ring::engine::{EngineEvent, EngineRings};
 use sparksched_ring::handshake::HandshakeError;
@@ -264,6 +266,37 @@ fn a_silent_guest_is_given_up_and_disturbs_nobody() {
     let _deadline = Deadline::after(LAST_RESORT, "silent guests");
     let lives_on = (0..5).any(|_| house_lives_on_beside_silent_guests());
     assert!(lives_on, "nobody is let in while others say nothing");
+}
+
+/// An engine that nobody but silent guests comes to; until it is killed.
+#[test]
+fn child_main() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    assert_eq!(role, "engine");
+    let _deadline = Deadline::after(LAST_RESORT, "a child");
+    let engine = listen(&variable("NAME"), engine_options(1, RING_BYTES));
+    loop {
+        engine.receive(None);
+    }
+}
+
+/// A stop interrupts the calls of a process, as a signal does that it handles; that is no reason to
+/// begin to wait anew.
+#[test]
+fn a_silent_guest_is_given_up_by_an_engine_that_is_interrupted() {
+    let _deadline = Deadline::after(LAST_RESORT, "an interrupted engine");
+    let name = fresh_name("interrupted");
+    let mut kid = Kid::spawn("an engine", "engine", &[("NAME", name.clone())]);
+    let silent = socket();
+    until("the engine listens", || rustix::net::connect(&silent, &address(&name)).is_ok());
+    until("the guest is given up", || {
+        kid.wait_for_stop(|| kid.signal(Signal::STOP));
+        kid.signal(Signal::CONT);
+        std::thread::sleep(Duration::from_millis(100));
+        recv(&silent, &mut [0; 1], RecvFlags::DONTWAIT).map(|(_, len)| len) != Err(Errno::AGAIN)
+    });
+    kid.signal(Signal::KILL);
+    kid.expect_kill();
 }
 
 // ------------------------------------------------------------------------------------
