@@ -139,6 +139,9 @@ test-rust: rust-toolchain
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.
 SECONDS := 60
 TARGET ?=
+# With which numbers libFuzzer begins: the same in each `make test`, so that a change is blamed for as
+# little as possible that it has nothing to do with; others each time (0) for who says how long.
+FUZZ_SEED := $(if $(filter file,$(origin SECONDS)),1,0)
 RUST_FUZZ_TARGETS := $(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs)))
 # The reader of traces is Python, and has a mutator of its own.
 FUZZ_TARGETS := $(or $(TARGET),$(RUST_FUZZ_TARGETS) trace)
@@ -148,7 +151,7 @@ fuzz: rust-toolchain env $(CARGO_FUZZ) ## feed what reads bytes with anything: m
 	if [ "$(TARGET)" != trace ]; then \
 	  $(CARGO_FUZZ) build --fuzz-dir rust/fuzz --target-dir target/fuzz -s none $(TARGET); \
 	  printf '%s\n' $(filter-out trace,$(FUZZ_TARGETS)) | \
-	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS); \
+	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS) $(FUZZ_SEED); \
 	fi
 	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(SECONDS))
 
@@ -175,6 +178,18 @@ faults: rust-toolchain ## kill and stop processes at any moment: make faults [KI
 bookkeeping: rust-toolchain ## lives of requests, all books checked after each step: make bookkeeping [OPERATIONS=...]
 	SPARKSCHED_CORE_OPERATIONS=$(OPERATIONS) \
 	  cargo test --release -p sparksched-core --test bookkeeping -- --nocapture
+
+RUNS := 20
+PROPERTIES := cargo test --release --quiet -p sparksched-core -p sparksched-ring \
+  --lib --test block_pool --test prefix_cache --test properties
+
+.PHONY: properties
+properties: rust-toolchain ## property tests on cases drawn anew each time: make properties [RUNS=20]
+	for run in $$(seq $(RUNS)); do \
+	  export PROPTEST_RNG_SEED=$$((16#$$(od -An -N7 -tx1 /dev/urandom | tr -d ' '))); \
+	  echo "PROPTEST_RNG_SEED=$$PROPTEST_RNG_SEED"; \
+	  $(PROPERTIES); \
+	done
 
 # What finds wrong accesses and leaks without a nightly compiler. It has no vDSO, from which rustix would
 # take the time, and is so slow that the tests do less of the same.

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Runs a built fuzz target for a while: run.sh CARGO_FUZZ TARGET SECONDS. Says what it has tried, or
-# what it has found and how to see it again. What it has learned stays in rust/fuzz/corpus.
+# Runs a built fuzz target for a while: run.sh CARGO_FUZZ TARGET SECONDS SEED; a SEED of 0 is another
+# one each time. Says what it has tried, or what it has found and how to see it again. What it has
+# learned stays in rust/fuzz/corpus.
 set -euo pipefail
 
-cargo_fuzz=$1 target=$2 duration=$3
+cargo_fuzz=$1 target=$2 duration=$3 seed=$4
 cd "$(dirname "$0")/../.."
 
-# A hang counts as found, and so does memory that is taken because it was announced.
-limits=(-timeout=20 -rss_limit_mb=1024)
+# A hang counts as found, and so does memory that is taken because it was announced. No input needs a
+# second; a busy machine may stand still for many.
+limits=(-timeout=60 -rss_limit_mb=1024)
 run=("$cargo_fuzz" run --fuzz-dir rust/fuzz --target-dir target/fuzz -s none "$target")
 corpus=rust/fuzz/corpus/$target seeds=rust/fuzz/seeds/$target log=target/fuzz/$target.log
 mkdir -p "$corpus" "$seeds"
 
-if "${run[@]}" "$corpus" "$seeds" -- "${limits[@]}" -max_total_time="$duration" >"$log" 2>&1; then
+if "${run[@]}" "$corpus" "$seeds" -- "${limits[@]}" -max_total_time="$duration" -seed="$seed" >"$log" 2>&1; then
   awk -v target="$target" '
     /cov: / { for (i = 1; i < NF; i++) if ($i == "cov:") coverage = $(i + 1) }
     /^Done / { runs = $2 }

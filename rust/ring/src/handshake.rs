@@ -9,8 +9,9 @@
 use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
@@ -216,13 +217,10 @@ fn identify(socket: OwnedFd) -> Result<Peer, HandshakeError> {
     Ok(Peer { socket, pidfd, pid })
 }
 
-/// Has calls on a socket give up after a while.
+/// Has calls that send on a socket, or connect it, give up after a while.
 fn limit_patience(socket: &OwnedFd) -> Result<(), HandshakeError> {
-    for timeout in [Timeout::Recv, Timeout::Send] {
-        set_socket_timeout(socket, timeout, Some(PATIENCE))
-            .map_err(system("a time limit can't be set"))?;
-    }
-    Ok(())
+    set_socket_timeout(socket, Timeout::Send, Some(PATIENCE))
+        .map_err(system("a time limit can't be set"))
 }
 
 fn send_packet(
@@ -242,15 +240,31 @@ fn send_packet(
     Ok(())
 }
 
+/// Waits until there is something to receive, time is up, or something else ends the wait.
+fn wait_for_packet(socket: BorrowedFd<'_>, deadline: Instant) {
+    let left = deadline.saturating_duration_since(Instant::now());
+    let timeout =
+        Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+    // If it fails, for want of memory or because of a signal, the caller looks again.
+    let _ = poll(&mut [PollFd::from_borrowed_fd(socket, PollFlags::IN)], Some(&timeout));
+}
+
 fn receive_packet(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Vec<OwnedFd>), HandshakeError> {
     let mut packet = vec![0; MAX_PACKET_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(NUM_DESCRIPTORS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received = retry_on_intr(|| {
+    // A socket's own time limit begins anew when a signal, or a stop of this process, interrupts a call:
+    // a silent peer would never be given up.
+    let deadline = Instant::now() + PATIENCE;
+    let received = loop {
         let buffers = &mut [IoSliceMut::new(&mut packet)];
-        recvmsg(socket, buffers, &mut ancillary, RecvFlags::CMSG_CLOEXEC)
-    })
-    .map_err(system("the peer can't be read from"))?;
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+        match recvmsg(socket, buffers, &mut ancillary, flags) {
+            Err(Errno::AGAIN) if Instant::now() < deadline => wait_for_packet(socket, deadline),
+            Err(Errno::INTR) => {}
+            received => break received.map_err(system("the peer can't be read from"))?,
+        }
+    };
     packet.truncate(received.bytes);
     let descriptors: Vec<_> = ancillary
         .drain()

@@ -551,8 +551,12 @@ impl Inbox {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicI32;
+    use std::time::Instant;
+
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    use rustix::thread::gettid;
 
     use super::*;
 
@@ -570,24 +574,33 @@ mod tests {
         Link::new(Side::Engine, segment, Arc::new(bell), event, peer, backlog)
     }
 
+    /// Whether a thread of this process sleeps.
+    fn is_asleep(thread: i32) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat"));
+        stat.is_ok_and(|stat| stat.contains(") S "))
+    }
+
     /// Whoever counts waits for the outbox; receiving goes on meanwhile.
     #[test]
     fn nobody_receiving_waits_for_whoever_counts() {
         let link = link_of_an_engine();
-        let is_counting = AtomicBool::new(false);
+        let counting_thread = AtomicI32::new(0);
         std::thread::scope(|scope| {
             let outbox = lock(&link.outbox);
             let counting = scope.spawn(|| {
-                is_counting.store(true, Release);
+                counting_thread.store(gettid().as_raw_nonzero().get(), Release);
                 link.traffic();
             });
-            while !is_counting.load(Acquire) {
+            let deadline = Instant::now() + Duration::from_secs(60);
+            // Nothing but the outbox makes it sleep.
+            while !is_asleep(counting_thread.load(Acquire)) || link.inbox.try_lock().is_err() {
+                assert!(
+                    Instant::now() < deadline,
+                    "the inbox is kept, or the outbox not waited for"
+                );
                 std::thread::yield_now();
             }
-            // Long enough for it to come to the outbox; if it isn't there yet, this sees nothing.
-            std::thread::sleep(Duration::from_millis(100));
             assert!(!counting.is_finished());
-            assert!(link.inbox.try_lock().is_ok());
             drop(outbox);
         });
     }

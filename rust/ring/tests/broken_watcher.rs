@@ -7,7 +7,10 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use common::{Deadline, Holdings, client_options, engine_options, fresh_name, listen, until};
+use common::{
+    Deadline, Holdings, LAST_RESORT, client_options, connect, engine_options, fresh_name, listen,
+    until,
+};
 use sparksched_ring::client::ClientRings;
 use sparksched_ring::engine::{EngineEvent, EngineOptions};
 use sparksched_ring::link::{End, Event};
@@ -33,14 +36,14 @@ fn end_of(client: &ClientRings) -> Option<End> {
 
 #[test]
 fn links_end_with_the_thread_that_watches_them() {
-    let _deadline = Deadline::after(Duration::from_secs(60), "broken watchers");
+    let _deadline = Deadline::after(LAST_RESORT, "broken watchers");
     points::HOOK.set(panic_when_armed).unwrap();
     let holdings = Holdings::now();
     for _ in 0..4 {
         let name = fresh_name("broken-watcher");
         let options = EngineOptions { stuck_after: STUCK_AFTER, ..engine_options(2, RING_BYTES) };
         let engine = listen(&name, options);
-        let client = ClientRings::connect(&name, client_options(0)).unwrap();
+        let client = connect(&name, &client_options(0), || false).unwrap();
         // Whichever of the two it is that panics: both sides see the end, and neither a death.
         IS_ARMED.store(true, Relaxed);
         let mut of_client = None;

@@ -12,8 +12,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::{
-    Chance, Deadline, Half, Holdings, Kid, NEVER_STUCK, PATIENCE, ROLE, client_options, connect,
-    engine_options, fresh_name, listen, note, number, until, until_within, variable,
+    Chance, Deadline, Half, Holdings, Kid, LAST_RESORT, NEVER_STUCK, PATIENCE, ROLE,
+    client_options, connect, engine_options, fresh_name, listen, note, number, until, until_within,
+    variable,
 };
 use rustix::io::FdFlags;
 use rustix::process::{Pid, Signal, getpid, kill_process};
@@ -29,7 +30,7 @@ const MAX_BYTES: u64 = 3 * RING_BYTES as u64;
 const ENDLESS: u64 = 1_000_000;
 const STUCK_AFTER: Duration = Duration::from_millis(300);
 /// What a child may take for its part, stops included.
-const LIFE: Duration = Duration::from_secs(80);
+const LIFE: Duration = Duration::from_secs(240);
 
 /// Points that a client passes.
 const CLIENT_POINTS: &[&str] = &[
@@ -89,32 +90,31 @@ static OCCURRENCES: AtomicU64 = AtomicU64::new(0);
 /// Whether occurrences count yet.
 static IS_ARMED: AtomicBool = AtomicBool::new(true);
 
-/// When the child went on after its fate.
-static WENT_ON: OnceLock<Instant> = OnceLock::new();
-
 fn meet_fate(point: &str) {
     let fate = FATE.get().expect("set before the hook");
     let is_it = point == fate.point && IS_ARMED.load(Relaxed);
     if is_it && OCCURRENCES.fetch_add(1, Relaxed) + 1 == fate.occurrence {
         kill_process(getpid(), fate.signal).unwrap();
-        // Another thread may have taken the signal, and this one would run on for a moment.
-        std::thread::sleep(Duration::from_millis(20));
-        let _ = WENT_ON.set(Instant::now());
+        // Another thread may have to take the signal, and this one would run on until it does.
+        while is_pending(fate.signal) {
+            std::thread::yield_now();
+        }
     }
 }
 
-/// Whether a child that has done its work may say goodbye: not before the other side can have seen
-/// that it runs again.
-fn may_end() -> bool {
-    variable("SIGNAL") == "kill"
-        || variable("POINT") == "closing"
-        || WENT_ON.get().is_some_and(|went_on| went_on.elapsed() > 2 * STUCK_AFTER)
+/// Whether no thread of this process has taken a signal yet. The one that does stops all of them
+/// before anybody can see that it is taken.
+fn is_pending(signal: Signal) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let pending = status.lines().find_map(|line| line.strip_prefix("ShdPnd:")).unwrap();
+    let pending = u64::from_str_radix(pending.trim(), 16).unwrap();
+    pending & 1 << (signal.as_raw() - 1) != 0
 }
 
 /// What a child is told besides its role.
 struct Task {
     name: String,
-    /// At most this many messages are sent each way; then it says goodbye.
+    /// This many messages are sent each way; then it says goodbye.
     total: u64,
     stuck_after: Duration,
 }
@@ -148,7 +148,7 @@ fn child_main() {
 fn be_client(task: &Task) {
     let mut options = client_options(0);
     options.stuck_after = task.stuck_after;
-    let client = ClientRings::connect(&task.name, options).unwrap();
+    let client = connect(&task.name, &options, || false).unwrap();
     let mut half = Half::of_client(0, MAX_BYTES);
     until_within(LIFE, "a client's life", || {
         half.send(client.link(), task.total);
@@ -158,8 +158,7 @@ fn be_client(task: &Task) {
         }
         note(0, client.link().sent_before());
         client.wait(Some(Duration::from_millis(1)));
-        let is_done = half.num_sent >= task.total && half.num_received >= task.total;
-        half.end.is_some() || (is_done && may_end())
+        half.end.is_some() || (half.num_sent >= task.total && half.num_received >= task.total)
     });
     client.close(PATIENCE);
     note(1, 1);
@@ -189,8 +188,7 @@ fn be_engine(task: &Task) {
             IS_ARMED.store(true, Relaxed);
         }
         halves.iter().all(|half| {
-            let is_done = half.num_sent >= task.total && half.num_received >= task.total;
-            half.end.is_some() || (is_done && may_end())
+            half.end.is_some() || (half.num_sent >= task.total && half.num_received >= task.total)
         })
     });
     engine.close(PATIENCE);
@@ -201,7 +199,7 @@ fn be_engine(task: &Task) {
 /// child.
 #[expect(clippy::zombie_processes, reason = "it is to outlive this process")]
 fn be_parent_of_a_sleeper(task: &Task) {
-    let client = ClientRings::connect(&task.name, client_options(0)).unwrap();
+    let client = connect(&task.name, &client_options(0), || false).unwrap();
     for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
         let Ok(raw) = entry.unwrap().file_name().to_str().unwrap().parse() else { continue };
         if raw > 2 {
@@ -211,12 +209,15 @@ fn be_parent_of_a_sleeper(task: &Task) {
             let _ = rustix::io::fcntl_setfd(fd, FdFlags::empty());
         }
     }
-    let sleeper = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+    let sleeper = std::process::Command::new("sleep").arg("600").spawn().unwrap();
     note(0, sleeper.id().into());
     if task.total == 0 {
-        // Dies of its fate.
-        client.link().send(0, &[b"last words"], false).unwrap();
-        std::thread::sleep(PATIENCE);
+        until_within(LIFE, "it dies of its fate", || {
+            // Not all of them find the engine asleep, and ring.
+            let _ = client.link().send(0, &[b"last words"], false);
+            std::thread::sleep(Duration::from_millis(1));
+            false
+        });
     }
     client.close(PATIENCE);
 }
@@ -250,6 +251,12 @@ impl Plan {
     /// How many messages are sent before a goodbye; only who is to die in it comes that far.
     fn total(&self) -> u64 {
         if self.point == "closing" { 5 * self.occurrence } else { ENDLESS }
+    }
+
+    /// How many messages the survivor sends to who is stopped, before it has seen that it runs again:
+    /// without the last one there is no goodbye. Who is to stop in its goodbye gets all.
+    fn total_before_recovery(&self) -> u64 {
+        if self.point == "closing" { STOP_TOTAL } else { STOP_TOTAL - 1 }
     }
 }
 
@@ -296,6 +303,24 @@ impl Survivor {
         }
     }
 
+    /// Waits for the end of client 0, which is dead. If it died before it had a link, its place is free
+    /// for a client that lives longer, which comes back. It may get its link after its death: only
+    /// once another has its place it can't any more.
+    fn wait_for_end_or_successor(&mut self, plan: &Plan) -> Option<ClientRings> {
+        if self.half.end.is_none() {
+            let has_link = || self.engine.link(0).is_some();
+            let successor = connect(self.engine.name(), &client_options(0), has_link);
+            if successor.is_some() {
+                return successor;
+            }
+        }
+        until(&format!("{plan:?}: the engine sees the end"), || {
+            self.pump(plan.total());
+            self.half.end.is_some()
+        });
+        None
+    }
+
     /// The bystander's messages arrive, and it gets answers.
     fn serve_bystander(&mut self, plan: &Plan) {
         let before = self.num_bystanders_messages;
@@ -327,21 +352,16 @@ fn kill_client(plan: &Plan, moment: Option<Duration>) {
         // Nothing but the death itself may be needed to wake the engine; but who dies before it
         // connects dies unseen, and who is to say goodbye first hears all that there is to say.
         let is_seen = moment.is_none() || survivor.engine.link(0).is_some();
-        let is_seen = is_seen && plan.point != "closing";
+        let is_seen = is_seen && survivor.refusals.is_empty() && plan.point != "closing";
         let timeout = if is_seen { PATIENCE } else { Duration::from_millis(2) };
         survivor.pump_for(timeout, plan.total());
-        let has_come = survivor.engine.link(0).is_some() || !survivor.refusals.is_empty();
-        survivor.half.end.is_some()
-            || !survivor.refusals.is_empty()
-            || (moment.is_some() && !has_come && kid.has_ended())
+        survivor.half.end.is_some() || (survivor.engine.link(0).is_none() && kid.has_ended())
     });
     kid.expect_kill();
-    check_end(plan, &survivor.half, kid.note(0), survivor.engine.link(0).is_some());
+    let successor = survivor.wait_for_end_or_successor(plan);
+    check_end(plan, &survivor.half, kid.note(0), successor.is_none());
     survivor.serve_bystander(plan);
-    if survivor.engine.link(0).is_none() {
-        // The place is free for a client that lives longer.
-        drop(connect(survivor.engine.name(), &client_options(0), || false).unwrap());
-    }
+    drop(successor);
     survivor.bystander.close(Duration::ZERO);
     survivor.engine.close(Duration::ZERO);
 }
@@ -453,7 +473,7 @@ fn kills_at_every_point_are_survived() {
                     occurrence: occurrence(point, round, &mut chance),
                     signal: "kill",
                 };
-                let _deadline = Deadline::after(Duration::from_secs(60), &format!("{plan:?}"));
+                let _deadline = Deadline::after(LAST_RESORT, &format!("{plan:?}"));
                 if role == "client" {
                     kill_client(&plan, None);
                 } else {
@@ -486,7 +506,7 @@ fn kills_at_random_moments_are_survived() {
         let moment = Duration::from_micros(chance.below(30_000));
         let role = if i % 2 == 0 { "client" } else { "engine" };
         let plan = Plan { role, point: "none", occurrence: i, signal: "kill" };
-        let _deadline = Deadline::after(Duration::from_secs(60), &format!("{plan:?} {moment:?}"));
+        let _deadline = Deadline::after(LAST_RESORT, &format!("{plan:?} {moment:?}"));
         if role == "client" {
             kill_client(&plan, Some(moment));
         } else {
@@ -503,41 +523,49 @@ const STOP_TOTAL: u64 = 60;
 fn stop_client(plan: &Plan, lasts: Duration) {
     let mut survivor = Survivor::new(STUCK_AFTER);
     let mut kid = plan.spawn(survivor.engine.name(), STOP_TOTAL, STUCK_AFTER);
-    kid.wait_for_stop(|| survivor.pump(STOP_TOTAL));
+    let total_before = plan.total_before_recovery();
+    kid.wait_for_stop(|| survivor.pump(total_before));
     let end_of_stop = Instant::now() + lasts;
     // Without a link there is nobody to be called stuck yet.
     if plan.point != "hello-sent" {
-        let before = survivor.half.num_recovered;
         until(&format!("{plan:?}: the engine notices"), || {
             // Nothing but the notice may be needed to wake the engine.
-            survivor.pump_for(PATIENCE, STOP_TOTAL);
-            survivor.half.num_stuck > before
+            let timeout = if survivor.half.is_stuck() { Duration::ZERO } else { PATIENCE };
+            survivor.pump_for(timeout, total_before);
+            survivor.half.is_stuck()
         });
-        assert!(survivor.engine.link(0).unwrap().stuck_for().unwrap() >= STUCK_AFTER, "{plan:?}");
+        check_notice(plan, &survivor.half);
     }
     survivor.serve_bystander(plan);
     while Instant::now() < end_of_stop {
-        survivor.pump_for(Duration::from_millis(100), STOP_TOTAL);
+        survivor.pump_for(Duration::from_millis(100), total_before);
         survivor.serve_bystander(plan);
     }
     kid.signal(Signal::CONT);
+    // Who closes as it wakes up may be gone before it is seen to run.
+    if plan.point != "closing" {
+        until(&format!("{plan:?}: the engine sees that the client runs again"), || {
+            survivor.pump(total_before);
+            !survivor.half.is_stuck()
+        });
+    }
     until(&format!("{plan:?}: the client goes on and says goodbye"), || {
         survivor.pump(STOP_TOTAL);
         survivor.half.end.is_some()
     });
     kid.expect_success();
-    check_recovery(plan, &survivor.half);
+    check_goodbye(plan, &survivor.half);
     survivor.bystander.close(Duration::ZERO);
     survivor.engine.close(Duration::ZERO);
 }
 
-fn check_recovery(plan: &Plan, half: &Half) {
+fn check_notice(plan: &Plan, half: &Half) {
+    assert!(half.last_silence >= STUCK_AFTER, "{plan:?}: {:?}", half.last_silence);
+}
+
+fn check_goodbye(plan: &Plan, half: &Half) {
     assert_eq!(half.end, Some(End::Closed), "{plan:?}");
     assert_eq!(half.num_received, STOP_TOTAL, "{plan:?}");
-    // Who closes as it wakes up may be gone before it was seen to run.
-    if plan.point != "closing" {
-        assert_eq!(half.num_recovered, half.num_stuck, "{plan:?}");
-    }
 }
 
 /// Stops an engine while a client connects, and lets it run again: the client gets there.
@@ -560,7 +588,7 @@ fn stop_engine_in_welcome(plan: &Plan) {
     });
     kid.expect_success();
     for (client, half) in &clients.clients {
-        check_recovery(plan, half);
+        check_goodbye(plan, half);
         client.close(Duration::ZERO);
     }
 }
@@ -569,9 +597,9 @@ fn stop_engine_in_welcome(plan: &Plan) {
 fn stop_engine(plan: &Plan, lasts: Duration) {
     let name = fresh_name("faults");
     let mut kid = plan.spawn(&name, STOP_TOTAL, STUCK_AFTER);
-    let pump_until = |clients: &mut Clients, what: &str, is: &dyn Fn(&Half) -> bool| {
+    let pump_until = |clients: &mut Clients, what: &str, total, is: &dyn Fn(&Half) -> bool| {
         until(&format!("{plan:?}: {what}"), || {
-            clients.pump(STOP_TOTAL);
+            clients.pump(total);
             clients.all(is)
         });
     };
@@ -585,22 +613,29 @@ fn stop_engine(plan: &Plan, lasts: Duration) {
         let second = connect(&name, &options, || false).unwrap();
         clients.clients.push((second, Half::of_client(1, MAX_BYTES)));
     }
-    kid.wait_for_stop(|| clients.pump(STOP_TOTAL));
+    let total_before = plan.total_before_recovery();
+    kid.wait_for_stop(|| clients.pump(total_before));
     let end_of_stop = Instant::now() + lasts;
-    pump_until(&mut clients, "the clients notice", &|half| half.num_stuck > half.num_recovered);
+    pump_until(&mut clients, "the clients notice", total_before, &Half::is_stuck);
+    clients.clients.iter().for_each(|(_, half)| check_notice(plan, half));
     while Instant::now() < end_of_stop {
-        clients.pump_for(Duration::from_millis(100), STOP_TOTAL);
+        clients.pump_for(Duration::from_millis(100), total_before);
     }
     kid.signal(Signal::CONT);
+    if plan.point != "closing" {
+        let what = "the clients see that the engine runs again";
+        pump_until(&mut clients, what, total_before, &|half| !half.is_stuck());
+    }
     if is_in_handshake {
         options.client_index = 1;
         let second = connect(&name, &options, || false).unwrap();
         clients.clients.push((second, Half::of_client(1, MAX_BYTES)));
     }
-    pump_until(&mut clients, "the engine goes on and says goodbye", &|half| half.end.is_some());
+    let what = "the engine goes on and says goodbye";
+    pump_until(&mut clients, what, STOP_TOTAL, &|half| half.end.is_some());
     kid.expect_success();
     for (client, half) in &clients.clients {
-        check_recovery(plan, half);
+        check_goodbye(plan, half);
         client.close(Duration::ZERO);
     }
 }
@@ -613,7 +648,7 @@ fn stops_at_every_point_are_noticed_and_survived() {
         for &point in its_points {
             let occurrence = if ONCE.contains(&point) { 1 } else { 3 };
             let plan = Plan { role, point, occurrence, signal: "stop" };
-            let _deadline = Deadline::after(Duration::from_secs(60), &format!("{plan:?}"));
+            let _deadline = Deadline::after(LAST_RESORT, &format!("{plan:?}"));
             match (role, point) {
                 ("client", _) => stop_client(&plan, Duration::ZERO),
                 (_, "welcome-sent") => stop_engine_in_welcome(&plan),
@@ -636,7 +671,7 @@ fn stop_for_long(number: u64) {
     let point = points[chance.below(points.len() as u64) as usize];
     let plan = Plan { role, point, occurrence: 1 + chance.below(5), signal: "stop" };
     let lasts = Duration::from_millis(1000 + chance.below(29_001));
-    let _deadline = Deadline::after(Duration::from_secs(120), &format!("{plan:?} for {lasts:?}"));
+    let _deadline = Deadline::after(LAST_RESORT, &format!("{plan:?} for {lasts:?}"));
     match role {
         "client" => stop_client(&plan, lasts),
         _ => stop_engine(&plan, lasts),
@@ -672,7 +707,7 @@ fn a_child_with_copies_of_the_descriptors_hides_no_end() {
     let _turn = turn();
     let holdings = Holdings::now();
     for (point, total, expected) in [("rung", 0, End::Died), ("none", 1, End::Closed)] {
-        let _deadline = Deadline::after(Duration::from_secs(60), "a client with a child");
+        let _deadline = Deadline::after(LAST_RESORT, "a client with a child");
         let engine = listen(&fresh_name("inherited"), engine_options(1, RING_BYTES));
         let plan = Plan { role: "parent", point, occurrence: 1, signal: "kill" };
         let mut kid = plan.spawn(engine.name(), total, NEVER_STUCK);

@@ -7,8 +7,8 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{
-    Deadline, Half, Kid, PATIENCE, ROLE, client_options, connect, engine_options, fresh_name,
-    listen, note, number, until, variable,
+    Deadline, Half, Kid, LAST_RESORT, PATIENCE, ROLE, client_options, connect, engine_options,
+    fresh_name, listen, note, number, until, variable,
 };
 use sparksched_ring::client::ClientRings;
 use sparksched_ring::engine::{EngineEvent, EngineRings};
@@ -28,7 +28,7 @@ fn num_messages() -> u64 {
 
 /// No run takes longer.
 fn limit() -> Duration {
-    Duration::from_secs(120 + num_messages() / 5_000)
+    LAST_RESORT + Duration::from_secs(num_messages() / 5_000)
 }
 
 // ------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ fn child_main() {
 fn be_client() {
     let index = number("INDEX") as u32;
     let (total, max_bytes) = (number("TOTAL"), number("MAX_BYTES"));
-    let client = ClientRings::connect(&variable("NAME"), client_options(index)).unwrap();
+    let client = connect(&variable("NAME"), &client_options(index), || false).unwrap();
     let mut half = Half::of_client(index, max_bytes);
     let deadline = Instant::now() + limit();
     loop {
@@ -82,7 +82,7 @@ fn block(index: usize) -> Vec<u8> {
 fn send_large() {
     let mut options = client_options(0);
     options.max_backlog_bytes = 1;
-    let client = ClientRings::connect(&variable("NAME"), options).unwrap();
+    let client = connect(&variable("NAME"), &options, || false).unwrap();
     let mut bytes = Vec::with_capacity(LARGE_BYTES);
     for index in 0..LARGE_BYTES / BLOCK_BYTES {
         bytes.extend_from_slice(&block(index));
@@ -126,19 +126,24 @@ fn be_idle() {
         let events = engine.receive(Some(Duration::from_secs(2)));
         assert!(events.is_empty(), "{events:?}");
         assert!(start.elapsed() >= Duration::from_secs(2), "the engine came back early");
+        // While this thread is still there to be counted.
+        num_sleeps()
     };
     let before = num_sleeps();
+    let start = Instant::now();
     let mut num_rounds = 0;
-    std::thread::scope(|scope| {
+    let after = std::thread::scope(|scope| {
         let engine = scope.spawn(engine_receive);
         while !engine.is_finished() {
             client.wait(Some(Duration::from_secs(1)));
             assert!(client.receive(16).is_empty());
             num_rounds += 1;
         }
+        engine.join().unwrap()
     });
-    note(0, num_sleeps().saturating_sub(before));
+    note(0, after.saturating_sub(before));
     note(1, num_rounds);
+    note(2, start.elapsed().as_secs());
     client.close(Duration::ZERO);
     engine.close(Duration::ZERO);
 }
@@ -181,8 +186,8 @@ fn soak(ring_bytes: usize, total: u64, max_bytes: u64) {
         for event in events {
             match event {
                 EngineEvent::Link { client, event } => halves[client as usize].take(event),
-                EngineEvent::Attached { .. } => {}
-                EngineEvent::Refused(reason) => panic!("{what}: {reason}"),
+                // Refused is who took too long, on a busy machine; it tries again.
+                EngineEvent::Attached { .. } | EngineEvent::Refused(_) => {}
             }
         }
     }
@@ -217,7 +222,7 @@ fn a_million_messages_arrive() {
 
 #[test]
 fn a_message_of_256_mib_passes_a_ring_of_8() {
-    let _deadline = Deadline::after(Duration::from_secs(120), "a message of 256 MiB");
+    let _deadline = Deadline::after(LAST_RESORT, "a message of 256 MiB");
     let engine = listen(&fresh_name("large"), engine_options(1, 8 << 20));
     let mut kid = Kid::spawn("a large message", "large", &[("NAME", engine.name().to_owned())]);
     let mut messages = Vec::new();
@@ -227,8 +232,8 @@ fn a_message_of_256_mib_passes_a_ring_of_8() {
             match event {
                 EngineEvent::Link { event: Event::Message(message), .. } => messages.push(message),
                 EngineEvent::Link { event: Event::End(its_end), .. } => end = Some(its_end),
-                EngineEvent::Attached { .. } => {}
-                other => panic!("{other:?}"),
+                EngineEvent::Attached { .. } | EngineEvent::Refused(_) => {}
+                EngineEvent::Link { event, .. } => panic!("{event:?}"),
             }
         }
     }
@@ -424,7 +429,14 @@ fn what_was_sent_before_a_goodbye_arrives() {
 fn an_idle_pair_sleeps() {
     let mut kid = Kid::spawn("an idle pair", "idle", &[]);
     kid.expect_success();
-    let (num_sleeps, num_rounds) = (kid.note(0), kid.note(1));
-    assert!(num_sleeps < 50, "threads went to sleep {num_sleeps} times in two seconds");
-    assert!(num_rounds < 10, "the client's event descriptor was readable {num_rounds} times");
+    // Two seconds, or as many as it took on a busy machine.
+    let (num_sleeps, num_rounds, seconds) = (kid.note(0), kid.note(1), kid.note(2));
+    assert!(
+        num_sleeps < 25 * seconds,
+        "threads went to sleep {num_sleeps} times in {seconds} seconds"
+    );
+    assert!(
+        num_rounds < 5 * seconds,
+        "the client's event descriptor was readable {num_rounds} times in {seconds} seconds"
+    );
 }

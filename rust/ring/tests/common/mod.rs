@@ -15,10 +15,13 @@ use sparksched_ring::engine::{EngineOptions, EngineRings};
 use sparksched_ring::link::{End, Event, Link};
 use sparksched_ring::outbox::{BacklogLimits, SendError};
 
-/// Long enough for anything that isn't a hang, on a machine that is busy with other things.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+/// Long enough for anything that isn't a hang, on a machine that is busy with other things or stands
+/// still for seconds.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Long enough that nobody is called stuck who isn't.
-pub const NEVER_STUCK: Duration = Duration::from_secs(60);
+pub const NEVER_STUCK: Duration = Duration::from_secs(600);
+/// Longer than several things that must happen may take together, one after the other.
+pub const LAST_RESORT: Duration = Duration::from_secs(300);
 
 // ------------------------------------------------------------------------------------
 // Chance
@@ -88,6 +91,8 @@ pub struct Half {
     pub num_received: u64,
     pub num_stuck: u32,
     pub num_recovered: u32,
+    /// How long the other side was silent when it was last called stuck.
+    pub last_silence: Duration,
     pub end: Option<End>,
 }
 
@@ -109,6 +114,7 @@ impl Half {
             num_received: 0,
             num_stuck: 0,
             num_recovered: 0,
+            last_silence: Duration::ZERO,
             end: None,
         }
     }
@@ -143,10 +149,18 @@ impl Half {
                 );
                 self.num_received += 1;
             }
-            Event::Stuck(_) => self.num_stuck += 1,
+            Event::Stuck(silence) => {
+                self.num_stuck += 1;
+                self.last_silence = silence;
+            }
             Event::Recovered => self.num_recovered += 1,
             Event::End(end) => self.end = Some(end),
         }
+    }
+
+    /// Whether the other side was called stuck and not yet said to run again.
+    pub fn is_stuck(&self) -> bool {
+        self.num_stuck > self.num_recovered
     }
 }
 
@@ -184,7 +198,8 @@ pub fn listen(name: &str, options: EngineOptions) -> EngineRings {
     EngineRings::listen(name, options).unwrap_or_else(|error| panic!("listen on {name}: {error}"))
 }
 
-/// Connects once somebody listens; `None` if `give_up` says so before.
+/// Connects once somebody listens, and again if one of the two took so long that it was given up;
+/// `None` if `give_up` says so before.
 pub fn connect(
     name: &str,
     options: &ClientOptions,
@@ -404,7 +419,7 @@ impl Holdings {
 
     /// Asserts that no more is held now, once threads that are about to end have ended.
     pub fn assert_unchanged(&self, what: &str) {
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + PATIENCE;
         while Self::now() != *self {
             assert!(Instant::now() < deadline, "{what}: {:?} are held, not {self:?}", Self::now());
             std::thread::sleep(Duration::from_millis(10));
