@@ -225,17 +225,20 @@ def _free_scheduler_at(pair: Pair, traces: dict[TraceKey, dict[str, Row]]) -> st
     about = f"sparksched: {measured:+.0f} %"
     if measured > gain + MORE_PERCENT:
         ours = limits_of(pair.ours, streams, _trace(traces, pair, "sparksched"), is_async)
-        about += f", more than that: {_why_more(stock, ours)}"
+        about += f", more than that: {_why_more(stock, ours, is_async)}"
     return f"{text} ({about})"
 
 
-def _why_more(stock: Limits, ours: Limits | None) -> str:
+def _why_more(stock: Limits, ours: Limits | None, is_async: bool) -> str:
     """Say what is known of why ours brings more than a free scheduler would."""
-    rest = stock.period - stock.scheduler
-    ours_rest = None if ours is None else ours.period - ours.scheduler
-    if ours_rest is None or ours_rest >= rest:
+    rests = [
+        (it.host if is_async else it.period) - it.scheduler
+        for it in (stock, ours)
+        if it is not None
+    ]
+    if len(rests) < 2 or rests[1] >= rests[0]:
         return "rounds differ"
-    return f"the rest of its step takes less, too, {rounded(rest)} → {rounded(ours_rest)} µs"
+    return f"the rest of its step takes less, too, {' → '.join(map(rounded, rests))} µs"
 
 
 def free_scheduler_gain(limits: Limits, step_us: float, is_async: bool) -> tuple[float, bool]:
