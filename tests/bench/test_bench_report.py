@@ -297,8 +297,8 @@ def test_what_a_free_scheduler_gives() -> None:
     # The host takes 4 ms, 3 of them the scheduler's; the GPU takes 2.
     host_bound = Limits(4000, 4000, 3000, 2000, "the engine's host code")
     assert free_scheduler_gain(host_bound, 4000, is_async=True) == (pytest.approx(100), False)
-    # Without the probe a step took 6 ms: 1.5 are left of the host's, and still 2 of the GPU's.
-    assert free_scheduler_gain(host_bound, 6000, is_async=True) == (pytest.approx(200), False)
+    # Without the probe a step took 12 ms: 3 are left of the host's.
+    assert free_scheduler_gain(host_bound, 12000, is_async=True) == (pytest.approx(300), False)
     unknown_gpu = Limits(4000, 4000, 3000, None, "the engine's host code")
     assert free_scheduler_gain(unknown_gpu, 4000, is_async=True) == (pytest.approx(300), True)
     gpu_bound = Limits(4000, 3000, 2000, 3900, "the GPU")
