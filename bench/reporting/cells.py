@@ -9,6 +9,7 @@ from bench.reporting.values import dig, median, numbers
 STOCK, OURS = "stock", "sparksched"
 ALL = "all"
 DECODE = "decode"
+ASYNC, SYNC = "async", "sync"
 ASYNCLLM, HTTP = "asyncllm", "http"
 
 CASE = "model, mode, driver, streams x tokens"

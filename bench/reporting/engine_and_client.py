@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.reporting.cells import ALL, DECODE, Pair, Side
+from bench.reporting.cells import ALL, DECODE, SYNC, Pair, Side
 from bench.reporting.engine import BUSY_THREAD, busiest_thread, engine_rate
 from bench.reporting.values import as_number, listed, rounded
 
@@ -35,6 +35,8 @@ class Difference:
         ]
         if not busy and self.is_confined:
             return "engine and API server share the processors, which are the limit"
+        if not busy and self.pair.key.mode == SYNC:
+            return "host and GPU work in turns, and neither thread is the limit"
         if not busy:
             return "neither thread is the limit"
         return f"the limit is {' and '.join(busy)}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from bench.reporting.cells import (
     ALL,
+    ASYNC,
     ASYNCLLM,
     HTTP,
     Pair,
@@ -37,7 +38,6 @@ BUSY_HOST = 0.95
 BUSY_LOADER = 85.0
 NOTABLE_PERCENT = 2.0
 MORE_PERCENT = 1.0
-ASYNC = "async"
 
 GPU, ENGINE, API_SERVER = "the GPU", "the engine's host code", "the API server"
 MISSING_TITLE = "Serving: what is missing"
@@ -176,9 +176,8 @@ def _rates(pairs: Sequence[Pair]) -> list[str]:
             if rate is not None:
                 about = _doubt(pair) + ("" if tail is None else f", ITL p99 {tail:+.0f} %")
                 said = f" ({about.removeprefix(', ')})" if about else ""
-                parts.append(
-                    f"{rate:+.{0 if abs(rate) >= 1 else 1}f} % at {pair.key.concurrency:,}{said}"
-                )
+                digits = 0 if abs(rate) >= 1 else 1
+                parts.append(f"{rate:+.{digits}f} % at {pair.key.concurrency:,}{said}")
         if parts:
             lines.append(
                 f"{model}, {mode}, {driver}: sparksched's tokens a second against vLLM's: "

@@ -148,12 +148,18 @@ def test_the_engine_s_rate_is_that_of_its_steps() -> None:
     assert engine_rate(Side([{}]), 256) is None
 
 
-def differing(engine_percent: float | None, api_percent: float, rate: float) -> str:
+def differing(
+    engine_percent: float | None,
+    api_percent: float,
+    rate: float,
+    mode: str = "async",
+    cores: str = "all",
+) -> str:
     """Return what is said where the engine's steps bring 64,000 tokens a second."""
     result = synthetic.result((256,))
     result["cells"] = [it for it in result["cells"] if it["driver"] == "asyncllm"]
     for cell in result["cells"]:
-        cell["output_tokens"] = [512, 512]
+        cell |= {"output_tokens": [512, 512], "mode": mode, "cores": cores}
         cell["phases"]["mean_period_us"] = 4000.0
         for entry in cell["rounds"]:
             is_stock = cell["scheduler"] == "stock"
@@ -181,7 +187,14 @@ def test_an_engine_at_its_limit_is_not_ahead() -> None:
     assert text.endswith("the engine was faster in the round with the probe than in the others.")
     assert "slower in the round with the probe" in differing(97.0, 50.0, 80_000.0)
     assert "neither thread is the limit" in differing(60.0, 50.0, 32_000.0)
+    assert "host and GPU work in turns" in differing(60.0, 50.0, 32_000.0, mode="sync")
     assert "who limits isn't told" in differing(None, 100.0, 32_000.0)
+
+
+def test_an_engine_that_shares_its_processor_may_be_ahead() -> None:
+    text = differing(40.0, 58.0, 32_000.0, cores="1")
+    assert "engine and API server share the processors, which are the limit" in text
+    assert text.endswith("the engine may be ahead of what clients have, or differ between rounds.")
 
 
 def test_equal_rates_need_no_words() -> None:
