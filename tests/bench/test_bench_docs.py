@@ -1,4 +1,4 @@
-"""What docs/results.md says of real servers is what is stored."""
+"""What the stored report and docs/results.md say of real servers is what is stored."""
 
 import json
 import re
@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from bench.report import build, read_all
+from bench.reporting import plots
 from bench.reporting.cells import ALL, DECODE, HTTP, Pair, marked, pairs_of
+from bench.reporting.document import as_markdown
 from bench.reporting.engine import engine_rate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +25,14 @@ Both = tuple[Any, Any]
 @pytest.fixture(scope="module")
 def pairs() -> list[Pair]:
     return pairs_of([json.loads(path.read_text()) for path in STORED])
+
+
+def test_the_stored_report_is_made_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change: `python -m bench.report bench/results/*.json`, and copy it there."""
+    monkeypatch.setattr(plots, "_png", lambda figure: b"")
+    results, unread = read_all(sorted((ROOT / "bench/results").glob("*.json")))
+    stored = (ROOT / "bench/results/report/report.md").read_text()
+    assert as_markdown(build(results, unread)) == stored
 
 
 def rows_below(heading: str) -> list[list[str]]:
