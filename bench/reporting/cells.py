@@ -1,6 +1,6 @@
 """The cells of `bench.decode`'s results, each with vLLM's scheduler and with ours beside it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,12 +9,18 @@ from bench.reporting.values import dig, median, numbers
 STOCK, OURS = "stock", "sparksched"
 ALL = "all"
 DECODE = "decode"
+ASYNC, SYNC = "async", "sync"
 ASYNCLLM, HTTP = "asyncllm", "http"
 
-CASE = "model, mode, driver, streams"
+CASE = "model, mode, driver, streams x tokens"
 """What the label of a pair says."""
+OTHER_RUN = "†"
+"""Marks what is from separate runs of the benchmark."""
+SOURCE = "source"
 
 Row = dict[str, Any]
+Source = tuple[int, int]
+"""Which result and which of its runs. Others may be from another machine or commit."""
 
 
 @dataclass(frozen=True, order=True)
@@ -27,12 +33,24 @@ class PairKey:
     workload: str
     driver: str
     concurrency: int
+    output_tokens: tuple[int, ...] = ()
+    """Least and most of a stream; empty if that isn't known."""
+
+    @property
+    def tokens(self) -> str:
+        """How many tokens a stream brings."""
+        return " to ".join(f"{it:,}" for it in dict.fromkeys(self.output_tokens))
+
+    @property
+    def size(self) -> str:
+        """How many streams, and of how many tokens."""
+        return f"{self.concurrency:,}" + (f" x {self.tokens}" if self.tokens else "")
 
     @property
     def label(self) -> str:
         """The row's name in tables."""
         cores = "" if self.cores == ALL else f", {counted(self.cores, 'core')}"
-        return f"{self.model}, {self.mode}{cores}, {self.driver}, {self.concurrency:,}"
+        return f"{self.model}, {self.mode}{cores}, {self.driver}, {self.size}"
 
 
 def counted(number: int | str, noun: str) -> str:
@@ -51,6 +69,7 @@ class Side:
     """What was measured with one scheduler, in all visits of its server."""
 
     cells: list[Row] = field(default_factory=list)
+    sources: set[Source] = field(default_factory=set)
 
     def rounds(self) -> list[Row]:
         """Return all rounds."""
@@ -97,8 +116,17 @@ class Pair:
     key: PairKey
     stock: Side = field(default_factory=Side)
     ours: Side = field(default_factory=Side)
-    sources: set[int] = field(default_factory=set)
-    """Which results its cells are from. Others may be from another machine or commit."""
+
+    @property
+    def label(self) -> str:
+        """The row's name in tables, with a mark if the sides are from separate runs."""
+        return marked(self.key.label, self.is_of_separate_runs)
+
+    @property
+    def is_of_separate_runs(self) -> bool:
+        """Whether both sides are there, and not from the same runs."""
+        sources = (self.stock.sources, self.ours.sources)
+        return all(sources) and sources[0] != sources[1]
 
     def figures(self, *path: str) -> tuple[Any, Any]:
         """Return the medians over rounds of both."""
@@ -112,14 +140,13 @@ class Pair:
 def pairs_of(results: Iterable[Row]) -> list[Pair]:
     """Return all cells of some results in pairs, in order."""
     found: dict[PairKey, Pair] = {}
-    for source, result in enumerate(results):
-        for cell in rows_of(result, "cells"):
-            key = _key(cell)
-            if key is not None:
-                pair = found.setdefault(key, Pair(key))
-                side = pair.stock if cell.get("scheduler") == STOCK else pair.ours
-                side.cells.append(cell)
-                pair.sources.add(source)
+    for source, cell in _with_sources(results, "cells"):
+        key = _key(cell)
+        if key is not None:
+            pair = found.setdefault(key, Pair(key))
+            side = pair.stock if cell.get("scheduler") == STOCK else pair.ours
+            side.cells.append(cell)
+            side.sources.add(source)
     return [found[key] for key in sorted(found)]
 
 
@@ -128,7 +155,32 @@ def _key(cell: Row) -> PairKey | None:
     names = ("model", "mode", "cores", "workload", "driver")
     if not _has_texts(cell, *names, "scheduler") or not _has_count(cell):
         return None
-    return PairKey(**{name: cell[name] for name in (*names, "concurrency")})
+    tokens = cell.get("output_tokens")
+    is_known = isinstance(tokens, list | tuple) and all(isinstance(it, int) for it in tokens)
+    common = {name: cell[name] for name in (*names, "concurrency")}
+    return PairKey(**common, output_tokens=tuple(tokens) if is_known else ())
+
+
+def _with_sources(results: Iterable[Row], table: str) -> Iterator[tuple[Source, Row]]:
+    """Yield the rows of a table of all results; a row that doesn't say its run has -1."""
+    for number, result in enumerate(results):
+        for row in rows_of(result, table):
+            run = row.get("run")
+            yield (number, run if isinstance(run, int) else -1), row
+
+
+def marked(label: str, is_of_separate_runs: bool) -> str:
+    """Return a row's name, with a mark if its two sides are from separate runs."""
+    return f"{label} {OTHER_RUN}" if is_of_separate_runs else label
+
+
+def by_size(pairs: Iterable[Pair], *names: str) -> dict[tuple[Any, ...], list[Pair]]:
+    """Return pairs by some names of their keys, and by streams and tokens: only those compare."""
+    found: dict[tuple[Any, ...], list[Pair]] = {}
+    for pair in pairs:
+        case = tuple(getattr(pair.key, name) for name in (*names, "concurrency", "output_tokens"))
+        found.setdefault(case, []).append(pair)
+    return found
 
 
 def _has_texts(row: Row, *names: str) -> bool:
@@ -162,23 +214,26 @@ class TraceKey:
 def traces_of(results: Iterable[Row]) -> dict[TraceKey, dict[str, Row]]:
     """Return the traces by what they have in common and by scheduler."""
     found: dict[TraceKey, dict[str, Row]] = {}
-    for result in results:
-        for row in rows_of(result, "traces"):
-            if _has_texts(row, "model", "mode", "scheduler") and _has_count(row):
-                key = TraceKey(row["model"], row["mode"], row["concurrency"])
-                found.setdefault(key, {})[row["scheduler"]] = row
+    for source, row in _with_sources(results, "traces"):
+        if _has_texts(row, "model", "mode", "scheduler") and _has_count(row):
+            key = TraceKey(row["model"], row["mode"], row["concurrency"])
+            found.setdefault(key, {})[row["scheduler"]] = row | {SOURCE: source}
     return dict(sorted(found.items()))
 
 
 def servers_of(results: Iterable[Row], table: str) -> dict[tuple[str, str], dict[str, Row]]:
     """Return what was kept of each server, by model and mode and by scheduler."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
-    for result in results:
-        for row in rows_of(result, table):
-            if _has_texts(row, "model", "mode", "scheduler"):
-                key = (row["model"], row["mode"])
-                found.setdefault(key, {}).setdefault(row["scheduler"], row)
+    for source, row in _with_sources(results, table):
+        if _has_texts(row, "model", "mode", "scheduler"):
+            key = (row["model"], row["mode"])
+            found.setdefault(key, {}).setdefault(row["scheduler"], row | {SOURCE: source})
     return dict(sorted(found.items()))
+
+
+def are_of_separate_runs(sides: dict[str, Row]) -> bool:
+    """Whether what was kept of both schedulers is there, and not from the same run."""
+    return {STOCK, OURS} <= sides.keys() and sides[STOCK][SOURCE] != sides[OURS][SOURCE]
 
 
 def steady(pairs: Sequence[Pair]) -> list[Pair]:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bench.reporting.cells import OURS, STOCK, Pair, Row, pairs_of, servers_of, steady
+from bench.reporting.cells import OTHER_RUN, OURS, STOCK, Pair, Row, pairs_of, servers_of, steady
 from bench.reporting.decode_gpu import gpu
 from bench.reporting.decode_host import cpu, messages, phases
 from bench.reporting.decode_rates import few_cores, latency, modes, streams, workloads
-from bench.reporting.document import Bullets, Part, Section, Table
-from bench.reporting.findings import findings
+from bench.reporting.document import Bullets, Paragraph, Part, Section, Table
+from bench.reporting.findings import MISSING_TITLE, findings
 from bench.reporting.values import MISSING, dig, text_of
 
 MAX_REASON = 300
@@ -29,9 +29,22 @@ def sections(results: Sequence[Row]) -> list[Section]:
         Section("Serving: few processors", few_cores(pairs)),
         Section("Serving: the same tokens?", streams(results)),
         Section("Serving: servers", _servers(results)),
-        Section("Serving: what is missing", _failures(pairs)),
+        Section(MISSING_TITLE, _failures(pairs)),
     ]
+    for section in found:
+        section.parts += _footnote(section)
     return [section for section in found if section.parts]
+
+
+def _footnote(section: Section) -> list[Part]:
+    tables = [part for part in section.parts if isinstance(part, Table)]
+    if not any(OTHER_RUN in row[0] for table in tables for row in table.rows):
+        return []
+    text = (
+        "from separate runs of the benchmark, one after the other, and perhaps on another machine "
+        "of the same kind: see the table of runs."
+    )
+    return [Paragraph(f"{OTHER_RUN} {text}")]
 
 
 # ---- servers, failures ----
@@ -81,7 +94,7 @@ def _failures(pairs: Sequence[Pair]) -> list[Part]:
         for scheduler, side in ((STOCK, pair.stock), (OURS, pair.ours)):
             if side.error:
                 lines.append(
-                    f"{pair.key.workload}: {pair.key.label}, {scheduler}: {_brief(side.error)}"
+                    f"{pair.key.workload}: {pair.label}, {scheduler}: {_brief(side.error)}"
                 )
     return [Bullets(lines)] if lines else []
 

@@ -3,7 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bench.reporting.cells import CASE, OURS, STOCK, Pair, Row, steady, traces_of
+from bench.reporting.cells import (
+    CASE,
+    OURS,
+    STOCK,
+    Pair,
+    Row,
+    are_of_separate_runs,
+    marked,
+    steady,
+    traces_of,
+)
 from bench.reporting.document import Paragraph, Part, Table
 from bench.reporting.values import dig, pair_text, text_of
 
@@ -19,7 +29,10 @@ def gpu(results: Sequence[Row], pairs: Sequence[Pair]) -> list[Part]:
     parts: list[Part] = []
     traces = traces_of(results)
     if traces:
-        rows = [[key.label, *_trace_cells(sides)] for key, sides in traces.items()]
+        rows = [
+            [marked(key.label, are_of_separate_runs(sides)), *_trace_cells(sides)]
+            for key, sides in traces.items()
+        ]
         parts += [
             Paragraph(
                 "From a trace of torch's profiler, vLLM → sparksched. Gap: for how long no "
@@ -70,7 +83,7 @@ def _trace_cells(sides: dict[str, Row]) -> list[str]:
 def _kernels(traces: dict[Any, dict[str, Row]]) -> list[Part]:
     shares = [
         [
-            key.label,
+            marked(key.label, are_of_separate_runs(sides)),
             *(
                 pair_text(
                     dig(sides.get(STOCK), "shares", it),
@@ -114,7 +127,7 @@ def _bandwidth(pairs: Sequence[Pair]) -> list[Part]:
             continue
         rows.append(
             [
-                pair.key.label,
+                pair.label,
                 *(
                     pair_text(*pair.both("memory", it))
                     for it in ("least_gb", "even_gb", "least_gb_s", "even_gb_s", "peak_gb_s")

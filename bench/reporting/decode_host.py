@@ -3,8 +3,20 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bench.reporting.cells import CASE, OURS, STOCK, Pair, Row, Side, servers_of, steady
+from bench.reporting.cells import (
+    CASE,
+    OURS,
+    STOCK,
+    Pair,
+    Row,
+    Side,
+    are_of_separate_runs,
+    marked,
+    servers_of,
+    steady,
+)
 from bench.reporting.document import Bullets, Paragraph, Part, Table
+from bench.reporting.engine import Gap, gap_of, unlisted_share
 from bench.reporting.values import (
     MISSING,
     as_number,
@@ -21,6 +33,7 @@ from bench.reporting.values import (
 PHASES = ("schedule", "execute", "sample", "wait", "update", "deliver", "other")
 PROCESSES = ("API server", "engine", "worker")
 NUM_THREADS = 4
+NOTABLE_PERCENT = 1.0
 
 
 # ---- phases ----
@@ -32,7 +45,7 @@ def phases(pairs: Sequence[Pair]) -> list[Part]:
         return []
     rows = [
         [
-            pair.key.label,
+            pair.label,
             *(pair_text(*pair.both("phases", f"{it}_us", "p50")) for it in PHASES),
             pair_text(*pair.both("phases", "host_us", "p50")),
             pair_text(*pair.both("phases", "host_us", "p90")),
@@ -42,9 +55,9 @@ def phases(pairs: Sequence[Pair]) -> list[Part]:
     ]
     gaps = [
         [
-            pair.key.label,
-            pair_text(*pair.both("phases", "gap_estimate", "us", "p50")),
-            pair_text(*pair.both("phases", "gap_estimate", "host_late_share"), " %", 100),
+            pair.label,
+            joined(*(it.text for it in _gaps(pair))),
+            joined(*(it.late_text for it in _gaps(pair))),
             pair_text(*pair.both("phases", "wait_spins"), " %", 100),
         ]
         for pair in pairs
@@ -59,11 +72,18 @@ def phases(pairs: Sequence[Pair]) -> list[Part]:
         Table(columns, rows),
         Paragraph(
             "Between two steps, estimated from the host's times: for how long the GPU had nothing "
-            "to do, in µs (asynchronous: at most); how many steps were launched too late to keep "
-            "it busy; and how much of its waiting the engine's thread spends spinning."
+            "to do, in µs (asynchronous: at most, and 0 where the host had to wait for the GPU); "
+            "how many steps were launched too late for that; and how much of its waiting the "
+            "engine's thread takes of a processor. Not told: waits were no longer than it takes to "
+            "hand over a result that is there already, or they spun. Then a trace tells; a host "
+            "that waits says nothing of gaps within a step."
         ),
         Table((CASE, "gap, µs", "late steps", "spinning"), gaps),
     ]
+
+
+def _gaps(pair: Pair) -> list[Gap]:
+    return [gap_of(side, pair.key.concurrency) for side in (pair.stock, pair.ours)]
 
 
 # ---- CPU ----
@@ -85,7 +105,7 @@ def cpu(results: Sequence[Row], pairs: Sequence[Pair]) -> list[Part]:
                     shares.append(pair_text(*share, " %"))
                 if process != "worker":
                     costs.append(pair_text(*pair.figures("cpu", "us_per_token", process)))
-            rows.append([pair.key.label, *shares, *costs])
+            rows.append([pair.label, *shares, *costs])
         columns = (*PROCESSES, "API server, µs a token", "engine, µs a token")
         parts += [
             Paragraph("Share of one processor under load, all threads, vLLM → sparksched:"),
@@ -100,7 +120,10 @@ def cpu(results: Sequence[Row], pairs: Sequence[Pair]) -> list[Part]:
                 Bullets(spinners),
             ]
     idle = [
-        [f"{model}, {mode}", *(_idle(sides.get(it)) for it in (STOCK, OURS))]
+        [
+            marked(f"{model}, {mode}", are_of_separate_runs(sides)),
+            *(_idle(sides.get(it)) for it in (STOCK, OURS)),
+        ]
         for (model, mode), sides in servers_of(results, "servers").items()
     ]
     if idle:
@@ -112,7 +135,7 @@ def cpu(results: Sequence[Row], pairs: Sequence[Pair]) -> list[Part]:
 
 
 def _threads(pair: Pair) -> list[str]:
-    return [pair.key.label, _thread_shares(pair.stock), _thread_shares(pair.ours)]
+    return [pair.label, _thread_shares(pair.stock), _thread_shares(pair.ours)]
 
 
 def _thread_shares(side: Side) -> str:
@@ -124,13 +147,16 @@ def _thread_shares(side: Side) -> str:
         found = {
             name: median(side.each("cpu", "share", process, "threads", name)) for name in names
         }
-        known = sorted(
-            ((name, share) for name, share in found.items() if share is not None),
-            key=lambda it: -it[1],
+        # A thread without a figure stands first: it may be the busiest.
+        order = sorted(found.items(), key=lambda it: -float("inf") if it[1] is None else -it[1])
+        shown = [f"{name} {text_of(share)}" for name, share in order[:NUM_THREADS]]
+        rest = median(
+            unlisted_share(dig(entry, "cpu", "share", process)) for entry in side.rounds()
         )
-        if known:
-            shown = ", ".join(f"{name} {rounded(share)}" for name, share in known[:NUM_THREADS])
-            parts.append(f"{process}: {shown}")
+        if rest is not None and rest >= NOTABLE_PERCENT:
+            shown.append(f"not listed {rounded(rest)}")
+        if shown:
+            parts.append(f"{process}: {', '.join(shown)}")
     return "; ".join(parts) or MISSING
 
 
@@ -143,7 +169,7 @@ def _spinners(pairs: Sequence[Pair]) -> list[str]:
                 said = [_spinner(it) for it in found]
             else:
                 said = [] if side.error else [f"{MISSING}: {dig(found, 'missing')}"]
-            lines += [f"{pair.key.label}, {name}: {it}" for it in said]
+            lines += [f"{pair.label}, {name}: {it}" for it in said]
     return lines
 
 
@@ -170,10 +196,12 @@ def _idle(row: Row | None) -> str:
 def messages(pairs: Sequence[Pair]) -> list[Part]:
     """Return what messages take from engine to API server."""
     rows = []
+    # Older results don't have it.
+    is_handed = any(as_number(it) is not None for pair in pairs for it in _handed(pair))
     for pair in pairs:
         rows.append(
             [
-                pair.key.label,
+                pair.label,
                 _encoding(pair),
                 pair_text(_travel(pair.stock), _travel(pair.ours)),
                 *(
@@ -185,38 +213,61 @@ def messages(pairs: Sequence[Pair]) -> list[Part]:
                         ("process", "p50"),
                     )
                 ),
+                *([pair_text(*_handed(pair))] if is_handed else []),
                 joined(*(_ipc_share(side) for side in (pair.stock, pair.ours))),
             ]
         )
     if not rows:
         return []
-    columns = ("encode", "travel", "arrival p50", "p99", "decode", "process", "share of ITL")
+    handed = ("handed over",) if is_handed else ()
+    columns = ("encode", "travel", "arrival p50", "p99", "decode", "process", *handed, "of ITL")
     return [
         Paragraph(
             "A step's outputs on their way, in µs, vLLM → sparksched. Arrival: from the end of "
             "`update` until the client begins to decode; travel: the same without encoding, so "
             "queues, waking of threads and processes, and the transport itself. Process: vLLM's "
-            "output processor. Share of ITL: arrival and decode, of ITL "
-            "p50; with asynchronous scheduling the GPU works meanwhile."
+            "output processor. Of ITL: arrival and decode, of ITL p50; with asynchronous "
+            "scheduling the GPU works meanwhile."
+        ),
+        Paragraph(
+            "Where the API server is the limit, arrival compares different things. What vLLM's "
+            "reader has taken it decodes at once, and messages then wait in a queue for the output "
+            "processor, after arrival: that wait is not in this table. sparksched leaves them in "
+            "the ring until the output processor is through with what it has, so that they wait "
+            "before arrival, and all of it is in the table."
+            + (
+                " Handed over: from the end of `update` until the output processor begins, which "
+                "has both waits."
+                if is_handed
+                else " Results of newer runs have the time until the output processor begins, too."
+            )
         ),
         Table((CASE, *columns), rows),
     ]
+
+
+def _handed(pair: Pair) -> tuple[Any, Any]:
+    return pair.both("messages", "handed_us", "p50")
 
 
 def _encoding(pair: Pair) -> str:
     stock, ours = (side.get("messages", "encode_us") for side in (pair.stock, pair.ours))
     texts = []
     for found in (stock, ours):
-        reason = found.get("missing") if isinstance(found, dict) else None
-        texts.append("in update" if reason == "encoded within update" else text_of(_p50(found)))
+        texts.append("in update" if _is_in_update(found) else text_of(_p50(found)))
     return joined(*texts)
 
 
 def _travel(side: Side) -> float | None:
     """Return the median of arrival without that of encoding, if that is a part of it."""
     arrival = as_number(side.get("messages", "arrival_us", "p50"))
-    encoding = as_number(_p50(side.get("messages", "encode_us"))) or 0.0
-    return None if arrival is None else max(0.0, arrival - encoding)
+    found = side.get("messages", "encode_us")
+    encoding = 0.0 if _is_in_update(found) else as_number(_p50(found))
+    return None if arrival is None or encoding is None else max(0.0, arrival - encoding)
+
+
+def _is_in_update(encoding: Any) -> bool:
+    return isinstance(encoding, dict) and encoding.get("missing") == "encoded within update"
 
 
 def _p50(found: Any) -> Any:
@@ -227,6 +278,8 @@ def _ipc_share(side: Side) -> str:
     arrival = as_number(side.get("messages", "arrival_us", "p50"))
     decode = as_number(side.get("messages", "decode_us", "p50"))
     itl_ms = as_number(side.figure("itl_ms", "p50"))
-    if arrival is None or decode is None or not itl_ms:
+    if arrival is None or decode is None or itl_ms is None:
         return MISSING
+    if not itl_ms:
+        return "ITL is 0"
     return f"{rounded((arrival + decode) / itl_ms / 10)} %"

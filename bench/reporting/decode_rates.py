@@ -7,15 +7,20 @@ from bench.reporting.cells import (
     ALL,
     CASE,
     DECODE,
+    OTHER_RUN,
     OURS,
     STOCK,
     Pair,
     Row,
     Side,
+    are_of_separate_runs,
     by_processors,
+    by_size,
+    marked,
     servers_of,
 )
 from bench.reporting.document import Paragraph, Part, Table
+from bench.reporting.engine import engine_rate
 from bench.reporting.values import (
     MISSING,
     as_number,
@@ -40,10 +45,12 @@ def latency(pairs: Sequence[Pair]) -> list[Part]:
         return []
     rates = [
         [
-            pair.key.label,
+            pair.label,
             spread_text(pair.stock.each("tokens_per_s")),
             spread_text(pair.ours.each("tokens_per_s")),
             ratio_text(*pair.figures("tokens_per_s")),
+            joined(*(str(len(it.rounds()) or "none") for it in (pair.stock, pair.ours))),
+            pair_text(*(engine_rate(it, pair.key.concurrency) for it in (pair.stock, pair.ours))),
             pair_text(*pair.figures("merged_share"), unit=" %", scale=100),
             _load(pair),
         ]
@@ -51,27 +58,41 @@ def latency(pairs: Sequence[Pair]) -> list[Part]:
     ]
     latencies = [
         [
-            pair.key.label,
-            *(pair_text(*pair.figures("itl_ms", it)) for it in ("p50", "p90", "p99", "max")),
-            *(pair_text(*pair.figures("ttft_ms", it)) for it in ("p50", "p99")),
+            pair.label,
+            _spreads(pair, "itl_ms", "p50"),
+            pair_text(*pair.figures("itl_ms", "p90")),
+            _spreads(pair, "itl_ms", "p99"),
+            pair_text(*pair.figures("itl_ms", "max")),
+            _spreads(pair, "ttft_ms", "p50"),
+            pair_text(*pair.figures("ttft_ms", "p99")),
         ]
         for pair in pairs
     ]
+    columns = ("vLLM", "sparksched", "ratio", "rounds", "by the engine's steps", "merged", "load")
     shares = ("ITL p50, ms", "p90", "p99", "max", "TTFT p50, ms", "p99")
     return [
         Paragraph(
             "Tokens a second at the client while all streams decode: median over rounds, and the "
-            "least and most. Merged: tokens that came with another one in the same output, because "
-            "their reader was late. Load: CPU of the busiest process that drives over HTTP."
+            "least and most; with two rounds that is their mean, and both. By the engine's steps: "
+            "streams by what a step takes in the engine, in the round with the probe; its mean, or "
+            "its median where a result has no mean. Where that is more than the client gets, the "
+            "engine may be ahead of the API server, or differ between rounds: see the findings. "
+            "Merged: tokens that came with another one in the same output, because their reader "
+            "was late. Load: CPU of the busiest process that drives over HTTP."
         ),
-        Table((CASE, "vLLM", "sparksched", "ratio", "merged", "load"), rates),
+        Table((CASE, *columns), rates),
         Paragraph(
-            "Latencies, vLLM → sparksched, each the median over rounds. TTFT is that of requests "
-            "which are all sent at once."
+            "Latencies, vLLM → sparksched, each the median over rounds; in brackets the least and "
+            "most of the rounds. TTFT is that of requests which are all sent at once: it differs "
+            "widely between rounds, and says little."
         ),
         Table((CASE, *shares), latencies),
         *_merged(pairs),
     ]
+
+
+def _spreads(pair: Pair, *path: str) -> str:
+    return joined(*(spread_text(side.each(*path)) for side in (pair.stock, pair.ours)))
 
 
 def _merged(pairs: Sequence[Pair]) -> list[Part]:
@@ -82,7 +103,7 @@ def _merged(pairs: Sequence[Pair]) -> list[Part]:
             continue
         rows.append(
             [
-                pair.key.label,
+                pair.label,
                 joined(*(_tokens_per_output(it) for it in pair.figures("merged_share"))),
                 *(pair_text(*pair.figures("output_gap_ms", it)) for it in ("p50", "p99", "max")),
             ]
@@ -115,15 +136,15 @@ def _load(pair: Pair) -> str:
 
 def modes(pairs: Sequence[Pair]) -> list[Part]:
     """Return what asynchronous scheduling changes, where both modes were measured."""
-    by_case: dict[tuple[str, str, int], dict[str, Pair]] = {}
-    for pair in pairs:
-        key = pair.key
-        by_case.setdefault((key.model, key.driver, key.concurrency), {})[key.mode] = pair
     rows = []
-    for (model, driver, concurrency), modes in by_case.items():
+    for group in by_size(pairs, "model", "driver").values():
+        modes = {pair.key.mode: pair for pair in group}
         if len(modes) < 2:
             continue
-        cells = [f"{model}, {driver}, {concurrency:,}"]
+        key = group[0].key
+        sources = [it for pair in group for it in (pair.stock.sources, pair.ours.sources)]
+        are_separate = any(it != sources[0] for it in sources)
+        cells = [marked(f"{key.model}, {key.driver}, {key.size}", are_separate)]
         for scheduler in (STOCK, OURS):
             sides = [
                 modes[mode].stock if scheduler == STOCK else modes[mode].ours
@@ -137,7 +158,7 @@ def modes(pairs: Sequence[Pair]) -> list[Part]:
     columns = ("vLLM, tokens/s", "ITL p50, ms", "sparksched, tokens/s", "ITL p50, ms")
     return [
         Paragraph("Synchronous → asynchronous, of each scheduler:"),
-        Table(("model, driver, streams", *columns), rows),
+        Table(("model, driver, streams x tokens", *columns), rows),
     ]
 
 
@@ -148,7 +169,7 @@ def workloads(pairs: Sequence[Pair]) -> list[Part]:
         return []
     rows = [
         [
-            f"{pair.key.workload}: {pair.key.label}",
+            f"{pair.key.workload}: {pair.label}",
             spread_text(pair.stock.each("tokens_per_s")),
             spread_text(pair.ours.each("tokens_per_s")),
             ratio_text(*pair.figures("tokens_per_s")),
@@ -179,32 +200,35 @@ def _hit_share(side: Side) -> str:
 def few_cores(pairs: Sequence[Pair]) -> list[Part]:
     """Return what becomes of it on few processors."""
     confined = {it.key.cores for it in pairs} - {ALL}
-    cases = {
-        (it.key.model, it.key.mode, it.key.workload, it.key.driver, it.key.concurrency)
-        for it in pairs
-        if it.key.cores in confined
-    }
     rows = []
-    for pair in pairs:
-        key = pair.key
-        if (key.model, key.mode, key.workload, key.driver, key.concurrency) in cases:
+    for group in by_size(pairs, "model", "mode", "workload", "driver").values():
+        if not any(pair.key.cores in confined for pair in group):
+            continue
+        for pair in group:
+            key = pair.key
+            name = f"{key.model}, {key.mode}, {key.workload}, {key.driver}, {key.size}"
             rows.append(
                 [
-                    f"{key.model}, {key.mode}, {key.workload}, {key.driver}, {key.concurrency:,}",
+                    marked(name, pair.is_of_separate_runs),
                     key.cores,
                     spread_text(pair.stock.each("tokens_per_s")),
                     spread_text(pair.ours.each("tokens_per_s")),
                     ratio_text(*pair.figures("tokens_per_s")),
-                    *(pair_text(*pair.figures("itl_ms", it)) for it in ("p50", "p99")),
+                    _spreads(pair, "itl_ms", "p50"),
+                    _spreads(pair, "itl_ms", "p99"),
                 ]
             )
     if not rows:
         return []
-    rows.sort(key=lambda row: (row[0], by_processors(row[1])))
+    rows.sort(key=lambda row: (row[0].removesuffix(f" {OTHER_RUN}"), by_processors(row[1])))
     columns = ("processors", "vLLM, tokens/s", "sparksched", "ratio", "ITL p50, ms", "p99")
     return [
-        Paragraph("API server and engine together confined to a number of processors:"),
-        Table(("model, mode, workload, driver, streams", *columns), rows),
+        Paragraph(
+            "API server and engine together confined to a number of processors. Rows of other "
+            "numbers of tokens a stream are not beside these, as they don't compare; rows may be "
+            "from separate runs."
+        ),
+        Table(("model, mode, workload, driver, streams x tokens", *columns), rows),
     ]
 
 
@@ -218,7 +242,7 @@ def streams(results: Sequence[Row]) -> list[Part]:
         stock, ours = (_digests(sides.get(it)) for it in (STOCK, OURS))
         rows.append(
             [
-                f"{model}, {mode}",
+                marked(f"{model}, {mode}", are_of_separate_runs(sides)),
                 _equal(stock[0], ours[0]),
                 _equal(*stock),
                 _equal(*ours),

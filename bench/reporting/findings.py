@@ -1,37 +1,46 @@
 """What the figures of `bench.decode` say: computed from them, and left out where they don't say."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.reporting.cells import (
     ALL,
+    ASYNC,
     ASYNCLLM,
     HTTP,
     Pair,
+    PairKey,
     Row,
     Side,
     TraceKey,
+    by_size,
     counted,
     pairs_of,
     steady,
     traces_of,
 )
-from bench.reporting.values import as_number, dig, names_of, numbers, rounded
+from bench.reporting.engine import (
+    BUSY_THREAD,
+    LATE_SHARE,
+    NOT_TOLD,
+    SPINNING,
+    busiest_thread,
+    gap_of,
+)
+from bench.reporting.engine_and_client import engine_against_client
+from bench.reporting.values import as_number, dig, listed, numbers, rounded
 
 BUSY_GPU = 0.93
 """Of the time: a GPU that is busier than this has no time to win."""
 BUSY_HOST = 0.95
 """Of a step: host code that takes more than this leaves the GPU no time to be waited for."""
-BUSY_THREAD = 90.0
-"""Percent of a processor: a thread that takes more than this is the limit."""
 BUSY_LOADER = 85.0
-LATE_STEPS = 0.5
-SPINNING = 0.8
 NOTABLE_PERCENT = 2.0
-ASYNC = "async"
+MORE_PERCENT = 1.0
 
 GPU, ENGINE, API_SERVER = "the GPU", "the engine's host code", "the API server"
+MISSING_TITLE = "Serving: what is missing"
 
 
 def findings(results: Sequence[Row]) -> list[str]:
@@ -42,6 +51,7 @@ def findings(results: Sequence[Row]) -> list[str]:
     lines = [
         *_who_limits(chosen, traces),
         *_rates(chosen),
+        *engine_against_client(pairs),
         *_free_scheduler(chosen, traces),
         *_modes(chosen),
         *_cpu(chosen),
@@ -60,7 +70,7 @@ def findings(results: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server's step consists of, in µs. None: not known."""
+    """What one server's step consists of in the round with the probe, in µs. None: not known."""
 
     period: float
     host: float
@@ -69,7 +79,7 @@ class Limits:
     limited_by: str
 
 
-def limits_of(side: Side, trace: Row | None, is_async: bool) -> Limits | None:
+def limits_of(side: Side, streams: int, trace: Row | None, is_async: bool) -> Limits | None:
     """Return who limits a server, or None if phases were not measured."""
     period, host = (_phase(side, name) for name in ("period", "host"))
     parts = [_phase(side, name) for name in ("schedule", "update", "deliver")]
@@ -78,10 +88,13 @@ def limits_of(side: Side, trace: Row | None, is_async: bool) -> Limits | None:
     scheduler = sum(part for part in parts if part is not None)
     busy_share = as_number(dig(trace, "gpu_busy_share"))
     gpu = as_number(dig(trace, "gpu_busy_us", "p50"))
-    late = as_number(side.get("phases", "gap_estimate", "host_late_share"))
-    if _busiest_thread(side, "API server") > BUSY_THREAD:
+    late = gap_of(side, streams).late
+    api_server = busiest_thread(side, "API server")
+    if api_server is None:
+        by = NOT_TOLD
+    elif api_server > BUSY_THREAD:
         by = API_SERVER
-    elif is_async and host < BUSY_HOST * period and (late is None or late < LATE_STEPS):
+    elif is_async and host < BUSY_HOST * period and (late is None or late[0] < LATE_SHARE):
         by = GPU
     elif busy_share is not None:  # by a trace, which makes the host slower than it is
         by = GPU if busy_share >= BUSY_GPU else ENGINE
@@ -96,17 +109,6 @@ def _phase(side: Side, name: str) -> float | None:
     return as_number(side.get("phases", f"{name}_us", "p50"))
 
 
-def _busiest_thread(side: Side, process: str) -> float:
-    """Return the share of a processor of a process's busiest thread, in percent; 0 if unknown."""
-    names = {
-        name
-        for entry in side.rounds()
-        for name in names_of(dig(entry, "cpu", "share", process, "threads"))
-    }
-    figures = (as_number(side.figure("cpu", "share", process, "threads", name)) for name in names)
-    return max((it for it in figures if it is not None), default=0.0)
-
-
 def _who_limits(pairs: Sequence[Pair], traces: dict[TraceKey, dict[str, Row]]) -> list[str]:
     lines = []
     for (model, mode, driver), group in _groups(pairs):
@@ -114,19 +116,20 @@ def _who_limits(pairs: Sequence[Pair], traces: dict[TraceKey, dict[str, Row]]) -
             by: dict[str, list[str]] = {}
             shares = []
             for pair in group:
-                limits = limits_of(side_of(pair), _trace(traces, pair, name), mode == ASYNC)
+                trace = _trace(traces, pair, name)
+                limits = limits_of(side_of(pair), pair.key.concurrency, trace, mode == ASYNC)
                 if limits is not None:
                     count = f"{pair.key.concurrency:,}"
                     by.setdefault(limits.limited_by, []).append(count)
                     shares.append(f"{100 * limits.host / limits.period:.0f} % at {count}")
             case = f"{model}, {mode}, {driver}, {name}"
             if by and mode == ASYNC:
-                said = "; ".join(f"{who} at {_listed(counts)}" for who, counts in by.items())
+                said = "; ".join(f"{who} at {listed(counts)}" for who, counts in by.items())
                 lines.append(f"{case}: the limit is {said} streams.")
             elif shares:
                 lines.append(
                     f"{case}: the model waits for the host's code, in each step: "
-                    f"{_listed(shares)} streams."
+                    f"{listed(shares)} streams."
                 )
     return lines
 
@@ -154,10 +157,6 @@ def _groups(pairs: Iterable[Pair]) -> list[tuple[tuple[str, str, str], list[Pair
     return list(groups.items())
 
 
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1]
-
-
 # ---- rates ----
 
 
@@ -177,7 +176,8 @@ def _rates(pairs: Sequence[Pair]) -> list[str]:
             if rate is not None:
                 about = _doubt(pair) + ("" if tail is None else f", ITL p99 {tail:+.0f} %")
                 said = f" ({about.removeprefix(', ')})" if about else ""
-                parts.append(f"{rate:+.0f} % at {pair.key.concurrency:,}{said}")
+                digits = 0 if abs(rate) >= 1 else 1
+                parts.append(f"{rate:+.{digits}f} % at {pair.key.concurrency:,}{said}")
         if parts:
             lines.append(
                 f"{model}, {mode}, {driver}: sparksched's tokens a second against vLLM's: "
@@ -199,48 +199,70 @@ def _doubt(pair: Pair) -> str:
 def _free_scheduler(pairs: Sequence[Pair], traces: dict[TraceKey, dict[str, Row]]) -> list[str]:
     lines = []
     for (model, mode, driver), group in _groups(pairs):
-        if driver != ASYNCLLM:
-            continue
-        parts = []
-        for pair in group:
-            limits = limits_of(pair.stock, _trace(traces, pair, "vLLM"), mode == ASYNC)
-            if limits is None:
-                continue
-            gain, is_bound = free_scheduler_gain(limits, mode == ASYNC)
-            text = f"{'at most ' if is_bound else ''}{gain:+.0f} % at {pair.key.concurrency:,}"
-            ours = _change(*pair.figures("tokens_per_s"))
-            parts.append(text if ours is None else f"{text} (sparksched: {ours:+.0f} %)")
-        if parts:
+        parts = [_free_scheduler_at(it, traces) for it in group] if driver == ASYNCLLM else []
+        said = [part for part in parts if part]
+        if said:
             lines.append(
-                f"{model}, {mode}: with a scheduler that takes no time vLLM would bring, by its "
-                f"own phases, {', '.join(parts)} streams."
+                f"{model}, {mode}: with a scheduler that takes no time, and all else as it is, "
+                f"vLLM would bring, by its own phases, {', '.join(said)} streams."
             )
     return lines
 
 
-def free_scheduler_gain(limits: Limits, is_async: bool) -> tuple[float, bool]:
-    """Return by how many percent the rate would rise, and whether that is only a bound."""
-    host = limits.host - limits.scheduler
+def _free_scheduler_at(pair: Pair, traces: dict[TraceKey, dict[str, Row]]) -> str | None:
+    """Return what a free scheduler would bring in a cell, beside what was measured of ours."""
+    is_async, streams = pair.key.mode == ASYNC, pair.key.concurrency
+    stock = limits_of(pair.stock, streams, _trace(traces, pair, "vLLM"), is_async)
+    rate = as_number(pair.stock.figure("tokens_per_s"))
+    if stock is None or not rate or stock.limited_by in (API_SERVER, NOT_TOLD):
+        return None
+    gain, is_bound = free_scheduler_gain(stock, 1e6 * streams / rate, is_async)
+    text = f"{'at most ' if is_bound else ''}{gain:+.0f} % at {streams:,}"
+    measured = _change(*pair.figures("tokens_per_s"))
+    if measured is None:
+        return text
+    about = f"sparksched: {measured:+.0f} %"
+    if measured > gain + MORE_PERCENT:
+        ours = limits_of(pair.ours, streams, _trace(traces, pair, "sparksched"), is_async)
+        about += f", more than that: {_why_more(stock, ours, is_async)}"
+    return f"{text} ({about})"
+
+
+def _why_more(stock: Limits, ours: Limits | None, is_async: bool) -> str:
+    """Say what is known of why ours brings more than a free scheduler would."""
+    rests = [
+        (it.host if is_async else it.period) - it.scheduler
+        for it in (stock, ours)
+        if it is not None
+    ]
+    if len(rests) < 2 or rests[1] >= rests[0]:
+        return "rounds differ"
+    return f"the rest of its step takes less, too, {' → '.join(map(rounded, rests))} µs"
+
+
+def free_scheduler_gain(limits: Limits, step_us: float, is_async: bool) -> tuple[float, bool]:
+    """Return by how many percent the rate would rise, and whether that is only a bound.
+
+    The engine's speed differs between rounds. So of the round with the probe only shares are taken:
+    of a step that the client has seen, in `step_us`, the scheduler takes what it takes there of the
+    period, or, where the host's code is the limit, of that.
+    """
     if not is_async:
         return 100 * (limits.period / max(limits.period - limits.scheduler, 1e-9) - 1), False
     if limits.limited_by == GPU:
         return 0.0, False
-    if limits.gpu is None:
-        return 100 * (limits.period / max(host, 1e-9) - 1), True
-    least = max(host, limits.gpu, 1e-9)
-    return max(0.0, 100 * (limits.period / least - 1)), False
+    host = step_us * (1 - limits.scheduler / max(limits.host, 1e-9))
+    least = max(host, limits.gpu or 0.0, 1e-9)
+    return max(0.0, 100 * (step_us / least - 1)), limits.gpu is None
 
 
 # ---- modes, CPU, HTTP, processors ----
 
 
 def _modes(pairs: Sequence[Pair]) -> list[str]:
-    by_case: dict[tuple[str, str, int], dict[str, Pair]] = {}
-    for pair in pairs:
-        case = (pair.key.model, pair.key.driver, pair.key.concurrency)
-        by_case.setdefault(case, {})[pair.key.mode] = pair
     lines = []
-    for (model, driver, count), modes in by_case.items():
+    for (model, driver, count, _), group in by_size(pairs, "model", "driver").items():
+        modes = {pair.key.mode: pair for pair in group}
         if len(modes) < 2:
             continue
         said = []
@@ -253,7 +275,7 @@ def _modes(pairs: Sequence[Pair]) -> list[str]:
         if said:
             lines.append(
                 f"{model}, {driver}, {counted(count, 'stream')}: asynchronous scheduling changes "
-                f"tokens a second by {_listed(said)}."
+                f"tokens a second by {listed(said)}."
             )
     return lines
 
@@ -270,34 +292,28 @@ def _cpu(pairs: Sequence[Pair]) -> list[str]:
         if parts:
             lines.append(
                 f"{model}, {mode}, {driver}, {counted(pair.key.concurrency, 'stream')}: CPU time "
-                f"a token, vLLM → sparksched: {_listed(parts)}."
+                f"a token, vLLM → sparksched: {listed(parts)}."
             )
     return lines
 
 
 def _http(pairs: Sequence[Pair]) -> list[str]:
     """Say what HTTP and text cost, beside the bare `AsyncLLM`."""
-    by_case: dict[tuple[str, str, int], dict[str, Pair]] = {}
-    for pair in pairs:
-        case = (pair.key.model, pair.key.mode, pair.key.concurrency)
-        by_case.setdefault(case, {})[pair.key.driver] = pair
     lines = []
-    for (model, mode, count), drivers in by_case.items():
+    for (model, mode, count, _), group in by_size(pairs, "model", "mode").items():
+        drivers = {pair.key.driver: pair for pair in group}
         if not {ASYNCLLM, HTTP} <= drivers.keys():
-            continue
-        if drivers[ASYNCLLM].sources != drivers[HTTP].sources:
             continue
         said = []
         for name, side_of in SIDES:
-            change = _change(
-                *(side_of(drivers[it]).figure("tokens_per_s") for it in (ASYNCLLM, HTTP))
-            )
+            bare, whole = (side_of(drivers[it]) for it in (ASYNCLLM, HTTP))
+            change = _change(_rate(bare), _rate(whole)) if bare.sources == whole.sources else None
             if change is not None and abs(change) >= NOTABLE_PERCENT:
                 said.append(f"{change:+.0f} % with {name}")
         if said:
             lines.append(
                 f"{model}, {mode}, {counted(count, 'stream')}: HTTP and text change tokens a "
-                f"second by {_listed(said)}."
+                f"second by {listed(said)}."
             )
     return lines
 
@@ -309,7 +325,7 @@ def _few_cores(pairs: Sequence[Pair]) -> list[str]:
     for pair in sorted(pairs, key=lambda it: (it.key.driver == ASYNCLLM, it.key.concurrency)):
         key = pair.key
         base = whole.get(_but_for_cores(pair))
-        if key.cores != ALL and base is not None and base.sources == pair.sources:
+        if key.cores != ALL and base is not None and _are_of_the_same_runs(base, pair):
             chosen.setdefault((key.model, key.mode, key.cores), {})[key.workload] = pair
     lines = []
     for (model, mode, cores), workloads in sorted(chosen.items()):
@@ -323,7 +339,7 @@ def _few_cores(pairs: Sequence[Pair]) -> list[str]:
             ]
             streams = counted(pair.key.concurrency, "stream")
             if changes:
-                said.append(f"{workload}, {pair.key.driver}, {streams}: {_listed(changes)}")
+                said.append(f"{workload}, {pair.key.driver}, {streams}: {listed(changes)}")
         if said:
             lines.append(
                 f"{model}, {mode}: on {counted(cores, 'processor')} instead of all tokens a second "
@@ -336,9 +352,12 @@ def _rate(side: Side) -> Any:
     return side.figure("tokens_per_s")
 
 
-def _but_for_cores(pair: Pair) -> tuple[Any, ...]:
-    key = pair.key
-    return key.model, key.mode, key.workload, key.driver, key.concurrency
+def _are_of_the_same_runs(first: Pair, second: Pair) -> bool:
+    return all(side_of(first).sources == side_of(second).sources for _, side_of in SIDES)
+
+
+def _but_for_cores(pair: Pair) -> PairKey:
+    return replace(pair.key, cores=ALL)
 
 
 # ---- doubts ----
@@ -361,25 +380,23 @@ def _spinning(pairs: Sequence[Pair]) -> list[str]:
 
 def _doubts(pairs: Sequence[Pair]) -> list[str]:
     """Say what stands in doubt, and what isn't there."""
-    lines = []
-    busy = [
-        pair.key.label
-        for pair in pairs
-        for side in (pair.stock, pair.ours)
-        if (as_number(side.figure("load", "busiest_percent")) or 0.0) > BUSY_LOADER
+    over_http = [it for it in pairs if it.key.driver == HTTP]
+    lines = [
+        *_doubt_of(
+            over_http,
+            ("load", "busiest_percent"),
+            BUSY_LOADER,
+            "The load itself may have been the limit",
+            "Whether the load itself was the limit isn't told, for want of its CPU time",
+        ),
+        *_doubt_of(
+            pairs,
+            ("counters", "num_preemptions"),
+            0.0,
+            "Requests were preempted, for want of KV cache",
+            "Whether requests were preempted isn't told, for want of a counter",
+        ),
     ]
-    if busy:
-        cases = _listed(list(dict.fromkeys(busy)))
-        lines.append(f"The load itself may have been the limit: {cases}.")
-    preempted = [
-        pair.key.label
-        for pair in pairs
-        for side in (pair.stock, pair.ours)
-        if (as_number(side.figure("counters", "num_preemptions")) or 0.0) > 0
-    ]
-    if preempted:
-        cases = _listed(list(dict.fromkeys(preempted)))
-        lines.append(f"Requests were preempted, for want of KV cache: {cases}.")
     sides = [side for pair in pairs for side in (pair.stock, pair.ours)]
     num_single = sum(len(side.rounds()) == 1 for side in sides)
     if num_single:
@@ -389,5 +406,24 @@ def _doubts(pairs: Sequence[Pair]) -> list[str]:
         )
     num_missing = sum(side.error is not None for pair in pairs for side in (pair.stock, pair.ours))
     if num_missing:
-        lines.append(f"Missing: {num_missing} of {2 * len(pairs)} measurements; see the end.")
+        lines.append(
+            f'Missing: {num_missing} of {2 * len(pairs)} measurements: see "{MISSING_TITLE}".'
+        )
     return lines
+
+
+def _doubt_of(
+    pairs: Sequence[Pair], path: Sequence[str], limit: float, doubt: str, unknown: str
+) -> list[str]:
+    """Say in which cases a figure is over a limit in a round, and where a round lacks it."""
+    over: dict[str, None] = {}
+    untold: dict[str, None] = {}
+    for pair in pairs:
+        for side in (pair.stock, pair.ours):
+            found = side.each(*path)
+            if any(it > limit for it in found):
+                over[pair.label] = None
+            if len(found) < len(side.rounds()):
+                untold[pair.label] = None
+    said = ((doubt, over), (unknown, untold))
+    return [f"{text}: {listed(list(cases))}." for text, cases in said if cases]

@@ -19,6 +19,7 @@ from bench.reporting.cells import (
     Row,
     Side,
     TraceKey,
+    counted,
     pairs_of,
     rows_of,
     steady,
@@ -52,6 +53,7 @@ GPU_COLOURS = {
 
 DPI = 130
 MAX_COLUMNS = 3
+MARKED_PERCENTS = (50, 99)
 SPREAD = ("median", "p10", "p90")
 LEAST_SPAN = 4.0
 """Of a logarithmic axis, as a factor: small differences are to look small."""
@@ -126,10 +128,10 @@ def _itl(title: str, pairs: Sequence[Pair]) -> Figure | None:
     columns = min(MAX_COLUMNS, len(curves))
     rows = -(-len(curves) // columns)
     figure = Figure(figsize=(1.2 + 3.6 * columns, 0.9 + 3.0 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
     for panel, (pair, found) in zip(axes, curves, strict=False):
         _draw_itl_panel(panel, pair, found)
-    for panel in list(axes)[len(curves) :]:
+    for panel in axes[len(curves) :]:
         panel.set_visible(False)
     for row in range(rows):
         figure.axes[row * columns].set_ylabel("tokens that came within it, %")
@@ -144,10 +146,17 @@ def _draw_itl_panel(panel: Axes, pair: Pair, found: dict[str, Any]) -> None:
         if curve is None:
             continue
         latencies, percents = curve
+        # Tokens that came together with another have no place on a logarithmic axis.
+        has_place = latencies > 0
         # Both are seen where they are the same.
-        panel.plot(latencies, percents, color=COLOURS[side], linewidth=WIDTHS[side])
-        at = np.interp([50, 99], percents, latencies)
-        panel.plot(at, [50, 99], linestyle="", marker=MARKERS[side], color=COLOURS[side], ms=4)
+        panel.plot(
+            latencies[has_place],
+            percents[has_place],
+            color=COLOURS[side],
+            linewidth=WIDTHS[side],
+        )
+        for percent in MARKED_PERCENTS:
+            _mark(panel, side, float(np.interp(percent, percents, latencies)), percent)
     missing = [LABELS[side] for side, curve in found.items() if curve is None]
     if missing:
         panel.text(
@@ -159,14 +168,29 @@ def _draw_itl_panel(panel: Axes, pair: Pair, found: dict[str, Any]) -> None:
             color="#777777",
             style="italic",
         )
-    count = pair.key.concurrency
-    panel.set_title(f"{count:,} stream{'s' if count > 1 else ''}", loc="left", fontsize=10)
+    tokens = f" of {pair.key.tokens} tokens" if pair.key.tokens else ""
+    streams = counted(pair.key.concurrency, "stream")
+    panel.set_title(f"{streams}{tokens}", loc="left", fontsize=10)
     panel.set_xscale("log")
     panel.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=8))
     _number_axis(panel.xaxis)
     panel.set_ylim(0, 101)
     _widen(panel)
-    panel.set_xlabel("ms (log); marks at p50 and p99")
+    panel.set_xlabel("ms (log); marks at p50 and p99, on the left edge: 0")
+
+
+def _mark(panel: Axes, side: str, latency: float, percent: float) -> None:
+    """Mark a percentile; 0 ms stands on the edge."""
+    panel.plot(
+        [latency],
+        [percent],
+        linestyle="",
+        marker=MARKERS[side],
+        color=COLOURS[side],
+        ms=4,
+        clip_on=False,
+        transform=panel.transData if latency > 0 else panel.get_yaxis_transform(),
+    )
 
 
 def _widen(panel: Axes) -> None:
@@ -182,10 +206,7 @@ def _curve(side: Side) -> tuple[Any, Any] | None:
     curves = [it for it in curves if it[0] and len(it[0]) == len(it[1]) == len(curves[0][0])]
     if not curves:
         return None
-    latencies = np.median(np.array([ms for ms, _ in curves]), axis=0)
-    percents = np.array(curves[0][1])
-    # Tokens that came together with another have no latency, and no place on a logarithmic axis.
-    return latencies[latencies > 0], percents[latencies > 0]
+    return np.median(np.array([ms for ms, _ in curves]), axis=0), np.array(curves[0][1])
 
 
 def _floats(values: Any) -> list[float]:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 MISSING = "missing"
@@ -98,3 +98,8 @@ def spread_text(values: Iterable[Any], unit: str = "") -> str:
     if len(found) == 1:
         return middle
     return f"{middle} ({rounded(min(found))} to {rounded(max(found))})"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as one says them."""
+    return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1]

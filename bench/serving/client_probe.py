@@ -16,6 +16,8 @@ class ClientProbe:
 
         self._messages: list[tuple[int, int, int]] = []
         self._processing: list[int] = []
+        self._unprocessed: dict[float, int] = {}
+        self._handed: list[tuple[int, int]] = []
         self._replacements = Replacements()
         self._replacements.replace(MsgpackDecoder, "decode", self._timing_decoder)
         self._replacements.replace(OutputProcessor, "process_outputs", self._timing_processor)
@@ -27,10 +29,16 @@ class ClientProbe:
             messages: outputs in a message, ns from the end of the scheduler's `update` until it was
                 there to be decoded, and ns that this took.
             processing: ns of each call of the output processor.
+            handed: outputs in a message, and ns from the end of the scheduler's `update` until the
+                output processor got the first of them.
 
         """
         self._replacements.put_back()
-        return {"messages": self._messages, "processing": self._processing}
+        return {
+            "messages": self._messages,
+            "processing": self._processing,
+            "handed": self._handed,
+        }
 
     def _timing_decoder(self, decode: Function) -> Function:
         from vllm.v1.engine import EngineCoreOutputs
@@ -42,15 +50,28 @@ class ClientProbe:
                 end = time.monotonic_ns()
                 arrival = start - round(message.timestamp * 1e9)
                 self._messages.append((len(message.outputs), arrival, end - start))
+                self._unprocessed[message.timestamp] = len(message.outputs)
             return message
 
         return timed
 
     def _timing_processor(self, process: Function) -> Function:
         def timed(processor: Any, *args: Any, **kwargs: Any) -> Any:
+            self._note_handed(*args, **kwargs)
             start = time.perf_counter_ns()
             result = process(processor, *args, **kwargs)
             self._processing.append(time.perf_counter_ns() - start)
             return result
 
         return timed
+
+    def _note_handed(
+        self, outputs: Any, engine_core_timestamp: float | None = None, *_: Any, **__: Any
+    ) -> None:
+        """Note when the output processor gets a message, whose further parts it gets later."""
+        if engine_core_timestamp is None:
+            return
+        size = self._unprocessed.pop(engine_core_timestamp, None)
+        if size is not None:
+            taken_ns = time.monotonic_ns() - round(engine_core_timestamp * 1e9)
+            self._handed.append((size, taken_ns))

@@ -11,8 +11,13 @@ from bench.serving.evaluate import missing, summary
 
 Row = dict[str, Any]
 
-WAITED_US = 20.0
-"""A shorter wait than this is only a look at a result that was there already."""
+SLEPT_US = 20.0
+"""Of a wait, without its CPU time: less than this is no sleep. What runs on the thread's processor
+meanwhile, or holds the interpreter, looks like sleep, too."""
+READY_US, READY_US_PER_REQUEST = 40.0, 0.5
+"""What it takes at most to hand over results that are there already, all of it CPU time. On the
+machines of bench/results that was 23 µs with one request, and up to 480 with 1,024."""
+UNTOLD = "not told: the host may have spun until results were there"
 NUM_TIMELINE_STEPS = 4
 
 
@@ -31,6 +36,16 @@ class Step:
     wait_cpu_us: float
 
     @property
+    def has_slept(self) -> bool:
+        """Whether its thread slept until a result was there."""
+        return self.phase_us[WAIT] - self.wait_cpu_us >= SLEPT_US
+
+    @property
+    def may_have_spun(self) -> bool:
+        """Whether its thread looked for longer at a result than one takes that is there."""
+        return not self.has_slept and self.phase_us[WAIT] > ready_us(self.num_requests)
+
+    @property
     def start(self) -> float:
         """When `schedule` began."""
         return self.events[0][1]
@@ -42,6 +57,11 @@ class Step:
     def start_of(self, phase: str) -> float | None:
         """When the first call of a phase began, if there was one."""
         return min((start for name, start, _ in self.events if name == phase), default=None)
+
+
+def ready_us(num_requests: int) -> float:
+    """Return for how long one waits, at most, for a result that is there already."""
+    return READY_US + READY_US_PER_REQUEST * num_requests
 
 
 def split_steps(recorded: Row) -> list[Step]:
@@ -98,6 +118,8 @@ def evaluate_phases(recorded: Row, num_requests: int, is_async: bool) -> Row:
     ]
     found: Row = {
         "steps": len(steps),
+        "requests": num_requests,
+        "mean_period_us": statistics.fmean(periods),
         "period_us": summary(periods),
         "host_us": summary(host),
         "other_us": summary(other),
@@ -122,25 +144,35 @@ def estimate_gap(pairs: list[tuple[Step, Step]], is_async: bool) -> Row:
     """Estimate for how long the GPU had nothing to do between two steps, from the host's times.
 
     Synchronous: from a result until the next launch begins; what launching takes comes on top.
-    Asynchronous: nothing, if the host had to wait for the result of a step after it had launched
-    the next one. If it came too late for that, at most the time since the result before.
+    Asynchronous: nothing, if the host slept until the result of a step was there after it had
+    launched the next one. If that result was there already, at most the time since the result
+    before. Where the host may have spun until it was there, its times don't tell.
     """
-    late = 0
+    late = untold = 0
     gaps: list[float] = []
     for step, following in pairs:
         done, launched = step.end_of(WAIT), following.start_of(EXECUTE)
         if done is None or launched is None:
             continue
-        if is_async and following.phase_us[WAIT] >= WAITED_US:
+        if is_async and following.may_have_spun:
+            untold += 1
+            continue
+        if is_async and following.has_slept:
             gaps.append(0.0)
             continue
         late += 1
         end = following.end_of(EXECUTE) if is_async else launched
         assert end is not None
         gaps.append(max(0.0, end - done))
-    if not gaps:
+    if not gaps and not untold:
         return missing("no result was waited for")
-    return {"us": summary(gaps), "host_late_share": late / len(gaps), "is_bound": is_async}
+    is_told = len(gaps) > untold
+    return {
+        "us": summary(gaps) if is_told else missing(UNTOLD),
+        "host_late_share": late / len(gaps) if is_told else missing(UNTOLD),
+        "untold_share": untold / (len(gaps) + untold),
+        "is_bound": is_async,
+    }
 
 
 def timeline(steps: list[Step]) -> list[list[Any]]:
@@ -159,16 +191,20 @@ def evaluate_messages(recorded: Row, num_requests: int) -> Row:
     """Return what a step's message took on its way to the client's event loop, in µs.
 
     Arrival counts from the end of the scheduler's `update` to where the client begins to decode:
-    sparksched encodes in `update`, vLLM after that.
+    sparksched encodes in `update`, vLLM after that. Where the client is late, vLLM's messages wait
+    after they are decoded, and sparksched's before that; both have waited when they are handed to
+    the output processor, which counts from the end of `update`, too.
     """
     client = recorded["client"]
     full = [it for it in client["messages"] if it[0] == num_requests]
     if not full:
         return missing("no message had an output of each request")
+    handed = [taken / 1000 for size, taken in client["handed"] if size == num_requests]
     encodings = [wall / 1000 for wall, _cpu in recorded["engine"]["encodings"]]
     return {
         "arrival_us": summary([arrival / 1000 for _, arrival, _ in full]),
         "encode_us": summary(encodings) if encodings else missing("encoded within update"),
         "decode_us": summary([decode / 1000 for *_, decode in full]),
+        "handed_us": summary(handed),
         "process_us": summary([taken / 1000 for taken in client["processing"]]),
     }

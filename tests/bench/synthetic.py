@@ -67,7 +67,10 @@ def stream_logs(num_streams: int, num_tokens: int, itl_ms: float) -> list[Stream
 def recorded_phases(
     num_requests: int, num_steps: int, us: dict[str, float], is_async: bool = True
 ) -> Row:
-    """Return what the engine's probe would have recorded, with these phases in each step."""
+    """Return what the engine's probe would have recorded, with these phases in each step.
+
+    A wait is sleep, but for the CPU time `wait_cpu`.
+    """
     events, sizes = [], []
     at = 0
     order = ("schedule", "execute", "sample", "wait", "update", "deliver")
@@ -75,7 +78,8 @@ def recorded_phases(
         sizes.append((num_requests, num_requests))
         for phase in order:
             end = at + round(1000 * us[phase])
-            events.append((phase, at, end, 0, end - at if phase == "wait" else 0))
+            cpu_us = us.get("wait_cpu", 0.0) if phase == "wait" else 0.0
+            events.append((phase, at, end, 0, round(1000 * cpu_us)))
             at = end
         at += round(1000 * us.get("other", 0.0))
     encodings = [(round(1000 * us["encode"]), 0)] * num_steps if "encode" in us else []
@@ -89,7 +93,7 @@ def cell(scheduler: str, count: int, driver: str, itl_ms: float, us: dict[str, f
     for factor in (0.98, 1.0, 1.02):
         entry = evaluate(stream_logs(count, 64, itl_ms * factor), is_steady=True)
         threads = {"MainThread": 50.0, "process_output_sockets": 5.0}
-        share = {it: {"percent": 55.0, "threads": threads} for it in ("API server", "engine")}
+        share = {it: {"percent": 55.0, "threads": dict(threads)} for it in ("API server", "engine")}
         entry["cpu"] = {"share": share, "us_per_token": {"API server": 9.0, "engine": 12.0}}
         entry["counters"] = {"prefix_cache_hits": 0.0, "prefix_cache_queries": 128.0}
         entry["counters"]["num_preemptions"] = 0.0
@@ -97,7 +101,7 @@ def cell(scheduler: str, count: int, driver: str, itl_ms: float, us: dict[str, f
         rounds.append(entry)
     recorded = recorded_phases(count, 20, us)
     messages = [(count, 150_000, 40_000)] * len(logs)
-    client = {"messages": messages, "processing": [60_000] * 20}
+    client = {"messages": messages, "processing": [60_000] * 20, "handed": [(count, 200_000)] * 20}
     found = {
         "rounds": rounds,
         "phases": evaluate_phases(recorded, count, is_async=True),
@@ -141,6 +145,7 @@ def result(counts: tuple[int, ...] = (1, 64, 256)) -> Row:
             host = sum(us.values())
             gpu = 3.0 * sum(taken for _, taken in KERNELS) * 3
             us["wait"] = max(5.0, gpu - host)
+            us["wait_cpu"] = 5.0
             if scheduler == "stock":
                 us["encode"] = 30.0
             itl_ms = max(host + 5.0, gpu) / 1000

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from synthetic import recorded_phases
 
+from bench.serving.client_probe import ClientProbe
 from bench.serving.phases import evaluate_messages, evaluate_phases, split_steps, usual_size
 from bench.serving.timers import PhaseTimer, Replacements
 
@@ -27,7 +28,13 @@ def test_phases_add_up_to_the_step() -> None:
     assert {name: found[f"{name}_us"]["p50"] for name in US} == pytest.approx(US)
     assert found["period_us"]["p50"] == pytest.approx(sum(US.values()))
     assert found["host_us"]["p50"] == pytest.approx(sum(US.values()) - US["wait"])
-    assert found["wait_spins"] == pytest.approx(1.0)
+    assert found["mean_period_us"] == pytest.approx(sum(US.values()))
+    assert found["wait_spins"] == 0
+
+
+def test_waiting_without_sleep_is_spinning() -> None:
+    recorded = recorded_phases(8, 20, US | {"wait_cpu": US["wait"]})
+    assert evaluate_phases(recorded, 8, is_async=True)["wait_spins"] == pytest.approx(1.0)
 
 
 def test_steps_of_another_batch_are_left_out() -> None:
@@ -52,21 +59,38 @@ def test_what_was_recorded_before_the_first_step_is_left_out() -> None:
     assert [len(step.events) for step in steps] == [6, 6, 6]
 
 
+BOUND_US = 40.0 + 10.0 + 30.0 + 100.0 + 200.0
+"""From a result to the end of the next launch."""
+
+
 @pytest.mark.parametrize(
-    ("wait_us", "expected", "late"),
+    ("wait_us", "cpu_us", "expected", "late"),
     [
-        # The host had to wait: the GPU was busy all the time.
-        (1000.0, 0.0, 0.0),
+        # The host slept: the GPU was busy all the time.
+        (1000.0, 5.0, 0.0, 0.0),
+        (60.0, 20.0, 0.0, 0.0),
         # It didn't: the GPU may have stood still since the result before.
-        (1.0, 40.0 + 10.0 + 30.0 + 100.0 + 200.0, 1.0),
+        (1.0, 1.0, BOUND_US, 1.0),
+        # All that a longer wait took was to hand over results that were there.
+        (60.0, 58.0, BOUND_US, 1.0),
     ],
 )
-def test_the_gap_of_asynchronous_steps(wait_us: float, expected: float, late: float) -> None:
-    recorded = recorded_phases(8, 20, US | {"wait": wait_us})
-    gap = evaluate_phases(recorded, 8, is_async=True)["gap_estimate"]
+def test_the_gap_of_asynchronous_steps(
+    wait_us: float, cpu_us: float, expected: float, late: float
+) -> None:
+    us = US | {"wait": wait_us, "wait_cpu": cpu_us}
+    gap = evaluate_phases(recorded_phases(64, 20, us), 64, is_async=True)["gap_estimate"]
     assert gap["us"]["p50"] == pytest.approx(expected)
     assert gap["host_late_share"] == late
+    assert gap["untold_share"] == 0
     assert gap["is_bound"]
+
+
+def test_a_host_that_spins_tells_nothing_of_the_gap() -> None:
+    us = US | {"wait": 1000.0, "wait_cpu": 995.0}
+    gap = evaluate_phases(recorded_phases(64, 20, us), 64, is_async=True)["gap_estimate"]
+    assert list(gap["us"]) == list(gap["host_late_share"]) == ["missing"]
+    assert gap["untold_share"] == 1
 
 
 def test_the_gap_of_synchronous_steps_lasts_until_the_launch() -> None:
@@ -78,16 +102,41 @@ def test_the_gap_of_synchronous_steps_lasts_until_the_launch() -> None:
 def test_messages_that_lack_requests_are_left_out() -> None:
     engine = recorded_phases(8, 3, US | {"encode": 30.0})
     client = {"messages": [(8, 200_000, 50_000), (3, 1, 1)], "processing": [1000]}
+    client["handed"] = [(8, 900_000), (3, 1)]
     found = evaluate_messages({"engine": engine, "client": client}, 8)
     assert found["arrival_us"]["p50"] == 200
     assert found["encode_us"]["p50"] == 30
+    assert found["handed_us"]["p50"] == 900
     assert "missing" in evaluate_messages({"engine": engine, "client": client}, 16)
 
 
 def test_without_vllms_encoder_its_time_is_missing_and_not_zero() -> None:
     client = {"messages": [(8, 200_000, 50_000)], "processing": [1000]}
+    client["handed"] = [(8, 900_000), (3, 1)]
     found = evaluate_messages({"engine": recorded_phases(8, 3, US), "client": client}, 8)
     assert list(found["encode_us"]) == ["missing"]
+
+
+def test_a_message_is_handed_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wait after decoding counts, too; its further parts come later and don't."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    monkeypatch.setattr(OutputProcessor, "process_outputs", lambda *_: None)
+    outputs = [EngineCoreOutput(request_id=str(it), new_token_ids=[it]) for it in range(3)]
+    message = EngineCoreOutputs(outputs=outputs, timestamp=time.monotonic())
+    frames = MsgpackEncoder().encode(message)
+    probe = ClientProbe()
+    decoded = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+    time.sleep(0.01)
+    for part in (decoded.outputs[:2], decoded.outputs[2:]):
+        OutputProcessor.process_outputs(SimpleNamespace(), part, decoded.timestamp)  # type: ignore[arg-type]
+    recorded = probe.stop()
+    ((size, arrival_ns, decode_ns),) = recorded["messages"]
+    ((handed_size, handed_ns),) = recorded["handed"]
+    assert size == handed_size == 3
+    assert handed_ns >= arrival_ns + decode_ns + 10_000_000
 
 
 # ---- timers ----

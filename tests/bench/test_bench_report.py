@@ -78,7 +78,7 @@ def test_without_a_gpu_its_rows_say_so() -> None:
     results, _ = read_all(STORED[:1])
     text = as_markdown(sections([result for _, result in results]))
     assert "not available" in text
-    assert re.search(r"\| tiny, sync, http, 4 \| (not available \| ){6}not available \|", text)
+    assert re.search(r"\| tiny, sync, http, 4 x 48 \| (not available \| ){6}not available \|", text)
 
 
 # ---- missing is missing ----
@@ -117,7 +117,7 @@ def test_a_broken_cell_is_missing_and_never_zero(
     parts = build([(Path("x.json"), result)], [])
     write(tmp_path, "a report", parts)
     label = "gpt-oss-20b, async, asyncllm, 64"
-    rate = next(row for row in rows_of(parts, label) if len(row) == 6)
+    rate = next(row for row in rows_of(parts, label) if len(row) == 8)
     assert rate[1] == "missing"
     assert rate[3] == "missing"
     assert rate[2].startswith("35,0")
@@ -132,7 +132,7 @@ def test_a_cell_that_is_not_there_is_missing() -> None:
     result["cells"] = [it for it in result["cells"] if it["scheduler"] == "sparksched"]
     result["traces"] = [it for it in result["traces"] if it["scheduler"] == "stock"]
     parts = sections([result])
-    rate = next(row for row in rows_of(parts, "gpt-oss-20b, async, http, 64") if len(row) == 6)
+    rate = next(row for row in rows_of(parts, "gpt-oss-20b, async, http, 64") if len(row) == 8)
     assert rate[1] == "missing"
     gap = next(row for row in rows_of(parts, "gpt-oss-20b, async, 64") if len(row) == 9)
     assert gap[1] == "9.00 → missing"
@@ -199,6 +199,43 @@ def test_a_file_that_cant_be_read_is_named(tmp_path: Path) -> None:
         assert path.name in text
 
 
+def test_without_its_encoding_a_message_s_travel_is_missing() -> None:
+    result = synthetic.result((64,))
+    for cell in result["cells"]:
+        del cell["messages"]["encode_us"]
+    (row, _) = [
+        row
+        for row in rows_of(sections([result]), ", 64")
+        if len(row) == 9 and row[6] == "60.0 → 60.0"
+    ]
+    assert row[1:4] == ["missing", "missing", "150 → 150"]
+
+
+def test_a_message_is_handed_over_where_that_was_measured() -> None:
+    result = synthetic.result((64,))
+    (columns,) = [it.columns for it in tables(sections([result])) if "arrival p50" in it.columns]
+    assert "handed over" in columns
+    for cell in result["cells"]:
+        del cell["messages"]["handed_us"]
+    (columns,) = [it.columns for it in tables(sections([result])) if "arrival p50" in it.columns]
+    assert "handed over" not in columns
+
+
+def test_latencies_show_the_spread_of_rounds() -> None:
+    result = synthetic.result((64,))
+    for cell in result["cells"]:
+        for entry, factor in zip(cell["rounds"], (1, 2, 6), strict=True):
+            entry["ttft_ms"]["p50"] = 10.0 * factor
+            entry["itl_ms"] |= {"p50": 2.0 * factor, "p99": 5.0 * factor}
+    parts = sections([result])
+    label = "gpt-oss-20b, async, asyncllm, 64"
+    (row,) = [row for row in rows_of(parts, label) if "20.0 (10.0 to 60.0)" in row[-2]]
+    assert row[1] == "4.00 (2.00 to 12.0) → 4.00 (2.00 to 12.0)"
+    assert row[3] == "10.0 (5.00 to 30.0) → 10.0 (5.00 to 30.0)"
+    rate = next(row for row in rows_of(parts, label) if len(row) == 8)
+    assert rate[4] == "3 → 3"
+
+
 # ---- figures as text ----
 
 
@@ -259,13 +296,30 @@ def test_nothing_is_said_without_figures() -> None:
 def test_what_a_free_scheduler_gives() -> None:
     # The host takes 4 ms, 3 of them the scheduler's; the GPU takes 2.
     host_bound = Limits(4000, 4000, 3000, 2000, "the engine's host code")
-    assert free_scheduler_gain(host_bound, is_async=True) == (pytest.approx(100), False)
+    assert free_scheduler_gain(host_bound, 4000, is_async=True) == (pytest.approx(100), False)
+    # Without the probe a step took 12 ms: 3 are left of the host's.
+    assert free_scheduler_gain(host_bound, 12000, is_async=True) == (pytest.approx(300), False)
     unknown_gpu = Limits(4000, 4000, 3000, None, "the engine's host code")
-    assert free_scheduler_gain(unknown_gpu, is_async=True) == (pytest.approx(300), True)
+    assert free_scheduler_gain(unknown_gpu, 4000, is_async=True) == (pytest.approx(300), True)
     gpu_bound = Limits(4000, 3000, 2000, 3900, "the GPU")
-    assert free_scheduler_gain(gpu_bound, is_async=True) == (0.0, False)
+    assert free_scheduler_gain(gpu_bound, 4000, is_async=True) == (0.0, False)
     # In turns: what the scheduler takes is gained.
-    assert free_scheduler_gain(gpu_bound, is_async=False) == (pytest.approx(100), False)
+    assert free_scheduler_gain(gpu_bound, 4000, is_async=False) == (pytest.approx(100), False)
+
+
+def test_more_than_a_free_scheduler_gives_is_called_that() -> None:
+    result = synthetic.result((256,))
+    assert "+154 % at 256 (sparksched: +150 %) streams" in "\n".join(findings([result]))
+    ours = [cell for cell in result["cells"] if cell["scheduler"] == "sparksched"]
+    for cell in ours:
+        for entry in cell["rounds"]:
+            entry["tokens_per_s"] *= 1.5
+    more = "+154 % at 256 (sparksched: +276 %, more than that: "
+    assert f"{more}rounds differ) streams" in "\n".join(findings([result]))
+    for cell in ours:
+        cell["phases"]["host_us"]["p50"] -= 100
+    text = "\n".join(findings([result]))
+    assert f"{more}the rest of its step takes less, too, 850 → 750 µs) streams" in text
 
 
 def test_doubts_are_told() -> None:
@@ -277,6 +331,31 @@ def test_doubts_are_told() -> None:
     text = "\n".join(findings([result]))
     assert "The load itself may have been the limit" in text
     assert "Requests were preempted" in text
+    assert "isn't told" not in text
+
+
+def test_what_would_show_a_doubt_is_missed() -> None:
+    result = synthetic.result((1,))
+    assert "isn't told" not in "\n".join(findings([result]))
+    for cell in result["cells"]:
+        # One round without it is enough.
+        cell["rounds"][0]["load"] = None
+        del cell["rounds"][0]["counters"]["num_preemptions"]
+    text = "\n".join(findings([result]))
+    assert (
+        "Whether the load itself was the limit isn't told, for want of its CPU time: "
+        "gpt-oss-20b, async, http, 1." in text
+    )
+    assert "Whether requests were preempted isn't told, for want of a counter: " in text
+
+
+def test_what_is_missing_is_where_the_finding_says() -> None:
+    result = synthetic.result((1,))
+    failed(result["cells"][0])
+    parts = sections([result])
+    (finding,) = [it for it in findings([result]) if it.startswith("Missing")]
+    title = finding.partition('"')[2].partition('"')[0]
+    assert title in [section.title for section in parts]
 
 
 def test_cells_of_several_files_and_visits_are_put_together() -> None:
@@ -307,6 +386,18 @@ def merged_logs(num_streams: int, tokens_per_output: int, gap_ms: float) -> list
         StreamLog(log.sent_at, log.times, log.num_tokens * tokens_per_output)
         for log in synthetic.stream_logs(num_streams, 64, gap_ms)
     ]
+
+
+def test_an_itl_of_zero_is_no_missing_one() -> None:
+    result = synthetic.result((64,))
+    for cell in result["cells"]:
+        if cell["scheduler"] == "sparksched" and cell["driver"] == "http":
+            cell["rounds"] = [evaluate(merged_logs(64, 4, 8.0), is_steady=True)]
+    parts = build([(Path("x.json"), result)], [])
+    (row,) = [
+        row for row in rows_of(parts, "gpt-oss-20b, async, http, 64") if "in update" in row[1]
+    ]
+    assert row[-1].partition(" → ")[2] == "ITL is 0"
 
 
 def test_tokens_that_come_at_once_have_no_latency_between_them() -> None:

@@ -59,6 +59,8 @@ def test_decode_measures_all_cells_of_both_schedulers(
             assert phases["steps"] > 3
             assert phases["schedule_us"]["p50"] > 0
             assert cell["messages"]["arrival_us"]["p50"] > 0
+            assert cell["messages"]["handed_us"]["count"] > 3
+            assert phases["mean_period_us"] > 0
             assert cell["memory"]["missing"].startswith("not available")
         if cell["workload"] == "prefix":
             assert entry["counters"]["prefix_cache_queries"] > 0

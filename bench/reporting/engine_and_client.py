@@ -1,0 +1,110 @@
+"""Findings where the engine's steps and the client's tokens a second disagree, and who limits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.reporting.cells import ALL, DECODE, SYNC, Pair, Side
+from bench.reporting.engine import BUSY_THREAD, busiest_thread, engine_rate
+from bench.reporting.values import as_number, listed, rounded
+
+NOTABLE_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Tokens a second by the engine's steps and at the client, and the busiest threads' percent."""
+
+    pair: Pair
+    engine: float
+    client: float
+    engine_thread: float | None
+    api_thread: float | None
+
+    @property
+    def limit(self) -> str:
+        """Which side limits, by the rounds that the client's rate is from."""
+        if self.engine_thread is None or self.api_thread is None:
+            return "who limits isn't told, for want of threads' CPU time"
+        busy = [
+            name
+            for name, share in (
+                ("the engine's thread", self.engine_thread),
+                ("the API server's thread", self.api_thread),
+            )
+            if share > BUSY_THREAD
+        ]
+        if not busy and self.is_confined:
+            return "engine and API server share the processors, which are the limit"
+        if not busy and self.pair.key.mode == SYNC:
+            return "host and GPU work in turns, and neither thread is the limit"
+        if not busy:
+            return "neither thread is the limit"
+        return f"the limit is {' and '.join(busy)}"
+
+    @property
+    def is_confined(self) -> bool:
+        """Whether engine and API server share few processors."""
+        return self.pair.key.cores != ALL
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the engine gets ahead of what clients have, as it isn't what limits."""
+        api, engine = self.api_thread, self.engine_thread
+        return (
+            self.engine > self.client
+            and api is not None
+            and engine is not None
+            and api > BUSY_THREAD >= engine
+        )
+
+    @property
+    def ahead_s(self) -> float | None:
+        """By how many seconds at most, when the engine has made its last token."""
+        tokens = set(self.pair.key.output_tokens)
+        if len(tokens) != 1:
+            return None
+        made = tokens.pop() * self.pair.key.concurrency
+        return made * (1 / self.client - 1 / self.engine)
+
+
+def engine_against_client(pairs: Sequence[Pair]) -> list[str]:
+    """Say where the two rates differ by more than 5 %, and which side limits."""
+    return [
+        _said(pair, name, found)
+        for pair in pairs
+        if pair.key.workload == DECODE
+        for name, side in (("vLLM", pair.stock), ("sparksched", pair.ours))
+        if (found := _difference(pair, side)) is not None
+    ]
+
+
+def _difference(pair: Pair, side: Side) -> Difference | None:
+    engine = as_number(engine_rate(side, pair.key.concurrency))
+    client = as_number(side.figure("tokens_per_s"))
+    if not engine or not client or abs(engine / client - 1) <= NOTABLE_SHARE:
+        return None
+    threads = (busiest_thread(side, it) for it in ("engine", "API server"))
+    return Difference(pair, engine, client, *threads)
+
+
+def _said(pair: Pair, name: str, found: Difference) -> str:
+    rates = (
+        f"{rounded(found.engine)} tokens a second by the engine's steps, {rounded(found.client)} "
+        "at the client"
+    )
+    shares = [
+        f"{who} {share:.0f} %"
+        for who, share in (("engine", found.engine_thread), ("API server", found.api_thread))
+        if share is not None
+    ]
+    about = f" (busiest threads: {listed(shares)} of a processor)" if shares else ""
+    if found.is_ahead:
+        end = "so the engine is ahead of what clients have"
+        if found.ahead_s is not None:
+            end += f", by up to {rounded(found.ahead_s)} s when it has made its last token"
+    elif found.is_confined:
+        end = "the engine may be ahead of what clients have, or differ between rounds"
+    else:
+        speed = "faster" if found.engine > found.client else "slower"
+        end = f"the engine was {speed} in the round with the probe than in the others"
+    return f"{pair.label}, {name}: {rates}: {found.limit}{about}; {end}."
