@@ -253,8 +253,8 @@ fn receive_packet(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Vec<OwnedFd>), Han
     let mut packet = vec![0; MAX_PACKET_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(NUM_DESCRIPTORS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    // A socket's own time limit begins anew when a signal, or a stop of this process, interrupts a call:
-    // a silent peer would never be given up.
+    // A socket's own time limit begins anew when a signal, or a stop of this process, interrupts
+    // the call: a silent peer would never be given up.
     let deadline = Instant::now() + PATIENCE;
     let received = loop {
         let buffers = &mut [IoSliceMut::new(&mut packet)];
