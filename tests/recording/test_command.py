@@ -235,7 +235,7 @@ def test_one_request_at_a_time(
     answer = data(capsys, path, "--max-num-seqs=1", f"--scheduler={scheduler}")
     assert max(sample["running"] for sample in answer["as_recorded"]["samples"]) > 1
     assert max(sample["running"] for sample in answer["changed"]["samples"]) == 1
-    # How much longer that takes, and how many wait, is a matter of how long the recorded steps took.
+    # How long that takes, and how many wait, is a matter of how long the recorded steps took.
     assert len(answer["changed"]["samples"]) > len(answer["as_recorded"]["samples"])
     before, after = answer["as_recorded"]["summary"], answer["changed"]["summary"]
     # A client that had been given nothing may lose patience, or not.
