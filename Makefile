@@ -64,11 +64,21 @@ serve: build ## run vLLM with sparksched: make serve MODEL=... [ARGS=...]
 	@test -n "$(MODEL)" || { echo "usage: make serve MODEL=... [ARGS=...]" >&2; exit 2; }
 	VLLM_SCHEDULER=sparksched $(BIN)/vllm serve $(MODEL) $(ARGS)
 
+# Where `bench` leaves results and report, and how thorough it is: with EFFORT= it measures for long.
+# A file of bench.decode that is there already would be gone on with, so it is removed.
+OUT := bench-report
+EFFORT := --quick
+
 .PHONY: bench
-bench: build ## measure what a step, a message and a token cost, with vLLM's own and with ours
-	$(BIN)/python -m bench.step_cost $(ARGS)
-	$(BIN)/python -m bench.ipc $(ARGS)
-	$(BIN)/python -m bench.host_path $(ARGS)
+bench: build ## what sparksched changes on this machine: make bench [OUT=bench-report] [EFFORT=]
+	mkdir -p "$(OUT)"
+	rm -f "$(OUT)/decode.json"
+	$(BIN)/python -m bench.step_cost $(EFFORT) --metrics --verify --json "$(OUT)/step_cost.json"
+	$(BIN)/python -m bench.ipc $(EFFORT) --json "$(OUT)/ipc.json"
+	$(BIN)/python -m bench.host_path $(EFFORT) --json "$(OUT)/host_path.json"
+	$(BIN)/python -m bench.decode --model tiny $(EFFORT) --concurrency 1,16 --json "$(OUT)/decode.json"
+	$(BIN)/python -m bench.report "$(OUT)"/{step_cost,ipc,host_path,decode}.json --out "$(OUT)"
+	@echo "The report is in $(OUT)/report.html, and in $(OUT)/report.md."
 
 .PHONY: bench-serve
 bench-serve: build ## measure real servers under load: make bench-serve [MODEL=tiny] [ARGS=...]

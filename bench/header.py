@@ -51,15 +51,17 @@ def _gpu_of_driver() -> str | None:
 
 
 def _commit() -> str:
-    """Return the commit, marked if files differ from it, or `unknown` outside of a checkout.
+    """Return the commit, marked if files differ from it.
 
-    Results of other benchmarks make no difference.
+    Results of other benchmarks make no difference. Outside of a checkout it is the one that
+    SPARKSCHED_COMMIT names, marked because nothing can be compared with it, or `unknown`.
     """
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", ".", ":!bench/results")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SPARKSCHED_COMMIT", "unknown")
+        named = os.environ.get("SPARKSCHED_COMMIT")
+        return f"{named}-unchecked" if named else "unknown"
     return f"{commit}-dirty" if changed else commit
 
 

@@ -118,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.recording", description=__doc__)
     parser.add_argument("--requests", default="64,256", help="running requests")
     parser.add_argument("--steps", type=int, default=2000, help="of each kind")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     arguments = parser.parse_args()
     results = []
     print(
@@ -131,7 +131,8 @@ def main() -> None:
                     results.append({"side": side, "requests": num_requests, "kind": kind} | result)
                     print(_line(results[-1]), flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(describe_run() | {"recording": results}, indent=1))
+        stored = {"run": describe_run(), "recording": results}
+        arguments.json.write_text(json.dumps(stored, indent=2) + "\n")
 
 
 if __name__ == "__main__":

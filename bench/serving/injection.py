@@ -1,4 +1,4 @@
-"""Changes two modules of vLLM as soon as a process has imported them.
+"""Changes two modules of vLLM as soon as a process has imported them, and has it tell its stacks.
 
 It is imported by every Python process of a server, so it imports nothing heavy by itself.
 """
@@ -8,6 +8,8 @@ import importlib.abc
 import importlib.machinery
 from collections.abc import Callable, Sequence
 from types import ModuleType
+
+from bench.serving import stacks
 
 ENGINE = "vllm.v1.engine.core"
 API_SERVER = "vllm.entrypoints.launchers.api_server.entry"
@@ -19,6 +21,7 @@ def install(address: str) -> None:
     `PathFinder` itself is wrapped, and not a finder put before it: sparksched has finders of its
     own for some of vLLM's modules, and the first finder that finds a module is the last one asked.
     """
+    stacks.install(address)
     changes: dict[str, Callable[[ModuleType], None]] = {
         ENGINE: _change_engine,
         API_SERVER: functools.partial(_change_api_server, address),

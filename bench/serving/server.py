@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.header import ROOT
+from bench.serving import stacks
 from bench.serving.api_server import address_of
 from bench.serving.layouts import Layout
 from bench.serving.models import TINY, Model
@@ -85,6 +86,8 @@ class Server:
     """What the first API server tells of itself and of the engines."""
     remotes: list[Remote] = field(default_factory=list)
     """The API servers' ears for the benchmark."""
+    address: str = ""
+    """What the addresses begin with that its processes listen at."""
 
     @property
     def remote(self) -> Remote:
@@ -95,13 +98,18 @@ class Server:
         """Return API servers, engines, workers if they are processes of their own, and others."""
         fronts = [remote.call("describe") for remote in self.remotes]
         engines = fronts[0]["engines"]
-        found = [Process("API server", it["pid"], it["threads"]) for it in fronts]
-        found += [Process("engine", it["pid"], _with_int_keys(it["threads"])) for it in engines]
+        found = [self._process("API server", it["pid"], it["threads"]) for it in fronts]
+        found += [
+            self._process("engine", it["pid"], _with_int_keys(it["threads"])) for it in engines
+        ]
         workers = [pid for it in engines for pid in children_of(it["pid"])]
-        found += [Process("worker", pid, {}) for pid in workers]
+        found += [self._process("worker", pid) for pid in workers]
         known = {it.pid for it in found}
         others = [pid for pid in children_of(self.process.pid) if pid not in known]
-        return found + [Process("other", pid, {}) for pid in others]
+        return found + [self._process("other", pid) for pid in others]
+
+    def _process(self, role: str, pid: int, names: dict[int, str] | None = None) -> Process:
+        return Process(role, pid, names or {}, stacks.address_of(self.address, pid))
 
     def confine(self, cores: list[int]) -> None:
         """Confine all threads of all of its processes to some processors."""
@@ -167,7 +175,7 @@ def serve(start: Start, work_dir: Path) -> Iterator[Server]:
         port = _free_port()
         log_path = directory / "serve.log"
         process = _launch(start, port, address, log_path, trace_dir)
-        server = Server(start, process, port, log_path, trace_dir)
+        server = Server(start, process, port, log_path, trace_dir, address=address)
         with _guarded(process):
             _connect(server, address)
             _check(server)

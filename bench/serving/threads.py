@@ -1,10 +1,7 @@
 """CPU time of a server's threads, from /proc, and what a thread is doing that takes most of it."""
 
 import contextlib
-import json
 import os
-import shutil
-import subprocess
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -12,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from bench.serving.evaluate import missing
+from bench.serving.stacks import Question, Stacks
 
 SPINNING_SHARE = 0.8
 """Of one processor: a thread that takes more than this is looked at."""
@@ -49,6 +49,8 @@ class Process:
     pid: int
     names: dict[int, str]
     """Python's names of threads; others go by the kernel's."""
+    stacks_at: str = ""
+    """Where it listens for the question what its threads do, if it does."""
 
     def cpu_s(self) -> dict[int, float]:
         """Return the CPU seconds that each thread has taken so far."""
@@ -158,7 +160,8 @@ def what_spinners_do(
 ) -> list[Row]:
     """Look at the threads that took most of a processor between two moments.
 
-    They should be at it still: this looks at them several times, for as long as that takes.
+    They should be at it still: this looks at them several times, for as long as that takes. What
+    the kernel says of a thread is in `doing`, the Python functions that it is in are in `stack`.
     """
     spinners = [
         (process, tid, share)
@@ -167,17 +170,20 @@ def what_spinners_do(
         if (share := (spent - old.get(tid, 0.0)) / (after.at - before.at)) > SPINNING_SHARE
     ]
     states: list[Counter[str]] = [Counter() for _ in spinners]
+    asked = {process.stacks_at for process, *_ in spinners}
+    questions = {address: Question(address, num_samples, SAMPLE_S) for address in asked}
     for _ in range(num_samples if spinners else 0):
         for counts, (process, tid, _share) in zip(states, spinners, strict=True):
             counts[_state(process.pid, tid)] += 1
         time.sleep(SAMPLE_S)
+    stacks = {address: question.answer() for address, question in questions.items()}
     return [
         {
             "process": process.role,
             "thread": process.name(tid),
             "percent": 100 * share,
             "doing": _shares(counts),
-            "stack": _stack(process.pid, tid),
+            "stack": _stack(stacks[process.stacks_at], tid),
         }
         for counts, (process, tid, share) in zip(states, spinners, strict=True)
     ]
@@ -202,19 +208,8 @@ def _shares(counts: "Counter[str]") -> Row:
     return {what: round(100 * number / total, 1) for what, number in counts.most_common(NUM_NAMED)}
 
 
-def _stack(pid: int, tid: int) -> list[str] | None:
-    """Return the innermost functions of a thread as py-spy sees them, if there is a py-spy."""
-    program = shutil.which("py-spy")
-    if program is None:
-        return None
-    command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-        threads = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    for thread in threads:
-        if thread.get("os_thread_id") == tid:
-            frames = thread.get("frames", [])[:NUM_NAMED]
-            return [f"{it['name']} ({it.get('short_filename')}:{it.get('line')})" for it in frames]
-    return None
+def _stack(stacks: Stacks | None, tid: int) -> list[str] | Row:
+    """Return the innermost functions of a thread, or why they aren't known."""
+    if stacks is None:
+        return missing("the process doesn't say what its threads do")
+    return stacks.get(tid) or missing("no Python runs in this thread")

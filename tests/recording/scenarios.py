@@ -69,7 +69,7 @@ def replay(path: Path, scheduler: str, *, lacks_end: bool = False) -> Outcome:
         if replay.is_over:
             break
     replay.shutdown()
-    assert (trace.warning is not None) == lacks_end
+    assert (trace.missing is not None) == lacks_end
     return replay.outcome
 
 

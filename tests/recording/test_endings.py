@@ -169,8 +169,8 @@ def test_killed(path: Path, serve: Callable[..., None]) -> None:
     serve(scenario)
     trace = Trace(path)
     num_steps = sum(isinstance(event, Step) for event in trace.events())
-    assert trace.warning is not None
-    assert re.search("has no end|is cut off in the frame", trace.warning)
+    assert trace.missing is not None
+    assert re.search("has no end|is cut off in the frame", trace.missing)
     assert num_steps > 0
     for scheduler in ("sparksched", "vllm"):
         outcome = replay(path, scheduler, lacks_end=True)

@@ -222,8 +222,8 @@ def test_a_full_disk(
     if room >= 4000:
         trace = Trace(path)
         assert sum(isinstance(event, Step) for event in trace.events()) > 10
-        assert trace.warning is not None
-        assert "no end" in trace.warning, "a part of a frame was left"
+        assert trace.missing is not None
+        assert "no end" in trace.missing, "a part of a frame was left"
 
 
 HEADER = 10
@@ -237,7 +237,7 @@ def test_an_engine_that_ends_in_an_error(path: Path, model_directory: Path) -> N
             engine.run()
     trace = Trace(path)
     assert sum(isinstance(event, Step) for event in trace.events()) == 2
-    assert trace.warning is None
+    assert trace.missing is None
 
 
 def test_an_error_of_the_recorder_ends_the_recording_alone(

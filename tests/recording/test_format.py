@@ -47,7 +47,7 @@ def test_what_is_written_is_read(with_tokens: bool, tmp_path: Path) -> None:
     trace = Trace(write(tmp_path / "trace", events))
     assert trace.settings == events[0].settings  # type: ignore[union-attr]
     assert list(trace.events()) == events[1:]
-    assert trace.warning is None
+    assert trace.missing is None
 
 
 def test_nobody_else_may_read_it(path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_newer_version(path: Path) -> None:
 
 
 def test_cut_off_anywhere(path: Path) -> None:
-    """What is left is read up to the last whole frame, and the warning says where that ends."""
+    """What is left is read up to the last whole frame, and it is said where that ends."""
     content = path.read_bytes()
     ends = [position for position, _ in mutations.frames(content)] + [len(content)]
     whole = read(path)
@@ -94,11 +94,11 @@ def test_cut_off_anywhere(path: Path) -> None:
         assert events == whole[: len(events)]
         last = max(end for end in ends if end <= length)
         expected = (
-            f"{path} has no end: the last second or so was not written"
+            f"{path} has no end: what came behind its last frame is missing"
             if length == last
-            else f"{path} is cut off in the frame at byte {last}: what comes before is replayed"
+            else f"{path} is cut off in the frame at byte {last}: the rest is missing"
         )
-        assert trace.warning == expected
+        assert trace.missing == expected
     for length in range(len(MAGIC), ends[1]):
         path.write_bytes(content[:length])
         is_whole = length == HEADER_BYTES
@@ -115,18 +115,18 @@ def test_each_damaged_byte_is_noticed(path: Path) -> None:
         damaged[position] ^= 0x55
         path.write_bytes(damaged)
         frame = max(it for it in frames if it <= position)
-        trace_or_refusal = _refusal_or_warning(path)
+        trace_or_refusal = _refusal_or_missing(path)
         assert f"frame at byte {frame}" in trace_or_refusal
 
 
-def _refusal_or_warning(path: Path) -> str:
+def _refusal_or_missing(path: Path) -> str:
     try:
         trace = Trace(path)
         list(trace.events())
     except TraceError as error:
         return str(error)
-    assert trace.warning is not None
-    return trace.warning
+    assert trace.missing is not None
+    return trace.missing
 
 
 def test_a_frame_that_unpacks_to_more_than_it_says(path: Path) -> None:

@@ -70,7 +70,7 @@ class Terminal:
 
 
 @contextmanager
-def _heeding_interrupts() -> Iterator[None]:
+def heeding_interrupts() -> Iterator[None]:
     """Let programs that are started heed Ctrl-C, as from a terminal.
 
     Tests may run in the background, where shells have it ignored, and what they start inherits it.
@@ -89,7 +89,7 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
     environment = {**os.environ, "TERM": "xterm"}
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environment.pop(name, None)
-    with _heeding_interrupts():
+    with heeding_interrupts():
         process = subprocess.Popen(
             [*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment
         )

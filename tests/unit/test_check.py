@@ -1,5 +1,6 @@
 """`sparksched check`, on machines of all kinds."""
 
+import importlib.metadata
 import json
 import os
 import pty
@@ -14,8 +15,10 @@ import pytest
 from engine.executor import write_model_directory
 from engine.harness import restored_vllm
 from sparksched import _core, cli
-from sparksched.check import machine
+from sparksched.check import backends, machine
 from sparksched.check.finding import Level
+from support.tiny_gpt_oss import write_model
+from vllm.platforms.cpu import CpuPlatform
 
 COLUMNS = 80
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -24,6 +27,11 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model_directory(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("gpt-oss")))
 
 
 @pytest.fixture(autouse=True)
@@ -188,6 +196,70 @@ def test_no_shared_memory(model: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 # ----------------------------------------------------------------------------------------
+# Back ends
+# ----------------------------------------------------------------------------------------
+
+
+def test_back_ends_are_those_that_vllm_would_choose(
+    model: str, gpt_oss: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(capsys, model)[1]["back ends"]["text"] == "attention: CPU_ATTN"
+    # Half of its layers have sliding windows, for which the same is chosen.
+    assert check(capsys, gpt_oss)[1]["back ends"]["text"] == "attention: CPU_ATTN; experts: CPU"
+
+
+MOVED = dict.fromkeys(
+    (
+        "vllm.v1.attention.selector",
+        "vllm.model_executor.layers.fused_moe.oracle.unquantized",
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "stand_in",
+    [
+        mock.patch.dict(sys.modules, MOVED),
+        mock.patch.object(CpuPlatform, "is_unspecified", return_value=True),
+    ],
+    ids=["selectors-have-moved", "no-device"],
+)
+def test_back_ends_that_vllm_can_not_be_asked_for(
+    stand_in: Any, gpt_oss: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rest is said."""
+    with stand_in:
+        status, found = check(capsys, gpt_oss)
+    assert status == 0
+    text = f"attention: {backends.BY_VLLM}; experts: {backends.BY_VLLM}"
+    assert found["back ends"]["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("attention", "said"),
+    [
+        ("FLASHINFER", "1.2.3, which these back ends use"),
+        ("FLASH_ATTN", "1.2.3, not used by these back ends"),
+        (backends.BY_VLLM, f"1.2.3; whether it is used is {backends.BY_VLLM}"),
+    ],
+)
+def test_whether_flashinfer_is_used(
+    attention: str, said: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    version = importlib.metadata.version
+
+    def with_flashinfer(name: str) -> str:
+        return "1.2.3" if name == "flashinfer-python" else version(name)
+
+    with (
+        mock.patch.object(backends, "attention", return_value=attention),
+        mock.patch("importlib.metadata.version", with_flashinfer),
+    ):
+        _, found = check(capsys, model)
+    assert found["FlashInfer"]["text"] == said
+
+
+# ----------------------------------------------------------------------------------------
 # Containers
 # ----------------------------------------------------------------------------------------
 
@@ -266,7 +338,10 @@ def test_piped(model: str) -> None:
     assert not ESCAPES.search(printed)
     # A line each, to be searched.
     assert re.search(r"^ok +transport +shared memory, .* API server and engine$", printed, re.M)
-    assert printed.endswith("\nNothing keeps sparksched from scheduling.\n")
+    assert printed.endswith(
+        "\nNothing keeps sparksched from scheduling, "
+        "as far as is known before the model is loaded.\n"
+    )
 
 
 SECRET = "marked-password"

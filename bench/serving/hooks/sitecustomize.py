@@ -2,7 +2,8 @@
 
 Python imports a module of this name when it starts, if its directory is on PYTHONPATH. With
 SPARKSCHED_BENCH_CONTROL=PATH in the environment, vLLM's API server then listens at that Unix socket
-for what the benchmark wants, and its engine can time its phases. Without it, nothing happens.
+for what the benchmark wants, its engine can time its phases, and each process says what its threads
+do when it is asked. Without it, nothing happens.
 """
 
 import os

@@ -20,10 +20,15 @@ COLORS: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "red
 PIPED_WIDTH: Final = 1000
 """Columns where there is no terminal."""
 
+NO_PROBLEM: Final = (
+    "Nothing keeps sparksched from scheduling, as far as is known before the model is loaded."
+)
+
 DESCRIPTION = """\
 Says what would happen if vLLM were started here with sparksched, before anything heavy is started.
-Without a model: what the machine is like. The exit status is 0 if sparksched can schedule, 1 if
-something keeps it from that, and 2 if vLLM doesn't know the arguments."""
+Without a model: what the machine is like. The exit status is 0 if sparksched can schedule, as far
+as is known before the model is loaded, 1 if something keeps it from that, and 2 if vLLM doesn't
+know the arguments."""
 
 
 def add_to(commands: Any) -> None:
@@ -91,4 +96,4 @@ def show(findings: list[Finding], console: Console) -> None:
     if problems:
         console.print(Text("sparksched would not schedule.", style="bold red"))
     else:
-        console.print(Text("Nothing keeps sparksched from scheduling.", style="bold green"))
+        console.print(Text(NO_PROBLEM, style="bold green"))

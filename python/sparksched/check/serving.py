@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 import pydantic
 
 from sparksched import compat, environment, plugin
+from sparksched.check import backends
 from sparksched.check.finding import ArgumentError, Finding, ok, problem, warning
 from sparksched.check.quotes import without_quotes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-BY_VLLM = "chosen by vLLM when it loads the model"
 
 
 def findings(arguments: Sequence[str]) -> Iterator[Finding]:
@@ -45,8 +44,9 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
     yield _prompts(config)
     yield _parallelism(config)
     yield _graphs(config)
-    yield _backends(config)
-    yield _flashinfer()
+    chosen = _backends(config)
+    yield chosen
+    yield _flashinfer(chosen.text)
 
 
 def _vllm_config(arguments: Sequence[str]) -> "VllmConfig":
@@ -204,18 +204,20 @@ def _graphs(config: "VllmConfig") -> Finding:
 
 
 def _backends(config: "VllmConfig") -> Finding:
-    attention = getattr(config.attention_config.backend, "name", BY_VLLM)
-    experts = getattr(getattr(config, "kernel_config", None), "moe_backend", "auto")
-    is_moe = config.model_config.is_moe
-    text = f"attention: {attention}"
-    if is_moe:
-        text += f"; experts: {BY_VLLM if experts == 'auto' else experts}"
+    text = f"attention: {backends.attention(config)}"
+    if config.model_config.is_moe:
+        text += f"; experts: {backends.experts(config)}"
     return ok("back ends", text)
 
 
-def _flashinfer() -> Finding:
+def _flashinfer(chosen: str) -> Finding:
+    topic = "FlashInfer"
     try:
         version = importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
-        return ok("FlashInfer", "not installed: vLLM does without")
-    return ok("FlashInfer", version)
+        return ok(topic, "not installed: vLLM does without")
+    if "flashinfer" in chosen.lower():
+        return ok(topic, f"{version}, which these back ends use")
+    if backends.BY_VLLM in chosen:
+        return ok(topic, f"{version}; whether it is used is {backends.BY_VLLM}")
+    return ok(topic, f"{version}, not used by these back ends")

@@ -14,7 +14,7 @@ DESCRIPTION: Final = """\
 Gives a scheduler what a recorded one was given (SPARKSCHED_RECORD), without a GPU and without the
 model, and compares its decisions with the recorded ones. With another value of a setting: what
 that would have done. The exit status is 0, or 1 if a decision differs, or 2 if the file can't be
-used."""
+used; one that was cut off, or lacks its end, can be used with --partial."""
 
 BOTH: Final = "both"
 
@@ -29,6 +29,9 @@ def add_to(commands: Any) -> None:
         "--scheduler",
         choices=("sparksched", "vllm", BOTH),
         help="which one replays; both, and for what-if sparksched, if it isn't said",
+    )
+    parser.add_argument(
+        "--partial", action="store_true", help="replay what is whole of a file without its end"
     )
     parser.add_argument("--max-num-seqs", type=_count, metavar="N", help="what if")
     parser.add_argument("--num-gpu-blocks", type=_count, metavar="N", help="what if")
@@ -78,9 +81,9 @@ def _answer(parsed: argparse.Namespace) -> Any:
     from sparksched.trace import session, show
     from sparksched.trace.whatif import Change
 
-    opened = session.open_trace(parsed.file)
-    for warning in filter(None, (opened.trace.warning,)):
-        print(f"sparksched replay: {warning}", file=sys.stderr)
+    opened = session.open_trace(parsed.file, partial=parsed.partial)
+    if opened.trace.missing is not None:
+        print(f"sparksched replay: {opened.trace.missing}", file=sys.stderr)
     change = Change(
         parsed.max_num_seqs,
         parsed.num_gpu_blocks,

@@ -31,8 +31,8 @@ class Trace:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.warning: str | None = None
-        """How the file has been cut off, known when all events have been read."""
+        self.missing: str | None = None
+        """What a file without its end lacks; known when all events have been read."""
         self.settings: Settings = self._settings()
 
     def events(self) -> Iterator[Event]:
@@ -47,8 +47,8 @@ class Trace:
                 ) from None
             if not isinstance(event, Begin):
                 yield event
-        if self.warning is None and not sense.has_ended:
-            self.warning = f"{self.path} has no end: the last second or so was not written"
+        if self.missing is None and not sense.has_ended:
+            self.missing = f"{self.path} has no end: what came behind its last frame is missing"
 
     def _sense(self) -> Sense:
         try:
@@ -62,8 +62,8 @@ class Trace:
                 return event.settings
             break
         problem = "is damaged: it doesn't begin with its settings"
-        if self.warning is not None:
-            problem = f"is cut off in the frame at byte {HEADER_BYTES}, its first"
+        if self.missing is not None:
+            problem = f"is cut off in the frame at byte {HEADER_BYTES}: nothing of it is whole"
         raise TraceError(f"{self.path} {problem}")
 
     def _all_events(self) -> Iterator[tuple[int, Event]]:
@@ -72,7 +72,7 @@ class Trace:
                 read_file_header(file)
                 yield from _events(file)
             except CutOffError as error:
-                self.warning = f"{self.path} {error}: what comes before is replayed"
+                self.missing = f"{self.path} {error}: the rest is missing"
             except TraceError as error:
                 raise TraceError(f"{self.path} {error}") from None
 

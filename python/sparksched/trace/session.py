@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from sparksched.trace.errors import TraceError
 from sparksched.trace.history import History
 from sparksched.trace.past import Past, past_of
 from sparksched.trace.reader import Trace
@@ -19,16 +21,24 @@ class Opened:
     past: Past
 
 
-def open_trace(path: str) -> Opened:
-    """Read a whole trace.
+UNFINISHED: Final = (
+    "The process that recorded it was probably killed, or had no room on its disk, or still runs. "
+    "--partial replays what is whole."
+)
+
+
+def open_trace(path: str, *, partial: bool) -> Opened:
+    """Read a trace: a whole one, or with `partial` also the whole frames of one without its end.
 
     Raises:
-        TraceError: if it is none, or damaged.
+        TraceError: if it is none, damaged, or lacks its end without `partial`.
         OSError: if the file can't be read.
 
     """
     trace = Trace(path)
     history = History(trace.settings, trace.events())
+    if trace.missing is not None and not partial:
+        raise TraceError(f"{trace.missing}. {UNFINISHED}")
     return Opened(trace, history, past_of(trace.events()))
 
 

@@ -40,7 +40,7 @@ def _about(opened: Opened) -> dict[str, Any]:
     settings, past = opened.trace.settings, opened.past
     return {
         "file": str(opened.trace.path),
-        "warning": opened.trace.warning,
+        "missing": opened.trace.missing,
         "recorded_scheduler": settings.scheduler,
         "vllm": settings.vllm,
         "sparksched": settings.sparksched,

@@ -13,9 +13,9 @@ compared. The first difference is logged with both values, and recorded to a fil
 than with either scheduler alone; docs/verify.md says how much."""
 
 EXPECTATION: Final = """\
-sparksched verify: each step is decided by sparksched and by vLLM's own scheduler, and compared.
-  at the start   the log says that each step is verified, or in a WARNING why it can't be
-  a difference   is an ERROR in the log, with both values and a command that shows it again
+sparksched verify: sparksched and vLLM's own scheduler decide each step.
+  at the start   the log says that steps are verified, or in a WARNING why not
+  a difference   is an ERROR in the log: both values, and how to see it again
   after it       {goes_on}
   at the end     the log says how many steps were verified
 """
