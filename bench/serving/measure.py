@@ -10,7 +10,7 @@ from bench.serving.drivers import Driver, Round
 from bench.serving.evaluate import evaluate, missing, tokens_between
 from bench.serving.memory_traffic import UnknownShapeError, peak_bytes_per_s, step_bytes
 from bench.serving.phases import evaluate_messages, evaluate_phases, usual_size
-from bench.serving.server import ASYNC, Server
+from bench.serving.server import ASYNC, Metrics, Server
 from bench.serving.streams import FIRST_END, RUNNING, clock
 from bench.serving.threads import Process, Snapshot, cpu_between, what_spinners_do
 from bench.serving.trace import NoTraceError, evaluate_trace, find_trace, read_events
@@ -25,6 +25,7 @@ SPIN_LOOK_S = 0.15
 TRACE_DELAY_STEPS = 8
 TRACE_STEPS = 12
 TRACE_TOKENS = 128
+REQUESTS = "vllm:request_success_total"
 COUNTERS = ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:num_preemptions")
 
 
@@ -102,6 +103,7 @@ def measure_cell(
 
     """
     warm_up = workload.shortened(WARM_UP_TOKENS).seeded(case, "warm-up")
+    server.settle()
     driver.run(warm_up, lambda event: None)
     processes = server.processes()
     rounds = []
@@ -120,9 +122,12 @@ def _measure_round(
     server: Server, driver: Driver, workload: Workload, processes: list[Process]
 ) -> Row:
     watch = CpuWatch(processes)
+    server.settle()
     whole_before, before = server.metrics(), Snapshot.take(processes)
     done = driver.run(workload, watch)
-    after, whole_after = Snapshot.take(processes), server.metrics()
+    after = Snapshot.take(processes)
+    server.settle()  # until then the last requests may not be counted yet
+    whole_after = server.metrics()
     found = evaluate(done.logs, workload.is_steady)
     if workload.is_steady:
         found["cpu"] = watch.evaluate(done)
@@ -133,14 +138,20 @@ def _measure_round(
     return found
 
 
-def _counters(before: dict[str, float], after: dict[str, float]) -> Row:
+def _counters(before: Metrics, after: Metrics) -> Row:
     found: Row = {}
     for name in COUNTERS:
-        key = f"{name}_total"
+        of_engines = _counted(before, after, f"{name}_total")
         found[name.removeprefix("vllm:")] = (
-            after[key] - before.get(key, 0.0) if key in after else missing("no such counter")
+            sum(of_engines.values()) if of_engines else missing("no such counter")
         )
-    return found
+    return found | {"requests_by_engine": _counted(before, after, REQUESTS)}
+
+
+def _counted(before: Metrics, after: Metrics, name: str) -> dict[str, float]:
+    """Return how far a counter has gone, by engine."""
+    former = before.get(name, {})
+    return {engine: it - former.get(engine, 0.0) for engine, it in after.get(name, {}).items()}
 
 
 def _measure_phases(
@@ -148,6 +159,7 @@ def _measure_phases(
 ) -> Row:
     """Measure a round in which the engine's phases are timed; its rate doesn't count."""
     watch = CpuWatch(processes, looks_at_spinners=True)
+    server.settle()
     server.remote.call("start_probes")
     try:
         done = driver.run(workload, watch)
@@ -210,6 +222,7 @@ def measure_trace(server: Server, workload: Workload, steps: int = TRACE_STEPS) 
     prefix = f"c{workload.num_requests}"
     length = workload.shortened(TRACE_TOKENS).seeded("trace")
     server.remote.call("stream", workload=length.shortened(WARM_UP_TOKENS), timeout_s=300.0)
+    server.settle()
     server.remote.call(
         "trace",
         timeout_s=300.0,
@@ -225,18 +238,30 @@ def measure_trace(server: Server, workload: Workload, steps: int = TRACE_STEPS) 
         return missing(str(error))
 
 
-def measure_greedy_streams(server: Server, workload: Workload) -> Row:
-    """Return digests of what the same greedy requests bring, twice; and how varied that is."""
+def measure_same_streams(server: Server, workload: Workload) -> Row:
+    """Return digests of what the same requests bring, twice; and how varied that is.
+
+    Tokens are sampled at temperature 1, each request with a seed of its own: random weights make
+    logits so flat that greedy streams hardly change. The greedy ones are there as well.
+    """
+    return _same_streams(server, workload, True) | {
+        "greedy": _same_streams(server, workload, False)
+    }
+
+
+def _same_streams(server: Server, workload: Workload, is_sampled: bool) -> Row:
     collected = [
-        server.remote.call("collect", timeout_s=300.0, workload=workload.seeded("greedy"))
+        server.remote.call(
+            "collect", timeout_s=300.0, workload=workload.seeded("same"), is_sampled=is_sampled
+        )
         for _ in range(2)
     ]
     first = collected[0]
-    distinct = [len(set(stream)) for stream in first]
     return {
+        "is_sampled": is_sampled,
         "streams": len(first),
         "tokens": sum(map(len, first)),
-        "distinct_tokens_median": sorted(distinct)[len(distinct) // 2],
+        "distinct_tokens_median": statistics.median_low(len(set(stream)) for stream in first),
         "digests": [[_digest(stream) for stream in streams] for streams in collected],
     }
 
