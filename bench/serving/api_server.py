@@ -56,6 +56,7 @@ class Control:
         self._loop = loop
         self._probe: ClientProbe | None = None
         self._num_rounds = 0
+        self._releasing: asyncio.Task[None] | None = None
 
     def serve(self, listener: Listener) -> None:
         """Take commands until the benchmark hangs up."""
@@ -200,6 +201,16 @@ class Control:
         finally:
             await self._llm.resume_generation()
 
+    async def on_hold(self, num_requests: int, notify: Any) -> None:
+        """Have the engines schedule nothing until they have so many requests; don't wait for it."""
+        holding = contextlib.AsyncExitStack()
+        await holding.enter_async_context(self._held())
+        self._releasing = asyncio.create_task(self._release(holding, num_requests))
+
+    async def _release(self, holding: contextlib.AsyncExitStack, num_requests: int) -> None:
+        async with holding:
+            await self._wait_for_requests(num_requests)
+
     async def _wait_for_requests(self, number: int) -> None:
         """Wait until the engines have so many requests, for two minutes at most."""
         async with asyncio.timeout(LATEST_S):
@@ -230,6 +241,14 @@ class Control:
         client, self._probe = self._probe.stop(), None
         engines = [json.loads(answer) for answer in await self._ask_engines("bench_stop")]
         return {"engines": engines, "client": client}
+
+    async def on_count(self, notify: Any) -> None:
+        """Begin to note the sizes of the engines' steps."""
+        await self._ask_engines("bench_count")
+
+    async def on_counted(self, notify: Any) -> list[list[list[int]]]:
+        """Return requests and tokens of each step, by engine."""
+        return [json.loads(answer) for answer in await self._ask_engines("bench_counted")]
 
     async def on_trace(
         self, workload: Workload, prefix: str, delay_steps: int, steps: int, notify: Any

@@ -10,6 +10,7 @@ from typing import Any
 from bench.progress import Progress
 from bench.serving.drivers import HTTP, AsyncLLMDriver, Driver, HttpDriver, running_loaders
 from bench.serving.evaluate import NothingMeasuredError
+from bench.serving.gpus import ask_driver, wait_until_free
 from bench.serving.layouts import Layout
 from bench.serving.measure import (
     Effort,
@@ -22,6 +23,7 @@ from bench.serving.models import Model, prepare
 from bench.serving.plan import ALL, CellKey, Plan, ServerKey
 from bench.serving.remote import RemoteError
 from bench.serving.server import Server, ServerError, Start, serve
+from bench.serving.splits import splits_text
 from bench.serving.store import STREAMS, TRACES, Store
 from bench.serving.workload import DECODE
 
@@ -101,6 +103,8 @@ class Benchmark:
         subject = self.subjects[key.model]
         model = prepare(subject.source, self.work_dir)
         start = self._start(key, model, subject.layout)
+        if self.gpu is not None and not wait_until_free(ask_driver):
+            self.progress.say("the GPUs' memory is in use; vLLM will say whether enough is left")
         self.progress.say(f"starting vllm serve: {start.label}")
         try:
             with serve(start, self.work_dir, self.deadline) as server:
@@ -192,6 +196,9 @@ class Benchmark:
         about = {"prompt_tokens": workload.prompt_tokens, "output_tokens": workload.output_tokens}
         about |= {"seconds": time.monotonic() - begun, "cpus": cores}
         self.store.put_cell(cell, about | found)
+        split = splits_text(found["rounds"])
+        if split:
+            self.progress.say(split)
 
     def _measure_extras(self, key: ServerKey, server: Server, wanted: str) -> None:
         """Measure what a table lacks of this server."""

@@ -8,9 +8,11 @@ from typing import Any
 
 from bench.serving.drivers import Driver, Round
 from bench.serving.evaluate import evaluate, missing, tokens_between
+from bench.serving.loop_cpu import evaluate_engine, evaluate_loop
 from bench.serving.memory_traffic import UnknownShapeError, peak_bytes_per_s, step_bytes
 from bench.serving.phases import evaluate_messages, evaluate_phases, usual_size
 from bench.serving.server import ASYNC, Metrics, Server
+from bench.serving.splits import busiest, turns
 from bench.serving.streams import FIRST_END, RUNNING, clock
 from bench.serving.threads import Process, Snapshot, cpu_between, what_spinners_do
 from bench.serving.trace import NoTraceError, evaluate_trace, find_trace, read_events
@@ -103,7 +105,7 @@ def measure_cell(
 
     """
     warm_up = workload.shortened(WARM_UP_TOKENS).seeded(case, "warm-up")
-    server.settle()
+    _prepare(server, warm_up)
     driver.run(warm_up, lambda event: None)
     processes = server.processes()
     rounds = []
@@ -112,17 +114,32 @@ def measure_cell(
     found: Row = {"rounds": rounds}
     if workload.is_steady:
         found |= _measure_phases(server, driver, workload.seeded(case, "phases"), processes)
+        found["engine_cpu"] = evaluate_engine(found["engine_cpu"], rounds)
         tokens_per_s = statistics.median(entry["tokens_per_s"] for entry in rounds)
         step_ms = 1e3 * workload.num_requests / tokens_per_s
         found["memory"] = memory_traffic(server, workload, step_ms, gpu)
     return found
 
 
+def _prepare(server: Server, workload: Workload) -> None:
+    """Have the server ready for a round's requests, so that they are split alike each time.
+
+    With pipeline stages they are all scheduled from the same step on: the split then depends on
+    their lengths alone, and not on how fast they come.
+    """
+    server.settle()
+    if server.start.layout.num_stages > 1:
+        server.remote.call("hold", num_requests=workload.num_requests)
+
+
 def _measure_round(
     server: Server, driver: Driver, workload: Workload, processes: list[Process]
 ) -> Row:
     watch = CpuWatch(processes)
-    server.settle()
+    _prepare(server, workload)
+    num_stages = server.start.layout.num_stages
+    if num_stages > 1:
+        server.remote.call("count")
     whole_before, before = server.metrics(), Snapshot.take(processes)
     done = driver.run(workload, watch)
     after = Snapshot.take(processes)
@@ -134,6 +151,9 @@ def _measure_round(
     else:
         found["cpu"] = {"share": cpu_between(processes, before, after)}
     found["counters"] = _counters(whole_before, whole_after)
+    if num_stages > 1:
+        counted = server.remote.call("counted")
+        found["turns"] = [turns(sizes, num_stages) for sizes in counted]
     found["load"] = done.load
     return found
 
@@ -159,7 +179,7 @@ def _measure_phases(
 ) -> Row:
     """Measure a round in which the engine's phases are timed; its rate doesn't count."""
     watch = CpuWatch(processes, looks_at_spinners=True)
-    server.settle()
+    _prepare(server, workload)
     server.remote.call("start_probes")
     try:
         done = driver.run(workload, watch)
@@ -167,15 +187,20 @@ def _measure_phases(
         recorded = server.remote.call("stop_probes")
     engines = recorded["engines"]
     is_async = server.start.mode == ASYNC
-    # Several engines share the requests: the first one's steps stand for all of them.
-    num_requests = workload.num_requests if len(engines) == 1 else usual_size(engines[0])
+    # Several engines share the requests: the steps of one stand for all of them.
+    engine = busiest(engines)
+    num_requests: int | None = usual_size(engine) if len(engines) > 1 else workload.num_requests
+    if server.start.layout.num_stages > 1:
+        num_requests = None
     messages = missing("messages are timed between one engine and one API server")
     if len(engines) == len(server.remotes) == 1:
         client = recorded["client"]
-        messages = evaluate_messages({"engine": engines[0], "client": client}, num_requests)
+        outputs = usual_size(engine) if num_requests is None else num_requests
+        messages = evaluate_messages({"engine": engine, "client": client}, outputs)
     return {
-        "phases": evaluate_phases(engines[0], num_requests, is_async),
+        "phases": evaluate_phases(engine, num_requests, is_async),
         "messages": messages,
+        "engine_cpu": evaluate_loop(engine),
         "spinners": watch.spinners(done),
     }
 

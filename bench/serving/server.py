@@ -48,6 +48,9 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
 CPU_ENVIRONMENT_OF_MANY = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 CPU_ARGUMENTS = ("--dtype=float32", "--enforce-eager", "--block-size=32")
 
+STAGED_TOKENS = 2048
+"""Of a step, with pipeline stages. What is scheduled in the same step decodes in the same steps:
+prompts that all fit into one would leave the other stages without work."""
 FEW_GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Batch sizes for which CUDA graphs are captured: vLLM's default are many more, and take minutes"""
 
@@ -260,6 +263,8 @@ def _command(start: Start, port: int, trace_dir: Path) -> list[str]:
             command += ["--enforce-eager", "--dtype=bfloat16"]
     else:
         command += CPU_ARGUMENTS
+    if start.layout.num_stages > 1:
+        command.append(f"--max-num-batched-tokens={max(STAGED_TOKENS, start.max_num_seqs)}")
     return command + start.layout.arguments + shlex.split(start.extra_arguments)
 
 
