@@ -192,6 +192,10 @@ class Control:
         await self._wait_until_idle()
         return streams
 
+    async def on_scale_weights(self, is_back: bool, notify: Any) -> int:
+        """Have random weights scaled, or scaled back; return how many tensors were."""
+        return sum(await self._ask_engines("bench_scale_weights", is_back))
+
     @contextlib.asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
         """Have the engines schedule nothing for as long as this lasts."""

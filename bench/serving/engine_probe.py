@@ -49,6 +49,7 @@ def install(core: ModuleType) -> None:
     core.EngineCore.bench_stop = _stop
     core.EngineCore.bench_count = _count
     core.EngineCore.bench_counted = _counted
+    core.EngineCore.bench_scale_weights = _scale_weights
 
 
 def _describe(engine: Any) -> str:
@@ -118,6 +119,12 @@ def _counted(engine: Any) -> str:
     sizes: StepSizes = getattr(engine, SIZES)
     delattr(engine, SIZES)
     return json.dumps(sizes.stop())
+
+
+def _scale_weights(engine: Any, is_back: bool) -> int:
+    """Have all workers scale their weights; return how many tensors they have scaled."""
+    changed = engine.model_executor.collective_rpc("bench_scale_weights", args=(is_back,))
+    return sum(changed)
 
 
 class StepSizes:

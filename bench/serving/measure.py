@@ -1,8 +1,10 @@
-"""Measures one running server: rounds of streams, phases, CPU time, traces, and greedy streams."""
+"""Measures one running server: rounds of streams, phases, CPU time, traces, the same streams."""
 
 import hashlib
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,8 @@ from bench.serving.evaluate import evaluate, missing, tokens_between
 from bench.serving.loop_cpu import evaluate_engine, evaluate_loop
 from bench.serving.memory_traffic import UnknownShapeError, peak_bytes_per_s, step_bytes
 from bench.serving.phases import evaluate_messages, evaluate_phases, usual_size
-from bench.serving.server import ASYNC, Metrics, Server
+from bench.serving.remote import RemoteError
+from bench.serving.server import ASYNC, Metrics, Server, ServerError
 from bench.serving.splits import busiest, turns
 from bench.serving.streams import FIRST_END, RUNNING, clock
 from bench.serving.threads import Process, Snapshot, cpu_between, what_spinners_do
@@ -111,7 +114,7 @@ def measure_cell(
     rounds = []
     for number in range(effort.rounds):
         rounds.append(_measure_round(server, driver, workload.seeded(case, number), processes))
-    found: Row = {"rounds": rounds}
+    found: Row = {"rounds": rounds, "is_held": is_held(server, workload)}
     if workload.is_steady:
         found |= _measure_phases(server, driver, workload.seeded(case, "phases"), processes)
         found["engine_cpu"] = evaluate_engine(found["engine_cpu"], rounds)
@@ -128,8 +131,13 @@ def _prepare(server: Server, workload: Workload) -> None:
     their lengths alone, and not on how fast they come.
     """
     server.settle()
-    if server.start.layout.num_stages > 1:
+    if is_held(server, workload):
         server.remote.call("hold", num_requests=workload.num_requests)
+
+
+def is_held(server: Server, workload: Workload) -> bool:
+    """Whether a round begins once all requests are in the engines: its TTFT then says little."""
+    return workload.is_steady and server.start.layout.num_stages > 1
 
 
 def _measure_round(
@@ -137,8 +145,8 @@ def _measure_round(
 ) -> Row:
     watch = CpuWatch(processes)
     _prepare(server, workload)
-    num_stages = server.start.layout.num_stages
-    if num_stages > 1:
+    is_split = is_held(server, workload)
+    if is_split:
         server.remote.call("count")
     whole_before, before = server.metrics(), Snapshot.take(processes)
     done = driver.run(workload, watch)
@@ -151,9 +159,9 @@ def _measure_round(
     else:
         found["cpu"] = {"share": cpu_between(processes, before, after)}
     found["counters"] = _counters(whole_before, whole_after)
-    if num_stages > 1:
+    if is_split:
         counted = server.remote.call("counted")
-        found["turns"] = [turns(sizes, num_stages) for sizes in counted]
+        found["turns"] = [turns(sizes, server.start.layout.num_stages) for sizes in counted]
     found["load"] = done.load
     return found
 
@@ -266,12 +274,33 @@ def measure_trace(server: Server, workload: Workload, steps: int = TRACE_STEPS) 
 def measure_same_streams(server: Server, workload: Workload) -> Row:
     """Return digests of what the same requests bring, twice; and how varied that is.
 
-    Tokens are sampled at temperature 1, each request with a seed of its own: random weights make
-    logits so flat that greedy streams hardly change. The greedy ones are there as well.
+    Tokens are sampled at temperature 1, each request with a seed of its own, so that what is kept
+    of a request's sampling counts as well. The greedy ones are there, too.
     """
-    return _same_streams(server, workload, True) | {
-        "greedy": _same_streams(server, workload, False)
-    }
+    with _lively_weights(server) as changed:
+        sampled = _same_streams(server, workload, True)
+        return sampled | {"greedy": _same_streams(server, workload, False), "scaled": changed}
+
+
+@contextmanager
+def _lively_weights(server: Server) -> Iterator[int]:
+    """Have weights scaled that are random; yield how many tensors.
+
+    Raises:
+        ServerError: if they can't be scaled back: then the server is of no more use.
+
+    """
+    if not server.start.model.has_dummy_weights:
+        yield 0
+        return
+    changed = server.remote.call("scale_weights", is_back=False)
+    try:
+        yield changed
+    finally:
+        try:
+            server.remote.call("scale_weights", timeout_s=300.0, is_back=True)
+        except RemoteError as error:
+            raise ServerError(f"its weights are not what they were: {error}") from None
 
 
 def _same_streams(server: Server, workload: Workload, is_sampled: bool) -> Row:
