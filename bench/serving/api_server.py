@@ -185,7 +185,8 @@ class Control:
                     tasks.append(asyncio.create_task(collecting))
                     await asyncio.sleep(0)  # so that they get there in this order
                 await self._wait_for_requests(len(tasks))
-            streams = await asyncio.gather(*tasks)
+            async with asyncio.timeout(LATEST_S):
+                streams = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
@@ -207,6 +208,9 @@ class Control:
 
     async def on_hold(self, num_requests: int, notify: Any) -> None:
         """Have the engines schedule nothing until they have so many requests; don't wait for it."""
+        if self._releasing is not None:  # of a round that has failed, perhaps
+            self._releasing.cancel()
+            await asyncio.wait([self._releasing])
         holding = contextlib.AsyncExitStack()
         await holding.enter_async_context(self._held())
         self._releasing = asyncio.create_task(self._release(holding, num_requests))

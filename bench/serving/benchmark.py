@@ -22,7 +22,7 @@ from bench.serving.measure import (
 from bench.serving.models import Model, prepare
 from bench.serving.plan import ALL, CellKey, Plan, ServerKey
 from bench.serving.remote import RemoteError
-from bench.serving.server import Server, ServerError, Start, serve
+from bench.serving.server import ASYNC, SYNC, Server, ServerError, Start, serve
 from bench.serving.splits import splits_text
 from bench.serving.store import STREAMS, TRACES, Store
 from bench.serving.workload import DECODE
@@ -138,6 +138,7 @@ class Benchmark:
         )
 
     def _describe(self, key: ServerKey, server: Server) -> None:
+        self.progress.say(setting_of(server.described))
         if self.store.has("servers", key):
             return
         engines = server.described["engines"]
@@ -225,6 +226,23 @@ class Benchmark:
             return measure_trace(server, self.plan.workload(DECODE, concurrency, model))
         streams, tokens = self.effort.compared_streams, self.effort.compared_tokens
         return measure_same_streams(server, self.plan.compared_workload(model, streams, tokens))
+
+
+def setting_of(described: dict[str, Any]) -> str:
+    """Return in a line how a server is set up that has told of itself."""
+    engines = described["engines"]
+    engine = engines[0]
+    executor = engine["executor"].rpartition(".")[2]
+    return ", ".join(
+        [
+            f"{len(engines)} x {executor}",
+            f"{described['num_api_servers']} x API server by {described['transport']}",
+            f"model runner {engine['model_runner']}",
+            ASYNC if engine["is_async"] else SYNC,
+            f"{engine['max_concurrent_batches']} batches at once",
+            f"experts: {engine['experts']}",
+        ]
+    )
 
 
 def divide_cores(cores: str) -> tuple[list[int] | None, set[int] | None]:

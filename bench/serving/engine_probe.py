@@ -111,6 +111,8 @@ def _stop(engine: Any) -> str:
 
 def _count(engine: Any) -> None:
     """Begin to note how many requests and tokens each step has, and nothing else."""
+    if hasattr(engine, SIZES):  # of a round that has failed
+        _counted(engine)
     setattr(engine, SIZES, StepSizes(engine.scheduler))
 
 

@@ -159,6 +159,20 @@ def test_engines_that_are_held_go_on_once_all_requests_are_there() -> None:
     asyncio.run(run())
 
 
+def test_a_round_that_has_failed_doesn_t_let_the_next_one_s_engines_go() -> None:
+    llm = LLM(1)
+
+    async def run() -> None:
+        control = Control(llm, asyncio.get_running_loop())
+        for num_requests in (1, 2):
+            await control.on_hold(num_requests=num_requests, notify=lambda event: None)
+        llm.engine_core.requests[0] = ["request"]
+        await asyncio.sleep(5 * api_server.POLL_S)
+        assert not llm.is_running.is_set()
+
+    asyncio.run(run())
+
+
 def test_engines_aren_t_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_server, "LATEST_S", 0.1)
     llm = LLM(1)

@@ -24,6 +24,14 @@ from bench.serving.store import Store
 
 MODEL = Model("gpt-oss-20b", Path("/nowhere"), SHAPES["gpt-oss-20b"], has_dummy_weights=True)
 NAME = "gpt-oss-20b, DP 2"
+ENGINE = {
+    "threads": {},
+    "executor": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    "model_runner": "V2",
+    "is_async": True,
+    "max_concurrent_batches": 2,
+    "experts": "a part of each expert on each GPU (no expert parallel)",
+}
 ROUND = {"counters": {"requests_by_engine": {"0": 2.0, "1": 2.0}}}
 
 
@@ -51,7 +59,7 @@ class Visits:
     def serve(self, start: Start, work_dir: Path, deadline: float) -> Iterator[Any]:
         self.begun.append(f"start {start.scheduler}")
         self.now += self.start_s
-        described = {"engines": [{"threads": {}}] * 2, "transport": "rings"}
+        described = {"engines": [ENGINE] * 2, "transport": "rings", "num_api_servers": 2}
         yield SimpleNamespace(
             start=start,
             start_s=self.start_s,
@@ -161,6 +169,18 @@ def test_a_comparison_that_fails_leaves_the_cells_alone(
     visits.run()
     assert len(visits.cells()) == 4
     assert all("error" in it for it in json.loads(visits.path.read_text())["streams"])
+
+
+def test_a_run_tells_how_its_servers_are_set_up_and_how_requests_were_split(
+    visits: Visits, capsys: pytest.CaptureFixture[str]
+) -> None:
+    visits.run()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == (
+        "2 x UniProcExecutor, 2 x API server by rings, model runner V2, async, 2 batches at once, "
+        "experts: a part of each expert on each GPU (no expert parallel)"
+    )
+    assert lines.count("requests by engine: 2/2") == 4
 
 
 # ---- servers ----
