@@ -200,24 +200,28 @@ class Control:
     @contextlib.asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
         """Have the engines schedule nothing for as long as this lasts."""
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._pause()
         try:
             yield
         finally:
             await self._llm.resume_generation()
+
+    async def _pause(self) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def on_hold(self, num_requests: int, notify: Any) -> None:
         """Have the engines schedule nothing until they have so many requests; don't wait for it."""
         if self._releasing is not None:  # of a round that has failed, perhaps
             self._releasing.cancel()
             await asyncio.wait([self._releasing])
-        holding = contextlib.AsyncExitStack()
-        await holding.enter_async_context(self._held())
-        self._releasing = asyncio.create_task(self._release(holding, num_requests))
+        await self._pause()
+        self._releasing = asyncio.create_task(self._release(num_requests))
 
-    async def _release(self, holding: contextlib.AsyncExitStack, num_requests: int) -> None:
-        async with holding:
+    async def _release(self, num_requests: int) -> None:
+        try:
             await self._wait_for_requests(num_requests)
+        finally:
+            await self._llm.resume_generation()
 
     async def _wait_for_requests(self, number: int) -> None:
         """Wait until the engines have so many requests, for two minutes at most."""
