@@ -283,8 +283,8 @@ def measure_same_streams(server: Server, workload: Workload) -> Row:
 
 
 @contextmanager
-def _lively_weights(server: Server) -> Iterator[int]:
-    """Have weights scaled that are random; yield how many tensors.
+def _lively_weights(server: Server) -> Iterator[int | Row]:
+    """Have weights scaled that are random; yield how many tensors, or why none.
 
     Raises:
         ServerError: if they can't be scaled back: then the server is of no more use.
@@ -293,7 +293,11 @@ def _lively_weights(server: Server) -> Iterator[int]:
     if not server.start.model.has_dummy_weights:
         yield 0
         return
-    changed = server.remote.call("scale_weights", is_back=False)
+    try:
+        changed = server.remote.call("scale_weights", is_back=False)
+    except RemoteError as error:
+        yield missing(str(error))
+        return
     try:
         yield changed
     finally:

@@ -14,6 +14,9 @@ DUMMY_LIMIT = 1e-3
 """Of the values that vLLM draws, evenly."""
 ONE = 10
 """Exponent that brings them to about 1."""
+HEAD = "lm_head"
+"""Its tokens change places: vLLM draws the same numbers for it as for the embedding, and then
+greedy decoding ends in two tokens that follow each other."""
 SHARPER = 2
 """More for queries and keys: attention that picks out few tokens keeps outputs from settling."""
 
@@ -34,6 +37,8 @@ def _scale_weights(worker: Any, is_back: bool) -> int:
             exponent = exponent_of(name, tuple(weight.shape)) if is_wide else 0
             if exponent:
                 weight.mul_(2.0 ** (-exponent if is_back else exponent))
+                if HEAD in name:
+                    weight.copy_(weight.roll(-1 if is_back else 1, 0))
                 changed += 1
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # steps may run in another stream

@@ -22,7 +22,13 @@ class Model(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        shapes = {"embed_tokens": (50, 64), "norm": (64,), "qkv_proj": (96, 64), "bias": (4, 64)}
+        shapes = {
+            "embed_tokens": (50, 64),
+            "norm": (64,),
+            "qkv_proj": (96, 64),
+            "bias": (4, 64),
+            "lm_head": (50, 64),
+        }
         for name, shape in shapes.items():
             values = (torch.rand(shape) * 2 - 1) * weights.DUMMY_LIMIT
             self.register_parameter(name, frozen(values.to(torch.bfloat16)))
@@ -41,11 +47,12 @@ def test_weights_come_back_to_the_bit() -> None:
     model, worker = Model(), module.WorkerBase()
     worker.get_model = lambda: model
     before = {name: it.clone() for name, it in model.named_parameters()}
-    assert worker.bench_scale_weights(False) == 4
+    assert worker.bench_scale_weights(False) == 5
     assert model.embed_tokens.abs().max() > 0.9
     assert float(model.qkv_proj.std()) == pytest.approx(4 / 64**0.5, rel=0.5)
+    assert torch.equal(model.lm_head[1], before["lm_head"][0] * 2**8)
     assert torch.equal(model.packed, before["packed"])
-    assert worker.bench_scale_weights(True) == 4
+    assert worker.bench_scale_weights(True) == 5
     for name, it in model.named_parameters():
         assert torch.equal(it, before[name]), name
 
@@ -111,6 +118,13 @@ def test_they_are_scaled_back_after_a_comparison_that_has_failed() -> None:
     with pytest.raises(RemoteError):
         measure.measure_same_streams(server(remote), WORKLOAD)
     assert remote.asked[-1] == "scale_weights"
+
+
+def test_tokens_are_compared_also_where_weights_cant_be_scaled() -> None:
+    remote = Remote(fails="scale_weights")
+    found = measure.measure_same_streams(server(remote), WORKLOAD)
+    assert found["scaled"] == {"missing": "no answer"}
+    assert remote.asked == ["scale_weights", *["collect"] * 4]
 
 
 def test_a_server_whose_weights_stay_changed_is_of_no_use() -> None:
