@@ -44,6 +44,7 @@ def stop_after_the_first_cell(directory: Path) -> dict[str, Any]:
             result = json.loads(path.read_text()) if path.exists() else result
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 3
+    assert "error" not in result["cells"][0], result["cells"]
     return result
 
 
