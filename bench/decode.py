@@ -18,12 +18,20 @@ which are the same for both schedulers.
   there are any.
 - `--layout` spreads a model over several GPUs: `tp2` by tensor, `pp2` by pipeline, `dp2` by data
   parallelism, also combined, as `tp2dp2`. With several engines vLLM starts as many API servers;
-  CPU times are those of all of them, phases those of the first engine.
-- `--compare-streams`: greedy requests, scheduled from the same step on, and whether both
-  schedulers bring the same tokens; each server does it twice, to show what differs by itself.
+  CPU times are those of all of them, phases those of the engine with the most steps. A round begins
+  once vLLM's balancer knows that the engines are idle, and how its requests were spread is kept.
+  With pipeline stages requests decode in turns, in batches for a whole round. They are split alike
+  with both schedulers: all are scheduled from the same step on (TTFT then says little), and steps
+  have at most 2,048 tokens, so that prompts take several. The sizes of the batches are kept, too.
+- Engines spin while they wait for workers and for each other: CPU time is there with and without.
+- `--compare-streams`, before anything else: requests that are scheduled from the same step on, with
+  several engines in turn, and whether both schedulers bring the same tokens, sampled with a seed of
+  each request's and greedy. Each server does it twice, to show what differs by itself. Random
+  weights are scaled meanwhile, since tokens would hardly vary.
 
 Results are written to the file of `--json` after each cell. A run with the same file goes on where
-the last one was stopped, and tries again what had failed.
+the last one was stopped, and tries again what had failed. `--minutes` stops a run before what would
+take longer, as far as it is known from servers and cells before.
 
     python -m bench.decode --model tiny|gpt-oss-20b|gpt-oss-120b|Qwen2-1.5B|DIRECTORY [--json FILE]
         [--concurrency N,...] [--schedulers stock,sparksched] [--mode async,sync] [--cores all,2]
@@ -138,7 +146,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workload", default=(DECODE,), help=", ".join(KINDS), **listed)
     parser.add_argument("--json", type=Path, metavar="FILE", help="results; to go on with, too")
     parser.add_argument("--quick", action="store_true", help="one short round, for a first look")
-    parser.add_argument("--compare-streams", action="store_true", help="compare greedy tokens")
+    parser.add_argument("--compare-streams", action="store_true", help="compare tokens")
     parser.add_argument(
         "--trace", action=argparse.BooleanOptionalAction, help="profile the GPU; default: if any"
     )
@@ -146,7 +154,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, metavar="N", help="of each stream in `decode`")
     parser.add_argument("--visits", type=int, default=1, metavar="N", help="starts of each server")
     parser.add_argument(
-        "--minutes", type=float, default=1e6, metavar="M", help="begin nothing after that"
+        "--minutes", type=float, default=1e6, metavar="M", help="begin nothing that ends later"
     )
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs and traces")

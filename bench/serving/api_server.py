@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import traceback
+from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
@@ -22,6 +23,8 @@ from bench.serving.workload import Request, Workload
 POLL_S = 0.005
 LATEST_S = 120.0
 """Whatever takes longer will never come."""
+SETTLE_S = 6.0
+"""The balancer's counts are published when they change, and each 5 s if they don't."""
 
 
 def address_of(address: str, index: int) -> str:
@@ -53,6 +56,7 @@ class Control:
         self._loop = loop
         self._probe: ClientProbe | None = None
         self._num_rounds = 0
+        self._releasing: asyncio.Task[None] | None = None
 
     def serve(self, listener: Listener) -> None:
         """Take commands until the benchmark hangs up."""
@@ -101,6 +105,21 @@ class Control:
 
     # ---- streams ----
 
+    async def on_settle(self, notify: Any) -> None:
+        """Wait until vLLM's balancer knows that the engines are idle.
+
+        It goes by counts that arrive some 100 ms late. With those of a round that has just ended,
+        it would give most of the next one's requests to whichever engine had ended first.
+        """
+        with contextlib.suppress(TimeoutError):  # what it then does stands in the result
+            async with asyncio.timeout(SETTLE_S):
+                while any(waiting or running for waiting, running, *_ in self._balance()):
+                    await asyncio.sleep(POLL_S)
+
+    def _balance(self) -> list[list[float]]:
+        """Return waiting and running requests of each engine, as far as a balancer counts them."""
+        return list(getattr(self._llm.engine_core, "lb_engines", ()))
+
     async def on_stream(
         self, workload: Workload, notify: Any, part: int = 0, num_parts: int = 1
     ) -> list[StreamLog]:
@@ -120,19 +139,24 @@ class Control:
             recorder.note(number, clock(), len(output.outputs[0].token_ids))
         recorder.end(number)
 
-    def _generate(self, number: int, request: Request) -> Any:
+    def _generate(
+        self, number: int, request: Request, engine: int | None = None, is_sampled: bool = False
+    ) -> Any:
+        """Send a request, to an engine or to where the balancer wants it; yield its outputs."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params = SamplingParams(
             max_tokens=request.max_tokens,
-            temperature=0.0,
+            temperature=1.0 if is_sampled else 0.0,
+            seed=number if is_sampled else None,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
         # The form in which the server itself hands prompts over.
         prompt = {"type": "token", "prompt_token_ids": request.prompt}
-        return self._llm.generate(prompt, params, f"bench-{self._num_rounds}-{number}")
+        request_id = f"bench-{self._num_rounds}-{number}"
+        return self._llm.generate(prompt, params, request_id, data_parallel_rank=engine)
 
     async def _wait_until_idle(self) -> None:
         """Wait until the engines have nothing left to do for this server."""
@@ -141,31 +165,78 @@ class Control:
                 await asyncio.sleep(POLL_S)
             await self._describe_engines()
 
-    async def on_collect(self, workload: Workload, notify: Any) -> list[list[int]]:
-        """Return the tokens of each request, all of them scheduled from the same step on."""
+    async def on_collect(
+        self, workload: Workload, is_sampled: bool, notify: Any
+    ) -> list[list[int]]:
+        """Return the tokens of each request, all of them scheduled from the same step on.
+
+        With several engines the requests go to them in turn: which one serves a request, and with
+        which others, may not depend on how fast a scheduler is.
+        """
         self._num_rounds += 1
         async with asyncio.timeout(LATEST_S):
-            while not await self._llm.reset_prefix_cache():
+            while not all(await self._ask_engines("reset_prefix_cache", False, False)):
                 await asyncio.sleep(POLL_S)
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
-        tasks = []
-        for number, request in enumerate(workload.requests()):
-            tasks.append(asyncio.create_task(self._collect(number, request)))
-            await asyncio.sleep(0)  # so that they get there in this order
-        async with asyncio.timeout(LATEST_S):
-            while await self._num_in_engines() < len(tasks):
-                await asyncio.sleep(POLL_S)
-        await self._llm.resume_generation()
-        streams = await asyncio.gather(*tasks)
+        tasks: list[asyncio.Task[list[int]]] = []
+        try:
+            async with self._held():
+                for number, request in enumerate(workload.requests()):
+                    collecting = self._collect(number, request, is_sampled)
+                    tasks.append(asyncio.create_task(collecting))
+                    await asyncio.sleep(0)  # so that they get there in this order
+                await self._wait_for_requests(len(tasks))
+            async with asyncio.timeout(LATEST_S):
+                streams = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
         await self._wait_until_idle()
-        return list(streams)
+        return streams
+
+    async def on_scale_weights(self, is_back: bool, notify: Any) -> int:
+        """Have random weights scaled, or scaled back; return how many tensors were."""
+        return sum(await self._ask_engines("bench_scale_weights", is_back))
+
+    @contextlib.asynccontextmanager
+    async def _held(self) -> AsyncIterator[None]:
+        """Have the engines schedule nothing for as long as this lasts."""
+        await self._pause()
+        try:
+            yield
+        finally:
+            await self._llm.resume_generation()
+
+    async def _pause(self) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def on_hold(self, num_requests: int, notify: Any) -> None:
+        """Have the engines schedule nothing until they have so many requests; don't wait for it."""
+        if self._releasing is not None:  # of a round that has failed, perhaps
+            self._releasing.cancel()
+            await asyncio.wait([self._releasing])
+        await self._pause()
+        self._releasing = asyncio.create_task(self._release(num_requests))
+
+    async def _release(self, num_requests: int) -> None:
+        try:
+            await self._wait_for_requests(num_requests)
+        finally:
+            await self._llm.resume_generation()
+
+    async def _wait_for_requests(self, number: int) -> None:
+        """Wait until the engines have so many requests, for two minutes at most."""
+        async with asyncio.timeout(LATEST_S):
+            while await self._num_in_engines() < number:
+                await asyncio.sleep(POLL_S)
 
     async def _num_in_engines(self) -> int:
         return sum(int(it["num_requests"]) for it in await self._describe_engines())
 
-    async def _collect(self, number: int, request: Request) -> list[int]:
+    async def _collect(self, number: int, request: Request, is_sampled: bool) -> list[int]:
+        num_engines = len(self._llm.engine_core.core_engines)
+        engine = number % num_engines if num_engines > 1 else None
         token_ids: list[int] = []
-        async for output in self._generate(number, request):
+        async for output in self._generate(number, request, engine, is_sampled):
             token_ids += output.outputs[0].token_ids
         return token_ids
 
@@ -182,6 +253,14 @@ class Control:
         client, self._probe = self._probe.stop(), None
         engines = [json.loads(answer) for answer in await self._ask_engines("bench_stop")]
         return {"engines": engines, "client": client}
+
+    async def on_count(self, notify: Any) -> None:
+        """Begin to note the sizes of the engines' steps."""
+        await self._ask_engines("bench_count")
+
+    async def on_counted(self, notify: Any) -> list[list[list[int]]]:
+        """Return requests and tokens of each step, by engine."""
+        return [json.loads(answer) for answer in await self._ask_engines("bench_counted")]
 
     async def on_trace(
         self, workload: Workload, prefix: str, delay_steps: int, steps: int, notify: Any

@@ -10,25 +10,29 @@ from typing import Any
 from bench.progress import Progress
 from bench.serving.drivers import HTTP, AsyncLLMDriver, Driver, HttpDriver, running_loaders
 from bench.serving.evaluate import NothingMeasuredError
+from bench.serving.gpus import ask_driver, wait_until_free
 from bench.serving.layouts import Layout
 from bench.serving.measure import (
     Effort,
     measure_cell,
-    measure_greedy_streams,
     measure_idle,
+    measure_same_streams,
     measure_trace,
 )
 from bench.serving.models import Model, prepare
 from bench.serving.plan import ALL, CellKey, Plan, ServerKey
 from bench.serving.remote import RemoteError
-from bench.serving.server import Server, ServerError, Start, serve
-from bench.serving.store import Store
+from bench.serving.server import ASYNC, SYNC, Server, ServerError, Start, serve
+from bench.serving.splits import splits_text
+from bench.serving.store import STREAMS, TRACES, Store
 from bench.serving.workload import DECODE
 
 FAILURES = (RemoteError, ServerError, NothingMeasuredError)
 MAX_REASON = 2000
 CONTEXT_TOKENS = 2048
 """What a server has to take at least."""
+START_RESERVE = 1.2
+"""How much longer than the last time a start may take."""
 
 
 class TooFewCoresError(ValueError):
@@ -62,8 +66,7 @@ class Benchmark:
     gpu: str | None
     serve_arguments: str
     deadline: float
-    _start_s: float = 0.0
-    """What the last server took to start."""
+    """By `time.monotonic()`."""
 
     def run(self) -> None:
         """Measure all that is not there yet.
@@ -76,12 +79,13 @@ class Benchmark:
             missing_cells = [it for it in self.plan.cells(key) if not self.store.has_cell(it)]
             self.progress.skip(len(list(self.plan.cells(key))) - len(missing_cells))
             if missing_cells or self._lacks_extras(key):
-                self._check_time(1.2 * self._start_s)
+                first_s = self.store.known_s(missing_cells[0]) if missing_cells else 0.0
+                self._check_time(START_RESERVE * self.store.known_start_s() + first_s)
                 self._measure_server(key, missing_cells)
 
     def _check_time(self, needed_s: float = 0.0) -> None:
         if time.monotonic() + needed_s > self.deadline:
-            raise OutOfTimeError("the time of --minutes is used up")
+            raise OutOfTimeError("what is left of --minutes is too short for what comes next")
 
     def _lacks_extras(self, key: ServerKey) -> bool:
         return any(not self.store.has(*it[:2], **it[2]) for it in self._extras(key))
@@ -90,22 +94,28 @@ class Benchmark:
         """Return what else is to be measured with a server: tables and keys."""
         extras: list[tuple[str, ServerKey, dict[str, Any]]] = []
         if key.visit == 0 and self.plan.compares_streams:
-            extras.append(("streams", key, {}))
+            extras.append((STREAMS, key, {}))
         if key.visit == 0 and self.plan.traces and DECODE in self.plan.workloads:
-            extras += [("traces", key, {"concurrency": it}) for it in self.plan.concurrencies]
+            extras += [(TRACES, key, {"concurrency": it}) for it in self.plan.concurrencies]
         return extras
 
     def _measure_server(self, key: ServerKey, cells: list[CellKey]) -> None:
         subject = self.subjects[key.model]
         model = prepare(subject.source, self.work_dir)
         start = self._start(key, model, subject.layout)
+        if self.gpu is not None and not wait_until_free(ask_driver):
+            self.progress.say("the GPUs' memory is in use; vLLM will say whether enough is left")
         self.progress.say(f"starting vllm serve: {start.label}")
         try:
-            with serve(start, self.work_dir) as server:
-                self._start_s = server.start_s
+            with serve(start, self.work_dir, self.deadline) as server:
                 self._describe(key, server)
+                # Cells may take until there is no time left; the comparison is short.
+                self._measure_extras(key, server, STREAMS)
                 self._measure_cells(server, cells)
-                self._measure_extras(key, server)
+                # Traces disturb: only after everything else.
+                if self.plan.cores != (ALL,):
+                    server.confine(sorted(os.sched_getaffinity(0)))
+                self._measure_extras(key, server, TRACES)
         except (ServerError, RemoteError) as error:
             self.progress.say(f"failed: {_reason(error)}")
             for cell in cells:
@@ -128,6 +138,7 @@ class Benchmark:
         )
 
     def _describe(self, key: ServerKey, server: Server) -> None:
+        self.progress.say(setting_of(server.described))
         if self.store.has("servers", key):
             return
         engines = server.described["engines"]
@@ -170,8 +181,9 @@ class Benchmark:
     def _measure_cell(
         self, server: Server, cell: CellKey, driver: Driver, cores: list[int] | None
     ) -> None:
-        self._check_time()
+        self._check_time(self.store.known_s(cell))
         self.progress.begin(cell.label)
+        begun = time.monotonic()
         workload = self.plan.workload(cell.workload, cell.concurrency, server.start.model)
         try:
             case = f"{cell.driver}, {cell.cores}"
@@ -183,15 +195,17 @@ class Benchmark:
             self.progress.say(f"failed: {_reason(error)}")
             return
         about = {"prompt_tokens": workload.prompt_tokens, "output_tokens": workload.output_tokens}
-        self.store.put_cell(cell, about | {"cpus": cores} | found)
+        about |= {"seconds": time.monotonic() - begun, "cpus": cores}
+        self.store.put_cell(cell, about | found)
+        split = splits_text(found["rounds"])
+        if split:
+            self.progress.say(split)
 
-    def _measure_extras(self, key: ServerKey, server: Server) -> None:
-        """Measure what disturbs: only after everything else."""
-        if self.plan.cores != (ALL,):
-            server.confine(sorted(os.sched_getaffinity(0)))
+    def _measure_extras(self, key: ServerKey, server: Server, wanted: str) -> None:
+        """Measure what a table lacks of this server."""
         model = server.start.model
         for table, _, more in self._extras(key):
-            if self.store.has(table, key, **more):
+            if table != wanted or self.store.has(table, key, **more):
                 continue
             self._check_time()
             self.progress.say(f"{table}: {server.start.label} {more or ''}")
@@ -208,10 +222,27 @@ class Benchmark:
     def _measure_extra(
         self, server: Server, table: str, model: Model, concurrency: int = 1
     ) -> dict[str, Any]:
-        if table == "traces":
+        if table == TRACES:
             return measure_trace(server, self.plan.workload(DECODE, concurrency, model))
         streams, tokens = self.effort.compared_streams, self.effort.compared_tokens
-        return measure_greedy_streams(server, self.plan.greedy_workload(model, streams, tokens))
+        return measure_same_streams(server, self.plan.compared_workload(model, streams, tokens))
+
+
+def setting_of(described: dict[str, Any]) -> str:
+    """Return in a line how a server is set up that has told of itself."""
+    engines = described["engines"]
+    engine = engines[0]
+    executor = engine["executor"].rpartition(".")[2]
+    return ", ".join(
+        [
+            f"{len(engines)} x {executor}",
+            f"{described['num_api_servers']} x API server by {described['transport']}",
+            f"model runner {engine['model_runner']}",
+            ASYNC if engine["is_async"] else SYNC,
+            f"{engine['max_concurrent_batches']} batches at once",
+            f"experts: {engine['experts']}",
+        ]
+    )
 
 
 def divide_cores(cores: str) -> tuple[list[int] | None, set[int] | None]:

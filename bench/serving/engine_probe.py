@@ -2,7 +2,8 @@
 
 `install` gives vLLM's `EngineCore` methods that the benchmark calls through vLLM's utility calls:
 `bench_describe`, `bench_start` and `bench_stop`. Between the latter two, calls of scheduler,
-executor and output queue are timed; otherwise nothing is changed, and nothing costs anything.
+executor and output queue are timed; between `bench_count` and `bench_counted`, steps' sizes are
+noted; otherwise nothing is changed, and nothing costs anything.
 
 The phases of a step are:
 
@@ -10,6 +11,8 @@ The phases of a step are:
 - execute, sample: the executor's two calls, which launch the model's and the sampler's work
 - wait: for results: a future's `result()`, and within other phases a GPU event or a worker's answer
 - deliver: to put outputs into the engine's output queue; sparksched sends them in that call
+- dummy: a batch of nothing, which an engine runs so that its peers' experts have all their parts
+- peer: to agree with other engines on a step, which takes until the last one is there
 """
 
 import functools
@@ -22,18 +25,21 @@ from typing import Any
 
 from bench.serving.timers import Function, PhaseTimer, Replacements
 
-SCHEDULE, EXECUTE, SAMPLE, WAIT, UPDATE, DELIVER = PHASES = (
+SCHEDULE, EXECUTE, SAMPLE, WAIT, UPDATE, DELIVER, DUMMY, PEER = PHASES = (
     "schedule",
     "execute",
     "sample",
     "wait",
     "update",
     "deliver",
+    "dummy",
+    "peer",
 )
 MARK = "bench:"
 """What the names of phases begin with in a profiler's trace."""
 
-ATTRIBUTE = "bench_probe"
+PROBE, SIZES = "bench_probe", "bench_sizes"
+"""Attributes of an engine that is being looked at."""
 
 
 def install(core: ModuleType) -> None:
@@ -41,6 +47,9 @@ def install(core: ModuleType) -> None:
     core.EngineCore.bench_describe = _describe
     core.EngineCore.bench_start = _start
     core.EngineCore.bench_stop = _stop
+    core.EngineCore.bench_count = _count
+    core.EngineCore.bench_counted = _counted
+    core.EngineCore.bench_scale_weights = _scale_weights
 
 
 def _describe(engine: Any) -> str:
@@ -58,8 +67,23 @@ def _describe(engine: Any) -> str:
             "max_num_seqs": config.scheduler_config.max_num_seqs,
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "num_gpu_blocks": config.cache_config.num_gpu_blocks,
+            "model_runner": "V2" if config.use_v2_model_runner else "V1",
+            "max_concurrent_batches": config.max_concurrent_batches,
+            "experts": _experts(config),
         }
     )
+
+
+def _experts(config: Any) -> str:
+    """Return how a mixture of experts is spread, in words."""
+    if not config.model_config.is_moe:
+        return "none"
+    parallel = config.parallel_config
+    if parallel.enable_expert_parallel:
+        return "whole experts on each GPU (expert parallel)"
+    if parallel.tensor_parallel_size * parallel.data_parallel_size == 1:
+        return "whole experts on the GPU of their layers"
+    return "a part of each expert on each GPU (no expert parallel)"
 
 
 def thread_names() -> dict[int, str]:
@@ -73,16 +97,63 @@ def _name(it: object) -> str:
 
 def _start(engine: Any, marks_trace: bool = False) -> None:
     """Begin to time phases; `marks_trace` shows them in a running torch profiler, too."""
-    if hasattr(engine, ATTRIBUTE):
+    if hasattr(engine, PROBE):
         raise RuntimeError("phases are being timed already")
-    setattr(engine, ATTRIBUTE, EngineProbe(engine, marks_trace))
+    setattr(engine, PROBE, EngineProbe(engine, marks_trace))
 
 
 def _stop(engine: Any) -> str:
     """Put everything back; return as JSON what was timed."""
-    probe: EngineProbe = getattr(engine, ATTRIBUTE)
-    delattr(engine, ATTRIBUTE)
+    probe: EngineProbe = getattr(engine, PROBE)
+    delattr(engine, PROBE)
     return json.dumps(probe.stop())
+
+
+def _count(engine: Any) -> None:
+    """Begin to note how many requests and tokens each step has, and nothing else."""
+    if hasattr(engine, SIZES):  # of a round that has failed
+        _counted(engine)
+    setattr(engine, SIZES, StepSizes(engine.scheduler))
+
+
+def _counted(engine: Any) -> str:
+    """Put everything back; return as JSON requests and tokens of each step, also of empty ones."""
+    sizes: StepSizes = getattr(engine, SIZES)
+    delattr(engine, SIZES)
+    return json.dumps(sizes.stop())
+
+
+def _scale_weights(engine: Any, is_back: bool) -> int:
+    """Have all workers scale their weights; return how many tensors they have scaled."""
+    changed = engine.model_executor.collective_rpc("bench_scale_weights", args=(is_back,))
+    return sum(changed)
+
+
+class StepSizes:
+    """Notes the size of each of a scheduler's steps until `stop`."""
+
+    def __init__(self, scheduler: Any) -> None:
+        """Begin."""
+        self._sizes: list[tuple[int, int]] = []
+        self._replacements = Replacements()
+        self._replacements.replace(scheduler, "schedule", self._noting)
+
+    def stop(self) -> list[tuple[int, int]]:
+        """Put everything back; return requests and tokens of each step."""
+        self._replacements.put_back()
+        return self._sizes
+
+    def _noting(self, schedule: Function) -> Function:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            scheduled = schedule(*args, **kwargs)
+            self._sizes.append(_size(scheduled))
+            return scheduled
+
+        return noting
+
+
+def _size(scheduled: Any) -> tuple[int, int]:
+    return len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens
 
 
 class EngineProbe:
@@ -92,6 +163,7 @@ class EngineProbe:
         """Begin."""
         self._timer = PhaseTimer(_trace_mark if marks_trace else None)
         self._sizes: list[tuple[int, int]] = []
+        self._cpu_ns: list[int] = []
         self._encodings: list[tuple[int, int]] = []
         self._replacements = Replacements()
         timed = self._timer.timed
@@ -100,6 +172,7 @@ class EngineProbe:
             (engine.scheduler, "update_from_output", UPDATE, None),
             (engine.model_executor, "execute_model", EXECUTE, self._time_result),
             (engine.model_executor, "sample_tokens", SAMPLE, self._time_result),
+            (engine.model_executor, "execute_dummy_batch", DUMMY, None),
             (engine.output_queue, "put_nowait", DELIVER, None),
         ):
             make = functools.partial(timed, phase=phase, on_result=on_result)
@@ -107,30 +180,51 @@ class EngineProbe:
         for owner, name in _waits():
             make = functools.partial(timed, phase=WAIT, with_cpu=True)
             self._replacements.replace(owner, name, make)
+        if engine.vllm_config.parallel_config.data_parallel_size > 1:
+            self._time_agreements()
         self._time_encoders()
 
     def stop(self) -> dict[str, Any]:
         """Put everything back; return events, sizes of steps and times of the encoder.
 
-        Sizes are requests and tokens of each `schedule` event. Encodings are wall and CPU time of
-        vLLM's encoder for a step's outputs, in ns, in whatever thread.
+        Sizes are requests and tokens of each `schedule` event, and `cpu_ns` what the loop's thread
+        has taken until its end. Encodings are wall and CPU time of vLLM's encoder for a step's
+        outputs, in ns, in whatever thread.
         """
         self._replacements.put_back()
         return {
             "events": self._timer.events,
             "sizes": self._sizes,
+            "cpu_ns": self._cpu_ns,
             "encodings": self._encodings,
         }
 
     def _note_size(self, args: tuple[Any, ...], scheduled: Any) -> None:
-        self._sizes.append(
-            (len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens)
-        )
+        self._sizes.append(_size(scheduled))
+        self._cpu_ns.append(time.thread_time_ns())
 
     def _time_result(self, args: tuple[Any, ...], future: Any) -> None:
         """Time how long the engine waits for what an executor has launched."""
         if hasattr(future, "result"):
             future.result = self._timer.timed(future.result, WAIT, with_cpu=True)
+
+    def _time_agreements(self) -> None:
+        """Time how long the engine waits for its peers: in collectives of tensors in memory.
+
+        Collectives of a GPU's tensors only launch work, and may be a part of the model's.
+        """
+        import torch.distributed
+
+        def timing(reduce: Function) -> Function:
+            timed = self._timer.timed(reduce, PEER, with_cpu=True)
+
+            def reducing(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+                chosen = timed if tensor.device.type == "cpu" else reduce
+                return chosen(tensor, *args, **kwargs)
+
+            return reducing
+
+        self._replacements.replace(torch.distributed, "all_reduce", timing)
 
     def _time_encoders(self) -> None:
         from vllm.v1.engine import EngineCoreOutputs

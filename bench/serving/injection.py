@@ -1,4 +1,4 @@
-"""Changes two modules of vLLM as soon as a process has imported them, and has it tell its stacks.
+"""Changes three modules of vLLM as soon as a process has imported them; has it tell its stacks.
 
 It is imported by every Python process of a server, so it imports nothing heavy by itself.
 """
@@ -12,11 +12,12 @@ from types import ModuleType
 from bench.serving import stacks
 
 ENGINE = "vllm.v1.engine.core"
+WORKER = "vllm.v1.worker.worker_base"
 API_SERVER = "vllm.entrypoints.launchers.api_server.entry"
 
 
 def install(address: str) -> None:
-    """Have the engine's and the API server's module changed once they are loaded.
+    """Have the modules of engine, worker and API server changed once they are loaded.
 
     `PathFinder` itself is wrapped, and not a finder put before it: sparksched has finders of its
     own for some of vLLM's modules, and the first finder that finds a module is the last one asked.
@@ -24,6 +25,7 @@ def install(address: str) -> None:
     stacks.install(address)
     changes: dict[str, Callable[[ModuleType], None]] = {
         ENGINE: _change_engine,
+        WORKER: _change_worker,
         API_SERVER: functools.partial(_change_api_server, address),
     }
     find = importlib.machinery.PathFinder.find_spec
@@ -54,6 +56,12 @@ def _change_engine(module: ModuleType) -> None:
     from bench.serving import engine_probe
 
     engine_probe.install(module)
+
+
+def _change_worker(module: ModuleType) -> None:
+    from bench.serving import weights
+
+    weights.install(module)
 
 
 def _change_api_server(address: str, module: ModuleType) -> None:

@@ -44,6 +44,11 @@ class Layout:
         return math.prod(size for _, size in self.sizes)
 
     @property
+    def num_stages(self) -> int:
+        """How many pipeline stages there are."""
+        return dict(self.sizes).get("pp", 1)
+
+    @property
     def arguments(self) -> list[str]:
         """What `vllm serve` is to be given."""
         return [f"{_ARGUMENTS[kind]}={size}" for kind, size in self.sizes]

@@ -1,16 +1,21 @@
-"""Measures one running server: rounds of streams, phases, CPU time, traces, and greedy streams."""
+"""Measures one running server: rounds of streams, phases, CPU time, traces, the same streams."""
 
 import hashlib
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from bench.serving.drivers import Driver, Round
 from bench.serving.evaluate import evaluate, missing, tokens_between
+from bench.serving.loop_cpu import evaluate_engine, evaluate_loop
 from bench.serving.memory_traffic import UnknownShapeError, peak_bytes_per_s, step_bytes
 from bench.serving.phases import evaluate_messages, evaluate_phases, usual_size
-from bench.serving.server import ASYNC, Server
+from bench.serving.remote import RemoteError
+from bench.serving.server import ASYNC, Metrics, Server, ServerError
+from bench.serving.splits import busiest, turns
 from bench.serving.streams import FIRST_END, RUNNING, clock
 from bench.serving.threads import Process, Snapshot, cpu_between, what_spinners_do
 from bench.serving.trace import NoTraceError, evaluate_trace, find_trace, read_events
@@ -25,6 +30,7 @@ SPIN_LOOK_S = 0.15
 TRACE_DELAY_STEPS = 8
 TRACE_STEPS = 12
 TRACE_TOKENS = 128
+REQUESTS = "vllm:request_success_total"
 COUNTERS = ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:num_preemptions")
 
 
@@ -102,45 +108,78 @@ def measure_cell(
 
     """
     warm_up = workload.shortened(WARM_UP_TOKENS).seeded(case, "warm-up")
+    _prepare(server, warm_up)
     driver.run(warm_up, lambda event: None)
     processes = server.processes()
     rounds = []
     for number in range(effort.rounds):
         rounds.append(_measure_round(server, driver, workload.seeded(case, number), processes))
-    found: Row = {"rounds": rounds}
+    found: Row = {"rounds": rounds, "is_held": is_held(server, workload)}
     if workload.is_steady:
         found |= _measure_phases(server, driver, workload.seeded(case, "phases"), processes)
+        found["engine_cpu"] = evaluate_engine(found["engine_cpu"], rounds)
         tokens_per_s = statistics.median(entry["tokens_per_s"] for entry in rounds)
         step_ms = 1e3 * workload.num_requests / tokens_per_s
         found["memory"] = memory_traffic(server, workload, step_ms, gpu)
     return found
 
 
+def _prepare(server: Server, workload: Workload) -> None:
+    """Have the server ready for a round's requests, so that they are split alike each time.
+
+    With pipeline stages they are all scheduled from the same step on: the split then depends on
+    their lengths alone, and not on how fast they come.
+    """
+    server.settle()
+    if is_held(server, workload):
+        server.remote.call("hold", num_requests=workload.num_requests)
+
+
+def is_held(server: Server, workload: Workload) -> bool:
+    """Whether a round begins once all requests are in the engines: its TTFT then says little."""
+    return workload.is_steady and server.start.layout.num_stages > 1
+
+
 def _measure_round(
     server: Server, driver: Driver, workload: Workload, processes: list[Process]
 ) -> Row:
     watch = CpuWatch(processes)
+    _prepare(server, workload)
+    is_split = is_held(server, workload)
+    if is_split:
+        server.remote.call("count")
     whole_before, before = server.metrics(), Snapshot.take(processes)
     done = driver.run(workload, watch)
-    after, whole_after = Snapshot.take(processes), server.metrics()
+    after = Snapshot.take(processes)
+    server.settle()  # until then the last requests may not be counted yet
+    whole_after = server.metrics()
     found = evaluate(done.logs, workload.is_steady)
     if workload.is_steady:
         found["cpu"] = watch.evaluate(done)
     else:
         found["cpu"] = {"share": cpu_between(processes, before, after)}
     found["counters"] = _counters(whole_before, whole_after)
+    if is_split:
+        counted = server.remote.call("counted")
+        found["turns"] = [turns(sizes, server.start.layout.num_stages) for sizes in counted]
     found["load"] = done.load
     return found
 
 
-def _counters(before: dict[str, float], after: dict[str, float]) -> Row:
+def _counters(before: Metrics, after: Metrics) -> Row:
     found: Row = {}
     for name in COUNTERS:
-        key = f"{name}_total"
+        of_engines = _counted(before, after, f"{name}_total")
         found[name.removeprefix("vllm:")] = (
-            after[key] - before.get(key, 0.0) if key in after else missing("no such counter")
+            sum(of_engines.values()) if of_engines else missing("no such counter")
         )
-    return found
+    return found | {"requests_by_engine": _counted(before, after, REQUESTS)}
+
+
+def _counted(before: Metrics, after: Metrics, name: str) -> dict[str, float]:
+    """Return how far a counter has gone, by engine."""
+    former = before.get(name, {})
+    return {engine: it - former.get(engine, 0.0) for engine, it in after.get(name, {}).items()}
 
 
 def _measure_phases(
@@ -148,6 +187,7 @@ def _measure_phases(
 ) -> Row:
     """Measure a round in which the engine's phases are timed; its rate doesn't count."""
     watch = CpuWatch(processes, looks_at_spinners=True)
+    _prepare(server, workload)
     server.remote.call("start_probes")
     try:
         done = driver.run(workload, watch)
@@ -155,15 +195,20 @@ def _measure_phases(
         recorded = server.remote.call("stop_probes")
     engines = recorded["engines"]
     is_async = server.start.mode == ASYNC
-    # Several engines share the requests: the first one's steps stand for all of them.
-    num_requests = workload.num_requests if len(engines) == 1 else usual_size(engines[0])
+    # Several engines share the requests: the steps of one stand for all of them.
+    engine = busiest(engines)
+    num_requests: int | None = usual_size(engine) if len(engines) > 1 else workload.num_requests
+    if server.start.layout.num_stages > 1:
+        num_requests = None
     messages = missing("messages are timed between one engine and one API server")
     if len(engines) == len(server.remotes) == 1:
         client = recorded["client"]
-        messages = evaluate_messages({"engine": engines[0], "client": client}, num_requests)
+        outputs = usual_size(engine) if num_requests is None else num_requests
+        messages = evaluate_messages({"engine": engine, "client": client}, outputs)
     return {
-        "phases": evaluate_phases(engines[0], num_requests, is_async),
+        "phases": evaluate_phases(engine, num_requests, is_async),
         "messages": messages,
+        "engine_cpu": evaluate_loop(engine),
         "spinners": watch.spinners(done),
     }
 
@@ -210,6 +255,7 @@ def measure_trace(server: Server, workload: Workload, steps: int = TRACE_STEPS) 
     prefix = f"c{workload.num_requests}"
     length = workload.shortened(TRACE_TOKENS).seeded("trace")
     server.remote.call("stream", workload=length.shortened(WARM_UP_TOKENS), timeout_s=300.0)
+    server.settle()
     server.remote.call(
         "trace",
         timeout_s=300.0,
@@ -225,18 +271,55 @@ def measure_trace(server: Server, workload: Workload, steps: int = TRACE_STEPS) 
         return missing(str(error))
 
 
-def measure_greedy_streams(server: Server, workload: Workload) -> Row:
-    """Return digests of what the same greedy requests bring, twice; and how varied that is."""
+def measure_same_streams(server: Server, workload: Workload) -> Row:
+    """Return digests of what the same requests bring, twice; and how varied that is.
+
+    Tokens are sampled at temperature 1, each request with a seed of its own, so that what is kept
+    of a request's sampling counts as well. The greedy ones are there, too.
+    """
+    with _lively_weights(server) as changed:
+        sampled = _same_streams(server, workload, True)
+        return sampled | {"greedy": _same_streams(server, workload, False), "scaled": changed}
+
+
+@contextmanager
+def _lively_weights(server: Server) -> Iterator[int | Row]:
+    """Have weights scaled that are random; yield how many tensors, or why none.
+
+    Raises:
+        ServerError: if they can't be scaled back: then the server is of no more use.
+
+    """
+    if not server.start.model.has_dummy_weights:
+        yield 0
+        return
+    try:
+        changed = server.remote.call("scale_weights", is_back=False)
+    except RemoteError as error:
+        yield missing(str(error))
+        return
+    try:
+        yield changed
+    finally:
+        try:
+            server.remote.call("scale_weights", timeout_s=300.0, is_back=True)
+        except RemoteError as error:
+            raise ServerError(f"its weights are not what they were: {error}") from None
+
+
+def _same_streams(server: Server, workload: Workload, is_sampled: bool) -> Row:
     collected = [
-        server.remote.call("collect", timeout_s=300.0, workload=workload.seeded("greedy"))
+        server.remote.call(
+            "collect", timeout_s=300.0, workload=workload.seeded("same"), is_sampled=is_sampled
+        )
         for _ in range(2)
     ]
     first = collected[0]
-    distinct = [len(set(stream)) for stream in first]
     return {
+        "is_sampled": is_sampled,
         "streams": len(first),
         "tokens": sum(map(len, first)),
-        "distinct_tokens_median": sorted(distinct)[len(distinct) // 2],
+        "distinct_tokens_median": statistics.median_low(len(set(stream)) for stream in first),
         "digests": [[_digest(stream) for stream in streams] for streams in collected],
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.serving.engine_probe import EXECUTE, PHASES, SCHEDULE, WAIT
+from bench.serving.engine_probe import EXECUTE, PEER, PHASES, SCHEDULE, WAIT
 from bench.serving.evaluate import missing, summary
 
 Row = dict[str, Any]
@@ -19,6 +19,7 @@ READY_US, READY_US_PER_REQUEST = 40.0, 0.5
 machines of bench/results that was 23 µs with one request, and up to 480 with 1,024."""
 UNTOLD = "not told: the host may have spun until results were there"
 NUM_TIMELINE_STEPS = 4
+STAGES = "the engine's times don't tell when which pipeline stage has nothing to do"
 
 
 @dataclass(frozen=True)
@@ -93,32 +94,62 @@ def usual_size(recorded: Row) -> int:
     return statistics.mode(sizes) if sizes else 0
 
 
-def evaluate_phases(recorded: Row, num_requests: int, is_async: bool) -> Row:
+def fold_empty_steps(steps: Sequence[Step]) -> list[Step]:
+    """Return the steps with those that have no token as a part of the one before.
+
+    With pipeline stages a request has a token in each second step, say: if there is only one, each
+    second step is empty.
+    """
+    folded: list[Step] = []
+    for step in steps:
+        if step.num_tokens or not folded:
+            folded.append(step)
+            continue
+        last = folded[-1]
+        phase_us = {phase: last.phase_us[phase] + step.phase_us[phase] for phase in PHASES}
+        wait_cpu_us = last.wait_cpu_us + step.wait_cpu_us
+        events = last.events + step.events
+        folded[-1] = Step(last.num_requests, last.num_tokens, events, phase_us, wait_cpu_us)
+    return folded
+
+
+def decoding_pairs(recorded: Row, num_requests: int | None) -> list[tuple[Step, Step]]:
+    """Return steps and what follows them, if both decode so many requests; None: any number."""
+    steps = split_steps(recorded)
+    if num_requests is None:
+        steps = fold_empty_steps(steps)
+
+    def decodes(step: Step) -> bool:
+        wanted = step.num_requests if num_requests is None else num_requests
+        return step.num_requests == step.num_tokens == wanted > 0
+
+    return [pair for pair in itertools.pairwise(steps) if all(map(decodes, pair))]
+
+
+def evaluate_phases(recorded: Row, num_requests: int | None, is_async: bool) -> Row:
     """Return what the phases took in steps in which each request got one token, in µs.
 
     Args:
         recorded: What `bench_stop` has returned.
-        num_requests: Requests that decode side by side.
+        num_requests: Requests that decode side by side; None: they take turns, in pipeline stages.
         is_async: Whether a step is launched before the one before has ended.
 
     """
-    pairs = [
-        (step, following)
-        for step, following in itertools.pairwise(split_steps(recorded))
-        if step.num_requests == step.num_tokens == num_requests
-        and following.num_requests == following.num_tokens == num_requests
-    ]
+    pairs = decoding_pairs(recorded, num_requests)
     if not pairs:
         return missing("no step was recorded in which all requests decoded")
     steps = [step for step, _ in pairs]
     periods = [following.start - step.start for step, following in pairs]
-    host = [period - step.phase_us[WAIT] for step, period in zip(steps, periods, strict=True)]
+    host = [
+        period - step.phase_us[WAIT] - step.phase_us[PEER]
+        for step, period in zip(steps, periods, strict=True)
+    ]
     other = [
         period - sum(step.phase_us.values()) for step, period in zip(steps, periods, strict=True)
     ]
     found: Row = {
         "steps": len(steps),
-        "requests": num_requests,
+        "requests": statistics.fmean(step.num_requests for step in steps),
         "mean_period_us": statistics.fmean(periods),
         "period_us": summary(periods),
         "host_us": summary(host),
@@ -127,7 +158,7 @@ def evaluate_phases(recorded: Row, num_requests: int, is_async: bool) -> Row:
     found |= {f"{phase}_us": summary([step.phase_us[phase] for step in steps]) for phase in PHASES}
     return found | {
         "wait_spins": _spinning_share(steps),
-        "gap_estimate": estimate_gap(pairs, is_async),
+        "gap_estimate": missing(STAGES) if num_requests is None else estimate_gap(pairs, is_async),
         "timeline": timeline(steps),
     }
 

@@ -119,7 +119,7 @@ class Plan:
         bounds = QUICK_BOUNDS if self.is_quick else MIXED_BOUNDS
         return Workload(kind, concurrency, model.vocab_size, bounds, bounds)
 
-    def greedy_workload(self, model: Model, streams: int, tokens: int) -> Workload:
+    def compared_workload(self, model: Model, streams: int, tokens: int) -> Workload:
         """Return the requests whose tokens are compared, of different lengths."""
         bounds = (min(10, tokens), tokens)
         return Workload(MIXED, streams, model.vocab_size, (16, PROMPT_TOKENS), bounds)

@@ -3,7 +3,9 @@
 import functools
 import http.client
 import json
+import math
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -22,7 +24,7 @@ from bench.serving import stacks
 from bench.serving.api_server import address_of
 from bench.serving.layouts import Layout
 from bench.serving.models import TINY, Model
-from bench.serving.remote import Remote
+from bench.serving.remote import Remote, gather
 from bench.serving.threads import Process, children_of
 
 STOCK, OURS = SIDES = ("stock", "sparksched")
@@ -30,8 +32,10 @@ STOCK, OURS = SIDES = ("stock", "sparksched")
 ASYNC, SYNC = MODES = ("async", "sync")
 
 START_S = 600.0
+SETTLE_S = 30.0
 POLL_S = 0.1
 LOG_LINES = 40
+ENGINE_LABEL = re.compile(r'\bengine="([^"]*)"')
 HOOKS = Path(__file__).resolve().parent / "hooks"
 
 ENVIRONMENT = {
@@ -45,8 +49,15 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
 CPU_ENVIRONMENT_OF_MANY = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 CPU_ARGUMENTS = ("--dtype=float32", "--enforce-eager", "--block-size=32")
 
+STAGED_TOKENS = 2048
+"""Of a step, with pipeline stages. What is scheduled in the same step decodes in the same steps:
+prompts that all fit into one would leave the other stages without work."""
 FEW_GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Batch sizes for which CUDA graphs are captured: vLLM's default are many more, and take minutes"""
+
+
+Metrics = dict[str, dict[str, float]]
+"""By name, and by engine; those of no engine by an empty name."""
 
 
 class ServerError(RuntimeError):
@@ -116,15 +127,15 @@ class Server:
         for process in self.processes():
             process.confine(cores)
 
-    def metrics(self) -> dict[str, float]:
-        """Return vLLM's counters, summed over their labels."""
-        found: dict[str, float] = {}
-        for line in self._get("/metrics").decode().splitlines():
-            if line and not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                name = name.partition("{")[0]
-                found[name] = found.get(name, 0.0) + float(value)
-        return found
+    def settle(self) -> None:
+        """Wait until each API server would spread requests over idle engines."""
+        for remote in self.remotes:
+            remote.send("settle")
+        gather(self.remotes, SETTLE_S, lambda event: None)
+
+    def metrics(self) -> Metrics:
+        """Return vLLM's counters."""
+        return read_metrics(self._get("/metrics").decode())
 
     def _get(self, path: str) -> bytes:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
@@ -154,13 +165,32 @@ class Server:
         return False
 
 
+def read_metrics(text: str) -> Metrics:
+    """Return the numbers of a page by name and by engine, summed over all other labels."""
+    found: Metrics = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            name, _, labels = series.partition("{")
+            engine = ENGINE_LABEL.search(labels)
+            of_name = found.setdefault(name, {})
+            key = engine[1] if engine else ""
+            of_name[key] = of_name.get(key, 0.0) + float(value)
+    return found
+
+
 def _with_int_keys(names: dict[str, str]) -> dict[int, str]:
     return {int(key): name for key, name in names.items()}
 
 
 @contextmanager
-def serve(start: Start, work_dir: Path) -> Iterator[Server]:
+def serve(start: Start, work_dir: Path, deadline: float = math.inf) -> Iterator[Server]:
     """Start a server, wait until it serves, and stop it at the end.
+
+    Args:
+        start: What it is to be.
+        work_dir: For its log and its traces.
+        deadline: By `time.monotonic()`: it has failed if it doesn't serve by then.
 
     Raises:
         ServerError: if it doesn't come up, or isn't what was asked for.
@@ -177,7 +207,7 @@ def serve(start: Start, work_dir: Path) -> Iterator[Server]:
         process = _launch(start, port, address, log_path, trace_dir)
         server = Server(start, process, port, log_path, trace_dir, address=address)
         with _guarded(process):
-            _connect(server, address)
+            _connect(server, address, min(deadline, time.monotonic() + START_S))
             _check(server)
             yield server
 
@@ -241,6 +271,8 @@ def _command(start: Start, port: int, trace_dir: Path) -> list[str]:
             command += ["--enforce-eager", "--dtype=bfloat16"]
     else:
         command += CPU_ARGUMENTS
+    if start.layout.num_stages > 1:
+        command.append(f"--max-num-batched-tokens={max(STAGED_TOKENS, start.max_num_seqs)}")
     return command + start.layout.arguments + shlex.split(start.extra_arguments)
 
 
@@ -251,11 +283,11 @@ def _free_port() -> int:
         return port
 
 
-def _connect(server: Server, address: str) -> None:
-    deadline = time.monotonic() + START_S
+def _connect(server: Server, address: str, deadline: float) -> None:
+    begun = time.monotonic()
     first = address_of(address, 0)
     _wait_until(lambda: os.path.exists(first) and server.is_healthy(), server, deadline)
-    server.start_s = time.monotonic() - (deadline - START_S)
+    server.start_s = time.monotonic() - begun
     server.remotes.append(_remote(first, 0))
     server.described = server.remote.call("describe")
     for index in range(1, server.described["num_api_servers"]):
@@ -266,12 +298,14 @@ def _connect(server: Server, address: str) -> None:
 
 
 def _wait_until(is_up: Callable[[], bool], server: Server, deadline: float) -> None:
+    begun = time.monotonic()
     while not is_up():
         status = server.process.poll()
         if status is not None:
             raise ServerError(f"vllm serve ended with status {status}; {server.log_excerpt()}")
         if time.monotonic() > deadline:
-            raise ServerError(f"not healthy after {START_S:.0f} s; {server.log_excerpt()}")
+            waited_s = time.monotonic() - begun
+            raise ServerError(f"not healthy after {waited_s:.0f} s; {server.log_excerpt()}")
         time.sleep(POLL_S)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ Row = dict[str, Any]
 KIND = "decode"
 SERVER_KEYS = ("model", "scheduler", "mode", "visit")
 CELL_KEYS = (*SERVER_KEYS, "cores", "workload", "concurrency", "driver")
+STREAMS, TRACES = "streams", "traces"
 
 
 class StoreError(ValueError):
@@ -47,6 +49,18 @@ class Store:
         """Whether a server, a trace or streams are there, and have not failed."""
         return _is_measured(self._find(table, _server_row(key) | more))
 
+    def known_s(self, key: CellKey) -> float:
+        """Return how long such a cell has taken at most, of whatever server; 0: not known."""
+        alike = {name: value for name, value in key.as_row().items() if name not in SERVER_KEYS}
+        return self._longest("cells", alike, "seconds")
+
+    def known_start_s(self) -> float:
+        """Return how long a server has taken to start at most; 0: not known."""
+        return self._longest("servers", {}, "start_s")
+
+    def _longest(self, table: str, alike: Row, what: str) -> float:
+        return max((row.get(what, 0.0) for row in self._all(table, alike)), default=0.0)
+
     def put_cell(self, key: CellKey, found: Row) -> None:
         """Keep a cell, in the place of a failed one if there is any."""
         self._put("cells", key.as_row(), found)
@@ -60,11 +74,13 @@ class Store:
         self._put("cells", key.as_row(), {"error": reason})
 
     def _find(self, table: str, key: Row) -> Row | None:
+        return next(self._all(table, key), None)
+
+    def _all(self, table: str, key: Row) -> Iterator[Row]:
+        """Yield the rows that have these values."""
         for row in self.result[table]:
             if all(row.get(name) == value for name, value in key.items()):
-                found: Row = row
-                return found
-        return None
+                yield row
 
     def _put(self, table: str, key: Row, found: Row) -> None:
         former = self._find(table, key)

@@ -46,9 +46,11 @@ class PhaseTimer:
 
         """
         self.events: list[tuple[str, int, int, int, int]] = []
-        """Phase; start, end and nested phases' time in ns; CPU time in ns, or 0 if not asked for"""
+        """Phase; start, end and nested phases' time in ns; CPU time without that of nested phases,
+        as far as theirs was asked for, in ns; 0 if its own wasn't"""
         self._thread = threading.get_ident()
         self._nested_ns = 0
+        self._nested_cpu_ns = 0
         self._mark = mark
 
     def timed(
@@ -74,16 +76,18 @@ class PhaseTimer:
             if threading.get_ident() != self._thread:
                 return call(*args, **kwargs)
             outer_ns, self._nested_ns = self._nested_ns, 0
-            cpu_ns = time.thread_time_ns() if with_cpu else 0
+            outer_cpu_ns, self._nested_cpu_ns = self._nested_cpu_ns, 0
+            begun_cpu_ns = time.thread_time_ns() if with_cpu else 0
             start = clock()
             try:
                 result = self._call(call, phase, args, kwargs)
             finally:
                 end = clock()
-                if with_cpu:
-                    cpu_ns = time.thread_time_ns() - cpu_ns
-                events.append((phase, start, end, self._nested_ns, cpu_ns))
+                nested_cpu_ns = self._nested_cpu_ns
+                cpu_ns = time.thread_time_ns() - begun_cpu_ns if with_cpu else nested_cpu_ns
+                events.append((phase, start, end, self._nested_ns, cpu_ns - nested_cpu_ns))
                 self._nested_ns = outer_ns + end - start
+                self._nested_cpu_ns = outer_cpu_ns + cpu_ns
             if on_result is not None:
                 on_result(args, result)
             return result

@@ -1,0 +1,39 @@
+"""A server is started once the GPUs have the memory of the one before."""
+
+import pytest
+
+from bench.serving import gpus
+
+
+def test_memory_that_is_in_use_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "POLL_S", 0.0)
+    answers = iter(["120000, 143771\n5, 143771\n", "600, 143771\n90000, 143771\n", "600, 143771\n"])
+    assert gpus.wait_until_free(lambda: next(answers))
+    assert next(answers, "asked three times") == "asked three times"
+
+
+def test_memory_of_others_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "POLL_S", 0.0)
+    assert not gpus.wait_until_free(lambda: "120000, 143771\n", limit_s=0.0)
+
+
+@pytest.mark.parametrize("text", ["", "[N/A], [N/A]\n", "No devices were found\n", "0, 0\n"])
+def test_gpus_that_tell_nothing_are_free(text: str) -> None:
+    assert gpus.wait_until_free(lambda: text)
+
+
+def test_only_the_gpus_that_servers_may_use_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> object:
+        asked.append(command)
+        raise FileNotFoundError
+
+    monkeypatch.setattr("bench.serving.gpus.subprocess.run", run)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert gpus.ask_driver() == ""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    gpus.ask_driver()
+    assert [command[-1] for command in asked] == ["--id=2,3", gpus.COMMAND[-1]]

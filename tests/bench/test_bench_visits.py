@@ -1,0 +1,236 @@
+"""In which order a server's visit measures, when it stops, and what is left for the next run."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.progress import Progress
+from bench.serving import benchmark as module
+from bench.serving import server as server_module
+from bench.serving.benchmark import Benchmark, OutOfTimeError, Subject
+from bench.serving.layouts import Layout
+from bench.serving.measure import QUICK_EFFORT
+from bench.serving.models import SHAPES, Model
+from bench.serving.plan import Plan
+from bench.serving.remote import RemoteError
+from bench.serving.server import Start
+from bench.serving.store import Store
+
+MODEL = Model("gpt-oss-20b", Path("/nowhere"), SHAPES["gpt-oss-20b"], has_dummy_weights=True)
+NAME = "gpt-oss-20b, DP 2"
+ENGINE = {
+    "threads": {},
+    "executor": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    "model_runner": "V2",
+    "is_async": True,
+    "max_concurrent_batches": 2,
+    "experts": "a part of each expert on each GPU (no expert parallel)",
+}
+ROUND = {"counters": {"requests_by_engine": {"0": 2.0, "1": 2.0}}}
+
+
+class Visits:
+    """Servers that are made up, and a clock that goes on by what is measured."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        self.now = 1000.0
+        self.begun: list[str] = []
+        self.start_s, self.cell_s = 100.0, 40.0
+        self.fails: Exception | None = None
+        for name, replacement in (
+            ("serve", self.serve),
+            ("prepare", lambda source, work_dir: MODEL),
+            ("measure_idle", lambda server, effort: {}),
+            ("measure_cell", self.measure_cell),
+            ("measure_same_streams", self.measure_same_streams),
+            ("measure_trace", self.measure_trace),
+        ):
+            monkeypatch.setattr(module, name, replacement)
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    @contextmanager
+    def serve(self, start: Start, work_dir: Path, deadline: float) -> Iterator[Any]:
+        self.begun.append(f"start {start.scheduler}")
+        self.now += self.start_s
+        described = {"engines": [ENGINE] * 2, "transport": "rings", "num_api_servers": 2}
+        yield SimpleNamespace(
+            start=start,
+            start_s=self.start_s,
+            described=described,
+            remotes=[None, None],
+            is_healthy=lambda: True,
+        )
+
+    def measure_cell(self, server: Any, driver: Any, workload: Any, *rest: Any) -> Any:
+        self.begun.append(f"cell {workload.num_requests}")
+        self.now += self.cell_s
+        if self.fails is not None:
+            raise self.fails
+        return {"rounds": [ROUND]}
+
+    def measure_same_streams(self, *_: Any) -> Any:
+        self.begun.append("streams")
+        return {"digests": [["a"], ["a"]]}
+
+    def measure_trace(self, *_: Any) -> Any:
+        self.begun.append("trace")
+        return {}
+
+    def run(self, minutes: float = 1000.0) -> None:
+        """Run the benchmark as a process of its own would: with what the file says."""
+        plan = Plan(
+            models=(NAME,),
+            schedulers=("stock", "sparksched"),
+            modes=("async",),
+            cores=("all",),
+            workloads=("decode",),
+            concurrencies=(4, 8),
+            drivers=("asyncllm",),
+            compares_streams=True,
+            traces=True,
+        )
+        self.begun.clear()
+        Benchmark(
+            plan=plan,
+            subjects={NAME: Subject("gpt-oss-20b", Layout.named("dp2"))},
+            effort=QUICK_EFFORT,
+            store=Store(self.path, {"commit": "x"}),
+            progress=Progress(4),
+            work_dir=self.path.parent,
+            gpu=None,
+            serve_arguments="",
+            deadline=self.now + 60 * minutes,
+        ).run()
+
+    def cells(self) -> list[tuple[str, int]]:
+        cells = json.loads(self.path.read_text())["cells"]
+        return [(it["scheduler"], it["concurrency"]) for it in cells if "error" not in it]
+
+
+@pytest.fixture
+def visits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Visits:
+    return Visits(tmp_path / "x.json", monkeypatch)
+
+
+def test_tokens_are_compared_before_the_cells_and_traces_come_last(visits: Visits) -> None:
+    visits.run()
+    visit = ["streams", "cell 4", "cell 8", "trace", "trace"]
+    assert visits.begun == ["start stock", *visit, "start sparksched", *visit]
+    visits.run()
+    assert visits.begun == []
+
+
+def test_a_cell_that_would_end_too_late_is_left_for_the_next_run(visits: Visits) -> None:
+    visits.run(minutes=1000)
+    done = visits.cells()
+    Path(visits.path).unlink()
+    # Nothing is known of the first cells. A start and two cells take 180 s, and so on the other
+    # side: for its second cell 30 s are left, and it takes 40.
+    with pytest.raises(OutOfTimeError):
+        visits.run(minutes=350 / 60)
+    assert visits.cells() == done[:3]
+    visits.run(minutes=1000)
+    assert visits.begun == ["start sparksched", "cell 8", "trace", "trace"]
+    assert sorted(visits.cells()) == sorted(done)
+
+
+def test_no_server_is_started_that_would_not_come_to_a_cell(visits: Visits) -> None:
+    with pytest.raises(OutOfTimeError):
+        visits.run(minutes=330 / 60)
+    assert visits.begun[-1] == "trace"
+    assert visits.cells() == [("stock", 4), ("stock", 8)]
+
+
+def test_a_run_that_is_killed_in_a_cell_leaves_those_before_it(visits: Visits) -> None:
+    visits.fails = KeyboardInterrupt()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        visits.run()
+    assert visits.cells() == []
+    assert json.loads(visits.path.read_text())["streams"]
+    visits.fails = None
+    visits.run()
+    assert visits.begun[:3] == ["start stock", "cell 4", "cell 8"]
+
+
+def test_a_comparison_that_fails_leaves_the_cells_alone(
+    visits: Visits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RemoteError("no answer")
+
+    monkeypatch.setattr(module, "measure_same_streams", fail)
+    visits.run()
+    assert len(visits.cells()) == 4
+    assert all("error" in it for it in json.loads(visits.path.read_text())["streams"])
+
+
+def test_a_run_tells_how_its_servers_are_set_up_and_how_requests_were_split(
+    visits: Visits, capsys: pytest.CaptureFixture[str]
+) -> None:
+    visits.run()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == (
+        "2 x UniProcExecutor, 2 x API server by rings, model runner V2, async, 2 batches at once, "
+        "experts: a part of each expert on each GPU (no expert parallel)"
+    )
+    assert lines.count("requests by engine: 2/2") == 4
+
+
+# ---- servers ----
+
+
+def started(layout: str, has_gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return the command and the environment that a server would be started with."""
+    found = SimpleNamespace()
+
+    def popen(command: list[str], env: dict[str, str], **_: Any) -> None:
+        found.command, found.environment = command, env
+
+    monkeypatch.setattr(server_module.subprocess, "Popen", popen)
+    start = Start(MODEL, "sparksched", "async", 64, 2048, has_gpu, Layout.named(layout))
+    server_module._launch(start, 1, "control", tmp_path / "log", tmp_path)
+    return found
+
+
+def test_a_server_gets_what_the_machine_says_of_its_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMPI_X": "2"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_SCHEDULER", "something")
+    environment = started("tp2", True, monkeypatch, tmp_path).environment
+    assert settings.items() <= environment.items()
+    assert environment["VLLM_SCHEDULER"] == "sparksched"
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2", "dp2"])
+def test_steps_are_as_large_as_vllm_has_them_without_stages(
+    layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    command = started(layout, True, monkeypatch, tmp_path).command
+    assert not any("batched-tokens" in it for it in command)
+
+
+def test_prompts_of_many_requests_take_several_steps_with_stages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    command = started("pp2", True, monkeypatch, tmp_path).command
+    assert "--max-num-batched-tokens=2048" in command
+    assert "--pipeline-parallel-size=2" in command
+
+
+def test_a_server_that_doesn_t_come_up_in_time_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("still loading\n")
+    server: Any = SimpleNamespace(
+        process=SimpleNamespace(poll=lambda: None), log_excerpt=lambda: "still loading"
+    )
+    with pytest.raises(server_module.ServerError, match="not healthy after 0 s; still loading"):
+        server_module._wait_until(lambda: False, server, time.monotonic() - 1)
