@@ -17,6 +17,21 @@ RECORD_TOKENS = "SPARKSCHED_RECORD_TOKENS"
 RECORD_BYTES = "SPARKSCHED_RECORD_BYTES"
 METRICS = "SPARKSCHED_METRICS"
 
+VARIABLES: Final = (
+    SCHEDULER,
+    STRICT,
+    TRANSPORT,
+    RING_MIB,
+    STUCK_AFTER_S,
+    FRONT_END,
+    VERIFY,
+    RECORD,
+    RECORD_TOKENS,
+    RECORD_BYTES,
+    METRICS,
+)
+"""The names of all of them."""
+
 Transport = Literal["auto", "shm", "zmq"]
 Verification = Literal["sparksched", "vllm", "stop"]
 

@@ -27,11 +27,11 @@ def register() -> None:
     if not environment.is_selected():
         # `VLLM_SCHEDULER=vllm` is a way to say off, not an unknown variable.
         if environment.is_set() and "vllm.envs" in sys.modules:
-            _declare_environment_variable()
+            _declare_environment_variables()
         return
     _check_environment()
     _load_extension()
-    _declare_environment_variable()
+    _declare_environment_variables()
     _select_scheduler()
     if environment.shows_metrics():
         _add_to_metrics_page()
@@ -64,26 +64,26 @@ def _load_extension() -> None:
 
 
 # ----------------------------------------------------------------------------------------
-# VLLM_SCHEDULER
+# Environment variables
 # ----------------------------------------------------------------------------------------
 
 
-def _declare_environment_variable() -> None:
-    """Make vLLM know the variable: it warns about those that begin with VLLM_ otherwise.
+def _declare_environment_variables() -> None:
+    """Make vLLM know our variables.
 
-    In time: vLLM looks for unknown variables when it builds its configuration, which
+    It warns about others that begin with VLLM_, and takes only those that it knows along to Ray's
+    actors. In time: vLLM looks for unknown variables when it builds its configuration, which
     happens after its arguments, and with them the plugins, have been loaded.
     """
     import vllm.envs
 
-    vllm.envs.environment_variables.setdefault(
-        environment.SCHEDULER, lambda: os.environ.get(environment.SCHEDULER)
-    )
-    patching.replace(vllm.envs, "compile_factors", _without_our_variable)
+    for name in environment.VARIABLES:
+        vllm.envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
+    patching.replace(vllm.envs, "compile_factors", _without_our_variables)
 
 
-def _without_our_variable(original: patching.Function) -> patching.Function:
-    """Keep the variable out of the key of vLLM's compilation cache.
+def _without_our_variables(original: patching.Function) -> patching.Function:
+    """Keep the variables out of the key of vLLM's compilation cache.
 
     Compiled graphs don't depend on who schedules. Without this, the first start with
     sparksched would compile everything anew.
@@ -91,9 +91,9 @@ def _without_our_variable(original: patching.Function) -> patching.Function:
 
     @functools.wraps(original)
     def compile_factors() -> dict[str, object]:
-        factors = dict(original())
-        factors.pop(environment.SCHEDULER, None)
-        return factors
+        return {
+            name: value for name, value in original().items() if name not in environment.VARIABLES
+        }
 
     return compile_factors
 

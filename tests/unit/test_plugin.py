@@ -357,8 +357,25 @@ def test_compilation_cache_is_shared_with_stock(
 
     stock = vllm.envs.compile_factors()
     monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    monkeypatch.setenv("SPARKSCHED_STRICT", "1")
     plugin.register()
     assert vllm.envs.compile_factors() == stock
+
+
+def test_rays_actors_get_all_variables(
+    vllm_restored: None, stubs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.ray import ray_env
+
+    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    plugin.register()
+    defined = {
+        value
+        for name, value in vars(environment).items()
+        if name.isupper() and str(value).startswith(("SPARKSCHED_", "VLLM_"))
+    }
+    assert len(defined) > 10
+    assert defined <= ray_env.get_env_vars_to_copy()
 
 
 # ----------------------------------------------------------------------------------------
