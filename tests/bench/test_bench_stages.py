@@ -22,7 +22,7 @@ PERIOD = sum(US.values())
 
 def recorded(sizes: list[tuple[int, int]], working_us: float = 300.0) -> dict[str, Any]:
     """Return steps of these sizes, whose waiting takes all of a processor."""
-    found = recorded_phases(1, len(sizes), US)
+    found = recorded_phases(1, len(sizes), US | {"wait_cpu": US["wait"]})
     step_ns = round(1000 * (working_us + US["wait"]))
     return found | {"sizes": sizes, "cpu_ns": [step_ns * number for number in range(len(sizes))]}
 

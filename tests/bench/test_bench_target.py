@@ -34,7 +34,7 @@ def test_results_and_report_are_in_one_folder() -> None:
 def test_the_folder_is_no_part_of_the_repository() -> None:
     *_, report, _ = commands()
     (folder,) = re.findall(r'--out "([^"]+)"', report)
-    subprocess.run(["git", "check-ignore", "--quiet", folder], cwd=ROOT, check=True)
+    subprocess.run(["git", "check-ignore", "--quiet", f"{folder}/"], cwd=ROOT, check=True)
 
 
 def test_it_can_be_thorough() -> None:
