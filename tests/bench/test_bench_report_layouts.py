@@ -103,6 +103,11 @@ def test_each_engine_s_stages_are_told() -> None:
     assert turns == "33/31 + 33/31 → 34.5/29.5 + 34.5/29.5"
 
 
+def test_without_stages_no_batches_take_turns() -> None:
+    found = sections([synthetic.on_several_gpus(layout) for layout in ("DP 2", "PP 2")])
+    assert cells_of(found, SPLIT, "DP 2", "in batches that take turns") == ["none"]
+
+
 def test_turns_that_are_not_known_are_missing() -> None:
     result = synthetic.on_several_gpus("PP 2")
     for cell in result["cells"]:
