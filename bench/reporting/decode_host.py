@@ -32,8 +32,8 @@ from bench.reporting.values import (
 
 PHASES = ("schedule", "execute", "sample", "wait", "update", "deliver", "other")
 PEERS = (
-    " What several engines take for each other is neither in `host`, if it is waiting, nor in "
-    "`other`: the table of how requests were split has it."
+    " Where engines wait for each other, that is not in `host`, and neither that nor batches of "
+    "nothing are in `other`: the table of how requests were split has them."
 )
 PROCESSES = ("API server", "engine", "worker")
 WITHOUT_WAITING = (

@@ -7,7 +7,8 @@ from bench.reporting.document import Paragraph, Section, Table
 from bench.reporting.values import MISSING, dig, pair_text, text_of
 
 COLUMNS = (
-    "requests, recording",
+    "requests",
+    "recording",
     "schedule",
     "update",
     "p99 of both",
@@ -27,7 +28,7 @@ def recording(result: Row) -> list[Section]:
         return []
     rows = [
         [
-            ", ".join(case),
+            *case,
             _both(sides, "schedule_us", "median"),
             _both(sides, "update_us", "median"),
             *(_both(sides, it) for it in ("step_p99_us", "processor_us", "bytes_a_step")),

@@ -90,7 +90,8 @@ def test_a_recording_is_known_and_has_its_section(tmp_path: Path) -> None:
 def test_a_recording_costs_what_was_measured() -> None:
     assert rows_with(recording(synthetic.recording()), "bytes a step") == [
         [
-            "64.0, off",
+            "64.0",
+            "off",
             "500 → 10.0",
             "600 → 12.0",
             "2,500 → 50.0",
@@ -98,7 +99,8 @@ def test_a_recording_costs_what_was_measured() -> None:
             "0 → 0",
         ],
         [
-            "64.0, without tokens",
+            "64.0",
+            "without tokens",
             "550 → 11.0",
             "660 → 13.2",
             "2,750 → 55.0",
@@ -106,7 +108,8 @@ def test_a_recording_costs_what_was_measured() -> None:
             "210 → 220",
         ],
         [
-            "64.0, with tokens",
+            "64.0",
+            "with tokens",
             "600 → 12.0",
             "720 → 14.4",
             "3,000 → 60.0",
@@ -120,4 +123,4 @@ def test_a_recording_of_one_side_lacks_the_other() -> None:
     result = synthetic.recording()
     result["recording"] = [it for it in result["recording"] if it["side"] == "sparksched"]
     (_, _, row) = rows_with(recording(result), "bytes a step")
-    assert row[1:] == [f"missing → {it}" for it in ("12.0", "14.4", "60.0", "72.0", "440")]
+    assert row[2:] == [f"missing → {it}" for it in ("12.0", "14.4", "60.0", "72.0", "440")]

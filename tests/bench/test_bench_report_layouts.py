@@ -131,6 +131,16 @@ def test_mixed_lengths_are_split_without_being_timed() -> None:
     ]
 
 
+def test_phases_say_where_the_time_for_peers_is_told() -> None:
+    said = []
+    for result in (synthetic.result((64,)), synthetic.on_several_gpus("DP 2")):
+        (section,) = [it for it in sections([result]) if it.title.endswith("host's time in a step")]
+        first = section.parts[0]
+        assert isinstance(first, Paragraph)
+        said.append("Where engines wait for each other" in first.text)
+    assert said == [False, True]
+
+
 def test_one_gpu_splits_nothing() -> None:
     result = synthetic.on_several_gpus("DP 2")
     for cell in result["cells"]:
