@@ -1,5 +1,6 @@
 """The cells of `bench.decode`'s results, each with vLLM's scheduler and with ours beside it."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,10 @@ CASE = "model, mode, driver, streams x tokens"
 """What the label of a pair says."""
 OTHER_RUN = "†"
 """Marks what is from separate runs of the benchmark."""
+HELD = "‡"
+"""Marks times to the first token of requests that were held until all were there."""
+LAYOUT = re.compile(r"(, (TP|PP|DP) \d+)+$")
+"""Ends the name of a model that is spread over several GPUs."""
 SOURCE = "source"
 
 Row = dict[str, Any]
@@ -35,6 +40,12 @@ class PairKey:
     concurrency: int
     output_tokens: tuple[int, ...] = ()
     """Least and most of a stream; empty if that isn't known."""
+
+    @property
+    def layout(self) -> str:
+        """How the model is spread over several GPUs, as its name says; empty: one GPU."""
+        found = LAYOUT.search(self.model)
+        return found[0].removeprefix(", ") if found else ""
 
     @property
     def tokens(self) -> str:
@@ -93,6 +104,11 @@ class Side:
         return next((it for it in found if it is not None and not _is_missing(it)), _first(found))
 
     @property
+    def is_held(self) -> bool:
+        """Whether its rounds began once all requests were in the engines."""
+        return self.get("is_held") is True
+
+    @property
     def error(self) -> str | None:
         """Why there are no rounds, if there are none."""
         if self.rounds():
@@ -140,7 +156,7 @@ class Pair:
 def pairs_of(results: Iterable[Row]) -> list[Pair]:
     """Return all cells of some results in pairs, in order."""
     found: dict[PairKey, Pair] = {}
-    for source, cell in _with_sources(results, "cells"):
+    for source, cell in with_sources(results, "cells"):
         key = _key(cell)
         if key is not None:
             pair = found.setdefault(key, Pair(key))
@@ -153,7 +169,7 @@ def pairs_of(results: Iterable[Row]) -> list[Pair]:
 def _key(cell: Row) -> PairKey | None:
     """Return a cell's key, or None if it is not all there."""
     names = ("model", "mode", "cores", "workload", "driver")
-    if not _has_texts(cell, *names, "scheduler") or not _has_count(cell):
+    if not has_texts(cell, *names, "scheduler") or not _has_count(cell):
         return None
     tokens = cell.get("output_tokens")
     is_known = isinstance(tokens, list | tuple) and all(isinstance(it, int) for it in tokens)
@@ -161,7 +177,7 @@ def _key(cell: Row) -> PairKey | None:
     return PairKey(**common, output_tokens=tuple(tokens) if is_known else ())
 
 
-def _with_sources(results: Iterable[Row], table: str) -> Iterator[tuple[Source, Row]]:
+def with_sources(results: Iterable[Row], table: str) -> Iterator[tuple[Source, Row]]:
     """Yield the rows of a table of all results; a row that doesn't say its run has -1."""
     for number, result in enumerate(results):
         for row in rows_of(result, table):
@@ -183,7 +199,8 @@ def by_size(pairs: Iterable[Pair], *names: str) -> dict[tuple[Any, ...], list[Pa
     return found
 
 
-def _has_texts(row: Row, *names: str) -> bool:
+def has_texts(row: Row, *names: str) -> bool:
+    """Whether a row has a text by each of these names."""
     return all(isinstance(row.get(name), str) for name in names)
 
 
@@ -214,8 +231,8 @@ class TraceKey:
 def traces_of(results: Iterable[Row]) -> dict[TraceKey, dict[str, Row]]:
     """Return the traces by what they have in common and by scheduler."""
     found: dict[TraceKey, dict[str, Row]] = {}
-    for source, row in _with_sources(results, "traces"):
-        if _has_texts(row, "model", "mode", "scheduler") and _has_count(row):
+    for source, row in with_sources(results, "traces"):
+        if has_texts(row, "model", "mode", "scheduler") and _has_count(row):
             key = TraceKey(row["model"], row["mode"], row["concurrency"])
             found.setdefault(key, {})[row["scheduler"]] = row | {SOURCE: source}
     return dict(sorted(found.items()))
@@ -224,8 +241,8 @@ def traces_of(results: Iterable[Row]) -> dict[TraceKey, dict[str, Row]]:
 def servers_of(results: Iterable[Row], table: str) -> dict[tuple[str, str], dict[str, Row]]:
     """Return what was kept of each server, by model and mode and by scheduler."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
-    for source, row in _with_sources(results, table):
-        if _has_texts(row, "model", "mode", "scheduler"):
+    for source, row in with_sources(results, table):
+        if has_texts(row, "model", "mode", "scheduler"):
             key = (row["model"], row["mode"])
             found.setdefault(key, {}).setdefault(row["scheduler"], row | {SOURCE: source})
     return dict(sorted(found.items()))

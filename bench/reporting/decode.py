@@ -3,15 +3,43 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bench.reporting.cells import OTHER_RUN, OURS, STOCK, Pair, Row, pairs_of, servers_of, steady
+from bench.reporting.cells import (
+    HELD,
+    OTHER_RUN,
+    OURS,
+    STOCK,
+    Pair,
+    Row,
+    pairs_of,
+    servers_of,
+    steady,
+)
 from bench.reporting.decode_gpu import gpu
 from bench.reporting.decode_host import cpu, messages, phases
-from bench.reporting.decode_rates import few_cores, latency, modes, streams, workloads
+from bench.reporting.decode_rates import few_cores, latency, modes, workloads
+from bench.reporting.decode_splits import splits
+from bench.reporting.decode_streams import streams
 from bench.reporting.document import Bullets, Paragraph, Part, Section, Table
 from bench.reporting.findings import MISSING_TITLE, findings
 from bench.reporting.values import MISSING, dig, text_of
 
 MAX_REASON = 300
+FOOTNOTES = {
+    OTHER_RUN: (
+        "from separate runs of the benchmark, one after the other, and perhaps on another machine "
+        "of the same kind: see the table of runs."
+    ),
+    HELD: (
+        "requests were held until all were there, so that this is mostly the time until the last "
+        "one had come."
+    ),
+}
+ENGINE_COLUMNS = {
+    "model_runner": "model runner",
+    "max_concurrent_batches": "batches at once",
+    "experts": "experts",
+}
+"""What newer results say of an engine, and its heading."""
 
 
 def sections(results: Sequence[Row]) -> list[Section]:
@@ -27,60 +55,73 @@ def sections(results: Sequence[Row]) -> list[Section]:
         Section("Serving: asynchronous and synchronous scheduling", modes(steady(pairs))),
         Section("Serving: mixed lengths and shared prefixes", workloads(pairs)),
         Section("Serving: few processors", few_cores(pairs)),
+        Section("Serving: how requests were split", splits(pairs)),
         Section("Serving: the same tokens?", streams(results)),
         Section("Serving: servers", _servers(results)),
         Section(MISSING_TITLE, _failures(pairs)),
     ]
     for section in found:
-        section.parts += _footnote(section)
+        section.parts += _footnotes(section)
     return [section for section in found if section.parts]
 
 
-def _footnote(section: Section) -> list[Part]:
+def _footnotes(section: Section) -> list[Part]:
     tables = [part for part in section.parts if isinstance(part, Table)]
-    if not any(OTHER_RUN in row[0] for table in tables for row in table.rows):
-        return []
-    text = (
-        "from separate runs of the benchmark, one after the other, and perhaps on another machine "
-        "of the same kind: see the table of runs."
-    )
-    return [Paragraph(f"{OTHER_RUN} {text}")]
+    cells = [cell for table in tables for row in table.rows for cell in row]
+    return [
+        Paragraph(f"{mark} {meaning}")
+        for mark, meaning in FOOTNOTES.items()
+        if any(mark in cell for cell in cells)
+    ]
 
 
 # ---- servers, failures ----
 
 
 def _servers(results: Sequence[Row]) -> list[Part]:
-    rows = []
-    for (model, mode), sides in servers_of(results, "servers").items():
-        for scheduler in (STOCK, OURS):
-            row = sides.get(scheduler)
-            if row is None:
-                continue
-            rows.append(
-                [
-                    f"{model}, {mode}, {scheduler}",
-                    _last_word(dig(row, "engine", "scheduler")),
-                    _last_word(dig(row, "transport")),
-                    _last_word(dig(row, "engine", "executor")),
-                    _last_word(dig(row, "engine", "cudagraph_mode")),
-                    text_of(dig(row, "engine", "max_num_batched_tokens")),
-                    text_of(dig(row, "start_s"), " s"),
-                    "random" if dig(row, "has_dummy_weights") else "from files",
-                ]
-            )
-    if not rows:
+    found = [
+        (f"{model}, {mode}, {scheduler}", sides[scheduler])
+        for (model, mode), sides in servers_of(results, "servers").items()
+        for scheduler in (STOCK, OURS)
+        if scheduler in sides
+    ]
+    if not found:
         return []
+    known = [name for name in ENGINE_COLUMNS if any(_says(row, name) for _, row in found)]
     columns = (
         "scheduler class",
         "transport",
         "executor",
+        *(ENGINE_COLUMNS[name] for name in known),
         "CUDA graphs",
         "tokens a batch",
         "start",
         "weights",
     )
-    return [Table(("server", *columns), rows)]
+    return [Table(("server", *columns), [_server(*it, known) for it in found])]
+
+
+def _says(row: Row, name: str) -> bool:
+    return dig(row, "engine", name) is not None
+
+
+def _server(label: str, row: Row, known: Sequence[str]) -> list[str]:
+    return [
+        label,
+        _last_word(dig(row, "engine", "scheduler")),
+        _last_word(dig(row, "transport")),
+        _last_word(dig(row, "engine", "executor")),
+        *(_word(dig(row, "engine", name)) for name in known),
+        _last_word(dig(row, "engine", "cudagraph_mode")),
+        text_of(dig(row, "engine", "max_num_batched_tokens")),
+        text_of(dig(row, "start_s"), " s"),
+        "random" if dig(row, "has_dummy_weights") else "from files",
+    ]
+
+
+def _word(value: Any) -> str:
+    """Return a text or a whole number as it is."""
+    return str(value) if isinstance(value, str | int) else MISSING
 
 
 def _last_word(name: Any) -> str:

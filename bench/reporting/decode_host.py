@@ -31,7 +31,15 @@ from bench.reporting.values import (
 )
 
 PHASES = ("schedule", "execute", "sample", "wait", "update", "deliver", "other")
+PEERS = (
+    " Where engines wait for each other, that is not in `host`, and neither that nor batches of "
+    "nothing are in `other`: the table of how requests were split has them."
+)
 PROCESSES = ("API server", "engine", "worker")
+WITHOUT_WAITING = (
+    ". The engine without waiting, in µs a token: without the CPU time that its loop takes to wait "
+    "for workers and for other engines, where vLLM spins:"
+)
 NUM_THREADS = 4
 NOTABLE_PERCENT = 1.0
 
@@ -68,6 +76,7 @@ def phases(pairs: Sequence[Pair]) -> list[Part]:
             "Medians in µs, vLLM → sparksched, in the loop of the engine's process, in a round of "
             "its own. `host` is all of a step but `wait`. sparksched encodes outputs in `update` "
             "and sends them in `deliver`; vLLM does both in another thread, after `deliver`."
+            + (PEERS if any(pair.key.layout for pair in pairs) else "")
         ),
         Table(columns, rows),
         Paragraph(
@@ -95,6 +104,8 @@ def cpu(results: Sequence[Row], pairs: Sequence[Pair]) -> list[Part]:
     chosen = steady(pairs)
     if chosen:
         rows = []
+        # Older results don't have it.
+        is_divided = any(as_number(it) is not None for pair in chosen for it in _working(pair))
         for pair in chosen:
             shares, costs = [], []
             for process in PROCESSES:
@@ -105,10 +116,16 @@ def cpu(results: Sequence[Row], pairs: Sequence[Pair]) -> list[Part]:
                     shares.append(pair_text(*share, " %"))
                 if process != "worker":
                     costs.append(pair_text(*pair.figures("cpu", "us_per_token", process)))
+            if is_divided:
+                costs.append(pair_text(*_working(pair)))
             rows.append([pair.label, *shares, *costs])
-        columns = (*PROCESSES, "API server, µs a token", "engine, µs a token")
+        divided = ("engine without waiting",) if is_divided else ()
+        columns = (*PROCESSES, "API server, µs a token", "engine, µs a token", *divided)
         parts += [
-            Paragraph("Share of one processor under load, all threads, vLLM → sparksched:"),
+            Paragraph(
+                "Share of one processor under load, all threads, vLLM → sparksched"
+                + (WITHOUT_WAITING if is_divided else ":")
+            ),
             Table((CASE, *columns), rows),
             Paragraph("By thread, in percent of a processor:"),
             Table((CASE, "vLLM", "sparksched"), [_threads(pair) for pair in chosen]),
@@ -132,6 +149,10 @@ def cpu(results: Sequence[Row], pairs: Sequence[Pair]) -> list[Part]:
             Table(("model, mode", "vLLM", "sparksched"), idle),
         ]
     return parts
+
+
+def _working(pair: Pair) -> tuple[Any, Any]:
+    return pair.both("engine_cpu", "without_waiting_us_per_token")
 
 
 def _threads(pair: Pair) -> list[str]:

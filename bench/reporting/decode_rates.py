@@ -1,4 +1,4 @@
-"""Tables about `bench.decode`: rates, latencies, workloads, processors, and equal tokens."""
+"""Tables about `bench.decode`: rates, latencies, workloads and processors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,24 +7,21 @@ from bench.reporting.cells import (
     ALL,
     CASE,
     DECODE,
+    HELD,
     OTHER_RUN,
     OURS,
     STOCK,
     Pair,
-    Row,
     Side,
-    are_of_separate_runs,
     by_processors,
     by_size,
     marked,
-    servers_of,
 )
 from bench.reporting.document import Paragraph, Part, Table
 from bench.reporting.engine import engine_rate
 from bench.reporting.values import (
     MISSING,
     as_number,
-    dig,
     joined,
     numbers,
     pair_text,
@@ -63,8 +60,8 @@ def latency(pairs: Sequence[Pair]) -> list[Part]:
             pair_text(*pair.figures("itl_ms", "p90")),
             _spreads(pair, "itl_ms", "p99"),
             pair_text(*pair.figures("itl_ms", "max")),
-            _spreads(pair, "ttft_ms", "p50"),
-            pair_text(*pair.figures("ttft_ms", "p99")),
+            _ttft(pair, *(spread_text(it.each("ttft_ms", "p50")) for it in _sides(pair))),
+            _ttft(pair, *(text_of(it) for it in pair.figures("ttft_ms", "p99"))),
         ]
         for pair in pairs
     ]
@@ -91,8 +88,22 @@ def latency(pairs: Sequence[Pair]) -> list[Part]:
     ]
 
 
+def _sides(pair: Pair) -> tuple[Side, Side]:
+    return pair.stock, pair.ours
+
+
 def _spreads(pair: Pair, *path: str) -> str:
-    return joined(*(spread_text(side.each(*path)) for side in (pair.stock, pair.ours)))
+    return joined(*(spread_text(side.each(*path)) for side in _sides(pair)))
+
+
+def _ttft(pair: Pair, *texts: str) -> str:
+    """Return both sides' times, each with a mark if its requests were held."""
+    return joined(
+        *(
+            f"{text} {HELD}" if side.is_held and text != MISSING else text
+            for side, text in zip(_sides(pair), texts, strict=True)
+        )
+    )
 
 
 def _merged(pairs: Sequence[Pair]) -> list[Part]:
@@ -174,7 +185,7 @@ def workloads(pairs: Sequence[Pair]) -> list[Part]:
             spread_text(pair.ours.each("tokens_per_s")),
             ratio_text(*pair.figures("tokens_per_s")),
             *(pair_text(*pair.figures("itl_ms", it)) for it in ("p50", "p99")),
-            pair_text(*pair.figures("ttft_ms", "p50")),
+            _ttft(pair, *(text_of(it) for it in pair.figures("ttft_ms", "p50"))),
             joined(*(_hit_share(side) for side in (pair.stock, pair.ours))),
         ]
         for pair in chosen
@@ -230,47 +241,3 @@ def few_cores(pairs: Sequence[Pair]) -> list[Part]:
         ),
         Table(("model, mode, workload, driver, streams x tokens", *columns), rows),
     ]
-
-
-# ---- the same tokens ----
-
-
-def streams(results: Sequence[Row]) -> list[Part]:
-    """Return how many greedy streams are equal."""
-    rows = []
-    for (model, mode), sides in servers_of(results, "streams").items():
-        stock, ours = (_digests(sides.get(it)) for it in (STOCK, OURS))
-        rows.append(
-            [
-                marked(f"{model}, {mode}", are_of_separate_runs(sides)),
-                _equal(stock[0], ours[0]),
-                _equal(*stock),
-                _equal(*ours),
-                text_of(dig(sides.get(STOCK) or sides.get(OURS), "distinct_tokens_median")),
-            ]
-        )
-    if not rows:
-        return []
-    columns = ("vLLM and sparksched", "vLLM twice", "sparksched twice", "different tokens a stream")
-    return [
-        Paragraph(
-            "Greedy streams that are equal token for token. What a server brings twice shows what "
-            "differs by itself; few different tokens a stream show little, as with random weights."
-        ),
-        Table(("model, mode", *columns), rows),
-    ]
-
-
-def _digests(row: Row | None) -> list[list[Any]]:
-    """Return the digests of a server's streams, first and second time; empty if there are none."""
-    found = dig(row, "digests")
-    if not isinstance(found, list) or not all(isinstance(it, list) for it in found):
-        return [[], []]
-    return [*found, [], []][:2]
-
-
-def _equal(first: list[Any], second: list[Any]) -> str:
-    if not first or len(first) != len(second):
-        return MISSING
-    count = sum(a == b for a, b in zip(first, second, strict=True))
-    return f"{count} of {len(first)}"

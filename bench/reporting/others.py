@@ -1,4 +1,4 @@
-"""The parts of the report about `bench.step_cost`, `bench.ipc` and `bench.host_path`."""
+"""Which benchmark a result is from, and the parts about those that start no server."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -6,9 +6,25 @@ from typing import Any
 
 from bench.reporting.cells import rows_of
 from bench.reporting.document import Paragraph, Part, Section, Table
+from bench.reporting.recording import recording
+from bench.reporting.step_cost import step_cost
 from bench.reporting.values import dig, numbers, pair_text, ratio_text, text_of
 
-STEP_COST, IPC, HOST_PATH, DECODE = KINDS = ("step_cost", "ipc", "host_path", "decode")
+STEP_COST, IPC, HOST_PATH, RECORDING, DECODE = KINDS = (
+    "step_cost",
+    "ipc",
+    "host_path",
+    "recording",
+    "decode",
+)
+
+TOLD_BY = {
+    STEP_COST: ("prefill", "blocks"),
+    HOST_PATH: ("sides", "own_cost"),
+    IPC: ("messages_per_s",),
+    RECORDING: ("recording",),
+}
+"""Tables that only one benchmark has; results of `bench.decode` say what they are."""
 
 Row = dict[str, Any]
 
@@ -19,97 +35,10 @@ def kind_of(result: Any) -> str | None:
         return None
     if result.get("kind") in KINDS:
         return str(result["kind"])
-    if "prefill" in result or "blocks" in result:
-        return STEP_COST
-    if "sides" in result or "own_cost" in result:
-        return HOST_PATH
-    if "messages_per_s" in result or isinstance(result.get("cases"), list):
-        return IPC
-    return None
-
-
-# ---- step_cost ----
-
-
-def step_cost(result: Row) -> list[Section]:
-    """Return what a step costs the scheduler."""
-    parts: list[Part] = []
-    decode = rows_of(result, "decode")
-    if decode:
-        columns = ("requests", "vLLM", "p90", "sparksched", "p90", "ratio")
-        parts += [
-            Paragraph(
-                "Host time of a decode step in µs: `schedule()`, `update_from_output()` and the "
-                "message to the client; median and p90, without a model."
-            ),
-            Table(columns, [_spread_row(row, "requests", "step_us") for row in decode]),
-            Paragraph("Its parts, vLLM → sparksched:"),
-            Table(
-                ("requests", "schedule", "update", "message"),
-                [
-                    [
-                        text_of(row.get("requests")),
-                        *(_both(row, f"{it}_us", "median") for it in ("schedule", "update")),
-                        _both(row, "message_us", "median"),
-                    ]
-                    for row in decode
-                ],
-            ),
-        ]
-    features = rows_of(result, "features")
-    if features:
-        columns = ("all requests have", "requests", "vLLM", "p90", "sparksched", "p90", "ratio")
-        rows = [
-            [str(row.get("feature")), *_spread_row(row, "requests", "step_us")] for row in features
-        ]
-        parts += [Paragraph("The same, in µs, with what all requests have:"), Table(columns, rows)]
-    prefill = rows_of(result, "prefill")
-    if prefill:
-        columns = ("prompt tokens", "vLLM", "p90", "sparksched", "p90", "ratio")
-        parts += [
-            Paragraph("One request from its arrival to its first token, in µs, without a model:"),
-            Table(columns, [_spread_row(row, "tokens", None) for row in prefill]),
-        ]
-    blocks = result.get("blocks")
-    if isinstance(blocks, dict):
-        parts += [
-            Paragraph(f"Bookkeeping of {text_of(blocks.get('blocks'))} KV blocks:"),
-            Table(
-                ("", "vLLM", "sparksched"),
-                [
-                    ["time to build, ms", *_sides(blocks, "build_ms")],
-                    ["memory, MiB", *_sides(blocks, "memory_mib")],
-                ],
-            ),
-        ]
-    return [Section("A step", parts)] if parts else []
-
-
-def _spread_row(row: Row, label: str, what: str | None) -> list[str]:
-    at = (what,) if what else ()
-    stock, ours = (dig(row, side, *at) for side in ("stock", "sparksched"))
-    cached = ", prefix cached" if row.get("prefix_cached") else ""
-    return [
-        text_of(row.get(label)) + cached,
-        text_of(dig(stock, "median")),
-        text_of(dig(stock, "p90")),
-        text_of(dig(ours, "median")),
-        text_of(dig(ours, "p90")),
-        ratio_of_costs(dig(stock, "median"), dig(ours, "median")),
-    ]
-
-
-def ratio_of_costs(stock: Any, ours: Any) -> str:
-    """Return how many times less ours costs."""
-    return ratio_text(ours, stock)
-
-
-def _both(row: Row, *path: str) -> str:
-    return pair_text(dig(row, "stock", *path), dig(row, "sparksched", *path))
-
-
-def _sides(row: Row, *path: str) -> list[str]:
-    return [text_of(dig(row, side, *path)) for side in ("stock", "sparksched")]
+    for kind, names in TOLD_BY.items():
+        if any(name in result for name in names):
+            return kind
+    return IPC if isinstance(result.get("cases"), list) else None
 
 
 # ---- ipc ----
@@ -220,4 +149,5 @@ READERS: dict[str, Callable[[Row], Sequence[Section]]] = {
     STEP_COST: step_cost,
     IPC: ipc,
     HOST_PATH: host_path,
+    RECORDING: recording,
 }

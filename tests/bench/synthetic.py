@@ -167,3 +167,121 @@ def result(counts: tuple[int, ...] = (1, 64, 256)) -> Row:
         "traces": traces,
         "streams": [],
     }
+
+
+# ---- what newer benchmarks keep ----
+
+SPREAD = {"p10": 1.0, "p50": 2.0, "p90": 3.0, "p99": 4.0, "max": 5.0, "count": 20}
+
+
+def on_several_gpus(layout: str) -> Row:
+    """Return a result of a model that is spread over GPUs; all of both sides' figures differ."""
+    found = result((64,))
+    for row in (*found["cells"], *found["servers"]):
+        row["model"] += f", {layout}"
+    found["traces"] = []
+    for row in found["cells"]:
+        _split(row, layout, is_stock=row["scheduler"] == "stock")
+    for row in found["servers"]:
+        is_stock = row["scheduler"] == "stock"
+        row["engine"] = {
+            "executor": "vllm.v1.executor.multiproc_executor.MultiprocExecutor",
+            "is_async": True,
+            "model_runner": "V1" if is_stock else "V2",
+            "max_concurrent_batches": 3 if is_stock else 4,
+            "experts": "whole" if is_stock else "in parts",
+        }
+    found["streams"] = [compared("stock", layout), compared("sparksched", layout)]
+    return found
+
+
+def _split(row: Row, layout: str, is_stock: bool) -> None:
+    row["is_held"] = "PP" in layout
+    for number, entry in enumerate(row["rounds"]):
+        more = 32 + number if is_stock else 40
+        engines = {"1": 64.0 - more, "0": float(more)} if "DP" in layout else {"0": 64.0}
+        entry["counters"]["requests_by_engine"] = engines
+        if "PP" in layout:
+            entry["turns"] = [[33.0, 31.0] if is_stock else [34.5, 29.5]] * len(engines)
+    row["phases"]["requests"] = 31.5 if is_stock else 31.0
+    row["phases"]["peer_us"] = SPREAD | {"p50": 41.0 if is_stock else 51.0, "p99": 410.0}
+    row["phases"]["dummy_us"] = SPREAD | {"p50": 0.0, "p99": 61.0 if is_stock else 71.0}
+    row["engine_cpu"] = {
+        "loop_us_per_token": 21.0 if is_stock else 11.0,
+        "waiting_us_per_token": 16.0 if is_stock else 8.0,
+        "working_us_per_token": 5.0 if is_stock else 3.0,
+        "other_threads_us_per_token": 2.5 if is_stock else 1.5,
+        "without_waiting_us_per_token": 7.5 if is_stock else 4.5,
+    }
+
+
+SAMPLED_DIGESTS = {
+    "stock": [["a", "b", "c", "d", "e"], ["a", "b", "c", "d", "x"]],
+    "sparksched": [["a", "b", "c", "y", "z"], ["a", "b", "u", "v", "w"]],
+}
+GREEDY_DIGESTS = {
+    "stock": [["a", "b", "c", "d", "e"], ["a", "b", "c", "d", "e"]],
+    "sparksched": [["a", "v", "w", "y", "z"], ["u", "b", "c", "d", "e"]],
+}
+
+
+def compared(scheduler: str, layout: str = "") -> Row:
+    """Return a row of streams: sampled ones equal in 3 of 5, 4 and 2; greedy in 1 of 5, 5 and 0."""
+    row = key(scheduler, "async") | {"run": 0, "scaled": 120, "is_sampled": True}
+    row["model"] += f", {layout}" if layout else ""
+    row |= {"digests": SAMPLED_DIGESTS[scheduler], "distinct_tokens_median": 47}
+    greedy = {"is_sampled": False, "digests": GREEDY_DIGESTS[scheduler]}
+    return row | {"greedy": greedy | {"distinct_tokens_median": 11}}
+
+
+def timed(median: float) -> Row:
+    """Return a distribution as `bench.step_cost` keeps it."""
+    return {"median": median, "p10": 0.9 * median, "p90": 2 * median}
+
+
+def step_cost() -> Row:
+    """Return what `bench.step_cost --metrics --verify` keeps; no two figures are the same."""
+    decode = {it: {f"{part}_us": timed(us) for part in PARTS} for it, us in DECODED.items()}
+    return {
+        "run": {},
+        "decode": [{"requests": 64} | {it: decode[it] for it in ("stock", "sparksched")}],
+        "broadcast": [
+            {
+                "requests": 64,
+                "stock": {"us": timed(24.0), "bytes": 5300},
+                "sparksched": {"us": timed(16.0), "bytes": 4100},
+            }
+        ],
+        "verified": [{"requests": 256} | {it: decode[it] for it in ("stock", "verifying")}],
+        "counted": [
+            {"requests": 8}
+            | {it: decode[it] for it in ("sparksched without metrics", "sparksched")}
+        ],
+        "prefill": [],
+    }
+
+
+PARTS = ("schedule", "update", "message", "step")
+DECODED = {
+    "stock": 300.0,
+    "sparksched": 30.0,
+    "verifying": 345.0,
+    "sparksched without metrics": 28.5,
+}
+
+
+def recording() -> Row:
+    """Return what `bench.recording` keeps; no two figures are the same."""
+    kinds = ("off", "without tokens", "with tokens")
+    rows = []
+    for side, us in (("stock", 500.0), ("sparksched", 10.0)):
+        for number, kind in enumerate(kinds):
+            more = us * (1 + number / 10)
+            figures = {"schedule_us": timed(more), "update_us": timed(1.2 * more)}
+            figures |= {"step_p99_us": 5 * more, "processor_us": 6 * more}
+            rows.append(
+                {"side": side, "requests": 64, "kind": kind}
+                | figures
+                | {"bytes_a_step": number * (210.0 if side == "stock" else 220.0)}
+            )
+    return {"run": {}, "recording": rows}

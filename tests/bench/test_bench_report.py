@@ -166,6 +166,22 @@ def test_stored_results_may_lack_anything(path: Path, monkeypatch: pytest.Monkey
                 as_markdown(build([(path, result)], []))
 
 
+NEWER = [synthetic.on_several_gpus("PP 2, DP 2"), synthetic.step_cost(), synthetic.recording()]
+
+
+@pytest.mark.parametrize("whole", NEWER, ids=["decode", "step_cost", "recording"])
+def test_newer_results_may_lack_anything(whole: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "decode_images", lambda results: [])
+    monkeypatch.setattr(plots, "step_cost_image", lambda result: [])
+    former = set(key_paths(synthetic.result((64,))))
+    for keys in sorted(set(key_paths(whole)) - former):
+        for nonsense in (None, "x", [None], {"missing": "not available"}):
+            result = copy.deepcopy(whole)
+            change(result, keys, nonsense)
+            if kind_of(result) is not None:
+                as_markdown(build([(Path("x.json"), result)], []))
+
+
 def key_paths(value: Any, depth: int = 4) -> list[tuple[str, ...]]:
     if isinstance(value, list):
         return [path for it in value for path in key_paths(it, depth)]

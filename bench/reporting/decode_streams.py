@@ -1,0 +1,148 @@
+"""The table about `bench.decode` that says whether both schedulers bring the same tokens."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from bench.reporting.cells import (
+    OURS,
+    SOURCE,
+    STOCK,
+    Row,
+    are_of_separate_runs,
+    has_texts,
+    marked,
+    with_sources,
+)
+from bench.reporting.document import Paragraph, Part, Table
+from bench.reporting.values import MISSING, as_number, dig, text_of
+
+GREEDY, SAMPLED = "greedy", "sampled"
+UNSCALED = "§"
+"""Marks random weights that could not be made lively."""
+COLUMNS = (
+    "model, mode",
+    "tokens",
+    "vLLM and sparksched",
+    "vLLM twice",
+    "sparksched twice",
+    "different tokens a stream",
+)
+
+
+class Case(NamedTuple):
+    """What two servers' streams have in common; only such compare."""
+
+    model: str
+    mode: str
+    kind: str
+    num_scaled: int
+    """How many tensors of weights were scaled meanwhile."""
+
+    @property
+    def server(self) -> str:
+        """The row's name, but for its tokens."""
+        return f"{self.model}, {self.mode}"
+
+
+def streams(results: Sequence[Row]) -> list[Part]:
+    """Return how many streams are equal, of greedy and of sampled tokens."""
+    cases, failed = _cases(results)
+    if not cases and not failed:
+        return []
+    rows = [_row(case, sides) for case, sides in sorted(cases.items(), key=lambda it: it[0])]
+    rows += [[server, *[MISSING] * (len(COLUMNS) - 1)] for server in failed]
+    return [Paragraph(_introduction(cases)), Table(COLUMNS, rows), *_unscaled(cases)]
+
+
+Cases = dict[Case, dict[str, Row]]
+
+
+def _cases(results: Sequence[Row]) -> tuple[Cases, list[str]]:
+    """Return the streams by what they have in common and by scheduler; servers without any."""
+    cases: Cases = {}
+    servers: dict[str, None] = {}
+    for source, row in with_sources(results, "streams"):
+        if not has_texts(row, "model", "mode", "scheduler"):
+            continue
+        servers |= {f"{row['model']}, {row['mode']}": None}
+        for kind, found in _kinds(row):
+            scaled = row.get("scaled")
+            case = Case(row["model"], row["mode"], kind, int(as_number(scaled) or 0))
+            kept = found | {"scaled": scaled, SOURCE: source}
+            cases.setdefault(case, {}).setdefault(row["scheduler"], kept)
+    known = {case.server for case in cases}
+    return cases, [server for server in servers if server not in known]
+
+
+def _kinds(row: Row) -> Iterator[tuple[str, Row]]:
+    """Yield what was kept of sampled and of greedy tokens; older results have greedy ones alone."""
+    if "digests" in row:
+        yield SAMPLED if row.get("is_sampled") is True else GREEDY, row
+    greedy = row.get("greedy")
+    if isinstance(greedy, dict):
+        yield GREEDY, greedy
+
+
+def _row(case: Case, sides: dict[str, Row]) -> list[str]:
+    stock, ours = (_digests(sides.get(it)) for it in (STOCK, OURS))
+    tokens = case.kind + (", weights scaled" if case.num_scaled else "")
+    is_unscaled = any(_reason(it) is not None for it in sides.values())
+    return [
+        marked(case.server, are_of_separate_runs(sides)),
+        f"{tokens} {UNSCALED}" if is_unscaled else tokens,
+        _equal(stock[0], ours[0]),
+        _equal(*stock),
+        _equal(*ours),
+        text_of(dig(sides.get(STOCK) or sides.get(OURS), "distinct_tokens_median")),
+    ]
+
+
+def _introduction(cases: Cases) -> str:
+    which = "Greedy streams that are equal token for token."
+    if any(case.kind == SAMPLED for case in cases):
+        which = (
+            "Streams that are equal token for token: greedy ones, and those whose tokens are "
+            "sampled at temperature 1, each with a seed of its own."
+        )
+    if any(case.num_scaled for case in cases):
+        which += (
+            " Weights scaled: random ones, for as long as tokens were compared, to the size of a "
+            "trained network's; they compare only with each other."
+        )
+    return (
+        f"{which} What a server brings twice shows what differs by itself; few different tokens a "
+        "stream show little, as with random weights."
+    )
+
+
+def _unscaled(cases: Cases) -> list[Part]:
+    reasons = {
+        f"{case.server}, {scheduler}: {reason}": None
+        for case, sides in cases.items()
+        for scheduler, row in sides.items()
+        if (reason := _reason(row)) is not None
+    }
+    if not reasons:
+        return []
+    return [Paragraph(f"{UNSCALED} random weights could not be scaled. {'; '.join(reasons)}.")]
+
+
+def _reason(row: Row) -> str | None:
+    """Return why weights were not scaled that should have been."""
+    reason = dig(row, "scaled", "missing")
+    return reason if isinstance(reason, str) else None
+
+
+def _digests(row: Row | None) -> list[list[Any]]:
+    """Return the digests of a server's streams, first and second time; empty if there are none."""
+    found = dig(row, "digests")
+    if not isinstance(found, list) or not all(isinstance(it, list) for it in found):
+        return [[], []]
+    return [*found, [], []][:2]
+
+
+def _equal(first: list[Any], second: list[Any]) -> str:
+    if not first or len(first) != len(second):
+        return MISSING
+    count = sum(a == b for a, b in zip(first, second, strict=True))
+    return f"{count} of {len(first)}"

@@ -1,0 +1,109 @@
+"""The report's table of equal tokens: sampled and greedy ones, of newer and older results."""
+
+from typing import Any
+
+import synthetic
+
+from bench.reporting.decode_streams import streams
+from bench.reporting.document import Paragraph, Part, Table
+
+Row = dict[str, Any]
+
+BOTH = ("stock", "sparksched")
+
+
+def compared(*rows: Row) -> list[Part]:
+    return streams([{"streams": list(rows)}])
+
+
+def rows_in(parts: list[Part]) -> list[list[str]]:
+    (table,) = [part for part in parts if isinstance(part, Table)]
+    assert {len(row) for row in table.rows} == {len(table.columns)}
+    return [list(row) for row in table.rows]
+
+
+def notes_in(parts: list[Part]) -> list[str]:
+    return [part.text for part in parts if isinstance(part, Paragraph)]
+
+
+def as_formerly(scheduler: str) -> Row:
+    """Return what an older benchmark has kept: greedy tokens, by weights as they were drawn."""
+    row = synthetic.compared(scheduler)
+    greedy = row.pop("greedy")
+    del row["is_sampled"], row["scaled"], greedy["is_sampled"]
+    return row | greedy
+
+
+def test_sampled_and_greedy_tokens_have_a_row_each() -> None:
+    parts = compared(*map(synthetic.compared, BOTH))
+    assert rows_in(parts) == [
+        [
+            "gpt-oss-20b, async",
+            "greedy, weights scaled",
+            *("1 of 5", "5 of 5", "0 of 5", "11.0"),
+        ],
+        [
+            "gpt-oss-20b, async",
+            "sampled, weights scaled",
+            *("3 of 5", "4 of 5", "2 of 5", "47.0"),
+        ],
+    ]
+    (text,) = notes_in(parts)
+    assert "sampled at temperature 1" in text
+    assert "Weights scaled: random ones" in text
+
+
+def test_older_results_have_greedy_tokens_alone() -> None:
+    parts = compared(*map(as_formerly, BOTH))
+    assert rows_in(parts) == [
+        ["gpt-oss-20b, async", "greedy", "1 of 5", "5 of 5", "0 of 5", "11.0"]
+    ]
+    (text,) = notes_in(parts)
+    assert text.startswith("Greedy streams that are equal")
+    assert "scaled" not in text
+
+
+def test_a_newer_result_is_shown_beside_an_older_one() -> None:
+    older, newer = (
+        {"streams": [make(it) for it in BOTH]} for make in (as_formerly, synthetic.compared)
+    )
+    rows = rows_in(streams([older, newer]))
+    assert [row[1] for row in rows] == [
+        "greedy",
+        "greedy, weights scaled",
+        "sampled, weights scaled",
+    ]
+    assert [row[2] for row in rows] == ["1 of 5", "1 of 5", "3 of 5"]
+
+
+def test_tokens_by_other_weights_are_no_pair() -> None:
+    """Random weights that are scaled on one side alone bring other tokens, whoever schedules."""
+    stock, ours = map(synthetic.compared, BOTH)
+    stock["scaled"] = {"missing": "it has no such method"}
+    parts = compared(stock, ours)
+    assert rows_in(parts) == [
+        ["gpt-oss-20b, async", "greedy §", "missing", "5 of 5", "missing", "11.0"],
+        ["gpt-oss-20b, async", "greedy, weights scaled", "missing", "missing", "0 of 5", "11.0"],
+        ["gpt-oss-20b, async", "sampled §", "missing", "4 of 5", "missing", "47.0"],
+        ["gpt-oss-20b, async", "sampled, weights scaled", "missing", "missing", "2 of 5", "47.0"],
+    ]
+    assert notes_in(parts)[-1] == (
+        "§ random weights could not be scaled. gpt-oss-20b, async, stock: it has no such method."
+    )
+
+
+def test_weights_from_files_are_not_scaled() -> None:
+    rows = [synthetic.compared(it) | {"scaled": 0} for it in BOTH]
+    parts = compared(*rows)
+    assert [row[1] for row in rows_in(parts)] == ["greedy", "sampled"]
+    assert len(notes_in(parts)) == 1
+
+
+def test_a_side_that_failed_is_missing() -> None:
+    failed = synthetic.key("stock", "async") | {"run": 0, "error": "it has failed"}
+    rows = rows_in(compared(failed, synthetic.compared("sparksched")))
+    assert [row[2:5] for row in rows] == [
+        ["missing", "missing", "0 of 5"],
+        ["missing", "missing", "2 of 5"],
+    ]
+    assert rows_in(compared(failed)) == [["gpt-oss-20b, async", *["missing"] * 5]]
