@@ -138,6 +138,12 @@ def test_preempted_requests(policy: str, play: Play) -> None:
     assert record.num_preemptions > 0
 
 
+def test_room_for_what_is_in_flight(play: Play) -> None:
+    """With a sliding window a request is admitted once there are blocks for all batches of it."""
+    record = play(arriving_in_turn, max_num_batched_tokens=32, num_gpu_blocks_override=36)
+    assert record.num_preemptions > 0
+
+
 # ----------------------------------------------------------------------------------------
 # Grammars
 # ----------------------------------------------------------------------------------------
