@@ -158,14 +158,14 @@ class _Sequence:
     """What a model runner keeps of a request."""
 
     prompt: list[int]
-    num_tokens: int
+    sampled: list[int]
 
     def __post_init__(self) -> None:
         self.seed = _seed_of(self.prompt)
 
     @property
-    def num_sampled_tokens(self) -> int:
-        return self.num_tokens - len(self.prompt)
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.sampled)
 
 
 class FakeModel:
@@ -179,6 +179,11 @@ class FakeModel:
         """Requests that it knows of."""
         return len(self._sequences)
 
+    def tokens_of(self, request_id: str) -> list[int]:
+        """Return a request's prompt and what has been sampled behind it."""
+        sequence = self._sequences[request_id]
+        return sequence.prompt + sequence.sampled
+
     def update(self, step: SchedulerOutput) -> None:
         """Take notice of requests that ended, came or came back."""
         for request_id in step.finished_req_ids:
@@ -190,13 +195,12 @@ class FakeModel:
             cached.req_ids, cached.num_output_tokens, strict=True
         ):
             if request_id in cached.resumed_req_ids:
-                sequence = self._sequences[request_id]
-                sequence.num_tokens = len(sequence.prompt) + num_output_tokens
+                del self._sequences[request_id].sampled[num_output_tokens:]
 
     def sample(self, step: SchedulerOutput, allowed: dict[str, list[int]]) -> ModelRunnerOutput:
         """Return one token for each request whose known tokens are all computed by this step."""
         request_ids = [it for it in step.num_scheduled_tokens if not self._is_forgotten(it)]
-        ends = _ends_of_computed_tokens(step)
+        ends = ends_of_computed_tokens(step)
         return ModelRunnerOutput(
             req_ids=request_ids,
             req_id_to_index={request_id: row for row, request_id in enumerate(request_ids)},
@@ -209,25 +213,26 @@ class FakeModel:
     @staticmethod
     def _new_sequence(new: NewRequestData) -> _Sequence:
         assert new.prompt_token_ids is not None
-        known = new.prefill_token_ids or new.prompt_token_ids
-        return _Sequence(list(new.prompt_token_ids), len(known))
+        prompt = list(new.prompt_token_ids)
+        # Model Runner V2 gets a resumed request as a new one, with what it had been given.
+        return _Sequence(prompt, (new.prefill_token_ids or prompt)[len(prompt) :])
 
     def _is_forgotten(self, request_id: str) -> bool:
         sequence = self._sequences[request_id]
-        return sequence.prompt[0] == POISON and sequence.num_sampled_tokens > 0
+        return sequence.prompt[0] == POISON and bool(sequence.sampled)
 
     def _sample_one(self, request_id: str, end: int, allowed: list[int] | None) -> list[int]:
         sequence = self._sequences[request_id]
         if end < sequence.num_tokens:
             return []
         assert end == sequence.num_tokens, "the scheduler counts on a token that was not sampled"
-        sequence.num_tokens += 1
-        if sequence.prompt[0] == UNRULY and sequence.num_sampled_tokens == 3:
-            return [ANYTHING]
-        return [_token_of(sequence.seed, end, allowed)]
+        is_overlooked = sequence.prompt[0] == UNRULY and len(sequence.sampled) == 2
+        token_id = ANYTHING if is_overlooked else _token_of(sequence.seed, end, allowed)
+        sequence.sampled.append(token_id)
+        return [token_id]
 
 
-def _ends_of_computed_tokens(step: SchedulerOutput) -> dict[str, int]:
+def ends_of_computed_tokens(step: SchedulerOutput) -> dict[str, int]:
     """Return for each request how many of its tokens are computed after the step."""
     cached = step.scheduled_cached_reqs
     starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -312,12 +317,12 @@ def engine_args(
         "num_gpu_blocks_override": NUM_BLOCKS,
         "enable_prefix_caching": True,
         "disable_log_stats": False,
+        "distributed_executor_backend": FakeExecutor,
     }
     return AsyncEngineArgs(
         model=str(model_directory),
         dtype="float32",
         load_format="dummy",
-        distributed_executor_backend=FakeExecutor,
         additional_config={ASYNC_SCHEDULING: async_scheduling},
         **{**defaults, **settings},
     )

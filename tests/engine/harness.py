@@ -20,9 +20,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine import core as engine_module
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 
-from .executor import EOS_TOKEN_ID, FakeExecutor, engine_config
+from .executor import EOS_TOKEN_ID, engine_config
 
 GRAMMAR_TIMEOUT_S = 60
 MAX_STEPS = 2000
@@ -82,6 +83,7 @@ class Record:
     """All that an engine told its clients and its executor."""
 
     outputs: list[dict[int, EngineCoreOutputs]] = field(default_factory=list)
+    batches_in_flight: list[int] = field(default_factory=list)
     answers: list[Any] = field(default_factory=list)
     steps: list[SchedulerOutput] = field(default_factory=list)
     bitmasks: list[Any] = field(default_factory=list)
@@ -145,6 +147,7 @@ class DrivenEngine:
                 return
             outputs, model_executed = self.core.step_fn()
             self.core.post_step(model_executed)
+            self.record.batches_in_flight.append(len(self.core.batch_queue or ()))
             if outputs:
                 self.record.outputs.append(_without_times(outputs))
 
@@ -208,7 +211,7 @@ def running_engine(
             settings["scheduler_cls"] = "sparksched.scheduler.SparkScheduler"
         plugin.register()
         config = engine_config(model_directory, async_scheduling=async_scheduling, **settings)
-        engine = DrivenEngine(EngineCore(config, FakeExecutor, log_stats=True))
+        engine = DrivenEngine(EngineCore(config, Executor.get_class(config), log_stats=True))
         try:
             yield engine
         finally:
@@ -253,6 +256,7 @@ def run_both(
     assert native.finish_reasons == stock.finish_reasons
     assert native.answers == stock.answers
     assert native.calls == stock.calls
+    assert native.batches_in_flight == stock.batches_in_flight
     _assert_equal_sequences(native.steps, stock.steps)
     _assert_equal_sequences(native.bitmasks, stock.bitmasks)
     _assert_equal_sequences(native.outputs, stock.outputs)
