@@ -34,9 +34,9 @@ from .clients import (
     transport_log,
 )
 from .conftest import MAX_MODEL_LEN, make_config
-from .engines import nothing_stays_behind, send_signal
+from .engines import child_processes, forkserver_pid, send_signal, wait_until
 from .launched import Launch, launched
-from .test_death import begun, check_all_fail, streams_of
+from .test_death import begun, check_all_fail, check_that_nothing_is_served, streams_of
 from .test_staying_on_zmq import live_elsewhere
 from .test_streams import TRANSPORTS, check_streams, stream
 
@@ -156,7 +156,10 @@ def test_one_engine_through_rings_and_one_over_zmq(
 
 @pytest.mark.parametrize("killed", RANKS, ids=["through-rings", "over-zmq"])
 def test_either_engine_dies(killed: int, model_directory: Path, tmp_path: Path) -> None:
-    """Each request fails once, whichever engine has it, and so do calls in flight."""
+    """Requests and calls fail once, whichever engine has them.
+
+    vLLM ends the other engine, which may have aborted its requests before the client has noticed.
+    """
     with front_end():
         config = balanced_config(model_directory)
 
@@ -165,7 +168,8 @@ def test_either_engine_dies(killed: int, model_directory: Path, tmp_path: Path) 
             client = llm.engine_core
             assert_mixed(client)
             streams = await streams_of(llm)
-            assert all(client.engine_inflight[it] for it in client.core_engines)
+            lost = streams_on(client, client.core_engines[killed])
+            assert 0 < len(lost) < len(streams)
             (engine,) = (it for it in processes if it.name == f"EngineCore_DP{killed}")
             send_signal(engine.pid, signal.SIGSTOP)
             call = asyncio.create_task(client.call_utility_all_async("own_rank"))
@@ -174,11 +178,20 @@ def test_either_engine_dies(killed: int, model_directory: Path, tmp_path: Path) 
             async with asyncio.timeout(TIMEOUT_S):
                 with pytest.raises(EngineDeadError):
                     await call
-                await check_all_fail(llm, streams)
+                outcomes = await asyncio.gather(*streams)
+            for index, (num_tokens, *ends) in enumerate(outcomes):
+                assert num_tokens > 0
+                assert ends == ["EngineDeadError"] or (ends == ["abort"] and index not in lost)
+            await check_that_nothing_is_served(llm)
             await until(lambda: all(it.exitcode is not None for it in processes))
 
     with front_end(), engines_of_clients(tmp_path / "log", live_apart) as processes:
         run_async(run(processes))
+
+
+def streams_on(client: Any, engine: bytes) -> set[int]:
+    """Return which of the requests of `streams_of` an engine has: vLLM adds to their ids."""
+    return {int(it.split("-")[1]) for it, has in client.reqs_in_flight.items() if has == engine}
 
 
 # ----------------------------------------------------------------------------------------
@@ -194,7 +207,7 @@ async def two_clients(config: VllmConfig, launch: Launch) -> AsyncIterator[tuple
     ):
         for reader in (first, second):
             channels = reader.client.resources.sparksched_rings.channels
-            assert list(channels) == reader.client.core_engines
+            assert channels.keys() == set(reader.client.core_engines)
         yield first, second
 
 
@@ -299,14 +312,10 @@ def test_an_engine_of_a_mixture_dies(killed: int, mixture_directory: Path) -> No
             other.process.join(TIMEOUT_S)
             assert other.process.exitcode == 0
 
-    with (
-        nothing_stays_behind(),
-        front_end(**SHM),
-        launched([config], num_clients=2, **SHM) as (launch,),
-    ):
+    with front_end(**SHM), launched([config], num_clients=2, **SHM) as (launch,):
         run_async(run(launch))
         launch.stop()
-        assert all(it.exitcode is not None for it in launch.processes)
+        wait_until(lambda: not child_processes(forkserver_pid()), what="for the other engine")
 
 
 # ----------------------------------------------------------------------------------------
