@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 from engine.executor import EOS_TOKEN_ID, sampled_token
@@ -84,6 +84,15 @@ def transport_log() -> Iterator[list[str]]:
 
 Addresses = Mapping[str, str]
 """What vLLM calls `client_addresses`."""
+
+
+class Served(Protocol):
+    """Engines that have been started, and how clients reach them."""
+
+    @property
+    def directory(self) -> Path: ...
+
+    def addresses(self, index: int) -> Addresses: ...
 
 
 def make_client(
@@ -206,15 +215,15 @@ async def connected(
 
 @asynccontextmanager
 async def running_llm(
-    config: VllmConfig, engine: Engine, index: int = 0, count: int = 1
+    config: VllmConfig, engine: Served | None, index: int = 0, count: int = 1
 ) -> AsyncIterator[AsyncLLM]:
-    """Run vLLM's front end in this process, as a client of an engine."""
+    """Run vLLM's front end in this process, as a client of engines or one that starts its own."""
     llm = AsyncLLM(
         vllm_config=copy.deepcopy(config),
         executor_class=PacedExecutor,
         log_stats=True,
         log_requests=False,
-        client_addresses=engine.addresses(index),
+        client_addresses=engine and engine.addresses(index),
         client_count=count,
         client_index=index,
     )
@@ -357,7 +366,7 @@ class ChildClient:
 @contextmanager
 def child_client(
     config: VllmConfig,
-    engine: Engine,
+    engine: Served,
     index: int,
     count: int,
     lengths: Mapping[str, int],
@@ -391,7 +400,7 @@ def child_client(
 
 def run_client(
     config: VllmConfig,
-    addresses: dict[str, str],
+    addresses: Addresses,
     index: int,
     count: int,
     lengths: dict[str, int],
@@ -403,7 +412,7 @@ def run_client(
 
 async def _stream_all(
     config: VllmConfig,
-    addresses: dict[str, str],
+    addresses: Addresses,
     index: int,
     count: int,
     lengths: dict[str, int],

@@ -113,6 +113,10 @@ async def check_all_fail(llm: AsyncLLM, streams: list[Any]) -> None:
     for num_tokens, *ends in await asyncio.gather(*streams):
         assert num_tokens > 0
         assert ends == ["EngineDeadError"]
+    await check_that_nothing_is_served(llm)
+
+
+async def check_that_nothing_is_served(llm: AsyncLLM) -> None:
     assert llm.errored
     assert await outcome_of(llm, "too-late", 5) == [0, "EngineDeadError"]
     with pytest.raises(EngineDeadError):

@@ -269,10 +269,34 @@ class EngineTransport:
                 "sparksched: aborted %d requests of API server %d", len(request_ids), client
             )
         if self._rings.is_deserted and self._engine.is_running():
-            from vllm.v1.engine.core import EngineShutdownState
+            self._go_without_clients()
 
-            logger.info("sparksched: the last API server is gone; the engine stops")
-            self._engine.shutdown_state = EngineShutdownState.REQUESTED
+    def _go_without_clients(self) -> None:
+        from vllm.v1.engine.core import EngineShutdownState
+
+        if _others_step_with(self._engine):
+            logger.warning(
+                "sparksched: the last API server is gone; the engine goes on for those of others, "
+                "which step together with it, and has to be ended by hand"
+            )
+            return
+        logger.info("sparksched: the last API server is gone; the engine stops")
+        self._engine.shutdown_state = EngineShutdownState.REQUESTED
+
+
+def _others_step_with(engine: "EngineCoreProc") -> bool:
+    """Whether engines of other API servers wait for this one in their steps.
+
+    Those of a mixture of experts do. With internal load balancing all have their API servers in
+    common, and lose the last one together.
+    """
+    from vllm.v1.engine.core import DPEngineCoreProc
+
+    return (
+        isinstance(engine, DPEngineCoreProc)
+        and engine.has_coordinator
+        and engine.vllm_config.parallel_config.local_engines_only
+    )
 
 
 class _RingOutput:
