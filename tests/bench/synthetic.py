@@ -64,6 +64,18 @@ def stream_logs(num_streams: int, num_tokens: int, itl_ms: float) -> list[Stream
     ]
 
 
+US = {
+    "schedule": 100.0,
+    "execute": 200.0,
+    "sample": 50.0,
+    "wait": 1000.0,
+    "update": 40.0,
+    "deliver": 10.0,
+    "other": 30.0,
+}
+"""Phases of a step, in microseconds."""
+
+
 def recorded_phases(
     num_requests: int, num_steps: int, us: dict[str, float], is_async: bool = True
 ) -> Row:

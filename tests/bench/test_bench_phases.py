@@ -6,21 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from synthetic import recorded_phases
+from synthetic import US, recorded_phases
 
 from bench.serving.client_probe import ClientProbe
 from bench.serving.phases import evaluate_messages, evaluate_phases, split_steps, usual_size
 from bench.serving.timers import PhaseTimer, Replacements
-
-US = {
-    "schedule": 100.0,
-    "execute": 200.0,
-    "sample": 50.0,
-    "wait": 1000.0,
-    "update": 40.0,
-    "deliver": 10.0,
-    "other": 30.0,
-}
 
 
 def test_phases_add_up_to_the_step() -> None:

@@ -3,20 +3,11 @@
 from typing import Any
 
 import pytest
-from synthetic import recorded_phases
+from synthetic import US, recorded_phases
 
 from bench.serving.loop_cpu import evaluate_engine, evaluate_loop
 from bench.serving.phases import evaluate_phases
 
-US = {
-    "schedule": 100.0,
-    "execute": 200.0,
-    "sample": 50.0,
-    "wait": 1000.0,
-    "update": 40.0,
-    "deliver": 10.0,
-    "other": 30.0,
-}
 PERIOD = sum(US.values())
 
 
