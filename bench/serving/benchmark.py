@@ -10,6 +10,7 @@ from typing import Any
 from bench.progress import Progress
 from bench.serving.drivers import HTTP, AsyncLLMDriver, Driver, HttpDriver, running_loaders
 from bench.serving.evaluate import NothingMeasuredError
+from bench.serving.excerpt import shortened
 from bench.serving.gpus import ask_driver, wait_until_free
 from bench.serving.layouts import Layout
 from bench.serving.measure import (
@@ -29,6 +30,7 @@ from bench.serving.workload import DECODE
 
 FAILURES = (RemoteError, ServerError, NothingMeasuredError)
 MAX_REASON = 2000
+"""Characters that are kept of a failure."""
 CONTEXT_TOKENS = 2048
 """What a server has to take at least."""
 START_RESERVE = 1.2
@@ -260,4 +262,4 @@ def divide_cores(cores: str) -> tuple[list[int] | None, set[int] | None]:
 
 
 def _reason(error: Exception) -> str:
-    return f"{error}"[:MAX_REASON]
+    return shortened(f"{error}", MAX_REASON)

@@ -22,6 +22,7 @@ from typing import Any
 from bench.header import ROOT
 from bench.serving import stacks
 from bench.serving.api_server import address_of
+from bench.serving.excerpt import log_excerpt
 from bench.serving.layouts import Layout
 from bench.serving.models import TINY, Model
 from bench.serving.remote import Remote, gather
@@ -34,7 +35,6 @@ ASYNC, SYNC = MODES = ("async", "sync")
 START_S = 600.0
 SETTLE_S = 30.0
 POLL_S = 0.1
-LOG_LINES = 40
 ENGINE_LABEL = re.compile(r'\bengine="([^"]*)"')
 HOOKS = Path(__file__).resolve().parent / "hooks"
 
@@ -151,11 +151,8 @@ class Server:
             connection.close()
 
     def log_excerpt(self) -> str:
-        """Return the part of the log that most likely tells what went wrong."""
-        lines = self.log_path.read_text(errors="replace").splitlines()
-        errors = (index for index, line in enumerate(lines) if "Traceback (most recent" in line)
-        begin = next(errors, max(0, len(lines) - LOG_LINES))
-        return "\n".join([f"from {self.log_path}:", *lines[begin : begin + LOG_LINES]])
+        """Return where the log is, and the part that most likely tells what went wrong."""
+        return f"from {self.log_path}: {log_excerpt(self.log_path.read_text(errors='replace'))}"
 
     def is_healthy(self) -> bool:
         """Whether it serves."""
