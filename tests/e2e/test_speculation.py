@@ -27,7 +27,8 @@ ARGUMENTS = (
     "--scheduling-policy=priority",
     # Otherwise the tiny model likes spaces better than an end.
     '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
-    # Two thirds of what the growing requests want together.
+    # Enough for a third of the growing requests that run at once: some are preempted even if many
+    # have not come before others are through.
     "--num-gpu-blocks-override=52",
 )
 SCHEMA: dict[str, Any] = {
@@ -69,7 +70,7 @@ def observe(server: Server) -> Observed:
 def waves() -> dict[str, list[Prompt]]:
     """Return what is sent at once, by name."""
     structured = {"structured_outputs": {"json": SCHEMA}}
-    growing = [Prompt([it, 1, 2, 3], 100, {"ignore_eos": True}) for it in range(10)]
+    growing = [Prompt([it, 1, 2, 3], 100, {"ignore_eos": True}) for it in range(24)]
     return {
         "mixed": [
             with_priority(it, at % 3)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,7 @@ from vllm.v1.request import Request
 from .executor import EOS_TOKEN_ID, engine_config
 
 GRAMMAR_TIMEOUT_S = 60
+CLOSING_TIMEOUT_S = 60
 MAX_STEPS = 2000
 
 _REQUEST_FIELDS = frozenset(EngineCoreRequest.__struct_fields__)
@@ -55,6 +57,11 @@ def restored_vllm() -> Iterator[None]:
         # An engine has vLLM read the environment once and for all.
         stack.callback(vllm.envs.disable_envs_cache)
         yield
+        # A client whose engine has died closes down in a thread of ours, or in vLLM's monitor,
+        # whoever notices first: that needs our changes.
+        for thread in threading.enumerate():
+            if thread.name in ("RingShutdown", "MPClientEngineMonitor"):
+                thread.join(CLOSING_TIMEOUT_S)
 
 
 @contextmanager

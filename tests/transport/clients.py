@@ -4,7 +4,6 @@ import asyncio
 import copy
 import logging
 import os
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -56,11 +55,6 @@ def front_end(**variables: str) -> Iterator[None]:
         os.environ.update(environment)
         plugin.register()
         yield
-        # A client whose engine has died closes down in a thread of ours, or in vLLM's monitor,
-        # whoever notices first: that needs our changes.
-        for thread in threading.enumerate():
-            if thread.name in ("RingShutdown", "MPClientEngineMonitor"):
-                thread.join(TIMEOUT_S)
 
 
 @contextmanager

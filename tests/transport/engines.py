@@ -243,6 +243,7 @@ class Possessions:
     num_threads: int
     num_children: int
     num_mappings: int
+    """Of shared memory that is ours."""
 
     def is_within(self, other: "Possessions") -> bool:
         """Whether nothing has been added to the other."""
@@ -262,8 +263,14 @@ def possessions(pid: int) -> Possessions:
         num_descriptors=len(list((directory / "fd").iterdir())),
         num_threads=len(list((directory / "task").iterdir())),
         num_children=len(child_processes(pid)),
-        num_mappings=(directory / "maps").read_text().count("memfd:sparksched"),
+        num_mappings=len(mappings(pid)),
     )
+
+
+def mappings(pid: int) -> list[str]:
+    """Return what a process has mapped of our shared memory: inode and name of each."""
+    maps = (line.split(maxsplit=4) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return [line[4] for line in maps if "memfd:sparksched" in line[4]]
 
 
 def forkserver_pid() -> int:
@@ -274,21 +281,30 @@ def forkserver_pid() -> int:
 
 @contextmanager
 def nothing_stays_behind() -> Iterator[None]:
-    """Compare what this process, and the parent of the others, hold before and after."""
+    """Compare what this process, and the parent of the others, hold before and after.
+
+    Of this process it is told which shared memory has been added: that of a test before this one
+    may go meanwhile, and would make up for some that stays.
+    """
     pids = [os.getpid(), forkserver_pid()]
     gc.collect()
     before = [possessions(pid) for pid in pids]
-    assert before[0].num_mappings == 0
+    mapped_before = set(mappings(pids[0]))
     yield
     gc.collect()
 
+    def added() -> set[str]:
+        return set(mappings(pids[0])) - mapped_before
+
     def is_clean() -> bool:
-        return all(possessions(pid).is_within(it) for pid, it in zip(pids, before, strict=True))
+        now = map(possessions, pids)
+        return not added() and all(map(Possessions.is_within, now, before))
 
     try:
         wait_until(is_clean)
     except AssertionError:
-        raise AssertionError(f"{before} became {[possessions(pid) for pid in pids]}") from None
+        now = [possessions(pid) for pid in pids]
+        raise AssertionError(f"{before} became {now}, and there is {added()}") from None
 
 
 # ----------------------------------------------------------------------------------------
