@@ -1,6 +1,7 @@
 """The report's pictures. vLLM is orange and sparksched blue in all of them."""
 
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,7 +95,7 @@ def decode_images(results: Sequence[Row]) -> list[Image]:
 
 
 def _file_name(*parts: str) -> str:
-    return "-".join(parts).replace(" ", "-").replace("/", "-").replace(".", "_")
+    return re.sub("[^A-Za-z0-9_]+", "-", "-".join(parts).replace(".", "_"))
 
 
 def _drawn(name: str, title: str, draw: Any, *arguments: Any) -> list[Image]:

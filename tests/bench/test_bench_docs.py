@@ -130,6 +130,30 @@ def test_the_table_of_workloads(pairs: list[Pair]) -> None:
         assert_row(row, [pair.figures("tokens_per_s"), *latencies, ttft])
 
 
+def test_the_table_of_two_gpus(pairs: list[Pair]) -> None:
+    model = "gpt-oss-120b, "
+    known = {
+        f"{it.key.model.removeprefix(model)}, {it.key.size}": it
+        for it in pairs
+        if it.key.model.startswith(model)
+    }
+    rows = rows_below("| layout, streams x tokens |")
+    assert {row[0] for row in rows} == known.keys()
+    for row in rows:
+        pair = known[row[0]]
+        assert {len(pair.stock.rounds()), len(pair.ours.rounds())} == {2}
+        assert not pair.is_of_separate_runs
+        expected = [
+            pair.figures("tokens_per_s"),
+            pair.figures("itl_ms", "p50"),
+            pair.figures("itl_ms", "p99"),
+            scheduler_us(pair),
+            pair.both("engine_cpu", "without_waiting_us_per_token"),
+            pair.figures("cpu", "us_per_token", "API server"),
+        ]
+        assert_row(row, expected)
+
+
 def test_rows_of_two_rounds_are_said(pairs: list[Pair]) -> None:
     """The page names them; all others have three."""
     text = " ".join(PAGE.read_text().split())
