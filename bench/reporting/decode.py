@@ -16,6 +16,7 @@ from bench.reporting.cells import (
 )
 from bench.reporting.decode_gpu import gpu
 from bench.reporting.decode_host import cpu, messages, phases
+from bench.reporting.decode_late import late
 from bench.reporting.decode_rates import few_cores, latency, modes, workloads
 from bench.reporting.decode_splits import splits
 from bench.reporting.decode_streams import streams
@@ -51,7 +52,10 @@ def sections(results: Sequence[Row]) -> list[Section]:
         Section("Serving: the host's time in a step", phases(steady(pairs))),
         Section("Serving: the GPU", gpu(results, pairs)),
         Section("Serving: CPU time", cpu(results, pairs)),
-        Section("Serving: messages from engine to API server", messages(steady(pairs))),
+        Section(
+            "Serving: messages from engine to API server",
+            messages(steady(pairs)) + late(steady(pairs)),
+        ),
         Section("Serving: asynchronous and synchronous scheduling", modes(steady(pairs))),
         Section("Serving: mixed lengths and shared prefixes", workloads(pairs)),
         Section("Serving: few processors", few_cores(pairs)),

@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.serving.engine_probe import EXECUTE, PEER, PHASES, SCHEDULE, WAIT
 from bench.serving.evaluate import missing, summary
+from bench.serving.lateness import evaluate_collections, evaluate_late
 
 Row = dict[str, Any]
 
@@ -224,7 +225,8 @@ def evaluate_messages(recorded: Row, num_requests: int) -> Row:
     Arrival counts from the end of the scheduler's `update` to where the client begins to decode:
     sparksched encodes in `update`, vLLM after that. Where the client is late, vLLM's messages wait
     after they are decoded, and sparksched's before that; both have waited when they are handed to
-    the output processor, which counts from the end of `update`, too.
+    the output processor, which counts from the end of `update`, too. Without its CPU time, a call's
+    time is that in which its thread didn't run.
     """
     client = recorded["client"]
     full = [it for it in client["messages"] if it[0] == num_requests]
@@ -232,10 +234,21 @@ def evaluate_messages(recorded: Row, num_requests: int) -> Row:
         return missing("no message had an output of each request")
     handed = [taken / 1000 for size, taken in client["handed"] if size == num_requests]
     encodings = [wall / 1000 for wall, _cpu in recorded["engine"]["encodings"]]
+    decoding, processing = [call for *_, call in full], client["processing"]
+    collections = client["collections"]
     return {
         "arrival_us": summary([arrival / 1000 for _, arrival, _ in full]),
         "encode_us": summary(encodings) if encodings else missing("encoded within update"),
-        "decode_us": summary([decode / 1000 for *_, decode in full]),
+        "decode_us": summary([call.wall_ns / 1000 for call in decoding]),
+        "decode_cpu_us": summary([call.cpu_ns / 1000 for call in decoding]),
         "handed_us": summary(handed),
-        "process_us": summary([taken / 1000 for taken in client["processing"]]),
+        "process_us": summary([call.wall_ns / 1000 for call in processing]),
+        "process_cpu_us": summary([call.cpu_ns / 1000 for call in processing]),
+        "late": {
+            "decode": evaluate_late(decoding, collections),
+            "process": evaluate_late(processing, collections),
+        },
+        "collections": evaluate_collections(
+            collections, [*(call for *_, call in client["messages"]), *processing]
+        ),
     }

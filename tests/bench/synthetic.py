@@ -1,8 +1,11 @@
 """Made-up measurements whose figures are known: traces of a GPU, and results of `bench.decode`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from bench.serving.evaluate import evaluate
+from bench.serving.garbage import Collection
+from bench.serving.lateness import Call
 from bench.serving.phases import evaluate_messages, evaluate_phases
 from bench.serving.streams import StreamLog
 from bench.serving.trace import evaluate_trace
@@ -112,12 +115,17 @@ def cell(scheduler: str, count: int, driver: str, itl_ms: float, us: dict[str, f
         entry["load"] = {"processes": 1, "percent": 20.0, "busiest_percent": 20.0}
         rounds.append(entry)
     recorded = recorded_phases(count, 20, us)
-    messages = [(count, 150_000, 40_000)] * len(logs)
-    client = {"messages": messages, "processing": [60_000] * 20, "handed": [(count, 200_000)] * 20}
+    client = {
+        "messages": [(count, 150_000, Call(0, 40_000, 40_000))] * len(logs),
+        "processing": [Call(0, 60_000, 60_000)] * 20,
+        "handed": [(count, 200_000)] * 20,
+        "collections": [],
+    }
+    messages = evaluate_messages({"engine": recorded, "client": client}, count)
     found = {
         "rounds": rounds,
         "phases": evaluate_phases(recorded, count, is_async=True),
-        "messages": evaluate_messages({"engine": recorded, "client": client}, count),
+        "messages": {name: it for name, it in messages.items() if name not in OF_LATE_MESSAGES},
         "spinners": [],
         "memory": {
             "least_gb": 5.0,
@@ -183,6 +191,7 @@ def result(counts: tuple[int, ...] = (1, 64, 256)) -> Row:
 
 # ---- what newer benchmarks keep ----
 
+OF_LATE_MESSAGES = ("decode_cpu_us", "process_cpu_us", "late", "collections")
 SPREAD = {"p10": 1.0, "p50": 2.0, "p90": 3.0, "p99": 4.0, "max": 5.0, "count": 20}
 
 
@@ -225,6 +234,42 @@ def _split(row: Row, layout: str, is_stock: bool) -> None:
         "other_threads_us_per_token": 2.5 if is_stock else 1.5,
         "without_waiting_us_per_token": 7.5 if is_stock else 4.5,
     }
+
+
+def calls(us: Sequence[float], cpu_us: Sequence[float]) -> list[Call]:
+    """Return calls that took so long, one each 10 ms."""
+    return [
+        Call(10_000_000 * number, round(1000 * wall), round(1000 * cpu))
+        for number, (wall, cpu) in enumerate(zip(us, cpu_us, strict=True))
+    ]
+
+
+def with_late_messages() -> Row:
+    """Return a result in which a few of 20 messages were late; both sides' figures differ.
+
+    vLLM's decoder: once for 1,000 µs more, of which 600 went to a full collection, and in 300 its
+    thread didn't run. sparksched's: never; its output processor twice for 200 µs, all of it work.
+    """
+    found = result((64,))
+    usual = [100.0] * 18
+    full = Collection(2, 180_100_000, 600_000, 600_000)
+    young = Collection(0, 5_000_000, 40_000, 40_000)
+    for row in found["cells"]:
+        is_stock = row["scheduler"] == "stock"
+        slow, quick = calls([*usual, 1100, 100], [*usual, 800, 100]), calls(usual, usual)
+        busy = calls([*usual, 200, 200], [*usual, 200, 200])
+        decoding, processing = (slow, quick) if is_stock else (quick, busy)
+        client = {
+            "messages": [(64, 150_000, it) for it in decoding],
+            "processing": processing,
+            "handed": [(64, 200_000)],
+            "collections": [young, full] if is_stock else [young],
+        }
+        recorded = {"engine": {"encodings": []}, "client": client}
+        messages = evaluate_messages(recorded, 64)
+        row["messages"] |= {name: messages[name] for name in OF_LATE_MESSAGES}
+        row["messages"] |= {it: messages[it] for it in ("decode_us", "process_us")}
+    return found
 
 
 SAMPLED_DIGESTS = {

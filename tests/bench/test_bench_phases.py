@@ -9,6 +9,7 @@ import pytest
 from synthetic import US, recorded_phases
 
 from bench.serving.client_probe import ClientProbe
+from bench.serving.lateness import Call
 from bench.serving.phases import evaluate_messages, evaluate_phases, split_steps, usual_size
 from bench.serving.timers import PhaseTimer, Replacements
 
@@ -89,21 +90,31 @@ def test_the_gap_of_synchronous_steps_lasts_until_the_launch() -> None:
     assert not gap["is_bound"]
 
 
+def recorded_messages() -> dict[str, Any]:
+    """Return what the client's probe would have recorded of one message, and of a smaller one."""
+    return {
+        "messages": [(8, 200_000, Call(0, 50_000, 30_000)), (3, 1, Call(60_000, 1, 1))],
+        "processing": [Call(70_000, 20_000, 10_000)],
+        "handed": [(8, 900_000), (3, 1)],
+        "collections": [],
+    }
+
+
 def test_messages_that_lack_requests_are_left_out() -> None:
     engine = recorded_phases(8, 3, US | {"encode": 30.0})
-    client = {"messages": [(8, 200_000, 50_000), (3, 1, 1)], "processing": [1000]}
-    client["handed"] = [(8, 900_000), (3, 1)]
+    client = recorded_messages()
     found = evaluate_messages({"engine": engine, "client": client}, 8)
     assert found["arrival_us"]["p50"] == 200
     assert found["encode_us"]["p50"] == 30
     assert found["handed_us"]["p50"] == 900
+    assert (found["decode_us"]["p50"], found["decode_cpu_us"]["p50"]) == (50, 30)
+    assert found["late"]["decode"]["calls"] == 1
     assert "missing" in evaluate_messages({"engine": engine, "client": client}, 16)
 
 
 def test_without_vllms_encoder_its_time_is_missing_and_not_zero() -> None:
-    client = {"messages": [(8, 200_000, 50_000)], "processing": [1000]}
-    client["handed"] = [(8, 900_000), (3, 1)]
-    found = evaluate_messages({"engine": recorded_phases(8, 3, US), "client": client}, 8)
+    recorded = {"engine": recorded_phases(8, 3, US), "client": recorded_messages()}
+    found = evaluate_messages(recorded, 8)
     assert list(found["encode_us"]) == ["missing"]
 
 
@@ -123,10 +134,10 @@ def test_a_message_is_handed_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for part in (decoded.outputs[:2], decoded.outputs[2:]):
         OutputProcessor.process_outputs(SimpleNamespace(), part, decoded.timestamp)  # type: ignore[arg-type]
     recorded = probe.stop()
-    ((size, arrival_ns, decode_ns),) = recorded["messages"]
+    ((size, arrival_ns, decoding),) = recorded["messages"]
     ((handed_size, handed_ns),) = recorded["handed"]
     assert size == handed_size == 3
-    assert handed_ns >= arrival_ns + decode_ns + 10_000_000
+    assert handed_ns >= arrival_ns + decoding.wall_ns + 10_000_000
 
 
 # ---- timers ----

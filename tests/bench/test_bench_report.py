@@ -166,10 +166,15 @@ def test_stored_results_may_lack_anything(path: Path, monkeypatch: pytest.Monkey
                 as_markdown(build([(path, result)], []))
 
 
-NEWER = [synthetic.on_several_gpus("PP 2, DP 2"), synthetic.step_cost(), synthetic.recording()]
+NEWER = [
+    synthetic.on_several_gpus("PP 2, DP 2"),
+    synthetic.with_late_messages(),
+    synthetic.step_cost(),
+    synthetic.recording(),
+]
 
 
-@pytest.mark.parametrize("whole", NEWER, ids=["decode", "step_cost", "recording"])
+@pytest.mark.parametrize("whole", NEWER, ids=["decode", "late messages", "step_cost", "recording"])
 def test_newer_results_may_lack_anything(whole: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "decode_images", lambda results: [])
     monkeypatch.setattr(plots, "step_cost_image", lambda result: [])

@@ -60,10 +60,21 @@ def test_decode_measures_all_cells_of_both_schedulers(
             assert phases["schedule_us"]["p50"] > 0
             assert cell["messages"]["arrival_us"]["p50"] > 0
             assert cell["messages"]["handed_us"]["count"] > 3
+            assert_late_messages_are_explained(cell["messages"])
             assert phases["mean_period_us"] > 0
             assert cell["memory"]["missing"].startswith("not available")
         if cell["workload"] == "prefix":
             assert entry["counters"]["prefix_cache_queries"] > 0
+
+
+def assert_late_messages_are_explained(messages: dict[str, Any]) -> None:
+    assert set(messages["collections"]) == {"0", "1", "2"}
+    for call, found in messages["late"].items():
+        assert found["calls"] == messages[f"{call}_us"]["count"]
+        assert messages[f"{call}_cpu_us"]["p50"] > 0
+        if found["count"]:
+            parts = [found[f"{it}_share"] for it in ("collecting", "stopped", "working")]
+            assert sum(parts) == pytest.approx(1.0)
 
 
 def test_both_schedulers_bring_the_same_tokens(measured: tuple[Path, dict[str, Any]]) -> None:
