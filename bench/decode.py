@@ -12,6 +12,9 @@ which are the same for both schedulers.
 - `mixed`: 256 sequences, prompts and outputs of 100 to 1,024 tokens, from the first request to the
   last token; `prefix`: the same, with prompts of which 90 % are the beginning of one text.
 - Phases of the engine's loop are timed in a round of their own (`bench.serving.engine_probe`).
+- So is what the API server does with each message, and what held up those that took it at least
+  twice the median: garbage collections, a thread that didn't run, or work
+  (`bench.serving.client_probe`, `bench.serving.lateness`).
 - A trace by torch's profiler, if there is a GPU: what it did in a few steps, at each number of
   streams, after everything else (`bench.serving.trace`).
 - `--cores N` confines API server and engine, once they are up, and the load to other processors, if

@@ -108,6 +108,7 @@ def test_messages_that_lack_requests_are_left_out() -> None:
     assert found["encode_us"]["p50"] == 30
     assert found["handed_us"]["p50"] == 900
     assert (found["decode_us"]["p50"], found["decode_cpu_us"]["p50"]) == (50, 30)
+    assert (found["process_us"]["p50"], found["process_cpu_us"]["p50"]) == (20, 10)
     assert found["late"]["decode"]["calls"] == 1
     assert "missing" in evaluate_messages({"engine": engine, "client": client}, 16)
 
