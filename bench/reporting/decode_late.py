@@ -19,11 +19,12 @@ def late(pairs: Sequence[Pair]) -> list[Part]:
     return [
         Paragraph(
             "The slowest messages, in µs, vLLM → sparksched, in the round with the probe. Late is "
-            "a call that took at least twice the median, of how many. Of the time beyond the "
-            "median that late calls took together: while any thread of the process collected "
-            "garbage (collecting), while the thread didn't run for another reason (stopped), and "
-            "the rest, in which it ran (working). A hypervisor's pauses are known as such only "
-            "where it tells of them, and page faults that need no disk are work."
+            "a call that took at least twice the median, of how many; vLLM's output processor gets "
+            "up to 128 outputs in a call, with sparksched's rings all of a message. Of the time "
+            "beyond the median that late calls took together: while any thread of the process "
+            "collected garbage (collecting), while the thread didn't run for another reason "
+            "(stopped), and the rest, in which it ran (working). A hypervisor's pauses are known "
+            "as such only where it tells of them, and page faults that need no disk are work."
         ),
         Table(
             (CASE, "call", "p50", "p99", "longest", "late", *REASONS),
