@@ -20,7 +20,14 @@ from support.server import Server, serve
 from support.streaming import Completion, mixed_prompts, stream_all
 
 from .pair import Pair, observe_pair
-from .test_rings import NUM_ENDLESS, kill_in_mid_stream, process_named, processes_of, wait_until
+from .test_rings import (
+    ENDLESS_TOKENS,
+    NUM_ENDLESS,
+    kill_in_mid_stream,
+    process_named,
+    processes_of,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -28,7 +35,11 @@ NUM_REQUESTS = 24
 VOCAB_SIZE = 400
 # Workers share what few processors there are.
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-TWO_ENGINES = ("--data-parallel-size=2", "--api-server-count=2", "--max-model-len=4096")
+TWO_ENGINES = (
+    "--data-parallel-size=2",
+    "--api-server-count=2",
+    f"--max-model-len={ENDLESS_TOKENS + 1024}",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

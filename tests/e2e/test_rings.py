@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 NUM_REQUESTS = 16
 NUM_ENDLESS = 4
 VOCAB_SIZE = 400
-ENDLESS = Prompt("nobody sees the end of this", 4000, {"ignore_eos": True})
+# A minute's worth and more: some streams may begin seconds after others.
+ENDLESS_TOKENS = 60_000
+ENDLESS = Prompt("nobody sees the end of this", ENDLESS_TOKENS, {"ignore_eos": True})
 OVER_RINGS = {"SPARKSCHED_STRICT": "1", "SPARKSCHED_TRANSPORT": "shm"}
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 END_TIMEOUT_S = 60.0
@@ -62,7 +64,7 @@ def run_server(
         log_dir / "serve.log",
         scheduler="sparksched" if over_rings else None,
         environment={**DEVELOPMENT, **(OVER_RINGS if over_rings else {})},
-        arguments=("--max-model-len=4096", *arguments),
+        arguments=(f"--max-model-len={ENDLESS_TOKENS + 1024}", *arguments),
     ) as server:
         observed = observe(server)
         wait_until(lambda: not processes_of(server), "for the end of each process")
