@@ -6,22 +6,17 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from bench.serving.timers import Span
+
 
 @dataclass(frozen=True)
-class Collection:
-    """One collection. Whichever thread runs it, no other one gets the interpreter meanwhile."""
+class Collection(Span):
+    """One collection. Whichever thread runs it, no other one gets the interpreter meanwhile.
+
+    Its CPU time is what it took of the thread that watches: 0 if another one ran it.
+    """
 
     generation: int
-    start_ns: int
-    """Of CLOCK_MONOTONIC, as all times here."""
-    wall_ns: int
-    cpu_ns: int
-    """What it took of the thread that watches: 0 if another one ran it."""
-
-    @property
-    def end_ns(self) -> int:
-        """When it ended."""
-        return self.start_ns + self.wall_ns
 
 
 class GarbageWatch:
@@ -47,7 +42,7 @@ class GarbageWatch:
             (start_ns, spent_ns), self._begun = self._begun, None
             cpu_ns = self._spent_ns() - spent_ns
             wall_ns = time.monotonic_ns() - start_ns
-            self._collections.append(Collection(info["generation"], start_ns, wall_ns, cpu_ns))
+            self._collections.append(Collection(start_ns, wall_ns, cpu_ns, info["generation"]))
 
     def _spent_ns(self) -> int:
         """Return the CPU time of the thread that watches, if that is the one that asks."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.serving.evaluate import missing
 from bench.serving.garbage import Collection
+from bench.serving.timers import Span
 
 Row = dict[str, Any]
 
@@ -18,19 +19,8 @@ GENERATIONS = (0, 1, 2)
 NOBODY = "no call was late"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(Span):
     """One call on the event loop's thread."""
-
-    start_ns: int
-    """Of CLOCK_MONOTONIC."""
-    wall_ns: int
-    cpu_ns: int
-
-    @property
-    def end_ns(self) -> int:
-        """When it ended."""
-        return self.start_ns + self.wall_ns
 
 
 @dataclass(frozen=True)

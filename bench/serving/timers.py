@@ -3,9 +3,25 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took a while."""
+
+    start_ns: int
+    """Of CLOCK_MONOTONIC."""
+    wall_ns: int
+    cpu_ns: int
+
+    @property
+    def end_ns(self) -> int:
+        """When it ended."""
+        return self.start_ns + self.wall_ns
 
 
 class Replacements:

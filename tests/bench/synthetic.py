@@ -252,8 +252,8 @@ def with_late_messages() -> Row:
     """
     found = result((64,))
     usual = [100.0] * 18
-    full = Collection(2, 180_100_000, 600_000, 600_000)
-    young = Collection(0, 5_000_000, 40_000, 40_000)
+    full = Collection(180_100_000, 600_000, 600_000, 2)
+    young = Collection(5_000_000, 40_000, 40_000, 0)
     for row in found["cells"]:
         is_stock = row["scheduler"] == "stock"
         slow, quick = calls([*usual, 1100, 100], [*usual, 800, 100]), calls(usual, usual)

@@ -29,7 +29,7 @@ def shares(found: dict[str, Any]) -> list[float]:
 def test_a_late_call_s_time_is_told_apart() -> None:
     """Of 1,000 µs more 600 went to a collection of its own; in 300 its thread didn't run."""
     found = evaluate_late(
-        calls([*USUAL, 1100.0], [*USUAL, 800.0]), [Collection(2, 90_100_000, 600_000, 600_000)]
+        calls([*USUAL, 1100.0], [*USUAL, 800.0]), [Collection(90_100_000, 600_000, 600_000, 2)]
     )
     assert (found["calls"], found["count"]) == (10, 1)
     assert found["extra_ms"] == pytest.approx(1.0)
@@ -39,7 +39,7 @@ def test_a_late_call_s_time_is_told_apart() -> None:
 def test_another_thread_s_collection_is_no_unexplained_stop() -> None:
     """It began 200 µs before the call, and held up its thread for 400 of the 600 µs it was off."""
     found = evaluate_late(
-        calls([*USUAL, 1100.0], [*USUAL, 500.0]), [Collection(2, 89_800_000, 600_000, 0)]
+        calls([*USUAL, 1100.0], [*USUAL, 500.0]), [Collection(89_800_000, 600_000, 0, 2)]
     )
     assert shares(found) == pytest.approx([0.4, 0.2, 0.4])
 
@@ -47,7 +47,7 @@ def test_another_thread_s_collection_is_no_unexplained_stop() -> None:
 def test_what_happens_in_the_median_call_makes_none_late() -> None:
     """Each call collects for 50 µs, and is off for 30; the late one has work for 300 more."""
     made = calls([*USUAL, 400.0], [70.0] * 9 + [370.0])
-    young = [Collection(0, it.start_ns + 1, 50_000, 50_000) for it in made]
+    young = [Collection(it.start_ns + 1, 50_000, 50_000, 0) for it in made]
     assert shares(evaluate_late(made, young)) == pytest.approx([0.0, 0.0, 1.0])
 
 
@@ -66,10 +66,10 @@ def test_where_no_call_was_late_shares_are_missing_and_not_zero() -> None:
 def test_collections_by_generation() -> None:
     made = [Call(1_000_000, 500_000, 500_000), Call(2_000_000, 500_000, 500_000)]
     collections = [
-        Collection(0, 100_000, 200_000, 0),
-        Collection(0, 600_000, 400_000, 0),  # ends when the call begins
-        Collection(0, 1_400_000, 700_000, 0),  # in both
-        Collection(1, 2_500_000, 300_000, 0),  # begins when the call ends
+        Collection(100_000, 200_000, 0, 0),
+        Collection(600_000, 400_000, 0, 0),  # ends when the call begins
+        Collection(1_400_000, 700_000, 0, 0),  # in both
+        Collection(2_500_000, 300_000, 0, 1),  # begins when the call ends
     ]
     found = evaluate_collections(collections, made)
     assert list(found) == ["0", "1", "2"]
@@ -86,7 +86,7 @@ def test_smaller_messages_are_held_up_by_collections_too() -> None:
         "messages": [(8, 1, full), (3, 1, smaller)],
         "processing": [processing],
         "handed": [(8, 1)],
-        "collections": [Collection(2, it.start_ns + 1, 10, 10) for it in (smaller, processing)],
+        "collections": [Collection(it.start_ns + 1, 10, 10, 2) for it in (smaller, processing)],
     }
     found = evaluate_messages({"engine": {"encodings": []}, "client": client}, 8)
     assert found["collections"]["2"]["within_calls"] == 2
