@@ -21,8 +21,8 @@ from support.streaming import Completion, mixed_prompts, stream_all
 
 from .pair import Pair, observe_pair
 from .test_rings import (
-    ENDLESS_TOKENS,
     NUM_ENDLESS,
+    ROOM_FOR_ENDLESS,
     kill_in_mid_stream,
     process_named,
     processes_of,
@@ -35,11 +35,7 @@ NUM_REQUESTS = 24
 VOCAB_SIZE = 400
 # Workers share what few processors there are.
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-TWO_ENGINES = (
-    "--data-parallel-size=2",
-    "--api-server-count=2",
-    f"--max-model-len={ENDLESS_TOKENS + 1024}",
-)
+TWO_ENGINES = ("--data-parallel-size=2", "--api-server-count=2", ROOM_FOR_ENDLESS)
 
 
 @pytest.fixture(scope="module", autouse=True)

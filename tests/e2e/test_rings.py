@@ -26,6 +26,7 @@ NUM_ENDLESS = 4
 VOCAB_SIZE = 400
 # A minute's worth and more: some streams may begin seconds after others.
 ENDLESS_TOKENS = 60_000
+ROOM_FOR_ENDLESS = f"--max-model-len={ENDLESS_TOKENS + 1024}"
 ENDLESS = Prompt("nobody sees the end of this", ENDLESS_TOKENS, {"ignore_eos": True})
 OVER_RINGS = {"SPARKSCHED_STRICT": "1", "SPARKSCHED_TRANSPORT": "shm"}
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -64,7 +65,7 @@ def run_server(
         log_dir / "serve.log",
         scheduler="sparksched" if over_rings else None,
         environment={**DEVELOPMENT, **(OVER_RINGS if over_rings else {})},
-        arguments=(f"--max-model-len={ENDLESS_TOKENS + 1024}", *arguments),
+        arguments=(ROOM_FOR_ENDLESS, *arguments),
     ) as server:
         observed = observe(server)
         wait_until(lambda: not processes_of(server), "for the end of each process")
