@@ -32,6 +32,7 @@ from sparksched.metrics import collector
 from sparksched.metrics import front_end as metrics
 from sparksched.metrics.collector import EngineView
 from sparksched.metrics.deliveries import Deliveries
+from sparksched.transport.garbage import LaterCollections
 from sparksched.transport.offer import (
     ENGINE_DEAD,
     MAX_BACKLOG_BYTES,
@@ -492,6 +493,8 @@ class _AsyncChannel(_Channel):
         self._num_outputs = 0
         self._max_messages = _MAX_MESSAGES
         self._others = OthersTurns()
+        self._num_received = 0
+        self._collections = LaterCollections()
         self._observe_outputs: Callable[[Any, EngineCoreOutputs], Any] | None = getattr(
             type(client), "process_engine_outputs", None
         )
@@ -510,10 +513,14 @@ class _AsyncChannel(_Channel):
         self._on_event()
 
     def _on_event(self) -> None:
+        assert self._loop is not None
         # What isn't taken stays to be read: this is called again in the loop's next turn.
         if not self._waiting and self._others.take_next():
             return
+        self._collections.begin()
+        self._num_received = 0
         self._receive(self._max_messages)
+        self._collections.end_after_streams(self._loop, self._num_received)
         self._others.begin()
         if self._waiting and not self._has_ended:
             self._wake_senders()
@@ -531,6 +538,7 @@ class _AsyncChannel(_Channel):
             _run_now(self._observe_outputs(client, outputs))
         if outputs.outputs or outputs.scheduler_stats:
             self._put_outputs(outputs)
+            self._num_received += len(outputs.outputs)
             self._others.owe(len(outputs.outputs), outputs.timestamp)
             # The next steps' messages will have about as many. A short one among them, of an abort
             # for example, says little.
@@ -565,6 +573,7 @@ class _AsyncChannel(_Channel):
         # the loop waits for it.
         self._has_ended = True
         self.rings.close()
+        self._collections.close()
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._stop_reading)

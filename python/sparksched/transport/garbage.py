@@ -1,0 +1,87 @@
+"""CPython's garbage collections wait until outputs are in their streams' hands.
+
+The interpreter collects when 700 more containers were made than freed. Outputs of 1,024 streams are
+some 5,000 containers, all of them alive until the streams take them, two turns of the event loop
+later. Collections in between find nothing, and take each of these outputs for one of those objects
+that last. Of these the interpreter soon has too many, and looks through the whole heap: with 1,024
+streams in each 22nd step, for 10 ms and more, in which no stream gets anything.
+
+Here the threshold is raised until the streams have had their turn. By then as much is freed as was
+made. Garbage in cycles stays for two turns longer. There is a threshold all the time, and an
+application's own settings are left alone: where they would matter, nothing is raised.
+"""
+
+import asyncio
+import gc
+import threading
+from typing import Final
+
+MANY_OUTPUTS: Final = 128
+"""vLLM gives streams a turn after so many, which keeps their containers few."""
+
+RAISED: Final = 100_000
+"""Containers, as in `gc.set_threshold`: several times what is received in one turn at most."""
+
+
+class LaterCollections:
+    """One reader's wish for a raised threshold, from when it receives until streams have it all."""
+
+    def __init__(self) -> None:
+        self._num_receptions = 0
+
+    def begin(self) -> None:
+        """Note that outputs are about to be received."""
+        with _threshold.lock:
+            self._num_receptions += 1
+            if self._num_receptions == 1:
+                _threshold.raise_for(self)
+
+    def end_after_streams(self, loop: asyncio.AbstractEventLoop, num_outputs: int) -> None:
+        """Note how many were received in this turn."""
+        if num_outputs <= MANY_OUTPUTS:
+            self._end()
+        else:
+            # In the next turn they are processed, in the second one the streams take them. What is
+            # called then comes after these, as it is in each turn the last to be asked for.
+            loop.call_soon(loop.call_soon, self._end)
+
+    def close(self) -> None:
+        """Wish for nothing any more: the loop may not get to it. Any thread may call this."""
+        with _threshold.lock:
+            self._num_receptions = 0
+            _threshold.lower_for(self)
+
+    def _end(self) -> None:
+        with _threshold.lock:
+            self._num_receptions = max(0, self._num_receptions - 1)  # 0 if closed meanwhile
+            if not self._num_receptions:
+                _threshold.lower_for(self)
+
+
+class _Threshold:
+    """The youngest generation's, in this process: raised as long as any reader wants that."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Whoever calls the functions below holds it."""
+        self._readers: set[LaterCollections] = set()
+        self._usual: tuple[int, ...] | None = None
+
+    def raise_for(self, reader: LaterCollections) -> None:
+        self._readers.add(reader)
+        found = gc.get_threshold()
+        # 0 turns collections off, like `gc.disable`.
+        if self._usual is None and gc.isenabled() and 0 < found[0] < RAISED:
+            self._usual = found
+            gc.set_threshold(RAISED, *found[1:])
+
+    def lower_for(self, reader: LaterCollections) -> None:
+        self._readers.discard(reader)
+        if self._readers or self._usual is None:
+            return
+        usual, self._usual = self._usual, None
+        if gc.get_threshold() == (RAISED, *usual[1:]):  # else somebody has set others meanwhile
+            gc.set_threshold(*usual)
+
+
+_threshold = _Threshold()

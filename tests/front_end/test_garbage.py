@@ -1,0 +1,236 @@
+"""Collections wait until streams have their outputs, and a user's thresholds stay a user's."""
+
+import asyncio
+import collections
+import gc
+import uuid
+from collections.abc import Iterator
+from contextlib import aclosing
+from types import SimpleNamespace
+
+import pytest
+from engine.harness import restored_replacements
+from sparksched import _core
+from sparksched.transport import front_end
+from sparksched.transport.client import _AsyncChannel
+from sparksched.transport.garbage import MANY_OUTPUTS, RAISED, LaterCollections
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, async_llm
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from .event_loops import EVENT_LOOPS, NewEventLoop, run, turns
+from .test_catching_up import StubClient
+from .test_turns import async_llm as new_async_llm
+from .test_turns import new_request
+
+USUAL = (700, 11, 12)
+NUM_STEPS = 20
+
+Thresholds = tuple[int, ...]
+
+
+@pytest.fixture(autouse=True)
+def usual_thresholds() -> Iterator[None]:
+    found = gc.get_threshold()
+    gc.set_threshold(*USUAL)
+    yield
+    gc.enable()
+    gc.set_threshold(*found)
+
+
+# ----------------------------------------------------------------------------------------
+# Streams
+# ----------------------------------------------------------------------------------------
+
+
+class Server:
+    """A front end, and an engine's end of the rings between the two."""
+
+    def __init__(self) -> None:
+        self.rings = _core.EngineRings(
+            f"sparksched-{uuid.uuid4()}",
+            num_clients=1,
+            ring_bytes=1 << 22,
+            max_idle_backlog_bytes=1 << 30,
+            max_backlog_bytes=1 << 30,
+            stuck_after_s=60,
+        )
+        rings = _core.ClientRings(
+            self.rings.name, client_index=0, max_backlog_bytes=1 << 20, stuck_after_s=60
+        )
+        self.llm = new_async_llm()
+        self.client = StubClient()
+        self.client.outputs_queue = self.llm.engine_core.outputs
+        self.channel = _AsyncChannel(self.client, 0, rings)
+        channels = {b"\0\0": self.channel}
+        self.llm.engine_core.resources.sparksched_rings = SimpleNamespace(channels=channels)
+        self.taken: collections.Counter[Thresholds] = collections.Counter()
+        """How many outputs streams have taken at which thresholds."""
+
+    async def start(self) -> None:
+        while not self.rings.is_attached(0):
+            await turns(1)
+        self.channel.start_reading(self.client)
+
+    async def consume(self, name: str) -> None:
+        request = new_request(name, RequestOutputKind.DELTA)
+        async with aclosing(self.llm.generate(request, request.sampling_params, name)) as outputs:
+            async for _ in outputs:
+                self.taken[gc.get_threshold()] += 1
+
+    def send(self, names: list[str], reason: FinishReason | None = None) -> None:
+        outputs = [EngineCoreOutput(name, [1], finish_reason=reason) for name in names]
+        self.rings.send(
+            0, 0, MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, timestamp=1e12))
+        )
+
+    def close(self) -> None:
+        self.llm.output_handler.cancel()
+        self.channel.close()
+        self.rings.close()
+
+
+async def streams_scene(num_streams: int) -> tuple[Server, int]:
+    """Return what streams have seen, and how many collections there were per step."""
+    server = Server()
+    await server.start()
+    names = [f"stream-{index}" for index in range(num_streams)]
+    streams = [asyncio.create_task(server.consume(name)) for name in names]
+    while len(server.llm.engine_core.added) < num_streams:
+        await turns(1)
+    for step in range(1 + NUM_STEPS):
+        if step == 1:  # what vLLM's code makes once for each stream has been made
+            before = gc.get_stats()[0]["collections"]
+        server.send(names)
+        while server.taken.total() < (1 + step) * num_streams:
+            await turns(1)
+        await turns(2)
+        assert gc.get_threshold() == USUAL
+    num_collections = gc.get_stats()[0]["collections"] - before
+    server.send(names, FinishReason.LENGTH)
+    await asyncio.gather(*streams)
+    await turns(3)
+    server.close()
+    return server, num_collections
+
+
+def seen_by_streams(new_event_loop: NewEventLoop, num_streams: int) -> tuple[set[Thresholds], int]:
+    with restored_replacements():
+        front_end.install(async_llm)
+        server, num_collections = run(new_event_loop, streams_scene(num_streams))
+    assert gc.get_threshold() == USUAL
+    return set(server.taken), num_collections
+
+
+@EVENT_LOOPS
+def test_streams_take_many_outputs_before_a_collection(new_event_loop: NewEventLoop) -> None:
+    thresholds, num_collections = seen_by_streams(new_event_loop, 1000)
+    assert thresholds == {(RAISED, *USUAL[1:])}
+    # One in a step is this test's own. Without raised thresholds there are six.
+    assert num_collections <= 2 * NUM_STEPS
+
+
+@EVENT_LOOPS
+def test_few_outputs_change_nothing(new_event_loop: NewEventLoop) -> None:
+    thresholds, _ = seen_by_streams(new_event_loop, MANY_OUTPUTS)
+    assert thresholds == {USUAL}
+
+
+# ----------------------------------------------------------------------------------------
+# Thresholds
+# ----------------------------------------------------------------------------------------
+
+MANY = MANY_OUTPUTS + 1
+
+
+def is_raised() -> bool:
+    return gc.get_threshold() == (RAISED, *USUAL[1:])
+
+
+async def receptions_scene() -> None:
+    """Let two readers receive at times that overlap."""
+    loop = asyncio.get_running_loop()
+    one, other = LaterCollections(), LaterCollections()
+    one.begin()
+    assert is_raised()
+    one.end_after_streams(loop, MANY)
+    await turns(1)
+    other.begin()
+    other.end_after_streams(loop, MANY)
+    await turns(1)
+    assert is_raised()
+    other.begin()
+    other.end_after_streams(loop, 1)
+    assert is_raised()  # streams have yet to take what was received before
+    await turns(3)
+    assert gc.get_threshold() == USUAL
+
+
+@EVENT_LOOPS
+def test_the_last_reception_ends_it(new_event_loop: NewEventLoop) -> None:
+    run(new_event_loop, receptions_scene())
+
+
+async def closing_scene() -> None:
+    """Close a reader before the loop gets to what it has asked for."""
+    loop = asyncio.get_running_loop()
+    reader = LaterCollections()
+    reader.begin()
+    reader.end_after_streams(loop, MANY)
+    reader.close()
+    assert gc.get_threshold() == USUAL
+    await turns(3)
+    reader.begin()
+    assert is_raised()
+    reader.end_after_streams(loop, 1)
+    assert gc.get_threshold() == USUAL
+
+
+@EVENT_LOOPS
+def test_closing_ends_it(new_event_loop: NewEventLoop) -> None:
+    run(new_event_loop, closing_scene())
+
+
+async def closed_channel_scene() -> None:
+    """Close a channel that has just received outputs."""
+    server = Server()
+    await server.start()
+    server.send([f"stream-{index}" for index in range(MANY)])
+    while server.client.outputs_queue.empty():
+        await turns(1)
+    assert is_raised()
+    server.channel.close()
+    assert gc.get_threshold() == USUAL
+    server.rings.close()
+
+
+@EVENT_LOOPS
+def test_a_channel_that_is_closed_ends_it(new_event_loop: NewEventLoop) -> None:
+    run(new_event_loop, closed_channel_scene())
+
+
+@pytest.mark.parametrize("thresholds", [(0, 11, 12), (RAISED, 11, 12), (2 * RAISED, 1, 1)])
+def test_users_who_want_fewer_collections_get_what_they_have_set(thresholds: Thresholds) -> None:
+    gc.set_threshold(*thresholds)
+    reader = LaterCollections()
+    reader.begin()
+    assert gc.get_threshold() == thresholds
+    reader.close()
+    assert gc.get_threshold() == thresholds
+
+
+def test_users_who_want_none_get_none() -> None:
+    gc.disable()
+    reader = LaterCollections()
+    reader.begin()
+    assert gc.get_threshold() == USUAL
+    assert not gc.isenabled()
+    reader.close()
+
+
+def test_what_is_set_meanwhile_stays() -> None:
+    reader = LaterCollections()
+    reader.begin()
+    gc.set_threshold(5000, 5, 5)
+    reader.close()
+    assert gc.get_threshold() == (5000, 5, 5)
