@@ -29,8 +29,9 @@ which are the same for both schedulers.
 - Engines spin while they wait for workers and for each other: CPU time is there with and without.
 - `--compare-streams`, before anything else: requests that are scheduled from the same step on, with
   several engines in turn, and whether both schedulers bring the same tokens, sampled with a seed of
-  each request's and greedy. Each server does it twice, to show what differs by itself. Random
-  weights are scaled meanwhile, since tokens would hardly vary.
+  each request's and greedy. Each server does it twice, to show what differs by itself; several
+  starts (`--visits`) show that, too. Random weights are scaled meanwhile, since tokens would hardly
+  vary.
 
 Results are written to the file of `--json` after each cell. A run with the same file goes on where
 the last one was stopped, and tries again what had failed. `--minutes` stops a run before what would

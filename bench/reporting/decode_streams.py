@@ -1,6 +1,7 @@
 """The table about `bench.decode` that says whether both schedulers bring the same tokens."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bench.reporting.cells import (
@@ -19,12 +20,16 @@ from bench.reporting.values import MISSING, as_number, dig, text_of
 GREEDY, SAMPLED = "greedy", "sampled"
 UNSCALED = "§"
 """Marks random weights that could not be made lively."""
+ONE_START = "none"
+"""There is nothing to compare with."""
 COLUMNS = (
     "model, mode",
     "tokens",
     "vLLM and sparksched",
     "vLLM twice",
     "sparksched twice",
+    "vLLM's starts",
+    "sparksched's starts",
     "different tokens a stream",
 )
 
@@ -54,7 +59,9 @@ def streams(results: Sequence[Row]) -> list[Part]:
     return [Paragraph(_introduction(cases)), Table(COLUMNS, rows), *_unscaled(cases)]
 
 
-Cases = dict[Case, dict[str, Row]]
+Sides = dict[str, list[Row]]
+"""What each scheduler's servers have brought, one after the other."""
+Cases = dict[Case, Sides]
 
 
 def _cases(results: Sequence[Row]) -> tuple[Cases, list[str]]:
@@ -69,7 +76,7 @@ def _cases(results: Sequence[Row]) -> tuple[Cases, list[str]]:
             scaled = row.get("scaled")
             case = Case(row["model"], row["mode"], kind, int(as_number(scaled) or 0))
             kept = found | {"scaled": scaled, SOURCE: source}
-            cases.setdefault(case, {}).setdefault(row["scheduler"], kept)
+            cases.setdefault(case, {}).setdefault(row["scheduler"], []).append(kept)
     known = {case.server for case in cases}
     return cases, [server for server in servers if server not in known]
 
@@ -83,18 +90,43 @@ def _kinds(row: Row) -> Iterator[tuple[str, Row]]:
         yield GREEDY, greedy
 
 
-def _row(case: Case, sides: dict[str, Row]) -> list[str]:
-    stock, ours = (_digests(sides.get(it)) for it in (STOCK, OURS))
+def _row(case: Case, sides: Sides) -> list[str]:
+    servers = [sides.get(it, []) for it in (STOCK, OURS)]
+    pairs = _pairs(sides)
     tokens = case.kind + (", weights scaled" if case.num_scaled else "")
-    is_unscaled = any(_reason(it) is not None for it in sides.values())
+    is_unscaled = any(_reason(it) is not None for it in itertools.chain(*servers))
     return [
-        marked(case.server, are_of_separate_runs(sides)),
+        marked(case.server, any(map(are_of_separate_runs, pairs))),
         f"{tokens} {UNSCALED}" if is_unscaled else tokens,
-        _equal(stock[0], ours[0]),
-        _equal(*stock),
-        _equal(*ours),
-        text_of(dig(sides.get(STOCK) or sides.get(OURS), "distinct_tokens_median")),
+        _each(_equal(_digests(it[STOCK])[0], _digests(it[OURS])[0]) for it in pairs),
+        *(_each(_equal(*_digests(it)) for it in started) for started in servers),
+        *(_starts(started) for started in servers),
+        text_of(dig(next(itertools.chain(*servers)), "distinct_tokens_median")),
     ]
+
+
+def _pairs(sides: Sides) -> list[dict[str, Row]]:
+    """Return a server of each scheduler's from each run that has both; else the first ones."""
+    by_run = [{it[SOURCE]: it for it in reversed(sides.get(name, []))} for name in (STOCK, OURS)]
+    stock, ours = by_run
+    runs = [it for it in reversed(stock) if it in ours]
+    if runs:
+        return [{STOCK: stock[it], OURS: ours[it]} for it in runs]
+    first = {name: servers[0] for name, servers in sides.items()}
+    return [first] if {STOCK, OURS} <= first.keys() else []
+
+
+def _each(counts: Iterable[str]) -> str:
+    """Return what was counted, once if it is always the same."""
+    return ", ".join(dict.fromkeys(counts)) or MISSING
+
+
+def _starts(servers: Sequence[Row]) -> str:
+    """Return how many streams are equal of any two servers of one scheduler."""
+    if len(servers) < 2:
+        return ONE_START
+    first_times = [_digests(it)[0] for it in servers]
+    return _each(itertools.starmap(_equal, itertools.combinations(first_times, 2)))
 
 
 def _introduction(cases: Cases) -> str:
@@ -110,8 +142,8 @@ def _introduction(cases: Cases) -> str:
             "trained network's; they compare only with each other."
         )
     return (
-        f"{which} What a server brings twice shows what differs by itself; few different tokens a "
-        "stream show little, as with random weights."
+        f"{which} What a server brings twice shows what differs by itself, and so do several of "
+        "its starts; few different tokens a stream show little, as with random weights."
     )
 
 
@@ -119,7 +151,8 @@ def _unscaled(cases: Cases) -> list[Part]:
     reasons = {
         f"{case.server}, {scheduler}: {reason}": None
         for case, sides in cases.items()
-        for scheduler, row in sides.items()
+        for scheduler, rows in sides.items()
+        for row in rows
         if (reason := _reason(row)) is not None
     }
     if not reasons:

@@ -95,7 +95,7 @@ class Benchmark:
     def _extras(self, key: ServerKey) -> list[tuple[str, ServerKey, dict[str, Any]]]:
         """Return what else is to be measured with a server: tables and keys."""
         extras: list[tuple[str, ServerKey, dict[str, Any]]] = []
-        if key.visit == 0 and self.plan.compares_streams:
+        if self.plan.compares_streams:
             extras.append((STREAMS, key, {}))
         if key.visit == 0 and self.plan.traces and DECODE in self.plan.workloads:
             extras += [(TRACES, key, {"concurrency": it}) for it in self.plan.concurrencies]

@@ -10,6 +10,7 @@ from bench.reporting.document import Paragraph, Part, Table
 Row = dict[str, Any]
 
 BOTH = ("stock", "sparksched")
+ONE_START = ("none", "none")
 
 
 def compared(*rows: Row) -> list[Part]:
@@ -40,12 +41,12 @@ def test_sampled_and_greedy_tokens_have_a_row_each() -> None:
         [
             "gpt-oss-20b, async",
             "greedy, weights scaled",
-            *("1 of 5", "5 of 5", "0 of 5", "11.0"),
+            *("1 of 5", "5 of 5", "0 of 5", *ONE_START, "11.0"),
         ],
         [
             "gpt-oss-20b, async",
             "sampled, weights scaled",
-            *("3 of 5", "4 of 5", "2 of 5", "47.0"),
+            *("3 of 5", "4 of 5", "2 of 5", *ONE_START, "47.0"),
         ],
     ]
     (text,) = notes_in(parts)
@@ -56,7 +57,7 @@ def test_sampled_and_greedy_tokens_have_a_row_each() -> None:
 def test_older_results_have_greedy_tokens_alone() -> None:
     parts = compared(*map(as_formerly, BOTH))
     assert rows_in(parts) == [
-        ["gpt-oss-20b, async", "greedy", "1 of 5", "5 of 5", "0 of 5", "11.0"]
+        ["gpt-oss-20b, async", "greedy", "1 of 5", "5 of 5", "0 of 5", *ONE_START, "11.0"]
     ]
     (text,) = notes_in(parts)
     assert text.startswith("Greedy streams that are equal")
@@ -76,16 +77,64 @@ def test_a_newer_result_is_shown_beside_an_older_one() -> None:
     assert [row[2] for row in rows] == ["1 of 5", "1 of 5", "3 of 5"]
 
 
+def test_several_starts_are_compared_with_each_other() -> None:
+    """Each with the other scheduler's of its own run; what is the same is said once."""
+    runs = [[synthetic.compared(it) for it in BOTH] for _ in range(3)]
+    # The second run's vLLM brings one greedy stream that is another one.
+    digests = [list(it) for it in runs[1][0]["greedy"]["digests"]]
+    digests[0][0] = "another"
+    runs[1][0]["greedy"] = runs[1][0]["greedy"] | {"digests": digests}
+    stock, ours = runs[0][0]["greedy"]["digests"][0], runs[0][1]["greedy"]["digests"][0]
+    assert stock[0] == ours[0]  # the one of five
+    rows = rows_in(streams([{"streams": run} for run in runs]))
+    assert rows == [
+        [
+            "gpt-oss-20b, async",
+            "greedy, weights scaled",
+            *("1 of 5, 0 of 5", "5 of 5, 4 of 5", "0 of 5", "4 of 5, 5 of 5", "5 of 5", "11.0"),
+        ],
+        [
+            "gpt-oss-20b, async",
+            "sampled, weights scaled",
+            *("3 of 5", "4 of 5", "2 of 5", "5 of 5", "5 of 5", "47.0"),
+        ],
+    ]
+
+
+def test_runs_with_both_schedulers_are_taken_before_others() -> None:
+    stock, ours = map(synthetic.compared, BOTH)
+    lone = synthetic.compared("stock") | {"digests": [["x"] * 5, ["x"] * 5]}
+    rows = rows_in(streams([{"streams": [lone]}, {"streams": [stock, ours]}]))
+    assert rows[1][:3] == ["gpt-oss-20b, async", "sampled, weights scaled", "3 of 5"]
+    assert rows[1][5:7] == ["0 of 5", "none"]
+
+
 def test_tokens_by_other_weights_are_no_pair() -> None:
     """Random weights that are scaled on one side alone bring other tokens, whoever schedules."""
     stock, ours = map(synthetic.compared, BOTH)
     stock["scaled"] = {"missing": "it has no such method"}
     parts = compared(stock, ours)
     assert rows_in(parts) == [
-        ["gpt-oss-20b, async", "greedy §", "missing", "5 of 5", "missing", "11.0"],
-        ["gpt-oss-20b, async", "greedy, weights scaled", "missing", "missing", "0 of 5", "11.0"],
-        ["gpt-oss-20b, async", "sampled §", "missing", "4 of 5", "missing", "47.0"],
-        ["gpt-oss-20b, async", "sampled, weights scaled", "missing", "missing", "2 of 5", "47.0"],
+        ["gpt-oss-20b, async", "greedy §", "missing", "5 of 5", "missing", *ONE_START, "11.0"],
+        [
+            "gpt-oss-20b, async",
+            "greedy, weights scaled",
+            "missing",
+            "missing",
+            "0 of 5",
+            *ONE_START,
+            "11.0",
+        ],
+        ["gpt-oss-20b, async", "sampled §", "missing", "4 of 5", "missing", *ONE_START, "47.0"],
+        [
+            "gpt-oss-20b, async",
+            "sampled, weights scaled",
+            "missing",
+            "missing",
+            "2 of 5",
+            *ONE_START,
+            "47.0",
+        ],
     ]
     assert notes_in(parts)[-1] == (
         "§ random weights could not be scaled. gpt-oss-20b, async, stock: it has no such method."
@@ -106,4 +155,4 @@ def test_a_side_that_failed_is_missing() -> None:
         ["missing", "missing", "0 of 5"],
         ["missing", "missing", "2 of 5"],
     ]
-    assert rows_in(compared(failed)) == [["gpt-oss-20b, async", *["missing"] * 5]]
+    assert rows_in(compared(failed)) == [["gpt-oss-20b, async", *["missing"] * 7]]

@@ -83,7 +83,7 @@ class Visits:
         self.begun.append("trace")
         return {}
 
-    def run(self, minutes: float = 1000.0) -> None:
+    def run(self, minutes: float = 1000.0, visits: int = 1) -> None:
         """Run the benchmark as a process of its own would: with what the file says."""
         plan = Plan(
             models=(NAME,),
@@ -93,6 +93,7 @@ class Visits:
             workloads=("decode",),
             concurrencies=(4, 8),
             drivers=("asyncllm",),
+            visits=visits,
             compares_streams=True,
             traces=True,
         )
@@ -125,6 +126,16 @@ def test_tokens_are_compared_before_the_cells_and_traces_come_last(visits: Visit
     assert visits.begun == ["start stock", *visit, "start sparksched", *visit]
     visits.run()
     assert visits.begun == []
+
+
+def test_each_visit_compares_tokens_and_the_first_ones_are_traced(visits: Visits) -> None:
+    visits.run(visits=2)
+    again = ["streams", "cell 4", "cell 8"]
+    first = [*again, "trace", "trace"]
+    # Who came last comes first the next time.
+    starts = ["stock", "sparksched", "sparksched", "stock"]
+    steps = [[f"start {it}", *(first if n < 2 else again)] for n, it in enumerate(starts)]
+    assert visits.begun == [it for visit in steps for it in visit]
 
 
 def test_a_cell_that_would_end_too_late_is_left_for_the_next_run(visits: Visits) -> None:
