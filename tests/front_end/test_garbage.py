@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import aclosing
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from engine.harness import restored_replacements
@@ -234,3 +235,25 @@ def test_what_is_set_meanwhile_stays() -> None:
     gc.set_threshold(5000, 5, 5)
     reader.close()
     assert gc.get_threshold() == (5000, 5, 5)
+
+
+def test_a_collection_meanwhile_may_close_readers() -> None:
+    """It does so if it finds a client that nobody has any more."""
+    one, other = LaterCollections(), LaterCollections()
+    closed = []
+
+    def close(phase: str, info: dict[str, Any]) -> None:
+        other.close()
+        closed.append(phase)
+
+    other.begin()
+    other.close()
+    gc.callbacks.append(close)
+    try:
+        gc.set_threshold(1, *USUAL[1:])  # to ask for thresholds makes a container already
+        one.begin()
+        assert closed
+        one.close()
+    finally:
+        gc.callbacks.remove(close)
+    assert gc.get_threshold() == (1, *USUAL[1:])

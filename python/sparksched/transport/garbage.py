@@ -62,8 +62,12 @@ class _Threshold:
     """The youngest generation's, in this process: raised as long as any reader wants that."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        """Whoever calls the functions below holds it."""
+        self.lock = threading.RLock()
+        """Whoever calls the functions below holds it.
+
+        It can be taken again by its thread: a collection that begins meanwhile may find a client,
+        whose finalizer closes its readers.
+        """
         self._readers: set[LaterCollections] = set()
         self._usual: tuple[int, ...] | None = None
 
