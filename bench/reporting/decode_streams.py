@@ -75,7 +75,7 @@ def _cases(results: Sequence[Row]) -> tuple[Cases, list[str]]:
         for kind, found in _kinds(row):
             scaled = row.get("scaled")
             case = Case(row["model"], row["mode"], kind, int(as_number(scaled) or 0))
-            kept = found | {"scaled": scaled, SOURCE: source}
+            kept = found | {"scaled": scaled, SOURCE: source, "visit": row.get("visit")}
             cases.setdefault(case, {}).setdefault(row["scheduler"], []).append(kept)
     known = {case.server for case in cases}
     return cases, [server for server in servers if server not in known]
@@ -101,24 +101,28 @@ def _row(case: Case, sides: Sides) -> list[str]:
         _each(_equal(_digests(it[STOCK])[0], _digests(it[OURS])[0]) for it in pairs),
         *(_each(_equal(*_digests(it)) for it in started) for started in servers),
         *(_starts(started) for started in servers),
-        text_of(dig(next(itertools.chain(*servers)), "distinct_tokens_median")),
+        text_of(dig(next(itertools.chain(*servers), None), "distinct_tokens_median")),
     ]
 
 
 def _pairs(sides: Sides) -> list[dict[str, Row]]:
-    """Return a server of each scheduler's from each run that has both; else the first ones."""
-    by_run = [{it[SOURCE]: it for it in reversed(sides.get(name, []))} for name in (STOCK, OURS)]
-    stock, ours = by_run
-    runs = [it for it in reversed(stock) if it in ours]
-    if runs:
-        return [{STOCK: stock[it], OURS: ours[it]} for it in runs]
+    """Return a server of each scheduler's from each visit that has both; else the first ones."""
+    stock, ours = ({_visit_of(it): it for it in sides.get(name, [])} for name in (STOCK, OURS))
+    visits = [it for it in stock if it in ours]
+    if visits:
+        return [{STOCK: stock[it], OURS: ours[it]} for it in visits]
     first = {name: servers[0] for name, servers in sides.items()}
     return [first] if {STOCK, OURS} <= first.keys() else []
 
 
+def _visit_of(row: Row) -> tuple[Any, float | None]:
+    return row[SOURCE], as_number(row.get("visit"))
+
+
 def _each(counts: Iterable[str]) -> str:
     """Return what was counted, once if it is always the same."""
-    return ", ".join(dict.fromkeys(counts)) or MISSING
+    found = list(counts)
+    return ", ".join(found if len(set(found)) > 1 else found[:1]) or MISSING
 
 
 def _starts(servers: Sequence[Row]) -> str:

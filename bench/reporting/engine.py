@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bench.reporting.cells import Side
+from bench.reporting.cells import Row, Side
 from bench.reporting.values import as_number, dig, median, names_of, numbers, text_of
 from bench.serving.phases import ready_us
 
@@ -38,10 +38,26 @@ def busiest_thread(side: Side, process: str) -> float | None:
 
     None if it isn't known: what is listed leaves room for another thread.
     """
-    return median(_busiest(dig(entry, "cpu", "share", process)) for entry in side.rounds())
+    return median(_busiest(entry, process) for entry in side.rounds())
 
 
-def _busiest(process: Any) -> float | None:
+def is_busy(side: Side, process: str) -> bool | None:
+    """Return whether a thread of a process has all but a processor to itself; None if unknown."""
+    total = median(dig(entry, "cpu", "share", process, "percent") for entry in side.rounds())
+    if total is not None and total <= BUSY_THREAD:
+        return False
+    share = busiest_thread(side, process)
+    return None if share is None else share > BUSY_THREAD
+
+
+def _busiest(entry: Row, role: str) -> float | None:
+    process = dig(entry, "cpu", "share", role)
+    known = as_number(dig(process, "busiest"))
+    if known is not None:
+        return known
+    engines = dig(entry, "counters", "requests_by_engine")
+    if isinstance(engines, dict) and len(engines) > 1:
+        return None  # older results have threads of several processes added up alone
     threads = dig(process, "threads")
     listed = numbers(dig(threads, name) for name in names_of(threads))
     rest = unlisted_share(process)

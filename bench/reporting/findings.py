@@ -21,12 +21,11 @@ from bench.reporting.cells import (
     traces_of,
 )
 from bench.reporting.engine import (
-    BUSY_THREAD,
     LATE_SHARE,
     NOT_TOLD,
     SPINNING,
-    busiest_thread,
     gap_of,
+    is_busy,
 )
 from bench.reporting.engine_and_client import engine_against_client
 from bench.reporting.values import as_number, dig, listed, numbers, rounded
@@ -89,10 +88,10 @@ def limits_of(side: Side, streams: int, trace: Row | None, is_async: bool) -> Li
     busy_share = as_number(dig(trace, "gpu_busy_share"))
     gpu = as_number(dig(trace, "gpu_busy_us", "p50"))
     late = gap_of(side, streams).late
-    api_server = busiest_thread(side, "API server")
-    if api_server is None:
+    is_api_server_busy = is_busy(side, "API server")
+    if is_api_server_busy is None:
         by = NOT_TOLD
-    elif api_server > BUSY_THREAD:
+    elif is_api_server_busy:
         by = API_SERVER
     elif is_async and host < BUSY_HOST * period and (late is None or late[0] < LATE_SHARE):
         by = GPU

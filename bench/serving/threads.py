@@ -128,10 +128,12 @@ class Snapshot:
 def cpu_between(processes: list[Process], before: Snapshot, after: Snapshot) -> Row:
     """Return what each process has taken of a processor, in percent, and its threads, most first.
 
-    Threads that took next to nothing are left out.
+    Processes of the same role are added up, and so are their threads by name; `busiest` is a single
+    thread of one of them. Threads that took next to nothing are left out.
     """
     seconds = after.at - before.at
     totals: dict[str, float] = {}
+    busiest: dict[str, float] = {}
     threads: dict[str, Counter[str]] = {}
     for process, old, new in zip(processes, before.cpu_s, after.cpu_s, strict=True):
         if not new:
@@ -140,10 +142,12 @@ def cpu_between(processes: list[Process], before: Snapshot, after: Snapshot) -> 
         for tid, spent in new.items():
             percent = 100 * (spent - old.get(tid, 0.0)) / seconds
             totals[process.role] = totals.get(process.role, 0.0) + percent
+            busiest[process.role] = max(busiest.get(process.role, 0.0), percent)
             of_role[process.name(tid)] += percent  # type: ignore[assignment]
     return {
         role: {
             "percent": total,
+            "busiest": busiest[role],
             "threads": {
                 name: it for name, it in threads[role].most_common() if it >= LEAST_PERCENT
             },

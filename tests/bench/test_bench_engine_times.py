@@ -10,7 +10,7 @@ import synthetic
 from bench.reporting.cells import Side, pairs_of, steady, traces_of
 from bench.reporting.decode import sections
 from bench.reporting.document import Table
-from bench.reporting.engine import busiest_thread, engine_rate, gap_of
+from bench.reporting.engine import busiest_thread, engine_rate, gap_of, is_busy
 from bench.reporting.engine_and_client import engine_against_client
 from bench.reporting.findings import findings
 
@@ -108,11 +108,33 @@ def test_a_thread_s_share_that_is_missing_promotes_no_other() -> None:
     assert busiest_thread(Side([{"rounds": []}]), "API server") is None
 
 
+def test_threads_of_several_processes_are_not_taken_for_one() -> None:
+    """Two API servers of 60 % each are none of 120 %."""
+    threads: Row = {"MainThread": 120.0, "io": 5.0}
+    older = with_threads(125.0, threads)
+    for entry in older.rounds():
+        entry["counters"] = {"requests_by_engine": {"0": 2.0, "1": 2.0}}
+    assert busiest_thread(older, "API server") is None
+    assert is_busy(older, "API server") is None
+    newer = with_threads(125.0, threads)
+    newer.rounds()[0]["cpu"]["share"]["API server"]["busiest"] = 60.0
+    assert busiest_thread(newer, "API server") == 60
+    assert is_busy(newer, "API server") is False
+
+
+def test_who_is_busy() -> None:
+    assert is_busy(with_threads(100.1, {"MainThread": 95.0, "io": 5.0}), "API server") is True
+    assert is_busy(with_threads(100.1, {"MainThread": 85.0, "io": 15.0}), "API server") is False
+    assert is_busy(with_threads(89.0, None), "API server") is False
+    assert is_busy(with_threads(100.1, None), "API server") is None
+
+
 def test_without_threads_it_is_not_told_who_limits() -> None:
     result = synthetic.result((1, 64))
     for cell in result["cells"]:
         if cell["concurrency"] == 64:
             for entry in cell["rounds"]:
+                entry["cpu"]["share"]["API server"]["percent"] = 100.0
                 del entry["cpu"]["share"]["API server"]["threads"]["MainThread"]
     text = "\n".join(findings([result]))
     assert "asyncllm, vLLM: the limit is the GPU at 1; not told at 64 streams" in text

@@ -519,8 +519,10 @@ class _AsyncChannel(_Channel):
             return
         self._collections.begin()
         self._num_received = 0
-        self._receive(self._max_messages)
-        self._collections.end_after_streams(self._loop, self._num_received)
+        try:
+            self._receive(self._max_messages)
+        finally:
+            self._collections.end_after_streams(self._loop, self._num_received)
         self._others.begin()
         if self._waiting and not self._has_ended:
             self._wake_senders()

@@ -1,13 +1,13 @@
 """CPython's garbage collections wait until outputs are in their streams' hands.
 
-The interpreter collects when 700 more containers were made than freed. Outputs of 1,024 streams are
-some 5,000 containers, all of them alive until the streams take them, two turns of the event loop
-later. Collections in between find nothing, and take each of these outputs for one of those objects
-that last. Of these the interpreter soon has too many, and looks through the whole heap: with 1,024
-streams in each 22nd step, for 10 ms and more, in which no stream gets anything.
+The interpreter collects when some hundreds more containers were made than freed. Outputs of 1,024
+streams are some 5,000 containers, all of them alive until the streams take them, two turns of the
+event loop later. Collections in between find nothing, and take each of these outputs for one of
+those objects that last. Of these the interpreter soon has too many, and looks through the whole
+heap: for 10 ms and more with 1,024 streams, in which none of them gets anything.
 
 Here the threshold is raised until the streams have had their turn. By then as much is freed as was
-made. Garbage in cycles stays for two turns longer. There is a threshold all the time, and an
+made. There is a threshold all the time, so that garbage in cycles is collected, only later. An
 application's own settings are left alone: where they would matter, nothing is raised.
 """
 
@@ -19,8 +19,9 @@ from typing import Final
 MANY_OUTPUTS: Final = 128
 """vLLM gives streams a turn after so many, which keeps their containers few."""
 
-RAISED: Final = 100_000
-"""Containers, as in `gc.set_threshold`: several times what is received in one turn at most."""
+RAISED: Final = 100_003
+"""Containers, as in `gc.set_threshold`: outputs of one turn are seldom as many. The number is odd,
+so that what is found to be set to it was set here."""
 
 
 class LaterCollections:
@@ -30,7 +31,7 @@ class LaterCollections:
         self._num_receptions = 0
 
     def begin(self) -> None:
-        """Note that outputs are about to be received."""
+        """Note that outputs are about to be received; to be followed by `end_after_streams`."""
         with _threshold.lock:
             self._num_receptions += 1
             if self._num_receptions == 1:
@@ -59,7 +60,11 @@ class LaterCollections:
 
 
 class _Threshold:
-    """The youngest generation's, in this process: raised as long as any reader wants that."""
+    """The youngest generation's, in this process: raised as long as any reader wants that.
+
+    What is set says whether it is raised, so that this mends itself if somebody saves thresholds
+    while they are raised, and sets them again later.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -70,22 +75,22 @@ class _Threshold:
         """
         self._readers: set[LaterCollections] = set()
         self._usual: tuple[int, ...] | None = None
+        """What was set before the threshold was last raised."""
 
     def raise_for(self, reader: LaterCollections) -> None:
         self._readers.add(reader)
         found = gc.get_threshold()
         # 0 turns collections off, like `gc.disable`.
-        if self._usual is None and gc.isenabled() and 0 < found[0] < RAISED:
+        if gc.isenabled() and 0 < found[0] < RAISED:
             self._usual = found
             gc.set_threshold(RAISED, *found[1:])
+            if reader not in self._readers:  # closed by a collection meanwhile
+                self.lower_for(reader)
 
     def lower_for(self, reader: LaterCollections) -> None:
         self._readers.discard(reader)
-        if self._readers or self._usual is None:
-            return
-        usual, self._usual = self._usual, None
-        if gc.get_threshold() == (RAISED, *usual[1:]):  # else somebody has set others meanwhile
-            gc.set_threshold(*usual)
+        if not self._readers and self._usual is not None and gc.get_threshold()[0] == RAISED:
+            gc.set_threshold(*self._usual)
 
 
 _threshold = _Threshold()
