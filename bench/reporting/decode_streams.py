@@ -30,6 +30,7 @@ COLUMNS = (
     "sparksched twice",
     "vLLM's starts",
     "sparksched's starts",
+    "the same batches",
     "different tokens a stream",
 )
 
@@ -101,6 +102,7 @@ def _row(case: Case, sides: Sides) -> list[str]:
         _each(_equal(_digests(it[STOCK])[0], _digests(it[OURS])[0]) for it in pairs),
         *(_each(_equal(*_digests(it)) for it in started) for started in servers),
         *(_starts(started) for started in servers),
+        _each(_same_batches(it[STOCK], it[OURS]) for it in pairs),
         text_of(dig(next(itertools.chain(*servers), None), "distinct_tokens_median")),
     ]
 
@@ -133,6 +135,14 @@ def _starts(servers: Sequence[Row]) -> str:
     return _each(itertools.starmap(_equal, itertools.combinations(first_times, 2)))
 
 
+def _same_batches(stock: Row, ours: Row) -> str:
+    """Return whether two servers' steps had the same sizes the first time."""
+    first, second = (dig(it, "batches") for it in (stock, ours))
+    if not (isinstance(first, list) and isinstance(second, list) and first and second):
+        return MISSING
+    return "yes" if first[0] == second[0] else "no"
+
+
 def _introduction(cases: Cases) -> str:
     which = "Greedy streams that are equal token for token."
     if any(case.kind == SAMPLED for case in cases):
@@ -147,7 +157,9 @@ def _introduction(cases: Cases) -> str:
         )
     return (
         f"{which} What a server brings twice shows what differs by itself, and so do several of "
-        "its starts; few different tokens a stream show little, as with random weights."
+        "its starts; few different tokens a stream show little, as with random weights. The same "
+        "batches: whether all steps had as many requests and tokens with both schedulers; where "
+        "they hadn't, sums are rounded in other ways."
     )
 
 

@@ -15,7 +15,7 @@ from bench.serving.memory_traffic import UnknownShapeError, peak_bytes_per_s, st
 from bench.serving.phases import evaluate_messages, evaluate_phases, usual_size
 from bench.serving.remote import RemoteError
 from bench.serving.server import ASYNC, Metrics, Server, ServerError
-from bench.serving.splits import busiest, turns
+from bench.serving.splits import busiest, fingerprints, turns
 from bench.serving.streams import FIRST_END, RUNNING, clock
 from bench.serving.threads import Process, Snapshot, cpu_between, what_spinners_do
 from bench.serving.trace import NoTraceError, evaluate_trace, find_trace, read_events
@@ -308,20 +308,27 @@ def _lively_weights(server: Server) -> Iterator[int | Row]:
 
 
 def _same_streams(server: Server, workload: Workload, is_sampled: bool) -> Row:
-    collected = [
-        server.remote.call(
-            "collect", timeout_s=300.0, workload=workload.seeded("same"), is_sampled=is_sampled
-        )
-        for _ in range(2)
-    ]
-    first = collected[0]
+    collected = [_collect(server, workload.seeded("same"), is_sampled) for _ in range(2)]
+    first, _ = collected[0]
     return {
         "is_sampled": is_sampled,
         "streams": len(first),
         "tokens": sum(map(len, first)),
         "distinct_tokens_median": statistics.median_low(len(set(stream)) for stream in first),
-        "digests": [[_digest(stream) for stream in streams] for streams in collected],
+        "digests": [[_digest(stream) for stream in streams] for streams, _ in collected],
+        "batches": [batches for _, batches in collected],
     }
+
+
+def _collect(
+    server: Server, workload: Workload, is_sampled: bool
+) -> tuple[list[list[int]], list[str]]:
+    """Return the requests' tokens, and of each engine a digest of its batches' sizes."""
+    server.remote.call("count")
+    streams = server.remote.call(
+        "collect", timeout_s=300.0, workload=workload, is_sampled=is_sampled
+    )
+    return streams, fingerprints(server.remote.call("counted"))
 
 
 def _digest(token_ids: list[int]) -> str:

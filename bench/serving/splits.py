@@ -4,6 +4,7 @@ A round's speed depends on it. With pipeline stages the split lasts for the whol
 that was first scheduled in an even step decodes in even ones.
 """
 
+import hashlib
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +41,17 @@ def turns(sizes: Sizes, num_turns: int) -> list[float] | Row:
     return sorted(
         (statistics.median(requests[turn::num_turns]) for turn in range(num_turns)), reverse=True
     )
+
+
+def fingerprints(engines: Sequence[Sizes]) -> list[str]:
+    """Return of each engine a digest of its steps' sizes, in order and without empty steps.
+
+    Two are the same if all batches were of the same size, in the same order.
+    """
+    return [
+        hashlib.sha256(str([list(it) for it in sizes if it[0]]).encode()).hexdigest()[:16]
+        for sizes in engines
+    ]
 
 
 def splits_text(rounds: Sequence[Row]) -> str:

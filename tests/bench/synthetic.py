@@ -286,8 +286,10 @@ def compared(scheduler: str, layout: str = "") -> Row:
     """Return a row of streams: sampled ones equal in 3 of 5, 4 and 2; greedy in 1 of 5, 5 and 0."""
     row = key(scheduler, "async") | {"run": 0, "scaled": 120, "is_sampled": True}
     row["model"] += f", {layout}" if layout else ""
+    batches = [["a digest"], ["a digest"]]
     row |= {"digests": SAMPLED_DIGESTS[scheduler], "distinct_tokens_median": 47}
-    greedy = {"is_sampled": False, "digests": GREEDY_DIGESTS[scheduler]}
+    row |= {"batches": batches}
+    greedy = {"is_sampled": False, "digests": GREEDY_DIGESTS[scheduler], "batches": batches}
     return row | {"greedy": greedy | {"distinct_tokens_median": 11}}
 
 

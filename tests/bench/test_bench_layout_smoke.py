@@ -100,6 +100,8 @@ def test_both_schedulers_bring_the_same_lively_tokens(
     for first, second in ((stock, ours), (stock["greedy"], ours["greedy"])):
         assert first["streams"] == 64
         assert first["digests"][0] == first["digests"][1] == second["digests"][0]
+        assert first["batches"][0] == first["batches"][1] == second["batches"][0]
+        assert len(first["batches"][0]) == 2
     assert stock["distinct_tokens_median"] > 20
     assert stock["scaled"] == ours["scaled"] > 0
 

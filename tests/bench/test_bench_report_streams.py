@@ -41,12 +41,12 @@ def test_sampled_and_greedy_tokens_have_a_row_each() -> None:
         [
             "gpt-oss-20b, async",
             "greedy, weights scaled",
-            *("1 of 5", "5 of 5", "0 of 5", *ONE_START, "11.0"),
+            *("1 of 5", "5 of 5", "0 of 5", *ONE_START, "yes", "11.0"),
         ],
         [
             "gpt-oss-20b, async",
             "sampled, weights scaled",
-            *("3 of 5", "4 of 5", "2 of 5", *ONE_START, "47.0"),
+            *("3 of 5", "4 of 5", "2 of 5", *ONE_START, "yes", "47.0"),
         ],
     ]
     (text,) = notes_in(parts)
@@ -57,7 +57,7 @@ def test_sampled_and_greedy_tokens_have_a_row_each() -> None:
 def test_older_results_have_greedy_tokens_alone() -> None:
     parts = compared(*map(as_formerly, BOTH))
     assert rows_in(parts) == [
-        ["gpt-oss-20b, async", "greedy", "1 of 5", "5 of 5", "0 of 5", *ONE_START, "11.0"]
+        ["gpt-oss-20b, async", "greedy", "1 of 5", "5 of 5", "0 of 5", *ONE_START, "yes", "11.0"]
     ]
     (text,) = notes_in(parts)
     assert text.startswith("Greedy streams that are equal")
@@ -92,14 +92,22 @@ def test_several_starts_are_compared_with_each_other() -> None:
             "gpt-oss-20b, async",
             "greedy, weights scaled",
             *("1 of 5, 0 of 5, 1 of 5", "5 of 5, 4 of 5, 5 of 5", "0 of 5"),
-            *("4 of 5, 5 of 5, 4 of 5", "5 of 5", "11.0"),
+            *("4 of 5, 5 of 5, 4 of 5", "5 of 5", "yes", "11.0"),
         ],
         [
             "gpt-oss-20b, async",
             "sampled, weights scaled",
-            *("3 of 5", "4 of 5", "2 of 5", "5 of 5", "5 of 5", "47.0"),
+            *("3 of 5", "4 of 5", "2 of 5", "5 of 5", "5 of 5", "yes", "47.0"),
         ],
     ]
+
+
+def test_it_is_said_whether_batches_were_the_same() -> None:
+    stock, ours = map(synthetic.compared, BOTH)
+    stock["batches"] = [["other"], ["other"]]
+    assert [row[7] for row in rows_in(compared(stock, ours))] == ["yes", "no"]
+    del ours["batches"], ours["greedy"]["batches"]
+    assert [row[7] for row in rows_in(compared(stock, ours))] == ["missing", "missing"]
 
 
 def test_so_are_several_visits_of_one_run() -> None:
@@ -123,28 +131,16 @@ def test_tokens_by_other_weights_are_no_pair() -> None:
     stock, ours = map(synthetic.compared, BOTH)
     stock["scaled"] = {"missing": "it has no such method"}
     parts = compared(stock, ours)
-    assert rows_in(parts) == [
-        ["gpt-oss-20b, async", "greedy §", "missing", "5 of 5", "missing", *ONE_START, "11.0"],
-        [
-            "gpt-oss-20b, async",
-            "greedy, weights scaled",
-            "missing",
-            "missing",
-            "0 of 5",
-            *ONE_START,
-            "11.0",
-        ],
-        ["gpt-oss-20b, async", "sampled §", "missing", "4 of 5", "missing", *ONE_START, "47.0"],
-        [
-            "gpt-oss-20b, async",
-            "sampled, weights scaled",
-            "missing",
-            "missing",
-            "2 of 5",
-            *ONE_START,
-            "47.0",
-        ],
+    rows = rows_in(parts)
+    assert {row[0] for row in rows} == {"gpt-oss-20b, async"}
+    assert [row[1:5] for row in rows] == [
+        ["greedy §", "missing", "5 of 5", "missing"],
+        ["greedy, weights scaled", "missing", "missing", "0 of 5"],
+        ["sampled §", "missing", "4 of 5", "missing"],
+        ["sampled, weights scaled", "missing", "missing", "2 of 5"],
     ]
+    assert {tuple(row[5:8]) for row in rows} == {(*ONE_START, "missing")}
+    assert [row[8] for row in rows] == ["11.0", "11.0", "47.0", "47.0"]
     assert notes_in(parts)[-1] == (
         "§ random weights could not be scaled. gpt-oss-20b, async, stock: it has no such method."
     )
@@ -164,4 +160,4 @@ def test_a_side_that_failed_is_missing() -> None:
         ["missing", "missing", "0 of 5"],
         ["missing", "missing", "2 of 5"],
     ]
-    assert rows_in(compared(failed)) == [["gpt-oss-20b, async", *["missing"] * 7]]
+    assert rows_in(compared(failed)) == [["gpt-oss-20b, async", *["missing"] * 8]]

@@ -80,6 +80,7 @@ def assert_late_messages_are_explained(messages: dict[str, Any]) -> None:
 def test_both_schedulers_bring_the_same_tokens(measured: tuple[Path, dict[str, Any]]) -> None:
     stock, ours = sorted(measured[1]["streams"], key=lambda row: row["scheduler"] != "stock")
     assert stock["digests"][0] == ours["digests"][0]
+    assert stock["batches"] == ours["batches"]
     assert stock["distinct_tokens_median"] > 4
     assert {it["scheduler"]: it["transport"] for it in measured[1]["servers"]} == {
         "stock": "ZMQ",

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.serving.server import read_metrics
-from bench.serving.splits import busiest, decoding_range, splits_text, turns
+from bench.serving.splits import busiest, decoding_range, fingerprints, splits_text, turns
 
 PROMPTS = [(8, 1024), (8, 1024), (9, 900)]
 
@@ -68,3 +68,11 @@ process_open_fds 7.0
         "vllm:request_success_total": {"0": 4.0, "1": 5.0},
         "process_open_fds": {"": 7.0},
     }
+
+
+def test_a_fingerprint_tells_the_sizes_of_batches_and_their_order() -> None:
+    sizes = [[2, 9], [2, 2], [1, 1]]
+    first, second = fingerprints([sizes, [[0, 0], *sizes, [0, 0]]])
+    assert first == second
+    others = [[[2, 9], [1, 1], [2, 2]], [[2, 9], [2, 2]], [[2, 8], [2, 3], [1, 1]], []]
+    assert len({first, *fingerprints(others)}) == 1 + len(others)
