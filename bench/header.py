@@ -26,9 +26,16 @@ def describe_run() -> dict[str, str | int]:
     }
 
 
+def driver_query(fields: str, form: str) -> list[str]:
+    """Return the command that asks NVIDIA's driver for the GPUs that this process may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    which = [f"--id={chosen}"] if chosen else []
+    return ["nvidia-smi", f"--query-gpu={fields}", f"--format={form}", *which]
+
+
 def gpu_model() -> str | None:
-    """Return names and driver of the GPUs that NVIDIA's driver reports, or None."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    """Return names and driver of the GPUs that may be used, as NVIDIA's driver says, or None."""
+    command = driver_query("name,driver_version", "csv,noheader")
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):

@@ -1,15 +1,15 @@
 """Waits until GPUs have their memory back: a server takes most of it, and the next one as well."""
 
-import os
 import subprocess
 import time
 from collections.abc import Callable
+
+from bench.header import driver_query
 
 FREE_SHARE = 0.95
 """Of a GPU's memory. A driver keeps some for itself."""
 LIMIT_S = 60.0
 POLL_S = 1.0
-COMMAND = ("nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits")
 
 
 def wait_until_free(query: Callable[[], str], limit_s: float = LIMIT_S) -> bool:
@@ -42,8 +42,7 @@ def free_shares(text: str) -> list[float]:
 
 def ask_driver() -> str:
     """Return what NVIDIA's driver says of the GPUs that servers may use; nothing without it."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    command = [*COMMAND, *([f"--id={chosen}"] if chosen else [])]
+    command = driver_query("memory.used,memory.total", "csv,noheader,nounits")
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,10 @@
 """A server is started once the GPUs have the memory of the one before."""
 
+import subprocess
+
 import pytest
 
+from bench import header
 from bench.serving import gpus
 
 
@@ -31,9 +34,13 @@ def test_only_the_gpus_that_servers_may_use_are_asked_for(
         asked.append(command)
         raise FileNotFoundError
 
-    monkeypatch.setattr("bench.serving.gpus.subprocess.run", run)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(header, "_gpu_of_driver", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert gpus.ask_driver() == ""
+    header.gpu_model()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     gpus.ask_driver()
-    assert [command[-1] for command in asked] == ["--id=2,3", gpus.COMMAND[-1]]
+    header.gpu_model()
+    assert ["--id=2,3" in command for command in asked] == [True, True, False, False]
+    assert not any("--id" in part for command in asked[2:] for part in command)
