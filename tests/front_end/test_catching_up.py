@@ -109,22 +109,27 @@ class StubClient:
         self.utility_results: dict[int, Any] = {}
 
 
-async def outputs_by_turn(num_messages: int, num_outputs: int, timestamp: float) -> dict[int, int]:
-    """Return how many outputs were handed over in each turn that handed over any, by its number."""
-    rings = _core.EngineRings(
+def new_rings(ring_bytes: int) -> tuple[_core.EngineRings, _core.ClientRings]:
+    """Return both ends of a pair, which never gives up."""
+    engine = _core.EngineRings(
         f"sparksched-{uuid.uuid4()}",
         num_clients=1,
-        ring_bytes=1 << 25,  # enough for all: nobody makes room in it
+        ring_bytes=ring_bytes,
         max_idle_backlog_bytes=1 << 30,
         max_backlog_bytes=1 << 30,
         stuck_after_s=60,
     )
-    client = StubClient()
-    channel = _AsyncChannel(
-        client,
-        0,
-        _core.ClientRings(rings.name, client_index=0, max_backlog_bytes=1 << 20, stuck_after_s=60),
+    client = _core.ClientRings(
+        engine.name, client_index=0, max_backlog_bytes=1 << 20, stuck_after_s=60
     )
+    return engine, client
+
+
+async def outputs_by_turn(num_messages: int, num_outputs: int, timestamp: float) -> dict[int, int]:
+    """Return how many outputs were handed over in each turn that handed over any, by its number."""
+    rings, clients_rings = new_rings(1 << 25)  # enough for all: nobody makes room in it
+    client = StubClient()
+    channel = _AsyncChannel(client, 0, clients_rings)
     outputs = [EngineCoreOutput(f"request-{index}", [index]) for index in range(num_outputs)]
     message = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, timestamp=timestamp))
     while not rings.is_attached(0):

@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import gc
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from unittest import mock
 
 import pytest
 from engine.harness import restored_replacements
-from sparksched import _core
 from sparksched.transport import front_end, garbage
 from sparksched.transport.client import _AsyncChannel
 from sparksched.transport.garbage import MANY_OUTPUTS, RAISED, LaterCollections
@@ -21,15 +19,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, as
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from .event_loops import EVENT_LOOPS, NewEventLoop, run, turns
-from .test_catching_up import StubClient
+from .test_catching_up import StubClient, new_rings
 from .test_turns import async_llm as new_async_llm
 from .test_turns import new_request
 
-gc_thresholds = gc.get_threshold()
-gc.set_threshold(700, 11, 12)
-USUAL = gc.get_threshold()
-"""Not all versions of CPython keep the third one."""
-gc.set_threshold(*gc_thresholds)
+USUAL = (700, *gc.get_threshold()[1:])
 NUM_STEPS = 20
 
 Thresholds = tuple[int, ...]
@@ -53,17 +47,7 @@ class Server:
     """A front end, and an engine's end of the rings between the two."""
 
     def __init__(self) -> None:
-        self.rings = _core.EngineRings(
-            f"sparksched-{uuid.uuid4()}",
-            num_clients=1,
-            ring_bytes=1 << 22,
-            max_idle_backlog_bytes=1 << 30,
-            max_backlog_bytes=1 << 30,
-            stuck_after_s=60,
-        )
-        rings = _core.ClientRings(
-            self.rings.name, client_index=0, max_backlog_bytes=1 << 20, stuck_after_s=60
-        )
+        self.rings, rings = new_rings(1 << 22)
         self.llm = new_async_llm()
         self.client = StubClient()
         self.client.outputs_queue = self.llm.engine_core.outputs
