@@ -26,21 +26,24 @@ def describe_run() -> dict[str, str | int]:
     }
 
 
-def driver_query(fields: str, form: str) -> list[str]:
-    """Return the command that asks NVIDIA's driver for the GPUs that this process may use."""
+def ask_driver(fields: str, form: str) -> str | None:
+    """Return what NVIDIA's driver says of the GPUs that this process may use; None without it."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     which = [f"--id={chosen}"] if chosen else []
-    return ["nvidia-smi", f"--query-gpu={fields}", f"--format={form}", *which]
+    command = ["nvidia-smi", f"--query-gpu={fields}", f"--format={form}", *which]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
 
 
 def gpu_model() -> str | None:
     """Return names and driver of the GPUs that may be used, as NVIDIA's driver says, or None."""
-    command = driver_query("name,driver_version", "csv,noheader")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
+    said = ask_driver("name,driver_version", "csv,noheader")
+    if said is None:
         return _gpu_of_driver()
-    gpus = [tuple(part.strip() for part in line.split(",")) for line in done.stdout.splitlines()]
+    gpus = [tuple(part.strip() for part in line.split(",")) for line in said.splitlines()]
     if not gpus:
         return None
     names = sorted({name for name, *_ in gpus})

@@ -11,7 +11,7 @@ from bench.progress import Progress
 from bench.serving.drivers import HTTP, AsyncLLMDriver, Driver, HttpDriver, running_loaders
 from bench.serving.evaluate import NothingMeasuredError
 from bench.serving.excerpt import shortened
-from bench.serving.gpus import ask_driver, wait_until_free
+from bench.serving.gpus import memory_of_gpus, wait_until_free
 from bench.serving.layouts import Layout
 from bench.serving.measure import (
     Effort,
@@ -105,7 +105,7 @@ class Benchmark:
         subject = self.subjects[key.model]
         model = prepare(subject.source, self.work_dir)
         start = self._start(key, model, subject.layout)
-        if self.gpu is not None and not wait_until_free(ask_driver):
+        if self.gpu is not None and not wait_until_free(memory_of_gpus):
             self.progress.say("the GPUs' memory is in use; vLLM will say whether enough is left")
         self.progress.say(f"starting vllm serve: {start.label}")
         try:

@@ -1,10 +1,9 @@
 """Waits until GPUs have their memory back: a server takes most of it, and the next one as well."""
 
-import subprocess
 import time
 from collections.abc import Callable
 
-from bench.header import driver_query
+from bench.header import ask_driver
 
 FREE_SHARE = 0.95
 """Of a GPU's memory. A driver keeps some for itself."""
@@ -40,11 +39,6 @@ def free_shares(text: str) -> list[float]:
     return shares
 
 
-def ask_driver() -> str:
-    """Return what NVIDIA's driver says of the GPUs that servers may use; nothing without it."""
-    command = driver_query("memory.used,memory.total", "csv,noheader,nounits")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
+def memory_of_gpus() -> str:
+    """Return what NVIDIA's driver says of the GPUs' memory; nothing without it."""
+    return ask_driver("memory.used,memory.total", "csv,noheader,nounits") or ""

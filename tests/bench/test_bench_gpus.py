@@ -37,10 +37,10 @@ def test_only_the_gpus_that_servers_may_use_are_asked_for(
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(header, "_gpu_of_driver", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert gpus.ask_driver() == ""
+    assert gpus.memory_of_gpus() == ""
     header.gpu_model()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    gpus.ask_driver()
+    gpus.memory_of_gpus()
     header.gpu_model()
     assert ["--id=2,3" in command for command in asked] == [True, True, False, False]
     assert not any("--id" in part for command in asked[2:] for part in command)
