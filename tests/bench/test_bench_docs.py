@@ -35,9 +35,9 @@ def test_the_stored_report_is_made_of_what_is_stored(monkeypatch: pytest.MonkeyP
     assert as_markdown(build(results, unread)) == stored
 
 
-def rows_below(heading: str) -> list[list[str]]:
+def rows_below(heading: str, page: Path = PAGE) -> list[list[str]]:
     """Return the rows of the first table whose heading begins so."""
-    lines = PAGE.read_text().splitlines()
+    lines = page.read_text().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(heading))
     rows = []
     for line in lines[start + 2 :]:
@@ -143,6 +143,19 @@ def test_the_table_of_two_gpus(pairs: list[Pair]) -> None:
             pair.figures("itl_ms", "p50"),
             pair.figures("itl_ms", "p99"),
             scheduler_us(pair),
+            pair.both("engine_cpu", "without_waiting_us_per_token"),
+            pair.figures("cpu", "us_per_token", "API server"),
+        ]
+        assert_row(row, expected)
+
+
+def test_the_readme_s_table_of_two_gpus(pairs: list[Pair]) -> None:
+    known = {f"{it.key.model}, {it.key.concurrency:,}": it for it in pairs if it.key.layout}
+    for row in rows_below("| model, layout, streams |", ROOT / "README.md"):
+        pair = known[row[0]]
+        expected = [
+            pair.figures("tokens_per_s"),
+            pair.figures("itl_ms", "p99"),
             pair.both("engine_cpu", "without_waiting_us_per_token"),
             pair.figures("cpu", "us_per_token", "API server"),
         ]
