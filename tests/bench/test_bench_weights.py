@@ -12,6 +12,7 @@ import torch
 from bench.serving import measure, weights
 from bench.serving.remote import RemoteError
 from bench.serving.server import ServerError
+from bench.serving.splits import fingerprints
 from bench.serving.workload import MIXED, Workload
 
 WORKLOAD = Workload(MIXED, 2, 100, (4, 4), (3, 3))
@@ -78,6 +79,17 @@ def test_each_weight_becomes_what_a_trained_one_is_like(
 # ---- when ----
 
 
+ANSWERS: dict[str, Any] = {
+    "scale_weights": 7,
+    "count": None,
+    "collect": [[1, 2, 3], [4, 4, 5]],
+    "counted": [[(1, 4), (2, 5), (0, 0), (2, 2)]],
+}
+
+COMPARISON = ["count", "collect", "counted"] * 4
+"""Sampled and greedy, each twice."""
+
+
 class Remote:
     """An API server that answers at once."""
 
@@ -86,10 +98,10 @@ class Remote:
         self.asked: list[str] = []
 
     def call(self, command: str, timeout_s: float = 0.0, **arguments: Any) -> Any:
-        self.asked.append(command if command == "scale_weights" else "collect")
+        self.asked.append(command)
         if command == self.fails or (arguments.get("is_back") and self.fails_back):
             raise RemoteError("no answer")
-        return 7 if command == "scale_weights" else [[1, 2, 3], [4, 4, 5]]
+        return ANSWERS[command]
 
 
 def server(remote: Remote, has_dummy_weights: bool = True) -> Any:
@@ -100,11 +112,12 @@ def server(remote: Remote, has_dummy_weights: bool = True) -> Any:
 def test_random_weights_are_scaled_while_tokens_are_compared() -> None:
     remote = Remote()
     found = measure.measure_same_streams(server(remote), WORKLOAD)
-    assert remote.asked == ["scale_weights", *["collect"] * 4, "scale_weights"]
+    assert remote.asked == ["scale_weights", *COMPARISON, "scale_weights"]
     assert found["scaled"] == 7
     assert found["distinct_tokens_median"] == 2
     assert (found["is_sampled"], found["greedy"]["is_sampled"]) == (True, False)
     assert found["digests"][0] == found["digests"][1]
+    assert found["batches"] == found["greedy"]["batches"] == [fingerprints(ANSWERS["counted"])] * 2
 
 
 def test_weights_from_files_are_left_alone() -> None:
@@ -124,7 +137,7 @@ def test_tokens_are_compared_also_where_weights_cant_be_scaled() -> None:
     remote = Remote(fails="scale_weights")
     found = measure.measure_same_streams(server(remote), WORKLOAD)
     assert found["scaled"] == {"missing": "no answer"}
-    assert remote.asked == ["scale_weights", *["collect"] * 4]
+    assert remote.asked == ["scale_weights", *COMPARISON]
 
 
 def test_a_server_whose_weights_stay_changed_is_of_no_use() -> None:
