@@ -46,17 +46,18 @@ ENGINE_COLUMNS = {
 def sections(results: Sequence[Row]) -> list[Section]:
     """Return the sections about these results; tables of what was not asked for are left out."""
     pairs = pairs_of(results)
+    steady_pairs = steady(pairs)
     found = [
         Section("Serving: what it comes to", [Bullets(findings(results))]),
-        Section("Serving: tokens a second and latency", latency(steady(pairs))),
-        Section("Serving: the host's time in a step", phases(steady(pairs))),
+        Section("Serving: tokens a second and latency", latency(steady_pairs)),
+        Section("Serving: the host's time in a step", phases(steady_pairs)),
         Section("Serving: the GPU", gpu(results, pairs)),
         Section("Serving: CPU time", cpu(results, pairs)),
         Section(
             "Serving: messages from engine to API server",
-            messages(steady(pairs)) + late(steady(pairs)),
+            messages(steady_pairs) + late(steady_pairs),
         ),
-        Section("Serving: asynchronous and synchronous scheduling", modes(steady(pairs))),
+        Section("Serving: asynchronous and synchronous scheduling", modes(steady_pairs)),
         Section("Serving: mixed lengths and shared prefixes", workloads(pairs)),
         Section("Serving: few processors", few_cores(pairs)),
         Section("Serving: how requests were split", splits(pairs)),

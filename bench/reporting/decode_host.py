@@ -19,6 +19,7 @@ from bench.reporting.document import Bullets, Paragraph, Part, Table
 from bench.reporting.engine import Gap, gap_of, unlisted_share
 from bench.reporting.values import (
     MISSING,
+    NONE,
     as_number,
     dig,
     joined,
@@ -111,7 +112,7 @@ def cpu(results: Sequence[Row], pairs: Sequence[Pair]) -> list[Part]:
             for process in PROCESSES:
                 share = pair.figures("cpu", "share", process, "percent")
                 if process == "worker" and share == (None, None):
-                    shares.append("none")
+                    shares.append(NONE)
                 else:
                     shares.append(pair_text(*share, " %"))
                 if process != "worker":

@@ -4,7 +4,16 @@ from collections.abc import Sequence
 
 from bench.reporting.cells import CASE, Pair, Side
 from bench.reporting.document import Paragraph, Part, Table
-from bench.reporting.values import MISSING, as_number, dig, joined, names_of, pair_text, text_of
+from bench.reporting.values import (
+    MISSING,
+    NONE,
+    as_number,
+    dig,
+    joined,
+    names_of,
+    pair_text,
+    text_of,
+)
 
 CALLS = ("decode", "process")
 REASONS = ("collecting", "stopped", "working")
@@ -105,5 +114,5 @@ def _count(value: object) -> str:
 
 def _longest(side: Side, path: tuple[str, ...]) -> str:
     if as_number(side.get(*path, "count")) == 0:
-        return "none"
+        return NONE
     return text_of(dig(side.get(*path), "longest_ms"))

@@ -21,6 +21,7 @@ from bench.reporting.document import Paragraph, Part, Table
 from bench.reporting.engine import engine_rate
 from bench.reporting.values import (
     MISSING,
+    NONE,
     as_number,
     joined,
     numbers,
@@ -46,7 +47,7 @@ def latency(pairs: Sequence[Pair]) -> list[Part]:
             spread_text(pair.stock.each("tokens_per_s")),
             spread_text(pair.ours.each("tokens_per_s")),
             ratio_text(*pair.figures("tokens_per_s")),
-            joined(*(str(len(it.rounds()) or "none") for it in (pair.stock, pair.ours))),
+            joined(*(str(len(it.rounds()) or NONE) for it in (pair.stock, pair.ours))),
             pair_text(*(engine_rate(it, pair.key.concurrency) for it in (pair.stock, pair.ours))),
             pair_text(*pair.figures("merged_share"), unit=" %", scale=100),
             _load(pair),
@@ -138,7 +139,7 @@ def _tokens_per_output(merged_share: Any) -> str:
 def _load(pair: Pair) -> str:
     found = pair.figures("load", "busiest_percent")
     if pair.key.driver != "http":
-        return "none"
+        return NONE
     return pair_text(*found, unit=" %")
 
 

@@ -5,9 +5,8 @@ from typing import Any
 
 from bench.reporting.cells import CASE, DECODE, Pair, Side
 from bench.reporting.document import Paragraph, Part, Table
-from bench.reporting.values import MISSING, as_number, dig, joined, text_of
+from bench.reporting.values import MISSING, NONE, as_number, dig, joined, text_of
 
-NONE = "none"
 STAGES = "PP"
 
 Cell = Callable[[Side], str]

@@ -15,13 +15,11 @@ from bench.reporting.cells import (
     with_sources,
 )
 from bench.reporting.document import Paragraph, Part, Table
-from bench.reporting.values import MISSING, as_number, dig, text_of
+from bench.reporting.values import MISSING, NONE, as_number, dig, text_of
 
 GREEDY, SAMPLED = "greedy", "sampled"
 UNSCALED = "§"
 """Marks random weights that could not be made lively."""
-ONE_START = "none"
-"""There is nothing to compare with."""
 COLUMNS = (
     "model, mode",
     "tokens",
@@ -130,7 +128,7 @@ def _each(counts: Iterable[str]) -> str:
 def _starts(servers: Sequence[Row]) -> str:
     """Return how many streams are equal of any two servers of one scheduler."""
     if len(servers) < 2:
-        return ONE_START
+        return NONE
     first_times = [_digests(it)[0] for it in servers]
     return _each(itertools.starmap(_equal, itertools.combinations(first_times, 2)))
 

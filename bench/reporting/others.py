@@ -8,7 +8,7 @@ from bench.reporting.cells import rows_of
 from bench.reporting.document import Paragraph, Part, Section, Table
 from bench.reporting.recording import recording
 from bench.reporting.step_cost import step_cost
-from bench.reporting.values import dig, numbers, pair_text, ratio_text, text_of
+from bench.reporting.values import NONE, dig, numbers, pair_text, ratio_text, text_of
 
 STEP_COST, IPC, HOST_PATH, RECORDING, DECODE = KINDS = (
     "step_cost",
@@ -82,7 +82,7 @@ def ipc(result: Row) -> list[Section]:
 def _cpu_text(case: Row, process: str) -> str:
     name = f"{process}_cpu_us"
     is_measured = any(dig(case, side, name) is not None for side in ("vLLM", "sparksched"))
-    return _both_of(case, name) if is_measured else "none"
+    return _both_of(case, name) if is_measured else NONE
 
 
 def _both_of(case: Row, name: str) -> str:

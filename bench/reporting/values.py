@@ -7,6 +7,8 @@ from typing import Any
 
 MISSING = "missing"
 NOT_AVAILABLE = "not available"
+NONE = "none"
+"""What stands where nothing was to be measured."""
 ARROW = " → "
 
 
