@@ -16,6 +16,7 @@ from bench.reporting.engine import engine_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/results.md"
+README = ROOT / "README.md"
 STORED = sorted((ROOT / "bench/results").glob("decode_*.json"))
 DRIVERS = {"asyncllm": "AsyncLLM", "http": "HTTP"}
 
@@ -149,9 +150,29 @@ def test_the_table_of_two_gpus(pairs: list[Pair]) -> None:
         assert_row(row, expected)
 
 
+def test_the_readme_s_table_of_one_gpu(pairs: list[Pair]) -> None:
+    """An asterisk at a latency says that it is the time between outputs."""
+    known = {
+        name_of(it).replace(it.key.size, f"{it.key.concurrency:,}"): it
+        for it in pairs
+        if it.key.workload == DECODE and it.key.cores == ALL and not it.key.layout
+    }
+    rows = rows_below("| model, driver, streams |", README)
+    for row in rows:
+        if row[0].startswith("**"):
+            continue
+        pair = known[row[0].replace("‡", "").strip()]
+        latencies = [
+            pair.figures("output_gap_ms" if "*" in cell else "itl_ms", percentile)
+            for cell, percentile in zip(row[2:4], ("p50", "p99"), strict=True)
+        ]
+        costs = [pair.figures("cpu", "us_per_token", it) for it in ("engine", "API server")]
+        assert_row(row, [pair.figures("tokens_per_s"), *latencies, *costs])
+
+
 def test_the_readme_s_table_of_two_gpus(pairs: list[Pair]) -> None:
     known = {f"{it.key.model}, {it.key.concurrency:,}": it for it in pairs if it.key.layout}
-    for row in rows_below("| model, layout, streams |", ROOT / "README.md"):
+    for row in rows_below("| model, layout, streams |", README):
         pair = known[row[0]]
         expected = [
             pair.figures("tokens_per_s"),
