@@ -19,6 +19,8 @@ OTHER_RUN = "†"
 """Marks what is from separate runs of the benchmark."""
 HELD = "‡"
 """Marks times to the first token of requests that were held until all were there."""
+COMPILED = "¶"
+"""Marks times to the first token where kernels were compiled in some round."""
 LAYOUT = re.compile(r"(, (TP|PP|DP) \d+)+$")
 """Ends the name of a model that is spread over several GPUs."""
 SOURCE = "source"
@@ -107,6 +109,11 @@ class Side:
     def is_held(self) -> bool:
         """Whether its rounds began once all requests were in the engines."""
         return self.get("is_held") is True
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether kernels were compiled in any of its rounds."""
+        return any(self.each("compiled", "count"))
 
     @property
     def error(self) -> str | None:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.reporting.cells import (
+    COMPILED,
+    DECODE,
     HELD,
     OTHER_RUN,
     OURS,
@@ -14,6 +16,7 @@ from bench.reporting.cells import (
     servers_of,
     steady,
 )
+from bench.reporting.decode_compiled import compiled
 from bench.reporting.decode_gpu import gpu
 from bench.reporting.decode_host import cpu, messages, phases
 from bench.reporting.decode_late import late
@@ -34,6 +37,7 @@ FOOTNOTES = {
         "requests were held until all were there, so that this is mostly the time until the last "
         "one had come."
     ),
+    COMPILED: "while requests waited, kernels were compiled in some of the rounds.",
 }
 ENGINE_COLUMNS = {
     "model_runner": "model runner",
@@ -49,7 +53,9 @@ def sections(results: Sequence[Row]) -> list[Section]:
     steady_pairs = steady(pairs)
     found = [
         Section("Serving: what it comes to", [Bullets(findings(results))]),
-        Section("Serving: tokens a second and latency", latency(steady_pairs)),
+        Section(
+            "Serving: tokens a second and latency", latency(steady_pairs) + compiled(steady_pairs)
+        ),
         Section("Serving: the host's time in a step", phases(steady_pairs)),
         Section("Serving: the GPU", gpu(results, pairs)),
         Section("Serving: CPU time", cpu(results, pairs)),
@@ -58,7 +64,10 @@ def sections(results: Sequence[Row]) -> list[Section]:
             messages(steady_pairs) + late(steady_pairs),
         ),
         Section("Serving: asynchronous and synchronous scheduling", modes(steady_pairs)),
-        Section("Serving: mixed lengths and shared prefixes", workloads(pairs)),
+        Section(
+            "Serving: mixed lengths and shared prefixes",
+            workloads(pairs) + compiled([it for it in pairs if it.key.workload != DECODE]),
+        ),
         Section("Serving: few processors", few_cores(pairs)),
         Section("Serving: how requests were split", splits(pairs)),
         Section("Serving: the same tokens?", streams(results)),

@@ -6,6 +6,7 @@ from typing import Any
 from bench.reporting.cells import (
     ALL,
     CASE,
+    COMPILED,
     DECODE,
     HELD,
     OTHER_RUN,
@@ -98,13 +99,13 @@ def _spreads(pair: Pair, *path: str) -> str:
 
 
 def _ttft(pair: Pair, *texts: str) -> str:
-    """Return both sides' times, each with a mark if its requests were held."""
-    return joined(
-        *(
-            f"{text} {HELD}" if side.is_held and text != MISSING else text
-            for side, text in zip(_sides(pair), texts, strict=True)
-        )
-    )
+    """Return both sides' times, each with marks if requests were held or kernels compiled."""
+    return joined(*map(_with_marks, _sides(pair), texts))
+
+
+def _with_marks(side: Side, text: str) -> str:
+    marks = ((HELD, side.is_held), (COMPILED, side.has_compiled))
+    return text + "".join(f" {mark}" for mark, applies in marks if applies and text != MISSING)
 
 
 def _merged(pairs: Sequence[Pair]) -> list[Part]:

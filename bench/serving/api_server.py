@@ -242,6 +242,11 @@ class Control:
 
     # ---- probes ----
 
+    async def on_take_compiled(self, notify: Any) -> list[list[list[Any]] | None]:
+        """Return the kernels that each worker has compiled since the last call."""
+        answers = await self._ask_engines("bench_take_compiled")
+        return [worker for answer in answers for worker in json.loads(answer)]
+
     async def on_start_probes(self, notify: Any) -> None:
         """Begin to time the engines' phases and this process's part of each message."""
         await self._ask_engines("bench_start", False)

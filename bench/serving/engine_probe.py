@@ -50,6 +50,7 @@ def install(core: ModuleType) -> None:
     core.EngineCore.bench_count = _count
     core.EngineCore.bench_counted = _counted
     core.EngineCore.bench_scale_weights = _scale_weights
+    core.EngineCore.bench_take_compiled = _take_compiled
 
 
 def _describe(engine: Any) -> str:
@@ -127,6 +128,11 @@ def _scale_weights(engine: Any, is_back: bool) -> int:
     """Have all workers scale their weights; return how many tensors they have scaled."""
     changed = engine.model_executor.collective_rpc("bench_scale_weights", args=(is_back,))
     return sum(changed)
+
+
+def _take_compiled(engine: Any) -> str:
+    """Return as JSON what each worker has compiled since the last call."""
+    return json.dumps(engine.model_executor.collective_rpc("bench_take_compiled"))
 
 
 class StepSizes:

@@ -59,8 +59,9 @@ def _change_engine(module: ModuleType) -> None:
 
 
 def _change_worker(module: ModuleType) -> None:
-    from bench.serving import weights
+    from bench.serving import compilations, weights
 
+    compilations.install(module)
     weights.install(module)
 
 

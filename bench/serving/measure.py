@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from bench.serving.compilations import evaluate_compiled
 from bench.serving.drivers import Driver, Round
 from bench.serving.evaluate import evaluate, missing, tokens_between
 from bench.serving.loop_cpu import evaluate_engine, evaluate_loop
@@ -26,6 +27,7 @@ Row = dict[str, Any]
 NOT_AVAILABLE = "not available: there is no GPU"
 ONE_GPU = "this is only known with one GPU"
 WARM_UP_TOKENS = 32
+MOST_WARM_UPS = 8
 SPIN_LOOK_S = 0.15
 TRACE_DELAY_STEPS = 8
 TRACE_STEPS = 12
@@ -107,9 +109,7 @@ def measure_cell(
         RemoteError: if the server or a driver fails.
 
     """
-    warm_up = workload.shortened(WARM_UP_TOKENS).seeded(case, "warm-up")
-    _prepare(server, warm_up)
-    driver.run(warm_up, lambda event: None)
+    _warm_up(server, driver, workload, case)
     processes = server.processes()
     rounds = []
     for number in range(effort.rounds):
@@ -122,6 +122,22 @@ def measure_cell(
         step_ms = 1e3 * workload.num_requests / tokens_per_s
         found["memory"] = memory_traffic(server, workload, step_ms, gpu)
     return found
+
+
+def _warm_up(server: Server, driver: Driver, workload: Workload, case: str) -> None:
+    """Send requests until no step has to wait for a kernel to be compiled, or often enough."""
+    _take_compiled(server)
+    for number in range(MOST_WARM_UPS):
+        warm_up = workload.shortened(WARM_UP_TOKENS).seeded(case, "warm-up", number)
+        _prepare(server, warm_up)
+        driver.run(warm_up, lambda event: None)
+        if not _take_compiled(server).get("count"):
+            break
+
+
+def _take_compiled(server: Server) -> Row:
+    """Return what the workers have compiled since the last call."""
+    return evaluate_compiled(server.remote.call("take_compiled"))
 
 
 def _prepare(server: Server, workload: Workload) -> None:
@@ -159,6 +175,7 @@ def _measure_round(
     else:
         found["cpu"] = {"share": cpu_between(processes, before, after)}
     found["counters"] = _counters(whole_before, whole_after)
+    found["compiled"] = _take_compiled(server)
     if is_split:
         counted = server.remote.call("counted")
         found["turns"] = [turns(sizes, server.start.layout.num_stages) for sizes in counted]

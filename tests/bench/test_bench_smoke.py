@@ -63,6 +63,7 @@ def test_decode_measures_all_cells_of_both_schedulers(
             assert_late_messages_are_explained(cell["messages"])
             assert phases["mean_period_us"] > 0
             assert cell["memory"]["missing"].startswith("not available")
+        assert "missing" in entry["compiled"]  # there is no GPU
         if cell["workload"] == "prefix":
             assert entry["counters"]["prefix_cache_queries"] > 0
 
