@@ -18,7 +18,8 @@ import msgspec
 import pydantic
 import pytest
 from sparksched import compat, output_processor, releases
-from sparksched.compat import Unsupported
+from sparksched.compat import Unsupported, configuration, known_shapes, shapes
+from sparksched.compat import kv_cache as kv_cache_rules
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -131,7 +132,7 @@ def test_shapes_are_those_of_the_release(monkeypatch: pytest.MonkeyPatch) -> Non
     fields = {}
     for release in releases.SUPPORTED:
         monkeypatch.setattr("vllm.version.__version__", release)
-        fields[release] = list(compat.known_shape(name, compat._STRUCTURES[name]))
+        fields[release] = list(compat.known_shape(name, known_shapes.STRUCTURES[name]))
     added = ["encoder_input_updates", "skip_drafts"]
     assert [it for it in fields["0.33.0"] if it not in added] == fields["0.32.0"]
     # `SchedulerOutput` is built by position.
@@ -140,9 +141,9 @@ def test_shapes_are_those_of_the_release(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_all_that_a_release_has_added_stands_behind_something_known() -> None:
-    tables = dict(collections.ChainMap(*(dict(shapes) for _, shapes, _ in compat._SHAPE_TABLES)))
+    tables = dict(collections.ChainMap(*(dict(table) for _, table, _ in shapes.SHAPE_TABLES)))
     tables["vllm.v1.metrics.stats.IterationStats"] = output_processor._ITERATION_STATS.split()
-    for additions in compat._ADDED.values():
+    for additions in known_shapes.ADDED.values():
         for qualified_name, added in additions.items():
             assert {it.behind for it in added} <= set(tables[qualified_name]), qualified_name
 
@@ -159,9 +160,9 @@ def test_installed_vllm_has_the_known_shapes() -> None:
     assert compat.unsupported_shapes() is None
 
 
-@pytest.mark.parametrize("qualified_name", compat._STRUCTURES)
+@pytest.mark.parametrize("qualified_name", known_shapes.STRUCTURES)
 def test_added_field_is_unsupported(qualified_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cls = compat._resolve(qualified_name)
+    cls = shapes.resolve(qualified_name)
     monkeypatch.setattr(qualified_name, with_field(cls, "new_knob"))
     assert compat.unsupported_shapes() == Unsupported(
         f"vLLM's {cls.__name__}", "has a field 'new_knob' that sparksched does not know"
@@ -178,9 +179,9 @@ def with_field(cls: type[Any], name: str) -> type[Any]:
     return dataclasses.make_dataclass(cls.__name__, [(name, int, 0)], bases=(cls,), kw_only=True)
 
 
-@pytest.mark.parametrize("qualified_name", compat._ENUMS)
+@pytest.mark.parametrize("qualified_name", known_shapes.ENUMS)
 def test_added_member_is_unsupported(qualified_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    members = {**compat._ENUMS[qualified_name], "NEW_STATE": 99}
+    members = {**known_shapes.ENUMS[qualified_name], "NEW_STATE": 99}
     name = qualified_name.rpartition(".")[2]
     monkeypatch.setattr(qualified_name, enum.IntEnum(name, members))
     assert compat.unsupported_shapes() == Unsupported(
@@ -189,14 +190,14 @@ def test_added_member_is_unsupported(qualified_name: str, monkeypatch: pytest.Mo
 
 
 def test_other_function_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    (qualified_name,) = compat._FUNCTIONS
+    (qualified_name,) = known_shapes.FUNCTIONS
     monkeypatch.setattr(qualified_name, lambda hash_block_size, new_knob: None)
     problem = compat.unsupported_shapes()
     assert problem is not None
     assert "has a parameter 'new_knob'" in problem.reason
 
 
-@pytest.mark.parametrize("qualified_name", compat._CONSTRUCTORS)
+@pytest.mark.parametrize("qualified_name", known_shapes.CONSTRUCTORS)
 def test_other_constructor_is_unsupported(
     qualified_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +243,7 @@ def test_missing_structure_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_differences_between_shapes(found: dict[str, object], reason: str | None) -> None:
-    assert compat._difference(found, {"a": 0, "b": compat._ANY}, "field") == reason
+    assert shapes._difference(found, {"a": 0, "b": known_shapes.ANY}, "field") == reason
 
 
 # ----------------------------------------------------------------------------------------
@@ -435,7 +436,9 @@ def test_lora_with_pipeline_parallelism_is_supported_since_0_33_0(
 
 
 def test_every_configuration_rule_is_tested() -> None:
-    assert {rule.feature for rule in compat._CONFIG_RULES} == {feature for feature, _ in REFUSED}
+    assert {rule.feature for rule in configuration.CONFIG_RULES} == {
+        feature for feature, _ in REFUSED
+    }
 
 
 SECRET = "marked-password"
@@ -746,7 +749,9 @@ REFUSED_PROPERTIES = [
 def test_every_kv_cache_rule_is_tested() -> None:
     tested = {feature for feature, _ in REFUSED_KV_CACHES}
     tested |= {feature for _, _, feature in REFUSED_PROPERTIES}
-    assert {rule.feature for rule in compat._KV_CACHE_RULES + compat._GROUP_RULES} <= tested
+    assert {
+        rule.feature for rule in kv_cache_rules.KV_CACHE_RULES + kv_cache_rules.GROUP_RULES
+    } <= tested
 
 
 @pytest.mark.parametrize(("name", "value", "feature"), REFUSED_PROPERTIES)
@@ -888,7 +893,7 @@ def test_refuse_raises_in_strict_mode(
 
 
 def test_importing_compat_imports_neither_vllm_nor_torch() -> None:
-    package_root = Path(compat.__file__).parents[1]
+    package_root = Path(compat.__file__).parents[2]
     code = (
         f"import sys; sys.path.insert(0, {str(package_root)!r}); import sparksched.compat; "
         "assert not {'vllm', 'torch', 'msgspec'} & sys.modules.keys()"

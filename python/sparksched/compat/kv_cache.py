@@ -1,0 +1,208 @@
+"""The KV caches that sparksched leaves to vLLM's own scheduler."""
+
+from typing import TYPE_CHECKING, Final
+
+from sparksched import releases
+from sparksched.compat.rule import TOO_MANY, Rule, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+
+# The block hashes that pickle has a part in are computed over one pickle frame: a token
+# takes up to five bytes in it, the rest of the record less than the margin.
+_PICKLE_FRAME_BYTES: Final = 64 * 1024
+_PICKLED_TOKEN_BYTES: Final = 5
+_PICKLE_MARGIN_BYTES: Final = 128
+
+
+def room_for_extra_keys(num_tokens: int) -> int:
+    """Return how many bytes a block's hash may cover besides tokens; negative: not even those."""
+    pickled_bytes = num_tokens * _PICKLED_TOKEN_BYTES + _PICKLE_MARGIN_BYTES
+    return _PICKLE_FRAME_BYTES - 1 - pickled_bytes
+
+
+_SPEC_MANAGERS: Final = {
+    "FullAttentionSpec": "FullAttentionManager",
+    "HiddenStateCacheSpec": "FullAttentionManager",
+    "MLAAttentionSpec": "FullAttentionManager",
+    "ChunkedLocalAttentionSpec": "ChunkedLocalAttentionManager",
+    "SlidingWindowSpec": "SlidingWindowManager",
+    "SlidingWindowMLASpec": "SlidingWindowManager",
+}
+
+KV_CACHE_RULES: Final = (
+    Rule(
+        "Mamba or linear attention",
+        "only models whose layers all have attention with a KV cache are supported",
+        lambda kv_cache: kv_cache.has_mamba_layers,
+    ),
+    Rule(
+        "HiSparse",
+        "its host-resident KV cache has a block pool of its own",
+        lambda kv_cache: kv_cache.hisparse_host_num_blocks is not None,
+    ),
+    Rule(
+        "zeroing of new KV cache blocks",
+        "a KV cache of mixed precision needs it, and only vLLM's own scheduler asks for it",
+        lambda kv_cache: kv_cache.needs_kv_cache_zeroing,
+    ),
+    Rule(
+        "this prefix cache retention interval",
+        "vLLM takes 0 and, for models with sliding-window attention, multiples of the block size",
+        lambda kv_cache: _is_refused_by_vllm(
+            kv_cache.prefix_cache_retention_interval, kv_cache.kv_cache_groups
+        ),
+    ),
+)
+
+
+def eagle_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> list[int]:
+    """Return the ids of the groups whose last cached block is computed again for the drafter."""
+    if not releases.drops_eagle_blocks(vllm_config):
+        return []
+    return _drafter_groups(vllm_config, kv_cache_config)
+
+
+def _drafter_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> list[int]:
+    """Return the ids of the groups that EAGLE, or another drafter of its kind, takes part in."""
+    groups = kv_cache_config.kv_cache_groups
+    flagged = [group_id for group_id, group in enumerate(groups) if group.is_eagle_group]
+    config = vllm_config.speculative_config
+    if not flagged and config is not None and config.use_eagle_block_drop():
+        return list(range(len(groups)))
+    return flagged
+
+
+def _has_chunks(groups: "Sequence[KVCacheGroupSpec]") -> bool:
+    return any(
+        type(group.kv_cache_spec).__name__ == "ChunkedLocalAttentionSpec" for group in groups
+    )
+
+
+def _is_refused_by_vllm(interval: int | None, groups: "Sequence[KVCacheGroupSpec]") -> bool:
+    """Whether vLLM's own scheduler would not start: then it is the one to say so."""
+    specs = [group.kv_cache_spec for group in groups]
+    has_window = any(
+        _SPEC_MANAGERS.get(type(spec).__name__) == "SlidingWindowManager" for spec in specs
+    )
+    if not interval:
+        return False
+    return not has_window or any(interval % spec.block_size != 0 for spec in specs)
+
+
+GROUP_RULES: Final = (
+    Rule(
+        "a host-resident KV cache group",
+        "it has a block pool of its own",
+        lambda group: group.host_resident,
+    ),
+    Rule(
+        "a KV cache group with a special role",
+        "only groups of the default role are supported",
+        lambda group: group.role.value != "default",
+    ),
+    Rule(
+        "a KV cache group outside the prefix cache",
+        "every group must be cacheable",
+        lambda group: not group.kv_cache_spec.prefix_cacheable,
+    ),
+    Rule(
+        "prefix replay",
+        "only vLLM's own scheduler recomputes the last window after a prefix hit",
+        lambda group: group.kv_cache_spec.prefix_replay_tokens != 0,
+    ),
+    Rule(
+        "this sliding window or chunk",
+        "it has at least one token, and fewer than 2^31",
+        lambda group: any(
+            span is not None and not 1 <= span < TOO_MANY
+            for span in (
+                getattr(group.kv_cache_spec, "sliding_window", None),
+                getattr(group.kv_cache_spec, "attention_chunk_size", None),
+            )
+        ),
+    ),
+)
+
+
+def unsupported_kv_cache(
+    kv_cache_config: "KVCacheConfig",
+    block_size: int,
+    hash_block_size: int | None,
+    vllm_config: "VllmConfig",
+) -> Unsupported | None:
+    """Return the first property of the KV cache that the native scheduler lacks, else None.
+
+    `block_size` and `hash_block_size` are those that vLLM hands to the scheduler's
+    constructor, where no `hash_block_size` means that it is the block size.
+    """
+    for rule in KV_CACHE_RULES:
+        if rule.applies(kv_cache_config):
+            return rule.problem()
+    if vllm_config.cache_config.enable_prefix_caching and not kv_cache_config.kv_cache_groups:
+        return Unsupported("prefix caching without a KV cache", "there are no blocks to be found")
+    has_chunks = _has_chunks(kv_cache_config.kv_cache_groups)
+    if has_chunks and _drafter_groups(vllm_config, kv_cache_config):
+        return Unsupported(
+            "EAGLE with chunked local attention", "vLLM does not combine the two either"
+        )
+    for group in kv_cache_config.kv_cache_groups:
+        problem = _unsupported_group(group)
+        if problem is not None:
+            return problem
+    block_sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    if hash_block_size is None:
+        hash_block_size = block_size
+    return _unsupported_block_sizes(block_sizes | {block_size, hash_block_size}, vllm_config)
+
+
+def _unsupported_group(group: "KVCacheGroupSpec") -> Unsupported | None:
+    from vllm.v1 import kv_cache_interface
+    from vllm.v1.core import single_type_kv_cache_manager
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    spec_cls = type(group.kv_cache_spec)
+    # A subclass would be managed by code of its own: only the very classes will do.
+    if spec_cls is not getattr(kv_cache_interface, spec_cls.__name__, None) or (
+        spec_cls.__name__ not in _SPEC_MANAGERS
+    ):
+        return Unsupported(
+            f"a KV cache of type {spec_cls.__name__}",
+            "only full, sliding-window and chunked local attention are supported, "
+            "multi-head latent or not",
+        )
+    for rule in GROUP_RULES:
+        if rule.applies(group):
+            return rule.problem()
+    manager_cls = KVCacheSpecRegistry.get_manager_class(group.kv_cache_spec, role=group.role)
+    stock_manager_cls = getattr(single_type_kv_cache_manager, _SPEC_MANAGERS[spec_cls.__name__])
+    if manager_cls is not stock_manager_cls:
+        return Unsupported(
+            "a custom KV cache manager",
+            f"{getattr(manager_cls, '__name__', manager_cls)} is registered "
+            f"for {spec_cls.__name__} in the place of vLLM's own",
+        )
+    return None
+
+
+def _unsupported_block_sizes(sizes: set[int], vllm_config: "VllmConfig") -> Unsupported | None:
+    if len(sizes) > 1:
+        return Unsupported(
+            "KV cache groups with different block sizes",
+            "all groups, the scheduler and the prefix cache must use one size, "
+            f"not {', '.join(map(str, sorted(sizes)))}",
+        )
+    (size,) = sizes
+    num_hashed_tokens = size + releases.num_hash_lookahead_tokens(vllm_config)
+    enable_prefix_caching = vllm_config.cache_config.enable_prefix_caching
+    if enable_prefix_caching and room_for_extra_keys(num_hashed_tokens) < 0:
+        return Unsupported(
+            f"a block size of {size}",
+            "blocks of this size are too large to be hashed; choose a smaller --block-size "
+            "or start with --no-enable-prefix-caching",
+        )
+    return None
