@@ -1,6 +1,7 @@
 """What `/metrics` would say of real engines: read from the registry that it asks."""
 
 import asyncio
+import importlib
 import logging
 import re
 import signal
@@ -255,12 +256,15 @@ def test_an_engine_without_a_page_works(config: VllmConfig) -> None:
         assert "out of luck" in line
 
 
+@pytest.mark.parametrize("has_page", [False, True])
 def test_a_client_whose_metrics_cant_be_shown_works(
-    config: VllmConfig, vllm_log: list[str], monkeypatch: pytest.MonkeyPatch
+    config: VllmConfig, vllm_log: list[str], monkeypatch: pytest.MonkeyPatch, has_page: bool
 ) -> None:
     def no_registration() -> None:
         raise ValueError("Duplicated timeseries")
 
+    if has_page:
+        importlib.import_module("vllm.entrypoints.serve.instrumentator.metrics")
     monkeypatch.setattr(collector, "register", no_registration)
 
     async def run(engine: Engine) -> None:

@@ -128,8 +128,15 @@ def _shown_views() -> list[EngineView]:
 
 
 def install(_metrics_route: ModuleType) -> None:
-    """Have whatever vLLM's `/metrics` asks know about engines."""
-    register()
+    """Have whatever vLLM's `/metrics` asks know about engines.
+
+    An error is logged: a server that can't be watched is better than none.
+    """
+    try:
+        register()
+    except Exception:
+        logger.exception("sparksched: there will be no metrics of engines")
+        return
     # Where several API servers share their metrics, each request gets a registry of its own, with
     # this in it.
     patching.replace(MultiProcessCollector, "collect", _with_engines)
