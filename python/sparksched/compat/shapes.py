@@ -87,27 +87,18 @@ def _difference(found: Shape, known: Shape, noun: str) -> str | None:
 
 def _structure_shape(cls: type[Any]) -> Shape:
     if dataclasses.is_dataclass(cls):
-        return {field.name: _dataclass_default(field) for field in dataclasses.fields(cls)}
+        fields = dataclasses.fields(cls)
+        return {field.name: _default(field, dataclasses.MISSING) for field in fields}
     import msgspec
 
-    return {field.name: _struct_default(field) for field in msgspec.structs.fields(cls)}
+    return {field.name: _default(field, msgspec.NODEFAULT) for field in msgspec.structs.fields(cls)}
 
 
-def _dataclass_default(field: "dataclasses.Field[Any]") -> object:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory
-    return REQUIRED
-
-
-def _struct_default(field: "msgspec.structs.FieldInfo") -> object:
-    import msgspec
-
-    if field.default is not msgspec.NODEFAULT:
-        return field.default
-    if field.default_factory is not msgspec.NODEFAULT:
-        return field.default_factory
+def _default(field: "dataclasses.Field[Any] | msgspec.structs.FieldInfo", unset: object) -> object:
+    """Return a field's default, or what makes it; `unset` stands for none of the two."""
+    for default in (field.default, field.default_factory):
+        if default is not unset:
+            return default
     return REQUIRED
 
 
@@ -123,7 +114,7 @@ def _abstract_methods_shape(cls: type[Any]) -> Shape:
     return dict.fromkeys(sorted(cls.__abstractmethods__), ANY)
 
 
-SHAPE_TABLES: Final[tuple[tuple[str, Mapping[str, Shape], Callable[[type[Any]], Shape]], ...]] = (
+SHAPE_TABLES: Final[tuple[tuple[str, Mapping[str, Shape], _ShapeReader], ...]] = (
     ("field", STRUCTURES, _structure_shape),
     ("member", ENUMS, _enum_shape),
     ("parameter", FUNCTIONS, _signature_shape),
