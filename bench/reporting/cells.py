@@ -151,6 +151,10 @@ class Pair:
         sources = (self.stock.sources, self.ours.sources)
         return all(sources) and sources[0] != sources[1]
 
+    def sides(self) -> tuple[tuple[str, Side], tuple[str, Side]]:
+        """Return each scheduler's name and its side."""
+        return (STOCK, self.stock), (OURS, self.ours)
+
     def figures(self, *path: str) -> tuple[Any, Any]:
         """Return the medians over rounds of both."""
         return self.stock.figure(*path), self.ours.figure(*path)

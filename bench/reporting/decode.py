@@ -5,7 +5,6 @@ from typing import Any
 
 from bench.reporting.cells import (
     COMPILED,
-    DECODE,
     HELD,
     OTHER_RUN,
     OURS,
@@ -16,7 +15,6 @@ from bench.reporting.cells import (
     servers_of,
     steady,
 )
-from bench.reporting.decode_compiled import compiled
 from bench.reporting.decode_gpu import gpu
 from bench.reporting.decode_host import cpu, messages, phases
 from bench.reporting.decode_late import late
@@ -53,9 +51,7 @@ def sections(results: Sequence[Row]) -> list[Section]:
     steady_pairs = steady(pairs)
     found = [
         Section("Serving: what it comes to", [Bullets(findings(results))]),
-        Section(
-            "Serving: tokens a second and latency", latency(steady_pairs) + compiled(steady_pairs)
-        ),
+        Section("Serving: tokens a second and latency", latency(steady_pairs)),
         Section("Serving: the host's time in a step", phases(steady_pairs)),
         Section("Serving: the GPU", gpu(results, pairs)),
         Section("Serving: CPU time", cpu(results, pairs)),
@@ -64,10 +60,7 @@ def sections(results: Sequence[Row]) -> list[Section]:
             messages(steady_pairs) + late(steady_pairs),
         ),
         Section("Serving: asynchronous and synchronous scheduling", modes(steady_pairs)),
-        Section(
-            "Serving: mixed lengths and shared prefixes",
-            workloads(pairs) + compiled([it for it in pairs if it.key.workload != DECODE]),
-        ),
+        Section("Serving: mixed lengths and shared prefixes", workloads(pairs)),
         Section("Serving: few processors", few_cores(pairs)),
         Section("Serving: how requests were split", splits(pairs)),
         Section("Serving: the same tokens?", streams(results)),
@@ -146,7 +139,7 @@ def _last_word(name: Any) -> str:
 def _failures(pairs: Sequence[Pair]) -> list[Part]:
     lines = []
     for pair in pairs:
-        for scheduler, side in ((STOCK, pair.stock), (OURS, pair.ours)):
+        for scheduler, side in pair.sides():
             if side.error:
                 lines.append(
                     f"{pair.key.workload}: {pair.label}, {scheduler}: {_brief(side.error)}"

@@ -1,10 +1,10 @@
 """The table about `bench.decode` that says in which rounds kernels were compiled."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from bench.reporting.cells import CASE, OURS, STOCK, Pair, Side
+from bench.reporting.cells import CASE, Pair, Side
 from bench.reporting.document import Paragraph, Part, Table
-from bench.reporting.values import MISSING, NONE, as_number, dig, rounded
+from bench.reporting.values import NONE, as_number, count_text, dig, names_of, text_of
 
 
 def compiled(pairs: Sequence[Pair]) -> list[Part]:
@@ -13,12 +13,14 @@ def compiled(pairs: Sequence[Pair]) -> list[Part]:
         [
             pair.label,
             scheduler,
-            _each(side, "count", "{:,.0f}".format),
-            _each(side, "seconds", rounded),
+            *(
+                ", ".join(as_text(dig(entry, "compiled", name)) for entry in side.rounds())
+                for name, as_text in (("count", count_text), ("seconds", text_of))
+            ),
             _names(side),
         ]
         for pair in pairs
-        for scheduler, side in ((STOCK, pair.stock), (OURS, pair.ours))
+        for scheduler, side in pair.sides()
         if side.has_compiled
     ]
     if not rows:
@@ -33,12 +35,7 @@ def compiled(pairs: Sequence[Pair]) -> list[Part]:
     ]
 
 
-def _each(side: Side, name: str, text_of: Callable[[float], str]) -> str:
-    found = [as_number(dig(entry, "compiled", name)) for entry in side.rounds()]
-    return ", ".join(MISSING if it is None else text_of(it) for it in found)
-
-
 def _names(side: Side) -> str:
-    kernels = [dig(entry, "compiled", "kernels") for entry in side.rounds()]
-    names = {name for it in kernels if isinstance(it, dict) for name in it}
+    compiling = [it for it in side.rounds() if as_number(dig(it, "compiled", "count"))]
+    names = {name for it in compiling for name in names_of(dig(it, "compiled", "kernels"))}
     return ", ".join(sorted(names)) or NONE

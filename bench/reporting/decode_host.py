@@ -185,7 +185,7 @@ def _thread_shares(side: Side) -> str:
 def _spinners(pairs: Sequence[Pair]) -> list[str]:
     lines = []
     for pair in pairs:
-        for name, side in ((STOCK, pair.stock), (OURS, pair.ours)):
+        for name, side in pair.sides():
             found = side.get("spinners")
             if isinstance(found, list):
                 said = [_spinner(it) for it in found]

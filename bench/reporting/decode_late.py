@@ -8,6 +8,7 @@ from bench.reporting.values import (
     MISSING,
     NONE,
     as_number,
+    count_text,
     dig,
     joined,
     names_of,
@@ -99,17 +100,12 @@ def _collections_row(pair: Pair, generation: str) -> list[str]:
         pair.label,
         generation,
         *(
-            joined(*(_count(side.get(*path, name)) for side in (pair.stock, pair.ours)))
+            joined(*(count_text(side.get(*path, name)) for side in (pair.stock, pair.ours)))
             for name in ("count", "within_calls")
         ),
         pair_text(*pair.both(*path, "total_ms")),
         joined(*(_longest(side, path) for side in (pair.stock, pair.ours))),
     ]
-
-
-def _count(value: object) -> str:
-    number = as_number(value)
-    return MISSING if number is None else f"{number:,.0f}"
 
 
 def _longest(side: Side, path: tuple[str, ...]) -> str:

@@ -18,6 +18,7 @@ from bench.reporting.cells import (
     by_size,
     marked,
 )
+from bench.reporting.decode_compiled import compiled
 from bench.reporting.document import Paragraph, Part, Table
 from bench.reporting.engine import engine_rate
 from bench.reporting.values import (
@@ -87,6 +88,7 @@ def latency(pairs: Sequence[Pair]) -> list[Part]:
         ),
         Table((CASE, *shares), latencies),
         *_merged(pairs),
+        *compiled(pairs),
     ]
 
 
@@ -199,6 +201,7 @@ def workloads(pairs: Sequence[Pair]) -> list[Part]:
             "latencies vLLM → sparksched. Prefix hits: of the prompts' tokens."
         ),
         Table((f"workload: {CASE}", *columns), rows),
+        *compiled(chosen),
     ]
 
 

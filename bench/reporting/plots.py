@@ -338,7 +338,7 @@ def _lanes(pair: Pair, traces: dict[TraceKey, dict[str, Row]]) -> dict[str, dict
     """Return the bars of each side: from traces, or the host's alone from the engine's probe."""
     key = TraceKey(pair.key.model, pair.key.mode, pair.key.concurrency)
     lanes: dict[str, dict[str, list[Any]]] = {}
-    for side, found in ((STOCK, pair.stock), (OURS, pair.ours)):
+    for side, found in pair.sides():
         traced = dig(traces.get(key, {}).get(side), "timeline")
         if isinstance(traced, dict) and traced.get("gpu"):
             lanes[side] = {"host": traced.get("host") or [], "gpu": traced["gpu"]}

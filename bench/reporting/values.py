@@ -53,6 +53,12 @@ def why_missing(value: Any) -> str:
     return MISSING
 
 
+def count_text(value: Any) -> str:
+    """Return a whole number with all its digits, or what stands for a missing one."""
+    number = as_number(value)
+    return MISSING if number is None else f"{number:,.0f}"
+
+
 def text_of(value: Any, unit: str = "", scale: float = 1.0) -> str:
     """Return a number with as many digits as it needs, or what stands for a missing one."""
     number = as_number(value)

@@ -172,7 +172,8 @@ def notes(section: Section) -> int:
 
 def test_times_to_the_first_token_are_marked_where_kernels_were_compiled() -> None:
     nothing = {"count": 0, "seconds": 0.0, "kernels": {}}
-    section = latency([nothing, {"count": 3, "seconds": 4.25, "kernels": {"_topk": 1, "_mm": 2}}])
+    some = {"count": 3, "seconds": 4.25, "kernels": {"_topk": 1, "_mm": 2}}
+    section = latency([nothing, some, {"missing": "not known"}])
     latencies, kernels = (rows_of(section, it) for it in ("TTFT p50, ms", "kernels"))
     assert len(latencies) == len(kernels) == 2
     for row in latencies:
