@@ -88,6 +88,10 @@ bench-serve: build ## measure real servers under load: make bench-serve [MODEL=t
 report: env ## make report/report.html of all results
 	$(BIN)/python -m bench.report bench/results/*.json --out report
 
+.PHONY: tables
+tables: env ## write the tables of README.md and docs/results.md anew, from bench/results
+	$(BIN)/python -m bench.tables
+
 # --- Checks ------------------------------------------------------------------------------
 
 # The release that is not installed: its Python sources, over the CPU build of the installed one.

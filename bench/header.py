@@ -40,6 +40,8 @@ def ask_driver(fields: str, form: str) -> str | None:
 
 def gpu_model() -> str | None:
     """Return names and driver of the GPUs that may be used, as NVIDIA's driver says, or None."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return None
     said = ask_driver("name,driver_version", "csv,noheader")
     if said is None:
         return _gpu_of_driver()

@@ -44,3 +44,12 @@ def test_only_the_gpus_that_servers_may_use_are_asked_for(
     header.gpu_model()
     assert ["--id=2,3" in command for command in asked] == [True, True, False, False]
     assert not any("--id" in part for command in asked[2:] for part in command)
+
+
+def test_without_a_gpu_that_may_be_used_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To CUDA an empty list means that none may be; without a list all may be."""
+    monkeypatch.setattr(header, "ask_driver", lambda fields, form: "NVIDIA H200, 580.1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert header.gpu_model() is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert header.gpu_model() == "NVIDIA H200, driver 580.1"

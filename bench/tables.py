@@ -1,0 +1,147 @@
+"""Writes the tables of README.md and docs/results.md anew, from the results of real servers.
+
+Run it after results were added to bench/results, or replaced. Text around the tables, and which
+rows README.md selects, is left as it is: read it again beside the new figures.
+
+    python -m bench.tables
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from bench.header import ROOT
+from bench.reporting.cells import OTHER_RUN
+from bench.reporting.others import DECODE, kind_of
+from bench.reporting.page_tables import (
+    TABLES,
+    PageTable,
+    Results,
+    measured_twice,
+    without_a_table,
+)
+
+OWN_MARK = "‡"
+"""Set by hand in a selection, for what the text says of that row."""
+
+
+class TableError(ValueError):
+    """A page's table can't be written."""
+
+
+def main() -> int:
+    """Write the pages, or none of them; return the exit status."""
+    try:
+        results = read_results(ROOT / "bench/results")
+        pages = {page: _anew(ROOT / page, results) for page in {it.page for it in TABLES}}
+    except TableError as error:
+        sys.exit(f"error: {error}")
+    for page, text in pages.items():
+        if text != (ROOT / page).read_text():
+            (ROOT / page).write_text(text)
+            print(f"{page} was written anew: read what it says of the figures again")
+    return 0
+
+
+def _anew(path: Path, results: Results) -> str:
+    tables = [it for it in TABLES if ROOT / it.page == path]
+    try:
+        return written_anew(path.read_text(), tables, results)
+    except TableError as error:
+        raise TableError(f"{path.name}: {error}") from None
+
+
+def read_results(folder: Path) -> Results:
+    """Return the stored results of `bench.decode`, by the names of their files.
+
+    Raises:
+        TableError: if there are none, one is none, something is in two of them, or in no table.
+
+    """
+    results: Results = {}
+    for path in sorted(folder.glob("decode_*.json")):
+        try:
+            results[path.name] = json.loads(path.read_text())
+        except ValueError as error:
+            raise TableError(f"{path} is no JSON file: {error}") from None
+        if kind_of(results[path.name]) != DECODE:
+            raise TableError(f"{path} holds results of something else")
+    if not results:
+        raise TableError(f"there are no results in {folder}")
+    if twice := measured_twice(results):
+        raise TableError(f"measured twice: {twice[0]}: move the older file to superseded/")
+    if left := without_a_table(results):
+        raise TableError(f"in no table: {', '.join(left)}")
+    return results
+
+
+def written_anew(text: str, tables: Iterable[PageTable], results: Results) -> str:
+    """Return a page's text with these tables of it anew.
+
+    Raises:
+        TableError: if a table isn't there or would be empty, or a row has no result, or two.
+
+    """
+    lines = text.splitlines()
+    for table in tables:
+        start, end = _place(lines, table.heading)
+        rows = _by_name(table, results)
+        if table.is_selection:
+            lines[start:end] = _selected(lines[start:end], rows)
+        else:
+            lines[start:end] = map(_line, rows.values())
+    return "\n".join(lines) + "\n"
+
+
+def _place(lines: list[str], heading: str) -> tuple[int, int]:
+    """Return where a table's rows begin, and where they end."""
+    if lines.count(heading) != 1:
+        raise TableError(f"there is no table, or more than one: {heading}")
+    start = lines.index(heading) + 2
+    end = start
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
+    return start, end
+
+
+def _by_name(table: PageTable, results: Results) -> dict[str, list[str]]:
+    rows: dict[str, list[str]] = {}
+    for row in table.rows(results):
+        name = _without_marks(row[0])
+        if name in rows:
+            raise TableError(f"two results for a row: {name}")
+        rows[name] = row
+    if not rows:
+        raise TableError(f"nothing was measured for the table: {table.heading}")
+    return rows
+
+
+def _selected(lines: Sequence[str], rows: dict[str, list[str]]) -> list[str]:
+    """Return a selection's rows with the figures of today; headings between rows stay."""
+    left = dict(rows)
+    return [line if line.startswith("| **") else _line(_of(line, left)) for line in lines]
+
+
+def _of(line: str, left: dict[str, list[str]]) -> list[str]:
+    """Take out the cells for a line."""
+    name = line.strip("|").partition(" | ")[0].strip()
+    cells = left.pop(_without_marks(name), None)
+    if cells is None:
+        raise TableError(f"no result for a row, or the row is there twice: {name}")
+    if OWN_MARK not in name:
+        return cells
+    mark = OWN_MARK if cells[0].endswith(OTHER_RUN) else f" {OWN_MARK}"
+    return [cells[0] + mark, *cells[1:]]
+
+
+def _without_marks(name: str) -> str:
+    return name.rstrip(f"{OTHER_RUN}{OWN_MARK} ")
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
