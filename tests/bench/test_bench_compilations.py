@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import synthetic
+from reported import rows_in, section_of, tables_in, texts_in
 
 from bench.reporting.decode import sections
-from bench.reporting.document import Paragraph, Section, Table
+from bench.reporting.document import Section
 from bench.serving import compilations, engine_probe, measure
 from bench.serving.compilations import Compilations, evaluate_compiled
 from bench.serving.workload import DECODE, Workload
@@ -156,18 +157,15 @@ def latency(compiled: list[Any]) -> Section:
         for entry, found in zip(cell["rounds"], compiled, strict=False):
             if cell["scheduler"] == "stock":
                 entry["compiled"] = found
-    (section,) = [it for it in sections([result]) if it.title == LATENCY]
-    return section
+    return section_of(sections([result]), LATENCY)
 
 
 def rows_of(section: Section, column: str) -> list[list[str]]:
-    tables = [it for it in section.parts if isinstance(it, Table) and column in it.columns]
-    return [list(row) for table in tables for row in table.rows]
+    return rows_in(it for it in tables_in([section]) if column in it.columns)
 
 
 def notes(section: Section) -> int:
-    paragraphs = [part for part in section.parts if isinstance(part, Paragraph)]
-    return sum(part.text.startswith("¶") for part in paragraphs)
+    return sum(text.startswith("¶") for text in texts_in([section]))
 
 
 def test_times_to_the_first_token_are_marked_where_kernels_were_compiled() -> None:

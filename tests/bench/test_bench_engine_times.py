@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import synthetic
+from reported import rows_in, table_with, tables_in
 
 from bench.reporting.cells import Side, pairs_of, steady, traces_of
 from bench.reporting.decode import sections
-from bench.reporting.document import Table
 from bench.reporting.engine import busiest_thread, engine_rate, gap_of, is_busy
 from bench.reporting.engine_and_client import engine_against_client
 from bench.reporting.findings import findings
@@ -17,6 +17,8 @@ from bench.reporting.findings import findings
 ROOT = Path(__file__).resolve().parents[2]
 STORED = sorted((ROOT / "bench/results").glob("decode_*.json"))
 NO_GAP_US = 20.0
+OFTEN_LATE = 0.25
+"""Profiling slows the host down: late in this share of the steps without, it may be so in most."""
 
 Row = dict[str, Any]
 
@@ -63,7 +65,8 @@ def test_no_gap_is_said_only_where_a_trace_has_none(path: Path) -> None:
                     continue
                 gap = gap_of(side, key.concurrency)
                 traced_us = sides[scheduler]["gap_us"]["p50"]
-                assert traced_us < NO_GAP_US or gap.text != "0", (pair.label, scheduler)
+                if gap.text == "0" and gap.late is not None and gap.late[0] < OFTEN_LATE:
+                    assert traced_us < NO_GAP_US, (pair.label, scheduler)
 
 
 def test_newer_estimates_are_shown_as_they_are() -> None:
@@ -81,13 +84,7 @@ def test_a_host_that_spins_is_not_told_to_be_in_time() -> None:
 
 
 def gaps_of(result: Row) -> list[list[str]]:
-    (rows,) = [
-        part.rows
-        for section in sections([result])
-        for part in section.parts
-        if isinstance(part, Table) and "late steps" in part.columns
-    ]
-    return [list(row) for row in rows]
+    return rows_in([table_with(sections([result]), "late steps")])
 
 
 # ---- the busiest thread ----
@@ -146,9 +143,10 @@ def test_the_table_of_threads_shows_what_is_not_listed() -> None:
         for entry in cell["rounds"]:
             del entry["cpu"]["share"]["API server"]["threads"]["MainThread"]
             entry["cpu"]["share"]["engine"]["threads"]["MainThread"] = None
-    tables = [it for section in sections([result]) for it in section.parts if isinstance(it, Table)]
     (table,) = [
-        it for it in tables if it.columns[1:] == ("vLLM", "sparksched") and "64" in it.rows[0][0]
+        it
+        for it in tables_in(sections([result]))
+        if it.columns[1:] == ("vLLM", "sparksched") and "64" in it.rows[0][0]
     ]
     assert table.rows[0][1] == (
         "API server: process_output_sockets 5.00, not listed 50.0; "
@@ -229,6 +227,5 @@ def test_both_rates_stand_side_by_side() -> None:
     result = synthetic.result((256,))
     for cell in result["cells"]:
         cell["phases"]["mean_period_us"] = 4000.0
-    tables = [it for section in sections([result]) for it in section.parts if isinstance(it, Table)]
-    (table,) = [it for it in tables if "by the engine's steps" in it.columns]
+    table = table_with(sections([result]), "by the engine's steps")
     assert table.rows[0][table.columns.index("by the engine's steps")] == "64,000 → 64,000"

@@ -4,10 +4,10 @@ import copy
 from typing import Any
 
 import synthetic
+from reported import rows_in, section_of, texts_in
 
 from bench.reporting.cells import OTHER_RUN, pairs_of
 from bench.reporting.decode import sections
-from bench.reporting.document import Paragraph, Table
 from bench.reporting.findings import findings
 
 Row = dict[str, Any]
@@ -22,10 +22,8 @@ def result_of(tokens: int, cores: str = "all") -> Row:
     return result
 
 
-def rows_in(result: list[Row], title: str) -> list[list[str]]:
-    (section,) = [it for it in sections(result) if it.title == title]
-    tables = [part for part in section.parts if isinstance(part, Table)]
-    return [list(row) for table in tables for row in table.rows]
+def rows_of(result: list[Row], title: str) -> list[list[str]]:
+    return rows_in([section_of(sections(result), title)])
 
 
 # ---- tokens a stream ----
@@ -45,9 +43,9 @@ def test_streams_of_other_lengths_are_no_pair() -> None:
 
 def test_few_processors_are_compared_with_streams_of_the_same_length() -> None:
     title = "Serving: few processors"
-    unlike = rows_in([result_of(768), result_of(384, cores="2")], title)
+    unlike = rows_of([result_of(768), result_of(384, cores="2")], title)
     assert [row[:2] for row in unlike] == [["gpt-oss-20b, async, decode, http, 64 x 384", "2"]]
-    alike = rows_in([result_of(768), result_of(768, cores="2")], title)
+    alike = rows_of([result_of(768), result_of(768, cores="2")], title)
     assert [row[1] for row in alike] == ["all", "2"]
 
 
@@ -82,13 +80,12 @@ def test_sides_of_separate_runs_are_marked() -> None:
     result = in_two_runs()
     assert all(it.label.endswith(f" {OTHER_RUN}") for it in pairs_of([result]))
     for section in sections([result]):
-        texts = [part.text for part in section.parts if isinstance(part, Paragraph)]
-        labels = [row[0] for part in section.parts if isinstance(part, Table) for row in part.rows]
-        is_marked = any(OTHER_RUN in label for label in labels)
-        assert any(it.startswith(f"{OTHER_RUN} from separate runs") for it in texts) == is_marked
+        is_marked = any(OTHER_RUN in row[0] for row in rows_in([section]))
+        notes = [it.startswith(f"{OTHER_RUN} from separate runs") for it in texts_in([section])]
+        assert any(notes) == is_marked
     for title in ("Serving: tokens a second and latency", "Serving: the GPU", "Serving: CPU time"):
         assert all(
-            OTHER_RUN in row[0] for row in rows_in([result], title) if row[0].startswith("gpt")
+            OTHER_RUN in row[0] for row in rows_of([result], title) if row[0].startswith("gpt")
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import synthetic
+from reported import parts_in, rows_in, table_with
 
 from bench.report import build, read_all
 from bench.reporting import plots
@@ -33,12 +34,8 @@ DRAWN = {"cells", "rounds", "itl_quantiles_ms", "ms", "percent", "phases", "time
 Row = dict[str, Any]
 
 
-def tables(parts: list[Section]) -> list[Table]:
-    return [part for section in parts for part in section.parts if isinstance(part, Table)]
-
-
 def rows_of(parts: list[Section], first_column: str) -> list[list[str]]:
-    return [list(row) for table in tables(parts) for row in table.rows if first_column in row[0]]
+    return [row for row in rows_in(parts) if first_column in row[0]]
 
 
 # ---- whole reports ----
@@ -67,7 +64,7 @@ def test_all_of_them_make_one_report_whose_page_needs_no_other_file(tmp_path: Pa
 
 def test_a_gpu_brings_its_rows_and_pictures(tmp_path: Path) -> None:
     parts = build([(Path("x.json"), synthetic.result())], [])
-    names = {part.name for section in parts for part in section.parts if isinstance(part, Image)}
+    names = {part.name for part in parts_in(parts) if isinstance(part, Image)}
     assert {name.partition("-")[0] for name in names} == {"itl", "host", "timeline"}
     (row,) = [row for row in rows_of(parts, "gpt-oss-20b, async, 256") if len(row) == 9]
     assert row[1] == "2,697 → 2.00"  # the gap
@@ -234,12 +231,10 @@ def test_without_its_encoding_a_message_s_travel_is_missing() -> None:
 
 def test_a_message_is_handed_over_where_that_was_measured() -> None:
     result = synthetic.result((64,))
-    (columns,) = [it.columns for it in tables(sections([result])) if "arrival p50" in it.columns]
-    assert "handed over" in columns
+    assert "handed over" in table_with(sections([result]), "arrival p50").columns
     for cell in result["cells"]:
         del cell["messages"]["handed_us"]
-    (columns,) = [it.columns for it in tables(sections([result])) if "arrival p50" in it.columns]
-    assert "handed over" not in columns
+    assert "handed over" not in table_with(sections([result]), "arrival p50").columns
 
 
 def test_latencies_show_the_spread_of_rounds() -> None:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import synthetic
+from reported import rows_in, table_with, tables_in
 
 from bench.report import build, read_all
-from bench.reporting.document import Section, Table
+from bench.reporting.document import Section
 from bench.reporting.others import RECORDING, kind_of
 from bench.reporting.recording import recording
 from bench.reporting.step_cost import step_cost
@@ -14,14 +15,7 @@ from bench.reporting.step_cost import step_cost
 
 def rows_with(sections: list[Section], column: str) -> list[list[str]]:
     """Return the rows of the only table that has a column."""
-    (table,) = [
-        part
-        for section in sections
-        for part in section.parts
-        if isinstance(part, Table) and column in part.columns
-    ]
-    assert {len(row) for row in table.rows} == {len(table.columns)}
-    return [list(row) for row in table.rows]
+    return rows_in([table_with(sections, column)])
 
 
 # ---- steps ----
@@ -70,8 +64,7 @@ def test_a_step_without_a_side_is_missing_and_never_zero(
 def test_a_table_that_was_not_asked_for_is_left_out(table: str, column: str) -> None:
     result = synthetic.step_cost()
     del result[table]
-    parts = step_cost(result)[0].parts
-    assert not any(isinstance(part, Table) and column in part.columns for part in parts)
+    assert not any(column in it.columns for it in tables_in(step_cost(result)))
 
 
 # ---- recordings ----

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import synthetic
+from reported import tables_in
 
 from bench.reporting.cells import pairs_of
 from bench.reporting.decode import sections
@@ -17,13 +18,11 @@ LABEL = "gpt-oss-20b, async, asyncllm, 64"
 
 
 def tables_of(result: Row) -> list[Table]:
-    return [part for part in late(pairs_of([result])) if isinstance(part, Table)]
+    return tables_in(late(pairs_of([result])))
 
 
 def rows_of(table: Table) -> list[list[str]]:
-    rows = [list(row) for row in table.rows if row[0] == LABEL]
-    assert all(len(row) == len(table.columns) for row in rows)
-    return [row[1:] for row in rows]
+    return [list(row[1:]) for row in table.rows if row[0] == LABEL]
 
 
 def texts_of(result: Row) -> list[str]:
@@ -57,8 +56,7 @@ def test_collections_by_generation() -> None:
 
 def test_they_stand_below_the_table_of_messages() -> None:
     (section,) = [it for it in sections([synthetic.with_late_messages()]) if "messages" in it.title]
-    tables = [part for part in section.parts if isinstance(part, Table)]
-    assert ["arrival p50" in it.columns for it in tables] == [True, False, False]
+    assert ["arrival p50" in it.columns for it in tables_in([section])] == [True, False, False]
 
 
 def test_nothing_is_said_of_results_that_dont_have_it() -> None:

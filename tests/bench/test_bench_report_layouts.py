@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import synthetic
+from reported import rows_in, section_of, table_with, tables_in, texts_in
 
 from bench.reporting.cells import pairs_of, servers_of
 from bench.reporting.decode import sections
-from bench.reporting.document import Paragraph, Section, Table
+from bench.reporting.document import Paragraph, Section
 
 Row = dict[str, Any]
 
@@ -18,21 +19,14 @@ LATENCY = "Serving: tokens a second and latency"
 
 def cells_of(found: list[Section], title: str, name: str, *columns: str) -> list[str]:
     """Return what the only table of a section with these columns has in its first such row."""
-    (section,) = [it for it in found if it.title == title]
-    (table,) = [
-        part
-        for part in section.parts
-        if isinstance(part, Table) and set(columns) <= set(part.columns)
-    ]
+    table = table_with([section_of(found, title)], *columns)
     row = next(row for row in table.rows if name in row[0])
-    assert len(row) == len(table.columns)
     by_name = dict(zip(table.columns, row, strict=True))
     return [by_name[column] for column in columns]
 
 
 def columns_of(found: list[Section], title: str) -> list[str]:
-    (section,) = [it for it in found if it.title == title]
-    return [column for part in section.parts if isinstance(part, Table) for column in part.columns]
+    return [column for table in tables_in([section_of(found, title)]) for column in table.columns]
 
 
 # ---- pairs ----
@@ -85,8 +79,7 @@ def test_requests_are_split_over_engines() -> None:
         "41.0 → 51.0",
     ]
     assert cells_of(found, SPLIT, name, "batches of nothing p50, µs") == ["0 → 0"]
-    (section,) = [it for it in found if it.title == SPLIT]
-    (table,) = [part for part in section.parts if isinstance(part, Table)]
+    (table,) = tables_in([section_of(found, SPLIT)])
     assert [list(row[-3::2]) for row in table.rows] == [["410 → 410", "61.0 → 71.0"]] * 2
     assert "in batches that take turns" not in table.columns
 
@@ -166,36 +159,22 @@ def test_held_requests_are_marked_where_their_first_tokens_are() -> None:
         p50 = 10.0 if cell["is_held"] else 30.0
         for entry in cell["rounds"]:
             entry["ttft_ms"] |= {"p50": p50, "p99": 2 * p50}
-    (section,) = [it for it in sections([result]) if it.title == LATENCY]
-    (row, *_) = [
-        row
-        for part in section.parts
-        if isinstance(part, Table) and "TTFT p50, ms" in part.columns
-        for row in part.rows
-    ]
+    section = section_of(sections([result]), LATENCY)
+    (row, *_) = table_with([section], "TTFT p50, ms").rows
     assert list(row[-2:]) == ["10.0 (10.0 to 10.0) ‡ → 30.0 (30.0 to 30.0)", "20.0 ‡ → 60.0"]
     assert not any("‡" in text for text in row[:-2])
     assert _notes(section) == 1
 
 
 def test_requests_that_were_not_held_are_not_marked() -> None:
-    (section,) = [it for it in sections([synthetic.on_several_gpus("DP 2")]) if it.title == LATENCY]
-    assert not any(
-        "‡" in text
-        for part in section.parts
-        if isinstance(part, Table)
-        for row in part.rows
-        for text in row
-    )
+    section = section_of(sections([synthetic.on_several_gpus("DP 2")]), LATENCY)
+    assert not any("‡" in text for row in rows_in([section]) for text in row)
     assert _notes(section) == 0
 
 
 def _notes(section: Section) -> int:
-    return sum(
-        part.text.startswith("‡ requests were held until all were there")
-        for part in section.parts
-        if isinstance(part, Paragraph)
-    )
+    start = "‡ requests were held until all were there"
+    return sum(text.startswith(start) for text in texts_in([section]))
 
 
 # ---- servers and CPU ----

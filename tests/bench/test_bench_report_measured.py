@@ -1,9 +1,10 @@
 """The report's tables are made of what benchmarks keep: nothing that was measured is missing."""
 
 import pytest
+from reported import rows_in
 
 from bench import recording, step_cost
-from bench.reporting.document import Section, Table
+from bench.reporting.document import Section
 from bench.reporting.recording import recording as recording_sections
 from bench.reporting.step_cost import step_cost as step_cost_sections
 from bench.reporting.values import MISSING
@@ -15,8 +16,7 @@ FEWEST = 2, step_cost.STEPS_IN_A_ROW
 
 
 def assert_whole(sections: list[Section], num_rows: int) -> None:
-    tables = [part for section in sections for part in section.parts if isinstance(part, Table)]
-    rows = [row for table in tables for row in table.rows]
+    rows = rows_in(sections)
     assert len(rows) == num_rows
     assert not [row for row in rows if any(MISSING in text for text in row)]
 

@@ -3,9 +3,10 @@
 from typing import Any
 
 import synthetic
+from reported import rows_in, texts_in
 
 from bench.reporting.decode_streams import streams
-from bench.reporting.document import Paragraph, Part, Table
+from bench.reporting.document import Part
 
 Row = dict[str, Any]
 
@@ -15,16 +16,6 @@ ONE_START = ("none", "none")
 
 def compared(*rows: Row) -> list[Part]:
     return streams([{"streams": list(rows)}])
-
-
-def rows_in(parts: list[Part]) -> list[list[str]]:
-    (table,) = [part for part in parts if isinstance(part, Table)]
-    assert {len(row) for row in table.rows} == {len(table.columns)}
-    return [list(row) for row in table.rows]
-
-
-def notes_in(parts: list[Part]) -> list[str]:
-    return [part.text for part in parts if isinstance(part, Paragraph)]
 
 
 def as_formerly(scheduler: str) -> Row:
@@ -49,7 +40,7 @@ def test_sampled_and_greedy_tokens_have_a_row_each() -> None:
             *("3 of 5", "4 of 5", "2 of 5", *ONE_START, "yes", "47.0"),
         ],
     ]
-    (text,) = notes_in(parts)
+    (text,) = texts_in(parts)
     assert "sampled at temperature 1" in text
     assert "Weights scaled: random ones" in text
 
@@ -59,7 +50,7 @@ def test_older_results_have_greedy_tokens_alone() -> None:
     assert rows_in(parts) == [
         ["gpt-oss-20b, async", "greedy", "1 of 5", "5 of 5", "0 of 5", *ONE_START, "yes", "11.0"]
     ]
-    (text,) = notes_in(parts)
+    (text,) = texts_in(parts)
     assert text.startswith("Greedy streams that are equal")
     assert "scaled" not in text
 
@@ -141,7 +132,7 @@ def test_tokens_by_other_weights_are_no_pair() -> None:
     ]
     assert {tuple(row[5:8]) for row in rows} == {(*ONE_START, "missing")}
     assert [row[8] for row in rows] == ["11.0", "11.0", "47.0", "47.0"]
-    assert notes_in(parts)[-1] == (
+    assert texts_in(parts)[-1] == (
         "§ random weights could not be scaled. gpt-oss-20b, async, stock: it has no such method."
     )
 
@@ -150,7 +141,7 @@ def test_weights_from_files_are_not_scaled() -> None:
     rows = [synthetic.compared(it) | {"scaled": 0} for it in BOTH]
     parts = compared(*rows)
     assert [row[1] for row in rows_in(parts)] == ["greedy", "sampled"]
-    assert len(notes_in(parts)) == 1
+    assert len(texts_in(parts)) == 1
 
 
 def test_a_side_that_failed_is_missing() -> None:
