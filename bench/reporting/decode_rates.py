@@ -63,8 +63,8 @@ def latency(pairs: Sequence[Pair]) -> list[Part]:
             pair_text(*pair.figures("itl_ms", "p90")),
             _spreads(pair, "itl_ms", "p99"),
             pair_text(*pair.figures("itl_ms", "max")),
-            _ttft(pair, *(spread_text(it.each("ttft_ms", "p50")) for it in _sides(pair))),
-            _ttft(pair, *(text_of(it) for it in pair.figures("ttft_ms", "p99"))),
+            ttft_text(pair, *(spread_text(it.each("ttft_ms", "p50")) for it in _sides(pair))),
+            ttft_text(pair, *(text_of(it) for it in pair.figures("ttft_ms", "p99"))),
         ]
         for pair in pairs
     ]
@@ -100,7 +100,7 @@ def _spreads(pair: Pair, *path: str) -> str:
     return joined(*(spread_text(side.each(*path)) for side in _sides(pair)))
 
 
-def _ttft(pair: Pair, *texts: str) -> str:
+def ttft_text(pair: Pair, *texts: str) -> str:
     """Return both sides' times, each with marks if requests were held or kernels compiled."""
     return joined(*map(_with_marks, _sides(pair), texts))
 
@@ -119,7 +119,7 @@ def _merged(pairs: Sequence[Pair]) -> list[Part]:
         rows.append(
             [
                 pair.label,
-                joined(*(_tokens_per_output(it) for it in pair.figures("merged_share"))),
+                joined(*(tokens_per_output(it) for it in pair.figures("merged_share"))),
                 *(pair_text(*pair.figures("output_gap_ms", it)) for it in ("p50", "p99", "max")),
             ]
         )
@@ -134,7 +134,8 @@ def _merged(pairs: Sequence[Pair]) -> list[Part]:
     ]
 
 
-def _tokens_per_output(merged_share: Any) -> str:
+def tokens_per_output(merged_share: Any) -> str:
+    """Return how many tokens an output has, given the share of those that came with another."""
     share = as_number(merged_share)
     return MISSING if share is None else rounded(1 / (1 - share))
 
@@ -189,7 +190,7 @@ def workloads(pairs: Sequence[Pair]) -> list[Part]:
             spread_text(pair.ours.each("tokens_per_s")),
             ratio_text(*pair.figures("tokens_per_s")),
             *(pair_text(*pair.figures("itl_ms", it)) for it in ("p50", "p99")),
-            _ttft(pair, *(text_of(it) for it in pair.figures("ttft_ms", "p50"))),
+            ttft_text(pair, *(text_of(it) for it in pair.figures("ttft_ms", "p50"))),
             joined(*(_hit_share(side) for side in (pair.stock, pair.ours))),
         ]
         for pair in chosen
