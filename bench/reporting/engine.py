@@ -41,6 +41,13 @@ def busiest_thread(side: Side, process: str) -> float | None:
     return median(_busiest(entry, process) for entry in side.rounds())
 
 
+def spun_share(side: Side) -> float:
+    """Return the share of a processor that the engine's thread waits with, in percent."""
+    spins = as_number(side.get("phases", "wait_spins"))
+    wait_us, step_us = (as_number(side.get("phases", it, "p50")) for it in ("wait_us", "period_us"))
+    return 100 * spins * wait_us / step_us if spins and wait_us and step_us else 0.0
+
+
 def is_busy(side: Side, process: str) -> bool | None:
     """Return whether a thread of a process has all but a processor to itself; None if unknown."""
     total = median(dig(entry, "cpu", "share", process, "percent") for entry in side.rounds())

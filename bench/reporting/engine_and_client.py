@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.reporting.cells import ALL, DECODE, SYNC, Pair, Side
-from bench.reporting.engine import BUSY_THREAD, busiest_thread, engine_rate
+from bench.reporting.engine import BUSY_THREAD, busiest_thread, engine_rate, spun_share
 from bench.reporting.values import as_number, listed, rounded
 
 NOTABLE_SHARE = 0.05
@@ -19,6 +19,8 @@ class Difference:
     client: float
     engine_thread: float | None
     api_thread: float | None
+    spun: float
+    """What of the engine's thread is spinning while it waits, which is no work."""
 
     @property
     def limit(self) -> str:
@@ -28,13 +30,15 @@ class Difference:
         busy = [
             name
             for name, share in (
-                ("the engine's thread", self.engine_thread),
+                ("the engine's thread", self.engine_thread - self.spun),
                 ("the API server's thread", self.api_thread),
             )
             if share > BUSY_THREAD
         ]
         if not busy and self.is_confined:
             return "engine and API server share the processors, which are the limit"
+        if not busy and self.engine_thread > BUSY_THREAD:
+            return "no thread is the limit, as the engine's spins while it waits"
         if not busy and self.pair.key.mode == SYNC:
             return "host and GPU work in turns, and neither thread is the limit"
         if not busy:
@@ -54,7 +58,8 @@ class Difference:
             self.engine > self.client
             and api is not None
             and engine is not None
-            and api > BUSY_THREAD >= engine
+            and api > BUSY_THREAD
+            and engine - self.spun <= BUSY_THREAD
         )
 
     @property
@@ -83,8 +88,8 @@ def _difference(pair: Pair, side: Side) -> Difference | None:
     client = as_number(side.figure("tokens_per_s"))
     if not engine or not client or abs(engine / client - 1) <= NOTABLE_SHARE:
         return None
-    threads = (busiest_thread(side, it) for it in ("engine", "API server"))
-    return Difference(pair, engine, client, *threads)
+    engine_thread, api_thread = (busiest_thread(side, it) for it in ("engine", "API server"))
+    return Difference(pair, engine, client, engine_thread, api_thread, spun_share(side))
 
 
 def _said(pair: Pair, name: str, found: Difference) -> str:

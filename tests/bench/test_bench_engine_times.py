@@ -174,13 +174,15 @@ def differing(
     rate: float,
     mode: str = "async",
     cores: str = "all",
+    waits_us: float = 100.0,
 ) -> str:
     """Return what is said where the engine's steps bring 64,000 tokens a second."""
     result = synthetic.result((256,))
     result["cells"] = [it for it in result["cells"] if it["driver"] == "asyncllm"]
     for cell in result["cells"]:
         cell |= {"output_tokens": [512, 512], "mode": mode, "cores": cores}
-        cell["phases"]["mean_period_us"] = 4000.0
+        cell["phases"] |= {"mean_period_us": 4000.0, "wait_spins": 0.97}
+        cell["phases"] |= {"period_us": {"p50": 4000.0}, "wait_us": {"p50": waits_us}}
         for entry in cell["rounds"]:
             is_stock = cell["scheduler"] == "stock"
             entry["tokens_per_s"] = rate if is_stock else 64_000.0
@@ -209,6 +211,14 @@ def test_an_engine_at_its_limit_is_not_ahead() -> None:
     assert "neither thread is the limit" in differing(60.0, 50.0, 32_000.0)
     assert "host and GPU work in turns" in differing(60.0, 50.0, 32_000.0, mode="sync")
     assert "who limits isn't told" in differing(None, 100.0, 32_000.0)
+
+
+def test_an_engine_that_spins_while_it_waits_is_not_at_its_limit() -> None:
+    text = differing(100.0, 29.0, 32_000.0, waits_us=3000.0)
+    assert "no thread is the limit, as the engine's spins while it waits (busiest" in text
+    text = differing(100.0, 100.0, 32_000.0, waits_us=3000.0)
+    assert "the limit is the API server's thread (busiest" in text
+    assert "so the engine is ahead of what clients have" in text
 
 
 def test_an_engine_that_shares_its_processor_may_be_ahead() -> None:
