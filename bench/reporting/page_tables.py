@@ -18,6 +18,7 @@ from bench.reporting.cells import (
     SYNC,
     Pair,
     Row,
+    Side,
     marked,
     pairs_of,
     rows_of,
@@ -29,6 +30,7 @@ from bench.reporting.values import (
     MISSING,
     as_number,
     count_text,
+    dig,
     joined,
     listed,
     numbers,
@@ -116,6 +118,25 @@ def workloads(results: Results) -> Rows:
         name = marked(WORKLOADS[pair.key.workload], pair.is_of_separate_runs)
         times = (*_latencies(pair), _times_to_first(pair)[0])
         yield [name, _rates(pair), *times, _rounds(pair)]
+
+
+def compilations(results: Results) -> Rows:
+    """Yield times to the first token by round, of models whose kernels are compiled at times."""
+    pairs = _sorted(results, _tells_of_kernels)
+    compiling = {it.key.model for it in pairs if any(side.has_compiled for _, side in it.sides())}
+    for pair in pairs:
+        if pair.key.model in compiling:
+            cores = "" if pair.key.cores == ALL else f", {pair.key.cores} processors"
+            name = _name(pair, f"{pair.key.size}{cores}")
+            yield [name, *(", ".join(_by_round(side)) for _, side in pair.sides())]
+
+
+def _by_round(side: Side) -> Iterator[str]:
+    """Yield the latest first token of each round in ms, and how many of them were compiling."""
+    for entry in side.rounds():
+        compiling = text_of(dig(entry, "compiled", "seconds"), "", 1_000)
+        after = f" ({compiling})" if as_number(dig(entry, "compiled", "count")) else ""
+        yield f"{text_of(dig(entry, 'ttft_ms', 'p99'))}{after}"
 
 
 # ---- several GPUs ----
@@ -207,6 +228,13 @@ def _is_of_mixed_lengths(pair: Pair) -> bool:
     key = pair.key
     as_said = (key.model, key.cores, key.mode, key.driver) == ("gpt-oss-20b", ALL, ASYNC, ASYNCLLM)
     return key.workload in WORKLOADS and as_said
+
+
+def _tells_of_kernels(pair: Pair) -> bool:
+    key = pair.key
+    rounds = [entry for _, side in pair.sides() for entry in side.rounds()]
+    is_told = all(as_number(dig(it, "compiled", "count")) is not None for it in rounds)
+    return not key.layout and key.workload == DECODE and key.concurrency > 1 and is_told
 
 
 PLACES = (_is_on_one_gpu, _is_spread, _is_confined, _is_of_mixed_lengths)
@@ -346,6 +374,11 @@ TABLES = (
         RESULTS,
         "| prompts | tokens/s | ITL p50, ms | p99 | TTFT p50, ms | rounds |",
         workloads,
+    ),
+    PageTable(
+        RESULTS,
+        "| model, driver, streams x tokens | vLLM: TTFT p99 by round, ms | sparksched's |",
+        compilations,
     ),
     PageTable(RESULTS, "| file | streams | commit | day | options |", sources),
     PageTable(

@@ -13,6 +13,8 @@ from bench import tables
 from bench.reporting.page_tables import README, RESULTS, TABLES, PageTable, Results
 from bench.tables import TableError, written_anew
 
+Row = dict[str, Any]
+
 LINE = "| --- |"
 
 
@@ -22,7 +24,7 @@ def table(page: str, first: str) -> PageTable:
     return found
 
 
-def measured() -> dict[str, Any]:
+def measured() -> Row:
     """Return 64 streams, with other figures on each side: tokens a second, phases and costs."""
     found = result((64,))
     for cell in found["cells"]:
@@ -51,14 +53,14 @@ def cells_of(results: Results, which: PageTable, name: str) -> list[str]:
     return rows[name]
 
 
-def set_in_rounds(found: dict[str, Any], side: str, **values: Any) -> None:
+def set_in_rounds(found: Row, side: str, **values: Any) -> None:
     for cell in found["cells"]:
         if cell["scheduler"] == side:
             for entry in cell["rounds"]:
                 entry.update(values)
 
 
-SERVERS = table(RESULTS, "model, driver, streams x tokens")
+SERVERS = table(RESULTS, "model, driver, streams x tokens | tokens/s")
 IN_SHORT = table(README, "model, driver, streams")
 
 
@@ -151,6 +153,47 @@ def test_times_while_kernels_were_compiled_are_marked() -> None:
         "1,500 ¶ → 750",
         "3",
     ]
+
+
+def compilations_of(*results: Row) -> dict[str, list[str]]:
+    which = table(RESULTS, "model, driver, streams x tokens | vLLM: TTFT p99 by round, ms")
+    return {row[0]: row[1:] for row in which.rows(dict(zip("abc", results, strict=False)))}
+
+
+def test_rounds_in_which_kernels_were_compiled() -> None:
+    found = measured()
+    nothing = {"count": 0, "seconds": 0, "kernels": {}}
+    for side in ("stock", "sparksched"):
+        set_in_rounds(found, side, compiled=nothing)
+    assert not compilations_of(found)
+    for cell in found["cells"]:
+        if (cell["driver"], cell["scheduler"]) == ("http", "stock"):
+            cell["rounds"][1]["compiled"] = {"count": 2, "seconds": 1.25, "kernels": {}}
+        if cell["driver"] == "http":
+            cell["cores"] = "2"
+    assert compilations_of(found) == {
+        "gpt-oss-20b, AsyncLLM, 64": ["1,500, 1,500, 1,500", "750, 750, 750"],
+        "gpt-oss-20b, HTTP, 64, 2 processors": [
+            "1,500, 1,500 (1,250), 1,500",
+            "750, 750, 750",
+        ],
+    }
+
+
+def test_rounds_that_do_not_tell_of_kernels_are_in_no_such_table() -> None:
+    """And neither is a single stream, which none were compiled for so far, nor several GPUs."""
+    found, older, spread = measured(), measured(), on_several_gpus("TP 2")
+    for it in (found, spread):
+        for side in ("stock", "sparksched"):
+            set_in_rounds(it, side, compiled={"count": 1, "seconds": 1.0, "kernels": {}})
+    assert len(compilations_of(found)) == 2
+    for cell in older["cells"]:
+        cell["model"] = "gpt-oss-120b"
+        cell["rounds"][0]["compiled"] = {"count": 1, "seconds": 1.0, "kernels": {}}
+    assert list(compilations_of(found, older, spread)) == list(compilations_of(found))
+    for cell in found["cells"]:
+        cell["concurrency"] = 1
+    assert not compilations_of(found)
 
 
 def test_workloads() -> None:
@@ -324,7 +367,7 @@ def test_a_newer_file_beside_an_older_one_is_refused(root: Path) -> None:
         {"model": "gpt-oss-20b, TP 2", "mode": "sync"},
     ],
 )
-def test_what_no_table_is_for_is_named(root: Path, change: dict[str, Any]) -> None:
+def test_what_no_table_is_for_is_named(root: Path, change: Row) -> None:
     """The text above a table says what all of its rows have in common."""
     other = measured()
     for cell in other["cells"]:
