@@ -44,8 +44,9 @@ def busiest_thread(side: Side, process: str) -> float | None:
 def spun_share(side: Side) -> float:
     """Return the share of a processor that the engine's thread waits with, in percent."""
     spins = as_number(side.get("phases", "wait_spins"))
-    wait_us, step_us = (as_number(side.get("phases", it, "p50")) for it in ("wait_us", "period_us"))
-    return 100 * spins * wait_us / step_us if spins and wait_us and step_us else 0.0
+    medians = (as_number(side.get("phases", it, "p50")) for it in ("wait_us", "period_us"))
+    wait_us, period_us = medians
+    return 100 * spins * wait_us / period_us if spins and wait_us and period_us else 0.0
 
 
 def is_busy(side: Side, process: str) -> bool | None:

@@ -23,14 +23,19 @@ class Difference:
     """What of the engine's thread is spinning while it waits, which is no work."""
 
     @property
+    def engine_work(self) -> float | None:
+        """The engine's thread without what it spins."""
+        return None if self.engine_thread is None else self.engine_thread - self.spun
+
+    @property
     def limit(self) -> str:
         """Which side limits, by the rounds that the client's rate is from."""
-        if self.engine_thread is None or self.api_thread is None:
+        if self.engine_thread is None or self.engine_work is None or self.api_thread is None:
             return "who limits isn't told, for want of threads' CPU time"
         busy = [
             name
             for name, share in (
-                ("the engine's thread", self.engine_thread - self.spun),
+                ("the engine's thread", self.engine_work),
                 ("the API server's thread", self.api_thread),
             )
             if share > BUSY_THREAD
@@ -53,13 +58,12 @@ class Difference:
     @property
     def is_ahead(self) -> bool:
         """Whether the engine gets ahead of what clients have, as it isn't what limits."""
-        api, engine = self.api_thread, self.engine_thread
+        api, engine = self.api_thread, self.engine_work
         return (
             self.engine > self.client
             and api is not None
             and engine is not None
-            and api > BUSY_THREAD
-            and engine - self.spun <= BUSY_THREAD
+            and api > BUSY_THREAD >= engine
         )
 
     @property
