@@ -13,7 +13,7 @@ import pytest
 from engine.harness import restored_replacements
 from sparksched.transport import front_end, garbage
 from sparksched.transport.client import _AsyncChannel
-from sparksched.transport.garbage import MANY_OUTPUTS, RAISED, LaterCollections
+from sparksched.transport.garbage import RAISED, LaterCollections
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, async_llm
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -122,15 +122,40 @@ def test_streams_take_many_outputs_before_a_collection(new_event_loop: NewEventL
 
 @EVENT_LOOPS
 def test_few_outputs_change_nothing(new_event_loop: NewEventLoop) -> None:
-    thresholds, _ = seen_by_streams(new_event_loop, MANY_OUTPUTS)
+    thresholds, _ = seen_by_streams(new_event_loop, 128)
     assert thresholds == {USUAL}
+
+
+def long_names(number: int) -> list[str]:
+    """Return ids of requests, as long as those of vLLM's OpenAI server."""
+    return [f"chatcmpl-{index:041}" for index in range(number)]
+
+
+async def small_messages_scene(num_messages: int) -> int:
+    """Return how often collections were put off for small messages that are received together."""
+    server = Server()
+    await server.start()
+    with mock.patch.object(garbage._threshold, "raise_for") as raise_for:
+        for _ in range(num_messages):
+            server.send(long_names(16))
+        while server.client.outputs_queue.qsize() < num_messages:
+            await turns(1)
+    server.channel.close()
+    server.rings.close()
+    return raise_for.call_count
+
+
+@EVENT_LOOPS
+@pytest.mark.parametrize(("num_messages", "num_raised"), [(1, 0), (30, 1)])
+def test_many_small_messages_have_many_outputs(
+    new_event_loop: NewEventLoop, num_messages: int, num_raised: int
+) -> None:
+    assert run(new_event_loop, small_messages_scene(num_messages)) == num_raised
 
 
 # ----------------------------------------------------------------------------------------
 # Thresholds
 # ----------------------------------------------------------------------------------------
-
-MANY = MANY_OUTPUTS + 1
 
 
 def is_raised() -> bool:
@@ -143,16 +168,17 @@ async def receptions_scene() -> None:
     one, other = LaterCollections(), LaterCollections()
     one.begin()
     assert is_raised()
-    one.end_after_streams(loop, MANY)
+    one.end_after_streams(loop)
     await turns(1)
     other.begin()
-    other.end_after_streams(loop, MANY)
+    other.end_after_streams(loop)
     await turns(1)
     assert is_raised()
     other.begin()
-    other.end_after_streams(loop, 1)
-    assert is_raised()  # streams have yet to take what was received before
-    await turns(3)
+    other.end_after_streams(loop)
+    await turns(1)
+    assert is_raised()  # streams have yet to take what was received last
+    await turns(2)
     assert gc.get_threshold() == USUAL
 
 
@@ -166,13 +192,14 @@ async def closing_scene() -> None:
     loop = asyncio.get_running_loop()
     reader = LaterCollections()
     reader.begin()
-    reader.end_after_streams(loop, MANY)
+    reader.end_after_streams(loop)
     reader.close()
     assert gc.get_threshold() == USUAL
     await turns(3)
     reader.begin()
     assert is_raised()
-    reader.end_after_streams(loop, 1)
+    reader.end_after_streams(loop)
+    await turns(3)
     assert gc.get_threshold() == USUAL
 
 
@@ -185,7 +212,7 @@ async def closed_channel_scene() -> None:
     """Close a channel that has just received outputs."""
     server = Server()
     await server.start()
-    server.send([f"stream-{index}" for index in range(MANY)])
+    server.send(long_names(129))
     while server.client.outputs_queue.empty():
         await turns(1)
     assert is_raised()
@@ -285,13 +312,16 @@ def test_raised_thresholds_that_were_saved_and_set_again_do_not_stay() -> None:
 
 
 async def failing_scene() -> None:
-    """Let receiving fail by what no handler of errors catches."""
+    """Let decoding fail by what no handler of errors catches."""
     server = Server()
     await server.start()
-    with mock.patch.object(server.channel, "_receive", side_effect=KeyboardInterrupt):
+    with mock.patch.object(server.channel, "_deliver", side_effect=KeyboardInterrupt):
         for _ in range(2):
+            server.send(long_names(129))
             with pytest.raises(KeyboardInterrupt):
                 server.channel._on_event()
+    assert is_raised()
+    await turns(3)
     assert gc.get_threshold() == USUAL
     server.channel.close()
     server.rings.close()

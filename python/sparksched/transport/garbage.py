@@ -16,8 +16,10 @@ import gc
 import threading
 from typing import Final
 
-MANY_OUTPUTS: Final = 128
-"""vLLM gives streams a turn after so many, which keeps their containers few."""
+FEW_BYTES: Final = 64 * 128
+"""Of encoded outputs that are received together; nothing is raised for so few. vLLM gives streams a
+turn after 128 outputs, which keeps their containers few, and one of its OpenAI server has more than
+64 bytes, for its id. Where ids are short, outputs may be more, and collections one or two."""
 
 RAISED: Final = 100_003
 """Containers, as in `gc.set_threshold`: outputs of one turn are seldom as many. The number is odd,
@@ -25,26 +27,23 @@ so that what is found to be set to it was set here."""
 
 
 class LaterCollections:
-    """One reader's wish for a raised threshold, from when it receives until streams have it all."""
+    """One reader's wish for a raised threshold, from when it decodes until streams have it all."""
 
     def __init__(self) -> None:
         self._num_receptions = 0
 
     def begin(self) -> None:
-        """Note that outputs are about to be received; to be followed by `end_after_streams`."""
+        """Note that outputs are about to be decoded; to be followed by `end_after_streams`."""
         with _threshold.lock:
             self._num_receptions += 1
             if self._num_receptions == 1:
                 _threshold.raise_for(self)
 
-    def end_after_streams(self, loop: asyncio.AbstractEventLoop, num_outputs: int) -> None:
-        """Note how many were received in this turn."""
-        if num_outputs <= MANY_OUTPUTS:
-            self._end()
-        else:
-            # In the next turn they are processed, in the second one the streams take them. What is
-            # called then comes after these, as it is in each turn the last to be asked for.
-            loop.call_soon(loop.call_soon, self._end)
+    def end_after_streams(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Note that they are decoded, and about to be processed."""
+        # In the next turn they are processed, in the second one the streams take them. What is
+        # called then comes after these, as it is in each turn the last to be asked for.
+        loop.call_soon(loop.call_soon, self._end)
 
     def close(self) -> None:
         """Wish for nothing any more: the loop may not get to it. Any thread may call this."""
