@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/results.md anew, from the results of real servers.
+"""Writes the tables of README.md and docs/results.md anew, from the stored results.
 
 Run it after results were added to bench/results, or replaced. Text around the tables, and which
 rows README.md selects, is left as it is: read it again beside the new figures.
@@ -13,7 +13,8 @@ from pathlib import Path
 
 from bench.header import ROOT
 from bench.reporting.cells import OTHER_RUN
-from bench.reporting.others import DECODE, kind_of
+from bench.reporting.others import kind_of
+from bench.reporting.page_hosts import HOST_TABLES
 from bench.reporting.page_tables import (
     TABLES,
     PageTable,
@@ -21,6 +22,8 @@ from bench.reporting.page_tables import (
     measured_twice,
     without_a_table,
 )
+
+ALL_TABLES = (*TABLES, *HOST_TABLES)
 
 OWN_MARK = "‡"
 """Set by hand in a selection, for what the text says of that row."""
@@ -34,7 +37,7 @@ def main() -> int:
     """Write the pages, or none of them; return the exit status."""
     try:
         results = read_results(ROOT / "bench/results")
-        pages = {page: _anew(ROOT / page, results) for page in {it.page for it in TABLES}}
+        pages = {page: _anew(ROOT / page, results) for page in {it.page for it in ALL_TABLES}}
     except TableError as error:
         sys.exit(f"error: {error}")
     for page, text in pages.items():
@@ -45,7 +48,7 @@ def main() -> int:
 
 
 def _anew(path: Path, results: Results) -> str:
-    tables = [it for it in TABLES if ROOT / it.page == path]
+    tables = [it for it in ALL_TABLES if ROOT / it.page == path]
     try:
         return written_anew(path.read_text(), tables, results)
     except TableError as error:
@@ -53,19 +56,19 @@ def _anew(path: Path, results: Results) -> str:
 
 
 def read_results(folder: Path) -> Results:
-    """Return the stored results of `bench.decode`, by the names of their files.
+    """Return the stored results, by the names of their files.
 
     Raises:
         TableError: if there are none, one is none, something is in two of them, or in no table.
 
     """
     results: Results = {}
-    for path in sorted(folder.glob("decode_*.json")):
+    for path in sorted(folder.glob("*.json")):
         try:
             results[path.name] = json.loads(path.read_text())
         except ValueError as error:
             raise TableError(f"{path} is no JSON file: {error}") from None
-        if kind_of(results[path.name]) != DECODE:
+        if kind_of(results[path.name]) is None:
             raise TableError(f"{path} holds results of something else")
     if not results:
         raise TableError(f"there are no results in {folder}")

@@ -107,7 +107,10 @@ def host_path(result: Row) -> list[Section]:
                     for it in ("p50", "p90", "p99")
                 ),
                 pair_text(dig(stock, "launch_us", "p50"), dig(ours, "launch_us", "p50")),
-                *(pair_text(_total(stock, it), _total(ours, it)) for it in ("engine", "client")),
+                *(
+                    pair_text(thread_time(stock, it), thread_time(ours, it))
+                    for it in ("engine", "client")
+                ),
             ]
         )
     if not rows:
@@ -137,7 +140,8 @@ def host_path(result: Row) -> list[Section]:
     return [Section("From sampled tokens to the client", parts)]
 
 
-def _total(side: Any, process: str) -> Any:
+def thread_time(side: Any, process: str) -> Any:
+    """Return the CPU time of all threads of a process, or nothing if one's isn't known."""
     threads = dig(side, f"{process}_us")
     if not isinstance(threads, dict):
         return None

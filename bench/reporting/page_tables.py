@@ -1,5 +1,7 @@
 """The tables of README.md and docs/results.md about real servers: their rows, and what cells say.
 
+Those about benchmarks that start no server are in `page_hosts.py`.
+
 A table's heading tells which one of its page it is. Those of README.md are selections: the page
 says which rows it has, and in which order.
 """
@@ -172,7 +174,8 @@ def layouts_in_short(results: Results) -> Rows:
 def sources(results: Results) -> Rows:
     """Yield what each file has, of which commits and days, and the options it was measured with."""
     for name, result in results.items():
-        runs = rows_of(result, "runs")
+        if not (runs := rows_of(result, "runs")):
+            continue  # of a benchmark that starts no server
         commits = (str(run.get("commit", MISSING)) for run in runs)
         days = (str(run.get("date", MISSING)).partition(" ")[0] for run in runs)
         options = (f"`{_lasting(str(run.get('options', MISSING)))}`" for run in runs)

@@ -310,7 +310,7 @@ def test_what_cannot_be_written_is_named() -> None:
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the root of a project with both pages and one file of results."""
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "TABLES", (SERVERS, IN_SHORT))
+    monkeypatch.setattr(tables, "ALL_TABLES", (SERVERS, IN_SHORT))
     for page, text in ((RESULTS, page_with(SERVERS, "| old | row |")), (README, SHORT_PAGE)):
         (tmp_path / page).parent.mkdir(exist_ok=True)
         (tmp_path / page).write_text(text)
