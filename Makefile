@@ -169,7 +169,7 @@ fuzz: rust-toolchain env $(CARGO_FUZZ) ## feed what reads bytes with anything: m
 	  printf '%s\n' $(filter-out trace,$(FUZZ_TARGETS)) | \
 	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS) $(FUZZ_SEED); \
 	fi
-	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(SECONDS))
+	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(SECONDS) $(FUZZ_SEED))
 
 # Larger sizes of tests that `test` runs in small, one target for each promise in docs/promises.md.
 MESSAGES := 100000000

@@ -1,21 +1,25 @@
 """Traces that are damaged in many ways, by chance but reproducibly.
 
-    python -m tests.recording.mutations SECONDS
+    python -m tests.recording.mutations SECONDS SEED
 
 goes on for so long, and ends with what it has found: a file for which the reader does anything else
-than read it or refuse it with a `TraceError`.
+than read it or refuse it with a `TraceError`. A SEED of 0 is another one each time.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import random
 import resource
+import shutil
 import struct
 import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -30,6 +34,7 @@ from .samples import every_event, write
 Mutate = Callable[[random.Random, bytes], bytes]
 
 MEMORY_BYTES = 2 << 30
+SHARED_MEMORY = "/dev/shm"
 _INTERESTING = (0, 1, -1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63), 2**64 - 1, 1e308, None)
 
 
@@ -135,7 +140,12 @@ MUTATIONS: tuple[Mutate, ...] = (
 )
 
 
-def run(folder: Path, seeds: range | None, seconds: float) -> tuple[int, int]:
+def seeds_from(first: int) -> Iterator[int]:
+    """Return seeds from a first one on, or, for 0, from one that no other run is likely to have."""
+    return itertools.count(first or random.SystemRandom().randrange(2**32, 2**64))
+
+
+def run(folder: Path, seeds: Iterable[int], seconds: float = math.inf) -> tuple[int, int]:
     """Read damaged files; return how many, and how many of them were readable nevertheless."""
     originals = [
         write(folder / f"original-{with_tokens}", every_event(with_tokens)).read_bytes()
@@ -144,8 +154,9 @@ def run(folder: Path, seeds: range | None, seconds: float) -> tuple[int, int]:
     path = folder / "damaged"
     end = time.monotonic() + seconds
     num_files = num_read = 0
-    seed = 0 if seeds is None else seeds.start
-    while time.monotonic() < end if seeds is None else seed < seeds.stop:
+    for seed in seeds:
+        if time.monotonic() >= end:
+            break
         rng = random.Random(f"trace/{seed}")
         content = rng.choice(originals)
         for _ in range(rng.choice([1, 1, 1, 2])):
@@ -157,7 +168,6 @@ def run(folder: Path, seeds: range | None, seconds: float) -> tuple[int, int]:
             print(f"trace: found something with seed {seed}; the file is {path}", file=sys.stderr)
             raise
         num_files += 1
-        seed += 1
     return num_files, num_read
 
 
@@ -170,11 +180,15 @@ def _mutated(rng: random.Random, content: bytes) -> bytes:
 
 
 def main() -> None:
-    """Run for the seconds that are given."""
+    """Run for the seconds that are given, from the seed that is given."""
     # Memory that is taken because a file has announced it counts as found.
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    folder = Path(tempfile.mkdtemp(prefix="sparksched-mutations-"))
-    num_files, num_read = run(folder, None, float(sys.argv[1]))
+    # Each input is a file of its own: on a disk that would be most of what this does.
+    memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="sparksched-mutations-", dir=memory))
+    seconds, first = float(sys.argv[1]), int(sys.argv[2])
+    num_files, num_read = run(folder, seeds_from(first), seconds)
+    shutil.rmtree(folder)
     print(f"{'trace':12s} {num_files:9d} inputs, {num_read:5d} of them readable, nothing found")
 
 

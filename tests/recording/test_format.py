@@ -1,5 +1,6 @@
 """What the reader makes of files that are cut off, damaged, foreign, or from the future."""
 
+import itertools
 import random
 import stat
 import struct
@@ -187,10 +188,17 @@ def test_a_file_of_another_kind_of_events(tmp_path: Path) -> None:
 
 def test_damage_by_chance(tmp_path: Path) -> None:
     """`make fuzz TARGET=trace` goes on for longer."""
-    num_files, num_read = mutations.run(tmp_path, range(NUM_MUTATIONS), 0.0)
+    num_files, num_read = mutations.run(tmp_path, range(NUM_MUTATIONS))
     assert num_files == NUM_MUTATIONS
     # Some of the damage is to what may have any value: the checks behind the checksums are reached.
     assert 0.02 < num_read / num_files < 0.5
+
+
+def test_damage_is_another_in_each_run_or_as_one_wishes() -> None:
+    """What goes on for hours in portions is to be as much as in one run."""
+    one, other = (next(mutations.seeds_from(0)) for _ in range(2))
+    assert one != other
+    assert list(itertools.islice(mutations.seeds_from(7), 3)) == [7, 8, 9]
 
 
 # ----------------------------------------------------------------------------------------
