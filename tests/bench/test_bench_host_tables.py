@@ -28,16 +28,13 @@ def step(vllm: float, sparksched: float) -> Row:
 
 def test_steps() -> None:
     found = {"kind": "step_cost", "decode": [{"requests": 1024} | step(400, 8)]}
+    calls = ["400 / 400 / 400", "8.00 / 8.00 / 8.00"]
     assert rows("running requests", found) == [
-        ["1,024", "400 (399 to 800)", "8.00 (7.00 to 16.0)", "50x", *expected_calls()]
+        ["1,024", "400 (399 to 800)", "8.00 (7.00 to 16.0)", "50x", *calls]
     ]
     del found["decode"][0]["sparksched"]["step_us"]["median"]
     (row,) = rows("running requests", found)
     assert row[2:4] == ["missing (7.00 to 16.0)", "missing"]
-
-
-def expected_calls() -> list[str]:
-    return ["400 / 400 / 400", "8.00 / 8.00 / 8.00"]
 
 
 def test_features_and_prompts() -> None:
