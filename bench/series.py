@@ -11,7 +11,7 @@ Where there are several GPUs, several series may run side by side, each with one
 of its own: `CUDA_VISIBLE_DEVICES=1 taskset -c 16-31 python -m bench.series ...`.
 
 Then move older files that have the same from bench/results to its folder `superseded`, put the new
-ones there, and run `make tables` and `python -m bench.report bench/results/*.json --out
+ones there, those of `*_orders` into its folder `orders`, and run `make tables` and `python -m bench.report bench/results/*.json --out
 bench/results/report`.
 """
 
@@ -71,8 +71,16 @@ ONE_GPU = {
         "--model Qwen2-1.5B --driver http --cores 4,2,1 --concurrency 256 --tokens 384 --rounds 2 "
         "--no-trace"
     ),
+    "gpt_oss_120b_orders": "--model gpt-oss-120b --concurrency 1 --visits 2 --rounds 5",
+    "qwen2_1_5b_sync_orders": (
+        "--model Qwen2-1.5B --mode sync --driver asyncllm --concurrency 1,64,256 --visits 2 "
+        "--rounds 5 --no-trace"
+    ),
 }
-"""Options by name. Servers take longer to start than to be measured: what can do so shares one."""
+"""Options by name. Servers take longer to start than to be measured: what can do so shares one.
+
+Those of `*_orders` tell what comes of the order: each scheduler is served first once.
+"""
 
 _SPREAD = "--driver asyncllm --concurrency 1,64,256,1024 --rounds 2 --compare-streams --no-trace"
 TWO_GPUS = {
