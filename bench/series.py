@@ -11,7 +11,7 @@ Where there are several GPUs, several series may run side by side, each with one
 of its own: `CUDA_VISIBLE_DEVICES=1 taskset -c 16-31 python -m bench.series ...`.
 
 Then move older files that have the same from bench/results to its folder `superseded`, put the new
-ones there, those of `*_orders` into its folder `orders`, and run `make tables` and `python -m
+ones there, those of `*_orders` into its folder `again`, and run `make tables` and `python -m
 bench.report bench/results/*.json --out bench/results/report`.
 """
 

@@ -1,7 +1,7 @@
 """Writes the tables of README.md and docs/results.md anew, from the stored results.
 
-Run it after results were added to bench/results, or replaced. Text around the tables, and which
-rows README.md selects, is left as it is: read it again beside the new figures.
+Run it after results were added to bench/results or its folder `again`, or replaced. Text around the
+tables, and which rows README.md selects, is left as it is: read it again beside the new figures.
 
     python -m bench.tables
 """
@@ -9,7 +9,6 @@ rows README.md selects, is left as it is: read it again beside the new figures.
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from bench.header import ROOT
 from bench.reporting.cells import OTHER_RUN
@@ -36,8 +35,8 @@ class TableError(ValueError):
 def main() -> int:
     """Write the pages, or none of them; return the exit status."""
     try:
-        results = read_results(ROOT / "bench/results")
-        pages = {page: _anew(ROOT / page, results) for page in {it.page for it in ALL_TABLES}}
+        results = read_stored()
+        pages = {page: page_anew(page, results) for page in {it.page for it in ALL_TABLES}}
     except TableError as error:
         sys.exit(f"error: {error}")
     for page, text in pages.items():
@@ -47,21 +46,37 @@ def main() -> int:
     return 0
 
 
-def _anew(path: Path, results: Results) -> str:
-    tables = [it for it in ALL_TABLES if ROOT / it.page == path]
+def page_anew(page: str, results: dict[str, Results]) -> str:
+    """Return the text of a page with all its tables anew.
+
+    Raises:
+        TableError: as `written_anew`.
+
+    """
+    path = ROOT / page
+    text = path.read_text()
     try:
-        return written_anew(path.read_text(), tables, results)
+        for folder, found in results.items():
+            tables = [it for it in ALL_TABLES if (it.page, it.folder) == (page, folder)]
+            text = written_anew(text, tables, found)
     except TableError as error:
         raise TableError(f"{path.name}: {error}") from None
+    return text
 
 
-def read_results(folder: Path) -> Results:
-    """Return the stored results, by the names of their files.
+def read_stored() -> dict[str, Results]:
+    """Return the stored results that the tables are made of, by folder and file.
 
     Raises:
         TableError: if there are none, one is none, something is in two of them, or in no table.
 
     """
+    folders = dict.fromkeys(it.folder for it in ALL_TABLES)
+    return {it: _read_folder(it) for it in folders}
+
+
+def _read_folder(name: str) -> Results:
+    folder = ROOT / "bench/results" / name
     results: Results = {}
     for path in sorted(folder.glob("*.json")):
         try:
@@ -74,7 +89,7 @@ def read_results(folder: Path) -> Results:
         raise TableError(f"there are no results in {folder}")
     if twice := measured_twice(results):
         raise TableError(f"measured twice: {twice[0]}: move the older file to superseded/")
-    if left := without_a_table(results):
+    if left := without_a_table(results, name):
         raise TableError(f"in no table: {', '.join(left)}")
     return results
 

@@ -17,6 +17,8 @@ from bench.reporting.cells import (
     ASYNCLLM,
     DECODE,
     HTTP,
+    OURS,
+    STOCK,
     SYNC,
     Pair,
     Row,
@@ -42,6 +44,8 @@ from bench.reporting.values import (
 from bench.serving.store import CELL_KEYS
 
 README, RESULTS = "README.md", "docs/results.md"
+AGAIN = "again"
+"""The folder in bench/results of what was measured again, to show what runs differ by."""
 CAUGHT_UP = r"\*"
 """Marks latencies of streams that get several tokens at once."""
 MODELS = ("Qwen2-1.5B", "gpt-oss-20b", "gpt-oss-120b")
@@ -49,6 +53,7 @@ LAYOUTS = ("", "TP", "PP", "DP")
 WAYS = ((ASYNC, ASYNCLLM), (SYNC, ASYNCLLM), (ASYNC, HTTP), (SYNC, HTTP))
 """In the order of rows, and so are models and layouts."""
 DRIVERS = {ASYNCLLM: "AsyncLLM", HTTP: "HTTP"}
+SCHEDULERS = {STOCK: "vLLM", OURS: "sparksched"}
 WORKLOADS = {"mixed": "mixed", "prefix": "shared"}
 PERCENTILES = ("p50", "p99")
 CALLS = ("schedule_us", "update_us")
@@ -69,6 +74,8 @@ class PageTable:
     heading: str
     rows: Callable[[Results], Rows]
     is_selection: bool = False
+    folder: str = ""
+    """In bench/results: where its results are."""
 
 
 # ---- one GPU ----
@@ -139,6 +146,52 @@ def _by_round(side: Side) -> Iterator[str]:
         compiling = text_of(dig(entry, "compiled", "seconds"), "", 1_000)
         after = f" ({compiling})" if as_number(dig(entry, "compiled", "count")) else ""
         yield f"{text_of(dig(entry, 'ttft_ms', 'p99'))}{after}"
+
+
+# ---- measured again ----
+
+
+def servers_again(results: Results) -> Rows:
+    """Yield servers that were started in this order and that, with what tells them apart."""
+    found = [it for result in results.values() for it in _by_order(result)]
+    for pair, first in sorted(found, key=lambda it: (_place(it[0]), it[1])):
+        yield [
+            f"{_name(pair, pair.key.size)}; {first} first",
+            joined(*(_rates_by_round(side) for _, side in pair.sides())),
+            *_latencies(pair),
+            _scheduling(pair),
+            pair_text(*pair.both("phases", "execute_us", "p50")),
+            *_costs(pair),
+        ]
+
+
+def _by_order(result: Row) -> Iterator[tuple[Pair, str]]:
+    """Yield a result's pairs apart by visits, and whose server was the first of the visit's."""
+    first: dict[tuple[Any, ...], str] = {}
+    for server in rows_of(result, "servers"):
+        first.setdefault(_visit_of(server), SCHEDULERS.get(server.get("scheduler"), MISSING))
+    cells = rows_of(result, "cells")
+    for visit in dict.fromkeys(map(_visit_of, cells)):
+        of_visit = [cell for cell in cells if _visit_of(cell) == visit]
+        for pair in pairs_of([result | {"cells": of_visit}]):
+            yield pair, first.get(visit, MISSING)
+
+
+def _visit_of(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(it) for it in ("model", "mode", "visit"))
+
+
+def _rates_by_round(side: Side) -> str:
+    """Return the median, and the least and most, with enough digits for small differences."""
+    rates = side.each("tokens_per_s")
+    if not rates:
+        return text_of(side.figure("tokens_per_s"))
+    middle, least, most = map(_rate, (side.figure("tokens_per_s"), min(rates), max(rates)))
+    return f"{middle} ({least} to {most})"
+
+
+def _rate(number: float) -> str:
+    return f"{number:,.{1 if number < 1_000 else 0}f}"
 
 
 # ---- several GPUs ----
@@ -240,14 +293,20 @@ def _tells_of_kernels(pair: Pair) -> bool:
     return not key.layout and key.workload == DECODE and key.concurrency > 1 and is_told
 
 
-PLACES = (_is_on_one_gpu, _is_spread, _is_confined, _is_of_mixed_lengths)
-"""Which of the tables of docs/results.md is to have a pair, as the text above them says."""
+PLACES = {
+    "": (_is_on_one_gpu, _is_spread, _is_confined, _is_of_mixed_lengths),
+    AGAIN: (_is_on_one_gpu,),
+}
+"""Which of the tables of docs/results.md is to have a pair, as the text above them says.
+
+By the folder of its result.
+"""
 
 
-def without_a_table(results: Results) -> list[str]:
-    """Return what was measured, but is in no table."""
+def without_a_table(results: Results, folder: str = "") -> list[str]:
+    """Return what was measured, but is in no table of results in this folder."""
     pairs = pairs_of(results.values())
-    return [pair.label for pair in pairs if not any(belongs(pair) for belongs in PLACES)]
+    return [pair.label for pair in pairs if not any(belongs(pair) for belongs in PLACES[folder])]
 
 
 def measured_twice(results: Results) -> list[str]:
@@ -383,7 +442,17 @@ TABLES = (
         "| model, driver, streams x tokens | vLLM: TTFT p99 by round, ms | sparksched's |",
         compilations,
     ),
+    PageTable(
+        RESULTS,
+        "| model, driver, streams x tokens; order | tokens/s (least to most) | ITL p50, ms | p99 | "
+        "schedule + update, µs | execute, µs | CPU a token, µs: engine | API server |",
+        servers_again,
+        folder=AGAIN,
+    ),
     PageTable(RESULTS, "| file | streams | commit | day | options |", sources),
+    PageTable(
+        RESULTS, "| file in `again` | streams | commit | day | options |", sources, folder=AGAIN
+    ),
     PageTable(
         README,
         "| model, driver, streams | tokens/s | ITL p50, ms | p99 | engine | API server |",

@@ -247,6 +247,59 @@ def test_where_figures_come_from() -> None:
     ]
 
 
+def again(*orders: str) -> Row:
+    """Return a result with a visit for each of these, which says whose server is the first."""
+    found: Row = {"kind": "decode", "servers": [], "cells": []}
+    for visit, first in enumerate(orders):
+        it = measured()
+        ordered = sorted(it["servers"], key=lambda server: server["scheduler"] != first)
+        found["servers"] += [server | {"visit": visit} for server in ordered]
+        for cell in it["cells"]:
+            for number, entry in enumerate(cell["rounds"]):
+                entry["tokens_per_s"] *= 1 + visit / 10 + number / 100
+            execute = {"execute_us": {"p50": 500.0 + visit}}
+            phases = cell["phases"] | execute
+            found["cells"].append(cell | {"visit": visit, "phases": phases})
+    return found
+
+
+def test_servers_that_were_started_in_this_order_and_that() -> None:
+    which = table(RESULTS, "model, driver, streams x tokens; order")
+    rows = list(which.rows({"a": again("sparksched", "stock")}))
+    assert [row[0] for row in rows] == [
+        f"gpt-oss-20b, {driver}, 64; {first} first"
+        for driver in ("AsyncLLM", "HTTP")
+        for first in ("sparksched", "vLLM")
+    ]
+    assert rows[0][1:] == [
+        "12,469 (12,346 to 12,593) → 24,938 (24,691 to 25,185)",
+        "4.00 → 2.00",
+        "8.00 → 4.00",
+        "1,200 → 600",
+        "500 → 500",
+        "50.0 → 25.0",
+        "10.0 → 5.0",
+    ]
+    assert rows[1][1] == "13,704 (13,580 to 13,827) → 27,407 (27,160 to 27,654)"
+    assert rows[1][5] == "501 → 501"
+
+
+def test_small_rates_have_a_digit_more_and_missing_ones_none() -> None:
+    which = table(RESULTS, "model, driver, streams x tokens; order")
+    found = again("stock")
+    for cell in found["cells"]:
+        for entry in cell["rounds"]:
+            entry["tokens_per_s"] /= 100
+        if cell["scheduler"] == "sparksched":
+            cell["rounds"] = []
+    del found["servers"]
+    row = next(which.rows({"a": found}))
+    assert row[:2] == [
+        "gpt-oss-20b, AsyncLLM, 64; missing first",
+        "124.7 (123.5 to 125.9) → missing",
+    ]
+
+
 # ---- pages ----
 
 
@@ -322,9 +375,9 @@ SHORT_PAGE = page_with(IN_SHORT, "| gpt-oss-20b, HTTP, 64 | 1 → 2 | | | | |")
 
 
 def put(root: Path, name: str, found: Any) -> None:
-    folder = root / "bench/results"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(found))
+    path = root / f"bench/results/{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found))
 
 
 def test_pages_are_written_once(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,6 +387,27 @@ def test_pages_are_written_once(root: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.count("was written anew") == 2
     assert tables.main() == 0
     assert not capsys.readouterr().out
+
+
+def test_what_was_measured_again_is_in_a_table_of_its_own(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_again = table(RESULTS, "model, driver, streams x tokens; order")
+    monkeypatch.setattr(tables, "ALL_TABLES", (SERVERS, of_again))
+    both = page_with(SERVERS, "| old | row |") + page_with(of_again, "| old | row |")
+    (root / RESULTS).write_text(both)
+    found = again("stock")
+    put(root, "again/decode_a", found)
+    assert tables.main() == 0
+    text = (root / RESULTS).read_text()
+    assert "old" not in text
+    assert text.count("| gpt-oss-20b, HTTP, 64 |") == 1
+    assert text.count("| gpt-oss-20b, HTTP, 64; vLLM first |") == 1
+    for cell in found["cells"]:
+        cell["cores"] = "2"
+    put(root, "again/decode_a", found)
+    with pytest.raises(SystemExit, match="in no table: "):
+        tables.main()
 
 
 def test_all_pages_are_written_or_none(root: Path) -> None:
