@@ -30,13 +30,15 @@ from types import FrameType
 
 from bench.header import ask_driver, describe_run, gpu_model
 
+_ON_TWO = "--driver http --cores 2 --rounds 2 --no-trace"
 ONE_GPU = {
     "gpt_oss_120b": "--model gpt-oss-120b --concurrency 1,8,64,256 --compare-streams",
     "gpt_oss_120b_sync": (
         "--model gpt-oss-120b --mode sync --driver asyncllm --concurrency 1,8,64,256 --no-trace"
     ),
-    "gpt_oss_120b_cores": (
-        "--model gpt-oss-120b --driver http --cores 2 --concurrency 256 --rounds 2 --no-trace"
+    "gpt_oss_120b_cores": f"--model gpt-oss-120b --concurrency 1,8,64,256 {_ON_TWO}",
+    "gpt_oss_120b_sync_cores": (
+        f"--model gpt-oss-120b --mode sync --concurrency 1,8,64,256 {_ON_TWO}"
     ),
     "gpt_oss_20b": (
         "--model gpt-oss-20b --driver asyncllm --concurrency 1,64,256 --compare-streams"
@@ -49,9 +51,8 @@ ONE_GPU = {
         "--model gpt-oss-20b --driver http --concurrency 1,64,256 --tokens 512 --rounds 2 "
         "--no-trace"
     ),
-    "gpt_oss_20b_cores": (
-        "--model gpt-oss-20b --driver http --cores 2 --concurrency 256 --rounds 2 --no-trace"
-    ),
+    "gpt_oss_20b_cores": f"--model gpt-oss-20b --concurrency 1,64,256 {_ON_TWO}",
+    "gpt_oss_20b_sync_cores": f"--model gpt-oss-20b --mode sync --concurrency 1,64,256 {_ON_TWO}",
     "gpt_oss_20b_workloads": (
         "--model gpt-oss-20b --driver asyncllm --workload mixed,prefix --concurrency 1 --rounds 2 "
         "--no-trace"
@@ -67,7 +68,11 @@ ONE_GPU = {
         "--model Qwen2-1.5B --driver http --concurrency 1,64,256,1024 --tokens 768 --rounds 2 "
         "--no-trace"
     ),
-    "qwen2_1_5b_cores": (
+    "qwen2_1_5b_cores": f"--model Qwen2-1.5B --concurrency 1,64,256,1024 {_ON_TWO}",
+    "qwen2_1_5b_sync_cores": (
+        f"--model Qwen2-1.5B --mode sync --concurrency 1,64,256,1024 {_ON_TWO}"
+    ),
+    "qwen2_1_5b_1_to_4_cores": (
         "--model Qwen2-1.5B --driver http --cores 4,2,1 --concurrency 256 --tokens 384 --rounds 2 "
         "--no-trace"
     ),

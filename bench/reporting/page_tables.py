@@ -23,6 +23,7 @@ from bench.reporting.cells import (
     Pair,
     Row,
     Side,
+    counted,
     marked,
     pairs_of,
     rows_of,
@@ -116,9 +117,14 @@ def merged_outputs(results: Results) -> Rows:
 def few_processors(results: Results) -> Rows:
     """Yield servers that are confined to a number of processors."""
     for pair in _sorted(results, _is_confined):
-        name = marked(f"{pair.key.model}, {pair.key.cores}", pair.is_of_separate_runs)
         times = (*_latencies(pair), *_times_to_first(pair))
-        yield [name, _rates(pair), *times, _rounds(pair)]
+        yield [
+            _name(pair, _size_and_cores(pair)),
+            _rates(pair),
+            *times,
+            *_costs(pair),
+            _rounds(pair),
+        ]
 
 
 def workloads(results: Results) -> Rows:
@@ -135,8 +141,7 @@ def compilations(results: Results) -> Rows:
     compiling = {it.key.model for it in pairs if any(side.has_compiled for _, side in it.sides())}
     for pair in pairs:
         if pair.key.model in compiling:
-            cores = "" if pair.key.cores == ALL else f", {pair.key.cores} processors"
-            name = _name(pair, f"{pair.key.size}{cores}")
+            name = _name(pair, _size_and_cores(pair))
             yield [name, *(", ".join(_by_round(side)) for _, side in pair.sides())]
 
 
@@ -276,7 +281,7 @@ def _is_spread(pair: Pair) -> bool:
 
 def _is_confined(pair: Pair) -> bool:
     key = pair.key
-    as_said = (key.workload, key.mode, key.driver, key.concurrency) == (DECODE, ASYNC, HTTP, 256)
+    as_said = (key.workload, key.driver) == (DECODE, HTTP)
     return not key.layout and key.cores != ALL and as_said
 
 
@@ -340,6 +345,11 @@ def _name(pair: Pair, size: str) -> str:
     mode = "" if key.mode == ASYNC else f", {key.mode}"
     name = f"{key.model}{mode}, {DRIVERS[key.driver]}, {size}"
     return marked(name, pair.is_of_separate_runs)
+
+
+def _size_and_cores(pair: Pair) -> str:
+    cores = "" if pair.key.cores == ALL else f", {counted(pair.key.cores, 'processor')}"
+    return f"{pair.key.size}{cores}"
 
 
 # ---- cells ----
@@ -429,7 +439,8 @@ TABLES = (
     ),
     PageTable(
         RESULTS,
-        "| model, processors | tokens/s | ITL p50, ms | p99 | TTFT p50, ms | p99 | rounds |",
+        "| model, driver, streams x tokens, processors | tokens/s | ITL p50, ms | p99 | "
+        "TTFT p50, ms | p99 | CPU a token, µs: engine | API server | rounds |",
         few_processors,
     ),
     PageTable(

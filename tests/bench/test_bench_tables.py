@@ -62,6 +62,7 @@ def set_in_rounds(found: Row, side: str, **values: Any) -> None:
 
 SERVERS = table(RESULTS, "model, driver, streams x tokens | tokens/s")
 IN_SHORT = table(README, "model, driver, streams")
+FEW = table(RESULTS, "model, driver, streams x tokens, processors")
 
 
 def test_a_row_of_servers() -> None:
@@ -143,15 +144,28 @@ def test_times_while_kernels_were_compiled_are_marked() -> None:
     found = measured()
     set_in_rounds(found, "stock", compiled={"count": 3, "seconds": 1.5, "kernels": {}})
     for cell in found["cells"]:
-        cell |= {"cores": "2", "concurrency": 256}
-    row = cells_of({"a": found}, table(RESULTS, "model, processors"), "gpt-oss-20b, 2")
-    assert row == [
+        cell["cores"] = "2"
+    assert cells_of({"a": found}, FEW, "gpt-oss-20b, HTTP, 64, 2 processors") == [
         "12,346 → 24,691",
         "4.00 → 2.00",
         "8.00 → 4.00",
         "150 ¶ → 75.0",
         "1,500 ¶ → 750",
+        "50.0 → 25.0",
+        "10.0 → 5.0",
         "3",
+    ]
+
+
+def test_few_processors_are_told_over_http() -> None:
+    one, sync = measured(), measured()
+    for cell in one["cells"]:
+        cell["cores"] = "1"
+    for cell in sync["cells"]:
+        cell |= {"cores": "2", "mode": "sync"}
+    assert [row[0] for row in FEW.rows({"a": one, "b": sync, "c": measured()})] == [
+        "gpt-oss-20b, HTTP, 64, 1 processor",
+        "gpt-oss-20b, sync, HTTP, 64, 2 processors",
     ]
 
 
@@ -433,8 +447,7 @@ def test_a_newer_file_beside_an_older_one_is_refused(root: Path) -> None:
     "change",
     [
         {"cores": "2"},
-        {"cores": "2", "concurrency": 256, "mode": "sync"},
-        {"cores": "2", "concurrency": 256, "driver": "asyncllm"},
+        {"cores": "2", "workload": "mixed"},
         {"workload": "mixed", "driver": "http"},
         {"workload": "mixed", "driver": "asyncllm", "model": "Qwen2-1.5B"},
         {"model": "gpt-oss-20b, TP 2", "driver": "http"},
