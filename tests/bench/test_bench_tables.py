@@ -287,6 +287,7 @@ def test_servers_that_were_started_in_this_order_and_that() -> None:
     ]
     assert rows[0][1:] == [
         "12,469 (12,346 to 12,593) → 24,938 (24,691 to 25,185)",
+        "16,000 → 32,000",
         "4.00 → 2.00",
         "8.00 → 4.00",
         "1,200 → 600",
@@ -295,7 +296,7 @@ def test_servers_that_were_started_in_this_order_and_that() -> None:
         "10.0 → 5.0",
     ]
     assert rows[1][1] == "13,704 (13,580 to 13,827) → 27,407 (27,160 to 27,654)"
-    assert rows[1][5] == "501 → 501"
+    assert rows[1][6] == "501 → 501"
 
 
 def test_small_rates_have_a_digit_more_and_missing_ones_none() -> None:
