@@ -8,6 +8,7 @@ from typing import Any
 from bench.reporting.values import dig, median, numbers
 
 STOCK, OURS = "stock", "sparksched"
+LABELS = {STOCK: "vLLM", OURS: "sparksched"}
 ALL = "all"
 DECODE = "decode"
 ASYNC, SYNC = "async", "sync"

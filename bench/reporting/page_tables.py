@@ -17,8 +17,7 @@ from bench.reporting.cells import (
     ASYNCLLM,
     DECODE,
     HTTP,
-    OURS,
-    STOCK,
+    LABELS,
     SYNC,
     Pair,
     Row,
@@ -54,7 +53,6 @@ LAYOUTS = ("", "TP", "PP", "DP")
 WAYS = ((ASYNC, ASYNCLLM), (SYNC, ASYNCLLM), (ASYNC, HTTP), (SYNC, HTTP))
 """In the order of rows, and so are models and layouts."""
 DRIVERS = {ASYNCLLM: "AsyncLLM", HTTP: "HTTP"}
-SCHEDULERS = {STOCK: "vLLM", OURS: "sparksched"}
 WORKLOADS = {"mixed": "mixed", "prefix": "shared"}
 PERCENTILES = ("p50", "p99")
 CALLS = ("schedule_us", "update_us")
@@ -174,7 +172,7 @@ def _by_order(result: Row) -> Iterator[tuple[Pair, str]]:
     """Yield a result's pairs apart by visits, and whose server was the first of the visit's."""
     first: dict[tuple[Any, ...], str] = {}
     for server in rows_of(result, "servers"):
-        first.setdefault(_visit_of(server), SCHEDULERS.get(server.get("scheduler"), MISSING))
+        first.setdefault(_visit_of(server), LABELS.get(server.get("scheduler"), MISSING))
     cells = rows_of(result, "cells")
     for visit in dict.fromkeys(map(_visit_of, cells)):
         of_visit = [cell for cell in cells if _visit_of(cell) == visit]
@@ -308,7 +306,7 @@ By the folder of its result.
 """
 
 
-def without_a_table(results: Results, folder: str = "") -> list[str]:
+def without_a_table(results: Results, folder: str) -> list[str]:
     """Return what was measured, but is in no table of results in this folder."""
     pairs = pairs_of(results.values())
     return [pair.label for pair in pairs if not any(belongs(pair) for belongs in PLACES[folder])]

@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 
 from bench.reporting.cells import (
     ASYNCLLM,
+    LABELS,
     OURS,
     STOCK,
     Pair,
@@ -31,7 +32,6 @@ from bench.reporting.values import as_number, dig, numbers
 
 # Colours that remain different for the colour-blind: Okabe and Ito's.
 COLOURS = {STOCK: "#D55E00", OURS: "#0072B2"}
-LABELS = {STOCK: "vLLM", OURS: "sparksched"}
 MARKERS = {STOCK: "o", OURS: "s"}
 WIDTHS = {STOCK: 3.2, OURS: 1.5}
 
