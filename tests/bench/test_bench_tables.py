@@ -448,6 +448,7 @@ def test_a_newer_file_beside_an_older_one_is_refused(root: Path) -> None:
     "change",
     [
         {"cores": "2"},
+        {"cores": "2", "concurrency": 256, "driver": "asyncllm"},
         {"cores": "2", "workload": "mixed"},
         {"workload": "mixed", "driver": "http"},
         {"workload": "mixed", "driver": "asyncllm", "model": "Qwen2-1.5B"},
