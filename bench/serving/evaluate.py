@@ -76,7 +76,10 @@ def window_of(logs: Sequence[StreamLog]) -> tuple[float, float]:
     start = max(float(log.times[0]) for log in logs)
     end = min(float(log.times[-1]) for log in logs)
     if end <= start:
-        raise NothingMeasuredError("the first stream had ended before the last one began")
+        raise NothingMeasuredError(
+            "the first stream had ended before the last one began; longer ones may be side by "
+            "side: --tokens"
+        )
     return start, end
 
 

@@ -58,6 +58,11 @@ def test_a_round_without_a_figure_is_an_error_and_no_zero(logs: list[StreamLog])
         evaluate(logs, is_steady=True)
 
 
+def test_streams_that_were_never_side_by_side_are_told_what_helps() -> None:
+    with pytest.raises(NothingMeasuredError, match="--tokens"):
+        evaluate([log([0.0, 1.0], [1, 1]), log([2.0, 3.0], [1, 1])], is_steady=True)
+
+
 def test_no_values_are_missing_and_not_zero() -> None:
     assert list(summary([])) == ["missing"]
 
