@@ -26,7 +26,7 @@ from bench.serving.remote import RemoteError
 from bench.serving.server import ASYNC, SYNC, Server, ServerError, Start, serve
 from bench.serving.splits import splits_text
 from bench.serving.store import STREAMS, TRACES, Store
-from bench.serving.workload import DECODE
+from bench.serving.workload import DECODE, Workload
 
 FAILURES = (RemoteError, ServerError, NothingMeasuredError)
 MAX_REASON = 2000
@@ -122,12 +122,10 @@ class Benchmark:
             self.progress.say(f"failed: {_reason(error)}")
             for cell in cells:
                 if not self.store.has_cell(cell):
-                    self.store.put_failure(cell, _reason(error))
+                    self._put_failure(cell, model, error)
 
     def _start(self, key: ServerKey, model: Model, layout: Layout) -> Start:
-        workloads = [
-            self.plan.workload(it.workload, it.concurrency, model) for it in self.plan.cells(key)
-        ]
+        workloads = [self._workload(cell, model) for cell in self.plan.cells(key)]
         return Start(
             model=model,
             scheduler=key.scheduler,
@@ -164,7 +162,7 @@ class Benchmark:
                 ours, others = divide_cores(cores)
             except TooFewCoresError as error:
                 for cell in chosen:
-                    self.store.put_failure(cell, _reason(error))
+                    self._put_failure(cell, server.start.model, error)
                 continue
             if ours is not None:
                 server.confine(ours)
@@ -186,22 +184,28 @@ class Benchmark:
         self._check_time(self.store.known_s(cell))
         self.progress.begin(cell.label)
         begun = time.monotonic()
-        workload = self.plan.workload(cell.workload, cell.concurrency, server.start.model)
+        workload = self._workload(cell, server.start.model)
         try:
             case = f"{cell.driver}, {cell.cores}"
             found = measure_cell(server, driver, workload, self.effort, self.gpu, case)
         except FAILURES as error:
-            self.store.put_failure(cell, _reason(error))
+            self._put_failure(cell, server.start.model, error)
             if not server.is_healthy():
                 raise ServerError(f"the server is gone: {server.log_excerpt()}") from None
             self.progress.say(f"failed: {_reason(error)}")
             return
-        about = {"prompt_tokens": workload.prompt_tokens, "output_tokens": workload.output_tokens}
-        about |= {"seconds": time.monotonic() - begun, "cpus": cores}
-        self.store.put_cell(cell, about | found)
+        about = {"seconds": time.monotonic() - begun, "cpus": cores}
+        self.store.put_cell(cell, workload.lengths | about | found)
         split = splits_text(found["rounds"])
         if split:
             self.progress.say(split)
+
+    def _workload(self, cell: CellKey, model: Model) -> Workload:
+        return self.plan.workload(cell.workload, cell.concurrency, model)
+
+    def _put_failure(self, cell: CellKey, model: Model, error: Exception) -> None:
+        # With its lengths, by which a row is put beside the other scheduler's.
+        self.store.put_failure(cell, self._workload(cell, model).lengths, _reason(error))
 
     def _measure_extras(self, key: ServerKey, server: Server, wanted: str) -> None:
         """Measure what a table lacks of this server."""

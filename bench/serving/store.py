@@ -69,9 +69,9 @@ class Store:
         """Keep what is known of a server, a trace or streams."""
         self._put(table, _server_row(key) | more, found)
 
-    def put_failure(self, key: CellKey, reason: str) -> None:
-        """Note why there is no figure; a later run tries again."""
-        self._put("cells", key.as_row(), {"error": reason})
+    def put_failure(self, key: CellKey, about: Row, reason: str) -> None:
+        """Note why there is no figure, and of what; a later run tries again."""
+        self._put("cells", key.as_row(), about | {"error": reason})
 
     def _find(self, table: str, key: Row) -> Row | None:
         return next(self._all(table, key), None)

@@ -51,6 +51,11 @@ class Workload:
         return replace(self, output_tokens=bounds)
 
     @property
+    def lengths(self) -> dict[str, tuple[int, int]]:
+        """What a row tells of them: others don't compare with it."""
+        return {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
+
+    @property
     def is_steady(self) -> bool:
         """Whether all requests decode side by side for most of the time."""
         return self.kind == DECODE

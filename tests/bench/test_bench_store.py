@@ -29,7 +29,9 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
 
 def test_what_has_failed_is_tried_again_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    Store(path, RUN).put_failure(CELL, "the server is gone")
+    Store(path, RUN).put_failure(CELL, {"output_tokens": (8, 8)}, "the server is gone")
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert (cell["output_tokens"], cell["error"]) == ([8, 8], "the server is gone")
     again = Store(path, RUN)
     assert not again.has_cell(CELL)
     again.put_cell(CELL, {"rounds": [1]})

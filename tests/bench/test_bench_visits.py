@@ -14,12 +14,13 @@ from bench.progress import Progress
 from bench.serving import benchmark as module
 from bench.serving import server as server_module
 from bench.serving.benchmark import Benchmark, OutOfTimeError, Subject
+from bench.serving.evaluate import NothingMeasuredError
 from bench.serving.layouts import Layout
 from bench.serving.measure import QUICK_EFFORT
 from bench.serving.models import SHAPES, Model
 from bench.serving.plan import Plan
 from bench.serving.remote import RemoteError
-from bench.serving.server import Start
+from bench.serving.server import ServerError, Start
 from bench.serving.store import Store
 
 MODEL = Model("gpt-oss-20b", Path("/nowhere"), SHAPES["gpt-oss-20b"], has_dummy_weights=True)
@@ -43,7 +44,9 @@ class Visits:
         self.now = 1000.0
         self.begun: list[str] = []
         self.start_s, self.cell_s = 100.0, 40.0
+        self.cores = "all"
         self.fails: Exception | None = None
+        self.start_fails: Exception | None = None
         for name, replacement in (
             ("serve", self.serve),
             ("prepare", lambda source, work_dir: MODEL),
@@ -59,6 +62,8 @@ class Visits:
     def serve(self, start: Start, work_dir: Path, deadline: float) -> Iterator[Any]:
         self.begun.append(f"start {start.scheduler}")
         self.now += self.start_s
+        if self.start_fails is not None:
+            raise self.start_fails
         described = {"engines": [ENGINE] * 2, "transport": "rings", "num_api_servers": 2}
         yield SimpleNamespace(
             start=start,
@@ -66,6 +71,7 @@ class Visits:
             described=described,
             remotes=[None, None],
             is_healthy=lambda: True,
+            confine=lambda cores: None,
         )
 
     def measure_cell(self, server: Any, driver: Any, workload: Any, *rest: Any) -> Any:
@@ -89,7 +95,7 @@ class Visits:
             models=(NAME,),
             schedulers=("stock", "sparksched"),
             modes=("async",),
-            cores=("all",),
+            cores=(self.cores,),
             workloads=("decode",),
             concurrencies=(4, 8),
             drivers=("asyncllm",),
@@ -180,6 +186,27 @@ def test_a_comparison_that_fails_leaves_the_cells_alone(
     visits.run()
     assert len(visits.cells()) == 4
     assert all("error" in it for it in json.loads(visits.path.read_text())["streams"])
+
+
+@pytest.mark.parametrize(
+    ("attribute", "reason"),
+    [
+        ("fails", NothingMeasuredError("never together")),
+        ("start_fails", ServerError("not healthy")),
+        ("cores", "4096"),
+    ],
+    ids=["a cell", "a server", "too few processors"],
+)
+def test_a_failure_is_told_of_the_lengths_that_were_tried(
+    visits: Visits, attribute: str, reason: Any
+) -> None:
+    """So that a row of the other scheduler's stands beside it."""
+    setattr(visits, attribute, reason)
+    visits.run()
+    cells = json.loads(visits.path.read_text())["cells"]
+    assert [bool(it["error"]) for it in cells] == [True] * 4
+    assert [it["prompt_tokens"] for it in cells] == [[128, 128]] * 4
+    assert [it["output_tokens"] for it in cells] == [[768, 768]] * 4
 
 
 def test_a_run_tells_how_its_servers_are_set_up_and_how_requests_were_split(
