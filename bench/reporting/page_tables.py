@@ -104,10 +104,10 @@ def servers_in_short(results: Results) -> Rows:
 
 def merged_outputs(results: Results) -> Rows:
     """Yield where streams get several tokens at once, and what that means for them."""
-    for pair in _sorted(results, _is_on_one_gpu):
-        if _is_merged(pair):
+    for are_told in (_is_on_one_gpu, _is_confined):
+        for pair in filter(_is_merged, _sorted(results, are_told)):
             an_output = joined(*map(tokens_per_output, pair.figures("merged_share")))
-            name = _name(pair, pair.key.size)
+            name = _name(pair, _size_and_cores(pair))
             yield [name, an_output, *_gaps(pair), *_times_to_first(pair)]
 
 
@@ -118,6 +118,7 @@ def few_processors(results: Results) -> Rows:
         yield [
             _name(pair, _size_and_cores(pair)),
             _rates(pair),
+            _rates_by_steps(pair),
             *times,
             *_costs(pair),
             _rounds(pair),
@@ -442,8 +443,8 @@ TABLES = (
     ),
     PageTable(
         RESULTS,
-        "| model, driver, streams x tokens, processors | tokens/s | ITL p50, ms | p99 | "
-        "TTFT p50, ms | p99 | CPU a token, µs: engine | API server | rounds |",
+        "| model, driver, streams x tokens, processors | tokens/s | by the engine's steps | "
+        "ITL p50, ms | p99 | TTFT p50, ms | p99 | CPU a token, µs: engine | API server | rounds |",
         few_processors,
     ),
     PageTable(

@@ -138,6 +138,11 @@ def test_streams_that_catch_up() -> None:
     assert not list(merged.rows({"a": measured()}))
     set_in_rounds(found, "stock", merged_share=None)
     assert cells_of({"a": found}, merged, name)[0] == "missing → 4.00"
+    for cell in found["cells"]:
+        cell["cores"] = "2"
+    assert [row[0] for row in merged.rows({"a": measured(), "b": found})] == [
+        f"{name}, 2 processors"
+    ]
 
 
 def test_times_while_kernels_were_compiled_are_marked() -> None:
@@ -147,6 +152,7 @@ def test_times_while_kernels_were_compiled_are_marked() -> None:
         cell["cores"] = "2"
     assert cells_of({"a": found}, FEW, "gpt-oss-20b, HTTP, 64, 2 processors") == [
         "12,346 → 24,691",
+        "16,000 → 32,000",
         "4.00 → 2.00",
         "8.00 → 4.00",
         "150 ¶ → 75.0",
