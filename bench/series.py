@@ -70,7 +70,7 @@ ONE_GPU = {
     ),
     "qwen2_1_5b_cores": f"--model Qwen2-1.5B --concurrency 1,64,256 {_ON_TWO}",
     "qwen2_1_5b_sync_cores": f"--model Qwen2-1.5B --mode sync --concurrency 1,64,256 {_ON_TWO}",
-    # vLLM's server takes so long to begin with all of them that the first ones must be longer.
+    # Here it takes so long to begin with all streams that the first one must last longer.
     "qwen2_1_5b_1024_cores": f"--model Qwen2-1.5B --concurrency 1024 --tokens 768 {_ON_TWO}",
     "qwen2_1_5b_sync_1024_cores": (
         f"--model Qwen2-1.5B --mode sync --concurrency 1024 --tokens 768 {_ON_TWO}"

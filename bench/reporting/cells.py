@@ -174,7 +174,8 @@ def pairs_of(results: Iterable[Row]) -> list[Pair]:
             pair = found.setdefault(key, Pair(key))
             side = pair.stock if cell.get("scheduler") == STOCK else pair.ours
             side.cells.append(cell)
-            side.sources.add(source)
+            if "error" not in cell:
+                side.sources.add(source)
     return [found[key] for key in sorted(found)]
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.reporting.cells import ALL, DECODE, SYNC, Pair, Side
+from bench.reporting.cells import DECODE, SYNC, Pair, Row, Side
 from bench.reporting.engine import BUSY_THREAD, busiest_thread, engine_rate, spun_share
-from bench.reporting.values import as_number, listed, rounded
+from bench.reporting.values import as_number, dig, listed, median, numbers, rounded
 
 NOTABLE_SHARE = 0.05
+ROLES = ("engine", "API server")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Difference:
     client: float
     engine_thread: float | None
     api_thread: float | None
+    processors: float | None
+    """What engine and API server take with all of their threads."""
     spun: float
     """What of the engine's thread is spinning while it waits, which is no work."""
 
@@ -40,7 +43,7 @@ class Difference:
             )
             if share > BUSY_THREAD
         ]
-        if not busy and self.is_confined:
+        if not busy and self.is_shared:
             return "engine and API server share the processors, which are the limit"
         if not busy and self.engine_thread > BUSY_THREAD:
             return "no thread is the limit, as the engine's spins while it waits"
@@ -51,9 +54,12 @@ class Difference:
         return f"the limit is {' and '.join(busy)}"
 
     @property
-    def is_confined(self) -> bool:
-        """Whether engine and API server share few processors."""
-        return self.pair.key.cores != ALL
+    def is_shared(self) -> bool:
+        """Whether engine and API server are confined to processors and take all of them."""
+        cores = self.pair.key.cores
+        if self.processors is None or not cores.isdecimal():
+            return False
+        return self.processors > BUSY_THREAD * int(cores)
 
     @property
     def is_ahead(self) -> bool:
@@ -92,8 +98,14 @@ def _difference(pair: Pair, side: Side) -> Difference | None:
     client = as_number(side.figure("tokens_per_s"))
     if not engine or not client or abs(engine / client - 1) <= NOTABLE_SHARE:
         return None
-    engine_thread, api_thread = (busiest_thread(side, it) for it in ("engine", "API server"))
-    return Difference(pair, engine, client, engine_thread, api_thread, spun_share(side))
+    engine_thread, api_thread = (busiest_thread(side, it) for it in ROLES)
+    processors = median(_processors(entry) for entry in side.rounds())
+    return Difference(pair, engine, client, engine_thread, api_thread, processors, spun_share(side))
+
+
+def _processors(entry: Row) -> float | None:
+    shares = numbers(dig(entry, "cpu", "share", it, "percent") for it in ROLES)
+    return sum(shares) if len(shares) == len(ROLES) else None
 
 
 def _said(pair: Pair, name: str, found: Difference) -> str:
@@ -111,7 +123,7 @@ def _said(pair: Pair, name: str, found: Difference) -> str:
         end = "so the engine is ahead of what clients have"
         if found.ahead_s is not None:
             end += f", by up to {rounded(found.ahead_s)} s when it has made its last token"
-    elif found.is_confined:
+    elif found.is_shared:
         end = "the engine may be ahead of what clients have, or differ between rounds"
     else:
         speed = "faster" if found.engine > found.client else "slower"

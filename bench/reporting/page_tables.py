@@ -320,7 +320,7 @@ def measured_twice(results: Results) -> list[str]:
     for name, result in results.items():
         for cell in rows_of(result, "cells"):
             key = tuple(str(cell.get(it)) for it in (*CELL_KEYS, "output_tokens"))
-            if seen.setdefault(key, name) != name:
+            if "error" not in cell and seen.setdefault(key, name) != name:
                 found.append(f"{', '.join(key)} in {seen[key]} and {name}")
     return found
 

@@ -77,8 +77,8 @@ def window_of(logs: Sequence[StreamLog]) -> tuple[float, float]:
     end = min(float(log.times[-1]) for log in logs)
     if end <= start:
         raise NothingMeasuredError(
-            "the first stream had ended before the last one began; longer ones may be side by "
-            "side: --tokens"
+            "the first stream had ended before the last one began; streams of more tokens would "
+            "be side by side for longer"
         )
     return start, end
 

@@ -228,6 +228,15 @@ def test_an_engine_that_shares_its_processor_may_be_ahead() -> None:
     assert text.endswith("the engine may be ahead of what clients have, or differ between rounds.")
 
 
+def test_processors_with_time_to_spare_are_no_limit() -> None:
+    text = differing(46.0, 47.0, 55_000.0, mode="sync", cores="2")
+    assert "host and GPU work in turns" in text
+    assert text.endswith("the engine was faster in the round with the probe than in the others.")
+    assert "share the processors" in differing(90.0, 90.0, 32_000.0, mode="sync", cores="1")
+    assert "share the processors" not in differing(60.0, 80.0, 32_000.0, mode="sync", cores="2")
+    assert "the limit is the engine's thread" in differing(97.0, 15.0, 70_000.0, cores="2")
+
+
 def test_equal_rates_need_no_words() -> None:
     assert differing(97.0, 50.0, 64_000.0) == ""
     assert differing(97.0, 50.0, 62_000.0) == ""

@@ -95,6 +95,13 @@ def test_sides_of_one_run_are_not_marked() -> None:
     result = in_two_runs()
     result["cells"] = [it for it in result["cells"] if it["scheduler"] == "stock"]
     assert not any(OTHER_RUN in it.label for it in pairs_of([result]))
+    # Nor where it has failed.
+    result = in_two_runs()
+    for cell in result["cells"]:
+        if cell["scheduler"] == "sparksched":
+            del cell["rounds"]
+            cell["error"] = "it is gone"
+    assert not any(OTHER_RUN in it.label for it in pairs_of([result]))
     # Nor where both runs have measured both.
     result = synthetic.result((64,))
     again = copy.deepcopy(result["cells"])

@@ -59,7 +59,7 @@ def test_a_round_without_a_figure_is_an_error_and_no_zero(logs: list[StreamLog])
 
 
 def test_streams_that_were_never_side_by_side_are_told_what_helps() -> None:
-    with pytest.raises(NothingMeasuredError, match="--tokens"):
+    with pytest.raises(NothingMeasuredError, match="more tokens"):
         evaluate([log([0.0, 1.0], [1, 1]), log([2.0, 3.0], [1, 1])], is_steady=True)
 
 

@@ -138,11 +138,12 @@ def test_streams_that_catch_up() -> None:
     assert not list(merged.rows({"a": measured()}))
     set_in_rounds(found, "stock", merged_share=None)
     assert cells_of({"a": found}, merged, name)[0] == "missing → 4.00"
-    for cell in found["cells"]:
-        cell["cores"] = "2"
-    assert [row[0] for row in merged.rows({"a": measured(), "b": found})] == [
-        f"{name}, 2 processors"
-    ]
+    # Those on all processors come first, though the other model does.
+    confined = copy.deepcopy(found)
+    for cell in confined["cells"]:
+        cell |= {"cores": "2", "model": "Qwen2-1.5B"}
+    names = [row[0] for row in merged.rows({"a": found, "b": confined})]
+    assert names == ["gpt-oss-20b, AsyncLLM, 64", name, "Qwen2-1.5B, HTTP, 64, 2 processors"]
 
 
 def test_times_while_kernels_were_compiled_are_marked() -> None:
@@ -447,6 +448,13 @@ def test_a_newer_file_beside_an_older_one_is_refused(root: Path) -> None:
     for cell in other["cells"]:
         cell["model"] = "gpt-oss-120b"
     put(root, "decode_b", other)
+    assert tables.main() == 0
+    # What has failed in one of them is no second measurement.
+    failed = measured()
+    for cell in failed["cells"]:
+        del cell["rounds"]
+        cell["error"] = "it is gone"
+    put(root, "decode_b", failed)
     assert tables.main() == 0
 
 
