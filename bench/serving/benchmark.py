@@ -191,7 +191,7 @@ class Benchmark:
         except FAILURES as error:
             self._put_failure(cell, server.start.model, error)
             if not server.is_healthy():
-                raise ServerError(f"the server is gone: {server.log_excerpt()}") from None
+                raise ServerError(f"{error}; the server is gone: {server.log_excerpt()}") from None
             self.progress.say(f"failed: {_reason(error)}")
             return
         about = {"seconds": time.monotonic() - begun, "cpus": cores}

@@ -47,6 +47,7 @@ class Visits:
         self.cores = "all"
         self.fails: Exception | None = None
         self.start_fails: Exception | None = None
+        self.is_healthy = True
         for name, replacement in (
             ("serve", self.serve),
             ("prepare", lambda source, work_dir: MODEL),
@@ -70,7 +71,8 @@ class Visits:
             start_s=self.start_s,
             described=described,
             remotes=[None, None],
-            is_healthy=lambda: True,
+            is_healthy=lambda: self.is_healthy,
+            log_excerpt=lambda: "its last words",
             confine=lambda cores: None,
         )
 
@@ -207,6 +209,16 @@ def test_a_failure_is_told_of_the_lengths_that_were_tried(
     assert [bool(it["error"]) for it in cells] == [True] * 4
     assert [it["prompt_tokens"] for it in cells] == [[128, 128]] * 4
     assert [it["output_tokens"] for it in cells] == [[768, 768]] * 4
+
+
+def test_why_a_server_died_is_told_of_all_its_cells(visits: Visits) -> None:
+    """What a driver saw, and what the log says."""
+    visits.fails, visits.is_healthy = RemoteError("no answer"), False
+    visits.run()
+    cells = json.loads(visits.path.read_text())["cells"]
+    assert [it["error"] for it in cells] == [
+        "no answer; the server is gone: its last words",
+    ] * 4
 
 
 def test_a_run_tells_how_its_servers_are_set_up_and_how_requests_were_split(
