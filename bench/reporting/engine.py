@@ -49,9 +49,14 @@ def spun_share(side: Side) -> float:
     return 100 * spins * wait_us / period_us if spins and wait_us and period_us else 0.0
 
 
+def processors(side: Side, process: str) -> float | None:
+    """Return what all threads of a process take together, in percent of a processor."""
+    return median(dig(entry, "cpu", "share", process, "percent") for entry in side.rounds())
+
+
 def is_busy(side: Side, process: str) -> bool | None:
     """Return whether a thread of a process has all but a processor to itself; None if unknown."""
-    total = median(dig(entry, "cpu", "share", process, "percent") for entry in side.rounds())
+    total = processors(side, process)
     if total is not None and total <= BUSY_THREAD:
         return False
     share = busiest_thread(side, process)

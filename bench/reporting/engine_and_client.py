@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.reporting.cells import DECODE, SYNC, Pair, Row, Side
-from bench.reporting.engine import BUSY_THREAD, busiest_thread, engine_rate, spun_share
-from bench.reporting.values import as_number, dig, listed, median, numbers, rounded
+from bench.reporting.cells import DECODE, SYNC, Pair, Side
+from bench.reporting.engine import BUSY_THREAD, busiest_thread, engine_rate, processors, spun_share
+from bench.reporting.values import as_number, listed, numbers, rounded
 
 NOTABLE_SHARE = 0.05
 ROLES = ("engine", "API server")
@@ -20,7 +20,7 @@ class Difference:
     client: float
     engine_thread: float | None
     api_thread: float | None
-    processors: float | None
+    taken: float | None
     """What engine and API server take with all of their threads."""
     spun: float
     """What of the engine's thread is spinning while it waits, which is no work."""
@@ -57,9 +57,9 @@ class Difference:
     def is_shared(self) -> bool:
         """Whether engine and API server are confined to processors and take all of them."""
         cores = self.pair.key.cores
-        if self.processors is None or not cores.isdecimal():
+        if self.taken is None or not cores.isdecimal():
             return False
-        return self.processors > BUSY_THREAD * int(cores)
+        return self.taken > BUSY_THREAD * int(cores)
 
     @property
     def is_ahead(self) -> bool:
@@ -99,13 +99,9 @@ def _difference(pair: Pair, side: Side) -> Difference | None:
     if not engine or not client or abs(engine / client - 1) <= NOTABLE_SHARE:
         return None
     engine_thread, api_thread = (busiest_thread(side, it) for it in ROLES)
-    processors = median(_processors(entry) for entry in side.rounds())
-    return Difference(pair, engine, client, engine_thread, api_thread, processors, spun_share(side))
-
-
-def _processors(entry: Row) -> float | None:
-    shares = numbers(dig(entry, "cpu", "share", it, "percent") for it in ROLES)
-    return sum(shares) if len(shares) == len(ROLES) else None
+    shares = numbers(processors(side, it) for it in ROLES)
+    taken = sum(shares) if len(shares) == len(ROLES) else None
+    return Difference(pair, engine, client, engine_thread, api_thread, taken, spun_share(side))
 
 
 def _said(pair: Pair, name: str, found: Difference) -> str:
