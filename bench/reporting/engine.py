@@ -9,6 +9,8 @@ from bench.serving.phases import ready_us
 
 SPINNING = 0.8
 """Of the time of waits: a thread that takes more CPU time than this spins."""
+ROLES = ("engine", "API server")
+"""The processes that every server has."""
 BUSY_THREAD = 90.0
 """Percent of a processor: a thread that takes more than this is the limit."""
 NOT_TOLD = "not told"

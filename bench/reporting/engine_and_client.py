@@ -4,11 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.reporting.cells import DECODE, SYNC, Pair, Side
-from bench.reporting.engine import BUSY_THREAD, busiest_thread, engine_rate, processors, spun_share
+from bench.reporting.engine import (
+    BUSY_THREAD,
+    ROLES,
+    busiest_thread,
+    engine_rate,
+    processors,
+    spun_share,
+)
 from bench.reporting.values import as_number, listed, numbers, rounded
 
 NOTABLE_SHARE = 0.05
-ROLES = ("engine", "API server")
 
 
 @dataclass(frozen=True)

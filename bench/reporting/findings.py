@@ -23,6 +23,7 @@ from bench.reporting.cells import (
 from bench.reporting.engine import (
     LATE_SHARE,
     NOT_TOLD,
+    ROLES,
     SPINNING,
     gap_of,
     is_busy,
@@ -284,7 +285,7 @@ def _cpu(pairs: Sequence[Pair]) -> list[str]:
     for (model, mode, driver), group in _groups(pairs):
         pair = group[-1]
         parts = []
-        for process in ("engine", "API server"):
+        for process in ROLES:
             before, after = (as_number(it) for it in pair.figures("cpu", "us_per_token", process))
             if before is not None and after is not None:
                 parts.append(f"{process} {rounded(before)} → {rounded(after)} µs")

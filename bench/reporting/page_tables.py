@@ -28,7 +28,7 @@ from bench.reporting.cells import (
     rows_of,
 )
 from bench.reporting.decode_rates import LEAST_MERGED_SHARE, tokens_per_output, ttft_text
-from bench.reporting.engine import engine_rate
+from bench.reporting.engine import ROLES, engine_rate
 from bench.reporting.values import (
     ARROW,
     MISSING,
@@ -404,7 +404,7 @@ def _sum(*values: Any) -> Any:
 
 
 def _costs(pair: Pair) -> list[str]:
-    return [_cost(*pair.figures("cpu", "us_per_token", it)) for it in ("engine", "API server")]
+    return [_cost(*pair.figures("cpu", "us_per_token", it)) for it in ROLES]
 
 
 def _costs_without_waiting(pair: Pair) -> list[str]:
