@@ -15,7 +15,7 @@ import pytest
 from engine.executor import write_model_directory
 from engine.harness import restored_vllm
 from sparksched import _core, cli
-from sparksched.check import backends, machine
+from sparksched.check import backends, machine, serving
 from sparksched.check.finding import Level
 from support.tiny_gpt_oss import write_model
 from vllm.platforms.cpu import CpuPlatform
@@ -193,6 +193,47 @@ def test_no_shared_memory(model: str, capsys: pytest.CaptureFixture[str]) -> Non
         with mock.patch.dict(os.environ, {"SPARKSCHED_TRANSPORT": "shm"}):
             status, found = check(capsys, model)
         assert (status, found["transport"]["level"]) == (1, "problem")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "advice"),
+    [
+        ([], "asynchronous: a step is prepared", ""),
+        (["--no-async-scheduling"], "synchronous: the GPU waits", "leave --no-async-scheduling"),
+        (["--runner=pooling"], "synchronous: so vLLM serves pooling models", ""),
+        (
+            ['--speculative-config={"method":"ngram","num_speculative_tokens":2}'],
+            "synchronous: the GPU waits",
+            "vLLM chose that",
+        ),
+    ],
+    ids=["default", "asked for", "pooling", "chosen by vLLM"],
+)
+def test_the_mode_on_a_gpu(
+    arguments: list[str], said: str, advice: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update = CpuPlatform.check_and_update_config
+
+    def as_a_gpu(config: Any) -> None:
+        mode = config.scheduler_config.async_scheduling
+        update(config)
+        config.scheduler_config.async_scheduling = mode
+
+    with (
+        mock.patch.object(CpuPlatform, "check_and_update_config", staticmethod(as_a_gpu)),
+        mock.patch.object(serving, "_is_on_a_processor", return_value=False),
+    ):
+        found = check(capsys, model, *arguments)[1]["scheduling"]
+    assert found["text"].startswith(said)
+    assert found["advice"].startswith(advice)
+    assert bool(found["advice"]) == bool(advice)
+
+
+def test_the_mode_on_a_processor(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is synchronous whatever the arguments say, so there is nothing to be advised."""
+    _, found = check(capsys, model, "--no-async-scheduling")
+    assert found["scheduling"]["level"] == "ok"
+    assert found["scheduling"]["text"].startswith("synchronous: on a processor")
 
 
 # ----------------------------------------------------------------------------------------

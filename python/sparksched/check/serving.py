@@ -18,6 +18,7 @@ from sparksched.check.quotes import without_quotes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
 
 def findings(arguments: Sequence[str]) -> Iterator[Finding]:
@@ -28,7 +29,8 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
 
     """
     try:
-        config = _vllm_config(arguments)
+        asked = _engine_arguments(arguments)
+        config = asked.create_engine_config()
     except ArgumentError:
         raise
     except Exception as error:
@@ -40,7 +42,7 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
     if environment.verification() is not None:
         yield _verification(config)
     yield _transport(config)
-    yield _asynchronous(config)
+    yield _asynchronous(config, asked.async_scheduling)
     yield _prompts(config)
     yield _parallelism(config)
     yield _graphs(config)
@@ -49,7 +51,7 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
     yield _flashinfer(chosen.text)
 
 
-def _vllm_config(arguments: Sequence[str]) -> "VllmConfig":
+def _engine_arguments(arguments: Sequence[str]) -> "AsyncEngineArgs":
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -67,7 +69,7 @@ def _vllm_config(arguments: Sequence[str]) -> "VllmConfig":
         sys.stderr.write(without_quotes(said.getvalue()))
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
-    return AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    return AsyncEngineArgs.from_cli_args(parsed)
 
 
 def _first_line(error: Exception) -> str:
@@ -153,15 +155,28 @@ def _why_no_memory() -> str | None:
     return None
 
 
-def _asynchronous(config: "VllmConfig") -> Finding:
+def _asynchronous(config: "VllmConfig", asked: bool | None) -> Finding:
+    """Look at the mode; `asked` is what the arguments say of it, if anything."""
     topic = "scheduling"
     if config.scheduler_config.async_scheduling:
         return ok(topic, "asynchronous: a step is prepared while the GPU works on the one before")
+    if _is_on_a_processor():
+        return ok(topic, "synchronous: on a processor vLLM has nothing else")
+    if asked is None and config.model_config.runner_type == "pooling":
+        return ok(topic, "synchronous: so vLLM serves pooling models")
     return warning(
         topic,
         "synchronous: the GPU waits while a step is prepared",
-        "leave --no-async-scheduling away, unless something needs it",
+        "vLLM chose that for these arguments; its log says why when it serves"
+        if asked is None
+        else "leave --no-async-scheduling away, unless something needs it",
     )
+
+
+def _is_on_a_processor() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def _prompts(config: "VllmConfig") -> Finding:
@@ -189,9 +204,7 @@ def _parallelism(config: "VllmConfig") -> Finding:
 
 def _graphs(config: "VllmConfig") -> Finding:
     topic = "CUDA graphs"
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
+    if _is_on_a_processor():
         return ok(topic, "none on a processor")
     mode = config.compilation_config.cudagraph_mode
     if config.model_config.enforce_eager or mode is None or mode.name == "NONE":
