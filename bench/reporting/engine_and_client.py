@@ -80,7 +80,11 @@ class Difference:
 
     @property
     def ahead_s(self) -> float | None:
-        """By how many seconds at most, when the engine has made its last token."""
+        """By how many seconds, when the engine has made its last token, if both rates are kept up.
+
+        It is an estimate: rates are those of the time in which all streams decode, and each of
+        another round, so single messages may have been on their way for longer.
+        """
         tokens = set(self.pair.key.output_tokens)
         if len(tokens) != 1:
             return None
@@ -124,7 +128,7 @@ def _said(pair: Pair, name: str, found: Difference) -> str:
     if found.is_ahead:
         end = "so the engine is ahead of what clients have"
         if found.ahead_s is not None:
-            end += f", by up to {rounded(found.ahead_s)} s when it has made its last token"
+            end += f", by both rates {rounded(found.ahead_s)} s when it has made its last token"
     elif found.is_shared:
         end = "the engine may be ahead of what clients have, or differ between rounds"
     else:

@@ -200,7 +200,7 @@ def test_an_engine_that_is_ahead_is_told() -> None:
         "gpt-oss-20b, async, asyncllm, 256 x 512, vLLM: 64,000 tokens a second by the engine's "
         "steps, 32,000 at the client: the limit is the API server's thread (busiest threads: "
         "engine 50 % and API server 100 % of a processor); so the engine is ahead of what clients "
-        "have, by up to 2.05 s when it has made its last token."
+        "have, by both rates 2.05 s when it has made its last token."
     )
 
 
