@@ -1,4 +1,6 @@
-"""How a stream waits for its next output: on a future that exists only while it waits.
+"""How a stream waits for its next output, and what is made of outputs that come meanwhile.
+
+It waits on a future that exists only while it waits.
 
 Read it beside `RequestOutputCollector` in vLLM's `v1/engine/output_processor.py`. There an
 `asyncio.Event` is set and cleared for each token, and keeps a queue of waiters where there is one.
@@ -6,6 +8,9 @@ What is merged, replaced and raised stays the same, and so does the turn of the 
 a consumer wakes. Only the attribute `ready` is no event any more. Of vLLM's own code nobody else
 waits for it, and a subclass for streaming input (since 0.33.0) sets it in `get` and `get_nowait`,
 having put the next output into `output`: there a consumer looks before it waits.
+
+What waits is also the `plain_output` as long as nothing but plain outputs are in it. Then
+`output_processor.py` writes the next one into it, without an object for `put` to merge.
 """
 
 import asyncio
@@ -26,7 +31,9 @@ def install(output_processor: ModuleType) -> None:
     """Replace the functions of vLLM's collector that touch its event."""
     collector = output_processor.RequestOutputCollector
     collector.ready = _NoEvent()
-    patching.replace(collector, "__init__", _without_event)
+    collector.plain_output = None
+    collector.extends_plain_output = False  # of one that makes no use of vLLM's `__init__`
+    patching.replace(collector, "__init__", functools.partial(_without_event, collector))
     patching.replace(collector, "put", _waking_the_consumer)
     patching.replace(collector, "get", _waiting_for_a_future)
     patching.replace(collector, "get_nowait", _clearing_no_event)
@@ -39,12 +46,17 @@ class _NoEvent:
         """Do nothing: whoever calls this is the consumer."""
 
 
-def _without_event(original: patching.Function) -> patching.Function:
+def _without_event(
+    collector: "type[RequestOutputCollector]", original: patching.Function
+) -> patching.Function:
     @functools.wraps(original)
     def init(
         self: "RequestOutputCollector", output_kind: RequestOutputKind, request_id: str
     ) -> None:
         self.aggregate = output_kind == RequestOutputKind.DELTA
+        # A subclass may do anything with what is put into it.
+        self.extends_plain_output = self.aggregate and type(self) is collector
+        self.plain_output = None
         self.request_id = request_id
         self.output = None
         self._input_stream_task = None
@@ -60,6 +72,7 @@ def _waking_the_consumer(original: patching.Function) -> patching.Function:
         self: "RequestOutputCollector", output: RequestOutput | PoolingRequestOutput | Exception
     ) -> None:
         if self.output is not None and not isinstance(output, Exception):
+            self.plain_output = None  # it may hold anything from now on
             original(self, output)  # it merges the two, and wakes nobody
             return
         self.output = output
@@ -83,7 +96,7 @@ def _waiting_for_a_future(original: patching.Function) -> patching.Function:
                 # vLLM has one consumer for each collector. Should there be another, it's next.
                 self._waiter.add_done_callback(functools.partial(_wake, waiter))
             await waiter
-        self.output = None
+        self.output = self.plain_output = None
         if isinstance(output, Exception):
             raise output
         return output
@@ -103,7 +116,7 @@ def _clearing_no_event(original: patching.Function) -> patching.Function:
     ) -> RequestOutput | PoolingRequestOutput | None:
         output = self.output
         if output is not None:
-            self.output = None
+            self.output = self.plain_output = None
             if isinstance(output, Exception):
                 raise output
         return output

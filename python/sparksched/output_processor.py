@@ -4,7 +4,8 @@ Read it beside vLLM's `v1/engine/output_processor.py`. Replaced are:
 
 - `OutputProcessor.process_outputs`, by one flat loop for plain outputs of plain requests;
 - `IterationStats.update_from_output`, because vLLM's reads the environment for each token;
-- the waiting of `RequestOutputCollector`: see `output_collector.py`.
+- the waiting of `RequestOutputCollector`: see `output_collector.py`;
+- `RequestOutput.add`, where a stream lags and both outputs are plain.
 
 An output is plain if it brings nothing but tokens and its request goes on. A request is plain from
 its second output on, unless it has logprobs or takes streaming input: see `_becomes_plain`. Any
@@ -173,10 +174,21 @@ def _looping_over_plain_outputs(  # noqa: PLR0915
                 if is_delta:
                     new_token_ids = detokenizer.output_token_ids[num_sent:]
                     state.sent_tokens_offset = num_tokens
+            text = detokenizer.get_next_output_text(False, is_delta) if has_text else ""
+            queue = state.queue
+            if queue is not None:
+                waiting = queue.output
+                if waiting is not None and waiting is queue.plain_output:
+                    completion = waiting.outputs[0]
+                    if completion.index == state.request_index:
+                        # What `RequestOutput.add` does for a plain output behind plain outputs.
+                        completion.text += text
+                        completion.token_ids += new_token_ids
+                        continue
             # By position: to name the arguments would more than double what these calls take.
             completion = CompletionOutput(
                 state.request_index,
-                detokenizer.get_next_output_text(False, is_delta) if has_text else "",
+                text,
                 new_token_ids if is_delta else detokenizer.output_token_ids,
                 None,  # cumulative_logprob
                 None,  # logprobs
@@ -195,11 +207,12 @@ def _looping_over_plain_outputs(  # noqa: PLR0915
                 state.num_cached_tokens,
                 state.num_cache_creation_tokens,
             )
-            queue = state.queue
-            if queue is not None:
-                queue.put(request_output)
-            else:
+            if queue is None:
                 request_outputs.append(request_output)
+                continue
+            queue.put(request_output)
+            if queue.extends_plain_output:
+                queue.plain_output = request_output
         return OutputProcessorOutput(request_outputs, reqs_to_abort)
 
     return process_outputs
@@ -330,6 +343,7 @@ def _functions_bypassed(module: ModuleType) -> Iterator[tuple[type[Any], str]]:
     yield module.OutputProcessor, "process_outputs _update_stats_from_output"
     yield module.RequestState, "make_request_output _new_request_output _new_completion_output"
     yield module.RequestOutputCollector, "__init__ put get get_nowait"
+    yield RequestOutput, "add"
     yield IterationStats, "update_from_output"
     yield LogprobsProcessor, "update_from_output"
     yield IncrementalDetokenizer, "update get_next_output_text"

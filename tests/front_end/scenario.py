@@ -40,6 +40,8 @@ class Settings:
     log_stats: bool
     has_queues: bool
     """As in `AsyncLLM`; in `LLMEngine` outputs are returned."""
+    hears_puts: bool
+    """Whether queues are of a class that notes what is put into them, or vLLM's own."""
     stream_interval: int
     traces: bool
     counts_nans: bool
@@ -86,9 +88,9 @@ class Abort:
 
 @dataclass(frozen=True)
 class Taking:
-    """The consumer of a request takes what there is. Others lag behind."""
+    """The consumers of some requests take what there is. Others lag behind."""
 
-    request_id: str
+    request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class Scenario:
         return Settings(
             log_stats=log_stats,
             has_queues=self._chance(0.75),
+            hears_puts=self._chance(0.5),
             stream_interval=self._rng.choice([1, 1, 1, 2, 3]),
             traces=log_stats and self._chance(0.3),
             counts_nans=self._chance(0.5),
@@ -154,7 +157,10 @@ class Scenario:
         if self._chance(0.03):
             return self._abort()
         if self.settings.has_queues and self._chance(0.3):
-            return Taking(self._rng.choice(self._live + self._ended).request_id)
+            takers = [self._rng.choice(self._live + self._ended)]
+            if self._chance(0.3):
+                takers = self._live
+            return Taking(tuple(it.request_id for it in takers))
         # Now and then also for one that began without.
         streaming = [it for it in self._live if it.streams_input or self._chance(0.05)]
         if streaming and self._chance(0.1):

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 from engine.harness import restored_vllm
 from sparksched import output_processor, patching, plugin
+from vllm.outputs import RequestOutput
 from vllm.v1.engine import output_processor as vllm_output_processor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.metrics.stats import IterationStats
@@ -78,7 +79,8 @@ def test_unknown_fields_keep_vllms_functions(name: str, warnings: list[str]) -> 
     known = getattr(output_processor, name)
     fields = output_processor._parameters_of(known)
     another = another_class(*fields, "new_in_vllm")
-    another.update_from_output = known.__dict__.get("update_from_output")
+    for function in ("update_from_output", "add"):
+        setattr(another, function, known.__dict__.get(function))
     with mock.patch.object(output_processor, name, another):
         output_processor.install(vllm_output_processor)
     assert not any(replaced())
@@ -107,7 +109,7 @@ def test_an_unknown_attribute_keeps_vllms_functions(warnings: list[str]) -> None
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [*REPLACED, (RequestState, "make_request_output")],
+    [*REPLACED, (RequestState, "make_request_output"), (RequestOutput, "add")],
     ids=lambda it: it if isinstance(it, str) else it.__name__,
 )
 def test_functions_that_others_have_replaced_stay(

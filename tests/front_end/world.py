@@ -101,7 +101,7 @@ class World:
         self._settings = settings
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._camera = Camera()
-        self._queues: dict[str, NotingQueue] = {}
+        self._queues: dict[str, RequestOutputCollector] = {}
 
     def live(self, event: Event) -> None:
         """Let something happen, and take pictures of what it leads to."""
@@ -113,7 +113,8 @@ class World:
             case Abort():
                 self._note(self.processor.abort_requests(event.request_ids, event.is_internal))
             case Taking():
-                self._take(event.request_id)
+                for request_id in event.request_ids:
+                    self._take(request_id)
             case EngineFailure():
                 self.processor.propagate_error(RuntimeError(event.message))
                 for request_id in list(self._queues):
@@ -137,7 +138,7 @@ class World:
         if self._settings.has_queues:
             queue = self._queues.get(request.request_id)
             if queue is None:
-                queue = NotingQueue(self, params.output_kind, request.request_id)
+                queue = self._new_queue(params.output_kind, request.request_id)
         if not isinstance(params, SamplingParams) or params.n == 1:
             self._add(request, None, 0, queue)
             return
@@ -147,12 +148,17 @@ class World:
             child.request_id, child.sampling_params = parent.get_child_info(index)
             self._add(child, parent, index, queue)
 
+    def _new_queue(self, output_kind: RequestOutputKind, request_id: str) -> RequestOutputCollector:
+        if self._settings.hears_puts:
+            return NotingQueue(self, output_kind, request_id)
+        return RequestOutputCollector(output_kind, request_id)
+
     def _add(
         self,
         request: EngineCoreRequest,
         parent: ParentRequest | None,
         index: int,
-        queue: "NotingQueue | None",
+        queue: RequestOutputCollector | None,
     ) -> None:
         self.processor.add_request(request, "a prompt", parent, index, queue)
         if queue is not None:
