@@ -1,6 +1,4 @@
-"""How a stream waits for its next output, and what is made of outputs that come meanwhile.
-
-It waits on a future that exists only while it waits.
+"""How a stream waits for its next output: on a future that exists only while it waits.
 
 Read it beside `RequestOutputCollector` in vLLM's `v1/engine/output_processor.py`. There an
 `asyncio.Event` is set and cleared for each token, and keeps a queue of waiters where there is one.
@@ -9,8 +7,9 @@ a consumer wakes. Only the attribute `ready` is no event any more. Of vLLM's own
 waits for it, and a subclass for streaming input (since 0.33.0) sets it in `get` and `get_nowait`,
 having put the next output into `output`: there a consumer looks before it waits.
 
-What waits is also the `plain_output` as long as nothing but plain outputs are in it. Then
-`output_processor.py` writes the next one into it, without an object for `put` to merge.
+`plain_output` is what waits in `output`, as long as nothing but plain outputs are in it, or None.
+`output_processor.py` sets it, and writes the next plain output into it, without one more object for
+`put` to merge. That bypasses `put`, so only if that is ours when a stream begins.
 """
 
 import asyncio
@@ -32,9 +31,10 @@ def install(output_processor: ModuleType) -> None:
     collector = output_processor.RequestOutputCollector
     collector.ready = _NoEvent()
     collector.plain_output = None
-    collector.extends_plain_output = False  # of one that makes no use of vLLM's `__init__`
-    patching.replace(collector, "__init__", functools.partial(_without_event, collector))
+    collector.extends_plain_output = False  # for subclasses that don't call its `__init__`
     patching.replace(collector, "put", _waking_the_consumer)
+    init = functools.partial(_without_event, collector, collector.put)
+    patching.replace(collector, "__init__", init)
     patching.replace(collector, "get", _waiting_for_a_future)
     patching.replace(collector, "get_nowait", _clearing_no_event)
 
@@ -47,15 +47,16 @@ class _NoEvent:
 
 
 def _without_event(
-    collector: "type[RequestOutputCollector]", original: patching.Function
+    collector: "type[RequestOutputCollector]", put: patching.Function, original: patching.Function
 ) -> patching.Function:
     @functools.wraps(original)
     def init(
         self: "RequestOutputCollector", output_kind: RequestOutputKind, request_id: str
     ) -> None:
         self.aggregate = output_kind == RequestOutputKind.DELTA
-        # A subclass may do anything with what is put into it.
-        self.extends_plain_output = self.aggregate and type(self) is collector
+        # A subclass, or another's `put`, may do anything with what comes.
+        is_ours = type(self) is collector and collector.put is put
+        self.extends_plain_output = is_ours and self.aggregate
         self.plain_output = None
         self.request_id = request_id
         self.output = None
@@ -71,8 +72,8 @@ def _waking_the_consumer(original: patching.Function) -> patching.Function:
     def put(
         self: "RequestOutputCollector", output: RequestOutput | PoolingRequestOutput | Exception
     ) -> None:
+        self.plain_output = None
         if self.output is not None and not isinstance(output, Exception):
-            self.plain_output = None  # it may hold anything from now on
             original(self, output)  # it merges the two, and wakes nobody
             return
         self.output = output

@@ -4,14 +4,15 @@ Read it beside vLLM's `v1/engine/output_processor.py`. Replaced are:
 
 - `OutputProcessor.process_outputs`, by one flat loop for plain outputs of plain requests;
 - `IterationStats.update_from_output`, because vLLM's reads the environment for each token;
-- the waiting of `RequestOutputCollector`: see `output_collector.py`;
-- `RequestOutput.add`, where a stream lags and both outputs are plain.
+- the waiting of `RequestOutputCollector`: see `output_collector.py`.
 
 An output is plain if it brings nothing but tokens and its request goes on. A request is plain from
 its second output on, unless it has logprobs or takes streaming input: see `_becomes_plain`. Any
 other output goes to vLLM's own function, alone and in its turn, so prefills, ends, pooling and
 errors are vLLM's. So are detokenizers and constructors: what a plain output becomes is what vLLM
-would have made of it, in new objects as there.
+would have made of it, in new objects as there. Only where a stream of deltas lags, and all that
+waits for it are plain outputs of one index, the next one is merged into these without an object of
+its own, and without `RequestOutput.add`.
 
 This relies on the shape of vLLM's objects, and bypasses some of its functions. If a shape is not
 the known one, or somebody else has replaced one of these functions, everything stays vLLM's.
@@ -183,7 +184,7 @@ def _looping_over_plain_outputs(  # noqa: PLR0915
                     if completion.index == state.request_index:
                         # What `RequestOutput.add` does for a plain output behind plain outputs.
                         completion.text += text
-                        completion.token_ids += new_token_ids
+                        completion.token_ids.extend(new_token_ids)
                         continue
             # By position: to name the arguments would more than double what these calls take.
             completion = CompletionOutput(
@@ -211,7 +212,7 @@ def _looping_over_plain_outputs(  # noqa: PLR0915
                 request_outputs.append(request_output)
                 continue
             queue.put(request_output)
-            if queue.extends_plain_output:
+            if is_delta and queue.output is request_output and queue.extends_plain_output:
                 queue.plain_output = request_output
         return OutputProcessorOutput(request_outputs, reqs_to_abort)
 
@@ -225,6 +226,8 @@ def _becomes_plain(state: "RequestState") -> bool:
     which the loop asks again, or when streaming input puts the request back into prefill, which the
     loop leaves to vLLM's code.
     """
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
     logprobs = state.logprobs_processor
     state.sparksched_is_plain = (
         (state.parent_req is None or _is_unfinished_child(state, state.parent_req))
@@ -238,6 +241,7 @@ def _becomes_plain(state: "RequestState") -> bool:
         and not state.sampling_mask_chunks
         and not state.streaming_input
         and state.input_chunk_queue is None
+        and (state.queue is None or isinstance(state.queue, RequestOutputCollector))
     )
     is_plain: bool = state.sparksched_is_plain
     return is_plain

@@ -95,6 +95,8 @@ class Taking:
 
 @dataclass(frozen=True)
 class EngineFailure:
+    """All streams are told; here its outputs go on."""
+
     message: str
 
 
@@ -134,7 +136,8 @@ class Scenario:
         self.settings = self._settings()
         self.events = tuple(self._event() for _ in range(num_events))
         if self.settings.has_queues:
-            self.events += (EngineFailure("the engine is dead"),)
+            everyone = tuple(it.request_id for it in self._live + self._ended)
+            self.events += (EngineFailure("the engine is dead"), Taking(everyone))
 
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability
@@ -161,6 +164,8 @@ class Scenario:
             if self._chance(0.3):
                 takers = self._live
             return Taking(tuple(it.request_id for it in takers))
+        if self.settings.has_queues and self._chance(0.01):
+            return EngineFailure("the engine is ill")
         # Now and then also for one that began without.
         streaming = [it for it in self._live if it.streams_input or self._chance(0.05)]
         if streaming and self._chance(0.1):

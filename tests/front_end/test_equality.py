@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,11 @@ from sparksched import output_processor
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.engine.output_processor import (
+    OutputProcessor,
+    RequestOutputCollector,
+    RequestState,
+)
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from .implementations import OURS, STOCK, Implementation
@@ -18,7 +23,7 @@ from .scenario import TEXT, Arrival, Scenario, new_logprobs, new_prompt_logprobs
 from .world import Camera, live_through
 
 NUM_SEEDS = 60
-SEEDS_OF_COVERAGE = range(8)
+SEEDS_OF_COVERAGE = range(16)
 
 
 def scenario(seed: int, tokenizer: Any) -> Scenario:
@@ -91,6 +96,62 @@ def test_children_that_are_not_like_their_parent(oddity: Callable[[ParentRequest
         stock = pictures()
     with OURS.in_use():
         assert pictures() == stock
+
+
+def test_a_queue_of_deltas_with_cumulative_outputs() -> None:
+    """What is merged there makes no sense, but the same as vLLM's."""
+
+    def picture() -> Any:
+        params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.CUMULATIVE)
+        queue = RequestOutputCollector(RequestOutputKind.DELTA, "request")
+        processor = OutputProcessor(None, log_stats=False)
+        processor.add_request(Arrival("request", params).request(), None, None, 0, queue)
+        for token_id in range(2):
+            processor.process_outputs([EngineCoreOutput("request", [token_id])])
+        queue.get_nowait()
+        for token_id in range(2, 6):
+            processor.process_outputs([EngineCoreOutput("request", [token_id])])
+        return Camera().picture(queue.get_nowait())
+
+    with STOCK.in_use():
+        stock = picture()
+    with OURS.in_use():
+        assert picture() == stock
+
+
+@pytest.mark.parametrize("implementation", [STOCK, OURS], ids=lambda it: it.name)
+def test_a_queue_needs_no_more_than_its_put(implementation: Implementation) -> None:
+    taken: list[RequestOutput] = []
+    queue = SimpleNamespace(put=taken.append)
+    params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA)
+    with implementation.in_use():
+        processor = OutputProcessor(None, log_stats=False)
+        processor.add_request(Arrival("request", params).request(), None, None, 0, queue)
+        for token_id in range(4):
+            processor.process_outputs([EngineCoreOutput("request", [token_id])])
+    assert [output.outputs[0].token_ids for output in taken] == [[0], [1], [2], [3]]
+
+
+def test_whoever_replaces_put_sees_all_outputs() -> None:
+    seen: list[Any] = []
+    params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA)
+    with OURS.in_use():
+        put = RequestOutputCollector.put
+
+        def put_and_note(self: RequestOutputCollector, output: Any) -> None:
+            seen.append(output)
+            put(self, output)
+
+        with mock.patch.object(RequestOutputCollector, "put", put_and_note):
+            queue = RequestOutputCollector(RequestOutputKind.DELTA, "request")
+            processor = OutputProcessor(None, log_stats=False)
+            processor.add_request(Arrival("request", params).request(), None, None, 0, queue)
+            for token_id in range(5):
+                processor.process_outputs([EngineCoreOutput("request", [token_id])])
+                if token_id == 0:  # what vLLM's own code has made
+                    queue.get_nowait()
+    assert len(seen) == 5
+    assert queue.output.outputs[0].token_ids == [1, 2, 3, 4]
 
 
 def test_what_a_subclass_changes_stays_changed() -> None:

@@ -117,8 +117,6 @@ class World:
                     self._take(request_id)
             case EngineFailure():
                 self.processor.propagate_error(RuntimeError(event.message))
-                for request_id in list(self._queues):
-                    self._take(request_id)
 
     def _note(self, value: Any) -> None:
         self.album.append(self._camera.picture(value))
@@ -230,6 +228,10 @@ def _surroundings(settings: Settings) -> Iterator[list[Any]]:
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(mock.patch.object(vllm_stats, "time", clock))
+        # vLLM puts this one object into all streams, and merges into it.
+        end = copy(vllm_output_processor.STREAM_FINISHED)
+        end.outputs = []
+        enter(mock.patch.object(vllm_output_processor, "STREAM_FINISHED", end))
         enter(mock.patch.dict(os.environ, nans))
         note_span = mock.patch.object(
             vllm_output_processor, "instrument_manual", lambda **span: spans.append(str(span))
