@@ -178,8 +178,8 @@ def _looping_over_plain_outputs(  # noqa: PLR0915
             text = detokenizer.get_next_output_text(False, is_delta) if has_text else ""
             queue = state.queue
             if queue is not None:
-                waiting = queue.output
-                if waiting is not None and waiting is queue.plain_output:
+                waiting = queue.plain_output
+                if waiting is not None and waiting is queue.output:
                     completion = waiting.outputs[0]
                     if completion.index == state.request_index:
                         # What `RequestOutput.add` does for a plain output behind plain outputs.
@@ -226,8 +226,6 @@ def _becomes_plain(state: "RequestState") -> bool:
     which the loop asks again, or when streaming input puts the request back into prefill, which the
     loop leaves to vLLM's code.
     """
-    from vllm.v1.engine.output_processor import RequestOutputCollector
-
     logprobs = state.logprobs_processor
     state.sparksched_is_plain = (
         (state.parent_req is None or _is_unfinished_child(state, state.parent_req))
@@ -241,7 +239,8 @@ def _becomes_plain(state: "RequestState") -> bool:
         and not state.sampling_mask_chunks
         and not state.streaming_input
         and state.input_chunk_queue is None
-        and (state.queue is None or isinstance(state.queue, RequestOutputCollector))
+        # Of a queue that is somebody's own, only `put` is known.
+        and (state.queue is None or hasattr(state.queue, "plain_output"))
     )
     is_plain: bool = state.sparksched_is_plain
     return is_plain
