@@ -103,9 +103,25 @@ def engine_against_client(pairs: Sequence[Pair]) -> list[str]:
     ]
 
 
+def keeps_up(side: Side, streams: int) -> bool:
+    """Return whether clients are known to get all but what the engine makes by its steps.
+
+    An engine never waits for an API server, which may have all of a processor and still keep up: it
+    gives a stream several tokens at once.
+    """
+    engine, client = _rates(side, streams)
+    return bool(engine and client) and engine / client - 1 <= NOTABLE_SHARE
+
+
+def _rates(side: Side, streams: int) -> tuple[float, float]:
+    """Return the tokens a second of engine and client; 0: not known."""
+    rates = engine_rate(side, streams), side.figure("tokens_per_s")
+    engine, client = (as_number(it) or 0.0 for it in rates)
+    return engine, client
+
+
 def _difference(pair: Pair, side: Side) -> Difference | None:
-    engine = as_number(engine_rate(side, pair.key.concurrency))
-    client = as_number(side.figure("tokens_per_s"))
+    engine, client = _rates(side, pair.key.concurrency)
     if not engine or not client or abs(engine / client - 1) <= NOTABLE_SHARE:
         return None
     engine_thread, api_thread = (busiest_thread(side, it) for it in ROLES)

@@ -28,7 +28,7 @@ from bench.reporting.engine import (
     gap_of,
     is_busy,
 )
-from bench.reporting.engine_and_client import engine_against_client
+from bench.reporting.engine_and_client import engine_against_client, keeps_up
 from bench.reporting.values import as_number, dig, listed, numbers, rounded
 
 BUSY_GPU = 0.93
@@ -40,6 +40,7 @@ NOTABLE_PERCENT = 2.0
 MORE_PERCENT = 1.0
 
 GPU, ENGINE, API_SERVER = "the GPU", "the engine's host code", "the API server"
+FULL = "the API server's thread has all of a processor, too, and keeps up"
 MISSING_TITLE = "Serving: what is missing"
 
 
@@ -77,6 +78,8 @@ class Limits:
     scheduler: float
     gpu: float | None
     limited_by: str
+    is_api_server_full: bool = False
+    """Whether a thread of the API server has all but a processor to itself, and yet keeps up."""
 
 
 def limits_of(side: Side, streams: int, trace: Row | None, is_async: bool) -> Limits | None:
@@ -90,9 +93,10 @@ def limits_of(side: Side, streams: int, trace: Row | None, is_async: bool) -> Li
     gpu = as_number(dig(trace, "gpu_busy_us", "p50"))
     late = gap_of(side, streams).late
     is_api_server_busy = is_busy(side, "API server")
+    is_full = is_api_server_busy is True and keeps_up(side, streams)
     if is_api_server_busy is None:
         by = NOT_TOLD
-    elif is_api_server_busy:
+    elif is_api_server_busy and not is_full:
         by = API_SERVER
     elif is_async and host < BUSY_HOST * period and (late is None or late[0] < LATE_SHARE):
         by = GPU
@@ -102,7 +106,7 @@ def limits_of(side: Side, streams: int, trace: Row | None, is_async: bool) -> Li
         by = ENGINE if is_async or host > period / 2 else GPU
     if gpu is None and by == GPU:
         gpu = period if is_async else period - host
-    return Limits(period, host, scheduler, gpu, by)
+    return Limits(period, host, scheduler, gpu, by, is_full)
 
 
 def _phase(side: Side, name: str) -> float | None:
@@ -114,6 +118,7 @@ def _who_limits(pairs: Sequence[Pair], traces: dict[TraceKey, dict[str, Row]]) -
     for (model, mode, driver), group in _groups(pairs):
         for name, side_of in SIDES:
             by: dict[str, list[str]] = {}
+            full = []
             shares = []
             for pair in group:
                 trace = _trace(traces, pair, name)
@@ -121,11 +126,13 @@ def _who_limits(pairs: Sequence[Pair], traces: dict[TraceKey, dict[str, Row]]) -
                 if limits is not None:
                     count = f"{pair.key.concurrency:,}"
                     by.setdefault(limits.limited_by, []).append(count)
+                    full += [count] if limits.is_api_server_full else []
                     shares.append(f"{100 * limits.host / limits.period:.0f} % at {count}")
             case = f"{model}, {mode}, {driver}, {name}"
             if by and mode == ASYNC:
                 said = "; ".join(f"{who} at {listed(counts)}" for who, counts in by.items())
-                lines.append(f"{case}: the limit is {said} streams.")
+                also = f" At {listed(full)} {FULL}." if full else ""
+                lines.append(f"{case}: the limit is {said} streams.{also}")
             elif shares:
                 lines.append(
                     f"{case}: the model waits for the host's code, in each step: "

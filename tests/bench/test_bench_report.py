@@ -298,6 +298,21 @@ def test_host_code_that_hardly_waits_is_the_limit() -> None:
     assert "asyncllm, sparksched: the limit is the GPU at 256" in text
 
 
+def test_a_full_api_server_is_the_limit_only_if_clients_lack_something() -> None:
+    result = synthetic.result((64, 256))
+    for cell in result["cells"]:
+        for entry in cell["rounds"]:
+            entry["cpu"]["share"]["API server"] = {"percent": 100.0, "busiest": 99.0, "threads": {}}
+            if cell["concurrency"] == 256 and cell["scheduler"] == "sparksched":
+                entry["tokens_per_s"] /= 1.1
+    text = "\n".join(findings([result]))
+    assert (
+        "http, sparksched: the limit is the GPU at 64; the API server at 256 streams. "
+        "At 64 the API server's thread has all of a processor, too, and keeps up." in text
+    )
+    assert "http, vLLM: the limit is the GPU at 64; the engine's host code at 256 streams." in text
+
+
 def test_nothing_is_said_without_figures() -> None:
     assert findings([]) == [
         "Nothing can be said: no decode with all processors has been measured with success."
