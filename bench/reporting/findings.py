@@ -40,7 +40,7 @@ NOTABLE_PERCENT = 2.0
 MORE_PERCENT = 1.0
 
 GPU, ENGINE, API_SERVER = "the GPU", "the engine's host code", "the API server"
-FULL = "the API server's thread has all of a processor, too, and keeps up"
+FULL = "the API server's thread has all or nearly all of a processor, too, and keeps up"
 MISSING_TITLE = "Serving: what is missing"
 
 
@@ -223,6 +223,8 @@ def _free_scheduler_at(pair: Pair, traces: dict[TraceKey, dict[str, Row]]) -> st
     rate = as_number(pair.stock.figure("tokens_per_s"))
     if stock is None or not rate or stock.limited_by in (API_SERVER, NOT_TOLD):
         return None
+    if stock.is_api_server_full:
+        return None  # it could not pass on what the engine would gain
     gain, is_bound = free_scheduler_gain(stock, 1e6 * streams / rate, is_async)
     text = f"{'at most ' if is_bound else ''}{gain:+.0f} % at {streams:,}"
     measured = _change(*pair.figures("tokens_per_s"))

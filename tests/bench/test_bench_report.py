@@ -306,11 +306,31 @@ def test_a_full_api_server_is_the_limit_only_if_clients_lack_something() -> None
             if cell["concurrency"] == 256 and cell["scheduler"] == "sparksched":
                 entry["tokens_per_s"] /= 1.1
     text = "\n".join(findings([result]))
+    full = "the API server's thread has all or nearly all of a processor, too, and keeps up."
     assert (
         "http, sparksched: the limit is the GPU at 64; the API server at 256 streams. "
-        "At 64 the API server's thread has all of a processor, too, and keeps up." in text
+        f"At 64 {full}" in text
     )
-    assert "http, vLLM: the limit is the GPU at 64; the engine's host code at 256 streams." in text
+    assert (
+        "http, vLLM: the limit is the GPU at 64; the engine's host code at 256 streams. "
+        f"At 64 and 256 {full}" in text
+    )
+    assert "a scheduler that takes no time" not in text
+
+
+def test_a_full_api_server_keeps_up_only_if_rates_agree_and_messages_are_young() -> None:
+    """A slow round with the probe has the engine make less than clients get, which says nothing."""
+    for factor, age_us in ((1.1, None), (1.0, 1e6)):
+        result = synthetic.result((64,))
+        for cell in result["cells"]:
+            for entry in cell["rounds"]:
+                entry["cpu"]["share"]["API server"] |= {"percent": 100.0, "busiest": 99.0}
+                entry["tokens_per_s"] *= factor
+            if age_us is not None:
+                cell["messages"] = {"handed_us": {"p50": age_us}}
+        text = "\n".join(findings([result]))
+        assert "http, sparksched: the limit is the API server at 64 streams." in text
+        assert "keeps up" not in text
 
 
 def test_nothing_is_said_without_figures() -> None:
