@@ -69,11 +69,11 @@ ONE_GPU = {
         "--rounds 2 --no-trace"
     ),
     "qwen2_1_5b_1024_http": (
-        "--model Qwen2-1.5B --driver http --concurrency 1024 --tokens 768 --rounds 2 --no-trace"
+        "--model Qwen2-1.5B --driver http --cores all,2 --concurrency 1024 --tokens 768 "
+        "--rounds 2 --no-trace"
     ),
     "qwen2_1_5b_sync_cores": f"--model Qwen2-1.5B --mode sync --concurrency 1,64,256 {_ON_TWO}",
     # Here it takes so long to begin with all streams that the first one must last longer.
-    "qwen2_1_5b_1024_cores": f"--model Qwen2-1.5B --concurrency 1024 --tokens 768 {_ON_TWO}",
     "qwen2_1_5b_sync_1024_cores": (
         f"--model Qwen2-1.5B --mode sync --concurrency 1024 --tokens 768 {_ON_TWO}"
     ),

@@ -11,6 +11,7 @@ from bench.reporting.engine import (
     engine_rate,
     processors,
     spun_share,
+    step_us,
 )
 from bench.reporting.values import as_number, listed, numbers, rounded
 
@@ -112,28 +113,33 @@ def keeps_up(side: Side, streams: int) -> bool:
     gives a stream several tokens at once. The rates are of separate rounds, so that they may agree
     by chance; how old messages get is known from the round that the engine's is from.
     """
-    engine, client = _rates(side, streams)
-    if not engine or not client or abs(engine / client - 1) > NOTABLE_SHARE:
+    rates = _rates(side, streams)
+    if rates is None or _differ(*rates):
         return False
     age_us = as_number(side.get("messages", "handed_us", "p50"))
-    return age_us is None or age_us <= SOON_STEPS * 1e6 * streams / engine
+    step = as_number(step_us(side, streams))
+    return age_us is None or step is None or age_us <= SOON_STEPS * step
 
 
-def _rates(side: Side, streams: int) -> tuple[float, float]:
-    """Return the tokens a second of engine and client; 0: not known."""
-    rates = engine_rate(side, streams), side.figure("tokens_per_s")
-    engine, client = (as_number(it) or 0.0 for it in rates)
-    return engine, client
+def _rates(side: Side, streams: int) -> tuple[float, float] | None:
+    """Return the tokens a second of engine and client, if both are known."""
+    engine = as_number(engine_rate(side, streams))
+    client = as_number(side.figure("tokens_per_s"))
+    return (engine, client) if engine and client else None
+
+
+def _differ(engine: float, client: float) -> bool:
+    return abs(engine / client - 1) > NOTABLE_SHARE
 
 
 def _difference(pair: Pair, side: Side) -> Difference | None:
-    engine, client = _rates(side, pair.key.concurrency)
-    if not engine or not client or abs(engine / client - 1) <= NOTABLE_SHARE:
+    rates = _rates(side, pair.key.concurrency)
+    if rates is None or not _differ(*rates):
         return None
     engine_thread, api_thread = (busiest_thread(side, it) for it in ROLES)
     shares = numbers(processors(side, it) for it in ROLES)
     taken = sum(shares) if len(shares) == len(ROLES) else None
-    return Difference(pair, engine, client, engine_thread, api_thread, taken, spun_share(side))
+    return Difference(pair, *rates, engine_thread, api_thread, taken, spun_share(side))
 
 
 def _said(pair: Pair, name: str, found: Difference) -> str:

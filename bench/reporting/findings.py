@@ -79,7 +79,7 @@ class Limits:
     gpu: float | None
     limited_by: str
     is_api_server_full: bool = False
-    """Whether a thread of the API server has all but a processor to itself, and yet keeps up."""
+    """Whether a thread of the API server has all but a processor to itself; it may keep up."""
 
 
 def limits_of(side: Side, streams: int, trace: Row | None, is_async: bool) -> Limits | None:
@@ -92,11 +92,10 @@ def limits_of(side: Side, streams: int, trace: Row | None, is_async: bool) -> Li
     busy_share = as_number(dig(trace, "gpu_busy_share"))
     gpu = as_number(dig(trace, "gpu_busy_us", "p50"))
     late = gap_of(side, streams).late
-    is_api_server_busy = is_busy(side, "API server")
-    is_full = is_api_server_busy is True and keeps_up(side, streams)
-    if is_api_server_busy is None:
+    is_api_server_full = is_busy(side, "API server")
+    if is_api_server_full is None:
         by = NOT_TOLD
-    elif is_api_server_busy and not is_full:
+    elif is_api_server_full and not keeps_up(side, streams):
         by = API_SERVER
     elif is_async and host < BUSY_HOST * period and (late is None or late[0] < LATE_SHARE):
         by = GPU
@@ -106,7 +105,7 @@ def limits_of(side: Side, streams: int, trace: Row | None, is_async: bool) -> Li
         by = ENGINE if is_async or host > period / 2 else GPU
     if gpu is None and by == GPU:
         gpu = period if is_async else period - host
-    return Limits(period, host, scheduler, gpu, by, is_full)
+    return Limits(period, host, scheduler, gpu, by, bool(is_api_server_full))
 
 
 def _phase(side: Side, name: str) -> float | None:
@@ -118,15 +117,15 @@ def _who_limits(pairs: Sequence[Pair], traces: dict[TraceKey, dict[str, Row]]) -
     for (model, mode, driver), group in _groups(pairs):
         for name, side_of in SIDES:
             by: dict[str, list[str]] = {}
-            full = []
-            shares = []
+            full, shares = [], []
             for pair in group:
                 trace = _trace(traces, pair, name)
                 limits = limits_of(side_of(pair), pair.key.concurrency, trace, mode == ASYNC)
                 if limits is not None:
                     count = f"{pair.key.concurrency:,}"
                     by.setdefault(limits.limited_by, []).append(count)
-                    full += [count] if limits.is_api_server_full else []
+                    if limits.is_api_server_full and limits.limited_by != API_SERVER:
+                        full.append(count)
                     shares.append(f"{100 * limits.host / limits.period:.0f} % at {count}")
             case = f"{model}, {mode}, {driver}, {name}"
             if by and mode == ASYNC:
@@ -221,7 +220,7 @@ def _free_scheduler_at(pair: Pair, traces: dict[TraceKey, dict[str, Row]]) -> st
     is_async, streams = pair.key.mode == ASYNC, pair.key.concurrency
     stock = limits_of(pair.stock, streams, _trace(traces, pair, "vLLM"), is_async)
     rate = as_number(pair.stock.figure("tokens_per_s"))
-    if stock is None or not rate or stock.limited_by in (API_SERVER, NOT_TOLD):
+    if stock is None or not rate or stock.limited_by == NOT_TOLD:
         return None
     if stock.is_api_server_full:
         return None  # it could not pass on what the engine would gain

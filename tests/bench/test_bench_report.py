@@ -298,12 +298,19 @@ def test_host_code_that_hardly_waits_is_the_limit() -> None:
     assert "asyncllm, sparksched: the limit is the GPU at 256" in text
 
 
-def test_a_full_api_server_is_the_limit_only_if_clients_lack_something() -> None:
-    result = synthetic.result((64, 256))
-    for cell in result["cells"]:
+def with_full_api_servers(*counts: int) -> Row:
+    found = synthetic.result(counts)
+    for cell in found["cells"]:
         for entry in cell["rounds"]:
-            entry["cpu"]["share"]["API server"] = {"percent": 100.0, "busiest": 99.0, "threads": {}}
-            if cell["concurrency"] == 256 and cell["scheduler"] == "sparksched":
+            entry["cpu"]["share"]["API server"] |= {"percent": 100.0, "busiest": 99.0}
+    return found
+
+
+def test_a_full_api_server_is_the_limit_only_if_clients_lack_something() -> None:
+    result = with_full_api_servers(64, 256)
+    for cell in result["cells"]:
+        if cell["concurrency"] == 256 and cell["scheduler"] == "sparksched":
+            for entry in cell["rounds"]:
                 entry["tokens_per_s"] /= 1.1
     text = "\n".join(findings([result]))
     full = "the API server's thread has all or nearly all of a processor, too, and keeps up."
@@ -321,10 +328,9 @@ def test_a_full_api_server_is_the_limit_only_if_clients_lack_something() -> None
 def test_a_full_api_server_keeps_up_only_if_rates_agree_and_messages_are_young() -> None:
     """A slow round with the probe has the engine make less than clients get, which says nothing."""
     for factor, age_us in ((1.1, None), (1.0, 1e6)):
-        result = synthetic.result((64,))
+        result = with_full_api_servers(64)
         for cell in result["cells"]:
             for entry in cell["rounds"]:
-                entry["cpu"]["share"]["API server"] |= {"percent": 100.0, "busiest": 99.0}
                 entry["tokens_per_s"] *= factor
             if age_us is not None:
                 cell["messages"] = {"handed_us": {"p50": age_us}}
