@@ -4,7 +4,6 @@ use std::fmt;
 
 use crate::block_hash::BlockHasher;
 use crate::journal::JournalConfig;
-use crate::kv_transfer::KvTransferConfig;
 
 /// In which order requests wait, and which one is preempted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,6 +72,19 @@ pub enum RequestSpecMetrics {
     Summary,
     /// The same for each step, too.
     Detailed,
+}
+
+/// How blocks go elsewhere and come from there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KvTransferConfig {
+    /// Loads are not ordered against steps in flight: blocks that such a step may still write stay
+    /// out of the pool until it has come back.
+    pub defer_block_free: bool,
+    /// What a request is sampled after it lost its blocks is dropped, so that it does not end
+    /// before there are blocks again to be sent.
+    pub requires_kv_delivery: bool,
+    /// Tokens whose load failed are computed; otherwise their requests fail.
+    pub recompute_load_failures: bool,
 }
 
 /// What vLLM's releases decide differently. The default is vLLM 0.32.0's.

@@ -2,9 +2,8 @@
 
 use std::convert::Infallible;
 
+use crate::block_pool::BlockPool;
 use crate::ids::{BlockId, RequestIndex};
-use crate::kv_cache_manager::KvCacheManager;
-use crate::kv_transfer::{ExternalAllocation, ExternalHit};
 use crate::request::{Request, SessionInput};
 
 /// How far the grammar of a waiting request is.
@@ -27,6 +26,25 @@ pub enum NextTurn {
     Input(SessionInput),
     /// The client has closed the session.
     Closed,
+}
+
+/// What a connector has of a request behind its local prefix hit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExternalHit {
+    /// Tokens whose KV it can bring. Below zero, vLLM takes a connector at its word, too, that has
+    /// less than the prefix cache: so many tokens of the local hit are computed again.
+    pub num_tokens: i32,
+    /// It brings them between steps.
+    pub is_async: bool,
+}
+
+/// What was allocated for a waiting request, as far as its connector has a part in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExternalAllocation {
+    /// Tokens that the connector is to bring.
+    pub num_tokens: i32,
+    /// Tokens that it was asked for.
+    pub num_queried_tokens: u32,
 }
 
 /// Asked only for requests that use structured output or have encoder inputs, for streaming-input
@@ -113,14 +131,15 @@ pub trait Hooks {
         num_local_tokens: u32,
     ) -> Result<Option<ExternalHit>, Self::Error>;
 
-    /// A waiting request has got its blocks, those that the KV connector is to fill included.
+    /// A waiting request has got its blocks, those that the KV connector is to fill included: their
+    /// owners and hashes are in the `pool`.
     ///
     /// # Errors
     /// Whatever the connector fails with.
     fn note_allocation(
         &mut self,
         request: &Request,
-        kv_cache: &KvCacheManager,
+        pool: &BlockPool,
         allocation: ExternalAllocation,
     ) -> Result<(), Self::Error>;
 
@@ -188,7 +207,7 @@ impl Hooks for NoHooks {
     fn note_allocation(
         &mut self,
         _: &Request,
-        _: &KvCacheManager,
+        _: &BlockPool,
         _: ExternalAllocation,
     ) -> Result<(), Infallible> {
         Ok(())

@@ -8,7 +8,8 @@
 //! express; everything else is refused before this crate is reached. What the releases decide
 //! differently is in [`config::Behaviors`].
 //!
-//! Where to read first: [`scheduler`] is the policy, in the order of vLLM's own `schedule()`.
+//! Where to read first: `scheduler/policy.rs`, in the order of vLLM's own `schedule()`. The modules
+//! beside [`scheduler`] don't know it, nor each other in a circle.
 #![forbid(unsafe_code)]
 
 pub mod block_hash;
@@ -19,33 +20,30 @@ pub mod ids;
 pub mod journal;
 pub mod kv_cache_group;
 pub mod kv_cache_manager;
-pub mod kv_transfer;
 pub mod request;
 pub mod request_queue;
 pub mod scheduler;
+pub mod slots;
 pub mod stats;
 pub mod step;
 pub mod stop;
-pub mod update;
 
 pub use block_hash::{BlockHash, BlockHasher, ExtraKeys, HashAlgorithm};
 pub use block_pool::BlockPool;
 pub use config::{
-    Behaviors, ConfigError, KvCacheGroupConfig, Policy, RequestSpecMetrics, SchedulerConfig,
-    Speculation,
+    Behaviors, ConfigError, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics,
+    SchedulerConfig, Speculation,
 };
-pub use hooks::{GrammarState, Hooks, NextTurn, NoHooks};
+pub use hooks::{ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn, NoHooks};
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::KvCacheManager;
-pub use kv_transfer::{
-    EndedRequest, ExternalAllocation, ExternalHit, FailedLoads, FetchStage, KvTransferConfig,
-};
 pub use request::{
-    Event, EventKind, NewRequest, PrefillStats, Request, RequestStatus, SessionInput,
+    Event, EventKind, FetchStage, NewRequest, PrefillStats, Request, RequestStatus, SessionInput,
 };
-pub use scheduler::{PauseState, Scheduler};
+pub use scheduler::{
+    EndedRequest, FailedLoads, PauseState, RequestNews, RequestOutput, ScheduledOutput, Scheduler,
+};
 pub use stats::{PrefixCacheStats, RequestSpecStats, SchedulerStats, SpecDecodingStats};
 pub use step::{Admission, ScheduledRequest, Step};
 pub use stop::{RepetitionDetection, StopConditions, StopReason};
-pub use update::{RequestNews, RequestOutput, ScheduledOutput};

@@ -4,7 +4,6 @@ use smallvec::SmallVec;
 
 use crate::block_hash::{BlockHash, BlockHasher, ExtraKeys};
 use crate::ids::{BlockId, RequestIndex};
-use crate::kv_transfer::RequestTransfer;
 use crate::stats::RequestSpecStats;
 use crate::stop::{StopConditions, StopReason};
 
@@ -98,6 +97,32 @@ impl PrefillStats {
     pub fn num_cached_tokens(&self) -> u32 {
         self.num_local_cached_tokens.saturating_add_signed(self.num_external_cached_tokens)
     }
+}
+
+/// How far a request's load is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FetchStage {
+    /// There is something to load, and no room for it yet.
+    WaitingToStart,
+    /// Blocks are being filled.
+    InProgress,
+    /// They are filled, and the request waits for its turn.
+    CompletedWaiting,
+}
+
+/// A request's part in transfers.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct RequestTransfer {
+    /// Noted only for statistics.
+    pub(crate) fetch_stage: Option<FetchStage>,
+    /// The load has ended, well or not.
+    pub(crate) has_arrived: bool,
+    /// A part of it failed; what is left is what `num_computed_tokens` says.
+    pub(crate) has_failed: bool,
+    /// It has begun to fill its blocks and is not done: loads leave it the blocks that it lacks.
+    pub(crate) is_inflight_prefill: bool,
+    /// Number of the last step with tokens that it was part of.
+    pub(crate) last_step_seq: u64,
 }
 
 /// A request as it arrives.

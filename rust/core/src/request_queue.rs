@@ -4,10 +4,7 @@ use std::collections::VecDeque;
 
 use crate::config::Policy;
 use crate::ids::RequestIndex;
-use crate::request::Request;
-
-/// All requests, by their places.
-pub type Slots = [Option<Request>];
+use crate::slots::Slots;
 
 /// The queue of one of the two policies.
 #[derive(Clone, Debug)]
@@ -111,8 +108,7 @@ impl RequestQueue {
 pub struct UrgencyHeap(Vec<RequestIndex>);
 
 fn is_more_urgent(one: RequestIndex, other: RequestIndex, slots: &Slots) -> bool {
-    let request = |index: RequestIndex| slots[index.index()].as_ref().expect("it waits");
-    let (one, other) = (request(one), request(other));
+    let (one, other) = (&slots[one], &slots[other]);
     one.priority
         .cmp(&other.priority)
         .then_with(|| one.arrival_time.total_cmp(&other.arrival_time))

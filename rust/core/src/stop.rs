@@ -1,6 +1,4 @@
-//! When a request is done: vLLM's `v1/core/sched/utils.py`.
-
-use crate::request::{Request, RequestStatus};
+//! What ends a request: the conditions of vLLM's `v1/core/sched/utils.py`.
 
 /// A request stops when the tail of its output repeats itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,7 +12,8 @@ pub struct RepetitionDetection {
 }
 
 impl RepetitionDetection {
-    fn matches(self, output: &[i32]) -> bool {
+    /// Whether the tail of an output repeats itself so often.
+    pub(crate) fn matches(self, output: &[i32]) -> bool {
         let shortest = self.min_pattern_size.max(1);
         if self.max_pattern_size <= 0 || self.min_count < 2 || shortest > self.max_pattern_size {
             return false;
@@ -60,37 +59,6 @@ pub enum StopReason {
     Token(i32),
     /// Its output repeats itself.
     Repetition,
-}
-
-/// Looks at the request's last token; returns whether the request is done and if so, sets its
-/// status and reason. The order of the checks is vLLM's and part of the contract.
-///
-/// # Panics
-/// If the request has no token.
-pub fn check_stop(request: &mut Request, max_model_len: u32) -> bool {
-    let last = *request.tokens().last().expect("a stop is checked after a token was appended");
-    let num_output = request.num_output_tokens() as u64;
-    let stop = request.stop_conditions();
-
-    let (status, reason) = if stop.eos_token_id == Some(last) {
-        (RequestStatus::FinishedStopped, StopReason::None)
-    } else if stop.stop_token_ids.contains(&last) {
-        (RequestStatus::FinishedStopped, StopReason::Token(last))
-    } else if request.num_tokens() >= max_model_len as usize || num_output >= stop.max_tokens {
-        (RequestStatus::FinishedLengthCapped, StopReason::None)
-    } else if num_output < stop.min_tokens {
-        return false;
-    } else if stop.repetition.as_ref().is_some_and(|params| params.matches(request.output_tokens()))
-    {
-        (RequestStatus::FinishedRepetition, StopReason::Repetition)
-    } else {
-        return false;
-    };
-    request.status = status;
-    if reason != StopReason::None {
-        request.stop_reason = reason;
-    }
-    true
 }
 
 #[cfg(test)]

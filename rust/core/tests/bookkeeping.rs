@@ -11,10 +11,10 @@ use std::convert::Infallible;
 
 use common::{BLOCK_SIZE, Chance, config, new_request};
 use sparksched_core::{
-    BlockId, ExternalAllocation, ExternalHit, GrammarState, Hooks, JournalConfig,
-    KvCacheGroupConfig, KvCacheManager, KvTransferConfig, NewRequest, NextTurn, PauseState, Policy,
-    Request, RequestIndex, RequestStatus, ScheduledOutput, Scheduler, SchedulerConfig,
-    SessionInput, Speculation, StopConditions,
+    BlockId, BlockPool, ExternalAllocation, ExternalHit, GrammarState, Hooks, JournalConfig,
+    KvCacheGroupConfig, KvTransferConfig, NewRequest, NextTurn, PauseState, Policy, Request,
+    RequestIndex, RequestStatus, ScheduledOutput, Scheduler, SchedulerConfig, SessionInput,
+    Speculation, StopConditions,
 };
 
 const DEFAULT_OPERATIONS: u64 = 1_000_000;
@@ -215,7 +215,7 @@ impl Hooks for Answers {
     fn note_allocation(
         &mut self,
         _: &Request,
-        _: &KvCacheManager,
+        _: &BlockPool,
         _: ExternalAllocation,
     ) -> Result<(), Infallible> {
         Ok(())

@@ -5,8 +5,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use sparksched_core::{
-    BlockId, ExternalAllocation, ExternalHit, GrammarState, Hooks, KvCacheManager, NextTurn,
-    Request, RequestIndex,
+    BlockId, BlockPool, ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn, Request,
+    RequestIndex,
 };
 
 use crate::convert;
@@ -145,11 +145,11 @@ impl Hooks for PyHooks<'_, '_> {
     fn note_allocation(
         &mut self,
         request: &Request,
-        kv_cache: &KvCacheManager,
+        pool: &BlockPool,
         allocation: ExternalAllocation,
     ) -> PyResult<()> {
         let object = self.request(request.index());
-        self.kv_transfer.note_allocation(object, request, kv_cache, allocation)
+        self.kv_transfer.note_allocation(object, request, pool, allocation)
     }
 
     fn has_pending_block_frees(&mut self) -> PyResult<bool> {

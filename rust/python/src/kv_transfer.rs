@@ -5,7 +5,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PySet, PyTuple};
 use sparksched_core::{
-    BlockId, ExternalAllocation, ExternalHit, FailedLoads, KvCacheManager, Request, RequestIndex,
+    BlockId, BlockPool, ExternalAllocation, ExternalHit, FailedLoads, Request, RequestIndex,
     Scheduler,
 };
 
@@ -83,12 +83,12 @@ impl KvTransfer {
         &self,
         request: &Bound<'_, PyAny>,
         state: &Request,
-        kv_cache: &KvCacheManager,
+        pool: &BlockPool,
         allocation: ExternalAllocation,
     ) -> PyResult<()> {
         self.show(request, state)?;
         let py = request.py();
-        let tables = self.blocks_of(py, state, kv_cache)?;
+        let tables = self.blocks_of(py, state, pool)?;
         let arguments = (request, tables, allocation.num_tokens, allocation.num_queried_tokens);
         self.python(py).call_method1(intern!(py, "note_allocation"), arguments)?;
         Ok(())
@@ -99,9 +99,8 @@ impl KvTransfer {
         &self,
         py: Python<'py>,
         state: &Request,
-        kv_cache: &KvCacheManager,
+        pool: &BlockPool,
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let pool = kv_cache.pool();
         let groups = state.groups().iter().map(|group| {
             let blocks = group.table.iter().map(|&id| {
                 let hash = pool.key_of(id);

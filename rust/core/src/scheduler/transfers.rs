@@ -10,91 +10,33 @@ use std::collections::VecDeque;
 
 use smallvec::SmallVec;
 
-use crate::hooks::Hooks;
+use super::Scheduler;
+use crate::hooks::{ExternalHit, Hooks};
 use crate::ids::{BlockId, RequestIndex};
 use crate::kv_cache_manager::PrefixHit;
-use crate::request::{Event, Request, RequestStatus};
-use crate::scheduler::Scheduler;
-
-/// How blocks go elsewhere and come from there.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct KvTransferConfig {
-    /// Loads are not ordered against steps in flight: blocks that such a step may still write stay
-    /// out of the pool until it has come back.
-    pub defer_block_free: bool,
-    /// What a request is sampled after it lost its blocks is dropped, so that it does not end
-    /// before there are blocks again to be sent.
-    pub requires_kv_delivery: bool,
-    /// Tokens whose load failed are computed; otherwise their requests fail.
-    pub recompute_load_failures: bool,
-}
-
-/// What a connector has of a request behind its local prefix hit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ExternalHit {
-    /// Tokens whose KV it can bring. Below zero, vLLM takes a connector at its word, too, that has
-    /// less than the prefix cache: so many tokens of the local hit are computed again.
-    pub num_tokens: i32,
-    /// It brings them between steps.
-    pub is_async: bool,
-}
-
-/// What was allocated for a waiting request, as far as its connector has a part in it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ExternalAllocation {
-    /// Tokens that the connector is to bring.
-    pub num_tokens: i32,
-    /// Tokens that it was asked for.
-    pub num_queried_tokens: u32,
-}
-
-/// How far a request's load is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FetchStage {
-    /// There is something to load, and no room for it yet.
-    WaitingToStart,
-    /// Blocks are being filled.
-    InProgress,
-    /// They are filled, and the request waits for its turn.
-    CompletedWaiting,
-}
-
-/// A request's part in transfers.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct RequestTransfer {
-    /// Noted only for statistics.
-    pub(crate) fetch_stage: Option<FetchStage>,
-    /// The load has ended, well or not.
-    pub(crate) has_arrived: bool,
-    /// A part of it failed; what is left is what `num_computed_tokens` says.
-    pub(crate) has_failed: bool,
-    /// It has begun to fill its blocks and is not done: loads leave it the blocks that it lacks.
-    pub(crate) is_inflight_prefill: bool,
-    /// Number of the last step with tokens that it was part of.
-    pub(crate) last_step_seq: u64,
-}
+use crate::request::{Event, FetchStage, Request, RequestStatus};
 
 /// The scheduler's part in transfers.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct KvTransfer {
+pub(super) struct KvTransfer {
     /// Steps with tokens that were scheduled, and of these, steps that have come back.
     num_scheduled_steps: u64,
     num_processed_steps: u64,
     /// Blocks that have no owner any more, and the step that may still write them.
-    pub(crate) deferred_frees: VecDeque<(u64, Vec<BlockId>)>,
+    pub(super) deferred_frees: VecDeque<(u64, Vec<BlockId>)>,
 }
 
 /// A prefix of a waiting request that need not be computed.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Hit {
+pub(super) struct Hit {
     /// From the prefix cache.
-    pub(crate) local: PrefixHit,
+    pub(super) local: PrefixHit,
     /// Behind that, from elsewhere.
-    pub(crate) external: ExternalHit,
+    pub(super) external: ExternalHit,
 }
 
 impl Hit {
-    pub(crate) fn num_tokens(&self) -> u32 {
+    pub(super) fn num_tokens(&self) -> u32 {
         self.local.num_tokens.saturating_add_signed(self.external.num_tokens)
     }
 }
@@ -125,7 +67,7 @@ pub struct FailedLoads {
 
 impl Scheduler {
     /// Asks the connector what it has of a request. `None` if that is not known yet.
-    pub(crate) fn find_external_hit<H: Hooks>(
+    pub(super) fn find_external_hit<H: Hooks>(
         &self,
         index: RequestIndex,
         local: PrefixHit,
@@ -144,7 +86,7 @@ impl Scheduler {
 
     /// Free blocks that a load must leave: what those who fill theirs already still lack, and the
     /// drafts of a step. A request that loads holds its blocks and makes no progress.
-    pub(crate) fn num_blocks_reserved_from_loads(&self) -> u32 {
+    pub(super) fn num_blocks_reserved_from_loads(&self) -> u32 {
         let config = &self.config;
         let (num_spec_tokens, num_lookahead_tokens) =
             (config.speculation.num_spec_tokens, config.speculation.num_lookahead_tokens);
@@ -152,7 +94,7 @@ impl Scheduler {
             if num_spec_tokens > 0 { 1 + num_spec_tokens + num_lookahead_tokens } else { 0 };
         let num_step_blocks =
             num_step_tokens.div_ceil(config.block_size) * config.groups.len() as u32;
-        let requests = self.slots.iter().flatten();
+        let requests = self.slots.iter();
         let inflight_prefills = requests.filter(|request| request.transfer.is_inflight_prefill);
         let missing = inflight_prefills.map(|request| {
             let num_tokens = (request.num_tokens() as u32).min(config.max_model_len);
@@ -162,8 +104,8 @@ impl Scheduler {
     }
 
     /// Has a request that has its blocks now wait until they are filled.
-    pub(crate) fn begin_load(&mut self, index: RequestIndex, num_computed_tokens: u32) {
-        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+    pub(super) fn begin_load(&mut self, index: RequestIndex, num_computed_tokens: u32) {
+        let request = &mut self.slots[index];
         request.status = RequestStatus::WaitingForRemoteKvs;
         request.num_computed_tokens = num_computed_tokens;
         request.transfer.is_inflight_prefill = true;
@@ -172,9 +114,9 @@ impl Scheduler {
 
     /// Makes a request whose load has ended an ordinary waiting one; what was loaded can be found
     /// by others.
-    pub(crate) fn end_load(&mut self, index: RequestIndex) {
+    pub(super) fn end_load(&mut self, index: RequestIndex) {
         let Self { slots, kv_cache, .. } = self;
-        let request = slots[index.index()].as_mut().expect("waiting requests exist");
+        let request = &mut slots[index];
         request.transfer.has_arrived = false;
         let has_failed = std::mem::take(&mut request.transfer.has_failed);
         if has_failed && request.num_computed_tokens == 0 {
@@ -198,7 +140,7 @@ impl Scheduler {
     /// # Panics
     /// If the place holds no request, or one that does not wait for that.
     pub fn end_receiving(&mut self, index: RequestIndex) -> bool {
-        let request = self.slots[index.index()].as_mut().expect("looked up by the caller");
+        let request = &mut self.slots[index];
         if request.status == RequestStatus::WaitingForRemoteKvs {
             request.transfer.has_arrived = true;
             self.set_fetch_stage(index, Some(FetchStage::CompletedWaiting));
@@ -239,9 +181,9 @@ impl Scheduler {
     }
 
     /// Notes how far a request's load is, if anybody counts that.
-    pub(crate) fn set_fetch_stage(&mut self, index: RequestIndex, stage: Option<FetchStage>) {
+    pub(super) fn set_fetch_stage(&mut self, index: RequestIndex, stage: Option<FetchStage>) {
         if self.config.log_stats && self.config.kv_transfer.is_some() {
-            let request = self.slots[index.index()].as_mut().expect("looked up by the caller");
+            let request = &mut self.slots[index];
             request.transfer.fetch_stage = stage;
         }
     }
@@ -250,7 +192,7 @@ impl Scheduler {
     #[must_use]
     pub fn num_fetches(&self) -> [usize; 3] {
         let mut counts = [0; 3];
-        for stage in self.slots.iter().flatten().filter_map(|it| it.transfer.fetch_stage) {
+        for stage in self.slots.iter().filter_map(|it| it.transfer.fetch_stage) {
             counts[stage as usize] += 1;
         }
         counts
@@ -259,7 +201,7 @@ impl Scheduler {
     /// Ends a request that has left the queues: its status says how. Returns whether it is kept.
     ///
     /// A request that `is_loading` is kept in any case: its blocks are being written.
-    pub(crate) fn end_request<H: Hooks>(
+    pub(super) fn end_request<H: Hooks>(
         &mut self,
         index: RequestIndex,
         is_loading: bool,
@@ -291,7 +233,7 @@ impl Scheduler {
         hooks: &mut H,
     ) -> Result<bool, H::Error> {
         let Self { slots, kv_cache, config, .. } = self;
-        let request = slots[index.index()].as_mut().expect("looked up by the caller");
+        let request = &mut slots[index];
         request.transfer.is_inflight_prefill = false;
         kv_cache.remove_skipped_blocks(request, request.num_computed_tokens);
         let num_blocks = request.num_computed_tokens.div_ceil(config.block_size) as usize;
@@ -302,7 +244,7 @@ impl Scheduler {
     }
 
     /// Whether no step in flight writes the request's blocks, as far as that matters.
-    pub(crate) fn can_free_blocks(&self, index: RequestIndex) -> bool {
+    pub(super) fn can_free_blocks(&self, index: RequestIndex) -> bool {
         !self.defers_frees()
             || self.request(index).transfer.last_step_seq <= self.kv_transfer.num_processed_steps
     }
@@ -312,10 +254,10 @@ impl Scheduler {
     }
 
     /// Takes a request's blocks back, now or when no step in flight writes them any more.
-    pub(crate) fn free_blocks(&mut self, index: RequestIndex) {
+    pub(super) fn free_blocks(&mut self, index: RequestIndex) {
         let is_free = self.can_free_blocks(index);
         let Self { slots, kv_cache, kv_transfer, .. } = self;
-        let request = slots[index.index()].as_mut().expect("looked up by the caller");
+        let request = &mut slots[index];
         if is_free {
             kv_cache.free(request);
             return;
@@ -327,21 +269,20 @@ impl Scheduler {
     }
 
     /// Counts a step with tokens; its requests' blocks are being written from now on.
-    pub(crate) fn note_scheduled_step(&mut self) {
+    pub(super) fn note_scheduled_step(&mut self) {
         if !self.defers_frees() || self.step.total_num_tokens == 0 {
             return;
         }
         self.kv_transfer.num_scheduled_steps += 1;
         let Self { step, slots, kv_transfer, .. } = self;
         for scheduled in step.scheduled() {
-            let request =
-                slots[scheduled.index.index()].as_mut().expect("scheduled requests exist");
+            let request = &mut slots[scheduled.index];
             request.transfer.last_step_seq = kv_transfer.num_scheduled_steps;
         }
     }
 
     /// Counts a step with tokens that has come back, and frees the blocks that waited for it.
-    pub(crate) fn note_processed_step(&mut self) {
+    pub(super) fn note_processed_step(&mut self) {
         if !self.defers_frees() {
             return;
         }
@@ -360,7 +301,7 @@ impl Scheduler {
         let recomputes = self.recomputes_load_failures();
         let mut failed = Vec::new();
         for &index in indices {
-            let Some((request, _)) = self.get_mut(index) else { continue };
+            let Some(request) = self.slots.get_mut(index) else { continue };
             if request.status != RequestStatus::WaitingForRemoteKvs {
                 continue;
             }
@@ -422,7 +363,7 @@ impl Scheduler {
         }
         if self.recomputes_load_failures() {
             for &index in &failed.waiting {
-                let (request, _) = self.get_mut(index).expect("found above");
+                let request = &mut self.slots[index];
                 request.transfer.has_failed = true;
             }
         }
@@ -439,7 +380,7 @@ impl Scheduler {
         marked: &mut Vec<BlockId>,
     ) -> Option<Cut> {
         let block_size = self.config.block_size;
-        let (request, _) = self.get_mut(index).expect("looked up by the caller");
+        let request = &mut self.slots[index];
         assert_eq!(request.groups.len(), 1, "blocks are told apart by their numbers alone");
         let num_computed = request.num_computed_tokens.saturating_sub(num_scheduled_tokens);
         let num_blocks = num_computed.div_ceil(block_size) as usize;

@@ -1,71 +1,20 @@
-//! The scheduling policy: vLLM's `v1/core/sched/scheduler.py`, in its order.
+//! The scheduling policy: vLLM's `schedule()` of `v1/core/sched/scheduler.py`, in its order.
 //!
 //! There is no prefill phase and no decode phase. A request has tokens, and of these some are
 //! computed; each step hands out a budget of tokens so that the computed ones catch up, first to
 //! the requests that run, then to those that wait.
 //!
-//! What it does for KV connectors is in `kv_transfer.rs`. Left out, and refused before a scheduler
+//! What it does for KV connectors is in `transfers.rs`. Left out, and refused before a scheduler
 //! is built: EC connectors, Mamba alignment.
 
-use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
-use crate::hooks::{GrammarState, Hooks};
+use super::transfers::Hit;
+use super::{PauseState, Scheduler};
+use crate::config::Policy;
+use crate::hooks::{ExternalAllocation, GrammarState, Hooks};
 use crate::ids::RequestIndex;
-use crate::journal::Entry as JournalEntry;
-use crate::kv_cache_manager::{AdmissionTerms, KvCacheManager};
-use crate::kv_transfer::{EndedRequest, ExternalAllocation, FetchStage, Hit, KvTransfer};
-use crate::request::{EventKind, NewRequest, PrefillStats, Request, RequestStatus, SessionInput};
-use crate::request_queue::{RequestQueue, Slots};
-use crate::stats::{RequestSpecStats, SchedulerStats, SpecDecodingStats};
+use crate::kv_cache_manager::AdmissionTerms;
+use crate::request::{EventKind, FetchStage, PrefillStats, Request, RequestStatus};
 use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
-
-/// Whether requests are scheduled at all.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum PauseState {
-    /// As usual.
-    #[default]
-    Unpaused,
-    /// Running requests go on, waiting ones stay.
-    PausedNew,
-    /// Nothing is scheduled.
-    PausedAll,
-}
-
-/// Requests, their queues and their blocks.
-#[derive(Clone, Debug)]
-pub struct Scheduler {
-    pub(crate) config: SchedulerConfig,
-    pub(crate) kv_cache: KvCacheManager,
-    pub(crate) slots: Vec<Option<Request>>,
-    free_slots: Vec<RequestIndex>,
-    pub(crate) waiting: RequestQueue,
-    /// Waiting requests that hold blocks. They go first: one that holds blocks must not wait for
-    /// one that finds none.
-    pub(crate) kv_holding_waiting: RequestQueue,
-    pub(crate) running: Vec<RequestIndex>,
-    /// Sessions without input. They keep their places in the model runner's batch.
-    num_waiting_for_input: usize,
-    /// Waiting requests that were passed over or wait for more than their turn.
-    pub(crate) num_deferred: usize,
-    /// Finished requests that stay until their blocks are filled or sent.
-    pub(crate) num_kept: usize,
-    /// Taken out of the queues while this step looks for someone to admit.
-    passed_over: Vec<RequestIndex>,
-    pause_state: PauseState,
-    /// Counts calls of `schedule()`.
-    current_step: u64,
-    /// The step before counts as having held requests; a forced reset clears that.
-    has_previous_batch: bool,
-    /// When the prefills of a step were held back, the last ones allowed did not fit all.
-    prefill_capacity_bound: bool,
-    /// Counts the steps that scheduled tokens.
-    num_executed_steps: u64,
-    /// Of these, the number of the last one that computed prompts.
-    last_prefill_step: Option<u64>,
-    pub(crate) step: Step,
-    pub(crate) kv_transfer: KvTransfer,
-    /// How the drafts of the last step that came back fared.
-    pub(crate) spec_decoding_stats: Option<SpecDecodingStats>,
-}
 
 /// What is left of a step's allowance.
 struct Budget {
@@ -133,126 +82,6 @@ impl StepLimits {
 }
 
 impl Scheduler {
-    /// A scheduler without requests.
-    ///
-    /// # Errors
-    /// If the configuration contradicts itself.
-    pub fn new(config: SchedulerConfig) -> Result<Self, ConfigError> {
-        config.validate()?;
-        Ok(Self {
-            kv_cache: KvCacheManager::new(&config),
-            slots: Vec::new(),
-            free_slots: Vec::new(),
-            waiting: RequestQueue::new(config.policy),
-            kv_holding_waiting: RequestQueue::new(config.policy),
-            running: Vec::new(),
-            num_waiting_for_input: 0,
-            num_deferred: 0,
-            num_kept: 0,
-            passed_over: Vec::new(),
-            pause_state: PauseState::default(),
-            current_step: 0,
-            has_previous_batch: false,
-            prefill_capacity_bound: false,
-            num_executed_steps: 0,
-            last_prefill_step: None,
-            step: Step::default(),
-            kv_transfer: KvTransfer::default(),
-            spec_decoding_stats: None,
-            config,
-        })
-    }
-
-    /// Puts a request into the queue and returns its place.
-    ///
-    /// # Panics
-    /// If the request has no token.
-    pub fn add_request(&mut self, new: NewRequest, now: f64) -> RequestIndex {
-        assert!(!new.tokens.is_empty(), "a request has at least one token");
-        let index = self.free_slots.last().copied();
-        let index = index.unwrap_or(RequestIndex(self.slots.len() as u32));
-        let expects_remote_prefill = new.expects_remote_prefill;
-        let mut request = Request::new(new, index, self.config.groups.len());
-        if let Some(hasher) = &self.config.hasher {
-            request.hash_blocks(hasher);
-        }
-        let speculation = &self.config.speculation;
-        if speculation.request_metrics != RequestSpecMetrics::None {
-            let stats = RequestSpecStats::new(speculation.num_spec_tokens);
-            request.spec_stats = Some(Box::new(stats));
-        }
-        if self.config.log_stats {
-            request.record_event(EventKind::Queued, now);
-        }
-        if self.free_slots.pop().is_some() {
-            self.slots[index.index()] = Some(request);
-        } else {
-            self.slots.push(Some(request));
-        }
-        self.enqueue(index);
-        if expects_remote_prefill {
-            self.set_fetch_stage(index, Some(FetchStage::WaitingToStart));
-        }
-        index
-    }
-
-    /// Puts a request that waits into its queue.
-    pub(crate) fn enqueue(&mut self, index: RequestIndex) {
-        if self.request(index).status.is_blocked() {
-            self.defer(index);
-        }
-        let (queue, slots) = self.queue_of(index);
-        queue.add(index, slots);
-    }
-
-    /// The queue that a waiting request belongs into, and what it orders requests by.
-    fn queue_of(&mut self, index: RequestIndex) -> (&mut RequestQueue, &Slots) {
-        let holds_blocks = self.request(index).holds_blocks();
-        let queue = if holds_blocks { &mut self.kv_holding_waiting } else { &mut self.waiting };
-        (queue, &self.slots)
-    }
-
-    /// Notes that a request waits for more than its turn, or was passed over.
-    fn defer(&mut self, index: RequestIndex) {
-        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
-        if !std::mem::replace(&mut request.is_deferred, true) {
-            self.num_deferred += 1;
-        }
-    }
-
-    /// Has a session that waits for input go on.
-    ///
-    /// # Panics
-    /// If it does not wait for input.
-    pub fn continue_session(&mut self, index: RequestIndex, input: SessionInput) {
-        assert_eq!(self.request(index).status, RequestStatus::WaitingForInput);
-        self.num_waiting_for_input -= 1;
-        // It stays where it is in its queue.
-        self.take_input(index, input);
-    }
-
-    /// Gives a session its next input, wherever it is.
-    pub(crate) fn take_input(&mut self, index: RequestIndex, input: SessionInput) {
-        let request = self.slots[index.index()].as_mut().expect("looked up by the caller");
-        let now = input.now;
-        request.continue_with(input, self.config.hasher.as_ref());
-        request.status = RequestStatus::Waiting;
-        // A turn that stopped among accepted drafts has more computed than it has tokens; vLLM
-        // fails an assertion if the input doesn't make up for that.
-        let last_token = request.num_tokens() as u32 - 1;
-        request.num_computed_tokens = request.num_computed_tokens.min(last_token);
-        if self.config.log_stats {
-            request.record_event(EventKind::Queued, now);
-        }
-    }
-
-    /// Has a session wait for input whose turn has ended.
-    pub(crate) fn await_input(&mut self, index: RequestIndex) {
-        let request = self.slots[index.index()].as_mut().expect("looked up by the caller");
-        request.status = RequestStatus::WaitingForInput;
-        self.num_waiting_for_input += 1;
-    }
-
     /// Decides which requests the next step computes, and counts their tokens as computed:
     /// [`Self::decide`] and [`Self::update_after_schedule`].
     ///
@@ -445,8 +274,7 @@ impl Scheduler {
     /// Moves a running request's drafts into the step, as far as they fit. What is left is
     /// forgotten: the drafter proposes anew after each step.
     fn take_drafts(&mut self, scheduled: &mut ScheduledRequest) {
-        let slot = &mut self.slots[scheduled.index.index()];
-        let request = slot.as_mut().expect("running requests exist");
+        let request = &mut self.slots[scheduled.index];
         if request.drafts.is_empty() {
             return;
         }
@@ -464,7 +292,7 @@ impl Scheduler {
         }
         let Self { step, slots, running, config, .. } = self;
         let note = |index: RequestIndex| {
-            let request = slots[index.index()].as_ref().expect("running requests exist");
+            let request = &slots[index];
             note_lora(&mut step.loras, request);
         };
         if config.behaviors.counts_loras_of_all_running {
@@ -503,7 +331,7 @@ impl Scheduler {
         hooks: &mut H,
     ) -> Result<bool, H::Error> {
         loop {
-            let request = self.slots[index.index()].as_mut().expect("running requests exist");
+            let request = &mut self.slots[index];
             if self.kv_cache.extend_slots(request, num_tokens) {
                 return Ok(true);
             }
@@ -618,7 +446,7 @@ impl Scheduler {
 
     /// Whether a waiting request waits for nothing but its turn.
     fn is_ready<H: Hooks>(&mut self, index: RequestIndex, hooks: &mut H) -> Result<bool, H::Error> {
-        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        let request = &mut self.slots[index];
         if request.status == RequestStatus::WaitingForGrammar {
             if hooks.grammar_state(index)? != GrammarState::Ready {
                 return Ok(false);
@@ -698,7 +526,7 @@ impl Scheduler {
         index: RequestIndex,
         hooks: &mut H,
     ) -> Result<Option<Hit>, H::Error> {
-        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        let request = &mut self.slots[index];
         if let Some(hasher) = &self.config.hasher {
             request.refresh_hashes(hasher);
         }
@@ -708,7 +536,7 @@ impl Scheduler {
             return Ok(None);
         };
         let hit = Hit { local, external };
-        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        let request = &mut self.slots[index];
         note_first_prefill(request, &hit);
         self.set_fetch_stage(index, external.is_async.then_some(FetchStage::WaitingToStart));
         Ok(Some(hit))
@@ -731,7 +559,7 @@ impl Scheduler {
             full_sequence_must_fit: self.config.reserve_full_isl,
             others_run: !self.running.is_empty(),
         };
-        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        let request = &mut self.slots[index];
         if !self.kv_cache.allocate_slots(request, num_tokens, terms) {
             if request.has_encoder_inputs {
                 hooks.free_encoder_inputs(index)?;
@@ -744,7 +572,7 @@ impl Scheduler {
                 num_tokens: hit.external.num_tokens,
                 num_queried_tokens: if looks_up { num_asked } else { 0 },
             };
-            hooks.note_allocation(request, &self.kv_cache, allocation)?;
+            hooks.note_allocation(request, self.kv_cache.pool(), allocation)?;
         }
         if self.config.log_stats && looks_up {
             self.kv_cache.record_prefix_cache_stats(request, hit.local.num_tokens);
@@ -755,7 +583,7 @@ impl Scheduler {
     /// Makes the request at the head of the queue, which has its blocks, part of the step.
     fn run(&mut self, index: RequestIndex, num_computed_tokens: u32, share: &Share, now: f64) {
         let log_stats = self.config.log_stats;
-        let request = self.slots[index.index()].as_mut().expect("waiting requests exist");
+        let request = &mut self.slots[index];
         if log_stats {
             request.record_event(EventKind::Scheduled, now);
         }
@@ -853,7 +681,7 @@ impl Scheduler {
     ) -> Result<(), H::Error> {
         debug_assert_eq!(self.request(index).status, RequestStatus::Running);
         self.free_blocks(index);
-        let request = self.slots[index.index()].as_mut().expect("running requests exist");
+        let request = &mut self.slots[index];
         if request.has_encoder_inputs {
             hooks.free_encoder_inputs(index)?;
         }
@@ -885,8 +713,7 @@ impl Scheduler {
         let step = &mut self.step;
         let admitted = step.admitted.iter().map(|(_, scheduled)| scheduled);
         for scheduled in step.running.iter().chain(admitted) {
-            let slot = &mut self.slots[scheduled.index.index()];
-            let request = slot.as_mut().expect("scheduled requests exist");
+            let request = &mut self.slots[scheduled.index];
             request.last_step = self.current_step;
             request.num_computed_tokens += scheduled.num_tokens;
             request.num_in_flight_tokens += i64::from(scheduled.num_tokens);
@@ -918,96 +745,6 @@ impl Scheduler {
         }
     }
 
-    /// Takes the drafts for the next step of a request; those for a part of a prompt are dropped.
-    pub fn set_drafts(&mut self, index: RequestIndex, drafts: &[i32]) {
-        let Some((request, _)) = self.get_mut(index) else { return };
-        if request.status.is_finished() {
-            return;
-        }
-        request.drafts.clear();
-        if !request.is_prefill_chunk {
-            request.drafts.extend_from_slice(drafts);
-        }
-    }
-
-    /// Ends requests from outside: aborted by their client, or failed. Places that hold no request
-    /// are ignored. Returns the requests that were ended, in the given order.
-    ///
-    /// # Errors
-    /// What the hooks fail with; the scheduler is not to be used after that.
-    pub fn finish_requests<H: Hooks>(
-        &mut self,
-        indices: &[RequestIndex],
-        status: RequestStatus,
-        hooks: &mut H,
-    ) -> Result<Vec<EndedRequest>, H::Error> {
-        debug_assert!(status.is_finished());
-        let mut running = Vec::new();
-        let mut waiting = Vec::new();
-        for &index in indices {
-            match self.get(index).map(Request::status) {
-                Some(RequestStatus::Running) => running.push(index),
-                Some(status) if !status.is_finished() => waiting.push(index),
-                _ => {}
-            }
-        }
-        self.remove_running(&running);
-        self.remove_waiting(&waiting);
-        let mut ended = Vec::with_capacity(indices.len());
-        for &index in indices {
-            let Some((request, _)) = self.get_mut(index) else { continue };
-            // An id may be given twice.
-            if request.status.is_finished() {
-                continue;
-            }
-            let was = std::mem::replace(&mut request.status, status);
-            let is_loading =
-                was == RequestStatus::WaitingForRemoteKvs && !request.transfer.has_arrived;
-            let events = std::mem::take(&mut request.events);
-            self.num_waiting_for_input -= usize::from(was == RequestStatus::WaitingForInput);
-            let is_kept = self.end_request(index, is_loading, hooks)?;
-            if !is_kept {
-                self.vacate(index);
-            }
-            ended.push(EndedRequest { index, events, is_kept });
-        }
-        Ok(ended)
-    }
-
-    pub(crate) fn remove_running(&mut self, indices: &[RequestIndex]) {
-        match indices {
-            [] => {}
-            [one] => self.running.retain(|index| index != one),
-            many => {
-                let mut leaving = many.to_vec();
-                leaving.sort_unstable();
-                self.running.retain(|index| leaving.binary_search(index).is_err());
-            }
-        }
-    }
-
-    pub(crate) fn remove_waiting(&mut self, indices: &[RequestIndex]) {
-        if indices.is_empty() {
-            return;
-        }
-        let slots = &mut self.slots;
-        for &index in indices {
-            let request = slots[index.index()].as_mut().expect("waiting requests exist");
-            if std::mem::take(&mut request.is_deferred) {
-                self.num_deferred -= 1;
-            }
-        }
-        // Each is in one of them.
-        self.waiting.remove_all(indices, &self.slots);
-        self.kv_holding_waiting.remove_all(indices, &self.slots);
-    }
-
-    /// Gives back the place of a request that has left the queues and has no blocks.
-    pub(crate) fn vacate(&mut self, index: RequestIndex) {
-        self.slots[index.index()] = None;
-        self.free_slots.push(index);
-    }
-
     /// Takes the blocks of all running requests away; what their steps in flight bring will be
     /// dropped. Returns them, the last one to run first.
     ///
@@ -1026,164 +763,6 @@ impl Scheduler {
         // They may run again in the very next step, but not as a continuation.
         self.has_previous_batch = false;
         Ok(preempted)
-    }
-
-    /// Forgets all cached prefixes, if no request holds a block. Returns whether it did.
-    pub fn reset_prefix_cache(&mut self) -> bool {
-        self.kv_cache.reset_prefix_cache()
-    }
-
-    /// What has happened to blocks since this was last asked, as far as the configuration wants it
-    /// noted.
-    pub fn take_journal(&mut self) -> Vec<JournalEntry> {
-        self.kv_cache.take_journal()
-    }
-
-    /// Tells what stands in for the parent of a first block, which vLLM decides only after the
-    /// scheduler is built. Returns whether it can be.
-    pub fn set_none_hash(&mut self, none_hash: &[u8]) -> bool {
-        let Some(hasher) = &mut self.config.hasher else { return true };
-        hasher.set_none_hash(none_hash)
-    }
-
-    /// Whether requests are scheduled.
-    #[must_use]
-    pub fn pause_state(&self) -> PauseState {
-        self.pause_state
-    }
-
-    /// Stops or resumes scheduling.
-    pub fn set_pause_state(&mut self, state: PauseState) {
-        self.pause_state = state;
-    }
-
-    /// The request at a place that is known to hold one.
-    ///
-    /// # Panics
-    /// If there is none.
-    #[must_use]
-    pub fn request(&self, index: RequestIndex) -> &Request {
-        self.slots[index.index()].as_ref().expect("the place holds a request")
-    }
-
-    /// The request at a place, if there is one.
-    #[must_use]
-    pub fn get(&self, index: RequestIndex) -> Option<&Request> {
-        self.slots.get(index.index())?.as_ref()
-    }
-
-    /// The request at a place, to be changed, with the blocks.
-    pub(crate) fn get_mut(
-        &mut self,
-        index: RequestIndex,
-    ) -> Option<(&mut Request, &mut KvCacheManager)> {
-        let request = self.slots.get_mut(index.index())?.as_mut()?;
-        Some((request, &mut self.kv_cache))
-    }
-
-    /// What the last call of [`Self::schedule`] decided.
-    #[must_use]
-    pub fn step(&self) -> &Step {
-        &self.step
-    }
-
-    /// The configuration.
-    #[must_use]
-    pub fn config(&self) -> &SchedulerConfig {
-        &self.config
-    }
-
-    /// The blocks.
-    #[must_use]
-    pub fn kv_cache(&self) -> &KvCacheManager {
-        &self.kv_cache
-    }
-
-    /// Requests that run, in their order.
-    #[must_use]
-    pub fn running(&self) -> &[RequestIndex] {
-        &self.running
-    }
-
-    /// Requests that wait, in their order.
-    #[must_use]
-    pub fn waiting(&self) -> Vec<RequestIndex> {
-        let mut waiting = self.kv_holding_waiting.in_order(&self.slots);
-        waiting.extend(self.waiting.in_order(&self.slots));
-        waiting
-    }
-
-    /// Requests that wait.
-    #[must_use]
-    pub fn num_waiting(&self) -> usize {
-        self.waiting.len() + self.num_kv_holding()
-    }
-
-    /// Of these, the ones that hold blocks: the first.
-    #[must_use]
-    pub fn num_kv_holding(&self) -> usize {
-        self.kv_holding_waiting.len()
-    }
-
-    /// Requests that are not finished and, as far as the pause state goes, have work to do.
-    ///
-    /// As vLLM counts them: while new requests wait, sessions without input are taken off that were
-    /// not counted if they hold no blocks. It may be less than none then.
-    #[must_use]
-    pub fn num_unfinished_requests(&self) -> i64 {
-        let num_waiting = match self.pause_state {
-            PauseState::Unpaused => self.num_waiting(),
-            PauseState::PausedNew => self.num_kv_holding(),
-            PauseState::PausedAll => return 0,
-        };
-        let num_counted = (self.running.len() + num_waiting) as u32;
-        i64::from(num_counted) - i64::from(self.num_waiting_for_input as u32)
-    }
-
-    /// The state of queues and cache; counters of the prefix cache start again at zero.
-    pub fn take_stats(&mut self) -> SchedulerStats {
-        SchedulerStats {
-            num_running_reqs: self.running.len(),
-            num_waiting_reqs: self.num_waiting() - self.num_deferred,
-            num_skipped_waiting_reqs: self.num_deferred,
-            kv_cache_usage: self.kv_cache.pool().usage(),
-            prefix_cache_stats: std::mem::take(&mut self.kv_cache.prefix_cache_stats),
-            spec_decoding_stats: self.spec_decoding_stats.take(),
-        }
-    }
-
-    /// Walks everything and panics at the first contradiction. For tests.
-    ///
-    /// # Panics
-    /// If queues, requests and blocks contradict each other.
-    pub fn check_invariants(&self) {
-        let pool = self.kv_cache.pool();
-        pool.check_invariants();
-        let mut owners = vec![0; pool.num_blocks() as usize];
-        for request in self.slots.iter().flatten() {
-            let blocks = request.groups.iter().flat_map(|blocks| &blocks.table);
-            blocks.filter(|id| !id.is_null()).for_each(|id| owners[id.0 as usize] += 1);
-        }
-        for &id in self.kv_transfer.deferred_frees.iter().flat_map(|(_, blocks)| blocks) {
-            owners[id.0 as usize] += u32::from(!id.is_null());
-        }
-        for (id, &owners) in owners.iter().enumerate() {
-            let counted = pool.ref_count(crate::BlockId(id as u32));
-            assert_eq!(counted, owners, "block {id} counts {counted} owners and has {owners}");
-        }
-        let num_requests = self.slots.iter().flatten().count();
-        let num_queued = self.running.len() + self.num_waiting();
-        assert_eq!(num_requests, num_queued + self.num_kept, "a request is lost");
-        assert!(
-            self.running.iter().all(|&index| self.request(index).status == RequestStatus::Running)
-        );
-        let waiting = self.waiting().into_iter().map(|index| self.request(index));
-        let waiting: Vec<&Request> = waiting.collect();
-        let idle = waiting.iter().filter(|it| it.status == RequestStatus::WaitingForInput).count();
-        assert_eq!(idle, self.num_waiting_for_input, "sessions without input are miscounted");
-        assert!(waiting.iter().all(|request| request.status != RequestStatus::Running));
-        let num_deferred = waiting.iter().filter(|request| request.is_deferred).count();
-        assert_eq!(num_deferred, self.num_deferred, "deferred requests are miscounted");
     }
 }
 

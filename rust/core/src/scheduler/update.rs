@@ -1,14 +1,14 @@
-//! What the model runner brought: vLLM's `update_from_output()`, `_update_request_with_output()`
-//! and, for asynchronous scheduling, `v1/core/sched/async_scheduler.py`.
+//! What the model runner brought: vLLM's `update_from_output()`, `_update_request_with_output()`,
+//! `check_stop()` and, for asynchronous scheduling, `v1/core/sched/async_scheduler.py`.
 
+use super::Scheduler;
 use crate::config::{RequestSpecMetrics, SchedulerConfig};
 use crate::hooks::{Hooks, NextTurn};
 use crate::ids::RequestIndex;
 use crate::kv_cache_manager::KvCacheManager;
 use crate::request::{Event, PrefillStats, Request, RequestStatus};
-use crate::scheduler::Scheduler;
 use crate::stats::{RequestSpecStats, SpecDecodingStats};
-use crate::stop::{StopReason, check_stop};
+use crate::stop::StopReason;
 
 /// What became of one request of a step that was scheduled earlier.
 #[derive(Clone, Copy, Debug)]
@@ -122,7 +122,7 @@ impl Scheduler {
                     continuing.push(index);
                 }
                 // The next turn has begun, and this output tells so.
-                let (request, _) = self.get_mut(index).expect("sessions stay");
+                let request = &mut self.slots[index];
                 news.events.append(&mut request.events);
                 continue;
             }
@@ -151,7 +151,7 @@ impl Scheduler {
         hooks: &mut H,
     ) -> Result<Option<Advance>, H::Error> {
         let Self { config, kv_cache, slots, spec_decoding_stats, .. } = self;
-        let request = slots[index.index()].as_mut().expect("looked up by the caller");
+        let request = &mut slots[index];
         request.num_in_flight_tokens -= i64::from(scheduled.num_scheduled_tokens);
         let is_stale = request.num_stale_output_tokens > 0;
         if is_stale {
@@ -190,7 +190,8 @@ impl Scheduler {
 
     /// What is to be told of a request besides its tokens, before the scheduler reacts to a stop.
     fn take_news(&mut self, index: RequestIndex) -> Option<Box<RequestNews>> {
-        let (request, kv_cache) = self.get_mut(index).expect("looked up by the caller");
+        let Self { slots, kv_cache, .. } = self;
+        let request = &mut slots[index];
         let is_finished = request.status.is_finished();
         let has_news = is_finished
             || request.prefill_stats.is_some()
@@ -225,7 +226,7 @@ impl Scheduler {
         was_running: bool,
         hooks: &mut H,
     ) -> Result<bool, H::Error> {
-        let (request, _) = self.get_mut(index).expect("looked up by the caller");
+        let request = &mut self.slots[index];
         if !request.is_session {
             return Ok(true);
         }
@@ -330,4 +331,35 @@ fn append_tokens(
         }
     }
     advance
+}
+
+/// Looks at the request's last token; returns whether the request is done and if so, sets its
+/// status and reason. The order of the checks is vLLM's and part of the contract.
+///
+/// # Panics
+/// If the request has no token.
+fn check_stop(request: &mut Request, max_model_len: u32) -> bool {
+    let last = *request.tokens().last().expect("a stop is checked after a token was appended");
+    let num_output = request.num_output_tokens() as u64;
+    let stop = request.stop_conditions();
+
+    let (status, reason) = if stop.eos_token_id == Some(last) {
+        (RequestStatus::FinishedStopped, StopReason::None)
+    } else if stop.stop_token_ids.contains(&last) {
+        (RequestStatus::FinishedStopped, StopReason::Token(last))
+    } else if request.num_tokens() >= max_model_len as usize || num_output >= stop.max_tokens {
+        (RequestStatus::FinishedLengthCapped, StopReason::None)
+    } else if num_output < stop.min_tokens {
+        return false;
+    } else if stop.repetition.as_ref().is_some_and(|params| params.matches(request.output_tokens()))
+    {
+        (RequestStatus::FinishedRepetition, StopReason::Repetition)
+    } else {
+        return false;
+    };
+    request.status = status;
+    if reason != StopReason::None {
+        request.stop_reason = reason;
+    }
+    true
 }
