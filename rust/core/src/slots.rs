@@ -17,7 +17,7 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// The place that [`Self::insert`] will take next.
+    /// The place of the request that comes next.
     #[must_use]
     pub fn next_place(&self) -> RequestIndex {
         self.free.last().copied().unwrap_or(RequestIndex(self.requests.len() as u32))
@@ -25,7 +25,6 @@ impl Slots {
 
     /// Puts a request at [`Self::next_place`].
     pub(crate) fn insert(&mut self, request: Request) {
-        debug_assert_eq!(request.index(), self.next_place());
         match self.free.pop() {
             Some(index) => self.requests[index.index()] = Some(request),
             None => self.requests.push(Some(request)),
