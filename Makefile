@@ -55,6 +55,17 @@ rust-toolchain:
 build: rust-toolchain env ## build the Rust extension and install sparksched into .venv
 	PATH="$(dir $(UV)):$$PATH" $(BIN)/maturin develop --release --uv --quiet
 
+# Zig links against an old glibc, whatever this machine has, and maturin checks what the wheel then needs
+# of it. manylinux_2_28 is vLLM's own tag. At the end the wheel is imported where nothing else is installed.
+WHEEL_TOOLS := --with ziglang==0.17.1 maturin@1.16.0
+
+.PHONY: wheel
+wheel: rust-toolchain env ## build one wheel for all Pythons from 3.11, into dist/
+	rm -rf dist
+	"$(UV)" tool run $(WHEEL_TOOLS) build --release --zig --compatibility manylinux_2_28 --out dist
+	"$(UV)" run --no-project --isolated --python $(BIN)/python --with dist/*.whl \
+	  python -c "import sparksched._core"
+
 # --- Use ---------------------------------------------------------------------------------
 
 .PHONY: demo
@@ -249,5 +260,5 @@ lint: build ## formatting, lints and types, of Rust and Python
 
 .PHONY: clean
 clean: ## remove what was built; .venv stays
-	rm -rf target .demo .conformance .pytest_cache .mypy_cache .ruff_cache .hypothesis python/sparksched/*.so
+	rm -rf target dist .demo .conformance .pytest_cache .mypy_cache .ruff_cache .hypothesis python/sparksched/*.so
 	find bench python tests -name __pycache__ -prune -exec rm -rf {} +
