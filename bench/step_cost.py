@@ -40,7 +40,6 @@ from typing import Any
 
 from sparksched._core import EngineMeters, StepOutputs
 from sparksched.scheduler import SparkScheduler
-from sparksched.transport.encoder import PartEncoder
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -166,7 +165,7 @@ def _message_writer(scheduler: SchedulerInterface) -> Callable[[Any], Any]:
     if not isinstance(scheduler, SparkScheduler):
         return MsgpackEncoder().encode
     # As in an engine that has rings: what is left to do is the end of the message.
-    scheduler.encode_outputs_for(0, PartEncoder().encode_part)
+    scheduler.encode_outputs_for(0)
     return StepOutputs.frames
 
 

@@ -130,6 +130,7 @@ class SchedulerCore:
         extra_keys: Callable[[Any], tuple[list[bytes], bytes]] | None,
         block_observer: Any | None,
         kv_transfer: Any | None,
+        encode_part: Callable[[Any, list[Any]], bytes],
         include_finished_set: bool,
     ) -> SchedulerCore:
         """Build a scheduler without requests.
@@ -144,6 +145,8 @@ class SchedulerCore:
             block_observer: A `sparksched.block_observer.BlockObserver`, if the configuration wants
                 events or metrics of blocks, or has a KV connector.
             kv_transfer: A `sparksched.kv_transfer.KVTransfer`, if there is a KV connector.
+            encode_part: Returns an object of vLLM's as msgpack, and appends the buffers of its
+                large arrays and tensors to the list of the message's frames.
             include_finished_set: Outputs carry the ids of requests that ended, by client.
 
         Raises:
@@ -214,17 +217,8 @@ class SchedulerCore:
         It is the very list if the request has no grammar.
         """
 
-    def encode_outputs_for(
-        self, client_index: int, encode_part: Callable[[Any, list[Any]], bytes]
-    ) -> None:
-        """Have a client get `StepOutputs` from now on.
-
-        Args:
-            client_index: Which client.
-            encode_part: Returns an object of vLLM's as msgpack, and appends the buffers of its
-                large arrays and tensors to the list of the message's frames.
-
-        """
+    def encode_outputs_for(self, client_index: int) -> None:
+        """Have a client get `StepOutputs` from now on."""
 
     def finish_requests(self, request_ids: Iterable[str] | None, status: Any) -> list[Any]:
         """End requests with a finished `RequestStatus`, in this order; return the `Request`s."""

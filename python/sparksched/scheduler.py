@@ -40,6 +40,7 @@ from sparksched.block_observer import BlockObserver, publishes_events
 from sparksched.encoder_inputs import EncoderInputs
 from sparksched.extra_keys import extra_keys_writer
 from sparksched.kv_transfer import KVTransfer
+from sparksched.transport.encoder import PartEncoder
 from sparksched.verify import choice
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
             extra_keys=self.extra_keys,
             block_observer=self._block_observer(config),
             kv_transfer=self._kv_transfer,
+            encode_part=PartEncoder().encode_part,
             include_finished_set=include_finished_set,
         )
         if self.connector is not None:
@@ -197,17 +199,14 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         """
         return self._core.update_from_output(scheduler_output, model_runner_output)
 
-    def encode_outputs_for(
-        self, client_index: int, encode_part: Callable[[Any, list[Any]], bytes]
-    ) -> None:
+    def encode_outputs_for(self, client_index: int) -> None:
         """Have `update_from_output` return `StepOutputs` for a client from now on.
 
         Args:
             client_index: `client_index` of the requests that this is about.
-            encode_part: Encodes what only Python knows; see `transport.encoder.PartEncoder`.
 
         """
-        self._core.encode_outputs_for(client_index, encode_part)
+        self._core.encode_outputs_for(client_index)
 
     def report_to(self, meters: "EngineMeters") -> None:
         """Have each step's calls timed, and requests counted, for the metrics from now on."""

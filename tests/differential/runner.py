@@ -16,7 +16,6 @@ from unittest import mock
 
 from sparksched import releases
 from sparksched._core import StepOutputs
-from sparksched.transport.encoder import PartEncoder
 from sparksched.verify.compare import Difference, first_difference
 from vllm.sampling_params import (
     RepetitionDetectionParams,
@@ -198,7 +197,7 @@ class LockstepEngine:
         )
         if encoded:
             for client in range(_MAX_CLIENTS):
-                self.sides[1].scheduler.encode_outputs_for(client, PartEncoder().encode_part)
+                self.sides[1].scheduler.encode_outputs_for(client)
         self._reference = self.sides[0].scheduler
         self._features.watch(self._reference)
         self._queue: deque[ScheduledStep] = deque()

@@ -317,7 +317,7 @@ def test_vllm_goes_on_without_ours(
         scheduler = engine.core.scheduler
         core, scheduler._core = scheduler._core, BrokenCore()
         disturbed(engine)
-        scheduler.encode_outputs_for(0, lambda part, frames: b"")
+        scheduler.encode_outputs_for(0)
         scheduler.make_stats()
         scheduler.reset_encoder_cache()
         assert (scheduler.requests, scheduler.running, scheduler.waiting) == ({}, [], [])

@@ -48,10 +48,14 @@ def call(path: Path, module: str, function: str, *args: Any) -> None:
     getattr(importlib.import_module(module), function)(*args)
 
 
-_FUNCTION = re.compile(r"^#\[pyfunction\]\n(?:#.*\n)*(?:pub\(crate\) )?fn (\w+)", re.M)
-_METHODS = re.compile(r"^#\[pymethods\]\nimpl (\w+) \{\n(.*?)^\}", re.M | re.S)
+_FUNCTION = re.compile(
+    r"^#\[entry_points\]\n#\[pyfunction\]\n(?:#.*\n)*(?:pub\(crate\) )?fn (\w+)", re.M
+)
+_METHODS = re.compile(
+    r"^#\[entry_points\((\w+)\)\]\n#\[pymethods\]\nimpl \w+ \{\n(.*?)^\}", re.M | re.S
+)
+_CALLABLE = re.compile(r"^#\[(?:pyfunction|pymethods)\]$", re.M)
 _METHOD = re.compile(r"((?:^    #\[.*?\]\n)*)^    (?:pub\(crate\) )?fn (\w+)", re.M | re.S)
-_CLASS = r'#\[pyclass\((?:name = "(\w+)", )?[^\]]*\)\]\n(?:pub\(crate\) )?struct '
 
 
 def entry_points() -> list[str]:
@@ -61,17 +65,13 @@ def entry_points() -> list[str]:
         if source.name == "points.rs":
             continue
         text = source.read_text()
-        names += _FUNCTION.findall(text)
-        for rust_name, body in _METHODS.findall(text):
-            class_name = _class_name(text, rust_name)
+        functions, classes = _FUNCTION.findall(text), _METHODS.findall(text)
+        num_callable = len(_CALLABLE.findall(text))
+        assert len(functions) + len(classes) == num_callable, f"unguarded functions in {source}"
+        names += functions
+        for class_name, body in classes:
             names += [f"{class_name}.{_name(*method)}" for method in _METHOD.findall(body)]
     return names
-
-
-def _class_name(text: str, rust_name: str) -> str:
-    match = re.search(rf"{_CLASS}{rust_name}\b", text)
-    assert match, rust_name
-    return match[1] or rust_name
 
 
 def _name(attributes: str, rust_name: str) -> str:

@@ -41,7 +41,7 @@ SCHEDULER_CALLS: dict[str, Callable[[Any], object]] = {
     "update_draft_token_ids": lambda core: core.update_draft_token_ids(["a"], [[1]]),
     "valid_drafts": lambda core: core.valid_drafts("a", [1]),
     "finish_requests": lambda core: core.finish_requests(["a"], ABORTED),
-    "encode_outputs_for": lambda core: core.encode_outputs_for(0, PartEncoder().encode_part),
+    "encode_outputs_for": lambda core: core.encode_outputs_for(0),
     "preempt_running": lambda core: core.preempt_running(1.0),
     "reset_prefix_cache": lambda core: core.reset_prefix_cache(),
     "make_stats": lambda core: core.make_stats(),

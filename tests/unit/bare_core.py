@@ -7,6 +7,7 @@ from typing import Any
 from sparksched import releases, sessions
 from sparksched._core import SchedulerCore
 from sparksched.extra_keys import extra_keys_writer
+from sparksched.transport.encoder import PartEncoder
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -126,6 +127,7 @@ def callbacks(**changes: Any) -> dict[str, Any]:
         "extra_keys": None,
         "block_observer": None,
         "kv_transfer": None,
+        "encode_part": PartEncoder().encode_part,
         "include_finished_set": False,
     }
     return arguments | changes

@@ -233,6 +233,31 @@ def test_duplicate_request_id() -> None:
     assert_goes_on(core, "a")
 
 
+@pytest.mark.parametrize("num_spared", [1, 2], ids=["its place", "its object"])
+def test_request_that_cannot_be_noted(num_spared: int) -> None:
+    """The core has it by then: it would run with nobody to be told."""
+
+    class Unhashable(str):
+        num_hashed = 0
+
+        def __hash__(self) -> int:
+            self.num_hashed += 1
+            if self.num_hashed > num_spared:
+                raise OSError("no hash for you")
+            return super().__hash__()
+
+    core = build_core()
+    core.add_request(build_request("a"), 1.0)
+    request = build_request("b")
+    request.request_id = Unhashable("b")
+    with pytest.raises(OSError, match="no hash for you"):
+        core.add_request(request, 1.0)
+    with pytest.raises(RuntimeError, match=r"stopped after an earlier error.*no hash for you"):
+        core.schedule(False, 1.0)
+    (left,) = core.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert left.request_id == "a"
+
+
 def test_request_id_that_comes_again() -> None:
     core = build_core()
     for _ in range(3):

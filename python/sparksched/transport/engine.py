@@ -34,7 +34,6 @@ from sparksched import __version__, _core, compat, environment, patching
 from sparksched.metrics import engine as metrics
 from sparksched.scheduler import SparkScheduler
 from sparksched.transport.encoder import (
-    PartEncoder,
     difference_from_vllm,
     request_ids_in,
 )
@@ -313,15 +312,15 @@ class _RingOutput:
         # Encoders aren't thread-safe, and utility calls are answered by several threads.
         self._encoders = threading.local()
         self._clients = [_ClientState() for _ in engine.addresses.outputs]
-        self._part_encoder = _part_encoder(engine)
+        self._encodes_in_rust = _encodes_in_rust(engine)
 
     def encode_in_rust_for(self, client: int) -> None:
         """Have the scheduler write this client's outputs itself, if it can.
 
         Only the engine's loop may call this, for the scheduler belongs to it.
         """
-        if self._part_encoder is not None:
-            self._engine.scheduler.encode_outputs_for(client, self._part_encoder.encode_part)
+        if self._encodes_in_rust:
+            self._engine.scheduler.encode_outputs_for(client)
 
     def put_nowait(self, item: Any) -> None:
         """Send vLLM's `(client_index, EngineCoreOutputs)`, or the note that the engine is dead.
@@ -453,18 +452,18 @@ class _RingOutput:
             self._rings.unblock(client)
 
 
-def _part_encoder(engine: "EngineCoreProc") -> PartEncoder | None:
-    """Return what the scheduler needs in order to write outputs itself, or None if it can't."""
+def _encodes_in_rust(engine: "EngineCoreProc") -> bool:
+    """Return whether the scheduler can write outputs itself."""
     if not isinstance(engine.scheduler, SparkScheduler):
-        return None
+        return False
     difference = difference_from_vllm()
     if difference is None:
-        return PartEncoder()
+        return True
     compat.warn_or_raise(
         warning=f"sparksched: vLLM's encoder writes the outputs, not sparksched's: {difference}",
         error=f"sparksched's encoder of outputs doesn't equal vLLM's: {difference}",
     )
-    return None
+    return False
 
 
 class _ClientState:

@@ -139,12 +139,10 @@ class VerifyingScheduler(SparkScheduler):
             compare=difference_of_outputs,
         )
 
-    def encode_outputs_for(
-        self, client_index: int, encode_part: Callable[[Any, list[Any]], bytes]
-    ) -> None:
+    def encode_outputs_for(self, client_index: int) -> None:
         """Have a client get messages, as long as ours decides."""
         if self._vllm is None:
-            super().encode_outputs_for(client_index, encode_part)
+            super().encode_outputs_for(client_index)
 
     # ---- requests ----
 

@@ -36,7 +36,7 @@ pub(crate) struct OutputWriter {
     /// Clients that get messages.
     encoded_clients: Vec<i64>,
     /// vLLM's encoder, for what only Python knows.
-    encode_part: Option<Py<PyAny>>,
+    encode_part: Py<PyAny>,
 }
 
 /// One client's outputs.
@@ -56,14 +56,13 @@ enum Pending<'a> {
 pub(crate) struct ClientOutputs<'py>(Vec<(i64, Written<'py>)>);
 
 impl OutputWriter {
-    pub(crate) fn import(py: Python<'_>) -> PyResult<Self> {
+    pub(crate) fn import(py: Python<'_>, encode_part: Py<PyAny>) -> PyResult<Self> {
         let types = Arc::new(EngineOutputTypes::import(py)?);
-        Ok(Self { types, encoded_clients: Vec::new(), encode_part: None })
+        Ok(Self { types, encoded_clients: Vec::new(), encode_part })
     }
 
     /// Has a client get messages from now on.
-    pub(crate) fn encode_for(&mut self, client: i64, encode_part: Py<PyAny>) {
-        self.encode_part = Some(encode_part);
+    pub(crate) fn encode_for(&mut self, client: i64) {
         if !self.encoded_clients.contains(&client) {
             self.encoded_clients.push(client);
         }
@@ -192,8 +191,7 @@ impl OutputWriter {
     }
 
     fn new_message(&self, py: Python<'_>, num_outputs: usize) -> PyResult<StepOutputs> {
-        let encode_part = self.encode_part.as_ref().expect("set with the first such client");
-        StepOutputs::new(py, &self.types, encode_part, num_outputs * TYPICAL_OUTPUT_BYTES)
+        StepOutputs::new(py, &self.types, &self.encode_part, num_outputs * TYPICAL_OUTPUT_BYTES)
     }
 
     /// Nothing yet, in the form that the client gets.

@@ -1,8 +1,8 @@
 //! Panics become exceptions that vLLM's engine understands.
 //!
 //! `PyO3`'s own `PanicException` is a `BaseException`: the engine would not catch it and its clients
-//! would never be told. So each function that Python calls runs in [`enter`] or a relative of it. Not
-//! so: fields that `PyO3` reads and writes by itself, the end of an object, whose panic `PyO3` reports
+//! would never be told. So `#[entry_points]` has each function that Python calls run in [`enter`] or
+//! a relative of it. Not so: fields that `PyO3` reads and writes by itself, the end of an object, whose panic `PyO3` reports
 //! as Python does an error in `__del__`, and the import of the module. A panic or a failed callback in
 //! the middle of a step leaves the scheduler in an unknown state, so after one it refuses to go on;
 //! requests can still be ended.

@@ -11,9 +11,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyString};
 use sparksched_core::block_hash::MAX_HASH_LEN;
 use sparksched_core::{BlockHash, BlockHasher, ExtraKeys, HashAlgorithm};
+use sparksched_entry_points::entry_points;
 
 use crate::convert;
-use crate::guard::enter;
 
 /// Sequences shorter than this are hashed without giving the GIL away.
 const MIN_TOKENS_TO_DETACH: usize = 256;
@@ -49,6 +49,7 @@ fn leave_prompt(request: &Bound<'_, PyAny>, prompt: Prompt) -> PyResult<()> {
 
 /// Reads the prompt of a request that had nothing to be hashed, so that an error in it is found
 /// where it concerns this request alone.
+#[entry_points]
 #[pyfunction]
 #[pyo3(signature = (request, *, extra_keys))]
 pub(crate) fn read_prompt(
@@ -56,14 +57,12 @@ pub(crate) fn read_prompt(
     extra_keys: Option<Py<PyAny>>,
 ) -> PyResult<()> {
     let py = request.py();
-    enter("read_prompt", || {
-        // Python's strings may hold what no text has; the core's can't.
-        request.getattr(intern!(py, "request_id"))?.cast::<PyString>()?.to_str()?;
-        if request.hasattr(intern!(py, HASHED_PROMPT))? {
-            return Ok(());
-        }
-        leave_prompt(request, convert::prompt(request, &ExtraKeysReader(extra_keys))?)
-    })
+    // Python's strings may hold what no text has; the core's can't.
+    request.getattr(intern!(py, "request_id"))?.cast::<PyString>()?.to_str()?;
+    if request.hasattr(intern!(py, HASHED_PROMPT))? {
+        return Ok(());
+    }
+    leave_prompt(request, convert::prompt(request, &ExtraKeysReader(extra_keys))?)
 }
 
 /// Takes what the hasher left with a request, if it did and the request has not grown since.
@@ -127,6 +126,7 @@ pub(crate) fn new_block_hasher(
     })
 }
 
+#[entry_points(NativeBlockHasher)]
 #[pymethods]
 impl NativeBlockHasher {
     #[new]
@@ -138,14 +138,12 @@ impl NativeBlockHasher {
         extra_keys: Py<PyAny>,
         num_lookahead_tokens: u32,
     ) -> PyResult<Self> {
-        enter("NativeBlockHasher.__new__", || {
-            let hasher = new_block_hasher(algorithm, block_size, none_hash, num_lookahead_tokens)?;
-            Ok(Self { hasher, extra_keys: ExtraKeysReader(Some(extra_keys)) })
-        })
+        let hasher = new_block_hasher(algorithm, block_size, none_hash, num_lookahead_tokens)?;
+        Ok(Self { hasher, extra_keys: ExtraKeysReader(Some(extra_keys)) })
     }
 
     fn __call__<'py>(&self, request: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-        enter("NativeBlockHasher.__call__", || self.hash_new_blocks(request))
+        self.hash_new_blocks(request)
     }
 }
 

@@ -7,11 +7,11 @@ use std::time::Duration;
 use pyo3::exceptions::PyConnectionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
+use sparksched_entry_points::entry_points;
 use sparksched_ring::meter_page::{MeterPage, MeterView};
 use sparksched_ring::meters::{HistogramReading, NUM_BOUNDS, RingsReading, Traffic, bound_ns};
 use sparksched_ring::segment::SegmentError;
 
-use crate::guard::enter;
 use crate::scheduler_core::SchedulerCore;
 use crate::step_timer::StepSink;
 
@@ -28,9 +28,10 @@ fn seconds(ns: u64) -> f64 {
     ns as f64 / NS_PER_S
 }
 
+#[entry_points]
 #[pyfunction]
 fn meter_bounds_s() -> PyResult<Vec<f64>> {
-    enter("meter_bounds_s", || Ok((0..NUM_BOUNDS).map(|index| seconds(bound_ns(index))).collect()))
+    Ok((0..NUM_BOUNDS).map(|index| seconds(bound_ns(index))).collect())
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "a function for map_err")]
@@ -77,33 +78,28 @@ impl PyEngineMeters {
     }
 }
 
+#[entry_points(EngineMeters)]
 #[pymethods]
 impl PyEngineMeters {
     #[new]
     fn new(id: u128) -> PyResult<Self> {
-        enter("EngineMeters.__new__", || {
-            let page = MeterPage::create(id).map_err(connection_error)?;
-            Ok(Self { page: Arc::new(page) })
-        })
+        let page = MeterPage::create(id).map_err(connection_error)?;
+        Ok(Self { page: Arc::new(page) })
     }
 
     fn fileno(&self) -> PyResult<i32> {
-        enter("EngineMeters.fileno", || Ok(self.page.as_fd().as_raw_fd()))
+        Ok(self.page.as_fd().as_raw_fd())
     }
 
     fn time_steps(&self, scheduler: &Bound<'_, SchedulerCore>) -> PyResult<()> {
-        enter("EngineMeters.time_steps", || {
-            self.page.meters().steps().begin();
-            scheduler.try_borrow_mut()?.report_steps_to(Arc::new(PageSink(self.page())));
-            Ok(())
-        })
+        self.page.meters().steps().begin();
+        scheduler.try_borrow_mut()?.report_steps_to(Arc::new(PageSink(self.page())));
+        Ok(())
     }
 
     fn end_steps(&self) -> PyResult<()> {
-        enter("EngineMeters.end_steps", || {
-            self.page.meters().steps().end();
-            Ok(())
-        })
+        self.page.meters().steps().end();
+        Ok(())
     }
 }
 
@@ -116,44 +112,39 @@ struct MeterReader {
     view: MeterView,
 }
 
+#[entry_points(MeterReader)]
 #[pymethods]
 impl MeterReader {
     #[new]
     #[pyo3(signature = (*, pid, fd, id))]
     fn new(pid: u32, fd: u32, id: u128) -> PyResult<Self> {
-        enter("MeterReader.__new__", || {
-            Ok(Self { view: MeterView::open(pid, fd, id).map_err(connection_error)? })
-        })
+        Ok(Self { view: MeterView::open(pid, fd, id).map_err(connection_error)? })
     }
 
     fn steps<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        enter("MeterReader.steps", || {
-            let Some(reading) = self.view.steps() else { return Ok(None) };
-            let steps = PyDict::new(py);
-            steps.set_item("schedule", histogram(py, &reading.schedule)?)?;
-            steps.set_item("update_from_output", histogram(py, &reading.update)?)?;
-            steps.set_item("step_gap", histogram(py, &reading.gap)?)?;
-            steps.set_item("num_running", reading.num_running)?;
-            steps.set_item("num_waiting", reading.num_waiting)?;
-            Ok(Some(steps))
-        })
+        let Some(reading) = self.view.steps() else { return Ok(None) };
+        let steps = PyDict::new(py);
+        steps.set_item("schedule", histogram(py, &reading.schedule)?)?;
+        steps.set_item("update_from_output", histogram(py, &reading.update)?)?;
+        steps.set_item("step_gap", histogram(py, &reading.gap)?)?;
+        steps.set_item("num_running", reading.num_running)?;
+        steps.set_item("num_waiting", reading.num_waiting)?;
+        Ok(Some(steps))
     }
 
     fn steps_have_ended(&self) -> PyResult<bool> {
-        enter("MeterReader.steps_have_ended", || Ok(self.view.steps_have_ended()))
+        Ok(self.view.steps_have_ended())
     }
 
     fn rings<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        enter("MeterReader.rings", || {
-            let Some(reading) = self.view.rings() else { return Ok(None) };
-            let RingsReading { to_engine, to_client, num_rescues, num_lost } = reading;
-            let rings = PyDict::new(py);
-            rings.set_item("to_engine", traffic(py, to_engine)?)?;
-            rings.set_item("to_client", traffic(py, to_client)?)?;
-            rings.set_item("num_rescues", num_rescues)?;
-            rings.set_item("num_clients_lost", num_lost)?;
-            Ok(Some(rings))
-        })
+        let Some(reading) = self.view.rings() else { return Ok(None) };
+        let RingsReading { to_engine, to_client, num_rescues, num_lost } = reading;
+        let rings = PyDict::new(py);
+        rings.set_item("to_engine", traffic(py, to_engine)?)?;
+        rings.set_item("to_client", traffic(py, to_client)?)?;
+        rings.set_item("num_rescues", num_rescues)?;
+        rings.set_item("num_clients_lost", num_lost)?;
+        Ok(Some(rings))
     }
 }
 

@@ -11,6 +11,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyConnectionError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyList, PyMemoryView};
+use sparksched_entry_points::entry_points;
 use sparksched_ring::client::{ClientOptions, ClientRings};
 use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
 use sparksched_ring::handshake::HandshakeError;
@@ -19,7 +20,7 @@ use sparksched_ring::message::Message;
 use sparksched_ring::outbox::{BacklogLimits, SendError, TakenBack, Ticket};
 
 use crate::convert::StepOutputs;
-use crate::guard::{catch_panics, enter};
+use crate::guard::catch_panics;
 use crate::meters::PyEngineMeters;
 
 /// Messages above this are copied without the GIL.
@@ -37,12 +38,11 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<RingEnd>()
 }
 
+#[entry_points]
 #[pyfunction]
 fn note_fork() -> PyResult<()> {
-    enter("note_fork", || {
-        sparksched_ring::link::note_fork();
-        Ok(())
-    })
+    sparksched_ring::link::note_fork();
+    Ok(())
 }
 
 // ----------------------------------------------------------------------------------------
@@ -214,6 +214,7 @@ impl PyEngineRings {
     }
 }
 
+#[entry_points(EngineRings)]
 #[pymethods]
 impl PyEngineRings {
     #[new]
@@ -228,34 +229,30 @@ impl PyEngineRings {
         max_backlog_bytes: usize,
         stuck_after_s: f64,
     ) -> PyResult<Self> {
-        enter("EngineRings.__new__", || {
-            let stuck_after = seconds("stuck_after_s", stuck_after_s)?;
-            let backlog = BacklogLimits {
-                idle_bytes: max_idle_backlog_bytes,
-                patience: stuck_after,
-                max_bytes: max_backlog_bytes,
-            };
-            let options = EngineOptions {
-                num_clients,
-                ring_bytes,
-                backlog,
-                stuck_after,
-                version: env!("CARGO_PKG_VERSION").to_owned(),
-            };
-            Ok(Self { rings: EngineRings::listen(name, options).map_err(connection_error)? })
-        })
+        let stuck_after = seconds("stuck_after_s", stuck_after_s)?;
+        let backlog = BacklogLimits {
+            idle_bytes: max_idle_backlog_bytes,
+            patience: stuck_after,
+            max_bytes: max_backlog_bytes,
+        };
+        let options = EngineOptions {
+            num_clients,
+            ring_bytes,
+            backlog,
+            stuck_after,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        Ok(Self { rings: EngineRings::listen(name, options).map_err(connection_error)? })
     }
 
     #[getter]
     fn name(&self) -> PyResult<&str> {
-        enter("EngineRings.name", || Ok(self.rings.name()))
+        Ok(self.rings.name())
     }
 
     fn report_to(&self, meters: &PyEngineMeters) -> PyResult<()> {
-        enter("EngineRings.report_to", || {
-            self.rings.report_to(meters.page());
-            Ok(())
-        })
+        self.rings.report_to(meters.page());
+        Ok(())
     }
 
     #[pyo3(signature = (*, timeout_s = None))]
@@ -264,36 +261,32 @@ impl PyEngineRings {
         py: Python<'py>,
         timeout_s: Option<f64>,
     ) -> PyResult<Bound<'py, PyList>> {
-        enter("EngineRings.receive", || {
-            let timeout = timeout_s.map(|timeout_s| seconds("timeout_s", timeout_s)).transpose()?;
-            let events = py.detach(|| self.rings.receive(timeout));
-            let list = PyList::empty(py);
-            for event in &events {
-                list.append(engine_event(py, event)?)?;
-            }
-            Ok(list)
-        })
+        let timeout = timeout_s.map(|timeout_s| seconds("timeout_s", timeout_s)).transpose()?;
+        let events = py.detach(|| self.rings.receive(timeout));
+        let list = PyList::empty(py);
+        for event in &events {
+            list.append(engine_event(py, event)?)?;
+        }
+        Ok(list)
     }
 
     fn interrupt(&self) -> PyResult<()> {
-        enter("EngineRings.interrupt", || {
-            self.rings.interrupt();
-            Ok(())
-        })
+        self.rings.interrupt();
+        Ok(())
     }
 
     fn is_attached(&self, client: u32) -> PyResult<bool> {
-        enter("EngineRings.is_attached", || Ok(self.rings.link(client).is_some()))
+        Ok(self.rings.link(client).is_some())
     }
 
     #[getter]
     fn is_deserted(&self) -> PyResult<bool> {
-        enter("EngineRings.is_deserted", || Ok(self.rings.is_deserted()))
+        Ok(self.rings.is_deserted())
     }
 
     #[getter]
     fn is_closed(&self) -> PyResult<bool> {
-        enter("EngineRings.is_closed", || Ok(self.rings.is_closed()))
+        Ok(self.rings.is_closed())
     }
 
     #[pyo3(signature = (client, kind, frames, *, regardless = false))]
@@ -305,17 +298,15 @@ impl PyEngineRings {
         frames: &Bound<'_, PyAny>,
         regardless: bool,
     ) -> PyResult<bool> {
-        enter("EngineRings.send", || {
-            let link = self.link(client)?;
-            let sent = send(py, frames, |frames| {
-                if regardless {
-                    link.send(kind, frames, true)
-                } else {
-                    link.send_in_order(kind, frames)
-                }
-            })?;
-            Ok(has_room(link, sent))
-        })
+        let link = self.link(client)?;
+        let sent = send(py, frames, |frames| {
+            if regardless {
+                link.send(kind, frames, true)
+            } else {
+                link.send_in_order(kind, frames)
+            }
+        })?;
+        Ok(has_room(link, sent))
     }
 
     fn send_outputs(
@@ -325,21 +316,18 @@ impl PyEngineRings {
         kind: u8,
         outputs: &mut StepOutputs,
     ) -> PyResult<bool> {
-        enter("EngineRings.send_outputs", || {
-            let link = self.link(client)?;
-            let sent = outputs.read_frames(py, |message, buffers| {
-                let buffers: Vec<_> =
-                    buffers.into_iter().map(Frame::read).collect::<PyResult<_>>()?;
-                let parts: Vec<&[u8]> =
-                    std::iter::once(message).chain(buffers.iter().map(Frame::bytes)).collect();
-                send_parts(py, &parts, |parts| link.send_in_order(kind, parts))
-            })?;
-            Ok(has_room(link, sent))
-        })
+        let link = self.link(client)?;
+        let sent = outputs.read_frames(py, |message, buffers| {
+            let buffers: Vec<_> = buffers.into_iter().map(Frame::read).collect::<PyResult<_>>()?;
+            let parts: Vec<&[u8]> =
+                std::iter::once(message).chain(buffers.iter().map(Frame::bytes)).collect();
+            send_parts(py, &parts, |parts| link.send_in_order(kind, parts))
+        })?;
+        Ok(has_room(link, sent))
     }
 
     fn backlog_bytes(&self, client: u32) -> PyResult<usize> {
-        enter("EngineRings.backlog_bytes", || Ok(self.link(client)?.backlog_bytes()))
+        Ok(self.link(client)?.backlog_bytes())
     }
 
     #[pyo3(signature = (client, *, max_bytes))]
@@ -349,36 +337,28 @@ impl PyEngineRings {
         client: u32,
         max_bytes: usize,
     ) -> PyResult<Bound<'py, PyList>> {
-        enter("EngineRings.take_back_newest", || {
-            let list = PyList::empty(py);
-            for TakenBack { kind, frames, .. } in self.link(client)?.take_back_newest(max_bytes) {
-                list.append(message_event(py, client, &Message { kind, frames })?)?;
-            }
-            Ok(list)
-        })
+        let list = PyList::empty(py);
+        for TakenBack { kind, frames, .. } in self.link(client)?.take_back_newest(max_bytes) {
+            list.append(message_event(py, client, &Message { kind, frames })?)?;
+        }
+        Ok(list)
     }
 
     fn unblock(&self, client: u32) -> PyResult<()> {
-        enter("EngineRings.unblock", || {
-            self.link(client)?.unblock();
-            Ok(())
-        })
+        self.link(client)?.unblock();
+        Ok(())
     }
 
     fn hang_up(&self, client: u32) -> PyResult<()> {
-        enter("EngineRings.hang_up", || {
-            self.link(client)?.hang_up();
-            Ok(())
-        })
+        self.link(client)?.hang_up();
+        Ok(())
     }
 
     #[pyo3(signature = (*, linger_s = 0.0))]
     fn close(&self, py: Python<'_>, linger_s: f64) -> PyResult<()> {
-        enter("EngineRings.close", || {
-            let linger = seconds("linger_s", linger_s)?;
-            py.detach(|| self.rings.close(linger));
-            Ok(())
-        })
+        let linger = seconds("linger_s", linger_s)?;
+        py.detach(|| self.rings.close(linger));
+        Ok(())
     }
 }
 
@@ -411,13 +391,13 @@ impl PyClientRings {
     fn linked<T>(
         &self,
         entry: &'static str,
-        call: impl FnOnce(&Link) -> PyResult<T>,
+        call: impl FnOnce(&Self) -> PyResult<T>,
     ) -> PyResult<T> {
-        let link = self.rings.link();
-        catch_panics(entry, || call(link)).inspect_err(|_| link.hang_up())?
+        catch_panics(entry, || call(self)).inspect_err(|_| self.rings.link().hang_up())?
     }
 }
 
+#[entry_points(ClientRings)]
 #[pymethods]
 impl PyClientRings {
     #[new]
@@ -429,58 +409,56 @@ impl PyClientRings {
         max_backlog_bytes: usize,
         stuck_after_s: f64,
     ) -> PyResult<Self> {
-        enter("ClientRings.__new__", || {
-            let options = ClientOptions {
-                client_index,
-                max_backlog_bytes,
-                stuck_after: seconds("stuck_after_s", stuck_after_s)?,
-                version: env!("CARGO_PKG_VERSION").to_owned(),
-            };
-            let connected = py.detach(|| ClientRings::connect(name, options));
-            Ok(Self { rings: connected.map_err(connection_error)?, client_index })
-        })
+        let options = ClientOptions {
+            client_index,
+            max_backlog_bytes,
+            stuck_after: seconds("stuck_after_s", stuck_after_s)?,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        let connected = py.detach(|| ClientRings::connect(name, options));
+        Ok(Self { rings: connected.map_err(connection_error)?, client_index })
     }
 
     #[getter]
     fn ring_bytes(&self) -> PyResult<usize> {
-        enter("ClientRings.ring_bytes", || Ok(self.rings.link().ring_bytes()))
+        Ok(self.rings.link().ring_bytes())
     }
 
     #[getter]
     fn engine_pid(&self) -> PyResult<i32> {
-        enter("ClientRings.engine_pid", || Ok(self.rings.link().peer_pid()))
+        Ok(self.rings.link().peer_pid())
     }
 
     fn fileno(&self) -> PyResult<i32> {
-        enter("ClientRings.fileno", || Ok(self.rings.event_fd().as_raw_fd()))
+        Ok(self.rings.event_fd().as_raw_fd())
     }
 
     #[pyo3(signature = (*, max_messages = 64))]
+    #[by(linked)]
     fn receive<'py>(&self, py: Python<'py>, max_messages: usize) -> PyResult<Bound<'py, PyList>> {
-        self.linked("ClientRings.receive", |link| {
-            let events = if link.readable_bytes() > LARGE_BYTES {
-                py.detach(|| self.rings.receive(max_messages))
-            } else {
-                self.rings.receive(max_messages)
-            };
-            let list = PyList::empty(py);
-            for event in &events {
-                list.append(link_event(py, self.client_index, event)?)?;
-            }
-            Ok(list)
-        })
+        let link = self.rings.link();
+        let events = if link.readable_bytes() > LARGE_BYTES {
+            py.detach(|| self.rings.receive(max_messages))
+        } else {
+            self.rings.receive(max_messages)
+        };
+        let list = PyList::empty(py);
+        for event in &events {
+            list.append(link_event(py, self.client_index, event)?)?;
+        }
+        Ok(list)
     }
 
     #[pyo3(signature = (timeout_s = None))]
+    #[by(linked)]
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<()> {
-        self.linked("ClientRings.wait", |_| {
-            let timeout = timeout_s.map(|timeout_s| seconds("timeout_s", timeout_s)).transpose()?;
-            py.detach(|| self.rings.wait(timeout));
-            py.check_signals()
-        })
+        let timeout = timeout_s.map(|timeout_s| seconds("timeout_s", timeout_s)).transpose()?;
+        py.detach(|| self.rings.wait(timeout));
+        py.check_signals()
     }
 
     #[pyo3(signature = (kind, frames, *, regardless = false))]
+    #[by(linked)]
     fn send(
         &self,
         py: Python<'_>,
@@ -488,41 +466,41 @@ impl PyClientRings {
         frames: &Bound<'_, PyAny>,
         regardless: bool,
     ) -> PyResult<Option<Ticket>> {
-        self.linked("ClientRings.send", |link| {
-            match send(py, frames, |frames| link.send(kind, frames, regardless))? {
-                Ok(ticket) => Ok(Some(ticket)),
-                Err(SendError::Full) => Ok(None),
-                Err(error) => {
-                    if matches!(error, SendError::Corrupt(_)) {
-                        link.hang_up();
-                    }
-                    Err(PyConnectionError::new_err(error.to_string()))
+        let link = self.rings.link();
+        match send(py, frames, |frames| link.send(kind, frames, regardless))? {
+            Ok(ticket) => Ok(Some(ticket)),
+            Err(SendError::Full) => Ok(None),
+            Err(error) => {
+                if matches!(error, SendError::Corrupt(_)) {
+                    link.hang_up();
                 }
+                Err(PyConnectionError::new_err(error.to_string()))
             }
-        })
+        }
     }
 
+    #[by(linked)]
     fn sent_before(&self) -> PyResult<Ticket> {
-        self.linked("ClientRings.sent_before", |link| Ok(link.sent_before()))
+        let link = self.rings.link();
+        Ok(link.sent_before())
     }
 
+    #[by(linked)]
     fn take_back(&self, ticket: Ticket) -> PyResult<bool> {
-        self.linked("ClientRings.take_back", |link| Ok(link.take_back(ticket).is_some()))
+        let link = self.rings.link();
+        Ok(link.take_back(ticket).is_some())
     }
 
     #[getter]
     fn stuck_for_s(&self) -> PyResult<Option<f64>> {
-        enter("ClientRings.stuck_for_s", || {
-            Ok(self.rings.link().stuck_for().map(|silence| silence.as_secs_f64()))
-        })
+        Ok(self.rings.link().stuck_for().map(|silence| silence.as_secs_f64()))
     }
 
     #[pyo3(signature = (*, linger_s = 0.0))]
+    #[by(linked)]
     fn close(&self, py: Python<'_>, linger_s: f64) -> PyResult<()> {
-        self.linked("ClientRings.close", |_| {
-            let linger = seconds("linger_s", linger_s)?;
-            py.detach(|| self.rings.close(linger));
-            Ok(())
-        })
+        let linger = seconds("linger_s", linger_s)?;
+        py.detach(|| self.rings.close(linger));
+        Ok(())
     }
 }

@@ -9,17 +9,18 @@ use pyo3::types::{PyList, PyString};
 use sparksched_core::{
     Event, EventKind, PrefillStats, PrefixCacheStats, RequestNews, SchedulerStats, StopReason,
 };
+use sparksched_entry_points::entry_points;
 use sparksched_wire::{Output, RequestId};
 
 use super::{EngineOutputTypes, OtherStats, StepOutputs, token_ids};
-use crate::guard::enter;
 
+#[entry_points]
 #[pyfunction]
 pub(crate) fn encode_like_scheduler(
     outputs: &Bound<'_, PyAny>,
     encode_part: &Bound<'_, PyAny>,
 ) -> PyResult<(StepOutputs, usize)> {
-    enter("encode_like_scheduler", || encode(outputs, encode_part))
+    encode(outputs, encode_part)
 }
 
 fn encode(

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PySet};
 use sparksched_core::SchedulerStats;
+use sparksched_entry_points::entry_points;
 use sparksched_wire::{Envelope, Message, Output, Stats};
 
 use super::{EngineOutputTypes, OtherStats};
-use crate::guard::enter;
 
 /// `scheduler_stats`: as the core knows them, until somebody wants to see or to change them.
 enum StatsField {
@@ -37,30 +37,27 @@ pub(crate) struct StepOutputs {
     weight_version: Option<String>,
 }
 
+#[entry_points(StepOutputs)]
 #[pymethods]
 impl StepOutputs {
     #[getter]
     fn scheduler_stats(&mut self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        enter("StepOutputs.scheduler_stats", || self.stats_object(py))
+        self.stats_object(py)
     }
 
     #[setter(scheduler_stats)]
     fn assign_scheduler_stats(&mut self, stats: Option<Py<PyAny>>) -> PyResult<()> {
-        enter("StepOutputs.scheduler_stats=", || {
-            self.set_scheduler_stats(stats);
-            Ok(())
-        })
+        self.set_scheduler_stats(stats);
+        Ok(())
     }
 
     fn frames<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        enter("StepOutputs.frames", || {
-            self.read_frames(py, |message, buffers| {
-                let frames = PyList::new(py, [PyBytes::new(py, message)])?;
-                for buffer in buffers {
-                    frames.append(buffer)?;
-                }
-                Ok(frames)
-            })
+        self.read_frames(py, |message, buffers| {
+            let frames = PyList::new(py, [PyBytes::new(py, message)])?;
+            for buffer in buffers {
+                frames.append(buffer)?;
+            }
+            Ok(frames)
         })
     }
 }

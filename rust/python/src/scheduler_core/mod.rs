@@ -1,0 +1,550 @@
+//! `SchedulerCore`: the core scheduler with the Python objects that belong to its requests.
+
+mod ends;
+mod outputs;
+
+use std::sync::Arc;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PySet, PyTuple};
+use sparksched_core::{
+    BlockHasher, PauseState, RequestIndex, RequestOutput, RequestStatus, Scheduler,
+};
+use sparksched_entry_points::entry_points;
+
+use crate::block_observer::BlockObserver;
+use crate::client_outputs::OutputWriter;
+use crate::config::scheduler_config;
+use crate::convert::{self, EncoderStep, OtherStats, SchedulerOutputBuilder, StepExtras};
+use crate::entries::{Entries, Entry};
+use crate::guard::{Guard, catch_panics};
+use crate::hasher::ExtraKeysReader;
+use crate::hooks::{Callbacks, PyHooks};
+use crate::kv_transfer::KvTransfer;
+use crate::snapshot;
+use crate::step_timer::{StepSink, StepTimer};
+
+#[pyclass(module = "sparksched._core")]
+pub(crate) struct SchedulerCore {
+    scheduler: Scheduler,
+    entries: Entries,
+    scheduler_output_builder: SchedulerOutputBuilder,
+    output_writer: OutputWriter,
+    callbacks: Callbacks,
+    extra_keys: ExtraKeysReader,
+    block_observer: BlockObserver,
+    kv_transfer: KvTransfer,
+    guard: Guard,
+    timer: StepTimer,
+    /// `request_id` to place.
+    places: Py<PyDict>,
+    /// `request_id` to `Request`: vLLM's `Scheduler.requests`.
+    #[pyo3(get)]
+    requests: Py<PyDict>,
+    /// Requests that ended since the last step.
+    finished_req_ids: Py<PySet>,
+    /// The same by client, if the front ends ask for it.
+    finished_by_client: Option<Py<PyDict>>,
+    /// Requests that were preempted since the last step.
+    preempted_req_ids: Py<PySet>,
+    /// Why the grammars of waiting requests can't be compiled, by id.
+    grammar_errors: Py<PyDict>,
+    /// A buffer that is reused.
+    outputs: Vec<RequestOutput>,
+}
+
+#[entry_points(SchedulerCore)]
+#[pymethods]
+impl SchedulerCore {
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "they are named where it is called")]
+    #[pyo3(signature = (
+        config, *, accept_tokens, validate_tokens, next_turn, encoder_inputs, extra_keys,
+        block_observer, kv_transfer, encode_part, include_finished_set
+    ))]
+    fn new(
+        config: &Bound<'_, PyDict>,
+        accept_tokens: Py<PyAny>,
+        validate_tokens: Py<PyAny>,
+        next_turn: Py<PyAny>,
+        encoder_inputs: Py<PyAny>,
+        extra_keys: Option<Py<PyAny>>,
+        block_observer: Option<Py<PyAny>>,
+        kv_transfer: Option<Py<PyAny>>,
+        encode_part: Py<PyAny>,
+        include_finished_set: bool,
+    ) -> PyResult<Self> {
+        let py = config.py();
+        let uses_mrope = config.as_any().get_item("uses_mrope")?.extract()?;
+        let scheduler = Scheduler::new(scheduler_config(config)?)
+            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let digest_len = scheduler.config().hasher.as_ref().map(BlockHasher::digest_len);
+        Ok(Self {
+            scheduler,
+            entries: Entries::default(),
+            scheduler_output_builder: SchedulerOutputBuilder::import(py, uses_mrope)?,
+            output_writer: OutputWriter::import(py, encode_part)?,
+            callbacks: Callbacks { accept_tokens, validate_tokens, next_turn, encoder_inputs },
+            extra_keys: ExtraKeysReader(extra_keys),
+            block_observer: BlockObserver(block_observer),
+            kv_transfer: KvTransfer::new(py, kv_transfer, digest_len)?,
+            guard: Guard::default(),
+            timer: StepTimer::default(),
+            places: PyDict::new(py).unbind(),
+            requests: PyDict::new(py).unbind(),
+            finished_req_ids: PySet::empty(py)?.unbind(),
+            finished_by_client: include_finished_set.then(|| PyDict::new(py).unbind()),
+            preempted_req_ids: PySet::empty(py)?.unbind(),
+            grammar_errors: PyDict::new(py).unbind(),
+            outputs: Vec::new(),
+        })
+    }
+
+    #[by(stopping)]
+    fn set_none_hash(&mut self, none_hash: &[u8]) -> PyResult<()> {
+        let is_valid = self.scheduler.set_none_hash(none_hash);
+        let error = || PyValueError::new_err("NONE_HASH is longer than 32 bytes");
+        is_valid.then_some(()).ok_or_else(error)
+    }
+
+    #[by(guarded)]
+    fn add_request(&mut self, request: &Bound<'_, PyAny>, now: f64) -> PyResult<()> {
+        let py = request.py();
+        let new = convert::new_request(request, &self.extra_keys)?;
+        if new.has_encoder_inputs && self.callbacks.encoder_inputs.bind(py).is_none() {
+            let message =
+                format!("request {} has images or the like: this model takes text", new.id);
+            return Err(PyValueError::new_err(message));
+        }
+        let entry = Entry::of(request)?;
+        let id = entry.id.clone_ref(py);
+        if self.places.bind(py).contains(&id)? {
+            return Err(PyValueError::new_err(format!("duplicate request id {id}")));
+        }
+        let index = self.scheduler.add_request(new, now);
+        self.entries.insert(index, entry);
+        let noted = self.places.bind(py).set_item(&id, index.0);
+        let noted = noted.and_then(|()| self.requests.bind(py).set_item(&id, request));
+        self.or_stop(noted)
+    }
+
+    fn is_waiting_for_input(&self, request_id: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let request = self.place(request_id)?.and_then(|index| self.scheduler.get(index));
+        Ok(request.is_some_and(|it| it.status() == RequestStatus::WaitingForInput))
+    }
+
+    #[by(guarded)]
+    fn continue_session(
+        &mut self,
+        request_id: &Bound<'_, PyAny>,
+        continue_session: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let py = request_id.py();
+        let unknown = || PyValueError::new_err(format!("there is no session {request_id}"));
+        let index = self.place(request_id)?.ok_or_else(unknown)?;
+        let state = self.scheduler.request(index);
+        if state.status() != RequestStatus::WaitingForInput {
+            return Err(unknown());
+        }
+        let num_kept_tokens = state.num_kept_tokens();
+        let request = self.entries.get(index).request.bind(py);
+        convert::sync_request_tokens(request, state.tokens())?;
+        continue_session.call1((request, num_kept_tokens))?;
+        let input = convert::session_input(request, num_kept_tokens, &self.extra_keys)?;
+        self.scheduler.continue_session(index, input);
+        let refreshed = self.entries.get_mut(index).refresh(py);
+        self.or_stop(refreshed)
+    }
+
+    #[by(guarded)]
+    fn schedule<'py>(
+        &mut self,
+        py: Python<'py>,
+        throttle_prefills: bool,
+        now: f64,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let started = self.timer.start();
+        let (scheduler, mut hooks) = self.split(py);
+        let decided = scheduler.schedule(throttle_prefills, now, &mut hooks).map(|_| ());
+        let output = self.tell_step(py, decided)?;
+        self.timer.note_schedule(started);
+        Ok(output)
+    }
+
+    #[by(guarded)]
+    fn decide<'py>(
+        &mut self,
+        py: Python<'py>,
+        throttle_prefills: bool,
+        now: f64,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.timer.begin_decision();
+        let (scheduler, mut hooks) = self.split(py);
+        let decided = scheduler.decide(throttle_prefills, now, &mut hooks);
+        let output = self.tell_step(py, decided)?;
+        // Requests as they are before the step counts as computed. Last: the encoder's side leaves
+        // counters of its own in `Request` objects.
+        let shown = self.show_requests(py);
+        self.or_stop(shown)?;
+        Ok(output)
+    }
+
+    #[by(guarded)]
+    fn update_after_schedule(&mut self, scheduler_output: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.scheduler.update_after_schedule();
+        convert::set_structured_output_flags(scheduler_output, self.scheduler.step())?;
+        self.timer.end_decision();
+        Ok(())
+    }
+
+    fn block_ids<'py>(&self, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
+        let place = self.place(request_id)?;
+        let unknown = || PyValueError::new_err(format!("there is no request {request_id}"));
+        let request = place.and_then(|index| self.scheduler.get(index)).ok_or_else(unknown)?;
+        convert::all_block_ids(request_id.py(), request)
+    }
+
+    #[by(guarded)]
+    fn update_from_output<'py>(
+        &mut self,
+        scheduler_output: &Bound<'py, PyAny>,
+        model_runner_output: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let started = self.timer.start();
+        let outputs = self.take_in(scheduler_output, model_runner_output)?;
+        self.timer.note_update(started);
+        Ok(outputs)
+    }
+
+    #[by(guarded)]
+    fn update_draft_token_ids(
+        &mut self,
+        request_ids: &Bound<'_, PyList>,
+        draft_token_ids: &Bound<'_, PyList>,
+    ) -> PyResult<()> {
+        let mut drafts = Vec::new();
+        for (id, tokens) in request_ids.iter().zip(draft_token_ids) {
+            // The request may have ended since.
+            let Some(index) = self.place(&id)? else { continue };
+            if self.scheduler.request(index).status().is_finished() {
+                continue;
+            }
+            drafts.clear();
+            if !self.scheduler.request(index).is_prefill_chunk() {
+                let tokens = self.without_invalid_drafts(index, tokens.cast_into()?)?;
+                convert::extend_token_ids(&tokens, &mut drafts)?;
+            }
+            self.scheduler.set_drafts(index, &drafts);
+        }
+        Ok(())
+    }
+
+    #[by(guarded)]
+    fn valid_drafts<'py>(
+        &mut self,
+        request_id: &Bound<'py, PyAny>,
+        draft_token_ids: Bound<'py, PyList>,
+    ) -> PyResult<Option<Bound<'py, PyList>>> {
+        let place = self.place(request_id)?;
+        place.map(|index| self.without_invalid_drafts(index, draft_token_ids)).transpose()
+    }
+
+    #[by(stopping)]
+    fn finish_requests<'py>(
+        &mut self,
+        request_ids: Option<&Bound<'py, PyAny>>,
+        status: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let Some(request_ids) = request_ids else {
+            return if self.guard.is_broken() {
+                self.finish_all_when_broken(status)
+            } else {
+                self.finish(self.requests.clone_ref(status.py()).bind(status.py()), status)
+            };
+        };
+        self.guard.check()?;
+        self.finish(request_ids, status)
+    }
+
+    #[by(stopping)]
+    fn encode_outputs_for(&mut self, client_index: i64) -> PyResult<()> {
+        self.output_writer.encode_for(client_index);
+        Ok(())
+    }
+
+    #[by(guarded)]
+    fn preempt_running(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
+        let (scheduler, mut hooks) = self.split(py);
+        let preempted = scheduler.preempt_running(now, &mut hooks);
+        for index in self.or_stop(preempted)? {
+            let told = self.preempted_req_ids.bind(py).add(&self.entries.get(index).id);
+            self.or_stop(told)?;
+        }
+        Ok(())
+    }
+
+    #[by(guarded)]
+    fn reset_prefix_cache(&mut self, py: Python<'_>) -> PyResult<bool> {
+        let reset = self.scheduler.reset_prefix_cache();
+        self.show_journal(py)?;
+        Ok(reset)
+    }
+
+    #[by(stopping)]
+    fn make_stats<'py>(&mut self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if !self.scheduler.config().log_stats {
+            return Ok(None);
+        }
+        let stats = self.scheduler.take_stats();
+        let others = OtherStats {
+            evictions: self.block_observer.evictions(py)?,
+            cudagraph: None,
+            kv_transfer: self.kv_transfer.take_stats(py, &self.scheduler)?,
+        };
+        let types = &self.output_writer.types;
+        types.scheduler_stats(py, &stats, &others).map(Some)
+    }
+
+    fn has_requests(&self, py: Python<'_>) -> PyResult<bool> {
+        // The engine asks before each step and before it sleeps: one that can't go on ends at
+        // once, and not with the next request that comes.
+        self.guard.check()?;
+        Ok(self.is_unfinished() || self.has_ends_to_tell(py))
+    }
+
+    fn has_unfinished_requests(&self) -> PyResult<bool> {
+        Ok(self.is_unfinished())
+    }
+
+    fn has_finished_requests(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.has_ends_to_tell(py))
+    }
+
+    fn num_unfinished_requests(&self) -> PyResult<i64> {
+        Ok(self.scheduler.num_unfinished_requests())
+    }
+
+    fn request_counts(&self) -> PyResult<(usize, usize)> {
+        Ok((self.scheduler.running().len(), self.scheduler.num_waiting()))
+    }
+
+    fn running_requests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        self.requests_at(py, self.scheduler.running().iter().copied())
+    }
+
+    fn waiting_requests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        self.requests_at(py, self.scheduler.waiting().into_iter())
+    }
+
+    fn kv_cache_usage<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        Ok(convert::kv_cache_usage(py, self.scheduler.kv_cache().pool().usage()))
+    }
+
+    fn num_used_blocks(&self) -> PyResult<u32> {
+        let pool = self.scheduler.kv_cache().pool();
+        Ok(pool.num_blocks() - 1 - pool.num_free())
+    }
+
+    fn pause_state(&self) -> PyResult<u8> {
+        Ok(match self.scheduler.pause_state() {
+            PauseState::Unpaused => 0,
+            PauseState::PausedNew => 1,
+            PauseState::PausedAll => 2,
+        })
+    }
+
+    #[by(stopping)]
+    fn set_pause_state(&mut self, state: u8) -> PyResult<()> {
+        self.scheduler.set_pause_state(match state {
+            0 => PauseState::Unpaused,
+            1 => PauseState::PausedNew,
+            2 => PauseState::PausedAll,
+            other => return Err(PyValueError::new_err(format!("unknown pause state {other}"))),
+        });
+        Ok(())
+    }
+
+    fn structured_output_request_ids<'py>(
+        &self,
+        request_ids: &Bound<'py, PyDict>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let ids = PyList::empty(request_ids.py());
+        for (id, _) in request_ids {
+            let request = self.place(&id)?.and_then(|index| self.scheduler.get(index));
+            if request.is_some_and(|it| it.use_structured_output() && !it.is_prefill_chunk()) {
+                ids.append(id)?;
+            }
+        }
+        Ok(ids)
+    }
+
+    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let requests = PyDict::new(py);
+        for (id, _) in self.requests.bind(py) {
+            let index = self.place(&id)?.expect("each request has a place");
+            let request = self.entries.get(index).request.bind(py);
+            let state = self.scheduler.request(index);
+            requests.set_item(id, snapshot::request_snapshot(request, state)?)?;
+        }
+        snapshot::snapshot(py, &self.scheduler, &self.entries, requests)
+    }
+
+    #[by(guarded)]
+    fn check_invariants(&mut self) -> PyResult<()> {
+        self.scheduler.check_invariants();
+        Ok(())
+    }
+}
+
+impl SchedulerCore {
+    /// Runs a call that changes state; if it ends in the middle, no other will follow.
+    fn guarded<T>(
+        &mut self,
+        entry: &'static str,
+        call: impl FnOnce(&mut Self) -> PyResult<T>,
+    ) -> PyResult<T> {
+        self.guard.check()?;
+        self.stopping(entry, call)
+    }
+
+    /// As [`Self::guarded`], but also after a call that ended in the middle.
+    fn stopping<T>(
+        &mut self,
+        entry: &'static str,
+        call: impl FnOnce(&mut Self) -> PyResult<T>,
+    ) -> PyResult<T> {
+        let called = catch_panics(entry, || {
+            let called = call(self);
+            self.timer.note_requests(&self.scheduler);
+            called
+        });
+        self.or_stop(called)?
+    }
+
+    /// Reports the time of each step's calls, and how many requests there are, from now on.
+    pub(crate) fn report_steps_to(&mut self, sink: Arc<dyn StepSink>) {
+        self.timer.report_to(sink);
+        self.timer.note_requests(&self.scheduler);
+    }
+
+    /// Whether a request has work to do in the current pause state.
+    fn is_unfinished(&self) -> bool {
+        self.scheduler.num_unfinished_requests() > 0
+    }
+
+    /// Whether the model runner has to be told of ends, or a KV connector keeps blocks.
+    fn has_ends_to_tell(&self, py: Python<'_>) -> bool {
+        // Requests that are kept until their blocks are sent need steps in which they are.
+        !self.finished_req_ids.bind(py).is_empty() || self.scheduler.num_kept_requests() > 0
+    }
+
+    /// The `Request` objects at these places.
+    fn requests_at<'py>(
+        &self,
+        py: Python<'py>,
+        places: impl Iterator<Item = RequestIndex>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let requests: Vec<_> = places.map(|it| &self.entries.get(it).request).collect();
+        PyList::new(py, requests)
+    }
+
+    fn place(&self, id: &Bound<'_, PyAny>) -> PyResult<Option<RequestIndex>> {
+        let place = self.places.bind(id.py()).get_item(id)?;
+        place.map(|place| Ok(RequestIndex(place.extract()?))).transpose()
+    }
+
+    /// `SchedulerOutput` of the step, if it could be decided on.
+    fn tell_step<'py>(
+        &mut self,
+        py: Python<'py>,
+        decided: PyResult<()>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.or_stop(decided)?;
+        let told = self.show_journal(py).and_then(|()| self.scheduler_output(py));
+        self.or_stop(told)
+    }
+
+    /// Brings all `Request` objects up to date.
+    fn show_requests(&self, py: Python<'_>) -> PyResult<()> {
+        for (_, place) in self.places.bind(py) {
+            let index = RequestIndex(place.extract()?);
+            let request = self.entries.get(index).request.bind(py);
+            self.kv_transfer.show(request, self.scheduler.request(index))?;
+        }
+        Ok(())
+    }
+
+    fn scheduler_output<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        for &index in &self.scheduler.step().preempted {
+            self.preempted_req_ids.bind(py).add(&self.entries.get(index).id)?;
+        }
+        let take = |set: &mut Py<PySet>| -> PyResult<Bound<'py, PySet>> {
+            Ok(std::mem::replace(set, PySet::empty(py)?.unbind()).into_bound(py))
+        };
+        let encoder_inputs = self.callbacks.encoder_inputs.bind(py);
+        let encoder = if encoder_inputs.is_none() {
+            None
+        } else {
+            let log_stats = self.scheduler.config().log_stats;
+            let told = encoder_inputs.call_method1(intern!(py, "end_step"), (log_stats,))?;
+            Some(EncoderStep { inputs: encoder_inputs.clone(), told: told.extract()? })
+        };
+        let extras = StepExtras {
+            finished_req_ids: take(&mut self.finished_req_ids)?,
+            preempted_req_ids: take(&mut self.preempted_req_ids)?,
+            encoder,
+        };
+        self.scheduler_output_builder.build(&self.scheduler, &self.entries, extras)
+    }
+
+    /// The draft tokens before the first that the request's grammar rejects, if it has one.
+    fn without_invalid_drafts<'py>(
+        &self,
+        index: RequestIndex,
+        draft_token_ids: Bound<'py, PyList>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let state = self.scheduler.request(index);
+        if !state.use_structured_output() {
+            return Ok(draft_token_ids);
+        }
+        let request = self.entries.get(index).request.bind(draft_token_ids.py());
+        convert::sync_request_tokens(request, state.tokens())?;
+        let validate = self.callbacks.validate_tokens.bind(request.py());
+        Ok(validate.call1((request, draft_token_ids))?.cast_into()?)
+    }
+
+    /// Shows what has happened to blocks to those who asked. Before the entries of ended requests
+    /// are dropped.
+    fn show_journal(&mut self, py: Python<'_>) -> PyResult<()> {
+        if !self.block_observer.is_present() {
+            return Ok(());
+        }
+        let entries = self.scheduler.take_journal();
+        let hasher = self.scheduler.config().hasher.as_ref();
+        let digest_len = hasher.map_or(0, BlockHasher::digest_len);
+        self.block_observer.observe(py, entries, &self.entries, digest_len)
+    }
+
+    /// The core, and the answers to its questions.
+    fn split<'a, 'py>(&'a mut self, py: Python<'py>) -> (&'a mut Scheduler, PyHooks<'a, 'py>) {
+        let hooks = PyHooks {
+            py,
+            entries: &self.entries,
+            callbacks: &self.callbacks,
+            extra_keys: &self.extra_keys,
+            kv_transfer: &self.kv_transfer,
+            grammar_errors: &self.grammar_errors,
+        };
+        (&mut self.scheduler, hooks)
+    }
+
+    /// An error that leaves the core and what is known of it apart is the last one.
+    fn or_stop<T>(&mut self, result: PyResult<T>) -> PyResult<T> {
+        if let Err(error) = &result {
+            self.guard.note(error);
+        }
+        result
+    }
+}
