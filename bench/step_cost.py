@@ -50,7 +50,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from bench.header import describe_run
 from bench.progress import Progress
 from bench.step_loads import BLOCK_SIZE, FEATURES, GPT_OSS, PLAIN, GrammarsOfNoCost, Load
-from tests.differential.world import (
+from testkit.worlds.world import (
     CANDIDATES,
     BlockHasher,
     World,

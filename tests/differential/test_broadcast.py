@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from .runner import run_scenario
-from .world import (
+from testkit.worlds.world import (
     NAMED_SETTINGS,
     CandidateChooser,
     Configuration,
@@ -16,6 +15,8 @@ from .world import (
     sparksched_scheduler_class,
     stock_scheduler_class,
 )
+
+from .runner import run_scenario
 
 NUM_SEEDS = 2
 NUM_STEPS = 120

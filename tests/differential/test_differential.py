@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from testkit.worlds.world import NAMED_SETTINGS, sparksched_scheduler_class
+
 from .runner import Coverage, run_scenario
-from .world import NAMED_SETTINGS, sparksched_scheduler_class
 
 NUM_SEEDS = 10
 NUM_ENCODED_SEEDS = 2

@@ -8,13 +8,14 @@ from unittest import mock
 import pytest
 from sparksched import encoder_inputs, releases
 
-from .runner import SchedulersDiffer, run_scenario
-from .world import (
+from testkit.worlds.world import (
     build_world,
     draw_configuration,
     sparksched_scheduler_class,
     vllm_environment,
 )
+
+from .runner import SchedulersDiffer, run_scenario
 
 MOST_SEEDS = 40
 NUM_STEPS = 120

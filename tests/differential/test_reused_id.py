@@ -14,8 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from .state import snapshot, stock_snapshot
-from .world import (
+from testkit.worlds.world import (
     CANDIDATES,
     World,
     build_world,
@@ -23,6 +22,8 @@ from .world import (
     stock_block_hasher,
     vllm_environment,
 )
+
+from .state import snapshot, stock_snapshot
 
 
 def run(

@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from engine.executor import engine_config, write_model_directory
 from engine.harness import restored_vllm
 from prometheus_client import REGISTRY, Histogram
 from sparksched import patching, plugin, token_metrics
@@ -19,6 +18,8 @@ from vllm.v1.metrics import loggers
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import IterationStats
+
+from testkit.executor import engine_config, write_model_directory
 
 BOUNDS = [0.01, 0.025, 0.05, 0.1, 1.0]
 

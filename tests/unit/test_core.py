@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from differential.world import build_world, draw_configuration, vllm_environment
 from sparksched import engine_hooks, scheduler, sessions
 from sparksched._core import NativeBlockHasher, SchedulerCore, read_prompt
 from unit.bare_core import (
@@ -45,6 +44,8 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from testkit.worlds.world import build_world, draw_configuration, vllm_environment
 
 TOO_LARGE_TOKENS = [2**31, 2**40, 2**63, 2**64, 2**100, -(2**31) - 1]
 BEYOND_64_BITS = [2**63, 2**64 - 1, -(2**63) - 1]
