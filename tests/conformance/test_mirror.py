@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from differential.state import stock_snapshot
-from sparksched import releases
+from sparksched.compat import releases
 from sparksched.verify.compare import first_difference
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from sparksched import releases
 from sparksched._core import StepOutputs
+from sparksched.compat import releases
 from sparksched.verify.compare import Difference, first_difference
 from vllm.sampling_params import (
     RepetitionDetectionParams,

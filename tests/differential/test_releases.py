@@ -6,7 +6,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from sparksched import encoder_inputs, releases
+from sparksched.compat import releases
+from sparksched.engine import encoder_inputs
 
 from testkit.worlds.world import (
     build_world,

@@ -6,7 +6,7 @@ we. Since 0.33.0 it carries on in any case, and gives the token to the new reque
 """
 
 import pytest
-from sparksched import releases
+from sparksched.compat import releases
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
