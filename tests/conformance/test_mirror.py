@@ -6,16 +6,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from differential.model import FakeStructuredOutputManager
 from differential.state import stock_snapshot
-from differential.world import (
-    World,
-    build_world,
-    draw_configuration,
-    stock_block_hasher,
-    vllm_environment,
-)
-from sparksched import releases
+from sparksched.compat import releases
 from sparksched.verify.compare import first_difference
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -25,6 +17,15 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+from testkit.worlds.model import FakeStructuredOutputManager
+from testkit.worlds.world import (
+    World,
+    build_world,
+    draw_configuration,
+    stock_block_hasher,
+    vllm_environment,
+)
 
 from . import settings
 from .kv_transfer_mirror import DeferredFrees

@@ -6,16 +6,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from sparksched import encoder_inputs, releases
+from sparksched.compat import releases
+from sparksched.engine import encoder_inputs
 
-from .finding import find
-from .runner import SchedulersDiffer, run_scenario
-from .world import (
+from testkit.worlds.world import (
     build_world,
     draw_configuration,
     sparksched_scheduler_class,
     vllm_environment,
 )
+
+from .finding import find
+from .runner import SchedulersDiffer, run_scenario
 
 MOST_SEEDS = 40
 NUM_STEPS = 120

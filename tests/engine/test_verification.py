@@ -33,7 +33,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from .executor import UNRULY, engine_config
+from testkit.executor import UNRULY, engine_config
+
 from .harness import (
     ASYNC_SCHEDULING,
     GRAMMAR_TIMEOUT_S,

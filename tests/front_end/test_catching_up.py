@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from engine.harness import restored_replacements
 from sparksched import _core
-from sparksched.transport import front_end
+from sparksched.front_end import overload
 from sparksched.transport.client import MAX_OUTPUTS, _AsyncChannel
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, async_llm
@@ -62,7 +62,7 @@ async def backlog_scene(engines: int) -> dict[str, list[list[int]]]:
 
 def seen_streams(new_event_loop: NewEventLoop, engines: int = 1) -> dict[str, list[list[int]]]:
     with restored_replacements():
-        front_end.install(async_llm)
+        overload.install(async_llm)
         seen: dict[str, list[list[int]]] = run(new_event_loop, backlog_scene(engines))
     assert list(seen) == NAMES
     for outputs in seen.values():

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from sparksched import output_processor
+from sparksched.front_end import output_processor
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput

@@ -8,13 +8,14 @@ from unittest import mock
 
 import msgspec
 import pytest
-from differential import trace as differential_trace
-from differential.world import NAMED_SETTINGS
 from sparksched.trace.events import Arrive, Drafts, End, Event, Finish, Reset, Step, Stop, Update
 from sparksched.trace.history import History
 from sparksched.trace.reader import Trace
 from sparksched.trace.replay import Replay
 from sparksched.trace.writer import FULL
+
+from testkit.worlds import trace as differential_trace
+from testkit.worlds.world import NAMED_SETTINGS
 
 from .mutations import frames
 from .scenarios import events, record_scenario, replay

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from bare_core import assert_goes_on, build_core, build_request, runner_output
 from sparksched._core import SchedulerCore
-from sparksched.kv_transfer import KVTransfer
+from sparksched.engine.kv_transfer import KVTransfer
 from vllm.v1.outputs import KVConnectorOutput
 
 KV_TRANSFER = {
