@@ -34,9 +34,12 @@ BEHAVIORS: dict[str, tuple[str, Any]] = {
     "local_prefill_interval": ("prefill-interval", 0),
 }
 
-pytestmark = pytest.mark.skipif(
-    not releases.is_since("0.33.0"), reason="vLLM 0.32.0 is what all others are compared with"
-)
+pytestmark = [
+    pytest.mark.release,
+    pytest.mark.skipif(
+        not releases.is_since("0.33.0"), reason="vLLM 0.32.0 is what all others are compared with"
+    ),
+]
 
 
 def test_every_behavior_is_tested() -> None:

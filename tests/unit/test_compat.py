@@ -22,6 +22,8 @@ from sparksched.compat import Unsupported, configuration, known_shapes, releases
 from sparksched.compat import kv_cache as kv_cache_rules
 from sparksched.front_end import output_processor
 
+pytestmark = pytest.mark.release
+
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
