@@ -10,6 +10,7 @@ import vllm.envs
 from vllm.logger import init_logger
 
 from sparksched import __version__, _core, environment, patching
+from sparksched.engine.context import context_of
 from sparksched.metrics import engine as metrics
 from sparksched.transport.engine.clients import EngineTransport
 from sparksched.transport.engine.notices import Notice
@@ -60,7 +61,8 @@ def _with_rings(original: patching.Function) -> patching.Function:
 def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
     rings, offer = _offer_rings(engine, num_clients)
     offer.engine = metrics.begin(engine, rings)
-    engine.sparksched_offer = offer
+    context = context_of(engine)
+    context.offer = offer
     report = offer.engine
     logger.info(
         "sparksched %s: this engine schedules with %s and offers %s",
@@ -70,8 +72,8 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
     )
     if rings is not None:
         _share_between_threads(engine)
-        engine.sparksched_transport = EngineTransport(engine, rings)
-        engine.sparksched_transport.start()
+        context.transport = EngineTransport(engine, rings)
+        context.transport.start()
 
 
 def _with_offer(original: patching.Function) -> patching.Function:
@@ -80,7 +82,9 @@ def _with_offer(original: patching.Function) -> patching.Function:
         response = original(self)
         if vllm.envs.VLLM_USE_RUST_FRONTEND:
             return response  # vLLM's Rust front end would have to know the field
-        return with_offer(response, self.sparksched_offer)
+        offer = context_of(self).offer
+        assert offer is not None, "the input thread makes it before it says that it is ready"
+        return with_offer(response, offer)
 
     return make_ready_response
 
@@ -89,7 +93,9 @@ def _with_notices(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     def handle_client_request(self: "EngineCoreProc", request_type: Any, request: Any) -> None:
         if isinstance(request_type, Notice):
-            self.sparksched_transport.handle_notice(request_type, request)
+            transport = context_of(self).transport
+            assert transport is not None, "notices are of the rings"
+            transport.handle_notice(request_type, request)
         else:
             original(self, request_type, request)
 
@@ -102,9 +108,10 @@ def _closing_rings(original: patching.Function) -> patching.Function:
         try:
             original(self)
         finally:
-            transport = getattr(self, "sparksched_transport", None)
-            if transport is not None:
-                transport.close()
+            # An engine may be shut down that hasn't come so far as to have a scheduler.
+            context = getattr(self, "sparksched", None)
+            if context is not None and context.transport is not None:
+                context.transport.close()
 
     return shutdown
 
