@@ -28,7 +28,6 @@ from packaging.requirements import Requirement
 
 from testkit.vllm_source import fetch_source_distribution, installed_version, uv
 
-# testkit/vllm_overlay.py
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / ".overlays"
 

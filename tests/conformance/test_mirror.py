@@ -32,6 +32,8 @@ from .kv_transfer_mirror import DeferredFrees
 from .mirror import MirrorIsWrong, StateWasChangedByHand
 from .scheduler import AssignsToTheScheduler, MirroredAsyncScheduler, MirroredScheduler
 
+pytestmark = pytest.mark.release
+
 since_0_33 = pytest.mark.skipif(
     not releases.is_since("0.33.0"), reason="vLLM 0.32.0 does otherwise"
 )

@@ -27,6 +27,11 @@ def main() -> int:
         "--snapshot-interval", type=int, default=1, help="steps between comparisons of all state"
     )
     parser.add_argument(
+        "--broadcast",
+        action="store_true",
+        help="compare steps as other processes get them",
+    )
+    parser.add_argument(
         "--encoded", action="store_true", help="compare outputs as messages, byte for byte"
     )
     parser.add_argument(
@@ -50,6 +55,7 @@ def main() -> int:
                     CANDIDATES[arguments.candidate],
                     coverage=coverage,
                     snapshot_interval=arguments.snapshot_interval,
+                    broadcast=arguments.broadcast,
                     encoded=arguments.encoded,
                 )
             except SchedulersDiffer as difference:

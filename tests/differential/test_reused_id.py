@@ -25,6 +25,8 @@ from testkit.worlds.world import (
 
 from .state import snapshot, stock_snapshot
 
+pytestmark = pytest.mark.release
+
 
 def run(
     scheduler: SchedulerInterface, world: World, former_prompt: int, stale_tokens: list[int]

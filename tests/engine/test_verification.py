@@ -47,6 +47,8 @@ from .harness import (
 from .test_engine_core import add_long_requests, arriving_in_turn, mixed_requests
 from .test_structured_output import REGEX, SCHEMA, structured_request
 
+pytestmark = pytest.mark.release
+
 PLANTED_STEP = 8
 
 

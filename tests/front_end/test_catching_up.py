@@ -23,6 +23,8 @@ from .event_loops import EVENT_LOOPS, NewEventLoop, Turns, run, turns
 from .test_turns import async_llm as new_async_llm
 from .test_turns import new_request
 
+pytestmark = pytest.mark.release
+
 CHUNK_SIZE = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
 NUM_STREAMS = 300  # more than vLLM processes in one go
 NUM_STEPS = 8

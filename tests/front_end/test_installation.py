@@ -16,6 +16,8 @@ from vllm.v1.engine import output_processor as vllm_output_processor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.metrics.stats import IterationStats
 
+pytestmark = pytest.mark.release
+
 REPLACED = [
     (OutputProcessor, "process_outputs"),
     (IterationStats, "update_from_output"),

@@ -22,6 +22,8 @@ from vllm.v1.metrics.stats import IterationStats
 
 from testkit.executor import engine_config, write_model_directory
 
+pytestmark = pytest.mark.release
+
 BOUNDS = [0.01, 0.025, 0.05, 0.1, 1.0]
 
 

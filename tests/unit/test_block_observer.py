@@ -38,6 +38,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
+pytestmark = pytest.mark.release
+
 NUM_BLOCKS = 12
 WINDOW = 8
 

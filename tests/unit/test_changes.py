@@ -13,6 +13,8 @@ from sparksched import patching, plugin
 from sparksched.engine import hooks
 from sparksched.trace import engine_end
 
+pytestmark = pytest.mark.release
+
 PAGE = Path(__file__).resolve().parents[2] / "docs/changes-in-vllm.md"
 MODULES = ("core", "core_client", "async_llm", "output_processor")
 

@@ -21,6 +21,8 @@ from vllm.platforms.cpu import CpuPlatform
 from testkit.executor import write_model_directory
 from testkit.tiny_gpt_oss import write_model
 
+pytestmark = pytest.mark.release
+
 COLUMNS = 80
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 

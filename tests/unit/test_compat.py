@@ -21,6 +21,8 @@ from sparksched import compat
 from sparksched.compat import Unsupported, configuration, known_shapes, releases, shapes
 from sparksched.compat import kv_cache as kv_cache_rules
 
+pytestmark = pytest.mark.release
+
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -297,7 +299,7 @@ def test_differences_between_shapes(found: dict[str, object], reason: str | None
         {"use_v2_model_runner": True},
         {"use_v2_model_runner": False},
     ],
-    ids=str,
+    ids=",".join,
 )
 def test_supported_configurations(supported_config: object, changes: dict[str, object]) -> None:
     assert compat.unsupported_config(all_changed(supported_config, changes)) is None
@@ -411,7 +413,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("feature", "changes"), REFUSED, ids=str)
+@pytest.mark.parametrize(
+    ("feature", "changes"), REFUSED, ids=lambda it: it if isinstance(it, str) else ",".join(it)
+)
 def test_refused_configurations(
     supported_config: object,
     feature: str,

@@ -48,6 +48,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from testkit.worlds.world import build_world, draw_configuration, vllm_environment
 
+pytestmark = pytest.mark.release
+
 TOO_LARGE_TOKENS = [2**31, 2**40, 2**63, 2**64, 2**100, -(2**31) - 1]
 BEYOND_64_BITS = [2**63, 2**64 - 1, -(2**63) - 1]
 

@@ -26,6 +26,8 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
+pytestmark = pytest.mark.release
+
 # Three full blocks and a half, so that output tokens complete the last block.
 PROMPT = [11, 300, 70_000, 2**31 - 1, *range(100, 110)]
 GROWTH = [[1], [2, 3], [4, 5, 6, 7, 8], [9] * 17]

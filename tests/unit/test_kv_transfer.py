@@ -9,6 +9,8 @@ from sparksched._core import SchedulerCore
 from sparksched.engine.kv_transfer import KVTransfer
 from vllm.v1.outputs import KVConnectorOutput
 
+pytestmark = pytest.mark.release
+
 KV_TRANSFER = {
     "defer_block_free": False,
     "requires_kv_delivery": False,
