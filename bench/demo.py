@@ -143,7 +143,7 @@ def _run_side(name: str, model_dir: Path, scheduler: str | None) -> Side:
 
 
 def _probe_environment(steps_path: Path) -> dict[str, str]:
-    search_path = [str(ROOT / "bench" / "probe"), os.environ.get("PYTHONPATH", "")]
+    search_path = [str(ROOT / "bench" / "hooks"), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
         "SPARKSCHED_DEMO_PROBE": str(steps_path),

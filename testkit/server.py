@@ -88,14 +88,16 @@ def serve(
     log_path: Path,
     *,
     scheduler: str | None = None,
+    name: str = MODEL_NAME,
+    is_on_cpu: bool = True,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[Server]:
     """Start `vllm serve` on a free local port, wait until it is healthy, and stop it at the end.
 
-    `scheduler` becomes VLLM_SCHEDULER; None means vLLM's own. `arguments` follow the defaults, so
-    they win over them.
+    `scheduler` becomes VLLM_SCHEDULER; None means vLLM's own. `name` is what the model is served
+    as. On a CPU there are arguments for tiny models; `arguments` follow them, so they win.
     """
     port = _free_port()
     process = _start(
@@ -103,10 +105,11 @@ def serve(
         log_path,
         port=port,
         scheduler=scheduler,
-        arguments=arguments,
+        name=name,
+        arguments=[*(CPU_ARGUMENTS if is_on_cpu else ()), *arguments],
         environment=environment or {},
     )
-    server = Server(f"http://127.0.0.1:{port}", log_path, process)
+    server = Server(f"http://127.0.0.1:{port}", log_path, process, name)
     try:
         _wait_until_healthy(server, start_timeout_s)
         yield server
@@ -120,13 +123,13 @@ def _start(
     *,
     port: int,
     scheduler: str | None,
+    name: str,
     arguments: Sequence[str],
     environment: Mapping[str, str],
 ) -> "subprocess.Popen[bytes]":
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_dir.resolve())),
-        *(f"--served-model-name={MODEL_NAME}", "--host=127.0.0.1", f"--port={port}"),
-        *CPU_ARGUMENTS,
+        *(f"--served-model-name={name}", "--host=127.0.0.1", f"--port={port}"),
         *arguments,
     ]
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}

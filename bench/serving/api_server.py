@@ -1,4 +1,4 @@
-"""What the benchmark does inside a vLLM API server: drive its `AsyncLLM`, and time what arrives.
+"""What the benchmark does inside a vLLM API server: drive its `AsyncLLM`, and ask its engines.
 
 Each API server listens at a Unix socket for one benchmark. A thread waits for its commands, which
 are then run in the event loop, as everything that the server does. See `bench.serving.remote`.
@@ -11,13 +11,11 @@ import json
 import os
 import threading
 import traceback
-from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
-from bench.serving.client_probe import ClientProbe
 from bench.serving.engine_probe import thread_names
-from bench.serving.streams import RUNNING, Recorder, StreamLog, clock
+from bench.serving.streams import Recorder, StreamLog, clock
 from bench.serving.workload import Request, Workload
 
 POLL_S = 0.005
@@ -54,7 +52,6 @@ class Control:
         """Drive this `AsyncLLM` in this loop."""
         self._llm = llm
         self._loop = loop
-        self._probe: ClientProbe | None = None
         self._num_rounds = 0
         self._releasing: asyncio.Task[None] | None = None
 
@@ -139,16 +136,13 @@ class Control:
             recorder.note(number, clock(), len(output.outputs[0].token_ids))
         recorder.end(number)
 
-    def _generate(
-        self, number: int, request: Request, engine: int | None = None, is_sampled: bool = False
-    ) -> Any:
-        """Send a request, to an engine or to where the balancer wants it; yield its outputs."""
+    def _generate(self, number: int, request: Request) -> Any:
+        """Send a request; yield its outputs."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params = SamplingParams(
             max_tokens=request.max_tokens,
-            temperature=1.0 if is_sampled else 0.0,
-            seed=number if is_sampled else None,
+            temperature=0.0,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -156,7 +150,7 @@ class Control:
         # The form in which the server itself hands prompts over.
         prompt = {"type": "token", "prompt_token_ids": request.prompt}
         request_id = f"bench-{self._num_rounds}-{number}"
-        return self._llm.generate(prompt, params, request_id, data_parallel_rank=engine)
+        return self._llm.generate(prompt, params, request_id)
 
     async def _wait_until_idle(self) -> None:
         """Wait until the engines have nothing left to do for this server."""
@@ -165,56 +159,12 @@ class Control:
                 await asyncio.sleep(POLL_S)
             await self._describe_engines()
 
-    async def on_collect(
-        self, workload: Workload, is_sampled: bool, notify: Any
-    ) -> list[list[int]]:
-        """Return the tokens of each request, all of them scheduled from the same step on.
-
-        With several engines the requests go to them in turn: which one serves a request, and with
-        which others, may not depend on how fast a scheduler is.
-        """
-        self._num_rounds += 1
-        async with asyncio.timeout(LATEST_S):
-            while not all(await self._ask_engines("reset_prefix_cache", False, False)):
-                await asyncio.sleep(POLL_S)
-        tasks: list[asyncio.Task[list[int]]] = []
-        try:
-            async with self._held():
-                for number, request in enumerate(workload.requests()):
-                    collecting = self._collect(number, request, is_sampled)
-                    tasks.append(asyncio.create_task(collecting))
-                    await asyncio.sleep(0)  # so that they get there in this order
-                await self._wait_for_requests(len(tasks))
-            async with asyncio.timeout(LATEST_S):
-                streams = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        await self._wait_until_idle()
-        return streams
-
-    async def on_scale_weights(self, is_back: bool, notify: Any) -> int:
-        """Have random weights scaled, or scaled back; return how many tensors were."""
-        return sum(await self._ask_engines("bench_scale_weights", is_back))
-
-    @contextlib.asynccontextmanager
-    async def _held(self) -> AsyncIterator[None]:
-        """Have the engines schedule nothing for as long as this lasts."""
-        await self._pause()
-        try:
-            yield
-        finally:
-            await self._llm.resume_generation()
-
-    async def _pause(self) -> None:
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
-
     async def on_hold(self, num_requests: int, notify: Any) -> None:
         """Have the engines schedule nothing until they have so many requests; don't wait for it."""
         if self._releasing is not None:  # of a round that has failed, perhaps
             self._releasing.cancel()
             await asyncio.wait([self._releasing])
-        await self._pause()
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
         self._releasing = asyncio.create_task(self._release(num_requests))
 
     async def _release(self, num_requests: int) -> None:
@@ -232,14 +182,6 @@ class Control:
     async def _num_in_engines(self) -> int:
         return sum(int(it["num_requests"]) for it in await self._describe_engines())
 
-    async def _collect(self, number: int, request: Request, is_sampled: bool) -> list[int]:
-        num_engines = len(self._llm.engine_core.core_engines)
-        engine = number % num_engines if num_engines > 1 else None
-        token_ids: list[int] = []
-        async for output in self._generate(number, request, engine, is_sampled):
-            token_ids += output.outputs[0].token_ids
-        return token_ids
-
     # ---- probes ----
 
     async def on_take_compiled(self, notify: Any) -> list[list[list[Any]] | None]:
@@ -248,47 +190,9 @@ class Control:
         return [worker for answer in answers for worker in json.loads(answer)]
 
     async def on_start_probes(self, notify: Any) -> None:
-        """Begin to time the engines' phases and this process's part of each message."""
-        await self._ask_engines("bench_start", False)
-        self._probe = ClientProbe()
+        """Begin to time the engines' phases."""
+        await self._ask_engines("bench_start")
 
-    async def on_stop_probes(self, notify: Any) -> dict[str, Any]:
-        """Return what was timed."""
-        assert self._probe is not None
-        client, self._probe = self._probe.stop(), None
-        engines = [json.loads(answer) for answer in await self._ask_engines("bench_stop")]
-        return {"engines": engines, "client": client}
-
-    async def on_count(self, notify: Any) -> None:
-        """Begin to note the sizes of the engines' steps."""
-        await self._ask_engines("bench_count")
-
-    async def on_counted(self, notify: Any) -> list[list[list[int]]]:
-        """Return requests and tokens of each step, by engine."""
-        return [json.loads(answer) for answer in await self._ask_engines("bench_counted")]
-
-    async def on_trace(
-        self, workload: Workload, prefix: str, delay_steps: int, steps: int, notify: Any
-    ) -> None:
-        """Have the worker write a profiler's trace of a few steps while all streams decode."""
-        running = asyncio.Event()
-        recorder = Recorder(
-            workload.num_requests, lambda event: running.set() if event == RUNNING else None
-        )
-        self._num_rounds += 1
-        tasks = [
-            asyncio.create_task(self._stream(number, request, recorder))
-            for number, request in enumerate(workload.requests())
-        ]
-        async with asyncio.timeout(LATEST_S):
-            await running.wait()
-        await self._ask_engines("bench_start", True)
-        try:
-            await self._llm.start_profile(
-                prefix, delay_iterations=delay_steps, max_iterations=steps
-            )
-            await asyncio.gather(*tasks)
-            await self._llm.stop_profile()
-        finally:
-            await self._ask_engines("bench_stop")
-        await self._wait_until_idle()
+    async def on_stop_probes(self, notify: Any) -> list[dict[str, Any]]:
+        """Return what was timed, of each engine."""
+        return [json.loads(answer) for answer in await self._ask_engines("bench_stop")]

@@ -1,4 +1,4 @@
-"""Takes a plan of cells, starts the servers that it needs, and keeps what they are measured at."""
+"""Takes a plan of cells, starts the servers that it needs, and keeps what was measured."""
 
 import os
 import time
@@ -10,23 +10,19 @@ from typing import Any
 from bench.progress import Progress
 from bench.serving.drivers import HTTP, AsyncLLMDriver, Driver, HttpDriver, running_loaders
 from bench.serving.evaluate import NothingMeasuredError
-from bench.serving.excerpt import shortened
 from bench.serving.gpus import memory_of_gpus, wait_until_free
 from bench.serving.layouts import Layout
 from bench.serving.measure import (
     Effort,
     measure_cell,
-    measure_idle,
     measure_same_streams,
-    measure_trace,
 )
 from bench.serving.models import Model, prepare
 from bench.serving.plan import ALL, CellKey, Plan, ServerKey
 from bench.serving.remote import RemoteError
-from bench.serving.server import ASYNC, SYNC, Server, ServerError, Start, serve
-from bench.serving.splits import splits_text
-from bench.serving.store import STREAMS, TRACES, Store
-from bench.serving.workload import DECODE, Workload
+from bench.serving.server import Server, ServerError, Start, serve
+from bench.serving.store import STREAMS, Store
+from bench.serving.workload import Workload
 
 FAILURES = (RemoteError, ServerError, NothingMeasuredError)
 MAX_REASON = 2000
@@ -80,7 +76,7 @@ class Benchmark:
         for key in self.plan.servers():
             missing_cells = [it for it in self.plan.cells(key) if not self.store.has_cell(it)]
             self.progress.skip(len(list(self.plan.cells(key))) - len(missing_cells))
-            if missing_cells or self._lacks_extras(key):
+            if missing_cells or self._lacks_streams(key):
                 first_s = self.store.known_s(missing_cells[0]) if missing_cells else 0.0
                 self._check_time(START_RESERVE * self.store.known_start_s() + first_s)
                 self._measure_server(key, missing_cells)
@@ -89,17 +85,8 @@ class Benchmark:
         if time.monotonic() + needed_s > self.deadline:
             raise OutOfTimeError("what is left of --minutes is too short for what comes next")
 
-    def _lacks_extras(self, key: ServerKey) -> bool:
-        return any(not self.store.has(*it[:2], **it[2]) for it in self._extras(key))
-
-    def _extras(self, key: ServerKey) -> list[tuple[str, ServerKey, dict[str, Any]]]:
-        """Return what else is to be measured with a server: tables and keys."""
-        extras: list[tuple[str, ServerKey, dict[str, Any]]] = []
-        if self.plan.compares_streams:
-            extras.append((STREAMS, key, {}))
-        if key.visit == 0 and self.plan.traces and DECODE in self.plan.workloads:
-            extras += [(TRACES, key, {"concurrency": it}) for it in self.plan.concurrencies]
-        return extras
+    def _lacks_streams(self, key: ServerKey) -> bool:
+        return self.plan.compares_streams and not self.store.has(STREAMS, key)
 
     def _measure_server(self, key: ServerKey, cells: list[CellKey]) -> None:
         subject = self.subjects[key.model]
@@ -112,12 +99,9 @@ class Benchmark:
             with serve(start, self.work_dir, self.deadline) as server:
                 self._describe(key, server)
                 # Cells may take until there is no time left; the comparison is short.
-                self._measure_extras(key, server, STREAMS)
+                if self._lacks_streams(key):
+                    self._compare_streams(key, server)
                 self._measure_cells(server, cells)
-                # Traces disturb: only after everything else.
-                if self.plan.cores != (ALL,):
-                    server.confine(sorted(os.sched_getaffinity(0)))
-                self._measure_extras(key, server, TRACES)
         except (ServerError, RemoteError) as error:
             self.progress.say(f"failed: {_reason(error)}")
             for cell in cells:
@@ -134,26 +118,26 @@ class Benchmark:
             max_model_len=max(CONTEXT_TOKENS, *(it.max_context + 1 for it in workloads)),
             has_gpu=self.gpu is not None,
             layout=layout,
+            front_end=key.front_end,
             extra_arguments=self.serve_arguments,
         )
 
     def _describe(self, key: ServerKey, server: Server) -> None:
-        self.progress.say(setting_of(server.described))
-        if self.store.has("servers", key):
-            return
-        engines = server.described["engines"]
-        engine = {name: it for name, it in engines[0].items() if name != "threads"}
-        found = {
-            "start_s": server.start_s,
-            "transport": server.described["transport"],
-            "num_api_servers": len(server.remotes),
-            "num_engines": len(engines),
-            "engine": engine,
-            "has_dummy_weights": server.start.model.has_dummy_weights,
-            "max_model_len": server.start.max_model_len,
-            "idle_cpu": measure_idle(server, self.effort),
-        }
-        self.store.put("servers", key, found)
+        found: dict[str, Any] = {"start_s": server.start_s}
+        if server.remotes:
+            engines = server.described["engines"]
+            found |= {
+                "transport": server.described["transport"],
+                "num_api_servers": len(server.remotes),
+                "num_engines": len(engines),
+                "engine": {name: it for name, it in engines[0].items() if name != "threads"},
+            }
+        if not self.store.has("servers", key):
+            found |= {
+                "has_dummy_weights": server.start.model.has_dummy_weights,
+                "max_model_len": server.start.max_model_len,
+            }
+            self.store.put("servers", key, found)
 
     def _measure_cells(self, server: Server, cells: list[CellKey]) -> None:
         for cores in dict.fromkeys(cell.cores for cell in cells):
@@ -187,18 +171,16 @@ class Benchmark:
         workload = self._workload(cell, server.start.model)
         try:
             case = f"{cell.driver}, {cell.cores}"
-            found = measure_cell(server, driver, workload, self.effort, self.gpu, case)
+            found = measure_cell(server, driver, workload, self.effort, case)
         except FAILURES as error:
             self._put_failure(cell, server.start.model, error)
             if not server.is_healthy():
-                raise ServerError(f"{error}; the server is gone: {server.log_excerpt()}") from None
+                log = server.launched.log_path
+                raise ServerError(f"{error}; the server is gone: {log}") from None
             self.progress.say(f"failed: {_reason(error)}")
             return
         about = {"seconds": time.monotonic() - begun, "cpus": cores}
         self.store.put_cell(cell, workload.lengths | about | found)
-        split = splits_text(found["rounds"])
-        if split:
-            self.progress.say(split)
 
     def _workload(self, cell: CellKey, model: Model) -> Workload:
         return self.plan.workload(cell.workload, cell.concurrency, model)
@@ -207,48 +189,20 @@ class Benchmark:
         # With its lengths, by which a row is put beside the other scheduler's.
         self.store.put_failure(cell, self._workload(cell, model).lengths, _reason(error))
 
-    def _measure_extras(self, key: ServerKey, server: Server, wanted: str) -> None:
-        """Measure what a table lacks of this server."""
-        model = server.start.model
-        for table, _, more in self._extras(key):
-            if table != wanted or self.store.has(table, key, **more):
-                continue
-            self._check_time()
-            self.progress.say(f"{table}: {server.start.label} {more or ''}")
-            try:
-                found = self._measure_extra(server, table, model, **more)
-            except RemoteError as error:
-                self.store.put(table, key, {"error": _reason(error)}, **more)
-                if not server.is_healthy():
-                    raise
-                self.progress.say(f"failed: {_reason(error)}")
-            else:
-                self.store.put(table, key, found, **more)
-
-    def _measure_extra(
-        self, server: Server, table: str, model: Model, concurrency: int = 1
-    ) -> dict[str, Any]:
-        if table == TRACES:
-            return measure_trace(server, self.plan.workload(DECODE, concurrency, model))
+    def _compare_streams(self, key: ServerKey, server: Server) -> None:
+        """Keep digests of what the same requests bring over HTTP."""
+        self._check_time()
+        self.progress.say(f"streams: {server.start.label}")
         streams, tokens = self.effort.compared_streams, self.effort.compared_tokens
-        return measure_same_streams(server, self.plan.compared_workload(model, streams, tokens))
-
-
-def setting_of(described: dict[str, Any]) -> str:
-    """Return in a line how a server is set up that has told of itself."""
-    engines = described["engines"]
-    engine = engines[0]
-    executor = engine["executor"].rpartition(".")[2]
-    return ", ".join(
-        [
-            f"{len(engines)} x {executor}",
-            f"{described['num_api_servers']} x API server by {described['transport']}",
-            f"model runner {engine['model_runner']}",
-            ASYNC if engine["is_async"] else SYNC,
-            f"{engine['max_concurrent_batches']} batches at once",
-            f"experts: {engine['experts']}",
-        ]
-    )
+        workload = self.plan.compared_workload(server.start.model, streams, tokens)
+        try:
+            with running_loaders(streams, None) as loaders:
+                found = measure_same_streams(HttpDriver(server, loaders), workload)
+        except RemoteError as error:
+            self.store.put(STREAMS, key, {"error": _reason(error)})
+            self.progress.say(f"failed: {_reason(error)}")
+        else:
+            self.store.put(STREAMS, key, found)
 
 
 def divide_cores(cores: str) -> tuple[list[int] | None, set[int] | None]:
@@ -266,4 +220,4 @@ def divide_cores(cores: str) -> tuple[list[int] | None, set[int] | None]:
 
 
 def _reason(error: Exception) -> str:
-    return shortened(f"{error}", MAX_REASON)
+    return f"{error}"[-MAX_REASON:]

@@ -65,6 +65,22 @@ class HttpDriver:
 
     def run(self, workload: Workload, on_event: Events) -> Round:
         """Send all requests at once, spread over as many processes as that many streams need."""
+        parts = self._send(workload, on_event)
+        percents = [100 * part["cpu_s"] / part["seconds"] for part in parts]
+        return Round(
+            [log for part in parts for log in part["logs"]],
+            {"processes": len(parts), "percent": sum(percents), "busiest_percent": max(percents)},
+        )
+
+    def collect(self, workload: Workload) -> list[list[int]]:
+        """Return the tokens of each request, sampled with a seed of its own."""
+        parts = self._send(workload, lambda event: None, is_sampled=True)
+        tokens: list[list[int]] = [[] for _ in range(workload.num_requests)]
+        for number, part in enumerate(parts):
+            tokens[number :: len(parts)] = part["tokens"]
+        return tokens
+
+    def _send(self, workload: Workload, on_event: Events, **more: Any) -> list[dict[str, Any]]:
         wanted = math.ceil(workload.num_requests / STREAMS_PER_LOADER)
         loaders = self.loaders[: max(1, wanted)]
         for part, loader in enumerate(loaders):
@@ -75,13 +91,9 @@ class HttpDriver:
                 workload=workload,
                 part=part,
                 num_parts=len(loaders),
+                **more,
             )
-        parts = gather(loaders, ROUND_S, _Merged(len(loaders), on_event))
-        percents = [100 * part["cpu_s"] / part["seconds"] for part in parts]
-        return Round(
-            [log for part in parts for log in part["logs"]],
-            {"processes": len(parts), "percent": sum(percents), "busiest_percent": max(percents)},
-        )
+        return gather(loaders, ROUND_S, _Merged(len(loaders), on_event))
 
 
 @dataclass

@@ -2,8 +2,7 @@
 
 `install` gives vLLM's `EngineCore` methods that the benchmark calls through vLLM's utility calls:
 `bench_describe`, `bench_start` and `bench_stop`. Between the latter two, calls of scheduler,
-executor and output queue are timed; between `bench_count` and `bench_counted`, steps' sizes are
-noted; otherwise nothing is changed, and nothing costs anything.
+executor and output queue are timed; otherwise nothing is changed, and nothing costs anything.
 
 The phases of a step are:
 
@@ -35,11 +34,8 @@ SCHEDULE, EXECUTE, SAMPLE, WAIT, UPDATE, DELIVER, DUMMY, PEER = PHASES = (
     "dummy",
     "peer",
 )
-MARK = "bench:"
-"""What the names of phases begin with in a profiler's trace."""
-
-PROBE, SIZES = "bench_probe", "bench_sizes"
-"""Attributes of an engine that is being looked at."""
+PROBE = "bench_probe"
+"""Attribute of an engine that is being looked at."""
 
 
 def install(core: ModuleType) -> None:
@@ -47,9 +43,6 @@ def install(core: ModuleType) -> None:
     core.EngineCore.bench_describe = _describe
     core.EngineCore.bench_start = _start
     core.EngineCore.bench_stop = _stop
-    core.EngineCore.bench_count = _count
-    core.EngineCore.bench_counted = _counted
-    core.EngineCore.bench_scale_weights = _scale_weights
     core.EngineCore.bench_take_compiled = _take_compiled
 
 
@@ -69,22 +62,8 @@ def _describe(engine: Any) -> str:
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "num_gpu_blocks": config.cache_config.num_gpu_blocks,
             "model_runner": "V2" if config.use_v2_model_runner else "V1",
-            "max_concurrent_batches": config.max_concurrent_batches,
-            "experts": _experts(config),
         }
     )
-
-
-def _experts(config: Any) -> str:
-    """Return how a mixture of experts is spread, in words."""
-    if not config.model_config.is_moe:
-        return "none"
-    parallel = config.parallel_config
-    if parallel.enable_expert_parallel:
-        return "whole experts on each GPU (expert parallel)"
-    if parallel.tensor_parallel_size * parallel.data_parallel_size == 1:
-        return "whole experts on the GPU of their layers"
-    return "a part of each expert on each GPU (no expert parallel)"
 
 
 def thread_names() -> dict[int, str]:
@@ -96,11 +75,11 @@ def _name(it: object) -> str:
     return f"{type(it).__module__}.{type(it).__qualname__}"
 
 
-def _start(engine: Any, marks_trace: bool = False) -> None:
-    """Begin to time phases; `marks_trace` shows them in a running torch profiler, too."""
+def _start(engine: Any) -> None:
+    """Begin to time phases."""
     if hasattr(engine, PROBE):
         raise RuntimeError("phases are being timed already")
-    setattr(engine, PROBE, EngineProbe(engine, marks_trace))
+    setattr(engine, PROBE, EngineProbe(engine))
 
 
 def _stop(engine: Any) -> str:
@@ -110,67 +89,19 @@ def _stop(engine: Any) -> str:
     return json.dumps(probe.stop())
 
 
-def _count(engine: Any) -> None:
-    """Begin to note how many requests and tokens each step has, and nothing else."""
-    if hasattr(engine, SIZES):  # of a round that has failed
-        _counted(engine)
-    setattr(engine, SIZES, StepSizes(engine.scheduler))
-
-
-def _counted(engine: Any) -> str:
-    """Put everything back; return as JSON requests and tokens of each step, also of empty ones."""
-    sizes: StepSizes = getattr(engine, SIZES)
-    delattr(engine, SIZES)
-    return json.dumps(sizes.stop())
-
-
-def _scale_weights(engine: Any, is_back: bool) -> int:
-    """Have all workers scale their weights; return how many tensors they have scaled."""
-    changed = engine.model_executor.collective_rpc("bench_scale_weights", args=(is_back,))
-    return sum(changed)
-
-
 def _take_compiled(engine: Any) -> str:
     """Return as JSON what each worker has compiled since the last call."""
     return json.dumps(engine.model_executor.collective_rpc("bench_take_compiled"))
 
 
-class StepSizes:
-    """Notes the size of each of a scheduler's steps until `stop`."""
-
-    def __init__(self, scheduler: Any) -> None:
-        """Begin."""
-        self._sizes: list[tuple[int, int]] = []
-        self._replacements = Replacements()
-        self._replacements.replace(scheduler, "schedule", self._noting)
-
-    def stop(self) -> list[tuple[int, int]]:
-        """Put everything back; return requests and tokens of each step."""
-        self._replacements.put_back()
-        return self._sizes
-
-    def _noting(self, schedule: Function) -> Function:
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            scheduled = schedule(*args, **kwargs)
-            self._sizes.append(_size(scheduled))
-            return scheduled
-
-        return noting
-
-
-def _size(scheduled: Any) -> tuple[int, int]:
-    return len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens
-
-
 class EngineProbe:
     """Times one engine's phases from its construction until `stop`. For the loop's thread."""
 
-    def __init__(self, engine: Any, marks_trace: bool) -> None:
+    def __init__(self, engine: Any) -> None:
         """Begin."""
-        self._timer = PhaseTimer(_trace_mark if marks_trace else None)
+        self._timer = PhaseTimer()
         self._sizes: list[tuple[int, int]] = []
         self._cpu_ns: list[int] = []
-        self._encodings: list[tuple[int, int]] = []
         self._replacements = Replacements()
         timed = self._timer.timed
         for owner, name, phase, on_result in (
@@ -188,25 +119,23 @@ class EngineProbe:
             self._replacements.replace(owner, name, make)
         if engine.vllm_config.parallel_config.data_parallel_size > 1:
             self._time_agreements()
-        self._time_encoders()
 
     def stop(self) -> dict[str, Any]:
-        """Put everything back; return events, sizes of steps and times of the encoder.
+        """Put everything back; return events and sizes of steps.
 
         Sizes are requests and tokens of each `schedule` event, and `cpu_ns` what the loop's thread
-        has taken until its end. Encodings are wall and CPU time of vLLM's encoder for a step's
-        outputs, in ns, in whatever thread.
+        has taken until its end.
         """
         self._replacements.put_back()
         return {
             "events": self._timer.events,
             "sizes": self._sizes,
             "cpu_ns": self._cpu_ns,
-            "encodings": self._encodings,
         }
 
     def _note_size(self, args: tuple[Any, ...], scheduled: Any) -> None:
-        self._sizes.append(_size(scheduled))
+        tokens = scheduled.total_num_scheduled_tokens
+        self._sizes.append((len(scheduled.num_scheduled_tokens), tokens))
         self._cpu_ns.append(time.thread_time_ns())
 
     def _time_result(self, args: tuple[Any, ...], future: Any) -> None:
@@ -232,25 +161,6 @@ class EngineProbe:
 
         self._replacements.replace(torch.distributed, "all_reduce", timing)
 
-    def _time_encoders(self) -> None:
-        from vllm.v1.engine import EngineCoreOutputs
-        from vllm.v1.serial_utils import MsgpackEncoder
-
-        def measuring(encode: Function) -> Function:
-            def measured(encoder: Any, outputs: Any, *args: Any) -> Any:
-                if not isinstance(outputs, EngineCoreOutputs) or not outputs.outputs:
-                    return encode(encoder, outputs, *args)
-                start, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-                result = encode(encoder, outputs, *args)
-                spent_ns = time.thread_time_ns() - cpu_ns
-                self._encodings.append((time.perf_counter_ns() - start, spent_ns))
-                return result
-
-            return measured
-
-        for name in ("encode", "encode_into"):
-            self._replacements.replace(MsgpackEncoder, name, measuring)
-
 
 def _waits() -> list[tuple[Any, str]]:
     """Return the functions in which an executor of vLLM's waits for GPU or worker."""
@@ -261,9 +171,3 @@ def _waits() -> list[tuple[Any, str]]:
     if torch.cuda.is_available():
         waits.append((torch.cuda.Event, "synchronize"))
     return waits
-
-
-def _trace_mark(phase: str) -> Any:
-    import torch
-
-    return torch.profiler.record_function(MARK + phase)

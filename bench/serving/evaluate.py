@@ -1,4 +1,4 @@
-"""From logs of streams to figures: rates, inter-token latencies, times to the first token."""
+"""From logs of streams to figures: rates, times between outputs, times to the first token."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,6 @@ from bench.serving.streams import StreamLog
 
 Row = dict[str, Any]
 Floats = npt.NDArray[np.float64]
-
-QUANTILES = (*range(0, 100, 2), 99, 99.5, 99.9, 100)
-"""In percent: what is kept of a distribution, for plots."""
 
 
 class NothingMeasuredError(RuntimeError):
@@ -56,16 +53,12 @@ def evaluate(logs: Sequence[StreamLog], is_steady: bool) -> Row:
     between_ms, num_tokens, num_outputs = _outputs_between(logs, start, end)
     if not num_tokens or end <= start:
         raise NothingMeasuredError("no token came while all streams ran")
-    # Tokens that come in one output come at once.
-    gaps_ms = np.concatenate([between_ms, np.zeros(num_tokens - num_outputs)])
     return {
         "start_s": start,
         "end_s": end,
         "tokens": num_tokens,
         "tokens_per_s": num_tokens / (end - start),
         "merged_share": 1 - num_outputs / num_tokens,
-        "itl_ms": summary(gaps_ms),
-        "itl_quantiles_ms": _quantiles(gaps_ms),
         "output_gap_ms": summary(between_ms),
         "ttft_ms": summary([1e3 * (log.times[0] - log.sent_at) for log in logs]),
     }
@@ -105,10 +98,3 @@ def _outputs_between(
         has_both = (log.times[:-1] >= start) & (log.times[1:] <= end)
         gaps.append(1e3 * np.diff(log.times)[has_both])
     return np.concatenate(gaps), num_tokens, num_outputs
-
-
-def _quantiles(values: Floats) -> Row:
-    if not values.size:
-        return missing("nothing was recorded")
-    found = np.percentile(values, QUANTILES)
-    return {"percent": list(QUANTILES), "ms": [round(float(value), 4) for value in found]}

@@ -58,13 +58,21 @@ async def stream_all(
     workload: Workload,
     part: int,
     num_parts: int,
+    is_sampled: bool = False,
 ) -> dict[str, Any]:
-    """Send this process's part of the requests; return logs and what they cost here."""
-    requests = workload.requests()[part::num_parts]
+    """Send this process's part of the requests; return logs, what they cost here, and tokens.
+
+    Tokens are there of requests that are sampled, each with a seed of its own.
+    """
+    numbered = list(enumerate(workload.requests()))[part::num_parts]
+    requests = [request for _, request in numbered]
+    seeds = [seed if is_sampled else None for seed, _ in numbered]
     recorder = Recorder(len(requests), notify)
     loop = asyncio.get_running_loop()
     streams = [
-        CompletionStream(number, _encode(request, model), recorder, loop.create_future())
+        CompletionStream(
+            number, _encode(request, model, seeds[number]), recorder, loop.create_future()
+        )
         for number, request in enumerate(requests)
     ]
     await asyncio.gather(
@@ -75,19 +83,22 @@ async def stream_all(
         stream.send()
     await asyncio.gather(*(stream.done for stream in streams))
     cpu_s, seconds = time.process_time() - cpu_s, clock() - start
-    return {"logs": recorder.logs(), "cpu_s": cpu_s, "seconds": seconds}
+    tokens = [stream.tokens() for stream in streams] if is_sampled else []
+    return {"logs": recorder.logs(), "cpu_s": cpu_s, "seconds": seconds, "tokens": tokens}
 
 
-def _encode(request: Request, model: str) -> bytes:
+def _encode(request: Request, model: str, seed: int | None = None) -> bytes:
     body = {
         "model": model,
         "prompt": request.prompt,
         "max_tokens": request.max_tokens,
-        "temperature": 0,
+        "temperature": 0 if seed is None else 1,
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
     }
+    if seed is not None:
+        body["seed"] = seed
     content = json.dumps(body).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -108,6 +119,7 @@ class CompletionStream(asyncio.Protocol):
         self._request = request
         self._recorder = recorder
         self._buffer = b""
+        self._tokens: list[bytes] = []
         self._is_answered = False
         self._transport: asyncio.Transport | None = None
 
@@ -118,6 +130,10 @@ class CompletionStream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the connection."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+
+    def tokens(self) -> list[int]:
+        """Return the ids of all tokens that have come."""
+        return [int(token) for it in self._tokens for token in it.split(b",")]
 
     def send(self) -> None:
         """Send the request."""
@@ -137,6 +153,7 @@ class CompletionStream(asyncio.Protocol):
             if tokens is not None:
                 num_tokens = tokens[1].count(b",") + 1 if tokens[1] else 0
                 if num_tokens:
+                    self._tokens.append(tokens[1])
                     self._recorder.note(self._number, now, num_tokens)
             elif DONE in event:
                 self._recorder.end(self._number)

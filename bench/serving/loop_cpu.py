@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.serving.evaluate import missing
-from bench.serving.phases import split_steps
-from bench.serving.splits import decoding_range
+from bench.serving.phases import decoding_range, split_steps
 
 Row = dict[str, Any]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from bench.serving.engine_probe import EXECUTE, PEER, PHASES, SCHEDULE, WAIT
 from bench.serving.evaluate import missing, summary
-from bench.serving.lateness import evaluate_collections, evaluate_late
 
 Row = dict[str, Any]
 
@@ -19,7 +18,6 @@ READY_US, READY_US_PER_REQUEST = 40.0, 0.5
 """What it takes at most to hand over results that are there already, all of it CPU time. On the
 machines of bench/results that was 23 µs with one request, and up to 480 with 1,024."""
 UNTOLD = "not told: the host may have spun until results were there"
-NUM_TIMELINE_STEPS = 4
 STAGES = "the engine's times don't tell when which pipeline stage has nothing to do"
 
 
@@ -95,6 +93,23 @@ def usual_size(recorded: Row) -> int:
     return statistics.mode(sizes) if sizes else 0
 
 
+def busiest(engines: Sequence[Row]) -> Row:
+    """Return what was recorded of the engine with the most steps: another one may have been idle.
+
+    Args:
+        engines: What `bench_stop` has returned of each.
+
+    """
+    return max(engines, key=lambda it: sum(tokens > 0 for _, tokens in it["sizes"]))
+
+
+def decoding_range(sizes: Sequence[Sequence[int]]) -> range:
+    """Return the steps after the last one that computed prompts, until the last that had tokens."""
+    first = 1 + max((index for index, it in enumerate(sizes) if it[1] > it[0]), default=-1)
+    last = max((index for index, it in enumerate(sizes) if it[1]), default=-1)
+    return range(first, last + 1)
+
+
 def fold_empty_steps(steps: Sequence[Step]) -> list[Step]:
     """Return the steps with those that have no token as a part of the one before.
 
@@ -145,31 +160,17 @@ def evaluate_phases(recorded: Row, num_requests: int | None, is_async: bool) -> 
         period - step.phase_us[WAIT] - step.phase_us[PEER]
         for step, period in zip(steps, periods, strict=True)
     ]
-    other = [
-        period - sum(step.phase_us.values()) for step, period in zip(steps, periods, strict=True)
-    ]
     found: Row = {
         "steps": len(steps),
         "requests": statistics.fmean(step.num_requests for step in steps),
         "mean_period_us": statistics.fmean(periods),
         "period_us": summary(periods),
         "host_us": summary(host),
-        "other_us": summary(other),
     }
     found |= {f"{phase}_us": summary([step.phase_us[phase] for step in steps]) for phase in PHASES}
     return found | {
-        "wait_spins": _spinning_share(steps),
         "gap_estimate": missing(STAGES) if num_requests is None else estimate_gap(pairs, is_async),
-        "timeline": timeline(steps),
     }
-
-
-def _spinning_share(steps: list[Step]) -> Row | float:
-    """Return the CPU time that waiting takes, of the time that it lasts: 1 if it spins."""
-    waited = sum(step.phase_us[WAIT] for step in steps)
-    if not waited:
-        return missing("nothing was waited for")
-    return min(1.0, sum(step.wait_cpu_us for step in steps) / waited)
 
 
 def estimate_gap(pairs: list[tuple[Step, Step]], is_async: bool) -> Row:
@@ -204,51 +205,4 @@ def estimate_gap(pairs: list[tuple[Step, Step]], is_async: bool) -> Row:
         "host_late_share": late / len(gaps) if is_told else missing(UNTOLD),
         "untold_share": untold / (len(gaps) + untold),
         "is_bound": is_async,
-    }
-
-
-def timeline(steps: list[Step]) -> list[list[Any]]:
-    """Return the phases of a few steps from the middle: name, begin and end in µs."""
-    middle = len(steps) // 2
-    chosen = steps[middle : middle + NUM_TIMELINE_STEPS]
-    origin = chosen[0].start
-    return [
-        [phase, round(start - origin, 2), round(end - origin, 2)]
-        for step in chosen
-        for phase, start, end in step.events
-    ]
-
-
-def evaluate_messages(recorded: Row, num_requests: int) -> Row:
-    """Return what a step's message took on its way to the client's event loop, in µs.
-
-    Arrival counts from the end of the scheduler's `update` to where the client begins to decode:
-    sparksched encodes in `update`, vLLM after that. Where the client is late, vLLM's messages wait
-    after they are decoded, and sparksched's before that; both have waited when they are handed to
-    the output processor, which counts from the end of `update`, too. Without its CPU time, a call's
-    time is that in which its thread didn't run.
-    """
-    client = recorded["client"]
-    full = [it for it in client["messages"] if it[0] == num_requests]
-    if not full:
-        return missing("no message had an output of each request")
-    handed = [taken / 1000 for size, taken in client["handed"] if size == num_requests]
-    encodings = [wall / 1000 for wall, _cpu in recorded["engine"]["encodings"]]
-    decoding, processing = [call for *_, call in full], client["processing"]
-    collections = client["collections"]
-    return {
-        "arrival_us": summary([arrival / 1000 for _, arrival, _ in full]),
-        "encode_us": summary(encodings) if encodings else missing("encoded within update"),
-        "decode_us": summary([call.wall_ns / 1000 for call in decoding]),
-        "decode_cpu_us": summary([call.cpu_ns / 1000 for call in decoding]),
-        "handed_us": summary(handed),
-        "process_us": summary([call.wall_ns / 1000 for call in processing]),
-        "process_cpu_us": summary([call.cpu_ns / 1000 for call in processing]),
-        "late": {
-            "decode": evaluate_late(decoding, collections),
-            "process": evaluate_late(processing, collections),
-        },
-        "collections": evaluate_collections(
-            collections, [*(call for *_, call in client["messages"]), *processing]
-        ),
     }

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bench.serving.drivers import HTTP
 from bench.serving.models import Model
+from bench.serving.server import PYTHON, RUST
 from bench.serving.workload import DECODE, KINDS, MIXED, Workload
 
 ALL = "all"
@@ -31,6 +33,7 @@ class ServerKey:
     mode: str
     visit: int
     """Counts from 0: each server may be started several times in turns."""
+    front_end: str = PYTHON
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,9 @@ class CellKey:
     def label(self) -> str:
         """What to call it in a progress bar."""
         cores = "" if self.cores == ALL else f", {self.cores} cores"
+        rust = ", Rust front end" if self.server.front_end == RUST else ""
         return (
-            f"{self.server.model} {self.server.scheduler} {self.server.mode}{cores}: "
+            f"{self.server.model} {self.server.scheduler} {self.server.mode}{rust}{cores}: "
             f"{self.workload}, {self.concurrency:,} over {self.driver}"
         )
 
@@ -70,27 +74,33 @@ class Plan:
     workloads: tuple[str, ...]
     concurrencies: tuple[int, ...]
     drivers: tuple[str, ...]
+    front_ends: tuple[str, ...] = (PYTHON,)
     visits: int = 1
     output_tokens: int | None = None
     """Of each stream in the decode workload; None: by concurrency."""
     is_quick: bool = False
     compares_streams: bool = False
-    traces: bool = False
 
     def servers(self) -> Iterator[ServerKey]:
         """Yield the servers in the order in which they are to be started.
 
         Schedulers change places with each visit, so that neither always comes first.
         """
-        for model, mode, visit in itertools.product(self.models, self.modes, range(self.visits)):
+        visits = range(self.visits)
+        whole = itertools.product(self.models, self.modes, self.front_ends, visits)
+        for model, mode, front_end, visit in whole:
             for scheduler in self.schedulers[:: 1 if visit % 2 == 0 else -1]:
-                yield ServerKey(model, scheduler, mode, visit)
+                yield ServerKey(model, scheduler, mode, visit, front_end)
 
     def cells(self, server: ServerKey) -> Iterator[CellKey]:
-        """Yield a server's cells; it is confined to fewer and fewer processors."""
+        """Yield a server's cells; it is confined to fewer and fewer processors.
+
+        There is no `AsyncLLM` in a front end in Rust.
+        """
+        drivers = self.drivers if server.front_end == PYTHON else (HTTP,)
         for cores, kind in itertools.product(self._ordered_cores(), self._ordered_kinds()):
             counts = self.concurrencies if kind == DECODE else (self.num_sequences,)
-            for count, driver in itertools.product(counts, self.drivers):
+            for count, driver in itertools.product(counts, drivers):
                 yield CellKey(server, cores, kind, count, driver)
 
     def _ordered_cores(self) -> list[str]:

@@ -13,9 +13,8 @@ from bench.serving.plan import CellKey, ServerKey
 Row = dict[str, Any]
 
 KIND = "decode"
-SERVER_KEYS = ("model", "scheduler", "mode", "visit")
-CELL_KEYS = (*SERVER_KEYS, "cores", "workload", "concurrency", "driver")
-STREAMS, TRACES = "streams", "traces"
+SERVER_KEYS = ("model", "scheduler", "mode", "visit", "front_end")
+STREAMS = "streams"
 
 
 class StoreError(ValueError):
@@ -23,7 +22,7 @@ class StoreError(ValueError):
 
 
 class Store:
-    """Cells, servers, traces and streams that were measured, each with the run that did it."""
+    """Cells, servers and streams that were measured, each with the run that did it."""
 
     def __init__(self, path: Path | None, run: Row) -> None:
         """Go on with a file, or begin one; None: keep it in memory.
@@ -34,7 +33,7 @@ class Store:
         """
         self._path = path
         self.result: Row = {"kind": KIND, "run": run, "runs": []}
-        self.result |= {"servers": [], "cells": [], "traces": [], "streams": []}
+        self.result |= {"servers": [], "cells": [], "streams": []}
         if path is not None and path.exists():
             self.result = _read(path)
         self.result["runs"].append(run)
@@ -46,7 +45,7 @@ class Store:
         return _is_measured(self._find("cells", key.as_row()))
 
     def has(self, table: str, key: ServerKey, **more: Any) -> bool:
-        """Whether a server, a trace or streams are there, and have not failed."""
+        """Whether a server or streams are there, and have not failed."""
         return _is_measured(self._find(table, _server_row(key) | more))
 
     def known_s(self, key: CellKey) -> float:
@@ -66,7 +65,7 @@ class Store:
         self._put("cells", key.as_row(), found)
 
     def put(self, table: str, key: ServerKey, found: Row, **more: Any) -> None:
-        """Keep what is known of a server, a trace or streams."""
+        """Keep what is known of a server or streams."""
         self._put(table, _server_row(key) | more, found)
 
     def put_failure(self, key: CellKey, about: Row, reason: str) -> None:

@@ -3,25 +3,9 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 Function = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that took a while."""
-
-    start_ns: int
-    """Of CLOCK_MONOTONIC."""
-    wall_ns: int
-    cpu_ns: int
-
-    @property
-    def end_ns(self) -> int:
-        """When it ended."""
-        return self.start_ns + self.wall_ns
 
 
 class Replacements:
@@ -54,20 +38,14 @@ class Replacements:
 class PhaseTimer:
     """When phases of one thread's loop begin and end. Time in a phase within another is its own."""
 
-    def __init__(self, mark: Callable[[str], Any] | None = None) -> None:
-        """Time calls of the thread that calls this.
-
-        Args:
-            mark: Makes a context manager that shows a phase in a profiler's trace, if one runs.
-
-        """
+    def __init__(self) -> None:
+        """Time calls of the thread that calls this."""
         self.events: list[tuple[str, int, int, int, int]] = []
         """Phase; start, end and nested phases' time in ns; CPU time without that of nested phases,
         as far as theirs was asked for, in ns; 0 if its own wasn't"""
         self._thread = threading.get_ident()
         self._nested_ns = 0
         self._nested_cpu_ns = 0
-        self._mark = mark
 
     def timed(
         self,
@@ -96,7 +74,7 @@ class PhaseTimer:
             begun_cpu_ns = time.thread_time_ns() if with_cpu else 0
             start = clock()
             try:
-                result = self._call(call, phase, args, kwargs)
+                result = call(*args, **kwargs)
             finally:
                 end = clock()
                 nested_cpu_ns = self._nested_cpu_ns
@@ -109,11 +87,3 @@ class PhaseTimer:
             return result
 
         return timed_call
-
-    def _call(
-        self, call: Function, phase: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self._mark is None:
-            return call(*args, **kwargs)
-        with self._mark(phase):
-            return call(*args, **kwargs)

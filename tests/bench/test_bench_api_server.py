@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +9,6 @@ import pytest
 
 from bench.serving import api_server
 from bench.serving.api_server import Control
-from bench.serving.workload import MIXED, Workload
-
-WORKLOAD = Workload(MIXED, 8, 100, (4, 4), (3, 3))
 
 
 class Client:
@@ -21,26 +17,18 @@ class Client:
     def __init__(self, num_engines: int) -> None:
         self.core_engines = list(range(num_engines))
         self.requests: list[list[str]] = [[] for _ in self.core_engines]
-        self.resets: list[list[bool]] = [[True] for _ in self.core_engines]
-        self.asked: list[str] = []
 
     async def _call_utility_async(self, method: str, *arguments: Any, engine: int) -> Any:
-        self.asked.append(method)
-        if method == "bench_describe":
-            return json.dumps({"num_requests": len(self.requests[engine])})
-        assert (method, arguments) == ("reset_prefix_cache", (False, False))
-        answers = self.resets[engine]
-        return answers.pop(0) if len(answers) > 1 else answers[0]
+        assert method == "bench_describe"
+        return json.dumps({"num_requests": len(self.requests[engine])})
 
 
 class LLM:
-    """An `AsyncLLM` whose requests wait until it is resumed, and then bring their own number."""
+    """An `AsyncLLM` that can be paused."""
 
     def __init__(self, num_engines: int = 2) -> None:
         self.engine_core = Client(num_engines)
         self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: False)
-        self.sent: list[tuple[int | None, Any]] = []
-        self.fails = False
         self.is_running = asyncio.Event()
         self.is_running.set()
 
@@ -51,18 +39,6 @@ class LLM:
     async def resume_generation(self) -> None:
         self.is_running.set()
 
-    async def generate(
-        self, prompt: Any, params: Any, request_id: str, data_parallel_rank: int | None
-    ) -> AsyncIterator[Any]:
-        if self.fails:
-            raise RuntimeError("no more requests")
-        self.sent.append((data_parallel_rank, params))
-        self.engine_core.requests[data_parallel_rank or 0].append(request_id)
-        await self.is_running.wait()
-        for _ in range(params.max_tokens):
-            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[len(self.sent)])])
-        self.engine_core.requests[data_parallel_rank or 0].remove(request_id)
-
 
 def obey(llm: LLM, command: str, **arguments: Any) -> Any:
     async def run() -> Any:
@@ -70,46 +46,6 @@ def obey(llm: LLM, command: str, **arguments: Any) -> Any:
         return await getattr(control, command)(notify=lambda event: None, **arguments)
 
     return asyncio.run(run())
-
-
-# ---- the same tokens ----
-
-
-@pytest.mark.parametrize(
-    ("num_engines", "ranks"), [(1, [None] * 8), (2, [0, 1] * 4), (3, [0, 1, 2, 0, 1, 2, 0, 1])]
-)
-def test_requests_that_are_compared_go_to_the_engines_in_turn(
-    num_engines: int, ranks: list[int | None]
-) -> None:
-    llm = LLM(num_engines)
-    streams = obey(llm, "on_collect", workload=WORKLOAD, is_sampled=True)
-    assert [rank for rank, _ in llm.sent] == ranks
-    assert [len(stream) for stream in streams] == [3] * 8
-
-
-def test_sampled_requests_have_seeds_of_their_own_and_greedy_ones_none() -> None:
-    llm = LLM()
-    obey(llm, "on_collect", workload=WORKLOAD, is_sampled=True)
-    assert [(it.temperature, it.seed) for _, it in llm.sent] == [(1.0, it) for it in range(8)]
-    llm = LLM()
-    obey(llm, "on_collect", workload=WORKLOAD, is_sampled=False)
-    assert {(it.temperature, it.seed) for _, it in llm.sent} == {(0.0, None)}
-
-
-def test_the_prefix_caches_of_all_engines_are_empty_before_tokens_are_compared() -> None:
-    llm = LLM()
-    llm.engine_core.resets[1] = [False, False, True]
-    obey(llm, "on_collect", workload=WORKLOAD, is_sampled=True)
-    assert llm.engine_core.resets[1] == [True]
-
-
-def test_engines_go_on_after_a_comparison_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_server, "LATEST_S", 0.2)
-    llm = LLM()
-    llm.fails = True
-    with pytest.raises(TimeoutError):
-        obey(llm, "on_collect", workload=WORKLOAD, is_sampled=True)
-    assert llm.is_running.is_set()
 
 
 # ---- rounds ----

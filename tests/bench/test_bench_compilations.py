@@ -1,19 +1,14 @@
-"""Kernels that are compiled while requests wait: noted, waited for and told."""
+"""Kernels that are compiled while requests wait: noted and waited for."""
 
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import synthetic
-from reported import rows_in, section_of, tables_in, texts_in
 
-from bench.reporting.decode import sections
-from bench.reporting.document import Section
 from bench.serving import compilations, engine_probe, measure
 from bench.serving.compilations import Compilations, evaluate_compiled
 from bench.serving.workload import DECODE, Workload
 
-LATENCY = "Serving: tokens a second and latency"
 CLOCK = [10.0, 12.5, 20.0, 20.25]
 
 
@@ -116,6 +111,7 @@ class Fake:
         self.prompts: list[Any] = []
         self.left: list[Any] = [("before", 1.0)]
         self.remote = self
+        self.remotes = [self]
         self.start = SimpleNamespace(layout=SimpleNamespace(num_stages=1))
 
     def settle(self) -> None:
@@ -145,48 +141,3 @@ def test_requests_warm_up_until_nothing_is_compiled(fake: Any, bursts: int) -> N
     measure._warm_up(fake, fake, Workload(DECODE, 2, 100, (8, 8), (64, 64)), "http, all")
     assert len(fake.prompts) == bursts
     assert len({tuple(it) for it in fake.prompts}) == bursts
-
-
-# ---- in the report ----
-
-
-def latency(compiled: list[Any]) -> Section:
-    """Return the section of a result whose rounds with vLLM's scheduler have compiled so much."""
-    result = synthetic.result((64,))
-    for cell in result["cells"]:
-        for entry, found in zip(cell["rounds"], compiled, strict=False):
-            if cell["scheduler"] == "stock":
-                entry["compiled"] = found
-    return section_of(sections([result]), LATENCY)
-
-
-def rows_of(section: Section, column: str) -> list[list[str]]:
-    return rows_in(it for it in tables_in([section]) if column in it.columns)
-
-
-def notes(section: Section) -> int:
-    return sum(text.startswith("¶") for text in texts_in([section]))
-
-
-def test_times_to_the_first_token_are_marked_where_kernels_were_compiled() -> None:
-    nothing = {"count": 0, "seconds": 0.0, "kernels": {}}
-    some = {"count": 3, "seconds": 4.25, "kernels": {"_topk": 1, "_mm": 2}}
-    section = latency([nothing, some, {"missing": "not known"}])
-    latencies, kernels = (rows_of(section, it) for it in ("TTFT p50, ms", "kernels"))
-    assert len(latencies) == len(kernels) == 2
-    for row in latencies:
-        for text in row[-2:]:
-            stock, ours = text.split(" → ")
-            assert stock.endswith(" ¶")
-            assert "¶" not in ours
-    assert notes(section) == 1
-    for row in kernels:
-        assert row[1:3] == ["stock", "0, 3, missing"]
-        assert row[3:] == ["0, 4.25, missing", "_mm, _topk"]
-
-
-@pytest.mark.parametrize("compiled", [[], [{"missing": "not known"}], [{"count": 0}]])
-def test_nothing_is_said_where_nothing_was_compiled_or_it_is_not_known(compiled: list[Any]) -> None:
-    section = latency(compiled)
-    assert not rows_of(section, "kernels")
-    assert notes(section) == 0

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from bench import header, recording, step_cost
+from bench import header
+from bench.micro import recording, steps
 
 HEAD = {"date", "commit", "cpu", "cores", "gpu", "python", "vllm", "torch", "sparksched"}
-FEWEST = {2: step_cost.STEPS_IN_A_ROW}
+FEWEST = {2: steps.STEPS_IN_A_ROW}
 """Steps by running requests."""
 
 
@@ -23,17 +24,15 @@ def stored(main: Any, arguments: list[str], path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.e2e
 def test_verification_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in ("DECODE_STEPS", "FEATURE_STEPS", "BROADCAST_STEPS", "VERIFIED_STEPS"):
-        monkeypatch.setattr(step_cost, table, FEWEST)
-    monkeypatch.setattr(step_cost, "PROMPTS", (64,))
-    measure_blocks = step_cost.measure_blocks
-    monkeypatch.setattr(step_cost, "measure_blocks", lambda _: measure_blocks(1000))
+    for table in ("DECODE_STEPS", "FEATURE_STEPS", "VERIFIED_STEPS"):
+        monkeypatch.setattr(steps, table, FEWEST)
+    monkeypatch.setattr(steps, "PROMPTS", (64,))
     arguments = ["--quick", "--verify", "--metrics"]
-    result = stored(step_cost.main, arguments, tmp_path / "x.json", monkeypatch)
+    result = stored(steps.main, arguments, tmp_path / "x.json", monkeypatch)
     assert result["run"].keys() == HEAD
     for table, sides in (
-        ("verified", step_cost.VERIFIED_SIDES),
-        ("counted", step_cost.COUNTED_SIDES),
+        ("verified", steps.VERIFIED_SIDES),
+        ("counted", steps.COUNTED_SIDES),
     ):
         (row,) = result[table]
         assert row["requests"] == 2
@@ -48,7 +47,7 @@ def test_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["run"].keys() == HEAD
     rows = result["recording"]
     cases = [(row["side"], row["requests"], row["kind"]) for row in rows]
-    assert cases == [(side, 2, kind) for side in step_cost.SIDES for kind in recording.KINDS]
+    assert cases == [(side, 2, kind) for side in steps.SIDES for kind in recording.KINDS]
     for row in rows:
         assert row["schedule_us"]["median"] > 0
         assert row["processor_us"] > 0

@@ -95,24 +95,6 @@ def test_one_engine_alone_has_no_peers() -> None:
     engine_probe._stop(engine)
 
 
-def test_sizes_of_steps_are_noted_also_of_empty_ones() -> None:
-    engine = engine_of(data_parallel_size=1)
-    engine_probe._count(engine)
-    for _ in range(3):
-        engine.scheduler.schedule()
-    assert json.loads(engine_probe._counted(engine)) == [[2, 4], [1, 2], [0, 0]]
-    assert "schedule" not in vars(engine.scheduler)
-
-
-def test_sizes_are_noted_once_after_a_round_that_has_failed() -> None:
-    engine = engine_of(data_parallel_size=1)
-    engine_probe._count(engine)
-    engine_probe._count(engine)
-    engine.scheduler.schedule()
-    assert json.loads(engine_probe._counted(engine)) == [[2, 4]]
-    assert "schedule" not in vars(engine.scheduler)
-
-
 def test_the_loop_s_cpu_time_is_noted_with_each_step() -> None:
     engine = engine_of(data_parallel_size=1)
     engine_probe._start(engine)

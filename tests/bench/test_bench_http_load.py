@@ -23,7 +23,9 @@ def chunk(content: bytes) -> bytes:
     return f"{len(content):x}\r\n".encode() + content + b"\r\n"
 
 
-def load(pieces: list[bytes], num_requests: int = 1) -> tuple[dict[str, Any], list[str], list[Any]]:
+def load(
+    pieces: list[bytes], num_requests: int = 1, is_sampled: bool = False
+) -> tuple[dict[str, Any], list[str], list[Any]]:
     """Stream from a server that answers in these pieces; return result, events and bodies."""
     bodies: list[Any] = []
 
@@ -42,7 +44,7 @@ def load(pieces: list[bytes], num_requests: int = 1) -> tuple[dict[str, Any], li
         port = server.sockets[0].getsockname()[1]
         workload = Workload(DECODE, num_requests, 1000, (8, 8), (4, 4))
         async with asyncio.timeout(60), server:
-            return await stream_all(events.append, port, "a model", workload, 0, 1)
+            return await stream_all(events.append, port, "a model", workload, 0, 1, is_sampled)
 
     events: list[str] = []
     return asyncio.run(run()), events, bodies
@@ -61,6 +63,14 @@ def test_tokens_are_counted_as_they_come() -> None:
     assert bodies[0]["max_tokens"] == 4
     assert len(bodies[0]["prompt"]) == 8
     assert bodies[0]["temperature"] == 0
+
+
+def test_requests_that_are_sampled_have_seeds_of_their_own_and_bring_their_tokens() -> None:
+    pieces = [HEAD, chunk(event([1])), chunk(event([2, 3])), chunk(DONE)]
+    result, _, bodies = load(pieces, num_requests=3, is_sampled=True)
+    assert result["tokens"] == [[1, 2, 3]] * 3
+    assert sorted((it["temperature"], it["seed"]) for it in bodies) == [(1, 0), (1, 1), (1, 2)]
+    assert load(pieces)[0]["tokens"] == []
 
 
 def test_events_may_come_in_any_pieces() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import decode, series
-from bench.series import ALL, LEFT, ONE_GPU, measure
+from bench.serving import decode, series
+from bench.serving.series import ALL, LEFT, ONE_GPU, measure
 
 FAKE = """
 import json, os, signal, sys, time
@@ -150,7 +150,7 @@ def test_a_file_of_another_commit_is_not_gone_on_with(
     for content in ("{", "[]", '{"runs": [1]}', "{}"):
         path.write_text(content)
         said = refusal(monkeypatch, tmp_path, "qwen2_1_5b")
-        assert said.endswith(f"{path} is no result of `bench.decode`")
+        assert said.endswith(f"{path} is no result of `bench.serving.decode`")
     path.write_text(json.dumps({"runs": [{"commit": "b" * 12}]}))
     fake(monkeypatch, log, "0")
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
@@ -172,7 +172,7 @@ def test_names_and_patterns(
     assert chosen == ["qwen2_1_5b", "gpt_oss_20b_dp2", "qwen2_1_5b_sync"]
     with pytest.raises(SystemExit):
         names_of(monkeypatch, "llama*")
-    assert "llama* is none of gpt_oss_120b, " in capsys.readouterr().err
+    assert "llama* is none of gpt_oss_120b_http, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -181,7 +181,7 @@ def test_a_signal_ends_the_benchmark_and_leaves_the_rest(
 ) -> None:
     """The series ends when the benchmark has: nothing else may use the GPU before."""
     begin = (
-        "import signal, sys; from bench import series;"
+        "import signal, sys; from bench.serving import series;"
         # Whoever runs the tests may ignore them, as `nohup` and shells in the background do.
         "signal.signal(signal.SIGINT, signal.default_int_handler);"
         "signal.signal(signal.SIGHUP, signal.SIG_DFL);"

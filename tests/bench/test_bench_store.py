@@ -1,6 +1,7 @@
 """The result file: what a run leaves behind, and what another one makes of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,13 +40,12 @@ def test_what_has_failed_is_tried_again_and_replaced(tmp_path: Path) -> None:
     assert "error" not in cell
 
 
-def test_extras_are_kept_by_server_and_streams(tmp_path: Path) -> None:
+def test_streams_are_kept_by_server(tmp_path: Path) -> None:
     store = Store(tmp_path / "x.json", RUN)
-    store.put("traces", SERVER, {"missing": "not available"}, concurrency=4)
+    store.put("streams", SERVER, {"digests": []})
     again = Store(tmp_path / "x.json", RUN)
-    assert again.has("traces", SERVER, concurrency=4)
-    assert not again.has("traces", SERVER, concurrency=64)
-    assert not again.has("streams", SERVER)
+    assert again.has("streams", SERVER)
+    assert not again.has("streams", replace(SERVER, front_end="rust"))
 
 
 def test_a_killed_run_leaves_the_former_file(

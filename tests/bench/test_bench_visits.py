@@ -3,7 +3,8 @@
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +26,6 @@ from bench.serving.store import Store
 
 MODEL = Model("gpt-oss-20b", Path("/nowhere"), SHAPES["gpt-oss-20b"], has_dummy_weights=True)
 NAME = "gpt-oss-20b, DP 2"
-ENGINE = {
-    "threads": {},
-    "executor": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
-    "model_runner": "V2",
-    "is_async": True,
-    "max_concurrent_batches": 2,
-    "experts": "a part of each expert on each GPU (no expert parallel)",
-}
-ROUND = {"counters": {"requests_by_engine": {"0": 2.0, "1": 2.0}}}
 
 
 class Visits:
@@ -49,12 +41,11 @@ class Visits:
         self.start_fails: Exception | None = None
         self.is_healthy = True
         for name, replacement in (
+            ("running_loaders", lambda streams, cores: nullcontext([])),
             ("serve", self.serve),
             ("prepare", lambda source, work_dir: MODEL),
-            ("measure_idle", lambda server, effort: {}),
             ("measure_cell", self.measure_cell),
             ("measure_same_streams", self.measure_same_streams),
-            ("measure_trace", self.measure_trace),
         ):
             monkeypatch.setattr(module, name, replacement)
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
@@ -65,14 +56,14 @@ class Visits:
         self.now += self.start_s
         if self.start_fails is not None:
             raise self.start_fails
-        described = {"engines": [ENGINE] * 2, "transport": "rings", "num_api_servers": 2}
+        described = {"engines": [{"threads": {}}] * 2, "transport": "rings", "num_api_servers": 2}
         yield SimpleNamespace(
             start=start,
             start_s=self.start_s,
             described=described,
             remotes=[None, None],
             is_healthy=lambda: self.is_healthy,
-            log_excerpt=lambda: "its last words",
+            launched=SimpleNamespace(log_path="its log"),
             confine=lambda cores: None,
         )
 
@@ -81,15 +72,11 @@ class Visits:
         self.now += self.cell_s
         if self.fails is not None:
             raise self.fails
-        return {"rounds": [ROUND]}
+        return {"rounds": []}
 
     def measure_same_streams(self, *_: Any) -> Any:
         self.begun.append("streams")
         return {"digests": [["a"], ["a"]]}
-
-    def measure_trace(self, *_: Any) -> Any:
-        self.begun.append("trace")
-        return {}
 
     def run(self, minutes: float = 1000.0, visits: int = 1) -> None:
         """Run the benchmark as a process of its own would: with what the file says."""
@@ -103,7 +90,6 @@ class Visits:
             drivers=("asyncllm",),
             visits=visits,
             compares_streams=True,
-            traces=True,
         )
         self.begun.clear()
         Benchmark(
@@ -128,22 +114,20 @@ def visits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Visits:
     return Visits(tmp_path / "x.json", monkeypatch)
 
 
-def test_tokens_are_compared_before_the_cells_and_traces_come_last(visits: Visits) -> None:
+def test_tokens_are_compared_before_the_cells(visits: Visits) -> None:
     visits.run()
-    visit = ["streams", "cell 4", "cell 8", "trace", "trace"]
+    visit = ["streams", "cell 4", "cell 8"]
     assert visits.begun == ["start stock", *visit, "start sparksched", *visit]
     visits.run()
     assert visits.begun == []
 
 
-def test_each_visit_compares_tokens_and_the_first_ones_are_traced(visits: Visits) -> None:
+def test_each_visit_compares_tokens(visits: Visits) -> None:
     visits.run(visits=2)
-    again = ["streams", "cell 4", "cell 8"]
-    first = [*again, "trace", "trace"]
+    visit = ["streams", "cell 4", "cell 8"]
     # Who came last comes first the next time.
     starts = ["stock", "sparksched", "sparksched", "stock"]
-    steps = [[f"start {it}", *(first if n < 2 else again)] for n, it in enumerate(starts)]
-    assert visits.begun == [it for visit in steps for it in visit]
+    assert visits.begun == [it for start in starts for it in (f"start {start}", *visit)]
 
 
 def test_a_cell_that_would_end_too_late_is_left_for_the_next_run(visits: Visits) -> None:
@@ -156,14 +140,14 @@ def test_a_cell_that_would_end_too_late_is_left_for_the_next_run(visits: Visits)
         visits.run(minutes=350 / 60)
     assert visits.cells() == done[:3]
     visits.run(minutes=1000)
-    assert visits.begun == ["start sparksched", "cell 8", "trace", "trace"]
+    assert visits.begun == ["start sparksched", "cell 8"]
     assert sorted(visits.cells()) == sorted(done)
 
 
 def test_no_server_is_started_that_would_not_come_to_a_cell(visits: Visits) -> None:
     with pytest.raises(OutOfTimeError):
         visits.run(minutes=330 / 60)
-    assert visits.begun[-1] == "trace"
+    assert visits.begun[-1] == "cell 8"
     assert visits.cells() == [("stock", 4), ("stock", 8)]
 
 
@@ -217,70 +201,61 @@ def test_why_a_server_died_is_told_of_all_its_cells(visits: Visits) -> None:
     visits.run()
     cells = json.loads(visits.path.read_text())["cells"]
     assert [it["error"] for it in cells] == [
-        "no answer; the server is gone: its last words",
+        "no answer; the server is gone: its log",
     ] * 4
-
-
-def test_a_run_tells_how_its_servers_are_set_up_and_how_requests_were_split(
-    visits: Visits, capsys: pytest.CaptureFixture[str]
-) -> None:
-    visits.run()
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[1] == (
-        "2 x UniProcExecutor, 2 x API server by rings, model runner V2, async, 2 batches at once, "
-        "experts: a part of each expert on each GPU (no expert parallel)"
-    )
-    assert lines.count("requests by engine: 2/2") == 4
 
 
 # ---- servers ----
 
 
-def started(layout: str, has_gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Return the command and the environment that a server would be started with."""
-    found = SimpleNamespace()
-
-    def popen(command: list[str], env: dict[str, str], **_: Any) -> None:
-        found.command, found.environment = command, env
-
-    monkeypatch.setattr(server_module.subprocess, "Popen", popen)
-    start = Start(MODEL, "sparksched", "async", 64, 2048, has_gpu, Layout.named(layout))
-    server_module._launch(start, 1, "control", tmp_path / "log", tmp_path)
-    return found
-
-
-def test_a_server_gets_what_the_machine_says_of_its_gpus(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    settings = {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMPI_X": "2"}
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("VLLM_SCHEDULER", "something")
-    environment = started("tp2", True, monkeypatch, tmp_path).environment
-    assert settings.items() <= environment.items()
-    assert environment["VLLM_SCHEDULER"] == "sparksched"
+def arguments(layout: str, **changes: Any) -> list[str]:
+    given = Start(MODEL, "sparksched", "async", 64, 2048, True, Layout.named(layout))
+    return server_module.arguments_of(replace(given, **changes))
 
 
 @pytest.mark.parametrize("layout", ["1", "tp2", "dp2"])
-def test_steps_are_as_large_as_vllm_has_them_without_stages(
-    layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    command = started(layout, True, monkeypatch, tmp_path).command
-    assert not any("batched-tokens" in it for it in command)
+def test_steps_are_as_large_as_vllm_has_them_without_stages(layout: str) -> None:
+    assert not any("batched-tokens" in it for it in arguments(layout))
 
 
-def test_prompts_of_many_requests_take_several_steps_with_stages(
+def test_prompts_of_many_requests_take_several_steps_with_stages() -> None:
+    found = arguments("pp2")
+    assert "--max-num-batched-tokens=2048" in found
+    assert "--pipeline-parallel-size=2" in found
+
+
+def launched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: str, **changes: Any
+) -> dict[str, Any]:
+    """Start a server whose log says this; return what it was started with."""
+    found: dict[str, Any] = {}
+
+    @contextmanager
+    def launch(directory: Path, log_path: Path, **given: Any) -> Iterator[Any]:
+        found.update(given)
+        yield SimpleNamespace(runs_sparksched="in Rust" in log, log_path=log_path)
+
+    monkeypatch.setattr(server_module, "launch", launch)
+    start = Start(MODEL, "sparksched", "async", 64, 2048, True, front_end="rust")
+    with server_module.serve(replace(start, **changes), tmp_path):
+        return found
+
+
+def test_a_front_end_in_rust_has_no_probe_and_its_log_says_who_schedules(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    command = started("pp2", True, monkeypatch, tmp_path).command
-    assert "--max-num-batched-tokens=2048" in command
-    assert "--pipeline-parallel-size=2" in command
+    found = launched(monkeypatch, tmp_path, "scheduling in Rust")
+    assert found["scheduler"] == "sparksched"
+    assert found["environment"]["VLLM_USE_RUST_FRONTEND"] == "1"
+    assert "SPARKSCHED_BENCH_CONTROL" not in found["environment"]
+    assert not found["is_on_cpu"]
+    for log, scheduler in (("", "sparksched"), ("scheduling in Rust", "stock")):
+        with pytest.raises(ServerError, match="doesn't run"):
+            launched(monkeypatch, tmp_path, log, scheduler=scheduler)
 
 
-def test_a_server_that_doesn_t_come_up_in_time_is_given_up(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("still loading\n")
-    server: Any = SimpleNamespace(
-        process=SimpleNamespace(poll=lambda: None), log_excerpt=lambda: "still loading"
-    )
-    with pytest.raises(server_module.ServerError, match="not healthy after 0 s; still loading"):
+def test_an_api_server_that_doesn_t_listen_in_time_is_given_up() -> None:
+    process = SimpleNamespace(poll=lambda: None)
+    server: Any = SimpleNamespace(launched=SimpleNamespace(process=process, log_path="its log"))
+    with pytest.raises(ServerError, match="doesn't listen to the benchmark; see its log"):
         server_module._wait_until(lambda: False, server, time.monotonic() - 1)

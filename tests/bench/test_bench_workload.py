@@ -1,11 +1,10 @@
-"""The requests of workloads, the plan of cells, and what a step reads from memory."""
+"""The requests of workloads, and the plan of cells."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from bench.serving.memory_traffic import UnknownShapeError, peak_bytes_per_s, step_bytes
 from bench.serving.models import NAMES, SHAPES, Model, ModelError, prepare
 from bench.serving.plan import Plan
 from bench.serving.workload import DECODE, MIXED, PREFIX, Workload
@@ -80,6 +79,19 @@ def test_schedulers_change_places_with_each_visit() -> None:
     assert order == [("stock", 0), ("sparksched", 0), ("sparksched", 1), ("stock", 1)]
 
 
+def test_a_front_end_in_rust_is_driven_over_http_alone() -> None:
+    chosen = plan(front_ends=("python", "rust"), concurrencies=(1,))
+    servers = list(chosen.servers())
+    assert [(it.front_end, it.scheduler) for it in servers] == [
+        ("python", "stock"),
+        ("python", "sparksched"),
+        ("rust", "stock"),
+        ("rust", "sparksched"),
+    ]
+    drivers = [[cell.driver for cell in chosen.cells(it)] for it in servers[1:3]]
+    assert drivers == [["asyncllm", "http"], ["http"]]
+
+
 def test_a_server_takes_all_that_its_cells_send() -> None:
     assert plan(concurrencies=(1,)).max_num_seqs == 8
     assert plan(concurrencies=(1,), workloads=(DECODE, MIXED)).max_num_seqs == 256
@@ -109,37 +121,3 @@ def test_a_directory_is_a_model_and_anything_else_is_refused(tmp_path: Path) -> 
     with pytest.raises(ModelError, match="gpt-oss-20b"):
         prepare("gpt-oss-21b", tmp_path)
     assert set(NAMES) == {"gpt-oss-120b", "gpt-oss-20b", "Qwen2-1.5B", "tiny"}
-
-
-# ---- memory ----
-
-
-def test_weights_of_the_published_models() -> None:
-    """Sizes that are known: 1.5 B parameters of two bytes; 120 B of mostly 4.25 bits."""
-    qwen = step_bytes(SHAPES["Qwen2-1.5B"], 1, 0)
-    assert qwen.dense_weights == pytest.approx(2 * 1.54e9, rel=0.01)
-    assert qwen.least == qwen.even
-    large = step_bytes(SHAPES["gpt-oss-120b"], 10**6, 0)
-    assert large.experts_even == pytest.approx(61e9, rel=0.02)
-
-
-def test_one_request_reads_its_own_experts() -> None:
-    found = step_bytes(SHAPES["gpt-oss-120b"], 1, 0)
-    assert found.experts_least == pytest.approx(found.experts_even)
-    many = step_bytes(SHAPES["gpt-oss-120b"], 64, 0)
-    assert many.experts_least == found.experts_least
-    assert many.experts_even > 20 * found.experts_even
-
-
-def test_a_sliding_window_bounds_what_is_read() -> None:
-    short, long = (step_bytes(SHAPES["gpt-oss-20b"], 1, it).kv_cache for it in (128, 1280))
-    assert long == pytest.approx(short * (1 + 10) / 2)
-    assert short == 24 * 128 * 2 * 8 * 64 * 2
-
-
-def test_what_is_not_known_is_no_number() -> None:
-    with pytest.raises(UnknownShapeError):
-        step_bytes({"architectures": ["Strange"]}, 1, 1)
-    assert peak_bytes_per_s("Some Card") is None
-    assert peak_bytes_per_s(None) is None
-    assert peak_bytes_per_s("NVIDIA H200, driver 1") == 4.8e12

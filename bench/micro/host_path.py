@@ -1,0 +1,250 @@
+"""What does the host take for a token when the GPU is only a timer? Stock vLLM and sparksched.
+
+Two sides take turns in the same run: an `AsyncLLM` in a process of its own with vLLM's scheduler
+and sockets, and one with ours. Engines are vLLM's, in processes of their own, asynchronous, with
+statistics and prefix caching. Their executor samples a token a step after a time that is given
+(`bench.micro.clocked_executor`). On both sides all threads of the client run on one processor and
+all of the engine on another, the same two.
+
+- `decode`: streams that neither begin nor end in the window of time that is measured. Tokens a
+  second that clients get; the time between outputs as the consumer of `generate()` sees it, and how
+  many of these have several tokens; the time between a step's result and the next launch; CPU time
+  a token of each thread. An engine that is faster than its client has to wait for it, or outputs
+  would pile up: it gets results of no more than `--ahead` steps that the client has not taken.
+- `short`: requests of 1,024 tokens in and 4 out, none with a prefix in common, 256 at a time, and a
+  GPU that takes no time: requests a second, and CPU time a request.
+- `other work`: the share of the two processors that other processes have taken meanwhile. Figures
+  beside which that is more than a few percent say little.
+
+Prompts are token ids, in the form in which vLLM's server hands them over, and so are outputs:
+nothing is tokenized or detokenized. The KV cache groups are gpt-oss's, full attention and a sliding
+window of 128 tokens, in blocks of 16. Each figure is the median over rounds.
+
+    python -m bench.micro.host_path [--quick] [--json FILE] [--streams N,...] [--step-ms T,...]
+        [--no-short] [--ahead N]
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.header import describe_run
+from bench.micro.host_path_sides import OURS, STOCK, Row, Setup, serve
+from bench.micro.processes import BenchmarkError, Worker
+from bench.progress import Progress
+from bench.report.show import show
+
+SIDES = (STOCK, OURS)
+SHORT = {"workers": 256, "prompt_tokens": 1024, "max_tokens": 4}
+START_S = 300.0
+"""The import of vLLM may take minutes on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured."""
+
+    rounds: int
+    warm_up_s: float
+    window_s: float
+
+
+EFFORT = Effort(rounds=5, warm_up_s=0.4, window_s=2.0)
+QUICK_EFFORT = Effort(rounds=1, warm_up_s=0.3, window_s=1.0)
+
+
+# ---- processes ----
+
+
+@contextmanager
+def running_sides(cores: tuple[int, int]) -> Iterator[tuple[dict[str, Worker], dict[str, Row]]]:
+    """Start both sides; yield them and what they are. At the end they shut down, or are killed."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    context = multiprocessing.get_context("forkserver")
+    # Imported once, and not in this process.
+    context.set_forkserver_preload(["vllm.engine.arg_utils", "vllm.v1.engine.async_llm"])
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        sides: dict[str, Worker] = {}
+        for name in SIDES:
+            sides[name] = Worker(
+                context, f"the client of {name}", serve, (Setup(name, directory, *cores),)
+            )
+            stack.callback(sides[name].kill)
+        yield sides, {name: side.answer(START_S) for name, side in sides.items()}
+        for side in sides.values():
+            side.stop()
+
+
+def choose_cores() -> tuple[int, int]:
+    """Return two processors, for clients and for engines; threads of two cores if there are."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        raise BenchmarkError("two processors are needed: one for the client, one for the engine")
+    if len(allowed) > 2:
+        del allowed[0]  # which serves most interrupts
+    first = allowed[0]
+    others = [it for it in allowed[1:] if it not in _threads_of_core(first)]
+    return first, (others or allowed[1:])[0]
+
+
+def _threads_of_core(cpu: int) -> set[int]:
+    """Return the processors that are one core with this one, as far as the system tells."""
+    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    threads: set[int] = set()
+    with suppress(OSError, ValueError):
+        for part in path.read_text().strip().split(","):
+            first, _, last = part.partition("-")
+            threads.update(range(int(first), int(last or first) + 1))
+    return threads
+
+
+# ---- measurements ----
+
+
+@dataclass(frozen=True)
+class Cases:
+    """What is measured."""
+
+    streams: tuple[int, ...] = (1, 64, 256, 1024)
+    steps_ms: tuple[float, ...] = (0.0, 1.5, 4.0)
+    max_ahead: int = 2
+    """Steps whose results the engine gets before the client has taken them.
+
+    0: any number, until a transport gives up because too much waits for the client.
+    With two, an engine that is the faster one has always the next step's outputs ready for its
+    client; with three, outputs of two steps come to be merged.
+    """
+    with_short: bool = True
+
+
+def measure(effort: Effort, cases: Cases) -> Row:
+    """Measure everything."""
+    cores = choose_cores()
+    with Progress(_num_steps(cases)) as progress:
+        progress.begin("starting four processes")
+        with running_sides(cores) as (sides, found):
+            for name, it in found.items():
+                pids = f"client {it['client_pid']}, engine {it['pid']}"
+                progress.say(f"{name}: {pids}, over {it['transport']}")
+            result: Row = {"run": _header(cores, found), "effort": asdict(effort)}
+            result |= {"cases": asdict(cases), "sides": found}
+            result |= _measure_cases(sides, effort, cases, progress)
+    return result
+
+
+def _num_steps(cases: Cases) -> int:
+    return 1 + len(cases.steps_ms) * len(cases.streams) + cases.with_short
+
+
+def _measure_cases(
+    sides: dict[str, Worker], effort: Effort, cases: Cases, progress: Progress
+) -> Row:
+    result: Row = {"decode": [], "short": None}
+    for step_ms in cases.steps_ms:
+        for count in cases.streams:
+            progress.begin(f"streams: {count:,}, steps of {step_ms:g} ms")
+            row = measure_decode(sides, effort, cases.max_ahead, count, step_ms)
+            result["decode"].append(row)
+    if cases.with_short:
+        progress.begin("short requests")
+        result["short"] = measure_short(sides, effort)
+    return result
+
+
+def _header(cores: tuple[int, int], found: dict[str, Row]) -> Row:
+    client_core, engine_core = cores
+    return describe_run() | {
+        "loop": "uvloop",
+        "client on processor": client_core,
+        "engine on processor": engine_core,
+        "same core": engine_core in _threads_of_core(client_core),
+        "transport": found[OURS]["transport"],
+        "detokenize": False,
+    }
+
+
+def measure_decode(
+    sides: dict[str, Worker], effort: Effort, max_ahead: int, streams: int, step_ms: float
+) -> Row:
+    """Measure streams in decode."""
+    case = {"streams": streams, "step_ms": step_ms}
+    return case | _measure_in_turns(sides, effort, "decode", **case, max_ahead=max_ahead)
+
+
+def measure_short(sides: dict[str, Worker], effort: Effort) -> Row:
+    """Measure short requests."""
+    return SHORT | _measure_in_turns(sides, effort, "short_requests", **SHORT)
+
+
+def _measure_in_turns(sides: dict[str, Worker], effort: Effort, command: str, **case: Any) -> Row:
+    """Measure the sides in an order that changes with each round; return the medians."""
+    times = {"warm_up_s": effort.warm_up_s, "window_s": effort.window_s}
+    rows: dict[str, list[Row]] = {name: [] for name in sides}
+    for number in range(effort.rounds):
+        for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
+            rows[name].append(sides[name].call(command, **case, **times))
+    return {name: _median(found) | {"rates": _rates_of(found)} for name, found in rows.items()}
+
+
+def _rates_of(rounds: list[Row]) -> list[float]:
+    """Return tokens or requests a second of each round, to show how they spread."""
+    return [row.get("tokens_per_s") or row["requests_per_s"] for row in rounds]
+
+
+def _median(rows: list[Row]) -> Row:
+    """Return the median of each figure; a thread that is missing in a round has taken nothing."""
+    result: Row = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        values = [row.get(key, 0.0) for row in rows]
+        if any(isinstance(value, dict) for value in values):
+            result[key] = _median([value or {} for value in values])
+        else:
+            result[key] = statistics.median(values)
+    return result
+
+
+# ---- report ----
+
+
+def main() -> None:
+    """Measure, print tables and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one short round, for a first look")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    only: Row = {"metavar": "N,...", "help": "only these"}
+    parser.add_argument("--streams", type=_numbers(int), default=Cases.streams, **only)
+    parser.add_argument("--step-ms", type=_numbers(float), default=Cases.steps_ms, **only)
+    parser.add_argument("--no-short", action="store_true", help="leave out short requests")
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        default=Cases.max_ahead,
+        metavar="N",
+        help="steps that an engine may be ahead of its client; 0: any number",
+    )
+    arguments = parser.parse_args()
+    cases = Cases(arguments.streams, arguments.step_ms, arguments.ahead, not arguments.no_short)
+    try:
+        result = measure(QUICK_EFFORT if arguments.quick else EFFORT, cases)
+    except BenchmarkError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    show(result, arguments.json)
+
+
+def _numbers(kind: type) -> Any:
+    return lambda text: tuple(kind(part) for part in text.split(",") if part)
+
+
+if __name__ == "__main__":
+    main()

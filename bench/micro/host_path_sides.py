@@ -1,0 +1,410 @@
+"""One side of `bench.micro.host_path`: a process with an `AsyncLLM`, which has an engine process.
+
+The client process does what an API server does around its `AsyncLLM`, on uvloop, and nothing else:
+tasks that iterate over `generate()`. It obeys a pipe: see `serve`.
+"""
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import json
+import os
+import random
+import time
+import traceback
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+STOCK = "vLLM"
+OURS = "sparksched"
+SCHEDULERS = {
+    STOCK: "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+    OURS: "sparksched.scheduler.SparkScheduler",
+}
+
+LATEST_S = 60.0
+"""Whatever takes longer will never come."""
+
+VOCABULARY = 200_000
+NUM_SHORT_TOKENS = 64
+"""A decoding request's prompt has at least so many tokens, and up to so many more."""
+POLL_S = 0.01
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a side is to be."""
+
+    side: str
+    directory: Path
+    """For the model's configuration."""
+    client_core: int
+    engine_core: int
+
+
+@dataclass(frozen=True)
+class StreamLog:
+    """When a stream's outputs were there, and how many tokens each had."""
+
+    times_ns: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What both processes have counted between two moments."""
+
+    start: Row
+    end: Row
+    engine_start: Row
+    engine_end: Row
+
+    @property
+    def seconds(self) -> float:
+        """How long it was for the client."""
+        return float(self.end["time_ns"] - self.start["time_ns"]) / 1e9
+
+    @property
+    def other_percent(self) -> float:
+        """The share of the two processors that others have taken: processes and hosts."""
+        busy_s = 2 * self.seconds - (self.end["idle_s"] - self.start["idle_s"])
+        spent_us = [*self.client_us_per(1).values(), *self.engine_us_per(1).values()]
+        other_s: float = busy_s - sum(spent_us) / 1e6
+        return max(0.0, 100 * other_s / (2 * self.seconds))
+
+    @property
+    def engine_seconds(self) -> float:
+        """How long it was for the engine."""
+        return float(self.engine_end["time_ns"] - self.engine_start["time_ns"]) / 1e9
+
+    def count(self, what: str) -> int:
+        """Return how many steps, tokens or requests the engine has launched."""
+        number: int = self.engine_end[what] - self.engine_start[what]
+        return number
+
+    def client_us_per(self, number: int) -> dict[str, float]:
+        """Return each thread's CPU microseconds for one of so many, in the client's process."""
+        return _spent_us(self.start, self.end, number)
+
+    def engine_us_per(self, number: int) -> dict[str, float]:
+        """Return each thread's CPU microseconds for one of so many, in the engine's process."""
+        return _spent_us(self.engine_start, self.engine_end, number)
+
+
+def _spent_us(start: Row, end: Row, number: int) -> dict[str, float]:
+    spent_ns = {it: cpu_ns - start["cpu_ns"].get(it, 0) for it, cpu_ns in end["cpu_ns"].items()}
+    return {_short_name(it): ns / number / 1000 for it, ns in spent_ns.items() if ns}
+
+
+def _short_name(thread: str) -> str:
+    """Return `run` for `Thread-3 (run)`."""
+    return thread.partition("(")[2].rstrip(")") or thread
+
+
+# ---- process ----
+
+
+def serve(connection: Connection, setup: Setup) -> None:
+    """Be a client with an engine until the pipe closes or says so; answer `(is_ok, result)`."""
+    os.setsid()  # so that the benchmark can end the engine, too, and Ctrl-C doesn't get here
+    import uvloop
+
+    try:
+        _select_scheduler(setup.side)
+        uvloop.run(_obey(connection, setup))
+        connection.send((True, None))
+    except Exception:
+        with contextlib.suppress(ConnectionError):
+            connection.send((False, traceback.format_exc()))
+
+
+def _select_scheduler(side: str) -> None:
+    """Choose by the environment, as users do, what this process and its engine load."""
+    os.environ |= {
+        # As in `vllm serve`: the engine process imports all anew, and finds the plugin itself.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "SPARKSCHED_STRICT": "1",
+    }
+    os.environ.pop("VLLM_PLUGINS", None)
+    os.environ.pop("VLLM_SCHEDULER", None)
+    if side == OURS:
+        os.environ["VLLM_SCHEDULER"] = "sparksched"
+
+
+async def _obey(connection: Connection, setup: Setup) -> None:
+    loop = asyncio.get_running_loop()
+    client = Client(setup)
+    try:
+        async with asyncio.timeout(LATEST_S):
+            connection.send((True, await client.describe()))
+        gc.collect()
+        gc.freeze()  # as vLLM's server does after its start
+        while True:
+            # A thread of its own waits, so that the event loop runs on.
+            command = await loop.run_in_executor(None, _receive, connection)
+            if command is None:
+                return
+            name, arguments = command
+            async with asyncio.timeout(LATEST_S):
+                result = await getattr(client, name)(**arguments)
+            connection.send((True, result))
+    finally:
+        client.close()
+
+
+def _receive(connection: Connection) -> tuple[str, Row] | None:
+    """Return the next command; None if there won't be any."""
+    try:
+        command: tuple[str, Row] | None = connection.recv()
+    except (EOFError, ConnectionError):
+        return None  # the benchmark is gone
+    return command
+
+
+class Client:
+    """An `AsyncLLM` and what the benchmark has it do. Public methods are what the pipe may ask."""
+
+    def __init__(self, setup: Setup) -> None:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from bench.micro import clocked_executor as executor
+
+        executor.pin_process(setup.client_core)
+        self._setup = setup
+        self._executor = executor
+        self._params = lambda max_tokens: SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._max_tokens = executor.MAX_MODEL_LEN - 2 * NUM_SHORT_TOKENS
+        self._numbers = itertools.count()
+        model = setup.directory / f"model-{os.getpid()}"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(executor.MODEL_CONFIG))
+        os.mkfifo(model / "pipe")
+        args = executor.engine_args(model, model / "pipe", setup.engine_core)
+        self._llm = AsyncLLM.from_engine_args(args)
+        self._pipe = os.open(model / "pipe", os.O_WRONLY)
+
+    def close(self) -> None:
+        """End the engine."""
+        os.close(self._pipe)
+        self._llm.shutdown()
+
+    async def _ask_engine(self, method: str, *args: Any) -> Any:
+        (answer,) = await self._llm.collective_rpc(method, args=args)
+        return answer
+
+    async def describe(self) -> Row:
+        """Return what runs in the two processes; raise RuntimeError if it isn't what was asked."""
+        found: Row = await self._ask_engine("describe")
+        wanted = {
+            "scheduler": SCHEDULERS[self._setup.side],
+            "is_async": True,
+            "cores": [self._setup.engine_core],
+        }
+        if found | wanted != found:
+            raise RuntimeError(f"the engine of {self._setup.side} is {found}, not {wanted}")
+        rings = getattr(self._llm.engine_core.resources, "sparksched_rings", None)
+        transport = "rings" if rings is not None and rings.channels else "ZMQ"
+        return found | {"client_pid": os.getpid(), "transport": transport}
+
+    # ---- decode ----
+
+    async def decode(
+        self, streams: int, step_ms: float, max_ahead: int, warm_up_s: float, window_s: float
+    ) -> Row:
+        """Let so many streams run side by side, and measure while none begins or ends."""
+        await self._ask_engine("set_step_ms", step_ms)
+        await self._ask_engine("hold_back", max_ahead)
+        logs = [StreamLog() for _ in range(streams)]
+        # The marker is the last one: what the others get of a step, they have got before it.
+        marker = self._mark(logs[-1]) if max_ahead else self._stream(logs[-1])
+        async with self._running([*(self._stream(log) for log in logs[:-1]), marker]):
+            while not all(log.times_ns for log in logs):
+                await asyncio.sleep(POLL_S)
+            await asyncio.sleep(warm_up_s)
+            window = await self._window(window_s)
+            os.write(self._pipe, self._executor.END_OF_MARKER)
+        await self._clean_up()
+        return _evaluate(logs, window)
+
+    async def _stream(self, log: StreamLog) -> None:
+        """Note when a stream's outputs are there. It has no end: it is to be cancelled."""
+        note_time, note_tokens, clock = log.times_ns.append, log.num_tokens.append, _clock
+        async for output in self._generate("stream"):
+            note_time(clock())
+            note_tokens(len(output.outputs[0].token_ids))
+        _fail_early(log)
+
+    async def _mark(self, log: StreamLog) -> None:
+        """Do the same, and tell the engine's executor how far this stream has come."""
+        async for output in self._generate(self._executor.MARKER):
+            log.times_ns.append(_clock())
+            num_tokens = len(output.outputs[0].token_ids)
+            log.num_tokens.append(num_tokens)
+            os.write(self._pipe, b"t" * num_tokens)
+        _fail_early(log)
+
+    def _generate(self, name: str) -> AsyncGenerator[Any, None]:
+        number = next(self._numbers)
+        prompt = _prompt(number, NUM_SHORT_TOKENS + number % NUM_SHORT_TOKENS)
+        params = self._params(self._max_tokens)
+        outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, params, f"{name}-{number}")
+        return outputs
+
+    @contextlib.asynccontextmanager
+    async def _running(
+        self, coroutines: Iterable[Coroutine[Any, Any, None]]
+    ) -> AsyncIterator[None]:
+        """Run tasks in the background, and cancel them at the end; if one fails, so does all."""
+        tasks = [asyncio.create_task(it) for it in coroutines]
+        owner = asyncio.current_task()
+        assert owner is not None
+
+        def give_up(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                owner.cancel()
+
+        for task in tasks:
+            task.add_done_callback(give_up)
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.remove_done_callback(give_up)
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            for result in results:
+                if isinstance(result, Exception):
+                    raise result
+
+    async def _window(self, window_s: float) -> Window:
+        engine_start = await self._ask_engine("start_record")
+        start = self._state()
+        await asyncio.sleep(window_s)
+        end = self._state()
+        engine_end = await self._ask_engine("take_record")
+        return Window(start, end, engine_start, engine_end)
+
+    def _state(self) -> Row:
+        idle_s = _idle_s(self._setup.client_core) + _idle_s(self._setup.engine_core)
+        cpu_ns = self._executor.thread_cpu_ns()
+        return {"time_ns": _clock(), "cpu_ns": cpu_ns, "idle_s": idle_s}
+
+    async def _clean_up(self) -> None:
+        """Leave an idle engine with an empty cache, so that all runs begin alike."""
+        await self._ask_engine("hold_back", 0)
+        await self._ask_engine("set_step_ms", 0)
+        while not await self._llm.reset_prefix_cache():
+            await asyncio.sleep(POLL_S)  # a step after the aborts is still to come
+
+    # ---- short requests ----
+
+    async def short_requests(
+        self, workers: int, prompt_tokens: int, max_tokens: int, warm_up_s: float, window_s: float
+    ) -> Row:
+        """Have workers send one short request after the other, with a GPU that takes no time."""
+        await self._ask_engine("set_step_ms", 0)
+        ends_ns: list[int] = []
+        tail = _prompt(0, prompt_tokens)["prompt_token_ids"]
+        async with self._running(self._work(tail, max_tokens, ends_ns) for _ in range(workers)):
+            await asyncio.sleep(warm_up_s)
+            window = await self._window(window_s)
+        await self._clean_up()
+        start_ns, end_ns = window.start["time_ns"], window.end["time_ns"]
+        num_ended = sum(start_ns <= it < end_ns for it in ends_ns)
+        return {
+            "requests_per_s": num_ended / window.seconds,
+            "other_percent": window.other_percent,
+            "client_us": window.client_us_per(num_ended),
+            "engine_us": window.engine_us_per(window.count("requests")),
+        }
+
+    async def _work(self, tail: list[int], max_tokens: int, ends_ns: list[int]) -> None:
+        params = self._params(max_tokens)
+        while True:
+            number = next(self._numbers)
+            # Another first block is enough to have no prefix in common.
+            prompt = _rendered([number % VOCABULARY, number // VOCABULARY, *tail[2:]])
+            num_tokens = 0
+            async for output in self._llm.generate(prompt, params, f"short-{number}"):
+                num_tokens += len(output.outputs[0].token_ids)
+            if num_tokens != max_tokens:
+                raise RuntimeError(f"request {number} has got {num_tokens} of {max_tokens} tokens")
+            ends_ns.append(_clock())
+
+
+_clock = time.perf_counter_ns
+
+
+def _fail_early(log: StreamLog) -> None:
+    raise RuntimeError(f"a stream has ended after {sum(log.num_tokens)} tokens")
+
+
+def _idle_s(core: int) -> float:
+    """Return for how long a processor has had nothing to do since the system's start."""
+    for line in Path("/proc/stat").read_text().splitlines():
+        if line.startswith(f"cpu{core} "):
+            idle, io_wait = line.split()[4:6]
+            return (int(idle) + int(io_wait)) / os.sysconf("SC_CLK_TCK")
+    raise RuntimeError(f"/proc/stat doesn't mention processor {core}")
+
+
+def _prompt(number: int, num_tokens: int) -> Row:
+    """Return a prompt that is always the same of a number, and like no other."""
+    return _rendered(random.Random(number).choices(range(VOCABULARY), k=num_tokens))
+
+
+def _rendered(token_ids: list[int]) -> Row:
+    """Return a prompt in the form in which vLLM's server hands it to its `AsyncLLM`."""
+    return {"type": "token", "prompt_token_ids": token_ids}
+
+
+# ---- evaluation ----
+
+
+def _evaluate(logs: list[StreamLog], window: Window) -> Row:
+    """Return what the streams got in a window, and what that took."""
+    start_ns, end_ns = window.start["time_ns"], window.end["time_ns"]
+    gaps_ms: list[float] = []
+    num_outputs = num_merged = num_all = 0
+    for log in logs:
+        pairs = itertools.pairwise(log.times_ns)
+        for (before_ns, now_ns), num_tokens in zip(pairs, log.num_tokens[1:], strict=True):
+            if start_ns <= now_ns < end_ns:
+                num_outputs += 1
+                num_merged += num_tokens > 1
+                num_all += num_tokens
+                gaps_ms.append((now_ns - before_ns) / 1e6)
+    return {
+        "tokens_per_s": num_all / window.seconds,
+        "engine_tokens_per_s": window.count("tokens") / window.engine_seconds,
+        "steps_per_s": window.count("steps") / window.engine_seconds,
+        "other_percent": window.other_percent,
+        "output_gap_ms": percentiles(gaps_ms),
+        "outputs": num_outputs,
+        "merged_outputs": num_merged,
+        "launch_us": percentiles([it / 1000 for it in window.engine_end["gaps_ns"]]),
+        "client_us": window.client_us_per(num_all),
+        "engine_us": window.engine_us_per(window.count("tokens")),
+    }
+
+
+def percentiles(values: list[float]) -> Row:
+    """Return p50, p90 and p99."""
+    ordered = sorted(values)
+    if not ordered:
+        raise RuntimeError("nothing has happened in the window")
+    last = len(ordered) - 1
+    return {f"p{share}": ordered[min(share * len(ordered) // 100, last)] for share in (50, 90, 99)}

@@ -1,0 +1,124 @@
+"""What does it cost to record a scheduler? Steps with and without a recorder, in one process.
+
+Each step is followed by a pause in the place of the GPU's work: then the recorder's thread writes.
+`99th p.` is the 99th percentile of `schedule()` and `update_from_output()` together, `processor`
+the time of all threads a step, that of the benchmark's own model among it.
+
+    python -m bench.micro.recording [--requests 64,256] [--steps 2000] [--json FILE]
+"""
+
+import argparse
+import tempfile
+import time
+from dataclasses import asdict
+from operator import add
+from pathlib import Path
+from typing import Any
+
+from sparksched.trace.recorder import Recorder
+from sparksched.trace.recording import attach
+
+from bench.header import describe_run
+from bench.micro.loads import PLAIN
+from bench.micro.steps import SIDES, VOCABULARY, Engine, Spread
+from bench.report.show import show
+from testkit.worlds.world import vllm_environment
+
+GPU_S = 0.005
+WARM_UP_STEPS = 30
+STEPS_A_TURN = 50
+KINDS = {"off": None, "without tokens": False, "with tokens": True}
+
+
+class Subject:
+    """A scheduler of generating requests, recorded in one of the ways."""
+
+    def __init__(self, side: str, num_requests: int, path: Path, with_tokens: bool | None) -> None:
+        self._path = path
+        self._engine = Engine(side)
+        self._recorder = None if with_tokens is None else _record(self._engine, path, with_tokens)
+        self._processor_s = 0.0
+        for number in range(num_requests):
+            prompt = [self._engine.random.randrange(VOCABULARY) for _ in range(128 + number % 64)]
+            self._engine.scheduler.add_request(
+                self._engine.request(f"request-{number}", prompt, 10**6)
+            )
+        while self._engine.scheduler.get_request_counts()[0] < num_requests:
+            self._engine.step()
+        self.run(WARM_UP_STEPS)
+        self._engine.schedule_times.clear()
+        self._engine.update_times.clear()
+        self._processor_s = 0.0
+        self._num_bytes_before = self._num_bytes()
+
+    def run(self, num_steps: int) -> None:
+        """Go on for some steps."""
+        start = time.process_time()
+        for _ in range(num_steps):
+            self._engine.step()
+            time.sleep(GPU_S)
+        self._processor_s += time.process_time() - start
+
+    def result(self) -> dict[str, Any]:
+        """End the recording, and say what a step has cost."""
+        if self._recorder is not None:
+            self._recorder.close()
+        schedule, update = self._engine.schedule_times, self._engine.update_times
+        steps = sorted(map(add, schedule, update))
+        return {
+            "schedule_us": asdict(Spread.of(schedule)),
+            "update_us": asdict(Spread.of(update)),
+            "step_p99_us": steps[int(0.99 * len(steps))] / 1000,
+            "processor_us": self._processor_s * 1e6 / len(steps),
+            "bytes_a_step": (self._num_bytes() - self._num_bytes_before) / len(steps),
+        }
+
+    def _num_bytes(self) -> int:
+        return 0 if self._recorder is None else self._path.stat().st_size
+
+
+def measure(side: str, num_requests: int, num_steps: int) -> dict[str, dict[str, Any]]:
+    """Time the steps of so many generating requests, by kind: in turns, on the same machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        subjects = {
+            kind: Subject(side, num_requests, Path(folder) / kind, with_tokens)
+            for kind, with_tokens in KINDS.items()
+        }
+        for _ in range(max(num_steps // STEPS_A_TURN, 1)):
+            for subject in subjects.values():
+                subject.run(STEPS_A_TURN)
+        return {kind: subject.result() for kind, subject in subjects.items()}
+
+
+def _record(engine: Engine, path: Path, with_tokens: bool) -> Recorder:
+    world = engine.world
+    recorder = Recorder(
+        path,
+        world.vllm_config,
+        world.kv_cache_config,
+        world.scheduler_block_size,
+        world.hash_block_size,
+        with_tokens=with_tokens,
+    )
+    attach(recorder, engine.scheduler)
+    return recorder
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--requests", default="64,256", help="running requests")
+    parser.add_argument("--steps", type=int, default=2000, help="of each kind")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    arguments = parser.parse_args()
+    results = []
+    with vllm_environment(PLAIN.configuration):
+        for side in SIDES:
+            for num_requests in map(int, arguments.requests.split(",")):
+                for kind, result in measure(side, num_requests, arguments.steps).items():
+                    results.append({"side": side, "requests": num_requests, "kind": kind} | result)
+    show({"run": describe_run(), "recording": results}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Writes the tables and pictures of the pages anew, from the stored results.
+
+A page says where a table is to be: after a line `<!-- table: NAME -->`. What stands there is
+replaced, up to the first line that is no part of a table.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from bench.header import ROOT
+from bench.report.pairs import rows_of
+from bench.report.plots import pictures
+from bench.report.tables import AGAIN, TABLES, Results, table_lines
+
+STORED = ROOT / "bench/results"
+PICTURES = ROOT / "docs/plots"
+PAGES = (
+    "README.md",
+    "bench/results/README.md",
+    *sorted(f"docs/{it.name}" for it in (ROOT / "docs").glob("*.md")),
+)
+MARK = re.compile(r"<!-- table: (\w+) -->")
+KEYS = (
+    "model",
+    "scheduler",
+    "mode",
+    "visit",
+    "cores",
+    "workload",
+    "concurrency",
+    "driver",
+    "output_tokens",
+)
+"""What tells cells apart."""
+
+
+class PageError(ValueError):
+    """A page can't be written."""
+
+
+def written_anew(results: Results) -> dict[Path, str]:
+    """Return the text of each page and picture.
+
+    Raises:
+        PageError: if a page asks for a table that there is not, or that has nothing in it.
+
+    """
+    found = {ROOT / page: page_anew((ROOT / page).read_text(), results) for page in PAGES}
+    return found | {PICTURES / f"{name}.svg": svg for name, svg in pictures(results).items()}
+
+
+def page_anew(text: str, results: Results) -> str:
+    """Return a page's text with all its tables anew; raise PageError as `written_anew`."""
+    by_name = {table.name: table for table in TABLES}
+    written: list[str] = []
+    is_replaced = False
+    for line in text.splitlines():
+        if is_replaced and line.startswith("|"):
+            continue
+        is_replaced = False
+        written.append(line)
+        if mark := MARK.fullmatch(line):
+            table = by_name.get(mark[1])
+            lines = [] if table is None else table_lines(table, results)
+            if not lines:
+                raise PageError(f"there is no table, or nothing in it: {mark[1]}")
+            written += lines
+            is_replaced = True
+    return "\n".join(written) + "\n"
+
+
+def read_results(paths: list[Path], folder: Path) -> Results:
+    """Return what files hold, by their path in a folder, or their name.
+
+    Raises:
+        PageError: if one holds no results.
+
+    """
+    results: Results = {}
+    for path in paths:
+        try:
+            result = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise PageError(f"{path}: {error}") from None
+        if not isinstance(result, dict) or not isinstance(result.get("run"), dict):
+            raise PageError(f"{path} holds no results of a benchmark")
+        name = path.relative_to(folder) if path.is_relative_to(folder) else path.name
+        results[str(name)] = result
+    return results
+
+
+def read_stored() -> Results:
+    """Return the stored results.
+
+    Raises:
+        PageError: if one is none, or if something is in two of them, which would make one figure.
+
+    """
+    results = read_results(sorted(STORED.rglob("*.json")), STORED)
+    seen: dict[str, str] = {}
+    for name, result in results.items():
+        if name.startswith(AGAIN):
+            continue
+        for cell in rows_of(result, "cells"):
+            key = ", ".join(str(cell.get(it)) for it in KEYS)
+            key += f", {cell.get('front_end', 'python')}"
+            if "error" not in cell and seen.setdefault(key, name) != name:
+                raise PageError(f"measured twice, in {seen[key]} and {name}: {key}")
+    return results

@@ -1,0 +1,591 @@
+"""The tables of all results, each the answer to a question: for benchmarks and for pages."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.report.pairs import (
+    ALL,
+    ASYNC,
+    ASYNCLLM,
+    DECODE,
+    DRIVERS,
+    HTTP,
+    LABELS,
+    OURS,
+    RUST,
+    STOCK,
+    SYNC,
+    Case,
+    Pair,
+    Row,
+    Side,
+    pairs_of,
+    rows_of,
+    visits_of,
+)
+from bench.report.values import (
+    ARROW,
+    MISSING,
+    count_text,
+    dig,
+    joined,
+    median,
+    numbers,
+    pair_text,
+    range_text,
+    text_of,
+    times_text,
+)
+
+Results = dict[str, Row]
+"""By the path of their file below bench/results."""
+Rows = Iterator[list[str]]
+"""Cells of each row; the first is its name."""
+
+AGAIN = "again/"
+"""What the names of results begin with that tell only what runs differ by."""
+ROLES = ("engine", "API server")
+SELECTIONS = ("gain", "two_processors")
+"""Tables of pages whose rows stand in others, too."""
+OF_ONE_RUN = ("--json", "--work-dir", "--minutes")
+"""Options that don't change what is measured, each with a value."""
+LEAST_VARIATION = 0.01
+"""Of a rate: what differs by less between runs is no news."""
+PARTS = ("schedule_us", "update_us", "message_us")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A question, and what answers it."""
+
+    name: str
+    """What pages call it."""
+    title: str
+    columns: tuple[str, ...]
+    rows: Callable[[Results], Rows]
+
+
+def table_lines(table: Table, results: Results) -> list[str]:
+    """Return a table as Markdown; nothing if there is nothing in it."""
+    rows = list(table.rows(results))
+    if not rows:
+        return []
+    return [_line(table.columns), _line(["---"] * len(table.columns)), *map(_line, rows)]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def as_markdown(results: Results) -> str:
+    """Return all tables that these results have something for, and what has failed."""
+    parts: list[str] = []
+    for table in TABLES:
+        if table.name not in SELECTIONS and (lines := table_lines(table, results)):
+            parts += [f"## {table.title}", "", *lines, ""]
+    for cell in (it for result in results.values() for it in rows_of(result, "cells")):
+        if "error" in cell:
+            case = ", ".join(str(cell.get(it)) for it in ("model", "scheduler", "concurrency"))
+            parts.append(f"Failed: {case}: {str(cell['error']).splitlines()[0]}")
+    return "\n".join(parts)
+
+
+# ---- real servers ----
+
+SERVED = (
+    "tokens/s",
+    "between outputs p50, ms",
+    "p99",
+    "tokens an output",
+    "engine, µs a token",
+    "API server",
+    "who limits",
+)
+"""Columns of servers under load: tokens, then CPU time."""
+
+
+def _served(pair: Pair) -> list[str]:
+    sides = pair.sides()
+    return [
+        joined(*(count_text(it.figure("tokens_per_s")) for it in sides)),
+        *(pair_text(*(median(it.gaps(at)) for it in sides)) for at in ("p50", "p99")),
+        _tokens_an_output(pair),
+        *_costs(pair),
+        joined(*(it.limit for it in sides)),
+    ]
+
+
+def _tokens_an_output(pair: Pair) -> str:
+    """Return both sides' tokens an output, or just 1 if all came alone."""
+    if not any(side.has_merged for side in pair.sides()):
+        return "1"
+    return joined(*(f"{it.tokens_per_output or 0:.1f}" for it in pair.sides()))
+
+
+def _costs(pair: Pair) -> list[str]:
+    return [
+        pair_text(*(it.figure("cpu", "us_per_token", role) for it in pair.sides()))
+        for role in ROLES
+    ]
+
+
+def _chosen(results: Results, is_chosen: Callable[[Case], bool]) -> list[Pair]:
+    current = [result for name, result in results.items() if not name.startswith(AGAIN)]
+    return [pair for pair in pairs_of(current) if is_chosen(pair.case)]
+
+
+def _servers(mode: str, driver: str) -> Callable[[Results], Rows]:
+    """Return what yields servers on one GPU and all processors."""
+
+    def rows(results: Results) -> Rows:
+        def is_chosen(case: Case) -> bool:
+            wanted = (mode, driver, ALL, DECODE, "")
+            return wanted == (case.mode, case.driver, case.cores, case.workload, case.layout)
+
+        for pair in _chosen(results, is_chosen):
+            yield [pair.case.label, *_served(pair)]
+
+    return rows
+
+
+def few_processors(results: Results) -> Rows:
+    """Yield servers that are confined to a number of processors."""
+    for pair in _chosen(results, lambda it: it.cores != ALL and it.workload == DECODE):
+        mode = "" if pair.case.mode == ASYNC else ", sync"
+        yield [f"{pair.case.label}{mode}, {pair.case.cores}", *_served(pair)]
+
+
+def two_processors(results: Results) -> Rows:
+    """Yield those of many streams on two processors."""
+
+    def is_chosen(case: Case) -> bool:
+        return (case.cores, case.workload) == ("2", DECODE) and case.concurrency >= 64
+
+    for pair in _chosen(results, is_chosen):
+        mode = "" if pair.case.mode == ASYNC else ", sync"
+        yield [f"{pair.case.label}{mode}", *_served(pair)]
+
+
+def several_gpus(results: Results) -> Rows:
+    """Yield models that are spread over GPUs; the engine's CPU time without what it spins."""
+    for pair in _chosen(results, lambda it: bool(it.layout) and it.workload == DECODE):
+        working = (it.get("engine_cpu", "without_waiting_us_per_token") for it in pair.sides())
+        rates, p50, p99, together, _, api_server, _ = _served(pair)
+        yield [pair.case.label, rates, p50, p99, together, pair_text(*working), api_server]
+
+
+def lengths(results: Results) -> Rows:
+    """Yield requests of mixed lengths, and such that share a prefix."""
+    for pair in _chosen(results, lambda it: it.workload != DECODE):
+        rates, p50, p99, together, *_ = _served(pair)
+        first = (it.figure("ttft_ms", "p50") for it in pair.sides())
+        name = f"{pair.case.workload}: {pair.case.label}"
+        yield [name, rates, p50, p99, together, pair_text(*first)]
+
+
+def same_streams(results: Results) -> Rows:
+    """Yield how many streams were the same with both schedulers, and with vLLM's twice."""
+    found: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in (it for result in results.values() for it in rows_of(result, "streams")):
+        front_end = ", Rust front end" if row.get("front_end") == RUST else ""
+        key = (str(row.get("model")), str(row.get("mode")), front_end)
+        found.setdefault(key, {}).setdefault(str(row.get("scheduler")), row)
+    for (model, mode, front_end), sides in sorted(found.items()):
+        stock, ours = (dig(sides.get(it), "digests") for it in (STOCK, OURS))
+        if stock and ours:
+            both = (_equal(stock[0], ours[0]), _equal(stock[0], stock[-1]))
+            yield [f"{model}, {mode}{front_end}", count_text(len(stock[0])), *both]
+
+
+def _equal(one: list[str], other: list[str]) -> str:
+    return str(sum(a == b for a, b in zip(one, other, strict=True)))
+
+
+def hosts(results: Results) -> Rows:
+    """Yield what was measured several times, and differs by more than LEAST_VARIATION."""
+    runs: dict[Case, list[Pair]] = {}
+    for result in results.values():
+        for visit in visits_of(result):
+            for pair in pairs_of([visit]):
+                runs.setdefault(pair.case, []).append(pair)
+    for case, pairs in sorted(runs.items(), key=lambda it: it[0].place):
+        both = [tuple(it.figure("tokens_per_s") for it in pair.sides()) for pair in pairs]
+        known = [(a, b) for a, b in both if a is not None and b is not None]
+        spread = [max(rates) / min(rates) - 1 for rates in zip(*known, strict=True)]
+        if len(known) > 1 and max(spread) > LEAST_VARIATION:
+            mode = "" if case.mode == ASYNC else ", sync"
+            cores = "" if case.cores == ALL else f", {case.cores} processors"
+            gains = [f"{round(100 * (ours / stock - 1), 1) + 0.0:+}" for stock, ours in known]
+            yield [
+                f"{case.label}, {DRIVERS[case.driver]}{mode}{cores}",
+                *(range_text(rates) for rates in zip(*known, strict=True)),
+                ", ".join(gains),
+            ]
+
+
+# ---- README: do I gain? ----
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a user may be in, and the figure that tells what changes."""
+
+    text: str
+    change: str
+    figure: Callable[[Side], float | None]
+    case: dict[str, Any] = field(default_factory=dict)
+    """What its case has that isn't usual."""
+
+
+def _rate(side: Side) -> float | None:
+    return side.figure("tokens_per_s")
+
+
+def _tail(side: Side) -> float | None:
+    return median(side.gaps("p99"))
+
+
+def _first(side: Side) -> float | None:
+    return side.figure("ttft_ms", "p50")
+
+
+USUAL = {"mode": ASYNC, "driver": HTTP, "cores": ALL, "workload": DECODE, "front_end": "python"}
+SITUATIONS = (
+    Situation("One stream", "tokens/s", _rate, {"model": "gpt-oss-120b", "concurrency": 1}),
+    Situation(
+        "The GPU is the limit",
+        "ms between outputs, p99",
+        _tail,
+        {"model": "gpt-oss-120b", "concurrency": 64},
+    ),
+    Situation(
+        "Many streams over HTTP, small model",
+        "tokens/s",
+        _rate,
+        {"model": "Qwen2-1.5B", "concurrency": 256},
+    ),
+    Situation(
+        "Synchronous scheduling",
+        "tokens/s",
+        _rate,
+        {"model": "gpt-oss-120b", "mode": SYNC, "driver": ASYNCLLM, "concurrency": 256},
+    ),
+    Situation(
+        "Two processors",
+        "ms between outputs, p99",
+        _tail,
+        {"model": "gpt-oss-120b", "cores": "2", "concurrency": 64},
+    ),
+    Situation(
+        "First token, many requests at once",
+        "ms to the first token, p50 (least to most of the rounds)",
+        _first,
+        {"model": "gpt-oss-20b", "driver": ASYNCLLM, "workload": "mixed", "concurrency": 256},
+    ),
+)
+
+
+def gain(results: Results) -> Rows:
+    """Yield what changes in each situation, one figure each."""
+    for situation in SITUATIONS:
+        wanted = USUAL | situation.case
+        for pair in _chosen(results, lambda it, wanted=wanted: wanted.items() <= vars(it).items()):
+            case = pair.case
+            streams = "1 stream" if case.concurrency == 1 else f"{case.concurrency:,} streams"
+            together = _tokens_an_output(pair)
+            note = "" if together == "1" else f" ({together} tokens an output)"
+            show = count_text if situation.figure is _rate else text_of
+            texts = [show(situation.figure(it)) for it in pair.sides()]
+            if situation.figure is _first:  # which differs widely between rounds
+                rounds = [range_text(it.each("ttft_ms", "p50")) for it in pair.sides()]
+                texts = [f"{text} ({spread})" for text, spread in zip(texts, rounds, strict=True)]
+            measured = f"{case.model}, {DRIVERS[case.driver]}, {streams}"
+            yield [situation.text, measured, situation.change, joined(*texts) + note]
+
+
+# ---- benchmarks that start no server ----
+
+
+def _micro(results: Results, table: str, *needed: str) -> Iterator[Row]:
+    """Yield the rows of a table that have what is needed."""
+    for result in results.values():
+        for row in rows_of(result, table):
+            if all(name in row for name in needed):
+                yield row
+
+
+def steps(results: Results) -> Rows:
+    """Yield what a decode step costs the host, and where all requests have something more."""
+    for table in ("decode", "features"):
+        for row in _micro(results, table, "requests", STOCK, OURS):
+            feature = "" if table == "decode" else f"{row.get('feature')}: "
+            sides = [row[it] for it in (STOCK, OURS)]
+            yield [
+                f"{feature}{count_text(row['requests'])}",
+                *(_spread(dig(it, "step_us")) for it in sides),
+                times_text(*(dig(it, "step_us", "median") for it in sides)),
+                *(_parts(it) for it in sides),
+            ]
+
+
+def _spread(found: Any) -> str:
+    middle, least, most = (text_of(dig(found, it)) for it in ("median", "p10", "p90"))
+    return f"{middle} ({least} to {most})"
+
+
+def _parts(side: Row) -> str:
+    return " / ".join(text_of(dig(side, it, "median")) for it in PARTS)
+
+
+def prompts(results: Results) -> Rows:
+    """Yield what a request costs until its first token, by the length of its prompt."""
+    for row in _micro(results, "prefill", "tokens", STOCK, OURS):
+        cached = ", prefix cached" if row.get("prefix_cached") else ""
+        both = [dig(row, it, "median") for it in (STOCK, OURS)]
+        yield [f"{count_text(row['tokens'])}{cached}", *map(text_of, both), times_text(*both)]
+
+
+def verified(results: Results) -> Rows:
+    """Yield what a step costs that both schedulers decide."""
+    yield from _beside(results, "verified", STOCK, "verifying")
+
+
+def counted(results: Results) -> Rows:
+    """Yield what a step costs with and without counting for `/metrics`."""
+    yield from _beside(results, "counted", "sparksched without metrics", OURS)
+
+
+def _beside(results: Results, table: str, one: str, other: str) -> Rows:
+    for row in _micro(results, table, "requests", one, other):
+        both = [dig(row, it, "step_us", "median") for it in (one, other)]
+        longer = both[1] - both[0] if len(numbers(both)) == 2 else None
+        yield [count_text(row["requests"]), *map(text_of, both), text_of(longer)]
+
+
+def recorded(results: Results) -> Rows:
+    """Yield what a step costs that is recorded."""
+    for row in _micro(results, "recording", "side", "kind"):
+        figures = (
+            dig(row, "schedule_us", "median"),
+            dig(row, "update_us", "median"),
+            *(row.get(it) for it in ("step_p99_us", "processor_us", "bytes_a_step")),
+        )
+        name = f"{LABELS.get(row['side'], row['side'])}, {row.get('requests')}"
+        yield [name, str(row["kind"]), *map(text_of, figures)]
+
+
+MESSAGE_FIGURES = (
+    "arrived_p50_us",
+    "arrived_p99_us",
+    "ready_p50_us",
+    "ready_p99_us",
+    "engine_cpu_us",
+    "client_cpu_us",
+)
+BUSY = {"event loop busy": ", client busy", "goes on with 1 ms": ", engine at work"}
+"""Words in what a group of messages is called, and what to add to its messages."""
+
+
+def messages(results: Results) -> Rows:
+    """Yield how long messages take between the processes, and their CPU time."""
+    for row in _micro(results, "cases", "message", "vLLM", "sparksched"):
+        group = str(row.get("group", ""))
+        busy = next((it for words, it in BUSY.items() if words in group), "")
+        sides = [row[it] for it in ("vLLM", "sparksched")]
+        figures = [[dig(it, name) for it in sides] for name in MESSAGE_FIGURES]
+        cells = [pair_text(*both) if numbers(both) else "not told" for both in figures]
+        yield [f"{row['message']}{busy}", *cells]
+
+
+def tokens(results: Results) -> Rows:
+    """Yield what a token costs engine and client, with a GPU that is only a timer."""
+    for row in _micro(results, "decode", "streams", "step_ms", "vLLM", "sparksched"):
+        both = [row[it] for it in ("vLLM", "sparksched")]
+        yield [
+            f"{count_text(row['streams'])}, {row['step_ms']:g} ms",
+            joined(*(count_text(dig(it, "tokens_per_s")) for it in both)),
+            *(pair_text(*(_gap(it, at) for it in both)) for at in ("p50", "p99")),
+            joined(*(_host_merged(it) for it in both)),
+            pair_text(*(dig(it, "launch_us", "p50") for it in both)),
+            *(pair_text(*(_all_threads(it, who) for it in both)) for who in ("engine", "client")),
+        ]
+
+
+def _gap(side: Row, percentile: str) -> Any:
+    """Return the time between outputs; older results have that between tokens alone."""
+    return dig(side, "output_gap_ms", percentile) or dig(side, "itl_ms", percentile)
+
+
+def _host_merged(side: Row) -> str:
+    share = 100 * (side.get("merged_outputs") or 0) / (side.get("outputs") or 1)
+    return f"{share:.0f} %"
+
+
+def _all_threads(side: Row, who: str) -> float:
+    return sum(numbers((dig(side, f"{who}_us") or {}).values()))
+
+
+def short_requests(results: Results) -> Rows:
+    """Yield requests a second, where each brings few tokens."""
+    for result in results.values():
+        short = result.get("short")
+        both = [dig(short, it, "requests_per_s") for it in ("vLLM", "sparksched")]
+        if len(numbers(both)) == 2:
+            name = f"{short['prompt_tokens']:,} tokens in, {short['max_tokens']} out"
+            yield [name, *map(count_text, both), times_text(*both[::-1])]
+
+
+# ---- where it all comes from ----
+
+
+def sources(results: Results) -> Rows:
+    """Yield of what commit, day and machine each file is, and with which options."""
+    for name, result in results.items():
+        runs = rows_of(result, "runs") or [result.get("run") or {}]
+        texts = [
+            _each_once(str(run.get("commit", MISSING)) for run in runs),
+            _each_once(str(run.get("date", MISSING)).partition(" ")[0] for run in runs),
+            _each_once(
+                f"{run.get('gpu') or 'no GPU'}, {run.get('cores')} x {run.get('cpu')}"
+                for run in runs
+            ),
+            _each_once(f"`{_lasting(str(run.get('options', '')))}`" for run in runs),
+        ]
+        yield [f"`{name}`", *(it.replace("``", "") for it in texts)]
+
+
+def _each_once(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(words))
+
+
+def _lasting(options: str) -> str:
+    """Return options without those that concern a single run."""
+    words = options.split()
+    skipped = {
+        index + more for index, it in enumerate(words) if it in OF_ONE_RUN for more in (0, 1)
+    }
+    return " ".join(word for index, word in enumerate(words) if index not in skipped)
+
+
+STEP_COLUMNS = (
+    "vLLM, µs (p10 to p90)",
+    "sparksched",
+    "ratio",
+    "vLLM: schedule / update / message",
+    "sparksched",
+)
+STREAMS = "model, streams x tokens"
+TABLES = (
+    Table(
+        "gain",
+        "Do I gain?",
+        ("your situation", "measured", "what changes", f"vLLM{ARROW}sparksched"),
+        gain,
+    ),
+    Table("http", "Over HTTP", (STREAMS, *SERVED), _servers(ASYNC, HTTP)),
+    Table("asyncllm", "Without HTTP", (STREAMS, *SERVED), _servers(ASYNC, ASYNCLLM)),
+    Table(
+        "sync", "Synchronous scheduling, without HTTP", (STREAMS, *SERVED), _servers(SYNC, ASYNCLLM)
+    ),
+    Table(
+        "sync_http", "Synchronous scheduling, over HTTP", (STREAMS, *SERVED), _servers(SYNC, HTTP)
+    ),
+    Table("processors", "On few processors", (f"{STREAMS}, processors", *SERVED), few_processors),
+    Table("two_processors", "On two processors", (STREAMS, *SERVED), two_processors),
+    Table(
+        "gpus", "On several GPUs", ("model, layout, streams x tokens", *SERVED[:6]), several_gpus
+    ),
+    Table(
+        "lengths",
+        "Mixed lengths and shared prefixes",
+        ("requests", *SERVED[:4], "first token p50, ms"),
+        lengths,
+    ),
+    Table(
+        "streams",
+        "The same tokens?",
+        ("model, scheduling", "streams", "the same with both schedulers", "vLLM's twice"),
+        same_streams,
+    ),
+    Table(
+        "hosts",
+        "How far runs vary",
+        (
+            f"{STREAMS}, driver",
+            "vLLM, tokens/s, least to most",
+            "sparksched",
+            "gain of each run, %",
+        ),
+        hosts,
+    ),
+    Table("steps", "A step", ("running requests", *STEP_COLUMNS), steps),
+    Table(
+        "prompts",
+        "A request until its first token, without the model",
+        ("prompt tokens", "vLLM, µs", "sparksched", "ratio"),
+        prompts,
+    ),
+    Table(
+        "messages",
+        "A message",
+        (
+            "message",
+            "arrived p50, µs",
+            "p99",
+            "ready p50, µs",
+            "p99",
+            "engine, µs of CPU",
+            "client",
+        ),
+        messages,
+    ),
+    Table(
+        "tokens",
+        "A token, with a GPU that is only a timer",
+        (
+            "streams, GPU step",
+            "tokens/s",
+            "between outputs p50, ms",
+            "p99",
+            "outputs with several tokens",
+            "to launch, µs",
+            "engine, µs a token",
+            "client",
+        ),
+        tokens,
+    ),
+    Table(
+        "short",
+        "Short requests",
+        ("requests", "vLLM, a second", "sparksched", "ratio"),
+        short_requests,
+    ),
+    Table(
+        "verified",
+        "A verified step",
+        ("running requests", "vLLM, µs", "verified", "longer by"),
+        verified,
+    ),
+    Table(
+        "counted",
+        "A step with and without metrics",
+        ("running requests", "without, µs", "with", "longer by"),
+        counted,
+    ),
+    Table(
+        "recorded",
+        "A recorded step",
+        (
+            "scheduler, requests",
+            "recording",
+            "`schedule()`, µs",
+            "`update_from_output()`, µs",
+            "both, p99",
+            "processor, µs a step",
+            "bytes a step",
+        ),
+        recorded,
+    ),
+    Table("sources", "Sources", ("file", "commit", "day", "machine", "options"), sources),
+)
