@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
 )
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -34,7 +35,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from sparksched import __version__, compat, engine_hooks, releases, sessions
+from sparksched import __version__, compat, core_states, engine_hooks, releases, sessions
 from sparksched._core import SchedulerCore
 from sparksched.block_observer import BlockObserver, publishes_events
 from sparksched.encoder_inputs import EncoderInputs
@@ -127,13 +128,14 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
             vllm_config,
             kv_cache_config,
             block_size,
+            self.hash_block_size,
             log_stats,
             kv_transfer=None if self._kv_transfer is None else self._kv_transfer.core_config,
         )
         self._needs_none_hash = config["hash_algorithm"] is not None
         self.extra_keys = (
             extra_keys_writer(
-                config["hash_algorithm"], block_size, config["num_hash_lookahead_tokens"]
+                config["hash_algorithm"], self.hash_block_size, config["num_hash_lookahead_tokens"]
             )
             if self._needs_none_hash
             else None
@@ -462,7 +464,8 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         Keys: `requests` (by id: status, counters, `block_ids` a group), `running` and `waiting`
         (ids in order), `num_kv_holding` (how many of those that wait hold blocks: the first),
         `free_blocks` (ids in the order of reuse), `ref_counts` (by id of blocks in use),
-        `cached_blocks` (by id: hash and group in hex, as vLLM's `BlockHashWithGroupId`).
+        `cached_blocks` (by id: hash and group in hex, as vLLM's `BlockHashWithGroupId`),
+        `further_keys` (by id: the others that a block is found by, sorted).
         Takes time and memory in proportion to the number of blocks.
         """
         return self._core.snapshot()
@@ -500,6 +503,7 @@ def core_config(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     block_size: int,
+    hash_block_size: int,
     log_stats: bool,
     kv_transfer: dict[str, bool] | None = None,
 ) -> dict[str, Any]:
@@ -542,9 +546,12 @@ def core_config(
         **releases.behaviors(vllm_config),
         "log_stats": log_stats,
         "block_size": block_size,
+        "hash_block_size": hash_block_size,
+        **core_states.core_config(vllm_config, kv_cache_config, hash_block_size),
         "num_blocks": kv_cache_config.num_blocks,
         "watermark_blocks": int(scheduler_config.watermark * kv_cache_config.num_blocks),
         "groups": [_core_group(spec, vllm_config) for spec in specs],
+        "group_block_sizes": [spec.block_size for spec in specs],
         "lookup_groups": _lookup_groups(specs),
         "eagle_groups": compat.eagle_groups(vllm_config, kv_cache_config),
         "retention_interval": kv_cache_config.prefix_cache_retention_interval,
@@ -592,6 +599,8 @@ def _core_group(spec: KVCacheSpec, vllm_config: VllmConfig) -> tuple[str, int, i
     """Return a group's kind, window or chunk, retained tokens, and most blocks at admission."""
     if isinstance(spec, FullAttentionSpec):
         return "full", 0, 0, 0
+    if isinstance(spec, MambaSpec):
+        return core_states.core_group(spec)
     max_admission_blocks = spec.max_admission_blocks_per_request(
         max_in_flight_tokens=vllm_config.max_in_flight_tokens,
         max_model_len=vllm_config.model_config.max_model_len,
