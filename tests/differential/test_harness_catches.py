@@ -20,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from .feature_flaws import FEATURE_FLAWS
 from .runner import Coverage, SchedulersDiffer, run_scenario
 from .serving_flaws import SERVING_FLAWS
+from .state_flaws import STATE_FLAWS
 from .test_differential import EXPECTED_OF_FEATURES, NUM_SEEDS
 from .test_differential import NUM_STEPS as NUM_SITUATION_STEPS
 from .world import (
@@ -369,6 +370,7 @@ FLAWS: list[tuple[Flaw, str]] = [
     (sends_statistics_to_the_last_client, "async-full"),
     *FEATURE_FLAWS,
     *SERVING_FLAWS,
+    *STATE_FLAWS,
 ]
 
 

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sparksched import environment, releases
 from sparksched.compat.configuration import DIFFUSION, unsupported_config
-from sparksched.compat.kv_cache import eagle_groups, room_for_extra_keys, unsupported_kv_cache
+from sparksched.compat.kv_cache import (
+    eagle_groups,
+    has_drafter_groups,
+    room_for_extra_keys,
+    unsupported_kv_cache,
+)
 from sparksched.compat.rule import Unsupported
 from sparksched.compat.shapes import known_shape, resolve, unsupported_shapes
 
@@ -25,6 +30,7 @@ __all__ = [
     "Unsupported",
     "eagle_groups",
     "first_unsupported",
+    "has_drafter_groups",
     "known_shape",
     "note_refusal",
     "refuse",

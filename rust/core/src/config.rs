@@ -296,14 +296,13 @@ impl SchedulerConfig {
             "retention_interval must be a multiple of block_size",
         )?;
         let span_of = |group: &KvCacheGroupConfig| match *group {
-            KvCacheGroupConfig::FullAttention => None,
+            KvCacheGroupConfig::FullAttention | KvCacheGroupConfig::State { .. } => None,
             KvCacheGroupConfig::SlidingWindow { window, .. } => Some(window),
             KvCacheGroupConfig::ChunkedLocal { chunk_size, .. } => Some(chunk_size),
-            KvCacheGroupConfig::State { checkpoint_alignment, .. } => checkpoint_alignment,
         };
         check(
             self.groups.iter().filter_map(span_of).all(|span| span >= 1),
-            "a sliding window, chunk or alignment has at least one token",
+            "a sliding window or chunk holds at least the current token",
         )?;
         check(
             self.eagle_groups.iter().all(|&id| (id as usize) < self.groups.len()),
