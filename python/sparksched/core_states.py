@@ -60,6 +60,4 @@ def _has_partial_hits(
     manager_classes = [
         KVCacheSpecRegistry.get_manager_class(group.kv_cache_spec, group.role) for group in groups
     ]
-    return bool(
-        partial_hash_hits_enabled(groups, hash_block_size, manager_classes=manager_classes)
-    )
+    return bool(partial_hash_hits_enabled(groups, hash_block_size, manager_classes=manager_classes))

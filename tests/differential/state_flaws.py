@@ -45,8 +45,14 @@ def frees_states_early(base: SchedulerClass) -> SchedulerClass:
         for manager in _state_managers(scheduler):
             remove = manager.remove_skipped_blocks
 
-            def early(request_id: str, computed: int, *rest: Any, manager: Any = manager,
-                      remove: Any = remove, **named: Any) -> None:
+            def early(
+                request_id: str,
+                computed: int,
+                *rest: Any,
+                manager: Any = manager,
+                remove: Any = remove,
+                **named: Any,
+            ) -> None:
                 remove(request_id, computed + manager.block_size, *rest, **named)
 
             manager.remove_skipped_blocks = early

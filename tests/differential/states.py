@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from sparksched import releases
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -24,8 +25,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
-
-from sparksched import releases
 
 from .feature import Feature, FeatureSettings
 from .speculation import SpeculationSettings
@@ -41,7 +40,7 @@ class Layout:
     attention: tuple[str, ...]
     num_state_groups: int = 0
     checkpoint_alignment: int | None = None
-    """Where the backend keeps a state from within a chunk, in multiples of tokens; None: nowhere."""
+    """Where a backend keeps a state from within a chunk, in multiples of tokens, if it does."""
     states_first: bool = False
 
 
@@ -148,9 +147,7 @@ class StateSettings(FeatureSettings):
                 # vLLM would keep a state at a draft token, which has no hash: with units so short
                 # that the drafts of a step fill one.
                 unit = max(unit, 8)
-            settings = dataclasses.replace(
-                self, match_unit=unit, num_speculative_blocks=num_drafts
-            )
+            settings = dataclasses.replace(self, match_unit=unit, num_speculative_blocks=num_drafts)
         if self.mode == "none" and self.layout.num_state_groups:
             # One block holds the state of a whole sequence.
             settings = dataclasses.replace(settings, block_size=configuration.max_model_len)

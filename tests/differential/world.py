@@ -382,7 +382,12 @@ _STATE_SETTINGS: dict[str, dict[str, Any]] = {
     | _SCARCE_BLOCKS,
     "states-lora": {"states": {}, "lora": True},
     "states-sessions": {"policy": "fcfs", "states": {}, "sessions": True},
-    "states-kv-events": {"enable_prefix_caching": True, "states": {}, "kv_events": True},
+    # Of a hit that ends within a block, vLLM would tell a hash that is not there.
+    "states-kv-events": {
+        "enable_prefix_caching": True,
+        "states": {"match_unit": None},
+        "kv_events": True,
+    },
     "states-kv-cache-metrics": {"log_stats": True, "states": {}, "kv_cache_metrics": True},
     "states-multimodal": {"states": {}, "multimodal": {}},
 }

@@ -94,7 +94,10 @@ def test_config_has_the_keys_that_an_engine_gives(name: str) -> None:
         ({"group_block_sizes": [4]}, "each group needs a block size"),
         ({"group_block_sizes": [4, 3]}, "each group needs a block size"),
         ({"block_size": 8, "hash_block_size": 8}, "must be a multiple of hash_block_size"),
-        ({"groups": [], "group_block_sizes": [], "lookup_groups": []}, "prefix caching needs a KV cache group"),
+        (
+            {"groups": [], "group_block_sizes": [], "lookup_groups": []},
+            "prefix caching needs a KV cache group",
+        ),
         ({"retention_interval": 6}, "retention_interval must be a multiple of block_size"),
         ({"lookup_groups": [[0]]}, "lookup_groups must hold each KV cache group once"),
         ({"lookup_groups": [[0], [0, 1]]}, "lookup_groups must hold each KV cache group once"),

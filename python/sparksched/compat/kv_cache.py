@@ -198,8 +198,7 @@ def _unsupported_block_sizes(
     is_hashed = enable_prefix_caching or vllm_config.kv_transfer_config is not None
     # vLLM's own scheduler ends in an assertion then, and is the one to say so.
     if any(block_size % size for size in sizes) or (
-        is_hashed
-        and any(size % hash_block_size for size in {*sizes, block_size})
+        (is_hashed and any(size % hash_block_size for size in {*sizes, block_size}))
         or (is_hashed and len(groups) == 1 and not are_equal)
     ):
         return Unsupported(

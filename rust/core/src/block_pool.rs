@@ -133,7 +133,8 @@ impl Contents {
         if !self.extras.is_empty() {
             self.first_extra.fill(0);
             self.free_extras.clear();
-            self.free_extras.extend((0..self.extras.len()).map(|at| (self.first_extra.len() + at) as u32));
+            self.free_extras
+                .extend((0..self.extras.len()).map(|at| (self.first_extra.len() + at) as u32));
         }
     }
 
@@ -397,7 +398,8 @@ impl BlockPool {
     /// Every further key of a block, by ascending id of the block.
     pub fn further_keys(&self) -> impl Iterator<Item = (BlockId, BlockHash, GroupId)> {
         let blocks = if self.contents.extras.is_empty() { 0 } else { self.num_blocks() };
-        let entries = (0..blocks).flat_map(|id| self.contents.extras_of(id).map(move |it| (id, it)));
+        let entries =
+            (0..blocks).flat_map(|id| self.contents.extras_of(id).map(move |it| (id, it)));
         entries.map(|(id, entry)| {
             let (hash, group) = self.contents.key(entry);
             (BlockId(id), hash, group)

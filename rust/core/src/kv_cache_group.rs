@@ -123,7 +123,8 @@ impl KvCacheGroup {
         let ends_segment = per_segment > 0
             && (need >= per_segment
                 || (position >= shift && (position - shift) % per_segment >= per_segment - need));
-        let mut boundaries = if self.retention_interval.is_some() { boundaries } else { &[] }.iter();
+        let mut boundaries =
+            if self.retention_interval.is_some() { boundaries } else { &[] }.iter();
         ends_segment
             || boundaries.any(|&tokens| {
                 let end = self.end_of_hit(tokens) + shift;

@@ -137,11 +137,8 @@ impl ChunkAligner {
             let chunk = Chunk { start, end, prefill_end };
             chunk.can_keep(checkpoint, hash_block_size, block_size, alignment)
         };
-        let last_position = if keeps_within {
-            0
-        } else {
-            self.states.checkpoint_position(num_known, block_size)
-        };
+        let last_position =
+            if keeps_within { 0 } else { self.states.checkpoint_position(num_known, block_size) };
         // States are written at the ends of chunks. A block that no chunk can fill is filled in
         // several, up to its end.
         if end < prefill_end {
@@ -191,9 +188,8 @@ pub(crate) struct KeySet(HashTable<(HashWords, u32)>);
 impl KeySet {
     pub(crate) fn insert(&mut self, (hash, group): (BlockHash, GroupId)) {
         let key = (hash.to_words(), group.0);
-        let hash_of = |key: &(HashWords, u32)| {
-            table_hash(&BlockHash::from_words(key.0), GroupId(key.1))
-        };
+        let hash_of =
+            |key: &(HashWords, u32)| table_hash(&BlockHash::from_words(key.0), GroupId(key.1));
         self.0.entry(table_hash(&hash, group), |other| *other == key, hash_of).or_insert(key);
     }
 

@@ -5,7 +5,9 @@ mod common;
 
 use common::{BLOCK_SIZE, config, new_request};
 use proptest::prelude::*;
-use sparksched_core::{GroupId, KvCacheGroupConfig, NoHooks, ScheduledOutput, Scheduler, StateMode};
+use sparksched_core::{
+    GroupId, KvCacheGroupConfig, NoHooks, ScheduledOutput, Scheduler, StateMode,
+};
 
 /// Runs one request to its end.
 fn serve(scheduler: &mut Scheduler, id: usize, tokens: &[i32]) {

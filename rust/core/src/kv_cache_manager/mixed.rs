@@ -124,12 +124,7 @@ impl KvCacheManager {
 
     /// The same where states are kept at the ends of chunks: without those of a hit. Notes whether
     /// one is to be kept from within this chunk.
-    fn num_aligned_state_blocks(
-        &self,
-        request: &mut Request,
-        id: usize,
-        demand: Demand,
-    ) -> i64 {
+    fn num_aligned_state_blocks(&self, request: &mut Request, id: usize, demand: Demand) -> i64 {
         let group = self.groups[id];
         let KvCacheGroupConfig::State { num_speculative_blocks, .. } = group.config else {
             return 0;
@@ -340,8 +335,8 @@ impl KvCacheManager {
         if num_tokens == 0 || !num_tokens.is_multiple_of(self.hash_block_size) {
             return None;
         }
-        let is_tail = num_tokens
-            == states.checkpoint_position(num_prompt_tokens, self.hash_block_size);
+        let is_tail =
+            num_tokens == states.checkpoint_position(num_prompt_tokens, self.hash_block_size);
         // While a prompt is computed: later, the state is overwritten where it is.
         let is_junction = states.keeps_junctions
             && num_tokens == request.shared_prefix_boundary
@@ -352,8 +347,8 @@ impl KvCacheManager {
         }
         let place = num_tokens.div_ceil(group.block_size) as usize - 1;
         let block = *request.groups[id].table.get(place)?;
-        let is_known = self.work.caches_state_tails_once
-            && self.pool.hash_num_tokens(block) == num_tokens;
+        let is_known =
+            self.work.caches_state_tails_once && self.pool.hash_num_tokens(block) == num_tokens;
         if block.is_null() || is_known {
             return None;
         }

@@ -214,8 +214,11 @@ impl KvCacheManager {
                 // States are not dropped: no drafter has one.
                 let max_tokens = if drop_last && !is_alone && !group.config.is_state() {
                     let is_fine = group.config.has_fine_hits();
-                    let margin =
-                        if is_fine { group.hit_alignment.min(group.block_size) } else { group.block_size };
+                    let margin = if is_fine {
+                        group.hit_alignment.min(group.block_size)
+                    } else {
+                        group.block_size
+                    };
                     (length + margin).min(hashes.len() as u32 * self.hash_block_size)
                 } else {
                     length

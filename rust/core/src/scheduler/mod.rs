@@ -13,7 +13,9 @@ use crate::hooks::Hooks;
 use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
 use crate::kv_cache_manager::KvCacheManager;
-use crate::request::{EventKind, FetchStage, NewRequest, NumGroups, Request, RequestStatus, SessionInput};
+use crate::request::{
+    EventKind, FetchStage, NewRequest, NumGroups, Request, RequestStatus, SessionInput,
+};
 use crate::request_queue::RequestQueue;
 use crate::slots::Slots;
 use crate::state_group::ChunkAligner;
