@@ -1,4 +1,4 @@
-"""What the Rust core is told of groups that differ: recurrent states, zeroing, hits within a block."""
+"""What the Rust core is told of groups that differ: states, zeroing, hits within a block."""
 
 from typing import TYPE_CHECKING, Any
 
