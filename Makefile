@@ -17,6 +17,7 @@ UV := $(shell uv --version >/dev/null 2>&1 && command -v uv || echo "$(CURDIR)/.
 # Cargo's subcommands that checks need.
 CARGO_FUZZ := $(CURDIR)/.cargo-tools/cargo-fuzz@0.13.2/bin/cargo-fuzz
 CARGO_DENY := $(CURDIR)/.cargo-tools/cargo-deny@0.20.2/bin/cargo-deny
+CARGO_MUTANTS := $(CURDIR)/.cargo-tools/cargo-mutants@27.1.0/bin/cargo-mutants
 
 # One interpreter for all of cargo's builds, so that changing between them recompiles nothing.
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
@@ -34,7 +35,7 @@ env: $(ENV_STAMP) ## create .venv with vLLM's CPU build and the development tool
 
 # The requirements are complete and pinned: nothing is left to resolve. They are compiled once: where
 # PYTHONDONTWRITEBYTECODE is set, each process that imports vLLM would do it again, for 10 s.
-$(ENV_STAMP): requirements-dev.txt tests/support/vllm-cpu-name/pyproject.toml | $(UV)
+$(ENV_STAMP): requirements-dev.txt testkit/vllm-cpu-name/pyproject.toml | $(UV)
 	test -x $(BIN)/python || "$(UV)" venv --python $(PYTHON_VERSION) $(VENV)
 	"$(UV)" pip install --python $(BIN)/python --no-deps --compile-bytecode \
 	  -r requirements-dev.txt
@@ -110,22 +111,58 @@ tables: env ## write the tables of README.md and docs/results.md anew, from benc
 # The release that is not installed: its Python sources, over the CPU build of the installed one.
 OTHER_VLLM := 0.33.0
 
+# Strings hash alike in each process, so that a seed means one scenario (tests/conftest.py).
+export PYTHONHASHSEED := 0
+PYTEST := $(BIN)/pytest
+PARALLEL := -n 2 --dist loadfile
+
+# Two at a time, each one's output whole: what compiles and runs Rust, and what runs Python.
 .PHONY: test
-test: lint deny test-rust fuzz build conformance test-other ## every check: lints, types, all tests, real servers
-	$(BIN)/pytest
+test: build ## every check before a commit: lints, types, tests, real servers; 15 minutes
+	$(MAKE) -j 2 --output-sync=target test-of-rust test-of-vllm
+	$(PYTEST) $(PARALLEL)
+
+.PHONY: test-of-rust test-of-vllm
+test-of-rust:
+	$(MAKE) lint deny test-rust fuzz
+test-of-vllm:
+	$(MAKE) conformance test-other
+
+.PHONY: test-all
+test-all: build ## every check in full size, and the verdict into docs/promises.md; 90 minutes
+	$(BIN)/python -m tests.last_run $(MAKE) test-full
+
+.PHONY: test-full
+test-full:
+	SCALE=full $(MAKE) test SECONDS=60
+	$(MAKE) soak MESSAGES=10000000 WAKE_UPS=1000000
+	$(MAKE) faults KILLS=4500 STOPS=50
+	$(MAKE) bookkeeping OPERATIONS=10000000
+	$(MAKE) properties RUNS=5
 
 .PHONY: test-fast
-test-fast: lint deny test-rust fuzz build test-other ## every check but the real servers
-	$(BIN)/pytest -m "not e2e"
+test-fast: lint ## what needs no process of vLLM: lints, types, Rust's and Python's unit tests; 3 minutes
+	cargo test -p sparksched-core -p sparksched-wire
+	$(PYTEST) $(PARALLEL) tests/unit tests/front_end tests/top
+
+.PHONY: test-bench
+test-bench: build ## the benchmarks' own tests, and a short run of each; 5 minutes
+	SCALE=full $(PYTEST) tests/bench
 
 .PHONY: test-other
-test-other: build ## what can be checked against the release of vLLM that is not installed
-	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:2 --steps 100
-	UV="$(UV)" $(BIN)/python -m tests.support.vllm_overlay $(OTHER_VLLM) $(BIN)/pytest \
-	  tests/unit tests/front_end tests/conformance tests/engine/test_verification.py \
-	  tests/differential/test_releases.py tests/differential/test_reused_id.py \
-	  tests/recording/test_replay.py
-	UV="$(UV)" $(BIN)/python -m tests.support.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance
+test-other: build ## what depends on vLLM's release, with the one that is not installed
+	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:1 --steps 100
+	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(PYTEST) -m release
+	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance
+
+.PHONY: finding-seeds
+finding-seeds: build ## look anew for the scenario that shows each planted error
+	rm -f .found-seeds
+	SPARKSCHED_FINDING_SEEDS=$(CURDIR)/.found-seeds $(PYTEST) $(PARALLEL) tests/differential -k planted
+	UV="$(UV)" SPARKSCHED_FINDING_SEEDS=$(CURDIR)/.found-seeds \
+	  $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(PYTEST) tests/differential/test_releases.py
+	PYTHONPATH=tests $(BIN)/python -m differential.finding < .found-seeds
+	rm .found-seeds
 
 .PHONY: soak-engine
 soak-engine: build ## very many requests, and nothing left of them: make soak-engine [REQUESTS=288000]
@@ -156,19 +193,24 @@ exhaustion: build ## run out of descriptors, memory and threads, at the start an
 	$(BIN)/pytest tests/transport/test_exhaustion.py
 	cargo test -p sparksched-ring --test memory
 
+# One set of features for all three crates, so that nothing is built twice. Loom's models need other
+# flags, and so a folder of their own.
+TEST_POINTS := sparksched-ring/test-points
+LOOM := RUSTFLAGS="--cfg loom" cargo test -p sparksched-ring --target-dir target/loom --test loom
+
 .PHONY: test-rust
 test-rust: rust-toolchain
-	cargo test -p sparksched-core -p sparksched-wire
-	cargo test -p sparksched-ring --features test-points
-	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
-	  cargo test -p sparksched-ring --release --test loom
+	cargo test -p sparksched-core -p sparksched-wire -p sparksched-ring --features $(TEST_POINTS)
+	SPARKSCHED_LOOM_PREEMPTIONS=3 $(LOOM)
 
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.
 SECONDS := 60
 TARGET ?=
-# With which numbers libFuzzer begins: the same in each `make test`, so that a change is blamed for as
-# little as possible that it has nothing to do with; others each time (0) for who says how long.
-FUZZ_SEED := $(if $(filter file,$(origin SECONDS)),1,0)
+# Who says how long gets other inputs each time (0). Else a few seconds have to do, and libFuzzer begins
+# with the same numbers each time, so that a change isn't blamed for what it has nothing to do with.
+IS_DRAWN_ANEW := $(filter-out file,$(origin SECONDS))
+FUZZ_SECONDS := $(if $(IS_DRAWN_ANEW),$(SECONDS),5)
+FUZZ_SEED := $(if $(IS_DRAWN_ANEW),0,1)
 RUST_FUZZ_TARGETS := $(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs)))
 # The reader of traces is Python, and has a mutator of its own.
 FUZZ_TARGETS := $(or $(TARGET),$(RUST_FUZZ_TARGETS) trace)
@@ -178,15 +220,16 @@ fuzz: rust-toolchain env $(CARGO_FUZZ) ## feed what reads bytes with anything: m
 	if [ "$(TARGET)" != trace ]; then \
 	  $(CARGO_FUZZ) build --fuzz-dir rust/fuzz --target-dir target/fuzz -s none $(TARGET); \
 	  printf '%s\n' $(filter-out trace,$(FUZZ_TARGETS)) | \
-	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS) $(FUZZ_SEED); \
+	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(FUZZ_SECONDS) $(FUZZ_SEED); \
 	fi
-	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(SECONDS) $(FUZZ_SEED))
+	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(FUZZ_SECONDS) $(FUZZ_SEED))
 
 # Larger sizes of tests that `test` runs in small, one target for each promise in docs/promises.md.
 MESSAGES := 100000000
 WAKE_UPS := 10000000
 KILLS := 10000
 STOPS := 200
+LONGEST_STOP_S := 30
 OPERATIONS := 100000000
 KILLS_A_ROUND := 45
 RING_TESTS := cargo test --release -p sparksched-ring --features test-points
@@ -199,7 +242,11 @@ soak: rust-toolchain ## messages and wake-ups between processes: make soak [MESS
 .PHONY: faults
 faults: rust-toolchain ## kill and stop processes at any moment: make faults [KILLS=...] [STOPS=...]
 	SPARKSCHED_FAULT_ROUNDS=$$((($(KILLS) + $(KILLS_A_ROUND) - 1) / $(KILLS_A_ROUND))) \
-	  SPARKSCHED_LONG_STOPS=$(STOPS) $(RING_TESTS) --test faults -- --nocapture
+	  SPARKSCHED_LONG_STOPS=$(STOPS) SPARKSCHED_LONGEST_STOP_S=$(LONGEST_STOP_S) $(RING_TESTS) --test faults -- --nocapture
+
+.PHONY: models
+models: rust-toolchain ## more interleavings of the rings' protocol than `test` tries
+	$(LOOM)
 
 .PHONY: bookkeeping
 bookkeeping: rust-toolchain ## lives of requests, all books checked after each step: make bookkeeping [OPERATIONS=...]
@@ -217,6 +264,15 @@ properties: rust-toolchain ## property tests on cases drawn anew each time: make
 	  echo "PROPTEST_RNG_SEED=$$PROPTEST_RNG_SEED"; \
 	  $(PROPERTIES); \
 	done
+
+# Which mutants are drawn, and how many: the same for the same code, so that what survives can be compared.
+MUTANTS := 60
+MUTANTS_SEED := 28
+
+.PHONY: mutants
+mutants: env rust-toolchain $(CARGO_MUTANTS) ## change the Rust code in small ways: do tests notice? make mutants [MUTANTS=60]
+	$(BIN)/python -m tests.mutants --cargo-mutants $(CARGO_MUTANTS) \
+	  --count $(MUTANTS) --seed $(MUTANTS_SEED) $(ARGS)
 
 # What finds wrong accesses and leaks without a nightly compiler. It has no vDSO, from which rustix would
 # take the time, and is so slow that the tests do less of the same.
@@ -242,7 +298,7 @@ audit: rust-toolchain $(CARGO_DENY) ## look for known weaknesses of all crates; 
 	$(CARGO_DENY) --manifest-path rust/fuzz/Cargo.toml --config deny.toml check advisories
 
 # Pinned, not among the user's own programs, and built for a few short runs.
-$(CARGO_FUZZ) $(CARGO_DENY): | rust-toolchain
+$(CARGO_FUZZ) $(CARGO_DENY) $(CARGO_MUTANTS): | rust-toolchain
 	cargo install --locked --quiet --debug --root $(patsubst %/bin/,%,$(dir $@)) $(notdir $(patsubst %/bin/,%,$(dir $@)))
 
 .PHONY: lint
@@ -261,4 +317,4 @@ lint: build ## formatting, lints and types, of Rust and Python
 .PHONY: clean
 clean: ## remove what was built; .venv stays
 	rm -rf target dist .demo .conformance .pytest_cache .mypy_cache .ruff_cache .hypothesis python/sparksched/*.so
-	find bench python tests -name __pycache__ -prune -exec rm -rf {} +
+	find bench python testkit tests -name __pycache__ -prune -exec rm -rf {} +

@@ -124,11 +124,7 @@ def _preferring_spark_scheduler(
             return vllm_choice(self)
         from sparksched.scheduler import SparkScheduler
 
-        if environment.recorded_to() is None:
-            return SparkScheduler
-        from sparksched.trace.recording import recorded
-
-        return recorded(SparkScheduler)
+        return SparkScheduler
 
     return get_scheduler_cls
 
@@ -172,21 +168,21 @@ def _replace_transport() -> None:
 
 
 def _replace_engine_transport(module: ModuleType) -> None:
-    from sparksched.transport import engine
+    from sparksched.transport.engine import install
 
-    engine.install(module)
+    install.install(module)
 
 
 def _replace_client_transport(module: ModuleType) -> None:
-    from sparksched.transport import client
+    from sparksched.transport.client import install
 
-    client.install(module)
+    install.install(module)
 
 
 def _replace_front_end_errors(module: ModuleType) -> None:
-    from sparksched.transport import front_end
+    from sparksched.front_end import overload
 
-    front_end.install(module)
+    overload.install(module)
 
 
 def _wait_for_recordings(module: ModuleType) -> None:
@@ -206,13 +202,13 @@ def _replace_output_processing() -> None:
 
 
 def _replace_output_processor(module: ModuleType) -> None:
-    from sparksched import output_processor
+    from sparksched.front_end import output_processor
 
     output_processor.install(module)
 
 
 def _replace_latency_records(module: ModuleType) -> None:
-    from sparksched import token_metrics
+    from sparksched.front_end import token_metrics
 
     token_metrics.install(module)
 

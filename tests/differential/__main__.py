@@ -7,13 +7,14 @@ import os
 import sys
 import time
 
-from tests.support import vllm_overlay
+from testkit import vllm_overlay
 
 
 def main() -> int:
     """Run scenarios until the first difference; return the process's exit status."""
+    from testkit.worlds.world import ALL_SETTINGS, CANDIDATES, NAMED_SETTINGS
+
     from .runner import Coverage, ReferenceFailedError, SchedulersDiffer, run_scenario
-    from .world import ALL_SETTINGS, CANDIDATES, NAMED_SETTINGS
 
     parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
     parser.add_argument("--seeds", type=_seed_range, default=range(10), metavar="FIRST:END")
@@ -24,6 +25,11 @@ def main() -> int:
     parser.add_argument("--candidate", choices=sorted(CANDIDATES), default="sparksched")
     parser.add_argument(
         "--snapshot-interval", type=int, default=1, help="steps between comparisons of all state"
+    )
+    parser.add_argument(
+        "--broadcast",
+        action="store_true",
+        help="compare steps as other processes get them",
     )
     parser.add_argument(
         "--encoded", action="store_true", help="compare outputs as messages, byte for byte"
@@ -49,6 +55,7 @@ def main() -> int:
                     CANDIDATES[arguments.candidate],
                     coverage=coverage,
                     snapshot_interval=arguments.snapshot_interval,
+                    broadcast=arguments.broadcast,
                     encoded=arguments.encoded,
                 )
             except SchedulersDiffer as difference:

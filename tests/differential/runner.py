@@ -8,14 +8,15 @@ outputs; every result of one side is compared with the other's before anything e
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from sparksched import releases
 from sparksched._core import StepOutputs
+from sparksched.compat import releases
 from sparksched.verify.compare import Difference, first_difference
 from vllm.sampling_params import (
     RepetitionDetectionParams,
@@ -29,12 +30,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from .feature import Call, Features
-from .kv_transfer import copy_output
-from .model import FakeClock, FakeModel, FakeStructuredOutputManager, GrammarCompilation
-from .speculation import reject_invalid_drafts
-from .state import snapshot
-from .trace import (
+from testkit.worlds.feature import Call, Features
+from testkit.worlds.kv_transfer import copy_output
+from testkit.worlds.model import (
+    FakeClock,
+    FakeModel,
+    FakeStructuredOutputManager,
+    GrammarCompilation,
+)
+from testkit.worlds.speculation import reject_invalid_drafts
+from testkit.worlds.trace import (
     Arrive,
     Continue,
     Event,
@@ -46,7 +51,7 @@ from .trace import (
     TakeStats,
     TraceGenerator,
 )
-from .world import (
+from testkit.worlds.world import (
     BlockHasher,
     CandidateChooser,
     Configuration,
@@ -60,9 +65,15 @@ from .world import (
     vllm_environment,
 )
 
+from .state import snapshot
+
 Coverage = Counter[str]
 
 _MAX_CLIENTS = 16
+
+_MOST_TIMES_STOCK = 1.05
+"""How much larger what workers get may be. Pickle writes an object once that it meets twice, and
+which ones these are may differ with drafts: by a few bytes, up or down."""
 
 
 class SchedulersDiffer(AssertionError):
@@ -85,6 +96,7 @@ class Side:
         features: Features,
     ) -> None:
         self.index = index
+        self.num_broadcast_bytes = 0
         self._features = features
         self.structured_output_manager = FakeStructuredOutputManager()
         with features.while_building(index):
@@ -118,6 +130,15 @@ class Side:
         if plan.grammar is not None:
             self._compilations.append(GrammarCompilation(request, plan.grammar))
         return request
+
+    def schedule(self, throttle: bool, broadcast: bool) -> SchedulerOutput:
+        """Schedule a step; return it, or what workers in other processes get of it."""
+        output = self.scheduler.schedule(throttle)
+        if not broadcast:
+            return output
+        message = pickle.dumps(output, pickle.HIGHEST_PROTOCOL)
+        self.num_broadcast_bytes += len(message)
+        return pickle.loads(message)
 
     def advance_compilations(self) -> None:
         """Let grammar compilation proceed by one step."""
@@ -179,6 +200,7 @@ class LockstepEngine:
         candidate: CandidateChooser,
         coverage: Coverage,
         snapshot_interval: int,
+        broadcast: bool,
         encoded: bool,
     ) -> None:
         self.step_number = 0
@@ -186,6 +208,7 @@ class LockstepEngine:
         self._configuration = configuration
         self._coverage = coverage
         self._snapshot_interval = snapshot_interval
+        self.broadcast = broadcast
         self.encoded = encoded
         self._clock = FakeClock()
         self._trace = TraceGenerator(configuration, seed)
@@ -234,6 +257,7 @@ class LockstepEngine:
                 self.step_number += 1
                 self._run_step()
             self._compare_snapshots()
+            self._compare_broadcast_sizes()
             self._both("shutdown()", lambda side: side.scheduler.shutdown())
 
     def _run_step(self) -> None:
@@ -299,7 +323,7 @@ class LockstepEngine:
         throttle |= self._features.throttles_prefills(self.step_number)
         running_before = list(self._reference.running)
         self._features.before_schedule(self._reference.requests)
-        outputs = self._both("schedule()", lambda side: side.scheduler.schedule(throttle))
+        outputs = self._both("schedule()", lambda side: side.schedule(throttle, self.broadcast))
         self._features.after_schedule(self.step_number, outputs)
         requests = self._reference.requests
         runner_output = self._model.run(self.step_number, outputs[0], requests)
@@ -517,6 +541,11 @@ class LockstepEngine:
         self._expect_equal("snapshot", snapshots)
         self._cover_snapshot(snapshots[0])
 
+    def _compare_broadcast_sizes(self) -> None:
+        stock, ours = (side.num_broadcast_bytes for side in self.sides)
+        if ours > _MOST_TIMES_STOCK * stock:
+            raise SchedulersDiffer(str(Difference("bytes broadcast to workers", stock, ours)))
+
     # Coverage: which situations the scenario has reached, read from the reference side.
 
     def _cover_schedule(self, output: SchedulerOutput, running_before: list[Request]) -> None:
@@ -682,10 +711,12 @@ def run_scenario(
     *,
     coverage: Coverage | None = None,
     snapshot_interval: int = 1,
+    broadcast: bool = False,
     encoded: bool = False,
 ) -> None:
     """Run one seeded scenario; raise `SchedulersDiffer` with all that reproduces it.
 
+    If `broadcast`, steps are pickled and unpickled, as executors do for workers in other processes.
     If `encoded`, the candidate writes its outputs as messages, and these are compared with what
     vLLM's encoder makes of the reference's, byte for byte.
     """
@@ -697,6 +728,7 @@ def run_scenario(
             candidate,
             Coverage() if coverage is None else coverage,
             snapshot_interval,
+            broadcast,
             encoded,
         )
         try:
@@ -717,5 +749,6 @@ def _report(
         "reproduce with: PYTHONHASHSEED=0 python -m tests.differential"
         f" --vllm {releases.installed()}"
         f" --config {configuration.name} --seeds {seed}:{seed + 1} --steps {engine.step_number}"
+        f"{' --broadcast' if engine.broadcast else ''}"
         f"{' --encoded' if engine.encoded else ''}"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from .world import SchedulerClass
+from testkit.worlds.world import SchedulerClass
 
 Flaw = Callable[[SchedulerClass], SchedulerClass]
 

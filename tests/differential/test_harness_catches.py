@@ -17,13 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
-from .feature_flaws import FEATURE_FLAWS
-from .runner import Coverage, SchedulersDiffer, run_scenario
-from .serving_flaws import SERVING_FLAWS
-from .state_flaws import STATE_FLAWS
-from .test_differential import EXPECTED_OF_FEATURES, NUM_SEEDS
-from .test_differential import NUM_STEPS as NUM_SITUATION_STEPS
-from .world import (
+from testkit.worlds.world import (
     ALL_SETTINGS,
     NAMED_SETTINGS,
     CandidateChooser,
@@ -31,6 +25,14 @@ from .world import (
     SchedulerClass,
     stock_scheduler_class,
 )
+
+from .feature_flaws import FEATURE_FLAWS
+from .finding import find
+from .runner import Coverage, SchedulersDiffer, run_scenario
+from .serving_flaws import SERVING_FLAWS
+from .state_flaws import STATE_FLAWS
+from .test_differential import EXPECTED_OF_FEATURES, NUM_SEEDS, share
+from .test_differential import NUM_STEPS as NUM_SITUATION_STEPS
 
 MOST_SEEDS = 20
 NUM_STEPS = 150
@@ -383,31 +385,36 @@ def _with_flaw(flaw: Flaw) -> CandidateChooser:
 
 @pytest.mark.parametrize(("flaw", "name"), FLAWS, ids=lambda value: getattr(value, "__name__", ""))
 def test_planted_error_is_found(flaw: Flaw, name: str) -> None:
-    for seed in range(MOST_SEEDS):
+    def shows(seed: int) -> bool:
         try:
             run_scenario(name, seed, NUM_STEPS, _with_flaw(flaw))
         except SchedulersDiffer:
-            return
-    pytest.fail(f"{MOST_SEEDS} scenarios of {name} did not show the error")
+            return True
+        return False
+
+    find(flaw.__name__, name, MOST_SEEDS, shows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ALL_SETTINGS)
 def test_stock_equals_stock(name: str) -> None:
     run_scenario(name, 0, NUM_STEPS, stock_scheduler_class)
 
 
-@pytest.mark.parametrize("names", EXPECTED_OF_FEATURES, ids=" ".join)
+@pytest.mark.parametrize(
+    "names",
+    [names for names in EXPECTED_OF_FEATURES if not set(names) <= set(NAMED_SETTINGS)],
+    ids=" ".join,
+)
 def test_scenarios_of_a_feature_reach_its_situations(names: tuple[str, ...]) -> None:
-    if all(name in NAMED_SETTINGS for name in names):
-        pytest.skip("test_differential.py looks after it")
     coverage = Coverage()
     for name in names:
         for seed in range(NUM_SEEDS):
             run_scenario(name, seed, NUM_SITUATION_STEPS, stock_scheduler_class, coverage=coverage)
     too_rare = {
-        situation: coverage[situation]
+        situation: (coverage[situation], share(expected))
         for situation, expected in EXPECTED_OF_FEATURES[names].items()
-        if coverage[situation] < expected
+        if coverage[situation] < share(expected)
     }
     assert not too_rare
 

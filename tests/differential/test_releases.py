@@ -6,15 +6,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from sparksched import encoder_inputs, releases
+from sparksched.compat import releases
+from sparksched.engine import encoder_inputs
 
-from .runner import SchedulersDiffer, run_scenario
-from .world import (
+from testkit.worlds.world import (
     build_world,
     draw_configuration,
     sparksched_scheduler_class,
     vllm_environment,
 )
+
+from .finding import find
+from .runner import SchedulersDiffer, run_scenario
 
 MOST_SEEDS = 40
 NUM_STEPS = 120
@@ -31,9 +34,12 @@ BEHAVIORS: dict[str, tuple[str, Any]] = {
     "local_prefill_interval": ("prefill-interval", 0),
 }
 
-pytestmark = pytest.mark.skipif(
-    not releases.is_since("0.33.0"), reason="vLLM 0.32.0 is what all others are compared with"
-)
+pytestmark = [
+    pytest.mark.release,
+    pytest.mark.skipif(
+        not releases.is_since("0.33.0"), reason="vLLM 0.32.0 is what all others are compared with"
+    ),
+]
 
 
 def test_every_behavior_is_tested() -> None:
@@ -51,17 +57,17 @@ def test_a_behavior_that_is_left_out_is_noticed(name: str) -> None:
 
     original = releases.behaviors
     with mock.patch.object(releases, "behaviors", behaviors):
-        assert_is_noticed(configuration)
+        assert_is_noticed(f"{name} left out", configuration)
 
 
 def test_hashes_without_lookahead_are_noticed() -> None:
     with mock.patch.object(releases, "num_hash_lookahead_tokens", return_value=0):
-        assert_is_noticed("eagle-hybrid")
+        assert_is_noticed("hashes without lookahead", "eagle-hybrid")
 
 
 def test_groups_that_drop_blocks_as_in_0_32_0_are_noticed() -> None:
     with mock.patch.object(releases, "drops_eagle_blocks", return_value=True):
-        assert_is_noticed("eagle-hybrid")
+        assert_is_noticed("groups that drop blocks as in 0 32 0", "eagle-hybrid")
 
 
 def test_updates_of_encoder_inputs_that_are_left_out_are_noticed() -> None:
@@ -69,7 +75,7 @@ def test_updates_of_encoder_inputs_that_are_left_out_are_noticed() -> None:
         return {}
 
     with mock.patch.object(encoder_inputs.EncoderInputs, "input_updates", no_updates):
-        assert_is_noticed("multimodal-v2")
+        assert_is_noticed("updates of encoder inputs that are left out", "multimodal-v2")
 
 
 def test_encoder_inputs_that_are_not_sent_again_after_a_failed_load_are_noticed() -> None:
@@ -83,14 +89,20 @@ def test_encoder_inputs_that_are_not_sent_again_after_a_failed_load_are_noticed(
         return {request_id: inputs for request_id, inputs in forgotten.items() if inputs}
 
     with mock.patch.object(encoder_inputs.EncoderInputs, "input_updates", only_those_to_forget):
-        assert_is_noticed("connector-failures-multimodal")
+        assert_is_noticed(
+            "inputs not sent again",
+            "connector-failures-multimodal",
+        )
 
 
-def assert_is_noticed(configuration: str) -> None:
+def assert_is_noticed(what: str, configuration: str) -> None:
     """Check that a scenario of this configuration shows a difference."""
-    for seed in range(MOST_SEEDS):
+
+    def shows(seed: int) -> bool:
         try:
             run_scenario(configuration, seed, NUM_STEPS, sparksched_scheduler_class)
         except SchedulersDiffer:
-            return
-    pytest.fail(f"{MOST_SEEDS} scenarios of {configuration} show no difference")
+            return True
+        return False
+
+    find(what, configuration, MOST_SEEDS, shows)

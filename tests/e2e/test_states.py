@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import tiny_lfm2
-from support.server import CPU_ENVIRONMENT, SPARKSCHED_LINE
+
+from testkit import tiny_lfm2
+from testkit.server import CPU_ENVIRONMENT, SPARKSCHED_LINE
 
 from .states_program import NUM_REQUESTS, NUM_WAVES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-TESTS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OURS = {"VLLM_SCHEDULER": "sparksched", "SPARKSCHED_STRICT": "1"}
 # By whether there is a prefix cache, blocks that a few requests fill: with it, those of states are
 # as long as those of attention; without it, a request has one state.
@@ -38,7 +39,7 @@ def run_program(
     result = folder / "result.json"
     arguments = (str(model), caching, str(result), str(NUM_BLOCKS[caching]))
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
-    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(TESTS)}
+    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(
         [sys.executable, "-m", "e2e.states_program", *arguments],
         env=inherited | CPU_ENVIRONMENT | in_process | environment,

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 from engine.harness import restored_replacements
 from sparksched import _core
-from sparksched.transport import front_end
-from sparksched.transport.client import MAX_OUTPUTS, _AsyncChannel
+from sparksched.front_end import overload
+from sparksched.transport.client.event_loop import MAX_OUTPUTS, AsyncChannel
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, async_llm
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -22,6 +22,8 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from .event_loops import EVENT_LOOPS, NewEventLoop, Turns, run, turns
 from .test_turns import async_llm as new_async_llm
 from .test_turns import new_request
+
+pytestmark = pytest.mark.release
 
 CHUNK_SIZE = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
 NUM_STREAMS = 300  # more than vLLM processes in one go
@@ -62,7 +64,7 @@ async def backlog_scene(engines: int) -> dict[str, list[list[int]]]:
 
 def seen_streams(new_event_loop: NewEventLoop, engines: int = 1) -> dict[str, list[list[int]]]:
     with restored_replacements():
-        front_end.install(async_llm)
+        overload.install(async_llm)
         seen: dict[str, list[list[int]]] = run(new_event_loop, backlog_scene(engines))
     assert list(seen) == NAMES
     for outputs in seen.values():
@@ -129,7 +131,7 @@ async def outputs_by_turn(num_messages: int, num_outputs: int, timestamp: float)
     """Return how many outputs were handed over in each turn that handed over any, by its number."""
     rings, clients_rings = new_rings(1 << 25)  # enough for all: nobody makes room in it
     client = StubClient()
-    channel = _AsyncChannel(client, 0, clients_rings)
+    channel = AsyncChannel(client, 0, clients_rings)
     outputs = [EngineCoreOutput(f"request-{index}", [index]) for index in range(num_outputs)]
     message = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, timestamp=timestamp))
     while not rings.is_attached(0):

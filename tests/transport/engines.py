@@ -24,13 +24,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
-from engine.executor import FakeExecutor
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackEncoder
+
+from testkit.executor import FakeExecutor
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -319,7 +320,7 @@ def unfinished_requests(self: EngineCoreProc) -> list[tuple[str, int]]:
 
 def ring_name(self: EngineCoreProc) -> str:
     """Return the name under which the engine waits for clients: a utility method for tests."""
-    name: str = self.sparksched_offer.name
+    name: str = self.sparksched.offer.name
     return name
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.executor import engine_config
 from engine.harness import restored_vllm
+from scale import size
 from vllm.config import VllmConfig
+
+from testkit.executor import engine_config
 
 from .clients import ChildClient, child_client, front_end, run_async, running_llm
 from .engines import Engine, FrugalExecutor, Possessions, possessions, running_engine
@@ -26,15 +28,14 @@ from .holdings import (
     python_blocks,
     show_books,
 )
-from .sizes import size
 from .traffic import Traffic
 
 NUM_QUIET_POINTS = 20
 WARM_UP = 5
 """Quiet points before which caches fill and heaps find their size."""
 
-NUM_REQUESTS = size("SPARKSCHED_SOAK_REQUESTS", 100_000, minimum=2 * NUM_QUIET_POINTS)
-SEED = size("SPARKSCHED_SOAK_SEED", 1, minimum=0)
+NUM_REQUESTS = size("SPARKSCHED_SOAK_REQUESTS", 12_000, 100_000, minimum=2 * NUM_QUIET_POINTS)
+SEED = size("SPARKSCHED_SOAK_SEED", 1, 1, minimum=0)
 LIMIT_S = 300 + NUM_REQUESTS // 50
 
 NUM_BLOCKS = 60

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from scale import size
 from sparksched import plugin
 from vllm.config import VllmConfig
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -29,7 +30,7 @@ from .engines import (
 
 pytestmark = pytest.mark.timeout(300)
 
-NUM_KILLS = 30
+NUM_KILLS = size("SPARKSCHED_KILLS", 10, 30)
 SEED = 1
 SHM = {"SPARKSCHED_TRANSPORT": "shm", "SPARKSCHED_RING_MIB": "1"}
 NUM_REQUESTS = 6

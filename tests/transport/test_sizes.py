@@ -1,9 +1,9 @@
 """The long tests' own means: sizes that the environment says, and what counts as growth."""
 
 import pytest
+from scale import size
 
 from .holdings import Trend
-from .sizes import size
 
 
 @pytest.mark.parametrize(
@@ -13,14 +13,14 @@ def test_a_size(value: str | None, expected: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("SIZE", raising=False)
     if value is not None:
         monkeypatch.setenv("SIZE", value)
-    assert size("SIZE", default=7, minimum=5) == expected
+    assert size("SIZE", short=7, full=7, minimum=5) == expected
 
 
 @pytest.mark.parametrize("value", ["4", "0", "-5", "1e6", "many", " 7"])
 def test_no_size(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIZE", value)
     with pytest.raises(ValueError, match=r"SIZE=.* is not a whole number of at least 5"):
-        size("SIZE", default=7, minimum=5)
+        size("SIZE", short=7, full=7, minimum=5)
 
 
 def test_a_trend_is_not_what_a_single_point_shows() -> None:

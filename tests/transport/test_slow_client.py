@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from engine.harness import new_request
+from scale import size
 from sparksched.transport.offer import MAX_BACKLOG_BYTES, MAX_SLOW_BACKLOG_BYTES
 from vllm.v1.engine import FinishReason
 
@@ -27,10 +28,9 @@ from .clients import (
 from .conftest import MAX_MODEL_LEN, make_config
 from .engines import Engine, FrugalExecutor, running_engine
 from .holdings import anonymous_bytes
-from .sizes import size
 
-SECONDS = size("SPARKSCHED_SLOW_CLIENT_S", 6)
-NUM_STREAMS = size("SPARKSCHED_SLOW_CLIENT_STREAMS", 1024)
+SECONDS = size("SPARKSCHED_SLOW_CLIENT_S", 4, 6)
+NUM_STREAMS = size("SPARKSCHED_SLOW_CLIENT_STREAMS", 1024, 1024)
 NUM_OTHER_STREAMS = 4
 STEP_S = 0.0005
 MAX_TOKENS = MAX_MODEL_LEN - 100

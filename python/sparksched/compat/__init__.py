@@ -10,7 +10,8 @@ Here is what a check that has failed leads to. `shapes` compares vLLM's structur
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sparksched import environment, releases
+from sparksched import environment
+from sparksched.compat import releases
 from sparksched.compat.configuration import DIFFUSION, unsupported_config
 from sparksched.compat.kv_cache import (
     eagle_groups,
@@ -19,7 +20,7 @@ from sparksched.compat.kv_cache import (
     unsupported_kv_cache,
 )
 from sparksched.compat.rule import Unsupported
-from sparksched.compat.shapes import known_shape, resolve, unsupported_shapes
+from sparksched.compat.shapes import known_names, resolve, unsupported_shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,7 +32,7 @@ __all__ = [
     "eagle_groups",
     "first_unsupported",
     "has_drafter_groups",
-    "known_shape",
+    "known_names",
     "note_refusal",
     "refuse",
     "refused",

@@ -1,0 +1,134 @@
+"""What the native scheduler changes in the engine around it.
+
+Two functions of `vllm.v1.engine.core` are replaced, and only in a process that has built a native
+scheduler: the factory of the function that hashes prompts, and the step that turns an arriving
+message into a `Request`, which is the last place where a request can be refused without harm to
+others.
+
+The engine asks the factory within its constructor, and tells it neither whose hasher this will be
+nor which scheduler it has built a moment ago. So that is kept for the thread until it asks.
+"""
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import Request
+
+from sparksched import patching
+from sparksched._core import NativeBlockHasher, read_prompt
+from sparksched.engine.context import context_of
+from sparksched.engine.extra_keys import extra_keys_writer
+from sparksched.engine.request_errors import UnsupportedRequestError
+from sparksched.engine.scheduler import NativeScheduler
+
+BlockHasher = Callable[[Request], list[bytes]]
+
+_ENGINE_MODULE = "vllm.v1.engine.core"
+
+
+class _Pending(threading.local):
+    """The scheduler whose engine is being built in this thread, and has not asked for a hasher."""
+
+    scheduler: "weakref.ref[NativeScheduler] | None" = None
+
+
+_pending = _Pending()
+
+
+def native_block_hasher(
+    algorithm: str, block_size: int, num_lookahead_tokens: int = 0
+) -> BlockHasher:
+    """Return a drop-in for what vLLM's `get_request_block_hasher` returns.
+
+    `kv_cache_utils.NONE_HASH` must have been set by `init_none_hash`.
+
+    Args:
+        algorithm: A value of `prefix_caching_hash_algo`.
+        block_size: Tokens a block.
+        num_lookahead_tokens: Tokens behind a block that its hash covers as well.
+
+    """
+    return NativeBlockHasher(
+        algorithm,
+        block_size,
+        kv_cache_utils.NONE_HASH,
+        extra_keys=extra_keys_writer(algorithm, block_size, num_lookahead_tokens),
+        num_lookahead_tokens=num_lookahead_tokens,
+    )
+
+
+def forget_pending_scheduler() -> None:
+    """Forget a scheduler whose engine never asked for a hasher: another one is being built."""
+    _pending.scheduler = None
+
+
+def prepare_engine(scheduler: NativeScheduler) -> None:
+    """Replace the two functions, if an engine is what has had this scheduler built."""
+    engine = sys.modules.get(_ENGINE_MODULE)
+    if engine is None:
+        return
+    if scheduler.vllm_config.cache_config.enable_prefix_caching:
+        _pending.scheduler = weakref.ref(scheduler)
+    patching.replace(engine, "get_request_block_hasher", _preferring_native_hasher)
+    patching.replace(engine.EngineCore, "preprocess_add_request", _refusing_unsupported_requests)
+
+
+def _preferring_native_hasher(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def get_request_block_hasher(
+        hash_block_size: int,
+        caching_hash_fn: Callable[[Any], bytes],
+        *lookahead: int,  # `num_hash_lookahead_tokens`, where vLLM has that
+    ) -> BlockHasher:
+        # The engine asks once, right after it has built its scheduler and in the same thread.
+        pending, _pending.scheduler = _pending.scheduler, None
+        scheduler = None if pending is None else pending()
+        if scheduler is not None and scheduler.hash_block_size == hash_block_size:
+            algorithm = scheduler.vllm_config.cache_config.prefix_caching_hash_algo
+            if get_hash_fn_by_name(algorithm) is caching_hash_fn:
+                scheduler.set_none_hash(kv_cache_utils.NONE_HASH)
+                return native_block_hasher(algorithm, hash_block_size, *lookahead)
+        hasher: BlockHasher = original(hash_block_size, caching_hash_fn, *lookahead)
+        return hasher
+
+    return get_request_block_hasher
+
+
+def _refusing_unsupported_requests(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        # The front end has refused it already, unless it runs without the plugin. An error here
+        # ends this request alone; one from the scheduler would end the engine.
+        scheduler = context_of(self).scheduler
+        if scheduler is None:
+            return original(self, request)
+        refuse_unsupported_request(request, scheduler.encoder_cache_manager is not None)
+        preprocessed = original(self, request)
+        read_prompt(preprocessed[0], extra_keys=scheduler.extra_keys)
+        return preprocessed
+
+    return preprocess_add_request
+
+
+def refuse_unsupported_request(request: Any, takes_encoder_inputs: bool) -> None:
+    """Raise an error for an `EngineCoreRequest` of a kind that the Rust core does not know."""
+    if request.mm_features and not takes_encoder_inputs:
+        raise UnsupportedRequestError(
+            f"request {request.request_id} has images or the like, but this model takes only text"
+        )
+    kinds = {
+        "a request with prompt embeddings": request.prompt_embeds is not None,
+        "a request without a prompt": not request.prompt_token_ids,
+    }
+    for kind, applies in kinds.items():
+        if applies:
+            raise UnsupportedRequestError(
+                f"request {request.request_id} is {kind}, which is not supported by sparksched; "
+                "start the server with VLLM_SCHEDULER=vllm"
+            )

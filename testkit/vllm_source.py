@@ -1,0 +1,71 @@
+"""Which vLLM is installed, and source distributions of any release of it."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import urllib.request
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+# testkit/vllm_source.py
+_FETCHED_UV: Final = Path(__file__).resolve().parents[1] / ".uv/bin/uv"
+
+
+@dataclass(frozen=True)
+class SourceDistribution:
+    """A file in a package index."""
+
+    url: str
+    sha256: str
+
+
+def installed_version() -> str:
+    """Return vLLM's version without its local part: `0.32.0` for `0.32.0+cpu`."""
+    return metadata.version("vllm").partition("+")[0]
+
+
+def fetch_source_distribution(version: str, folder: Path) -> Path:
+    """Put the source distribution of a release into a folder, and return the archive."""
+    print(f"fetching the source distribution of vLLM {version}", flush=True)
+    return _download(_find_source_distribution(version), folder)
+
+
+def uv() -> str:
+    """Return uv's path: what the environment says, or what `make` has fetched."""
+    for path in (os.environ.get("UV", "uv"), str(_FETCHED_UV)):
+        if shutil.which(path) is not None:
+            return path
+    sys.exit("uv is not found: set UV to its path, or run `make env`")
+
+
+def _find_source_distribution(version: str) -> SourceDistribution:
+    """Ask the configured package index, through uv, which names files without building them."""
+    command = [uv(), "pip", "compile", "--quiet", "--no-deps", "--python", sys.executable]
+    # A lock file is what names the source distribution. This project's own source of vLLM has none.
+    command += ["--format", "pylock.toml", "--no-sources", "-"]
+    found = subprocess.run(
+        command, input=f"vllm=={version}\n", capture_output=True, text=True, check=False
+    )
+    if found.returncode != 0:
+        sys.exit(f"uv finds no vLLM {version} in the package index:\n{found.stderr}")
+    (package,) = tomllib.loads(found.stdout)["packages"]
+    if "sdist" not in package:
+        sys.exit(f"the package index has no source distribution of vLLM {version}")
+    sdist = package["sdist"]
+    return SourceDistribution(sdist["url"], sdist["hashes"]["sha256"])
+
+
+def _download(sdist: SourceDistribution, folder: Path) -> Path:
+    path = folder / "sdist.tar.gz"
+    with urllib.request.urlopen(sdist.url) as response, path.open("wb") as file:
+        shutil.copyfileobj(response, file)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sdist.sha256:
+        sys.exit(f"the file at {sdist.url} is damaged: its SHA-256 is {digest}")
+    return path

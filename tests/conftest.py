@@ -1,0 +1,27 @@
+"""What holds for every test: which ones `make test-all` alone runs, and how strings hash.
+
+vLLM iterates over sets of request ids, so a seed means one trace only where strings hash alike in
+every process. Workers of pytest and engines inherit what is set here; `make` sets it for pytest.
+"""
+
+import os
+
+import pytest
+from scale import FULL
+
+os.environ.setdefault("PYTHONHASHSEED", "0")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked `full`, unless all sizes are asked for."""
+    if FULL:
+        return
+    full = [item for item in items if item.get_closest_marker("full") or is_smoke(item)]
+    if full:
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if item not in set(full)]
+
+
+def is_smoke(item: pytest.Item) -> bool:
+    """Return whether this runs a benchmark, for which `make test-bench` is there."""
+    return "tests/bench" in item.nodeid and item.get_closest_marker("e2e") is not None
