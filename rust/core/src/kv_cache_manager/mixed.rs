@@ -115,7 +115,7 @@ impl KvCacheManager {
             return i64::from(self.pool.num_blocks()) + 1;
         }
         if mode == StateMode::Align {
-            let num_evictable = self.num_evictable(hits) as i64;
+            let num_evictable = i64::from(self.num_evictable(hits) as u32);
             return self.num_aligned_state_blocks(request, id, demand) + num_evictable;
         }
         let num_tokens = demand.num_tokens + group.block_size * num_speculative_blocks;
@@ -132,7 +132,8 @@ impl KvCacheManager {
         let hits: &[BlockId] = if demand.has_hit { &self.hits[id] } else { &[] };
         let num_required = demand.num_main_tokens.div_ceil(group.block_size);
         let num_held = hits.len() + request.groups[id].table.len();
-        let mut num_new = i64::from(num_required + num_speculative_blocks) - num_held as i64;
+        let mut num_new =
+            i64::from(num_required + num_speculative_blocks) - i64::from(num_held as u32);
         let is_copied = super::ends_within_block(&group, hits, demand.num_local_tokens)
             || request.states[id].partial.is_some();
         if is_copied {
@@ -305,7 +306,7 @@ impl KvCacheManager {
         let group = &self.groups[id];
         let num_prompt_tokens = request.num_prompt_tokens() as u32;
         // A resend computes its last token anew; a drafter looks at all and drops more than that.
-        let limit = num_prompt_tokens - u32::from(!group.is_eagle);
+        let limit = num_prompt_tokens.saturating_sub(u32::from(!group.is_eagle));
         let num_hashes = (limit / self.hash_block_size).min(request.block_hashes().len() as u32);
         let boundary = num_hashes * self.hash_block_size;
         let place = (boundary / group.block_size) as usize;

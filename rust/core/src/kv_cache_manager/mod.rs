@@ -391,7 +391,7 @@ impl KvCacheManager {
             demand.num_tokens.div_ceil(group.block_size)
         } as usize;
         if blocks.num_cached.is_some() {
-            return num_required.saturating_sub(num_held) as i64;
+            return i64::from(num_required.saturating_sub(num_held) as u32);
         }
         let hits: &[BlockId] = if demand.has_hit { &self.hits[id] } else { &[] };
         let num_skipped = group.num_skipped_blocks(demand.num_computed_tokens);
@@ -401,7 +401,7 @@ impl KvCacheManager {
         let num_taken_over = self.num_evictable(&hits[num_passed_over..]);
         // A block that is shared up to its middle is copied.
         let is_copied = ends_within_block(group, hits, demand.num_local_tokens);
-        (num_new + num_taken_over + usize::from(is_copied)) as i64
+        i64::from((num_new + num_taken_over + usize::from(is_copied)) as u32)
     }
 
     fn num_evictable(&self, blocks: &[BlockId]) -> usize {
