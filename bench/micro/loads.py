@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 from testkit.worlds.feature import FeatureSettings
 from testkit.worlds.lora import LoRASettings
 from testkit.worlds.speculation import SpeculationSettings
+from testkit.worlds.states import LAYOUTS, StateSettings
 from testkit.worlds.world import FULL_ATTENTION, BlockHasher, Configuration
 
 BLOCK_SIZE = 16
@@ -59,6 +60,19 @@ FOUR_DRAFTS = SpeculationSettings(
     structured_share=0.0,
 )
 NUM_ADAPTERS = 4
+# As vLLM makes Qwen3-Next's groups on a GPU: a state takes as much memory as attention does for so
+# many tokens.
+QWEN3_NEXT = StateSettings(
+    layout=LAYOUTS["qwen3-next"],
+    mode="align",
+    block_size=544,
+    small_block_size=BLOCK_SIZE,
+    match_unit=None,
+    window=0,
+    num_speculative_blocks=0,
+    keeps_junctions=False,
+    mixes_precisions=False,
+)
 
 
 class GrammarsOfNoCost:
@@ -83,11 +97,13 @@ class Load:
     feature: FeatureSettings | None = None
     num_adapters: int = 0
     has_grammars: bool = False
+    block_size: int = BLOCK_SIZE
 
     @property
     def configuration(self) -> Configuration:
         """The engine's."""
-        return replace(GPT_OSS, features=() if self.feature is None else (self.feature,))
+        features = () if self.feature is None else (self.feature,)
+        return replace(GPT_OSS, block_size=self.block_size, features=features)
 
     def request(
         self, request_id: str, prompt: list[int], max_tokens: int, hasher: BlockHasher | None
@@ -113,4 +129,5 @@ FEATURES = (
     Load("speculation, 4 drafts", FOUR_DRAFTS),
     Load("structured output", has_grammars=True),
     Load(f"LoRA, {NUM_ADAPTERS} adapters", LoRASettings(NUM_ADAPTERS, 0), NUM_ADAPTERS),
+    Load("states of Qwen3-Next", QWEN3_NEXT, block_size=QWEN3_NEXT.block_size),
 )

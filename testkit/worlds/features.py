@@ -22,6 +22,7 @@ from .parallel import DataParallelSettings, PipelineSettings
 from .pooling import PoolingSettings
 from .sessions import SessionSettings
 from .speculation import SpeculationSettings
+from .states import StateSettings
 
 if TYPE_CHECKING:
     from .world import Configuration
@@ -35,6 +36,8 @@ _DRAW_SETTINGS: dict[str, Callable[[random.Random, Configuration], FeatureSettin
     "offloading": OffloadingSettings.draw,
     "multimodal": MultimodalSettings.draw,
     "pooling": PoolingSettings.draw,
+    # Before those that look at the groups.
+    "states": StateSettings.draw,
     "speculation": SpeculationSettings.draw,
     "lora": LoRASettings.draw,
     "sessions": SessionSettings.draw,

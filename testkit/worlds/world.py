@@ -47,6 +47,7 @@ from vllm.v1.kv_cache_interface import (
 from .feature import FeatureSettings
 from .features import draw_features
 from .opt_config import OPT_CONFIG
+from .states import LAYOUTS
 
 BlockHasher = Callable[[Any], list[bytes]]
 SchedulerClass = type[SchedulerInterface]
@@ -332,6 +333,65 @@ _CONNECTOR_SETTINGS: dict[str, dict[str, Any]] = {
     "random-features-with-connector": {"draws_features": True, "connector": {}},
 }
 
+_STATE_SETTINGS: dict[str, dict[str, Any]] = {
+    f"{'async' if number % 2 else 'sync'}-{layout}": {
+        "async_scheduling": bool(number % 2),
+        "states": {"layout": layout},
+    }
+    for number, layout in enumerate(LAYOUTS)
+} | {
+    "sync-qwen3-next": {"async_scheduling": False, "states": {"layout": "qwen3-next"}},
+    "async-qwen3-next": {
+        "async_scheduling": True,
+        "enable_prefix_caching": True,
+        "states": {"layout": "qwen3-next"},
+    },
+    "states-within-blocks": {
+        "enable_prefix_caching": True,
+        "prefix_cache_retention_interval": None,
+        "states": {"match_unit": 4},
+    },
+    "states-kept-sparsely": {
+        "enable_prefix_caching": True,
+        "prefix_cache_retention_interval": 0,
+        "states": {"layout": "granite-4"},
+    },
+    "states-of-every-block": {"enable_prefix_caching": True, "states": {"mode": "all"}},
+    "states-without-cache": {"enable_prefix_caching": False, "states": {}},
+    "states-preempting": {"enable_prefix_caching": True, "states": {}} | _SCARCE_BLOCKS,
+    "states-by-priority": {"policy": "priority", "states": {}} | _SCARCE_BLOCKS,
+    "states-speculating": {
+        "enable_prefix_caching": True,
+        "states": {},
+        "speculation": {"method": "ngram"},
+    },
+    "states-by-eagle": {
+        "enable_prefix_caching": True,
+        "states": {"layout": "qwen3-next"},
+        "speculation": {"method": "eagle"},
+    },
+    "states-by-mtp": {
+        "enable_prefix_caching": True,
+        "states": {"layout": "qwen3-next"},
+        "speculation": {"method": "mtp", "num_mtp_modules": 1},
+    },
+    "states-speculating-preempting": {
+        "states": {},
+        "speculation": {"method": "ngram"},
+    }
+    | _SCARCE_BLOCKS,
+    "states-lora": {"states": {}, "lora": True},
+    "states-sessions": {"policy": "fcfs", "states": {}, "sessions": True},
+    # Of a hit that ends within a block, vLLM would tell a hash that is not there.
+    "states-kv-events": {
+        "enable_prefix_caching": True,
+        "states": {"match_unit": None},
+        "kv_events": True,
+    },
+    "states-kv-cache-metrics": {"log_stats": True, "states": {}, "kv_cache_metrics": True},
+    "states-multimodal": {"states": {}, "multimodal": {}},
+}
+
 NAMED_SETTINGS |= (
     _FEATURE_SETTINGS
     | _SPECULATION_SETTINGS
@@ -340,6 +400,7 @@ NAMED_SETTINGS |= (
     | _PARALLEL_SETTINGS
     | _CHUNKED_LOCAL_SETTINGS
     | _CONNECTOR_SETTINGS
+    | _STATE_SETTINGS
     | _RANDOM_SETTINGS
 )
 

@@ -48,6 +48,10 @@ def stock_snapshot(scheduler: Any) -> dict[str, Any]:
             for block in block_pool.blocks
             if block.block_hash is not None
         },
+        "further_keys": {
+            block_id: sorted(key.hex() for key in keys)
+            for block_id, keys in block_pool.cached_block_hashes_by_block.items()
+        },
     }
 
 

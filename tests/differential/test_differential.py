@@ -314,6 +314,25 @@ EXPECTED_OF_FEATURES: dict[tuple[str, ...], dict[str, int]] = {
         "chunked local: snapshots with aligned chunks": 3000,
         "chunked local: snapshots with unaligned chunks": 700,
     },
+    (
+        "sync-qwen3-next",
+        "async-qwen3-next",
+        "async-granite-4",
+        "sync-nemotron-h",
+        "states-within-blocks",
+        "states-kept-sparsely",
+        "states-of-every-block",
+        "states-without-cache",
+    ): {
+        "states: hits": 60,
+        "states: hits within a block": 8,
+        "states: junctions": 100,
+        "states: checkpoints": 8,
+        "states: blocks to be zeroed": 1000,
+        "states: blocks to be copied": 60,
+        "states: steps in mode align": 500,
+        "states: steps in mode none": 100,
+    },
 }
 
 

@@ -30,6 +30,7 @@ from .feature_flaws import FEATURE_FLAWS
 from .finding import find
 from .runner import Coverage, SchedulersDiffer, run_scenario
 from .serving_flaws import SERVING_FLAWS
+from .state_flaws import STATE_FLAWS
 from .test_differential import EXPECTED_OF_FEATURES, NUM_SEEDS, share
 from .test_differential import NUM_STEPS as NUM_SITUATION_STEPS
 
@@ -371,6 +372,7 @@ FLAWS: list[tuple[Flaw, str]] = [
     (sends_statistics_to_the_last_client, "async-full"),
     *FEATURE_FLAWS,
     *SERVING_FLAWS,
+    *STATE_FLAWS,
 ]
 
 

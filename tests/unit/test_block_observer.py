@@ -185,6 +185,7 @@ def test_stored_blocks(
         observer.on_stored(
             request,
             group_id,
+            BLOCK_SIZE,
             positions,
             [request.block_hashes[position] for position in positions],
             request.block_hashes[num_known - 1] if num_known else None,
@@ -214,7 +215,9 @@ def test_kinds_of_groups(algorithm: str, kv_cache_spec: Any) -> None:
         request, manager.block_pool.get_new_blocks(1), 0, 1, BLOCK_SIZE, 0
     )
     observer, publisher = build_observer(config)
-    observer.on_stored(request, 0, [0], request.block_hashes[:1], None, [0, 1, 2, 3], [[]])
+    observer.on_stored(
+        request, 0, BLOCK_SIZE, [0], request.block_hashes[:1], None, [0, 1, 2, 3], [[]]
+    )
     observer.publish([])
     (event,) = publisher.take()
     assert event.kv_cache_spec_kind is not None

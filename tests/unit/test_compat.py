@@ -399,10 +399,6 @@ REFUSED = [
     ("returning sampling masks", {"model_config.return_sampling_mask": True}),
     ("measuring MFU", {"observability_config.enable_mfu_metrics": True}),
     ("HiSparse", {"attention_config.hisparse_config": object()}),
-    ("Mamba or linear attention", {"model_config.is_hybrid": True}),
-    ("Mamba or linear attention", {"model_config.has_inner_state": True}),
-    ("Mamba or linear attention", {"model_config.is_attention_free": True}),
-    ("Mamba or linear attention", {"cache_config.is_attention_free": True}),
     ("this scheduling policy", {"scheduler_config.policy": "shortest-first"}),
     ("this prefix caching hash", {"cache_config.prefix_caching_hash_algo": "crc32"}),
     ("a limit of 2^31 or more", {"model_config.max_model_len": 2**31}),
@@ -582,6 +578,20 @@ def chunked_attention(**fields: object) -> Any:
     return spec("ChunkedLocalAttentionSpec", **{"attention_chunk_size": 32, **fields})
 
 
+def mamba(**fields: object) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    settings = {"block_size": BLOCK_SIZE, "mamba_cache_mode": "align", **fields}
+    return MambaSpec(shapes=((4,),), dtypes=(torch.float32,), **settings)
+
+
+def half_precision() -> Any:
+    import torch
+
+    return full_attention(dtype=torch.float16)
+
+
 def hidden_states(**fields: object) -> Any:
     return spec("HiddenStateCacheSpec", num_kv_heads=1, **fields)
 
@@ -627,6 +637,9 @@ def unsupported_kv_cache(
         [chunked_attention],
         [full_attention, chunked_attention, sliding_window],
         [full_attention, hidden_states],
+        [mamba],
+        [mamba, full_attention, sliding_window],
+        [full_attention, half_precision],
     ],
 )
 @pytest.mark.parametrize("hash_block_size", [BLOCK_SIZE, None])
@@ -648,33 +661,15 @@ def test_supported_kv_caches_of_a_drafter(supported_config: object) -> None:
     assert unsupported_kv_cache(config, supported_config) is None
 
 
-def mamba() -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    return MambaSpec(block_size=BLOCK_SIZE, shapes=((4,),), dtypes=(torch.float32,))
-
-
 def special_role() -> Any:
     from vllm.v1.kv_cache_interface import KVCacheGroupRole
 
     return kv_cache(group(full_attention(), role=KVCacheGroupRole.HISPARSE_INDEXER))
 
 
-def half_precision() -> Any:
-    import torch
-
-    return full_attention(dtype=torch.float16)
-
-
 REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
     ("prefix caching without a KV cache", kv_cache),
-    ("Mamba or linear attention", lambda: kv_cache(group(full_attention()), group(mamba()))),
     ("HiSparse", lambda: kv_cache(group(full_attention()), hisparse_host_num_blocks=8)),
-    (
-        "zeroing of new KV cache blocks",
-        lambda: kv_cache(group(full_attention()), group(half_precision())),
-    ),
     (
         "EAGLE with chunked local attention",
         lambda: kv_cache(group(full_attention(), is_eagle_group=True), group(chunked_attention())),
@@ -713,8 +708,20 @@ REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
         lambda: kv_cache(group(chunked_attention()), prefix_cache_retention_interval=64),
     ),
     (
-        "KV cache groups with different block sizes",
+        "this prefix cache retention interval",
+        lambda: kv_cache(group(mamba()), prefix_cache_retention_interval=17),
+    ),
+    (
+        "these block sizes",
         lambda: kv_cache(group(full_attention()), group(sliding_window(block_size=32))),
+    ),
+    (
+        "chunked local attention beside blocks of another size",
+        lambda: kv_cache(group(chunked_attention()), group(full_attention(block_size=8))),
+    ),
+    (
+        "prefix caching in this Mamba cache mode",
+        lambda: kv_cache(group(full_attention()), group(mamba(mamba_cache_mode="none"))),
     ),
 ]
 
@@ -792,14 +799,34 @@ def test_custom_manager_is_refused(
 
 
 @pytest.mark.parametrize(("block_size", "hash_block_size"), [(32, 16), (16, 8), (32, 32)])
-def test_one_block_size_for_all(
+def test_one_block_size_for_one_group(
     supported_config: object, block_size: int, hash_block_size: int
 ) -> None:
     config = kv_cache(group(full_attention()))
     problem = unsupported_kv_cache(config, supported_config, block_size, hash_block_size)
     assert problem is not None
-    assert problem.feature == "KV cache groups with different block sizes"
+    assert problem.feature == "these block sizes"
     assert str(block_size) in problem.reason
+
+
+@pytest.mark.parametrize("hash_block_size", [8, 16])
+def test_groups_with_blocks_of_different_sizes(
+    supported_config: object, hash_block_size: int
+) -> None:
+    config = kv_cache(group(full_attention()), group(mamba(block_size=32)))
+    assert unsupported_kv_cache(config, supported_config, 32, hash_block_size) is None
+
+
+@pytest.mark.parametrize(
+    "specs", [(full_attention, mamba), (full_attention, half_precision), (mamba,)]
+)
+def test_groups_that_differ_are_refused_with_a_connector(
+    supported_config: object, specs: tuple[Callable[[], Any], ...]
+) -> None:
+    config = changed(supported_config, "kv_transfer_config", object())
+    problem = unsupported_kv_cache(kv_cache(*(group(make()) for make in specs)), config)
+    assert problem is not None
+    assert problem.feature == "a KV connector for KV cache groups that differ"
 
 
 @pytest.mark.parametrize(("size", "fits"), [(13_081, True), (13_082, False)])

@@ -68,13 +68,17 @@ def test_missing_config_key(key: str) -> None:
     assert error.value.args == (key,)
 
 
-@pytest.mark.parametrize("name", ["sync-hybrid", "async-full-v2"])
+@pytest.mark.parametrize("name", ["sync-hybrid", "async-full-v2", "async-qwen3-next"])
 def test_config_has_the_keys_that_an_engine_gives(name: str) -> None:
     configuration = draw_configuration(name, 0)
     with vllm_environment(configuration):
         world = build_world(configuration)
         config = engine_config.core_config(
-            world.vllm_config, world.kv_cache_config, world.scheduler_block_size, log_stats=True
+            world.vllm_config,
+            world.kv_cache_config,
+            world.scheduler_block_size,
+            world.hash_block_size,
+            log_stats=True,
         )
     assert config.keys() == core_config().keys()
 
@@ -84,14 +88,20 @@ def test_config_has_the_keys_that_an_engine_gives(name: str) -> None:
     [
         ({"policy": "lifo"}, 'unknown scheduling policy "lifo"'),
         ({"hash_algorithm": "md5"}, 'unknown hash algorithm "md5"'),
-        ({"block_size": 0}, "blocks of 0 tokens can't be hashed"),
+        ({"hash_block_size": 0}, "blocks of 0 tokens can't be hashed"),
         ({"block_size": 0, "hash_algorithm": None}, "block_size must be at least 1"),
-        ({"block_size": 20_000}, "blocks of 20000 tokens can't be hashed"),
+        ({"hash_block_size": 20_000}, "blocks of 20000 tokens can't be hashed"),
         ({"num_blocks": 0}, "num_blocks must be at least 1"),
         ({"num_blocks": 2**32 - 1}, "num_blocks must be below"),
         ({"max_num_active_reqs": 0}, "max_num_active_reqs must be at least 1"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1"),
-        ({"groups": [], "lookup_groups": []}, "prefix caching needs a KV cache group"),
+        ({"group_block_sizes": [4]}, "each group needs a block size"),
+        ({"group_block_sizes": [4, 3]}, "each group needs a block size"),
+        ({"block_size": 8, "hash_block_size": 8}, "must be a multiple of hash_block_size"),
+        (
+            {"groups": [], "group_block_sizes": [], "lookup_groups": []},
+            "prefix caching needs a KV cache group",
+        ),
         ({"retention_interval": 6}, "retention_interval must be a multiple of block_size"),
         ({"lookup_groups": [[0]]}, "lookup_groups must hold each KV cache group once"),
         ({"lookup_groups": [[0], [0, 1]]}, "lookup_groups must hold each KV cache group once"),
@@ -1195,7 +1205,7 @@ def test_extra_keys_are_asked_for_only_if_there_is_a_block_to_hash() -> None:
     [
         ({"algorithm": "md5"}, 'unknown hash algorithm "md5"'),
         ({"algorithm": ""}, 'unknown hash algorithm ""'),
-        ({"block_size": 0}, "blocks of 0 tokens can't be hashed"),
+        ({"hash_block_size": 0}, "blocks of 0 tokens can't be hashed"),
         ({"block_size": 2**32 - 1}, "blocks of 4294967295 tokens can't be hashed"),
         ({"none_hash": bytes(33)}, "32 bytes"),
     ],

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 from sparksched import environment
 from sparksched.compat import releases
 from sparksched.compat.configuration import DIFFUSION, unsupported_config
-from sparksched.compat.kv_cache import eagle_groups, room_for_extra_keys, unsupported_kv_cache
+from sparksched.compat.kv_cache import (
+    eagle_groups,
+    has_drafter_groups,
+    room_for_extra_keys,
+    unsupported_kv_cache,
+)
 from sparksched.compat.rule import Unsupported
 from sparksched.compat.shapes import known_names, resolve, unsupported_shapes
 
@@ -26,6 +31,7 @@ __all__ = [
     "Unsupported",
     "eagle_groups",
     "first_unsupported",
+    "has_drafter_groups",
     "known_names",
     "note_refusal",
     "refuse",

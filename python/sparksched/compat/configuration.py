@@ -141,16 +141,6 @@ CONFIG_RULES: Final = (
         lambda config: config.attention_config.hisparse_config is not None,
     ),
     Rule(
-        "Mamba or linear attention",
-        "only models whose layers all have attention with a KV cache are supported",
-        lambda config: (
-            config.model_config.is_hybrid
-            or config.model_config.has_inner_state
-            or config.model_config.is_attention_free
-            or config.cache_config.is_attention_free
-        ),
-    ),
-    Rule(
         "this scheduling policy",
         "only fcfs and priority are supported (--scheduling-policy)",
         lambda config: config.scheduler_config.policy not in ("fcfs", "priority"),

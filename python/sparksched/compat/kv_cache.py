@@ -30,32 +30,16 @@ _SPEC_MANAGERS: Final = {
     "HiddenStateCacheSpec": "FullAttentionManager",
     "MLAAttentionSpec": "FullAttentionManager",
     "ChunkedLocalAttentionSpec": "ChunkedLocalAttentionManager",
+    "MambaSpec": "MambaManager",
     "SlidingWindowSpec": "SlidingWindowManager",
     "SlidingWindowMLASpec": "SlidingWindowManager",
 }
 
 KV_CACHE_RULES: Final = (
     Rule(
-        "Mamba or linear attention",
-        "only models whose layers all have attention with a KV cache are supported",
-        lambda kv_cache: kv_cache.has_mamba_layers,
-    ),
-    Rule(
         "HiSparse",
         "its host-resident KV cache has a block pool of its own",
         lambda kv_cache: kv_cache.hisparse_host_num_blocks is not None,
-    ),
-    Rule(
-        "zeroing of new KV cache blocks",
-        "a KV cache of mixed precision needs it, and only vLLM's own scheduler asks for it",
-        lambda kv_cache: kv_cache.needs_kv_cache_zeroing,
-    ),
-    Rule(
-        "this prefix cache retention interval",
-        "vLLM takes 0 and, for models with sliding-window attention, multiples of the block size",
-        lambda kv_cache: _is_refused_by_vllm(
-            kv_cache.prefix_cache_retention_interval, kv_cache.kv_cache_groups
-        ),
     ),
 )
 
@@ -77,21 +61,25 @@ def _drafter_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
     return flagged
 
 
+def has_drafter_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:
+    """Return whether a drafter takes part in a group, dropped blocks or not."""
+    is_flagged = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
+    return is_flagged or bool(eagle_groups(vllm_config, kv_cache_config))
+
+
 def _has_chunks(groups: "Sequence[KVCacheGroupSpec]") -> bool:
     return any(
         type(group.kv_cache_spec).__name__ == "ChunkedLocalAttentionSpec" for group in groups
     )
 
 
-def _is_refused_by_vllm(interval: int | None, groups: "Sequence[KVCacheGroupSpec]") -> bool:
+def _is_refused_by_vllm(
+    interval: int | None, groups: "Sequence[KVCacheGroupSpec]", block_size: int
+) -> bool:
     """Whether vLLM's own scheduler would not start: then it is the one to say so."""
-    specs = [group.kv_cache_spec for group in groups]
-    has_window = any(
-        _SPEC_MANAGERS.get(type(spec).__name__) == "SlidingWindowManager" for spec in specs
-    )
-    if not interval:
-        return False
-    return not has_window or any(interval % spec.block_size != 0 for spec in specs)
+    managers = {_SPEC_MANAGERS.get(type(group.kv_cache_spec).__name__) for group in groups}
+    is_sparse = bool(managers & {"SlidingWindowManager", "MambaManager"})
+    return bool(interval) and not (is_sparse and interval % block_size == 0)
 
 
 GROUP_RULES: Final = (
@@ -154,10 +142,17 @@ def unsupported_kv_cache(
         problem = _unsupported_group(group)
         if problem is not None:
             return problem
-    block_sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    if _is_refused_by_vllm(
+        kv_cache_config.prefix_cache_retention_interval, kv_cache_config.kv_cache_groups, block_size
+    ):
+        return Unsupported(
+            "this prefix cache retention interval",
+            "vLLM takes 0 and, for models with sliding-window attention or recurrent states, "
+            "multiples of the block size",
+        )
     if hash_block_size is None:
         hash_block_size = block_size
-    return _unsupported_block_sizes(block_sizes | {block_size, hash_block_size}, vllm_config)
+    return _unsupported_block_sizes(kv_cache_config, block_size, hash_block_size, vllm_config)
 
 
 def _unsupported_group(group: "KVCacheGroupSpec") -> Unsupported | None:
@@ -172,8 +167,8 @@ def _unsupported_group(group: "KVCacheGroupSpec") -> Unsupported | None:
     ):
         return Unsupported(
             f"a KV cache of type {spec_cls.__name__}",
-            "only full, sliding-window and chunked local attention are supported, "
-            "multi-head latent or not",
+            "only full, sliding-window and chunked local attention, multi-head latent or not, and "
+            "recurrent states are supported",
         )
     for rule in GROUP_RULES:
         if rule.applies(group):
@@ -189,19 +184,54 @@ def _unsupported_group(group: "KVCacheGroupSpec") -> Unsupported | None:
     return None
 
 
-def _unsupported_block_sizes(sizes: set[int], vllm_config: "VllmConfig") -> Unsupported | None:
-    if len(sizes) > 1:
-        return Unsupported(
-            "KV cache groups with different block sizes",
-            "all groups, the scheduler and the prefix cache must use one size, "
-            f"not {', '.join(map(str, sorted(sizes)))}",
-        )
-    (size,) = sizes
-    num_hashed_tokens = size + releases.num_hash_lookahead_tokens(vllm_config)
+def _unsupported_block_sizes(
+    kv_cache_config: "KVCacheConfig",
+    block_size: int,
+    hash_block_size: int,
+    vllm_config: "VllmConfig",
+) -> Unsupported | None:
+    groups = kv_cache_config.kv_cache_groups
     enable_prefix_caching = vllm_config.cache_config.enable_prefix_caching
+    specs = [group.kv_cache_spec for group in groups]
+    sizes = {spec.block_size for spec in specs}
+    are_equal = sizes <= {block_size} and block_size == hash_block_size
+    is_hashed = enable_prefix_caching or vllm_config.kv_transfer_config is not None
+    # vLLM's own scheduler ends in an assertion then, and is the one to say so.
+    if any(block_size % size for size in sizes) or (
+        (is_hashed and any(size % hash_block_size for size in {*sizes, block_size}))
+        or (is_hashed and len(groups) == 1 and not are_equal)
+    ):
+        return Unsupported(
+            "these block sizes",
+            f"vLLM schedules blocks of {block_size} tokens and hashes {hash_block_size}, which "
+            f"don't go with groups of {', '.join(map(str, sorted(sizes)))}",
+        )
+    if _has_chunks(groups) and not are_equal:
+        return Unsupported(
+            "chunked local attention beside blocks of another size", "vLLM does not combine the two"
+        )
+    has_states = kv_cache_config.has_mamba_layers
+    if vllm_config.kv_transfer_config is not None and (
+        has_states or not are_equal or kv_cache_config.needs_kv_cache_zeroing
+    ):
+        return Unsupported(
+            "a KV connector for KV cache groups that differ",
+            "recurrent states, blocks of different sizes and blocks that must be zeroed are handed "
+            "over only by vLLM's own scheduler",
+        )
+    modes = {getattr(spec, "mamba_cache_mode", "align") for spec in specs}
+    if enable_prefix_caching and not (
+        modes <= {"align"} or (modes <= {"align", "all"} and releases.caches_states_of_all_modes())
+    ):
+        return Unsupported(
+            "prefix caching in this Mamba cache mode",
+            "recurrent states are kept for it only with --mamba-cache-mode align (or all, before "
+            "vLLM 0.33.0)",
+        )
+    num_hashed_tokens = hash_block_size + releases.num_hash_lookahead_tokens(vllm_config)
     if enable_prefix_caching and room_for_extra_keys(num_hashed_tokens) < 0:
         return Unsupported(
-            f"a block size of {size}",
+            f"a block size of {hash_block_size}",
             "blocks of this size are too large to be hashed; choose a smaller --block-size "
             "or start with --no-enable-prefix-caching",
         )

@@ -39,6 +39,7 @@ def behaviors(vllm_config: "VllmConfig") -> dict[str, Any]:
         "caches_settled_output": since_0_33,
         "keeps_block_before_junction": since_0_33,
         "requeues_sessions_last": since_0_33,
+        "caches_state_tails_once": since_0_33,
         "can_skip_drafts": (
             since_0_33 and vllm_config.num_lookahead_tokens > 0 and vllm_config.use_v2_model_runner
         ),
@@ -61,11 +62,19 @@ def drops_eagle_blocks(vllm_config: "VllmConfig") -> bool:
 
     vLLM 0.32.0 has them do so whenever they are flagged.
     """
-    if not is_since("0.33.0"):
-        return True
+    return not is_since("0.33.0") or drops_eagle_checkpoints(vllm_config)
+
+
+def drops_eagle_checkpoints(vllm_config: "VllmConfig") -> bool:
+    """Return whether a drafter has the end of a prefix hit computed again, states included."""
     config = vllm_config.speculative_config
     drops = config is not None and config.use_eagle_block_drop()
     return bool(drops) and num_hash_lookahead_tokens(vllm_config) == 0
+
+
+def caches_states_of_all_modes() -> bool:
+    """Return whether recurrent states are cached in every cache mode, not only if aligned."""
+    return not is_since("0.33.0")
 
 
 def _local_prefill_interval(vllm_config: "VllmConfig") -> int:

@@ -64,23 +64,26 @@ class BlockObserver:
         self,
         request: Request,
         group_id: int,
+        block_size: int,
         positions: list[int],
         hashes: list[BlockHash],
         parent: BlockHash | None,
         token_ids: list[int],
         lookahead_token_ids: list[list[int]],
     ) -> None:
-        """Note that the blocks at these positions of a request's table can be found.
+        """Note that the blocks at these positions of a request's sequence can be found.
 
+        Positions are those of blocks of `block_size` tokens: the group's, or a hash's that ends
+        within one of the group's blocks.
         `token_ids` are those from the first position looked at to the last, `lookahead_token_ids`
         those behind each block that its hash covers.
         """
         spec = self._specs[group_id]
         extra_keys, mm_index = [], 0
         for position in positions:
-            start = position * spec.block_size
+            start = position * block_size
             keys, mm_index = extra_keys_of_block(
-                request, start, start + spec.block_size, self._num_lookahead_tokens, mm_index
+                request, start, start + block_size, self._num_lookahead_tokens, mm_index
             )
             extra_keys.append(keys)
         lora = request.lora_request
@@ -88,7 +91,7 @@ class BlockObserver:
             block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
             parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
             token_ids=token_ids,
-            block_size=spec.block_size,
+            block_size=block_size,
             lora_id=lora.adapter_id if lora else None,
             medium=MEDIUM_GPU,
             lora_name=lora.name if lora else None,

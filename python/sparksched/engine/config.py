@@ -10,11 +10,13 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
 )
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from sparksched import compat
 from sparksched.compat import releases
+from sparksched.engine import states
 from sparksched.engine.block_observer import publishes_events
 
 
@@ -22,6 +24,7 @@ def core_config(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     block_size: int,
+    hash_block_size: int,
     log_stats: bool,
     kv_transfer: dict[str, bool] | None = None,
 ) -> dict[str, Any]:
@@ -64,9 +67,12 @@ def core_config(
         **releases.behaviors(vllm_config),
         "log_stats": log_stats,
         "block_size": block_size,
+        "hash_block_size": hash_block_size,
+        **states.core_config(vllm_config, kv_cache_config, hash_block_size),
         "num_blocks": kv_cache_config.num_blocks,
         "watermark_blocks": int(scheduler_config.watermark * kv_cache_config.num_blocks),
         "groups": [_core_group(spec, vllm_config) for spec in specs],
+        "group_block_sizes": [spec.block_size for spec in specs],
         "lookup_groups": _lookup_groups(specs),
         "eagle_groups": compat.eagle_groups(vllm_config, kv_cache_config),
         "retention_interval": kv_cache_config.prefix_cache_retention_interval,
@@ -114,6 +120,8 @@ def _core_group(spec: KVCacheSpec, vllm_config: VllmConfig) -> tuple[str, int, i
     """Return a group's kind, window or chunk, retained tokens, and most blocks at admission."""
     if isinstance(spec, FullAttentionSpec):
         return "full", 0, 0, 0
+    if isinstance(spec, MambaSpec):
+        return states.core_group(spec)
     max_admission_blocks = spec.max_admission_blocks_per_request(
         max_in_flight_tokens=vllm_config.max_in_flight_tokens,
         max_model_len=vllm_config.model_config.max_model_len,

@@ -89,13 +89,14 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             vllm_config,
             kv_cache_config,
             block_size,
+            self.hash_block_size,
             log_stats,
             kv_transfer=None if self._kv_transfer is None else self._kv_transfer.core_config,
         )
         self._needs_none_hash = config["hash_algorithm"] is not None
         self.extra_keys = (
             extra_keys_writer(
-                config["hash_algorithm"], block_size, config["num_hash_lookahead_tokens"]
+                config["hash_algorithm"], self.hash_block_size, config["num_hash_lookahead_tokens"]
             )
             if self._needs_none_hash
             else None
@@ -423,7 +424,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         Keys: `requests` (by id: status, counters, `block_ids` a group), `running` and `waiting`
         (ids in order), `num_kv_holding` (how many of those that wait hold blocks: the first),
         `free_blocks` (ids in the order of reuse), `ref_counts` (by id of blocks in use),
-        `cached_blocks` (by id: hash and group in hex, as vLLM's `BlockHashWithGroupId`).
+        `cached_blocks` (by id: hash and group in hex, as vLLM's `BlockHashWithGroupId`),
+        `further_keys` (by id: the others that a block is found by, sorted).
         Takes time and memory in proportion to the number of blocks.
         """
         return self._core.snapshot()

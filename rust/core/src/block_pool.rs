@@ -3,7 +3,8 @@
 //!
 //! Everything lives in tables by block id, allocated when the pool is built: the free queue and the
 //! blocks that share a hash are lists threaded through them, and the index of the prefix cache
-//! holds block ids only. Left out: several hashes a block, copy on write.
+//! holds block ids only. A block has a second key where hits may end within it: once it is full, the
+//! end of a prompt within it can still be found. Such keys are entries behind those of the blocks.
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
@@ -37,11 +38,27 @@ struct Contents {
     /// Neighbours among the blocks with the same hash, as a ring: a lone block is its own.
     prev_same: Vec<u32>,
     next_same: Vec<u32>,
+    /// The first of a block's further keys: an entry behind those of the blocks, or 0.
+    first_extra: Vec<u32>,
+    /// Whose further key an entry is, and the next one of that block, or 0.
+    extras: Vec<Extra>,
+    /// Entries of `extras` that are nobody's.
+    free_extras: Vec<u32>,
+}
+
+/// A further key of a block.
+#[derive(Clone, Copy, Debug, Default)]
+struct Extra {
+    owner: u32,
+    next: u32,
 }
 
 impl Contents {
     fn new(num_blocks: usize) -> Self {
         Self {
+            first_extra: vec![0; num_blocks],
+            extras: Vec::new(),
+            free_extras: Vec::new(),
             num_tokens: vec![0; num_blocks],
             hash: vec![HashWords::default(); num_blocks],
             group: vec![0; num_blocks],
@@ -60,6 +77,65 @@ impl Contents {
 
     fn key(&self, id: u32) -> (BlockHash, GroupId) {
         (BlockHash::from_words(self.hash[id as usize]), GroupId(self.group[id as usize]))
+    }
+
+    /// The block that an entry is a key of.
+    fn owner(&self, entry: u32) -> u32 {
+        let num_blocks = self.first_extra.len();
+        if (entry as usize) < num_blocks {
+            return entry;
+        }
+        self.extras[entry as usize - num_blocks].owner
+    }
+
+    /// A new entry for a further key of a block.
+    fn add_extra(&mut self, id: u32) -> u32 {
+        let num_blocks = self.first_extra.len();
+        let extra = Extra { owner: id, next: self.first_extra[id as usize] };
+        let entry = self.free_extras.pop().unwrap_or((num_blocks + self.extras.len()) as u32);
+        if entry as usize == num_blocks + self.extras.len() {
+            self.extras.push(extra);
+            let num_entries = num_blocks + self.extras.len();
+            self.num_tokens.resize(num_entries, 0);
+            self.hash.resize(num_entries, HashWords::default());
+            self.group.resize(num_entries, 0);
+            self.prev_same.resize(num_entries, 0);
+            self.next_same.resize(num_entries, 0);
+        } else {
+            self.extras[entry as usize - num_blocks] = extra;
+        }
+        self.first_extra[id as usize] = entry;
+        entry
+    }
+
+    /// Takes a block's further keys from it: in which order does not matter.
+    fn take_extra(&mut self, id: u32) -> Option<u32> {
+        let entry = self.first_extra[id as usize];
+        let at = (entry as usize).checked_sub(self.first_extra.len())?;
+        self.first_extra[id as usize] = self.extras[at].next;
+        self.free_extras.push(entry);
+        Some(entry)
+    }
+
+    /// A block's further keys.
+    fn extras_of(&self, id: u32) -> impl Iterator<Item = u32> {
+        let mut next = self.first_extra[id as usize];
+        std::iter::from_fn(move || {
+            let entry = next;
+            next = self.extras.get((entry as usize).checked_sub(self.first_extra.len())?)?.next;
+            Some(entry)
+        })
+    }
+
+    /// Forgets all keys.
+    fn clear(&mut self) {
+        self.num_tokens.fill(0);
+        if !self.extras.is_empty() {
+            self.first_extra.fill(0);
+            self.free_extras.clear();
+            self.free_extras
+                .extend((0..self.extras.len()).map(|at| (self.first_extra.len() + at) as u32));
+        }
     }
 
     /// Adds a block at the end of the ring that begins with `first`, which may be itself.
@@ -170,7 +246,7 @@ impl BlockPool {
     #[must_use]
     pub fn find_cached(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
         let is_it = |&id: &u32| self.contents.is_keyed(id, hash, group);
-        self.cached.find(table_hash(hash, group), is_it).map(|&id| BlockId(id))
+        self.cached.find(table_hash(hash, group), is_it).map(|&id| BlockId(self.contents.owner(id)))
     }
 
     /// Hands out `count` free blocks, oldest first, and appends them to `table`. What they cached
@@ -228,12 +304,23 @@ impl BlockPool {
     pub fn cache(&mut self, id: BlockId, hash: &BlockHash, group: GroupId, num_tokens: u32) {
         debug_assert!(!id.is_null() && num_tokens > 0);
         debug_assert!(!self.contents.is_cached(id.0), "block {} is cached already", id.0);
-        self.contents.hash[id.index()] = hash.to_words();
-        self.contents.group[id.index()] = group.0;
-        self.contents.num_tokens[id.index()] = num_tokens;
+        self.insert_key(id.0, hash, group, num_tokens);
+    }
+
+    /// Makes a block findable by one key more.
+    pub(crate) fn add_key(&mut self, id: BlockId, hash: &BlockHash, group: GroupId, tokens: u32) {
+        let is_first = !self.contents.is_cached(id.0);
+        let entry = if is_first { id.0 } else { self.contents.add_extra(id.0) };
+        self.insert_key(entry, hash, group, tokens);
+    }
+
+    fn insert_key(&mut self, entry: u32, hash: &BlockHash, group: GroupId, num_tokens: u32) {
+        self.contents.hash[entry as usize] = hash.to_words();
+        self.contents.group[entry as usize] = group.0;
+        self.contents.num_tokens[entry as usize] = num_tokens;
 
         let contents = &self.contents;
-        let entry = self.cached.entry(
+        let slot = self.cached.entry(
             table_hash(hash, group),
             |&other| contents.is_keyed(other, hash, group),
             |&other| {
@@ -241,11 +328,40 @@ impl BlockPool {
                 table_hash(&hash, group)
             },
         );
-        let first = match entry {
-            Entry::Vacant(vacant) => *vacant.insert(id.0).get(),
+        let first = match slot {
+            Entry::Vacant(vacant) => *vacant.insert(entry).get(),
             Entry::Occupied(occupied) => *occupied.get(),
         };
-        self.contents.link_same(first, id.0);
+        self.contents.link_same(first, entry);
+    }
+
+    /// Whether a block can be found by this key.
+    pub(crate) fn has_key(&self, id: BlockId, hash: &BlockHash, group: GroupId) -> bool {
+        let contents = &self.contents;
+        contents.is_cached(id.0)
+            && (contents.is_keyed(id.0, hash, group)
+                || contents.extras_of(id.0).any(|entry| contents.is_keyed(entry, hash, group)))
+    }
+
+    /// Has one block be found in the place of another.
+    pub(crate) fn move_keys(&mut self, from: BlockId, to: BlockId) {
+        let num_tokens = self.contents.num_tokens[from.index()];
+        if num_tokens == 0 {
+            return;
+        }
+        let mut entry = Some(from.0);
+        while let Some(at) = entry {
+            let (hash, group) = self.contents.key(at);
+            self.remove_key(at);
+            self.add_key(to, &hash, group, num_tokens);
+            entry = self.contents.take_extra(from.0);
+        }
+    }
+
+    /// Adds an owner to a block that has one.
+    pub(crate) fn add_owner(&mut self, id: BlockId) {
+        debug_assert!(self.blocks[id.index()].ref_cnt > 0, "block {} is free", id.0);
+        self.blocks[id.index()].ref_cnt += 1;
     }
 
     /// Forgets all that is cached, if every block is free. Returns whether it was.
@@ -254,7 +370,7 @@ impl BlockPool {
             return false;
         }
         self.cached.clear();
-        self.contents.num_tokens.fill(0);
+        self.contents.clear();
         self.journal.note_use(JournalEntry::Reset);
         self.journal.note_prefix(|| JournalEntry::Cleared);
         true
@@ -279,28 +395,53 @@ impl BlockPool {
         })
     }
 
+    /// Every further key of a block, by ascending id of the block.
+    pub fn further_keys(&self) -> impl Iterator<Item = (BlockId, BlockHash, GroupId)> {
+        let blocks = if self.contents.extras.is_empty() { 0 } else { self.num_blocks() };
+        let entries =
+            (0..blocks).flat_map(|id| self.contents.extras_of(id).map(move |it| (id, it)));
+        entries.map(|(id, entry)| {
+            let (hash, group) = self.contents.key(entry);
+            (BlockId(id), hash, group)
+        })
+    }
+
     /// Removes the block from the prefix cache, if it is there.
     pub(crate) fn evict(&mut self, id: BlockId) {
         if self.enable_caching {
             self.journal.note_use(JournalEntry::Evicted(id));
         }
+        self.forget(id);
+    }
+
+    /// Removes a block's keys, if it has any. Nobody is told that the block is used.
+    pub(crate) fn forget(&mut self, id: BlockId) {
         let id = id.0;
         if !self.contents.is_cached(id) {
             return;
         }
-        let (hash, group) = self.contents.key(id);
-        self.journal.note_prefix(|| JournalEntry::Removed { hash, group });
-        let next = self.contents.next_same[id as usize];
-        let is_it = |&other: &u32| self.contents.is_keyed(other, &hash, group);
-        let entry = self.cached.find_entry(table_hash(&hash, group), is_it);
-        let entry = entry.expect("a cached block is in the index");
-        if next == id {
-            entry.remove();
-        } else if *entry.get() == id {
-            *entry.into_mut() = next;
+        let mut entry = Some(id);
+        while let Some(at) = entry {
+            let (hash, group) = self.contents.key(at);
+            self.journal.note_prefix(|| JournalEntry::Removed { hash, group });
+            self.remove_key(at);
+            entry = self.contents.take_extra(id);
         }
-        self.contents.unlink_same(id);
-        self.contents.num_tokens[id as usize] = 0;
+    }
+
+    fn remove_key(&mut self, entry: u32) {
+        let (hash, group) = self.contents.key(entry);
+        let next = self.contents.next_same[entry as usize];
+        let is_it = |&other: &u32| self.contents.is_keyed(other, &hash, group);
+        let slot = self.cached.find_entry(table_hash(&hash, group), is_it);
+        let slot = slot.expect("a cached block is in the index");
+        if next == entry {
+            slot.remove();
+        } else if *slot.get() == entry {
+            *slot.into_mut() = next;
+        }
+        self.contents.unlink_same(entry);
+        self.contents.num_tokens[entry as usize] = 0;
     }
 
     fn unlink_free(&mut self, id: u32) {
@@ -367,12 +508,13 @@ impl BlockPool {
                 }
             }
         }
-        assert_eq!(num_indexed, self.cached_blocks().count(), "a cached block is not indexed");
+        let num_keys = self.cached_blocks().count() + self.further_keys().count();
+        assert_eq!(num_indexed, num_keys, "a cached block is not indexed");
     }
 }
 
 /// A block hash is evenly distributed already; the group only has to move it elsewhere.
-fn table_hash(hash: &BlockHash, group: GroupId) -> u64 {
+pub(crate) fn table_hash(hash: &BlockHash, group: GroupId) -> u64 {
     const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
     hash.to_words()[0] ^ u64::from(group.0).wrapping_mul(SPREAD)
 }

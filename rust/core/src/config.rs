@@ -36,9 +36,60 @@ pub enum KvCacheGroupConfig {
         /// Most blocks that one request is ever counted for when it is admitted.
         max_admission_blocks: u32,
     },
+    /// A recurrent state (Mamba, linear attention) takes the place of the tokens before it.
+    State {
+        /// Which states are kept.
+        mode: StateMode,
+        /// Blocks for the states after each draft token.
+        num_speculative_blocks: u32,
+        /// A chunk of a prompt may keep a state from its middle, in a block of its own, if that is
+        /// a multiple of so many tokens from its start.
+        checkpoint_alignment: Option<u32>,
+    },
+}
+
+/// Which states are kept: vLLM's `mamba_cache_mode`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateMode {
+    /// The last one.
+    None,
+    /// One at the end of each block.
+    All,
+    /// Those at the end of a block that ends a step's chunk.
+    Align,
+}
+
+/// What holds for all groups of states.
+#[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StateConfig {
+    /// Chunks of a prompt end where a state is to be kept.
+    pub aligns_chunks: bool,
+    /// Tokens a block, as far as chunks are concerned (`cache_config.block_size`); at least 1 if
+    /// they are aligned.
+    pub block_size: u32,
+    /// Every group of states has blocks for those from the middle of a chunk.
+    pub has_checkpoint_blocks: bool,
+    /// The first group's alignment of these.
+    pub checkpoint_alignment: Option<u32>,
+    /// A drafter has the end of a hit computed again, so that a state there is of no use.
+    pub drops_last_unit: bool,
+    /// The state where a request parts from others is kept even within a block.
+    pub keeps_junctions: bool,
+    /// Tokens behind a block that its hash covers as well.
+    pub num_hash_lookahead_tokens: u32,
 }
 
 impl KvCacheGroupConfig {
+    pub(crate) const fn is_state(self) -> bool {
+        matches!(self, Self::State { .. })
+    }
+
+    /// Whether hits in the group may end within a block.
+    pub(crate) const fn has_fine_hits(self) -> bool {
+        matches!(self, Self::FullAttention | Self::State { .. })
+    }
+
     pub(crate) const fn is_full_attention(self) -> bool {
         matches!(self, Self::FullAttention)
     }
@@ -110,6 +161,8 @@ pub struct Behaviors {
     pub requeues_sessions_last: bool,
     /// Steps tell whether anybody can use the drafts that are proposed after them.
     pub can_skip_drafts: bool,
+    /// The state at the end of a prompt is cached once, not with each step that ends there.
+    pub caches_state_tails_once: bool,
     /// Steps with tokens from one that computes prompts to the next that may, while others
     /// generate; 0 and 1 are every step.
     pub local_prefill_interval: u32,
@@ -156,14 +209,24 @@ pub struct SchedulerConfig {
     pub behaviors: Behaviors,
     /// Events and statistics are collected.
     pub log_stats: bool,
-    /// Tokens a block.
+    /// Tokens a block; the least common multiple if groups have blocks of different sizes.
     pub block_size: u32,
+    /// Tokens that a hash covers more than the one before it: a divisor of each group's block size.
+    pub hash_block_size: u32,
+    /// Hits may end within a block, where a hash does: the block is copied then.
+    pub partial_hits: bool,
+    /// New blocks are told to the workers, who fill them with zeros.
+    pub zeroes_blocks: bool,
     /// Blocks in the pool, the null block included.
     pub num_blocks: u32,
     /// Blocks that an admission leaves free while others run.
     pub watermark_blocks: u32,
     /// The KV cache groups, in the order of their ids.
     pub groups: Vec<KvCacheGroupConfig>,
+    /// Tokens a block, by group.
+    pub group_block_sizes: Vec<u32>,
+    /// What holds for all groups of states.
+    pub states: StateConfig,
     /// Ids of the groups that are looked up together because their specs are equal: full
     /// attention first.
     pub lookup_groups: Vec<Vec<u32>>,
@@ -204,6 +267,26 @@ impl SchedulerConfig {
         check(self.num_blocks >= 1, "num_blocks must be at least 1: block 0 is the null block")?;
         check(self.num_blocks < u32::MAX, "num_blocks must be below 2^32 - 1")?;
         check(self.block_size >= 1, "block_size must be at least 1")?;
+        check(self.hash_block_size >= 1, "hash_block_size must be at least 1")?;
+        let divides = |size: u32| size >= 1 && self.block_size.is_multiple_of(size);
+        check(
+            self.group_block_sizes.len() == self.groups.len()
+                && self.group_block_sizes.iter().all(|&size| divides(size)),
+            "each group needs a block size that block_size is a multiple of",
+        )?;
+        let is_hashed = |size: u32| size.is_multiple_of(self.hash_block_size);
+        check(
+            self.hasher.is_none() || self.group_block_sizes.iter().all(|&size| is_hashed(size)),
+            "each group's block size must be a multiple of hash_block_size",
+        )?;
+        check(
+            self.hasher.as_ref().is_none_or(|it| it.block_size() == self.hash_block_size as usize),
+            "the hasher must hash blocks of hash_block_size",
+        )?;
+        check(
+            !self.states.aligns_chunks || self.states.block_size >= 1,
+            "chunks can't be aligned to blocks of no tokens",
+        )?;
         check(self.max_num_active_reqs >= 1, "max_num_active_reqs must be at least 1")?;
         check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens must be at least 1")?;
         let needs_group = self.hasher.is_some();
@@ -213,7 +296,7 @@ impl SchedulerConfig {
             "retention_interval must be a multiple of block_size",
         )?;
         let span_of = |group: &KvCacheGroupConfig| match *group {
-            KvCacheGroupConfig::FullAttention => None,
+            KvCacheGroupConfig::FullAttention | KvCacheGroupConfig::State { .. } => None,
             KvCacheGroupConfig::SlidingWindow { window, .. } => Some(window),
             KvCacheGroupConfig::ChunkedLocal { chunk_size, .. } => Some(chunk_size),
         };
@@ -239,7 +322,8 @@ impl SchedulerConfig {
         let none_is_empty = self.lookup_groups.iter().all(|ids| !ids.is_empty());
         check(none_is_empty, "lookup_groups must not hold an empty group")?;
         let kinds_agree = self.lookup_groups.iter().all(|ids| {
-            ids.iter().all(|&id| self.groups[id as usize] == self.groups[ids[0] as usize])
+            let spec = |id: u32| (self.groups[id as usize], self.group_block_sizes[id as usize]);
+            ids.iter().all(|&id| spec(id) == spec(ids[0]))
         });
         check(kinds_agree, "groups that are looked up together must have equal specs")?;
         let first_other = self.lookup_groups.iter().position(|ids| !self.is_full(ids[0]));

@@ -25,7 +25,9 @@ pub struct StoredBlocks {
     pub request: RequestIndex,
     /// Their group.
     pub group: GroupId,
-    /// Positions in the request's table of the blocks that `hashes` are of.
+    /// Tokens a block: of its group, or of a hash that ends within a block.
+    pub block_size: u32,
+    /// Positions, in blocks of that size, of the blocks that `hashes` are of.
     pub positions: Vec<u32>,
     /// The hashes that they are found by.
     pub hashes: Vec<BlockHash>,

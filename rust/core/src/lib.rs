@@ -24,6 +24,7 @@ pub mod request;
 pub mod request_queue;
 pub mod scheduler;
 pub mod slots;
+mod state_group;
 pub mod stats;
 pub mod step;
 pub mod stop;
@@ -32,7 +33,7 @@ pub use block_hash::{BlockHash, BlockHasher, ExtraKeys, HashAlgorithm};
 pub use block_pool::BlockPool;
 pub use config::{
     Behaviors, ConfigError, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics,
-    SchedulerConfig, Speculation,
+    SchedulerConfig, Speculation, StateConfig, StateMode,
 };
 pub use hooks::{ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn, NoHooks};
 pub use ids::{BlockId, GroupId, RequestIndex};

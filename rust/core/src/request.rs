@@ -4,6 +4,7 @@ use smallvec::SmallVec;
 
 use crate::block_hash::{BlockHash, BlockHasher, ExtraKeys};
 use crate::ids::{BlockId, RequestIndex};
+use crate::state_group::StateBlocks;
 use crate::stats::RequestSpecStats;
 use crate::stop::{StopConditions, StopReason};
 
@@ -261,6 +262,8 @@ pub struct Request {
     pub(crate) lora_id: Option<i64>,
     /// How its drafts fared, if that is wanted for each request.
     pub(crate) spec_stats: Option<Box<RequestSpecStats>>,
+    /// By KV cache group, where groups differ; else empty.
+    pub(crate) states: Vec<StateBlocks>,
     pub(crate) num_preemptions: u32,
     /// End of a prefix shared with others that some groups had to compute again; 0 for none.
     pub(crate) shared_prefix_boundary: u32,
@@ -270,8 +273,15 @@ pub struct Request {
     pub(crate) is_deferred: bool,
 }
 
+/// What a request keeps of how many KV cache groups.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NumGroups {
+    pub(crate) num_tables: usize,
+    pub(crate) num_states: usize,
+}
+
 impl Request {
-    pub(crate) fn new(new: NewRequest, index: RequestIndex, num_groups: usize) -> Self {
+    pub(crate) fn new(new: NewRequest, index: RequestIndex, groups: NumGroups) -> Self {
         Self {
             id: new.id,
             num_prompt_tokens: new.num_prompt_tokens,
@@ -311,7 +321,8 @@ impl Request {
             events: Vec::new(),
             prefill_stats: Some(PrefillStats::default()),
             transfer: RequestTransfer::default(),
-            groups: (0..num_groups).map(|_| GroupBlocks::default()).collect(),
+            groups: (0..groups.num_tables).map(|_| GroupBlocks::default()).collect(),
+            states: vec![StateBlocks::default(); groups.num_states],
         }
     }
 
@@ -486,6 +497,7 @@ impl Request {
 
     /// Takes its blocks from it: group by group, in the order of the tables.
     pub(crate) fn take_blocks(&mut self) -> Vec<BlockId> {
+        self.states.fill_with(StateBlocks::default);
         let tables = self.groups.iter_mut().map(|blocks| std::mem::take(blocks).table);
         tables.flatten().collect()
     }
@@ -528,6 +540,7 @@ impl Request {
         }
         self.tokens.extend(input.tokens);
         self.num_prompt_tokens = self.tokens.len();
+        self.states.iter_mut().for_each(|state| state.is_tail_cached = false);
         self.has_encoder_inputs = input.has_encoder_inputs;
         self.extra_keys = input.extra_keys;
         self.stop = input.stop;

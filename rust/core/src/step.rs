@@ -1,6 +1,6 @@
 //! What one call of `schedule()` decided: the content of vLLM's `SchedulerOutput`.
 
-use crate::ids::RequestIndex;
+use crate::ids::{BlockId, RequestIndex};
 use crate::request::Request;
 
 /// How a request that was not running came into the step.
@@ -79,6 +79,10 @@ pub struct Step {
     pub pending_structured_output_tokens: bool,
     /// A request of the step has tokens whose KV a connector brings within the step.
     pub has_sync_kv_loads: bool,
+    /// From where to where the workers copy blocks before they compute the step.
+    pub block_copies: Vec<(BlockId, BlockId)>,
+    /// Blocks that the workers fill with zeros before that.
+    pub blocks_to_zero: Vec<BlockId>,
     /// Draft tokens that each request is to get for the next step.
     pub num_spec_tokens_to_schedule: u32,
     /// A request can use the drafts that are proposed after this step. Only noted where drafting
@@ -103,6 +107,8 @@ impl Step {
         self.has_structured_output_requests = false;
         self.pending_structured_output_tokens = false;
         self.has_sync_kv_loads = false;
+        self.block_copies.clear();
+        self.blocks_to_zero.clear();
         self.needs_drafts = false;
         self.has_prefill = false;
         self.has_admitted_prefill = false;

@@ -14,7 +14,7 @@ use sparksched_core::{
     BlockId, BlockPool, ExternalAllocation, ExternalHit, GrammarState, Hooks, JournalConfig,
     KvCacheGroupConfig, KvTransferConfig, NewRequest, NextTurn, PauseState, Policy, Request,
     RequestIndex, RequestStatus, ScheduledOutput, Scheduler, SchedulerConfig, SessionInput,
-    Speculation, StopConditions,
+    Speculation, StateConfig, StateMode, StopConditions,
 };
 
 const DEFAULT_OPERATIONS: u64 = 1_000_000;
@@ -42,7 +42,16 @@ fn random_groups(chance: &mut Chance) -> Vec<KvCacheGroupConfig> {
         max_admission_blocks: 20,
     };
     let chunked = KvCacheGroupConfig::ChunkedLocal { chunk_size: 8, max_admission_blocks: 20 };
-    match chance.below(6) {
+    let mode = chance.one_of(&[StateMode::All, StateMode::Align]);
+    let state = KvCacheGroupConfig::State {
+        mode,
+        num_speculative_blocks: chance.one_of(&[0, 0, MAX_DRAFTS]),
+        checkpoint_alignment: (mode == StateMode::Align && chance.percent(40)).then_some(1),
+    };
+    match chance.below(9) {
+        6 => vec![state],
+        7 => vec![full, state, state],
+        8 => vec![state, full, window],
         0 => vec![full],
         1 => vec![window],
         2 => vec![full, window],
@@ -100,7 +109,47 @@ fn random_config(chance: &mut Chance) -> SchedulerConfig {
             recompute_load_failures: true,
         });
     }
+    let states = config.groups.iter().filter_map(|group| match *group {
+        KvCacheGroupConfig::State { mode, checkpoint_alignment, .. } => {
+            Some((mode, checkpoint_alignment))
+        }
+        _ => None,
+    });
+    if let Some((mode, checkpoint_alignment)) = states.last() {
+        make_room_for_states(&mut config, chance, mode, checkpoint_alignment);
+    }
     config
+}
+
+/// Blocks of 8 or 16 tokens, and hits that may end within one.
+fn make_room_for_states(
+    config: &mut SchedulerConfig,
+    chance: &mut Chance,
+    mode: StateMode,
+    checkpoint_alignment: Option<u32>,
+) {
+    // They go with nothing of this.
+    config.kv_transfer = None;
+    config.zeroes_blocks = true;
+    config.states = StateConfig {
+        aligns_chunks: mode == StateMode::Align,
+        block_size: BLOCK_SIZE,
+        has_checkpoint_blocks: checkpoint_alignment.is_some(),
+        checkpoint_alignment,
+        drops_last_unit: !config.eagle_groups.is_empty(),
+        ..StateConfig::default()
+    };
+    let has_window =
+        config.groups.iter().any(|group| matches!(group, KvCacheGroupConfig::SlidingWindow { .. }));
+    if mode == StateMode::Align && config.groups.len() > 1 && !has_window {
+        let block_size = BLOCK_SIZE * chance.one_of(&[2, 4]);
+        config.block_size = block_size;
+        config.group_block_sizes.fill(block_size);
+        config.states.block_size = block_size;
+        config.partial_hits = config.hasher.is_some();
+        config.retention_interval =
+            config.retention_interval.map(|interval| interval.div_ceil(block_size) * block_size);
+    }
 }
 
 fn random_tokens(chance: &mut Chance, max_len: u64) -> Vec<i32> {

@@ -5,7 +5,9 @@ mod common;
 
 use common::{BLOCK_SIZE, config, new_request};
 use proptest::prelude::*;
-use sparksched_core::{GroupId, KvCacheGroupConfig, NoHooks, ScheduledOutput, Scheduler};
+use sparksched_core::{
+    GroupId, KvCacheGroupConfig, NoHooks, ScheduledOutput, Scheduler, StateMode,
+};
 
 /// Runs one request to its end.
 fn serve(scheduler: &mut Scheduler, id: usize, tokens: &[i32]) {
@@ -43,6 +45,7 @@ fn can_resume(group: KvCacheGroupConfig, is_cached: &[bool], length: usize) -> b
             let chunk = length as u32 * BLOCK_SIZE / chunk_size * chunk_size / BLOCK_SIZE;
             is_cached[chunk as usize..length].iter().all(|&cached| cached)
         }
+        KvCacheGroupConfig::State { .. } => length == 0 || is_cached[length - 1],
     }
 }
 
@@ -67,6 +70,11 @@ fn longest_hit_by_definition(scheduler: &Scheduler, tokens: &[i32]) -> usize {
 
 fn groups() -> impl Strategy<Value = Vec<KvCacheGroupConfig>> {
     let full = KvCacheGroupConfig::FullAttention;
+    let state = KvCacheGroupConfig::State {
+        mode: StateMode::All,
+        num_speculative_blocks: 0,
+        checkpoint_alignment: None,
+    };
     let sliding = (2..20_u32).prop_map(|window| KvCacheGroupConfig::SlidingWindow {
         window,
         num_retained_tokens: 0,
@@ -77,6 +85,7 @@ fn groups() -> impl Strategy<Value = Vec<KvCacheGroupConfig>> {
         sliding.clone().prop_map(|window| vec![window]),
         sliding.clone().prop_map(move |window| vec![window, full]),
         sliding.clone().prop_map(move |window| vec![full, window, window]),
+        sliding.clone().prop_map(move |window| vec![state, full, window]),
         (sliding.clone(), sliding).prop_map(move |(one, other)| vec![one, full, other]),
     ]
 }

@@ -33,6 +33,7 @@ impl BlockObserver {
                     let StoredBlocks {
                         request,
                         group,
+                        block_size,
                         positions,
                         hashes,
                         parent,
@@ -45,6 +46,7 @@ impl BlockObserver {
                         (
                             &entries.get(request).request,
                             group.0,
+                            block_size,
                             positions,
                             hashes,
                             parent.as_ref().map(digest),

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sparksched_core::{
     Behaviors, BlockHasher, JournalConfig, KvCacheGroupConfig, KvTransferConfig, Policy,
-    RequestSpecMetrics, SchedulerConfig, Speculation,
+    RequestSpecMetrics, SchedulerConfig, Speculation, StateConfig, StateMode,
 };
 
 use crate::hasher::new_block_hasher;
@@ -21,11 +21,11 @@ pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<Scheduler
         }
     };
     let groups: Vec<(String, u32, u32, u32)> = get(config, "groups")?;
-    let block_size = get(config, "block_size")?;
+    let hash_block_size = get(config, "hash_block_size")?;
     let hash_algorithm: Option<String> = get(config, "hash_algorithm")?;
     // vLLM sets NONE_HASH only after the scheduler is built.
     let lookahead = get(config, "num_hash_lookahead_tokens")?;
-    let hasher = |it: String| new_block_hasher(&it, block_size, &[], lookahead);
+    let hasher = |it: String| new_block_hasher(&it, hash_block_size, &[], lookahead);
     let hasher = hash_algorithm.map(hasher).transpose()?;
     Ok(SchedulerConfig {
         async_scheduling: get(config, "async_scheduling")?,
@@ -49,10 +49,15 @@ pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<Scheduler
         sends_sampled_tokens: get(config, "sends_sampled_tokens")?,
         behaviors: behaviors(config)?,
         log_stats: get(config, "log_stats")?,
-        block_size,
+        block_size: get(config, "block_size")?,
+        hash_block_size,
+        partial_hits: get(config, "partial_hits")?,
+        zeroes_blocks: get(config, "zeroes_blocks")?,
         num_blocks: get(config, "num_blocks")?,
         watermark_blocks: get(config, "watermark_blocks")?,
         groups: groups.into_iter().map(kv_cache_group).collect::<PyResult<_>>()?,
+        group_block_sizes: get(config, "group_block_sizes")?,
+        states: states(config)?,
         lookup_groups: get(config, "lookup_groups")?,
         eagle_groups: get(config, "eagle_groups")?,
         retention_interval: get(config, "retention_interval")?,
@@ -67,7 +72,8 @@ pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<Scheduler
 }
 
 /// A group's kind, and what its kind needs of: window or chunk, tokens retained behind a window,
-/// most blocks that a request is counted for.
+/// most blocks that a request is counted for. Of states: speculative blocks, and the alignment of
+/// those kept from within a chunk, or 0.
 fn kv_cache_group(group: (String, u32, u32, u32)) -> PyResult<KvCacheGroupConfig> {
     let (kind, span, num_retained_tokens, max_admission_blocks) = group;
     Ok(match kind.as_str() {
@@ -78,7 +84,29 @@ fn kv_cache_group(group: (String, u32, u32, u32)) -> PyResult<KvCacheGroupConfig
             max_admission_blocks,
         },
         "chunked" => KvCacheGroupConfig::ChunkedLocal { chunk_size: span, max_admission_blocks },
+        "states:none" => state_group(StateMode::None, span, num_retained_tokens),
+        "states:all" => state_group(StateMode::All, span, num_retained_tokens),
+        "states:align" => state_group(StateMode::Align, span, num_retained_tokens),
         other => return Err(PyValueError::new_err(format!("unknown KV cache group {other:?}"))),
+    })
+}
+
+fn state_group(mode: StateMode, num_speculative_blocks: u32, alignment: u32) -> KvCacheGroupConfig {
+    let checkpoint_alignment = (alignment > 0).then_some(alignment);
+    KvCacheGroupConfig::State { mode, num_speculative_blocks, checkpoint_alignment }
+}
+
+fn states(config: &Bound<'_, PyDict>) -> PyResult<StateConfig> {
+    let config = item(config, "states")?;
+    let config = config.cast::<PyDict>()?;
+    Ok(StateConfig {
+        aligns_chunks: get(config, "aligns_chunks")?,
+        block_size: get(config, "block_size")?,
+        has_checkpoint_blocks: get(config, "has_checkpoint_blocks")?,
+        checkpoint_alignment: get(config, "checkpoint_alignment")?,
+        drops_last_unit: get(config, "drops_last_unit")?,
+        keeps_junctions: get(config, "keeps_junctions")?,
+        num_hash_lookahead_tokens: get(config, "num_hash_lookahead_tokens")?,
     })
 }
 
@@ -120,6 +148,7 @@ fn behaviors(config: &Bound<'_, PyDict>) -> PyResult<Behaviors> {
         caches_settled_output: get(config, "caches_settled_output")?,
         keeps_block_before_junction: get(config, "keeps_block_before_junction")?,
         requeues_sessions_last: get(config, "requeues_sessions_last")?,
+        caches_state_tails_once: get(config, "caches_state_tails_once")?,
         can_skip_drafts: get(config, "can_skip_drafts")?,
         local_prefill_interval: get(config, "local_prefill_interval")?,
     })

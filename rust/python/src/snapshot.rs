@@ -27,6 +27,16 @@ pub(crate) fn snapshot<'py>(
     for (block, hash, group) in pool.cached_blocks() {
         cached_blocks.set_item(block.0, block_hash_with_group_id(&hash, digest_len, group))?;
     }
+    let further_keys = PyDict::new(py);
+    for (block, hash, group) in pool.further_keys() {
+        let keys = match further_keys.get_item(block.0)? {
+            Some(keys) => keys.cast_into()?,
+            None => PyList::empty(py),
+        };
+        keys.append(block_hash_with_group_id(&hash, digest_len, group))?;
+        keys.sort()?;
+        further_keys.set_item(block.0, keys)?;
+    }
     let running: Vec<_> = scheduler.running().iter().map(|&index| id(index)).collect();
     let waiting: Vec<_> = scheduler.waiting().into_iter().map(id).collect();
     let free_blocks: Vec<u32> = pool.free_blocks().map(|id| id.0).collect();
@@ -39,6 +49,7 @@ pub(crate) fn snapshot<'py>(
     snapshot.set_item("free_blocks", PyList::new(py, free_blocks)?)?;
     snapshot.set_item("ref_counts", ref_counts)?;
     snapshot.set_item("cached_blocks", cached_blocks)?;
+    snapshot.set_item("further_keys", further_keys)?;
     Ok(snapshot)
 }
 

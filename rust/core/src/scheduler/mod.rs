@@ -13,9 +13,12 @@ use crate::hooks::Hooks;
 use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
 use crate::kv_cache_manager::KvCacheManager;
-use crate::request::{EventKind, FetchStage, NewRequest, Request, RequestStatus, SessionInput};
+use crate::request::{
+    EventKind, FetchStage, NewRequest, NumGroups, Request, RequestStatus, SessionInput,
+};
 use crate::request_queue::RequestQueue;
 use crate::slots::Slots;
+use crate::state_group::ChunkAligner;
 use crate::stats::{RequestSpecStats, SchedulerStats, SpecDecodingStats};
 use crate::step::Step;
 
@@ -67,6 +70,8 @@ pub struct Scheduler {
     /// Of these, the number of the last one that computed prompts.
     last_prefill_step: Option<u64>,
     step: Step,
+    /// Cuts chunks of prompts where states are to be kept.
+    chunk_aligner: Option<ChunkAligner>,
     kv_transfer: KvTransfer,
     /// How the drafts of the last step that came back fared.
     spec_decoding_stats: Option<SpecDecodingStats>,
@@ -96,6 +101,7 @@ impl Scheduler {
             num_executed_steps: 0,
             last_prefill_step: None,
             step: Step::default(),
+            chunk_aligner: ChunkAligner::new(&config),
             kv_transfer: KvTransfer::default(),
             spec_decoding_stats: None,
             config,
@@ -110,7 +116,8 @@ impl Scheduler {
         assert!(!new.tokens.is_empty(), "a request has at least one token");
         let index = self.slots.next_place();
         let expects_remote_prefill = new.expects_remote_prefill;
-        let mut request = Request::new(new, index, self.config.groups.len());
+        let (num_tables, num_states) = (self.config.groups.len(), self.kv_cache.num_state_blocks());
+        let mut request = Request::new(new, index, NumGroups { num_tables, num_states });
         if let Some(hasher) = &self.config.hasher {
             request.hash_blocks(hasher);
         }

@@ -5,7 +5,7 @@
 //! the requests that run, then to those that wait.
 //!
 //! What it does for KV connectors is in `transfers.rs`. Left out, and refused before a scheduler
-//! is built: EC connectors, Mamba alignment.
+//! is built: EC connectors.
 
 use super::transfers::Hit;
 use super::{PauseState, Scheduler};
@@ -14,6 +14,7 @@ use crate::hooks::{ExternalAllocation, GrammarState, Hooks};
 use crate::ids::RequestIndex;
 use crate::kv_cache_manager::AdmissionTerms;
 use crate::request::{EventKind, FetchStage, PrefillStats, Request, RequestStatus};
+use crate::state_group::Sequence;
 use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
 
 /// What is left of a step's allowance.
@@ -113,6 +114,7 @@ impl Scheduler {
     ) -> Result<(), H::Error> {
         self.current_step += 1;
         self.step.clear();
+        self.kv_cache.begin_step();
         let mut budget = Budget {
             tokens: self.config.max_num_scheduled_tokens,
             input: self.config.max_num_batched_tokens,
@@ -128,6 +130,7 @@ impl Scheduler {
         if self.step.preempted.is_empty() && self.pause_state != PauseState::PausedAll {
             self.schedule_waiting(&mut budget, &limits, hooks)?;
         }
+        self.kv_cache.end_step(&mut self.step);
         self.sum_up_step();
         Ok(())
     }
@@ -234,7 +237,19 @@ impl Scheduler {
             .max_model_len
             .saturating_sub(request.num_computed_tokens + self.config.num_sampled_tokens_per_step);
         let num_tokens = limits.cap(num_new).min(budget.available()).min(until_max_model_len);
+        let num_tokens = self.align_chunk(request, request.num_computed_tokens, num_tokens);
         self.fit_to_drafter_and_encoder(index, request.num_computed_tokens, num_tokens, hooks)
+    }
+
+    /// Shortens a chunk of a prompt so that it ends where recurrent states are kept.
+    fn align_chunk(&self, request: &Request, start: u32, num_tokens: u32) -> u32 {
+        let Some(aligner) = &self.chunk_aligner else { return num_tokens };
+        let sequence = Sequence {
+            num_prompt_tokens: request.num_prompt_tokens() as u32,
+            num_tokens: request.num_tokens() as u32,
+            junction: request.shared_prefix_boundary,
+        };
+        aligner.align(sequence, start, num_tokens)
     }
 
     /// Shortens a chunk to what the encoder can provide, and to where a drafter can go on.
@@ -643,6 +658,15 @@ impl Scheduler {
             return Ok(None);
         }
         let num_tokens = num_tokens.min(available);
+        let mut num_tokens = self.align_chunk(request, num_computed_tokens, num_tokens);
+        if num_tokens == 0 {
+            return Ok(None);
+        }
+        if share.num_padding_tokens > 0 && num_tokens != share.num_tokens {
+            // Padding that is cut in part goes as a whole.
+            share.num_padding_tokens = 0;
+            num_tokens = 1;
+        }
         share.num_tokens =
             self.fit_to_drafter_and_encoder(index, num_computed_tokens, num_tokens, hooks)?;
         Ok(Some(share))

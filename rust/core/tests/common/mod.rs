@@ -3,7 +3,7 @@
 
 use sparksched_core::{
     Behaviors, BlockHasher, HashAlgorithm, JournalConfig, KvCacheGroupConfig, NewRequest, Policy,
-    SchedulerConfig, Speculation, StopConditions,
+    SchedulerConfig, Speculation, StateConfig, StopConditions,
 };
 
 pub const BLOCK_SIZE: u32 = 4;
@@ -38,6 +38,11 @@ pub fn config(groups: Vec<KvCacheGroupConfig>, retention_interval: Option<u32>) 
         behaviors: Behaviors::default(),
         log_stats: true,
         block_size: BLOCK_SIZE,
+        hash_block_size: BLOCK_SIZE,
+        partial_hits: false,
+        zeroes_blocks: false,
+        group_block_sizes: vec![BLOCK_SIZE; groups.len()],
+        states: StateConfig::default(),
         num_blocks: 120,
         watermark_blocks: 0,
         groups,

@@ -33,6 +33,7 @@ pub(crate) struct SchedulerOutputBuilder {
     cached_request_data: Py<PyAny>,
     new_request_data: Py<PyAny>,
     strip_covered_mm_data: Py<PyAny>,
+    block_copy: Py<PyAny>,
     /// This vLLM has the field `encoder_input_updates`.
     tells_input_updates: bool,
     /// The model has rotary positions of several dimensions.
@@ -76,6 +77,7 @@ impl SchedulerOutputBuilder {
             cached_request_data: class(py, module, "CachedRequestData")?,
             new_request_data: class(py, module, "NewRequestData")?,
             strip_covered_mm_data: class(py, module, "strip_covered_mm_data")?,
+            block_copy: class(py, "vllm.v1.core.kv_cache_utils", "KVCacheBlockCopy")?,
             uses_mrope,
             steady: SteadyBatch::default(),
         })
@@ -126,6 +128,17 @@ impl SchedulerOutputBuilder {
         let output = self.scheduler_output.bind(py).call1(PyTuple::new(py, values)?)?;
         if step.has_sync_kv_loads {
             output.setattr(intern!(py, "has_sync_kv_loads"), true)?;
+        }
+        if !step.blocks_to_zero.is_empty() {
+            let ids = PyList::new(py, step.blocks_to_zero.iter().map(|id| id.0))?;
+            output.setattr(intern!(py, "new_block_ids_to_zero"), ids)?;
+        }
+        if !step.block_copies.is_empty() {
+            let copies = PyList::empty(py);
+            for (from, to) in &step.block_copies {
+                copies.append(self.block_copy.bind(py).call1((from.0, to.0))?)?;
+            }
+            output.setattr(intern!(py, "kv_cache_block_copies"), copies)?;
         }
         if step.num_spec_tokens_to_schedule > 0 {
             let name = intern!(py, "num_spec_tokens_to_schedule");

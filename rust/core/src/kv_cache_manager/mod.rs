@@ -1,15 +1,19 @@
 //! Blocks for requests: vLLM's `v1/core/kv_cache_manager.py` and `kv_cache_coordinator.py`.
 //!
-//! All groups share one pool. Left out: encoder blocks, groups of different block sizes.
+//! All groups share one pool. Most models have groups of one block size without recurrent states;
+//! what others need besides is in `mixed.rs`. Left out: encoder blocks.
+
+mod mixed;
 
 use smallvec::{SmallVec, smallvec};
 
 use crate::block_pool::BlockPool;
-use crate::config::SchedulerConfig;
+use crate::config::{KvCacheGroupConfig, SchedulerConfig, StateConfig};
 use crate::ids::{BlockId, GroupId};
 use crate::journal::{Entry, Journal, StoredBlocks};
 use crate::kv_cache_group::{KvCacheGroup, Lookup};
 use crate::request::Request;
+use crate::state_group::{KeySet, StateBlocks};
 use crate::stats::PrefixCacheStats;
 
 /// What the prefix cache has of a waiting request; the blocks stay in the manager until
@@ -44,7 +48,12 @@ pub struct KvCacheManager {
     pool: BlockPool,
     groups: Vec<KvCacheGroup>,
     lookup_groups: Vec<Vec<u32>>,
+    /// Tokens a block, or the least common multiple of the groups' sizes.
     block_size: u32,
+    hash_block_size: u32,
+    /// All groups have this block size, hash such blocks, and keep no recurrent states; and no
+    /// worker is told of new blocks.
+    is_uniform: bool,
     max_model_len: u32,
     enable_caching: bool,
     keeps_block_before_junction: bool,
@@ -54,7 +63,37 @@ pub struct KvCacheManager {
     num_reprefillable_tokens: u32,
     /// Blocks of the last prefix hit, by group.
     hits: Vec<Vec<BlockId>>,
+    work: BlockWork,
     pub(crate) prefix_cache_stats: PrefixCacheStats,
+}
+
+/// What groups that differ from each other leave to do in a step.
+#[derive(Clone, Debug, Default)]
+struct BlockWork {
+    states: StateConfig,
+    caches_state_tails_once: bool,
+    zeroes_blocks: bool,
+    /// States that can be found, but are there only after the step.
+    cached_this_step: KeySet,
+    /// From where to where blocks are to be copied, by group. Both ends have an owner more.
+    copies: Vec<Vec<(BlockId, BlockId)>>,
+    /// New blocks that are to be filled with zeros, by group.
+    to_zero: Vec<Vec<BlockId>>,
+}
+
+/// How many tokens a request is to have room for.
+#[derive(Clone, Copy, Debug)]
+struct Demand {
+    num_tokens: u32,
+    /// Of these, tokens that are not only a drafter's.
+    num_main_tokens: u32,
+    num_computed_tokens: u32,
+    /// Of these, tokens that no connector brings.
+    num_local_tokens: u32,
+    has_hit: bool,
+    /// It is asked whether the request can be admitted; otherwise, the blocks are about to be
+    /// taken.
+    for_admission: bool,
 }
 
 impl KvCacheManager {
@@ -66,19 +105,31 @@ impl KvCacheManager {
             let together = config.lookup_groups.iter().find(|ids| ids.contains(&id));
             together.into_iter().flatten().any(|id| config.eagle_groups.contains(id))
         };
-        let group = |(id, &config_of_group)| KvCacheGroup {
+        let hit_alignment =
+            if config.partial_hits { config.hash_block_size } else { config.block_size };
+        let groups = config.groups.iter().zip(&config.group_block_sizes).enumerate();
+        let groups = groups.map(|(id, (&config_of_group, &block_size))| KvCacheGroup {
             config: config_of_group,
-            block_size: config.block_size,
+            block_size,
+            num_hashes: (block_size / config.hash_block_size).max(1),
+            hit_alignment,
             retention_interval: config.retention_interval,
             is_eagle: is_eagle(id as u32),
-        };
+        });
         let enable_caching = config.hasher.is_some();
+        let is_uniform = !config.zeroes_blocks
+            && !config.groups.iter().any(|group| group.is_state())
+            && config.group_block_sizes.iter().all(|&size| size == config.block_size)
+            && (!enable_caching || config.hash_block_size == config.block_size);
+        let num_work_groups = if is_uniform { 0 } else { config.groups.len() };
         let speculation = &config.speculation;
         Self {
             pool: BlockPool::new(config.num_blocks, enable_caching, config.journal),
-            groups: config.groups.iter().enumerate().map(group).collect(),
+            groups: groups.collect(),
             lookup_groups: config.lookup_groups.clone(),
             block_size: config.block_size,
+            hash_block_size: config.hash_block_size,
+            is_uniform,
             max_model_len: config.max_model_len,
             enable_caching,
             keeps_block_before_junction: config.behaviors.keeps_block_before_junction,
@@ -86,6 +137,14 @@ impl KvCacheManager {
             num_lookahead_tokens: speculation.num_lookahead_tokens,
             num_reprefillable_tokens: speculation.num_prefill_lookahead_tokens.saturating_sub(1),
             hits: vec![Vec::new(); config.groups.len()],
+            work: BlockWork {
+                states: config.states,
+                caches_state_tails_once: config.behaviors.caches_state_tails_once,
+                zeroes_blocks: config.zeroes_blocks,
+                cached_this_step: KeySet::default(),
+                copies: vec![Vec::new(); num_work_groups],
+                to_zero: vec![Vec::new(); num_work_groups],
+            },
             prefix_cache_stats: PrefixCacheStats::default(),
         }
     }
@@ -94,6 +153,11 @@ impl KvCacheManager {
     #[must_use]
     pub fn pool(&self) -> &BlockPool {
         &self.pool
+    }
+
+    /// Groups for which a request needs more than their tables.
+    pub(crate) fn num_state_blocks(&self) -> usize {
+        if self.is_uniform { 0 } else { self.groups.len() }
     }
 
     /// What has happened to blocks since this was last asked, as far as it was to be noted.
@@ -147,8 +211,15 @@ impl KvCacheManager {
                 }
                 let group = &self.groups[groups[0] as usize];
                 let drop_last = group.is_eagle && !has_dropped[kind];
-                let max_tokens = if drop_last && !is_alone {
-                    (length + self.block_size).min(hashes.len() as u32 * self.block_size)
+                // States are not dropped: no drafter has one.
+                let max_tokens = if drop_last && !is_alone && !group.config.is_state() {
+                    let is_fine = group.config.has_fine_hits();
+                    let margin = if is_fine {
+                        group.hit_alignment.min(group.block_size)
+                    } else {
+                        group.block_size
+                    };
+                    (length + margin).min(hashes.len() as u32 * self.hash_block_size)
                 } else {
                     length
                 };
@@ -171,8 +242,9 @@ impl KvCacheManager {
                 break;
             }
         }
-        let num_blocks = (hit_length / self.block_size) as usize;
-        self.hits.iter_mut().for_each(|blocks| blocks.truncate(num_blocks));
+        for (group, blocks) in self.groups.iter().zip(&mut self.hits) {
+            blocks.truncate(hit_length.div_ceil(group.block_size) as usize);
+        }
         // With one group there is no other that could lag behind.
         let longest = if is_alone { hit_length } else { longest };
         (hit_length, longest)
@@ -192,6 +264,9 @@ impl KvCacheManager {
     ///
     /// Each request of each step comes here, and most of them still have room in their last block.
     pub fn extend_slots(&mut self, request: &mut Request, num_new_tokens: u32) -> bool {
+        if !self.is_uniform {
+            return self.extend_mixed(request, num_new_tokens);
+        }
         let num_computed = request.num_computed_tokens.min(self.max_model_len);
         self.remove_skipped_blocks(request, num_computed);
 
@@ -202,7 +277,13 @@ impl KvCacheManager {
         if self.pool.num_free() < num_missing {
             return false;
         }
-        self.extend_tables(request, num_blocks);
+        for blocks in &mut request.groups {
+            blocks.new_from = blocks.table.len() as u32;
+            let num_missing = blocks.num_missing(num_blocks);
+            if num_missing > 0 {
+                self.pool.allocate(num_missing, &mut blocks.table);
+            }
+        }
         self.cache_final_blocks(request, num_computed + num_new_tokens);
         true
     }
@@ -222,13 +303,20 @@ impl KvCacheManager {
         let num_local = request.num_computed_tokens + terms.hit.num_tokens;
         let num_computed =
             num_local.saturating_add_signed(terms.num_external_tokens).min(self.max_model_len);
-        let watermark_blocks = if terms.others_run { self.watermark_blocks } else { 0 };
+        let watermark_blocks = i64::from(if terms.others_run { self.watermark_blocks } else { 0 });
 
+        let num_tokens = (request.num_tokens() as u32).min(self.max_model_len);
+        let demand = Demand {
+            num_tokens,
+            num_main_tokens: num_tokens,
+            num_computed_tokens: num_computed,
+            num_local_tokens: num_local,
+            has_hit,
+            for_admission: true,
+        };
         if terms.full_sequence_must_fit {
-            let num_tokens = (request.num_tokens() as u32).min(self.max_model_len);
-            let required =
-                self.num_blocks_to_allocate(request, num_tokens, num_computed, has_hit, true);
-            if required + watermark_blocks > self.pool.num_free() {
+            let required = self.num_blocks_to_allocate(request, demand);
+            if required + watermark_blocks > i64::from(self.pool.num_free()) {
                 return false;
             }
         }
@@ -236,39 +324,28 @@ impl KvCacheManager {
         self.remove_skipped_blocks(request, num_computed);
 
         let num_lookahead_tokens = if is_load { 0 } else { self.num_lookahead_tokens };
-        let num_tokens =
-            (num_computed + num_new_tokens + num_lookahead_tokens).min(self.max_model_len);
-        let required =
-            self.num_blocks_to_allocate(request, num_tokens, num_computed, has_hit, false);
-        let num_reserved = watermark_blocks + terms.reserved_from_load.unwrap_or(0);
-        if required + num_reserved > self.pool.num_free() {
+        let num_main_tokens = num_computed + num_new_tokens;
+        let num_tokens = (num_main_tokens + num_lookahead_tokens).min(self.max_model_len);
+        let demand = Demand { num_tokens, num_main_tokens, for_admission: false, ..demand };
+        let required = self.num_blocks_to_allocate(request, demand);
+        let num_reserved = watermark_blocks + i64::from(terms.reserved_from_load.unwrap_or(0));
+        if required + num_reserved > i64::from(self.pool.num_free()) {
             return false;
         }
 
         // A request whose load failed while it ran has its blocks still.
         let is_new = |request: &Request| request.groups.iter().all(|it| it.num_cached.is_none());
         if (has_hit || is_filled) && is_new(request) {
-            self.take_over_hit(request, num_computed, has_hit);
+            self.take_over_hit(request, num_computed, num_local, has_hit);
             if is_filled {
                 self.allocate_for_external(request, num_computed);
             }
         }
-        self.extend_tables(request, num_tokens.div_ceil(self.block_size) as usize);
+        self.extend_tables(request, demand);
         if !is_load {
-            self.cache_final_blocks(request, num_computed + num_new_tokens);
+            self.cache_final_blocks(request, num_main_tokens);
         }
         true
-    }
-
-    /// Makes all tables of a request so long.
-    fn extend_tables(&mut self, request: &mut Request, num_blocks: usize) {
-        for blocks in &mut request.groups {
-            blocks.new_from = blocks.table.len() as u32;
-            let num_missing = blocks.num_missing(num_blocks);
-            if num_missing > 0 {
-                self.pool.allocate(num_missing, &mut blocks.table);
-            }
-        }
     }
 
     /// Makes full blocks findable whose tokens are known. The others have no hash yet: the last
@@ -279,46 +356,71 @@ impl KvCacheManager {
 
     /// Blocks that a request in the middle of its prompt still has to get for `num_tokens`.
     pub(crate) fn num_missing_blocks(&self, request: &Request, num_tokens: u32) -> u32 {
-        self.num_blocks_to_allocate(request, num_tokens, request.num_computed_tokens, false, true)
+        let groups = self.groups.iter().zip(&request.groups);
+        let missing = groups.map(|(group, blocks)| {
+            let num_required = group.num_admission_blocks(num_tokens) as usize;
+            if blocks.num_cached.is_some() {
+                return blocks.num_missing(num_required);
+            }
+            let num_skipped = group.num_skipped_blocks(request.num_computed_tokens);
+            num_required.saturating_sub(num_skipped.max(blocks.table.len())) as u32
+        });
+        missing.sum()
     }
 
-    /// Blocks that have to be taken from the free ones for the request to hold `num_tokens`.
-    fn num_blocks_to_allocate(
-        &self,
-        request: &Request,
-        num_tokens: u32,
-        num_computed_tokens: u32,
-        has_hit: bool,
-        for_admission: bool,
-    ) -> u32 {
-        let groups = self.groups.iter().zip(&request.groups).zip(&self.hits);
-        let missing = groups.map(|((group, blocks), hits)| {
-            let num_held = blocks.table.len();
-            let num_required = if for_admission {
-                group.num_admission_blocks(num_tokens)
-            } else {
-                num_tokens.div_ceil(self.block_size)
-            } as usize;
-            if blocks.num_cached.is_some() {
-                return num_required.saturating_sub(num_held);
-            }
-            let hits: &[BlockId] = if has_hit { hits } else { &[] };
-            let num_skipped = group.num_skipped_blocks(num_computed_tokens);
-            let num_new = num_required.saturating_sub(num_skipped.max(hits.len() + num_held));
-            // Blocks of the hit that nobody else uses count as free until they are taken over.
-            let num_passed_over = num_skipped.saturating_sub(num_held).min(hits.len());
-            let is_evictable = |&&id: &&BlockId| self.pool.is_evictable(id);
-            num_new + hits[num_passed_over..].iter().filter(is_evictable).count()
-        });
-        missing.sum::<usize>() as u32
+    /// Blocks that have to be taken from the free ones for the request to hold so many tokens. A
+    /// group of states may count fewer than none, and more than there are if it can't be now.
+    fn num_blocks_to_allocate(&mut self, request: &mut Request, demand: Demand) -> i64 {
+        (0..self.groups.len())
+            .map(|id| match self.groups[id].config {
+                KvCacheGroupConfig::State { .. } => {
+                    self.num_state_blocks_to_allocate(request, id, demand)
+                }
+                _ => self.num_blocks_of_group(request, id, demand),
+            })
+            .sum()
+    }
+
+    /// The same for a group that keeps every token's block, or those of a window.
+    fn num_blocks_of_group(&self, request: &Request, id: usize, demand: Demand) -> i64 {
+        let (group, blocks) = (&self.groups[id], &request.groups[id]);
+        let num_held = blocks.table.len();
+        let num_required = if demand.for_admission {
+            group.num_admission_blocks(demand.num_tokens)
+        } else {
+            demand.num_tokens.div_ceil(group.block_size)
+        } as usize;
+        if blocks.num_cached.is_some() {
+            return i64::from(num_required.saturating_sub(num_held) as u32);
+        }
+        let hits: &[BlockId] = if demand.has_hit { &self.hits[id] } else { &[] };
+        let num_skipped = group.num_skipped_blocks(demand.num_computed_tokens);
+        let num_new = num_required.saturating_sub(num_skipped.max(hits.len() + num_held));
+        // Blocks of the hit that nobody else uses count as free until they are taken over.
+        let num_passed_over = num_skipped.saturating_sub(num_held).min(hits.len());
+        let num_taken_over = self.num_evictable(&hits[num_passed_over..]);
+        // A block that is shared up to its middle is copied.
+        let is_copied = ends_within_block(group, hits, demand.num_local_tokens);
+        i64::from((num_new + num_taken_over + usize::from(is_copied)) as u32)
+    }
+
+    fn num_evictable(&self, blocks: &[BlockId]) -> usize {
+        blocks.iter().filter(|&&id| self.pool.is_evictable(id)).count()
     }
 
     /// Makes the blocks of the last prefix hit, if there was one, the beginning of the request's
     /// tables.
-    fn take_over_hit(&mut self, request: &mut Request, num_computed_tokens: u32, has_hit: bool) {
-        for ((group, blocks), hits) in self.groups.iter().zip(&mut request.groups).zip(&self.hits) {
+    fn take_over_hit(
+        &mut self,
+        request: &mut Request,
+        num_computed_tokens: u32,
+        num_local_tokens: u32,
+        has_hit: bool,
+    ) {
+        for id in 0..self.groups.len() {
+            let (group, blocks) = (&self.groups[id], &mut request.groups[id]);
             debug_assert!(blocks.table.is_empty() && blocks.num_cached.is_none());
-            let hits: &[BlockId] = if has_hit { hits } else { &[] };
+            let hits: &[BlockId] = if has_hit { &self.hits[id] } else { &[] };
             let num_skipped = group.num_skipped_blocks(num_computed_tokens);
             let kept = &hits[num_skipped.min(hits.len())..];
             self.pool.touch(kept);
@@ -326,6 +428,11 @@ impl KvCacheManager {
             blocks.table.extend_from_slice(kept);
             blocks.num_cached = Some(blocks.table.len() as u32);
             blocks.num_skipped = num_skipped as u32;
+            if ends_within_block(group, kept, num_local_tokens) {
+                let place = num_local_tokens / group.block_size;
+                blocks.num_cached = Some(place);
+                request.states[id].partial = kept.last().map(|&block| (place as usize, block));
+            }
         }
     }
 
@@ -336,7 +443,7 @@ impl KvCacheManager {
             if group.num_skipped_tokens(num_computed_tokens) >= num_computed_tokens {
                 continue;
             }
-            let num_blocks = num_computed_tokens.div_ceil(self.block_size) as usize;
+            let num_blocks = num_computed_tokens.div_ceil(group.block_size) as usize;
             self.pool.allocate(blocks.num_missing(num_blocks), &mut blocks.table);
         }
     }
@@ -355,6 +462,9 @@ impl KvCacheManager {
                 blocks.num_skipped = end as u32;
             }
         }
+        if !self.is_uniform {
+            self.remove_former_states(request, num_settled);
+        }
     }
 
     /// Makes the request's full blocks among its first `num_tokens` tokens findable, as far as they
@@ -364,6 +474,10 @@ impl KvCacheManager {
     /// If a full block has no place in a table.
     pub fn cache_blocks(&mut self, request: &mut Request, num_tokens: u32) {
         if !self.enable_caching {
+            return;
+        }
+        if !self.is_uniform {
+            self.cache_mixed_blocks(request, num_tokens);
             return;
         }
         let num_hashed = request.block_hashes().len() as u32;
@@ -403,19 +517,30 @@ impl KvCacheManager {
             boundaries.push(junction);
             // A request that parts right behind the junction has no block there to be dropped.
             if self.keeps_block_before_junction && self.groups[group].is_eagle {
-                boundaries.push(junction.saturating_sub(self.block_size));
+                boundaries.push(junction.saturating_sub(self.groups[group].block_size));
             }
         }
         boundaries
     }
 
-    /// Of the first `num_tokens` tokens, those whose KV in this group is final.
-    fn num_cacheable_tokens(&self, group: usize, num_tokens: u32) -> u32 {
-        let is_final = self.groups.len() > 1 && !self.groups[group].is_eagle;
-        if is_final || num_tokens < self.block_size {
-            return num_tokens;
+    /// Of the first `num_tokens` tokens, those whose KV in this group is final and that a hit can
+    /// end behind.
+    fn num_cacheable_tokens(&self, id: usize, num_tokens: u32) -> u32 {
+        let num_final = num_tokens.saturating_sub(self.num_reprefillable_tokens);
+        if self.groups.len() == 1 {
+            return num_final;
         }
-        num_tokens.saturating_sub(self.num_reprefillable_tokens)
+        let group = &self.groups[id];
+        let align = |num_tokens: u32| {
+            // Where hits may end within a block, there is nothing to round.
+            let is_aligned = group.hit_alignment == self.block_size;
+            num_tokens - if is_aligned { num_tokens % self.block_size } else { 0 }
+        };
+        if group.is_eagle && align(num_tokens) > 0 {
+            // A drafter's hit looks at one block more, and drops it.
+            return num_final.min(align(num_final) + group.block_size);
+        }
+        align(num_tokens)
     }
 
     /// Makes the blocks at these positions findable, as far as they can ever be of use.
@@ -426,9 +551,10 @@ impl KvCacheManager {
         positions: std::ops::Range<usize>,
         boundaries: &[u32],
     ) {
-        let (group, hashes) = (&self.groups[id], request.block_hashes());
+        let (group, hashes) = (self.groups[id], request.block_hashes());
         let table = &request.groups[id].table;
-        assert!(positions.end <= hashes.len().min(table.len()), "full blocks have hashes");
+        let num_hashed = hashes.len() / group.num_hashes as usize;
+        assert!(positions.end <= num_hashed.min(table.len()), "full blocks have hashes");
         let group_id = GroupId(id as u32);
         let mut stored = Vec::new();
         for position in positions.clone() {
@@ -436,30 +562,38 @@ impl KvCacheManager {
             if block.is_null() || !group.is_reachable(position, boundaries) {
                 continue;
             }
-            let num_tokens = (position as u32 + 1) * self.block_size;
-            self.pool.cache(block, &hashes[position], group_id, num_tokens);
+            let Some(hash) = group.hash_of(hashes, position) else { continue };
+            // A part of it may have been findable.
+            self.pool.forget(block);
+            let num_tokens = (position as u32 + 1) * group.block_size;
+            self.pool.cache(block, hash, group_id, num_tokens);
             if self.pool.journal.config().prefixes {
                 stored.push(position as u32);
             }
         }
-        note_stored(&mut self.pool.journal, request, group_id, positions, stored, self.block_size);
+        note_stored(&mut self.pool.journal, request, (group_id, &group), positions, stored);
     }
 
     /// Tells which cached blocks a request has found.
     fn report_hit(&mut self, request: &Request) {
         for (id, hits) in self.hits.iter().enumerate().filter(|(_, hits)| !hits.is_empty()) {
-            let stored = (0..hits.len() as u32).collect();
-            let group = GroupId(id as u32);
-            let journal = &mut self.pool.journal;
-            note_stored(journal, request, group, 0..hits.len(), stored, self.block_size);
+            let group = &self.groups[id];
+            // Of a hit that ends within a block, vLLM tells the whole of it if it has a hash.
+            let num_hashed = request.block_hashes().len() / group.num_hashes as usize;
+            let stored = (0..hits.len().min(num_hashed) as u32).collect();
+            let group = (GroupId(id as u32), group);
+            note_stored(&mut self.pool.journal, request, group, 0..hits.len(), stored);
         }
     }
 
     /// Tokens of the request's prefix that are in the cache, in all groups.
     #[must_use]
     pub fn num_cached_tokens(&self, request: &Request) -> u32 {
-        let groups = request.groups.iter().map(|blocks| {
+        let groups = self.groups.iter().zip(&request.groups).map(|(group, blocks)| {
             let mut tokens = blocks.table.iter().rev().map(|&id| self.pool.hash_num_tokens(id));
+            if group.config.is_state() {
+                return tokens.max().unwrap_or(0);
+            }
             // Positions grow along a table: the last cached block has the longest prefix.
             tokens.find(|&tokens| tokens > 0).unwrap_or(0)
         });
@@ -474,6 +608,7 @@ impl KvCacheManager {
             blocks.num_cached = None;
             blocks.num_skipped = 0;
         }
+        request.states.fill_with(StateBlocks::default);
     }
 
     /// Takes back blocks that no table holds any more; the last ones are reused first.
@@ -494,32 +629,40 @@ impl KvCacheManager {
     }
 }
 
+/// Whether a hit ends within the last of its blocks.
+fn ends_within_block(group: &KvCacheGroup, hits: &[BlockId], num_tokens: u32) -> bool {
+    !hits.is_empty() && group.num_hashes > 1 && !num_tokens.is_multiple_of(group.block_size)
+}
+
 /// Notes that the blocks at `stored` of the positions that were looked at are in the cache.
 fn note_stored(
     journal: &mut Journal,
     request: &Request,
-    group: GroupId,
+    (group_id, group): (GroupId, &KvCacheGroup),
     positions: std::ops::Range<usize>,
     stored: Vec<u32>,
-    block_size: u32,
 ) {
     let num_lookahead_tokens = journal.config().num_lookahead_tokens;
+    let block_size = group.block_size as usize;
     journal.note_prefix(|| {
         let hashes = request.block_hashes();
         let tokens_behind = |&position: &u32| {
-            let begin = (position as usize + 1) * block_size as usize;
+            let begin = ((position as usize + 1) * block_size).min(request.num_tokens());
             let end = (begin + num_lookahead_tokens).min(request.num_tokens());
             request.tokens()[begin..end].to_vec()
         };
-        let tokens = positions.start * block_size as usize..positions.end * block_size as usize;
+        let end = (positions.end * block_size).min(request.num_tokens());
+        let parent = positions.start.checked_sub(1);
+        let hash_at = |position: &u32| group.hash_of(hashes, *position as usize).copied();
         Entry::Stored(Box::new(StoredBlocks {
             request: request.index(),
-            group,
-            hashes: stored.iter().map(|&position| hashes[position as usize]).collect(),
+            group: group_id,
+            block_size: group.block_size,
+            hashes: stored.iter().filter_map(hash_at).collect(),
             lookahead: stored.iter().map(tokens_behind).collect(),
             positions: stored,
-            parent: positions.start.checked_sub(1).map(|position| hashes[position]),
-            tokens: request.tokens()[tokens].to_vec(),
+            parent: parent.and_then(|position| group.hash_of(hashes, position).copied()),
+            tokens: request.tokens()[positions.start * block_size..end].to_vec(),
         }))
     });
 }
