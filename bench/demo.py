@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from support.server import Server, ServerError, serve
-from support.streaming import Completion, Prompt, mixed_prompts, stream_all
-from support.tiny_gpt_oss import write_model
+from testkit.server import Server, ServerError, serve
+from testkit.streaming import Completion, Prompt, mixed_prompts, stream_all
+from testkit.tiny_gpt_oss import write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK_DIR = ROOT / ".demo"

@@ -239,7 +239,7 @@ class Side:
     """One of the two processes. Its public methods are what the pipe may ask for."""
 
     def __init__(self, connection: Connection, setup: Setup) -> None:
-        from tests.engine.executor import engine_config, write_model_directory
+        from testkit.executor import engine_config, write_model_directory
 
         self._connection = connection
         self._setup = setup

@@ -22,7 +22,7 @@ from sparksched.trace.recording import attach
 from bench.header import describe_run
 from bench.step_cost import SIDES, VOCABULARY, Engine, Spread
 from bench.step_loads import PLAIN
-from tests.differential.world import vllm_environment
+from testkit.worlds.world import vllm_environment
 
 GPU_S = 0.005
 WARM_UP_STEPS = 30

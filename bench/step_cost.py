@@ -50,7 +50,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from bench.header import describe_run
 from bench.progress import Progress
 from bench.step_loads import BLOCK_SIZE, FEATURES, GPT_OSS, PLAIN, GrammarsOfNoCost, Load
-from tests.differential.world import (
+from testkit.worlds.world import (
     CANDIDATES,
     BlockHasher,
     World,
@@ -172,7 +172,7 @@ def _message_writer(scheduler: SchedulerInterface) -> Callable[[Any], Any]:
 def _block_hasher(side: str, world: World) -> BlockHasher | None:
     if side == "stock":
         return stock_block_hasher(world)
-    from sparksched.engine_hooks import native_block_hasher
+    from sparksched.engine.hooks import native_block_hasher
 
     algorithm = world.configuration.prefix_caching_hash_algo
     return native_block_hasher(algorithm, world.hash_block_size)

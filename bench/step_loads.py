@@ -8,10 +8,10 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
-from tests.differential.feature import FeatureSettings
-from tests.differential.lora import LoRASettings
-from tests.differential.speculation import SpeculationSettings
-from tests.differential.world import FULL_ATTENTION, BlockHasher, Configuration
+from testkit.worlds.feature import FeatureSettings
+from testkit.worlds.lora import LoRASettings
+from testkit.worlds.speculation import SpeculationSettings
+from testkit.worlds.world import FULL_ATTENTION, BlockHasher, Configuration
 
 BLOCK_SIZE = 16
 

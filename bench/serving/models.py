@@ -133,7 +133,7 @@ def prepare(name: str, work_dir: Path) -> Model:
     if name in NAMES:
         directory = work_dir / "models" / name
         if name == TINY:
-            from tests.support.tiny_gpt_oss import write_model
+            from testkit.tiny_gpt_oss import write_model
 
             write_model(directory)
         else:

@@ -48,7 +48,7 @@ class NativeBlockHasher:
             block_size: Tokens a block, 1 to about 13,000.
             none_hash: Parent of each first block, at most 32 bytes.
             extra_keys: Serialises what the blocks of a request are hashed with besides their
-                tokens; see `sparksched.extra_keys`. Called only for requests that have such keys.
+                tokens; see `engine.extra_keys`. Called only for requests that have such keys.
             num_lookahead_tokens: Tokens behind a block that its hash covers as well.
 
         Raises:
@@ -139,12 +139,12 @@ class SchedulerCore:
             config: What `sparksched.scheduler.core_config` returns.
             accept_tokens: Advances a request's grammar; False if it rejects the tokens.
             validate_tokens: Returns draft tokens up to the first that a request's grammar rejects.
-            next_turn: Gives a session that has stopped its next input; see `sparksched.sessions`.
-            encoder_inputs: A `sparksched.encoder_inputs.EncoderInputs`, of a multimodal model.
+            next_turn: Gives a session that has stopped its next input; see `engine.sessions`.
+            encoder_inputs: An `EncoderInputs` of `sparksched.engine`, of a multimodal model.
             extra_keys: As for `NativeBlockHasher`; None without prefix caching.
-            block_observer: A `sparksched.block_observer.BlockObserver`, if the configuration wants
+            block_observer: A `BlockObserver`, if the configuration wants
                 events or metrics of blocks, or has a KV connector.
-            kv_transfer: A `sparksched.kv_transfer.KVTransfer`, if there is a KV connector.
+            kv_transfer: A `KVTransfer`, if there is a KV connector.
             encode_part: Returns an object of vLLM's as msgpack, and appends the buffers of its
                 large arrays and tensors to the list of the message's frames.
             include_finished_set: Outputs carry the ids of requests that ended, by client.

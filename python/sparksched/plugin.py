@@ -184,9 +184,9 @@ def _replace_client_transport(module: ModuleType) -> None:
 
 
 def _replace_front_end_errors(module: ModuleType) -> None:
-    from sparksched.transport import front_end
+    from sparksched.front_end import overload
 
-    front_end.install(module)
+    overload.install(module)
 
 
 def _wait_for_recordings(module: ModuleType) -> None:
@@ -206,13 +206,13 @@ def _replace_output_processing() -> None:
 
 
 def _replace_output_processor(module: ModuleType) -> None:
-    from sparksched import output_processor
+    from sparksched.front_end import output_processor
 
     output_processor.install(module)
 
 
 def _replace_latency_records(module: ModuleType) -> None:
-    from sparksched import token_metrics
+    from sparksched.front_end import token_metrics
 
     token_metrics.install(module)
 

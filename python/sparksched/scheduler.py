@@ -34,12 +34,14 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from sparksched import __version__, compat, engine_hooks, releases, sessions
+from sparksched import __version__, compat
 from sparksched._core import SchedulerCore
-from sparksched.block_observer import BlockObserver, publishes_events
-from sparksched.encoder_inputs import EncoderInputs
-from sparksched.extra_keys import extra_keys_writer
-from sparksched.kv_transfer import KVTransfer
+from sparksched.compat import releases
+from sparksched.engine import hooks, sessions
+from sparksched.engine.block_observer import BlockObserver, publishes_events
+from sparksched.engine.encoder_inputs import EncoderInputs
+from sparksched.engine.extra_keys import extra_keys_writer
+from sparksched.engine.kv_transfer import KVTransfer
 from sparksched.transport.encoder import PartEncoder
 from sparksched.verify import choice
 
@@ -77,7 +79,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> SchedulerInterface:
-        engine_hooks.forget_pending_scheduler()
+        hooks.forget_pending_scheduler()
         problem = compat.first_unsupported(
             vllm_config, kv_cache_config, block_size, hash_block_size
         )
@@ -157,7 +159,7 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         )
         if self.connector is not None:
             self.connector.bind_kv_cache_manager(self.kv_cache_manager)
-        engine_hooks.prepare_engine(self)
+        hooks.prepare_engine(self)
         logger.info(
             "sparksched %s: scheduling in Rust (%s, %s, prefix caching %s, %d KV cache groups)",
             __version__,

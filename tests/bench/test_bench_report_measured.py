@@ -9,7 +9,7 @@ from bench.reporting.recording import recording as recording_sections
 from bench.reporting.step_cost import step_cost as step_cost_sections
 from bench.reporting.values import MISSING
 from bench.step_loads import PLAIN
-from tests.differential.world import vllm_environment
+from testkit.worlds.world import vllm_environment
 
 FEWEST = 2, step_cost.STEPS_IN_A_ROW
 """Running requests, and steps."""

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import tiny_llama
+
+from testkit import tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -55,7 +55,7 @@ def pytest_options(tests: Path) -> list[str]:
     return [
         "-qq",
         "--tb=short",
-        "--timeout=60",
+        "--timeout=300",
         "--disable-warnings",
         f"-c={os.devnull}",
         f"--rootdir={tests}",

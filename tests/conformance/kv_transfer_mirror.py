@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from sparksched import scheduler as sparksched_scheduler
-from sparksched.kv_transfer import KVTransfer
+from sparksched.engine.kv_transfer import KVTransfer
 from vllm.config import KVTransferConfig, VllmConfig
 
 from .kv_cache_mirror import Snapshot

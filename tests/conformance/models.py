@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
-from ..differential.opt_config import OPT_CONFIG
+from testkit.worlds.opt_config import OPT_CONFIG
 
 _OPT = OPT_CONFIG | {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sparksched import releases
+from sparksched.compat import releases
 
 from . import census, expected, names, not_applicable
 from .census import CENSUS

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from sparksched import releases
+from sparksched.compat import releases
 from vllm.config import ModelConfig, VllmConfig
 from vllm.multimodal import encoder_budget
 from vllm.v1.request import Request

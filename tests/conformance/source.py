@@ -5,7 +5,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from tests.support.vllm_source import fetch_source_distribution, installed_version
+from testkit.vllm_source import fetch_source_distribution, installed_version
 
 # vLLM's scheduler tests import helpers from all over the package `tests`.
 TESTS_FOLDER = "tests"

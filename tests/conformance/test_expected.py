@@ -7,6 +7,8 @@ import pytest
 from .expected import FOLDER, changes, merged, missing, outcomes_of, read, write
 from .report import Verdict
 
+pytestmark = pytest.mark.release
+
 KNOWN = {
     "test_a.py::test_1": "passed",
     "test_a.py::test_2": "fallback: LoRA",

@@ -6,16 +6,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from differential.model import FakeStructuredOutputManager
 from differential.state import stock_snapshot
-from differential.world import (
-    World,
-    build_world,
-    draw_configuration,
-    stock_block_hasher,
-    vllm_environment,
-)
-from sparksched import releases
+from sparksched.compat import releases
 from sparksched.verify.compare import first_difference
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -26,10 +18,21 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from testkit.worlds.model import FakeStructuredOutputManager
+from testkit.worlds.world import (
+    World,
+    build_world,
+    draw_configuration,
+    stock_block_hasher,
+    vllm_environment,
+)
+
 from . import settings
 from .kv_transfer_mirror import DeferredFrees
 from .mirror import MirrorIsWrong, StateWasChangedByHand
 from .scheduler import AssignsToTheScheduler, MirroredAsyncScheduler, MirroredScheduler
+
+pytestmark = pytest.mark.release
 
 since_0_33 = pytest.mark.skipif(
     not releases.is_since("0.33.0"), reason="vLLM 0.32.0 does otherwise"

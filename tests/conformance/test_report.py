@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from sparksched import releases
+from sparksched.compat import releases
 
 from .not_applicable import FILE, Table, read
 from .report import NAMES_ANOTHER, NO_SCHEDULER, Report, Verdict, judge

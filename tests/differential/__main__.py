@@ -7,13 +7,14 @@ import os
 import sys
 import time
 
-from tests.support import vllm_overlay
+from testkit import vllm_overlay
 
 
 def main() -> int:
     """Run scenarios until the first difference; return the process's exit status."""
+    from testkit.worlds.world import ALL_SETTINGS, CANDIDATES, NAMED_SETTINGS
+
     from .runner import Coverage, ReferenceFailedError, SchedulersDiffer, run_scenario
-    from .world import ALL_SETTINGS, CANDIDATES, NAMED_SETTINGS
 
     parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
     parser.add_argument("--seeds", type=_seed_range, default=range(10), metavar="FIRST:END")

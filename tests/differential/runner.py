@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from sparksched import releases
 from sparksched._core import StepOutputs
+from sparksched.compat import releases
 from sparksched.verify.compare import Difference, first_difference
 from vllm.sampling_params import (
     RepetitionDetectionParams,
@@ -30,12 +30,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from .feature import Call, Features
-from .kv_transfer import copy_output
-from .model import FakeClock, FakeModel, FakeStructuredOutputManager, GrammarCompilation
-from .speculation import reject_invalid_drafts
-from .state import snapshot
-from .trace import (
+from testkit.worlds.feature import Call, Features
+from testkit.worlds.kv_transfer import copy_output
+from testkit.worlds.model import (
+    FakeClock,
+    FakeModel,
+    FakeStructuredOutputManager,
+    GrammarCompilation,
+)
+from testkit.worlds.speculation import reject_invalid_drafts
+from testkit.worlds.trace import (
     Arrive,
     Continue,
     Event,
@@ -47,7 +51,7 @@ from .trace import (
     TakeStats,
     TraceGenerator,
 )
-from .world import (
+from testkit.worlds.world import (
     BlockHasher,
     CandidateChooser,
     Configuration,
@@ -60,6 +64,8 @@ from .world import (
     stock_scheduler_class,
     vllm_environment,
 )
+
+from .state import snapshot
 
 Coverage = Counter[str]
 

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from .world import SchedulerClass
+from testkit.worlds.world import SchedulerClass
 
 Flaw = Callable[[SchedulerClass], SchedulerClass]
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from scale import FULL
 
-from .runner import Coverage, run_scenario
-from .world import (
+from testkit.worlds.world import (
     NAMED_SETTINGS,
     is_verifiable,
     sparksched_scheduler_class,
     verifying_scheduler_class,
 )
+
+from .runner import Coverage, run_scenario
 
 NUM_SEEDS = 18 if FULL else 3
 NUM_STEPS = 120

@@ -17,13 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
-from .feature_flaws import FEATURE_FLAWS
-from .finding import find
-from .runner import Coverage, SchedulersDiffer, run_scenario
-from .serving_flaws import SERVING_FLAWS
-from .test_differential import EXPECTED_OF_FEATURES, NUM_SEEDS, share
-from .test_differential import NUM_STEPS as NUM_SITUATION_STEPS
-from .world import (
+from testkit.worlds.world import (
     ALL_SETTINGS,
     NAMED_SETTINGS,
     CandidateChooser,
@@ -31,6 +25,13 @@ from .world import (
     SchedulerClass,
     stock_scheduler_class,
 )
+
+from .feature_flaws import FEATURE_FLAWS
+from .finding import find
+from .runner import Coverage, SchedulersDiffer, run_scenario
+from .serving_flaws import SERVING_FLAWS
+from .test_differential import EXPECTED_OF_FEATURES, NUM_SEEDS, share
+from .test_differential import NUM_STEPS as NUM_SITUATION_STEPS
 
 MOST_SEEDS = 20
 NUM_STEPS = 150

@@ -6,16 +6,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from sparksched import encoder_inputs, releases
+from sparksched.compat import releases
+from sparksched.engine import encoder_inputs
 
-from .finding import find
-from .runner import SchedulersDiffer, run_scenario
-from .world import (
+from testkit.worlds.world import (
     build_world,
     draw_configuration,
     sparksched_scheduler_class,
     vllm_environment,
 )
+
+from .finding import find
+from .runner import SchedulersDiffer, run_scenario
 
 MOST_SEEDS = 40
 NUM_STEPS = 120
@@ -32,9 +34,12 @@ BEHAVIORS: dict[str, tuple[str, Any]] = {
     "local_prefill_interval": ("prefill-interval", 0),
 }
 
-pytestmark = pytest.mark.skipif(
-    not releases.is_since("0.33.0"), reason="vLLM 0.32.0 is what all others are compared with"
-)
+pytestmark = [
+    pytest.mark.release,
+    pytest.mark.skipif(
+        not releases.is_since("0.33.0"), reason="vLLM 0.32.0 is what all others are compared with"
+    ),
+]
 
 
 def test_every_behavior_is_tested() -> None:

@@ -6,7 +6,7 @@ we. Since 0.33.0 it carries on in any case, and gives the token to the new reque
 """
 
 import pytest
-from sparksched import releases
+from sparksched.compat import releases
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -14,8 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from .state import snapshot, stock_snapshot
-from .world import (
+from testkit.worlds.world import (
     CANDIDATES,
     World,
     build_world,
@@ -23,6 +22,10 @@ from .world import (
     stock_block_hasher,
     vllm_environment,
 )
+
+from .state import snapshot, stock_snapshot
+
+pytestmark = pytest.mark.release
 
 
 def run(

@@ -13,6 +13,8 @@ import pytest
 from sparksched import compat
 from sparksched.verify.report import SchedulersDifferError
 
+from testkit.worlds.world import NAMED_SETTINGS, is_verifiable, verifying_scheduler_class
+
 from .finding import find
 from .runner import SchedulersDiffer, run_scenario
 from .test_harness_catches import (
@@ -24,7 +26,6 @@ from .test_harness_catches import (
     sends_statistics_to_the_last_client,
     stops_one_token_past_the_context,
 )
-from .world import NAMED_SETTINGS, is_verifiable, verifying_scheduler_class
 
 VERIFIABLE = [name for name in NAMED_SETTINGS if is_verifiable(name)]
 

@@ -32,9 +32,10 @@ def generate(model: str, adapters: Path) -> list[list[int]]:
     one adapter in a step, requests wait for the turn of theirs. No request is without one: vLLM's
     CPU kernels would lend it that of its neighbours.
     """
-    from support.tiny_llama import RANK
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
+
+    from testkit.tiny_llama import RANK
 
     engine = LLM(
         model=model,

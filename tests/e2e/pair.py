@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from support.server import Server, serve
+from testkit.server import Server, serve
 
 T = TypeVar("T")
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.server import Server, serve
-from support.streaming import mixed_prompts, stream_all
-from support.tiny_gpt_oss import write_model
 from top.terminal import COLUMNS, piped, terminal
+
+from testkit.server import Server, serve
+from testkit.streaming import mixed_prompts, stream_all
+from testkit.tiny_gpt_oss import write_model
 
 from .test_rings import wait_until
 

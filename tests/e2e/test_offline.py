@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support import tiny_gpt_oss, tiny_llama
-from support.server import CPU_ENVIRONMENT, SPARKSCHED_LINE
+
+from testkit import tiny_gpt_oss, tiny_llama
+from testkit.server import CPU_ENVIRONMENT, SPARKSCHED_LINE
 
 from .offline_program import ADAPTERS, ENGINE, NUM_ORDINARY, NUM_PROMPTS, NUM_URGENT, NUM_WAVES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-TESTS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OURS = {"VLLM_SCHEDULER": "sparksched", "SPARKSCHED_STRICT": "1"}
 
 
@@ -70,7 +71,7 @@ def run_program(models: Models, folder: Path, environment: dict[str, str]) -> Ob
     paths = (models.llama, models.adapters, models.gpt_oss, result)
     command = [sys.executable, "-m", "e2e.offline_program", *map(str, paths)]
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
-    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(TESTS)}
+    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(
         command,
         env=inherited | CPU_ENVIRONMENT | in_process | environment,

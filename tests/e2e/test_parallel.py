@@ -15,9 +15,10 @@ from unittest import mock
 
 import httpx
 import pytest
-from support import tiny_gpt_oss, tiny_llama
-from support.server import Server, serve
-from support.streaming import Completion, mixed_prompts, stream_all
+
+from testkit import tiny_gpt_oss, tiny_llama
+from testkit.server import Server, serve
+from testkit.streaming import Completion, mixed_prompts, stream_all
 
 from .pair import Pair, observe_pair
 from .test_rings import (

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from sparksched.trace.events import Arrive
 from sparksched.trace.reader import Trace
-from support.server import serve
-from support.streaming import mixed_prompts, stream_all
-from support.tiny_gpt_oss import write_model
+
+from testkit.server import serve
+from testkit.streaming import mixed_prompts, stream_all
+from testkit.tiny_gpt_oss import write_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

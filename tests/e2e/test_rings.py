@@ -15,9 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
-from support.server import CPU_ENVIRONMENT, Server, serve
-from support.streaming import Completion, Prompt, mixed_prompts, stream_all, stream_chunks
-from support.tiny_gpt_oss import write_model
+
+from testkit.server import CPU_ENVIRONMENT, Server, serve
+from testkit.streaming import Completion, Prompt, mixed_prompts, stream_all, stream_chunks
+from testkit.tiny_gpt_oss import write_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from support.server import Server, serve
-from support.streaming import (
+
+from testkit.server import Server, serve
+from testkit.streaming import (
     Completion,
     Prompt,
     mixed_prompts,
@@ -18,7 +19,7 @@ from support.streaming import (
     stream_chunks,
     stream_one,
 )
-from support.tiny_gpt_oss import write_model
+from testkit.tiny_gpt_oss import write_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

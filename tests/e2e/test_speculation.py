@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from support.server import SPARKSCHED_LINE, Server
-from support.streaming import Completion, Prompt, mixed_prompts, stream_all
-from support.tiny_gpt_oss import write_model
+
+from testkit.server import SPARKSCHED_LINE, Server
+from testkit.streaming import Completion, Prompt, mixed_prompts, stream_all
+from testkit.tiny_gpt_oss import write_model
 
 from .pair import Pair, observe_pair
 

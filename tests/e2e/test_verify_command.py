@@ -20,9 +20,10 @@ from pathlib import Path
 import httpx
 import pytest
 from sparksched.verify.command import EXPECTATION, GOES_ON
-from support.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, START_TIMEOUT_S
-from support.tiny_gpt_oss import write_model
 from top.terminal import heeding_interrupts
+
+from testkit.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, START_TIMEOUT_S
+from testkit.tiny_gpt_oss import write_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from .executor import write_model_directory
+from testkit.executor import write_model_directory
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from .executor import EOS_TOKEN_ID, POISON, engine_args, sampled_token
+from testkit.executor import EOS_TOKEN_ID, POISON, engine_args, sampled_token
+
 from .harness import restored_vllm
 
 pytestmark = pytest.mark.timeout(600)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
-from .executor import MAX_MODEL_LEN
+from testkit.executor import MAX_MODEL_LEN
+
 from .harness import ASYNC_SCHEDULING, DrivenEngine, new_request, run_both
 
 # ----------------------------------------------------------------------------------------

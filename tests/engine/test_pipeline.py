@@ -14,9 +14,10 @@ from vllm.config import vllm as vllm_config_module
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 
-from .executor import UNRULY, sampled_token
+from testkit.executor import UNRULY, sampled_token
+from testkit.pipeline import PipelineExecutor
+
 from .harness import DrivenEngine, Record, Scenario, new_request, run_both
-from .pipeline import PipelineExecutor
 from .test_engine_core import add_long_requests, arriving_in_turn, mixed_requests
 from .test_structured_output import (
     COLOURS,

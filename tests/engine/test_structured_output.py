@@ -8,7 +8,8 @@ from typing import Any
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
-from .executor import EOS_TOKEN_ID, UNRULY
+from testkit.executor import EOS_TOKEN_ID, UNRULY
+
 from .harness import ASYNC_SCHEDULING, DrivenEngine, new_request, run_both
 
 REGEX = r"[a-f]{3}-[0-9]{5}"

@@ -33,7 +33,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from .executor import UNRULY, engine_config
+from testkit.executor import UNRULY, engine_config
+
 from .harness import (
     ASYNC_SCHEDULING,
     GRAMMAR_TIMEOUT_S,
@@ -45,6 +46,8 @@ from .harness import (
 )
 from .test_engine_core import add_long_requests, arriving_in_turn, mixed_requests
 from .test_structured_output import REGEX, SCHEMA, structured_request
+
+pytestmark = pytest.mark.release
 
 PLANTED_STEP = 8
 

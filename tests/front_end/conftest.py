@@ -2,8 +2,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.executor import write_model_directory
 from vllm.tokenizers import get_tokenizer
+
+from testkit.executor import write_model_directory
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,8 @@ from typing import Any
 from unittest import mock
 
 from engine.harness import restored_replacements
-from sparksched import output_processor, patching
+from sparksched import patching
+from sparksched.front_end import output_processor
 from vllm.v1.engine import output_processor as vllm_output_processor
 
 

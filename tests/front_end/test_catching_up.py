@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from engine.harness import restored_replacements
 from sparksched import _core
-from sparksched.transport import front_end
+from sparksched.front_end import overload
 from sparksched.transport.client import MAX_OUTPUTS, _AsyncChannel
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, async_llm
@@ -22,6 +22,8 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from .event_loops import EVENT_LOOPS, NewEventLoop, Turns, run, turns
 from .test_turns import async_llm as new_async_llm
 from .test_turns import new_request
+
+pytestmark = pytest.mark.release
 
 CHUNK_SIZE = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
 NUM_STREAMS = 300  # more than vLLM processes in one go
@@ -62,7 +64,7 @@ async def backlog_scene(engines: int) -> dict[str, list[list[int]]]:
 
 def seen_streams(new_event_loop: NewEventLoop, engines: int = 1) -> dict[str, list[list[int]]]:
     with restored_replacements():
-        front_end.install(async_llm)
+        overload.install(async_llm)
         seen: dict[str, list[list[int]]] = run(new_event_loop, backlog_scene(engines))
     assert list(seen) == NAMES
     for outputs in seen.values():

@@ -13,6 +13,8 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from .event_loops import EVENT_LOOPS, NewEventLoop, run, turns
 from .implementations import OURS, STOCK
 
+pytestmark = pytest.mark.release
+
 
 @pytest.fixture(params=[STOCK, OURS], ids=lambda it: it.name, autouse=True)
 def implementation(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -7,7 +7,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from sparksched import output_processor
+from scale import FULL
+from sparksched.front_end import output_processor
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput
@@ -22,7 +23,9 @@ from .implementations import OURS, STOCK, Implementation
 from .scenario import TEXT, Arrival, Scenario, new_logprobs, new_prompt_logprobs
 from .world import Camera, live_through
 
-NUM_SEEDS = 60
+pytestmark = pytest.mark.release
+
+NUM_SEEDS = 60 if FULL else 20
 SEEDS_OF_COVERAGE = range(16)
 
 

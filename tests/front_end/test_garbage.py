@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 from engine.harness import restored_replacements
-from sparksched.transport import front_end, garbage
+from sparksched.front_end import garbage, overload
+from sparksched.front_end.garbage import RAISED, LaterCollections
 from sparksched.transport.client import _AsyncChannel
-from sparksched.transport.garbage import RAISED, LaterCollections
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, async_llm
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -106,7 +106,7 @@ async def streams_scene(num_streams: int) -> tuple[Server, int]:
 
 def seen_by_streams(new_event_loop: NewEventLoop, num_streams: int) -> tuple[set[Thresholds], int]:
     with restored_replacements():
-        front_end.install(async_llm)
+        overload.install(async_llm)
         server, num_collections = run(new_event_loop, streams_scene(num_streams))
     assert gc.get_threshold() == USUAL
     return set(server.taken), num_collections

@@ -9,11 +9,14 @@ from unittest import mock
 
 import pytest
 from engine.harness import restored_vllm
-from sparksched import output_processor, patching, plugin
+from sparksched import patching, plugin
+from sparksched.front_end import output_processor
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import output_processor as vllm_output_processor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.metrics.stats import IterationStats
+
+pytestmark = pytest.mark.release
 
 REPLACED = [
     (OutputProcessor, "process_outputs"),

@@ -10,15 +10,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from engine.executor import engine_config, write_model_directory
 from engine.harness import restored_vllm
 from prometheus_client import REGISTRY, Histogram
-from sparksched import patching, plugin, token_metrics
+from sparksched import patching, plugin
+from sparksched.front_end import token_metrics
 from vllm.config import VllmConfig
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import IterationStats
+
+from testkit.executor import engine_config, write_model_directory
+
+pytestmark = pytest.mark.release
 
 BOUNDS = [0.01, 0.025, 0.05, 0.1, 1.0]
 
@@ -130,7 +134,7 @@ def test_other_metrics_are_left_to_vllm(config: VllmConfig) -> None:
 # Metrics of several API servers are files, which the library decides on when it is imported.
 SHARED = """
 from prometheus_client import CollectorRegistry, Histogram, multiprocess
-from sparksched import token_metrics
+from sparksched.front_end import token_metrics
 histogram = Histogram("name", "", ["label"], buckets=[0.5, 1.0]).labels("a")
 token_metrics.observe_all(histogram, [0.25, 0.5, 7.0])
 registry = CollectorRegistry()

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from differential import world
 from differential.runner import run_scenario
 from sparksched.trace.events import Event
 from sparksched.trace.history import History
@@ -14,6 +13,8 @@ from sparksched.trace.reader import Trace
 from sparksched.trace.recorder import Recorder
 from sparksched.trace.recording import attach
 from sparksched.trace.replay import Outcome, Replay
+
+from testkit.worlds import world
 
 
 def record_scenario(

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 from engine.conftest import model_directory, warnings_of_sparksched
-from engine.executor import POISON, UNRULY
 from engine.harness import (
     ASYNC_SCHEDULING,
     Choice,
@@ -26,6 +25,8 @@ from sparksched.trace.reader import Trace
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus
+
+from testkit.executor import POISON, UNRULY
 
 from .scenarios import events, replay
 

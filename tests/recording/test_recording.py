@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from differential.world import build_world, draw_configuration, vllm_environment
 from engine.conftest import warnings_of_sparksched
 from engine.harness import restored_replacements
 from sparksched.trace import rebuild, recording, writer
@@ -25,6 +24,8 @@ from sparksched.trace.settings import UnrecordableError
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
+
+from testkit.worlds.world import build_world, draw_configuration, vllm_environment
 
 from .mutations import frames
 from .samples import arrival, settings

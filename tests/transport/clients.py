@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
-from engine.executor import EOS_TOKEN_ID, sampled_token
 from engine.harness import new_request, restored_vllm
 from sparksched import plugin
 from vllm.config import VllmConfig
@@ -22,6 +21,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.metrics.stats import SchedulerStats
+
+from testkit.executor import EOS_TOKEN_ID, sampled_token
 
 from .engines import (
     Engine,

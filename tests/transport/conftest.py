@@ -3,9 +3,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.executor import engine_config, write_model_directory
 from engine.harness import restored_vllm
 from vllm.config import VllmConfig
+
+from testkit.executor import engine_config, write_model_directory
 
 from .clients import transport_log
 

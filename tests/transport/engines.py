@@ -24,13 +24,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
-from engine.executor import FakeExecutor
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackEncoder
+
+from testkit.executor import FakeExecutor
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.executor import MIXTURE, write_model_directory
 from engine.harness import new_request
 from vllm.config import VllmConfig
 from vllm.utils.network_utils import get_open_port
@@ -17,6 +16,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import DPAsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
+
+from testkit.executor import MIXTURE, write_model_directory
 
 from .clients import (
     ENDLESS,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine.harness import new_request
-from sparksched.transport.front_end import EngineStuckError
+from sparksched.front_end.overload import EngineStuckError
 from vllm.config import VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import SyncMPClient

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.executor import engine_config
 from engine.harness import restored_vllm
 from scale import size
 from vllm.config import VllmConfig
+
+from testkit.executor import engine_config
 
 from .clients import ChildClient, child_client, front_end, run_async, running_llm
 from .engines import Engine, FrugalExecutor, Possessions, possessions, running_engine

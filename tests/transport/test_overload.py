@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
-from engine.executor import sampled_token
 from scale import FULL, size
 from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+
+from testkit.executor import sampled_token
 
 from .clients import ENDLESS, Reader, connected, endless_request, front_end, run_async, running_llm
 from .conftest import make_config

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import uvloop
-from engine.executor import MIXTURE, write_model_directory
 from engine.harness import new_request
 from sparksched import _core
 from vllm.config import VllmConfig
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core_client import DPLBAsyncMPClient, SyncMPClient
 from vllm.v1.serial_utils import MsgpackEncoder
+
+from testkit.executor import MIXTURE, write_model_directory
 
 from .clients import (
     Reader,

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.executor import EOS_TOKEN_ID, sampled_token
 from engine.harness import new_request
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+from testkit.executor import EOS_TOKEN_ID, sampled_token
 
 TIMEOUT_S = 60.0
 NUM_PREFIXES = 8

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from sparksched import engine_hooks
-from sparksched.block_observer import BlockObserver, publishes_events
+from sparksched.engine import hooks
+from sparksched.engine.block_observer import BlockObserver, publishes_events
 from unit.bare_core import (
     BLOCK_SIZE,
     FULL_ATTENTION,
@@ -37,6 +37,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
+
+pytestmark = pytest.mark.release
 
 NUM_BLOCKS = 12
 WINDOW = 8
@@ -409,7 +411,7 @@ def test_a_scenarios_events_equal_vllms(
     for number, plan in enumerate(plans()):
         hasher = stock_block_hasher(algorithm, BLOCK_SIZE)
         play(manager, build_request(f"{number}", block_hasher=hasher, **plan))
-        hasher = engine_hooks.native_block_hasher(algorithm, BLOCK_SIZE)
+        hasher = hooks.native_block_hasher(algorithm, BLOCK_SIZE)
         core.add_request(build_request(f"{number}", max_tokens=6, block_hasher=hasher, **plan), 1.0)
         run_to_the_end(core)
         expected = manager.take_events()

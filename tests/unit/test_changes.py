@@ -9,8 +9,11 @@ from unittest import mock
 
 import pytest
 from engine.harness import restored_vllm
-from sparksched import engine_hooks, patching, plugin
+from sparksched import patching, plugin
+from sparksched.engine import hooks
 from sparksched.trace import engine_end
+
+pytestmark = pytest.mark.release
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/changes-in-vllm.md"
 MODULES = ("core", "core_client", "async_llm", "output_processor")
@@ -46,7 +49,7 @@ def test_the_page_lists_all_replacements(
     plugin.register()
     cache_config = SimpleNamespace(enable_prefix_caching=False)
     scheduler = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache_config))
-    engine_hooks.prepare_engine(scheduler)  # type: ignore[arg-type]
+    hooks.prepare_engine(scheduler)  # type: ignore[arg-type]
     engine_end.prepare_engine()
     listed = re.findall(r"^\| `((?:vllm|prometheus_client)\.[\w.]+)` \|", PAGE.read_text(), re.M)
     assert len(listed) == len(set(listed))

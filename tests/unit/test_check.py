@@ -12,13 +12,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from engine.executor import write_model_directory
 from engine.harness import restored_vllm
 from sparksched import _core, cli
 from sparksched.check import backends, machine, serving
 from sparksched.check.finding import Level
-from support.tiny_gpt_oss import write_model
 from vllm.platforms.cpu import CpuPlatform
+
+from testkit.executor import write_model_directory
+from testkit.tiny_gpt_oss import write_model
+
+pytestmark = pytest.mark.release
 
 COLUMNS = 80
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")

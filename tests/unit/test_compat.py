@@ -17,9 +17,12 @@ from typing import Any
 import msgspec
 import pydantic
 import pytest
-from sparksched import compat, output_processor, releases
-from sparksched.compat import Unsupported, configuration, known_shapes, shapes
+from sparksched import compat
+from sparksched.compat import Unsupported, configuration, known_shapes, releases, shapes
 from sparksched.compat import kv_cache as kv_cache_rules
+from sparksched.front_end import output_processor
+
+pytestmark = pytest.mark.release
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

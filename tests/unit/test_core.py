@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from differential.world import build_world, draw_configuration, vllm_environment
-from sparksched import engine_hooks, scheduler, sessions
+from sparksched import scheduler
 from sparksched._core import NativeBlockHasher, SchedulerCore, read_prompt
+from sparksched.engine import hooks, sessions
 from unit.bare_core import (
     BLOCK_SIZE,
     CHUNKED,
@@ -45,6 +45,10 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from testkit.worlds.world import build_world, draw_configuration, vllm_environment
+
+pytestmark = pytest.mark.release
 
 TOO_LARGE_TOKENS = [2**31, 2**40, 2**63, 2**64, 2**100, -(2**31) - 1]
 BEYOND_64_BITS = [2**63, 2**64 - 1, -(2**63) - 1]
@@ -1134,7 +1138,7 @@ def test_hashes_equal_vllms(algorithm: str, block_size: int) -> None:
         growth = [random_tokens(rng, count) for count in (1, block_size, 1, 2 * block_size + 1)]
         native, stock = (
             hashes_while_growing(build(algorithm, block_size), prompt, growth)
-            for build in (engine_hooks.native_block_hasher, stock_block_hasher)
+            for build in (hooks.native_block_hasher, stock_block_hasher)
         )
         assert native == stock
         assert len(stock[-1]) == (length + sum(map(len, growth))) // block_size
@@ -1146,7 +1150,7 @@ def test_hashes_of_single_tokens_equal_vllms(
     algorithm: str, block_size: int, token_id: int
 ) -> None:
     prompt = [token_id] * (3 * block_size)
-    native = engine_hooks.native_block_hasher(algorithm, block_size)
+    native = hooks.native_block_hasher(algorithm, block_size)
     assert hashes_while_growing(native, prompt, []) == hashes_while_growing(
         stock_block_hasher(algorithm, block_size), prompt, []
     )

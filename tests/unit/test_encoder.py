@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from scale import FULL
 from sparksched import _core
 from sparksched.transport import encoder
 from sparksched.transport.encoder import (
@@ -33,7 +34,9 @@ from vllm.v1.metrics.stats import (
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-NUM_MESSAGES = 100_000
+pytestmark = pytest.mark.release
+
+NUM_MESSAGES = 100_000 if FULL else 20_000
 INT32_MAX = 2**31 - 1
 
 # At each of these the form of an integer, a string or an array changes.

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from sparksched import engine_hooks
-from sparksched.extra_keys import extra_keys_writer
+from sparksched.engine import hooks
+from sparksched.engine.extra_keys import extra_keys_writer
 from unit.bare_core import (
     BLOCK_SIZE,
     FULL_ATTENTION,
@@ -25,6 +25,8 @@ from unit.bare_core import (
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
+
+pytestmark = pytest.mark.release
 
 # Three full blocks and a half, so that output tokens complete the last block.
 PROMPT = [11, 300, 70_000, 2**31 - 1, *range(100, 110)]
@@ -52,7 +54,7 @@ def both_hashes(algorithm: str, block_size: int, **settings: Any) -> tuple[Any, 
             hashes_while_growing(build(algorithm, block_size, lookahead), **arguments)
             for lookahead in LOOKAHEADS
         ]
-        for build in (engine_hooks.native_block_hasher, stock_block_hasher)
+        for build in (hooks.native_block_hasher, stock_block_hasher)
     )
     num_tokens = len(arguments["prompt"]) + sum(map(len, arguments["growth"]))
     for lookahead, hashes in zip(LOOKAHEADS, stock, strict=True):
@@ -185,7 +187,7 @@ def test_other_keys_make_other_hashes(algorithm: str, change: dict[str, Any]) ->
         "mm_features": images((9, 5)),
         "prompt_embeds": torch.zeros(14, 4),
     }
-    hasher = engine_hooks.native_block_hasher(algorithm, BLOCK_SIZE)
+    hasher = hooks.native_block_hasher(algorithm, BLOCK_SIZE)
     before, after = (
         hashes_while_growing(hasher, PROMPT, GROWTH, **settings | it)[-1] for it in ({}, change)
     )
@@ -221,7 +223,7 @@ def test_scheduler_caches_under_vllms_hashes(
         groups=[FULL_ATTENTION],
         lookup_groups=[[0]],
     )
-    hasher = engine_hooks.native_block_hasher(algorithm, BLOCK_SIZE) if is_hashed_before else None
+    hasher = hooks.native_block_hasher(algorithm, BLOCK_SIZE) if is_hashed_before else None
     request = build_request(prompt=PROMPT, max_tokens=9, block_hasher=hasher, **settings)
     core.add_request(request, 1.0)
     run_to_the_end(core)
@@ -295,7 +297,7 @@ def test_longest_keys(algorithm: str, block_size: int, build: Callable[..., Any]
     prompt = [2**31 - 1] * (2 * block_size)  # the longest tokens
     native, stock = (
         build(longest, prompt=prompt, block_hasher=hasher(algorithm, block_size)).block_hashes
-        for hasher in (engine_hooks.native_block_hasher, stock_block_hasher)
+        for hasher in (hooks.native_block_hasher, stock_block_hasher)
     )
     assert native == stock
     assert len(stock) == 2
@@ -311,14 +313,14 @@ def test_longest_keys(algorithm: str, block_size: int, build: Callable[..., Any]
             longest + 1,
             request_id="long",
             prompt=prompt,
-            block_hasher=engine_hooks.native_block_hasher(algorithm, block_size),
+            block_hasher=hooks.native_block_hasher(algorithm, block_size),
         )
 
 
 def test_keys_that_cannot_be_serialised() -> None:
     """Pickle takes half a surrogate pair, CBOR doesn't: neither here nor in vLLM."""
     kv_cache_utils.init_none_hash(get_hash_fn_by_name("sha256"))
-    for build in (engine_hooks.native_block_hasher, stock_block_hasher):
+    for build in (hooks.native_block_hasher, stock_block_hasher):
         request = build_request(cache_salt="\ud800", block_hasher=build("sha256", BLOCK_SIZE))
         assert len(request.block_hashes) == 2
         with pytest.raises(UnicodeEncodeError):

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from bare_core import assert_goes_on, build_core, build_request, runner_output
 from sparksched._core import SchedulerCore
-from sparksched.kv_transfer import KVTransfer
+from sparksched.engine.kv_transfer import KVTransfer
 from vllm.v1.outputs import KVConnectorOutput
+
+pytestmark = pytest.mark.release
 
 KV_TRANSFER = {
     "defer_block_free": False,

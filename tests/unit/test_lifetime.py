@@ -3,10 +3,11 @@
 import gc
 import weakref
 
-from differential.world import CANDIDATES, build_world, draw_configuration, vllm_environment
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+from testkit.worlds.world import CANDIDATES, build_world, draw_configuration, vllm_environment
 
 
 def test_a_scheduler_and_its_requests_are_collected() -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from sparksched import environment, patching, plugin
 
+pytestmark = pytest.mark.release
+
 
 @pytest.fixture(autouse=True)
 def environment_unset(monkeypatch: pytest.MonkeyPatch) -> None:

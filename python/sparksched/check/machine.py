@@ -7,8 +7,9 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparksched import environment, releases
+from sparksched import environment
 from sparksched.check.finding import Finding, ok, problem, warning
+from sparksched.compat import releases
 
 CGROUP = Path("/sys/fs/cgroup")
 MIN_PROCESSORS = 2

@@ -10,7 +10,8 @@ Here is what a check that has failed leads to. `shapes` compares vLLM's structur
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sparksched import environment, releases
+from sparksched import environment
+from sparksched.compat import releases
 from sparksched.compat.configuration import DIFFUSION, unsupported_config
 from sparksched.compat.kv_cache import eagle_groups, room_for_extra_keys, unsupported_kv_cache
 from sparksched.compat.rule import Unsupported

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from sparksched import releases
+from sparksched.compat import releases
 from sparksched.compat.known_shapes import CACHE_CONFIG, SCHEDULER_CONFIG, words
 from sparksched.compat.rule import TOO_MANY, Rule, Unsupported
 

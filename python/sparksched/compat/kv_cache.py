@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Final
 
-from sparksched import releases
+from sparksched.compat import releases
 from sparksched.compat.rule import TOO_MANY, Rule, Unsupported
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from sparksched import releases
+from sparksched.compat import releases
 from sparksched.compat.known_shapes import (
     ABSTRACT_METHODS,
     ADDED,

@@ -5,7 +5,8 @@ import enum
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from sparksched import __version__, releases
+from sparksched import __version__
+from sparksched.compat import releases
 from sparksched.trace.events import Group, Settings, Speculation
 
 if TYPE_CHECKING:

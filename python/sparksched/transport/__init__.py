@@ -5,6 +5,5 @@ and everything for a client or an engine that has no rings. In its ready respons
 first message on those sockets, an engine says under which name it offers rings, or why it doesn't;
 each client then connects, or says why it stays with ZMQ.
 
-`offer` is what engine and client say to each other, `engine` and `client` are the two sides, and
-`front_end` makes errors of this transport visible to users.
+`offer` is what engine and client say to each other; `engine` and `client` are the two sides.
 """

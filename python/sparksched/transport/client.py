@@ -28,11 +28,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from sparksched import _core, environment, patching
+from sparksched.front_end.garbage import FEW_BYTES, LaterCollections
+from sparksched.front_end.turns import OthersTurns
 from sparksched.metrics import collector
 from sparksched.metrics import front_end as metrics
 from sparksched.metrics.collector import EngineView
 from sparksched.metrics.deliveries import Deliveries
-from sparksched.transport.garbage import FEW_BYTES, LaterCollections
 from sparksched.transport.offer import (
     ENGINE_DEAD,
     MAX_BACKLOG_BYTES,
@@ -40,7 +41,6 @@ from sparksched.transport.offer import (
     host_identity,
     read_offer,
 )
-from sparksched.transport.turns import OthersTurns
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import (

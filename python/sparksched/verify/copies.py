@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from sparksched import releases
+from sparksched.compat import releases
 
 BlockHasher = Callable[[Request], list[Any]]
 

@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sparksched import environment
-from sparksched.block_observer import BlockObserver
+from sparksched.engine.block_observer import BlockObserver
 from sparksched.scheduler import SparkScheduler
 from sparksched.verify import report
 from sparksched.verify.compare import Difference, first_difference

@@ -89,7 +89,7 @@ pub struct KvTransferConfig {
 
 /// What vLLM's releases decide differently. The default is vLLM 0.32.0's.
 ///
-/// Each field is one behaviour: which release has which is known to `sparksched.releases` alone.
+/// Each field is one behaviour: which release has which is known to `sparksched.compat.releases` alone.
 #[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Behaviors {

@@ -1,4 +1,4 @@
-//! Hands what the core notes of its blocks to `sparksched.block_observer`.
+//! Hands what the core notes of its blocks to `sparksched.engine.block_observer`.
 
 use pyo3::intern;
 use pyo3::prelude::*;

@@ -24,7 +24,7 @@ pub(crate) struct Callbacks {
     /// `next_turn(request, num_kept_tokens) -> bool | None`: gives a session its next input, if
     /// there is one; False if it is closed.
     pub(crate) next_turn: Py<PyAny>,
-    /// `sparksched.encoder_inputs.EncoderInputs`.
+    /// `sparksched.engine.encoder_inputs.EncoderInputs`.
     pub(crate) encoder_inputs: Py<PyAny>,
 }
 

@@ -1,4 +1,4 @@
-//! Hands what the core says of KV transfers to `sparksched.kv_transfer`, and the other way round.
+//! Hands what the core says of KV transfers to `sparksched.engine.kv_transfer`, and the other way round.
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;

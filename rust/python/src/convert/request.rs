@@ -115,7 +115,7 @@ pub(crate) fn prompt(request: &Bound<'_, PyAny>, extra_keys: &ExtraKeysReader) -
     })
 }
 
-/// The backstop behind `sparksched.compat` and `sparksched.engine_hooks`, which keep such requests
+/// The backstop behind `sparksched.compat` and `sparksched.engine.hooks`, which keep such requests
 /// from arriving.
 fn refuse_unsupported(request: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = request.py();

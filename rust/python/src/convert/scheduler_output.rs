@@ -50,7 +50,7 @@ pub(crate) struct StepExtras<'py> {
 
 /// What a step tells of encoder inputs.
 pub(crate) struct EncoderStep<'py> {
-    /// `sparksched.encoder_inputs.EncoderInputs`.
+    /// `sparksched.engine.encoder_inputs.EncoderInputs`.
     pub(crate) inputs: Bound<'py, PyAny>,
     /// `scheduled_encoder_inputs`, `free_encoder_mm_hashes`, `scheduled_encoder_input_stats` and
     /// `ec_manager_metadata`.

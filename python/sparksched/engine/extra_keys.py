@@ -13,7 +13,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from sparksched import compat
-from sparksched.request_errors import UnsupportedRequestError
+from sparksched.engine.request_errors import UnsupportedRequestError
 
 ExtraKeys = tuple[list[bytes], bytes]
 """Serialised keys of the first blocks one by one, and those of each further block."""

@@ -19,8 +19,8 @@ from vllm.v1.request import Request
 
 from sparksched import patching
 from sparksched._core import NativeBlockHasher, read_prompt
-from sparksched.extra_keys import extra_keys_writer
-from sparksched.request_errors import UnsupportedRequestError
+from sparksched.engine.extra_keys import extra_keys_writer
+from sparksched.engine.request_errors import UnsupportedRequestError
 
 if TYPE_CHECKING:
     from sparksched.scheduler import SparkScheduler

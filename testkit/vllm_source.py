@@ -12,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-# tests/support/vllm_source.py
-_FETCHED_UV: Final = Path(__file__).resolve().parents[2] / ".uv/bin/uv"
+# testkit/vllm_source.py
+_FETCHED_UV: Final = Path(__file__).resolve().parents[1] / ".uv/bin/uv"
 
 
 @dataclass(frozen=True)

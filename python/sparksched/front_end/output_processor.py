@@ -4,7 +4,7 @@ Read it beside vLLM's `v1/engine/output_processor.py`. Replaced are:
 
 - `OutputProcessor.process_outputs`, by one flat loop for plain outputs of plain requests;
 - `IterationStats.update_from_output`, because vLLM's reads the environment for each token;
-- the waiting of `RequestOutputCollector`: see `output_collector.py`.
+- the waiting of `RequestOutputCollector`: see `collector.py`.
 
 An output is plain if it brings nothing but tokens and its request goes on. A request is plain from
 its second output on, unless it has logprobs or takes streaming input: see `_becomes_plain`. Any
@@ -35,7 +35,8 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
-from sparksched import compat, output_collector, patching
+from sparksched import compat, patching
+from sparksched.front_end import collector
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import (
@@ -72,7 +73,7 @@ def install(output_processor: ModuleType) -> None:
     output_processor.RequestState.sparksched_is_plain = False
     patching.replace(processor, "process_outputs", _looping_over_plain_outputs)
     patching.replace(IterationStats, "update_from_output", _reading_the_environment_for_nans)
-    output_collector.install(output_processor)
+    collector.install(output_processor)
 
 
 # ----------------------------------------------------------------------------------------

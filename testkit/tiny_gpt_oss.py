@@ -137,5 +137,5 @@ def _write_weights(path: Path, vocabulary: dict[str, int]) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m tests.support.tiny_gpt_oss DIRECTORY")
+        sys.exit("usage: python -m testkit.tiny_gpt_oss DIRECTORY")
     print(write_model(Path(sys.argv[1])))

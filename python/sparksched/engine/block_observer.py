@@ -31,8 +31,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.metrics.stats import KVCacheEvictionEvent
 from vllm.v1.request import Request
 
-from sparksched import releases
-from sparksched.extra_keys import extra_keys_of_block
+from sparksched.compat import releases
+from sparksched.engine.extra_keys import extra_keys_of_block
 
 
 def publishes_events(vllm_config: VllmConfig) -> bool:

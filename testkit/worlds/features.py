@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparksched import releases
+from sparksched.compat import releases
 
 from .chunked_local import ChunkedLocalSettings
 from .ec_connector import ECConnectorSettings

@@ -6,9 +6,9 @@ folder with the package `vllm` of that release, metadata that names its version,
 distributions that it requires and the environment lacks. First on the path of a process, it hides
 the installed vLLM; all else, such as torch, comes from the environment as usual.
 
-As a command, `python -m tests.support.vllm_overlay 0.33.0 COMMAND...` runs a command that way:
+As a command, `python -m testkit.vllm_overlay 0.33.0 COMMAND...` runs a command that way:
 
-    python -m tests.support.vllm_overlay 0.33.0 .venv/bin/pytest tests/differential
+    python -m testkit.vllm_overlay 0.33.0 .venv/bin/pytest tests/differential
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from typing import Final
 
 from packaging.requirements import Requirement
 
-from tests.support.vllm_source import fetch_source_distribution, installed_version, uv
+from testkit.vllm_source import fetch_source_distribution, installed_version, uv
 
-# tests/support/vllm_overlay.py
-ROOT: Final = Path(__file__).resolve().parents[2]
+ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / ".overlays"
 
 _PACKAGE: Final = "vllm"
@@ -118,7 +117,7 @@ def _is_missing(requirement: Requirement) -> bool:
 def main(arguments: list[str]) -> None:
     """Become the command that follows the version."""
     if len(arguments) < 2:
-        sys.exit("usage: python -m tests.support.vllm_overlay VERSION COMMAND...")
+        sys.exit("usage: python -m testkit.vllm_overlay VERSION COMMAND...")
     version, *command = arguments
     os.execvpe(command[0], command, os.environ | variables(version))
 

@@ -1,0 +1,1 @@
+"""What runs in the process of vLLM's Python API server, on the way of outputs to their streams."""

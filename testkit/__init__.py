@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: servers, tiny models, engines without a GPU, other vLLMs."""

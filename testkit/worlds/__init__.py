@@ -1,0 +1,1 @@
+"""Schedulers' configurations, features, requests and model runners, drawn from a seed."""
