@@ -172,15 +172,15 @@ def _replace_transport() -> None:
 
 
 def _replace_engine_transport(module: ModuleType) -> None:
-    from sparksched.transport import engine
+    from sparksched.transport.engine import install
 
-    engine.install(module)
+    install.install(module)
 
 
 def _replace_client_transport(module: ModuleType) -> None:
-    from sparksched.transport import client
+    from sparksched.transport.client import install
 
-    client.install(module)
+    install.install(module)
 
 
 def _replace_front_end_errors(module: ModuleType) -> None:

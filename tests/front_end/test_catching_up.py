@@ -14,7 +14,7 @@ import pytest
 from engine.harness import restored_replacements
 from sparksched import _core
 from sparksched.front_end import overload
-from sparksched.transport.client import MAX_OUTPUTS, _AsyncChannel
+from sparksched.transport.client.event_loop import MAX_OUTPUTS, AsyncChannel
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, async_llm
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -131,7 +131,7 @@ async def outputs_by_turn(num_messages: int, num_outputs: int, timestamp: float)
     """Return how many outputs were handed over in each turn that handed over any, by its number."""
     rings, clients_rings = new_rings(1 << 25)  # enough for all: nobody makes room in it
     client = StubClient()
-    channel = _AsyncChannel(client, 0, clients_rings)
+    channel = AsyncChannel(client, 0, clients_rings)
     outputs = [EngineCoreOutput(f"request-{index}", [index]) for index in range(num_outputs)]
     message = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, timestamp=timestamp))
     while not rings.is_attached(0):

@@ -13,7 +13,7 @@ import pytest
 from engine.harness import restored_replacements
 from sparksched.front_end import garbage, overload
 from sparksched.front_end.garbage import RAISED, LaterCollections
-from sparksched.transport.client import _AsyncChannel
+from sparksched.transport.client.event_loop import AsyncChannel
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, async_llm
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -51,7 +51,7 @@ class Server:
         self.llm = new_async_llm()
         self.client = StubClient()
         self.client.outputs_queue = self.llm.engine_core.outputs
-        self.channel = _AsyncChannel(self.client, 0, rings)
+        self.channel = AsyncChannel(self.client, 0, rings)
         channels = {b"\0\0": self.channel}
         self.llm.engine_core.resources.sparksched_rings = SimpleNamespace(channels=channels)
         self.taken: collections.Counter[Thresholds] = collections.Counter()

@@ -1,7 +1,9 @@
 """The rules of the code map that ARCHITECTURE.md states."""
 
+import ast
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,19 @@ CORE = ROOT / "rust/core"
 RING = ROOT / "rust/ring"
 WIRE = ROOT / "rust/wire"
 EXTENSION = ROOT / "rust/python"
+PACKAGE = ROOT / "python/sparksched"
+
+SIDES = {
+    "engine": ("front_end", "transport.client"),
+    "transport.engine": ("front_end", "transport.client"),
+    "metrics.engine": ("front_end", "transport.client"),
+    "front_end": ("engine", "transport.engine"),
+    "transport.client": ("engine", "transport.engine"),
+    "metrics.front_end": ("engine", "transport.engine"),
+    "transport.offer": ("engine", "front_end", "transport.engine", "transport.client"),
+    "compat": ("engine", "front_end", "transport", "metrics", "verify", "trace"),
+}
+"""What runs in one of the two processes, or in both: what it may not import of the package."""
 
 
 def dependencies(crate: Path) -> set[str]:
@@ -88,3 +103,66 @@ def test_only_convert_names_vllms_modules() -> None:
 def test_each_module_says_what_it_is(crate: Path) -> None:
     for source in rust_sources(crate / "src"):
         assert source.read_text().startswith("//! "), source
+
+
+def modules() -> dict[str, Path]:
+    """Return the package's modules, by their names below `sparksched`."""
+    found = {}
+    for source in sorted(PACKAGE.rglob("*.py")):
+        parts = source.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts).removesuffix("__init__").removesuffix(".")] = source
+    return found
+
+
+def imported(name: str, source: Path) -> set[str]:
+    """Return the modules of the package that one imports, be it within a function."""
+    known = modules()
+    return {
+        module
+        for statement in statements(ast.parse(source.read_text()))
+        for module in named(statement)
+        if module in known and module != name
+    }
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield what is in a tree, but for what only a type checker reads."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from statements(node)
+
+
+def named(statement: ast.AST) -> set[str]:
+    """Return what a statement imports: a name may be a module of the package, or be in one."""
+    match statement:
+        case ast.ImportFrom(module=str(module), names=names) if is_ours(module):
+            inner = {below(f"{module}.{it.name}") for it in names}
+            return inner & modules().keys() or {below(module)}
+        case ast.Import(names=names):
+            return {below(it.name) for it in names if is_ours(it.name)}
+    return set()
+
+
+def is_ours(module: str) -> bool:
+    return module.split(".", maxsplit=1)[0] == "sparksched"
+
+
+def below(module: str) -> str:
+    return module.removeprefix("sparksched").removeprefix(".")
+
+
+def is_within(module: str, folder: str) -> bool:
+    return module == folder or module.startswith(f"{folder}.")
+
+
+@pytest.mark.parametrize(("side", "forbidden"), SIDES.items(), ids=SIDES)
+def test_the_two_processes_share_only_the_way_between_them(
+    side: str, forbidden: tuple[str, ...]
+) -> None:
+    sources = {name: path for name, path in modules().items() if is_within(name, side)}
+    assert sources
+    for name, source in sources.items():
+        for module in imported(name, source):
+            assert not any(is_within(module, it) for it in forbidden), f"{name} imports {module}"

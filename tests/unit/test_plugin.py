@@ -54,8 +54,12 @@ class StubScheduler:
 def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the extension and for the scheduler: the plugin needs only their names."""
     # These would keep the stub for good if they were imported with it.
-    for name in ("engine", "client", "front_end"):
-        importlib.import_module(f"sparksched.transport.{name}")
+    for name in (
+        "transport.engine.install",
+        "transport.client.install",
+        "front_end.overload",
+    ):
+        importlib.import_module(f"sparksched.{name}")
     scheduler = ModuleType("sparksched.scheduler")
     scheduler.SparkScheduler = StubScheduler  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sparksched._core", ModuleType("sparksched._core"))

@@ -6,6 +6,7 @@ A ring that is full, an engine that doesn't run, and streams that catch up with 
 import asyncio
 import functools
 import os
+from contextvars import ContextVar
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +14,8 @@ from vllm.exceptions import VLLMServerError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from sparksched import patching
-from sparksched.transport.client import MAX_OUTPUTS, EngineBusyError
+from sparksched.transport.client.channel import EngineBusyError
+from sparksched.transport.client.event_loop import MAX_OUTPUTS
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 _CHUNK_SIZE: Final = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
 """vLLM's variable for how many outputs it processes before it gives streams a turn."""
+
+_chunk_size: ContextVar[int | None] = ContextVar("sparksched_chunk_size", default=None)
+"""What that variable is to be for the output handler that is being started; None: as it is."""
 
 
 class EngineStuckError(EngineDeadError):  # type: ignore[misc]
@@ -41,6 +46,9 @@ def install(async_llm: ModuleType) -> None:
     patching.replace(async_llm.AsyncLLM, "_add_request", _forgetting_refused_requests)
     patching.replace(async_llm.AsyncLLM, "check_health", _checking_rings)
     patching.replace(async_llm.AsyncLLM, "_run_output_handler", _catching_up)
+    variables = async_llm.envs.environment_variables
+    if not hasattr(variables[_CHUNK_SIZE], patching.MARK):
+        variables[_CHUNK_SIZE] = _chosen_by_the_caller(variables[_CHUNK_SIZE])
 
 
 def _forgetting_refused_requests(original: patching.Function) -> patching.Function:
@@ -81,13 +89,25 @@ def _catching_up(original: patching.Function) -> patching.Function:
         if not starts or rings is None or not rings.channels or _CHUNK_SIZE in os.environ:
             original(self)
             return
-        os.environ[_CHUNK_SIZE] = str(MAX_OUTPUTS)  # read by vLLM when it starts the loop
+        token = _chunk_size.set(MAX_OUTPUTS)  # read by vLLM when it starts the loop
         try:
             original(self)
         finally:
-            os.environ.pop(_CHUNK_SIZE, None)
+            _chunk_size.reset(token)
 
     return run_output_handler
+
+
+def _chosen_by_the_caller(original: patching.Function) -> patching.Function:
+    """Let a call choose what it reads of the environment, and nobody else beside it."""
+
+    @functools.wraps(original)
+    def read() -> int:
+        chosen = _chunk_size.get()
+        return int(original()) if chosen is None else chosen
+
+    setattr(read, patching.MARK, True)
+    return read
 
 
 def _checking_rings(original: patching.Function) -> patching.Function:

@@ -1,0 +1,148 @@
+"""What changes in `EngineCoreProc`, of `vllm/v1/engine/core.py`, for it to offer rings."""
+
+import functools
+import threading
+import uuid
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import vllm.envs
+from vllm.logger import init_logger
+
+from sparksched import __version__, _core, environment, patching
+from sparksched.metrics import engine as metrics
+from sparksched.transport.engine.clients import EngineTransport
+from sparksched.transport.engine.notices import Notice
+from sparksched.transport.offer import (
+    MAX_BACKLOG_BYTES,
+    MAX_SLOW_BACKLOG_BYTES,
+    RUST_FRONT_END,
+    Offer,
+    host_identity,
+    why_no_rings,
+    with_offer,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreReadyResponse
+    from vllm.v1.engine.core import EngineCoreProc
+
+logger = init_logger("vllm.sparksched.transport")
+
+
+def install(core: ModuleType) -> None:
+    """Make `EngineCoreProc` offer rings to its clients."""
+    proc = core.EngineCoreProc
+    patching.replace(proc, "process_input_sockets", _with_rings)
+    patching.replace(proc, "_make_ready_response", _with_offer)
+    patching.replace(proc, "_handle_client_request", _with_notices)
+    patching.replace(proc, "shutdown", _closing_rings)
+
+
+def _with_rings(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def process_input_sockets(
+        self: "EngineCoreProc", input_addresses: list[str], *args: Any, **kwargs: Any
+    ) -> None:
+        # vLLM starts this thread when everything else of the engine is there, and waits for it
+        # before the engine's loop begins.
+        try:
+            _start_transport(self, len(input_addresses))
+        except Exception:
+            # The engine won't start, and says only that this thread has died.
+            logger.exception("sparksched: the transport can't start")
+            raise
+        original(self, input_addresses, *args, **kwargs)
+
+    return process_input_sockets
+
+
+def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
+    rings, offer = _offer_rings(engine, num_clients)
+    offer.engine = metrics.begin(engine, rings)
+    engine.sparksched_offer = offer
+    report = offer.engine
+    logger.info(
+        "sparksched %s: this engine schedules with %s and offers %s",
+        __version__,
+        "sparksched" if report.scheduler == "sparksched" else "vLLM's own scheduler",
+        "shared memory" if offer.reason is None else f"ZMQ ({offer.reason})",
+    )
+    if rings is not None:
+        _share_between_threads(engine)
+        engine.sparksched_transport = EngineTransport(engine, rings)
+        engine.sparksched_transport.start()
+
+
+def _with_offer(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def make_ready_response(self: "EngineCoreProc") -> "EngineCoreReadyResponse":
+        response = original(self)
+        if vllm.envs.VLLM_USE_RUST_FRONTEND:
+            return response  # vLLM's Rust front end would have to know the field
+        return with_offer(response, self.sparksched_offer)
+
+    return make_ready_response
+
+
+def _with_notices(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def handle_client_request(self: "EngineCoreProc", request_type: Any, request: Any) -> None:
+        if isinstance(request_type, Notice):
+            self.sparksched_transport.handle_notice(request_type, request)
+        else:
+            original(self, request_type, request)
+
+    return handle_client_request
+
+
+def _closing_rings(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def shutdown(self: "EngineCoreProc") -> None:
+        try:
+            original(self)
+        finally:
+            transport = getattr(self, "sparksched_transport", None)
+            if transport is not None:
+                transport.close()
+
+    return shutdown
+
+
+def _share_between_threads(engine: "EngineCoreProc") -> None:
+    """Let both input threads use what vLLM means for one: some clients may stay on ZMQ."""
+    engine.preprocess_add_request = _one_at_a_time(engine.preprocess_add_request)
+    if engine.tensor_ipc_receiver is not None:
+        engine.tensor_ipc_receiver = _one_at_a_time(engine.tensor_ipc_receiver)
+
+
+def _one_at_a_time(call: patching.Function) -> patching.Function:
+    lock = threading.Lock()
+
+    def locked(*args: Any) -> Any:
+        with lock:
+            return call(*args)
+
+    return locked
+
+
+def _offer_rings(
+    engine: "EngineCoreProc", num_clients: int
+) -> tuple["_core.EngineRings | None", Offer]:
+    reason = why_no_rings(engine.vllm_config.parallel_config)
+    if reason is not None:
+        if reason == RUST_FRONT_END:  # it doesn't read offers, and logs no reason
+            logger.info("sparksched: messages of this engine go over ZMQ: %s", reason)
+        return None, Offer(host=host_identity(), reason=reason)
+    try:
+        rings = _core.EngineRings(
+            f"sparksched-{uuid.uuid4()}",
+            num_clients=num_clients,
+            ring_bytes=environment.ring_bytes(),
+            max_idle_backlog_bytes=MAX_BACKLOG_BYTES,
+            max_backlog_bytes=MAX_SLOW_BACKLOG_BYTES,
+            stuck_after_s=environment.stuck_after_s(),
+        )
+    except ConnectionError as error:
+        return None, Offer(host=host_identity(), reason=str(error))
+    return rings, Offer(name=rings.name, host=host_identity())

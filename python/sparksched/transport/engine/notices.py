@@ -1,0 +1,13 @@
+"""What other threads tell the engine's loop about clients."""
+
+import enum
+
+
+class Notice(enum.Enum):
+    """What other threads tell the engine's loop, beside vLLM's request types."""
+
+    CLIENT_ATTACHED = enum.auto()
+    CLIENT_GONE = enum.auto()
+    CLIENT_BLOCKED = enum.auto()
+    BACKLOG_DROPPED = enum.auto()
+    FAILED = enum.auto()
