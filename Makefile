@@ -192,19 +192,24 @@ exhaustion: build ## run out of descriptors, memory and threads, at the start an
 	$(BIN)/pytest tests/transport/test_exhaustion.py
 	cargo test -p sparksched-ring --test memory
 
+# One set of features for all three crates, so that nothing is built twice. Loom's models need other
+# flags, and so a folder of their own.
+TEST_POINTS := sparksched-ring/test-points
+LOOM := RUSTFLAGS="--cfg loom" cargo test -p sparksched-ring --target-dir target/loom --test loom
+
 .PHONY: test-rust
 test-rust: rust-toolchain
-	cargo test -p sparksched-core -p sparksched-wire
-	cargo test -p sparksched-ring --features test-points
-	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
-	  cargo test -p sparksched-ring --release --test loom
+	cargo test -p sparksched-core -p sparksched-wire -p sparksched-ring --features $(TEST_POINTS)
+	SPARKSCHED_LOOM_PREEMPTIONS=3 $(LOOM)
 
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.
 SECONDS := 60
 TARGET ?=
-# With which numbers libFuzzer begins: the same in each `make test`, so that a change is blamed for as
-# little as possible that it has nothing to do with; others each time (0) for who says how long.
-FUZZ_SEED := $(if $(filter file,$(origin SECONDS)),1,0)
+# Who says how long gets other inputs each time (0). Else a few seconds have to do, and libFuzzer begins
+# with the same numbers each time, so that a change isn't blamed for what it has nothing to do with.
+IS_DRAWN_ANEW := $(filter-out file,$(origin SECONDS))
+FUZZ_SECONDS := $(if $(IS_DRAWN_ANEW),$(SECONDS),5)
+FUZZ_SEED := $(if $(IS_DRAWN_ANEW),0,1)
 RUST_FUZZ_TARGETS := $(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs)))
 # The reader of traces is Python, and has a mutator of its own.
 FUZZ_TARGETS := $(or $(TARGET),$(RUST_FUZZ_TARGETS) trace)
@@ -214,15 +219,16 @@ fuzz: rust-toolchain env $(CARGO_FUZZ) ## feed what reads bytes with anything: m
 	if [ "$(TARGET)" != trace ]; then \
 	  $(CARGO_FUZZ) build --fuzz-dir rust/fuzz --target-dir target/fuzz -s none $(TARGET); \
 	  printf '%s\n' $(filter-out trace,$(FUZZ_TARGETS)) | \
-	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS) $(FUZZ_SEED); \
+	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(FUZZ_SECONDS) $(FUZZ_SEED); \
 	fi
-	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(SECONDS) $(FUZZ_SEED))
+	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(FUZZ_SECONDS) $(FUZZ_SEED))
 
 # Larger sizes of tests that `test` runs in small, one target for each promise in docs/promises.md.
 MESSAGES := 100000000
 WAKE_UPS := 10000000
 KILLS := 10000
 STOPS := 200
+LONGEST_STOP_S := 30
 OPERATIONS := 100000000
 KILLS_A_ROUND := 45
 RING_TESTS := cargo test --release -p sparksched-ring --features test-points
@@ -235,7 +241,11 @@ soak: rust-toolchain ## messages and wake-ups between processes: make soak [MESS
 .PHONY: faults
 faults: rust-toolchain ## kill and stop processes at any moment: make faults [KILLS=...] [STOPS=...]
 	SPARKSCHED_FAULT_ROUNDS=$$((($(KILLS) + $(KILLS_A_ROUND) - 1) / $(KILLS_A_ROUND))) \
-	  SPARKSCHED_LONG_STOPS=$(STOPS) $(RING_TESTS) --test faults -- --nocapture
+	  SPARKSCHED_LONG_STOPS=$(STOPS) SPARKSCHED_LONGEST_STOP_S=$(LONGEST_STOP_S) $(RING_TESTS) --test faults -- --nocapture
+
+.PHONY: models
+models: rust-toolchain ## more interleavings of the rings' protocol than `test` tries
+	$(LOOM)
 
 .PHONY: bookkeeping
 bookkeeping: rust-toolchain ## lives of requests, all books checked after each step: make bookkeeping [OPERATIONS=...]

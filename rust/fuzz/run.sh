@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs a built fuzz target for a while: run.sh CARGO_FUZZ TARGET SECONDS SEED; a SEED of 0 is another
-# one each time. Says what it has tried, or what it has found and how to see it again. What it has
-# learned stays in rust/fuzz/corpus.
+# Runs a built fuzz target on its seeds and then for a while: run.sh CARGO_FUZZ TARGET SECONDS SEED. Says
+# what it has tried, or what it has found and how to see it again.
+# A SEED of 0 is another one each time, and what is learned stays in rust/fuzz/corpus. With any other
+# SEED the run begins with the seeds alone, so that it is the same each time.
 set -euo pipefail
 
 cargo_fuzz=$1 target=$2 duration=$3 seed=$4
@@ -11,7 +12,13 @@ cd "$(dirname "$0")/../.."
 # second; a busy machine may stand still for many.
 limits=(-timeout=60 -rss_limit_mb=1024)
 run=("$cargo_fuzz" run --fuzz-dir rust/fuzz --target-dir target/fuzz -s none "$target")
-corpus=rust/fuzz/corpus/$target seeds=rust/fuzz/seeds/$target log=target/fuzz/$target.log
+seeds=rust/fuzz/seeds/$target log=target/fuzz/$target.log
+if [ "$seed" = 0 ]; then
+  corpus=rust/fuzz/corpus/$target
+else
+  corpus=$(mktemp -d)
+  trap 'rm -r "$corpus"' EXIT
+fi
 mkdir -p "$corpus" "$seeds"
 
 if "${run[@]}" "$corpus" "$seeds" -- "${limits[@]}" -max_total_time="$duration" -seed="$seed" >"$log" 2>&1; then

@@ -1,4 +1,3 @@
-import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -27,19 +26,7 @@ def extension() -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind(extension: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    files = left_in_shm()
     with nothing_stays_behind():
         yield
         # The tracebacks in them would keep front ends alive.
         caplog.get_records("call").clear()
-    assert left_in_shm() <= files
-
-
-def left_in_shm() -> set[str]:
-    """Return the files of shared memory that no process has mapped: engines may run beside this."""
-    files = set(os.listdir("/dev/shm"))
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # the process may have ended
-            text = maps.read_text()
-            files = {name for name in files if f"/dev/shm/{name}" not in text}
-    return files

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use common::{
     Chance, Deadline, Half, Holdings, Kid, LAST_RESORT, NEVER_STUCK, PATIENCE, ROLE,
-    client_options, connect, engine_options, fresh_name, listen, note, number, until, until_within,
-    variable,
+    client_options, connect, engine_options, fresh_name, listen, note, number, number_or, until,
+    until_within, variable,
 };
 use rustix::io::FdFlags;
 use rustix::process::{Pid, Signal, getpid, kill_process};
@@ -493,7 +493,7 @@ fn kills_at_every_point_are_survived() {
 
 /// Thorough runs set more rounds.
 fn rounds(default: u64) -> u64 {
-    std::env::var("SPARKSCHED_FAULT_ROUNDS").map_or(default, |_| number("SPARKSCHED_FAULT_ROUNDS"))
+    number_or("SPARKSCHED_FAULT_ROUNDS", default)
 }
 
 #[test]
@@ -659,9 +659,14 @@ fn stops_at_every_point_are_noticed_and_survived() {
     holdings.assert_unchanged("after stops");
 }
 
-/// Stops of 1 to 30 s: ten, unless `SPARKSCHED_LONG_STOPS` wants more or less.
+/// Long stops: ten, unless `SPARKSCHED_LONG_STOPS` wants more or less.
 fn num_long_stops() -> u64 {
-    std::env::var("SPARKSCHED_LONG_STOPS").map_or(10, |_| number("SPARKSCHED_LONG_STOPS"))
+    number_or("SPARKSCHED_LONG_STOPS", 10)
+}
+
+/// They last 1 to 4 s, or up to `SPARKSCHED_LONGEST_STOP_S`.
+fn longest_stop_s() -> u64 {
+    number_or("SPARKSCHED_LONGEST_STOP_S", 4)
 }
 
 fn stop_for_long(number: u64) {
@@ -670,7 +675,7 @@ fn stop_for_long(number: u64) {
     let points = ["published", "ringing", "half-written", "read", "asleep"];
     let point = points[chance.below(points.len() as u64) as usize];
     let plan = Plan { role, point, occurrence: 1 + chance.below(5), signal: "stop" };
-    let lasts = Duration::from_millis(1000 + chance.below(29_001));
+    let lasts = Duration::from_millis(1000 + chance.below((longest_stop_s() - 1) * 1000 + 1));
     let _deadline = Deadline::after(LAST_RESORT, &format!("{plan:?} for {lasts:?}"));
     match role {
         "client" => stop_client(&plan, lasts),
@@ -698,7 +703,7 @@ fn long_stops_are_noticed_and_survived() {
             });
         }
     });
-    println!("{} stops of 1 to 30 s", num_long_stops());
+    println!("{} stops of 1 to {} s", num_long_stops(), longest_stop_s());
     holdings.assert_unchanged("after long stops");
 }
 

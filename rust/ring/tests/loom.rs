@@ -1,6 +1,6 @@
 //! Models of the protocol, of which loom tries all interleavings and all values that a weak memory
 //! may show. Run with
-//! `RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test -p sparksched-ring --release --test loom`.
+//! `RUSTFLAGS="--cfg loom" cargo test -p sparksched-ring --target-dir target/loom --test loom`.
 //!
 //! The rings, bells and outboxes are the real ones. What the kernel does (futex, eventfd) and the
 //! loops of `EngineRings::receive`, `ClientRings::receive` and `Link` are repeated here, because
@@ -9,7 +9,6 @@
 
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Instant;
 
 use loom::model::Builder;
 use loom::sync::{Condvar, Mutex};
@@ -20,70 +19,6 @@ use sparksched_ring::meters::{Histogram, HistogramReading};
 use sparksched_ring::order;
 use sparksched_ring::outbox::{BacklogLimits, Outbox};
 use sparksched_ring::ring::{Consumer, Producer, Ring};
-
-/// A model, and how many preemptions loom tries in it (`None`: all). A switch at a blocking call or a
-/// yield is not a preemption.
-struct Model {
-    name: &'static str,
-    preemptions: Option<usize>,
-    run: fn(),
-}
-
-/// The quick ones first: the search for one that fails goes through them in this order.
-const MODELS: &[Model] = &[
-    Model { name: "bytes_arrive", preemptions: None, run: bytes_arrive },
-    Model { name: "space_is_used_again", preemptions: None, run: space_is_used_again },
-    Model {
-        name: "what_is_counted_is_in_the_sum",
-        preemptions: Some(3),
-        run: what_is_counted_is_in_the_sum,
-    },
-    Model { name: "nothing_follows_a_close", preemptions: None, run: nothing_follows_a_close },
-    Model {
-        name: "a_sleeping_engine_is_woken",
-        preemptions: Some(8),
-        run: a_sleeping_engine_is_woken,
-    },
-    Model {
-        name: "a_sleeping_client_is_woken",
-        preemptions: Some(8),
-        run: a_sleeping_client_is_woken,
-    },
-    Model { name: "a_close_wakes", preemptions: Some(8), run: a_close_wakes },
-    Model { name: "a_writer_dies_ringing", preemptions: Some(3), run: a_writer_dies_ringing },
-    Model {
-        name: "a_waiting_writer_is_woken",
-        preemptions: Some(8),
-        run: a_waiting_writer_is_woken,
-    },
-    Model {
-        name: "a_sender_beside_a_sleeper",
-        preemptions: Some(5),
-        run: a_sender_beside_a_sleeper,
-    },
-    Model { name: "two_writers_share_a_bell", preemptions: Some(4), run: two_writers_share_a_bell },
-    Model {
-        name: "a_bell_for_data_and_space",
-        preemptions: Some(5),
-        run: a_bell_for_data_and_space,
-    },
-    Model {
-        name: "a_message_larger_than_the_ring",
-        preemptions: Some(5),
-        run: a_message_larger_than_the_ring,
-    },
-];
-
-impl Model {
-    fn check(&self) {
-        let start = Instant::now();
-        let mut builder = Builder::new();
-        builder.preemption_bound = self.preemptions;
-        builder.max_branches = 10_000;
-        builder.check(self.run);
-        println!("{}: {:.1} s", self.name, start.elapsed().as_secs_f64());
-    }
-}
 
 // ------------------------------------------------------------------------------------
 // The kernel's part, and the loops around it
@@ -612,6 +547,97 @@ fn a_message_larger_than_the_ring() {
 // The tests
 // ------------------------------------------------------------------------------------
 
+/// A test for each model, and how many preemptions loom tries in it (`all`: any number). A switch at a
+/// blocking call or a yield is not a preemption.
+macro_rules! models {
+    ($($name:ident: $preemptions:tt;)*) => {
+        const MODELS: &[Model] = &[
+            $(Model {
+                name: stringify!($name),
+                preemptions: models!(@ $preemptions),
+                run: $name,
+            }),*
+        ];
+
+        mod holds {
+            $(#[test]
+            fn $name() {
+                super::model(stringify!($name)).check();
+            })*
+        }
+    };
+    (@ all) => { None };
+    (@ $preemptions:literal) => { Some($preemptions) };
+}
+
+/// A test for each ordering: the model named here fails if it is weakened.
+macro_rules! refutations {
+    ($($ordering:ident: $model:ident;)*) => {
+        const REFUTED: &[&str] = &[$(stringify!($ordering)),*];
+
+        mod is_needed {
+            $(#[test]
+            fn $ordering() {
+                super::assert_fails_without(stringify!($ordering), stringify!($model));
+            })*
+        }
+    };
+}
+
+models! {
+    bytes_arrive: all;
+    space_is_used_again: all;
+    what_is_counted_is_in_the_sum: 3;
+    nothing_follows_a_close: all;
+    a_sleeping_engine_is_woken: 8;
+    a_sleeping_client_is_woken: 8;
+    a_close_wakes: 8;
+    a_writer_dies_ringing: 3;
+    a_waiting_writer_is_woken: 8;
+    a_sender_beside_a_sleeper: 5;
+    two_writers_share_a_bell: 4;
+    a_bell_for_data_and_space: 5;
+    a_message_larger_than_the_ring: 5;
+}
+
+refutations! {
+    publish_tail: bytes_arrive;
+    observe_tail: bytes_arrive;
+    release_head: space_is_used_again;
+    observe_head: space_is_used_again;
+    publish_close: nothing_follows_a_close;
+    observe_close: nothing_follows_a_close;
+    before_ringing: a_sleeping_engine_is_woken;
+    before_sleep: a_sleeping_engine_is_woken;
+    before_space_check: a_waiting_writer_is_woken;
+    before_waiting: a_sender_beside_a_sleeper;
+    count_sample: what_is_counted_is_in_the_sum;
+    observe_sample: what_is_counted_is_in_the_sum;
+}
+
+struct Model {
+    name: &'static str,
+    preemptions: Option<usize>,
+    run: fn(),
+}
+
+fn model(name: &str) -> &'static Model {
+    MODELS.iter().find(|model| model.name == name).unwrap()
+}
+
+impl Model {
+    /// At most as many preemptions as `SPARKSCHED_LOOM_PREEMPTIONS`, if that is set.
+    fn check(&self) {
+        let most = std::env::var("SPARKSCHED_LOOM_PREEMPTIONS").ok();
+        let most = most.map(|text| text.parse().expect("SPARKSCHED_LOOM_PREEMPTIONS is a number"));
+        let mut builder = Builder::new();
+        builder.preemption_bound =
+            self.preemptions.map(|preemptions| preemptions.min(most.unwrap_or(usize::MAX)));
+        builder.max_branches = 10_000;
+        builder.check(self.run);
+    }
+}
+
 /// Names the ordering to weaken and the model to check, in a child of this process: after a failed
 /// check, loom's objects must not be dropped, and they can't be kept from it.
 const CHILD: &str = "SPARKSCHED_LOOM_CHILD";
@@ -626,52 +652,31 @@ const FAILURES: &[&str] = &[
 ];
 
 #[test]
-fn every_model_holds() {
-    if std::env::var_os(CHILD).is_none() {
-        for model in MODELS {
-            model.check();
-        }
-    }
+fn every_ordering_is_weakened_in_a_test() {
+    assert_eq!(REFUTED, order::ALL, "the orderings, and those that `refutations!` names");
 }
 
-#[test]
-fn every_ordering_is_needed() {
-    if std::env::var_os(CHILD).is_some() {
-        return;
-    }
-    for ordering in order::ALL {
-        let failure = MODELS.iter().find_map(|model| Some((model.name, failure(ordering, model)?)));
-        let (model, message) = failure.unwrap_or_else(|| {
-            panic!("no model fails with {ordering} weakened: is it needed?");
-        });
-        println!("{ordering} weakened: {model} fails: {message}");
-    }
-}
-
-/// What a model's check says if an ordering is weakened; `None` if it holds.
-fn failure(ordering: &str, model: &Model) -> Option<String> {
+/// Checks a model with an ordering weakened: it fails, and in a way that a model fails.
+fn assert_fails_without(ordering: &str, model: &str) {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "weakened_child", "--nocapture"])
-        .env(CHILD, format!("{ordering} {}", model.name))
+        .env(CHILD, format!("{ordering} {model}"))
         .output()
         .unwrap();
-    if output.status.success() {
-        return None;
-    }
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    let known = text.lines().find(|line| FAILURES.iter().any(|failure| line.contains(failure)));
-    let message = known.unwrap_or_else(|| {
-        panic!("{} with {ordering} weakened ended in an unknown way:\n{text}", model.name);
-    });
-    Some(message.trim().to_owned())
+    assert!(!output.status.success(), "{model} holds with {ordering} weakened: is it needed?");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        FAILURES.iter().any(|failure| text.contains(failure)),
+        "{model} with {ordering} weakened ended in an unknown way:\n{text}"
+    );
 }
 
-/// The child's part of [`failure`].
+/// The child's part of [`assert_fails_without`].
 #[test]
 fn weakened_child() {
     let Ok(child) = std::env::var(CHILD) else { return };
-    let (ordering, model) = child.split_once(' ').unwrap();
+    let (ordering, name) = child.split_once(' ').unwrap();
     let ordering = order::ALL.iter().find(|name| **name == ordering).unwrap();
     order::weaken(Some(ordering));
-    MODELS.iter().find(|candidate| candidate.name == model).unwrap().check();
+    model(name).check();
 }

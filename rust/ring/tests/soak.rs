@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::{
     Deadline, Half, Kid, LAST_RESORT, PATIENCE, ROLE, client_options, connect, engine_options,
-    fresh_name, listen, note, number, until, variable,
+    fresh_name, listen, note, number, number_or, until, variable,
 };
 use sparksched_ring::client::ClientRings;
 use sparksched_ring::engine::{EngineEvent, EngineRings};
@@ -22,8 +22,7 @@ const BLOCK_BYTES: usize = 1 << 20;
 /// Messages in each direction, all clients together, of the longest run: a million, unless
 /// `SPARKSCHED_SOAK_MESSAGES` wants more or less.
 fn num_messages() -> u64 {
-    std::env::var("SPARKSCHED_SOAK_MESSAGES")
-        .map_or(1_000_000, |_| number("SPARKSCHED_SOAK_MESSAGES"))
+    number_or("SPARKSCHED_SOAK_MESSAGES", 1_000_000)
 }
 
 /// No run takes longer.

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use common::{
     Chance, Deadline, Half, Kid, LAST_RESORT, PATIENCE, ROLE, client_options, connect,
-    engine_options, fresh_name, listen, note, number, variable,
+    engine_options, fresh_name, listen, note, number, number_or, variable,
 };
 use rustix::time::{ClockId, clock_gettime};
 use sparksched_ring::engine::{EngineEvent, EngineRings};
@@ -30,7 +30,7 @@ const MAX_SPINS: u64 = 2000;
 /// Times that each side is to be woken, in all: a hundred thousand, unless `SPARKSCHED_WAKE_UPS`
 /// wants more or less.
 fn num_wake_ups() -> u64 {
-    std::env::var("SPARKSCHED_WAKE_UPS").map_or(100_000, |_| number("SPARKSCHED_WAKE_UPS"))
+    number_or("SPARKSCHED_WAKE_UPS", 100_000)
 }
 
 fn limit() -> Duration {

@@ -383,6 +383,11 @@ pub fn number(name: &str) -> u64 {
     variable(name).parse().unwrap_or_else(|_| panic!("{name} is no number"))
 }
 
+/// A variable that sets the size of a test, or its default.
+pub fn number_or(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |_| number(name))
+}
+
 // ------------------------------------------------------------------------------------
 // What a process holds
 // ------------------------------------------------------------------------------------
