@@ -476,7 +476,7 @@ class EngineRings:
 
 @final
 class EngineSockets:
-    """An engine's PUSH sockets to clients that stay on ZMQ. All methods may be called by any thread."""
+    """PUSH sockets to clients that stay on ZMQ. All methods may be called by any thread."""
 
     def __new__(
         cls,

@@ -1,6 +1,7 @@
 """The engine's PUSH sockets, with libzmq and with worse at the other end."""
 
 import contextlib
+import functools
 import itertools
 import os
 import socket
@@ -231,8 +232,8 @@ def test_nonsense_ends_the_connection(reason: str, tmp_path: Path) -> None:
     with listening(tmp_path / "out") as listener, waiting(f"ipc://{tmp_path}/out") as it:
         with accepted(listener) as peer:
             peer.send(NONSENSE[reason])
-            until(lambda: it.sockets.is_deserted)
-        assert (0, reason) in it.events
+            until(lambda: (0, reason) in it.events)
+        assert it.sockets.is_deserted
 
 
 def test_one_peer_does_not_concern_another(tmp_path: Path) -> None:
@@ -247,8 +248,10 @@ def test_one_peer_does_not_concern_another(tmp_path: Path) -> None:
 
 def test_no_descriptors_stay(address: str) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
-    with waiting(address) as it, pulling(address):
-        until(lambda: it.events)
+    it = Waiting(address)
+    with pulling(address):
+        until(functools.partial(bool, it.events))
+    it.end()
     del it
     assert sorted(os.listdir("/proc/self/fd")) == before
 

@@ -132,7 +132,7 @@ def _transport(config: "VllmConfig") -> Finding:
             f"vLLM wouldn't start: {reason}",
             f"{environment.TRANSPORT}=shm insists on shared memory; auto would use ZMQ",
         )
-    if environment.transport() == "zmq":
+    if environment.transport() in ("zmq", "libzmq"):
         return warning(topic, f"ZMQ: {reason}", "unset it for shared memory")
     return warning(topic, f"ZMQ: {reason}", "messages cost more; all else stays as it is")
 

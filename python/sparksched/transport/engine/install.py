@@ -11,8 +11,10 @@ from vllm.logger import init_logger
 
 from sparksched import __version__, _core, environment, patching
 from sparksched.metrics import engine as metrics
-from sparksched.transport.engine.clients import EngineTransport
+from sparksched.transport.engine import launcher
+from sparksched.transport.engine.clients import RingTransport
 from sparksched.transport.engine.notices import Notice
+from sparksched.transport.engine.sockets import SocketTransport, sockets_to_clients
 from sparksched.transport.offer import (
     MAX_BACKLOG_BYTES,
     MAX_SLOW_BACKLOG_BYTES,
@@ -70,8 +72,12 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
     )
     if rings is not None:
         _share_between_threads(engine)
-        engine.sparksched_transport = EngineTransport(engine, rings)
+        engine.sparksched_transport = RingTransport(engine, rings)
         engine.sparksched_transport.start()
+    elif (sockets := sockets_to_clients(engine)) is not None:
+        engine.sparksched_transport = SocketTransport(engine, sockets)
+        engine.sparksched_transport.start()
+    launcher.watch_launcher(engine)
 
 
 def _with_offer(original: patching.Function) -> patching.Function:
@@ -88,7 +94,9 @@ def _with_offer(original: patching.Function) -> patching.Function:
 def _with_notices(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     def handle_client_request(self: "EngineCoreProc", request_type: Any, request: Any) -> None:
-        if isinstance(request_type, Notice):
+        if request_type is Notice.LAUNCHER_GONE:
+            launcher.fail(self)
+        elif isinstance(request_type, Notice):
             self.sparksched_transport.handle_notice(request_type, request)
         else:
             original(self, request_type, request)
