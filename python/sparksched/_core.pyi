@@ -505,10 +505,6 @@ class EngineSockets:
     def is_deserted(self) -> bool:
         """Whether each client has come, and has gone."""
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-
     def is_attached(self, client: int) -> bool:
         """Whether a client listens on this host, as its address says."""
 

@@ -39,8 +39,8 @@ class Waiting:
         self._thread.start()
 
     def _wait(self) -> None:
-        while not self.sockets.is_closed:
-            self.events += self.sockets.wait()
+        while events := self.sockets.wait():
+            self.events += events
 
     def send(self, *frames: bytes, regardless: bool = False) -> bool:
         return self.sockets.send(0, 0, frames, regardless=regardless)

@@ -59,11 +59,6 @@ impl PyEngineSockets {
         Ok(self.sockets.is_deserted())
     }
 
-    #[getter]
-    fn is_closed(&self) -> PyResult<bool> {
-        Ok(self.sockets.is_closed())
-    }
-
     fn wait(&self, py: Python<'_>) -> PyResult<Vec<(u32, Option<String>)>> {
         let events = py.detach(|| self.sockets.wait());
         let reason = |event| match event {

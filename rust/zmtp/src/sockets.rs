@@ -78,12 +78,6 @@ impl PushSockets {
         Vec::new()
     }
 
-    /// Whether [`Self::close`] was called.
-    #[must_use]
-    pub fn is_closed(&self) -> bool {
-        self.is_closed.load(Relaxed)
-    }
-
     /// Closes all sockets, after what waits has been sent or `linger` is over. Somebody has to be
     /// waiting in [`Self::wait`] meanwhile.
     pub fn close(&self, linger: Duration) {

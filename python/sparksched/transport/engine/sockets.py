@@ -58,8 +58,8 @@ class SocketTransport(EngineTransport):
 
     def _run(self) -> None:
         try:
-            while not self._sockets.is_closed:
-                for client, reason in self._sockets.wait():
+            while events := self._sockets.wait():
+                for client, reason in events:
                     self._note(client, reason)
         except Exception as error:
             logger.exception("sparksched: the thread of the sockets failed")
