@@ -163,6 +163,10 @@ finding-seeds: build ## look anew for the scenario that shows each planted error
 	PYTHONPATH=tests $(BIN)/python -m differential.finding < .found-seeds
 	rm .found-seeds
 
+.PHONY: vllm-rs
+vllm-rs: env ## fetch vLLM's Rust front end for its tests; without it they are skipped
+	UV="$(UV)" $(BIN)/python -m testkit.vllm_rs
+
 .PHONY: soak-engine
 soak-engine: build ## very many requests, and nothing left of them: make soak-engine [REQUESTS=288000]
 	SPARKSCHED_SOAK_REQUESTS=$(or $(REQUESTS),288000) $(BIN)/pytest -s tests/transport/test_engine_soak.py
