@@ -1,6 +1,7 @@
 """What changes in `EngineCoreProc`, of `vllm/v1/engine/core.py`, for it to offer rings."""
 
 import functools
+import os
 import threading
 import uuid
 from types import ModuleType
@@ -10,6 +11,7 @@ import vllm.envs
 from vllm.logger import init_logger
 
 from sparksched import __version__, _core, environment, patching
+from sparksched.metrics import card
 from sparksched.metrics import engine as metrics
 from sparksched.transport.engine import launcher
 from sparksched.transport.engine.clients import RingTransport
@@ -63,6 +65,8 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
     rings, offer = _offer_rings(engine, num_clients)
     offer.engine = metrics.begin(engine, rings)
     engine.sparksched_offer = offer
+    if environment.shows_metrics() and hasattr(os, "memfd_create"):
+        card.publish(engine, "zmq" if rings is None else "shm", offer.engine)
     report = offer.engine
     logger.info(
         "sparksched %s: this engine schedules with %s and offers %s",
