@@ -17,6 +17,7 @@ UV := $(shell uv --version >/dev/null 2>&1 && command -v uv || echo "$(CURDIR)/.
 # Cargo's subcommands that checks need.
 CARGO_FUZZ := $(CURDIR)/.cargo-tools/cargo-fuzz@0.13.2/bin/cargo-fuzz
 CARGO_DENY := $(CURDIR)/.cargo-tools/cargo-deny@0.20.2/bin/cargo-deny
+CARGO_MUTANTS := $(CURDIR)/.cargo-tools/cargo-mutants@27.1.0/bin/cargo-mutants
 
 # One interpreter for all of cargo's builds, so that changing between them recompiles nothing.
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
@@ -268,6 +269,15 @@ properties: rust-toolchain ## property tests on cases drawn anew each time: make
 	  $(PROPERTIES); \
 	done
 
+# Which mutants are drawn, and how many: the same for the same code, so that what survives can be compared.
+MUTANTS := 60
+MUTANTS_SEED := 28
+
+.PHONY: mutants
+mutants: env rust-toolchain $(CARGO_MUTANTS) ## change the Rust code in small ways: do tests notice? make mutants [MUTANTS=60]
+	$(BIN)/python -m tests.mutants --cargo-mutants $(CARGO_MUTANTS) \
+	  --count $(MUTANTS) --seed $(MUTANTS_SEED) $(ARGS)
+
 # What finds wrong accesses and leaks without a nightly compiler. It has no vDSO, from which rustix would
 # take the time, and is so slow that the tests do less of the same.
 VALGRIND := valgrind --quiet --error-exitcode=99 \
@@ -292,7 +302,7 @@ audit: rust-toolchain $(CARGO_DENY) ## look for known weaknesses of all crates; 
 	$(CARGO_DENY) --manifest-path rust/fuzz/Cargo.toml --config deny.toml check advisories
 
 # Pinned, not among the user's own programs, and built for a few short runs.
-$(CARGO_FUZZ) $(CARGO_DENY): | rust-toolchain
+$(CARGO_FUZZ) $(CARGO_DENY) $(CARGO_MUTANTS): | rust-toolchain
 	cargo install --locked --quiet --debug --root $(patsubst %/bin/,%,$(dir $@)) $(notdir $(patsubst %/bin/,%,$(dir $@)))
 
 .PHONY: lint

@@ -278,7 +278,7 @@ class EngineSide(Side):
     def __init__(self, connection: Connection, setup: Setup) -> None:
         super().__init__(connection, setup)
         self._engine = self._start_engine()
-        self._check_transport(hasattr(self._engine, "sparksched_transport"))
+        self._check_transport(self._rings_of_engine() is not None)
 
     def _start_engine(self) -> Any:
         """Do what the constructor of `EngineCoreProc` does about messages."""
@@ -313,9 +313,13 @@ class EngineSide(Side):
             raise RuntimeError("the engine's input thread doesn't start")
         return engine
 
+    def _rings_of_engine(self) -> Any:
+        context = getattr(self._engine, "sparksched", None)
+        return None if context is None else context.transport
+
     def close(self) -> None:
         """Say goodbye to the client; the threads end with the process, as in vLLM."""
-        transport = getattr(self._engine, "sparksched_transport", None)
+        transport = self._rings_of_engine()
         if transport is not None:
             transport.close()
 

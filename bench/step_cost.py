@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from sparksched._core import EngineMeters, StepOutputs
-from sparksched.scheduler import SparkScheduler
+from sparksched.engine.scheduler import NativeScheduler
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -114,7 +114,7 @@ class Engine:
         self.update_times: list[int] = []
         self.message_times: list[int] = []
         self._frames = _message_writer(self.scheduler)
-        if isinstance(self.scheduler, SparkScheduler) and side != UNCOUNTED:
+        if isinstance(self.scheduler, NativeScheduler) and side != UNCOUNTED:
             self.scheduler.report_to(EngineMeters(0))
 
     def request(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:
@@ -162,7 +162,7 @@ class Engine:
 
 def _message_writer(scheduler: SchedulerInterface) -> Callable[[Any], Any]:
     """Return what makes a message for a client of a step's outputs."""
-    if not isinstance(scheduler, SparkScheduler):
+    if not isinstance(scheduler, NativeScheduler):
         return MsgpackEncoder().encode
     # As in an engine that has rings: what is left to do is the end of the message.
     scheduler.encode_outputs_for(0)

@@ -124,11 +124,7 @@ def _preferring_spark_scheduler(
             return vllm_choice(self)
         from sparksched.scheduler import SparkScheduler
 
-        if environment.recorded_to() is None:
-            return SparkScheduler
-        from sparksched.trace.recording import recorded
-
-        return recorded(SparkScheduler)
+        return SparkScheduler
 
     return get_scheduler_cls
 

@@ -1,74 +1,28 @@
-"""`SparkScheduler`: vLLM's `SchedulerInterface` over the Rust core.
+"""`SparkScheduler`: the name by which vLLM is told to schedule with sparksched.
 
-The policy is in `rust/core/src/scheduler/policy.rs`; this module only translates. It mirrors the
-face of vLLM's `v1/core/sched/scheduler.py` and `async_scheduler.py`, both in one class.
+What an engine gets for it is decided here and nowhere else. A configuration that the Rust core does
+not implement gets vLLM's own scheduler; `SPARKSCHED_VERIFY` has the native one verified; and
+`SPARKSCHED_RECORD` has whichever it is recorded.
 """
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vllm import envs
-from vllm.config import KVEventsConfig, VllmConfig
-from vllm.distributed.kv_events import EventPublisherFactory
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
-from vllm.logger import init_logger
+from vllm.config import VllmConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
-from vllm.platforms import current_platform
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-)
-from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus, StreamingUpdate
-from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from sparksched import __version__, compat
-from sparksched._core import SchedulerCore
-from sparksched.compat import releases
-from sparksched.engine import hooks, sessions
-from sparksched.engine.block_observer import BlockObserver, publishes_events
-from sparksched.engine.encoder_inputs import EncoderInputs
-from sparksched.engine.extra_keys import extra_keys_writer
-from sparksched.engine.kv_transfer import KVTransfer
-from sparksched.transport.encoder import PartEncoder
-from sparksched.verify import choice
-
-if TYPE_CHECKING:
-    from sparksched._core import EngineMeters
-
-# Below vLLM's own logger, which is the one that vLLM configures.
-logger = init_logger("vllm.sparksched")
+from sparksched import compat, environment
+from sparksched.engine import hooks
+from sparksched.engine.scheduler import NativeScheduler
+from sparksched.verify.choice import unverifiable
 
 
-class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
-    """Schedules as vLLM's `Scheduler` and `AsyncScheduler` do, in Rust.
+class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
+    """Has the construction of a class give the scheduler that is chosen in its place."""
 
-    Takes their constructor's arguments and decides between synchronous and asynchronous scheduling
-    by `vllm_config.scheduler_config.async_scheduling`. For a configuration that the Rust core does
-    not implement, the constructor returns an instance of vLLM's own scheduler instead and logs why.
-
-    Not thread-safe, as vLLM's: one engine loop owns it.
-
-    Raises:
-        RuntimeError: from the constructor, for such a configuration with `SPARKSCHED_STRICT=1`;
-            after an internal error, from each method that schedules, adds or ends requests, but
-            for `finish_requests(None, ...)`.
-
-    """
-
-    def __new__(  # noqa: D102
+    def __call__(
         cls,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
@@ -80,565 +34,85 @@ class SparkScheduler(SchedulerInterface):  # type: ignore[misc]
         log_stats: bool = False,
     ) -> SchedulerInterface:
         hooks.forget_pending_scheduler()
+        arguments = {
+            "vllm_config": vllm_config,
+            "kv_cache_config": kv_cache_config,
+            "structured_output_manager": structured_output_manager,
+            "block_size": block_size,
+            "hash_block_size": hash_block_size,
+            "mm_registry": mm_registry,
+            "include_finished_set": include_finished_set,
+            "log_stats": log_stats,
+        }
+        chosen = cls.choose(vllm_config, kv_cache_config, block_size, hash_block_size)
+        scheduler = super().__call__(**arguments) if chosen is cls else chosen(**arguments)
+        if isinstance(scheduler, NativeScheduler):
+            hooks.prepare_engine(scheduler)
+        if cls is SparkScheduler and _is_recorded():
+            from sparksched.trace.recording import record
+
+            record(scheduler, **arguments)
+        return scheduler
+
+    def choose(
+        cls,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        block_size: int,
+        hash_block_size: int | None,
+    ) -> type[Any]:
+        """Return the class to build: this one, one that verifies it, or vLLM's; log why vLLM's.
+
+        Raises:
+            RuntimeError: for a configuration that isn't supported, or can't be verified as
+                `SPARKSCHED_VERIFY` asks for, with `SPARKSCHED_STRICT=1`.
+
+        """
         problem = compat.first_unsupported(
             vllm_config, kv_cache_config, block_size, hash_block_size
         )
         if problem is None:
-            return super().__new__(choice.verifying_cls(cls, vllm_config))
+            return verifying_cls(cls, vllm_config)
         compat.refuse(problem)
-        stock_cls = compat.stock_scheduler_cls(vllm_config)
-        return stock_cls(
-            vllm_config=vllm_config,
-            kv_cache_config=kv_cache_config,
-            structured_output_manager=structured_output_manager,
-            block_size=block_size,
-            hash_block_size=hash_block_size,
-            mm_registry=mm_registry,
-            include_finished_set=include_finished_set,
-            log_stats=log_stats,
-        )
+        return compat.stock_scheduler_cls(vllm_config)
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        kv_cache_config: KVCacheConfig,
-        structured_output_manager: StructuredOutputManager,
-        block_size: int,
-        hash_block_size: int | None = None,
-        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
-        include_finished_set: bool = False,
-        log_stats: bool = False,
-    ) -> None:
-        self.vllm_config = vllm_config
-        self.kv_cache_config = kv_cache_config
-        self.structured_output_manager = structured_output_manager
-        self.block_size = block_size
-        self.hash_block_size = block_size if hash_block_size is None else hash_block_size
-        self.log_stats = log_stats
-        # What vLLM's engine asks every scheduler for.
-        self.ec_connector = None
-        self.kv_cache_manager = KVCacheManagerView.of(kv_cache_config)
-        self._kv_transfer = None
-        if vllm_config.kv_transfer_config is not None:
-            self._kv_transfer = KVTransfer(vllm_config, kv_cache_config, log_stats)
 
-        self._kv_event_publisher = EventPublisherFactory.create(
-            vllm_config.kv_events_config, vllm_config.parallel_config.data_parallel_index
-        )
-        config = core_config(
-            vllm_config,
-            kv_cache_config,
-            block_size,
-            log_stats,
-            kv_transfer=None if self._kv_transfer is None else self._kv_transfer.core_config,
-        )
-        self._needs_none_hash = config["hash_algorithm"] is not None
-        self.extra_keys = (
-            extra_keys_writer(
-                config["hash_algorithm"], block_size, config["num_hash_lookahead_tokens"]
-            )
-            if self._needs_none_hash
-            else None
-        )
-        self._encoder_inputs = None
-        if vllm_config.model_config.supports_multimodal_inputs:
-            self._encoder_inputs = EncoderInputs(vllm_config, mm_registry)
-        self._meters: EngineMeters | None = None
-        self._core = SchedulerCore(
-            config,
-            # Functions that don't know this object: the core would keep it alive.
-            accept_tokens=token_acceptor(structured_output_manager),
-            validate_tokens=draft_validator(structured_output_manager),
-            next_turn=sessions.next_turn,
-            encoder_inputs=self._encoder_inputs,
-            extra_keys=self.extra_keys,
-            block_observer=self._block_observer(config),
-            kv_transfer=self._kv_transfer,
-            encode_part=PartEncoder().encode_part,
-            include_finished_set=include_finished_set,
-        )
-        if self.connector is not None:
-            self.connector.bind_kv_cache_manager(self.kv_cache_manager)
-        hooks.prepare_engine(self)
-        logger.info(
-            "sparksched %s: scheduling in Rust (%s, %s, prefix caching %s, %d KV cache groups)",
-            __version__,
-            "asynchronous" if config["async_scheduling"] else "synchronous",
-            config["policy"],
-            config["hash_algorithm"] or "off",
-            len(config["groups"]),
-        )
+class SparkScheduler(NativeScheduler, metaclass=_Choosing):
+    """Schedules as vLLM's `Scheduler` and `AsyncScheduler` do, in Rust.
 
-    def _block_observer(self, config: dict[str, Any]) -> BlockObserver | None:
-        makes_events = config["enable_kv_cache_events"] or self._kv_transfer is not None
-        if not (makes_events or config["kv_cache_metrics"]):
-            return None
-        return BlockObserver(self.vllm_config, self.kv_cache_config, self._kv_event_publisher)
-
-    # ---- the two calls of each step ----
-
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Decide what the next step computes. See `SchedulerInterface.schedule`."""
-        if self._kv_transfer is None:
-            return self._core.schedule(throttle_prefills, time.monotonic())
-        output = self._core.decide(throttle_prefills, time.monotonic())
-        # The connector sees requests as they are before the step.
-        self._kv_transfer.plan_step(output, self._core.block_ids)
-        self._core.update_after_schedule(output)
-        return output
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        """Take in what a step brought. See `SchedulerInterface.update_from_output`.
-
-        Clients that `encode_outputs_for` was called for get `StepOutputs`, the same as a message.
-
-        Raises:
-            KeyError: if the model runner has no output for a request that was scheduled.
-            OverflowError: if a sampled token id does not fit into 32 bits.
-
-        """
-        return self._core.update_from_output(scheduler_output, model_runner_output)
-
-    def encode_outputs_for(self, client_index: int) -> None:
-        """Have `update_from_output` return `StepOutputs` for a client from now on.
-
-        Args:
-            client_index: `client_index` of the requests that this is about.
-
-        """
-        self._core.encode_outputs_for(client_index)
-
-    def report_to(self, meters: "EngineMeters") -> None:
-        """Have each step's calls timed, and requests counted, for the metrics from now on."""
-        meters.time_steps(self._core)
-        self._meters = meters
-
-    def report_no_more(self) -> None:
-        """Say in the metrics that vLLM's scheduler has taken over."""
-        if self._meters is not None:
-            self._meters.end_steps()
-
-    # ---- requests ----
-
-    @property
-    def requests(self) -> dict[str, Request]:
-        """Requests that are not finished, by id. Their counters are not kept up to date."""
-        return self._core.requests
-
-    @property
-    def running(self) -> list[Request]:
-        """Requests that run, in their order: a new list."""
-        return self._core.running_requests()
-
-    @property
-    def waiting(self) -> list[Request]:
-        """Requests that wait, the next to be admitted first: a new list."""
-        return self._core.waiting_requests()
-
-    def add_request(self, request: Request) -> None:
-        """Put a request into the queue; or one that has the id of a session: continue that.
-
-        Raises:
-            ValueError: for an id that is in use, or a kind of request that is not supported; the
-                front end refuses the latter before they get here.
-
-        """
-        if self._needs_none_hash:
-            self.set_none_hash(kv_cache_utils.NONE_HASH)
-        session = self.requests.get(request.request_id)
-        if session is None or session.streaming_queue is None:
-            sessions.open_session(request)
-            self._core.add_request(request, time.monotonic())
-            if self.connector is not None:
-                self.connector.on_new_request(request)
-        else:
-            self._continue_session(session, StreamingUpdate.from_request(request))
-
-    def _continue_session(self, session: Request, update: StreamingUpdate | None) -> None:
-        """Give a session its next input, or None for its end, now or when its turn has ended."""
-        if not self._core.is_waiting_for_input(session.request_id):
-            session.streaming_queue.append(update)
-        elif update is not None:
-            self._core.continue_session(
-                session.request_id,
-                lambda request, num_kept_tokens: sessions.continue_session(
-                    request, update, num_kept_tokens
-                ),
-            )
-        else:
-            self._core.finish_requests({session.request_id}, RequestStatus.FINISHED_ABORTED)
-
-    def set_none_hash(self, none_hash: bytes) -> None:
-        """Set what stands in for the parent of each first block: vLLM's `NONE_HASH`.
-
-        vLLM decides it only after the scheduler is built, for some algorithms at random.
-        """
-        self._core.set_none_hash(none_hash)
-        self._needs_none_hash = False
-
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
-        """End requests from outside, all of them for None. Returns those that were not yet."""
-        if not RequestStatus.is_finished(finished_status):
-            raise ValueError(f"requests can't be finished with the status {finished_status}")
-        if isinstance(request_ids, str):
-            request_ids = (request_ids,)
-        elif request_ids is not None:
-            # As vLLM: the set's order decides which blocks are free first.
-            request_ids = set(request_ids)
-        return self._core.finish_requests(request_ids, finished_status)
-
-    def get_num_unfinished_requests(self) -> int:
-        """Count the requests that have work to do in the current pause state, as vLLM does.
-
-        Less than 0 if new requests are paused and sessions without input hold no blocks.
-        """
-        return self._core.num_unfinished_requests()
-
-    def has_unfinished_requests(self) -> bool:
-        """Return whether a request has work to do in the current pause state."""
-        return self._core.has_unfinished_requests()
-
-    def has_finished_requests(self) -> bool:
-        """Return whether the model runner has not been told of the end of some requests.
-
-        Or has been, but a KV connector keeps their blocks.
-        """
-        return self._core.has_finished_requests()
-
-    def has_requests(self) -> bool:
-        """Return whether there is anything for a step to do or to tell.
-
-        Raises:
-            RuntimeError: after an internal error: an engine that can't go on ends at once.
-
-        """
-        if self._core.has_requests():
-            return True
-        return self.connector is not None and bool(self.connector.has_pending_push_work())
-
-    def get_request_counts(self) -> tuple[int, int]:
-        """Count running and waiting requests."""
-        return self._core.request_counts()
-
-    def has_request(self, request_id: str) -> bool:
-        """Return whether there is one: idle sessions and those kept by a connector count."""
-        return request_id in self.requests
-
-    # ---- structured output ----
-
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Compute the bitmask for the requests of the step that a grammar restricts."""
-        if not scheduler_output.has_structured_output_requests:
-            return None
-        request_ids = self._core.structured_output_request_ids(
-            scheduler_output.num_scheduled_tokens
-        )
-        if not request_ids:
-            return None
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        bitmask = self.structured_output_manager.grammar_bitmask(self.requests, request_ids, drafts)
-        num_acceptable_drafts = [
-            len(strip_speculative_padding(drafts.get(request_id, []))) for request_id in request_ids
-        ]
-        return GrammarOutput(request_ids, bitmask, num_acceptable_drafts)
-
-    # ---- draft tokens ----
-
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take the draft tokens for the next step, as far as grammars accept them."""
-        self._core.update_draft_token_ids(draft_token_ids.req_ids, draft_token_ids.draft_token_ids)
-
-    def update_draft_token_ids_in_output(
-        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
-    ) -> None:
-        """Put draft tokens in the place of a scheduled step's placeholders.
-
-        What a request's grammar does not accept becomes -1, and is counted in
-        `scheduler_output.num_invalid_spec_tokens`.
-        """
-        scheduled = scheduler_output.scheduled_spec_decode_tokens
-        num_invalid: dict[str, int] = {}
-        for request_id, drafts in zip(
-            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=False
-        ):
-            placeholders = scheduled.get(request_id)
-            request = self.requests.get(request_id)
-            if not placeholders or request is None or request.is_finished():
-                continue
-            # A chunk of a prompt may have room for some of them only.
-            del drafts[len(placeholders) :]
-            valid = self._core.valid_drafts(request_id, drafts) or []
-            num_missing = len(placeholders) - len(valid)
-            if num_missing:
-                valid.extend([-1] * num_missing)
-                num_invalid[request_id] = num_missing
-            scheduled[request_id] = valid
-        scheduler_output.num_invalid_spec_tokens = num_invalid
-
-    # ---- the cache, pauses, statistics ----
-
-    def get_kv_cache_usage(self) -> float:
-        """Return the share of KV blocks in use, 0 to 1."""
-        return self._core.kv_cache_usage()
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        """Forget all cached prefixes; see `SchedulerInterface.reset_prefix_cache`.
-
-        Raises:
-            RuntimeError: if blocks are still held although all running requests were preempted.
-
-        """
-        if reset_running_requests:
-            self._core.preempt_running(time.monotonic())
-        is_reset = self._core.reset_prefix_cache()
-        if is_reset:
-            logger.info("The prefix cache is empty now.")
-        else:
-            num_used_blocks = self._core.num_used_blocks()
-            if reset_running_requests:
-                raise RuntimeError(
-                    f"The prefix cache can't be reset: {num_used_blocks} blocks are in use although"
-                    " no request runs. A KV connector may be filling or sending them."
-                )
-            logger.warning("The prefix cache is not reset: %d blocks are in use.", num_used_blocks)
-        if reset_connector:
-            is_reset = self.reset_connector_cache() and is_reset
-        return is_reset
-
-    def reset_connector_cache(self) -> bool:
-        """Have the KV connector, if there is one, forget what it has; return whether it did."""
-        return self._kv_transfer is None or self._kv_transfer.reset_cache()
-
-    def reset_encoder_cache(self) -> None:
-        """Forget all encoder outputs, as after an update of the weights."""
-        if self._encoder_inputs is not None:
-            self._encoder_inputs.encoder_cache_manager.reset()
-
-    @property
-    def encoder_cache_manager(self) -> EncoderCacheManager | None:
-        """The manager of the encoder's outputs; None for a model without encoder inputs."""
-        return self._encoder_inputs and self._encoder_inputs.encoder_cache_manager
-
-    @property
-    def pause_state(self) -> PauseState:
-        """Whether requests are scheduled."""
-        return PauseState(self._core.pause_state())
-
-    def set_pause_state(self, pause_state: PauseState) -> None:
-        """Stop or resume scheduling."""
-        logger.info("Scheduling is %s now.", pause_state.name.lower().replace("_", " "))
-        self._core.set_pause_state(int(pause_state))
-
-    def make_stats(self) -> SchedulerStats | None:
-        """Return the current statistics, or None if they are off; prefix cache counters restart."""
-        return self._core.make_stats()
-
-    def get_kv_event_publisher_config(self) -> KVEventsConfig | None:
-        """Return how KV cache events are published, with the ports that were chosen."""
-        return self._kv_event_publisher.get_publisher_config()
-
-    @property
-    def connector(self) -> KVConnectorBase_V1 | None:
-        """The scheduler's side of the KV connector, if there is one."""
-        return self._kv_transfer and self._kv_transfer.connector
-
-    def get_kv_connector(self) -> KVConnectorBase_V1 | None:
-        """Return the scheduler's side of the KV connector, if there is one."""
-        return self.connector
-
-    def shutdown(self) -> None:
-        """Stop publishing KV cache events, and the KV connector."""
-        self._kv_event_publisher.shutdown()
-        if self.connector is not None:
-            self.connector.shutdown()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as plain data, for tests and support.
-
-        Keys: `requests` (by id: status, counters, `block_ids` a group), `running` and `waiting`
-        (ids in order), `num_kv_holding` (how many of those that wait hold blocks: the first),
-        `free_blocks` (ids in the order of reuse), `ref_counts` (by id of blocks in use),
-        `cached_blocks` (by id: hash and group in hex, as vLLM's `BlockHashWithGroupId`).
-        Takes time and memory in proportion to the number of blocks.
-        """
-        return self._core.snapshot()
-
-
-def token_acceptor(manager: StructuredOutputManager) -> Callable[[Request, list[int]], bool]:
-    """Return a function that advances a request's grammar, or logs that it rejects the tokens."""
-
-    def accept_tokens(request: Request, token_ids: list[int]) -> bool:
-        accepted: bool = manager.accept_tokens(request, token_ids)
-        if not accepted:
-            logger.error(
-                "The grammar of request %s rejects the sampled tokens %s: ending it with an error.",
-                request.request_id,
-                token_ids,
-            )
-        return accepted
-
-    return accept_tokens
-
-
-def draft_validator(
-    manager: StructuredOutputManager,
-) -> Callable[[Request, list[int]], list[int]]:
-    """Return a function that cuts draft tokens before the first that the grammar rejects."""
-
-    def validate_tokens(request: Request, draft_token_ids: list[int]) -> list[int]:
-        valid: list[int] = manager.validate_tokens(request, draft_token_ids)
-        return valid
-
-    return validate_tokens
-
-
-def core_config(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    block_size: int,
-    log_stats: bool,
-    kv_transfer: dict[str, bool] | None = None,
-) -> dict[str, Any]:
-    """Return what the Rust core is built from; `scheduler_config()` there reads it.
-
-    `kv_transfer` says how a KV connector takes part; None without one.
+    Takes their constructor's arguments and decides between synchronous and asynchronous scheduling
+    by `vllm_config.scheduler_config.async_scheduling`. Constructing it gives an instance of vLLM's
+    own scheduler for a configuration that is not supported, and one that is verified if the
+    environment asks for that. Classes below it are chosen for in the same way, but not verified.
     """
-    scheduler_config = vllm_config.scheduler_config
-    cache_config = vllm_config.cache_config
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    max_num_scheduled_tokens = scheduler_config.max_num_scheduled_tokens
-    if max_num_scheduled_tokens is None:
-        max_num_scheduled_tokens = scheduler_config.max_num_batched_tokens
-    max_num_active_reqs = scheduler_config.max_num_active_seqs
-    if max_num_active_reqs is None:
-        max_num_active_reqs = scheduler_config.max_num_seqs
-    return {
-        "async_scheduling": bool(scheduler_config.async_scheduling),
-        "policy": scheduler_config.policy,
-        "max_num_active_reqs": max_num_active_reqs,
-        "max_num_scheduled_tokens": max_num_scheduled_tokens,
-        "max_num_batched_tokens": scheduler_config.max_num_batched_tokens,
-        "max_model_len": vllm_config.model_config.max_model_len,
-        "enable_chunked_prefill": scheduler_config.enable_chunked_prefill,
-        "long_prefill_token_threshold": scheduler_config.long_prefill_token_threshold,
-        "long_prefill_token_threshold_adaptive": (
-            scheduler_config.long_prefill_token_threshold_adaptive
-        ),
-        "reserve_full_isl": scheduler_config.scheduler_reserve_full_isl,
-        **_speculation(vllm_config),
-        "num_sampled_tokens_per_step": int(vllm_config.model_config.runner_type != "pooling"),
-        "max_loras": None if vllm_config.lora_config is None else vllm_config.lora_config.max_loras,
-        "decode_stagger": _decode_stagger(vllm_config),
-        "uses_mrope": vllm_config.model_config.uses_mrope,
-        "resume_as_new": vllm_config.use_v2_model_runner,
-        "sends_sampled_tokens": (
-            vllm_config.parallel_config.pipeline_parallel_size > 1
-            and not scheduler_config.async_scheduling
-        ),
-        **releases.behaviors(vllm_config),
-        "log_stats": log_stats,
-        "block_size": block_size,
-        "num_blocks": kv_cache_config.num_blocks,
-        "watermark_blocks": int(scheduler_config.watermark * kv_cache_config.num_blocks),
-        "groups": [_core_group(spec, vllm_config) for spec in specs],
-        "lookup_groups": _lookup_groups(specs),
-        "eagle_groups": compat.eagle_groups(vllm_config, kv_cache_config),
-        "retention_interval": kv_cache_config.prefix_cache_retention_interval,
-        "hash_algorithm": (
-            cache_config.prefix_caching_hash_algo if cache_config.enable_prefix_caching else None
-        ),
-        "num_hash_lookahead_tokens": releases.num_hash_lookahead_tokens(vllm_config),
-        "enable_kv_cache_events": publishes_events(vllm_config),
-        "kv_cache_metrics": vllm_config.observability_config.kv_cache_metrics,
-        "kv_transfer": kv_transfer,
-    }
 
 
-def _speculation(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return the settings of speculative decoding; zeros without it."""
-    config = vllm_config.speculative_config
-    by_batch_size = None
-    if config is not None and config.num_speculative_tokens_per_batch_size:
-        by_batch_size = build_dynamic_sd_schedule_lookup(
-            config.num_speculative_tokens_per_batch_size,
-            vllm_max_batch_size=vllm_config.scheduler_config.max_num_seqs,
-            vllm_num_speculative_tokens=vllm_config.num_speculative_tokens,
+def verifying_cls(cls: type[Any], vllm_config: VllmConfig) -> type[Any]:
+    """Return the class to build in the place of `SparkScheduler` or a class below it.
+
+    Raises:
+        RuntimeError: if `SPARKSCHED_STRICT=1` and what `SPARKSCHED_VERIFY` asks for can't be had.
+
+    """
+    if environment.verification() is None:
+        return cls
+    problem = unverifiable(vllm_config)
+    if cls is not SparkScheduler:
+        problem = compat.Unsupported(
+            f"--scheduler-cls {cls.__module__}.{cls.__qualname__}",
+            "what a class of one's own decides is not meant to be what vLLM's scheduler does",
         )
-    observability_config = vllm_config.observability_config
-    return {
-        "num_spec_tokens": vllm_config.num_speculative_tokens,
-        "num_lookahead_tokens": vllm_config.num_lookahead_tokens,
-        "num_prefill_lookahead_tokens": vllm_config.num_prefill_lookahead_tokens,
-        "num_draft_slots": 0 if config is None else config.max_num_new_slots_for_drafting,
-        "num_spec_tokens_by_batch_size": by_batch_size,
-        "per_request_spec_decode_metrics": observability_config.per_request_spec_decode_metrics,
-    }
+    if problem is None:
+        from sparksched.verify.scheduler import VerifyingScheduler
 
-
-def _decode_stagger(vllm_config: VllmConfig) -> int:
-    """Return the steps between two tokens of a request that Model Runner V2 wants; 0 for V1."""
-    if not vllm_config.use_v2_model_runner:
-        return 0
-    if current_platform.is_xpu() and not envs.VLLM_XPU_PP_MICROBATCH:
-        return 1
-    return int(vllm_config.parallel_config.pipeline_parallel_size)
-
-
-def _core_group(spec: KVCacheSpec, vllm_config: VllmConfig) -> tuple[str, int, int, int]:
-    """Return a group's kind, window or chunk, retained tokens, and most blocks at admission."""
-    if isinstance(spec, FullAttentionSpec):
-        return "full", 0, 0, 0
-    max_admission_blocks = spec.max_admission_blocks_per_request(
-        max_in_flight_tokens=vllm_config.max_in_flight_tokens,
-        max_model_len=vllm_config.model_config.max_model_len,
+        return VerifyingScheduler
+    compat.warn_or_raise(
+        warning=f"sparksched: running without verification: {problem.feature}: {problem.reason}",
+        error=f"sparksched can't be verified: {problem.feature}: {problem.reason}",
     )
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return "chunked", spec.attention_chunk_size, 0, max_admission_blocks
-    return "sliding", spec.sliding_window, spec.extra_retained_tokens, max_admission_blocks
+    return cls
 
 
-def _lookup_groups(specs: list[KVCacheSpec]) -> list[list[int]]:
-    """Return the ids of groups with equal specs together, full attention first."""
-    groups: list[tuple[KVCacheSpec, list[int]]] = []
-    for group_id, spec in enumerate(specs):
-        ids = next((ids for known, ids in groups if known == spec), None)
-        if ids is None:
-            groups.append((spec, [group_id]))
-        else:
-            ids.append(group_id)
-    groups.sort(key=lambda group: not isinstance(group[0], FullAttentionSpec))
-    return [ids for _, ids in groups]
-
-
-@dataclass(frozen=True)
-class SingleTypeManagerView:
-    """What vLLM's engine reads of a group's KV cache manager."""
-
-    block_size: int
-    kv_cache_spec: KVCacheSpec
-
-
-@dataclass(frozen=True)
-class KVCacheManagerView:
-    """What vLLM's engine reads of a KV cache manager: `coordinator.single_type_managers`."""
-
-    single_type_managers: tuple[SingleTypeManagerView, ...]
-    block_pool = None
-    """KV connectors are handed this; those that would use it get vLLM's own scheduler."""
-
-    @classmethod
-    def of(cls, kv_cache_config: KVCacheConfig) -> "KVCacheManagerView":
-        """Build the view of a configuration's groups."""
-        specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
-        return cls(tuple(SingleTypeManagerView(spec.block_size, spec) for spec in specs))
-
-    @property
-    def coordinator(self) -> "KVCacheManagerView":
-        """The manager itself: one object answers for both of vLLM's."""
-        return self
+def _is_recorded() -> bool:
+    """Whether what the plugin has selected is to be recorded: `--scheduler-cls` alone isn't."""
+    return environment.is_selected() and environment.recorded_to() is not None

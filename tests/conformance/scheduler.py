@@ -59,16 +59,17 @@ class _WithFunctionsOfVllm(type(SparkScheduler)):  # type: ignore[misc]
             raise AttributeError(name)
         return getattr(names.Scheduler, name)
 
+    def choose(cls, vllm_config: Any, *args: Any) -> type[Any]:
+        with names.bound_to_vllms_own(), cls._mode_of(vllm_config):
+            chosen: type[Any] = super().choose(vllm_config, *args)
+            return chosen
+
 
 class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
     """Stands in the place of vLLM's `Scheduler`; falls back as `SparkScheduler` does."""
 
     stock_class = names.Scheduler
     async_scheduling = False
-
-    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        with names.bound_to_vllms_own(), cls._mode_of(vllm_config):
-            return super().__new__(cls, vllm_config, *args, **kwargs)
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         CENSUS.num_native += 1

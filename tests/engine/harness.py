@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import vllm.envs
 from sparksched import patching, plugin
-from sparksched.scheduler import SparkScheduler
+from sparksched.engine.scheduler import NativeScheduler
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -277,6 +277,6 @@ def _assert_equal_sequences(native: Sequence[Any], stock: Sequence[Any]) -> None
 
 def _run_one(choice: Choice, scenario: Scenario, model_directory: Path, **settings: Any) -> Record:
     with running_engine(choice, model_directory, **settings) as engine:
-        assert isinstance(engine.core.scheduler, SparkScheduler) == (choice is Choice.PLUGIN)
+        assert isinstance(engine.core.scheduler, NativeScheduler) == (choice is Choice.PLUGIN)
         scenario(engine)
     return engine.record

@@ -320,7 +320,7 @@ def unfinished_requests(self: EngineCoreProc) -> list[tuple[str, int]]:
 
 def ring_name(self: EngineCoreProc) -> str:
     """Return the name under which the engine waits for clients: a utility method for tests."""
-    name: str = self.sparksched_offer.name
+    name: str = self.sparksched.offer.name
     return name
 
 

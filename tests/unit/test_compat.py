@@ -20,7 +20,6 @@ import pytest
 from sparksched import compat
 from sparksched.compat import Unsupported, configuration, known_shapes, releases, shapes
 from sparksched.compat import kv_cache as kv_cache_rules
-from sparksched.front_end import output_processor
 
 pytestmark = pytest.mark.release
 
@@ -135,7 +134,7 @@ def test_shapes_are_those_of_the_release(monkeypatch: pytest.MonkeyPatch) -> Non
     fields = {}
     for release in releases.SUPPORTED:
         monkeypatch.setattr("vllm.version.__version__", release)
-        fields[release] = list(compat.known_shape(name, known_shapes.STRUCTURES[name]))
+        fields[release] = list(shapes.known_shape(name, known_shapes.STRUCTURES[name]))
     added = ["encoder_input_updates", "skip_drafts"]
     assert [it for it in fields["0.33.0"] if it not in added] == fields["0.32.0"]
     # `SchedulerOutput` is built by position.
@@ -145,7 +144,7 @@ def test_shapes_are_those_of_the_release(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_all_that_a_release_has_added_stands_behind_something_known() -> None:
     tables = dict(collections.ChainMap(*(dict(table) for _, table, _ in shapes.SHAPE_TABLES)))
-    tables["vllm.v1.metrics.stats.IterationStats"] = output_processor._ITERATION_STATS.split()
+    tables |= known_shapes.FRONT_END
     for additions in known_shapes.ADDED.values():
         for qualified_name, added in additions.items():
             assert {it.behind for it in added} <= set(tables[qualified_name]), qualified_name

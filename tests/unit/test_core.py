@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from sparksched import scheduler
 from sparksched._core import NativeBlockHasher, SchedulerCore, read_prompt
+from sparksched.engine import config as engine_config
 from sparksched.engine import hooks, sessions
 from unit.bare_core import (
     BLOCK_SIZE,
@@ -73,7 +73,7 @@ def test_config_has_the_keys_that_an_engine_gives(name: str) -> None:
     configuration = draw_configuration(name, 0)
     with vllm_environment(configuration):
         world = build_world(configuration)
-        config = scheduler.core_config(
+        config = engine_config.core_config(
             world.vllm_config, world.kv_cache_config, world.scheduler_block_size, log_stats=True
         )
     assert config.keys() == core_config().keys()

@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,8 @@ def test_the_two_processes_share_only_the_way_between_them(
     for name, source in sources.items():
         for module in imported(name, source):
             assert not any(is_within(module, it) for it in forbidden), f"{name} imports {module}"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = {name: imported(name, source) for name, source in modules().items() if name}
+    TopologicalSorter(graph).prepare()

@@ -8,9 +8,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from sparksched import cli, environment
+from sparksched import cli, compat, environment
+from sparksched import scheduler as spark_scheduler
 from sparksched.scheduler import SparkScheduler
-from sparksched.verify import choice, command, copies, report
+from sparksched.verify import command, copies, report
 from sparksched.verify.compare import first_difference
 from sparksched.verify.scheduler import VerifyingScheduler
 from sparksched.verify.shadow import Shadow
@@ -45,7 +46,7 @@ def warnings() -> Iterator[list[str]]:
             raise RuntimeError(error)
         messages.append(warning)
 
-    with mock.patch.object(choice.compat, "warn_or_raise", warn_or_raise):
+    with mock.patch.object(compat, "warn_or_raise", warn_or_raise):
         yield messages
 
 
@@ -85,13 +86,12 @@ def test_wrong_values(value: str) -> None:
 
 
 def test_nothing_is_verified_unasked() -> None:
-    assert choice.verifying_cls(SparkScheduler, CONNECTOR_CONFIG) is SparkScheduler
+    assert spark_scheduler.verifying_cls(SparkScheduler, CONNECTOR_CONFIG) is SparkScheduler
 
 
 def test_verified() -> None:
     os.environ["SPARKSCHED_VERIFY"] = "1"
-    for cls in (SparkScheduler, VerifyingScheduler):
-        assert choice.verifying_cls(cls, PLAIN_CONFIG) is VerifyingScheduler
+    assert spark_scheduler.verifying_cls(SparkScheduler, PLAIN_CONFIG) is VerifyingScheduler
 
 
 class SchedulerOfOnesOwn(SparkScheduler):
@@ -107,13 +107,13 @@ class SchedulerOfOnesOwn(SparkScheduler):
 )
 def test_refused_by_name(cls: type[Any], config: Any, name: str, warnings: list[str]) -> None:
     os.environ["SPARKSCHED_VERIFY"] = "stop"
-    assert choice.verifying_cls(cls, config) is cls
+    assert spark_scheduler.verifying_cls(cls, config) is cls
     (warning,) = warnings
     assert warning.startswith("sparksched: running without verification: ")
     assert name in warning
     os.environ["SPARKSCHED_STRICT"] = "1"
     with pytest.raises(RuntimeError, match=f"can't be verified: .*{name}"):
-        choice.verifying_cls(cls, config)
+        spark_scheduler.verifying_cls(cls, config)
 
 
 # ----------------------------------------------------------------------------------------

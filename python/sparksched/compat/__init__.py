@@ -15,7 +15,7 @@ from sparksched.compat import releases
 from sparksched.compat.configuration import DIFFUSION, unsupported_config
 from sparksched.compat.kv_cache import eagle_groups, room_for_extra_keys, unsupported_kv_cache
 from sparksched.compat.rule import Unsupported
-from sparksched.compat.shapes import known_shape, resolve, unsupported_shapes
+from sparksched.compat.shapes import known_names, resolve, unsupported_shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,7 +26,7 @@ __all__ = [
     "Unsupported",
     "eagle_groups",
     "first_unsupported",
-    "known_shape",
+    "known_names",
     "note_refusal",
     "refuse",
     "refused",

@@ -345,6 +345,59 @@ ABSTRACT_METHODS: Final[Mapping[str, Shape]] = {
     ),
 }
 
+FRONT_END: Final[Mapping[str, Shape]] = {
+    "vllm.v1.engine.output_processor.RequestState": _any(
+        """
+        request_id external_req_id parent_req request_index lora_request lora_name output_kind
+        prompt prompt_token_ids prompt_embeds prompt_len logprobs_processor detokenizer
+        max_tokens_param top_p n temperature is_prefilling queue num_cached_tokens
+        num_cache_creation_tokens remote_prefill_cached_tokens spec_decode_metrics stats
+        routed_experts_chunks sampling_mask_chunks weight_version_starts stream_interval
+        sent_tokens_offset streaming_input input_chunk_queue
+        """
+    ),
+    "vllm.v1.engine.logprobs.LogprobsProcessor": _any(
+        """
+        tokenizer logprobs prompt_logprobs cumulative_logprob num_logprobs num_prompt_logprobs
+        prompt_token_id_logprobs
+        """
+    ),
+    "vllm.v1.metrics.stats.RequestStateStats": _any(
+        """
+        num_generation_tokens num_preemptions arrival_time queued_ts scheduled_ts first_token_ts
+        last_token_ts first_token_latency is_corrupted is_watermarked is_watermark_skipped
+        """
+    ),
+    "vllm.v1.metrics.stats.IterationStats": _any(
+        """
+        iteration_timestamp num_generation_tokens prompt_token_stats num_preempted_reqs
+        finished_requests max_num_generation_tokens_iter n_params_iter time_to_first_tokens_iter
+        inter_token_latencies_iter num_corrupted_reqs num_watermarked_reqs
+        num_watermark_skipped_reqs num_not_watermarked_reqs
+        """
+    ),
+    "vllm.outputs.CompletionOutput": _any(
+        """
+        index text token_ids cumulative_logprob logprobs routed_experts finish_reason stop_reason
+        lora_request sampling_mask spec_decode_metrics weight_versions
+        """
+    ),
+    "vllm.outputs.RequestOutput": _any(
+        """
+        request_id prompt prompt_token_ids prompt_logprobs outputs finished metrics lora_request
+        encoder_prompt encoder_prompt_token_ids num_cached_tokens num_cache_creation_tokens
+        prompt_token_id_logprobs kv_transfer_params ec_transfer_params kwargs
+        """
+    ),
+    "vllm.v1.engine.output_processor.RequestOutputCollector": _any(
+        """
+        aggregate request_id output ready _input_stream_task
+        """
+    ),
+}
+"""What only the API server's output processing relies on, attributes or parameters: where one is
+not as known, outputs are processed by vLLM's code, whoever schedules."""
+
 
 @dataclass(frozen=True, slots=True)
 class Added:
@@ -357,7 +410,7 @@ class Added:
 _DRAFT_FLAG: Final = Added("block_stride_alignment", _any("is_draft"))
 _TOP_K_BUFFER: Final = Added("cache_dtype_str", _any("topk_buffer_width"))
 
-# By release and structure, those of `output_processor` among them. None has taken anything away
+# By release and structure. None has taken anything away
 # or changed an order so far.
 ADDED: Final[Mapping[str, Mapping[str, tuple[Added, ...]]]] = {
     "0.33.0": {

@@ -13,6 +13,7 @@ from sparksched.compat.known_shapes import (
     ANY,
     CONSTRUCTORS,
     ENUMS,
+    FRONT_END,
     FUNCTIONS,
     REQUIRED,
     STRUCTURES,
@@ -34,6 +35,12 @@ def known_shape(qualified_name: str, shape: Shape) -> Shape:
             for added in additions.get(qualified_name, ()):
                 shape = _with_added(shape, added)
     return shape
+
+
+def known_names(qualified_name: str) -> tuple[str, ...]:
+    """Return the names in the shape of a structure that the front end relies on."""
+    known = {**STRUCTURES, **FRONT_END}[qualified_name]
+    return tuple(known_shape(qualified_name, known))
 
 
 def _with_added(shape: Shape, added: Added) -> Shape:

@@ -4,6 +4,9 @@ Two functions of `vllm.v1.engine.core` are replaced, and only in a process that 
 scheduler: the factory of the function that hashes prompts, and the step that turns an arriving
 message into a `Request`, which is the last place where a request can be refused without harm to
 others.
+
+The engine asks the factory within its constructor, and tells it neither whose hasher this will be
+nor which scheduler it has built a moment ago. So that is kept for the thread until it asks.
 """
 
 import functools
@@ -11,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
@@ -19,11 +22,10 @@ from vllm.v1.request import Request
 
 from sparksched import patching
 from sparksched._core import NativeBlockHasher, read_prompt
+from sparksched.engine.context import context_of
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.request_errors import UnsupportedRequestError
-
-if TYPE_CHECKING:
-    from sparksched.scheduler import SparkScheduler
+from sparksched.engine.scheduler import NativeScheduler
 
 BlockHasher = Callable[[Request], list[bytes]]
 
@@ -33,7 +35,7 @@ _ENGINE_MODULE = "vllm.v1.engine.core"
 class _Pending(threading.local):
     """The scheduler whose engine is being built in this thread, and has not asked for a hasher."""
 
-    scheduler: "weakref.ref[SparkScheduler] | None" = None
+    scheduler: "weakref.ref[NativeScheduler] | None" = None
 
 
 _pending = _Pending()
@@ -66,8 +68,8 @@ def forget_pending_scheduler() -> None:
     _pending.scheduler = None
 
 
-def prepare_engine(scheduler: "SparkScheduler") -> None:
-    """Replace the two functions, if an engine is what is building this scheduler."""
+def prepare_engine(scheduler: NativeScheduler) -> None:
+    """Replace the two functions, if an engine is what has had this scheduler built."""
     engine = sys.modules.get(_ENGINE_MODULE)
     if engine is None:
         return
@@ -101,15 +103,14 @@ def _preferring_native_hasher(original: patching.Function) -> patching.Function:
 def _refusing_unsupported_requests(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     def preprocess_add_request(self: Any, request: Any) -> Any:
-        from sparksched.scheduler import SparkScheduler
-
         # The front end has refused it already, unless it runs without the plugin. An error here
         # ends this request alone; one from the scheduler would end the engine.
-        if not isinstance(self.scheduler, SparkScheduler):
+        scheduler = context_of(self).scheduler
+        if scheduler is None:
             return original(self, request)
-        refuse_unsupported_request(request, self.scheduler.encoder_cache_manager is not None)
+        refuse_unsupported_request(request, scheduler.encoder_cache_manager is not None)
         preprocessed = original(self, request)
-        read_prompt(preprocessed[0], extra_keys=self.scheduler.extra_keys)
+        read_prompt(preprocessed[0], extra_keys=scheduler.extra_keys)
         return preprocessed
 
     return preprocess_add_request

@@ -336,9 +336,8 @@ def _first_difference(module: ModuleType) -> str | None:
             code = getattr(getattr(owner, name), "__code__", None)
             if code is None or not code.co_filename.startswith(vllm_folder):
                 return f"{owner.__name__}.{name} is not vLLM's own"
-    for class_name, known, found in _shapes(module):
-        shape = compat.known_shape(class_name, dict.fromkeys(known.split()))
-        if found != tuple(shape):
+    for class_name, found in _shapes(module):
+        if found != compat.known_names(class_name):
             return f"{class_name.rpartition('.')[2]} is not as sparksched knows it"
     return None
 
@@ -354,72 +353,21 @@ def _functions_bypassed(module: ModuleType) -> Iterator[tuple[type[Any], str]]:
     yield ParentRequest, "get_outputs"
 
 
-def _shapes(module: ModuleType) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield classes by name, with their known and their real attributes or parameters.
-
-    Known are those of vLLM 0.32.0. What later releases have added is in `compat`, by the full names
-    of the classes.
-    """
+def _shapes(module: ModuleType) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield classes by their full names, with their real attributes or parameters."""
     parameters = inspect.signature(module.RequestState).parameters.values()
     required = [it.name for it in parameters if it.default is it.empty]
     state = module.RequestState(**{**dict.fromkeys(required), "prompt_token_ids": []})
     collector = module.RequestOutputCollector(_DELTA, "")
-    yield "vllm.v1.engine.EngineCoreOutput", _ENGINE_CORE_OUTPUT, EngineCoreOutput.__struct_fields__
-    yield "RequestState", _REQUEST_STATE, tuple(vars(state))
-    yield "LogprobsProcessor", _LOGPROBS_PROCESSOR, _parameters_of(LogprobsProcessor)
-    yield "RequestStateStats", _REQUEST_STATE_STATS, _parameters_of(RequestStateStats)
-    yield "vllm.v1.metrics.stats.IterationStats", _ITERATION_STATS, tuple(vars(IterationStats()))
-    yield "CompletionOutput", _COMPLETION_OUTPUT, _parameters_of(CompletionOutput)
-    yield "RequestOutput", _REQUEST_OUTPUT, _parameters_of(RequestOutput)
-    yield "RequestOutputCollector", _REQUEST_OUTPUT_COLLECTOR, tuple(vars(collector))
+    yield "vllm.v1.engine.EngineCoreOutput", EngineCoreOutput.__struct_fields__
+    yield "vllm.v1.engine.output_processor.RequestState", tuple(vars(state))
+    yield "vllm.v1.engine.logprobs.LogprobsProcessor", _parameters_of(LogprobsProcessor)
+    yield "vllm.v1.metrics.stats.RequestStateStats", _parameters_of(RequestStateStats)
+    yield "vllm.v1.metrics.stats.IterationStats", tuple(vars(IterationStats()))
+    yield "vllm.outputs.CompletionOutput", _parameters_of(CompletionOutput)
+    yield "vllm.outputs.RequestOutput", _parameters_of(RequestOutput)
+    yield "vllm.v1.engine.output_processor.RequestOutputCollector", tuple(vars(collector))
 
 
 def _parameters_of(cls: type[Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(cls).parameters)
-
-
-_ENGINE_CORE_OUTPUT: Final = """
-    request_id new_token_ids new_logprobs new_prompt_logprobs_tensors pooling_output finish_reason
-    stop_reason events kv_transfer_params ec_transfer_params trace_headers prefill_stats
-    routed_experts num_nans_in_logits mm_cache_miss_hashes new_sampling_mask spec_decode_metrics
-    prompt_token_id_logprobs
-"""
-
-_REQUEST_STATE: Final = """
-    request_id external_req_id parent_req request_index lora_request lora_name output_kind prompt
-    prompt_token_ids prompt_embeds prompt_len logprobs_processor detokenizer max_tokens_param top_p
-    n temperature is_prefilling queue num_cached_tokens num_cache_creation_tokens
-    remote_prefill_cached_tokens spec_decode_metrics stats routed_experts_chunks
-    sampling_mask_chunks weight_version_starts stream_interval sent_tokens_offset streaming_input
-    input_chunk_queue
-"""
-
-_LOGPROBS_PROCESSOR: Final = """
-    tokenizer logprobs prompt_logprobs cumulative_logprob num_logprobs num_prompt_logprobs
-    prompt_token_id_logprobs
-"""
-
-_REQUEST_STATE_STATS: Final = """
-    num_generation_tokens num_preemptions arrival_time queued_ts scheduled_ts first_token_ts
-    last_token_ts first_token_latency is_corrupted is_watermarked is_watermark_skipped
-"""
-
-_ITERATION_STATS: Final = """
-    iteration_timestamp num_generation_tokens prompt_token_stats num_preempted_reqs
-    finished_requests max_num_generation_tokens_iter n_params_iter time_to_first_tokens_iter
-    inter_token_latencies_iter num_corrupted_reqs num_watermarked_reqs num_watermark_skipped_reqs
-    num_not_watermarked_reqs
-"""
-
-_COMPLETION_OUTPUT: Final = """
-    index text token_ids cumulative_logprob logprobs routed_experts finish_reason stop_reason
-    lora_request sampling_mask spec_decode_metrics weight_versions
-"""
-
-_REQUEST_OUTPUT: Final = """
-    request_id prompt prompt_token_ids prompt_logprobs outputs finished metrics lora_request
-    encoder_prompt encoder_prompt_token_ids num_cached_tokens num_cache_creation_tokens
-    prompt_token_id_logprobs kv_transfer_params ec_transfer_params kwargs
-"""
-
-_REQUEST_OUTPUT_COLLECTOR: Final = "aggregate request_id output ready _input_stream_task"

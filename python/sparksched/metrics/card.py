@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, BinaryIO, Final, Literal
 
 import msgspec
 
@@ -44,8 +44,8 @@ class EngineCard(msgspec.Struct):
 
 def publish(
     engine: "EngineCoreProc", transport: Literal["shm", "zmq"], report: EngineReport
-) -> None:
-    """Make the card of an engine, which is there as long as the engine."""
+) -> BinaryIO:
+    """Make the card of an engine, which is there as long as what this returns is open."""
     from vllm.version import __version__ as vllm_version
 
     card = EngineCard(
@@ -59,10 +59,11 @@ def publish(
         report=report,
     )
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    engine.sparksched_card = os.fdopen(fd, "wb", buffering=0)
-    engine.sparksched_card.write(msgspec.msgpack.encode(card))
+    file = os.fdopen(fd, "wb", buffering=0)
+    file.write(msgspec.msgpack.encode(card))
     seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return file
 
 
 def find() -> list[EngineCard]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from sparksched import __version__, _core, compat, environment
-from sparksched.scheduler import SparkScheduler
+from sparksched.engine.context import context_of
 from sparksched.transport.offer import EngineReport, MetersOffer, pid_namespace
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ logger = init_logger("vllm.sparksched")
 
 def begin(engine: "EngineCoreProc", rings: "_core.EngineRings | None") -> EngineReport:
     """Have the scheduler and the rings of an engine count; return what to tell API servers."""
-    is_native = isinstance(engine.scheduler, SparkScheduler)
+    is_native = context_of(engine).scheduler is not None
     refused = None if is_native else compat.refused()
     return EngineReport(
         scheduler="sparksched" if is_native else "vllm",
@@ -39,9 +39,10 @@ def _begin_counting(
     except ConnectionError as error:
         logger.warning("sparksched: there will be no metrics of this engine: %s", error)
         return None
-    engine.sparksched_meters = meters  # its descriptor is open as long as this lives
-    if isinstance(engine.scheduler, SparkScheduler):
-        engine.scheduler.report_to(meters)
+    context = context_of(engine)
+    context.meters = meters
+    if context.scheduler is not None:
+        context.scheduler.report_to(meters)
     if rings is not None:
         rings.report_to(meters)
     return MetersOffer(

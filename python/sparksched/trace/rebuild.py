@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from sparksched import compat
-from sparksched.scheduler import SparkScheduler
+from sparksched.engine.scheduler import NativeScheduler
 from sparksched.trace.errors import TraceError
 from sparksched.trace.events import Arrive, Group, Settings, Speculation
 from sparksched.trace.history import History
@@ -114,20 +114,26 @@ def _build_player(name: str, settings: Settings) -> Player:
     vllm_config = _vllm_config(settings)
     if settings.enable_prefix_caching:
         init_none_hash(get_hash_fn_by_name(settings.hash_algorithm))
-    scheduler_cls: type[Any] = SparkScheduler
+    kv_cache_config = _kv_cache_config(settings)
+    scheduler_cls: type[Any] = NativeScheduler
     if name == STOCK:
         scheduler_cls = compat.stock_scheduler_cls(vllm_config)
+    elif problem := compat.first_unsupported(
+        vllm_config, kv_cache_config, settings.block_size, settings.hash_block_size
+    ):
+        raise TraceError(
+            f"sparksched doesn't schedule this configuration: {problem.feature} is not supported: "
+            f"{problem.reason}; replay it by vllm alone"
+        )
     grammars = Grammars()
     scheduler = scheduler_cls(
         vllm_config=vllm_config,
-        kv_cache_config=_kv_cache_config(settings),
+        kv_cache_config=kv_cache_config,
         structured_output_manager=grammars,
         block_size=settings.block_size,
         hash_block_size=settings.hash_block_size,
         log_stats=True,
     )
-    if not isinstance(scheduler, scheduler_cls):
-        raise TraceError("sparksched doesn't schedule this configuration; replay it by vllm alone")
     return Player(name, scheduler, grammars)
 
 

@@ -28,18 +28,6 @@ PROCESS_ID: Final = "%p"
 Call = Callable[..., Any]
 
 
-def recorded(scheduler_cls: type[Any]) -> type[Any]:
-    """Return a class whose construction gives a scheduler of another class, and records it."""
-
-    def build(_cls: type[Any], *arguments: Any, **settings: Any) -> Any:
-        scheduler = scheduler_cls(*arguments, **settings)
-        record(scheduler, **settings)
-        return scheduler
-
-    # What isn't an instance of the class is not initialised once more.
-    return type(f"Recorded{scheduler_cls.__name__}", (scheduler_cls,), {"__new__": build})
-
-
 def record(
     scheduler: Any,
     vllm_config: Any,

@@ -23,7 +23,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from sparksched import environment
 from sparksched.engine.block_observer import BlockObserver
-from sparksched.scheduler import SparkScheduler
+from sparksched.engine.scheduler import NativeScheduler
 from sparksched.verify import report
 from sparksched.verify.compare import Difference, first_difference
 from sparksched.verify.copies import copy_of_runner_output
@@ -49,8 +49,8 @@ def _difference_of_ended(
     return first_difference(ids_and_clients(reference), ids_and_clients(candidate), path)
 
 
-class VerifyingScheduler(SparkScheduler):
-    """Schedules as `SparkScheduler`, and has vLLM's own scheduler check each step.
+class VerifyingScheduler(NativeScheduler):
+    """Schedules as `NativeScheduler`, and has vLLM's own scheduler check each step.
 
     `SPARKSCHED_VERIFY` says who goes on after the first difference. Nothing is compared after it,
     nor after an error of verification itself: then ours goes on.
@@ -112,7 +112,7 @@ class VerifyingScheduler(SparkScheduler):
     # ---- the two calls of each step ----
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Decide what the next step computes. See `SparkScheduler.schedule`."""
+        """Decide what the next step computes. See `NativeScheduler.schedule`."""
         self._num_steps += 1
         ours = self._recorded("schedule", super().schedule)
         return self._both(
@@ -125,7 +125,7 @@ class VerifyingScheduler(SparkScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take in what a step brought. See `SparkScheduler.update_from_output`.
+        """Take in what a step brought. See `NativeScheduler.update_from_output`.
 
         Once vLLM's scheduler decides, all clients get `EngineCoreOutputs`.
         """
@@ -164,7 +164,7 @@ class VerifyingScheduler(SparkScheduler):
         return [*self._vllm.kv_holding_waiting, *self._vllm.waiting]
 
     def add_request(self, request: Request) -> None:
-        """Put a request into the queue. See `SparkScheduler.add_request`."""
+        """Put a request into the queue. See `NativeScheduler.add_request`."""
         # Before ours has changed anything of it. A copy that fails ends the recording: what is
         # recorded is asked for after it.
         twin = self._copied(lambda shadow: shadow.copy_of_request(request))
@@ -186,7 +186,7 @@ class VerifyingScheduler(SparkScheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """End requests from outside. See `SparkScheduler.finish_requests`."""
+        """End requests from outside. See `NativeScheduler.finish_requests`."""
         ours = self._recorded("finish_requests", super().finish_requests)
         # Both go through the ids. A set has to stay the one that it is: its order counts.
         ids = request_ids
@@ -274,7 +274,7 @@ class VerifyingScheduler(SparkScheduler):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget all cached prefixes. See `SparkScheduler.reset_prefix_cache`."""
+        """Forget all cached prefixes. See `NativeScheduler.reset_prefix_cache`."""
         ours = self._recorded("reset_prefix_cache", super().reset_prefix_cache)
         return self._both(
             "reset_prefix_cache()",

@@ -1,4 +1,4 @@
-//! The dictionary that `sparksched.scheduler.core_config` makes of vLLM's configuration.
+//! The dictionary that `sparksched.engine.config.core_config` makes of vLLM's configuration.
 
 use pyo3::exceptions::{PyKeyError, PyValueError};
 use pyo3::prelude::*;

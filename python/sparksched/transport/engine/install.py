@@ -11,6 +11,7 @@ import vllm.envs
 from vllm.logger import init_logger
 
 from sparksched import __version__, _core, environment, patching
+from sparksched.engine.context import context_of
 from sparksched.metrics import card
 from sparksched.metrics import engine as metrics
 from sparksched.transport.engine import launcher
@@ -64,9 +65,10 @@ def _with_rings(original: patching.Function) -> patching.Function:
 def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
     rings, offer = _offer_rings(engine, num_clients)
     offer.engine = metrics.begin(engine, rings)
-    engine.sparksched_offer = offer
+    context = context_of(engine)
+    context.offer = offer
     if environment.shows_metrics() and hasattr(os, "memfd_create"):
-        card.publish(engine, "zmq" if rings is None else "shm", offer.engine)
+        context.card = card.publish(engine, "zmq" if rings is None else "shm", offer.engine)
     report = offer.engine
     logger.info(
         "sparksched %s: this engine schedules with %s and offers %s",
@@ -76,11 +78,11 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
     )
     if rings is not None:
         _share_between_threads(engine)
-        engine.sparksched_transport = RingTransport(engine, rings)
-        engine.sparksched_transport.start()
+        context.transport = RingTransport(engine, rings)
+        context.transport.start()
     elif (sockets := sockets_to_clients(engine)) is not None:
-        engine.sparksched_transport = SocketTransport(engine, sockets)
-        engine.sparksched_transport.start()
+        context.transport = SocketTransport(engine, sockets)
+        context.transport.start()
     launcher.watch_launcher(engine)
 
 
@@ -90,7 +92,9 @@ def _with_offer(original: patching.Function) -> patching.Function:
         response = original(self)
         if vllm.envs.VLLM_USE_RUST_FRONTEND:
             return response  # vLLM's Rust front end would have to know the field
-        return with_offer(response, self.sparksched_offer)
+        offer = context_of(self).offer
+        assert offer is not None, "the input thread makes it before it says that it is ready"
+        return with_offer(response, offer)
 
     return make_ready_response
 
@@ -101,7 +105,9 @@ def _with_notices(original: patching.Function) -> patching.Function:
         if request_type is Notice.LAUNCHER_GONE:
             launcher.fail(self)
         elif isinstance(request_type, Notice):
-            self.sparksched_transport.handle_notice(request_type, request)
+            transport = context_of(self).transport
+            assert transport is not None, "notices are of clients"
+            transport.handle_notice(request_type, request)
         else:
             original(self, request_type, request)
 
@@ -114,9 +120,10 @@ def _closing_rings(original: patching.Function) -> patching.Function:
         try:
             original(self)
         finally:
-            transport = getattr(self, "sparksched_transport", None)
-            if transport is not None:
-                transport.close()
+            # An engine may be shut down that hasn't come so far as to have a scheduler.
+            context = getattr(self, "sparksched", None)
+            if context is not None and context.transport is not None:
+                context.transport.close()
 
     return shutdown
 

@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from sparksched import _core, compat
-from sparksched.scheduler import SparkScheduler
+from sparksched.engine.context import context_of
 from sparksched.transport.encoder import difference_from_vllm, request_ids_in
 from sparksched.transport.engine.notices import Notice
 from sparksched.transport.offer import ENGINE_DEAD, OUTPUTS
@@ -189,7 +189,7 @@ class EngineOutput:
 
 def _encodes_in_rust(engine: "EngineCoreProc") -> bool:
     """Return whether the scheduler can write outputs itself."""
-    if not isinstance(engine.scheduler, SparkScheduler):
+    if context_of(engine).scheduler is None:
         return False
     difference = difference_from_vllm()
     if difference is None:

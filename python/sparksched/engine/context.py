@@ -1,0 +1,43 @@
+"""What sparksched keeps of one engine: it hangs from the engine, as `engine.sparksched`.
+
+vLLM loads plugins within the constructor of its engine, so that one comes too late to be replaced,
+and doesn't tell the scheduler or the hasher whose they are. The context is therefore made when a
+function of ours first has the engine as an argument, which is after its construction. What has to
+get from the scheduler to the hasher before that, goes through the thread: see `hooks`.
+"""
+
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from sparksched.engine.scheduler import NativeScheduler
+
+if TYPE_CHECKING:
+    from sparksched import _core
+    from sparksched.transport.engine.clients import EngineTransport
+    from sparksched.transport.offer import Offer
+
+_ATTRIBUTE = "sparksched"
+
+
+class EngineContext:
+    """What functions that are replaced in an engine share."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler if isinstance(scheduler, NativeScheduler) else None
+        """The engine's scheduler, if it is native or verified; None if it is vLLM's own."""
+        self.offer: Offer | None = None
+        """What the engine tells its clients; None until its input thread starts."""
+        self.transport: EngineTransport | None = None
+        """Its links to clients; None if vLLM's sockets are all that it has."""
+        self.card: BinaryIO | None = None
+        """What its metrics are found by, as long as this is open."""
+        self.meters: _core.EngineMeters | None = None
+        """Its page of counters, whose descriptor is open as long as this lives."""
+
+
+def context_of(engine: Any) -> EngineContext:
+    """Return the context of an `EngineCore`; make it if there is none."""
+    context: EngineContext | None = getattr(engine, _ATTRIBUTE, None)
+    if context is None:
+        # Two input threads may be first at once: the one that comes later gets the other's.
+        context = vars(engine).setdefault(_ATTRIBUTE, EngineContext(engine.scheduler))
+    return context

@@ -1,0 +1,457 @@
+"""`NativeScheduler`: vLLM's `SchedulerInterface` over the Rust core.
+
+The policy is in `rust/core/src/scheduler/policy.rs`; this module only translates. It mirrors the
+face of vLLM's `v1/core/sched/scheduler.py` and `async_scheduler.py`, both in one class.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVEventsConfig, VllmConfig
+from vllm.distributed.kv_events import EventPublisherFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+from vllm.logger import init_logger
+from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.utils import strip_speculative_padding
+
+from sparksched import __version__
+from sparksched._core import SchedulerCore
+from sparksched.engine import sessions
+from sparksched.engine.block_observer import BlockObserver
+from sparksched.engine.config import core_config
+from sparksched.engine.encoder_inputs import EncoderInputs
+from sparksched.engine.extra_keys import extra_keys_writer
+from sparksched.engine.kv_transfer import KVTransfer
+from sparksched.engine.views import KVCacheManagerView
+from sparksched.transport.encoder import PartEncoder
+
+if TYPE_CHECKING:
+    from sparksched._core import EngineMeters
+
+# Below vLLM's own logger, which is the one that vLLM configures.
+logger = init_logger("vllm.sparksched")
+
+
+class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
+    """Schedules as vLLM's `Scheduler` and `AsyncScheduler` do, in Rust.
+
+    Takes their constructor's arguments and decides between synchronous and asynchronous scheduling
+    by `vllm_config.scheduler_config.async_scheduling`. Whether the configuration is one that the
+    core implements is the question of who builds it: see `sparksched.scheduler`.
+
+    Not thread-safe, as vLLM's: one engine loop owns it.
+
+    Raises:
+        RuntimeError: after an internal error, from each method that schedules, adds or ends
+            requests, but for `finish_requests(None, ...)`.
+
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: StructuredOutputManager,
+        block_size: int,
+        hash_block_size: int | None = None,
+        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.kv_cache_config = kv_cache_config
+        self.structured_output_manager = structured_output_manager
+        self.block_size = block_size
+        self.hash_block_size = block_size if hash_block_size is None else hash_block_size
+        self.log_stats = log_stats
+        # What vLLM's engine asks every scheduler for.
+        self.ec_connector = None
+        self.kv_cache_manager = KVCacheManagerView.of(kv_cache_config)
+        self._kv_transfer = None
+        if vllm_config.kv_transfer_config is not None:
+            self._kv_transfer = KVTransfer(vllm_config, kv_cache_config, log_stats)
+
+        self._kv_event_publisher = EventPublisherFactory.create(
+            vllm_config.kv_events_config, vllm_config.parallel_config.data_parallel_index
+        )
+        config = core_config(
+            vllm_config,
+            kv_cache_config,
+            block_size,
+            log_stats,
+            kv_transfer=None if self._kv_transfer is None else self._kv_transfer.core_config,
+        )
+        self._needs_none_hash = config["hash_algorithm"] is not None
+        self.extra_keys = (
+            extra_keys_writer(
+                config["hash_algorithm"], block_size, config["num_hash_lookahead_tokens"]
+            )
+            if self._needs_none_hash
+            else None
+        )
+        self._encoder_inputs = None
+        if vllm_config.model_config.supports_multimodal_inputs:
+            self._encoder_inputs = EncoderInputs(vllm_config, mm_registry)
+        self._meters: EngineMeters | None = None
+        self._core = SchedulerCore(
+            config,
+            # Functions that don't know this object: the core would keep it alive.
+            accept_tokens=token_acceptor(structured_output_manager),
+            validate_tokens=draft_validator(structured_output_manager),
+            next_turn=sessions.next_turn,
+            encoder_inputs=self._encoder_inputs,
+            extra_keys=self.extra_keys,
+            block_observer=self._block_observer(config),
+            kv_transfer=self._kv_transfer,
+            encode_part=PartEncoder().encode_part,
+            include_finished_set=include_finished_set,
+        )
+        if self.connector is not None:
+            self.connector.bind_kv_cache_manager(self.kv_cache_manager)
+        logger.info(
+            "sparksched %s: scheduling in Rust (%s, %s, prefix caching %s, %d KV cache groups)",
+            __version__,
+            "asynchronous" if config["async_scheduling"] else "synchronous",
+            config["policy"],
+            config["hash_algorithm"] or "off",
+            len(config["groups"]),
+        )
+
+    def _block_observer(self, config: dict[str, Any]) -> BlockObserver | None:
+        makes_events = config["enable_kv_cache_events"] or self._kv_transfer is not None
+        if not (makes_events or config["kv_cache_metrics"]):
+            return None
+        return BlockObserver(self.vllm_config, self.kv_cache_config, self._kv_event_publisher)
+
+    # ---- the two calls of each step ----
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Decide what the next step computes. See `SchedulerInterface.schedule`."""
+        if self._kv_transfer is None:
+            return self._core.schedule(throttle_prefills, time.monotonic())
+        output = self._core.decide(throttle_prefills, time.monotonic())
+        # The connector sees requests as they are before the step.
+        self._kv_transfer.plan_step(output, self._core.block_ids)
+        self._core.update_after_schedule(output)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take in what a step brought. See `SchedulerInterface.update_from_output`.
+
+        Clients that `encode_outputs_for` was called for get `StepOutputs`, the same as a message.
+
+        Raises:
+            KeyError: if the model runner has no output for a request that was scheduled.
+            OverflowError: if a sampled token id does not fit into 32 bits.
+
+        """
+        return self._core.update_from_output(scheduler_output, model_runner_output)
+
+    def encode_outputs_for(self, client_index: int) -> None:
+        """Have `update_from_output` return `StepOutputs` for a client from now on.
+
+        Args:
+            client_index: `client_index` of the requests that this is about.
+
+        """
+        self._core.encode_outputs_for(client_index)
+
+    def report_to(self, meters: "EngineMeters") -> None:
+        """Have each step's calls timed, and requests counted, for the metrics from now on."""
+        meters.time_steps(self._core)
+        self._meters = meters
+
+    def report_no_more(self) -> None:
+        """Say in the metrics that vLLM's scheduler has taken over."""
+        if self._meters is not None:
+            self._meters.end_steps()
+
+    # ---- requests ----
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """Requests that are not finished, by id. Their counters are not kept up to date."""
+        return self._core.requests
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that run, in their order: a new list."""
+        return self._core.running_requests()
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that wait, the next to be admitted first: a new list."""
+        return self._core.waiting_requests()
+
+    def add_request(self, request: Request) -> None:
+        """Put a request into the queue; or one that has the id of a session: continue that.
+
+        Raises:
+            ValueError: for an id that is in use, or a kind of request that is not supported; the
+                front end refuses the latter before they get here.
+
+        """
+        if self._needs_none_hash:
+            self.set_none_hash(kv_cache_utils.NONE_HASH)
+        session = self.requests.get(request.request_id)
+        if session is None or session.streaming_queue is None:
+            sessions.open_session(request)
+            self._core.add_request(request, time.monotonic())
+            if self.connector is not None:
+                self.connector.on_new_request(request)
+        else:
+            self._continue_session(session, StreamingUpdate.from_request(request))
+
+    def _continue_session(self, session: Request, update: StreamingUpdate | None) -> None:
+        """Give a session its next input, or None for its end, now or when its turn has ended."""
+        if not self._core.is_waiting_for_input(session.request_id):
+            session.streaming_queue.append(update)
+        elif update is not None:
+            self._core.continue_session(
+                session.request_id,
+                lambda request, num_kept_tokens: sessions.continue_session(
+                    request, update, num_kept_tokens
+                ),
+            )
+        else:
+            self._core.finish_requests({session.request_id}, RequestStatus.FINISHED_ABORTED)
+
+    def set_none_hash(self, none_hash: bytes) -> None:
+        """Set what stands in for the parent of each first block: vLLM's `NONE_HASH`.
+
+        vLLM decides it only after the scheduler is built, for some algorithms at random.
+        """
+        self._core.set_none_hash(none_hash)
+        self._needs_none_hash = False
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """End requests from outside, all of them for None. Returns those that were not yet."""
+        if not RequestStatus.is_finished(finished_status):
+            raise ValueError(f"requests can't be finished with the status {finished_status}")
+        if isinstance(request_ids, str):
+            request_ids = (request_ids,)
+        elif request_ids is not None:
+            # As vLLM: the set's order decides which blocks are free first.
+            request_ids = set(request_ids)
+        return self._core.finish_requests(request_ids, finished_status)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Count the requests that have work to do in the current pause state, as vLLM does.
+
+        Less than 0 if new requests are paused and sessions without input hold no blocks.
+        """
+        return self._core.num_unfinished_requests()
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether a request has work to do in the current pause state."""
+        return self._core.has_unfinished_requests()
+
+    def has_finished_requests(self) -> bool:
+        """Return whether the model runner has not been told of the end of some requests.
+
+        Or has been, but a KV connector keeps their blocks.
+        """
+        return self._core.has_finished_requests()
+
+    def has_requests(self) -> bool:
+        """Return whether there is anything for a step to do or to tell.
+
+        Raises:
+            RuntimeError: after an internal error: an engine that can't go on ends at once.
+
+        """
+        if self._core.has_requests():
+            return True
+        return self.connector is not None and bool(self.connector.has_pending_push_work())
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Count running and waiting requests."""
+        return self._core.request_counts()
+
+    def has_request(self, request_id: str) -> bool:
+        """Return whether there is one: idle sessions and those kept by a connector count."""
+        return request_id in self.requests
+
+    # ---- structured output ----
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Compute the bitmask for the requests of the step that a grammar restricts."""
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        request_ids = self._core.structured_output_request_ids(
+            scheduler_output.num_scheduled_tokens
+        )
+        if not request_ids:
+            return None
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        bitmask = self.structured_output_manager.grammar_bitmask(self.requests, request_ids, drafts)
+        num_acceptable_drafts = [
+            len(strip_speculative_padding(drafts.get(request_id, []))) for request_id in request_ids
+        ]
+        return GrammarOutput(request_ids, bitmask, num_acceptable_drafts)
+
+    # ---- draft tokens ----
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take the draft tokens for the next step, as far as grammars accept them."""
+        self._core.update_draft_token_ids(draft_token_ids.req_ids, draft_token_ids.draft_token_ids)
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Put draft tokens in the place of a scheduled step's placeholders.
+
+        What a request's grammar does not accept becomes -1, and is counted in
+        `scheduler_output.num_invalid_spec_tokens`.
+        """
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        num_invalid: dict[str, int] = {}
+        for request_id, drafts in zip(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=False
+        ):
+            placeholders = scheduled.get(request_id)
+            request = self.requests.get(request_id)
+            if not placeholders or request is None or request.is_finished():
+                continue
+            # A chunk of a prompt may have room for some of them only.
+            del drafts[len(placeholders) :]
+            valid = self._core.valid_drafts(request_id, drafts) or []
+            num_missing = len(placeholders) - len(valid)
+            if num_missing:
+                valid.extend([-1] * num_missing)
+                num_invalid[request_id] = num_missing
+            scheduled[request_id] = valid
+        scheduler_output.num_invalid_spec_tokens = num_invalid
+
+    # ---- the cache, pauses, statistics ----
+
+    def get_kv_cache_usage(self) -> float:
+        """Return the share of KV blocks in use, 0 to 1."""
+        return self._core.kv_cache_usage()
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all cached prefixes; see `SchedulerInterface.reset_prefix_cache`.
+
+        Raises:
+            RuntimeError: if blocks are still held although all running requests were preempted.
+
+        """
+        if reset_running_requests:
+            self._core.preempt_running(time.monotonic())
+        is_reset = self._core.reset_prefix_cache()
+        if is_reset:
+            logger.info("The prefix cache is empty now.")
+        else:
+            num_used_blocks = self._core.num_used_blocks()
+            if reset_running_requests:
+                raise RuntimeError(
+                    f"The prefix cache can't be reset: {num_used_blocks} blocks are in use although"
+                    " no request runs. A KV connector may be filling or sending them."
+                )
+            logger.warning("The prefix cache is not reset: %d blocks are in use.", num_used_blocks)
+        if reset_connector:
+            is_reset = self.reset_connector_cache() and is_reset
+        return is_reset
+
+    def reset_connector_cache(self) -> bool:
+        """Have the KV connector, if there is one, forget what it has; return whether it did."""
+        return self._kv_transfer is None or self._kv_transfer.reset_cache()
+
+    def reset_encoder_cache(self) -> None:
+        """Forget all encoder outputs, as after an update of the weights."""
+        if self._encoder_inputs is not None:
+            self._encoder_inputs.encoder_cache_manager.reset()
+
+    @property
+    def encoder_cache_manager(self) -> EncoderCacheManager | None:
+        """The manager of the encoder's outputs; None for a model without encoder inputs."""
+        return self._encoder_inputs and self._encoder_inputs.encoder_cache_manager
+
+    @property
+    def pause_state(self) -> PauseState:
+        """Whether requests are scheduled."""
+        return PauseState(self._core.pause_state())
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Stop or resume scheduling."""
+        logger.info("Scheduling is %s now.", pause_state.name.lower().replace("_", " "))
+        self._core.set_pause_state(int(pause_state))
+
+    def make_stats(self) -> SchedulerStats | None:
+        """Return the current statistics, or None if they are off; prefix cache counters restart."""
+        return self._core.make_stats()
+
+    def get_kv_event_publisher_config(self) -> KVEventsConfig | None:
+        """Return how KV cache events are published, with the ports that were chosen."""
+        return self._kv_event_publisher.get_publisher_config()
+
+    @property
+    def connector(self) -> KVConnectorBase_V1 | None:
+        """The scheduler's side of the KV connector, if there is one."""
+        return self._kv_transfer and self._kv_transfer.connector
+
+    def get_kv_connector(self) -> KVConnectorBase_V1 | None:
+        """Return the scheduler's side of the KV connector, if there is one."""
+        return self.connector
+
+    def shutdown(self) -> None:
+        """Stop publishing KV cache events, and the KV connector."""
+        self._kv_event_publisher.shutdown()
+        if self.connector is not None:
+            self.connector.shutdown()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the whole state as plain data, for tests and support.
+
+        Keys: `requests` (by id: status, counters, `block_ids` a group), `running` and `waiting`
+        (ids in order), `num_kv_holding` (how many of those that wait hold blocks: the first),
+        `free_blocks` (ids in the order of reuse), `ref_counts` (by id of blocks in use),
+        `cached_blocks` (by id: hash and group in hex, as vLLM's `BlockHashWithGroupId`).
+        Takes time and memory in proportion to the number of blocks.
+        """
+        return self._core.snapshot()
+
+
+def token_acceptor(manager: StructuredOutputManager) -> Callable[[Request, list[int]], bool]:
+    """Return a function that advances a request's grammar, or logs that it rejects the tokens."""
+
+    def accept_tokens(request: Request, token_ids: list[int]) -> bool:
+        accepted: bool = manager.accept_tokens(request, token_ids)
+        if not accepted:
+            logger.error(
+                "The grammar of request %s rejects the sampled tokens %s: ending it with an error.",
+                request.request_id,
+                token_ids,
+            )
+        return accepted
+
+    return accept_tokens
+
+
+def draft_validator(
+    manager: StructuredOutputManager,
+) -> Callable[[Request, list[int]], list[int]]:
+    """Return a function that cuts draft tokens before the first that the grammar rejects."""
+
+    def validate_tokens(request: Request, draft_token_ids: list[int]) -> list[int]:
+        valid: list[int] = manager.validate_tokens(request, draft_token_ids)
+        return valid
+
+    return validate_tokens
