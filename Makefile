@@ -160,6 +160,10 @@ finding-seeds: build ## look anew for the scenario that shows each planted error
 	PYTHONPATH=tests $(BIN)/python -m differential.finding < .found-seeds
 	rm .found-seeds
 
+.PHONY: vllm-rs
+vllm-rs: env ## fetch vLLM's Rust front end for its tests; without it they are skipped
+	UV="$(UV)" $(BIN)/python -m testkit.vllm_rs
+
 .PHONY: soak-engine
 soak-engine: build ## very many requests, and nothing left of them: make soak-engine [REQUESTS=288000]
 	SPARKSCHED_SOAK_REQUESTS=$(or $(REQUESTS),288000) $(BIN)/pytest -s tests/transport/test_engine_soak.py
@@ -196,7 +200,7 @@ LOOM := RUSTFLAGS="--cfg loom" cargo test -p sparksched-ring --target-dir target
 
 .PHONY: test-rust
 test-rust: rust-toolchain
-	cargo test -p sparksched-core -p sparksched-wire -p sparksched-ring --features $(TEST_POINTS)
+	cargo test -p sparksched-core -p sparksched-wire -p sparksched-zmtp -p sparksched-ring --features $(TEST_POINTS)
 	SPARKSCHED_LOOM_PREEMPTIONS=3 $(LOOM)
 
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.

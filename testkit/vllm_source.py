@@ -1,7 +1,8 @@
-"""Which vLLM is installed, and source distributions of any release of it."""
+"""Which vLLM is installed, and the files of any release of it."""
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -10,14 +11,14 @@ import urllib.request
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 # testkit/vllm_source.py
 _FETCHED_UV: Final = Path(__file__).resolve().parents[1] / ".uv/bin/uv"
 
 
 @dataclass(frozen=True)
-class SourceDistribution:
+class Distribution:
     """A file in a package index."""
 
     url: str
@@ -32,7 +33,13 @@ def installed_version() -> str:
 def fetch_source_distribution(version: str, folder: Path) -> Path:
     """Put the source distribution of a release into a folder, and return the archive."""
     print(f"fetching the source distribution of vLLM {version}", flush=True)
-    return _download(_find_source_distribution(version), folder)
+    return _download(_find_source_distribution(version), folder / "sdist.tar.gz")
+
+
+def fetch_wheel(version: str, folder: Path) -> Path:
+    """Put the wheel of a release for this machine into a folder, and return it."""
+    print(f"fetching the wheel of vLLM {version}, of some 300 MB", flush=True)
+    return _download(_find_wheel(version), folder / "vllm.whl")
 
 
 def uv() -> str:
@@ -43,7 +50,24 @@ def uv() -> str:
     sys.exit("uv is not found: set UV to its path, or run `make env`")
 
 
-def _find_source_distribution(version: str) -> SourceDistribution:
+def _find_source_distribution(version: str) -> Distribution:
+    package = _find_package(version)
+    if "sdist" not in package:
+        sys.exit(f"the package index has no source distribution of vLLM {version}")
+    sdist = package["sdist"]
+    return Distribution(sdist["url"], sdist["hashes"]["sha256"])
+
+
+def _find_wheel(version: str) -> Distribution:
+    suffix = f"_{platform.machine()}.whl"
+    for wheel in _find_package(version).get("wheels", []):
+        # Paths may be missing from the entry; the address ends with the name.
+        if wheel["url"].endswith(suffix):
+            return Distribution(wheel["url"], wheel["hashes"]["sha256"])
+    sys.exit(f"the package index has no wheel of vLLM {version} for {platform.machine()}")
+
+
+def _find_package(version: str) -> dict[str, Any]:
     """Ask the configured package index, through uv, which names files without building them."""
     command = [uv(), "pip", "compile", "--quiet", "--no-deps", "--python", sys.executable]
     # A lock file is what names the source distribution. This project's own source of vLLM has none.
@@ -53,19 +77,16 @@ def _find_source_distribution(version: str) -> SourceDistribution:
     )
     if found.returncode != 0:
         sys.exit(f"uv finds no vLLM {version} in the package index:\n{found.stderr}")
+    package: dict[str, Any]
     (package,) = tomllib.loads(found.stdout)["packages"]
-    if "sdist" not in package:
-        sys.exit(f"the package index has no source distribution of vLLM {version}")
-    sdist = package["sdist"]
-    return SourceDistribution(sdist["url"], sdist["hashes"]["sha256"])
+    return package
 
 
-def _download(sdist: SourceDistribution, folder: Path) -> Path:
-    path = folder / "sdist.tar.gz"
-    with urllib.request.urlopen(sdist.url) as response, path.open("wb") as file:
+def _download(distribution: Distribution, path: Path) -> Path:
+    with urllib.request.urlopen(distribution.url) as response, path.open("wb") as file:
         shutil.copyfileobj(response, file)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != sdist.sha256:
-        sys.exit(f"the file at {sdist.url} is damaged: its SHA-256 is {digest}")
+    if digest != distribution.sha256:
+        sys.exit(f"the file at {distribution.url} is damaged: its SHA-256 is {digest}")
     return path

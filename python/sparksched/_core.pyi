@@ -9,6 +9,7 @@ __all__ = [
     "ClientRings",
     "EngineMeters",
     "EngineRings",
+    "EngineSockets",
     "MeterReader",
     "NativeBlockHasher",
     "RingAttached",
@@ -472,6 +473,81 @@ class EngineRings:
 
     def close(self, *, linger_s: float = 0.0) -> None:
         """Say goodbye to all clients, when they have taken what waits or `linger_s` is over."""
+
+@final
+class EngineSockets:
+    """PUSH sockets to clients that stay on ZMQ. All methods may be called by any thread."""
+
+    def __new__(
+        cls,
+        addresses: list[str],
+        *,
+        max_idle_backlog_bytes: int,
+        max_backlog_bytes: int,
+        stuck_after_s: float,
+    ) -> EngineSockets:
+        """Make a socket for each client that listens on this host; `wait` connects them.
+
+        Args:
+            addresses: ZMQ's, by client index.
+            max_idle_backlog_bytes: What may wait for a client that has taken nothing for
+                `stuck_after_s`. One message more is accepted, of whatever size.
+            max_backlog_bytes: The same for a client that reads, however slowly.
+            stuck_after_s: How long a client may take nothing, in seconds.
+
+        Raises:
+            ConnectionError: if the system has no more descriptors.
+            ValueError: if `stuck_after_s` is negative or not finite.
+
+        """
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether each client has come, and has gone."""
+
+    def is_attached(self, client: int) -> bool:
+        """Whether a client listens on this host, as its address says."""
+
+    def wait(self) -> list[tuple[int, str | None]]:
+        """Send what waits and return what has happened, without the GIL. One thread may wait.
+
+        A client with None has shaken hands; one with a reason is gone. Empty after `close`.
+        """
+
+    def send(
+        self, client: int, kind: int, frames: Iterable[Buffer], *, regardless: bool = False
+    ) -> bool:
+        """Send a message without ever waiting; what finds no room in the socket is kept.
+
+        `kind` is not sent. A message to a client that is gone is dropped. After one that was not
+        accepted none is, until `unblock`, unless it is sent regardless: nothing overtakes what is
+        lost.
+
+        Returns:
+            Whether it was accepted: if not, more waits already than is allowed.
+
+        Raises:
+            RuntimeError: if the client is not on this host.
+
+        """
+
+    def send_outputs(self, client: int, kind: int, outputs: StepOutputs) -> bool:
+        """Send a step's outputs; as `send`."""
+
+    def backlog_bytes(self, client: int) -> int:
+        """Bytes of messages that wait."""
+
+    def take_back_newest(self, client: int, *, max_bytes: int) -> list[RingMessage]:
+        """Take back messages of which nothing was sent, but for those sent regardless.
+
+        The newest come first, until they have `max_bytes` or none is left.
+        """
+
+    def unblock(self, client: int) -> None:
+        """Accept messages again after one that was not."""
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Close all, once clients have taken what waits or `linger_s` are over."""
 
 @final
 class ClientRings:

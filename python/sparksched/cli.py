@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from sparksched.check import command as check
+from sparksched.metrics import command as metrics
 from sparksched.top import command as top
 from sparksched.trace import command as replay
 from sparksched.verify import command as verify
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replay.add_to(commands)
     verify.add_to(commands)
     top.add_to(commands)
+    metrics.add_to(commands)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)
     return status

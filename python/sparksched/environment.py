@@ -32,7 +32,7 @@ VARIABLES: Final = (
 )
 """The names of all of them."""
 
-Transport = Literal["auto", "shm", "zmq"]
+Transport = Literal["auto", "shm", "zmq", "libzmq"]
 Verification = Literal["sparksched", "vllm", "stop"]
 
 _Value = TypeVar("_Value", bound=str)
@@ -41,7 +41,7 @@ _VLLM = "vllm"
 _SPARKSCHED = "sparksched"
 _KNOWN_SCHEDULERS = (_VLLM, _SPARKSCHED)
 
-_TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "zmq")
+_TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "zmq", "libzmq")
 
 _VERIFICATIONS: tuple[Literal["0", "1"] | Verification, ...] = (
     "0",

@@ -98,6 +98,18 @@ ENGINE_CALLS: dict[str, Callable[[Any], object]] = {
     "hang_up": lambda rings: rings.hang_up(0),
     "close": lambda rings: rings.close(),
 }
+SOCKETS_CALLS: dict[str, Callable[[Any], object]] = {
+    "__new__": lambda sockets: engine_sockets(),
+    "is_attached": lambda sockets: sockets.is_attached(0),
+    "is_deserted": lambda sockets: sockets.is_deserted,
+    "wait": lambda sockets: (sockets.close(), sockets.wait()),
+    "send": lambda sockets: sockets.send(0, 0, [b"message"]),
+    "send_outputs": lambda sockets: sockets.send_outputs(0, 0, step_outputs()),
+    "backlog_bytes": lambda sockets: sockets.backlog_bytes(0),
+    "take_back_newest": lambda sockets: sockets.take_back_newest(0, max_bytes=1),
+    "unblock": lambda sockets: sockets.unblock(0),
+    "close": lambda sockets: sockets.close(),
+}
 CLIENT_CALLS: dict[str, Callable[[Any], object]] = {
     "__new__": lambda rings: client_rings("nobody"),
     "ring_bytes": lambda rings: rings.ring_bytes,
@@ -145,6 +157,15 @@ def engine_rings() -> Any:
         f"panics-{uuid.uuid4()}",
         num_clients=1,
         ring_bytes=4096,
+        max_idle_backlog_bytes=1 << 20,
+        max_backlog_bytes=1 << 20,
+        stuck_after_s=10.0,
+    )
+
+
+def engine_sockets() -> Any:
+    return _core.EngineSockets(
+        ["ipc:///nonexistent"],
         max_idle_backlog_bytes=1 << 20,
         max_backlog_bytes=1 << 20,
         stuck_after_s=10.0,
@@ -249,5 +270,9 @@ def call_rings(at_end: bool) -> set[str]:
         assert is_hung_up == (name in ENDING_THE_LINK) or was_closed, name
         client.close()
         engine.close()
+    for name, call in SOCKETS_CALLS.items():
+        sockets = engine_sockets()
+        expect_panic(f"EngineSockets.{name}", at_end, functools.partial(call, sockets))
     of_engine = {f"EngineRings.{name}" for name in ENGINE_CALLS}
+    of_engine |= {f"EngineSockets.{name}" for name in SOCKETS_CALLS}
     return of_engine | {f"ClientRings.{name}" for name in CLIENT_CALLS}

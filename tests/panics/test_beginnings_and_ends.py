@@ -16,6 +16,7 @@ from .engines import prepare_engine
 pytestmark = pytest.mark.timeout(600)
 
 SHM = {"SPARKSCHED_TRANSPORT": "shm"}
+ZMQ = {"SPARKSCHED_TRANSPORT": "zmq"}
 
 STARTING = [
     "SchedulerCore.__new__",
@@ -28,6 +29,8 @@ STARTING = [
     "EngineMeters.__new__",
     "EngineMeters.fileno",
     "EngineMeters.time_steps",
+    "EngineSockets.__new__",
+    "EngineSockets.is_attached",
 ]
 
 WITH_ITS_FIRST_CLIENT = ["SchedulerCore.encode_outputs_for"]
@@ -36,10 +39,20 @@ STOPPING = [
     "EngineRings.is_deserted",
     "SchedulerCore.num_unfinished_requests",
     "EngineRings.close",
+    "EngineSockets.is_deserted",
+    "EngineSockets.wait",
+    "EngineSockets.close",
 ]
+
+AT_THEIR_ENDS = {"EngineSockets.wait"}
+"""What the engine is in the midst of when it is to panic."""
 
 ENTRIES = {*STARTING, *WITH_ITS_FIRST_CLIENT, *STOPPING}
 """All that panics in these tests."""
+
+
+def transport_of(entry: str) -> dict[str, str]:
+    return ZMQ if entry.startswith("EngineSockets.") else SHM
 
 
 def test_the_engine_does_not_start(extension: Path, config: VllmConfig) -> None:
@@ -49,7 +62,7 @@ def test_the_engine_does_not_start(extension: Path, config: VllmConfig) -> None:
         prepare = functools.partial(prepare_engine, extension, entry)
         with (
             pytest.raises(AssertionError, match=f"(?s)an engine ended:.*state in {entry}: "),
-            running_engine(config, prepare=prepare, **SHM),
+            running_engine(config, prepare=prepare, **transport_of(entry)),
         ):
             pass
 
@@ -76,16 +89,21 @@ def test_the_engine_stops_with_its_first_client(
 
 @pytest.mark.parametrize("entry", STOPPING)
 def test_an_engine_that_was_left_stops(entry: str, extension: Path, config: VllmConfig) -> None:
+    at_end, transport = entry in AT_THEIR_ENDS, transport_of(entry)
+
     async def run(engine: Engine) -> None:
         async with running_llm(config, engine) as llm:
-            await llm.engine_core.call_utility_async("arm_panic", entry, False, 0)
+            await llm.engine_core.call_utility_async("arm_panic", entry, at_end, 0)
             has_begun = asyncio.Event()
             stream = asyncio.create_task(outcome_of(llm, "left", ENDLESS, has_begun.set))
             await has_begun.wait()
         stream.cancel()
 
     prepare = functools.partial(prepare_engine, extension)
-    with front_end(**SHM), running_engine(config, prepare=prepare, **SHM) as engine:
+    with (
+        front_end(**transport),
+        running_engine(config, prepare=prepare, **transport) as engine,
+    ):
         run_async(run(engine))
         assert engine.wait_for_exit() == 1
         assert f"impossible state in {entry}: " in engine.log

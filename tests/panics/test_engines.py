@@ -164,6 +164,7 @@ CONNECTOR = {
     "disable_hybrid_kv_cache_manager": True,
 }
 SPECULATION = {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}}
+ZMQ = {"SPARKSCHED_TRANSPORT": "zmq"}
 IMPATIENT = {"SPARKSCHED_RING_MIB": "1", "SPARKSCHED_STUCK_AFTER_S": "0.5"}
 WITH_DRAFTS = {"num_streams": 0, "executor_class": DraftingExecutor}
 
@@ -220,6 +221,8 @@ CASES = [
     Case("EngineRings.is_attached", num_streams=0),
     Case("EngineRings.send", calling("is_sleeping")),
     Case("EngineRings.send", calling("answer_later"), num_spared=1),
+    Case("EngineSockets.send_outputs", variables=ZMQ),
+    Case("EngineSockets.send", calling("is_sleeping"), variables=ZMQ),
     # A client that takes no messages.
     Case("StepOutputs.frames", no_reading, variables=IMPATIENT),
     Case("EngineRings.backlog_bytes", no_reading, variables=IMPATIENT),

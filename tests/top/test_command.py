@@ -168,7 +168,9 @@ def test_a_server_that_comes_and_goes_is_shown_as_it_is(monkeypatch: pytest.Monk
     clock = itertools.count(1)
     monkeypatch.setattr(command, "fetch", answer)
     monkeypatch.setattr(command.time, "strftime", lambda _: f"{next(clock)} o'clock")
-    looks = list(itertools.islice(command.watch("url", 0.0, parse(busy, 0.0)), 6))
+    looks = list(
+        itertools.islice(command.watch(lambda: command.fetch("url"), 0.0, parse(busy, 0.0)), 6)
+    )
     assert [bool(look.problem) for look in looks] == [False, True, True, False, False, True]
     assert looks[1].problem == looks[2].problem
     assert "doesn't answer since 1 o'clock: gone" in looks[1].problem

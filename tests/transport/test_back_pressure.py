@@ -274,7 +274,7 @@ def allow_a_small_backlog() -> None:
 
 def ring_backlog(self: EngineCoreProc) -> int:
     """Return what waits for the first client: a utility method."""
-    return self.sparksched.transport._rings.backlog_bytes(0)
+    return self.sparksched.transport._links.backlog_bytes(0)
 
 
 def show_a_small_backlog() -> None:

@@ -69,11 +69,26 @@ def test_a_model_that_is_scheduled(model: str, capsys: pytest.CaptureFixture[str
     assert found["scheduler"]["text"].startswith("sparksched, in Rust")
     assert found["transport"]["text"].startswith("shared memory, 2 rings of 8 MiB")
     assert "7 requests at once" in found["prompts"]["text"]
+    assert found["front end"]["text"] == "vLLM's, in Python"
     # On a machine without a GPU, and everything else said nevertheless.
     assert found["GPU"]["level"] == "warning"
     assert {"model", "CUDA graphs", "back ends"} <= set(found)
     for finding in found.values():
         assert bool(finding["advice"]) == (finding["level"] != "ok"), finding
+
+
+def test_many_streams_want_another_front_end(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (model, "--dtype=float32", "--max-num-seqs=256")
+    _, found = check(capsys, *arguments)
+    assert "VLLM_USE_RUST_FRONTEND=1 is faster there" in found["front end"]["text"]
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", sys.executable)
+    _, found = check(capsys, *arguments)
+    assert found["front end"]["text"] == "vLLM's, in Rust"
+    assert found["transport"]["level"] == "ok"
+    assert "straight from the engine" in found["transport"]["text"]
 
 
 def test_without_a_model_the_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "rust/core"
 RING = ROOT / "rust/ring"
 WIRE = ROOT / "rust/wire"
+ZMTP = ROOT / "rust/zmtp"
 EXTENSION = ROOT / "rust/python"
 PACKAGE = ROOT / "python/sparksched"
 
@@ -40,8 +41,8 @@ def rust_sources(folder: Path) -> list[Path]:
     return sources
 
 
-@pytest.mark.parametrize("crate", [CORE, RING], ids=["core", "ring"])
-def test_core_and_ring_know_no_python_and_not_each_other(crate: Path) -> None:
+@pytest.mark.parametrize("crate", [CORE, RING, ZMTP], ids=["core", "ring", "zmtp"])
+def test_core_ring_and_zmtp_know_no_python_and_not_each_other(crate: Path) -> None:
     assert not {name for name in dependencies(crate) if name.startswith(("pyo3", "sparksched"))}
 
 
@@ -55,6 +56,7 @@ def test_a_plain_cargo_test_leaves_the_extension_out() -> None:
         "rust/core",
         "rust/ring",
         "rust/wire",
+        "rust/zmtp",
     ]
 
 
@@ -64,11 +66,13 @@ def test_the_core_has_no_clock_and_no_input_or_output(forbidden: str) -> None:
         assert not re.search(forbidden, source.read_text()), source
 
 
-@pytest.mark.parametrize("crate", [CORE, WIRE, EXTENSION], ids=["core", "wire", "extension"])
+@pytest.mark.parametrize(
+    "crate", [CORE, WIRE, ZMTP, EXTENSION], ids=["core", "wire", "zmtp", "extension"]
+)
 def test_there_is_no_unsafe_code(crate: Path) -> None:
     for source in rust_sources(crate / "src"):
         assert not re.search(r"\bunsafe\s*(\{|fn|impl)", source.read_text()), source
-    for forbidding in (CORE, WIRE):
+    for forbidding in (CORE, WIRE, ZMTP):
         assert "#![forbid(unsafe_code)]" in (forbidding / "src/lib.rs").read_text()
 
 
@@ -100,7 +104,7 @@ def test_only_convert_names_vllms_modules() -> None:
             assert '"vllm.' not in source.read_text(), source
 
 
-@pytest.mark.parametrize("crate", [CORE, RING, WIRE], ids=["core", "ring", "wire"])
+@pytest.mark.parametrize("crate", [CORE, RING, WIRE, ZMTP], ids=["core", "ring", "wire", "zmtp"])
 def test_each_module_says_what_it_is(crate: Path) -> None:
     for source in rust_sources(crate / "src"):
         assert source.read_text().startswith("//! "), source

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CRATES = ("core", "wire", "ring", "python")
+CRATES = ("core", "wire", "ring", "zmtp", "python")
 
 NUMBERS = {
     *("count", "self.num_free", "block.ref_cnt", "prev", "block.prev_free", "num_free"),

@@ -41,6 +41,7 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
     yield _scheduler(config)
     if environment.verification() is not None:
         yield _verification(config)
+    yield _front_end(config)
     yield _transport(config)
     yield _asynchronous(config, asked.async_scheduling)
     yield _prompts(config)
@@ -118,21 +119,42 @@ def _verification(config: "VllmConfig") -> Finding:
     return warning(topic, f"sparksched would run without it: {text}", without)
 
 
+MANY_STREAMS = 256
+"""From about here on a small model is faster than vLLM's Python front end."""
+
+
+def _front_end(config: "VllmConfig") -> Finding:
+    topic = "front end"
+    import vllm.envs
+
+    if vllm.envs.VLLM_USE_RUST_FRONTEND:
+        return ok(topic, "vLLM's, in Rust")
+    if config.scheduler_config.max_num_seqs < MANY_STREAMS:
+        return ok(topic, "vLLM's, in Python")
+    return ok(
+        topic,
+        "vLLM's, in Python, which is the limit for many streams of a small model: "
+        "VLLM_USE_RUST_FRONTEND=1 is faster there",
+    )
+
+
 def _transport(config: "VllmConfig") -> Finding:
     topic = "transport"
-    from sparksched.transport.offer import why_no_rings
+    from sparksched.transport.offer import RUST_FRONT_END, why_no_rings
 
     reason = why_no_rings(config.parallel_config) or _why_no_memory()
     if reason is None:
         size = environment.ring_bytes() >> 20
         return ok(topic, f"shared memory, 2 rings of {size} MiB for each API server and engine")
+    if reason == RUST_FRONT_END:
+        return ok(topic, f"ZMQ: {reason}; outputs go into its sockets straight from the engine")
     if environment.transport() == "shm":
         return problem(
             topic,
             f"vLLM wouldn't start: {reason}",
             f"{environment.TRANSPORT}=shm insists on shared memory; auto would use ZMQ",
         )
-    if environment.transport() == "zmq":
+    if environment.transport() in ("zmq", "libzmq"):
         return warning(topic, f"ZMQ: {reason}", "unset it for shared memory")
     return warning(topic, f"ZMQ: {reason}", "messages cost more; all else stays as it is")
 

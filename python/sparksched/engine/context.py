@@ -6,7 +6,7 @@ function of ours first has the engine as an argument, which is after its constru
 get from the scheduler to the hasher before that, goes through the thread: see `hooks`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sparksched.engine.scheduler import NativeScheduler
 
@@ -27,7 +27,9 @@ class EngineContext:
         self.offer: Offer | None = None
         """What the engine tells its clients; None until its input thread starts."""
         self.transport: EngineTransport | None = None
-        """Its rings; None if it has none."""
+        """Its links to clients; None if vLLM's sockets are all that it has."""
+        self.card: BinaryIO | None = None
+        """What its metrics are found by, as long as this is open."""
         self.meters: _core.EngineMeters | None = None
         """Its page of counters, whose descriptor is open as long as this lives."""
 

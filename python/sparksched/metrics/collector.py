@@ -3,7 +3,7 @@
 import functools
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -174,7 +174,11 @@ def unregister() -> None:
 
 
 class EngineCollector(Collector):
-    """All engines that are shown."""
+    """The engines that `views` returns: all that are shown, unless it says otherwise."""
+
+    def __init__(self, views: Callable[[], list[EngineView]] | None = None) -> None:
+        self._views = views or _shown_views
+        self._is_of_server = views is None
 
     def describe(self) -> list[Metric]:
         """Name all series, also those that aren't there yet: a request may ask for some by name."""
@@ -182,9 +186,10 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Read each engine's page. An error here must not take vLLM's own metrics away."""
-        views = _shown_views()
         try:
-            families = [*_info(views), *_families(views)]
+            views = self._views()
+            info = _info(views) if views or self._is_of_server else ()
+            families = [*info, *_families(views)]
         except Exception:
             logger.exception("sparksched: its metrics can't be shown")
             return

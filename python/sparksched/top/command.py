@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from sparksched.top.interval import Interval, between
-from sparksched.top.page import NoAnswerError, Page, PageError, address, fetch
+from sparksched.top.page import NoAnswerError, Page, PageError, address, fetch, parse
 from sparksched.top.view import WIDTH, render
 
 DEFAULT_URL: Final = "http://localhost:8000"
@@ -32,7 +33,12 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "top", help="show what a running server does", description=DESCRIPTION
     )
-    parser.add_argument("url", nargs="?", default=DEFAULT_URL, type=_url, help=DEFAULT_URL)
+    parser.add_argument(
+        "url",
+        nargs="?",
+        type=_url,
+        help=f"if not given: {DEFAULT_URL}, and the engines of this user on this machine",
+    )
     parser.add_argument(
         "--interval", type=_interval, default=2.0, metavar="SECONDS", help="2 if not given"
     )
@@ -72,12 +78,14 @@ class Look:
 
 def run(parsed: argparse.Namespace) -> int:
     """Look and show, until the user has seen enough; return the exit status."""
+    fetch_page = fetch_here if parsed.url is None else functools.partial(fetch, parsed.url)
+    parsed.url = parsed.url or DEFAULT_URL
     try:
-        first = fetch(parsed.url)
+        first = fetch_page()
     except PageError as error:
         print(f"sparksched top: {parsed.url}: {error}", file=sys.stderr)
         return 1
-    looks = watch(parsed.url, parsed.interval, first)
+    looks = watch(fetch_page, parsed.interval, first)
     try:
         with _screen(parsed) as show:
             for look in looks:
@@ -93,7 +101,41 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def watch(url: str, interval_s: float, before: Page) -> Iterator[Look]:
+def fetch_here() -> Page:
+    """Return the page of the usual server, with what it lacks of this user's engines here.
+
+    vLLM's Rust front end knows nothing of ours, and another server may have no page at all.
+
+    Raises:
+        PageError: if there is neither a server nor an engine.
+
+    """
+    try:
+        page = fetch(DEFAULT_URL)
+    except PageError:
+        local = local_page()
+        if local is None:
+            raise
+        return local
+    if not page.labels("sparksched:info") and (local := local_page()):
+        page.samples |= {
+            name: its for name, its in local.samples.items() if name.startswith("sparksched:")
+        }
+    return page
+
+
+def local_page() -> Page | None:
+    """Return the page that `sparksched metrics` shows; None if no engine runs here."""
+    from sparksched.metrics.card import find
+
+    if not find():
+        return None
+    from sparksched.metrics import local  # imports vLLM
+
+    return parse(local.page(), time.monotonic())
+
+
+def watch(fetch_page: Callable[[], Page], interval_s: float, before: Page) -> Iterator[Look]:
     """Look at a server once in each interval, for ever."""
     last: Interval | None = None
     page: Page | None = before
@@ -101,7 +143,7 @@ def watch(url: str, interval_s: float, before: Page) -> Iterator[Look]:
     while True:
         time.sleep(interval_s)
         try:
-            now = fetch(url)
+            now = fetch_page()
         except PageError as error:
             away_since = away_since or time.strftime("%H:%M:%S")
             verb = "doesn't answer" if isinstance(error, NoAnswerError) else "is no vLLM server"

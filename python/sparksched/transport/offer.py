@@ -49,8 +49,8 @@ RUST_FRONT_END: Final = "vLLM's Rust front end speaks ZMQ only"
 
 def why_no_rings(parallel_config: "ParallelConfig") -> str | None:
     """Return why an engine of this configuration offers no rings, or None."""
-    if environment.transport() == "zmq":
-        return f"{environment.TRANSPORT}=zmq"
+    if (chosen := environment.transport()) in ("zmq", "libzmq"):
+        return f"{environment.TRANSPORT}={chosen}"
     if not hasattr(_core, "EngineRings"):
         return "this platform has no sealed shared memory; Linux has"
     if vllm.envs.VLLM_USE_RUST_FRONTEND:

@@ -6,6 +6,8 @@ mod client_outputs;
 mod config;
 mod convert;
 mod entries;
+#[cfg(target_os = "linux")]
+mod frames;
 mod guard;
 mod hasher;
 mod hooks;
@@ -17,6 +19,8 @@ mod points;
 mod rings;
 mod scheduler_core;
 mod snapshot;
+#[cfg(target_os = "linux")]
+mod sockets;
 mod step_timer;
 
 use pyo3::prelude::*;
@@ -32,6 +36,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(convert::encode_like_scheduler, module)?)?;
     #[cfg(target_os = "linux")]
     rings::add_to(module)?;
+    #[cfg(target_os = "linux")]
+    module.add_class::<sockets::PyEngineSockets>()?;
     #[cfg(target_os = "linux")]
     meters::add_to(module)?;
     #[cfg(feature = "test-points")]

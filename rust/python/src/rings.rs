@@ -7,10 +7,9 @@
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyConnectionError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PyList, PyMemoryView};
+use pyo3::types::{PyByteArray, PyBytes, PyList};
 use sparksched_entry_points::entry_points;
 use sparksched_ring::client::{ClientOptions, ClientRings};
 use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
@@ -20,11 +19,9 @@ use sparksched_ring::message::Message;
 use sparksched_ring::outbox::{BacklogLimits, SendError, TakenBack, Ticket};
 
 use crate::convert::StepOutputs;
+use crate::frames::{self, LARGE_BYTES};
 use crate::guard::catch_panics;
 use crate::meters::PyEngineMeters;
-
-/// Messages above this are copied without the GIL.
-const LARGE_BYTES: usize = 256 << 10;
 
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(note_fork, module)?)?;
@@ -85,7 +82,7 @@ struct RingEnd {
     is_goodbye: bool,
 }
 
-fn message_event(py: Python<'_>, client: u32, message: &Message) -> PyResult<Py<PyAny>> {
+pub(crate) fn message_event(py: Python<'_>, client: u32, message: &Message) -> PyResult<Py<PyAny>> {
     let frames = PyList::empty(py);
     let mut parts = message.frames.iter();
     if let Some(first) = parts.next() {
@@ -127,7 +124,7 @@ fn engine_event(py: Python<'_>, event: &EngineEvent) -> PyResult<Py<PyAny>> {
 // Arguments
 // ----------------------------------------------------------------------------------------
 
-fn seconds(name: &str, value: f64) -> PyResult<Duration> {
+pub(crate) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(value)
         .map_err(|error| PyValueError::new_err(format!("{name} is {value}: {error}")))
 }
@@ -141,55 +138,15 @@ fn connection_error(error: HandshakeError) -> PyErr {
     PyConnectionError::new_err(error.to_string())
 }
 
-/// A frame that outlives the loan of its Python object, or borrows from immutable bytes.
-enum Frame<'py> {
-    Borrowed(Bound<'py, PyBytes>),
-    Copied(Vec<u8>),
-}
-
-impl<'py> Frame<'py> {
-    fn read(frame: Bound<'py, PyAny>) -> PyResult<Self> {
-        match frame.cast_into::<PyBytes>() {
-            Ok(bytes) => Ok(Self::Borrowed(bytes)),
-            Err(error) => {
-                let frame = error.into_inner();
-                // Arrays and tensors come with their own formats and shapes.
-                let view = PyMemoryView::from(&frame)?;
-                if view.getattr("nbytes")?.extract::<usize>()? == 0 {
-                    return Ok(Self::Copied(Vec::new()));
-                }
-                let view = view.call_method1("cast", ("B",))?;
-                Ok(Self::Copied(PyBuffer::<u8>::get(&view)?.to_vec(frame.py())?))
-            }
-        }
-    }
-
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Self::Borrowed(bytes) => bytes.as_bytes(),
-            Self::Copied(bytes) => bytes,
-        }
-    }
-}
-
 fn send(
     py: Python<'_>,
     frames: &Bound<'_, PyAny>,
     call: impl Send + Sync + Fn(&[&[u8]]) -> Result<Ticket, SendError>,
 ) -> PyResult<Result<Ticket, SendError>> {
-    let frames: Vec<_> =
-        frames.try_iter()?.map(|frame| Frame::read(frame?)).collect::<PyResult<_>>()?;
-    let parts: Vec<&[u8]> = frames.iter().map(Frame::bytes).collect();
-    send_parts(py, &parts, call)
+    sendable(frames::send(py, frames, call)?)
 }
 
-fn send_parts(
-    py: Python<'_>,
-    parts: &[&[u8]],
-    call: impl Send + Sync + Fn(&[&[u8]]) -> Result<Ticket, SendError>,
-) -> PyResult<Result<Ticket, SendError>> {
-    let is_large = parts.iter().map(|part| part.len()).sum::<usize>() > LARGE_BYTES;
-    let sent = if is_large { py.detach(|| call(parts)) } else { call(parts) };
+fn sendable(sent: Result<Ticket, SendError>) -> PyResult<Result<Ticket, SendError>> {
     match sent {
         Err(SendError::Unsendable(error)) => Err(PyValueError::new_err(error.to_string())),
         sent => Ok(sent),
@@ -317,12 +274,8 @@ impl PyEngineRings {
         outputs: &mut StepOutputs,
     ) -> PyResult<bool> {
         let link = self.link(client)?;
-        let sent = outputs.read_frames(py, |message, buffers| {
-            let buffers: Vec<_> = buffers.into_iter().map(Frame::read).collect::<PyResult<_>>()?;
-            let parts: Vec<&[u8]> =
-                std::iter::once(message).chain(buffers.iter().map(Frame::bytes)).collect();
-            send_parts(py, &parts, |parts| link.send_in_order(kind, parts))
-        })?;
+        let sent = frames::send_outputs(py, outputs, |frames| link.send_in_order(kind, frames))?;
+        let sent = sendable(sent)?;
         Ok(has_room(link, sent))
     }
 

@@ -64,8 +64,8 @@ def _connect(offer: Offer | None, client_index: int) -> "_core.ClientRings":
         raise ConnectionError("it runs without sparksched")
     if offer.name is None:
         raise ConnectionError(offer.reason)
-    if environment.transport() == "zmq":
-        raise ConnectionError(f"{environment.TRANSPORT}=zmq")
+    if (chosen := environment.transport()) in ("zmq", "libzmq"):
+        raise ConnectionError(f"{environment.TRANSPORT}={chosen}")
     if offer.host != host_identity():
         raise ConnectionError("it runs on another host")
     return _core.ClientRings(

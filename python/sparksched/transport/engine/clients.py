@@ -1,4 +1,4 @@
-"""An engine's rings to all its clients, and what the engine's loop does about those clients."""
+"""An engine's links to all its clients, and what the engine's loop does about those clients."""
 
 import threading
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from sparksched import _core
 from sparksched.transport.engine.input import RingInput
 from sparksched.transport.engine.notices import Notice
-from sparksched.transport.engine.output import RingOutput
+from sparksched.transport.engine.output import EngineOutput, Links
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
@@ -20,26 +20,17 @@ _LINGER_S = 4.0
 
 
 class EngineTransport:
-    """An engine's rings to all its clients."""
+    """An engine's links to all its clients."""
 
-    def __init__(self, engine: "EngineCoreProc", rings: "_core.EngineRings") -> None:
+    def __init__(self, engine: "EngineCoreProc", links: Links) -> None:
         self._engine = engine
-        self._rings = rings
-        self._output = RingOutput(engine, rings)
-        self._input = RingInput(engine, rings)
+        self._links = links
+        self._output = EngineOutput(engine, links)
         engine.output_queue = self._output
-        # What was put there so far, such as the failure of an executor, is not lost.
-        while not engine.input_queue.empty():
-            self._input.queue.put_nowait(engine.input_queue.get_nowait())
-        engine.input_queue = self._input.queue
-
-    def start(self) -> None:
-        """Start to receive."""
-        threading.Thread(target=self._input.run, name="RingInputThread", daemon=True).start()
 
     def close(self) -> None:
         """Say goodbye to all clients, once they have taken their last messages."""
-        self._rings.close(linger_s=_LINGER_S)
+        self._links.close(linger_s=_LINGER_S)
 
     def handle_notice(self, notice: Notice, value: Any) -> None:
         """Do in the engine's loop what only it may do: the scheduler belongs to its thread."""
@@ -74,13 +65,13 @@ class EngineTransport:
             logger.info(
                 "sparksched: aborted %d requests of API server %d", len(request_ids), client
             )
-        if self._rings.is_deserted and self._engine.is_running():
+        if self._links.is_deserted and self._engine.is_running():
             self._go_without_clients()
 
     def _go_without_clients(self) -> None:
         from vllm.v1.engine.core import EngineShutdownState
 
-        if _others_step_with(self._engine):
+        if others_step_with(self._engine):
             logger.warning(
                 "sparksched: the last API server is gone; the engine goes on for those of others, "
                 "which step together with it, and has to be ended by hand"
@@ -90,7 +81,23 @@ class EngineTransport:
         self._engine.shutdown_state = EngineShutdownState.REQUESTED
 
 
-def _others_step_with(engine: "EngineCoreProc") -> bool:
+class RingTransport(EngineTransport):
+    """Rings in both directions."""
+
+    def __init__(self, engine: "EngineCoreProc", rings: "_core.EngineRings") -> None:
+        super().__init__(engine, rings)
+        self._input = RingInput(engine, rings)
+        # What was put there so far, such as the failure of an executor, is not lost.
+        while not engine.input_queue.empty():
+            self._input.queue.put_nowait(engine.input_queue.get_nowait())
+        engine.input_queue = self._input.queue
+
+    def start(self) -> None:
+        """Start to receive."""
+        threading.Thread(target=self._input.run, name="RingInputThread", daemon=True).start()
+
+
+def others_step_with(engine: "EngineCoreProc") -> bool:
     """Whether engines of other API servers wait for this one in their steps.
 
     Those of a mixture of experts do. With internal load balancing all have their API servers in

@@ -1,6 +1,7 @@
 """What changes in `EngineCoreProc`, of `vllm/v1/engine/core.py`, for it to offer rings."""
 
 import functools
+import os
 import threading
 import uuid
 from types import ModuleType
@@ -11,9 +12,12 @@ from vllm.logger import init_logger
 
 from sparksched import __version__, _core, environment, patching
 from sparksched.engine.context import context_of
+from sparksched.metrics import card
 from sparksched.metrics import engine as metrics
-from sparksched.transport.engine.clients import EngineTransport
+from sparksched.transport.engine import launcher
+from sparksched.transport.engine.clients import RingTransport
 from sparksched.transport.engine.notices import Notice
+from sparksched.transport.engine.sockets import SocketTransport, sockets_to_clients
 from sparksched.transport.offer import (
     MAX_BACKLOG_BYTES,
     MAX_SLOW_BACKLOG_BYTES,
@@ -63,6 +67,8 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
     offer.engine = metrics.begin(engine, rings)
     context = context_of(engine)
     context.offer = offer
+    if environment.shows_metrics() and hasattr(os, "memfd_create"):
+        context.card = card.publish(engine, "zmq" if rings is None else "shm", offer.engine)
     report = offer.engine
     logger.info(
         "sparksched %s: this engine schedules with %s and offers %s",
@@ -72,8 +78,12 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
     )
     if rings is not None:
         _share_between_threads(engine)
-        context.transport = EngineTransport(engine, rings)
+        context.transport = RingTransport(engine, rings)
         context.transport.start()
+    elif (sockets := sockets_to_clients(engine)) is not None:
+        context.transport = SocketTransport(engine, sockets)
+        context.transport.start()
+    launcher.watch_launcher(engine)
 
 
 def _with_offer(original: patching.Function) -> patching.Function:
@@ -92,9 +102,11 @@ def _with_offer(original: patching.Function) -> patching.Function:
 def _with_notices(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     def handle_client_request(self: "EngineCoreProc", request_type: Any, request: Any) -> None:
-        if isinstance(request_type, Notice):
+        if request_type is Notice.LAUNCHER_GONE:
+            launcher.fail(self)
+        elif isinstance(request_type, Notice):
             transport = context_of(self).transport
-            assert transport is not None, "notices are of the rings"
+            assert transport is not None, "notices are of clients"
             transport.handle_notice(request_type, request)
         else:
             original(self, request_type, request)

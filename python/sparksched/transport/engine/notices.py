@@ -11,3 +11,4 @@ class Notice(enum.Enum):
     CLIENT_BLOCKED = enum.auto()
     BACKLOG_DROPPED = enum.auto()
     FAILED = enum.auto()
+    LAUNCHER_GONE = enum.auto()

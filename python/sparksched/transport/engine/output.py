@@ -1,11 +1,11 @@
 """From the engine to its clients.
 
-Read `RingOutput` beside vLLM's `process_output_sockets`, in `vllm/v1/engine/core.py`.
+Read `EngineOutput` beside vLLM's `process_output_sockets`, in `vllm/v1/engine/core.py`.
 """
 
 import queue
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -20,19 +20,26 @@ from sparksched.transport.offer import ENGINE_DEAD, OUTPUTS
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
 
+Links: TypeAlias = "_core.EngineRings | _core.EngineSockets"
+"""What the engine sends through: shared memory, or ZMQ's sockets."""
+
 logger = init_logger("vllm.sparksched.transport")
 
 _DROPPED_AT_A_TIME = 1 << 20
 """Bytes of messages to a client, on their way from its backlog to nowhere."""
 
 
-class RingOutput:
-    """Stands in for the engine's output queue; what has no ring goes on to vLLM's own queue."""
+class EngineOutput:
+    """Stands in for the engine's output queue.
 
-    def __init__(self, engine: "EngineCoreProc", rings: "_core.EngineRings") -> None:
+    Messages to clients that have a ring, or a socket of ours, are sent at once; the others go on to
+    vLLM's own queue.
+    """
+
+    def __init__(self, engine: "EngineCoreProc", links: Links) -> None:
         self._engine = engine
         self._engine_index = engine.engine_index
-        self._rings = rings
+        self._links = links
         self._attached: set[int] = set()
         self._zmq_queue: queue.Queue[Any] = engine.output_queue
         # vLLM's output thread takes from here; it may ask this object or the queue itself.
@@ -70,17 +77,17 @@ class RingOutput:
         client, outputs = item
         if isinstance(outputs, _core.StepOutputs):
             outputs.engine_index = self._engine_index
-            if not self._rings.send_outputs(client, OUTPUTS, outputs):
+            if not self._links.send_outputs(client, OUTPUTS, outputs):
                 self._lose(client, outputs.frames())
             return
         if client not in self._attached:
-            if client < 0 or not self._rings.is_attached(client):
+            if client < 0 or not self._links.is_attached(client):
                 self._zmq_queue.put_nowait(item)
                 return
             self._attached.add(client)
         outputs.engine_index = self._engine_index
         frames = self._encode(outputs)
-        if not self._rings.send(client, OUTPUTS, frames, regardless=_must_arrive(outputs)):
+        if not self._links.send(client, OUTPUTS, frames, regardless=_must_arrive(outputs)):
             self._lose(client, frames)
 
     def _encode(self, outputs: EngineCoreOutputs) -> Any:
@@ -101,8 +108,8 @@ class RingOutput:
     def _send_dead(self, note: bytes) -> None:
         try:
             for client in range(len(self._clients)):
-                if self._rings.is_attached(client):
-                    self._rings.send(client, ENGINE_DEAD, [note], regardless=True)
+                if self._links.is_attached(client):
+                    self._links.send(client, ENGINE_DEAD, [note], regardless=True)
         except Exception:
             # These clients see the process end; others have to be told.
             logger.exception("sparksched: the end of the engine can't be sent")
@@ -111,19 +118,19 @@ class RingOutput:
     def _lose(self, client: int, frames: Any) -> None:
         """Drop a message that a client doesn't take; the engine's loop will fail its requests.
 
-        The rings accept nothing more for this client until `unblock`, which may have come between
+        Its link accepts nothing more for this client until `unblock`, which may have come between
         the refusal and the lock: then there is nothing to lose.
         """
         state = self._clients[client]
         with state.lock:
             if state.lost is None:
-                if self._rings.send(client, OUTPUTS, frames):
+                if self._links.send(client, OUTPUTS, frames):
                     return
                 logger.warning(
                     "sparksched: API server %d takes no messages, or too slowly: %d MiB wait for "
                     "it; its requests fail, those of others go on",
                     client,
-                    self._rings.backlog_bytes(client) >> 20,
+                    self._links.backlog_bytes(client) >> 20,
                 )
                 state.lost = set()
                 self._engine.input_queue.put_nowait((Notice.CLIENT_BLOCKED, client))
@@ -150,7 +157,7 @@ class RingOutput:
         try:
             # The last first: if the client reads again meanwhile, it gets what came before, and no
             # stream has a gap. What must arrive was sent regardless of the room, and stays.
-            while messages := self._rings.take_back_newest(client, max_bytes=_DROPPED_AT_A_TIME):
+            while messages := self._links.take_back_newest(client, max_bytes=_DROPPED_AT_A_TIME):
                 lost = set().union(*(request_ids_in(message.frames) for message in messages))
                 with state.lock:
                     assert state.lost is not None
@@ -176,8 +183,8 @@ class RingOutput:
                     for request_id in failed
                 ],
             )
-            self._rings.send(client, OUTPUTS, self._encode(outputs), regardless=True)
-            self._rings.unblock(client)
+            self._links.send(client, OUTPUTS, self._encode(outputs), regardless=True)
+            self._links.unblock(client)
 
 
 def _encodes_in_rust(engine: "EngineCoreProc") -> bool:
@@ -195,7 +202,7 @@ def _encodes_in_rust(engine: "EngineCoreProc") -> bool:
 
 
 class _ClientState:
-    """What the output side knows of a client that has rings."""
+    """What the output side knows of a client that has a link."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -1,0 +1,327 @@
+//! What goes over the wire: greeting, handshake, frames. No input or output here.
+
+/// What one side says first: signature, version 3.1, mechanism NULL, not a server, filler.
+pub const GREETING: [u8; GREETING_BYTES] = {
+    let mut greeting = [0; GREETING_BYTES];
+    greeting[0] = 0xFF;
+    greeting[9] = 0x7F;
+    greeting[10] = 3;
+    greeting[11] = 1;
+    greeting[12] = b'N';
+    greeting[13] = b'U';
+    greeting[14] = b'L';
+    greeting[15] = b'L';
+    greeting
+};
+
+/// The length of a greeting.
+pub const GREETING_BYTES: usize = 64;
+
+/// The most bytes of a command that are understood: they hold a few names.
+pub const MAX_COMMAND_BYTES: usize = 4096;
+
+/// The most bytes of a frame's header.
+pub const MAX_HEADER_BYTES: usize = 9;
+
+const MORE: u8 = 1;
+const LONG: u8 = 2;
+const COMMAND: u8 = 4;
+
+/// Why a peer can't be talked to.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ProtocolError {
+    /// Its first bytes are no greeting.
+    #[error("it doesn't speak ZMTP")]
+    NoZmtp,
+    /// It is older than ZMTP 3.
+    #[error("it speaks version {0} of ZMTP")]
+    Version(u8),
+    /// It wants passwords or keys.
+    #[error("it uses another security mechanism than NULL")]
+    Mechanism,
+    /// It is no PULL socket.
+    #[error("it is not a PULL socket")]
+    SocketType,
+    /// It has refused this side.
+    #[error("it has refused the connection")]
+    Refused,
+    /// It sends what no PULL socket does.
+    #[error("it sends what no PULL socket sends")]
+    Unexpected,
+    /// A command has no end, or parts that exceed it.
+    #[error("it sends a malformed command")]
+    Malformed,
+}
+
+/// What a peer has said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Said {
+    /// The handshake is over: messages may be sent.
+    Ready,
+    /// It wants to hear [`pong`] with this context.
+    Ping(Vec<u8>),
+}
+
+/// The header of a frame of a message.
+#[must_use]
+pub fn frame_header(len: usize, has_more: bool) -> Header {
+    let more = if has_more { MORE } else { 0 };
+    let mut bytes = [0; MAX_HEADER_BYTES];
+    let len = match u8::try_from(len) {
+        Ok(short) => {
+            bytes[..2].copy_from_slice(&[more, short]);
+            2
+        }
+        Err(_) => {
+            bytes[0] = more | LONG;
+            bytes[1..].copy_from_slice(&(len as u64).to_be_bytes());
+            MAX_HEADER_BYTES
+        }
+    };
+    Header { bytes, len }
+}
+
+/// A frame's header.
+#[derive(Clone, Copy, Debug)]
+pub struct Header {
+    bytes: [u8; MAX_HEADER_BYTES],
+    len: usize,
+}
+
+impl Header {
+    /// Its bytes.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+/// What follows the greeting: this side is a PUSH socket.
+#[must_use]
+pub fn ready() -> Vec<u8> {
+    const BODY: &[u8] = b"\x05READY\x0bSocket-Type\0\0\0\x04PUSH";
+    let mut command = vec![COMMAND, BODY.len() as u8];
+    command.extend_from_slice(BODY);
+    command
+}
+
+/// The answer to a PING with this context.
+#[must_use]
+pub fn pong(context: &[u8]) -> Vec<u8> {
+    /// As the specification has it.
+    const MAX_CONTEXT_BYTES: usize = 16;
+    let context = &context[..context.len().min(MAX_CONTEXT_BYTES)];
+    let mut command = vec![COMMAND, 5 + context.len() as u8];
+    command.extend_from_slice(b"\x04PONG");
+    command.extend_from_slice(context);
+    command
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Greeting,
+    Handshake,
+    Messages,
+}
+
+/// Reads what a PULL socket says. It trusts nothing and keeps at most a command.
+#[derive(Debug)]
+pub struct Reader {
+    phase: Phase,
+    unread: Vec<u8>,
+}
+
+impl Default for Reader {
+    fn default() -> Self {
+        Self { phase: Phase::Greeting, unread: Vec::new() }
+    }
+}
+
+impl Reader {
+    /// Reads what has come, in pieces of any size; calls `said` with each thing that is whole.
+    ///
+    /// # Errors
+    /// [`ProtocolError`]: nothing that comes later can be understood.
+    pub fn read(&mut self, bytes: &[u8], mut said: impl FnMut(Said)) -> Result<(), ProtocolError> {
+        self.unread.extend_from_slice(bytes);
+        let mut at = 0;
+        let read = loop {
+            match self.read_next(at) {
+                Ok(Some((end, what))) => {
+                    at = end;
+                    what.into_iter().for_each(&mut said);
+                }
+                Ok(None) => break Ok(()),
+                Err(error) => break Err(error),
+            }
+        };
+        self.unread.drain(..at);
+        read
+    }
+
+    /// Whether the peer has finished its handshake.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.phase == Phase::Messages
+    }
+
+    /// The end of the next whole thing and what it says, or None if it is still to come.
+    fn read_next(&mut self, at: usize) -> Result<Option<(usize, Option<Said>)>, ProtocolError> {
+        let unread = &self.unread[at..];
+        if self.phase == Phase::Greeting {
+            check_greeting(unread)?;
+            if unread.len() < GREETING_BYTES {
+                return Ok(None);
+            }
+            self.phase = Phase::Handshake;
+            return Ok(Some((at + GREETING_BYTES, None)));
+        }
+        let Some((start, len)) = command_extent(unread)? else { return Ok(None) };
+        let Some(body) = unread.get(start..start + len) else { return Ok(None) };
+        let said = match self.phase {
+            Phase::Messages => ping(body)?.map(Said::Ping),
+            _ => {
+                check_ready(body)?;
+                Some(Said::Ready)
+            }
+        };
+        if self.phase == Phase::Handshake {
+            self.phase = Phase::Messages;
+        }
+        Ok(Some((at + start + len, said)))
+    }
+}
+
+/// Checks as much of a greeting as has come.
+fn check_greeting(greeting: &[u8]) -> Result<(), ProtocolError> {
+    let is = |at: usize, byte: u8| greeting.get(at).is_none_or(|it| *it == byte);
+    if !is(0, 0xFF) || greeting.get(9).is_some_and(|it| it & 1 == 0) {
+        return Err(ProtocolError::NoZmtp);
+    }
+    if let Some(version) = greeting.get(10).filter(|it| **it < 3) {
+        return Err(ProtocolError::Version(*version));
+    }
+    if !(12..32).all(|at| is(at, GREETING[at])) {
+        return Err(ProtocolError::Mechanism);
+    }
+    Ok(())
+}
+
+/// Where a command's body begins and how long it is, as soon as its header has come.
+fn command_extent(frame: &[u8]) -> Result<Option<(usize, usize)>, ProtocolError> {
+    let Some(flags) = frame.first() else { return Ok(None) };
+    if flags & !LONG != COMMAND {
+        return Err(ProtocolError::Unexpected);
+    }
+    let (start, len) = if flags & LONG == 0 {
+        let Some(len) = frame.get(1) else { return Ok(None) };
+        (2, u64::from(*len))
+    } else {
+        let Some(len) = frame.get(1..MAX_HEADER_BYTES) else { return Ok(None) };
+        (MAX_HEADER_BYTES, u64::from_be_bytes(len.try_into().expect("eight bytes")))
+    };
+    if len > MAX_COMMAND_BYTES as u64 {
+        return Err(ProtocolError::Malformed);
+    }
+    Ok(Some((start, len as usize)))
+}
+
+/// A command's name and the rest of it.
+fn command(body: &[u8]) -> Result<(&[u8], &[u8]), ProtocolError> {
+    let (len, rest) = body.split_first().ok_or(ProtocolError::Malformed)?;
+    rest.split_at_checked(usize::from(*len)).ok_or(ProtocolError::Malformed)
+}
+
+fn check_ready(body: &[u8]) -> Result<(), ProtocolError> {
+    let mut properties = match command(body)? {
+        (b"READY", properties) => properties,
+        (b"ERROR", _) => return Err(ProtocolError::Refused),
+        _ => return Err(ProtocolError::Unexpected),
+    };
+    while !properties.is_empty() {
+        let (name, rest) = command(properties)?;
+        let (len, rest) = rest.split_first_chunk().ok_or(ProtocolError::Malformed)?;
+        let len = u32::from_be_bytes(*len) as usize;
+        let (value, rest) = rest.split_at_checked(len).ok_or(ProtocolError::Malformed)?;
+        if name.eq_ignore_ascii_case(b"Socket-Type") && value == b"PULL" {
+            return Ok(());
+        }
+        properties = rest;
+    }
+    Err(ProtocolError::SocketType)
+}
+
+/// The context of a PING. Commands that a later version may know are passed over.
+fn ping(body: &[u8]) -> Result<Option<Vec<u8>>, ProtocolError> {
+    match command(body)? {
+        (b"PING", arguments) => {
+            let (_time_to_live, context) =
+                arguments.split_first_chunk::<2>().ok_or(ProtocolError::Malformed)?;
+            Ok(Some(context.to_vec()))
+        }
+        (b"ERROR", _) => Err(ProtocolError::Refused),
+        _ => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn greeting_and_ready(socket_type: &[u8]) -> Vec<u8> {
+        let mut ready = b"\x05READY\x0bSocket-Type\0\0\0".to_vec();
+        ready.push(socket_type.len() as u8);
+        ready.extend_from_slice(socket_type);
+        let mut said = GREETING.to_vec();
+        said.extend_from_slice(&[COMMAND, ready.len() as u8]);
+        said.extend(ready);
+        said
+    }
+
+    fn read(bytes: &[u8], piece: usize) -> Result<Vec<Said>, ProtocolError> {
+        let (mut reader, mut said) = (Reader::default(), Vec::new());
+        for piece in bytes.chunks(piece) {
+            reader.read(piece, |it| said.push(it))?;
+        }
+        Ok(said)
+    }
+
+    #[test]
+    fn pieces_of_any_size_are_understood_alike() {
+        let mut bytes = greeting_and_ready(b"PULL");
+        bytes.extend_from_slice(b"\x04\x0a\x04PING\0\x05abc");
+        bytes.extend_from_slice(b"\x06\0\0\0\0\0\0\0\x05\x04LATE");
+        for piece in [1, 2, 63, 64, 65, bytes.len()] {
+            let said = read(&bytes, piece).unwrap();
+            assert_eq!(said, [Said::Ready, Said::Ping(b"abc".to_vec())]);
+        }
+    }
+
+    #[test]
+    fn others_than_pull_sockets_are_refused_for_what_they_are() {
+        let altered = |at: usize, byte: u8| {
+            let mut bytes = greeting_and_ready(b"PULL");
+            bytes[at] = byte;
+            read(&bytes, 7)
+        };
+        assert_eq!(altered(0, b'G'), Err(ProtocolError::NoZmtp));
+        assert_eq!(altered(10, 1), Err(ProtocolError::Version(1)));
+        assert_eq!(altered(12, b'P'), Err(ProtocolError::Mechanism));
+        assert_eq!(altered(64, 0), Err(ProtocolError::Unexpected));
+        assert_eq!(read(&greeting_and_ready(b"PUSH"), 7), Err(ProtocolError::SocketType));
+        let refusing = [&GREETING[..], b"\x04\x07\x05ERROR\0"].concat();
+        assert_eq!(read(&refusing, 7), Err(ProtocolError::Refused));
+    }
+
+    #[test]
+    fn an_announced_length_takes_no_memory() {
+        let endless = [&GREETING[..], b"\x06\xff\xff\xff\xff\xff\xff\xff\xff"].concat();
+        assert_eq!(read(&endless, 7), Err(ProtocolError::Malformed));
+    }
+
+    #[test]
+    fn frames_of_255_bytes_and_more_differ() {
+        assert_eq!(frame_header(255, true).as_bytes(), [1, 255]);
+        assert_eq!(frame_header(256, false).as_bytes(), [2, 0, 0, 0, 0, 0, 0, 1, 0]);
+    }
+}
