@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from .judge import COMPILER, ROOT, WORK, Judge, Mutant
+from .judge import COMPILER, QUICK_STAGES, ROOT, SLOW_STAGES, WORK, Judge, Mutant
 
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 RESULTS = WORK / "results.json"
@@ -75,20 +75,16 @@ def noticed_before() -> dict[str, str]:
 def judge_all(mutants: list[Mutant], verdicts: dict[str, str]) -> list[Result]:
     """Judge each that has no verdict yet, and write down what is known after each."""
     judge = Judge()
-    results = []
-    for number, mutant in enumerate(mutants, 1):
-        start = time.monotonic()
-        is_new = mutant.name not in verdicts
-        verdict = verdicts.get(mutant.name) or judge.noticed_by(mutant) or UNNOTICED
-        results.append(Result(mutant, verdict))
-        if is_new:
-            seconds = time.monotonic() - start
-            print(
-                f"{number:3d}/{len(mutants)} {seconds:4.0f} s  {verdict}: {mutant.name}", flush=True
-            )
-        verdicts[mutant.name] = verdict
-        RESULTS.write_text(json.dumps(verdicts, indent=1))
-    return results
+    for stages in (QUICK_STAGES, SLOW_STAGES):
+        for mutant in mutants:
+            if verdicts.get(mutant.name, UNNOTICED) != UNNOTICED:
+                continue
+            start = time.monotonic()
+            verdict = judge.noticed_by(mutant, stages[mutant.crate]) or UNNOTICED
+            print(f"{time.monotonic() - start:4.0f} s  {verdict}: {mutant.name}", flush=True)
+            verdicts[mutant.name] = verdict
+            RESULTS.write_text(json.dumps(verdicts, indent=1))
+    return [Result(mutant, verdicts[mutant.name]) for mutant in mutants]
 
 
 def report(results: list[Result]) -> int:

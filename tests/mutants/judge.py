@@ -26,7 +26,7 @@ LOG = WORK / "log"
 COPIED = ("rust", "python", ".cargo", "Cargo.toml", "Cargo.lock")
 COMPILER = "compiler"
 # Many times what any step takes: who needs longer hangs, and is noticed by that.
-LIMIT_S = 240
+LIMIT_S = 150
 # A mutant may ask for memory without end.
 MEMORY_BYTES = 12 << 30
 
@@ -88,36 +88,6 @@ class Mutant:
 
         begin, end = offset(self.begin), offset(self.end)
         return source[:begin] + self.replacement + source[end:]
-
-
-class Judge:
-    """Runs tests on one mutant after the other, and each test on none before its first."""
-
-    def __init__(self) -> None:
-        # Of all that is started here.
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        self._sound: set[str] = set()
-
-    def noticed_by(self, mutant: Mutant) -> str | None:
-        """Return what notices a mutant first; `None` if nothing does."""
-        try:
-            for name, stage in STAGES[mutant.crate]:
-                self._check(name, stage)
-                path = TREE / mutant.file
-                path.write_text(mutant.applied((ROOT / mutant.file).read_text()))
-                if stage():
-                    return COMPILER if "could not compile" in LOG.read_text() else name
-            return None
-        finally:
-            # Tests may have left notes on what failed, too.
-            _copy_tree()
-
-    def _check(self, name: str, stage: Callable[[], bool]) -> None:
-        if name not in self._sound:
-            _copy_tree()
-            if stage():
-                raise SystemExit(f"{name}: fails without a mutant, see {LOG}")
-            self._sound.add(name)
 
 
 def _copy_tree() -> None:
@@ -192,15 +162,48 @@ def _differential() -> bool:
     )
 
 
-# For each crate, what is tried in turn, the quickest first, and what it is called.
-STAGES: dict[str, list[tuple[str, Callable[[], bool]]]] = {
+Stage = tuple[str, Callable[[], bool]]
+# What is tried on all mutants of a crate in turn, and then on those that it doesn't notice.
+QUICK_STAGES: dict[str, list[Stage]] = {
     "sparksched-core": [
         ("Rust tests", lambda: _fails(("cargo", "test", "--quiet", "-p", "sparksched-core"))),
-        ("differential", _differential),
     ],
     "sparksched-ring": [
         ("quick Rust tests", lambda: _ring_tests(QUICK, "--lib")),
         ("loom", _loom),
-        ("slow Rust tests", lambda: _ring_tests(SLOW)),
     ],
 }
+SLOW_STAGES: dict[str, list[Stage]] = {
+    "sparksched-core": [("differential", _differential)],
+    "sparksched-ring": [("slow Rust tests", lambda: _ring_tests(SLOW))],
+}
+
+
+class Judge:
+    """Runs tests on one mutant after the other, and each test on none before its first."""
+
+    def __init__(self) -> None:
+        # Of all that is started here.
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        self._sound: set[str] = set()
+
+    def noticed_by(self, mutant: Mutant, stages: list[Stage]) -> str | None:
+        """Return which of some stages notices a mutant first; `None` if none does."""
+        try:
+            for name, stage in stages:
+                self._check(name, stage)
+                path = TREE / mutant.file
+                path.write_text(mutant.applied((ROOT / mutant.file).read_text()))
+                if stage():
+                    return COMPILER if "could not compile" in LOG.read_text() else name
+            return None
+        finally:
+            # Tests may have left notes on what failed, too.
+            _copy_tree()
+
+    def _check(self, name: str, stage: Callable[[], bool]) -> None:
+        if name not in self._sound:
+            _copy_tree()
+            if stage():
+                raise SystemExit(f"{name}: fails without a mutant, see {LOG}")
+            self._sound.add(name)

@@ -402,6 +402,8 @@ fn a_reader_that_takes_nothing_for_a_while_is_given_no_more_until_it_does() {
     let message = [7; 200];
     outbox.send(0, &[&message]).unwrap();
     std::thread::sleep(patience);
+    // To try in vain is no progress.
+    outbox.flush().unwrap();
     assert_eq!(outbox.send(0, &[&message]), Err(SendError::Full));
     // Too late again if this test stands still in between; what it takes brings nothing below the limit.
     let is_given_more = (0..10).any(|_| {
@@ -427,6 +429,19 @@ fn nothing_is_sent_after_a_close() {
     outbox.flush().unwrap();
     assert_eq!((consumer.readable(), consumer.is_closed()), (Ok(0), true));
     assert_eq!((outbox.is_empty(), outbox.waiting_bytes()), (true, 0));
+}
+
+/// What the consumer has read is looked up only if the depth could otherwise be more than the most
+/// so far: that is what keeps the mark of the highest depth cheap and right.
+#[test]
+fn the_depth_of_a_ring_is_looked_up_if_it_may_be_the_highest() {
+    let (mut producer, mut consumer) = Ring::on_heap(16, u64::MAX - 4).split();
+    assert_eq!(producer.write(&[1; 6]), Ok(6));
+    producer.publish();
+    assert_eq!(consumer.read(&mut [0; 4]), Ok(4));
+    consumer.release();
+    assert_eq!(producer.depth_beyond(6), Ok(6), "not more than the most: not looked up");
+    assert_eq!(producer.depth_beyond(5), Ok(2));
 }
 
 // ------------------------------------------------------------------------------------
