@@ -16,7 +16,7 @@ CRATES = ("core", "wire", "ring", "zmtp", "python")
 NUMBERS = {
     *("count", "self.num_free", "block.ref_cnt", "prev", "block.prev_free", "num_free"),
     *("num_used + num_free as usize + 1", "self.blocks.len()", "self.free_tail", "0"),
-    *("self.contents.prev_same[next as usize]", "num_indexed", "self.cached_blocks().count()"),
+    *("self.contents.prev_same[next as usize]", "num_indexed", "num_keys"),
     *("request.groups.len()", "1", "counted", "owners", "num_requests", "id", "id.0", "ring_bytes"),
     *("num_queued + self.num_kept", "idle", "self.num_waiting_for_input", "num_deferred"),
     *("self.num_deferred", "capacity", "index"),

@@ -64,11 +64,11 @@ impl Chunk {
         let first_column = (i64::from(start) - 1).div_euclid(i64::from(block_size));
         let column = i64::from(end.div_ceil(block_size)) - 2;
         end >= prefill_end
-            && start % hash_block_size == 0
+            && start.is_multiple_of(hash_block_size)
             && column > first_column
             && start + hash_block_size <= position
             && position < end
-            && (position - start) % alignment == 0
+            && (position - start).is_multiple_of(alignment)
     }
 }
 
@@ -153,7 +153,7 @@ impl ChunkAligner {
             0
         };
         let stops = [
-            if start % block_size != 0 && !keeps_within {
+            if !start.is_multiple_of(block_size) && !keeps_within {
                 start - start % block_size + block_size
             } else {
                 0
