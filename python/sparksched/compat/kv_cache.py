@@ -77,9 +77,11 @@ def _is_refused_by_vllm(
     interval: int | None, groups: "Sequence[KVCacheGroupSpec]", block_size: int
 ) -> bool:
     """Whether vLLM's own scheduler would not start: then it is the one to say so."""
+    if not interval:
+        return False
     managers = {_SPEC_MANAGERS.get(type(group.kv_cache_spec).__name__) for group in groups}
     is_sparse = bool(managers & {"SlidingWindowManager", "MambaManager"})
-    return bool(interval) and not (is_sparse and interval % block_size == 0)
+    return not is_sparse or interval % block_size != 0
 
 
 GROUP_RULES: Final = (

@@ -109,13 +109,13 @@ fn random_config(chance: &mut Chance) -> SchedulerConfig {
             recompute_load_failures: true,
         });
     }
-    let states = config.groups.iter().filter_map(|group| match *group {
+    let mut states = config.groups.iter().filter_map(|group| match *group {
         KvCacheGroupConfig::State { mode, checkpoint_alignment, .. } => {
             Some((mode, checkpoint_alignment))
         }
         _ => None,
     });
-    if let Some((mode, checkpoint_alignment)) = states.last() {
+    if let Some((mode, checkpoint_alignment)) = states.next_back() {
         make_room_for_states(&mut config, chance, mode, checkpoint_alignment);
     }
     config
