@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from sparksched import scheduler as sparksched_scheduler
+from sparksched.engine import scheduler as native_scheduler
 from sparksched.engine.kv_transfer import KVTransfer
 from vllm.config import KVTransferConfig, VllmConfig
 
@@ -35,7 +35,7 @@ def assigned(vllm_config: VllmConfig, settings: dict[str, Any]) -> Iterator[None
 
     with ExitStack() as patches:
         if settings.keys() & SETTINGS:
-            patches.enter_context(mock.patch.object(sparksched_scheduler, "KVTransfer", build))
+            patches.enter_context(mock.patch.object(native_scheduler, "KVTransfer", build))
             if not has_connector:
                 patches.enter_context(_with_connector(vllm_config))
         yield

@@ -27,6 +27,7 @@ from .test_rings import (
     kill_in_mid_stream,
     process_named,
     processes_of,
+    shared_memory_of,
     wait_until,
 )
 
@@ -116,7 +117,6 @@ def finished_by_engine(server: Server) -> dict[str, float]:
 
 def run_engines(model: Path, directory: Path, scheduler: str | None) -> Observed:
     directory.mkdir()
-    before = set(Path("/dev/shm").iterdir())
     with serve(
         model,
         directory / "serve.log",
@@ -124,8 +124,9 @@ def run_engines(model: Path, directory: Path, scheduler: str | None) -> Observed
         arguments=TWO_ENGINES,
         environment={"SPARKSCHED_STRICT": "1", "SPARKSCHED_TRANSPORT": "shm"} if scheduler else {},
     ) as server:
+        shared = shared_memory_of(server)
         observed = observe_engines(server)
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert not [path for path in shared if path.exists()]
     return observed
 
 

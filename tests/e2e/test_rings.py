@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,6 @@ def run_server(
     arguments: tuple[str, ...] = (),
 ) -> Observed:
     """Observe a server until it has ended; nothing of it may be left then."""
-    before = set(Path("/dev/shm").iterdir())
     with serve(
         model_dir,
         log_dir / "serve.log",
@@ -68,11 +68,12 @@ def run_server(
         environment={**DEVELOPMENT, **(OVER_RINGS if over_rings else {})},
         arguments=(ROOM_FOR_ENDLESS, *arguments),
     ) as server:
+        shared = shared_memory_of(server)
         observed = observe(server)
         wait_until(lambda: not processes_of(server), "for the end of each process")
         observed.status = server.process.wait()
         observed.log = server.log
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert not [path for path in shared if path.exists()]
     return observed
 
 
@@ -87,6 +88,17 @@ def processes_of(server: Server) -> list[int]:
         if int(session) == server.process.pid and state != "Z":
             running.append(int(directory.name))
     return running
+
+
+def shared_memory_of(server: Server) -> set[Path]:
+    """Return the files in shared memory that processes of a server have mapped."""
+    found: set[Path] = set()
+    for process in processes_of(server):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+                if "/dev/shm/" in line and not line.endswith("(deleted)"):
+                    found.add(Path(line[line.index("/dev/shm/") :]))
+    return found
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> None:
