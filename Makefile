@@ -133,6 +133,7 @@ test-full:
 	SCALE=full $(MAKE) test SECONDS=60
 	$(MAKE) soak MESSAGES=10000000 WAKE_UPS=1000000
 	$(MAKE) faults KILLS=4500 STOPS=50
+	$(MAKE) models
 	$(MAKE) bookkeeping OPERATIONS=10000000
 	$(MAKE) properties RUNS=5
 
