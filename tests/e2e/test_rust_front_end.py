@@ -198,7 +198,10 @@ def name_of(pid: int) -> str:
 
 @pytest.mark.parametrize("killed", ["launcher", "front end"])
 def test_nothing_outlives_a_kill(killed: str, model_dir: Path, tmp_path: Path) -> None:
-    """The engine ends by itself, its worker with it; the front end by the news."""
+    """The engine ends by itself, its worker with it.
+
+    Without its launcher the front end goes on: it answers that its engine is dead.
+    """
     variables = {**vllm_rs.variables(), **STRICT}
     with serve(
         model_dir, tmp_path / "log", scheduler="sparksched", environment=variables
@@ -210,4 +213,7 @@ def test_nothing_outlives_a_kill(killed: str, model_dir: Path, tmp_path: Path) -
         begin = time.monotonic()
         wait_until(lambda: engine not in processes_of(server), "for the engine's end")
         assert time.monotonic() - begin < ENDS_WITHIN_S
+        if killed == "launcher":
+            assert httpx.get(f"{server.base_url}/health", timeout=60).status_code == 503
+            os.kill(front_end, signal.SIGKILL)
         wait_until(lambda: not processes_of(server), "for the end of each process")

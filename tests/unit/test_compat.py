@@ -716,10 +716,6 @@ REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
         lambda: kv_cache(group(full_attention()), group(sliding_window(block_size=32))),
     ),
     (
-        "chunked local attention beside blocks of another size",
-        lambda: kv_cache(group(chunked_attention()), group(full_attention(block_size=8))),
-    ),
-    (
         "prefix caching in this Mamba cache mode",
         lambda: kv_cache(group(full_attention()), group(mamba(mamba_cache_mode="none"))),
     ),
@@ -815,6 +811,13 @@ def test_groups_with_blocks_of_different_sizes(
 ) -> None:
     config = kv_cache(group(full_attention()), group(mamba(block_size=32)))
     assert unsupported_kv_cache(config, supported_config, 32, hash_block_size) is None
+
+
+def test_chunks_beside_blocks_of_another_size_are_refused(supported_config: object) -> None:
+    config = kv_cache(group(chunked_attention()), group(full_attention(block_size=8)))
+    problem = unsupported_kv_cache(config, supported_config, BLOCK_SIZE, 8)
+    assert problem is not None
+    assert problem.feature == "chunked local attention beside blocks of another size"
 
 
 @pytest.mark.parametrize(

@@ -1062,6 +1062,7 @@ def test_snapshot() -> None:
         "free_blocks",
         "ref_counts",
         "cached_blocks",
+        "further_keys",
     }
     assert (state["running"], state["waiting"]) == (["a"], ["b"])
     tables = state["requests"]["a"].pop("block_ids")
@@ -1099,6 +1100,7 @@ def test_snapshot_of_an_empty_scheduler() -> None:
         "free_blocks": [1, 2, 3],
         "ref_counts": {},
         "cached_blocks": {},
+        "further_keys": {},
     }
 
 

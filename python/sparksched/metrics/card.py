@@ -45,7 +45,12 @@ class EngineCard(msgspec.Struct):
 def publish(
     engine: "EngineCoreProc", transport: Literal["shm", "zmq"], report: EngineReport
 ) -> BinaryIO:
-    """Make the card of an engine, which is there as long as what this returns is open."""
+    """Make the card of an engine, which is there as long as what this returns is open.
+
+    Raises:
+        OSError: if the system has no descriptor or memory for it.
+
+    """
     from vllm.version import __version__ as vllm_version
 
     card = EngineCard(

@@ -188,7 +188,7 @@ class EngineCollector(Collector):
         """Read each engine's page. An error here must not take vLLM's own metrics away."""
         try:
             views = self._views()
-            info = _info(views) if views or self._is_of_server else ()
+            info = list(_info(views)) if views or self._is_of_server else []
             families = [*info, *_families(views)]
         except Exception:
             logger.exception("sparksched: its metrics can't be shown")

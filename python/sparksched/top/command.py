@@ -78,6 +78,7 @@ class Look:
 
 def run(parsed: argparse.Namespace) -> int:
     """Look and show, until the user has seen enough; return the exit status."""
+    fetch_page: Callable[[], Page]
     fetch_page = fetch_here if parsed.url is None else functools.partial(fetch, parsed.url)
     parsed.url = parsed.url or DEFAULT_URL
     try:

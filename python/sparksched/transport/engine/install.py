@@ -68,7 +68,10 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
     context = context_of(engine)
     context.offer = offer
     if environment.shows_metrics() and hasattr(os, "memfd_create"):
-        context.card = card.publish(engine, "zmq" if rings is None else "shm", offer.engine)
+        try:
+            context.card = card.publish(engine, "zmq" if rings is None else "shm", offer.engine)
+        except OSError as error:
+            logger.warning("sparksched: this engine can't be found by its process: %s", error)
     report = offer.engine
     logger.info(
         "sparksched %s: this engine schedules with %s and offers %s",

@@ -31,10 +31,11 @@ def watch_launcher(engine: "EngineCoreProc") -> None:
     launcher = multiprocessing.parent_process()
     if launcher is None or launcher.pid is None or not hasattr(os, "pidfd_open"):
         return  # a Ray actor, say, which Ray looks after
+    pidfd: int | None = None
     try:
         pidfd = os.pidfd_open(launcher.pid)
     except ProcessLookupError:
-        pidfd = None
+        pass  # it has ended already
     except OSError as error:
         logger.warning("sparksched: the end of the launcher won't be noticed: %s", error)
         return
