@@ -95,6 +95,8 @@ def core_config(**changes: Any) -> dict[str, Any]:
     }
     unknown = changes.keys() - config
     assert not unknown, unknown
+    if "groups" in changes:
+        config["group_block_sizes"] = [BLOCK_SIZE] * len(changes["groups"])
     return config | changes
 
 

@@ -208,7 +208,7 @@ NO_VERIFICATION = (
     "allowed are '0', '1', 'sparksched', 'vllm' and 'stop'"
 )
 NO_FRONT_END = "names no known front end; allowed are 'vllm' and 'sparksched'"
-NO_TRANSPORT = "names no known transport; allowed are 'auto', 'shm' and 'zmq'"
+NO_TRANSPORT = "names no known transport; allowed are 'auto', 'shm', 'zmq' and 'libzmq'"
 NO_MIB = "is not a whole number from 1 to 1024"
 NO_SWITCH = "is not a switch; allowed are '0', 'false', '1' and 'true'"
 NO_BYTES = f"is not a number of bytes from {1 << 16} to {1 << 40}"
