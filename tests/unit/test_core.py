@@ -88,7 +88,7 @@ def test_config_has_the_keys_that_an_engine_gives(name: str) -> None:
     [
         ({"policy": "lifo"}, 'unknown scheduling policy "lifo"'),
         ({"hash_algorithm": "md5"}, 'unknown hash algorithm "md5"'),
-        ({"block_size": 0}, "blocks of 0 tokens can't be hashed"),
+        ({"hash_block_size": 0}, "blocks of 0 tokens can't be hashed"),
         ({"block_size": 0, "hash_algorithm": None}, "block_size must be at least 1"),
         ({"hash_block_size": 20_000}, "blocks of 20000 tokens can't be hashed"),
         ({"num_blocks": 0}, "num_blocks must be at least 1"),
@@ -1207,7 +1207,7 @@ def test_extra_keys_are_asked_for_only_if_there_is_a_block_to_hash() -> None:
     [
         ({"algorithm": "md5"}, 'unknown hash algorithm "md5"'),
         ({"algorithm": ""}, 'unknown hash algorithm ""'),
-        ({"hash_block_size": 0}, "blocks of 0 tokens can't be hashed"),
+        ({"block_size": 0}, "blocks of 0 tokens can't be hashed"),
         ({"block_size": 2**32 - 1}, "blocks of 4294967295 tokens can't be hashed"),
         ({"none_hash": bytes(33)}, "32 bytes"),
     ],
