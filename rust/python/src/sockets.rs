@@ -33,7 +33,6 @@ impl PyEngineSockets {
     #[pyo3(signature = (
         addresses, *, max_idle_backlog_bytes, max_backlog_bytes, stuck_after_s
     ))]
-    #[expect(clippy::needless_pass_by_value, reason = "PyO3 makes the list")]
     fn new(
         addresses: Vec<String>,
         max_idle_backlog_bytes: usize,
@@ -45,7 +44,7 @@ impl PyEngineSockets {
             patience: seconds("stuck_after_s", stuck_after_s)?,
             max_bytes: max_backlog_bytes,
         };
-        let sockets = PushSockets::new(&addresses, limits)
+        let sockets = PushSockets::new(addresses, limits)
             .map_err(|error| PyConnectionError::new_err(error.to_string()))?;
         Ok(Self { sockets })
     }

@@ -67,16 +67,13 @@ pub enum Said {
 pub fn frame_header(len: usize, has_more: bool) -> Header {
     let more = if has_more { MORE } else { 0 };
     let mut bytes = [0; MAX_HEADER_BYTES];
-    let len = match u8::try_from(len) {
-        Ok(short) => {
-            bytes[..2].copy_from_slice(&[more, short]);
-            2
-        }
-        Err(_) => {
-            bytes[0] = more | LONG;
-            bytes[1..].copy_from_slice(&(len as u64).to_be_bytes());
-            MAX_HEADER_BYTES
-        }
+    let len = if let Ok(short) = u8::try_from(len) {
+        bytes[..2].copy_from_slice(&[more, short]);
+        2
+    } else {
+        bytes[0] = more | LONG;
+        bytes[1..].copy_from_slice(&(len as u64).to_be_bytes());
+        MAX_HEADER_BYTES
     };
     Header { bytes, len }
 }
@@ -178,16 +175,13 @@ impl Reader {
         }
         let Some((start, len)) = command_extent(unread)? else { return Ok(None) };
         let Some(body) = unread.get(start..start + len) else { return Ok(None) };
-        let said = match self.phase {
-            Phase::Messages => ping(body)?.map(Said::Ping),
-            _ => {
-                check_ready(body)?;
-                Some(Said::Ready)
-            }
-        };
-        if self.phase == Phase::Handshake {
+        let said = if self.phase == Phase::Messages {
+            ping(body)?.map(Said::Ping)
+        } else {
+            check_ready(body)?;
             self.phase = Phase::Messages;
-        }
+            Some(Said::Ready)
+        };
         Ok(Some((at + start + len, said)))
     }
 }

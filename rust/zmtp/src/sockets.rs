@@ -26,10 +26,10 @@ impl PushSockets {
     ///
     /// # Errors
     /// If the system has no more descriptors.
-    pub fn new(addresses: &[String], limits: Limits) -> std::io::Result<Self> {
-        let socket = |text: &String| Some(Push::new(Address::local(text)?, limits));
+    pub fn new(addresses: Vec<String>, limits: Limits) -> std::io::Result<Self> {
+        let socket = |text: String| Some(Push::new(Address::local(&text)?, limits));
         Ok(Self {
-            sockets: addresses.iter().map(socket).collect(),
+            sockets: addresses.into_iter().map(socket).collect(),
             nudge: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             is_closed: AtomicBool::new(false),
         })
@@ -100,7 +100,7 @@ impl PushSockets {
             match socket.wish() {
                 Wish::Nothing => {}
                 Wish::Time(time) => {
-                    retry_at = Some(retry_at.map_or(time, |it: Instant| it.min(time)))
+                    retry_at = Some(retry_at.map_or(time, |it: Instant| it.min(time)));
                 }
                 // Held, because it may be closed while this sleeps.
                 Wish::Socket(socket, flags) => held.push((socket, flags)),
