@@ -30,6 +30,7 @@ BEHAVIORS: dict[str, tuple[str, Any]] = {
     "caches_settled_output": ("sync-eagle", False),
     "keeps_block_before_junction": ("eagle-without-lookahead", False),
     "requeues_sessions_last": ("sessions-preempting", False),
+    "caches_state_tails_once": ("async-granite-4", False),
     "can_skip_drafts": ("async-eagle-v2", False),
     "local_prefill_interval": ("prefill-interval", 0),
 }
