@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = {"VLLM_SCHEDULER": "sparksched", "SPARKSCHED_STRICT": "1"}
 # By whether there is a prefix cache, blocks that a few requests fill: with it, those of states are
 # as long as those of attention; without it, a request has one state.
-NUM_BLOCKS = {"1": 24, "0": 40}
+NUM_BLOCKS = {"1": 24, "0": 20}
 
 
 @pytest.fixture(scope="module", name="model")
