@@ -112,7 +112,8 @@ export PYTHONHASHSEED := 0
 PYTEST := $(BIN)/pytest
 PARALLEL := -n 2 --dist loadfile
 
-# Two at a time, each one's output whole: what compiles and runs Rust, and what runs Python.
+# Two at a time, each one's output whole: what compiles and runs Rust, and what runs Python. Neither
+# installs sparksched again (`-o build`), which the other may be about to import.
 .PHONY: test
 test: build vllm-rs ## every check before a commit: lints, types, tests, real servers; 15 minutes
 	$(MAKE) -j 2 --output-sync=target test-of-rust test-of-vllm
@@ -120,9 +121,9 @@ test: build vllm-rs ## every check before a commit: lints, types, tests, real se
 
 .PHONY: test-of-rust test-of-vllm
 test-of-rust:
-	$(MAKE) lint deny test-rust fuzz
+	$(MAKE) -o build lint deny test-rust fuzz
 test-of-vllm:
-	$(MAKE) conformance test-other
+	$(MAKE) -o build conformance test-other
 
 .PHONY: test-all
 test-all: build ## every check in full size, and the verdict into docs/promises.md; 90 minutes

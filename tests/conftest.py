@@ -16,12 +16,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what is marked `full`, unless all sizes are asked for."""
     if FULL:
         return
-    full = [item for item in items if item.get_closest_marker("full") or is_smoke(item)]
+    full = [item for item in items if item.get_closest_marker("full")]
     if full:
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if item not in set(full)]
-
-
-def is_smoke(item: pytest.Item) -> bool:
-    """Return whether this runs a benchmark, for which `make test-bench` is there."""
-    return "tests/bench" in item.nodeid and item.get_closest_marker("e2e") is not None

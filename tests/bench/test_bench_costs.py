@@ -23,6 +23,7 @@ def stored(main: Any, arguments: list[str], path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.e2e
+@pytest.mark.full
 def test_verification_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for table in ("DECODE_STEPS", "FEATURE_STEPS", "VERIFIED_STEPS"):
         monkeypatch.setattr(steps, table, FEWEST)
@@ -41,6 +42,7 @@ def test_verification_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.e2e
+@pytest.mark.full
 def test_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--requests", "2", "--steps", "50"]
     result = stored(recording.main, arguments, tmp_path / "x.json", monkeypatch)

@@ -15,7 +15,7 @@ from testkit import tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1500)]
 
 
 def run(module: str, *arguments: str | Path, status: int = 0) -> str:
