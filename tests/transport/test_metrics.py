@@ -170,11 +170,12 @@ def test_a_ring_without_room_is_counted_in_both_directions(model_directory: Path
             name = "sparksched:back_pressure_events_total"
             await until(lambda: value(name, direction="to_engine") >= 1)
             assert value("sparksched:ring_high_water_bytes", direction="to_engine") > 500_000
-            assert value(name, direction="to_client") == 0
+            # A client that is short of processor time may have met a full ring of outputs already.
+            before = value(name, direction="to_client")
 
             (array,) = await reader.call("collective_rpc", "make_bytes", None, [3 << 20], None)
             assert len(array) == 3 << 20
-            await until(lambda: value(name, direction="to_client") >= 1)
+            await until(lambda: value(name, direction="to_client") > before)
             assert value("sparksched:ring_high_water_bytes", direction="to_client") == 1 << 20
             await until(lambda: value("sparksched:backlog_bytes") == 0)
 
