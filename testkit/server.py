@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 
+FORKING = Path(__file__).resolve().with_name("forking.py")
 MODEL_NAME = "tiny"
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
@@ -90,6 +91,7 @@ def serve(
     scheduler: str | None = None,
     name: str = MODEL_NAME,
     is_on_cpu: bool = True,
+    forks: bool = False,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
@@ -97,7 +99,9 @@ def serve(
     """Start `vllm serve` on a free local port, wait until it is healthy, and stop it at the end.
 
     `scheduler` becomes VLLM_SCHEDULER; None means vLLM's own. `name` is what the model is served
-    as. On a CPU there are arguments for tiny models; `arguments` follow them, so they win.
+    as. On a CPU there are arguments for tiny models; `arguments` follow them, so they win. A server
+    that `forks` its engine and workers is up in half the time, but they hold its descriptors: not
+    for tests of deaths.
     """
     port = _free_port()
     process = _start(
@@ -106,6 +110,7 @@ def serve(
         port=port,
         scheduler=scheduler,
         name=name,
+        forks=forks,
         arguments=[*(CPU_ARGUMENTS if is_on_cpu else ()), *arguments],
         environment=environment or {},
     )
@@ -124,11 +129,14 @@ def _start(
     port: int,
     scheduler: str | None,
     name: str,
+    forks: bool,
     arguments: Sequence[str],
     environment: Mapping[str, str],
 ) -> "subprocess.Popen[bytes]":
+    # -P: what lies beside a program must not shadow packages.
+    program = ("-P", str(FORKING)) if forks else ("-m", "vllm.entrypoints.cli.main")
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_dir.resolve())),
+        *(sys.executable, *program, "serve", str(model_dir.resolve())),
         *(f"--served-model-name={name}", "--host=127.0.0.1", f"--port={port}"),
         *arguments,
     ]

@@ -1,13 +1,14 @@
-"""What `test_offline.py` runs twice: engines with adapters, pooling, priorities, in this process.
+"""What `test_offline.py` runs twice: one engine after the other, in this process.
 
-    python -m e2e.offline_program LLAMA ADAPTERS GPT_OSS RESULT
+    python -m e2e.offline_program LLAMA ADAPTERS GPT_OSS LFM2 RESULT
 
-The first three are folders that the tests wrote, and RESULT is the file to write.
+The first four are folders that the tests wrote, and RESULT is the file to write.
 """
 
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ ADAPTERS = ("red", "blue")
 NUM_PROMPTS, NUM_WAVES = 4, 3
 NUM_ORDINARY, NUM_URGENT = 40, 2  # 16 run at a time
 VOCAB_SIZE = 400  # ids below this are in the tiny models' vocabulary
+NUM_WITH_STATES, PREFIX_LENGTHS = 10, (0, 40, 130, 300, 520)
+# By whether there is a prefix cache, blocks that a few requests fill: with it, those of states are
+# as long as those of attention; without it, a request has one state.
+NUM_BLOCKS = {True: 24, False: 20}
 
 
 def generate(model: str, adapters: Path) -> list[list[int]]:
@@ -96,16 +101,59 @@ def order_of_priorities(model: str) -> list[int]:
     return sorted(range(len(times)), key=times.__getitem__)
 
 
-def main(llama: str, adapters: str, gpt_oss: str, result: str) -> None:
+def states(model: str, has_prefix_cache: bool) -> dict[str, Any]:
+    """Return streams, prefix hits and preemptions of a model with recurrent states.
+
+    Prompts are from one block to several chunks long, with beginnings in common.
+    """
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=has_prefix_cache,
+        disable_log_stats=False,
+        num_gpu_blocks_override=NUM_BLOCKS[has_prefix_cache],
+    )
+    rng = random.Random(1)
+    shared = [it % VOCAB_SIZE for it in range(1, 1000)]
+    prompts = [
+        [*shared[: rng.choice(PREFIX_LENGTHS)], *(rng.randrange(9) for _ in range(1 + number * 7))]
+        for number in range(NUM_WITH_STATES)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    streams, num_cached = [], 0
+    for _ in range(NUM_WAVES):
+        requests = [{"prompt_token_ids": it} for it in prompts]
+        outputs = engine.generate(requests, params, use_tqdm=False)
+        streams += [list(output.outputs[0].token_ids) for output in outputs]
+        num_cached += sum(output.num_cached_tokens or 0 for output in outputs)
+        rng.shuffle(prompts)
+    metrics = {it.name: it for it in engine.get_metrics()}
+    num_preemptions = metrics["vllm:num_preemptions"].value
+    return {"streams": streams, "num_cached": num_cached, "num_preemptions": num_preemptions}
+
+
+def main(llama: str, adapters: str, gpt_oss: str, lfm2: str, result: str) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    streams = generate(llama, Path(adapters))
-    # The process has one set of distributed groups, which engines leave behind.
-    cleanup_dist_env_and_memory()
-    vectors = embed(gpt_oss)
-    cleanup_dist_env_and_memory()
-    order = order_of_priorities(gpt_oss)
-    Path(result).write_text(json.dumps({"streams": streams, "vectors": vectors, "order": order}))
+    parts: dict[str, Callable[[], Any]] = {
+        "streams": lambda: generate(llama, Path(adapters)),
+        "vectors": lambda: embed(gpt_oss),
+        "order": lambda: order_of_priorities(gpt_oss),
+        "states": lambda: states(lfm2, has_prefix_cache=False),
+        "states_in_prefix_cache": lambda: states(lfm2, has_prefix_cache=True),
+    }
+    found = {}
+    for name, run in parts.items():
+        found[name] = run()
+        # The process has one set of distributed groups, which engines leave behind.
+        cleanup_dist_env_and_memory()
+    Path(result).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

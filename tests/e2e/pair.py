@@ -24,13 +24,14 @@ def observe_pair(
     model_dir: Path, log_dir: Path, observe: Callable[[Server], T], arguments: Sequence[str]
 ) -> Pair[T]:
     """Observe a server with vLLM's scheduler, then one that may not fall back to it."""
-    with serve(model_dir, log_dir / "stock.log", arguments=arguments) as server:
+    with serve(model_dir, log_dir / "stock.log", forks=True, arguments=arguments) as server:
         stock = observe(server)
         assert not server.runs_sparksched
     with serve(
         model_dir,
         log_dir / "ours.log",
         scheduler="sparksched",
+        forks=True,
         arguments=arguments,
         environment={"SPARKSCHED_STRICT": "1"},
     ) as server:

@@ -57,6 +57,7 @@ def observe(
         model_directory,
         log_dir / "serve.log",
         scheduler="sparksched",
+        forks=True,
         environment={"SPARKSCHED_STRICT": "1", **environment},
         arguments=arguments,
     ) as server:
@@ -94,7 +95,7 @@ def counts(server: Server) -> list[float]:
     return [server.metric(f"sparksched:{name}") for name in STEP_SERIES]
 
 
-@pytest.mark.parametrize("num_api_servers", [1, 2])
+@pytest.mark.parametrize("num_api_servers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_server_shows_what_its_engine_does(
     num_api_servers: int, model_directory: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Adapters, pooling and priorities in real engines: the same tokens, vectors, order as from vLLM's.
+"""Adapters, pooling, priorities, recurrent states in real engines: all comes out as from vLLM's.
 
 Both schedulers get the requests in the same order, and so compose the same steps: what the models
 compute is equal to the last bit.
@@ -10,13 +10,22 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from testkit import tiny_gpt_oss, tiny_llama
+from testkit import tiny_gpt_oss, tiny_lfm2, tiny_llama
 from testkit.server import CPU_ENVIRONMENT, SPARKSCHED_LINE
 
-from .offline_program import ADAPTERS, ENGINE, NUM_ORDINARY, NUM_PROMPTS, NUM_URGENT, NUM_WAVES
+from .offline_program import (
+    ADAPTERS,
+    ENGINE,
+    NUM_ORDINARY,
+    NUM_PROMPTS,
+    NUM_URGENT,
+    NUM_WAVES,
+    NUM_WITH_STATES,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -31,6 +40,8 @@ class Observed:
     streams: list[list[int]]
     vectors: list[list[float]]
     order: list[int]
+    states: dict[str, Any]
+    states_in_prefix_cache: dict[str, Any]
     log: str = field(repr=False)
 
 
@@ -41,6 +52,7 @@ class Models:
     llama: Path
     adapters: Path
     gpt_oss: Path
+    lfm2: Path
 
 
 @pytest.fixture(scope="module", name="models")
@@ -52,6 +64,7 @@ def _models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         tiny_llama.write_model(tmp_path_factory.mktemp("llama")),
         adapters,
         tiny_gpt_oss.write_model(tmp_path_factory.mktemp("gpt-oss")),
+        tiny_lfm2.write_model(tmp_path_factory.mktemp("lfm2")),
     )
 
 
@@ -68,7 +81,7 @@ def _ours(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Observed:
 def run_program(models: Models, folder: Path, environment: dict[str, str]) -> Observed:
     """Run the program with the engine in its own process; fail with what it printed."""
     result = folder / "result.json"
-    paths = (models.llama, models.adapters, models.gpt_oss, result)
+    paths = (models.llama, models.adapters, models.gpt_oss, models.lfm2, result)
     command = [sys.executable, "-m", "e2e.offline_program", *map(str, paths)]
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
     in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
@@ -87,7 +100,7 @@ def run_program(models: Models, folder: Path, environment: dict[str, str]) -> Ob
 
 def test_ours_schedules_in_rust(stock: Observed, ours: Observed) -> None:
     assert stock.log.count(SPARKSCHED_LINE) == 0
-    assert ours.log.count(SPARKSCHED_LINE) == 3
+    assert ours.log.count(SPARKSCHED_LINE) == 5
 
 
 def test_streams_with_adapters_are_equal(stock: Observed, ours: Observed) -> None:
@@ -116,3 +129,15 @@ def test_requests_are_scheduled_in_the_same_order(stock: Observed, ours: Observe
 def test_urgent_requests_overtake(ours: Observed) -> None:
     urgent = range(NUM_ORDINARY, NUM_ORDINARY + NUM_URGENT)
     assert set(urgent) < set(ours.order[: ENGINE["max_num_seqs"]])
+
+
+@pytest.mark.parametrize("name", ["states", "states_in_prefix_cache"])
+def test_streams_of_a_model_with_states_are_equal(
+    name: str, stock: Observed, ours: Observed
+) -> None:
+    expected = getattr(stock, name)
+    assert getattr(ours, name) == expected
+    assert len(expected["streams"]) == NUM_WAVES * NUM_WITH_STATES
+    assert len(set(map(tuple, expected["streams"][:NUM_WITH_STATES]))) == NUM_WITH_STATES
+    assert expected["num_preemptions"] > 0
+    assert (expected["num_cached"] > 0) == (name == "states_in_prefix_cache")

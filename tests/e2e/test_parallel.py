@@ -5,13 +5,10 @@ end in an error of vLLM's, with its own scheduler, too.
 """
 
 import asyncio
-import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import httpx
 import pytest
@@ -35,15 +32,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 NUM_REQUESTS = 24
 VOCAB_SIZE = 400
-# Workers share what few processors there are.
-UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 TWO_ENGINES = ("--data-parallel-size=2", "--api-server-count=2", ROOM_FOR_ENDLESS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _unbound() -> Iterator[None]:
-    with mock.patch.dict(os.environ, UNBOUND):
-        yield
 
 
 def stream_mixed(server: Server) -> list[Completion]:
@@ -130,14 +119,23 @@ def run_engines(model: Path, directory: Path, scheduler: str | None) -> Observed
     return observed
 
 
-def test_two_engines_serve_and_end_as_with_vllms_scheduler(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_stock_engines", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_two_engines_serve_and_end_as_with_vllms_scheduler(
+    num_stock_engines: int, tmp_path: Path
+) -> None:
+    """One engine of vLLM's streams the same; how it ends takes two."""
     model = tiny_llama.write_model(tmp_path / "model")
-    stock = run_engines(model, tmp_path / "stock", None)
+    if num_stock_engines == 2:
+        stock = run_engines(model, tmp_path / "stock", None)
+        expected, status = stock.streams, stock.status
+    else:
+        with serve(model, tmp_path / "stock.log", forks=True) as server:
+            expected, status = stream_mixed(server), 1
     ours = run_engines(model, tmp_path / "ours", "sparksched")
-    assert outcomes(ours.streams) == outcomes(stock.streams)
+    assert outcomes(ours.streams) == outcomes(expected)
     # Rings tell each API server at once; vLLM's learn nothing until they are stopped.
     assert ours.ends == ["an error in the stream"] * NUM_ENDLESS
-    assert ours.status == stock.status
+    assert ours.status == status
     # Both engines have had their share, and each API server has rings to each of them.
     assert all(ours.requests_by_engine[it] > 0 for it in ("0", "1")), ours.requests_by_engine
     assert sum(ours.requests_by_engine.values()) == NUM_REQUESTS

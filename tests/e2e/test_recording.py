@@ -30,7 +30,7 @@ def _wait_until_written(trace: Path, num_requests: int) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("with_tokens", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_server(with_tokens: bool, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     environment = {
@@ -43,6 +43,7 @@ def test_a_server(with_tokens: bool, tmp_path: Path) -> None:
         model,
         tmp_path / "server.log",
         scheduler="sparksched",
+        forks=True,
         arguments=ARGUMENTS,
         environment=environment,
     ) as server:

@@ -170,6 +170,7 @@ def run_server(
         model_dir,
         log_dir / "serve.log",
         scheduler=scheduler,
+        forks=True,
         arguments=arguments,
         environment=environment,
     ) as server:

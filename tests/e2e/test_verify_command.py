@@ -116,7 +116,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("place", [terminal_of_80_columns, os.pipe])
+@pytest.mark.parametrize(
+    "place", [terminal_of_80_columns, pytest.param(os.pipe, marks=pytest.mark.full)]
+)
 def test_a_server_is_verified_until_it_is_told_to_end(
     place: Callable[[], tuple[int, int]], model: Path
 ) -> None:
