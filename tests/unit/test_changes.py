@@ -65,5 +65,6 @@ def test_each_switch_is_known() -> None:
         "SPARKSCHED_TRANSPORT",
         "SPARKSCHED_FRONT_END",
         "SPARKSCHED_METRICS",
+        "SPARKSCHED_JUST_IN_TIME",
     }
     assert all(f'"{switch}"' in readers for switch in switches)

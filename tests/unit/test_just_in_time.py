@@ -1,0 +1,320 @@
+"""Just-in-time scheduling, in vLLM's loop around a simulated clock and GPU."""
+
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sparksched.engine import just_in_time
+from sparksched.engine.just_in_time import MARGIN_S, POLL_S, HostLead, JustInTime, StepTimes
+from unit.simulated_loop import WAKE_S, Engine, Scenario
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineShutdownState
+
+STEP_S = 0.018
+HOST_S = 0.0003
+LATER_S = 0.001
+"""How much later than without it a request may be served."""
+
+END_S = 6.0
+
+
+class Meters:
+    """Keeps what is counted."""
+
+    def __init__(self) -> None:
+        self.held_back: list[float] = []
+        self.late: list[float] = []
+
+    def note_held_back(self, time_s: float) -> None:
+        self.held_back.append(time_s)
+
+    def note_late(self, time_s: float) -> None:
+        self.late.append(time_s)
+
+
+def run(scenario: Scenario) -> tuple[Engine, Meters]:
+    engine, meters = Engine(scenario), Meters()
+    JustInTime(engine, meters, engine.clock)  # type: ignore[arg-type]
+    engine.run()
+    return engine, meters
+
+
+def idle_gaps(engine: Engine) -> list[float]:
+    """Return how long the GPU has waited before each step but the first."""
+    return [launch.start_s - before.end_s for before, launch in itertools.pairwise(engine.launches)]
+
+
+def decode(step_s: Callable[[int, Any], float], **settings: Any) -> Scenario:
+    """Return a scenario with one stream from the beginning to the end."""
+    scenario = Scenario(step_s, **settings)
+    scenario.add(0.0, "stream", round(END_S / STEP_S))
+    return scenario
+
+
+# ----------------------------------------------------------------------------------------
+# What an engine does with it
+# ----------------------------------------------------------------------------------------
+
+
+def jittering(number: int, step: Any) -> float:
+    return STEP_S * random.Random(number).uniform(0.99, 1.01)
+
+
+def drifting(number: int, step: Any) -> float:
+    return STEP_S * (1 + 0.5 * abs((number / 100) % 2 - 1))
+
+
+JUMPS = (1.0, 0.2, 1.0, 5.0, 0.2, 1.0)
+JUMP_EVERY = 50
+
+
+def jumping(number: int, step: Any) -> float:
+    return STEP_S * JUMPS[number // JUMP_EVERY % len(JUMPS)]
+
+
+def stalling(number: int, step: Any) -> float:
+    return STEP_S * (5 if random.Random(number).random() < 0.1 else 1)
+
+
+PACES = {it.__name__: it for it in (jittering, drifting, jumping, stalling)}
+
+
+@pytest.fixture(params=PACES.values(), ids=PACES)
+def pace(request: pytest.FixtureRequest) -> Callable[[int, Any], float]:
+    found: Callable[[int, Any], float] = request.param
+    return found
+
+
+def test_steady_decode_leaves_no_gap() -> None:
+    engine, meters = run(decode(jittering, host_s=lambda step: 0.001))
+    assert max(idle_gaps(engine)) <= MARGIN_S
+    assert sum(idle_gaps(engine)) <= 0.001 * END_S
+    held_s = sorted(meters.held_back)[len(meters.held_back) // 2]
+    assert STEP_S - 0.001 - 2 * MARGIN_S - POLL_S < held_s < STEP_S
+
+
+def test_a_deadline_without_the_hosts_lead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostLead, "predict", lambda self: 0.0)
+    with pytest.raises(AssertionError):
+        test_steady_decode_leaves_no_gap()
+
+
+def test_a_step_that_gets_shorter_costs_three_gaps() -> None:
+    engine, meters = run(decode(jumping))
+    gaps = idle_gaps(engine)
+    assert max(gaps) <= LATER_S
+    for begin in range(0, len(gaps) - JUMP_EVERY, JUMP_EVERY):
+        # The first gap is before the second step of a kind.
+        assert sum(it > 0 for it in gaps[begin : begin + JUMP_EVERY]) <= 4
+    assert len(meters.late) == sum(it > 0 for it in gaps)
+    assert sum(meters.late) >= sum(gaps)
+
+
+def test_a_prediction_that_does_not_shrink_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest: dict[Any, float] = {}
+
+    def note(self: StepTimes, kind: Any, time_s: float) -> None:
+        longest[kind] = max(time_s, longest.get(kind, 0.0))
+
+    monkeypatch.setattr(StepTimes, "note", note)
+    monkeypatch.setattr(StepTimes, "predict", lambda self, kind: longest.get(kind))
+    with pytest.raises(AssertionError):
+        test_a_step_that_gets_shorter_costs_three_gaps()
+
+
+def test_prompts_that_take_longer_to_launch_leave_no_gap() -> None:
+    def host_s(step: Any) -> float:
+        return 0.004 if step.total_num_scheduled_tokens > len(step.num_scheduled_tokens) else 0.001
+
+    scenario = decode(jittering, host_s=host_s)
+    # Too seldom to be seen in a quantile of all launches.
+    for number in range(15):
+        scenario.add(0.5 + 0.3305 * number, f"request-{number}", 4)
+    engine, meters = run(scenario)
+    is_known = sum(launch.end_s < 2.0 for launch in engine.launches)
+    assert max(idle_gaps(engine)[is_known:]) <= MARGIN_S
+    assert meters.held_back
+
+
+def arrivals(pace: Callable[[int, Any], float], seed: int) -> Scenario:
+    """Return a scenario in which requests come alone and in bursts, and some are aborted."""
+    scenario, chance = decode(pace), random.Random(seed)
+    time_s = 1.0
+    for number in itertools.count():
+        time_s += chance.expovariate(20)
+        if time_s > END_S - 1:
+            return scenario
+        for member in range(chance.choice([1, 1, 1, 8])):
+            name = f"request-{number}-{member}"
+            scenario.add(time_s, name, chance.randint(1, 12))
+            if chance.random() < 0.2:
+                scenario.abort(time_s + chance.uniform(0, 0.1), name)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_request_is_served_later_than_without_it(
+    pace: Callable[[int, Any], float], seed: int
+) -> None:
+    """Without it a request that comes during step K gets into step K + 2, and no step is late."""
+    engine, _ = run(arrivals(pace, seed))
+    assert max(idle_gaps(engine)) <= LATER_S
+    steps_waited = list(waits_of_arrivals(engine))
+    assert len(steps_waited) > 20
+    assert max(steps_waited) <= 2
+    assert not engine.scheduler.requests
+
+
+def waits_of_arrivals(engine: Engine) -> Iterator[int]:
+    """Yield how many steps after the one in which it came each request has begun."""
+    first: dict[str, int] = {}
+    for number, launch in enumerate(engine.launches):
+        for request_id in launch.request_ids:
+            first.setdefault(request_id, number)
+    for request in (it.message[1][0] for it in engine.handled if is_add(it.message)):
+        came_s = arrival_of(engine, request.request_id)
+        during = [
+            number
+            for number, launch in enumerate(engine.launches)
+            if launch.start_s < came_s <= launch.end_s
+        ]
+        if during and request.request_id in first:  # else aborted before
+            yield first[request.request_id] - during[0]
+
+
+def is_add(message: Any) -> bool:
+    return message[0] is EngineCoreRequestType.ADD
+
+
+def arrival_of(engine: Engine, request_id: str) -> float:
+    return next(
+        time_s
+        for time_s, message in engine.scenario.messages
+        if is_add(message) and message[1][0].request_id == request_id
+    )
+
+
+def test_most_requests_begin_a_step_sooner() -> None:
+    engine, _ = run(arrivals(jittering, 1))
+    waits = list(waits_of_arrivals(engine))
+    assert sum(it == 1 for it in waits) > 0.5 * len(waits)
+
+
+def test_what_comes_meanwhile_is_taken_in_at_once() -> None:
+    scenario = decode(jittering)
+    times = [1.0 + 0.0971 * number for number in range(40)]
+    for number, time_s in enumerate(times):
+        scenario.add(time_s, f"request-{number}", 3)
+    engine, _ = run(scenario)
+    delays = [
+        handled.time_s - time_s for handled, time_s in zip(engine.handled[1:], times, strict=True)
+    ]
+    # But for those that come while a launch or the end of a step is waited for.
+    assert sum(it <= 2 * WAKE_S for it in delays) > 0.8 * len(delays)
+    assert max(delays) <= HOST_S + MARGIN_S + 10 * WAKE_S + 2 * 0.01 * STEP_S
+
+
+# ----------------------------------------------------------------------------------------
+# Ends and pauses
+# ----------------------------------------------------------------------------------------
+
+IN_A_STEP_S = 3.005
+"""While a step is held back."""
+
+
+def test_a_signal_ends_the_engine_at_once() -> None:
+    scenario = decode(lambda *_: STEP_S)
+    scenario.messages.append((IN_A_STEP_S, (EngineCoreRequestType.WAKEUP, None)))
+    with pytest.raises(SystemExit):
+        run(scenario)
+    engine = scenario.engine
+    assert engine.shutdown_state is EngineShutdownState.SHUTTING_DOWN
+    assert engine.clock.now < IN_A_STEP_S + 3 * STEP_S
+
+
+def test_the_death_of_an_executor_is_noticed_while_a_step_is_held_back() -> None:
+    scenario = decode(lambda *_: STEP_S)
+    scenario.messages.append((IN_A_STEP_S, (EngineCoreRequestType.EXECUTOR_FAILED, b"")))
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        run(scenario)
+    assert scenario.engine.clock.now <= IN_A_STEP_S + 2 * WAKE_S
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_pause_is_answered_and_ends(mode: str) -> None:
+    scenario = Scenario(lambda *_: STEP_S)
+    scenario.add(0.0, "stream", 180)
+    scenario.call(IN_A_STEP_S, "pause_scheduler", mode, False)
+    scenario.add(IN_A_STEP_S + 0.01, "meanwhile", 5)
+    scenario.call(5.0, "resume_scheduler")
+    engine, _ = run(scenario)
+    assert engine.output_queue.qsize() == 2, "both calls are answered"
+    # What is in flight is made, and what waits is drained.
+    drained_s = 180 * STEP_S + 0.1 if mode == "wait" else IN_A_STEP_S + 3 * STEP_S
+    assert not [it for it in engine.launches if drained_s < it.launch_s < 5.0]
+    assert not engine.scheduler.requests
+    assert engine.launches[-1].launch_s > 5.0
+
+
+# ----------------------------------------------------------------------------------------
+# Where nothing is held back
+# ----------------------------------------------------------------------------------------
+
+
+def test_steps_are_not_held_back_while_requests_wait_for_room() -> None:
+    scenario = decode(jittering, room=2)
+    for number in range(2):
+        scenario.add(2.0, f"request-{number}", 50)
+    engine, meters = run(scenario)
+    crowded = [it for it in engine.launches if 2 * STEP_S + 2.0 < it.launch_s < 2.0 + 48 * STEP_S]
+    before = {it.launch_s: last for last, it in itertools.pairwise(engine.launches)}
+    assert len(crowded) > 40
+    for launch in crowded:
+        assert launch.launch_s - before[launch.launch_s].start_s < 2 * HOST_S
+    assert meters.held_back
+
+
+def test_steps_are_not_held_back_for_grammars() -> None:
+    scenario = decode(jittering)
+    engine, meters = Engine(scenario), Meters()
+    engine.scheduler.needs_grammar = True
+    JustInTime(engine, meters, engine.clock)  # type: ignore[arg-type]
+    engine.run()
+    assert not meters.held_back
+
+
+def test_steps_of_an_executor_that_does_not_tell_their_ends_are_not_held_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(just_in_time, "end_of", lambda future: None)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    _, meters = run(decode(jittering))
+    assert not meters.held_back
+    assert len([it for it in caplog.messages if "doesn't tell" in it]) == 1
+
+
+class _Lazy(Future):  # type: ignore[type-arg]
+    def result(self, timeout: float | None = None) -> Any:
+        raise NotImplementedError
+
+
+def test_ends_are_asked_where_they_are_known() -> None:
+    """Of vLLM's futures those that only `result` completes would never be done."""
+    assert just_in_time.end_of(_Lazy()) is None
+    assert just_in_time.end_of(SimpleNamespace(async_output=SimpleNamespace())) is None
+    for name in ("async_copy_ready_event", "copy_event"):
+        output = SimpleNamespace(**{name: SimpleNamespace(query=lambda: True)})
+        is_over = just_in_time.end_of(SimpleNamespace(async_output=output))
+        assert is_over is not None
+        assert is_over()
+    future: Future[None] = Future()
+    is_over = just_in_time.end_of(future)
+    assert is_over is not None
+    assert not is_over()
+    future.set_result(None)
+    assert is_over()
