@@ -90,6 +90,9 @@ class _Step:
         self._end_ns = end_ns
         self._is_marked = executor.is_marked
 
+    def done(self) -> bool:
+        return time.perf_counter_ns() >= self._end_ns
+
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
         now_ns = time.perf_counter_ns()
         if now_ns < self._end_ns:
