@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from sparksched.engine import launch_times
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
@@ -197,9 +198,11 @@ class Executor:
         self.launches: list[Launch] = []
 
     def execute_model(self, step: Any, non_block: bool) -> Any:
-        number = len(self.launches)
         self._clock.now += self._host_s(step)
-        now_s = self._clock.now
+        return self._launch(step, self._clock.now)
+
+    def _launch(self, step: Any, now_s: float) -> Any:
+        number = len(self.launches)
         if not step.total_num_scheduled_tokens:
             return _Future(self._clock, now_s)
         start_s = max(now_s, self.launches[-1].end_s) if self.launches else now_s
@@ -211,19 +214,35 @@ class Executor:
         return _Future(self._clock, self.launches[-1].end_s)
 
 
+class Workers(Executor):
+    """Hands steps to workers: they launch them later, and tell when with the output."""
+
+    HAND_OVER_S = 0.00002
+
+    def execute_model(self, step: Any, non_block: bool) -> Any:
+        self._clock.now += self.HAND_OVER_S
+        return self._launch(step, self._clock.now + self._host_s(step))
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool) -> Any:
+        launch = self.launches[-1]
+        output = SimpleNamespace(**{launch_times.ATTRIBUTE: launch.launch_s})
+        return _Future(self._clock, launch.end_s, output)
+
+
 class _Future:
     """The result of a step: something, as soon as it has ended."""
 
-    def __init__(self, clock: Clock, end_s: float) -> None:
+    def __init__(self, clock: Clock, end_s: float, output: Any = None) -> None:
         self._clock = clock
         self._end_s = end_s
+        self._output = output or object()
 
     def done(self) -> bool:
         return self._clock.now >= self._end_s
 
     def result(self) -> Any:
         self._clock.sleep_until(self._end_s)
-        return object()
+        return self._output
 
 
 @dataclass
@@ -242,6 +261,7 @@ class Scenario:
     host_s: Callable[[Any], float] = lambda step: 0.0003
     messages: list[tuple[float, Message]] = field(default_factory=list)
     room: int = 1024
+    executor_class: type["Executor"] = Executor
     engine: "Engine" = field(init=False)
     """The last one that was made for it."""
 
@@ -270,7 +290,7 @@ class Engine(EngineCoreProc):
         scenario.engine = self
         self.clock = Clock()
         self.scheduler = Scheduler(self.clock, scenario.room)
-        self.model_executor = Executor(self.clock, scenario.host_s, scenario.step_s)
+        self.model_executor = scenario.executor_class(self.clock, scenario.host_s, scenario.step_s)
         self.input_queue = Inputs(self.clock)
         self.input_queue.fill(scenario.messages)
         self.output_queue = queue.Queue()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sparksched.engine import just_in_time
 from sparksched.engine.just_in_time import MARGIN_S, POLL_S, HostLead, JustInTime, StepTimes
-from unit.simulated_loop import WAKE_S, Engine, Scenario
+from unit.simulated_loop import WAKE_S, Engine, Executor, Scenario, Workers
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineShutdownState
 
@@ -47,6 +47,15 @@ def run(scenario: Scenario) -> tuple[Engine, Meters]:
 def idle_gaps(engine: Engine) -> list[float]:
     """Return how long the GPU has waited before each step but the first."""
     return [launch.start_s - before.end_s for before, launch in itertools.pairwise(engine.launches)]
+
+
+@pytest.fixture(params=[Executor, Workers], ids=["one process", "workers"])
+def executor_class(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> type[Executor]:
+    monkeypatch.setattr(just_in_time, "MultiprocExecutor", Workers)
+    found: type[Executor] = request.param
+    return found
 
 
 def decode(step_s: Callable[[int, Any], float], **settings: Any) -> Scenario:
@@ -90,22 +99,26 @@ def pace(request: pytest.FixtureRequest) -> Callable[[int, Any], float]:
     return found
 
 
-def test_steady_decode_leaves_no_gap() -> None:
-    engine, meters = run(decode(jittering, host_s=lambda step: 0.001))
+def test_steady_decode_leaves_no_gap(executor_class: type[Executor]) -> None:
+    engine, meters = run(
+        decode(jittering, host_s=lambda step: 0.001, executor_class=executor_class)
+    )
     assert max(idle_gaps(engine)) <= MARGIN_S
     assert sum(idle_gaps(engine)) <= 0.001 * END_S
     held_s = sorted(meters.held_back)[len(meters.held_back) // 2]
     assert STEP_S - 0.001 - 2 * MARGIN_S - POLL_S < held_s < STEP_S
 
 
-def test_a_deadline_without_the_hosts_lead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_without_the_hosts_lead_is_found(
+    executor_class: type[Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(HostLead, "predict", lambda self: 0.0)
     with pytest.raises(AssertionError):
-        test_steady_decode_leaves_no_gap()
+        test_steady_decode_leaves_no_gap(executor_class)
 
 
-def test_a_step_that_gets_shorter_costs_three_gaps() -> None:
-    engine, meters = run(decode(jumping))
+def test_a_step_that_gets_shorter_costs_three_gaps(executor_class: type[Executor]) -> None:
+    engine, meters = run(decode(jumping, executor_class=executor_class))
     gaps = idle_gaps(engine)
     assert max(gaps) <= LATER_S
     for begin in range(0, len(gaps) - JUMP_EVERY, JUMP_EVERY):
@@ -115,7 +128,9 @@ def test_a_step_that_gets_shorter_costs_three_gaps() -> None:
     assert sum(meters.late) >= sum(gaps)
 
 
-def test_a_prediction_that_does_not_shrink_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prediction_that_does_not_shrink_is_found(
+    executor_class: type[Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     longest: dict[Any, float] = {}
 
     def note(self: StepTimes, kind: Any, time_s: float) -> None:
@@ -124,7 +139,7 @@ def test_a_prediction_that_does_not_shrink_is_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(StepTimes, "note", note)
     monkeypatch.setattr(StepTimes, "predict", lambda self, kind: longest.get(kind))
     with pytest.raises(AssertionError):
-        test_a_step_that_gets_shorter_costs_three_gaps()
+        test_a_step_that_gets_shorter_costs_three_gaps(executor_class)
 
 
 def test_prompts_that_take_longer_to_launch_leave_no_gap() -> None:
@@ -141,9 +156,12 @@ def test_prompts_that_take_longer_to_launch_leave_no_gap() -> None:
     assert meters.held_back
 
 
-def arrivals(pace: Callable[[int, Any], float], seed: int) -> Scenario:
+def arrivals(
+    pace: Callable[[int, Any], float], seed: int, executor_class: type[Executor] = Executor
+) -> Scenario:
     """Return a scenario in which requests come alone and in bursts, and some are aborted."""
-    scenario, chance = decode(pace), random.Random(seed)
+    chance = random.Random(seed)
+    scenario = decode(pace, executor_class=executor_class)
     time_s = 1.0
     for number in itertools.count():
         time_s += chance.expovariate(20)
@@ -159,10 +177,10 @@ def arrivals(pace: Callable[[int, Any], float], seed: int) -> Scenario:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_request_is_served_later_than_without_it(
-    pace: Callable[[int, Any], float], seed: int
+    pace: Callable[[int, Any], float], seed: int, executor_class: type[Executor]
 ) -> None:
     """Without it a request that comes during step K gets into step K + 2, and no step is late."""
-    engine, _ = run(arrivals(pace, seed))
+    engine, _ = run(arrivals(pace, seed, executor_class))
     assert max(idle_gaps(engine)) <= LATER_S
     steps_waited = list(waits_of_arrivals(engine))
     assert len(steps_waited) > 20
@@ -199,8 +217,8 @@ def arrival_of(engine: Engine, request_id: str) -> float:
     )
 
 
-def test_most_requests_begin_a_step_sooner() -> None:
-    engine, _ = run(arrivals(jittering, 1))
+def test_most_requests_begin_a_step_sooner(executor_class: type[Executor]) -> None:
+    engine, _ = run(arrivals(jittering, 1, executor_class))
     waits = list(waits_of_arrivals(engine))
     assert sum(it == 1 for it in waits) > 0.5 * len(waits)
 
@@ -291,7 +309,7 @@ def test_steps_are_not_held_back_for_grammars() -> None:
 def test_steps_of_an_executor_that_does_not_tell_their_ends_are_not_held_back(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(just_in_time, "end_of", lambda future: None)
+    monkeypatch.setattr(just_in_time, "end_of", lambda *_: None)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     _, meters = run(decode(jittering))
     assert not meters.held_back

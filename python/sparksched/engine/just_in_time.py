@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor
 
+from sparksched.engine import launch_times
 from sparksched.engine.context import context_of
 
 if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -117,8 +120,13 @@ def deadline(start_s: float, step_s: float, lead_s: float) -> float:
 # ----------------------------------------------------------------------------------------
 
 
-def end_of(future: Any) -> Callable[[], bool] | None:
-    """Return what tells whether a step has ended; None if only waiting for its result does."""
+def end_of(future: Any, launch: Any = None, executor: Any = None) -> Callable[[], bool] | None:
+    """Return what tells whether a step has ended; None if only waiting for its result does.
+
+    `launch` is the future of its first part, `execute_model()`.
+    """
+    if isinstance(future, FutureWrapper):
+        return _answer_of_workers(future, launch, executor)
     # Those of executors without workers wait for an event on the GPU, when asked for the result.
     output = getattr(future, "async_output", None)
     if output is not None:
@@ -132,22 +140,54 @@ def end_of(future: Any) -> Callable[[], bool] | None:
     return getattr(future, "done", None)
 
 
+def _answer_of_workers(
+    future: FutureWrapper, launch: Any, executor: Any
+) -> Callable[[], bool] | None:
+    answers = executor.response_mqs[executor.output_rank]
+    if not answers._is_local_reader:
+        return None  # the worker runs on another host
+
+    def has_come() -> bool:
+        # Answers come in the order of the calls. What waits for one takes those before it.
+        while not future.done() and _has_answer(answers):
+            if future.futures_queue[-1] not in (launch, future):
+                return False
+            future.futures_queue.pop()._wait_for_response()
+        return future.done()
+
+    return has_come
+
+
+def _has_answer(answers: "MessageQueue") -> bool:
+    """Return whether a queue can be read without waiting; see its `acquire_read`."""
+    if answers.shutting_down:
+        return True  # reading fails at once
+    with answers.buffer.get_metadata(answers.current_idx) as metadata:
+        is_written, is_read = metadata[0], metadata[answers.local_reader_rank + 1]
+    return bool(is_written and not is_read)
+
+
 class StepInFlight:
     """Stands in for the future of a launched step, as far as the engine's loop uses it."""
 
-    def __init__(
-        self, future: Any, step: "SchedulerOutput", launch_s: float, owner: "JustInTime"
-    ) -> None:
-        self._future = future
-        self._end_of = end_of(future)
+    def __init__(self, batch: Any, owner: "JustInTime") -> None:
+        self._future, step, *others = batch
+        self._end_of = end_of(self._future, *others, owner.executor)
         self._owner = owner
         self.kind = kind_of(step)
         self.needs_loop = step.has_structured_output_requests
         """Whether the next step waits for a grammar, which waits for this one's tokens."""
-        self.launch_s = launch_s
-        self.start_s: float | None = None
-        """When it began on the GPU; None as long as the step before it hasn't ended."""
-        self.last_running_s = launch_s
+        self.due_s = owner.due_s
+        """From when on the host has been at work on it."""
+        self.is_held = owner.is_held
+        """Whether it was held back."""
+        self.launch_s = owner.clock()
+        """When it was launched, or handed to workers that launch it."""
+        self.free_s: float | None = None
+        """When the GPU had nothing else to do; None as long as the step before hasn't ended."""
+        self.idle_s = self.launch_s
+        """From when on, at the earliest, the GPU may have had nothing else to do."""
+        self.last_running_s = self.launch_s
         """When it was last seen not to have ended."""
         self.end_s: float | None = None
         """When it was first seen to have ended."""
@@ -156,6 +196,11 @@ class StepInFlight:
     def is_decode(self) -> bool:
         """Whether all its requests are in decode."""
         return self.kind is not None and self.kind[0]
+
+    @property
+    def start_s(self) -> float | None:
+        """When it began on the GPU, as far as that is known; None if it hasn't."""
+        return None if self.free_s is None else max(self.launch_s, self.free_s)
 
     @property
     def tells_its_end(self) -> bool:
@@ -175,10 +220,12 @@ class StepInFlight:
     def result(self) -> Any:
         """Wait for its result."""
         self._owner.look_at(self)
+        output = None
         try:
-            return self._future.result()
+            output = self._future.result()
+            return output
         finally:
-            self._owner.note_end(self)
+            self._owner.note_end(self, output)
 
 
 class _StepsInFlight(deque[Any]):
@@ -190,8 +237,9 @@ class _StepsInFlight(deque[Any]):
 
     def appendleft(self, batch: Any) -> None:
         """Take in a batch that was launched just now."""
-        future, step, *others = batch
-        super().appendleft((self._owner.note_launch(future, step), step, *others))
+        launched = StepInFlight(batch, self._owner)
+        self._owner.note_launch(launched)
+        super().appendleft((launched, *batch[1:]))
 
 
 # ----------------------------------------------------------------------------------------
@@ -212,7 +260,6 @@ def begin(engine: "EngineCoreProc") -> None:
 def why_not(engine: "EngineCoreProc") -> str | None:
     """Return what keeps an engine from scheduling just in time, or None."""
     from vllm.v1.engine.core import DPEngineCoreProc
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     scheduler = engine.scheduler
     reasons = {
@@ -222,9 +269,6 @@ def why_not(engine: "EngineCoreProc") -> str | None:
             engine.vllm_config.parallel_config.pipeline_parallel_size > 1
         ),
         "data-parallel engines step together": isinstance(engine, DPEngineCoreProc),
-        "workers in processes of their own don't tell when a step has ended": isinstance(
-            engine.model_executor, MultiprocExecutor
-        ),
         "speculative decoding has drafts to hand over": engine.check_for_draft_tokens,
         "a KV connector has transfers to look after": scheduler.connector is not None,
         "an encoder cache connector has transfers to look after": (
@@ -245,16 +289,18 @@ class JustInTime:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Change an engine whose loop hasn't begun."""
+        self.executor = engine.model_executor
+        self.clock = clock
+        self.due_s = 0.0
+        """From when on the host has been at work on the next step."""
+        self.is_held = False
+        """Whether it was held back."""
         self._engine = engine
         self._meters = meters
-        self._clock = clock
         self._times = StepTimes()
         self._leads = {is_decode: HostLead() for is_decode in (False, True)}
+        self._has_workers = isinstance(self.executor, MultiprocExecutor)
         self._step_of_vllm = engine.step_fn
-        self._due_s = 0.0
-        """From when on the host has been at work on the next step."""
-        self._is_held = False
-        """Whether it was held back."""
         self._num_left_waiting = 0
         """Requests that the last step has found no room for."""
         self._has_warned = False
@@ -267,24 +313,24 @@ class JustInTime:
         return self._step_of_vllm()
 
     def _hold_back(self) -> None:
-        start_s = now_s = self._clock()
-        due_s = self._due()
-        self._is_held = due_s is not None and due_s > start_s
-        if due_s is None or not self._is_held:
-            self._due_s = start_s
+        start_s = now_s = self.clock()
+        until_s = self._until()
+        self.is_held = until_s is not None and until_s > start_s
+        if until_s is None or not self.is_held:
+            self.due_s = start_s
             return
         ((step, *_),) = self._in_flight
-        while not step.has_ended(now_s) and due_s is not None and now_s < due_s:
-            kind = self._receive(min(POLL_S, due_s - now_s))
+        while not step.has_ended(now_s) and until_s is not None and now_s < until_s:
+            kind = self._receive(min(POLL_S, until_s - now_s))
             if kind is not None or not self._engine.is_running():
-                due_s = self._due() if kind in _BRIEF else None
-            now_s = self._clock()
+                until_s = self._until() if kind in _BRIEF else None
+            now_s = self.clock()
         # Waking up late is a part of the lead.
-        self._due_s = now_s if due_s is None else min(now_s, due_s)
+        self.due_s = now_s if until_s is None else min(now_s, until_s)
         if self._meters is not None:
             self._meters.note_held_back(now_s - start_s)
 
-    def _due(self) -> float | None:
+    def _until(self) -> float | None:
         """Return until when the next step may be held back; None if something needs the loop."""
         engine = self._engine
         if len(self._in_flight) != 1 or self._num_left_waiting:
@@ -310,50 +356,59 @@ class JustInTime:
         except queue.Empty:
             return None
         self._engine._handle_client_request(kind, message)
+        self._engine._maybe_publish_request_counts()  # as the loop does after it has received
         return kind
 
     # ---- what the queue of batches tells ----
 
-    def note_launch(self, future: Any, step: "SchedulerOutput") -> StepInFlight:
-        """Take notice of a step that was launched just now; return what stands for its future."""
-        now_s = self._clock()
-        launched = StepInFlight(future, step, now_s, self)
-        before = self._in_flight[0][0] if self._in_flight else None
-        if before is None or before.has_ended(now_s):
-            launched.start_s = now_s
-            if before is not None and self._is_held:
-                self._note_late(now_s - before.last_running_s)
-        # With a grammar it may have waited for the one before.
-        if launched.kind is not None and not launched.needs_loop:
-            self._leads[launched.is_decode].note(now_s - self._due_s)
+    def note_launch(self, step: StepInFlight) -> None:
+        """Take notice of a step that was launched just now."""
+        if self._in_flight:
+            self._in_flight[0][0].has_ended(step.launch_s)
+        else:
+            step.free_s = step.launch_s
+        if not self._has_workers:
+            self._note_lead(step)
         _, self._num_left_waiting = self._engine.scheduler.get_request_counts()
-        if not launched.tells_its_end and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "sparksched: steps are not scheduled just in time: the executor doesn't tell when "
-                "a step has ended"
-            )
-        return launched
+        if not step.tells_its_end:
+            self._warn_once("the executor doesn't tell when a step has ended")
 
     def look_at(self, step: StepInFlight) -> None:
         """Take notice of whether a step has ended before anybody waits for it."""
-        step.has_ended(self._clock())
+        step.has_ended(self.clock())
 
-    def _note_late(self, time_s: float) -> None:
-        if self._meters is not None:
-            self._meters.note_late(time_s)
-
-    def note_end(self, step: StepInFlight) -> None:
+    def note_end(self, step: StepInFlight, output: Any) -> None:
         """Take notice of a step whose result is here."""
         is_seen = step.end_s is None  # the loop was waiting for it
-        end_s = step.end_s = self._clock() if step.end_s is None else step.end_s
+        end_s = step.end_s = self.clock() if step.end_s is None else step.end_s
         for following, *_ in self._in_flight:
-            if following.start_s is None:
-                following.start_s = max(following.launch_s, end_s)
+            following.free_s, following.idle_s = end_s, step.last_running_s
+        if self._has_workers and step.kind is not None:
+            self._note_launch_by_workers(step, output)
         if step.kind is None or step.start_s is None:
             return
+        if step.is_held and step.start_s == step.launch_s and self._meters is not None:
+            self._meters.note_late(step.launch_s - step.idle_s)
         time_s = end_s - step.start_s
         expected_s = self._times.predict(step.kind)
         # When it really ended is not known if the loop has come late. It took no longer than this.
         if is_seen or (expected_s is not None and time_s < expected_s):
             self._times.note(step.kind, time_s)
+
+    def _note_launch_by_workers(self, step: StepInFlight, output: Any) -> None:
+        launch_s = launch_times.launch_of(output)
+        if launch_s is not None:
+            step.launch_s = launch_s
+            self._note_lead(step)
+        elif output is not None:
+            self._warn_once("the workers don't tell when they have launched a step")
+
+    def _note_lead(self, step: StepInFlight) -> None:
+        # With a grammar it may have waited for the one before.
+        if step.kind is not None and not step.needs_loop:
+            self._leads[step.is_decode].note(step.launch_s - step.due_s)
+
+    def _warn_once(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("sparksched: steps are not scheduled just in time: %s", reason)

@@ -11,7 +11,6 @@ import vllm.envs
 from vllm.logger import init_logger
 
 from sparksched import __version__, _core, environment, patching
-from sparksched.engine import just_in_time
 from sparksched.engine.context import context_of
 from sparksched.metrics import card
 from sparksched.metrics import engine as metrics
@@ -88,6 +87,8 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
         context.transport = SocketTransport(engine, sockets)
         context.transport.start()
     if environment.schedules_just_in_time():
+        from sparksched.engine import just_in_time
+
         just_in_time.begin(engine)
     launcher.watch_launcher(engine)
 
