@@ -2,18 +2,25 @@
 
 import itertools
 import logging
+import pickle
+import queue
 import random
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sparksched.engine import just_in_time
+from sparksched.engine import just_in_time, launch_times
 from sparksched.engine.just_in_time import MARGIN_S, POLL_S, HostLead, JustInTime, StepTimes
 from unit.simulated_loop import WAKE_S, Engine, Executor, Scenario, Workers
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineShutdownState
+from vllm.v1.executor.multiproc_executor import FutureWrapper, WorkerProc
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 STEP_S = 0.018
 HOST_S = 0.0003
@@ -175,7 +182,7 @@ def arrivals(
     raise AssertionError
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_request_is_served_later_than_without_it(
     pace: Callable[[int, Any], float], seed: int, executor_class: type[Executor]
 ) -> None:
@@ -336,3 +343,96 @@ def test_ends_are_asked_where_they_are_known() -> None:
     assert not is_over()
     future.set_result(None)
     assert is_over()
+
+
+# ----------------------------------------------------------------------------------------
+# Workers in processes of their own
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answers() -> Iterator[tuple[MessageQueue, MessageQueue]]:
+    """A worker's real queue of answers, and the executor's end of it."""
+    writer = MessageQueue(n_reader=1, n_local_reader=1, max_chunk_bytes=1 << 16, max_chunks=4)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    with ThreadPoolExecutor() as threads:
+        for ready in [threads.submit(it.wait_until_ready) for it in (writer, reader)]:
+            ready.result(timeout=30)
+    yield writer, reader
+
+
+@pytest.mark.release
+def test_answers_of_workers_are_seen_without_waiting(
+    answers: tuple[MessageQueue, MessageQueue],
+) -> None:
+    writer, reader = answers
+    futures: deque[FutureWrapper] = deque()
+    launch, step, another = (
+        FutureWrapper(futures, lambda: reader.dequeue(timeout=30)) for _ in range(3)
+    )
+    executor = SimpleNamespace(response_mqs=[reader], output_rank=0)
+    has_ended = just_in_time.end_of(step, launch, executor)
+    assert has_ended is not None
+    assert not has_ended()
+    writer.enqueue("launched")
+    assert not has_ended()
+    assert launch.result() == "launched"
+    for later in range(2):
+        writer.enqueue(f"tokens {later}")
+    assert has_ended()
+    # What others wait for is left to them.
+    has_third_ended = just_in_time.end_of(launch, None, executor)
+    fourth = FutureWrapper(futures, lambda: reader.dequeue(timeout=30))
+    has_fourth_ended = just_in_time.end_of(fourth, None, executor)
+    assert has_third_ended is not None
+    assert has_fourth_ended is not None
+    assert has_third_ended()
+    assert not has_fourth_ended()
+    assert (step.result(), another.result()) == ("tokens 0", "tokens 1")
+    reader.shutting_down = True
+    assert has_fourth_ended()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        fourth.result()
+
+
+@pytest.mark.release
+def test_workers_tell_when_they_have_launched_a_step() -> None:
+    class Worker(WorkerProc):
+        def __init__(self) -> None:
+            self.use_async_scheduling = True
+            self.async_output_queue = queue.Queue()
+
+    class Output(AsyncModelRunnerOutput):
+        def get_output(self) -> ModelRunnerOutput:
+            return ModelRunnerOutput(["request"], {"request": 0})
+
+        def get_kv_connector_output(self) -> None:
+            return None
+
+    launch_times.install(SimpleNamespace(WorkerProc=Worker))  # type: ignore[arg-type]
+    worker, output = Worker(), Output()
+    before_s = time.monotonic()
+    worker.handle_output(output)
+    after_s = time.monotonic()
+    worker.handle_output(None)
+    received = worker.async_output_queue.get()
+    assert received is output
+    sent = pickle.loads(pickle.dumps(received.get_output()))
+    assert sent.req_ids == ["request"]
+    launch_s = launch_times.launch_of(sent)
+    assert launch_s is not None
+    assert before_s <= launch_s <= after_s
+    assert not vars(output), "a cycle would keep what is on the GPU"
+    assert worker.async_output_queue.get() is None
+    assert launch_times.launch_of(None) is None
+
+
+def test_workers_that_do_not_tell_are_handed_steps_at_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(just_in_time, "MultiprocExecutor", Workers)
+    monkeypatch.setattr(launch_times, "launch_of", lambda output: None)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    _, meters = run(decode(jittering, executor_class=Workers))
+    assert not meters.held_back
+    assert len([it for it in caplog.messages if "workers don't tell" in it]) == 1
