@@ -71,6 +71,9 @@ class _Ready:
     def __init__(self, result: Any) -> None:
         self._result = result
 
+    def done(self) -> bool:
+        return True
+
     def result(self, timeout: float | None = None) -> Any:
         return self._result
 

@@ -135,6 +135,9 @@ class Scheduler:
         is_open = self.pause_state is PauseState.UNPAUSED
         return len(self.requests if is_open else self.running)
 
+    def has_request(self, request_id: str) -> bool:
+        return request_id in self.requests
+
     def has_finished_requests(self) -> bool:
         return bool(self._ended)
 
@@ -301,7 +304,7 @@ class Engine(EngineCoreProc):
             enable_logging_iteration_details=False
         )
         self.log_stats = False
-        self.engines_running = False
+        self.engines_running = self.reject_new_requests = False
         self.shutdown_state = EngineShutdownState.RUNNING
         self.publish_dp_lb_stats = False
         self.process_input_queue_block = True

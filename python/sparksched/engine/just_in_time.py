@@ -370,7 +370,7 @@ class JustInTime:
         if not self._has_workers:
             self._note_lead(step)
         _, self._num_left_waiting = self._engine.scheduler.get_request_counts()
-        if not step.tells_its_end:
+        if step.kind is not None and not step.tells_its_end:
             self._warn_once("the executor doesn't tell when a step has ended")
 
     def look_at(self, step: StepInFlight) -> None:
