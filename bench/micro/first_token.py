@@ -13,7 +13,6 @@ beside them single requests of 64 to 128 tokens come at random, three steps apar
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 from dataclasses import asdict
@@ -44,6 +43,7 @@ from bench.micro.host_path_sides import (
 )
 from bench.micro.processes import BenchmarkError
 from bench.progress import Progress
+from bench.report.show import show
 
 SIDES = (STOCK, OURS, JUST_IN_TIME)
 CASES = ((256, 18.0), (64, 7.0))
@@ -72,6 +72,8 @@ class JoinedClient(Client):
         found = _evaluate(logs, window)
         keys = ("tokens_per_s", "steps_per_s", "output_gap_ms", "other_percent")
         times_ms = [it for came_ns, it in first_tokens if start_ns <= came_ns < end_ns]
+        if not times_ms:
+            raise RuntimeError("no request has joined")
         return {"ttft_ms": percentiles(times_ms)} | {key: found[key] for key in keys}
 
     async def _come(self, step_s: float, first_tokens: list[tuple[int, float]]) -> None:
@@ -100,30 +102,12 @@ def measure(effort: Effort, cases: tuple[tuple[int, float], ...]) -> Row:
         progress.begin("starting six processes")
         with running_sides(cores, SIDES, JoinedClient) as (sides, found):
             result: Row = {"run": describe_run(), "effort": asdict(effort), "sides": found}
-            result["cases"] = []
+            result["joining"] = []
             for streams, step_ms in cases:
                 progress.begin(f"streams: {streams:,}, steps of {step_ms:g} ms")
                 case = {"streams": streams, "step_ms": step_ms}
-                result["cases"].append(case | measure_in_turns(sides, effort, "join", **case))
+                result["joining"].append(case | measure_in_turns(sides, effort, "join", **case))
     return result
-
-
-def as_text(result: Row) -> str:
-    """Return the figures as a table in Markdown."""
-    lines = [
-        "| streams, step | side | TTFT p50, p99, ms | output gap p50, p99, ms | tokens/s |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for case in result["cases"]:
-        for side in SIDES:
-            row = case[side]
-            ttft, gap = row["ttft_ms"], row["output_gap_ms"]
-            lines.append(
-                f"| {case['streams']}, {case['step_ms']:g} ms | {side} "
-                f"| {ttft['p50']:.1f}, {ttft['p99']:.1f} "
-                f"| {gap['p50']:.2f}, {gap['p99']:.2f} | {row['tokens_per_s']:,.0f} |"
-            )
-    return "\n".join(lines)
 
 
 def _cases(text: str) -> tuple[tuple[int, float], ...]:
@@ -144,9 +128,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    print(as_text(result))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    show(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -436,6 +436,20 @@ def short_requests(results: Results) -> Rows:
             yield [name, *map(count_text, both), times_text(*both[::-1])]
 
 
+def first_tokens(results: Results) -> Rows:
+    """Yield how long requests that join wait, with vLLM, sparksched, and just in time."""
+    sides = ("vLLM", "sparksched", "sparksched, just in time")
+    for result in results.values():
+        for case in rows_of(result, "joining"):
+            rows = [case[it] for it in sides]
+            yield [
+                f"{case['streams']:,}, {case['step_ms']:g} ms",
+                *(ARROW.join(f"{it['ttft_ms'][at]:.1f}" for it in rows) for at in ("p50", "p99")),
+                *(ARROW.join(f"{_gap(it, at):.2f}" for it in rows) for at in ("p50", "p99")),
+                ARROW.join(count_text(it["tokens_per_s"]) for it in rows),
+            ]
+
+
 # ---- where it all comes from ----
 
 
@@ -560,6 +574,19 @@ TABLES = (
         "Short requests",
         ("requests", "vLLM, a second", "sparksched", "ratio"),
         short_requests,
+    ),
+    Table(
+        "joining",
+        "The first token of a request that joins, with a GPU that is only a timer",
+        (
+            "streams, GPU step",
+            "first token p50, ms",
+            "p99",
+            "between outputs p50, ms",
+            "p99",
+            "tokens/s",
+        ),
+        first_tokens,
     ),
     Table(
         "verified",

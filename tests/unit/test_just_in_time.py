@@ -351,14 +351,14 @@ def test_ends_are_asked_where_they_are_known() -> None:
 
 
 @pytest.fixture
-def answers() -> Iterator[tuple[MessageQueue, MessageQueue]]:
-    """A worker's real queue of answers, and the executor's end of it."""
+def answers() -> tuple[MessageQueue, MessageQueue]:
+    """Return a worker's real queue of answers, and the executor's end of it."""
     writer = MessageQueue(n_reader=1, n_local_reader=1, max_chunk_bytes=1 << 16, max_chunks=4)
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     with ThreadPoolExecutor() as threads:
         for ready in [threads.submit(it.wait_until_ready) for it in (writer, reader)]:
             ready.result(timeout=30)
-    yield writer, reader
+    return writer, reader
 
 
 @pytest.mark.release

@@ -153,7 +153,7 @@ def _answer_of_workers(
             if future.futures_queue[-1] not in (launch, future):
                 return False
             future.futures_queue.pop()._wait_for_response()
-        return future.done()
+        return bool(future.done())
 
     return has_come
 
@@ -171,8 +171,8 @@ class StepInFlight:
     """Stands in for the future of a launched step, as far as the engine's loop uses it."""
 
     def __init__(self, batch: Any, owner: "JustInTime") -> None:
-        self._future, step, *others = batch
-        self._end_of = end_of(self._future, *others, owner.executor)
+        self._future, step, launch = batch
+        self._end_of = end_of(self._future, launch, owner.executor)
         self._owner = owner
         self.kind = kind_of(step)
         self.needs_loop = step.has_structured_output_requests

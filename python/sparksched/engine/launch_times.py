@@ -1,7 +1,8 @@
 """When workers in processes of their own have launched a step, for just-in-time scheduling.
 
 The engine hands them a step and goes on. Only they know what the host needs for it, so each output
-of theirs carries the time along. Read beside `WorkerProc` in `vllm/v1/executor/multiproc_executor.py`.
+of theirs carries the time along. Read beside `WorkerProc` in
+`vllm/v1/executor/multiproc_executor.py`.
 """
 
 import functools
@@ -44,4 +45,4 @@ def _add_time(output: AsyncModelRunnerOutput, launch_s: float) -> None:
         setattr(result, ATTRIBUTE, launch_s)
         return result
 
-    output.get_output = get_output  # type: ignore[method-assign]
+    output.get_output = get_output
