@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from engine.harness import new_request
 from sparksched import _core
+from sparksched.trace.session import open_trace, replay
 from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCoreProc
 
@@ -71,8 +72,17 @@ async def begin_to_hold_back(reader: Reader, *request_ids: str) -> None:
         await asyncio.sleep(10 * STEP_S)
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_requests_aborts_and_pauses_get_through(transport: str, async_config: VllmConfig) -> None:
+@pytest.mark.parametrize("transport", ["shm", "zmq", "verified", "recorded"])
+def test_requests_aborts_and_pauses_get_through(
+    transport: str, async_config: VllmConfig, tmp_path: Path
+) -> None:
+    """Also while vLLM's scheduler checks each step, and while they are recorded."""
+    trace = tmp_path / "trace"
+    variables = {
+        "verified": {"SPARKSCHED_VERIFY": "stop"},
+        "recorded": {"SPARKSCHED_RECORD": str(trace)},
+    }.get(transport, {})
+
     async def scenario(reader: Reader, engine: Engine) -> None:
         await begin_to_hold_back(reader, "first", "second")
         requests = {f"r{number}": prompt_of(number) for number in range(6)}
@@ -90,7 +100,12 @@ def test_requests_aborts_and_pauses_get_through(transport: str, async_config: Vl
         await reader.call("resume_scheduler")
         await reader.until(lambda: len(reader.tokens["second"]) > num_tokens + NUM_TOKENS)
 
-    play(scenario, async_config, transport)
+    play(scenario, async_config, transport if transport == "zmq" else "shm", **variables)
+    if transport == "recorded":
+        opened = open_trace(str(trace), partial=True)
+        assert opened.past.schedule_us
+        for outcome in replay(opened, ["vllm", "sparksched"]):
+            assert outcome.mismatch is None
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
