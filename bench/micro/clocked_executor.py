@@ -71,6 +71,9 @@ class _Ready:
     def __init__(self, result: Any) -> None:
         self._result = result
 
+    def done(self) -> bool:
+        return True
+
     def result(self, timeout: float | None = None) -> Any:
         return self._result
 
@@ -89,6 +92,9 @@ class _Step:
         self._output = output
         self._end_ns = end_ns
         self._is_marked = executor.is_marked
+
+    def done(self) -> bool:
+        return time.perf_counter_ns() >= self._end_ns
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
         now_ns = time.perf_counter_ns()

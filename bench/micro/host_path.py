@@ -30,14 +30,14 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.header import describe_run
-from bench.micro.host_path_sides import OURS, STOCK, Row, Setup, serve
+from bench.micro.host_path_sides import OURS, STOCK, Client, Row, Setup, serve
 from bench.micro.processes import BenchmarkError, Worker
 from bench.progress import Progress
 from bench.report.show import show
@@ -65,8 +65,10 @@ QUICK_EFFORT = Effort(rounds=1, warm_up_s=0.3, window_s=1.0)
 
 
 @contextmanager
-def running_sides(cores: tuple[int, int]) -> Iterator[tuple[dict[str, Worker], dict[str, Row]]]:
-    """Start both sides; yield them and what they are. At the end they shut down, or are killed."""
+def running_sides(
+    cores: tuple[int, int], names: Sequence[str] = SIDES, client_class: type[Client] = Client
+) -> Iterator[tuple[dict[str, Worker], dict[str, Row]]]:
+    """Start all sides; yield them and what they are. At the end they shut down, or are killed."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     context = multiprocessing.get_context("forkserver")
     # Imported once, and not in this process.
@@ -74,10 +76,9 @@ def running_sides(cores: tuple[int, int]) -> Iterator[tuple[dict[str, Worker], d
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         sides: dict[str, Worker] = {}
-        for name in SIDES:
-            sides[name] = Worker(
-                context, f"the client of {name}", serve, (Setup(name, directory, *cores),)
-            )
+        for name in names:
+            arguments = (Setup(name, directory, *cores), client_class)
+            sides[name] = Worker(context, f"the client of {name}", serve, arguments)
             stack.callback(sides[name].kill)
         yield sides, {name: side.answer(START_S) for name, side in sides.items()}
         for side in sides.values():
@@ -177,15 +178,15 @@ def measure_decode(
 ) -> Row:
     """Measure streams in decode."""
     case = {"streams": streams, "step_ms": step_ms}
-    return case | _measure_in_turns(sides, effort, "decode", **case, max_ahead=max_ahead)
+    return case | measure_in_turns(sides, effort, "decode", **case, max_ahead=max_ahead)
 
 
 def measure_short(sides: dict[str, Worker], effort: Effort) -> Row:
     """Measure short requests."""
-    return SHORT | _measure_in_turns(sides, effort, "short_requests", **SHORT)
+    return SHORT | measure_in_turns(sides, effort, "short_requests", **SHORT)
 
 
-def _measure_in_turns(sides: dict[str, Worker], effort: Effort, command: str, **case: Any) -> Row:
+def measure_in_turns(sides: dict[str, Worker], effort: Effort, command: str, **case: Any) -> Row:
     """Measure the sides in an order that changes with each round; return the medians."""
     times = {"warm_up_s": effort.warm_up_s, "window_s": effort.window_s}
     rows: dict[str, list[Row]] = {name: [] for name in sides}

@@ -21,9 +21,11 @@ from typing import Any
 
 STOCK = "vLLM"
 OURS = "sparksched"
+JUST_IN_TIME = "sparksched, just in time"
 SCHEDULERS = {
     STOCK: "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
     OURS: "sparksched.scheduler.SparkScheduler",
+    JUST_IN_TIME: "sparksched.scheduler.SparkScheduler",
 }
 
 LATEST_S = 60.0
@@ -110,14 +112,14 @@ def _short_name(thread: str) -> str:
 # ---- process ----
 
 
-def serve(connection: Connection, setup: Setup) -> None:
+def serve(connection: Connection, setup: Setup, client_class: "type[Client] | None" = None) -> None:
     """Be a client with an engine until the pipe closes or says so; answer `(is_ok, result)`."""
     os.setsid()  # so that the benchmark can end the engine, too, and Ctrl-C doesn't get here
     import uvloop
 
     try:
         _select_scheduler(setup.side)
-        uvloop.run(_obey(connection, setup))
+        uvloop.run(_obey(connection, setup, client_class or Client))
         connection.send((True, None))
     except Exception:
         with contextlib.suppress(ConnectionError):
@@ -134,13 +136,14 @@ def _select_scheduler(side: str) -> None:
     }
     os.environ.pop("VLLM_PLUGINS", None)
     os.environ.pop("VLLM_SCHEDULER", None)
-    if side == OURS:
+    os.environ["SPARKSCHED_JUST_IN_TIME"] = str(int(side == JUST_IN_TIME))
+    if side != STOCK:
         os.environ["VLLM_SCHEDULER"] = "sparksched"
 
 
-async def _obey(connection: Connection, setup: Setup) -> None:
+async def _obey(connection: Connection, setup: Setup, client_class: "type[Client]") -> None:
     loop = asyncio.get_running_loop()
-    client = Client(setup)
+    client = client_class(setup)
     try:
         async with asyncio.timeout(LATEST_S):
             connection.send((True, await client.describe()))

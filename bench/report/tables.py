@@ -52,6 +52,7 @@ OF_ONE_RUN = ("--json", "--work-dir", "--minutes")
 """Options that don't change what is measured, each with a value."""
 LEAST_VARIATION = 0.01
 """Of a rate: what differs by less between runs is no news."""
+JOINING_SIDES = ("vLLM", "sparksched", "sparksched, just in time")
 PARTS = ("schedule_us", "update_us", "message_us")
 
 
@@ -436,6 +437,26 @@ def short_requests(results: Results) -> Rows:
             yield [name, *map(count_text, both), times_text(*both[::-1])]
 
 
+def _joining_name(case: Row) -> str:
+    if "step_ms" in case:
+        return f"{case['streams']:,}, a timer of {case['step_ms']:g} ms"
+    front_end = f"{case['front_end'].capitalize()} front end"
+    return f"{case['streams']:,}, {case['model']}, {front_end}, {case['prompt_tokens']:,} tokens"
+
+
+def first_tokens(results: Results) -> Rows:
+    """Yield how long requests that join wait, with vLLM, sparksched, and just in time."""
+    for result in results.values():
+        for case in rows_of(result, "joining"):
+            rows = [case[it] for it in JOINING_SIDES]
+            yield [
+                _joining_name(case),
+                *(ARROW.join(f"{it['ttft_ms'][at]:.1f}" for it in rows) for at in ("p50", "p99")),
+                *(ARROW.join(f"{_gap(it, at):.2f}" for it in rows) for at in ("p50", "p99")),
+                ARROW.join(count_text(it["tokens_per_s"]) for it in rows),
+            ]
+
+
 # ---- where it all comes from ----
 
 
@@ -560,6 +581,19 @@ TABLES = (
         "Short requests",
         ("requests", "vLLM, a second", "sparksched", "ratio"),
         short_requests,
+    ),
+    Table(
+        "joining",
+        "The first token of a request that joins",
+        (
+            "streams, GPU",
+            "first token p50, ms",
+            "p99",
+            "between outputs p50, ms",
+            "p99",
+            "tokens/s",
+        ),
+        first_tokens,
     ),
     Table(
         "verified",

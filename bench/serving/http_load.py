@@ -8,6 +8,7 @@ import asyncio
 import gc
 import json
 import os
+import random
 import re
 import time
 import traceback
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from bench.serving.streams import Recorder, clock
+from bench.serving.streams import Recorder, StreamLog, clock
 from bench.serving.workload import Request, Workload
 
 END_OF_EVENT = b"\n\n"
@@ -45,7 +46,7 @@ def serve(connection: "Connection[Any, Any]", cores: set[int] | None) -> None:
             connection.send((number, "event", event))
 
         try:
-            command = {"stream": stream_all}[name]
+            command = {"stream": stream_all, "join": join_all}[name]
             connection.send((number, "ok", uvloop.run(command(notify, **arguments))))
         except Exception:
             connection.send((number, "error", traceback.format_exc()))
@@ -85,6 +86,29 @@ async def stream_all(
     cpu_s, seconds = time.process_time() - cpu_s, clock() - start
     tokens = [stream.tokens() for stream in streams] if is_sampled else []
     return {"logs": recorder.logs(), "cpu_s": cpu_s, "seconds": seconds, "tokens": tokens}
+
+
+async def join_all(
+    notify: Callable[[str], None], port: int, model: str, workload: Workload, seconds: float
+) -> list[StreamLog]:
+    """Send requests at random times within some seconds, the same each time; return their logs."""
+    requests = workload.requests()
+    chance = random.Random(workload.seed)
+    recorder = Recorder(len(requests), notify=lambda event: None)
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
+
+    async def join(number: int, request: Request, after_s: float) -> None:
+        stream = CompletionStream(number, _encode(request, model), recorder, loop.create_future())
+        await asyncio.sleep(start_s + after_s - loop.time())
+        await loop.create_connection(stream.itself, "127.0.0.1", port)
+        stream.send()
+        await stream.done
+
+    await asyncio.gather(
+        *(join(number, it, chance.uniform(0, seconds)) for number, it in enumerate(requests))
+    )
+    return recorder.logs()
 
 
 def _encode(request: Request, model: str, seed: int | None = None) -> bytes:

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from bench.serving.http_load import HttpError, stream_all
+from bench.serving.http_load import HttpError, join_all, stream_all
 from bench.serving.streams import FIRST_END, RUNNING
 from bench.serving.workload import DECODE, Workload
 
@@ -27,6 +28,18 @@ def load(
     pieces: list[bytes], num_requests: int = 1, is_sampled: bool = False
 ) -> tuple[dict[str, Any], list[str], list[Any]]:
     """Stream from a server that answers in these pieces; return result, events and bodies."""
+    events: list[str] = []
+
+    async def stream(port: int) -> dict[str, Any]:
+        workload = Workload(DECODE, num_requests, 1000, (8, 8), (4, 4))
+        return await stream_all(events.append, port, "a model", workload, 0, 1, is_sampled)
+
+    result, bodies = answered(pieces, stream)
+    return result, events, bodies
+
+
+def answered(pieces: list[bytes], send: Callable[[int], Awaitable[Any]]) -> tuple[Any, list[Any]]:
+    """Send to the port of a server that answers in these pieces; return result and bodies."""
     bodies: list[Any] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -39,15 +52,23 @@ def load(
             await asyncio.sleep(0.005)
         writer.close()
 
-    async def run() -> dict[str, Any]:
+    async def run() -> Any:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        workload = Workload(DECODE, num_requests, 1000, (8, 8), (4, 4))
         async with asyncio.timeout(60), server:
-            return await stream_all(events.append, port, "a model", workload, 0, 1, is_sampled)
+            return await send(server.sockets[0].getsockname()[1])
 
-    events: list[str] = []
-    return asyncio.run(run()), events, bodies
+    return asyncio.run(run()), bodies
+
+
+def test_each_joining_request_is_sent_and_timed() -> None:
+    workload = Workload(DECODE, 5, 1000, (8, 8), (1, 1), seed=1)
+    pieces = [HEAD, chunk(event([1])), chunk(DONE)]
+    logs, bodies = answered(
+        pieces, lambda port: join_all(lambda event: None, port, "a model", workload, 0.2)
+    )
+    assert all(log.times[0] > log.sent_at for log in logs)
+    sent = sorted(it["prompt"] for it in bodies)
+    assert sent == sorted(it.prompt for it in workload.requests())
 
 
 def test_tokens_are_counted_as_they_come() -> None:

@@ -212,6 +212,32 @@ def test_tokens_of_a_host_path() -> None:
     assert one_side == ["1,000", "4.00", "5.00", "25 %", "9.00", "3.00", "5.00"]
 
 
+def test_first_tokens_of_three_sides() -> None:
+    def side(ttft_ms: float) -> dict[str, Any]:
+        gaps = {"p50": 18.0, "p99": 19.0}
+        times = {"p50": ttft_ms, "p99": ttft_ms + 1}
+        return {"ttft_ms": times, "output_gap_ms": gaps, "tokens_per_s": 14000.2}
+
+    case = {"streams": 256, "step_ms": 18.0}
+    sides = {"vLLM": 51.0, "sparksched": 47.0, "sparksched, just in time": 32.0}
+    case |= {name: side(ttft_ms) for name, ttft_ms in sides.items()}
+    real = {it: side(64.0) for it in sides} | {
+        "streams": 64,
+        "model": "M",
+        "front_end": "rust",
+        "prompt_tokens": 128,
+    }
+    (name, p50, p99, *others), (of_real, *_) = rows("joining", {"run": {}, "joining": [case, real]})
+    assert of_real == "64, M, Rust front end, 128 tokens"
+    assert name == "256, a timer of 18 ms"
+    assert (p50, p99) == ("51.0 → 47.0 → 32.0", "52.0 → 48.0 → 33.0")
+    assert others == [
+        "18.00 → 18.00 → 18.00",
+        "19.00 → 19.00 → 19.00",
+        "14,000 → 14,000 → 14,000",
+    ]
+
+
 # ---- pictures ----
 
 

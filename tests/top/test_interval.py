@@ -3,9 +3,10 @@
 import math
 
 import pytest
+from rich.console import Console
 from sparksched.top.interval import Interval, between, quantile
 from sparksched.top.page import Page, PageError, address, parse
-from sparksched.top.view import duration, number, size
+from sparksched.top.view import WIDTH, duration, number, render, size
 
 from .servers import recorded, without_sparksched
 
@@ -36,6 +37,23 @@ def test_counters_become_rates() -> None:
     assert interval.rings["to_engine"] is not None
     assert interval.rings["to_engine"].high_water_bytes > 0
     assert interval.model_names == ["tiny"]
+
+
+def test_steps_are_shown_as_held_back_only_where_any_were() -> None:
+    def shown(last: str) -> str:
+        # The recorded pages are of an engine that holds nothing back.
+        first, then = (
+            recorded(name).replace("sparksched:step_gap", "sparksched:held_back")
+            for name in ("idle", last)
+        )
+        console = Console(width=WIDTH)
+        with console.capture() as capture:
+            console.print(render("", between(parse(first, 10.0), parse(then, 12.0))))
+        return capture.get()
+
+    assert "held back" in shown("busy")
+    assert "held back" not in shown("idle")
+    assert "too late" not in shown("busy")
 
 
 def test_nothing_happens_in_an_idle_interval() -> None:

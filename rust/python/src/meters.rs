@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pyo3::exceptions::PyConnectionError;
+use pyo3::exceptions::{PyConnectionError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use sparksched_entry_points::entry_points;
@@ -47,6 +47,10 @@ struct PageSink(Arc<MeterPage>);
 
 fn ns(time: Duration) -> u64 {
     time.as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
+fn from_seconds(time_s: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(time_s).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
 impl StepSink for PageSink {
@@ -97,6 +101,16 @@ impl PyEngineMeters {
         Ok(())
     }
 
+    fn note_held_back(&self, time_s: f64) -> PyResult<()> {
+        self.page.meters().steps().held_back.observe(ns(from_seconds(time_s)?));
+        Ok(())
+    }
+
+    fn note_late(&self, time_s: f64) -> PyResult<()> {
+        self.page.meters().steps().late.observe(ns(from_seconds(time_s)?));
+        Ok(())
+    }
+
     fn end_steps(&self) -> PyResult<()> {
         self.page.meters().steps().end();
         Ok(())
@@ -127,6 +141,8 @@ impl MeterReader {
         steps.set_item("schedule", histogram(py, &reading.schedule)?)?;
         steps.set_item("update_from_output", histogram(py, &reading.update)?)?;
         steps.set_item("step_gap", histogram(py, &reading.gap)?)?;
+        steps.set_item("held_back", histogram(py, &reading.held_back)?)?;
+        steps.set_item("late_launch", histogram(py, &reading.late)?)?;
         steps.set_item("num_running", reading.num_running)?;
         steps.set_item("num_waiting", reading.num_waiting)?;
         Ok(Some(steps))

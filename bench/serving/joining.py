@@ -1,0 +1,199 @@
+"""When do requests get their first token that join others? A real server, over HTTP.
+
+Streams decode side by side, as many as `--concurrency` says. Beside them single requests come at
+random, as a Poisson process. Each server is measured with all numbers of streams and all lengths of
+joining prompts before the next one starts: vLLM, sparksched, and sparksched that schedules just in
+time. A round without joining requests comes first: it compiles, and tells how long a round takes.
+
+- `ttft_ms`: from sending a joining request to its first token.
+- `output_gap_ms`, `tokens_per_s`: of the streams, while all of them decode.
+
+Each case goes into the file of `--json` when all servers have been measured with it.
+
+    python -m bench.serving.joining --model gpt-oss-120b [--json FILE] [--concurrency 64,256]
+        [--prompts 128,2048] [--front-end python,rust] [--rate 20] [--rounds N] [--tokens N]
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.header import NO_GPU, describe_run
+from bench.progress import Progress
+from bench.report.show import show
+from bench.report.tables import JOINING_SIDES
+from bench.serving.drivers import ROUND_S, HttpDriver, running_loaders
+from bench.serving.evaluate import evaluate, summary
+from bench.serving.gpus import memory_of_gpus, wait_until_free
+from bench.serving.models import Model, prepare
+from bench.serving.plan import OUTPUT_TOKENS, PROMPT_TOKENS
+from bench.serving.remote import Remote, gather
+from bench.serving.server import ASYNC, FRONT_ENDS, OURS, STOCK, SYNC, Server, Start, serve
+from bench.serving.streams import RUNNING
+from bench.serving.workload import DECODE, Workload
+
+Row = dict[str, Any]
+
+JUST_IN_TIME = "SPARKSCHED_JUST_IN_TIME"
+ROOM_TO_JOIN = 64
+"""How many more requests than streams a server takes at once."""
+JOINING_TOKENS = 4
+SHARE_OF_ROUND = 0.85
+"""For how much of the time in which the streams decode requests join: it varies."""
+
+
+def main() -> None:
+    """Measure, print a table and write JSON."""
+    options = _options()
+    run = describe_run() | {"options": " ".join(sys.argv[1:])}
+    cells: dict[tuple[Any, ...], Row] = {}
+    with tempfile.TemporaryDirectory(prefix="joining-") as temporary:
+        work_dir = (options.work_dir or Path(temporary)).resolve()
+        model = prepare(options.model, work_dir)
+        servers = list(itertools.product(options.front_end, JOINING_SIDES))
+        with Progress(len(servers)) as progress:
+            for front_end, side in servers:
+                progress.begin(f"{front_end} front end: {side}")
+                start = _start(options, model, side, front_end, has_gpu=run["gpu"] != NO_GPU)
+                with _started(start, side, work_dir) as server:
+                    for case, found in _measure(server, options):
+                        cell = cells.setdefault((front_end, *case.values()), case)
+                        cell |= {"model": model.name, "front_end": front_end, side: found}
+                # Also of a run that is stopped: what all sides have is worth a row.
+                done = [it for it in cells.values() if it.keys() >= set(JOINING_SIDES)]
+                if done:
+                    show({"run": run, "joining": done}, options.json)
+
+
+def _options() -> argparse.Namespace:
+    numbers: Any = lambda text: tuple(int(part) for part in text.split(","))  # noqa: E731
+    names: Any = lambda text: tuple(text.split(","))  # noqa: E731
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True, help="as of bench.serving.decode")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument("--concurrency", type=numbers, default=(64, 256), metavar="N,...")
+    parser.add_argument("--prompts", type=numbers, default=(128, 2048), metavar="TOKENS,...")
+    parser.add_argument("--front-end", type=names, default=FRONT_ENDS, metavar="A,...")
+    parser.add_argument("--rate", type=float, default=20.0, help="joining requests a second")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of each stream")
+    parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs")
+    return parser.parse_args()
+
+
+def _start(
+    options: argparse.Namespace, model: Model, side: str, front_end: str, has_gpu: bool
+) -> Start:
+    return Start(
+        model=model,
+        scheduler=STOCK if side == JOINING_SIDES[0] else OURS,
+        # vLLM's CPU platform schedules synchronously, whatever it is asked for.
+        mode=ASYNC if has_gpu else SYNC,
+        max_num_seqs=max(options.concurrency) + ROOM_TO_JOIN,
+        max_model_len=max(options.prompts) + max(_num_tokens(options, 1), 2 * PROMPT_TOKENS),
+        has_gpu=has_gpu,
+        front_end=front_end,
+        extra_arguments=options.serve_args,
+    )
+
+
+@contextmanager
+def _started(start: Start, side: str, work_dir: Path) -> Iterator[Server]:
+    if start.has_gpu:
+        wait_until_free(memory_of_gpus)
+    os.environ[JUST_IN_TIME] = str(int(side == JOINING_SIDES[2]))
+    try:
+        with serve(start, work_dir / side.replace(", ", "-").replace(" ", "-")) as server:
+            yield server
+    finally:
+        del os.environ[JUST_IN_TIME]
+
+
+def _num_tokens(options: argparse.Namespace, concurrency: int) -> int:
+    tokens: int | None = options.tokens
+    return tokens or next(tokens for most, tokens in OUTPUT_TOKENS if concurrency <= most)
+
+
+def _measure(server: Server, options: argparse.Namespace) -> Iterator[tuple[Row, Row]]:
+    """Yield each case, and what was measured."""
+    with (
+        running_loaders(max(options.concurrency), None) as loaders,
+        running_loaders(1, None) as (joiner,),
+    ):
+        driver = HttpDriver(server, loaders)
+        for streams, prompt_tokens in itertools.product(options.concurrency, options.prompts):
+            tokens = _num_tokens(options, streams)
+            vocab_size = server.start.model.vocab_size
+            prompts = (PROMPT_TOKENS, PROMPT_TOKENS)
+            alone = Workload(DECODE, streams, vocab_size, prompts, (tokens, tokens))
+            seconds = _seconds_of(driver, alone)
+            joining = Workload(
+                DECODE,
+                max(1, round(options.rate * seconds)),
+                vocab_size,
+                (prompt_tokens, prompt_tokens),
+                (JOINING_TOKENS, JOINING_TOKENS),
+            )
+            # The first round is one of warm-up: joining prompts have steps of their own.
+            _, *rounds = [
+                _round(
+                    driver,
+                    joiner,
+                    *(it.seeded(streams, number) for it in (alone, joining)),
+                    seconds,
+                )
+                for number in range(1 + options.rounds)
+            ]
+            yield {"streams": streams, "prompt_tokens": prompt_tokens}, _summary(rounds)
+
+
+def _seconds_of(driver: HttpDriver, workload: Workload) -> float:
+    """Return for how long requests may join a round; the first of two compiles."""
+    for number in range(2):
+        logs = driver.run(workload.seeded("alone", number), lambda event: None).logs
+        found = evaluate(logs, is_steady=True)
+    return SHARE_OF_ROUND * float(found["end_s"] - found["start_s"])
+
+
+def _round(
+    driver: HttpDriver, joiner: Remote, workload: Workload, joining: Workload, seconds: float
+) -> Row:
+    server = driver.server
+
+    def begin_to_join(event: str) -> None:
+        if event == RUNNING:
+            joiner.send(
+                "join",
+                port=server.port,
+                model=server.start.model.name,
+                workload=joining,
+                seconds=seconds,
+            )
+
+    found = evaluate(driver.run(workload, begin_to_join).logs, is_steady=True)
+    joined = gather([joiner], ROUND_S, lambda event: None)[0]
+    return found | {"ttft_ms": [1e3 * (log.times[0] - log.sent_at) for log in joined]}
+
+
+def _summary(rounds: list[Row]) -> Row:
+    """Return the medians of rounds, and the percentiles of all that has joined."""
+    gaps = {
+        at: statistics.median(it["output_gap_ms"][at] for it in rounds) for at in ("p50", "p99")
+    }
+    return {
+        "ttft_ms": summary([time_ms for it in rounds for time_ms in it["ttft_ms"]]),
+        "output_gap_ms": gaps,
+        "tokens_per_s": statistics.median(it["tokens_per_s"] for it in rounds),
+    }
+
+
+if __name__ == "__main__":
+    main()
