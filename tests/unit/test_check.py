@@ -113,6 +113,22 @@ def test_a_rust_front_end_that_is_missing(
     assert found["front end"]["advice"].startswith("vLLM's Rust front end is faster, but vllm-rs")
 
 
+def test_what_a_rust_front_end_says_is_shown_without_values(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    binary = tmp_path / "vllm-rs"
+    arguments = '{"a":"secret"}'
+    said = f"invalid value '{arguments}' for '--args-json <JSON>': string \"secret\" at line 1"
+    binary.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{said}\nEND\nexit 2\n")
+    binary.chmod(0o755)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", str(binary))
+    status, found = check(capsys, model, "--dtype=float32")
+    assert status == 1
+    assert "refuses the arguments: string (hidden) at line 1" in found["front end"]["text"]
+    assert "secret" not in str(found)
+
+
 def test_few_tokens_leave_time_for_the_python_front_end() -> None:
     """Streams of a large model, by what its steps read."""
     config = mock.Mock()

@@ -7,6 +7,7 @@ serve.
 import argparse
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -15,6 +16,7 @@ import vllm
 import vllm.envs
 
 from sparksched.check.finding import Finding, ok, problem, warning
+from sparksched.check.quotes import HIDDEN
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,12 +29,16 @@ PYTHON_TOKENS_PER_S: Final = 60_000
 """About what one Python front end has brought at most, on the fastest machines measured."""
 MEMORY_BYTES_PER_S: Final = 3.35e12
 """What an H100 reads of its memory: no step is shorter than what it reads takes."""
+MIN_STEP_S: Final = 0.002
+"""About what the shortest steps have taken that were measured there, of whatever model."""
 CONTEXT_TOKENS: Final = 1024
 """Of each stream, for what a step reads."""
 
 _ANSWER_S: Final = 20.0
 _NO_DESCRIPTOR: Final = "999999"
 _NO_MODEL: Final = os.devnull
+_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"|`[^`]*`')
+"""A value in a message of `vllm-rs`."""
 _REFUSED: Final = 2
 """The exit status with arguments that `vllm-rs` doesn't take."""
 
@@ -83,11 +89,13 @@ def most_tokens_per_s(config: "VllmConfig") -> float | None:
         length = min(CONTEXT_TOKENS, config.model_config.max_model_len)
         context.add(1, length, is_prefill=False)
     try:
-        step_bytes = ModelMetrics(config).get_read_bytes(context)
+        step_bytes: int = ModelMetrics(config).get_read_bytes(context)
     except Exception:  # of a model that vLLM can't estimate
         return None
-    engines: int = config.parallel_config.data_parallel_size
-    return engines * streams * MEMORY_BYTES_PER_S / step_bytes if step_bytes else None
+    if not step_bytes:
+        return None
+    num_tokens: int = streams * config.parallel_config.data_parallel_size
+    return num_tokens / max(MIN_STEP_S, step_bytes / MEMORY_BYTES_PER_S)
 
 
 def why_not_rust(parsed: argparse.Namespace) -> str | None:
@@ -124,12 +132,12 @@ def _binary() -> str:
 
 
 def _as_json(parsed: argparse.Namespace) -> dict[str, object]:
-    """Return what vLLM's launcher would hand over, but for what would have it load something."""
+    """Return what vLLM's launcher would hand over, but for secrets, and what would be loaded."""
     try:
         from vllm.entrypoints.serve.utils.api_utils import jsonify_non_default_args
     except ImportError:  # its place since 0.33.0
         from vllm.entrypoints.common.startup import jsonify_non_default_args
-    left_out = {"api_server_count", "data_parallel_rank", "tokenizer"}
+    left_out = {"api_server_count", "data_parallel_rank", "tokenizer", "api_key", "hf_token"}
     left_out |= {"data_parallel_external_lb", "data_parallel_hybrid_lb"}
     arguments: dict[str, object] = jsonify_non_default_args(parsed, exclude=left_out)
     return arguments | {"model_tag": _NO_MODEL}
@@ -141,6 +149,7 @@ def _refusal(said: str) -> str:
     if names:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         return f"vllm-rs doesn't know {options}"
-    # Without the arguments, which may hold keys.
+    # What is in front of it are the arguments.
     reason = said.split("'--args-json <JSON>': ", 1)[-1].strip().splitlines()
-    return f"vllm-rs refuses the arguments: {reason[0] if reason else 'it says nothing'}"
+    text = _QUOTED.sub(HIDDEN, reason[0]) if reason else "it says nothing"
+    return f"vllm-rs refuses the arguments: {text}"
