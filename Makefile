@@ -202,7 +202,8 @@ LOOM := RUSTFLAGS="--cfg loom" cargo test -p sparksched-ring --target-dir target
 
 .PHONY: test-rust
 test-rust: rust-toolchain
-	cargo test -p sparksched-core -p sparksched-wire -p sparksched-zmtp -p sparksched-ring --features $(TEST_POINTS)
+	cargo test -p sparksched-backlog -p sparksched-core -p sparksched-wire -p sparksched-zmtp -p sparksched-ring \
+		--features $(TEST_POINTS)
 	SPARKSCHED_LOOM_PREEMPTIONS=3 $(LOOM)
 
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.

@@ -1,5 +1,6 @@
 """`sparksched check`, on machines of all kinds."""
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -14,10 +15,11 @@ from unittest import mock
 import pytest
 from engine.harness import restored_vllm
 from sparksched import _core, cli
-from sparksched.check import backends, machine, serving
+from sparksched.check import backends, front_end, machine, serving
 from sparksched.check.finding import Level
 from vllm.platforms.cpu import CpuPlatform
 
+from testkit import vllm_rs
 from testkit.executor import write_model_directory
 from testkit.tiny_gpt_oss import write_model
 
@@ -77,18 +79,69 @@ def test_a_model_that_is_scheduled(model: str, capsys: pytest.CaptureFixture[str
         assert bool(finding["advice"]) == (finding["level"] != "ok"), finding
 
 
-def test_many_streams_want_another_front_end(
+@pytest.mark.skipif(vllm_rs.binary() is None, reason="make vllm-rs fetches it")
+def test_the_rust_front_end_says_itself_what_it_lacks(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is recommended where the Python one is the limit, and where it takes the arguments."""
     arguments = (model, "--dtype=float32", "--max-num-seqs=256")
+    lacking = (*arguments, "--root-path=/a", "--response-role=b")
+    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", str(vllm_rs.binary()))
     _, found = check(capsys, *arguments)
-    assert "VLLM_USE_RUST_FRONTEND=1 is faster there" in found["front end"]["text"]
+    assert "is the limit with 256 streams" in found["front end"]["text"]
+    assert "set VLLM_USE_RUST_FRONTEND=1, unless" in found["front end"]["advice"]
+    _, found = check(capsys, *lacking)
+    assert "doesn't know --response-role, --root-path" in found["front end"]["advice"]
+
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", sys.executable)
-    _, found = check(capsys, *arguments)
-    assert found["front end"]["text"] == "vLLM's, in Rust"
-    assert found["transport"]["level"] == "ok"
+    status, found = check(capsys, *arguments)
+    assert (status, found["front end"]["level"]) == (0, "ok")
+    assert "it refuses n above 1" in found["front end"]["text"]
     assert "straight from the engine" in found["transport"]["text"]
+    _, found = check(capsys, *arguments, "--api-server-count=2")
+    assert "ignores --api-server-count" in found["front end"]["text"]
+    status, found = check(capsys, *lacking)
+    assert status == 1
+    assert "doesn't know --response-role, --root-path" in found["front end"]["text"]
+
+
+def test_a_rust_front_end_that_is_missing(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", "/nowhere/vllm-rs")
+    _, found = check(capsys, model, "--dtype=float32", "--max-num-seqs=256")
+    assert found["front end"]["advice"].startswith("vLLM's Rust front end is faster, but vllm-rs")
+
+
+def test_what_a_rust_front_end_says_is_shown_without_values(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    binary = tmp_path / "vllm-rs"
+    arguments = '{"a":"secret"}'
+    said = f"invalid value '{arguments}' for '--args-json <JSON>': string \"secret\" at line 1"
+    binary.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{said}\nEND\nexit 2\n")
+    binary.chmod(0o755)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", str(binary))
+    status, found = check(capsys, model, "--dtype=float32")
+    assert status == 1
+    assert "refuses the arguments: string (hidden) at line 1" in found["front end"]["text"]
+    assert "secret" not in str(found)
+
+
+def test_few_tokens_leave_time_for_the_python_front_end() -> None:
+    """Streams of a large model, by what its steps read."""
+    config = mock.Mock()
+    config.scheduler_config.max_num_seqs = 256
+    config.model_config.max_model_len = 4096
+    config.parallel_config.data_parallel_size = 1
+    parsed = argparse.Namespace(api_server_count=None)
+    with mock.patch("vllm.v1.metrics.perf.ModelMetrics") as metrics:
+        metrics.return_value.get_read_bytes.return_value = 60e9
+        assert front_end.most_tokens_per_s(config) == pytest.approx(256 * 3.35e12 / 60e9)
+        assert front_end.finding(config, parsed).text == "vLLM's, in Python"
+        metrics.return_value.get_read_bytes.side_effect = NotImplementedError
+        assert front_end.most_tokens_per_s(config) is None
 
 
 def test_without_a_model_the_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pydantic
 
 from sparksched import compat, environment, plugin
-from sparksched.check import backends
+from sparksched.check import backends, front_end
 from sparksched.check.finding import ArgumentError, Finding, ok, problem, warning
 from sparksched.check.quotes import without_quotes
 
@@ -29,7 +29,7 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
 
     """
     try:
-        asked = _engine_arguments(arguments)
+        parsed, asked = _engine_arguments(arguments)
         config = asked.create_engine_config()
     except ArgumentError:
         raise
@@ -41,7 +41,7 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
     yield _scheduler(config)
     if environment.verification() is not None:
         yield _verification(config)
-    yield _front_end(config)
+    yield front_end.finding(config, parsed)
     yield _transport(config)
     yield _asynchronous(config, asked.async_scheduling)
     yield _prompts(config)
@@ -52,7 +52,7 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
     yield _flashinfer(chosen.text)
 
 
-def _engine_arguments(arguments: Sequence[str]) -> "AsyncEngineArgs":
+def _engine_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, "AsyncEngineArgs"]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -70,7 +70,7 @@ def _engine_arguments(arguments: Sequence[str]) -> "AsyncEngineArgs":
         sys.stderr.write(without_quotes(said.getvalue()))
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
-    return AsyncEngineArgs.from_cli_args(parsed)
+    return parsed, AsyncEngineArgs.from_cli_args(parsed)
 
 
 def _first_line(error: Exception) -> str:
@@ -117,25 +117,6 @@ def _verification(config: "VllmConfig") -> Finding:
     if environment.is_strict():
         return problem(topic, f"vLLM wouldn't start: {text}", without)
     return warning(topic, f"sparksched would run without it: {text}", without)
-
-
-MANY_STREAMS = 256
-"""From about here on a small model is faster than vLLM's Python front end."""
-
-
-def _front_end(config: "VllmConfig") -> Finding:
-    topic = "front end"
-    import vllm.envs
-
-    if vllm.envs.VLLM_USE_RUST_FRONTEND:
-        return ok(topic, "vLLM's, in Rust")
-    if config.scheduler_config.max_num_seqs < MANY_STREAMS:
-        return ok(topic, "vLLM's, in Python")
-    return ok(
-        topic,
-        "vLLM's, in Python, which is the limit for many streams of a small model: "
-        "VLLM_USE_RUST_FRONTEND=1 is faster there",
-    )
 
 
 def _transport(config: "VllmConfig") -> Finding:

@@ -19,9 +19,9 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown,
     SocketAddrUnix, SocketFlags, SocketType, sendmsg, socket_with,
 };
+use sparksched_backlog::Limits;
 use sparksched_ring::client::{ClientOptions, ClientRings};
 use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
-use sparksched_ring::outbox::BacklogLimits;
 use sparksched_ring::segment::{BellPage, LAYOUT_VERSION, Segment};
 
 const RING_BYTES: usize = 4096;
@@ -158,7 +158,7 @@ fn check_engine(packets: &[Packet]) {
     let options = EngineOptions {
         num_clients: 1,
         ring_bytes: RING_BYTES,
-        backlog: BacklogLimits::fixed(1 << 16),
+        backlog: Limits::fixed(1 << 16),
         stuck_after: Duration::from_secs(60),
         version: VERSION.to_owned(),
     };

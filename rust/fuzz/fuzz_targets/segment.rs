@@ -8,10 +8,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use sparksched_backlog::Limits;
 use sparksched_ring::fuzzing;
 use sparksched_ring::link::{Event, Link};
 use sparksched_ring::message::{MAX_FRAMES, Message};
-use sparksched_ring::outbox::BacklogLimits;
 use sparksched_ring::segment::{Segment, Side};
 
 const RING_BYTES: usize = 4096;
@@ -67,7 +67,7 @@ struct End {
 impl End {
     fn new(side: Side, memory: &OwnedFd, socket: OwnedFd) -> Self {
         let segment = Segment::open(memory.as_fd(), RING_BYTES).unwrap();
-        let backlog = BacklogLimits::fixed(MAX_BACKLOG_BYTES);
+        let backlog = Limits::fixed(MAX_BACKLOG_BYTES);
         let link = fuzzing::link(side, segment, socket, backlog);
         Self { link, sent: VecDeque::new(), num_sent: 0, num_tickets: 0, has_ended: false }
     }

@@ -10,13 +10,14 @@ use std::time::Duration;
 use pyo3::exceptions::{PyConnectionError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyList};
+use sparksched_backlog::Limits;
 use sparksched_entry_points::entry_points;
 use sparksched_ring::client::{ClientOptions, ClientRings};
 use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
 use sparksched_ring::handshake::HandshakeError;
 use sparksched_ring::link::{End, Event, Link};
 use sparksched_ring::message::Message;
-use sparksched_ring::outbox::{BacklogLimits, SendError, TakenBack, Ticket};
+use sparksched_ring::outbox::{SendError, TakenBack, Ticket};
 
 use crate::convert::StepOutputs;
 use crate::frames::{self, LARGE_BYTES};
@@ -187,7 +188,7 @@ impl PyEngineRings {
         stuck_after_s: f64,
     ) -> PyResult<Self> {
         let stuck_after = seconds("stuck_after_s", stuck_after_s)?;
-        let backlog = BacklogLimits {
+        let backlog = Limits {
             idle_bytes: max_idle_backlog_bytes,
             patience: stuck_after,
             max_bytes: max_backlog_bytes,

@@ -3,9 +3,9 @@
 use pyo3::exceptions::{PyConnectionError, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
+use sparksched_backlog::Limits;
 use sparksched_entry_points::entry_points;
 use sparksched_ring::message::Message;
-use sparksched_zmtp::backlog::Limits;
 use sparksched_zmtp::push::{Event, Push, Sent};
 use sparksched_zmtp::sockets::PushSockets;
 

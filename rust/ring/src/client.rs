@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use sparksched_backlog::Limits;
 
 use crate::handshake::{self, HandshakeError, Hello};
 use crate::link::{Event, Link, noted_forks};
-use crate::outbox::BacklogLimits;
 use crate::segment::{BellPage, Segment, Side};
 use crate::watcher::Watcher;
 
@@ -54,7 +54,7 @@ impl ClientRings {
             bell,
             descriptors.client_event,
             peer,
-            BacklogLimits::fixed(options.max_backlog_bytes),
+            Limits::fixed(options.max_backlog_bytes),
         ));
         let watcher = Watcher::start(vec![Arc::clone(&link)], None, options.stuck_after)
             .map_err(|source| HandshakeError::System { what: "no thread to watch", source })?;

@@ -7,13 +7,13 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
+use sparksched_backlog::Limits;
 
 use crate::bell::Bell;
 use crate::handshake::{self, Descriptors, HandshakeError};
 use crate::link::{End, Event, Link, Peer, WokenBy, noted_forks, sleep_on_futex};
 use crate::meter_page::MeterPage;
 use crate::meters::RingsReading;
-use crate::outbox::BacklogLimits;
 use crate::segment::{BellPage, MAX_RING_BYTES, MIN_RING_BYTES, Segment, Side};
 use crate::watcher::{Door, Mailbox, Watcher};
 
@@ -25,7 +25,7 @@ pub struct EngineOptions {
     /// Bytes of each ring, of which a client has two: a power of two.
     pub ring_bytes: usize,
     /// An outgoing message is refused while more than this waits for its client already.
-    pub backlog: BacklogLimits,
+    pub backlog: Limits,
     /// A client that doesn't run for this long is reported.
     pub stuck_after: Duration,
     /// The version of sparksched; clients must have the same.

@@ -5,10 +5,10 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use rustix::event::{EventfdFlags, eventfd};
+use sparksched_backlog::Limits;
 
 use crate::handshake::{HandshakeError, Hello, Reply};
 use crate::link::{Link, Now, Peer};
-use crate::outbox::BacklogLimits;
 use crate::segment::{BellPage, Segment, Side};
 
 /// Reads a client's first packet, and writes what was understood.
@@ -32,7 +32,7 @@ pub fn echo_reply(packet: &[u8]) -> Result<Vec<u8>, HandshakeError> {
 /// # Panics
 /// If the system has no memory or descriptors.
 #[must_use]
-pub fn link(side: Side, segment: Segment, socket: OwnedFd, backlog: BacklogLimits) -> Link {
+pub fn link(side: Side, segment: Segment, socket: OwnedFd, backlog: Limits) -> Link {
     let (bell, _) = BellPage::create().expect("a page");
     let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
     let peer = Peer { socket, pidfd: None, pid: 0 };

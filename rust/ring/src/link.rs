@@ -10,11 +10,12 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::net::Shutdown;
 use rustix::thread::futex;
+use sparksched_backlog::Limits;
 
 use crate::bell::{Alarm, Bell};
 use crate::message::{Message, Reader};
 use crate::meters::Traffic;
-use crate::outbox::{BacklogLimits, Outbox, SendError, TakenBack, Ticket};
+use crate::outbox::{Outbox, SendError, TakenBack, Ticket};
 use crate::ring::{Consumer, Corrupt, Producer};
 use crate::segment::{BellPage, Segment, Side};
 
@@ -183,7 +184,7 @@ impl Link {
         engine_bell: Arc<BellPage>,
         client_event: OwnedFd,
         peer: Peer,
-        backlog: BacklogLimits,
+        backlog: Limits,
     ) -> Self {
         let (incoming, outgoing) = match side {
             Side::Engine => (segment.to_engine(), segment.to_client()),
@@ -570,7 +571,7 @@ mod tests {
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
                 .unwrap();
         let peer = Peer { socket, pidfd: None, pid: 0 };
-        let backlog = BacklogLimits::fixed(RING_BYTES);
+        let backlog = Limits::fixed(RING_BYTES);
         Link::new(Side::Engine, segment, Arc::new(bell), event, peer, backlog)
     }
 

@@ -1,7 +1,8 @@
 //! The sending side of a ring: messages go into the ring, and wait here if it has no room.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+
+use sparksched_backlog::{Level, Limits};
 
 use crate::message::{self, Unsendable};
 use crate::meters::Traffic;
@@ -23,25 +24,6 @@ pub enum SendError {
     /// The ring is broken.
     #[error(transparent)]
     Corrupt(#[from] Corrupt),
-}
-
-/// How much may wait for a reader: one that reads slowly is given more than one that doesn't.
-#[derive(Clone, Copy, Debug)]
-pub struct BacklogLimits {
-    /// Bytes for a reader that has taken nothing for `patience`.
-    pub idle_bytes: usize,
-    /// How long a reader may take nothing.
-    pub patience: Duration,
-    /// Bytes for any reader.
-    pub max_bytes: usize,
-}
-
-impl BacklogLimits {
-    /// The same for all readers.
-    #[must_use]
-    pub const fn fixed(max_bytes: usize) -> Self {
-        Self { idle_bytes: max_bytes, patience: Duration::ZERO, max_bytes }
-    }
 }
 
 /// Names a message among those of its outbox. Later messages have higher tickets.
@@ -96,10 +78,7 @@ pub struct Outbox {
     ring: Producer,
     waiting: VecDeque<Waiting>,
     /// The bytes of `waiting`, written or not.
-    waiting_bytes: usize,
-    /// When the reader was last seen to have made room, or else when the first message had to wait.
-    made_room_at: Instant,
-    limits: BacklogLimits,
+    level: Level,
     next_ticket: Ticket,
     /// The first of those that were dropped because nobody is left to read them.
     first_forgotten: Option<Ticket>,
@@ -115,13 +94,11 @@ impl Outbox {
     /// An outbox that accepts messages while less waits than the limits allow. A single message of
     /// any size is accepted while none waits.
     #[must_use]
-    pub fn new(ring: Producer, limits: BacklogLimits) -> Self {
+    pub fn new(ring: Producer, limits: Limits) -> Self {
         Self {
             ring,
             waiting: VecDeque::new(),
-            waiting_bytes: 0,
-            made_room_at: Instant::now(),
-            limits,
+            level: Level::new(limits),
             next_ticket: 0,
             first_forgotten: None,
             next_sequence: 0,
@@ -137,10 +114,10 @@ impl Outbox {
     /// # Errors
     /// [`SendError`]; the message was not accepted then, not even in part.
     pub fn send(&mut self, kind: u8, frames: &[&[u8]]) -> Result<Ticket, SendError> {
-        if self.is_full() {
+        if self.level.is_full() {
             // Perhaps the reader has caught up since the last look.
             self.flush()?;
-            if self.is_full() {
+            if self.level.is_full() {
                 return Err(SendError::Full);
             }
         }
@@ -185,17 +162,10 @@ impl Outbox {
         Ok(ticket)
     }
 
-    fn is_full(&self) -> bool {
-        let BacklogLimits { idle_bytes, patience, max_bytes } = self.limits;
-        !self.waiting.is_empty()
-            && (self.waiting_bytes >= max_bytes
-                || (self.waiting_bytes >= idle_bytes && self.made_room_at.elapsed() >= patience))
-    }
-
     /// Flushes; if the ring turns out to be broken, the last message was not accepted.
     fn flush_or_forget(&mut self) -> Result<(), Corrupt> {
         self.flush().inspect_err(|_| {
-            self.waiting_bytes -= self.waiting.pop_back().map_or(0, |message| message.bytes());
+            self.level.remove(self.waiting.pop_back().map_or(0, |message| message.bytes()));
         })
     }
 
@@ -207,10 +177,7 @@ impl Outbox {
 
     fn keep(&mut self, message: Waiting) {
         self.num_without_room += 1;
-        if self.waiting.is_empty() {
-            self.made_room_at = Instant::now();
-        }
-        self.waiting_bytes += message.bytes();
+        self.level.add(message.bytes());
         self.waiting.push_back(message);
     }
 
@@ -230,11 +197,11 @@ impl Outbox {
             let written = write_parts(&mut self.ring, unwritten);
             if let Ok((written, is_whole)) = written {
                 if written > 0 {
-                    self.made_room_at = Instant::now();
+                    self.level.note_progress();
                 }
                 message.written += written;
                 if is_whole {
-                    self.waiting_bytes -= message.bytes();
+                    self.level.remove(message.bytes());
                     continue;
                 }
             }
@@ -272,7 +239,7 @@ impl Outbox {
     /// that it is 0 only if nothing waits.
     #[must_use]
     pub fn waiting_bytes(&self) -> usize {
-        self.waiting_bytes
+        self.level.bytes()
     }
 
     /// Looks how much is in the ring; to be called after sending.
@@ -288,7 +255,7 @@ impl Outbox {
         Traffic {
             waiting_bytes: waiting_bytes as u64,
             high_water_bytes: self.high_water_bytes.max(waiting_bytes) as u64,
-            backlog_bytes: self.waiting_bytes as u64,
+            backlog_bytes: self.level.bytes() as u64,
             num_without_room: self.num_without_room,
         }
     }
@@ -300,7 +267,7 @@ impl Outbox {
             return None;
         }
         let message = self.waiting.remove(at)?;
-        self.waiting_bytes -= message.bytes();
+        self.level.remove(message.bytes());
         Some(message.into())
     }
 
@@ -320,7 +287,7 @@ impl Outbox {
             }
         }
         self.waiting.extend(kept.into_iter().rev());
-        self.waiting_bytes -= taken_bytes;
+        self.level.remove(taken_bytes);
         taken
     }
 
@@ -329,7 +296,7 @@ impl Outbox {
         let first = self.waiting.front().map(|message| message.ticket);
         self.first_forgotten = self.first_forgotten.or(first);
         self.waiting = VecDeque::new();
-        self.waiting_bytes = 0;
+        self.level.clear();
     }
 
     /// Says that no message will follow. What still waits is dropped, and so is what is sent after

@@ -3,11 +3,11 @@
 
 use std::time::Duration;
 
+use sparksched_backlog::Limits;
 use sparksched_ring::client::{ClientOptions, ClientRings};
 use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
 use sparksched_ring::link::{End, Event};
 use sparksched_ring::message::Message;
-use sparksched_ring::outbox::BacklogLimits;
 
 const PATIENCE: Option<Duration> = Some(Duration::from_secs(10));
 /// Nobody is to be called stuck, however busy the machine is.
@@ -17,7 +17,7 @@ fn engine(name: &str, ring_bytes: usize) -> EngineRings {
     let options = EngineOptions {
         num_clients: 2,
         ring_bytes,
-        backlog: BacklogLimits::fixed(1 << 20),
+        backlog: Limits::fixed(1 << 20),
         stuck_after: NEVER_STUCK,
         version: "test".to_owned(),
     };

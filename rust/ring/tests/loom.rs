@@ -13,11 +13,12 @@ use std::sync::Arc;
 use loom::model::Builder;
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
+use sparksched_backlog::Limits;
 use sparksched_ring::bell::{Alarm, Bell};
 use sparksched_ring::message::Reader;
 use sparksched_ring::meters::{Histogram, HistogramReading};
 use sparksched_ring::order;
-use sparksched_ring::outbox::{BacklogLimits, Outbox};
+use sparksched_ring::outbox::Outbox;
 use sparksched_ring::ring::{Consumer, Producer, Ring};
 
 // ------------------------------------------------------------------------------------
@@ -510,7 +511,7 @@ fn a_message_larger_than_the_ring() {
     let writer = thread::spawn({
         let (eventfd, futex) = (Arc::clone(&eventfd), Arc::clone(&futex));
         move || {
-            let outbox = std::cell::RefCell::new(Outbox::new(producer, BacklogLimits::fixed(100)));
+            let outbox = std::cell::RefCell::new(Outbox::new(producer, Limits::fixed(100)));
             outbox.borrow_mut().send(9, &[b"x"]).unwrap();
             futex.ring();
             eventfd.until(

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use sparksched_backlog::Limits;
 use sparksched_ring::message::{MAX_FRAMES, MAX_MESSAGE_BYTES, Message, Reader};
-use sparksched_ring::outbox::{BacklogLimits, Outbox, SendError, TakenBack};
+use sparksched_ring::outbox::{Outbox, SendError, TakenBack};
 use sparksched_ring::ring::{Consumer, Corrupt, Ring};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -154,7 +155,7 @@ proptest! {
         turns in vec(0..3u8, 1..40),
     ) {
         let (producer, mut consumer) = Ring::on_heap(capacity, start).split();
-        let mut outbox = Outbox::new(producer, BacklogLimits::fixed(usize::MAX));
+        let mut outbox = Outbox::new(producer, Limits::fixed(usize::MAX));
         let mut reader = Reader::default();
         let mut unsent = messages.iter();
         let mut received = Vec::new();
@@ -199,7 +200,7 @@ fn encoded_len(message: &Message) -> usize {
 #[test]
 fn impossible_messages_are_refused_and_leave_no_trace() {
     let (producer, mut consumer) = Ring::on_heap(1 << 20, 0).split();
-    let mut outbox = Outbox::new(producer, BacklogLimits::fixed(0));
+    let mut outbox = Outbox::new(producer, Limits::fixed(0));
     assert!(matches!(outbox.send(0, &[]), Err(SendError::Unsendable(_))));
     let too_many: Vec<&[u8]> = vec![b""; MAX_FRAMES + 1];
     assert!(matches!(outbox.send(0, &too_many), Err(SendError::Unsendable(_))));
@@ -303,7 +304,7 @@ proptest! {
         steps in vec(outbox_step(), 0..80),
     ) {
         let (producer, mut consumer) = Ring::on_heap(capacity, start).split();
-        let mut outbox = Outbox::new(producer, BacklogLimits::fixed(max_bytes));
+        let mut outbox = Outbox::new(producer, Limits::fixed(max_bytes));
         let mut reader = Reader::default();
         let mut model = NaiveOutbox {
             waiting: VecDeque::new(),
@@ -383,7 +384,7 @@ fn take_a_little(consumer: &mut Consumer) {
 fn a_reader_that_reads_slowly_is_given_more_but_not_without_end() {
     let (producer, mut consumer) = Ring::on_heap(64, 0).split();
     let patience = Duration::from_secs(3600);
-    let limits = BacklogLimits { idle_bytes: 100, patience, max_bytes: 1000 };
+    let limits = Limits { idle_bytes: 100, patience, max_bytes: 1000 };
     let mut outbox = Outbox::new(producer, limits);
     let message = [7; 200];
     while outbox.waiting_bytes() < limits.max_bytes {
@@ -397,7 +398,7 @@ fn a_reader_that_reads_slowly_is_given_more_but_not_without_end() {
 fn a_reader_that_takes_nothing_for_a_while_is_given_no_more_until_it_does() {
     let (producer, mut consumer) = Ring::on_heap(64, 0).split();
     let patience = Duration::from_millis(500);
-    let limits = BacklogLimits { idle_bytes: 100, patience, max_bytes: 1000 };
+    let limits = Limits { idle_bytes: 100, patience, max_bytes: 1000 };
     let mut outbox = Outbox::new(producer, limits);
     let message = [7; 200];
     outbox.send(0, &[&message]).unwrap();
@@ -417,7 +418,7 @@ fn a_reader_that_takes_nothing_for_a_while_is_given_no_more_until_it_does() {
 #[test]
 fn nothing_is_sent_after_a_close() {
     let (producer, mut consumer) = Ring::on_heap(64, 0).split();
-    let mut outbox = Outbox::new(producer, BacklogLimits::fixed(1000));
+    let mut outbox = Outbox::new(producer, Limits::fixed(1000));
     outbox.send(0, &[&[1; 100]]).unwrap();
     outbox.close();
     assert_eq!(consumer.readable(), Ok(64));
@@ -451,7 +452,7 @@ fn the_depth_of_a_ring_is_looked_up_if_it_may_be_the_highest() {
 /// The bytes of messages in the ring.
 fn encoded(messages: &[Message]) -> Vec<u8> {
     let (producer, mut consumer) = Ring::on_heap(1 << 16, 0).split();
-    let mut outbox = Outbox::new(producer, BacklogLimits::fixed(usize::MAX));
+    let mut outbox = Outbox::new(producer, Limits::fixed(usize::MAX));
     for message in messages {
         outbox.send(message.kind, &slices(message)).unwrap();
     }

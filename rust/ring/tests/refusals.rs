@@ -25,11 +25,12 @@ use rustix::net::{
     sendmsg, socket_with,
 };
 use rustix::process::Signal;
+use sparksched_backlog::Limits;
 use sparksched_ring::client::ClientRings;
 use sparksched_ring::engine::{EngineEvent, EngineRings};
 use sparksched_ring::handshake::HandshakeError;
 use sparksched_ring::link::{End, Event};
-use sparksched_ring::outbox::{BacklogLimits, Outbox};
+use sparksched_ring::outbox::Outbox;
 use sparksched_ring::ring::{Corrupt, Ring};
 use sparksched_ring::segment::{BellPage, LAYOUT_VERSION, Segment, SegmentError};
 
@@ -368,7 +369,7 @@ fn a_tail_that_goes_back_is_noticed() {
     const MESSAGE_BYTES: usize = 40;
     let _deadline = Deadline::after(LAST_RESORT, "a tail that goes back");
     let (producer, mut consumer) = Ring::on_heap(RING_BYTES, 0).split();
-    let mut outbox = Outbox::new(producer, BacklogLimits::fixed(0));
+    let mut outbox = Outbox::new(producer, Limits::fixed(0));
     for _ in 0..NUM_MESSAGES {
         outbox.send(0, &[b""]).unwrap();
     }

@@ -10,10 +10,11 @@ use common::{
     Deadline, Half, Kid, LAST_RESORT, PATIENCE, ROLE, client_options, connect, engine_options,
     fresh_name, listen, note, number, number_or, until, variable,
 };
+use sparksched_backlog::Limits;
 use sparksched_ring::client::ClientRings;
 use sparksched_ring::engine::{EngineEvent, EngineRings};
 use sparksched_ring::link::{End, Event};
-use sparksched_ring::outbox::{BacklogLimits, SendError, TakenBack};
+use sparksched_ring::outbox::{SendError, TakenBack};
 
 const NUM_CLIENTS: u32 = 3;
 const LARGE_BYTES: usize = 256 << 20;
@@ -248,7 +249,7 @@ fn a_message_of_256_mib_passes_a_ring_of_8() {
 
 fn pair(what: &str, ring_bytes: usize, max_backlog_bytes: usize) -> (EngineRings, ClientRings) {
     let mut options = engine_options(1, ring_bytes);
-    options.backlog = BacklogLimits::fixed(max_backlog_bytes);
+    options.backlog = Limits::fixed(max_backlog_bytes);
     let engine = listen(&fresh_name(what), options);
     let client = connect(engine.name(), &client_options(0), || false).unwrap();
     until("the client has come", || {

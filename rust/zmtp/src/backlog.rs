@@ -1,20 +1,10 @@
 //! Messages that wait until their peer takes them, within limits.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+
+use sparksched_backlog::{Level, Limits};
 
 use crate::protocol::{Header, MAX_HEADER_BYTES, frame_header};
-
-/// How much may wait for a peer: one that reads slowly is given more than one that doesn't.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Bytes for a peer that has taken nothing for `patience`.
-    pub idle_bytes: usize,
-    /// How long a peer may take nothing.
-    pub patience: Duration,
-    /// Bytes for any peer.
-    pub max_bytes: usize,
-}
 
 /// Bytes to be written one after the other, of which some may have been.
 #[derive(Debug)]
@@ -47,15 +37,12 @@ pub(crate) fn headers<T: AsRef<[u8]>>(frames: &[T]) -> Vec<Header> {
 #[derive(Debug)]
 pub(crate) struct Backlog {
     waiting: VecDeque<Waiting>,
-    bytes: usize,
-    /// When the peer was last seen to take something, or else when the first message had to wait.
-    progress_at: Instant,
-    limits: Limits,
+    level: Level,
 }
 
 impl Backlog {
     pub(crate) fn new(limits: Limits) -> Self {
-        Self { waiting: VecDeque::new(), bytes: 0, progress_at: Instant::now(), limits }
+        Self { waiting: VecDeque::new(), level: Level::new(limits) }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -63,27 +50,21 @@ impl Backlog {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.bytes
+        self.level.bytes()
     }
 
-    /// Whether no further message is to wait. A single one of any size may, if none does.
+    /// Whether no further message is to wait.
     pub(crate) fn is_full(&self) -> bool {
-        let Limits { idle_bytes, patience, max_bytes } = self.limits;
-        !self.is_empty()
-            && (self.bytes >= max_bytes
-                || (self.bytes >= idle_bytes && self.progress_at.elapsed() >= patience))
+        self.level.is_full()
     }
 
     pub(crate) fn push(&mut self, message: Waiting) {
-        if self.is_empty() {
-            self.note_progress();
-        }
-        self.bytes += message.bytes();
+        self.level.add(message.bytes());
         self.waiting.push_back(message);
     }
 
     pub(crate) fn note_progress(&mut self) {
-        self.progress_at = Instant::now();
+        self.level.note_progress();
     }
 
     pub(crate) fn first_mut(&mut self) -> Option<&mut Waiting> {
@@ -97,7 +78,7 @@ impl Backlog {
 
     pub(crate) fn pop_first(&mut self) {
         if let Some(first) = self.waiting.pop_front() {
-            self.bytes -= first.bytes();
+            self.level.remove(first.bytes());
         }
     }
 
@@ -115,13 +96,13 @@ impl Backlog {
             }
         }
         self.waiting.extend(kept.into_iter().rev());
-        self.bytes -= taken_bytes;
+        self.level.remove(taken_bytes);
         taken
     }
 
     /// Drops all: nobody is left to read it.
     pub(crate) fn clear(&mut self) {
         self.waiting = VecDeque::new();
-        self.bytes = 0;
+        self.level.clear();
     }
 }

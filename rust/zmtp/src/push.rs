@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
+use sparksched_backlog::Limits;
 
 use crate::address::Address;
-use crate::backlog::{Backlog, Limits, Waiting, headers};
+use crate::backlog::{Backlog, Waiting, headers};
 use crate::protocol::{self, GREETING, Reader, Said};
 
 /// How long after a connection has failed the next one is tried.

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
+use sparksched_backlog::Limits;
 
 use crate::address::Address;
-use crate::backlog::Limits;
 use crate::push::{Event, Push, Sent, Wish};
 
 /// PUSH sockets by client index, for those clients that listen on this host.

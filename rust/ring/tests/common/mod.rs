@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+use sparksched_backlog::Limits;
 use sparksched_ring::client::{ClientOptions, ClientRings};
 use sparksched_ring::engine::{EngineOptions, EngineRings};
 use sparksched_ring::link::{End, Event, Link};
-use sparksched_ring::outbox::{BacklogLimits, SendError};
+use sparksched_ring::outbox::SendError;
 
 /// Long enough for anything that isn't a hang, on a machine that is busy with other things or stands
 /// still for seconds.
@@ -179,7 +180,7 @@ pub fn engine_options(num_clients: u32, ring_bytes: usize) -> EngineOptions {
     EngineOptions {
         num_clients,
         ring_bytes,
-        backlog: BacklogLimits::fixed(64 << 10),
+        backlog: Limits::fixed(64 << 10),
         stuck_after: NEVER_STUCK,
         version: "test".to_owned(),
     }
