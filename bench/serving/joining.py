@@ -7,6 +7,9 @@ time. A round without joining requests comes first: it compiles, and tells how l
 
 - `ttft_ms`: from sending a joining request to its first token.
 - `output_gap_ms`, `tokens_per_s`: of the streams, while all of them decode.
+- `late_launches_s`: since the server's start, see `sparksched:late_launch_seconds`.
+
+Long prompts take the GPU for long: `--rate` times the time of such a step should be well below 1.
 
 Each case goes into the file of `--json` when all servers have been measured with it.
 
@@ -17,6 +20,7 @@ Each case goes into the file of `--json` when all servers have been measured wit
 import argparse
 import itertools
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -24,6 +28,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from bench.header import NO_GPU, describe_run
 from bench.progress import Progress
@@ -152,7 +158,19 @@ def _measure(server: Server, options: argparse.Namespace) -> Iterator[tuple[Row,
                 )
                 for number in range(1 + options.rounds)
             ]
-            yield {"streams": streams, "prompt_tokens": prompt_tokens}, _summary(rounds)
+            late = {"late_launches_s": _late_launches(server)}
+            yield {"streams": streams, "prompt_tokens": prompt_tokens}, _summary(rounds) | late
+
+
+def _late_launches(server: Server) -> Row | None:
+    """Return how often and how long its GPU has waited so far for steps that were held back.
+
+    At most so long: see docs/metrics.md. None if the server has no such series, or shows it
+    elsewhere, as the Rust front end does.
+    """
+    page = httpx.get(f"{server.launched.base_url}/metrics", timeout=10).text
+    found = re.findall(r"^sparksched:late_launch_seconds_(count|sum)\{.*\} (.+)$", page, re.M)
+    return {name: float(value) for name, value in found} or None
 
 
 def _seconds_of(driver: HttpDriver, workload: Workload) -> float:

@@ -12,12 +12,13 @@ from sparksched import _core
 from sparksched.trace.session import open_trace, replay
 from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.executor import Executor
 
 from .clients import Reader, connected, endless_request, expected_tokens, front_end, prompt_of
 from .clients import run_async as run
 from .conftest import make_config
 from .engines import Engine, running_engine
-from .timed import TimedExecutor
+from .timed import TimedExecutor, WorkerExecutor
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -45,7 +46,13 @@ def count_steps_held_back() -> None:
 Scenario = Callable[[Reader, Engine], Awaitable[None]]
 
 
-def play(scenario: Scenario, config: VllmConfig, transport: str, **variables: str) -> None:
+def play(
+    scenario: Scenario,
+    config: VllmConfig,
+    transport: str,
+    executor_class: type[Executor] = TimedExecutor,
+    **variables: str,
+) -> None:
     variables = {"SPARKSCHED_TRANSPORT": transport, "SPARKSCHED_JUST_IN_TIME": "1", **variables}
 
     async def connect(engine: Engine) -> None:
@@ -56,7 +63,7 @@ def play(scenario: Scenario, config: VllmConfig, transport: str, **variables: st
     with (
         front_end(**variables),
         running_engine(
-            config, executor_class=TimedExecutor, prepare=count_steps_held_back, **variables
+            config, executor_class=executor_class, prepare=count_steps_held_back, **variables
         ) as engine,
     ):
         run(connect(engine))
@@ -72,7 +79,7 @@ async def begin_to_hold_back(reader: Reader, *request_ids: str) -> None:
         await asyncio.sleep(10 * STEP_S)
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq", "verified", "recorded"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "verified", "recorded", "workers"])
 def test_requests_aborts_and_pauses_get_through(
     transport: str, async_config: VllmConfig, tmp_path: Path
 ) -> None:
@@ -100,7 +107,14 @@ def test_requests_aborts_and_pauses_get_through(
         await reader.call("resume_scheduler")
         await reader.until(lambda: len(reader.tokens["second"]) > num_tokens + NUM_TOKENS)
 
-    play(scenario, async_config, transport if transport == "zmq" else "shm", **variables)
+    executor_class = WorkerExecutor if transport == "workers" else TimedExecutor
+    play(
+        scenario,
+        async_config,
+        transport if transport == "zmq" else "shm",
+        executor_class,
+        **variables,
+    )
     if transport == "recorded":
         opened = open_trace(str(trace), partial=True)
         assert opened.past.schedule_us
