@@ -16,6 +16,7 @@ from .kv_events import KVEventsSettings
 from .kv_metrics import KVMetricsSettings
 from .kv_transfer import KVTransferSettings
 from .lora import LoRASettings
+from .mfu_metrics import MFUMetricsSettings
 from .multimodal import MultimodalSettings
 from .offloading import OffloadingSettings
 from .parallel import DataParallelSettings, PipelineSettings
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _DRAW_SETTINGS: dict[str, Callable[[random.Random, Configuration], FeatureSettings]] = {
     "kv_events": KVEventsSettings.draw,
     "kv_cache_metrics": KVMetricsSettings.draw,
+    "mfu_metrics": MFUMetricsSettings.draw,
+    "mfu_metrics_in_detail": MFUMetricsSettings.draw_detailed,
     "connector": KVTransferSettings.draw,
     "ec_connector": ECConnectorSettings.draw,
     "example_connector": ExampleConnectorSettings.draw,

@@ -170,6 +170,12 @@ _FEATURE_SETTINGS: dict[str, dict[str, Any]] = {
         "kv_events": True,
     },
     "kv-cache-metrics": {"log_stats": True, "kv_cache_metrics": True},
+    "mfu-metrics": {"log_stats": True, "mfu_metrics": True},
+    "speculating-mfu-metrics": {
+        "log_stats": True,
+        "speculation": {"method": "mtp"},
+        "mfu_metrics_in_detail": True,
+    },
     "sync-pooling": {"async_scheduling": False, "pooling": {}},
     "async-pooling": {"async_scheduling": True, "pooling": {}},
     "pooling-preempting": {"async_scheduling": True, "pooling": {}} | _SCARCE_BLOCKS,

@@ -114,6 +114,13 @@ EXPECTED_OF_FEATURES: dict[tuple[str, ...], dict[str, int]] = {
         "metrics: evictions after an access": 30,
         "metrics: evictions after reuse": 10,
     },
+    ("mfu-metrics", "speculating-mfu-metrics"): {
+        "MFU metrics: steps with prefills": 200,
+        "MFU metrics: steps with decodes": 50,
+        "MFU metrics: steps without requests": 4,
+        "MFU metrics: steps in detail": 300,
+        "MFU metrics: steps without detail": 300,
+    },
     ("sync-pooling", "async-pooling", "pooling-preempting", "pooling-without-cache"): {
         "stops by pooling output": 1000,
         "pooling: steps that leave a prompt unfinished": 1000,

@@ -23,7 +23,7 @@ NATIVE_CHOICE = pytest.mark.parametrize(
     "choice", [Choice.PLUGIN, Choice.SCHEDULER_CLS], ids=["plugin", "scheduler-cls"]
 )
 
-UNSUPPORTED = {"enable_mfu_metrics": True}
+UNSUPPORTED = {"enable_prompt_embeds": True}
 
 
 def assert_is_stock(engine: DrivenEngine, *, async_scheduling: bool) -> None:
@@ -61,14 +61,14 @@ def test_unsupported_configuration(
     assert len(engine.record.tokens["a"]) > 0
     (warning,) = warnings_of_sparksched
     assert warning.startswith(
-        "sparksched: using vLLM's own scheduler: measuring MFU is not supported: "
+        "sparksched: using vLLM's own scheduler: prompt embedding input is not supported: "
     )
 
 
 @NATIVE_CHOICE
 def test_unsupported_configuration_in_strict_mode(choice: Choice, model_directory: Path) -> None:
     with (
-        pytest.raises(RuntimeError, match="sparksched: measuring MFU is not supported"),
+        pytest.raises(RuntimeError, match="sparksched: prompt embedding input is not supported"),
         running_engine(choice, model_directory, async_scheduling=True, strict=True, **UNSUPPORTED),
     ):
         pass

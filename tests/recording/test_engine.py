@@ -32,7 +32,7 @@ from .scenarios import events, replay
 
 __all__ = ["model_directory", "warnings_of_sparksched"]
 
-FALLS_BACK = {"enable_mfu_metrics": True}
+FALLS_BACK = {"enable_prompt_embeds": True}
 SMALL_POOL = {"num_gpu_blocks_override": 40}
 
 

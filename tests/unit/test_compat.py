@@ -291,6 +291,7 @@ def test_differences_between_shapes(found: dict[str, object], reason: str | None
         {"parallel_config.distributed_executor_backend": "uni"},
         {"observability_config.enable_logging_iteration_details": True},
         {"observability_config.cudagraph_metrics": True},
+        {"observability_config.enable_mfu_metrics": True},
         {"observability_config.kv_cache_metrics": True},
         {"observability_config.per_request_spec_decode_metrics": "summary"},
         {"observability_config.per_request_spec_decode_metrics": "detailed"},
@@ -397,7 +398,6 @@ REFUSED = [
     ("prompt embedding input", {"model_config.enable_prompt_embeds": True}),
     ("auxiliary output", {"aux_output_config.enable_return_routed_experts": True}),
     ("returning sampling masks", {"model_config.return_sampling_mask": True}),
-    ("measuring MFU", {"observability_config.enable_mfu_metrics": True}),
     ("HiSparse", {"attention_config.hisparse_config": object()}),
     ("this scheduling policy", {"scheduler_config.policy": "shortest-first"}),
     ("this prefix caching hash", {"cache_config.prefix_caching_hash_algo": "crc32"}),
@@ -866,8 +866,8 @@ def test_first_unsupported_goes_from_the_version_to_the_kv_cache(
 
     config = supported_config
     assert first_feature() == "prefix caching without a KV cache"
-    config = changed(config, "observability_config.enable_mfu_metrics", True)
-    assert first_feature() == "measuring MFU"
+    config = changed(config, "model_config.enable_prompt_embeds", True)
+    assert first_feature() == "prompt embedding input"
     monkeypatch.delattr("vllm.v1.core.sched.output.GrammarOutput")
     assert first_feature() == "vLLM's GrammarOutput"
     monkeypatch.setattr("vllm.version.__version__", "0.34.0")

@@ -130,12 +130,6 @@ CONFIG_RULES: Final = (
         lambda config: config.model_config.return_sampling_mask,
     ),
     Rule(
-        "measuring MFU",
-        "it is computed only by vLLM's own scheduler; "
-        "start without --enable-mfu-metrics to use sparksched",
-        lambda config: config.observability_config.enable_mfu_metrics,
-    ),
-    Rule(
         "HiSparse",
         "its host-resident KV cache has a block pool of its own",
         lambda config: config.attention_config.hisparse_config is not None,

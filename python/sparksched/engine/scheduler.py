@@ -19,6 +19,7 @@ from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.perf import ModelMetrics, PerfStats
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
@@ -115,6 +116,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             extra_keys=self.extra_keys,
             block_observer=self._block_observer(config),
             kv_transfer=self._kv_transfer,
+            step_perf_stats=step_perf_stats(vllm_config) if log_stats else None,
             encode_part=PartEncoder().encode_part,
             include_finished_set=include_finished_set,
         )
@@ -429,6 +431,14 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         Takes time and memory in proportion to the number of blocks.
         """
         return self._core.snapshot()
+
+
+def step_perf_stats(vllm_config: VllmConfig) -> Callable[[SchedulerOutput], PerfStats] | None:
+    """Return vLLM's own estimate of a step's work, if MFU metrics are on and know the model."""
+    if not vllm_config.observability_config.enable_mfu_metrics:
+        return None
+    metrics = ModelMetrics(vllm_config)
+    return metrics.get_step_perf_stats_per_gpu if metrics.is_enabled() else None
 
 
 def token_acceptor(manager: StructuredOutputManager) -> Callable[[Request, list[int]], bool]:

@@ -28,6 +28,8 @@ pub(crate) struct StepResult<'a, 'py> {
     pub(crate) model_runner_output: &'a Bound<'py, PyAny>,
     /// What a KV connector told of requests that end with this step, by request id, if it did.
     pub(crate) transfer_params: Option<Bound<'py, PyDict>>,
+    /// vLLM's estimate of the work that the model did, if it is wanted.
+    pub(crate) perf_stats: Option<Bound<'py, PyAny>>,
 }
 
 /// How outputs are written.
