@@ -162,6 +162,10 @@ class SchedulerCore:
     def requests(self) -> dict[str, Any]:
         """Requests that are not finished, by id: vLLM's `Scheduler.requests`."""
 
+    @property
+    def finished_req_ids(self) -> set[str]:
+        """Ids of requests that ended since the last step, which takes this very set with it."""
+
     def set_none_hash(self, none_hash: bytes) -> None:
         """Set the parent of each first block: vLLM's `NONE_HASH`, at most 32 bytes."""
 

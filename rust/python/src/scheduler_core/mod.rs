@@ -43,7 +43,8 @@ pub(crate) struct SchedulerCore {
     /// `request_id` to `Request`: vLLM's `Scheduler.requests`.
     #[pyo3(get)]
     requests: Py<PyDict>,
-    /// Requests that ended since the last step.
+    /// Requests that ended since the last step; each step takes this set with it.
+    #[pyo3(get)]
     finished_req_ids: Py<PySet>,
     /// The same by client, if the front ends ask for it.
     finished_by_client: Option<Py<PyDict>>,
