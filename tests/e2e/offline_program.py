@@ -76,8 +76,10 @@ def embed(model: str) -> list[list[float]]:
     return [output.outputs.embedding for wave in waves for output in wave]
 
 
-def order_of_priorities(model: str) -> list[int]:
-    """Return the numbers of requests as they were scheduled; the last ones are urgent.
+def order_of_priorities(model: str) -> tuple[list[int], dict[str, int]]:
+    """Return the numbers of requests as they were scheduled, and what work vLLM takes that for.
+
+    The last ones are urgent.
 
     All are there before the first step, and the engine says when it scheduled each: the order does
     not depend on how fast anything is. Requests of one step have one time, and are in order of
@@ -85,7 +87,13 @@ def order_of_priorities(model: str) -> list[int]:
     """
     from vllm import LLM, SamplingParams
 
-    engine = LLM(model=model, scheduling_policy="priority", disable_log_stats=False, **ENGINE)
+    engine = LLM(
+        model=model,
+        scheduling_policy="priority",
+        disable_log_stats=False,
+        enable_mfu_metrics=True,
+        **ENGINE,
+    )
     outputs = engine.generate(
         [{"prompt_token_ids": [number, 7]} for number in range(NUM_ORDINARY + NUM_URGENT)],
         SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -93,7 +101,8 @@ def order_of_priorities(model: str) -> list[int]:
         use_tqdm=False,
     )
     times = [output.metrics.scheduled_ts for output in outputs]
-    return sorted(range(len(times)), key=times.__getitem__)
+    work = {it.name: it.value for it in engine.get_metrics() if "estimated" in it.name}
+    return sorted(range(len(times)), key=times.__getitem__), work
 
 
 def main(llama: str, adapters: str, gpt_oss: str, result: str) -> None:
@@ -104,8 +113,9 @@ def main(llama: str, adapters: str, gpt_oss: str, result: str) -> None:
     cleanup_dist_env_and_memory()
     vectors = embed(gpt_oss)
     cleanup_dist_env_and_memory()
-    order = order_of_priorities(gpt_oss)
-    Path(result).write_text(json.dumps({"streams": streams, "vectors": vectors, "order": order}))
+    order, work = order_of_priorities(gpt_oss)
+    observed = {"streams": streams, "vectors": vectors, "order": order, "work": work}
+    Path(result).write_text(json.dumps(observed))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Adapters, pooling and priorities in real engines: the same tokens, vectors, order as from vLLM's.
+"""Adapters, pooling and priorities in real engines: all comes out as with vLLM's scheduler.
 
 Both schedulers get the requests in the same order, and so compose the same steps: what the models
-compute is equal to the last bit.
+compute is equal to the last bit, and so is what vLLM takes the work for.
 """
 
 import json
@@ -31,6 +31,7 @@ class Observed:
     streams: list[list[int]]
     vectors: list[list[float]]
     order: list[int]
+    work: dict[str, int]
     log: str = field(repr=False)
 
 
@@ -116,3 +117,9 @@ def test_requests_are_scheduled_in_the_same_order(stock: Observed, ours: Observe
 def test_urgent_requests_overtake(ours: Observed) -> None:
     urgent = range(NUM_ORDINARY, NUM_ORDINARY + NUM_URGENT)
     assert set(urgent) < set(ours.order[: ENGINE["max_num_seqs"]])
+
+
+def test_the_same_work_is_estimated(stock: Observed, ours: Observed) -> None:
+    assert ours.work == stock.work
+    assert len(ours.work) == 3
+    assert all(it > 0 for it in ours.work.values())
