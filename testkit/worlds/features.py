@@ -21,6 +21,8 @@ from .multimodal import MultimodalSettings
 from .offloading import OffloadingSettings
 from .parallel import DataParallelSettings, PipelineSettings
 from .pooling import PoolingSettings
+from .prompt_embeds import PromptEmbedsSettings
+from .sampling_masks import SamplingMasksSettings
 from .sessions import SessionSettings
 from .speculation import SpeculationSettings
 from .states import StateSettings
@@ -39,9 +41,12 @@ _DRAW_SETTINGS: dict[str, Callable[[random.Random, Configuration], FeatureSettin
     "offloading": OffloadingSettings.draw,
     "multimodal": MultimodalSettings.draw,
     "pooling": PoolingSettings.draw,
+    "prompt_embeds": PromptEmbedsSettings.draw,
     # Before those that look at the groups.
     "states": StateSettings.draw,
     "speculation": SpeculationSettings.draw,
+    # Of what speculation samples, too.
+    "sampling_masks": SamplingMasksSettings.draw,
     "lora": LoRASettings.draw,
     "sessions": SessionSettings.draw,
     "chunked_local": ChunkedLocalSettings.draw,

@@ -32,7 +32,9 @@ from .scenarios import events, replay
 
 __all__ = ["model_directory", "warnings_of_sparksched"]
 
-FALLS_BACK = {"enable_prompt_embeds": True}
+FALLS_BACK = {
+    "ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_producer"}
+}
 SMALL_POOL = {"num_gpu_blocks_override": 40}
 
 

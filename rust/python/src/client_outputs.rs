@@ -130,7 +130,7 @@ impl OutputWriter {
         let list = self.types.plain_outputs(&ids, &tokens)?;
         for (at, (entry, output)) in outputs.iter().enumerate() {
             let is_rare =
-                entry.is_rare() || result.rare.has_prompt_logprobs() || result.rare.has_pooled();
+                entry.is_rare() || result.rare.has_prompt_logprobs() || result.rare.concern_all();
             if is_rare || output.news.is_some() {
                 let params = result.transfer_params_of(entry)?;
                 self.complete(&list.get_item(at)?, entry, result, output, params)?;

@@ -169,6 +169,9 @@ impl EngineOutputTypes {
         {
             object.setattr(intern!(py, "new_logprobs"), logprobs)?;
         }
+        if let Some(mask) = rare.sampling_mask(sampled.row, output.num_new_tokens)? {
+            object.setattr(intern!(py, "new_sampling_mask"), mask)?;
+        }
         if let Some(pooled) = rare.pooled(sampled.row)? {
             object.setattr(intern!(py, "pooling_output"), pooled)?;
         }
