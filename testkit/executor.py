@@ -212,8 +212,8 @@ class FakeModel:
 
     @staticmethod
     def _new_sequence(new: NewRequestData) -> _Sequence:
-        assert new.prompt_token_ids is not None
-        prompt = list(new.prompt_token_ids)
+        # A prompt of vectors counts as one of zeros: what is sampled behind it is beside the point.
+        prompt = list(new.prompt_token_ids or [0] * new.prompt_len)
         # Model Runner V2 gets a resumed request as a new one, with what it had been given.
         return _Sequence(prompt, (new.prefill_token_ids or prompt)[len(prompt) :])
 

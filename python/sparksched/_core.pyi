@@ -131,6 +131,7 @@ class SchedulerCore:
         extra_keys: Callable[[Any], tuple[list[bytes], bytes]] | None,
         block_observer: Any | None,
         kv_transfer: Any | None,
+        step_perf_stats: Callable[[Any], Any] | None,
         encode_part: Callable[[Any, list[Any]], bytes],
         include_finished_set: bool,
     ) -> SchedulerCore:
@@ -146,6 +147,7 @@ class SchedulerCore:
             block_observer: A `BlockObserver`, if the configuration wants
                 events or metrics of blocks, or has a KV connector.
             kv_transfer: A `KVTransfer`, if there is a KV connector.
+            step_perf_stats: Estimates the work of a step, if statistics and MFU metrics are on.
             encode_part: Returns an object of vLLM's as msgpack, and appends the buffers of its
                 large arrays and tensors to the list of the message's frames.
             include_finished_set: Outputs carry the ids of requests that ended, by client.
@@ -159,6 +161,10 @@ class SchedulerCore:
     @property
     def requests(self) -> dict[str, Any]:
         """Requests that are not finished, by id: vLLM's `Scheduler.requests`."""
+
+    @property
+    def finished_req_ids(self) -> set[str]:
+        """Ids of requests that ended since the last step, which takes this very set with it."""
 
     def set_none_hash(self, none_hash: bytes) -> None:
         """Set the parent of each first block: vLLM's `NONE_HASH`, at most 32 bytes."""

@@ -16,10 +16,13 @@ from .kv_events import KVEventsSettings
 from .kv_metrics import KVMetricsSettings
 from .kv_transfer import KVTransferSettings
 from .lora import LoRASettings
+from .mfu_metrics import MFUMetricsSettings
 from .multimodal import MultimodalSettings
 from .offloading import OffloadingSettings
 from .parallel import DataParallelSettings, PipelineSettings
 from .pooling import PoolingSettings
+from .prompt_embeds import PromptEmbedsSettings
+from .sampling_masks import SamplingMasksSettings
 from .sessions import SessionSettings
 from .speculation import SpeculationSettings
 from .states import StateSettings
@@ -30,15 +33,20 @@ if TYPE_CHECKING:
 _DRAW_SETTINGS: dict[str, Callable[[random.Random, Configuration], FeatureSettings]] = {
     "kv_events": KVEventsSettings.draw,
     "kv_cache_metrics": KVMetricsSettings.draw,
+    "mfu_metrics": MFUMetricsSettings.draw,
+    "mfu_metrics_in_detail": MFUMetricsSettings.draw_detailed,
     "connector": KVTransferSettings.draw,
     "ec_connector": ECConnectorSettings.draw,
     "example_connector": ExampleConnectorSettings.draw,
     "offloading": OffloadingSettings.draw,
     "multimodal": MultimodalSettings.draw,
     "pooling": PoolingSettings.draw,
+    "prompt_embeds": PromptEmbedsSettings.draw,
     # Before those that look at the groups.
     "states": StateSettings.draw,
     "speculation": SpeculationSettings.draw,
+    # Of what speculation samples, too.
+    "sampling_masks": SamplingMasksSettings.draw,
     "lora": LoRASettings.draw,
     "sessions": SessionSettings.draw,
     "chunked_local": ChunkedLocalSettings.draw,

@@ -209,7 +209,7 @@ class FakeStructuredOutputManager:
                 call,
                 request.request_id,
                 new_token_ids,
-                list(request.prompt_token_ids),
+                request.prompt_token_ids and list(request.prompt_token_ids),
                 list(request.output_token_ids),
                 list(request.all_token_ids),
                 request.num_tokens,

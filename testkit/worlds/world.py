@@ -170,6 +170,28 @@ _FEATURE_SETTINGS: dict[str, dict[str, Any]] = {
         "kv_events": True,
     },
     "kv-cache-metrics": {"log_stats": True, "kv_cache_metrics": True},
+    "mfu-metrics": {"log_stats": True, "mfu_metrics": True},
+    "speculating-mfu-metrics": {
+        "log_stats": True,
+        "speculation": {"method": "mtp"},
+        "mfu_metrics_in_detail": True,
+    },
+    "prompt-embeds": {"enable_prefix_caching": True, "prompt_embeds": True},
+    "prompt-embeds-preempting": {
+        "enable_prefix_caching": True,
+        "use_v2_model_runner": True,
+        "prompt_embeds": True,
+        "kv_events": True,
+    }
+    | _SCARCE_BLOCKS,
+    "prompt-embeds-by-eagle": {
+        "enable_prefix_caching": True,
+        "groups": "full+sliding",
+        "prompt_embeds": True,
+        "speculation": {"method": "eagle"},
+    },
+    "sampling-masks": {"sampling_masks": True},
+    "sampling-masks-speculating": {"speculation": {}, "sampling_masks": True},
     "sync-pooling": {"async_scheduling": False, "pooling": {}},
     "async-pooling": {"async_scheduling": True, "pooling": {}},
     "pooling-preempting": {"async_scheduling": True, "pooling": {}} | _SCARCE_BLOCKS,

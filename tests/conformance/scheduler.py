@@ -29,7 +29,6 @@ _READABLE = frozenset(
         "use_v2_model_runner",
         "pp_size",
         "use_pp",
-        "finished_req_ids",
         "kv_holding_waiting",
         "num_waiting_for_streaming_input",
         "prefill_capacity_bound",

@@ -114,10 +114,10 @@ class Side:
         arguments = {
             "sampling_params": _build_sampling_params(plan),
             "pooling_params": None,
+            "prompt_token_ids": list(plan.prompt_token_ids),
         } | self._features.request_arguments(plan)
         request = Request(
             request_id=plan.request_id,
-            prompt_token_ids=list(plan.prompt_token_ids),
             client_index=plan.client_index,
             arrival_time=plan.arrival_time,
             cache_salt=plan.cache_salt,

@@ -114,6 +114,25 @@ EXPECTED_OF_FEATURES: dict[tuple[str, ...], dict[str, int]] = {
         "metrics: evictions after an access": 30,
         "metrics: evictions after reuse": 10,
     },
+    ("mfu-metrics", "speculating-mfu-metrics"): {
+        "MFU metrics: steps with prefills": 200,
+        "MFU metrics: steps with decodes": 50,
+        "MFU metrics: steps without requests": 4,
+        "MFU metrics: steps in detail": 300,
+        "MFU metrics: steps without detail": 300,
+    },
+    ("prompt-embeds", "prompt-embeds-preempting", "prompt-embeds-by-eagle"): {
+        "embeddings: prompts of vectors": 200,
+        "embeddings: prompts of vectors and tokens": 200,
+        "embeddings: prompts of tokens": 100,
+        "embeddings: hits": 50,
+        "embeddings: told again after a preemption": 50,
+    },
+    ("sampling-masks", "sampling-masks-speculating"): {
+        "masks: of one token": 1000,
+        "masks: of several tokens": 500,
+        "masks: outputs without one": 50,
+    },
     ("sync-pooling", "async-pooling", "pooling-preempting", "pooling-without-cache"): {
         "stops by pooling output": 1000,
         "pooling: steps that leave a prompt unfinished": 1000,

@@ -81,16 +81,22 @@ def embed(model: str) -> list[list[float]]:
     return [output.outputs.embedding for wave in waves for output in wave]
 
 
-def order_of_priorities(model: str) -> list[int]:
-    """Return the numbers of requests as they were scheduled; the last ones are urgent.
+def order_of_priorities(model: str) -> tuple[list[int], dict[str, int]]:
+    """Return the numbers of requests as they were scheduled, and what work vLLM takes that for.
 
-    All are there before the first step, and the engine says when it scheduled each: the order does
+    The last ones are urgent. All are there before the first step, and the engine says when it scheduled each: the order does
     not depend on how fast anything is. Requests of one step have one time, and are in order of
     their numbers.
     """
     from vllm import LLM, SamplingParams
 
-    engine = LLM(model=model, scheduling_policy="priority", disable_log_stats=False, **ENGINE)
+    engine = LLM(
+        model=model,
+        scheduling_policy="priority",
+        disable_log_stats=False,
+        enable_mfu_metrics=True,
+        **ENGINE,
+    )
     outputs = engine.generate(
         [{"prompt_token_ids": [number, 7]} for number in range(NUM_ORDINARY + NUM_URGENT)],
         SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -98,7 +104,8 @@ def order_of_priorities(model: str) -> list[int]:
         use_tqdm=False,
     )
     times = [output.metrics.scheduled_ts for output in outputs]
-    return sorted(range(len(times)), key=times.__getitem__)
+    work = {it.name: it.value for it in engine.get_metrics() if "estimated" in it.name}
+    return sorted(range(len(times)), key=times.__getitem__), work
 
 
 def states(model: str, has_prefix_cache: bool) -> dict[str, Any]:
@@ -141,16 +148,16 @@ def states(model: str, has_prefix_cache: bool) -> dict[str, Any]:
 def main(llama: str, adapters: str, gpt_oss: str, lfm2: str, result: str) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    parts: dict[str, Callable[[], Any]] = {
-        "streams": lambda: generate(llama, Path(adapters)),
-        "vectors": lambda: embed(gpt_oss),
-        "order": lambda: order_of_priorities(gpt_oss),
-        "states": lambda: states(lfm2, has_prefix_cache=False),
-        "states_in_prefix_cache": lambda: states(lfm2, has_prefix_cache=True),
-    }
-    found = {}
-    for name, run in parts.items():
-        found[name] = run()
+    parts: tuple[Callable[[], dict[str, Any]], ...] = (
+        lambda: {"streams": generate(llama, Path(adapters))},
+        lambda: {"vectors": embed(gpt_oss)},
+        lambda: dict(zip(("order", "work"), order_of_priorities(gpt_oss), strict=True)),
+        lambda: {"states": states(lfm2, has_prefix_cache=False)},
+        lambda: {"states_in_prefix_cache": states(lfm2, has_prefix_cache=True)},
+    )
+    found: dict[str, Any] = {}
+    for part in parts:
+        found |= part()
         # The process has one set of distributed groups, which engines leave behind.
         cleanup_dist_env_and_memory()
     Path(result).write_text(json.dumps(found))

@@ -1,6 +1,6 @@
 """Two servers on the same model, one after the other: with vLLM's scheduler, and with ours."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -21,10 +21,21 @@ class Pair(Generic[T]):
 
 
 def observe_pair(
-    model_dir: Path, log_dir: Path, observe: Callable[[Server], T], arguments: Sequence[str]
+    model_dir: Path,
+    log_dir: Path,
+    observe: Callable[[Server], T],
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
 ) -> Pair[T]:
     """Observe a server with vLLM's scheduler, then one that may not fall back to it."""
-    with serve(model_dir, log_dir / "stock.log", forks=True, arguments=arguments) as server:
+    environment = environment or {}
+    with serve(
+        model_dir,
+        log_dir / "stock.log",
+        forks=True,
+        arguments=arguments,
+        environment=environment,
+    ) as server:
         stock = observe(server)
         assert not server.runs_sparksched
     with serve(
@@ -33,7 +44,7 @@ def observe_pair(
         scheduler="sparksched",
         forks=True,
         arguments=arguments,
-        environment={"SPARKSCHED_STRICT": "1"},
+        environment={"SPARKSCHED_STRICT": "1", **environment},
     ) as server:
         ours = observe(server)
         assert server.runs_sparksched

@@ -1,7 +1,7 @@
 """Adapters, pooling, priorities, recurrent states in real engines: all comes out as from vLLM's.
 
 Both schedulers get the requests in the same order, and so compose the same steps: what the models
-compute is equal to the last bit.
+compute is equal to the last bit, and so is what vLLM takes the work for.
 """
 
 import json
@@ -42,6 +42,7 @@ class Observed:
     order: list[int]
     states: dict[str, Any]
     states_in_prefix_cache: dict[str, Any]
+    work: dict[str, int]
     log: str = field(repr=False)
 
 
@@ -141,3 +142,9 @@ def test_streams_of_a_model_with_states_are_equal(
     assert len(set(map(tuple, expected["streams"][:NUM_WITH_STATES]))) == NUM_WITH_STATES
     assert expected["num_preemptions"] > 0
     assert (expected["num_cached"] > 0) == (name == "states_in_prefix_cache")
+
+
+def test_the_same_work_is_estimated(stock: Observed, ours: Observed) -> None:
+    assert ours.work == stock.work
+    assert len(ours.work) == 3
+    assert all(it > 0 for it in ours.work.values())

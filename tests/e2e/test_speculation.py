@@ -1,9 +1,12 @@
-"""Drafts, grammars and priorities in one real engine: the same tokens as from vLLM's scheduler."""
+"""Drafts, grammars and priorities in one real engine: the same tokens as from vLLM's scheduler.
+
+And the statistics that people turn on to find out where the time goes.
+"""
 
 import asyncio
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from testkit.streaming import Completion, Prompt, mixed_prompts, stream_all
 from testkit.tiny_gpt_oss import write_model
 
 from .pair import Pair, observe_pair
+from .test_rings import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -31,7 +35,12 @@ ARGUMENTS = (
     # Enough for a third of the growing requests that run at once: some are preempted even if many
     # have not come before others are through.
     "--num-gpu-blocks-override=52",
+    "--enable-mfu-metrics",
+    "--cudagraph-metrics",
+    "--enable-logging-iteration-details",
 )
+# No VLLM_DEBUG_MFU_METRICS: vLLM's API server can't read the details, whichever scheduler runs.
+ENVIRONMENT = {"VLLM_LOG_STATS_INTERVAL": "1"}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -53,6 +62,8 @@ class Observed:
     num_drafted: float
     num_accepted: float
     num_preemptions: float
+    flops: float
+    log: str = field(repr=False)
 
 
 def observe(server: Server) -> Observed:
@@ -60,11 +71,14 @@ def observe(server: Server) -> Observed:
         name: asyncio.run(stream_all(server.base_url, server.model, prompts))
         for name, prompts in waves().items()
     }
+    wait_until(lambda: "MFU: " in server.log, "for a line with statistics")
     return Observed(
         streams,
         server.metric("vllm:spec_decode_num_draft_tokens_total"),
         server.metric("vllm:spec_decode_num_accepted_tokens_total"),
         server.metric("vllm:num_preemptions_total"),
+        server.metric("vllm:estimated_flops_per_gpu_total"),
+        server.log,
     )
 
 
@@ -89,7 +103,7 @@ def with_priority(prompt: Prompt, priority: int) -> Prompt:
 @pytest.fixture(scope="module", name="pair")
 def _pair(tmp_path_factory: pytest.TempPathFactory) -> Pair[Observed]:
     model_dir = write_model(tmp_path_factory.mktemp("model"))
-    return observe_pair(model_dir, tmp_path_factory.mktemp("logs"), observe, ARGUMENTS)
+    return observe_pair(model_dir, tmp_path_factory.mktemp("logs"), observe, ARGUMENTS, ENVIRONMENT)
 
 
 def test_ours_schedules_by_priority(pair: Pair[Observed]) -> None:
@@ -120,3 +134,10 @@ def test_answers_follow_the_schema(pair: Pair[Observed]) -> None:
         answer: dict[str, str] = json.loads(completion.text)
         assert answer["kind"] in ("spark", "ember")
         assert re.fullmatch("[0-9]{6}", answer["digits"])
+
+
+@pytest.mark.parametrize("side", ["stock", "ours"])
+def test_the_work_of_steps_is_estimated(side: str, pair: Pair[Observed]) -> None:
+    observed: Observed = getattr(pair, side)
+    assert observed.flops > 0
+    assert re.search(r"MFU: \d+\.\d TF/s/device \d+\.\d GB/s/device", observed.log)

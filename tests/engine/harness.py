@@ -226,7 +226,7 @@ def running_engine(
 
 
 def new_request(
-    request_id: str, prompt_token_ids: list[int], max_tokens: int = 16, **settings: Any
+    request_id: str, prompt_token_ids: list[int] | None, max_tokens: int = 16, **settings: Any
 ) -> EngineCoreRequest:
     """Return a request as a client sends it; `settings` are its own or its sampling parameters'."""
     fields = {name: settings.pop(name) for name in list(settings) if name in _REQUEST_FIELDS}

@@ -216,6 +216,35 @@ def test_sleep_and_wake_up(model_directory: Path) -> None:
     assert record.finish_reasons == {"b": FinishReason.LENGTH}
 
 
+def test_what_users_read_of_a_scheduler(model_directory: Path) -> None:
+    """Code in the engine's own process: the same as of vLLM's, in each situation."""
+
+    def scenario(engine: DrivenEngine) -> None:
+        scheduler = engine.core.scheduler
+
+        def look() -> None:
+            manager = scheduler.kv_cache_manager
+            pool = manager.block_pool
+            engine.note([scheduler.max_num_running_reqs, scheduler.max_model_len])
+            engine.note([scheduler.cache_config.block_size, scheduler.scheduler_config.policy])
+            engine.note([set(scheduler.finished_req_ids), manager.usage, pool.get_usage()])
+            engine.note([pool.num_gpu_blocks, pool.get_num_free_blocks()])
+
+        look()
+        for name in "ab":
+            engine.add(new_request(name, [1] * 50))
+        engine.step(2)
+        look()
+        engine.core.abort_requests(["a"])
+        look()
+        engine.run()
+        look()
+
+    record = run_both(scenario, model_directory, async_scheduling=False)
+    assert record.answers[6][1] > 0
+    assert record.answers[10][0] == {"a"}
+
+
 @ASYNC_SCHEDULING
 def test_what_the_engine_reads_of_a_scheduler(
     async_scheduling: bool, model_directory: Path

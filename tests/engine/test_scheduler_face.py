@@ -1,6 +1,7 @@
 """The methods of `SparkScheduler` that a healthy engine does not call, and a broken scheduler."""
 
 import itertools
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,25 @@ def scheduler_of(engine: DrivenEngine) -> SparkScheduler:
     scheduler = engine.core.scheduler
     assert isinstance(scheduler, SparkScheduler)
     return scheduler
+
+
+# ----------------------------------------------------------------------------------------
+# Attributes
+# ----------------------------------------------------------------------------------------
+
+
+def test_attributes_that_only_vllms_scheduler_has(model_directory: Path) -> None:
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
+        scheduler = scheduler_of(engine)
+        manager = scheduler.kv_cache_manager
+        for owner, name, instead in (
+            (scheduler, "deferred_waiting", "scheduler.waiting"),
+            (scheduler, "never_heard_of", "scheduler.snapshot(), scheduler.make_stats()"),
+            (manager, "get_block_ids", "scheduler.snapshot()['requests']"),
+            (manager.block_pool, "free_block_queue", "scheduler.snapshot()['free_blocks']"),
+        ):
+            with pytest.raises(AttributeError, match=re.escape(f"Use {instead}")):
+                getattr(owner, name)
 
 
 # ----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ NATIVE_CHOICE = pytest.mark.parametrize(
     "choice", [Choice.PLUGIN, Choice.SCHEDULER_CLS], ids=["plugin", "scheduler-cls"]
 )
 
-UNSUPPORTED = {"enable_mfu_metrics": True}
+UNSUPPORTED = {"prefix_cache_retention_interval": 2**31}
 
 
 def assert_is_stock(engine: DrivenEngine, *, async_scheduling: bool) -> None:
@@ -61,14 +61,14 @@ def test_unsupported_configuration(
     assert len(engine.record.tokens["a"]) > 0
     (warning,) = warnings_of_sparksched
     assert warning.startswith(
-        "sparksched: using vLLM's own scheduler: measuring MFU is not supported: "
+        "sparksched: using vLLM's own scheduler: a limit of 2^31 or more is not supported: "
     )
 
 
 @NATIVE_CHOICE
 def test_unsupported_configuration_in_strict_mode(choice: Choice, model_directory: Path) -> None:
     with (
-        pytest.raises(RuntimeError, match="sparksched: measuring MFU is not supported"),
+        pytest.raises(RuntimeError, match=r"sparksched: a limit of 2\^31 or more is not supported"),
         running_engine(choice, model_directory, async_scheduling=True, strict=True, **UNSUPPORTED),
     ):
         pass
@@ -114,8 +114,8 @@ def test_everything_is_restored(model_directory: Path) -> None:
 
 
 UNSUPPORTED_REQUESTS = {
-    "a request with prompt embeddings": {"prompt_embeds": torch.zeros(20, 32)},
-    "a request without a prompt": {"prompt_token_ids": []},
+    "has prompt embeddings, but the server": {"prompt_embeds": torch.zeros(20, 32)},
+    "is a request without a prompt": {"prompt_token_ids": []},
 }
 
 
@@ -130,7 +130,7 @@ def test_an_unsupported_request_fails_alone(
     with running_engine(choice, model_directory, async_scheduling=async_scheduling) as engine:
         engine.add(new_request("before", [1] * 20, ignore_eos=True))
         engine.step(2)
-        with pytest.raises(ValueError, match=f"request other is {kind}, which is not supported"):
+        with pytest.raises(ValueError, match=f"request other {kind}"):
             engine.add(request)
         engine.add(new_request("after", [3] * 20, ignore_eos=True))
         engine.run()
@@ -169,7 +169,7 @@ def test_a_fallback_beside_a_native_engine_refuses_nothing(model_directory: Path
             Choice.PLUGIN, model_directory, async_scheduling=True, **UNSUPPORTED
         ) as other,
     ):
-        fields = UNSUPPORTED_REQUESTS["a request with prompt embeddings"]
+        fields = UNSUPPORTED_REQUESTS["has prompt embeddings, but the server"]
         other.add(new_request("embeddings", [2] * 20, **fields))
         other.step(2)
         assert "embeddings" in other.core.scheduler.requests
@@ -198,6 +198,25 @@ def test_an_adapter(choice: Choice, async_scheduling: bool, model_directory: Pat
         engine.run()
     assert engine.record.num_cached_tokens == 32
     assert set(engine.record.finish_reasons) == {"with", "without", "again"}
+
+
+@ASYNC_SCHEDULING
+@NATIVE_CHOICE
+def test_prompts_of_vectors(choice: Choice, async_scheduling: bool, model_directory: Path) -> None:
+    """A prefix is in common if its vectors are, whatever stands for their token ids."""
+    vectors = torch.arange(40.0).unsqueeze(1).expand(-1, 32).contiguous()
+    settings = {"async_scheduling": async_scheduling, "enable_prompt_embeds": True}
+    with running_engine(choice, model_directory, **settings) as engine:
+        assert type(engine.core.scheduler) is SparkScheduler
+        for name, embeds, num_cached_tokens in [
+            ("first", vectors, 0),
+            ("others", vectors + 1, 0),
+            ("again", vectors.clone(), 32),
+        ]:
+            engine.add(new_request(name, None, ignore_eos=True, prompt_embeds=embeds))
+            engine.run()
+            assert engine.record.num_cached_tokens == num_cached_tokens
+    assert set(engine.record.finish_reasons.values()) == {FinishReason.LENGTH}
 
 
 @ASYNC_SCHEDULING

@@ -17,6 +17,8 @@ from engine.harness import (
     new_request,
     running_engine,
 )
+from sparksched.compat import configuration
+from sparksched.compat.rule import Rule
 from sparksched.patching import MARK
 from sparksched.scheduler import SparkScheduler
 from sparksched.trace import recorder, writer
@@ -32,7 +34,7 @@ from .scenarios import events, replay
 
 __all__ = ["model_directory", "warnings_of_sparksched"]
 
-FALLS_BACK = {"enable_mfu_metrics": True}
+EVERYTHING = Rule("everything", "so that vLLM's scheduler is recorded", lambda _: True)
 SMALL_POOL = {"num_gpu_blocks_override": 40}
 
 
@@ -112,10 +114,13 @@ def test_an_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPARKSCHED_RECORD_TOKENS", str(int(with_tokens)))
-    settings = SMALL_POOL | (FALLS_BACK if fallback else {})
-    with running_engine(
-        Choice.PLUGIN, model_directory, async_scheduling=async_scheduling, **settings
-    ) as engine:
+    rules = (EVERYTHING,) if fallback else configuration.CONFIG_RULES
+    with (
+        mock.patch.object(configuration, "CONFIG_RULES", rules),
+        running_engine(
+            Choice.PLUGIN, model_directory, async_scheduling=async_scheduling, **SMALL_POOL
+        ) as engine,
+    ):
         assert isinstance(engine.core.scheduler, SparkScheduler) == (not fallback)
         serve_some(engine)
     trace = Trace(path)

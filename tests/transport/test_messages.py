@@ -138,7 +138,7 @@ def test_statistics(config: VllmConfig) -> None:
 
 
 def refuse_and_note_embeddings() -> None:
-    """Look at prompt embeddings where they arrive: the native scheduler refuses them."""
+    """Look at prompt embeddings where they arrive; this model has no use for them."""
     seen: list[Any] = []
 
     def preprocess_add_request(self: EngineCoreProc, request: EngineCoreRequest) -> Any:

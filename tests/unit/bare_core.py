@@ -144,6 +144,7 @@ def callbacks(**changes: Any) -> dict[str, Any]:
         "extra_keys": None,
         "block_observer": None,
         "kv_transfer": None,
+        "step_perf_stats": None,
         "encode_part": PartEncoder().encode_part,
         "include_finished_set": False,
     }

@@ -280,20 +280,6 @@ def test_request_id_that_comes_again() -> None:
     assert_goes_on(core)
 
 
-UNSUPPORTED_REQUESTS = {
-    "a request with prompt embeddings": {"prompt_embeds": torch.zeros(10, 4)},
-}
-
-
-@pytest.mark.parametrize("kind", UNSUPPORTED_REQUESTS)
-def test_unsupported_kind_of_request(kind: str) -> None:
-    core = build_core()
-    with pytest.raises(ValueError, match=f"request a is {kind}, which sparksched does not") as it:
-        core.add_request(build_request(**UNSUPPORTED_REQUESTS[kind]), 1.0)
-    assert "VLLM_SCHEDULER=vllm does" in str(it.value)
-    assert_goes_on(core)
-
-
 def test_lora_id_beyond_64_bits() -> None:
     core = build_core(max_loras=1)
     with pytest.raises(OverflowError):

@@ -113,27 +113,10 @@ CONFIG_RULES: Final = (
         lambda config: config.parallel_config.enable_fault_tolerance,
     ),
     Rule(
-        "prompt embedding input",
-        "prompts must be token ids; start without --enable-prompt-embeds to use sparksched",
-        lambda config: config.model_config.enable_prompt_embeds,
-    ),
-    Rule(
         "auxiliary output",
         "routed experts are collected only by vLLM's own scheduler; "
         "start without --enable-return-routed-experts to use sparksched",
         lambda config: config.aux_output_config.enabled,
-    ),
-    Rule(
-        "returning sampling masks",
-        "only vLLM's own scheduler passes them on; "
-        "start without --return-sampling-mask to use sparksched",
-        lambda config: config.model_config.return_sampling_mask,
-    ),
-    Rule(
-        "measuring MFU",
-        "it is computed only by vLLM's own scheduler; "
-        "start without --enable-mfu-metrics to use sparksched",
-        lambda config: config.observability_config.enable_mfu_metrics,
     ),
     Rule(
         "HiSparse",

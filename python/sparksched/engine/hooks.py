@@ -108,7 +108,11 @@ def _refusing_unsupported_requests(original: patching.Function) -> patching.Func
         scheduler = context_of(self).scheduler
         if scheduler is None:
             return original(self, request)
-        refuse_unsupported_request(request, scheduler.encoder_cache_manager is not None)
+        refuse_unsupported_request(
+            request,
+            takes_encoder_inputs=scheduler.encoder_cache_manager is not None,
+            takes_prompt_embeds=scheduler.vllm_config.model_config.enable_prompt_embeds,
+        )
         preprocessed = original(self, request)
         read_prompt(preprocessed[0], extra_keys=scheduler.extra_keys)
         return preprocessed
@@ -116,19 +120,22 @@ def _refusing_unsupported_requests(original: patching.Function) -> patching.Func
     return preprocess_add_request
 
 
-def refuse_unsupported_request(request: Any, takes_encoder_inputs: bool) -> None:
+def refuse_unsupported_request(
+    request: Any, *, takes_encoder_inputs: bool, takes_prompt_embeds: bool
+) -> None:
     """Raise an error for an `EngineCoreRequest` of a kind that the Rust core does not know."""
     if request.mm_features and not takes_encoder_inputs:
         raise UnsupportedRequestError(
             f"request {request.request_id} has images or the like, but this model takes only text"
         )
-    kinds = {
-        "a request with prompt embeddings": request.prompt_embeds is not None,
-        "a request without a prompt": not request.prompt_token_ids,
-    }
-    for kind, applies in kinds.items():
-        if applies:
-            raise UnsupportedRequestError(
-                f"request {request.request_id} is {kind}, which is not supported by sparksched; "
-                "start the server with VLLM_SCHEDULER=vllm"
-            )
+    embeds = request.prompt_embeds
+    if embeds is not None and not takes_prompt_embeds:
+        raise UnsupportedRequestError(
+            f"request {request.request_id} has prompt embeddings, but the server was started "
+            "without --enable-prompt-embeds"
+        )
+    if not request.prompt_token_ids and (embeds is None or not len(embeds)):
+        raise UnsupportedRequestError(
+            f"request {request.request_id} is a request without a prompt, which is not supported "
+            "by sparksched; start the server with VLLM_SCHEDULER=vllm"
+        )

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.perf import ModelMetrics, PerfStats
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
@@ -33,7 +34,7 @@ from sparksched.engine.config import core_config
 from sparksched.engine.encoder_inputs import EncoderInputs
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
-from sparksched.engine.views import KVCacheManagerView
+from sparksched.engine.views import KVCacheManagerView, missing_attribute
 from sparksched.transport.encoder import PartEncoder
 
 if TYPE_CHECKING:
@@ -70,6 +71,10 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         log_stats: bool = False,
     ) -> None:
         self.vllm_config = vllm_config
+        self.cache_config = vllm_config.cache_config
+        self.scheduler_config = vllm_config.scheduler_config
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.max_num_running_reqs = vllm_config.scheduler_config.max_num_seqs
         self.kv_cache_config = kv_cache_config
         self.structured_output_manager = structured_output_manager
         self.block_size = block_size
@@ -77,7 +82,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self.log_stats = log_stats
         # What vLLM's engine asks every scheduler for.
         self.ec_connector = None
-        self.kv_cache_manager = KVCacheManagerView.of(kv_cache_config)
+        self.kv_cache_manager = KVCacheManagerView(self, kv_cache_config)
         self._kv_transfer = None
         if vllm_config.kv_transfer_config is not None:
             self._kv_transfer = KVTransfer(vllm_config, kv_cache_config, log_stats)
@@ -115,6 +120,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             extra_keys=self.extra_keys,
             block_observer=self._block_observer(config),
             kv_transfer=self._kv_transfer,
+            step_perf_stats=step_perf_stats(vllm_config) if log_stats else None,
             encode_part=PartEncoder().encode_part,
             include_finished_set=include_finished_set,
         )
@@ -196,6 +202,11 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     def waiting(self) -> list[Request]:
         """Requests that wait, the next to be admitted first: a new list."""
         return self._core.waiting_requests()
+
+    @property
+    def finished_req_ids(self) -> set[str]:
+        """Ids of requests that ended since the last step: a new set."""
+        return set(self._core.finished_req_ids)
 
     def add_request(self, request: Request) -> None:
         """Put a request into the queue; or one that has the id of a session: continue that.
@@ -345,6 +356,10 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         """Return the share of KV blocks in use, 0 to 1."""
         return self._core.kv_cache_usage()
 
+    def num_used_blocks(self) -> int:
+        """Count the KV blocks in use, without the null block."""
+        return self._core.num_used_blocks()
+
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
@@ -360,7 +375,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         if is_reset:
             logger.info("The prefix cache is empty now.")
         else:
-            num_used_blocks = self._core.num_used_blocks()
+            num_used_blocks = self.num_used_blocks()
             if reset_running_requests:
                 raise RuntimeError(
                     f"The prefix cache can't be reset: {num_used_blocks} blocks are in use although"
@@ -429,6 +444,19 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         Takes time and memory in proportion to the number of blocks.
         """
         return self._core.snapshot()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute("the scheduler", self, name)
+
+
+def step_perf_stats(vllm_config: VllmConfig) -> Callable[[SchedulerOutput], PerfStats] | None:
+    """Return vLLM's own estimate of a step's work, if MFU metrics are on and know the model."""
+    if not vllm_config.observability_config.enable_mfu_metrics:
+        return None
+    metrics = ModelMetrics(vllm_config)
+    return metrics.get_step_perf_stats_per_gpu if metrics.is_enabled() else None
 
 
 def token_acceptor(manager: StructuredOutputManager) -> Callable[[Request, list[int]], bool]:

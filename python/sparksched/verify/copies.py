@@ -31,7 +31,7 @@ def copy_of_request(request: Request, hasher: BlockHasher | None) -> Request:
     Both have one grammar.
     """
     arguments = {name: getattr(request, name) for name in _ARGUMENTS}
-    arguments["prompt_token_ids"] = list(request.prompt_token_ids or ())
+    arguments["prompt_token_ids"] = request.prompt_token_ids and list(request.prompt_token_ids)
     # The position of an item changes when it becomes part of a session.
     arguments["mm_features"] = [copy.copy(feature) for feature in request.mm_features]
     twin = Request(**arguments, block_hasher=hasher)

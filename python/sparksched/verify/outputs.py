@@ -14,6 +14,7 @@ IGNORED_FIELDS: Final = frozenset(
         "timestamp",  # of outputs and events: the schedulers run one after the other
         "ts",  # of batches of KV cache events
         "data_parallel_rank",  # the publisher of these fills it in
+        "calc_duration",  # how long each took to estimate a step's work, for debugging
         "kv_cache_eviction_events",  # of a random sample of blocks, which each scheduler draws
     }
 )

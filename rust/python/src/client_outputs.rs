@@ -28,6 +28,8 @@ pub(crate) struct StepResult<'a, 'py> {
     pub(crate) model_runner_output: &'a Bound<'py, PyAny>,
     /// What a KV connector told of requests that end with this step, by request id, if it did.
     pub(crate) transfer_params: Option<Bound<'py, PyDict>>,
+    /// vLLM's estimate of the work that the model did, if it is wanted.
+    pub(crate) perf_stats: Option<Bound<'py, PyAny>>,
 }
 
 /// How outputs are written.
@@ -128,7 +130,7 @@ impl OutputWriter {
         let list = self.types.plain_outputs(&ids, &tokens)?;
         for (at, (entry, output)) in outputs.iter().enumerate() {
             let is_rare =
-                entry.is_rare() || result.rare.has_prompt_logprobs() || result.rare.has_pooled();
+                entry.is_rare() || result.rare.has_prompt_logprobs() || result.rare.concern_all();
             if is_rare || output.news.is_some() {
                 let params = result.transfer_params_of(entry)?;
                 self.complete(&list.get_item(at)?, entry, result, output, params)?;

@@ -26,6 +26,8 @@ pub(crate) struct Callbacks {
     pub(crate) next_turn: Py<PyAny>,
     /// `sparksched.engine.encoder_inputs.EncoderInputs`.
     pub(crate) encoder_inputs: Py<PyAny>,
+    /// `step_perf_stats(scheduler_output) -> PerfStats`, if MFU metrics are on.
+    pub(crate) step_perf_stats: Option<Py<PyAny>>,
 }
 
 /// Answers for the duration of one call.

@@ -18,6 +18,8 @@ pub(crate) struct OtherStats<'py> {
     pub(crate) evictions: Option<Bound<'py, PyList>>,
     /// The model runner's CUDA graph statistics.
     pub(crate) cudagraph: Option<Bound<'py, PyAny>>,
+    /// `perf_stats`.
+    pub(crate) perf: Option<Bound<'py, PyAny>>,
     /// `num_kv_fetch_reqs_by_stage`, `connector_prefix_cache_stats` and `kv_connector_stats` of
     /// a KV connector.
     pub(crate) kv_transfer: Option<[Bound<'py, PyAny>; 3]>,
@@ -27,6 +29,7 @@ impl OtherStats<'_> {
     /// Whether there is nothing to add to what the core knows.
     pub(crate) fn is_empty(&self) -> bool {
         self.cudagraph.is_none()
+            && self.perf.is_none()
             && self.kv_transfer.is_none()
             && self.evictions.as_ref().is_none_or(PyListMethods::is_empty)
     }
@@ -165,6 +168,9 @@ impl EngineOutputTypes {
             && let Some(logprobs) = rare.logprobs(sampled.row, output.num_new_tokens)?
         {
             object.setattr(intern!(py, "new_logprobs"), logprobs)?;
+        }
+        if let Some(mask) = rare.sampling_mask(sampled.row, output.num_new_tokens)? {
+            object.setattr(intern!(py, "new_sampling_mask"), mask)?;
         }
         if let Some(pooled) = rare.pooled(sampled.row)? {
             object.setattr(intern!(py, "pooling_output"), pooled)?;
@@ -339,6 +345,7 @@ impl EngineOutputTypes {
             PyDict::new(py).into_any(), // waiting_lora_adapters
             PyDict::new(py).into_any(), // running_lora_adapters
             others.cudagraph.clone().unwrap_or_else(|| none.bind(py).clone()),
+            others.perf.clone().unwrap_or_else(|| none.bind(py).clone()),
         ];
         self.scheduler_stats.bind(py).call1(PyTuple::new(py, values)?)
     }

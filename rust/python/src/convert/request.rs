@@ -3,7 +3,7 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyList};
+use pyo3::types::PyList;
 use sparksched_core::{NewRequest, RepetitionDetection, SessionInput, StopConditions};
 
 use super::{block_hashes, token_ids};
@@ -15,7 +15,6 @@ pub(crate) fn new_request(
     extra_keys: &ExtraKeysReader,
 ) -> PyResult<NewRequest> {
     let py = request.py();
-    refuse_unsupported(request)?;
     let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
     let prompt = prompt(request, extra_keys)?;
     let structured = request.getattr(intern!(py, "structured_output_request"))?;
@@ -113,29 +112,6 @@ pub(crate) fn prompt(request: &Bound<'_, PyAny>, extra_keys: &ExtraKeysReader) -
         block_hashes: block_hashes(&hashes)?,
         extra_keys: extra_keys.read(request)?,
     })
-}
-
-/// The backstop behind `sparksched.compat` and `sparksched.engine.hooks`, which keep such requests
-/// from arriving.
-fn refuse_unsupported(request: &Bound<'_, PyAny>) -> PyResult<()> {
-    let py = request.py();
-    let kinds = [(intern!(py, "prompt_embeds"), "a request with prompt embeddings")];
-    for (attribute, kind) in kinds {
-        if is_set(&request.getattr(attribute)?)? {
-            let id = request.getattr(intern!(py, "request_id"))?;
-            return Err(PyValueError::new_err(format!(
-                "request {id} is {kind}, which sparksched does not support; \
-                 VLLM_SCHEDULER=vllm does"
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// Whether a field is neither None nor False nor an empty list. Tensors have no truth value.
-fn is_set(value: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let has_truth_value = value.is_instance_of::<PyBool>() || value.is_instance_of::<PyList>();
-    if has_truth_value { value.is_truthy() } else { Ok(!value.is_none()) }
 }
 
 fn stop_conditions(

@@ -143,6 +143,8 @@ pub(crate) struct RareOutputs<'py> {
     /// By row, what a pooling model makes of a prompt; None while the prompt is not computed.
     pooled: Option<Bound<'py, PyAny>>,
     logprobs: Option<Bound<'py, PyAny>>,
+    /// Which tokens could have been sampled, if it is configured.
+    sampling_masks: Option<Bound<'py, PyAny>>,
     prompt_logprobs: Option<Bound<'py, PyDict>>,
     prompt_token_id_logprobs: Option<Bound<'py, PyDict>>,
     pub(crate) num_nans_in_logits: Option<Bound<'py, PyDict>>,
@@ -157,6 +159,7 @@ impl<'py> RareOutputs<'py> {
         Ok(Self {
             pooled: present(intern!(py, "pooler_output"))?,
             logprobs: present(intern!(py, "logprobs"))?,
+            sampling_masks: present(intern!(py, "sampling_masks"))?,
             prompt_logprobs: dict(intern!(py, "prompt_logprobs_dict"))?,
             prompt_token_id_logprobs: dict(intern!(py, "prompt_token_id_logprobs_dict"))?,
             num_nans_in_logits: dict(intern!(py, "num_nans_in_logits"))?,
@@ -190,10 +193,15 @@ impl<'py> RareOutputs<'py> {
         self.pooled.is_some()
     }
 
+    /// Whether all outputs may have parts that only Python knows.
+    pub(crate) fn concern_all(&self) -> bool {
+        self.has_pooled() || self.sampling_masks.is_some()
+    }
+
     /// Whether a request's output has parts that only Python knows.
     pub(crate) fn concern(&self, entry: &Entry) -> PyResult<bool> {
         Ok(entry.trace_headers.is_some()
-            || self.has_pooled()
+            || self.concern_all()
             || (entry.wants_logprobs && self.logprobs.is_some())
             || (self.has_prompt_logprobs()
                 && (self.prompt_logprobs(&entry.id)?.is_some()
@@ -210,6 +218,18 @@ impl<'py> RareOutputs<'py> {
             return Ok(None);
         };
         logprobs.call_method1(intern!(logprobs.py(), "slice_request"), (row, num_tokens)).map(Some)
+    }
+
+    /// Which tokens could have been in the place of each that a request got.
+    pub(crate) fn sampling_mask(
+        &self,
+        row: usize,
+        num_tokens: usize,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Some(masks) = self.sampling_masks.as_ref().filter(|_| num_tokens > 0) else {
+            return Ok(None);
+        };
+        masks.call_method1(intern!(masks.py(), "slice_request"), (row, num_tokens)).map(Some)
     }
 
     pub(crate) fn prompt_logprobs(&self, id: &Py<PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {

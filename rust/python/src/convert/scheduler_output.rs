@@ -186,8 +186,6 @@ impl SchedulerOutputBuilder {
         } else {
             None
         };
-        let none = py.None();
-        let none = none.bind(py);
         self.new_request_data.bind(py).call1((
             &entry.id,
             request.getattr(intern!(py, "prompt_token_ids"))?,
@@ -197,8 +195,8 @@ impl SchedulerOutputBuilder {
             all_block_ids(py, state)?,
             scheduled.num_computed_tokens,
             request.getattr(intern!(py, "lora_request"))?,
-            none, // prompt_embeds
-            none, // prompt_is_token_ids
+            request.getattr(intern!(py, "prompt_embeds"))?,
+            request.getattr(intern!(py, "prompt_is_token_ids"))?,
             prefill_token_ids,
         ))
     }

@@ -43,7 +43,8 @@ pub(crate) struct SchedulerCore {
     /// `request_id` to `Request`: vLLM's `Scheduler.requests`.
     #[pyo3(get)]
     requests: Py<PyDict>,
-    /// Requests that ended since the last step.
+    /// Requests that ended since the last step; each step takes this set with it.
+    #[pyo3(get)]
     finished_req_ids: Py<PySet>,
     /// The same by client, if the front ends ask for it.
     finished_by_client: Option<Py<PyDict>>,
@@ -62,7 +63,7 @@ impl SchedulerCore {
     #[expect(clippy::too_many_arguments, reason = "they are named where it is called")]
     #[pyo3(signature = (
         config, *, accept_tokens, validate_tokens, next_turn, encoder_inputs, extra_keys,
-        block_observer, kv_transfer, encode_part, include_finished_set
+        block_observer, kv_transfer, step_perf_stats, encode_part, include_finished_set
     ))]
     fn new(
         config: &Bound<'_, PyDict>,
@@ -73,6 +74,7 @@ impl SchedulerCore {
         extra_keys: Option<Py<PyAny>>,
         block_observer: Option<Py<PyAny>>,
         kv_transfer: Option<Py<PyAny>>,
+        step_perf_stats: Option<Py<PyAny>>,
         encode_part: Py<PyAny>,
         include_finished_set: bool,
     ) -> PyResult<Self> {
@@ -86,7 +88,13 @@ impl SchedulerCore {
             entries: Entries::default(),
             scheduler_output_builder: SchedulerOutputBuilder::import(py, uses_mrope)?,
             output_writer: OutputWriter::import(py, encode_part)?,
-            callbacks: Callbacks { accept_tokens, validate_tokens, next_turn, encoder_inputs },
+            callbacks: Callbacks {
+                accept_tokens,
+                validate_tokens,
+                next_turn,
+                encoder_inputs,
+                step_perf_stats,
+            },
             extra_keys: ExtraKeysReader(extra_keys),
             block_observer: BlockObserver(block_observer),
             kv_transfer: KvTransfer::new(py, kv_transfer, digest_len)?,
@@ -301,6 +309,7 @@ impl SchedulerCore {
         let others = OtherStats {
             evictions: self.block_observer.evictions(py)?,
             cudagraph: None,
+            perf: None,
             kv_transfer: self.kv_transfer.take_stats(py, &self.scheduler)?,
         };
         let types = &self.output_writer.types;

@@ -42,6 +42,7 @@ impl SchedulerCore {
             rare,
             model_runner_output,
             transfer_params: None,
+            perf_stats: self.step_perf_stats(scheduler_output)?,
         };
         self.note_nans(&result)?;
 
@@ -62,6 +63,15 @@ impl SchedulerCore {
         let told = self.tell(py, &result, &outputs, failures.failed_ids, report.as_ref());
         self.outputs = outputs;
         self.or_stop(told)
+    }
+
+    /// What vLLM computes of a step for its MFU metrics, if they are on.
+    fn step_perf_stats<'py>(
+        &self,
+        scheduler_output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let compute = self.callbacks.step_perf_stats.as_ref();
+        compute.map(|it| it.bind(scheduler_output.py()).call1((scheduler_output,))).transpose()
     }
 
     /// `kv_connector_output`, None or not, if there is a KV connector.
@@ -273,6 +283,7 @@ impl SchedulerCore {
             let others = OtherStats {
                 evictions: self.block_observer.evictions(py)?,
                 cudagraph: (!cudagraph.is_none()).then_some(cudagraph),
+                perf: result.perf_stats.clone(),
                 kv_transfer: self.kv_transfer.take_stats(py, &self.scheduler)?,
             };
             let stats = self.scheduler.take_stats();

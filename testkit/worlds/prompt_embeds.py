@@ -1,0 +1,87 @@
+"""Prompt embeddings: prompts, or parts of them, that arrive as vectors instead of token ids."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from .feature import Feature, FeatureSettings
+
+if TYPE_CHECKING:
+    from .trace import RequestPlan
+    from .world import Configuration
+
+_HIDDEN_SIZE = 2
+
+
+@dataclass(frozen=True)
+class PromptEmbedsSettings(FeatureSettings):
+    """How many prompts are vectors alone, and how many are vectors and tokens in turn."""
+
+    pure_share: float
+    mixed_share: float
+
+    @classmethod
+    def draw(cls, rng: random.Random, _configuration: Configuration) -> PromptEmbedsSettings:
+        return cls(*rng.choice([(0.4, 0.3), (0.8, 0.0), (0.0, 0.8)]))
+
+    def configure(self, vllm_config: Any) -> None:
+        vllm_config.model_config.enable_prompt_embeds = True
+
+    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
+        return PromptEmbeds(configuration, seed, coverage, self)
+
+
+class PromptEmbeds(Feature):
+    """Turns prompts into vectors, each made of its token: prefixes in common stay in common."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        seed: int,
+        coverage: Counter[str],
+        settings: PromptEmbedsSettings,
+    ) -> None:
+        super().__init__(configuration, seed, coverage)
+        self._settings = settings
+        self._arguments_of: dict[str, dict[str, Any]] = {}
+
+    def plan_request(self, plan: RequestPlan) -> RequestPlan:
+        drawn, pure_share = self.rng.random(), self._settings.pure_share
+        if drawn < pure_share:
+            arguments = {"prompt_token_ids": None, "prompt_embeds": _vectors(plan)}
+            self.coverage["embeddings: prompts of vectors"] += 1
+        elif drawn < pure_share + self._settings.mixed_share:
+            # Where vectors begin and end has no relation to where blocks do.
+            is_token = [position // 7 % 2 == 0 for position in range(len(plan.prompt_token_ids))]
+            arguments = {"prompt_embeds": _vectors(plan), "prompt_is_token_ids": is_token}
+            self.coverage["embeddings: prompts of vectors and tokens"] += not all(is_token)
+        else:
+            arguments = {}
+            self.coverage["embeddings: prompts of tokens"] += 1
+        self._arguments_of[plan.request_id] = arguments
+        return plan
+
+    def request_arguments(self, plan: RequestPlan) -> dict[str, Any]:
+        return dict(self._arguments_of[plan.request_id])
+
+    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        for new in output.scheduled_new_reqs:
+            if new.prompt_embeds is None:
+                continue
+            is_hit = new.num_computed_tokens > 0
+            is_resumed = requests[new.req_id].num_preemptions > 0
+            self.coverage["embeddings: hits"] += is_hit and not is_resumed
+            self.coverage["embeddings: told again after a preemption"] += is_resumed
+
+
+def _vectors(plan: RequestPlan) -> torch.Tensor:
+    tokens = torch.tensor(plan.prompt_token_ids, dtype=torch.float32)
+    return tokens.unsqueeze(1).expand(-1, _HIDDEN_SIZE).contiguous()
