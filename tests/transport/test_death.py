@@ -3,8 +3,10 @@
 import asyncio
 import copy
 import gc
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -338,8 +340,30 @@ def test_a_client_that_leaves_is_no_error(config: VllmConfig) -> None:
         assert "ERROR" not in engine.log
 
 
-def test_an_engine_that_is_asked_to_end(config: VllmConfig) -> None:
-    """It ends by itself; for a client that did not ask, that is a death."""
+class Tracebacks(logging.Handler):
+    """Collects what vLLM logs of exceptions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.texts.append(logging.Formatter().formatException(record.exc_info))
+
+
+@pytest.fixture(name="tracebacks")
+def _tracebacks() -> Iterator[list[str]]:
+    handler = Tracebacks()
+    logging.getLogger("vllm").addHandler(handler)
+    yield handler.texts
+    logging.getLogger("vllm").removeHandler(handler)
+
+
+def test_an_engine_that_is_asked_to_end(
+    config: VllmConfig, logged: list[str], tracebacks: list[str]
+) -> None:
+    """It ends by itself, which is no fault; the requests of a client that did not ask fail."""
 
     async def run(engine: Engine) -> None:
         async with running_llm(config, engine) as llm:
@@ -356,6 +380,9 @@ def test_an_engine_that_is_asked_to_end(config: VllmConfig) -> None:
     with front_end(**SHM), running_engine(config, **SHM) as engine:
         run_async(run(engine))
         assert "ERROR" not in engine.log
+    assert not [line for line in logged if not line.startswith("INFO")]
+    assert any("EngineDeadError" in text for text in tracebacks)
+    assert not [text for text in tracebacks if "sparksched" in text]
 
 
 def test_a_client_that_is_forgotten_says_goodbye(config: VllmConfig) -> None:
