@@ -230,17 +230,10 @@ def _extend_registries(module: ModuleType) -> None:
 
 
 def _time_deliveries() -> None:
-    patching.after_import("vllm.v1.engine.core_client", _time_receptions)
     patching.after_import("vllm.v1.engine.output_processor", _time_processing)
-
-
-def _time_receptions(module: ModuleType) -> None:
-    from sparksched.metrics import deliveries
-
-    deliveries.install_in_clients(module)
 
 
 def _time_processing(module: ModuleType) -> None:
     from sparksched.metrics import deliveries
 
-    deliveries.install_in_processor(module)
+    deliveries.install(module)

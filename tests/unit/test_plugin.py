@@ -526,10 +526,8 @@ REPLACED_FUNCTIONS = {
         "AsyncMPClient._ensure_output_queue_task",
         "AsyncMPClient._send_input",
         "AsyncMPClient._send_input_message",
-        "AsyncMPClient.get_output_async",
         "SyncMPClient.__init__",
         "SyncMPClient._send_input",
-        "SyncMPClient.get_output",
     ],
     "vllm.v1.engine.async_llm": ["AsyncLLM._add_request", "AsyncLLM.check_health"],
     "vllm.v1.engine.output_processor": [
