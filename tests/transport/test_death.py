@@ -482,6 +482,10 @@ async def serve_in_loop(config: VllmConfig, processes: list[Any], dies: bool) ->
         processes[-1].kill()
     _, end = await request
     assert (end == "EngineDeadError") == dies
+    # Whichever of them noticed the death holds the client until it has cleaned up.
+    cleaners = {"MPClientEngineMonitor", "RingShutdown"}
+    while dies and any(thread.name in cleaners for thread in threading.enumerate()):
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.usefixtures("_no_collection")

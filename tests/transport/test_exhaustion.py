@@ -3,7 +3,6 @@
 Full or missing file systems don't matter: shared memory is memfds, and sockets have abstract names.
 """
 
-import asyncio
 import copy
 import ctypes
 import errno
@@ -11,7 +10,7 @@ import os
 import resource
 import struct
 import subprocess
-import threading
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,7 +24,10 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from testkit.executor import write_model_directory
+
 from .clients import expected_tokens, front_end, prompt_of, run_async
+from .conftest import make_config
 from .engines import (
     STOP_TIMEOUT_S,
     PacedExecutor,
@@ -355,6 +357,8 @@ def mount(*commands: str) -> None:
 
 def read_only() -> None:
     mount("-t tmpfs tmpfs /tmp", "-o remount,bind,ro /")
+    with pytest.raises(OSError, match="Read-only"):
+        Path("/var/tmp/file").touch()
 
 
 def hidden_processes() -> None:
@@ -370,6 +374,15 @@ def unshared(flags: int) -> None:
     assert ctypes.CDLL(None).unshare(flags) == 0
 
 
+def as_first_process() -> None:
+    """Go on as the first process of a namespace, as in a container."""
+    unshared(CLONE_NEWPID)
+    if pid := os.fork():
+        _, status = os.waitpid(pid, 0)
+        os._exit(os.waitstatus_to_exitcode(status))
+    assert os.getpid() == 1
+
+
 IN_SHARED_MEMORY = "messages to engine 0 go through shared memory"
 OVER_ZMQ = "messages to engine 0 go over ZMQ: shared memory of"
 
@@ -380,8 +393,7 @@ SURROUNDINGS: dict[str, tuple[Callable[[], object], str]] = {
     "small-dev-shm": (small_shared_memory, IN_SHARED_MEMORY),
     "ipc-namespace": (lambda: unshared(CLONE_NEWIPC), IN_SHARED_MEMORY),
     "network-namespace": (lambda: unshared(CLONE_NEWNET), IN_SHARED_MEMORY),
-    # For what is started from now on: the engine.
-    "pid-namespace": (lambda: unshared(CLONE_NEWPID), IN_SHARED_MEMORY),
+    "pid-namespace": (as_first_process, IN_SHARED_MEMORY),
     "256-descriptors": (
         lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
         IN_SHARED_MEMORY,
@@ -415,14 +427,22 @@ def serve_in(name: str, config: VllmConfig) -> None:
     serve(config)
 
 
+@pytest.fixture(scope="module")
+def public_config() -> Iterator[VllmConfig]:
+    """Return the configuration of a model that everybody can read, and that no mount hides."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        os.chmod(directory, 0o755)
+        yield make_config(write_model_directory(Path(directory)), max_model_len=1024)
+
+
 @pytest.mark.parametrize("name", SURROUNDINGS)
-def test_where_people_run_it(name: str, config: VllmConfig, tmp_path: Path) -> None:
+def test_where_people_run_it(name: str, public_config: VllmConfig, tmp_path: Path) -> None:
     if not can_mount():
         pytest.skip("only root can set this up")
     log_path = tmp_path / "log"
     variables = environment_with(VLLM_WORKER_MULTIPROC_METHOD="fork")
-    process = start_process(serve_in, log_path, variables, name, config)
-    process.join(60)
+    process = start_process(serve_in, log_path, variables, name, public_config)
+    process.join(120)
     exitcode = process.exitcode
     process.kill()
     process.join()
@@ -430,4 +450,7 @@ def test_where_people_run_it(name: str, config: VllmConfig, tmp_path: Path) -> N
     assert exitcode == 0, log
     assert SURROUNDINGS[name][1] in log
     assert "Traceback" not in log
-    assert not [line for line in log.splitlines() if "WARNING" in line and "sparksched" in line]
+    warnings = [line for line in log.splitlines() if "WARNING" in line and "sparksched: " in line]
+    assert ["there will be no metrics of this engine" in it for it in warnings] == [True] * (
+        SURROUNDINGS[name][1] == OVER_ZMQ
+    )

@@ -529,7 +529,11 @@ REPLACED_FUNCTIONS = {
         "SyncMPClient.__init__",
         "SyncMPClient._send_input",
     ],
-    "vllm.v1.engine.async_llm": ["AsyncLLM._add_request", "AsyncLLM.check_health"],
+    "vllm.v1.engine.async_llm": [
+        "AsyncLLM.add_request",
+        "AsyncLLM._add_request",
+        "AsyncLLM.check_health",
+    ],
     "vllm.v1.engine.output_processor": [
         "OutputProcessor.process_outputs",
         "OutputProcessor.update_scheduler_stats",
