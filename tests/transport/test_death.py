@@ -4,6 +4,7 @@ import asyncio
 import copy
 import gc
 import logging
+import multiprocessing.forkserver
 import os
 import signal
 import threading
@@ -429,9 +430,16 @@ def belongings() -> Counter[str]:
 
 
 @pytest.fixture
-def _no_collection() -> Iterator[None]:
+def _undisturbed() -> Iterator[None]:
+    """Let nothing collect garbage, nor keep it: pytest's log has exceptions, and so their frames.
+
+    What starts processes for the tests is there before.
+    """
+    multiprocessing.forkserver.ensure_running()
     gc.disable()
+    logging.disable(logging.CRITICAL)
     yield
+    logging.disable(logging.NOTSET)
     gc.enable()
 
 
@@ -455,7 +463,7 @@ def serve(config: VllmConfig, processes: list[Any], dies: bool) -> None:
         engine.step()
 
 
-@pytest.mark.usefixtures("_no_collection")
+@pytest.mark.usefixtures("_undisturbed")
 @DIES
 def test_one_collection_returns_all_of_a_front_end(
     config: VllmConfig, tmp_path: Path, dies: bool
@@ -488,7 +496,7 @@ async def serve_in_loop(config: VllmConfig, processes: list[Any], dies: bool) ->
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.usefixtures("_no_collection")
+@pytest.mark.usefixtures("_undisturbed")
 @DIES
 def test_one_collection_returns_all_of_a_front_end_in_a_loop(
     config: VllmConfig, tmp_path: Path, dies: bool

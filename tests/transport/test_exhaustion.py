@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scale import FULL
 from sparksched import _core, plugin
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
@@ -27,7 +28,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from testkit.executor import write_model_directory
 
 from .clients import expected_tokens, front_end, prompt_of, run_async
-from .conftest import make_config
+from .conftest import MAX_MODEL_LEN, make_config
 from .engines import (
     STOP_TIMEOUT_S,
     PacedExecutor,
@@ -332,8 +333,8 @@ def forbid(number: int, error: int) -> None:
         + struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | error)
         + struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
     )
-    instructions = ctypes.create_string_buffer(instructions, len(instructions))
-    program = struct.pack("HxxxxxxP", 4, ctypes.addressof(instructions))
+    code = ctypes.create_string_buffer(instructions, len(instructions))
+    program = struct.pack("HxxxxxxP", 4, ctypes.addressof(code))
     libc = ctypes.CDLL(None, use_errno=True)
     no_new_privileges, set_seccomp, mode_filter = 38, 22, 2
     assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
@@ -409,6 +410,8 @@ SURROUNDINGS: dict[str, tuple[Callable[[], object], str]] = {
     "no-pidfd-getfd": (lambda: forbid(PIDFD_GETFD, errno.EPERM), IN_SHARED_MEMORY),
 }
 
+MOST_TELLING = ("another-user", "pid-namespace", "no-memfd-EPERM", "no-pidfd-EPERM")
+
 
 def serve(config: VllmConfig) -> None:
     engine = LLMEngine(copy.deepcopy(config), PacedExecutor, log_stats=True, multiprocess_mode=True)
@@ -432,10 +435,11 @@ def public_config() -> Iterator[VllmConfig]:
     """Return the configuration of a model that everybody can read, and that no mount hides."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
         os.chmod(directory, 0o755)
-        yield make_config(write_model_directory(Path(directory)), max_model_len=1024)
+        model = write_model_directory(Path(directory), max_position_embeddings=MAX_MODEL_LEN)
+        yield make_config(model)
 
 
-@pytest.mark.parametrize("name", SURROUNDINGS)
+@pytest.mark.parametrize("name", SURROUNDINGS if FULL else MOST_TELLING)
 def test_where_people_run_it(name: str, public_config: VllmConfig, tmp_path: Path) -> None:
     if not can_mount():
         pytest.skip("only root can set this up")
