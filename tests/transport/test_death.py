@@ -453,6 +453,7 @@ def is_dead(engine: LLMEngine) -> bool:
 
 def serve(config: VllmConfig, processes: list[Any], dies: bool) -> None:
     engine = LLMEngine(copy.deepcopy(config), PacedExecutor, log_stats=True, multiprocess_mode=True)
+    engine.itself = engine  # nothing is returned before a collection, as with an `LLM`
     prompt = {"prompt_token_ids": prompt_of(0)}
     engine.add_request("one", prompt, SamplingParams(max_tokens=ENDLESS if dies else 5))
     engine.step()
