@@ -12,7 +12,7 @@ all of the engine on another, the same two.
   a token of each thread. An engine that is faster than its client has to wait for it, or outputs
   would pile up: it gets results of no more than `--ahead` steps that the client has not taken.
 - `short`: requests of 1,024 tokens in and 4 out, none with a prefix in common, 256 at a time, and a
-  GPU that takes no time: requests a second, and CPU time a request.
+  GPU that takes no time: requests a second, the time between outputs, and CPU time a request.
 - `other work`: the share of the two processors that other processes have taken meanwhile. Figures
   beside which that is more than a few percent say little.
 

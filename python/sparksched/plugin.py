@@ -207,6 +207,13 @@ def _wait_for_recordings(module: ModuleType) -> None:
 def _replace_output_processing() -> None:
     patching.after_import("vllm.v1.engine.output_processor", _replace_output_processor)
     patching.after_import("vllm.v1.metrics.loggers", _replace_latency_records)
+    patching.after_import("vllm.v1.engine.async_llm", _let_in_by_turns)
+
+
+def _let_in_by_turns(module: ModuleType) -> None:
+    from sparksched.front_end import newcomers
+
+    newcomers.install(module)
 
 
 def _replace_output_processor(module: ModuleType) -> None:
@@ -238,17 +245,10 @@ def _extend_registries(module: ModuleType) -> None:
 
 
 def _time_deliveries() -> None:
-    patching.after_import("vllm.v1.engine.core_client", _time_receptions)
     patching.after_import("vllm.v1.engine.output_processor", _time_processing)
-
-
-def _time_receptions(module: ModuleType) -> None:
-    from sparksched.metrics import deliveries
-
-    deliveries.install_in_clients(module)
 
 
 def _time_processing(module: ModuleType) -> None:
     from sparksched.metrics import deliveries
 
-    deliveries.install_in_processor(module)
+    deliveries.install(module)

@@ -380,4 +380,5 @@ def test_offline_generation_is_equal(model_dir: Path, tmp_path: Path) -> None:
     assert ours == stock
     assert "messages to engine 0 go through shared memory" in log
     assert "scheduling in Rust" in log
-    assert "is gone: its process died" not in log
+    ours_in_log = [line for line in log.splitlines() if "sparksched" in line]
+    assert not [line for line in ours_in_log if "WARNING" in line or "ERROR" in line]

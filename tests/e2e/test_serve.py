@@ -248,6 +248,15 @@ def test_the_server_answers_after_aborts(stock: Observed, ours: Observed) -> Non
     assert ours.after_abort.outcome == ours.before_abort.outcome == stock.before_abort.outcome
 
 
+def test_a_clean_life_has_no_warning(ours: Observed) -> None:
+    """From start to end, with aborts and preemptions; the server ended at SIGTERM."""
+    lines = [line for line in ours.log.splitlines() if "sparksched" in line]
+    assert lines
+    assert not [line for line in lines if re.search(r"WARNING|ERROR|CRITICAL", line)]
+    # A traceback has a line with the path of each frame's file.
+    assert not [line for line in lines if 'File "' in line]
+
+
 # ----------------------------------------------------------------------------------------
 # With verification
 # ----------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 import asyncio
 import os
 import random
+from collections import Counter
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from sparksched.front_end import newcomers
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -182,3 +184,46 @@ def test_all_happens_in_the_same_turn(scene: Any, seed: int, new_event_loop: New
     stock = seen_with(STOCK)
     assert seen_with(OURS) == stock
     assert len(str(stock)) > 500
+
+
+# ----------------------------------------------------------------------------------------
+# New requests
+# ----------------------------------------------------------------------------------------
+
+
+async def burst_scene() -> list[tuple[int, str]]:
+    """Return in which turn each request of a burst got to the engine; one is given up before."""
+    llm = async_llm()
+    clock = Turns()
+    seen: list[tuple[int, str]] = []
+
+    async def note(request: EngineCoreRequest) -> None:
+        seen.append((clock.count, request.request_id))
+
+    async def ask(name: str) -> None:
+        request = new_request(name, RequestOutputKind.DELTA)
+        async for _ in llm.generate(request, request.sampling_params, name):
+            pass
+
+    llm.engine_core.add_request_async = note
+    streams = [asyncio.create_task(ask(str(number))) for number in range(20)]
+    await turns(2)
+    streams.pop(13).cancel()
+    while len(seen) < len(streams):
+        await turns(1)
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+    llm.output_handler.cancel()
+    clock.stop()
+    return seen
+
+
+@EVENT_LOOPS
+def test_a_burst_of_requests_takes_several_turns(new_event_loop: NewEventLoop) -> None:
+    """Otherwise outputs would wait for all of it."""
+    in_turns = newcomers._in_turns(AsyncLLM.add_request)
+    with mock.patch.object(AsyncLLM, "add_request", in_turns):
+        seen = run(new_event_loop, burst_scene())
+    assert [name for _, name in seen] == [str(number) for number in range(20) if number != 13]
+    assert max(Counter(turn for turn, _ in seen).values()) == newcomers.PER_TURN

@@ -3,9 +3,15 @@
 import asyncio
 import copy
 import gc
+import logging
+import multiprocessing.forkserver
 import os
 import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +19,11 @@ import pytest
 from engine.harness import new_request
 from sparksched.front_end.overload import EngineStuckError
 from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from .clients import (
     ENDLESS,
@@ -338,8 +346,30 @@ def test_a_client_that_leaves_is_no_error(config: VllmConfig) -> None:
         assert "ERROR" not in engine.log
 
 
-def test_an_engine_that_is_asked_to_end(config: VllmConfig) -> None:
-    """It ends by itself; for a client that did not ask, that is a death."""
+class Tracebacks(logging.Handler):
+    """Collects what vLLM logs of exceptions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.texts.append(logging.Formatter().formatException(record.exc_info))
+
+
+@pytest.fixture(name="tracebacks")
+def _tracebacks() -> Iterator[list[str]]:
+    handler = Tracebacks()
+    logging.getLogger("vllm").addHandler(handler)
+    yield handler.texts
+    logging.getLogger("vllm").removeHandler(handler)
+
+
+def test_an_engine_that_is_asked_to_end(
+    config: VllmConfig, logged: list[str], tracebacks: list[str]
+) -> None:
+    """It ends by itself, which is no fault; the requests of a client that did not ask fail."""
 
     async def run(engine: Engine) -> None:
         async with running_llm(config, engine) as llm:
@@ -356,6 +386,9 @@ def test_an_engine_that_is_asked_to_end(config: VllmConfig) -> None:
     with front_end(**SHM), running_engine(config, **SHM) as engine:
         run_async(run(engine))
         assert "ERROR" not in engine.log
+    assert not [line for line in logged if not line.startswith("INFO")]
+    assert any("EngineDeadError" in text for text in tracebacks)
+    assert not [text for text in tracebacks if "sparksched" in text]
 
 
 def test_a_client_that_is_forgotten_says_goodbye(config: VllmConfig) -> None:
@@ -371,3 +404,114 @@ def test_a_client_that_is_forgotten_says_goodbye(config: VllmConfig) -> None:
     with front_end(**SHM), running_engine(config, **SHM) as engine:
         run_async(run(engine))
         assert engine.wait_for_exit() == 0
+
+
+# ----------------------------------------------------------------------------------------
+# Front ends that are dropped: nobody closes an `LLM`
+# ----------------------------------------------------------------------------------------
+
+DIES = pytest.mark.parametrize("dies", [False, True], ids=["orderly", "dies"])
+
+
+def belongings() -> Counter[str]:
+    """Count what this process has of each kind: descriptors that are no files, and threads."""
+    kinds: Counter[str] = Counter(thread.name for thread in threading.enumerate())
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the directory's own
+            link = os.readlink(entry)
+            if not link.startswith("/") or link.startswith("/memfd:"):
+                kinds[link.partition(":[")[0] if "anon_inode" not in link else link] += 1
+    for entry in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):
+            name = (entry / "comm").read_text().strip()
+            if name.startswith(("ZMQ", "sparksched")):
+                kinds[name] += 1
+    return kinds
+
+
+@pytest.fixture
+def _undisturbed() -> Iterator[None]:
+    """Let nothing collect garbage, nor keep it: pytest's log has exceptions, and so their frames.
+
+    What starts processes for the tests is there before.
+    """
+    multiprocessing.forkserver.ensure_running()
+    gc.disable()
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+    gc.enable()
+
+
+def is_dead(engine: LLMEngine) -> bool:
+    try:
+        engine.step()
+    except EngineDeadError:
+        return True
+    return False
+
+
+def serve(config: VllmConfig, processes: list[Any], dies: bool) -> None:
+    engine = LLMEngine(copy.deepcopy(config), PacedExecutor, log_stats=True, multiprocess_mode=True)
+    engine.itself = engine  # nothing is returned before a collection, as with an `LLM`
+    prompt = {"prompt_token_ids": prompt_of(0)}
+    engine.add_request("one", prompt, SamplingParams(max_tokens=ENDLESS if dies else 5))
+    engine.step()
+    if dies:
+        processes[-1].kill()
+        wait_until(lambda: is_dead(engine))
+    while not dies and engine.has_unfinished_requests():
+        engine.step()
+
+
+@pytest.mark.usefixtures("_undisturbed")
+@DIES
+def test_one_collection_returns_all_of_a_front_end(
+    config: VllmConfig, tmp_path: Path, dies: bool
+) -> None:
+    with front_end(**SHM), engines_of_clients(tmp_path / "log", **SHM) as processes:
+        before = belongings()
+        serve(config, processes, dies)
+        processes.clear()
+        gc.collect()
+        wait_until(lambda: belongings() <= before, 20, f"for {before}")
+
+
+async def serve_in_loop(config: VllmConfig, processes: list[Any], dies: bool) -> None:
+    llm = AsyncLLM(
+        vllm_config=copy.deepcopy(config),
+        executor_class=PacedExecutor,
+        log_stats=True,
+        log_requests=False,
+    )
+    begun = asyncio.Event()
+    request = asyncio.create_task(outcome_of(llm, "one", ENDLESS if dies else 5, begun.set))
+    await begun.wait()
+    if dies:
+        processes[-1].kill()
+    _, end = await request
+    assert (end == "EngineDeadError") == dies
+    # Whichever of them noticed the death holds the client until it has cleaned up.
+    cleaners = {"MPClientEngineMonitor", "RingShutdown"}
+    while dies and any(thread.name in cleaners for thread in threading.enumerate()):
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.usefixtures("_undisturbed")
+@DIES
+def test_one_collection_returns_all_of_a_front_end_in_a_loop(
+    config: VllmConfig, tmp_path: Path, dies: bool
+) -> None:
+    async def run(processes: list[Any]) -> None:
+        before = belongings()
+        await serve_in_loop(config, processes, dies)
+        processes.clear()
+        gc.collect()
+        for _ in range(2000):
+            if belongings() <= before:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{belongings() - before} is left")
+
+    with front_end(**SHM), engines_of_clients(tmp_path / "log", **SHM) as processes:
+        run_async(run(processes))

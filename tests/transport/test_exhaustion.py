@@ -1,12 +1,18 @@
-"""What the system may lack, at the start and later: who goes on how, and that nothing is left over.
+"""What the system may lack or forbid: who goes on how, and that nothing is left over.
 
 Full or missing file systems don't matter: shared memory is memfds, and sockets have abstract names.
 """
 
+import copy
 import ctypes
+import errno
+import multiprocessing.popen_fork
 import os
+import re
 import resource
+import struct
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,12 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sparksched import _core
+from scale import FULL
+from sparksched import _core, plugin
 from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
 
-from .clients import front_end, run_async
+from testkit.executor import write_model_directory
+
+from .clients import expected_tokens, front_end, prompt_of, run_async
+from .conftest import MAX_MODEL_LEN, make_config
 from .engines import (
     STOP_TIMEOUT_S,
+    PacedExecutor,
     environment_with,
     forkserver,
     possessions,
@@ -35,7 +48,7 @@ pytestmark = pytest.mark.timeout(180)
 RING_BYTES = 8 << 20
 SEGMENT_BYTES = 4096 + 2 * RING_BYTES
 NOBODY = 65534
-CLONE_NEWNS = 0x00020000
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x8000000, 0x20000000, 0x40000000
 NO_MEMORY = f"shared memory of {SEGMENT_BYTES} bytes can't be made: "
 
 
@@ -306,3 +319,148 @@ def test_an_engine_that_lacks_something_at_its_start(
 
 def thread_names(pid: int) -> set[str]:
     return {(it / "comm").read_text().strip() for it in Path(f"/proc/{pid}/task").iterdir()}
+
+
+# ----------------------------------------------------------------------------------------
+# Where people run it
+# ----------------------------------------------------------------------------------------
+
+
+def forbid(number: int, error: int) -> None:
+    """Let a system call fail in this process and its children, as a container's seccomp would."""
+    # Load the call's number; return the error if it is this one, else allow it.
+    instructions = (
+        struct.pack("HBBI", 0x20, 0, 0, 0)
+        + struct.pack("HBBI", 0x15, 0, 1, number)
+        + struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | error)
+        + struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
+    )
+    code = ctypes.create_string_buffer(instructions, len(instructions))
+    program = struct.pack("HxxxxxxP", 4, ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_seccomp, mode_filter = 38, 22, 2
+    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert libc.prctl(set_seccomp, mode_filter, program, 0, 0) == 0, ctypes.get_errno()
+
+
+MEMFD_CREATE, PIDFD_OPEN, PIDFD_GETFD = 319, 434, 438
+"""Of x86-64; the last two have these numbers everywhere."""
+
+
+def as_another_user() -> None:
+    # The interpreter's library may be root's alone: this is imported when a process is forked.
+    assert multiprocessing.popen_fork.Popen
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def mount(*commands: str) -> None:
+    assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0
+    for command in ("--make-rprivate /", *commands):
+        subprocess.run(["mount", *command.split()], check=True)
+
+
+def read_only() -> None:
+    mount("-t tmpfs tmpfs /tmp", "-o remount,bind,ro /")
+    with pytest.raises(OSError, match="Read-only"):
+        Path("/var/tmp/file").touch()
+
+
+def hidden_processes() -> None:
+    mount("-t proc -o hidepid=2 proc /proc")
+    as_another_user()
+
+
+def small_shared_memory() -> None:
+    mount("-t tmpfs -o size=64k tmpfs /dev/shm")
+
+
+def unshared(flags: int) -> None:
+    assert ctypes.CDLL(None).unshare(flags) == 0
+
+
+def as_first_process() -> None:
+    """Go on as the first process of a namespace, as in a container."""
+    unshared(CLONE_NEWPID)
+    if pid := os.fork():
+        _, status = os.waitpid(pid, 0)
+        os._exit(os.waitstatus_to_exitcode(status))
+    assert os.getpid() == 1
+
+
+IN_SHARED_MEMORY = "messages to engine 0 go through shared memory"
+OVER_ZMQ = "messages to engine 0 go over ZMQ: shared memory of"
+
+SURROUNDINGS: dict[str, tuple[Callable[[], object], str]] = {
+    "another-user": (as_another_user, IN_SHARED_MEMORY),
+    "read-only": (read_only, IN_SHARED_MEMORY),
+    "hidepid": (hidden_processes, IN_SHARED_MEMORY),
+    "small-dev-shm": (small_shared_memory, IN_SHARED_MEMORY),
+    "ipc-namespace": (lambda: unshared(CLONE_NEWIPC), IN_SHARED_MEMORY),
+    "network-namespace": (lambda: unshared(CLONE_NEWNET), IN_SHARED_MEMORY),
+    "pid-namespace": (as_first_process, IN_SHARED_MEMORY),
+    "256-descriptors": (
+        lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
+        IN_SHARED_MEMORY,
+    ),
+    "no-locked-memory": (
+        lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)),
+        IN_SHARED_MEMORY,
+    ),
+    "no-memfd-EPERM": (lambda: forbid(MEMFD_CREATE, errno.EPERM), OVER_ZMQ),
+    "no-memfd-ENOSYS": (lambda: forbid(MEMFD_CREATE, errno.ENOSYS), OVER_ZMQ),
+    "no-pidfd-EPERM": (lambda: forbid(PIDFD_OPEN, errno.EPERM), IN_SHARED_MEMORY),
+    "no-pidfd-ENOSYS": (lambda: forbid(PIDFD_OPEN, errno.ENOSYS), IN_SHARED_MEMORY),
+    "no-pidfd-getfd": (lambda: forbid(PIDFD_GETFD, errno.EPERM), IN_SHARED_MEMORY),
+}
+
+WITHOUT_METRICS = [
+    "there will be no metrics of this engine",
+    "this engine can't be found by its process",
+]
+MOST_TELLING = ("another-user", "pid-namespace", "no-memfd-EPERM", "no-pidfd-EPERM")
+
+
+def serve(config: VllmConfig) -> None:
+    engine = LLMEngine(copy.deepcopy(config), PacedExecutor, log_stats=True, multiprocess_mode=True)
+    params = SamplingParams(max_tokens=10, detokenize=False)
+    engine.add_request("request", {"prompt_token_ids": prompt_of(3)}, params)
+    while not (outputs := engine.step()) or not outputs[0].finished:
+        pass
+    assert list(outputs[0].outputs[0].token_ids) == expected_tokens(prompt_of(3), 10)
+
+
+def serve_in(name: str, config: VllmConfig) -> None:
+    """Serve in such surroundings; the engine is forked, and so has them as well."""
+    enter, _ = SURROUNDINGS[name]
+    enter()
+    plugin.register()
+    serve(config)
+
+
+@pytest.fixture(scope="module")
+def public_config() -> Iterator[VllmConfig]:
+    """Return the configuration of a model that everybody can read, and that no mount hides."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        os.chmod(directory, 0o755)
+        model = write_model_directory(Path(directory), max_position_embeddings=MAX_MODEL_LEN)
+        yield make_config(model)
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS if FULL else MOST_TELLING)
+def test_where_people_run_it(name: str, public_config: VllmConfig, tmp_path: Path) -> None:
+    if not can_mount():
+        pytest.skip("only root can set this up")
+    log_path = tmp_path / "log"
+    variables = environment_with(VLLM_WORKER_MULTIPROC_METHOD="fork")
+    process = start_process(serve_in, log_path, variables, name, public_config)
+    process.join(120)
+    exitcode = process.exitcode
+    process.kill()
+    process.join()
+    log = log_path.read_text()
+    assert exitcode == 0, log
+    assert SURROUNDINGS[name][1] in log
+    assert "Traceback" not in log
+    warnings = re.findall(r"WARNING .*sparksched: ([^:]*)", log)
+    assert warnings == (WITHOUT_METRICS if SURROUNDINGS[name][1] == OVER_ZMQ else [])

@@ -527,12 +527,14 @@ REPLACED_FUNCTIONS = {
         "AsyncMPClient._ensure_output_queue_task",
         "AsyncMPClient._send_input",
         "AsyncMPClient._send_input_message",
-        "AsyncMPClient.get_output_async",
         "SyncMPClient.__init__",
         "SyncMPClient._send_input",
-        "SyncMPClient.get_output",
     ],
-    "vllm.v1.engine.async_llm": ["AsyncLLM._add_request", "AsyncLLM.check_health"],
+    "vllm.v1.engine.async_llm": [
+        "AsyncLLM.add_request",
+        "AsyncLLM._add_request",
+        "AsyncLLM.check_health",
+    ],
     "vllm.v1.engine.output_processor": [
         "OutputProcessor.process_outputs",
         "OutputProcessor.update_scheduler_stats",

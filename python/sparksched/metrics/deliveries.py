@@ -17,7 +17,6 @@ from sparksched import patching
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.engine.core_client import AsyncMPClient, SyncMPClient
     from vllm.v1.engine.output_processor import OutputProcessor
 
 _under_way: ContextVar[tuple[Histogram, float] | None] = ContextVar("under_way", default=None)
@@ -38,6 +37,22 @@ class Deliveries:
         if outputs.outputs:
             self._received_at[id(outputs)] = received_at
 
+    def watch(self, queue: Any) -> None:
+        """Begin a delivery whenever outputs are taken from a client's queue, of either kind.
+
+        Both kinds take through `_get`, which is there to be replaced. The client's own function
+        stays the one that waits: what it raises has no frame of ours.
+        """
+        take = queue._get
+
+        def take_and_begin() -> Any:
+            outputs = take()
+            if not isinstance(outputs, Exception):
+                self.begin(outputs)
+            return outputs
+
+        queue._get = take_and_begin
+
     def begin(self, outputs: "EngineCoreOutputs") -> None:
         """Begin to deliver outputs that were taken from the queue."""
         received_at = self._received_at.pop(id(outputs), None)
@@ -48,41 +63,9 @@ class Deliveries:
         _under_way.set((histogram, time.monotonic() if received_at is None else received_at))
 
 
-def install_in_clients(core_client: ModuleType) -> None:
-    """Note when outputs are taken from a client's queue."""
-    patching.replace(core_client.AsyncMPClient, "get_output_async", _beginning_async)
-    patching.replace(core_client.SyncMPClient, "get_output", _beginning)
-
-
-def install_in_processor(output_processor: ModuleType) -> None:
+def install(output_processor: ModuleType) -> None:
     """Note when all outputs of a message have been processed: then this is called."""
     patching.replace(output_processor.OutputProcessor, "update_scheduler_stats", _ending)
-
-
-def _beginning_async(original: patching.Function) -> patching.Function:
-    @functools.wraps(original)
-    async def get_output_async(self: "AsyncMPClient") -> "EngineCoreOutputs":
-        outputs = await original(self)
-        _begin(self, outputs)
-        return outputs
-
-    return get_output_async
-
-
-def _beginning(original: patching.Function) -> patching.Function:
-    @functools.wraps(original)
-    def get_output(self: "SyncMPClient") -> "EngineCoreOutputs":
-        outputs = original(self)
-        _begin(self, outputs)
-        return outputs
-
-    return get_output
-
-
-def _begin(client: "AsyncMPClient | SyncMPClient", outputs: "EngineCoreOutputs") -> None:
-    deliveries = getattr(client.resources, "sparksched_deliveries", None)
-    if deliveries is not None:
-        deliveries.begin(outputs)
 
 
 def _ending(original: patching.Function) -> patching.Function:

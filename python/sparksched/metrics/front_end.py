@@ -56,6 +56,7 @@ def show_engines(client: "MPClient", ranks_on_rings: set[int]) -> list[EngineVie
         views.append(view)
     if histograms:
         client.resources.sparksched_deliveries = Deliveries(histograms)
+        client.resources.sparksched_deliveries.watch(client.outputs_queue)
     # Last, so that none is shown for good if there is an error before.
     for view in views:
         collector.show(view)

@@ -95,7 +95,7 @@ class Channel:
         if client is None or not client._finalizer.alive:
             self._has_ended = True  # this side is closing down itself
             return
-        log = logger.warning if end.is_goodbye else logger.error
+        log = logger.info if end.is_goodbye else logger.error
         log("sparksched: engine %d is gone: %s", self.rank, end.reason)
         self._resources.engine_dead = True
         if self._resources.engine_manager is not None:
@@ -106,6 +106,10 @@ class Channel:
 
     def _fail(self, error: Exception) -> None:
         self._has_ended = self._has_failed = True
+        if isinstance(error, EngineDeadError):
+            # Where it was noticed says nothing, and its frames would keep this channel alive: they
+            # hang from the queue, which hangs from them.
+            error = error.with_traceback(None)
         self._outputs_queue.put_nowait(error)
 
     def _give_up(self, error: Exception) -> None:

@@ -120,3 +120,6 @@ class ClientTransport:
                 channel.close()
             except Exception:
                 logger.exception("sparksched: the rings to engine %d weren't closed", channel.rank)
+        # They refer to the client's resources, which refer to this: vLLM's sockets and threads
+        # would wait for another collection of garbage. Others may be looking at the old ones.
+        self.channels = {}

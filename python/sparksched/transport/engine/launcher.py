@@ -31,23 +31,24 @@ def watch_launcher(engine: "EngineCoreProc") -> None:
     launcher = multiprocessing.parent_process()
     if launcher is None or launcher.pid is None or not hasattr(os, "pidfd_open"):
         return  # a Ray actor, say, which Ray looks after
-    pidfd: int | None = None
+    descriptor: int | None = None
     try:
-        pidfd = os.pidfd_open(launcher.pid)
+        descriptor = os.pidfd_open(launcher.pid)
     except ProcessLookupError:
         pass  # it has ended already
-    except OSError as error:
-        logger.warning("sparksched: the end of the launcher won't be noticed: %s", error)
-        return
+    except OSError:
+        # Some containers forbid it. This pipe may tell later: if children of the launcher's are
+        # forked, those that came after the engine hold its other end, too.
+        descriptor = launcher.sentinel
     threading.Thread(
-        target=_wait_and_end, args=(engine, pidfd), name="LauncherThread", daemon=True
+        target=_wait_and_end, args=(engine, descriptor), name="LauncherThread", daemon=True
     ).start()
 
 
-def _wait_and_end(engine: "EngineCoreProc", pidfd: int | None) -> None:
-    if pidfd is not None:
+def _wait_and_end(engine: "EngineCoreProc", descriptor: int | None) -> None:
+    if descriptor is not None:
         poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
+        poll.register(descriptor, select.POLLIN)
         poll.poll()
     if others_step_with(engine):
         logger.warning(

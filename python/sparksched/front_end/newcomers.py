@@ -1,0 +1,74 @@
+"""A burst of new requests is let in over several turns of the event loop.
+
+A new request takes a few hundred microseconds in `AsyncLLM.add_request()`, and nothing in there
+waits. When a step ends many requests, their clients send as many new ones, and one turn of the loop
+would take them all: outputs of the others would wait for a tenth of a second. So a few are let in
+in each turn, in the order in which they came.
+"""
+
+import asyncio
+import collections
+import functools
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from sparksched import patching
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+PER_TURN: Final = 4
+"""So many keep a turn short, about a millisecond, and turns cost little beside them."""
+
+
+class Newcomers:
+    """Requests that are about to enter one `AsyncLLM`; only its loop's thread uses this."""
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._num_free = PER_TURN
+        self._is_counting = False
+
+    def enter(self, loop: asyncio.AbstractEventLoop) -> "asyncio.Future[None] | None":
+        """Return what a request has to await before it goes on; None if nothing."""
+        if not self._is_counting:
+            self._is_counting = True
+            loop.call_soon(self._begin_turn, loop)
+        if self._num_free:
+            self._num_free -= 1
+            return None
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        return turn
+
+    def _begin_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._num_free = PER_TURN
+        while self._num_free and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # it may have been cancelled
+                turn.set_result(None)
+                self._num_free -= 1
+        # While nobody comes there is nothing to count.
+        self._is_counting = self._num_free < PER_TURN
+        if self._is_counting:
+            loop.call_soon(self._begin_turn, loop)
+
+
+def install(async_llm: ModuleType) -> None:
+    """Let new requests wait for their turn."""
+    patching.replace(async_llm.AsyncLLM, "add_request", _in_turns)
+
+
+def _in_turns(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    async def add_request(self: "AsyncLLM", *args: Any, **kwargs: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        newcomers = self.__dict__.get("sparksched_newcomers")
+        if newcomers is None or newcomers[0] is not loop:
+            newcomers = self.sparksched_newcomers = (loop, Newcomers())
+        turn = newcomers[1].enter(loop)
+        if turn is not None:
+            await turn
+        return await original(self, *args, **kwargs)
+
+    return add_request
