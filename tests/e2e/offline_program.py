@@ -84,9 +84,9 @@ def embed(model: str) -> list[list[float]]:
 def order_of_priorities(model: str) -> tuple[list[int], dict[str, int]]:
     """Return the numbers of requests as they were scheduled, and what work vLLM takes that for.
 
-    The last ones are urgent. All are there before the first step, and the engine says when it scheduled each: the order does
-    not depend on how fast anything is. Requests of one step have one time, and are in order of
-    their numbers.
+    The last ones are urgent. All are there before the first step, and the engine says when it
+    scheduled each: the order does not depend on how fast anything is. Requests of one step have one
+    time, and are in order of their numbers.
     """
     from vllm import LLM, SamplingParams
 
