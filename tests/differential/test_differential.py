@@ -131,7 +131,6 @@ EXPECTED_OF_FEATURES: dict[tuple[str, ...], dict[str, int]] = {
     ("sampling-masks", "sampling-masks-speculating"): {
         "masks: of one token": 1000,
         "masks: of several tokens": 500,
-        "masks: outputs without one": 50,
     },
     ("sync-pooling", "async-pooling", "pooling-preempting", "pooling-without-cache"): {
         "stops by pooling output": 1000,

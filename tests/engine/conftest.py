@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import vllm.logger  # noqa: F401 - sets vLLM's handlers, and with that removes all others
 
 from testkit.executor import write_model_directory
 
