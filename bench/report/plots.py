@@ -19,11 +19,12 @@ from bench.report.pairs import (
     RUST,
     STOCK,
     Pair,
+    Row,
     Side,
     pairs_of,
     rows_of,
 )
-from bench.report.tables import AGAIN, ROLES, Results
+from bench.report.tables import ROLES, Results, current
 from bench.report.values import as_number, dig, median, numbers
 
 # Colours that remain different for the colour-blind: Okabe and Ito's.
@@ -70,7 +71,9 @@ def _svg(figure: Figure) -> str:
 
 def _serving(results: Results) -> Figure | None:
     """Draw tokens a second against streams; beside it the host's time a step."""
-    pairs = _over_http(results, MODELS[0])
+    compared = _over_http(current(results, compare_front_ends=True), MODELS[0])
+    pairs = _over_http(current(results), MODELS[0])
+    pairs += [it for it in compared if it.case.front_end == RUST]
     steps = [row for result in results.values() for row in rows_of(result, "decode")]
     steps = [row for row in steps if as_number(row.get("requests")) and STOCK in row]
     if not pairs or not steps:
@@ -96,7 +99,7 @@ def _of_models(
     results: Results, draw: Callable[[Axes, Sequence[Pair]], None], what: str
 ) -> Figure | None:
     """Draw a panel for each model that was measured over HTTP."""
-    found = {model: pairs for model in SHOWN if (pairs := _over_http(results, model))}
+    found = {model: pairs for model in SHOWN if (pairs := _over_http(current(results), model))}
     if not found:
         return None
     figure = Figure(figsize=(10, 3.8), layout="constrained")
@@ -109,12 +112,11 @@ def _of_models(
     return figure
 
 
-def _over_http(results: Results, model: str) -> list[Pair]:
-    current = [result for name, result in results.items() if not name.startswith(AGAIN)]
+def _over_http(found: Sequence[Row], model: str) -> list[Pair]:
     wanted = (model, ASYNC, HTTP, ALL, DECODE)
     return [
         pair
-        for pair in pairs_of(current)
+        for pair in pairs_of(found)
         if wanted
         == tuple(getattr(pair.case, it) for it in ("model", "mode", "driver", "cores", "workload"))
     ]

@@ -44,6 +44,7 @@ Rows = Iterator[list[str]]
 """Cells of each row; the first is its name."""
 
 AGAIN = "again/"
+FRONT_ENDS = "front_ends/"
 """What the names of results begin with that tell only what runs differ by."""
 ROLES = ("engine", "API server")
 SELECTIONS = ("gain", "two_processors")
@@ -131,9 +132,26 @@ def _costs(pair: Pair) -> list[str]:
     ]
 
 
-def _chosen(results: Results, is_chosen: Callable[[Case], bool]) -> list[Pair]:
-    current = [result for name, result in results.items() if not name.startswith(AGAIN)]
-    return [pair for pair in pairs_of(current) if is_chosen(pair.case)]
+def current(results: Results, *, compare_front_ends: bool = False) -> list[Row]:
+    """Return results without repetitions; runs that compare front ends have tables of their own."""
+    return [
+        result
+        for name, result in results.items()
+        if not name.startswith(AGAIN) and name.startswith(FRONT_ENDS) == compare_front_ends
+    ]
+
+
+def _chosen(
+    results: Results, is_chosen: Callable[[Case], bool], *, compare_front_ends: bool = False
+) -> list[Pair]:
+    found = current(results, compare_front_ends=compare_front_ends)
+    return [pair for pair in pairs_of(found) if is_chosen(pair.case)]
+
+
+def front_ends(results: Results) -> Rows:
+    """Yield servers with vLLM's Python and Rust front ends, of one run."""
+    for pair in _chosen(results, lambda it: it.workload == DECODE, compare_front_ends=True):
+        yield [pair.case.label, *_served(pair)]
 
 
 def _servers(mode: str, driver: str) -> Callable[[Results], Rows]:
@@ -247,10 +265,6 @@ def _tail(side: Side) -> float | None:
     return median(side.gaps("p99"))
 
 
-def _first(side: Side) -> float | None:
-    return side.figure("ttft_ms", "p50")
-
-
 USUAL = {"mode": ASYNC, "driver": HTTP, "cores": ALL, "workload": DECODE, "front_end": "python"}
 SITUATIONS = (
     Situation("One stream", "tokens/s", _rate, {"model": "gpt-oss-120b", "concurrency": 1}),
@@ -267,6 +281,12 @@ SITUATIONS = (
         {"model": "Qwen2-1.5B", "concurrency": 256},
     ),
     Situation(
+        "Many streams, vLLM's Rust front end",
+        "tokens/s",
+        _rate,
+        {"model": "Qwen2-1.5B", "front_end": RUST, "concurrency": 1024},
+    ),
+    Situation(
         "Synchronous scheduling",
         "tokens/s",
         _rate,
@@ -278,12 +298,6 @@ SITUATIONS = (
         _tail,
         {"model": "gpt-oss-120b", "cores": "2", "concurrency": 64},
     ),
-    Situation(
-        "First token, many requests at once",
-        "ms to the first token, p50 (least to most of the rounds)",
-        _first,
-        {"model": "gpt-oss-20b", "driver": ASYNCLLM, "workload": "mixed", "concurrency": 256},
-    ),
 )
 
 
@@ -291,16 +305,18 @@ def gain(results: Results) -> Rows:
     """Yield what changes in each situation, one figure each."""
     for situation in SITUATIONS:
         wanted = USUAL | situation.case
-        for pair in _chosen(results, lambda it, wanted=wanted: wanted.items() <= vars(it).items()):
+        found = _chosen(
+            results,
+            lambda it, wanted=wanted: wanted.items() <= vars(it).items(),
+            compare_front_ends=wanted["front_end"] == RUST,
+        )
+        for pair in found:
             case = pair.case
             streams = "1 stream" if case.concurrency == 1 else f"{case.concurrency:,} streams"
             together = _tokens_an_output(pair)
             note = "" if together == "1" else f" ({together} tokens an output)"
             show = count_text if situation.figure is _rate else text_of
             texts = [show(situation.figure(it)) for it in pair.sides()]
-            if situation.figure is _first:  # which differs widely between rounds
-                rounds = [range_text(it.each("ttft_ms", "p50")) for it in pair.sides()]
-                texts = [f"{text} ({spread})" for text, spread in zip(texts, rounds, strict=True)]
             measured = f"{case.model}, {DRIVERS[case.driver]}, {streams}"
             yield [situation.text, measured, situation.change, joined(*texts) + note]
 
@@ -505,6 +521,7 @@ TABLES = (
         gain,
     ),
     Table("http", "Over HTTP", (STREAMS, *SERVED), _servers(ASYNC, HTTP)),
+    Table("front_ends", "Python and Rust front end", (STREAMS, *SERVED), front_ends),
     Table("asyncllm", "Without HTTP", (STREAMS, *SERVED), _servers(ASYNC, ASYNCLLM)),
     Table(
         "sync", "Synchronous scheduling, without HTTP", (STREAMS, *SERVED), _servers(SYNC, ASYNCLLM)
