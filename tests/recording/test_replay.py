@@ -26,7 +26,7 @@ pytestmark = pytest.mark.release
 NUM_STEPS = 100
 
 # What these add has no words in a trace, and ends a recording by name.
-REFUSED = ("connector", "offloading", "sessions", "multimodal", "features")
+REFUSED = ("connector", "offloading", "sessions", "multimodal", "features", "prompt-embeds")
 NAMES = [
     name
     for name, settings in NAMED_SETTINGS.items()

@@ -131,6 +131,20 @@ def test_what_a_rust_front_end_says_is_shown_without_values(
     assert "secret" not in str(found)
 
 
+def test_a_rust_front_end_that_does_not_answer_has_its_arguments_kept_to_itself(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    binary = tmp_path / "vllm-rs"
+    binary.write_text("#!/bin/sh\nexec sleep 60\n")
+    binary.chmod(0o755)
+    monkeypatch.setattr(front_end, "_ANSWER_S", 0.1)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", str(binary))
+    _, found = check(capsys, model, "--dtype=float32", "--response-role=secret")
+    assert "vllm-rs can't be asked: no answer within 0.1 s" in str(found)
+    assert "secret" not in str(found)
+
+
 def test_few_tokens_leave_time_for_the_python_front_end() -> None:
     """Streams of a large model, by what its steps read."""
     config = mock.Mock()

@@ -119,8 +119,10 @@ def why_not_rust(parsed: argparse.Namespace) -> str | None:
             timeout=_ANSWER_S,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"vllm-rs can't be asked: {error}"
+    except OSError as error:
+        return f"vllm-rs can't be asked: {error.strerror}"
+    except subprocess.TimeoutExpired:  # whose text has the arguments in it
+        return f"vllm-rs can't be asked: no answer within {_ANSWER_S:g} s"
     return _refusal(done.stderr) if done.returncode == _REFUSED else None
 
 

@@ -143,6 +143,8 @@ def end_of(future: Any, launch: Any = None, executor: Any = None) -> Callable[[]
 def _answer_of_workers(
     future: FutureWrapper, launch: Any, executor: Any
 ) -> Callable[[], bool] | None:
+    if not executor.response_mqs:
+        return None  # a worker has died, and the executor is shut down
     answers = executor.response_mqs[executor.output_rank]
     if not answers._is_local_reader:
         return None  # the worker runs on another host

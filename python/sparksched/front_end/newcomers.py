@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 PER_TURN: Final = 4
 """So many keep a turn short, about a millisecond, and turns cost little beside them."""
 
+SHARE_PER_TURN: Final = 16
+"""Of those who wait, one in so many at least: also where turns are long, nobody waits for ever."""
+
 
 class Newcomers:
     """Requests that are about to enter one `AsyncLLM`; only its loop's thread uses this."""
@@ -42,14 +45,14 @@ class Newcomers:
         return turn
 
     def _begin_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._num_free = PER_TURN
+        self._num_free = most = max(PER_TURN, len(self._waiting) // SHARE_PER_TURN)
         while self._num_free and self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():  # it may have been cancelled
                 turn.set_result(None)
                 self._num_free -= 1
         # While nobody comes there is nothing to count.
-        self._is_counting = self._num_free < PER_TURN
+        self._is_counting = self._num_free < most
         if self._is_counting:
             loop.call_soon(self._begin_turn, loop)
 
@@ -62,6 +65,9 @@ def install(async_llm: ModuleType) -> None:
 def _in_turns(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     async def add_request(self: "AsyncLLM", *args: Any, **kwargs: Any) -> Any:
+        # One whose blocks another engine holds must not be cancelled while nobody knows it here.
+        if self.vllm_config.kv_transfer_config is not None:
+            return await original(self, *args, **kwargs)
         loop = asyncio.get_running_loop()
         newcomers = self.__dict__.get("sparksched_newcomers")
         if newcomers is None or newcomers[0] is not loop:

@@ -12,7 +12,7 @@ use sparksched_ring::meters::{HistogramReading, NUM_BUCKETS, Traffic};
 const PAGE_BYTES: usize = 4096;
 /// Where the scheduler's part and the rings' begin, in words; a flag says whether they are there.
 const STEPS: usize = 128 / 8;
-const RINGS: usize = 1280 / 8;
+const RINGS: usize = 2048 / 8;
 
 fn memory_with(page: &[u8]) -> OwnedFd {
     let memory = memfd_create("fuzz", MemfdFlags::ALLOW_SEALING).unwrap();
@@ -51,7 +51,9 @@ fuzz_target!(|content: &[u8]| {
         check_histogram(&steps.schedule, part(0));
         check_histogram(&steps.update, part(1));
         check_histogram(&steps.gap, part(2));
-        assert_eq!([steps.num_running, steps.num_waiting], part(3)[..2]);
+        check_histogram(&steps.held_back, part(3));
+        check_histogram(&steps.late, part(4));
+        assert_eq!([steps.num_running, steps.num_waiting], part(5)[..2]);
     }
     let rings = view.rings();
     assert_eq!(rings.is_some(), words[RINGS] == 1);
