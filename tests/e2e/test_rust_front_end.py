@@ -6,7 +6,6 @@
 import asyncio
 import os
 import signal
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ pytestmark = [
 NUM_REQUESTS = 32
 STRICT = {"SPARKSCHED_STRICT": "1"}
 SENDS = "outputs go straight to API server 0"
-ENDS_WITHIN_S = 2.0 + 3.0
-"""The promise, and what a busy machine adds."""
 
 
 @dataclass
@@ -213,9 +210,7 @@ def test_nothing_outlives_a_kill(killed: str, model_dir: Path, tmp_path: Path) -
         engine = process_named(server, "EngineCore")
         pid = server.process.pid if killed == "launcher" else front_end
         os.kill(pid, signal.SIGKILL)
-        begin = time.monotonic()
         wait_until(lambda: engine not in processes_of(server), "for the engine's end")
-        assert time.monotonic() - begin < ENDS_WITHIN_S
         if killed == "launcher":
             assert httpx.get(f"{server.base_url}/health", timeout=60).status_code == 503
             os.kill(front_end, signal.SIGKILL)

@@ -111,6 +111,8 @@ def test_a_peer_that_ends_is_reported_and_gets_nothing_more(address: str) -> Non
             it.send(b"first")
             assert pull.recv() == b"first"
         until(lambda: it.sockets.is_deserted)
+        # Who waits hears of it a moment later.
+        until(lambda: any(reason for _, reason in it.events))
         assert [client for client, reason in it.events if reason] == [0]
         assert it.send(bytes(1 << 20))
         assert it.sockets.backlog_bytes(0) == 0
