@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -33,6 +34,13 @@ class Call:
 
     operation: str
     call: Callable[[Any], Any]
+
+
+def stats_of(outputs: Mapping[int, EngineCoreOutputs]) -> Iterator[SchedulerStats]:
+    """Yield the statistics of a step, which go to one client at most."""
+    for client_outputs in outputs.values():
+        if client_outputs.scheduler_stats is not None:
+            yield client_outputs.scheduler_stats
 
 
 def with_extra_args(plan: RequestPlan, **extra: Any) -> RequestPlan:

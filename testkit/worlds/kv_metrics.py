@@ -13,7 +13,7 @@ from unittest import mock
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
-from .feature import Feature, FeatureSettings
+from .feature import Feature, FeatureSettings, stats_of
 
 if TYPE_CHECKING:
     from .world import Configuration
@@ -66,10 +66,8 @@ class KVMetricsFeature(Feature):
     def cover_outputs(
         self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]
     ) -> None:
-        for client_outputs in outputs.values():
-            if client_outputs.scheduler_stats is None:
-                continue
-            for event in client_outputs.scheduler_stats.kv_cache_eviction_events:
+        for stats in stats_of(outputs):
+            for event in stats.kv_cache_eviction_events:
                 self.coverage["metrics: evictions"] += 1
                 self.coverage["metrics: evictions of a sample"] += self._sample_rate < 1
                 self.coverage["metrics: evictions after an access"] += (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
-from .feature import Feature, FeatureSettings
+from .feature import Feature, FeatureSettings, stats_of
 
 if TYPE_CHECKING:
     from .world import Configuration
@@ -49,10 +49,8 @@ class MFUMetricsFeature(Feature):
     def cover_outputs(
         self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]
     ) -> None:
-        for client_outputs in outputs.values():
-            if client_outputs.scheduler_stats is None:
-                continue
-            estimate = client_outputs.scheduler_stats.perf_stats
+        for stats in stats_of(outputs):
+            estimate = stats.perf_stats
             self._count("without requests", not estimate.num_flops_per_gpu)
             details = estimate.debug_stats
             self._count("without detail", details is None)

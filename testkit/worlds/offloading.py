@@ -21,7 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from .feature import Feature, FeatureSettings
+from .feature import Feature, FeatureSettings, stats_of
 
 if TYPE_CHECKING:
     import random
@@ -167,10 +167,9 @@ class Offloading(Feature):
         )
 
     def cover_outputs(self, outputs: Any, requests: Mapping[str, Request]) -> None:
-        for client_outputs in outputs.values():
-            stats = client_outputs.scheduler_stats
-            self.coverage["offloading: statistics"] += bool(stats and stats.kv_connector_stats)
-            hits = stats and stats.connector_prefix_cache_stats
+        for stats in stats_of(outputs):
+            self.coverage["offloading: statistics"] += bool(stats.kv_connector_stats)
+            hits = stats.connector_prefix_cache_stats
             self.coverage["offloading: tokens loaded from the host"] += (
                 sum(hits.hits_by_source.values()) if hits else 0
             )
