@@ -43,9 +43,6 @@ ONE_GPU = {
     "gpt_oss_20b_sync": f"--model gpt-oss-20b --concurrency 1,64,256 {_SYNC}",
     "gpt_oss_20b_cores": f"--model gpt-oss-20b --concurrency 1,64,256 {_ON_TWO}",
     "gpt_oss_20b_sync_cores": f"--model gpt-oss-20b --mode sync --concurrency 1,64,256 {_ON_TWO}",
-    "gpt_oss_20b_workloads": (
-        "--model gpt-oss-20b --driver asyncllm --workload mixed,prefix --concurrency 1 --rounds 2"
-    ),
     # It takes so long to begin with 1,024 streams that the first one must last longer.
     "qwen2_1_5b_http": f"--model Qwen2-1.5B --concurrency 1,64,256,1024 --tokens 768 {_FOUR}",
     "qwen2_1_5b": "--model Qwen2-1.5B --driver asyncllm --concurrency 1,64,256,1024",
