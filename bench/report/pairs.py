@@ -14,7 +14,7 @@ ASYNC, SYNC = "async", "sync"
 ASYNCLLM, HTTP = "asyncllm", "http"
 PYTHON, RUST = "python", "rust"
 DRIVERS = {ASYNCLLM: "AsyncLLM", HTTP: "HTTP"}
-MODELS = ("Qwen2-1.5B", "gpt-oss-20b", "gpt-oss-120b")
+MODELS = ("Qwen2-1.5B", "Qwen3-Next-quarter", "gpt-oss-20b", "gpt-oss-120b")
 LEAST_MERGED_SHARE = 0.01
 """Of the tokens: fewer that came with another one are no matter."""
 BUSY_PERCENT = 90.0

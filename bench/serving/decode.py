@@ -32,8 +32,8 @@ Results are written to the file of `--json` after each cell. A run with the same
 the last one was stopped, and tries again what had failed. `--minutes` stops a run before what would
 take longer, as far as it is known from servers and cells before.
 
-    python -m bench.serving.decode --model tiny|gpt-oss-20b|gpt-oss-120b|Qwen2-1.5B|DIRECTORY
-        [--json FILE]
+    python -m bench.serving.decode
+        --model tiny|gpt-oss-20b|gpt-oss-120b|Qwen2-1.5B|Qwen3-Next-quarter|DIRECTORY [--json FILE]
         [--concurrency N,...] [--schedulers stock,sparksched] [--mode async,sync] [--cores all,2]
         [--driver asyncllm,http] [--workload decode,mixed,prefix] [--compare-streams] [--quick]
         [--layout 1,tp2,pp2,dp2] [--front-end python,rust]

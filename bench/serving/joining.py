@@ -3,7 +3,8 @@
 Streams decode side by side, as many as `--concurrency` says. Beside them single requests come at
 random, as a Poisson process. Each server is measured with all numbers of streams and all lengths of
 joining prompts before the next one starts: vLLM, sparksched, and sparksched that schedules just in
-time. A round without joining requests comes first: it compiles, and tells how long a round takes.
+time. Rounds without joining requests come first: they tell how long a round takes. Then come rounds
+of warm-up, with joining requests, until nothing compiles any more.
 
 - `ttft_ms`: from sending a joining request to its first token.
 - `output_gap_ms`, `tokens_per_s`: of the streams, while all of them decode.
@@ -26,6 +27,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from bench.report.tables import JOINING_SIDES
 from bench.serving.drivers import ROUND_S, HttpDriver, running_loaders
 from bench.serving.evaluate import evaluate, summary
 from bench.serving.gpus import memory_of_gpus, wait_until_free
+from bench.serving.measure import warm_up
 from bench.serving.models import Model, prepare
 from bench.serving.plan import OUTPUT_TOKENS, PROMPT_TOKENS
 from bench.serving.remote import Remote, gather
@@ -148,16 +151,9 @@ def _measure(server: Server, options: argparse.Namespace) -> Iterator[tuple[Row,
                 (prompt_tokens, prompt_tokens),
                 (JOINING_TOKENS, JOINING_TOKENS),
             )
-            # The first round is one of warm-up: joining prompts have steps of their own.
-            _, *rounds = [
-                _round(
-                    driver,
-                    joiner,
-                    *(it.seeded(streams, number) for it in (alone, joining)),
-                    seconds,
-                )
-                for number in range(1 + options.rounds)
-            ]
+            send = partial(_round, driver, joiner, alone, joining, seconds)
+            warm_up(server, partial(send, "warm-up"))
+            rounds = [send(number) for number in range(options.rounds)]
             late = {"late_launches_s": _late_launches(server)}
             yield {"streams": streams, "prompt_tokens": prompt_tokens}, _summary(rounds) | late
 
@@ -182,8 +178,15 @@ def _seconds_of(driver: HttpDriver, workload: Workload) -> float:
 
 
 def _round(
-    driver: HttpDriver, joiner: Remote, workload: Workload, joining: Workload, seconds: float
+    driver: HttpDriver,
+    joiner: Remote,
+    alone: Workload,
+    joining: Workload,
+    seconds: float,
+    *seed: Any,
 ) -> Row:
+    """Measure one round, in which requests join for so many seconds; its prompts are its own."""
+    workload, joining = (it.seeded(alone.num_requests, *seed) for it in (alone, joining))
     server = driver.server
 
     def begin_to_join(event: str) -> None:

@@ -2,7 +2,9 @@
 
 import hashlib
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from bench.serving.compilations import evaluate_compiled
@@ -79,7 +81,7 @@ def measure_cell(
         RemoteError: if the server or a driver fails.
 
     """
-    _warm_up(server, driver, workload, case)
+    warm_up(server, partial(_send_shortened, server, driver, workload, case))
     processes = server.processes()
     rounds = [
         _measure_round(server, driver, workload.seeded(case, number), processes)
@@ -92,15 +94,27 @@ def measure_cell(
     return found
 
 
-def _warm_up(server: Server, driver: Driver, workload: Workload, case: str) -> None:
-    """Send requests until no step has to wait for a kernel to be compiled, or often enough."""
+def warm_up(server: Server, send: Callable[[int], Any]) -> None:
+    """Send requests until no step has to wait for a kernel to be compiled, or often enough.
+
+    Args:
+        server: What is warmed up.
+        send: Sends requests and waits for their ends; is given the number of the attempt.
+
+    """
     _take_compiled(server)
     for number in range(MOST_WARM_UPS if server.remotes else BLIND_WARM_UPS):
-        warm_up = workload.shortened(WARM_UP_TOKENS).seeded(case, "warm-up", number)
-        _prepare(server, warm_up)
-        driver.run(warm_up, lambda event: None)
+        send(number)
         if server.remotes and not _take_compiled(server).get("count"):
             break
+
+
+def _send_shortened(
+    server: Server, driver: Driver, workload: Workload, case: str, number: int
+) -> None:
+    shortened = workload.shortened(WARM_UP_TOKENS).seeded(case, "warm-up", number)
+    _prepare(server, shortened)
+    driver.run(shortened, lambda event: None)
 
 
 def _take_compiled(server: Server) -> Row:

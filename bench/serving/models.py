@@ -96,10 +96,50 @@ QWEN2_1_5B: Config = {
     "vocab_size": 151936,
 }
 
+QWEN3_NEXT_QUARTER: Config = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 12,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 151936,
+}
+"""A quarter of Qwen3-Next-80B-A3B's layers and of its experts: the whole doesn't fit one GPU."""
+
 SHAPES: dict[str, Config] = {
     "gpt-oss-120b": _gpt_oss(num_layers=36, num_experts=128),
     "gpt-oss-20b": _gpt_oss(num_layers=24, num_experts=32),
     "Qwen2-1.5B": QWEN2_1_5B,
+    "Qwen3-Next-quarter": QWEN3_NEXT_QUARTER,
 }
 NAMES = (*SHAPES, TINY)
 
