@@ -10,12 +10,12 @@ of warm-up, with joining requests, until nothing compiles any more.
 - `output_gap_ms`, `tokens_per_s`: of the streams, while all of them decode.
 - `late_launches_s`: since the server's start, see `sparksched:late_launch_seconds`.
 
-Long prompts take the GPU for long: `--rate` times the time of such a step should be well below 1.
+A step with a prompt in it takes longer: `--rate` times its time should be well below 1.
 
 Each case goes into the file of `--json` when all servers have been measured with it.
 
     python -m bench.serving.joining --model gpt-oss-120b [--json FILE] [--concurrency 64,256]
-        [--prompts 128,2048] [--front-end python,rust] [--rate 20] [--rounds N] [--tokens N]
+        [--prompts 128,2048] [--front-end python,rust] [--rate 5] [--rounds N] [--tokens N]
 """
 
 import argparse
@@ -90,7 +90,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=numbers, default=(64, 256), metavar="N,...")
     parser.add_argument("--prompts", type=numbers, default=(128, 2048), metavar="TOKENS,...")
     parser.add_argument("--front-end", type=names, default=FRONT_ENDS, metavar="A,...")
-    parser.add_argument("--rate", type=float, default=20.0, help="joining requests a second")
+    parser.add_argument("--rate", type=float, default=5.0, help="joining requests a second")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--tokens", type=int, metavar="N", help="of each stream")
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")

@@ -198,11 +198,12 @@ def arguments_of(start: Start) -> list[str]:
     if model.has_dummy_weights:
         arguments.append("--load-format=dummy")
     if start.has_gpu:
-        sizes = [size for size in FEW_GRAPHS if size <= start.max_num_seqs]
-        sizes += [start.max_num_seqs] if start.max_num_seqs not in sizes else []
+        # Also of a step in which a request joins those that decode.
+        sizes = {size for size in FEW_GRAPHS if size < 2 * start.max_num_seqs}
+        sizes.add(start.max_num_seqs)
         arguments += [
             "--gpu-memory-utilization=0.85",
-            f"--compilation-config={json.dumps({'cudagraph_capture_sizes': sizes})}",
+            f"--compilation-config={json.dumps({'cudagraph_capture_sizes': sorted(sizes)})}",
         ]
         if model.name == TINY:
             arguments += ["--enforce-eager", "--dtype=bfloat16"]
