@@ -110,7 +110,8 @@ OTHER_VLLM := 0.33.0
 # Strings hash alike in each process, so that a seed means one scenario (tests/conftest.py).
 export PYTHONHASHSEED := 0
 PYTEST := $(BIN)/pytest
-PARALLEL := -n 2 --dist loadfile
+# Three on two processors: for half of the time, tests wait. The order is that of tests/conftest.py.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
 # Two at a time, each one's output whole: what compiles and runs Rust, and what runs Python. Neither
 # installs sparksched again (`-o build`), which the other may be about to import.
@@ -147,10 +148,13 @@ test-fast: lint ## what needs no process of vLLM: lints, types, Rust's and Pytho
 test-bench: build ## the benchmarks' own tests, and a short run of each; 5 minutes
 	SCALE=full $(PYTEST) tests/bench
 
+# Commands take their time to start: only `test-all` runs theirs with both releases.
+OF_RELEASE := release$(if $(filter full,$(SCALE)),, and not command)
+
 .PHONY: test-other
 test-other: build ## what depends on vLLM's release, with the one that is not installed
 	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:1 --steps 100
-	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(PYTEST) -m release
+	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(PYTEST) -m "$(OF_RELEASE)"
 	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance
 
 .PHONY: finding-seeds

@@ -36,10 +36,10 @@ from bench.micro.host_path_sides import (
     Client,
     Row,
     StreamLog,
-    _clock,
-    _evaluate,
-    _prompt,
+    clock_ns,
+    evaluate_streams,
     percentiles,
+    prompt_of,
 )
 from bench.micro.processes import BenchmarkError
 from bench.progress import Progress
@@ -69,7 +69,7 @@ class JoinedClient(Client):
                 window = await self._window(window_s)
         await self._clean_up()
         start_ns, end_ns = window.start["time_ns"], window.end["time_ns"]
-        found = _evaluate(logs, window)
+        found = evaluate_streams(logs, window)
         keys = ("tokens_per_s", "steps_per_s", "output_gap_ms", "other_percent")
         times_ms = [it for came_ns, it in first_tokens if start_ns <= came_ns < end_ns]
         if not times_ms:
@@ -86,12 +86,12 @@ class JoinedClient(Client):
 
     async def _join_once(self, first_tokens: list[tuple[int, float]]) -> None:
         number = next(self._numbers)
-        prompt = _prompt(number, 64 + number % 64)
-        came_ns, is_first = _clock(), True
+        prompt = prompt_of(number, 64 + number % 64)
+        came_ns, is_first = clock_ns(), True
         outputs = self._llm.generate(prompt, self._params(NUM_JOINING_TOKENS), f"joins-{number}")
         async for _ in outputs:
             if is_first:
-                first_tokens.append((came_ns, (_clock() - came_ns) / 1e6))
+                first_tokens.append((came_ns, (clock_ns() - came_ns) / 1e6))
                 is_first = False
 
 

@@ -240,11 +240,11 @@ class Client:
             window = await self._window(window_s)
             os.write(self._pipe, self._executor.END_OF_MARKER)
         await self._clean_up()
-        return _evaluate(logs, window)
+        return evaluate_streams(logs, window)
 
     async def _stream(self, log: StreamLog) -> None:
         """Note when a stream's outputs are there. It has no end: it is to be cancelled."""
-        note_time, note_tokens, clock = log.times_ns.append, log.num_tokens.append, _clock
+        note_time, note_tokens, clock = log.times_ns.append, log.num_tokens.append, clock_ns
         async for output in self._generate("stream"):
             note_time(clock())
             note_tokens(len(output.outputs[0].token_ids))
@@ -253,7 +253,7 @@ class Client:
     async def _mark(self, log: StreamLog) -> None:
         """Do the same, and tell the engine's executor how far this stream has come."""
         async for output in self._generate(self._executor.MARKER):
-            log.times_ns.append(_clock())
+            log.times_ns.append(clock_ns())
             num_tokens = len(output.outputs[0].token_ids)
             log.num_tokens.append(num_tokens)
             os.write(self._pipe, b"t" * num_tokens)
@@ -261,7 +261,7 @@ class Client:
 
     def _generate(self, name: str) -> AsyncGenerator[Any, None]:
         number = next(self._numbers)
-        prompt = _prompt(number, NUM_SHORT_TOKENS + number % NUM_SHORT_TOKENS)
+        prompt = prompt_of(number, NUM_SHORT_TOKENS + number % NUM_SHORT_TOKENS)
         params = self._params(self._max_tokens)
         outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, params, f"{name}-{number}")
         return outputs
@@ -303,7 +303,7 @@ class Client:
     def _state(self) -> Row:
         idle_s = _idle_s(self._setup.client_core) + _idle_s(self._setup.engine_core)
         cpu_ns = self._executor.thread_cpu_ns()
-        return {"time_ns": _clock(), "cpu_ns": cpu_ns, "idle_s": idle_s}
+        return {"time_ns": clock_ns(), "cpu_ns": cpu_ns, "idle_s": idle_s}
 
     async def _clean_up(self) -> None:
         """Leave an idle engine with an empty cache, so that all runs begin alike."""
@@ -321,7 +321,7 @@ class Client:
         await self._ask_engine("set_step_ms", 0)
         ends_ns: list[int] = []
         gaps_ms: list[float] = []
-        tail = _prompt(0, prompt_tokens)["prompt_token_ids"]
+        tail = prompt_of(0, prompt_tokens)["prompt_token_ids"]
         async with self._running(
             self._work(tail, max_tokens, ends_ns, gaps_ms) for _ in range(workers)
         ):
@@ -350,17 +350,17 @@ class Client:
             prompt = _rendered([number % VOCABULARY, number // VOCABULARY, *tail[2:]])
             num_tokens = before_ns = 0
             async for output in self._llm.generate(prompt, params, f"short-{number}"):
-                now_ns = _clock()
+                now_ns = clock_ns()
                 if before_ns:
                     gaps_ms.append((now_ns - before_ns) / 1e6)
                 before_ns = now_ns
                 num_tokens += len(output.outputs[0].token_ids)
             if num_tokens != max_tokens:
                 raise RuntimeError(f"request {number} has got {num_tokens} of {max_tokens} tokens")
-            ends_ns.append(_clock())
+            ends_ns.append(clock_ns())
 
 
-_clock = time.perf_counter_ns
+clock_ns = time.perf_counter_ns
 
 
 def _fail_early(log: StreamLog) -> None:
@@ -376,7 +376,7 @@ def _idle_s(core: int) -> float:
     raise RuntimeError(f"/proc/stat doesn't mention processor {core}")
 
 
-def _prompt(number: int, num_tokens: int) -> Row:
+def prompt_of(number: int, num_tokens: int) -> Row:
     """Return a prompt that is always the same of a number, and like no other."""
     return _rendered(random.Random(number).choices(range(VOCABULARY), k=num_tokens))
 
@@ -389,7 +389,7 @@ def _rendered(token_ids: list[int]) -> Row:
 # ---- evaluation ----
 
 
-def _evaluate(logs: list[StreamLog], window: Window) -> Row:
+def evaluate_streams(logs: list[StreamLog], window: Window) -> Row:
     """Return what the streams got in a window, and what that took."""
     start_ns, end_ns = window.start["time_ns"], window.end["time_ns"]
     gaps_ms: list[float] = []

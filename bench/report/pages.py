@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.header import ROOT
 from bench.report.pairs import rows_of
 from bench.report.plots import pictures
-from bench.report.tables import AGAIN, TABLES, Results, table_lines
+from bench.report.tables import AGAIN, FRONT_ENDS, TABLES, Results, table_lines
 
 STORED = ROOT / "bench/results"
 PICTURES = ROOT / "docs/plots"
@@ -103,7 +103,9 @@ def read_stored() -> Results:
         if name.startswith(AGAIN):
             continue
         for cell in rows_of(result, "cells"):
+            # Runs that compare front ends have tables of their own.
             key = ", ".join(str(cell.get(it)) for it in KEYS)
+            key = f"{name.startswith(FRONT_ENDS)}, {key}"
             key += f", {cell.get('front_end', 'python')}"
             if "error" not in cell and seen.setdefault(key, name) != name:
                 raise PageError(f"measured twice, in {seen[key]} and {name}: {key}")

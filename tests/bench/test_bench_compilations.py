@@ -1,5 +1,6 @@
 """Kernels that are compiled while requests wait: noted and waited for."""
 
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -138,6 +139,7 @@ class Fake:
     ],
 )
 def test_requests_warm_up_until_nothing_is_compiled(fake: Any, bursts: int) -> None:
-    measure._warm_up(fake, fake, Workload(DECODE, 2, 100, (8, 8), (64, 64)), "http, all")
+    workload = Workload(DECODE, 2, 100, (8, 8), (64, 64))
+    measure.warm_up(fake, partial(measure._send_shortened, fake, fake, workload, "http, all"))
     assert len(fake.prompts) == bursts
     assert len({tuple(it) for it in fake.prompts}) == bursts

@@ -373,6 +373,7 @@ def generate_offline(model_dir: Path, directory: Path, **variables: str) -> tupl
     return json.loads(line.removeprefix("RESULT ")), completed.stdout
 
 
+@pytest.mark.full
 def test_offline_generation_is_equal(model_dir: Path, tmp_path: Path) -> None:
     # In one process, because each other one takes half a minute to import vLLM.
     stock, _ = generate_offline(model_dir, tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0")

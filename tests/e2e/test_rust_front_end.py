@@ -196,7 +196,7 @@ def name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
-@pytest.mark.parametrize("killed", ["launcher", "front end"])
+@pytest.mark.parametrize("killed", ["launcher", pytest.param("front end", marks=pytest.mark.full)])
 def test_nothing_outlives_a_kill(killed: str, model_dir: Path, tmp_path: Path) -> None:
     """The engine ends by itself, its worker with it.
 

@@ -262,7 +262,7 @@ def test_a_clean_life_has_no_warning(ours: Observed) -> None:
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["verified", "taken_over"])
+@pytest.mark.parametrize("name", [pytest.param("verified", marks=pytest.mark.full), "taken_over"])
 def test_users_notice_nothing_of_verification(
     name: str, stock: Observed, request: pytest.FixtureRequest
 ) -> None:
@@ -278,6 +278,7 @@ def test_users_notice_nothing_of_verification(
     assert observed.num_preemptions > 0
 
 
+@pytest.mark.full
 def test_a_server_that_agrees_with_vllm(verified: Observed) -> None:
     assert re.search(r"[1-9]\d+ steps verified, no difference", verified.log)
     assert "the schedulers differ" not in verified.log

@@ -48,6 +48,16 @@ def test_attributes_that_only_vllms_scheduler_has(model_directory: Path) -> None
                 getattr(owner, name)
 
 
+def test_what_a_property_lacks_is_not_taken_for_the_property(model_directory: Path) -> None:
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
+        scheduler = scheduler_of(engine)
+        with (
+            mock.patch.object(scheduler, "_encoder_inputs", object()),
+            pytest.raises(AttributeError, match="'object' object has no attribute"),
+        ):
+            _ = scheduler.encoder_cache_manager
+
+
 # ----------------------------------------------------------------------------------------
 # Draft tokens
 # ----------------------------------------------------------------------------------------

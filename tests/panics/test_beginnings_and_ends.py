@@ -96,8 +96,11 @@ def test_an_engine_that_was_left_stops(entry: str, extension: Path, config: Vllm
             await llm.engine_core.call_utility_async("arm_panic", entry, at_end, 0)
             has_begun = asyncio.Event()
             stream = asyncio.create_task(outcome_of(llm, "left", ENDLESS, has_begun.set))
-            await has_begun.wait()
+            # What panics at its end may do so before the first token.
+            begun = asyncio.create_task(has_begun.wait())
+            await asyncio.wait([stream, begun], return_when=asyncio.FIRST_COMPLETED)
         stream.cancel()
+        begun.cancel()
 
     prepare = functools.partial(prepare_engine, extension)
     with (

@@ -199,7 +199,11 @@ async def report_of(visitor: ChildClient) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("policy", "async_scheduling"), [("fcfs", True), ("priority", False)], ids=["fcfs", "priority"]
+    ("policy", "async_scheduling"),
+    [
+        pytest.param("fcfs", True, id="fcfs"),
+        pytest.param("priority", False, id="priority", marks=pytest.mark.full),
+    ],
 )
 def test_nothing_is_left_of_requests(
     policy: str, async_scheduling: bool, model_directory: Path

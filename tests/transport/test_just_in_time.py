@@ -67,6 +67,8 @@ def play(
         ) as engine,
     ):
         run(connect(engine))
+        # With its last client; only then a recording is whole.
+        engine.wait_for_exit()
 
 
 async def begin_to_hold_back(reader: Reader, *request_ids: str) -> None:
@@ -116,7 +118,7 @@ def test_requests_aborts_and_pauses_get_through(
         **variables,
     )
     if transport == "recorded":
-        opened = open_trace(str(trace), partial=True)
+        opened = open_trace(str(trace), partial=False)
         assert opened.past.schedule_us
         for outcome in replay(opened, ["vllm", "sparksched"]):
             assert outcome.mismatch is None

@@ -437,6 +437,7 @@ def run_command(stdout: int | None, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.command
 def test_on_a_terminal(model: str) -> None:
     terminal, end = pty.openpty()
     with run_command(end, model, TOO_LONG_AN_INTERVAL) as process:
@@ -459,6 +460,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
+@pytest.mark.command
 def test_piped(model: str) -> None:
     with run_command(None, model, "--dtype=float32") as process:
         printed, _ = process.communicate()

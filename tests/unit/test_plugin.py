@@ -571,6 +571,7 @@ def test_register_replaces_functions_that_keep_their_signatures(
         assert inspect.signature(function) == inspect.signature(before[name]), name
 
 
+@pytest.mark.command
 def test_register_leaves_the_front_end_module_to_those_who_need_it() -> None:
     """In a fresh process, as vLLM's workers and its inspection of models are."""
     run_python(

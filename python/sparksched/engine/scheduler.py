@@ -448,6 +448,9 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):
+                # A property's own code lacked something: its error says what.
+                return object.__getattribute__(self, name)
             raise missing_attribute("the scheduler", self, name)
 
 
