@@ -229,3 +229,36 @@ def test_a_burst_of_requests_takes_several_turns(new_event_loop: NewEventLoop) -
         seen = run(new_event_loop, burst_scene())
     assert [name for _, name in seen] == [str(number) for number in range(20) if number != 13]
     assert max(Counter(turn for turn, _ in seen).values()) == newcomers.PER_TURN
+
+
+async def abort_scene() -> list[tuple[str, str | None]]:
+    """Return how the requests of a burst ended that are aborted by their ids right after it."""
+    llm = async_llm()
+    ended: list[tuple[str, str | None]] = []
+
+    async def accept(request: EngineCoreRequest) -> None:
+        pass
+
+    async def ask(name: str) -> None:
+        request = new_request(name, RequestOutputKind.DELTA)
+        async for got in llm.generate(request, request.sampling_params, name):
+            ended.append((name, got.outputs[0].finish_reason))
+
+    llm.engine_core.add_request_async = llm.engine_core.abort_requests_async = accept
+    names = [str(number) for number in range(20)]
+    streams = [asyncio.create_task(ask(name)) for name in names]
+    await turns(1)
+    await llm.abort(names[-1])
+    await llm.abort(names[:-1])
+    await asyncio.gather(*streams)
+    llm.output_handler.cancel()
+    return ended
+
+
+@EVENT_LOOPS
+def test_an_abort_reaches_those_who_are_still_to_begin(new_event_loop: NewEventLoop) -> None:
+    in_turns = newcomers._in_turns(AsyncLLM.add_request)
+    once_in = newcomers._once_they_are_in(AsyncLLM.abort)
+    with mock.patch.multiple(AsyncLLM, add_request=in_turns, abort=once_in):
+        ended = run(new_event_loop, abort_scene())
+    assert sorted(ended) == sorted((str(number), "abort") for number in range(20))
