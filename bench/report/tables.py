@@ -472,13 +472,19 @@ def first_tokens(results: Results) -> Rows:
     """Yield how long requests that join wait, with vLLM, sparksched, and just in time."""
     for result in results.values():
         for case in rows_of(result, "joining"):
-            rows = [case[it] for it in JOINING_SIDES]
+            rows = [case.get(it) for it in JOINING_SIDES]
             yield [
                 _joining_name(case),
-                *(ARROW.join(f"{it['ttft_ms'][at]:.1f}" for it in rows) for at in ("p50", "p99")),
-                *(ARROW.join(f"{_gap(it, at):.2f}" for it in rows) for at in ("p50", "p99")),
-                ARROW.join(count_text(it["tokens_per_s"]) for it in rows),
+                *(_of_sides(rows, "{:.1f}", "ttft_ms", at) for at in ("p50", "p99")),
+                *(_of_sides(rows, "{:.2f}", "output_gap_ms", at) for at in ("p50", "p99")),
+                _of_sides(rows, "{:,.0f}", "tokens_per_s"),
             ]
+
+
+def _of_sides(rows: list[Row | None], form: str, *path: str) -> str:
+    """Return a figure of each side; a run that was stopped lacks some."""
+    found = [dig(it, *path) for it in rows]
+    return ARROW.join(MISSING if it is None else form.format(it) for it in found)
 
 
 # ---- where it all comes from ----

@@ -12,7 +12,7 @@ of warm-up, with joining requests, until nothing compiles any more.
 
 A step with a prompt in it takes longer: `--rate` times its time should be well below 1.
 
-Each case goes into the file of `--json` when all servers have been measured with it.
+Each case of each server is shown, and goes into the file of `--json`, as soon as it is measured.
 
     python -m bench.serving.joining --model gpt-oss-120b [--json FILE] [--concurrency 64,256]
         [--prompts 128,2048] [--front-end python,rust] [--rate 5] [--rounds N] [--tokens N]
@@ -75,10 +75,7 @@ def main() -> None:
                     for case, found in _measure(server, options):
                         cell = cells.setdefault((front_end, *case.values()), case)
                         cell |= {"model": model.name, "front_end": front_end, side: found}
-                # Also of a run that is stopped: what all sides have is worth a row.
-                done = [it for it in cells.values() if it.keys() >= set(JOINING_SIDES)]
-                if done:
-                    show({"run": run, "joining": done}, options.json)
+                        show({"run": run, "joining": list(cells.values())}, options.json)
 
 
 def _options() -> argparse.Namespace:
