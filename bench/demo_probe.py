@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import IO, Any
 
-from bench.injection import change_once_loaded
+from sparksched.patching import after_import
 
 SCHEDULERS = {
     "vllm.v1.core.sched.scheduler": "Scheduler",
@@ -31,7 +31,8 @@ def install(path: str) -> None:
         update = recorder.timed(owner.update_from_output, lambda args, result: args[1])
         owner.update_from_output = update
 
-    change_once_loaded(dict.fromkeys(SCHEDULERS, change))
+    for name in SCHEDULERS:
+        after_import(name, change)
 
 
 class _Recorder:
