@@ -110,8 +110,8 @@ OTHER_VLLM := 0.33.0
 # Strings hash alike in each process, so that a seed means one scenario (tests/conftest.py).
 export PYTHONHASHSEED := 0
 PYTEST := $(BIN)/pytest
-# Three on two processors: for half of the time, tests wait. The order is that of tests/conftest.py.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# In the order of tests/conftest.py.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Two at a time, each one's output whole: what compiles and runs Rust, and what runs Python. Neither
 # installs sparksched again (`-o build`), which the other may be about to import.
