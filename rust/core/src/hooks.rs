@@ -1,7 +1,5 @@
 //! The questions that the scheduler can't answer by itself.
 
-use std::convert::Infallible;
-
 use crate::block_pool::BlockPool;
 use crate::ids::{BlockId, RequestIndex};
 use crate::request::{Request, SessionInput};
@@ -159,65 +157,4 @@ pub trait Hooks {
         request: &Request,
         tables: &[&[BlockId]],
     ) -> Result<bool, Self::Error>;
-}
-
-/// For schedulers whose requests use none of it.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct NoHooks;
-
-impl Hooks for NoHooks {
-    type Error = Infallible;
-
-    fn grammar_state(&mut self, _: RequestIndex) -> Result<GrammarState, Infallible> {
-        Ok(GrammarState::Ready)
-    }
-
-    fn accept_tokens(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<bool, Infallible> {
-        Ok(true)
-    }
-
-    fn next_turn(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<NextTurn, Infallible> {
-        Ok(NextTurn::Closed)
-    }
-
-    fn plan_encoder_inputs(&mut self, _: RequestIndex, _: u32, n: u32) -> Result<u32, Infallible> {
-        Ok(n)
-    }
-
-    fn schedule_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
-        Ok(())
-    }
-
-    fn free_processed_encoder_inputs(&mut self, _: RequestIndex, _: u32) -> Result<(), Infallible> {
-        Ok(())
-    }
-
-    fn free_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
-        Ok(())
-    }
-
-    fn find_external_hit(
-        &mut self,
-        _: &Request,
-        _: u32,
-    ) -> Result<Option<ExternalHit>, Infallible> {
-        Ok(Some(ExternalHit::default()))
-    }
-
-    fn note_allocation(
-        &mut self,
-        _: &Request,
-        _: &BlockPool,
-        _: ExternalAllocation,
-    ) -> Result<(), Infallible> {
-        Ok(())
-    }
-
-    fn has_pending_block_frees(&mut self) -> Result<bool, Infallible> {
-        Ok(false)
-    }
-
-    fn finish_request(&mut self, _: &Request, _: &[&[BlockId]]) -> Result<bool, Infallible> {
-        Ok(false)
-    }
 }

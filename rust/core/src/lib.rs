@@ -35,7 +35,7 @@ pub use config::{
     Behaviors, ConfigError, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics,
     SchedulerConfig, Speculation, StateConfig, StateMode,
 };
-pub use hooks::{ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn, NoHooks};
+pub use hooks::{ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn};
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::KvCacheManager;

@@ -3,17 +3,15 @@
 
 mod common;
 
-use common::{BLOCK_SIZE, config, new_request};
+use common::{Answers, BLOCK_SIZE, config, new_request};
 use proptest::prelude::*;
-use sparksched_core::{
-    GroupId, KvCacheGroupConfig, NoHooks, ScheduledOutput, Scheduler, StateMode,
-};
+use sparksched_core::{GroupId, KvCacheGroupConfig, ScheduledOutput, Scheduler, StateMode};
 
 /// Runs one request to its end.
 fn serve(scheduler: &mut Scheduler, id: usize, tokens: &[i32]) {
     let index = scheduler.add_request(new_request(id, tokens), 0.0);
     while scheduler.get(index).is_some() {
-        let Ok(step) = scheduler.schedule(false, 0.0, &mut NoHooks);
+        let Ok(step) = scheduler.schedule(false, 0.0, &mut Answers::default());
         let scheduled: Vec<_> = step.scheduled().copied().collect();
         let sampled: Vec<Vec<i32>> = scheduled
             .iter()
@@ -28,7 +26,8 @@ fn serve(scheduler: &mut Scheduler, id: usize, tokens: &[i32]) {
             is_pooled: false,
             is_void: false,
         });
-        let Ok(()) = scheduler.update_from_output(outputs, &mut NoHooks, &mut Vec::new());
+        let Ok(()) =
+            scheduler.update_from_output(outputs, &mut Answers::default(), &mut Vec::new());
         scheduler.check_invariants();
     }
 }
@@ -131,7 +130,7 @@ fn a_request_that_does_not_fit_takes_no_blocks() {
     small.num_blocks = 4;
     let mut scheduler = Scheduler::new(small).unwrap();
     let index = scheduler.add_request(new_request(0, &[5; 40]), 0.0);
-    let Ok(step) = scheduler.schedule(false, 0.0, &mut NoHooks);
+    let Ok(step) = scheduler.schedule(false, 0.0, &mut Answers::default());
     assert_eq!(step.scheduled().count(), 0, "40 tokens don't fit into 3 blocks of 4");
     assert!(scheduler.request(index).groups()[0].table.is_empty());
     assert_eq!(scheduler.kv_cache().pool().num_free(), 3);

@@ -2,79 +2,13 @@
 
 mod common;
 
-use std::convert::Infallible;
-
-use common::{config, new_request};
+use common::{Answers, config, new_request};
 use sparksched_core::{
-    BlockId, BlockPool, ExternalAllocation, ExternalHit, GrammarState, Hooks, KvCacheGroupConfig,
-    KvTransferConfig, NewRequest, NextTurn, Request, RequestIndex, RequestStatus, ScheduledOutput,
+    ExternalHit, KvCacheGroupConfig, KvTransferConfig, NewRequest, RequestStatus, ScheduledOutput,
     Scheduler, SchedulerConfig, SessionInput, Speculation, StopConditions,
 };
 
 const NUM_DRAFTS: u32 = 3;
-
-/// Answers the scheduler's questions: nothing is held up, and a session's next turn comes later.
-#[derive(Default)]
-struct Answers {
-    external_hit: ExternalHit,
-}
-
-impl Hooks for Answers {
-    type Error = Infallible;
-
-    fn grammar_state(&mut self, _: RequestIndex) -> Result<GrammarState, Infallible> {
-        Ok(GrammarState::Ready)
-    }
-
-    fn accept_tokens(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<bool, Infallible> {
-        Ok(true)
-    }
-
-    fn next_turn(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<NextTurn, Infallible> {
-        Ok(NextTurn::Pending)
-    }
-
-    fn plan_encoder_inputs(&mut self, _: RequestIndex, _: u32, n: u32) -> Result<u32, Infallible> {
-        Ok(n)
-    }
-
-    fn schedule_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
-        Ok(())
-    }
-
-    fn free_processed_encoder_inputs(&mut self, _: RequestIndex, _: u32) -> Result<(), Infallible> {
-        Ok(())
-    }
-
-    fn free_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
-        Ok(())
-    }
-
-    fn find_external_hit(
-        &mut self,
-        _: &Request,
-        _: u32,
-    ) -> Result<Option<ExternalHit>, Infallible> {
-        Ok(Some(self.external_hit))
-    }
-
-    fn note_allocation(
-        &mut self,
-        _: &Request,
-        _: &BlockPool,
-        _: ExternalAllocation,
-    ) -> Result<(), Infallible> {
-        Ok(())
-    }
-
-    fn has_pending_block_frees(&mut self) -> Result<bool, Infallible> {
-        Ok(false)
-    }
-
-    fn finish_request(&mut self, _: &Request, _: &[&[BlockId]]) -> Result<bool, Infallible> {
-        Ok(false)
-    }
-}
 
 fn full_attention() -> SchedulerConfig {
     config(vec![KvCacheGroupConfig::FullAttention], None)
@@ -112,7 +46,7 @@ fn step(scheduler: &mut Scheduler, answers: &mut Answers, sampled: &[i32]) -> Ve
 #[test]
 fn a_session_that_stops_among_drafts_goes_on_at_its_last_token() {
     let mut scheduler = Scheduler::new(speculating()).expect("a sane configuration");
-    let answers = &mut Answers::default();
+    let answers = &mut Answers { has_next_turn: true, ..Answers::default() };
     let session = NewRequest { is_session: true, ..request_for(2, 0, &[0; 5]) };
     let index = scheduler.add_request(session, 0.0);
     assert_eq!(step(&mut scheduler, answers, &[1]), [5]);
@@ -163,7 +97,10 @@ fn a_load_leaves_the_blocks_that_an_earlier_one_still_lacks() {
     let config =
         SchedulerConfig { kv_transfer, num_blocks, reserve_full_isl: false, ..full_attention() };
     let mut scheduler = Scheduler::new(config).expect("a sane configuration");
-    let answers = &mut Answers { external_hit: ExternalHit { num_tokens: 4, is_async: true } };
+    let answers = &mut Answers {
+        external_hit: ExternalHit { num_tokens: 4, is_async: true },
+        ..Answers::default()
+    };
     // Nine blocks are free; the first needs ten of them in the end, and has one.
     let first = scheduler.add_request(request_for(3, 0, &[0; 40]), 0.0);
     let second = scheduler.add_request(request_for(3, 1, &[1; 5]), 0.0);

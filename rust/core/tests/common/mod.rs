@@ -1,9 +1,12 @@
 //! What the tests of the scheduler share.
 #![allow(dead_code, reason = "not every test uses everything")]
 
+use std::convert::Infallible;
+
 use sparksched_core::{
-    Behaviors, BlockHasher, HashAlgorithm, JournalConfig, KvCacheGroupConfig, NewRequest, Policy,
-    SchedulerConfig, Speculation, StateConfig, StopConditions,
+    Behaviors, BlockHasher, BlockId, BlockPool, ExternalAllocation, ExternalHit, GrammarState,
+    HashAlgorithm, Hooks, JournalConfig, KvCacheGroupConfig, NewRequest, NextTurn, Policy, Request,
+    RequestIndex, SchedulerConfig, Speculation, StateConfig, StopConditions,
 };
 
 pub const BLOCK_SIZE: u32 = 4;
@@ -74,6 +77,71 @@ pub fn new_request(id: usize, tokens: &[i32]) -> NewRequest {
         is_session: false,
         has_encoder_inputs: false,
         expects_remote_prefill: false,
+    }
+}
+
+/// Answers the scheduler's questions always alike: nothing is held up.
+#[derive(Default)]
+pub struct Answers {
+    /// Whether a session's next turn comes later; else there is none.
+    pub has_next_turn: bool,
+    pub external_hit: ExternalHit,
+}
+
+impl Hooks for Answers {
+    type Error = Infallible;
+
+    fn grammar_state(&mut self, _: RequestIndex) -> Result<GrammarState, Infallible> {
+        Ok(GrammarState::Ready)
+    }
+
+    fn accept_tokens(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<bool, Infallible> {
+        Ok(true)
+    }
+
+    fn next_turn(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<NextTurn, Infallible> {
+        Ok(if self.has_next_turn { NextTurn::Pending } else { NextTurn::Closed })
+    }
+
+    fn plan_encoder_inputs(&mut self, _: RequestIndex, _: u32, n: u32) -> Result<u32, Infallible> {
+        Ok(n)
+    }
+
+    fn schedule_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn free_processed_encoder_inputs(&mut self, _: RequestIndex, _: u32) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn free_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn find_external_hit(
+        &mut self,
+        _: &Request,
+        _: u32,
+    ) -> Result<Option<ExternalHit>, Infallible> {
+        Ok(Some(self.external_hit))
+    }
+
+    fn note_allocation(
+        &mut self,
+        _: &Request,
+        _: &BlockPool,
+        _: ExternalAllocation,
+    ) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn has_pending_block_frees(&mut self) -> Result<bool, Infallible> {
+        Ok(false)
+    }
+
+    fn finish_request(&mut self, _: &Request, _: &[&[BlockId]]) -> Result<bool, Infallible> {
+        Ok(false)
     }
 }
 
