@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.serving.models import SHAPES, Model, ModelError, prepare
+from bench.serving.models import NAMES, SHAPES, Model, ModelError, prepare
 from bench.serving.plan import Plan
 from bench.serving.workload import DECODE, MIXED, PREFIX, Workload
 
@@ -120,3 +120,10 @@ def test_a_directory_is_a_model_and_anything_else_is_refused(tmp_path: Path) -> 
     assert not prepare(str(tmp_path), tmp_path).has_dummy_weights
     with pytest.raises(ModelError, match="gpt-oss-20b"):
         prepare("gpt-oss-21b", tmp_path)
+    assert set(NAMES) == {
+        "gpt-oss-120b",
+        "gpt-oss-20b",
+        "Qwen2-1.5B",
+        "Qwen3-Next-quarter",
+        "tiny",
+    }
