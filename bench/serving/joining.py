@@ -12,19 +12,23 @@ of warm-up, with joining requests, until nothing compiles any more.
 
 A step with a prompt in it takes longer: `--rate` times its time should be well below 1.
 
-Each case of each server is shown, and goes into the file of `--json`, as soon as it is measured.
+Each case of each server is shown, and goes into the file of `--json`, as soon as it is measured. A
+run with the same file goes on where the last one was stopped.
 
     python -m bench.serving.joining --model gpt-oss-120b [--json FILE] [--concurrency 64,256]
         [--prompts 128,2048] [--front-end python,rust] [--rate 5] [--rounds N] [--tokens N]
+        [--minutes M]
 """
 
 import argparse
 import itertools
+import json
 import os
 import re
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -54,28 +58,52 @@ JUST_IN_TIME = "SPARKSCHED_JUST_IN_TIME"
 ROOM_TO_JOIN = 64
 """How many more requests than streams a server takes at once."""
 JOINING_TOKENS = 4
+CASE = ("streams", "prompt_tokens")
+"""What the numbers of a case are."""
 SHARE_OF_ROUND = 0.85
 """For how much of the time in which the streams decode requests join: it varies."""
 
 
-def main() -> None:
-    """Measure, print a table and write JSON."""
+def main() -> int:
+    """Measure, print a table and write JSON; return 3 if something is left for another run."""
     options = _options()
+    deadline = time.monotonic() + 60 * options.minutes
     run = describe_run() | {"options": " ".join(sys.argv[1:])}
-    cells: dict[tuple[Any, ...], Row] = {}
+    cells = _measured_before(options.json)
+    longest_s = 0.0
     with tempfile.TemporaryDirectory(prefix="joining-") as temporary:
         work_dir = (options.work_dir or Path(temporary)).resolve()
         model = prepare(options.model, work_dir)
+        cases = list(itertools.product(options.concurrency, options.prompts))
         servers = list(itertools.product(options.front_end, JOINING_SIDES))
         with Progress(len(servers)) as progress:
             for front_end, side in servers:
+                left = [case for case in cases if side not in cells.get((front_end, *case), ())]
+                if not left:
+                    progress.skip(1)
+                    continue
+                begun = time.monotonic()
+                if begun + longest_s > deadline:
+                    progress.say("what is left of --minutes is too short: run it again to go on")
+                    return 3
                 progress.begin(f"{front_end} front end: {side}")
                 start = _start(options, model, side, front_end, has_gpu=run["gpu"] != NO_GPU)
                 with _started(start, side, work_dir) as server:
-                    for case, found in _measure(server, options):
-                        cell = cells.setdefault((front_end, *case.values()), case)
+                    for case, found in _measure(server, options, left):
+                        cell = cells.setdefault((front_end, *case), {})
+                        cell |= dict(zip(CASE, case, strict=True))
                         cell |= {"model": model.name, "front_end": front_end, side: found}
                         show({"run": run, "joining": list(cells.values())}, options.json)
+                longest_s = max(longest_s, time.monotonic() - begun)
+    return 0
+
+
+def _measured_before(path: Path | None) -> dict[tuple[Any, ...], Row]:
+    """Return what an earlier run with the same file has measured, by front end and case."""
+    if path is None or not path.exists():
+        return {}
+    rows: list[Row] = json.loads(path.read_text())["joining"]
+    return {tuple(row[name] for name in ("front_end", *CASE)): row for row in rows}
 
 
 def _options() -> argparse.Namespace:
@@ -90,6 +118,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=5.0, help="joining requests a second")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--tokens", type=int, metavar="N", help="of each stream")
+    parser.add_argument(
+        "--minutes", type=float, default=1e6, metavar="M", help="begin no server that ends later"
+    )
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs")
     return parser.parse_args()
@@ -128,14 +159,16 @@ def _num_tokens(options: argparse.Namespace, concurrency: int) -> int:
     return tokens or next(tokens for most, tokens in OUTPUT_TOKENS if concurrency <= most)
 
 
-def _measure(server: Server, options: argparse.Namespace) -> Iterator[tuple[Row, Row]]:
+def _measure(
+    server: Server, options: argparse.Namespace, cases: list[tuple[int, int]]
+) -> Iterator[tuple[tuple[int, int], Row]]:
     """Yield each case, and what was measured."""
     with (
         running_loaders(max(options.concurrency), None) as loaders,
         running_loaders(1, None) as (joiner,),
     ):
         driver = HttpDriver(server, loaders)
-        for streams, prompt_tokens in itertools.product(options.concurrency, options.prompts):
+        for streams, prompt_tokens in cases:
             tokens = _num_tokens(options, streams)
             vocab_size = server.start.model.vocab_size
             prompts = (PROMPT_TOKENS, PROMPT_TOKENS)
@@ -152,7 +185,7 @@ def _measure(server: Server, options: argparse.Namespace) -> Iterator[tuple[Row,
             warm_up(server, partial(send, "warm-up"))
             rounds = [send(number) for number in range(options.rounds)]
             late = {"late_launches_s": _late_launches(server)}
-            yield {"streams": streams, "prompt_tokens": prompt_tokens}, _summary(rounds) | late
+            yield (streams, prompt_tokens), _summary(rounds) | late
 
 
 def _late_launches(server: Server) -> Row | None:
@@ -214,4 +247,4 @@ def _summary(rounds: list[Row]) -> Row:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
