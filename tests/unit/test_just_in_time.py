@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from sparksched.engine import just_in_time, launch_times
-from sparksched.engine.just_in_time import MARGIN_S, POLL_S, HostLead, JustInTime, StepTimes
+from sparksched.engine.just_in_time import MARGIN_S, POLL_S, HostLeads, JustInTime, StepTimes
 from unit.simulated_loop import WAKE_S, Engine, Executor, Scenario, Workers
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.engine import EngineCoreRequestType
@@ -119,7 +119,7 @@ def test_steady_decode_leaves_no_gap(executor_class: type[Executor]) -> None:
 def test_a_deadline_without_the_hosts_lead_is_found(
     executor_class: type[Executor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HostLead, "predict", lambda self: 0.0)
+    monkeypatch.setattr(HostLeads, "predict", lambda self, kind: 0.0)
     with pytest.raises(AssertionError):
         test_steady_decode_leaves_no_gap(executor_class)
 
@@ -149,18 +149,45 @@ def test_a_prediction_that_does_not_shrink_is_found(
         test_a_step_that_gets_shorter_costs_three_gaps(executor_class)
 
 
-def test_prompts_that_take_longer_to_launch_leave_no_gap() -> None:
-    def host_s(step: Any) -> float:
-        return 0.004 if step.total_num_scheduled_tokens > len(step.num_scheduled_tokens) else 0.001
+def host_of_prompts(step: Any) -> float:
+    """Return what a launch takes: with a prompt longer, with a long one as long as a step."""
+    num_tokens = step.total_num_scheduled_tokens
+    if num_tokens == len(step.num_scheduled_tokens):
+        return 0.001
+    return 0.004 if num_tokens < 1000 else STEP_S
 
-    scenario = decode(jittering, host_s=host_s)
+
+def with_prompts(num_long: int) -> Scenario:
+    """Return a scenario in which short prompts join, and first some long ones."""
+    scenario = decode(jittering, host_s=host_of_prompts)
+    for number in range(num_long):
+        scenario.add(0.5 + 0.05 * number, f"long-{number}", 4, num_prompt_tokens=4000)
     # Too seldom to be seen in a quantile of all launches.
-    for number in range(15):
-        scenario.add(0.5 + 0.3305 * number, f"request-{number}", 4)
-    engine, meters = run(scenario)
+    for number in range(30):
+        scenario.add(1.0 + 0.1305 * number, f"short-{number}", 4)
+    return scenario
+
+
+def test_prompts_that_take_longer_to_launch_leave_no_gap() -> None:
+    engine, meters = run(with_prompts(num_long=0))
     is_known = sum(launch.end_s < 2.0 for launch in engine.launches)
     assert max(idle_gaps(engine)[is_known:]) <= MARGIN_S
     assert meters.held_back
+
+
+def test_a_prompt_for_which_it_is_too_late_is_found_if_it_is_taken_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deadline_of = JustInTime._deadline
+    monkeypatch.setattr(JustInTime, "_deadline", lambda self, step, _: deadline_of(self, step, 0))
+    with pytest.raises(AssertionError):
+        test_prompts_that_take_longer_to_launch_leave_no_gap()
+
+
+def test_long_prompts_do_not_make_short_ones_wait() -> None:
+    engine, _ = run(with_prompts(num_long=8))
+    waits = [wait for name, wait in waits_of_arrivals(engine) if name.startswith("short")]
+    assert sum(it == 1 for it in waits) > 0.6 * len(waits)
 
 
 def arrivals(
@@ -189,14 +216,14 @@ def test_no_request_is_served_later_than_without_it(
     """Without it a request that comes during step K gets into step K + 2, and no step is late."""
     engine, _ = run(arrivals(pace, seed, executor_class))
     assert max(idle_gaps(engine)) <= LATER_S
-    steps_waited = list(waits_of_arrivals(engine))
+    steps_waited = [wait for _, wait in waits_of_arrivals(engine)]
     assert len(steps_waited) > 20
     assert max(steps_waited) <= 2
     assert not engine.scheduler.requests
 
 
-def waits_of_arrivals(engine: Engine) -> Iterator[int]:
-    """Yield how many steps after the one in which it came each request has begun."""
+def waits_of_arrivals(engine: Engine) -> Iterator[tuple[str, int]]:
+    """Yield each request, and how many steps after the one in which it came it has begun."""
     first: dict[str, int] = {}
     for number, launch in enumerate(engine.launches):
         for request_id in launch.request_ids:
@@ -209,7 +236,7 @@ def waits_of_arrivals(engine: Engine) -> Iterator[int]:
             if launch.start_s < came_s <= launch.end_s
         ]
         if during and request.request_id in first:  # else aborted before
-            yield first[request.request_id] - during[0]
+            yield request.request_id, first[request.request_id] - during[0]
 
 
 def is_add(message: Any) -> bool:
@@ -226,7 +253,7 @@ def arrival_of(engine: Engine, request_id: str) -> float:
 
 def test_most_requests_begin_a_step_sooner(executor_class: type[Executor]) -> None:
     engine, _ = run(arrivals(jittering, 1, executor_class))
-    waits = list(waits_of_arrivals(engine))
+    waits = [wait for _, wait in waits_of_arrivals(engine)]
     assert sum(it == 1 for it in waits) > 0.5 * len(waits)
 
 

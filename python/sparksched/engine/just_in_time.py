@@ -53,6 +53,9 @@ _BRIEF: Final = frozenset({EngineCoreRequestType.ADD, EngineCoreRequestType.ABOR
 Kind: TypeAlias = tuple[bool, int]
 """Whether all requests of a step are in decode, and the class of its number of tokens."""
 
+_DECODE: Final[Kind] = (True, 0)
+"""Stands for all kinds of steps in decode."""
+
 
 # ----------------------------------------------------------------------------------------
 # Predictions
@@ -64,9 +67,13 @@ def kind_of(step: "SchedulerOutput") -> Kind | None:
     num_tokens = step.total_num_scheduled_tokens
     if not num_tokens:
         return None
-    # Four classes for each doubling.
+    return num_tokens == len(step.num_scheduled_tokens), _class_of(num_tokens)
+
+
+def _class_of(num_tokens: int) -> int:
+    # Four for each doubling.
     shift = max(num_tokens.bit_length() - 3, 0)
-    return num_tokens == len(step.num_scheduled_tokens), num_tokens >> shift << shift
+    return num_tokens >> shift << shift
 
 
 class StepTimes:
@@ -90,24 +97,36 @@ class StepTimes:
         return sorted(recent)[len(recent) // 8]
 
 
-class HostLead:
+class HostLeads:
     """How long the host takes from its deadline until a step is launched: a high quantile.
 
-    One for steps in decode, which may be launched as one graph, and one for others.
+    All steps in decode have one in common, since each may be launched as one graph. Others have one
+    for each kind: a long prompt, of many kernels, says nothing about a short one.
     """
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_NUM_LAUNCHES)
+        self._recent: dict[Kind, deque[float]] = {}
 
-    def note(self, time_s: float) -> None:
+    def note(self, kind: Kind, time_s: float) -> None:
         """Learn how long a launch took."""
-        self._recent.append(time_s)
+        key = _DECODE if kind[0] else kind
+        self._recent.setdefault(key, deque(maxlen=_NUM_LAUNCHES)).append(time_s)
 
-    def predict(self) -> float | None:
-        """Return in seconds how long a launch will take at most; None if that isn't known."""
-        if len(self._recent) < MIN_SAMPLES:
+    def predict(self, kind: Kind) -> float | None:
+        """Return in seconds how long a launch will take at most; None if that isn't known.
+
+        The next larger kind stands in for one that was seen too seldom.
+        """
+        if kind[0]:
+            return self._quantile(_DECODE)
+        larger = sorted(it for it in self._recent if not it[0] and it >= kind)
+        return next((time_s for it in larger if (time_s := self._quantile(it)) is not None), None)
+
+    def _quantile(self, key: Kind) -> float | None:
+        recent = self._recent.get(key, ())
+        if len(recent) < MIN_SAMPLES:
             return None
-        return sorted(self._recent)[len(self._recent) * 15 // 16]
+        return sorted(recent)[len(recent) * 15 // 16]
 
 
 def deadline(start_s: float, step_s: float, lead_s: float) -> float:
@@ -300,11 +319,15 @@ class JustInTime:
         self._engine = engine
         self._meters = meters
         self._times = StepTimes()
-        self._leads = {is_decode: HostLead() for is_decode in (False, True)}
+        self._leads = HostLeads()
         self._has_workers = isinstance(self.executor, MultiprocExecutor)
         self._step_of_vllm = engine.step_fn
         self._num_left_waiting = 0
         """Requests that the last step has found no room for."""
+        self._num_joining_tokens = 0
+        """Of the prompts that were received while this step is held back."""
+        self._late: tuple[Any, Any] | None = None
+        """A request that came too late for this step, and is received after it."""
         self._has_warned = False
         engine.batch_queue = self._in_flight = _StepsInFlight(self, engine.batch_queue_size)
         engine.step_fn = self.step
@@ -312,9 +335,14 @@ class JustInTime:
     def step(self) -> Any:
         """Receive until the next step is due, and make it."""
         self._hold_back()
-        return self._step_of_vllm()
+        made = self._step_of_vllm()
+        if self._late is not None:
+            late, self._late = self._late, None
+            self._handle(*late)
+        return made
 
     def _hold_back(self) -> None:
+        self._num_joining_tokens = 0
         start_s = now_s = self.clock()
         until_s = self._until()
         self.is_held = until_s is not None and until_s > start_s
@@ -335,7 +363,7 @@ class JustInTime:
     def _until(self) -> float | None:
         """Return until when the next step may be held back; None if something needs the loop."""
         engine = self._engine
-        if len(self._in_flight) != 1 or self._num_left_waiting:
+        if len(self._in_flight) != 1 or self._num_left_waiting or self._late is not None:
             return None
         ((step, *_),) = self._in_flight
         if step.needs_loop or not step.tells_its_end or step.start_s is None:
@@ -344,12 +372,30 @@ class JustInTime:
             return None
         if not engine.scheduler.has_unfinished_requests():
             return None
+        return self._deadline(step, self._num_joining_tokens)
+
+    def _deadline(self, step: StepInFlight, num_joining_tokens: int) -> float | None:
+        """Return when the step behind this one has to be decided; None if that isn't known.
+
+        Args:
+            step: The one in flight.
+            num_joining_tokens: Of prompts that the next one computes.
+
+        """
+        num_running, num_waiting = self._engine.scheduler.get_request_counts()
+        if num_waiting and not num_joining_tokens:
+            return None  # they came while the loop was at work: no reason to let them wait
         step_s = self._times.predict(step.kind)
-        # A request may come in the last moment: there has to be time for a step with its prompt.
-        leads_s = [it for lead in self._leads.values() if (it := lead.predict()) is not None]
-        if step_s is None or not leads_s:
+        leads_s = [self._leads.predict(_DECODE)]
+        if num_joining_tokens:
+            joined = (False, _class_of(num_running + num_joining_tokens))
+            leads_s.append(self._leads.predict(joined))
+        if step.kind is not None and not step.is_decode:
+            leads_s.append(self._leads.predict(step.kind))  # its prompts may go on
+        known_s = [it for it in leads_s if it is not None]
+        if step_s is None or step.start_s is None or len(known_s) < len(leads_s):
             return None
-        return deadline(step.start_s, step_s, max(leads_s))
+        return deadline(step.start_s, step_s, max(known_s))
 
     def _receive(self, timeout_s: float) -> Any:
         """Handle the next message, if one comes in time; return its kind."""
@@ -357,9 +403,21 @@ class JustInTime:
             kind, message = self._engine.input_queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        if kind is EngineCoreRequestType.ADD:
+            num_joining_tokens = self._num_joining_tokens + message[0].num_prompt_tokens
+            ((step, *_),) = self._in_flight
+            until_s = self._deadline(step, num_joining_tokens)
+            if until_s is not None and until_s < self.clock():
+                # The GPU would have to wait for a step with its prompt.
+                self._late = (kind, message)
+                return kind
+            self._num_joining_tokens = num_joining_tokens
+        self._handle(kind, message)
+        return kind
+
+    def _handle(self, kind: Any, message: Any) -> None:
         self._engine._handle_client_request(kind, message)
         self._engine._maybe_publish_request_counts()  # as the loop does after it has received
-        return kind
 
     # ---- what the queue of batches tells ----
 
@@ -408,7 +466,7 @@ class JustInTime:
     def _note_lead(self, step: StepInFlight) -> None:
         # With a grammar it may have waited for the one before.
         if step.kind is not None and not step.needs_loop:
-            self._leads[step.is_decode].note(step.launch_s - step.due_s)
+            self._leads.note(step.kind, step.launch_s - step.due_s)
 
     def _warn_once(self, reason: str) -> None:
         if not self._has_warned:
