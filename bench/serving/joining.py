@@ -4,7 +4,8 @@ Streams decode side by side, as many as `--concurrency` says. Beside them single
 random, as a Poisson process. Each server is measured with all numbers of streams and all lengths of
 joining prompts before the next one starts: vLLM, sparksched, and sparksched that schedules just in
 time. Rounds without joining requests come first: they tell how long a round takes. Then come rounds
-of warm-up, with joining requests, until nothing compiles any more.
+of warm-up, with joining requests, until nothing compiles any more; over the Rust front end, where
+nobody tells, until no stream has stood still for half a second.
 
 - `ttft_ms`: from sending a joining request to its first token.
 - `output_gap_ms`, `tokens_per_s`: of the streams, while all of them decode.
@@ -60,6 +61,7 @@ ROOM_TO_JOIN = 64
 JOINING_TOKENS = 4
 CASE = ("streams", "prompt_tokens")
 """What the numbers of a case are."""
+STALL_MS = 500.0
 SHARE_OF_ROUND = 0.85
 """For how much of the time in which the streams decode requests join: it varies."""
 
@@ -182,7 +184,7 @@ def _measure(
                 (JOINING_TOKENS, JOINING_TOKENS),
             )
             send = partial(_round, driver, joiner, alone, joining, seconds)
-            warm_up(server, partial(send, "warm-up"))
+            warm_up(server, partial(send, "warm-up"), has_stalled)
             rounds = [send(number) for number in range(options.rounds)]
             late = {"late_launches_s": _late_launches(server)}
             yield (streams, prompt_tokens), _summary(rounds) | late
@@ -232,6 +234,12 @@ def _round(
     found = evaluate(driver.run(workload, begin_to_join).logs, is_steady=True)
     joined = gather([joiner], ROUND_S, lambda event: None)[0]
     return found | {"ttft_ms": [1e3 * (log.times[0] - log.sent_at) for log in joined]}
+
+
+def has_stalled(found: Row) -> bool:
+    """Whether something has held a round up for long: a kernel that was compiled, most likely."""
+    gaps: Row = found["output_gap_ms"]
+    return bool(gaps["max"] > STALL_MS)
 
 
 def _summary(rounds: list[Row]) -> Row:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.serving.compilations import evaluate_compiled
 from bench.serving.drivers import Driver, HttpDriver, Round
@@ -18,6 +18,7 @@ from bench.serving.threads import Process, Snapshot, cpu_between
 from bench.serving.workload import Workload
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 WARM_UP_TOKENS = 32
 MOST_WARM_UPS = 8
@@ -94,18 +95,26 @@ def measure_cell(
     return found
 
 
-def warm_up(server: Server, send: Callable[[int], Any]) -> None:
+def warm_up(
+    server: Server, send: Callable[[int], T], has_stalled: Callable[[T], bool] | None = None
+) -> None:
     """Send requests until no step has to wait for a kernel to be compiled, or often enough.
 
     Args:
         server: What is warmed up.
         send: Sends requests and waits for their ends; is given the number of the attempt.
+        has_stalled: Says of what `send` returns whether a step has waited, where nobody else tells.
 
     """
     _take_compiled(server)
-    for number in range(MOST_WARM_UPS if server.remotes else BLIND_WARM_UPS):
-        send(number)
-        if server.remotes and not _take_compiled(server).get("count"):
+    is_told = bool(server.remotes) or has_stalled is not None
+    for number in range(MOST_WARM_UPS if is_told else BLIND_WARM_UPS):
+        sent = send(number)
+        if server.remotes:
+            is_warm = not _take_compiled(server).get("count")
+        else:
+            is_warm = has_stalled is not None and not has_stalled(sent)
+        if is_warm:
             break
 
 
