@@ -24,7 +24,6 @@ from sparksched import patching
 from sparksched._core import NativeBlockHasher, read_prompt
 from sparksched.engine.context import context_of
 from sparksched.engine.extra_keys import extra_keys_writer
-from sparksched.engine.request_errors import UnsupportedRequestError
 from sparksched.engine.scheduler import NativeScheduler
 
 BlockHasher = Callable[[Request], list[bytes]]
@@ -108,34 +107,9 @@ def _refusing_unsupported_requests(original: patching.Function) -> patching.Func
         scheduler = context_of(self).scheduler
         if scheduler is None:
             return original(self, request)
-        refuse_unsupported_request(
-            request,
-            takes_encoder_inputs=scheduler.encoder_cache_manager is not None,
-            takes_prompt_embeds=scheduler.vllm_config.model_config.enable_prompt_embeds,
-        )
+        scheduler.refuse_unsupported_inputs(request)
         preprocessed = original(self, request)
         read_prompt(preprocessed[0], extra_keys=scheduler.extra_keys)
         return preprocessed
 
     return preprocess_add_request
-
-
-def refuse_unsupported_request(
-    request: Any, *, takes_encoder_inputs: bool, takes_prompt_embeds: bool
-) -> None:
-    """Raise an error for an `EngineCoreRequest` of a kind that the Rust core does not know."""
-    if request.mm_features and not takes_encoder_inputs:
-        raise UnsupportedRequestError(
-            f"request {request.request_id} has images or the like, but this model takes only text"
-        )
-    embeds = request.prompt_embeds
-    if embeds is not None and not takes_prompt_embeds:
-        raise UnsupportedRequestError(
-            f"request {request.request_id} has prompt embeddings, but the server was started "
-            "without --enable-prompt-embeds"
-        )
-    if not request.prompt_token_ids and (embeds is None or not len(embeds)):
-        raise UnsupportedRequestError(
-            f"request {request.request_id} is a request without a prompt, which is not supported "
-            "by sparksched; start the server with VLLM_SCHEDULER=vllm"
-        )

@@ -1,10 +1,38 @@
-"""Why a single request is refused where it arrives.
+"""Which requests are refused where they arrive, and why.
 
-Since vLLM 0.33.0 its client is told; before, it only learns that the request has failed.
+Since vLLM 0.33.0 the client of such a request is told; before, it only learns that it has failed.
 """
+
+from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
 
 class UnsupportedRequestError(VLLMValidationError, ValueError):  # type: ignore[misc]
     """A request that the Rust core can't serve."""
+
+
+def refuse_unsupported_inputs(
+    request: Any, *, takes_encoder_inputs: bool, takes_prompt_embeds: bool
+) -> None:
+    """Check the inputs of a request, as a message of vLLM's or as the engine's own.
+
+    Raises:
+        UnsupportedRequestError: if the model or the Rust core doesn't take them.
+
+    """
+    if request.mm_features and not takes_encoder_inputs:
+        raise UnsupportedRequestError(
+            f"request {request.request_id} has images or the like, but this model takes only text"
+        )
+    embeds = request.prompt_embeds
+    if embeds is not None and not takes_prompt_embeds:
+        raise UnsupportedRequestError(
+            f"request {request.request_id} has prompt embeddings, but the server was started "
+            "without --enable-prompt-embeds"
+        )
+    if not request.prompt_token_ids and (embeds is None or not len(embeds)):
+        raise UnsupportedRequestError(
+            f"request {request.request_id} is a request without a prompt, which is not supported "
+            "by sparksched; start the server with VLLM_SCHEDULER=vllm"
+        )

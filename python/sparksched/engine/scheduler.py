@@ -34,6 +34,7 @@ from sparksched.engine.config import core_config
 from sparksched.engine.encoder_inputs import EncoderInputs
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
+from sparksched.engine.request_errors import refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
 from sparksched.transport.encoder import PartEncoder
 
@@ -212,10 +213,11 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         """Put a request into the queue; or one that has the id of a session: continue that.
 
         Raises:
-            ValueError: for an id that is in use, or a kind of request that is not supported; the
-                front end refuses the latter before they get here.
+            ValueError: for an id that is in use, or inputs that are not supported; an engine
+                refuses the latter before they get here.
 
         """
+        self.refuse_unsupported_inputs(request)
         if self._needs_none_hash:
             self.set_none_hash(kv_cache_utils.NONE_HASH)
         session = self.requests.get(request.request_id)
@@ -226,6 +228,14 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
                 self.connector.on_new_request(request)
         else:
             self._continue_session(session, StreamingUpdate.from_request(request))
+
+    def refuse_unsupported_inputs(self, request: Any) -> None:
+        """Raise `UnsupportedRequestError` for a request, or its message, that can't be served."""
+        refuse_unsupported_inputs(
+            request,
+            takes_encoder_inputs=self._encoder_inputs is not None,
+            takes_prompt_embeds=self.vllm_config.model_config.enable_prompt_embeds,
+        )
 
     def _continue_session(self, session: Request, update: StreamingUpdate | None) -> None:
         """Give a session its next input, or None for its end, now or when its turn has ended."""

@@ -121,11 +121,6 @@ impl SchedulerCore {
     fn add_request(&mut self, request: &Bound<'_, PyAny>, now: f64) -> PyResult<()> {
         let py = request.py();
         let new = convert::new_request(request, &self.extra_keys)?;
-        if new.has_encoder_inputs && self.callbacks.encoder_inputs.bind(py).is_none() {
-            let message =
-                format!("request {} has images or the like: this model takes text", new.id);
-            return Err(PyValueError::new_err(message));
-        }
         let entry = Entry::of(request)?;
         let id = entry.id.clone_ref(py);
         if self.places.bind(py).contains(&id)? {
