@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 
-FORKING = Path(__file__).resolve().with_name("forking.py")
 MODEL_NAME = "tiny"
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
@@ -38,6 +38,18 @@ CPU_ARGUMENTS = (
 )
 
 
+class Process(Protocol):
+    """A command that runs: a `Popen`, or what stands in for one."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return its exit status if it has ended."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; return its exit status."""
+
+
 class ServerError(RuntimeError):
     """The server didn't come up, or died."""
 
@@ -48,7 +60,7 @@ class Server:
 
     base_url: str
     log_path: Path
-    process: subprocess.Popen[bytes]
+    process: Process
     model: str = MODEL_NAME
 
     @property
@@ -91,6 +103,7 @@ def serve(
     scheduler: str | None = None,
     name: str = MODEL_NAME,
     is_on_cpu: bool = True,
+    is_preloaded: bool = False,
     forks: bool = False,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
@@ -99,9 +112,11 @@ def serve(
     """Start `vllm serve` on a free local port, wait until it is healthy, and stop it at the end.
 
     `scheduler` becomes VLLM_SCHEDULER; None means vLLM's own. `name` is what the model is served
-    as. On a CPU there are arguments for tiny models; `arguments` follow them, so they win. A server
-    that `forks` its engine and workers is up in half the time, but they hold its descriptors: not
-    for tests of deaths.
+    as. On a CPU there are arguments for tiny models; `arguments` follow them, so they win.
+
+    One that `is_preloaded` is no new `vllm serve` but a fork of a process that has imported vLLM.
+    One that `forks` is preloaded, and forks its engine and workers as well: it is up in a third of
+    the time, but they hold its descriptors, so it is not for tests of deaths.
     """
     port = _free_port()
     process = _start(
@@ -110,6 +125,7 @@ def serve(
         port=port,
         scheduler=scheduler,
         name=name,
+        is_preloaded=is_preloaded or forks,
         forks=forks,
         arguments=[*(CPU_ARGUMENTS if is_on_cpu else ()), *arguments],
         environment=environment or {},
@@ -129,23 +145,27 @@ def _start(
     port: int,
     scheduler: str | None,
     name: str,
+    is_preloaded: bool,
     forks: bool,
     arguments: Sequence[str],
     environment: Mapping[str, str],
-) -> "subprocess.Popen[bytes]":
-    # -P: what lies beside a program must not shadow packages.
-    program = ("-P", str(FORKING)) if forks else ("-m", "vllm.entrypoints.cli.main")
+) -> Process:
     command = [
-        *(sys.executable, *program, "serve", str(model_dir.resolve())),
+        *("serve", str(model_dir.resolve())),
         *(f"--served-model-name={name}", "--host=127.0.0.1", f"--port={port}"),
         *arguments,
     ]
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
     chosen = {} if scheduler is None else {"VLLM_SCHEDULER": scheduler}
+    environment = {**inherited, **CPU_ENVIRONMENT, **chosen, **environment}
+    if is_preloaded:
+        from testkit.preloaded import Command
+
+        return Command(command, log_path, environment, forks=forks)
     with log_path.open("wb") as log:
         return subprocess.Popen(
-            command,
-            env={**inherited, **CPU_ENVIRONMENT, **chosen, **environment},
+            [sys.executable, "-m", "vllm.entrypoints.cli.main", *command],
+            env=environment,
             cwd=log_path.parent,  # not the repository, whose directories could shadow packages
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -192,7 +212,7 @@ def _log_excerpt(server: Server) -> str:
     return "\n".join([f"from {server.log_path}:", *lines[start : start + LOG_EXCERPT_LINES]])
 
 
-def _stop(process: "subprocess.Popen[bytes]") -> None:
+def _stop(process: Process) -> None:
     """Stop the whole process group: kindly first, so that engine and worker can clean up."""
     _signal_group(process, signal.SIGTERM)
     try:
@@ -204,6 +224,6 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+def _signal_group(process: Process, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):  # nobody is left in the group
         os.killpg(process.pid, number)

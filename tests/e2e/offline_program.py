@@ -21,7 +21,7 @@ ENGINE: dict[str, Any] = {
     "block_size": 32,
 }
 ADAPTERS = ("red", "blue")
-NUM_PROMPTS, NUM_WAVES = 4, 3
+NUM_PROMPTS, NUM_WAVES = 4, 2
 NUM_ORDINARY, NUM_URGENT = 40, 2  # 16 run at a time
 VOCAB_SIZE = 400  # ids below this are in the tiny models' vocabulary
 NUM_WITH_STATES, PREFIX_LENGTHS = 10, (0, 40, 130, 300, 520)

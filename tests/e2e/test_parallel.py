@@ -110,6 +110,7 @@ def run_engines(model: Path, directory: Path, scheduler: str | None) -> Observed
         model,
         directory / "serve.log",
         scheduler=scheduler,
+        is_preloaded=True,
         arguments=TWO_ENGINES,
         environment={"SPARKSCHED_STRICT": "1", "SPARKSCHED_TRANSPORT": "shm"} if scheduler else {},
     ) as server:

@@ -65,6 +65,7 @@ def run_server(
         model_dir,
         log_dir / "serve.log",
         scheduler="sparksched" if over_rings else None,
+        is_preloaded=True,
         environment={**DEVELOPMENT, **(OVER_RINGS if over_rings else {})},
         arguments=(ROOM_FOR_ENDLESS, *arguments),
     ) as server:
@@ -317,6 +318,7 @@ def two(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
     return run_server(model_dir, directory, observe_two, over_rings=True, arguments=arguments)
 
 
+@pytest.mark.full
 def test_two_api_servers(two: Observed, stock: Observed) -> None:
     """A server that loses one of them ends as a whole; stock ends with the same status."""
     assert outcomes(two) == outcomes(stock)

@@ -204,7 +204,11 @@ def test_nothing_outlives_a_kill(killed: str, model_dir: Path, tmp_path: Path) -
     """
     variables = {**vllm_rs.variables(), **STRICT}
     with serve(
-        model_dir, tmp_path / "log", scheduler="sparksched", environment=variables
+        model_dir,
+        tmp_path / "log",
+        scheduler="sparksched",
+        is_preloaded=True,
+        environment=variables,
     ) as server:
         front_end = next(it for it in processes_of(server) if name_of(it) == "vllm-rs")
         engine = process_named(server, "EngineCore")

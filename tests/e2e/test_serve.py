@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def _verified(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Obse
     """Observe a server that would stop if the schedulers differed."""
     log_dir = tmp_path_factory.mktemp("verified")
     variables = {"SPARKSCHED_VERIFY": "stop", "SPARKSCHED_STRICT": "1"}
-    return run_server(model_dir, log_dir, scheduler="sparksched", **variables)
+    return run_server(model_dir, log_dir, scheduler="sparksched", environment=variables)
 
 
 @pytest.fixture(scope="module", name="taken_over")
@@ -158,11 +159,19 @@ def _taken_over(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ob
         "TMPDIR": str(log_dir),
         "PYTHONPATH": str(Path(__file__).parent / "planted"),
     }
-    return run_server(model_dir, log_dir, scheduler="sparksched", **variables)
+    # What plants it is read when a process starts.
+    return run_server(
+        model_dir, log_dir, scheduler="sparksched", is_preloaded=False, environment=variables
+    )
 
 
 def run_server(
-    model_dir: Path, log_dir: Path, scheduler: str | None, **environment: str
+    model_dir: Path,
+    log_dir: Path,
+    scheduler: str | None,
+    *,
+    is_preloaded: bool = True,
+    environment: Mapping[str, str] | None = None,
 ) -> Observed:
     """Observe a server of its own, from start to end."""
     arguments = [f"--num-gpu-blocks-override={NUM_BLOCKS}"]
@@ -170,7 +179,7 @@ def run_server(
         model_dir,
         log_dir / "serve.log",
         scheduler=scheduler,
-        forks=True,
+        forks=is_preloaded,
         arguments=arguments,
         environment=environment,
     ) as server:

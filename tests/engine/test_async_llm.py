@@ -150,7 +150,11 @@ async def live_and_die(model_directory: Path, async_scheduling: bool) -> None:
 
 @pytest.mark.parametrize(
     ("scheduler", "async_scheduling"),
-    [("vllm", True), ("sparksched", True), ("sparksched", False)],
+    [
+        pytest.param("vllm", True, marks=pytest.mark.full),
+        ("sparksched", True),
+        ("sparksched", False),
+    ],
     ids=["stock-async", "sparksched-async", "sparksched-sync"],
 )
 def test_life_and_death_of_an_engine(

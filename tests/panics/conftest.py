@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ def extension() -> Path:
     first = forkserver.Process(target=os.getpid)
     first.start()
     first.join()
+    # Collections then look at what tests have made, and not at all of vLLM.
+    gc.collect()
+    gc.freeze()
     return build()
 
 

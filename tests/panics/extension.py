@@ -14,7 +14,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "rust/python/src"
-TARGET = ROOT / "target/test-points"
 
 NAME = "sparksched._core"
 
@@ -23,12 +22,12 @@ def build() -> Path:
     """Build the extension with its points; return where it is."""
     command = "cargo build --package sparksched-python --features test-points,pyo3/extension-module"
     subprocess.run(
-        [*command.split(), "--target-dir", str(TARGET)],
+        command.split(),
         cwd=ROOT,
         env={**os.environ, "PYO3_PYTHON": sys.executable},
         check=True,
     )
-    return TARGET / "debug/libsparksched_core_python.so"
+    return ROOT / "target/debug/libsparksched_core_python.so"
 
 
 def load(path: Path) -> None:

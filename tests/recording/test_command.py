@@ -322,6 +322,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
+@pytest.mark.full
 def test_piped(path: Path) -> None:
     with run_command(subprocess.PIPE, path, "--scheduling-policy=priority") as process:
         printed, errors = process.communicate()

@@ -9,6 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(180)
 
+KINDS = ("idle", "hangs", "without pidfds")
 LAUNCHER = """
 import multiprocessing, os, queue, sys, time, types
 import vllm.v1.engine.core
@@ -22,34 +23,38 @@ def engine(kind):
         os.pidfd_open = forbidden
     stub = types.SimpleNamespace(input_queue=queue.Queue())
     launcher.watch_launcher(stub)
-    print(os.getpid(), flush=True)
+    print("process", os.getpid(), flush=True)
     if kind == "hangs":
         time.sleep(1000)
     stub.input_queue.get()
     try:
         launcher.fail(stub)
     except RuntimeError as error:
-        print(error, flush=True)
+        print(kind, error, flush=True)
 
-multiprocessing.get_context("fork").Process(target=engine, args=sys.argv[1:]).start()
+for kind in sys.argv[1:]:
+    multiprocessing.get_context("fork").Process(target=engine, args=[kind]).start()
 time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("engine", ["idle", "hangs", "without pidfds"])
-def test_the_launcher_is_killed(engine: str) -> None:
+def test_the_launcher_is_killed() -> None:
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, engine], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", LAUNCHER, *KINDS], stdout=subprocess.PIPE, text=True
     )
     assert launcher.stdout is not None
-    pid = next(int(line) for line in launcher.stdout if line.strip().isdecimal())
-    ended = select.poll()
-    ended.register(os.pidfd_open(pid), select.POLLIN)
+    started = (line for line in launcher.stdout if line.startswith("process"))
+    pids = [int(next(started).split()[1]) for _ in KINDS]
+    ends = [select.poll() for _ in KINDS]
+    for ended, pid in zip(ends, pids, strict=True):
+        ended.register(os.pidfd_open(pid), select.POLLIN)
     try:
-        assert not ended.poll(200)
+        assert not any(ended.poll(100) for ended in ends)
     finally:
         launcher.kill()
         launcher.wait()
-    assert ended.poll(60_000)
-    said = launcher.stdout.read()
-    assert ("the process that has started this engine is gone" in said) == (engine != "hangs")
+    assert all(ended.poll(60_000) for ended in ends)
+    said = sorted(launcher.stdout.read().splitlines())
+    gone = "the process that has started this engine is gone"
+    assert [gone in line for line in said] == [True, True], said
+    assert [line.startswith(kind) for line, kind in zip(said, ("idle", "without"))] == [True, True]

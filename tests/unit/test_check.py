@@ -461,6 +461,7 @@ def _read(terminal: int) -> bytes:
 
 
 @pytest.mark.command
+@pytest.mark.full
 def test_piped(model: str) -> None:
     with run_command(None, model, "--dtype=float32") as process:
         printed, _ = process.communicate()
