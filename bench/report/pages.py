@@ -27,7 +27,6 @@ KEYS = (
     "mode",
     "visit",
     "cores",
-    "workload",
     "concurrency",
     "driver",
     "output_tokens",

@@ -8,7 +8,6 @@ from bench.report.pairs import (
     ALL,
     ASYNC,
     ASYNCLLM,
-    DECODE,
     DRIVERS,
     HTTP,
     LABELS,
@@ -154,7 +153,7 @@ def front_ends(results: Results) -> Rows:
 
     On few those of many streams alone, as in `two_processors`.
     """
-    pairs = _chosen(results, lambda it: it.workload == DECODE, compare_front_ends=True)
+    pairs = pairs_of(current(results, compare_front_ends=True))
     for pair in (it for it in pairs if it.case.cores == ALL):
         yield [pair.case.label, *_served(pair)]
     for pair in pairs:
@@ -167,8 +166,7 @@ def _servers(mode: str, driver: str) -> Callable[[Results], Rows]:
 
     def rows(results: Results) -> Rows:
         def is_chosen(case: Case) -> bool:
-            wanted = (mode, driver, ALL, DECODE, "")
-            return wanted == (case.mode, case.driver, case.cores, case.workload, case.layout)
+            return (mode, driver, ALL, "") == (case.mode, case.driver, case.cores, case.layout)
 
         for pair in _chosen(results, is_chosen):
             yield [pair.case.label, *_served(pair)]
@@ -178,7 +176,7 @@ def _servers(mode: str, driver: str) -> Callable[[Results], Rows]:
 
 def few_processors(results: Results) -> Rows:
     """Yield servers that are confined to a number of processors."""
-    for pair in _chosen(results, lambda it: it.cores != ALL and it.workload == DECODE):
+    for pair in _chosen(results, lambda it: it.cores != ALL):
         mode = "" if pair.case.mode == ASYNC else ", sync"
         yield [f"{pair.case.label}{mode}, {pair.case.cores}", *_served(pair)]
 
@@ -187,7 +185,7 @@ def two_processors(results: Results) -> Rows:
     """Yield those of many streams on two processors."""
 
     def is_chosen(case: Case) -> bool:
-        return (case.cores, case.workload) == ("2", DECODE) and case.concurrency >= MANY_STREAMS
+        return case.cores == "2" and case.concurrency >= MANY_STREAMS
 
     for pair in _chosen(results, is_chosen):
         mode = "" if pair.case.mode == ASYNC else ", sync"
@@ -196,19 +194,10 @@ def two_processors(results: Results) -> Rows:
 
 def several_gpus(results: Results) -> Rows:
     """Yield models that are spread over GPUs; the engine's CPU time without what it spins."""
-    for pair in _chosen(results, lambda it: bool(it.layout) and it.workload == DECODE):
+    for pair in _chosen(results, lambda it: bool(it.layout)):
         working = (it.get("engine_cpu", "without_waiting_us_per_token") for it in pair.sides())
         rates, p50, p99, together, _, api_server, _ = _served(pair)
         yield [pair.case.label, rates, p50, p99, together, pair_text(*working), api_server]
-
-
-def lengths(results: Results) -> Rows:
-    """Yield requests of mixed lengths, and such that share a prefix."""
-    for pair in _chosen(results, lambda it: it.workload != DECODE):
-        rates, p50, p99, together, *_ = _served(pair)
-        first = (it.figure("ttft_ms", "p50") for it in pair.sides())
-        name = f"{pair.case.workload}: {pair.case.label}"
-        yield [name, rates, p50, p99, together, pair_text(*first)]
 
 
 def same_streams(results: Results) -> Rows:
@@ -273,7 +262,7 @@ def _tail(side: Side) -> float | None:
     return median(side.gaps("p99"))
 
 
-USUAL = {"mode": ASYNC, "driver": HTTP, "cores": ALL, "workload": DECODE, "front_end": "python"}
+USUAL = {"mode": ASYNC, "driver": HTTP, "cores": ALL, "front_end": "python"}
 SITUATIONS = (
     Situation("One stream", "tokens/s", _rate, {"model": "gpt-oss-120b", "concurrency": 1}),
     Situation(
@@ -547,12 +536,6 @@ TABLES = (
     Table("two_processors", "On two processors", (STREAMS, *SERVED), two_processors),
     Table(
         "gpus", "On several GPUs", ("model, layout, streams x tokens", *SERVED[:6]), several_gpus
-    ),
-    Table(
-        "lengths",
-        "Mixed lengths and shared prefixes",
-        ("requests", *SERVED[:4], "first token p50, ms"),
-        lengths,
     ),
     Table(
         "streams",

@@ -50,7 +50,7 @@ from bench.serving.plan import OUTPUT_TOKENS, PROMPT_TOKENS
 from bench.serving.remote import Remote, gather
 from bench.serving.server import ASYNC, FRONT_ENDS, OURS, STOCK, SYNC, Server, Start, serve
 from bench.serving.streams import RUNNING
-from bench.serving.workload import DECODE, Workload
+from bench.serving.workload import Workload
 
 Row = dict[str, Any]
 
@@ -172,10 +172,9 @@ def _measure(
             tokens = _num_tokens(options, streams)
             vocab_size = server.start.model.vocab_size
             prompts = (PROMPT_TOKENS, PROMPT_TOKENS)
-            alone = Workload(DECODE, streams, vocab_size, prompts, (tokens, tokens))
+            alone = Workload(streams, vocab_size, prompts, (tokens, tokens))
             seconds = _seconds_of(driver, alone)
             joining = Workload(
-                DECODE,
                 max(1, round(options.rate * seconds)),
                 vocab_size,
                 (prompt_tokens, prompt_tokens),
@@ -203,7 +202,7 @@ def _seconds_of(driver: HttpDriver, workload: Workload) -> float:
     """Return for how long requests may join a round; the first of two compiles."""
     for number in range(2):
         logs = driver.run(workload.seeded("alone", number), lambda event: None).logs
-        found = evaluate(logs, is_steady=True)
+        found = evaluate(logs)
     return SHARE_OF_ROUND * float(found["end_s"] - found["start_s"])
 
 
@@ -229,7 +228,7 @@ def _round(
                 seconds=seconds,
             )
 
-    found = evaluate(driver.run(workload, begin_to_join).logs, is_steady=True)
+    found = evaluate(driver.run(workload, begin_to_join).logs)
     joined = gather([joiner], ROUND_S, lambda event: None)[0]
     return found | {"ttft_ms": [1e3 * (log.times[0] - log.sent_at) for log in joined]}
 

@@ -87,8 +87,8 @@ def measure_cell(
         _measure_round(server, driver, workload.seeded(case, number), processes)
         for number in range(effort.rounds)
     ]
-    found: Row = {"rounds": rounds, "is_held": is_held(server, workload)}
-    if workload.is_steady and server.remotes:
+    found: Row = {"rounds": rounds, "is_held": is_held(server)}
+    if server.remotes:
         found |= _measure_phases(server, driver, workload.seeded(case, "phases"))
         found["engine_cpu"] = evaluate_engine(found["engine_cpu"], rounds)
     return found
@@ -131,14 +131,14 @@ def _prepare(server: Server, workload: Workload) -> None:
     their lengths alone, and not on how fast they come.
     """
     server.settle()
-    if is_held(server, workload):
+    if is_held(server):
         server.remote.call("hold", num_requests=workload.num_requests)
 
 
-def is_held(server: Server, workload: Workload) -> bool:
+def is_held(server: Server) -> bool:
     """Whether a round begins once all requests are in the engines: its TTFT then says little."""
     has_stages = server.start.layout.num_stages > 1
-    return workload.is_steady and has_stages and bool(server.remotes)
+    return has_stages and bool(server.remotes)
 
 
 def _measure_round(
@@ -146,14 +146,9 @@ def _measure_round(
 ) -> Row:
     watch = CpuWatch(processes)
     _prepare(server, workload)
-    before = Snapshot.take(processes)
     done = driver.run(workload, watch)
-    after = Snapshot.take(processes)
-    found = evaluate(done.logs, workload.is_steady)
-    if workload.is_steady:
-        found["cpu"] = watch.evaluate(done)
-    else:
-        found["cpu"] = {"share": cpu_between(processes, before, after)}
+    found = evaluate(done.logs)
+    found["cpu"] = watch.evaluate(done)
     found["compiled"] = _take_compiled(server)
     found["load"] = done.load
     return found

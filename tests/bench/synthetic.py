@@ -70,7 +70,6 @@ def cell(scheduler: str, **changes: Any) -> Row:
         "mode": "async",
         "visit": 0,
         "cores": "all",
-        "workload": "decode",
         "concurrency": 64,
         "driver": "http",
         "output_tokens": [384, 384],

@@ -8,7 +8,7 @@ import pytest
 
 from bench.serving import compilations, engine_probe, measure
 from bench.serving.compilations import Compilations, evaluate_compiled
-from bench.serving.workload import DECODE, Workload
+from bench.serving.workload import Workload
 
 CLOCK = [10.0, 12.5, 20.0, 20.25]
 
@@ -139,7 +139,7 @@ class Fake:
     ],
 )
 def test_requests_warm_up_until_nothing_is_compiled(fake: Any, bursts: int) -> None:
-    workload = Workload(DECODE, 2, 100, (8, 8), (64, 64))
+    workload = Workload(2, 100, (8, 8), (64, 64))
     measure.warm_up(fake, partial(measure._send_shortened, fake, fake, workload, "http, all"))
     assert len(fake.prompts) == bursts
     assert len({tuple(it) for it in fake.prompts}) == bursts

@@ -85,7 +85,6 @@ class Visits:
             schedulers=("stock", "sparksched"),
             modes=("async",),
             cores=(self.cores,),
-            workloads=("decode",),
             concurrencies=(4, 8),
             drivers=("asyncllm",),
             visits=visits,
