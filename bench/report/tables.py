@@ -46,8 +46,8 @@ AGAIN = "again/"
 FRONT_ENDS = "front_ends/"
 """What the names of results begin with that tell only what runs differ by."""
 ROLES = ("engine", "API server")
-SELECTIONS = ("gain", "two_processors")
-"""Tables of pages whose rows stand in others, too."""
+SELECTIONS = ("gain", "http", "asyncllm", "sync", "two_processors")
+"""Tables of pages whose rows stand in `servers`, too."""
 OF_ONE_RUN = ("--json", "--work-dir", "--minutes")
 """Options that don't change what is measured, each with a value."""
 LEAST_VARIATION = 0.15
@@ -161,8 +161,8 @@ def front_ends(results: Results) -> Rows:
             yield [f"{pair.case.label}, {pair.case.cores} processors", *_served(pair)]
 
 
-def _servers(mode: str, driver: str) -> Callable[[Results], Rows]:
-    """Return what yields servers on one GPU and all processors."""
+def _alike(mode: str, driver: str) -> Callable[[Results], Rows]:
+    """Return what yields servers on one GPU and all processors of one mode and driver."""
 
     def rows(results: Results) -> Rows:
         def is_chosen(case: Case) -> bool:
@@ -174,11 +174,17 @@ def _servers(mode: str, driver: str) -> Callable[[Results], Rows]:
     return rows
 
 
-def few_processors(results: Results) -> Rows:
-    """Yield servers that are confined to a number of processors."""
-    for pair in _chosen(results, lambda it: it.cores != ALL):
-        mode = "" if pair.case.mode == ASYNC else ", sync"
-        yield [f"{pair.case.label}{mode}, {pair.case.cores}", *_served(pair)]
+def servers(results: Results) -> Rows:
+    """Yield all servers on one GPU, however they were driven: pages have tables of some of them."""
+    for pair in _chosen(results, lambda it: not it.layout):
+        yield [_name_of(pair.case), *_served(pair)]
+
+
+def _name_of(case: Case) -> str:
+    """Return what to call a case among others of all kinds."""
+    mode = "" if case.mode == ASYNC else ", sync"
+    cores = "" if case.cores == ALL else f", {case.cores} processors"
+    return f"{case.label}, {DRIVERS[case.driver]}{mode}{cores}"
 
 
 def two_processors(results: Results) -> Rows:
@@ -230,11 +236,9 @@ def hosts(results: Results) -> Rows:
         known = [(a, b) for a, b in both if a is not None and b is not None]
         spread = [max(rates) / min(rates) - 1 for rates in zip(*known, strict=True)]
         if len(known) > 1 and max(spread) > LEAST_VARIATION:
-            mode = "" if case.mode == ASYNC else ", sync"
-            cores = "" if case.cores == ALL else f", {case.cores} processors"
             gains = [f"{round(100 * (ours / stock - 1), 1) + 0.0:+}" for stock, ours in known]
             yield [
-                f"{case.label}, {DRIVERS[case.driver]}{mode}{cores}",
+                _name_of(case),
                 *(range_text(rates) for rates in zip(*known, strict=True)),
                 ", ".join(gains),
             ]
@@ -523,16 +527,13 @@ TABLES = (
         ("your situation", "measured", "what changes", f"vLLM{ARROW}sparksched"),
         gain,
     ),
-    Table("http", "Over HTTP", (STREAMS, *SERVED), _servers(ASYNC, HTTP)),
+    Table("servers", "Servers under load", (f"{STREAMS}, driver", *SERVED), servers),
+    Table("http", "Over HTTP", (STREAMS, *SERVED), _alike(ASYNC, HTTP)),
     Table("front_ends", "Python and Rust front end", (STREAMS, *SERVED), front_ends),
-    Table("asyncllm", "Without HTTP", (STREAMS, *SERVED), _servers(ASYNC, ASYNCLLM)),
+    Table("asyncllm", "Without HTTP", (STREAMS, *SERVED), _alike(ASYNC, ASYNCLLM)),
     Table(
-        "sync", "Synchronous scheduling, without HTTP", (STREAMS, *SERVED), _servers(SYNC, ASYNCLLM)
+        "sync", "Synchronous scheduling, without HTTP", (STREAMS, *SERVED), _alike(SYNC, ASYNCLLM)
     ),
-    Table(
-        "sync_http", "Synchronous scheduling, over HTTP", (STREAMS, *SERVED), _servers(SYNC, HTTP)
-    ),
-    Table("processors", "On few processors", (f"{STREAMS}, processors", *SERVED), few_processors),
     Table("two_processors", "On two processors", (STREAMS, *SERVED), two_processors),
     Table(
         "gpus", "On several GPUs", ("model, layout, streams x tokens", *SERVED[:6]), several_gpus
