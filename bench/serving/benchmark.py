@@ -130,7 +130,7 @@ class Benchmark:
                 "transport": server.described["transport"],
                 "num_api_servers": len(server.remotes),
                 "num_engines": len(engines),
-                "engine": {name: it for name, it in engines[0].items() if name != "threads"},
+                "engine": engines[0],
             }
         if not self.store.has("servers", key):
             found |= {

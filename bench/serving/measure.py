@@ -1,4 +1,4 @@
-"""Measures one running server: rounds of streams, phases, CPU time, the same streams."""
+"""Measures one running server: rounds of streams, waits, CPU time, the same streams."""
 
 import hashlib
 import statistics
@@ -10,8 +10,8 @@ from typing import Any
 from bench.serving.compilations import evaluate_compiled
 from bench.serving.drivers import Driver, HttpDriver, Round
 from bench.serving.evaluate import evaluate, missing, tokens_between
-from bench.serving.loop_cpu import evaluate_engine, evaluate_loop
-from bench.serving.phases import busiest, evaluate_phases, usual_size
+from bench.serving.loop_cpu import evaluate_engine
+from bench.serving.phases import busiest, evaluate_phases
 from bench.serving.server import ASYNC, Server
 from bench.serving.streams import FIRST_END, RUNNING
 from bench.serving.threads import Process, Snapshot, cpu_between
@@ -89,8 +89,7 @@ def measure_cell(
     ]
     found: Row = {"rounds": rounds, "is_held": is_held(server)}
     if server.remotes:
-        found |= _measure_phases(server, driver, workload.seeded(case, "phases"))
-        found["engine_cpu"] = evaluate_engine(found["engine_cpu"], rounds)
+        found |= _measure_steps(server, driver, workload.seeded(case, "steps"), rounds)
     return found
 
 
@@ -154,8 +153,8 @@ def _measure_round(
     return found
 
 
-def _measure_phases(server: Server, driver: Driver, workload: Workload) -> Row:
-    """Measure a round in which the engine's phases are timed; its rate doesn't count."""
+def _measure_steps(server: Server, driver: Driver, workload: Workload, rounds: list[Row]) -> Row:
+    """Measure a round in which the engine's steps are noted; its rate doesn't count."""
     _prepare(server, workload)
     server.remote.call("start_probes")
     try:
@@ -164,13 +163,10 @@ def _measure_phases(server: Server, driver: Driver, workload: Workload) -> Row:
         engines = server.remote.call("stop_probes")
     # Several engines share the requests: the steps of one stand for all of them.
     engine = busiest(engines)
-    num_requests: int | None = usual_size(engine) if len(engines) > 1 else workload.num_requests
-    if server.start.layout.num_stages > 1:
-        num_requests = None
-    return {
-        "phases": evaluate_phases(engine, num_requests, server.start.mode == ASYNC),
-        "engine_cpu": evaluate_loop(engine),
-    }
+    if server.start.layout.num_gpus > 1:
+        return {"engine_cpu": evaluate_engine(engine, rounds)}
+    is_async = server.start.mode == ASYNC
+    return {"phases": evaluate_phases(engine, workload.num_requests, is_async)}
 
 
 def measure_same_streams(driver: HttpDriver, workload: Workload) -> Row:

@@ -59,8 +59,7 @@ def test_decode_measures_all_cells_of_both_schedulers(
         assert (entry["load"] is None) == (cell["driver"] == "asyncllm")
         assert cell["cpus"] is None or len(cell["cpus"]) == 1
         assert cell["phases"]["steps"] > 3
-        assert cell["phases"]["schedule_us"]["p50"] > 0
-        assert cell["engine_cpu"]["loop_us_per_token"] > 0
+        assert cell["phases"]["mean_period_us"] > 0
         assert "missing" in entry["compiled"]  # there is no GPU
 
 
@@ -126,8 +125,7 @@ def test_a_run_of_two_engines_is_stopped_and_goes_on(tmp_path: Path) -> None:
     for cell in whole["cells"]:
         assert "error" not in cell, cell
         assert cell["model"] == "llama, DP 2"
-        # Each request is in one of the API servers and in one of the engines.
-        assert cell["phases"]["requests"] == 2
+        assert cell["engine_cpu"]["without_waiting_us_per_token"] > 0
         (entry,) = cell["rounds"]
         assert entry["ttft_ms"]["count"] == 4
         assert {"API server", "engine"} < entry["cpu"]["us_per_token"].keys()

@@ -56,7 +56,7 @@ class Visits:
         self.now += self.start_s
         if self.start_fails is not None:
             raise self.start_fails
-        described = {"engines": [{"threads": {}}] * 2, "transport": "rings", "num_api_servers": 2}
+        described = {"engines": [{}] * 2, "transport": "rings", "num_api_servers": 2}
         yield SimpleNamespace(
             start=start,
             start_s=self.start_s,
