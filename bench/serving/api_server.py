@@ -183,8 +183,8 @@ class Control:
 
     # ---- probes ----
 
-    async def on_take_compiled(self, notify: Any) -> list[list[list[Any]] | None]:
-        """Return the kernels that each worker has compiled since the last call."""
+    async def on_take_compiled(self, notify: Any) -> list[int | None]:
+        """Return how many kernels each worker has compiled since the last call."""
         answers = await self._ask_engines("bench_take_compiled")
         return [worker for answer in answers for worker in json.loads(answer)]
 

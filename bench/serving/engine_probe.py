@@ -66,7 +66,7 @@ def _stop(engine: Any) -> str:
 
 
 def _take_compiled(engine: Any) -> str:
-    """Return as JSON what each worker has compiled since the last call."""
+    """Return as JSON how many kernels each worker has compiled since the last call."""
     return json.dumps(engine.model_executor.collective_rpc("bench_take_compiled"))
 
 

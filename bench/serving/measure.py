@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bench.serving.compilations import evaluate_compiled
 from bench.serving.drivers import Driver, HttpDriver, Round
 from bench.serving.evaluate import evaluate, missing, tokens_between
 from bench.serving.loop_cpu import evaluate_engine
@@ -101,10 +100,10 @@ def warm_up(server: Server, send: Callable[[int], Any]) -> None:
         send: Sends requests and waits for their ends; is given the number of the attempt.
 
     """
-    _take_compiled(server)
+    _has_compiled(server)
     for number in range(MOST_WARM_UPS if server.remotes else BLIND_WARM_UPS):
         send(number)
-        if server.remotes and not _take_compiled(server).get("count"):
+        if server.remotes and not _has_compiled(server):
             break
 
 
@@ -116,11 +115,9 @@ def _send_shortened(
     driver.run(shortened, lambda event: None)
 
 
-def _take_compiled(server: Server) -> Row:
-    """Return what the workers have compiled since the last call."""
-    if not server.remotes:
-        return missing("nobody tells")
-    return evaluate_compiled(server.remote.call("take_compiled"))
+def _has_compiled(server: Server) -> bool:
+    """Whether workers have compiled anything since the last call, as far as anyone tells."""
+    return bool(server.remotes) and any(server.remote.call("take_compiled"))
 
 
 def _prepare(server: Server, workload: Workload) -> None:
@@ -148,7 +145,6 @@ def _measure_round(
     done = driver.run(workload, watch)
     found = evaluate(done.logs)
     found["cpu"] = watch.evaluate(done)
-    found["compiled"] = _take_compiled(server)
     found["load"] = done.load
     return found
 

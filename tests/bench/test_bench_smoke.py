@@ -60,7 +60,6 @@ def test_decode_measures_all_cells_of_both_schedulers(
         assert cell["cpus"] is None or len(cell["cpus"]) == 1
         assert cell["phases"]["steps"] > 3
         assert cell["phases"]["mean_period_us"] > 0
-        assert "missing" in entry["compiled"]  # there is no GPU
 
 
 def test_both_schedulers_bring_the_same_tokens(measured: tuple[Path, dict[str, Any]]) -> None:
