@@ -25,7 +25,6 @@ KEYS = (
     "model",
     "scheduler",
     "mode",
-    "visit",
     "cores",
     "concurrency",
     "driver",

@@ -160,7 +160,7 @@ def _case(cell: Row) -> Case | None:
 
 
 def visits_of(result: Row) -> Iterator[Row]:
-    """Yield a result's parts by which time its servers were started."""
+    """Yield a result's parts by which time its servers were started: several, in some results."""
     cells = rows_of(result, "cells")
     for visit in sorted({as_number(cell.get("visit")) or 0.0 for cell in cells}):
         yield {"cells": [it for it in cells if (as_number(it.get("visit")) or 0.0) == visit]}

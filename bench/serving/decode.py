@@ -146,7 +146,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--compare-streams", action="store_true", help="compare tokens")
     parser.add_argument("--rounds", type=int, metavar="N", help="of each cell")
     parser.add_argument("--tokens", type=int, metavar="N", help="of each stream")
-    parser.add_argument("--visits", type=int, default=1, metavar="N", help="starts of each server")
     parser.add_argument(
         "--minutes", type=float, default=1e6, metavar="M", help="begin nothing that ends later"
     )
@@ -199,7 +198,6 @@ def _plan(options: argparse.Namespace, models: tuple[str, ...], gpu: str | None)
         concurrencies=options.concurrency,
         drivers=options.driver,
         front_ends=options.front_end,
-        visits=options.visits,
         output_tokens=options.tokens,
         is_quick=options.quick,
         compares_streams=options.compare_streams,

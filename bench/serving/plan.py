@@ -26,8 +26,6 @@ class ServerKey:
     model: str
     scheduler: str
     mode: str
-    visit: int
-    """Counts from 0: each server may be started several times in turns."""
     front_end: str = PYTHON
 
 
@@ -68,22 +66,16 @@ class Plan:
     concurrencies: tuple[int, ...]
     drivers: tuple[str, ...]
     front_ends: tuple[str, ...] = (PYTHON,)
-    visits: int = 1
     output_tokens: int | None = None
     """Of each stream; None: by concurrency."""
     is_quick: bool = False
     compares_streams: bool = False
 
     def servers(self) -> Iterator[ServerKey]:
-        """Yield the servers in the order in which they are to be started.
-
-        Schedulers change places with each visit, so that neither always comes first.
-        """
-        visits = range(self.visits)
-        whole = itertools.product(self.models, self.modes, self.front_ends, visits)
-        for model, mode, front_end, visit in whole:
-            for scheduler in self.schedulers[:: 1 if visit % 2 == 0 else -1]:
-                yield ServerKey(model, scheduler, mode, visit, front_end)
+        """Yield the servers in the order in which they are to be started."""
+        whole = itertools.product(self.models, self.modes, self.front_ends, self.schedulers)
+        for model, mode, front_end, scheduler in whole:
+            yield ServerKey(model, scheduler, mode, front_end)
 
     def cells(self, server: ServerKey) -> Iterator[CellKey]:
         """Yield a server's cells; it is confined to fewer and fewer processors.

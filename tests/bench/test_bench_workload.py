@@ -67,11 +67,6 @@ def test_each_server_is_started_once_for_all_of_its_cells() -> None:
     assert list(dict.fromkeys(cell.cores for cell in cells)) == ["all", "4", "1"]
 
 
-def test_schedulers_change_places_with_each_visit() -> None:
-    order = [(it.scheduler, it.visit) for it in plan(visits=2).servers()]
-    assert order == [("stock", 0), ("sparksched", 0), ("sparksched", 1), ("stock", 1)]
-
-
 def test_a_front_end_in_rust_is_driven_over_http_alone() -> None:
     chosen = plan(front_ends=("python", "rust"), concurrencies=(1,))
     servers = list(chosen.servers())
