@@ -7,8 +7,7 @@ out, no HTTP and no text. Each round sends its requests all at once. Rounds diff
 which are the same for both schedulers.
 
 - Prompts have 128 tokens. Rates and times between outputs are those of the time in which all
-  streams decode; an output has several tokens where its reader was late. Time to the first token
-  (TTFT) is that of a request among all that are sent at once.
+  streams decode; an output has several tokens where its reader was late.
 - For how long the engine waits is noted in a round of its own (`bench.serving.engine_probe`).
 - `--cores N` confines API server and engine, once they are up, and the load to other processors, if
   there are any.
@@ -16,8 +15,8 @@ which are the same for both schedulers.
   parallelism, also combined, as `tp2dp2`. With several engines vLLM starts as many API servers;
   CPU times are those of all of them. A round begins once vLLM's balancer knows that the engines are
   idle. With pipeline stages requests decode in turns, in batches for a whole round. They are split
-  alike with both schedulers: all are scheduled from the same step on (TTFT then says little), and
-  steps have at most 2,048 tokens.
+  alike with both schedulers: all are scheduled from the same step on, and steps have at most 2,048
+  tokens.
 - Engines on several GPUs spin while they wait for workers and for each other: their CPU time is
   there with and without.
 - `--front-end python,rust` starts vLLM's API servers in Python and in Rust, each with both

@@ -1,4 +1,4 @@
-"""From logs of streams to figures: rates, times between outputs, times to the first token."""
+"""From logs of streams to figures: rates and times between outputs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +59,6 @@ def evaluate(logs: Sequence[StreamLog]) -> Row:
         "tokens_per_s": num_tokens / (end - start),
         "merged_share": 1 - num_outputs / num_tokens,
         "output_gap_ms": summary(between_ms),
-        "ttft_ms": summary([1e3 * (log.times[0] - log.sent_at) for log in logs]),
     }
 
 

@@ -201,7 +201,7 @@ def _late_launches(server: Server) -> Row | None:
 def _seconds_of(driver: HttpDriver, workload: Workload) -> float:
     """Return for how long requests may join a round; the first of two compiles."""
     for number in range(2):
-        logs = driver.run(workload.seeded("alone", number), lambda event: None).logs
+        logs = driver.run(workload.seeded("alone", number), lambda event: None)
         found = evaluate(logs)
     return SHARE_OF_ROUND * float(found["end_s"] - found["start_s"])
 
@@ -228,7 +228,7 @@ def _round(
                 seconds=seconds,
             )
 
-    found = evaluate(driver.run(workload, begin_to_join).logs)
+    found = evaluate(driver.run(workload, begin_to_join))
     joined = gather([joiner], ROUND_S, lambda event: None)[0]
     return found | {"ttft_ms": [1e3 * (log.times[0] - log.sent_at) for log in joined]}
 

@@ -1,18 +1,17 @@
 """Measures one running server: rounds of streams, waits, CPU time, the same streams."""
 
 import hashlib
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bench.serving.drivers import Driver, HttpDriver, Round
+from bench.serving.drivers import Driver, HttpDriver
 from bench.serving.evaluate import evaluate, missing, tokens_between
 from bench.serving.loop_cpu import evaluate_engine
 from bench.serving.phases import busiest, evaluate_phases
 from bench.serving.server import ASYNC, Server
-from bench.serving.streams import FIRST_END, RUNNING
+from bench.serving.streams import FIRST_END, RUNNING, StreamLog
 from bench.serving.threads import Process, Snapshot, cpu_between
 from bench.serving.workload import Workload
 
@@ -49,12 +48,12 @@ class CpuWatch:
         """Take notice of RUNNING or FIRST_END."""
         self._snapshots.setdefault(event, Snapshot.take(self._processes))
 
-    def evaluate(self, done: Round) -> Row:
+    def evaluate(self, logs: list[StreamLog]) -> Row:
         """Return shares of a processor by thread, and CPU time a token by process."""
         before, after = self._snapshots.get(RUNNING), self._snapshots.get(FIRST_END)
         if before is None or after is None or after.at <= before.at:
             return missing("the streams didn't run side by side")
-        tokens = tokens_between(done.logs, before.at, after.at)
+        tokens = tokens_between(logs, before.at, after.at)
         shares = cpu_between(self._processes, before, after)
         seconds = after.at - before.at
         if not tokens:
@@ -86,7 +85,7 @@ def measure_cell(
         _measure_round(server, driver, workload.seeded(case, number), processes)
         for number in range(effort.rounds)
     ]
-    found: Row = {"rounds": rounds, "is_held": is_held(server)}
+    found: Row = {"rounds": rounds}
     if server.remotes:
         found |= _measure_steps(server, driver, workload.seeded(case, "steps"), rounds)
     return found
@@ -127,14 +126,8 @@ def _prepare(server: Server, workload: Workload) -> None:
     their lengths alone, and not on how fast they come.
     """
     server.settle()
-    if is_held(server):
+    if server.start.layout.num_stages > 1 and server.remotes:
         server.remote.call("hold", num_requests=workload.num_requests)
-
-
-def is_held(server: Server) -> bool:
-    """Whether a round begins once all requests are in the engines: its TTFT then says little."""
-    has_stages = server.start.layout.num_stages > 1
-    return has_stages and bool(server.remotes)
 
 
 def _measure_round(
@@ -142,11 +135,8 @@ def _measure_round(
 ) -> Row:
     watch = CpuWatch(processes)
     _prepare(server, workload)
-    done = driver.run(workload, watch)
-    found = evaluate(done.logs)
-    found["cpu"] = watch.evaluate(done)
-    found["load"] = done.load
-    return found
+    logs = driver.run(workload, watch)
+    return evaluate(logs) | {"cpu": watch.evaluate(logs)}
 
 
 def _measure_steps(server: Server, driver: Driver, workload: Workload, rounds: list[Row]) -> Row:
@@ -166,21 +156,13 @@ def _measure_steps(server: Server, driver: Driver, workload: Workload, rounds: l
 
 
 def measure_same_streams(driver: HttpDriver, workload: Workload) -> Row:
-    """Return digests of what the same requests bring over HTTP, twice; and how varied that is.
+    """Return digests of what the same requests bring over HTTP, twice.
 
     Tokens are sampled at temperature 1, each request with a seed of its own, so that what is kept
     of a request's sampling counts as well, and greedy ones repeat themselves with random weights.
     """
     collected = [driver.collect(workload.seeded("same")) for _ in range(2)]
-    first = collected[0]
-    return {
-        "driver": "http",
-        "is_sampled": True,
-        "streams": len(first),
-        "tokens": sum(map(len, first)),
-        "distinct_tokens_median": statistics.median_low(len(set(stream)) for stream in first),
-        "digests": [[_digest(stream) for stream in streams] for streams in collected],
-    }
+    return {"digests": [[_digest(stream) for stream in streams] for streams in collected]}
 
 
 def _digest(token_ids: list[int]) -> str:

@@ -41,7 +41,6 @@ def cell(scheduler: str, **changes: Any) -> Row:
             "tokens_per_s": 12_345.6 * factor * share,
             "merged_share": 0.0,
             "output_gap_ms": {"p50": 4.0 / factor, "p99": 8.0 / factor},
-            "ttft_ms": {"p50": 150.0 / factor},
             "cpu": {
                 "share": {"API server": {"percent": 60.0, "busiest": 55.0}},
                 "us_per_token": {"engine": 50.04 / factor, "API server": 9.96 / factor},

@@ -79,8 +79,6 @@ def test_tokens_are_counted_as_they_come() -> None:
     assert log.num_tokens.tolist() == [1, 2, 1]
     assert log.sent_at < log.times[0] < log.times[1] < log.times[2]
     assert events == [RUNNING, FIRST_END]
-    assert result["seconds"] > 0
-    assert result["cpu_s"] >= 0
     assert bodies[0]["max_tokens"] == 4
     assert len(bodies[0]["prompt"]) == 8
     assert bodies[0]["temperature"] == 0

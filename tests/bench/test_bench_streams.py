@@ -12,11 +12,10 @@ def log(times: list[float], num_tokens: list[int], sent_at: float = 0.0) -> Stre
     return StreamLog(sent_at, np.array(times), np.array(num_tokens, dtype=np.int64))
 
 
-def test_rate_and_latency_of_steady_streams() -> None:
+def test_rate_and_gaps_of_steady_streams() -> None:
     found = evaluate(stream_logs(8, 101, itl_ms=5.0))
     assert found["output_gap_ms"]["p50"] == pytest.approx(5.0)
     assert found["tokens_per_s"] == pytest.approx(8 / 0.005, rel=0.02)
-    assert found["ttft_ms"]["p50"] == pytest.approx(20.0, rel=0.01)
     assert found["merged_share"] == 0
 
 
