@@ -8,7 +8,6 @@ of warm-up, with joining requests, until nothing compiles any more.
 
 - `ttft_ms`: from sending a joining request to its first token.
 - `output_gap_ms`, `tokens_per_s`: of the streams, while all of them decode.
-- `late_launches_s`: since the server's start, see `sparksched:late_launch_seconds`.
 
 A step with a prompt in it takes longer: `--rate` times its time should be well below 1.
 
@@ -24,7 +23,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -34,8 +32,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from bench.header import NO_GPU, describe_run
 from bench.progress import Progress
@@ -183,19 +179,7 @@ def _measure(
             send = partial(_round, driver, joiner, alone, joining, seconds)
             warm_up(server, partial(send, "warm-up"))
             rounds = [send(number) for number in range(options.rounds)]
-            late = {"late_launches_s": _late_launches(server)}
-            yield (streams, prompt_tokens), _summary(rounds) | late
-
-
-def _late_launches(server: Server) -> Row | None:
-    """Return how often and how long its GPU has waited so far for steps that were held back.
-
-    At most so long: see docs/metrics.md. None if the server has no such series, or shows it
-    elsewhere, as the Rust front end does.
-    """
-    page = httpx.get(f"{server.launched.base_url}/metrics", timeout=10).text
-    found = re.findall(r"^sparksched:late_launch_seconds_(count|sum)\{.*\} (.+)$", page, re.M)
-    return {name: float(value) for name, value in found} or None
+            yield (streams, prompt_tokens), _summary(rounds)
 
 
 def _seconds_of(driver: HttpDriver, workload: Workload) -> float:
