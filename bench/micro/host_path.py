@@ -23,20 +23,19 @@ window of 128 tokens, in blocks of 16. Each figure is the median over rounds.
 
 import argparse
 import itertools
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.header import describe_run
 from bench.micro.host_path_sides import OURS, STOCK, Client, Row, Setup, serve
-from bench.micro.processes import BenchmarkError, Worker
+from bench.micro.processes import BenchmarkError, Worker, in_turn, running_workers
 from bench.progress import Progress
 from bench.report.show import show
 
@@ -44,8 +43,6 @@ SIDES = (STOCK, OURS)
 STREAMS = (1, 64, 256, 1024)
 STEPS_MS = (0.0, 1.5, 4.0)
 SHORT = {"workers": 256, "prompt_tokens": 1024, "max_tokens": 4}
-START_S = 300.0
-"""The import of vLLM may take minutes on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +65,15 @@ QUICK_EFFORT = Effort(rounds=1, warm_up_s=0.3, window_s=1.0)
 def running_sides(
     cores: tuple[int, int], names: Sequence[str] = SIDES, client_class: type[Client] = Client
 ) -> Iterator[tuple[dict[str, Worker], dict[str, Row]]]:
-    """Start all sides; yield them and what they are. At the end they shut down, or are killed."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    context = multiprocessing.get_context("forkserver")
-    # Imported once, and not in this process.
-    context.set_forkserver_preload(["vllm.engine.arg_utils", "vllm.v1.engine.async_llm"])
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sides: dict[str, Worker] = {}
-        for name in names:
-            arguments = (Setup(name, directory, *cores), client_class)
-            sides[name] = Worker(context, f"the client of {name}", serve, arguments)
-            stack.callback(sides[name].kill)
-        yield sides, {name: side.answer(START_S) for name, side in sides.items()}
-        for side in sides.values():
-            side.stop()
+    """Start the clients of all sides, and their engines; yield them and what they are."""
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        running_workers(
+            serve,
+            {name: (Setup(name, Path(directory), *cores), client_class) for name in names},
+        ) as running,
+    ):
+        yield running
 
 
 def choose_cores() -> tuple[int, int]:
@@ -133,7 +124,7 @@ def measure_in_turns(sides: dict[str, Worker], effort: Effort, command: str, **c
     times = {"warm_up_s": effort.warm_up_s, "window_s": effort.window_s}
     rows: dict[str, list[Row]] = {name: [] for name in sides}
     for number in range(effort.rounds):
-        for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
+        for name in in_turn(sides, number):
             rows[name].append(sides[name].call(command, **case, **times))
     return {name: _median(found) for name, found in rows.items()}
 
