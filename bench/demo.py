@@ -5,7 +5,6 @@ and once with sparksched, streams the same completions from both, compares them 
 and shows what each call of either scheduler took inside the live engine.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -76,30 +75,16 @@ class Side:
 
 def main() -> int:
     """Run the demo; return the exit status."""
-    options = _options()
     _end_by_itself(TIMEOUT_S)
     model_dir = write_model(WORK_DIR / "model")
     print(f"sparksched: the same vLLM twice, {NUM_STREAMS} streams at a time\n", flush=True)
     try:
         stock = _run_side("vllm", model_dir, scheduler=None)
-        if options.control:
-            ours = _run_side("vllm again", model_dir, scheduler=None)
-        else:
-            ours = _run_side("sparksched", model_dir, scheduler="sparksched")
+        ours = _run_side("sparksched", model_dir, scheduler="sparksched")
     except ServerError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
     return _report(stock, ours)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--control",
-        action="store_true",
-        help="compare vLLM's own scheduler with itself: shows what is noise",
-    )
-    return parser.parse_args()
 
 
 def _end_by_itself(timeout_s: int) -> None:
@@ -123,7 +108,7 @@ def _run_side(name: str, model_dir: Path, scheduler: str | None) -> Side:
     started_at = time.monotonic()
     label = scheduler or "its own scheduler"
     print(f"  vllm serve with {label:<17}  starting (a minute or so) ...", end="", flush=True)
-    side_dir = WORK_DIR / name.replace(" ", "-")
+    side_dir = WORK_DIR / name
     side_dir.mkdir(parents=True, exist_ok=True)
     steps_path = side_dir / "steps.jsonl"
     steps_path.unlink(missing_ok=True)

@@ -49,6 +49,7 @@ class FakeExecutor(Executor):
     """
 
     uses_ray = False
+    sliding_window = SLIDING_WINDOW
 
     def _init_executor(self) -> None:
         # The CPU platform has switched it off; the engine has not looked at it yet.
@@ -72,7 +73,7 @@ class FakeExecutor(Executor):
             "dtype": torch.float32,
         }
         full = FullAttentionSpec(**shape)
-        sliding = SlidingWindowSpec(**shape, sliding_window=SLIDING_WINDOW)
+        sliding = SlidingWindowSpec(**shape, sliding_window=self.sliding_window)
         specs: list[KVCacheSpec] = [sliding, full, sliding, full]
         return [{f"layers.{index}.attn": spec for index, spec in enumerate(specs)}]
 

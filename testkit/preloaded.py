@@ -90,7 +90,7 @@ def _enter(arguments: list[str], log_path: Path, environment: dict[str, str], fo
 
 
 def fork_and_doze() -> None:
-    """Change what vLLM does on a CPU in this process: it spawns, whatever the user chose, and spins.
+    """Have vLLM fork and doze in this process, where it spawns and spins on a CPU.
 
     So engines and workers needn't import vLLM again.
     """

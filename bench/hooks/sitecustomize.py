@@ -2,7 +2,7 @@
 
 Python imports a module of this name when it starts, if its directory is on PYTHONPATH. With
 SPARKSCHED_BENCH_CONTROL=PATH in the environment, vLLM's API server then listens at that Unix socket
-for what the benchmark wants, and its engine can time its phases; with SPARKSCHED_DEMO_PROBE=FILE
+for what the benchmark wants, and its engine can note its steps; with SPARKSCHED_DEMO_PROBE=FILE
 each call of a scheduler adds a line to FILE. The child of the process that SPARKSCHED_BENCH_PARENT
 names ends with it: a server that outlives a killed benchmark would keep the GPU. Without any of
 these nothing happens.

@@ -1,6 +1,6 @@
 """An executor whose GPU is only a timer, and the configuration of engines that run on it.
 
-The engine process of an `AsyncLLM` imports this module by its name: it depends on vLLM only.
+The engine process of an `AsyncLLM` imports this module by its name.
 
 A step begins when it is launched or when the step before it ends, whichever is later, and ends the
 step time after that. Its result is waited for by one `time.sleep()`: a wake-up that is late delays
@@ -17,22 +17,19 @@ import contextlib
 import ctypes
 import os
 import sys
-import threading
 import time
 from collections import deque
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.executor import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-BLOCK_SIZE = 16
-SLIDING_WINDOW = 128
+from testkit import executor
+from testkit.executor import FakeExecutor, write_model_directory
+
 NUM_BLOCKS = 400_000
 MAX_MODEL_LEN = 131_072
 MAX_NUM_SEQS = 1024
@@ -59,8 +56,6 @@ NUM_GAPS = 1 << 18
 """Launches whose delay is kept, at most."""
 
 PR_SET_TIMERSLACK = 29
-CPU_CLOCK_OF_THREAD = 6
-"""The low bits of a clock id that stands for a thread's CPU time: see clock_getcpuclockid(3)."""
 
 
 class _Ready:
@@ -107,18 +102,17 @@ class _Step:
         return self._output
 
 
-class ClockedExecutor(Executor):
+class ClockedExecutor(FakeExecutor):
     """Reports the KV cache of gpt-oss and samples a token a step for each request in decode.
 
     It runs in the engine's own process, and pins that to one processor. Methods named `on_...` are
     what `collective_rpc` may ask for.
     """
 
-    uses_ray = False
+    sliding_window = 128
 
     def _init_executor(self) -> None:
-        # The CPU platform has switched it off; the engine has not looked at it yet.
-        self.scheduler_config.async_scheduling = True
+        super()._init_executor()
         config = self.vllm_config.additional_config
         pin_process(config[CORE])
         _wake_in_time()
@@ -134,38 +128,16 @@ class ClockedExecutor(Executor):
         self._rows: dict[str, int] = {}
         self._num_steps = 0
         self._num_tokens = 0
-        self._num_requests = 0
+        self._cpu_ns = 0
         self.is_marked = False
         """Whether the marker is given tokens."""
         self._pipe = os.open(config[PIPE], os.O_RDONLY | os.O_NONBLOCK)
         self._max_ahead = 0
         self._num_ahead = 0
 
-    @classmethod
-    def supports_async_scheduling(cls) -> bool:
-        """Return that it does."""
-        return True
-
-    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
-        """Return full attention and sliding window in turns, as gpt-oss has them."""
-        shape: dict[str, Any] = {
-            "block_size": self.cache_config.block_size,
-            "num_kv_heads": 1,
-            "head_size": 8,
-            "dtype": torch.float32,
-        }
-        full = FullAttentionSpec(**shape)
-        sliding = SlidingWindowSpec(**shape, sliding_window=SLIDING_WINDOW)
-        specs: list[KVCacheSpec] = [sliding, full, sliding, full]
-        return [{f"layers.{index}.attn": spec for index, spec in enumerate(specs)}]
-
     def determine_available_memory(self) -> list[int]:
         """Return more than enough: the number of blocks is given."""
         return [1 << 40]
-
-    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
-        """Return what there is without a GPU."""
-        return [["LBNHC", "LBHNC"]]
 
     # ---- steps ----
 
@@ -210,7 +182,6 @@ class ClockedExecutor(Executor):
             self._num_missing.pop(request_id, None)
         for new in step.scheduled_new_reqs:
             self._num_missing[new.req_id] = len(new.prompt_token_ids) - new.num_computed_tokens
-        self._num_requests += len(step.scheduled_new_reqs)
 
     def _leave_out_prompts(self, step: SchedulerOutput, sampled: list[list[int]]) -> None:
         """Take the tokens from requests whose prompt is not computed to its end by this step."""
@@ -248,12 +219,10 @@ class ClockedExecutor(Executor):
         non_block: bool = False,
     ) -> Any:
         """Answer the engine's questions and the benchmark's."""
-        if method == "get_supported_tasks":
-            return [("generate",)]
-        if method == "compile_or_warm_up_model":
-            return []
         own = getattr(self, f"on_{method}", None)
-        return [None if own is None else own(*args)]
+        if own is None:
+            return super().collective_rpc(method, timeout, args, kwargs, non_block)
+        return [own(*args)]
 
     def on_describe(self) -> dict[str, Any]:
         """Return what runs here: scheduler, mode, processors, process id."""
@@ -291,32 +260,19 @@ class ClockedExecutor(Executor):
         self._max_ahead = max_ahead
         self._num_ahead = 0
 
-    def on_start_record(self) -> dict[str, Any]:
-        """Begin a window: return the state of all counters."""
+    def on_start_record(self) -> None:
+        """Begin a window."""
         self._gaps_ns.clear()
-        return self._state()
+        self._num_tokens = 0
+        self._cpu_ns = time.process_time_ns()
 
     def on_take_record(self) -> dict[str, Any]:
-        """End a window: return the state of all counters, and delays of launches since its begin.
+        """End a window: return its tokens, its CPU time of all threads, and delays of launches.
 
-        A delay, in nanoseconds, lies between a step's result and the next step's launch.
+        A delay lies between a step's result and the next step's launch. Times are in nanoseconds.
         """
-        return self._state() | {"gaps_ns": list(self._gaps_ns)}
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "time_ns": time.perf_counter_ns(),
-            "cpu_ns": thread_cpu_ns(),
-            "steps": self._num_steps,
-            "tokens": self._num_tokens,
-            "requests": self._num_requests,
-        }
-
-    def check_health(self) -> None:
-        """Do nothing: it can't fall ill."""
-
-    def shutdown(self) -> None:
-        """Do nothing: there are no workers."""
+        cpu_ns = time.process_time_ns() - self._cpu_ns
+        return {"tokens": self._num_tokens, "cpu_ns": cpu_ns, "gaps_ns": list(self._gaps_ns)}
 
 
 def _wake_in_time() -> None:
@@ -324,73 +280,29 @@ def _wake_in_time() -> None:
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
-# ---- processes ----
-
-
 def pin_process(core: int) -> None:
     """Confine all threads of this process to one processor, and those that they start later."""
-    for thread_id in _thread_ids():
-        os.sched_setaffinity(thread_id, {core})
+    for name in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(name), {core})
 
 
-def thread_cpu_ns() -> dict[str, int]:
-    """Return the CPU time that each thread of this process has taken so far, in nanoseconds.
-
-    Python's threads go by Python's names, others by the kernel's; those of one name are summed.
-    """
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    spent: dict[str, int] = {}
-    for thread_id in _thread_ids():
-        try:
-            cpu_ns = time.clock_gettime_ns(~thread_id << 3 | CPU_CLOCK_OF_THREAD)
-            name = names.get(thread_id) or _native_name(thread_id)
-        except OSError:
-            continue  # it has ended meanwhile
-        spent[name] = spent.get(name, 0) + cpu_ns
-    return spent
-
-
-def _thread_ids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/task")]
-
-
-def _native_name(thread_id: int) -> str:
-    return Path(f"/proc/self/task/{thread_id}/comm").read_text().strip()
-
-
-# ---- configuration ----
-
-
-def engine_args(model_directory: Path, pipe: Path, core: int) -> AsyncEngineArgs:
+def engine_args(directory: Path, pipe: Path, core: int) -> AsyncEngineArgs:
     """Return the arguments of an engine on such an executor, which runs on one processor."""
-    return AsyncEngineArgs(
-        model=str(model_directory),
-        dtype="float32",
-        load_format="dummy",
+    model = write_model_directory(
+        directory,
+        vocab_size=VOCAB_SIZE,
+        eos_token_id=VOCAB_SIZE - 1,
+        max_position_embeddings=MAX_MODEL_LEN,
+    )
+    args = executor.engine_args(
+        model,
+        async_scheduling=True,
         skip_tokenizer_init=True,
         distributed_executor_backend=ClockedExecutor,
-        additional_config={CORE: core, PIPE: str(pipe)},
-        block_size=BLOCK_SIZE,
         num_gpu_blocks_override=NUM_BLOCKS,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        enable_prefix_caching=True,
-        disable_log_stats=False,
     )
-
-
-MODEL_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB_SIZE,
-    "eos_token_id": VOCAB_SIZE - 1,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "torch_dtype": "float32",
-}
-"""What vLLM reads of a model that is never loaded."""
+    args.additional_config |= {CORE: core, PIPE: str(pipe)}
+    return args

@@ -8,7 +8,7 @@ beside them single requests of 64 to 128 tokens come at random, three steps apar
 - `output_gap_ms`: the time between outputs of the streams, as their consumer sees it.
 - `tokens_per_s`: of the streams.
 
-    python -m bench.micro.first_token [--quick] [--json FILE] [--cases STREAMSxMS,...]
+    python -m bench.micro.first_token [--quick] [--json FILE]
 """
 
 import argparse
@@ -68,13 +68,9 @@ class JoinedClient(Client):
                 await asyncio.sleep(warm_up_s)
                 window = await self._window(window_s)
         await self._clean_up()
-        start_ns, end_ns = window.start["time_ns"], window.end["time_ns"]
-        found = evaluate_streams(logs, window)
-        keys = ("tokens_per_s", "steps_per_s", "output_gap_ms", "other_percent")
+        start_ns, end_ns = window.start_ns, window.end_ns
         times_ms = [it for came_ns, it in first_tokens if start_ns <= came_ns < end_ns]
-        if not times_ms:
-            raise RuntimeError("no request has joined")
-        return {"ttft_ms": percentiles(times_ms)} | {key: found[key] for key in keys}
+        return evaluate_streams(logs, window) | {"ttft_ms": percentiles(times_ms)}
 
     async def _come(self, step_s: float, first_tokens: list[tuple[int, float]]) -> None:
         """Send requests at random times; note when each came and its milliseconds."""
@@ -95,24 +91,19 @@ class JoinedClient(Client):
                 is_first = False
 
 
-def measure(effort: Effort, cases: tuple[tuple[int, float], ...]) -> Row:
+def measure(effort: Effort) -> Row:
     """Measure all cases."""
     cores = choose_cores()
-    with Progress(1 + len(cases)) as progress:
+    with Progress(1 + len(CASES)) as progress:
         progress.begin("starting six processes")
         with running_sides(cores, SIDES, JoinedClient) as (sides, found):
             result: Row = {"run": describe_run(), "effort": asdict(effort), "sides": found}
             result["joining"] = []
-            for streams, step_ms in cases:
+            for streams, step_ms in CASES:
                 progress.begin(f"streams: {streams:,}, steps of {step_ms:g} ms")
                 case = {"streams": streams, "step_ms": step_ms}
                 result["joining"].append(case | measure_in_turns(sides, effort, "join", **case))
     return result
-
-
-def _cases(text: str) -> tuple[tuple[int, float], ...]:
-    pairs = (part.split("x") for part in text.split(","))
-    return tuple((int(streams), float(step_ms)) for streams, step_ms in pairs)
 
 
 def main() -> None:
@@ -120,10 +111,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one short round, for a first look")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
-    parser.add_argument("--cases", type=_cases, default=CASES, metavar="STREAMSxMS,...")
     arguments = parser.parse_args()
     try:
-        result: Any = measure(QUICK_EFFORT if arguments.quick else EFFORT, arguments.cases)
+        result: Any = measure(QUICK_EFFORT if arguments.quick else EFFORT)
     except BenchmarkError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -9,43 +9,40 @@ all of the engine on another, the same two.
 - `decode`: streams that neither begin nor end in the window of time that is measured. Tokens a
   second that clients get; the time between outputs as the consumer of `generate()` sees it, and how
   many of these have several tokens; the time between a step's result and the next launch; CPU time
-  a token of each thread. An engine that is faster than its client has to wait for it, or outputs
-  would pile up: it gets results of no more than `--ahead` steps that the client has not taken.
+  a token. An engine that is faster than its client has to wait for it, or outputs would pile up: it
+  gets results of no more than two steps that the client has not taken.
 - `short`: requests of 1,024 tokens in and 4 out, none with a prefix in common, 256 at a time, and a
-  GPU that takes no time: requests a second, the time between outputs, and CPU time a request.
-- `other work`: the share of the two processors that other processes have taken meanwhile. Figures
-  beside which that is more than a few percent say little.
+  GPU that takes no time: requests a second.
 
 Prompts are token ids, in the form in which vLLM's server hands them over, and so are outputs:
 nothing is tokenized or detokenized. The KV cache groups are gpt-oss's, full attention and a sliding
 window of 128 tokens, in blocks of 16. Each figure is the median over rounds.
 
     python -m bench.micro.host_path [--quick] [--json FILE] [--streams N,...] [--step-ms T,...]
-        [--no-short] [--ahead N]
 """
 
 import argparse
-import multiprocessing
+import itertools
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.header import describe_run
 from bench.micro.host_path_sides import OURS, STOCK, Client, Row, Setup, serve
-from bench.micro.processes import BenchmarkError, Worker
+from bench.micro.processes import BenchmarkError, Worker, in_turn, running_workers
 from bench.progress import Progress
 from bench.report.show import show
 
 SIDES = (STOCK, OURS)
+STREAMS = (1, 64, 256, 1024)
+STEPS_MS = (0.0, 1.5, 4.0)
 SHORT = {"workers": 256, "prompt_tokens": 1024, "max_tokens": 4}
-START_S = 300.0
-"""The import of vLLM may take minutes on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +65,15 @@ QUICK_EFFORT = Effort(rounds=1, warm_up_s=0.3, window_s=1.0)
 def running_sides(
     cores: tuple[int, int], names: Sequence[str] = SIDES, client_class: type[Client] = Client
 ) -> Iterator[tuple[dict[str, Worker], dict[str, Row]]]:
-    """Start all sides; yield them and what they are. At the end they shut down, or are killed."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    context = multiprocessing.get_context("forkserver")
-    # Imported once, and not in this process.
-    context.set_forkserver_preload(["vllm.engine.arg_utils", "vllm.v1.engine.async_llm"])
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sides: dict[str, Worker] = {}
-        for name in names:
-            arguments = (Setup(name, directory, *cores), client_class)
-            sides[name] = Worker(context, f"the client of {name}", serve, arguments)
-            stack.callback(sides[name].kill)
-        yield sides, {name: side.answer(START_S) for name, side in sides.items()}
-        for side in sides.values():
-            side.stop()
+    """Start the clients of all sides, and their engines; yield them and what they are."""
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        running_workers(
+            serve,
+            {name: (Setup(name, Path(directory), *cores), client_class) for name in names},
+        ) as running,
+    ):
+        yield running
 
 
 def choose_cores() -> tuple[int, int]:
@@ -111,79 +102,21 @@ def _threads_of_core(cpu: int) -> set[int]:
 # ---- measurements ----
 
 
-@dataclass(frozen=True)
-class Cases:
-    """What is measured."""
-
-    streams: tuple[int, ...] = (1, 64, 256, 1024)
-    steps_ms: tuple[float, ...] = (0.0, 1.5, 4.0)
-    max_ahead: int = 2
-    """Steps whose results the engine gets before the client has taken them.
-
-    0: any number, until a transport gives up because too much waits for the client.
-    With two, an engine that is the faster one has always the next step's outputs ready for its
-    client; with three, outputs of two steps come to be merged.
-    """
-    with_short: bool = True
-
-
-def measure(effort: Effort, cases: Cases) -> Row:
+def measure(effort: Effort, streams: tuple[int, ...], steps_ms: tuple[float, ...]) -> Row:
     """Measure everything."""
     cores = choose_cores()
-    with Progress(_num_steps(cases)) as progress:
+    with Progress(2 + len(steps_ms) * len(streams)) as progress:
         progress.begin("starting four processes")
         with running_sides(cores) as (sides, found):
-            for name, it in found.items():
-                pids = f"client {it['client_pid']}, engine {it['pid']}"
-                progress.say(f"{name}: {pids}, over {it['transport']}")
-            result: Row = {"run": _header(cores, found), "effort": asdict(effort)}
-            result |= {"cases": asdict(cases), "sides": found}
-            result |= _measure_cases(sides, effort, cases, progress)
+            result: Row = {"run": describe_run(), "effort": asdict(effort), "sides": found}
+            result["decode"] = []
+            for step_ms, count in itertools.product(steps_ms, streams):
+                progress.begin(f"streams: {count:,}, steps of {step_ms:g} ms")
+                case = {"streams": count, "step_ms": step_ms}
+                result["decode"].append(case | measure_in_turns(sides, effort, "decode", **case))
+            progress.begin("short requests")
+            result["short"] = SHORT | measure_in_turns(sides, effort, "short_requests", **SHORT)
     return result
-
-
-def _num_steps(cases: Cases) -> int:
-    return 1 + len(cases.steps_ms) * len(cases.streams) + cases.with_short
-
-
-def _measure_cases(
-    sides: dict[str, Worker], effort: Effort, cases: Cases, progress: Progress
-) -> Row:
-    result: Row = {"decode": [], "short": None}
-    for step_ms in cases.steps_ms:
-        for count in cases.streams:
-            progress.begin(f"streams: {count:,}, steps of {step_ms:g} ms")
-            row = measure_decode(sides, effort, cases.max_ahead, count, step_ms)
-            result["decode"].append(row)
-    if cases.with_short:
-        progress.begin("short requests")
-        result["short"] = measure_short(sides, effort)
-    return result
-
-
-def _header(cores: tuple[int, int], found: dict[str, Row]) -> Row:
-    client_core, engine_core = cores
-    return describe_run() | {
-        "loop": "uvloop",
-        "client on processor": client_core,
-        "engine on processor": engine_core,
-        "same core": engine_core in _threads_of_core(client_core),
-        "transport": found[OURS]["transport"],
-        "detokenize": False,
-    }
-
-
-def measure_decode(
-    sides: dict[str, Worker], effort: Effort, max_ahead: int, streams: int, step_ms: float
-) -> Row:
-    """Measure streams in decode."""
-    case = {"streams": streams, "step_ms": step_ms}
-    return case | measure_in_turns(sides, effort, "decode", **case, max_ahead=max_ahead)
-
-
-def measure_short(sides: dict[str, Worker], effort: Effort) -> Row:
-    """Measure short requests."""
-    return SHORT | measure_in_turns(sides, effort, "short_requests", **SHORT)
 
 
 def measure_in_turns(sides: dict[str, Worker], effort: Effort, command: str, **case: Any) -> Row:
@@ -191,25 +124,17 @@ def measure_in_turns(sides: dict[str, Worker], effort: Effort, command: str, **c
     times = {"warm_up_s": effort.warm_up_s, "window_s": effort.window_s}
     rows: dict[str, list[Row]] = {name: [] for name in sides}
     for number in range(effort.rounds):
-        for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
+        for name in in_turn(sides, number):
             rows[name].append(sides[name].call(command, **case, **times))
-    return {name: _median(found) | {"rates": _rates_of(found)} for name, found in rows.items()}
-
-
-def _rates_of(rounds: list[Row]) -> list[float]:
-    """Return tokens or requests a second of each round, to show how they spread."""
-    return [row.get("tokens_per_s") or row["requests_per_s"] for row in rounds]
+    return {name: _median(found) for name, found in rows.items()}
 
 
 def _median(rows: list[Row]) -> Row:
-    """Return the median of each figure; a thread that is missing in a round has taken nothing."""
+    """Return the median of each figure."""
     result: Row = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        values = [row.get(key, 0.0) for row in rows]
-        if any(isinstance(value, dict) for value in values):
-            result[key] = _median([value or {} for value in values])
-        else:
-            result[key] = statistics.median(values)
+    for key, first in rows[0].items():
+        values = [row[key] for row in rows]
+        result[key] = _median(values) if isinstance(first, dict) else statistics.median(values)
     return result
 
 
@@ -222,20 +147,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round, for a first look")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     only: Row = {"metavar": "N,...", "help": "only these"}
-    parser.add_argument("--streams", type=_numbers(int), default=Cases.streams, **only)
-    parser.add_argument("--step-ms", type=_numbers(float), default=Cases.steps_ms, **only)
-    parser.add_argument("--no-short", action="store_true", help="leave out short requests")
-    parser.add_argument(
-        "--ahead",
-        type=int,
-        default=Cases.max_ahead,
-        metavar="N",
-        help="steps that an engine may be ahead of its client; 0: any number",
-    )
+    parser.add_argument("--streams", type=_numbers(int), default=STREAMS, **only)
+    parser.add_argument("--step-ms", type=_numbers(float), default=STEPS_MS, **only)
     arguments = parser.parse_args()
-    cases = Cases(arguments.streams, arguments.step_ms, arguments.ahead, not arguments.no_short)
+    effort = QUICK_EFFORT if arguments.quick else EFFORT
     try:
-        result = measure(QUICK_EFFORT if arguments.quick else EFFORT, cases)
+        result = measure(effort, arguments.streams, arguments.step_ms)
     except BenchmarkError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

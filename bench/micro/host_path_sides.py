@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import json
 import os
 import random
 import time
@@ -35,6 +34,11 @@ VOCABULARY = 200_000
 NUM_SHORT_TOKENS = 64
 """A decoding request's prompt has at least so many tokens, and up to so many more."""
 POLL_S = 0.01
+MAX_AHEAD = 2
+"""Steps whose results the engine gets before the client has taken them. With two, an engine that is
+the faster one has always the next step's outputs ready for its client; with three, outputs of two
+steps come to be merged."""
+ALL_THREADS = "all threads"
 
 Row = dict[str, Any]
 
@@ -60,53 +64,18 @@ class StreamLog:
 
 @dataclass(frozen=True)
 class Window:
-    """What both processes have counted between two moments."""
+    """What both processes have counted between two moments of the client's clock."""
 
-    start: Row
-    end: Row
-    engine_start: Row
-    engine_end: Row
+    start_ns: int
+    end_ns: int
+    client_cpu_ns: int
+    engine: Row
+    """What the executor has counted."""
 
     @property
     def seconds(self) -> float:
-        """How long it was for the client."""
-        return float(self.end["time_ns"] - self.start["time_ns"]) / 1e9
-
-    @property
-    def other_percent(self) -> float:
-        """The share of the two processors that others have taken: processes and hosts."""
-        busy_s = 2 * self.seconds - (self.end["idle_s"] - self.start["idle_s"])
-        spent_us = [*self.client_us_per(1).values(), *self.engine_us_per(1).values()]
-        other_s: float = busy_s - sum(spent_us) / 1e6
-        return max(0.0, 100 * other_s / (2 * self.seconds))
-
-    @property
-    def engine_seconds(self) -> float:
-        """How long it was for the engine."""
-        return float(self.engine_end["time_ns"] - self.engine_start["time_ns"]) / 1e9
-
-    def count(self, what: str) -> int:
-        """Return how many steps, tokens or requests the engine has launched."""
-        number: int = self.engine_end[what] - self.engine_start[what]
-        return number
-
-    def client_us_per(self, number: int) -> dict[str, float]:
-        """Return each thread's CPU microseconds for one of so many, in the client's process."""
-        return _spent_us(self.start, self.end, number)
-
-    def engine_us_per(self, number: int) -> dict[str, float]:
-        """Return each thread's CPU microseconds for one of so many, in the engine's process."""
-        return _spent_us(self.engine_start, self.engine_end, number)
-
-
-def _spent_us(start: Row, end: Row, number: int) -> dict[str, float]:
-    spent_ns = {it: cpu_ns - start["cpu_ns"].get(it, 0) for it, cpu_ns in end["cpu_ns"].items()}
-    return {_short_name(it): ns / number / 1000 for it, ns in spent_ns.items() if ns}
-
-
-def _short_name(thread: str) -> str:
-    """Return `run` for `Thread-3 (run)`."""
-    return thread.partition("(")[2].rstrip(")") or thread
+        """How long it was."""
+        return (self.end_ns - self.start_ns) / 1e9
 
 
 # ---- process ----
@@ -191,13 +160,12 @@ class Client:
         )
         self._max_tokens = executor.MAX_MODEL_LEN - 2 * NUM_SHORT_TOKENS
         self._numbers = itertools.count()
+        pipe = setup.directory / f"pipe-{os.getpid()}"
+        os.mkfifo(pipe)
         model = setup.directory / f"model-{os.getpid()}"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(executor.MODEL_CONFIG))
-        os.mkfifo(model / "pipe")
-        args = executor.engine_args(model, model / "pipe", setup.engine_core)
+        args = executor.engine_args(model, pipe, setup.engine_core)
         self._llm = AsyncLLM.from_engine_args(args)
-        self._pipe = os.open(model / "pipe", os.O_WRONLY)
+        self._pipe = os.open(pipe, os.O_WRONLY)
 
     def close(self) -> None:
         """End the engine."""
@@ -220,20 +188,18 @@ class Client:
             raise RuntimeError(f"the engine of {self._setup.side} is {found}, not {wanted}")
         rings = getattr(self._llm.engine_core.resources, "sparksched_rings", None)
         transport = "rings" if rings is not None and rings.channels else "ZMQ"
-        return found | {"client_pid": os.getpid(), "transport": transport}
+        return found | {"transport": transport}
 
     # ---- decode ----
 
-    async def decode(
-        self, streams: int, step_ms: float, max_ahead: int, warm_up_s: float, window_s: float
-    ) -> Row:
+    async def decode(self, streams: int, step_ms: float, warm_up_s: float, window_s: float) -> Row:
         """Let so many streams run side by side, and measure while none begins or ends."""
         await self._ask_engine("set_step_ms", step_ms)
-        await self._ask_engine("hold_back", max_ahead)
+        await self._ask_engine("hold_back", MAX_AHEAD)
         logs = [StreamLog() for _ in range(streams)]
         # The marker is the last one: what the others get of a step, they have got before it.
-        marker = self._mark(logs[-1]) if max_ahead else self._stream(logs[-1])
-        async with self._running([*(self._stream(log) for log in logs[:-1]), marker]):
+        *others, last = logs
+        async with self._running([*(self._stream(log) for log in others), self._mark(last)]):
             while not all(log.times_ns for log in logs):
                 await asyncio.sleep(POLL_S)
             await asyncio.sleep(warm_up_s)
@@ -293,17 +259,12 @@ class Client:
                     raise result
 
     async def _window(self, window_s: float) -> Window:
-        engine_start = await self._ask_engine("start_record")
-        start = self._state()
+        await self._ask_engine("start_record")
+        start_ns, start_cpu_ns = clock_ns(), time.process_time_ns()
         await asyncio.sleep(window_s)
-        end = self._state()
-        engine_end = await self._ask_engine("take_record")
-        return Window(start, end, engine_start, engine_end)
-
-    def _state(self) -> Row:
-        idle_s = _idle_s(self._setup.client_core) + _idle_s(self._setup.engine_core)
-        cpu_ns = self._executor.thread_cpu_ns()
-        return {"time_ns": clock_ns(), "cpu_ns": cpu_ns, "idle_s": idle_s}
+        end_ns, end_cpu_ns = clock_ns(), time.process_time_ns()
+        engine = await self._ask_engine("take_record")
+        return Window(start_ns, end_ns, end_cpu_ns - start_cpu_ns, engine)
 
     async def _clean_up(self) -> None:
         """Leave an idle engine with an empty cache, so that all runs begin alike."""
@@ -320,40 +281,22 @@ class Client:
         """Have workers send one short request after the other, with a GPU that takes no time."""
         await self._ask_engine("set_step_ms", 0)
         ends_ns: list[int] = []
-        gaps_ms: list[float] = []
         tail = prompt_of(0, prompt_tokens)["prompt_token_ids"]
-        async with self._running(
-            self._work(tail, max_tokens, ends_ns, gaps_ms) for _ in range(workers)
-        ):
+        async with self._running(self._work(tail, max_tokens, ends_ns) for _ in range(workers)):
             await asyncio.sleep(warm_up_s)
-            gaps_ms.clear()
             window = await self._window(window_s)
-            output_gap_ms = percentiles(gaps_ms)
         await self._clean_up()
-        start_ns, end_ns = window.start["time_ns"], window.end["time_ns"]
-        num_ended = sum(start_ns <= it < end_ns for it in ends_ns)
-        return {
-            "requests_per_s": num_ended / window.seconds,
-            "output_gap_ms": output_gap_ms,
-            "other_percent": window.other_percent,
-            "client_us": window.client_us_per(num_ended),
-            "engine_us": window.engine_us_per(window.count("requests")),
-        }
+        num_ended = sum(window.start_ns <= it < window.end_ns for it in ends_ns)
+        return {"requests_per_s": num_ended / window.seconds}
 
-    async def _work(
-        self, tail: list[int], max_tokens: int, ends_ns: list[int], gaps_ms: list[float]
-    ) -> None:
+    async def _work(self, tail: list[int], max_tokens: int, ends_ns: list[int]) -> None:
         params = self._params(max_tokens)
         while True:
             number = next(self._numbers)
             # Another first block is enough to have no prefix in common.
             prompt = _rendered([number % VOCABULARY, number // VOCABULARY, *tail[2:]])
-            num_tokens = before_ns = 0
+            num_tokens = 0
             async for output in self._llm.generate(prompt, params, f"short-{number}"):
-                now_ns = clock_ns()
-                if before_ns:
-                    gaps_ms.append((now_ns - before_ns) / 1e6)
-                before_ns = now_ns
                 num_tokens += len(output.outputs[0].token_ids)
             if num_tokens != max_tokens:
                 raise RuntimeError(f"request {number} has got {num_tokens} of {max_tokens} tokens")
@@ -365,15 +308,6 @@ clock_ns = time.perf_counter_ns
 
 def _fail_early(log: StreamLog) -> None:
     raise RuntimeError(f"a stream has ended after {sum(log.num_tokens)} tokens")
-
-
-def _idle_s(core: int) -> float:
-    """Return for how long a processor has had nothing to do since the system's start."""
-    for line in Path("/proc/stat").read_text().splitlines():
-        if line.startswith(f"cpu{core} "):
-            idle, io_wait = line.split()[4:6]
-            return (int(idle) + int(io_wait)) / os.sysconf("SC_CLK_TCK")
-    raise RuntimeError(f"/proc/stat doesn't mention processor {core}")
 
 
 def prompt_of(number: int, num_tokens: int) -> Row:
@@ -391,28 +325,24 @@ def _rendered(token_ids: list[int]) -> Row:
 
 def evaluate_streams(logs: list[StreamLog], window: Window) -> Row:
     """Return what the streams got in a window, and what that took."""
-    start_ns, end_ns = window.start["time_ns"], window.end["time_ns"]
     gaps_ms: list[float] = []
     num_outputs = num_merged = num_all = 0
     for log in logs:
         pairs = itertools.pairwise(log.times_ns)
         for (before_ns, now_ns), num_tokens in zip(pairs, log.num_tokens[1:], strict=True):
-            if start_ns <= now_ns < end_ns:
+            if window.start_ns <= now_ns < window.end_ns:
                 num_outputs += 1
                 num_merged += num_tokens > 1
                 num_all += num_tokens
                 gaps_ms.append((now_ns - before_ns) / 1e6)
     return {
         "tokens_per_s": num_all / window.seconds,
-        "engine_tokens_per_s": window.count("tokens") / window.engine_seconds,
-        "steps_per_s": window.count("steps") / window.engine_seconds,
-        "other_percent": window.other_percent,
         "output_gap_ms": percentiles(gaps_ms),
         "outputs": num_outputs,
         "merged_outputs": num_merged,
-        "launch_us": percentiles([it / 1000 for it in window.engine_end["gaps_ns"]]),
-        "client_us": window.client_us_per(num_all),
-        "engine_us": window.engine_us_per(window.count("tokens")),
+        "launch_us": percentiles([it / 1000 for it in window.engine["gaps_ns"]]),
+        "client_us": {ALL_THREADS: window.client_cpu_ns / num_all / 1000},
+        "engine_us": {ALL_THREADS: window.engine["cpu_ns"] / window.engine["tokens"] / 1000},
     }
 
 

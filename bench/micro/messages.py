@@ -22,28 +22,24 @@ round.
 """
 
 import argparse
-import multiprocessing
-import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.header import describe_run
 from bench.micro.message_sides import RINGS, ZMQ, Log, Setup, serve
-from bench.micro.processes import BenchmarkError, Worker
+from bench.micro.processes import BenchmarkError, Worker, in_turn, running_workers
 from bench.progress import Progress
 from bench.report.show import show
 
 TRANSPORTS = (ZMQ, RINGS)
 PACE_S = 0.004
 NUM_WARM_UP = 20
-START_S = 300.0
-"""The import of vLLM may take minutes on a busy machine."""
 
 Row = dict[str, Any]
 
@@ -130,28 +126,19 @@ class Pair:
 
 @contextmanager
 def running_pairs() -> Iterator[dict[str, Pair]]:
-    """Start both pairs; at the end they shut down, or are killed after an error."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    context = multiprocessing.get_context("forkserver")
-    # Imported once, and not in this process.
-    context.set_forkserver_preload(["vllm.engine.arg_utils", "vllm.v1.engine.core_client"])
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-
-        def start(side: str, transport: str) -> Worker:
-            setup = Setup(transport, directory)
-            name = f"the {side} of {transport}"
-            worker = Worker(context, name, serve, (side, setup))
-            stack.callback(worker.kill)
-            return worker
-
-        pairs = {it: Pair(start("engine", it), start("client", it)) for it in TRANSPORTS}
-        workers = [worker for pair in pairs.values() for worker in (pair.client, pair.engine)]
-        for worker in workers:
-            worker.answer(START_S)
-        yield pairs
-        for worker in workers:
-            worker.stop()
+    """Start both pairs."""
+    with tempfile.TemporaryDirectory() as directory:
+        setups = {it: Setup(it, Path(directory)) for it in TRANSPORTS}
+        arguments = {
+            f"the {side} of {transport}": (side, setups[transport])
+            for transport in TRANSPORTS
+            for side in ("client", "engine")
+        }
+        with running_workers(serve, arguments) as (workers, _):
+            yield {
+                it: Pair(workers[f"the engine of {it}"], workers[f"the client of {it}"])
+                for it in TRANSPORTS
+            }
 
 
 # ---- measurements ----
@@ -163,15 +150,10 @@ def measure_case(pairs: dict[str, Pair], case: Case, effort: Effort) -> Row:
     for pair in pairs.values():
         pair.transfer(case, NUM_WARM_UP, thorough=True)
     for number in range(effort.rounds):
-        for transport in _in_turn(pairs, number):
+        for transport in in_turn(pairs, number):
             logs[transport].append(pairs[transport].transfer(case, effort.messages))
     result: Row = {"group": case.group, "message": case.label}
     return result | {it: _evaluate(case, logs[it]) for it in pairs}
-
-
-def _in_turn(pairs: dict[str, Pair], number: int) -> list[str]:
-    """Return the transports in an order that changes with each round."""
-    return list(pairs) if number % 2 == 0 else list(pairs)[::-1]
 
 
 def _evaluate(case: Case, logs: list[tuple[Log, Log]]) -> Row:

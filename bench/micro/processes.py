@@ -1,13 +1,16 @@
-"""A process that a benchmark starts and tells through a pipe what to do."""
+"""Processes that a benchmark starts and tells through pipes what to do."""
 
+import multiprocessing
 import os
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+START_S = 300.0
+"""The import of vLLM may take minutes on a busy machine."""
 LATEST_S = 90.0
 """A command that takes longer will never end."""
 
@@ -82,3 +85,30 @@ class Worker:
         self._process.kill()
         self._process.join()
         self._pipe.close()
+
+
+@contextmanager
+def running_workers(
+    serve: Callable[..., None], arguments: Mapping[str, tuple[Any, ...]]
+) -> Iterator[tuple[dict[str, Worker], dict[str, Any]]]:
+    """Start a process for each name; yield them and what they say of themselves.
+
+    At the end they shut down, or are killed after an error.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    context = multiprocessing.get_context("forkserver")
+    # Imported once, and not in this process.
+    context.set_forkserver_preload(["vllm.engine.arg_utils", "vllm.v1.engine.async_llm"])
+    with ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for name, it in arguments.items():
+            workers[name] = Worker(context, name, serve, it)
+            stack.callback(workers[name].kill)
+        yield workers, {name: worker.answer(START_S) for name, worker in workers.items()}
+        for worker in workers.values():
+            worker.stop()
+
+
+def in_turn(names: Mapping[str, Any], number: int) -> list[str]:
+    """Return names in an order that changes with each round."""
+    return list(names)[:: 1 if number % 2 == 0 else -1]

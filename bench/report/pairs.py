@@ -9,7 +9,6 @@ from bench.report.values import as_number, dig, median, numbers
 STOCK, OURS = "stock", "sparksched"
 LABELS = {STOCK: "vLLM", OURS: "sparksched"}
 ALL = "all"
-DECODE = "decode"
 ASYNC, SYNC = "async", "sync"
 ASYNCLLM, HTTP = "asyncllm", "http"
 PYTHON, RUST = "python", "rust"
@@ -33,7 +32,6 @@ class Case:
     """With its layout over several GPUs, as in `gpt-oss-120b, TP 2`."""
     mode: str
     cores: str
-    workload: str
     driver: str
     concurrency: int
     front_end: str = PYTHON
@@ -150,7 +148,7 @@ def pairs_of(results: Iterable[Row]) -> list[Pair]:
 
 def _case(cell: Row) -> Case | None:
     """Return a cell's case, or None if it doesn't say it."""
-    names = ("model", "mode", "cores", "workload", "driver")
+    names = ("model", "mode", "cores", "driver")
     texts = {name: cell[name] for name in names if isinstance(cell.get(name), str)}
     count = cell.get("concurrency")
     if len(texts) < len(names) or not isinstance(count, int):
@@ -162,7 +160,7 @@ def _case(cell: Row) -> Case | None:
 
 
 def visits_of(result: Row) -> Iterator[Row]:
-    """Yield a result's parts by which time its servers were started."""
+    """Yield a result's parts by which time its servers were started: several, in some results."""
     cells = rows_of(result, "cells")
     for visit in sorted({as_number(cell.get("visit")) or 0.0 for cell in cells}):
         yield {"cells": [it for it in cells if (as_number(it.get("visit")) or 0.0) == visit]}

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from bench.report.pairs import (
     ALL,
     ASYNC,
-    DECODE,
     HTTP,
     LABELS,
     MODELS,
@@ -113,12 +112,11 @@ def _of_models(
 
 
 def _over_http(found: Sequence[Row], model: str) -> list[Pair]:
-    wanted = (model, ASYNC, HTTP, ALL, DECODE)
+    wanted = (model, ASYNC, HTTP, ALL)
     return [
         pair
         for pair in pairs_of(found)
-        if wanted
-        == tuple(getattr(pair.case, it) for it in ("model", "mode", "driver", "cores", "workload"))
+        if wanted == tuple(getattr(pair.case, it) for it in ("model", "mode", "driver", "cores"))
     ]
 
 

@@ -8,7 +8,6 @@ from bench.report.pairs import (
     ALL,
     ASYNC,
     ASYNCLLM,
-    DECODE,
     DRIVERS,
     HTTP,
     LABELS,
@@ -47,8 +46,8 @@ AGAIN = "again/"
 FRONT_ENDS = "front_ends/"
 """What the names of results begin with that tell only what runs differ by."""
 ROLES = ("engine", "API server")
-SELECTIONS = ("gain", "two_processors")
-"""Tables of pages whose rows stand in others, too."""
+SELECTIONS = ("gain", "http", "asyncllm", "sync", "two_processors")
+"""Tables of pages whose rows stand in `servers`, too."""
 OF_ONE_RUN = ("--json", "--work-dir", "--minutes")
 """Options that don't change what is measured, each with a value."""
 LEAST_VARIATION = 0.15
@@ -154,7 +153,7 @@ def front_ends(results: Results) -> Rows:
 
     On few those of many streams alone, as in `two_processors`.
     """
-    pairs = _chosen(results, lambda it: it.workload == DECODE, compare_front_ends=True)
+    pairs = pairs_of(current(results, compare_front_ends=True))
     for pair in (it for it in pairs if it.case.cores == ALL):
         yield [pair.case.label, *_served(pair)]
     for pair in pairs:
@@ -162,13 +161,12 @@ def front_ends(results: Results) -> Rows:
             yield [f"{pair.case.label}, {pair.case.cores} processors", *_served(pair)]
 
 
-def _servers(mode: str, driver: str) -> Callable[[Results], Rows]:
-    """Return what yields servers on one GPU and all processors."""
+def _alike(mode: str, driver: str) -> Callable[[Results], Rows]:
+    """Return what yields servers on one GPU and all processors of one mode and driver."""
 
     def rows(results: Results) -> Rows:
         def is_chosen(case: Case) -> bool:
-            wanted = (mode, driver, ALL, DECODE, "")
-            return wanted == (case.mode, case.driver, case.cores, case.workload, case.layout)
+            return (mode, driver, ALL, "") == (case.mode, case.driver, case.cores, case.layout)
 
         for pair in _chosen(results, is_chosen):
             yield [pair.case.label, *_served(pair)]
@@ -176,18 +174,24 @@ def _servers(mode: str, driver: str) -> Callable[[Results], Rows]:
     return rows
 
 
-def few_processors(results: Results) -> Rows:
-    """Yield servers that are confined to a number of processors."""
-    for pair in _chosen(results, lambda it: it.cores != ALL and it.workload == DECODE):
-        mode = "" if pair.case.mode == ASYNC else ", sync"
-        yield [f"{pair.case.label}{mode}, {pair.case.cores}", *_served(pair)]
+def servers(results: Results) -> Rows:
+    """Yield all servers on one GPU, however they were driven: pages have tables of some of them."""
+    for pair in _chosen(results, lambda it: not it.layout):
+        yield [_name_of(pair.case), *_served(pair)]
+
+
+def _name_of(case: Case) -> str:
+    """Return what to call a case among others of all kinds."""
+    mode = "" if case.mode == ASYNC else ", sync"
+    cores = "" if case.cores == ALL else f", {case.cores} processors"
+    return f"{case.label}, {DRIVERS[case.driver]}{mode}{cores}"
 
 
 def two_processors(results: Results) -> Rows:
     """Yield those of many streams on two processors."""
 
     def is_chosen(case: Case) -> bool:
-        return (case.cores, case.workload) == ("2", DECODE) and case.concurrency >= MANY_STREAMS
+        return case.cores == "2" and case.concurrency >= MANY_STREAMS
 
     for pair in _chosen(results, is_chosen):
         mode = "" if pair.case.mode == ASYNC else ", sync"
@@ -196,19 +200,10 @@ def two_processors(results: Results) -> Rows:
 
 def several_gpus(results: Results) -> Rows:
     """Yield models that are spread over GPUs; the engine's CPU time without what it spins."""
-    for pair in _chosen(results, lambda it: bool(it.layout) and it.workload == DECODE):
+    for pair in _chosen(results, lambda it: bool(it.layout)):
         working = (it.get("engine_cpu", "without_waiting_us_per_token") for it in pair.sides())
         rates, p50, p99, together, _, api_server, _ = _served(pair)
         yield [pair.case.label, rates, p50, p99, together, pair_text(*working), api_server]
-
-
-def lengths(results: Results) -> Rows:
-    """Yield requests of mixed lengths, and such that share a prefix."""
-    for pair in _chosen(results, lambda it: it.workload != DECODE):
-        rates, p50, p99, together, *_ = _served(pair)
-        first = (it.figure("ttft_ms", "p50") for it in pair.sides())
-        name = f"{pair.case.workload}: {pair.case.label}"
-        yield [name, rates, p50, p99, together, pair_text(*first)]
 
 
 def same_streams(results: Results) -> Rows:
@@ -241,11 +236,9 @@ def hosts(results: Results) -> Rows:
         known = [(a, b) for a, b in both if a is not None and b is not None]
         spread = [max(rates) / min(rates) - 1 for rates in zip(*known, strict=True)]
         if len(known) > 1 and max(spread) > LEAST_VARIATION:
-            mode = "" if case.mode == ASYNC else ", sync"
-            cores = "" if case.cores == ALL else f", {case.cores} processors"
             gains = [f"{round(100 * (ours / stock - 1), 1) + 0.0:+}" for stock, ours in known]
             yield [
-                f"{case.label}, {DRIVERS[case.driver]}{mode}{cores}",
+                _name_of(case),
                 *(range_text(rates) for rates in zip(*known, strict=True)),
                 ", ".join(gains),
             ]
@@ -273,7 +266,7 @@ def _tail(side: Side) -> float | None:
     return median(side.gaps("p99"))
 
 
-USUAL = {"mode": ASYNC, "driver": HTTP, "cores": ALL, "workload": DECODE, "front_end": "python"}
+USUAL = {"mode": ASYNC, "driver": HTTP, "cores": ALL, "front_end": "python"}
 SITUATIONS = (
     Situation("One stream", "tokens/s", _rate, {"model": "gpt-oss-120b", "concurrency": 1}),
     Situation(
@@ -534,25 +527,16 @@ TABLES = (
         ("your situation", "measured", "what changes", f"vLLM{ARROW}sparksched"),
         gain,
     ),
-    Table("http", "Over HTTP", (STREAMS, *SERVED), _servers(ASYNC, HTTP)),
+    Table("servers", "Servers under load", (f"{STREAMS}, driver", *SERVED), servers),
+    Table("http", "Over HTTP", (STREAMS, *SERVED), _alike(ASYNC, HTTP)),
     Table("front_ends", "Python and Rust front end", (STREAMS, *SERVED), front_ends),
-    Table("asyncllm", "Without HTTP", (STREAMS, *SERVED), _servers(ASYNC, ASYNCLLM)),
+    Table("asyncllm", "Without HTTP", (STREAMS, *SERVED), _alike(ASYNC, ASYNCLLM)),
     Table(
-        "sync", "Synchronous scheduling, without HTTP", (STREAMS, *SERVED), _servers(SYNC, ASYNCLLM)
+        "sync", "Synchronous scheduling, without HTTP", (STREAMS, *SERVED), _alike(SYNC, ASYNCLLM)
     ),
-    Table(
-        "sync_http", "Synchronous scheduling, over HTTP", (STREAMS, *SERVED), _servers(SYNC, HTTP)
-    ),
-    Table("processors", "On few processors", (f"{STREAMS}, processors", *SERVED), few_processors),
     Table("two_processors", "On two processors", (STREAMS, *SERVED), two_processors),
     Table(
         "gpus", "On several GPUs", ("model, layout, streams x tokens", *SERVED[:6]), several_gpus
-    ),
-    Table(
-        "lengths",
-        "Mixed lengths and shared prefixes",
-        ("requests", *SERVED[:4], "first token p50, ms"),
-        lengths,
     ),
     Table(
         "streams",

@@ -14,7 +14,7 @@ import traceback
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
-from bench.serving.engine_probe import thread_names
+from bench.serving.phases import Noted
 from bench.serving.streams import Recorder, StreamLog, clock
 from bench.serving.workload import Request, Workload
 
@@ -82,7 +82,6 @@ class Control:
         rings = getattr(client.resources, "sparksched_rings", None)
         return {
             "pid": os.getpid(),
-            "threads": thread_names(),
             "num_api_servers": client.client_count,
             "transport": "rings" if rings is not None and rings.channels else "ZMQ",
             "engines": await self._describe_engines(),
@@ -184,15 +183,15 @@ class Control:
 
     # ---- probes ----
 
-    async def on_take_compiled(self, notify: Any) -> list[list[list[Any]] | None]:
-        """Return the kernels that each worker has compiled since the last call."""
+    async def on_take_compiled(self, notify: Any) -> list[int | None]:
+        """Return how many kernels each worker has compiled since the last call."""
         answers = await self._ask_engines("bench_take_compiled")
         return [worker for answer in answers for worker in json.loads(answer)]
 
     async def on_start_probes(self, notify: Any) -> None:
-        """Begin to time the engines' phases."""
+        """Begin to note the engines' steps."""
         await self._ask_engines("bench_start")
 
-    async def on_stop_probes(self, notify: Any) -> list[dict[str, Any]]:
-        """Return what was timed, of each engine."""
+    async def on_stop_probes(self, notify: Any) -> list[Noted]:
+        """Return what was noted, of each engine."""
         return [json.loads(answer) for answer in await self._ask_engines("bench_stop")]

@@ -130,7 +130,7 @@ class Benchmark:
                 "transport": server.described["transport"],
                 "num_api_servers": len(server.remotes),
                 "num_engines": len(engines),
-                "engine": {name: it for name, it in engines[0].items() if name != "threads"},
+                "engine": engines[0],
             }
         if not self.store.has("servers", key):
             found |= {
@@ -183,7 +183,7 @@ class Benchmark:
         self.store.put_cell(cell, workload.lengths | about | found)
 
     def _workload(self, cell: CellKey, model: Model) -> Workload:
-        return self.plan.workload(cell.workload, cell.concurrency, model)
+        return self.plan.workload(cell.concurrency, model)
 
     def _put_failure(self, cell: CellKey, model: Model, error: Exception) -> None:
         # With its lengths, by which a row is put beside the other scheduler's.

@@ -6,21 +6,19 @@ before it is stopped. Two drivers: `http`, which streams completions from proces
 out, no HTTP and no text. Each round sends its requests all at once. Rounds differ in their prompts,
 which are the same for both schedulers.
 
-- `decode`: prompts of 128 tokens. Rates and times between outputs are those of the time in which
-  all streams decode; an output has several tokens where its reader was late. Time to the first
-  token (TTFT) is that of a request among all that are sent at once.
-- `mixed`: 256 sequences, prompts and outputs of 100 to 1,024 tokens, from the first request to the
-  last token; `prefix`: the same, with prompts of which 90 % are the beginning of one text.
-- Phases of the engine's loop are timed in a round of their own (`bench.serving.engine_probe`).
+- Prompts have 128 tokens. Rates and times between outputs are those of the time in which all
+  streams decode; an output has several tokens where its reader was late.
+- For how long the engine waits is noted in a round of its own (`bench.serving.engine_probe`).
 - `--cores N` confines API server and engine, once they are up, and the load to other processors, if
   there are any.
 - `--layout` spreads a model over several GPUs: `tp2` by tensor, `pp2` by pipeline, `dp2` by data
   parallelism, also combined, as `tp2dp2`. With several engines vLLM starts as many API servers;
-  CPU times are those of all of them, phases those of the engine with the most steps. A round begins
-  once vLLM's balancer knows that the engines are idle. With pipeline stages requests decode in
-  turns, in batches for a whole round. They are split alike with both schedulers: all are scheduled
-  from the same step on (TTFT then says little), and steps have at most 2,048 tokens.
-- Engines spin while they wait for workers and for each other: CPU time is there with and without.
+  CPU times are those of all of them. A round begins once vLLM's balancer knows that the engines are
+  idle. With pipeline stages requests decode in turns, in batches for a whole round. They are split
+  alike with both schedulers: all are scheduled from the same step on, and steps have at most 2,048
+  tokens.
+- Engines on several GPUs spin while they wait for workers and for each other: their CPU time is
+  there with and without.
 - `--front-end python,rust` starts vLLM's API servers in Python and in Rust, each with both
   schedulers. `vllm-rs` is found by vLLM or named by VLLM_RUST_FRONTEND_PATH. It is driven over HTTP
   alone, and no probe looks into it or its engine: there are rates, times and CPU time.
@@ -35,8 +33,8 @@ take longer, as far as it is known from servers and cells before.
     python -m bench.serving.decode
         --model tiny|gpt-oss-20b|gpt-oss-120b|Qwen2-1.5B|Qwen3-Next-quarter|DIRECTORY [--json FILE]
         [--concurrency N,...] [--schedulers stock,sparksched] [--mode async,sync] [--cores all,2]
-        [--driver asyncllm,http] [--workload decode,mixed,prefix] [--compare-streams] [--quick]
-        [--layout 1,tp2,pp2,dp2] [--front-end python,rust]
+        [--driver asyncllm,http] [--compare-streams] [--quick] [--layout 1,tp2,pp2,dp2]
+        [--front-end python,rust]
 """
 
 import argparse
@@ -62,7 +60,6 @@ from bench.serving.models import NAMES, ModelError
 from bench.serving.plan import ALL, Plan
 from bench.serving.server import ASYNC, FRONT_ENDS, MODES, PYTHON, SIDES, SYNC
 from bench.serving.store import Store, StoreError
-from bench.serving.workload import DECODE, KINDS
 
 
 def main() -> int:
@@ -143,13 +140,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--driver", default=(ASYNCLLM, HTTP), help=", ".join(DRIVERS), **listed)
     shown = ", ".join(FRONT_ENDS)
     parser.add_argument("--front-end", default=(PYTHON,), help=shown, **listed)
-    parser.add_argument("--workload", default=(DECODE,), help=", ".join(KINDS), **listed)
     parser.add_argument("--json", type=Path, metavar="FILE", help="results; to go on with, too")
     parser.add_argument("--quick", action="store_true", help="one short round, for a first look")
     parser.add_argument("--compare-streams", action="store_true", help="compare tokens")
     parser.add_argument("--rounds", type=int, metavar="N", help="of each cell")
-    parser.add_argument("--tokens", type=int, metavar="N", help="of each stream in `decode`")
-    parser.add_argument("--visits", type=int, default=1, metavar="N", help="starts of each server")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of each stream")
     parser.add_argument(
         "--minutes", type=float, default=1e6, metavar="M", help="begin nothing that ends later"
     )
@@ -161,7 +156,6 @@ def _options() -> argparse.Namespace:
         ("mode", MODES),
         ("driver", DRIVERS),
         ("front_end", FRONT_ENDS),
-        ("workload", KINDS),
     ):
         unknown = set(getattr(options, name) or ()) - set(allowed)
         if unknown:
@@ -200,11 +194,9 @@ def _plan(options: argparse.Namespace, models: tuple[str, ...], gpu: str | None)
         schedulers=options.schedulers,
         modes=modes,
         cores=options.cores,
-        workloads=options.workload,
         concurrencies=options.concurrency,
         drivers=options.driver,
         front_ends=options.front_end,
-        visits=options.visits,
         output_tokens=options.tokens,
         is_quick=options.quick,
         compares_streams=options.compare_streams,

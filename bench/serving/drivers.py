@@ -24,19 +24,10 @@ ROUND_S = 300.0
 Events = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Round:
-    """What a set of requests brought."""
-
-    logs: list[StreamLog]
-    load: dict[str, Any] | None = None
-    """What the processes that drive over HTTP have taken, in percent of a processor each."""
-
-
 class Driver(Protocol):
     """Sends requests to a server and waits for their end."""
 
-    def run(self, workload: Workload, on_event: Events) -> Round:
+    def run(self, workload: Workload, on_event: Events) -> list[StreamLog]:
         """Send all of them at once; `on_event` is told RUNNING and FIRST_END."""
         ...
 
@@ -47,13 +38,13 @@ class AsyncLLMDriver:
 
     server: Server
 
-    def run(self, workload: Workload, on_event: Events) -> Round:
+    def run(self, workload: Workload, on_event: Events) -> list[StreamLog]:
         """Send all requests at once, spread over the API servers, as far as there are so many."""
         remotes = self.server.remotes[: workload.num_requests]
         for part, remote in enumerate(remotes):
             remote.send("stream", workload=workload, part=part, num_parts=len(remotes))
         parts = gather(remotes, ROUND_S, _Merged(len(remotes), on_event))
-        return Round([log for logs in parts for log in logs])
+        return [log for logs in parts for log in logs]
 
 
 @dataclass(frozen=True)
@@ -63,14 +54,9 @@ class HttpDriver:
     server: Server
     loaders: list[Remote]
 
-    def run(self, workload: Workload, on_event: Events) -> Round:
+    def run(self, workload: Workload, on_event: Events) -> list[StreamLog]:
         """Send all requests at once, spread over as many processes as that many streams need."""
-        parts = self._send(workload, on_event)
-        percents = [100 * part["cpu_s"] / part["seconds"] for part in parts]
-        return Round(
-            [log for part in parts for log in part["logs"]],
-            {"processes": len(parts), "percent": sum(percents), "busiest_percent": max(percents)},
-        )
+        return [log for part in self._send(workload, on_event) for log in part["logs"]]
 
     def collect(self, workload: Workload) -> list[list[int]]:
         """Return the tokens of each request, sampled with a seed of its own."""

@@ -1,4 +1,4 @@
-"""From logs of streams to figures: rates, times between outputs, times to the first token."""
+"""From logs of streams to figures: rates and times between outputs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,11 +37,10 @@ def summary(values: Sequence[float] | Floats) -> Row:
     }
 
 
-def evaluate(logs: Sequence[StreamLog], is_steady: bool) -> Row:
-    """Return the figures of a round.
+def evaluate(logs: Sequence[StreamLog]) -> Row:
+    """Return the figures of a round, of the time in which all of its streams decode.
 
-    A steady workload is measured while all of its streams decode: from the moment when the last
-    one has its first token until the first one has its last. Others are measured as a whole.
+    That is from the moment when the last one has its first token until the first one has its last.
 
     Raises:
         NothingMeasuredError: if there is no such time, or a stream has got nothing.
@@ -49,7 +48,7 @@ def evaluate(logs: Sequence[StreamLog], is_steady: bool) -> Row:
     """
     if not logs or any(not log.times.size for log in logs):
         raise NothingMeasuredError("a stream has got nothing")
-    start, end = window_of(logs) if is_steady else _whole(logs)
+    start, end = window_of(logs)
     between_ms, num_tokens, num_outputs = _outputs_between(logs, start, end)
     if not num_tokens or end <= start:
         raise NothingMeasuredError("no token came while all streams ran")
@@ -60,7 +59,6 @@ def evaluate(logs: Sequence[StreamLog], is_steady: bool) -> Row:
         "tokens_per_s": num_tokens / (end - start),
         "merged_share": 1 - num_outputs / num_tokens,
         "output_gap_ms": summary(between_ms),
-        "ttft_ms": summary([1e3 * (log.times[0] - log.sent_at) for log in logs]),
     }
 
 
@@ -79,10 +77,6 @@ def window_of(logs: Sequence[StreamLog]) -> tuple[float, float]:
 def tokens_between(logs: Sequence[StreamLog], start: float, end: float) -> int:
     """Count tokens that came after one moment and not after another."""
     return sum(int(log.num_tokens[(log.times > start) & (log.times <= end)].sum()) for log in logs)
-
-
-def _whole(logs: Sequence[StreamLog]) -> tuple[float, float]:
-    return min(log.sent_at for log in logs), max(float(log.times[-1]) for log in logs)
 
 
 def _outputs_between(

@@ -9,7 +9,6 @@ nobody tells, until no stream has stood still for half a second.
 
 - `ttft_ms`: from sending a joining request to its first token.
 - `output_gap_ms`, `tokens_per_s`: of the streams, while all of them decode.
-- `late_launches_s`: since the server's start, see `sparksched:late_launch_seconds`.
 
 A step with a prompt in it takes longer: `--rate` times its time should be well below 1.
 
@@ -25,7 +24,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -35,8 +33,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from bench.header import NO_GPU, describe_run
 from bench.progress import Progress
@@ -51,7 +47,7 @@ from bench.serving.plan import OUTPUT_TOKENS, PROMPT_TOKENS
 from bench.serving.remote import Remote, gather
 from bench.serving.server import ASYNC, FRONT_ENDS, OURS, STOCK, SYNC, Server, Start, serve
 from bench.serving.streams import RUNNING
-from bench.serving.workload import DECODE, Workload
+from bench.serving.workload import Workload
 
 Row = dict[str, Any]
 
@@ -174,10 +170,9 @@ def _measure(
             tokens = _num_tokens(options, streams)
             vocab_size = server.start.model.vocab_size
             prompts = (PROMPT_TOKENS, PROMPT_TOKENS)
-            alone = Workload(DECODE, streams, vocab_size, prompts, (tokens, tokens))
+            alone = Workload(streams, vocab_size, prompts, (tokens, tokens))
             seconds = _seconds_of(driver, alone)
             joining = Workload(
-                DECODE,
                 max(1, round(options.rate * seconds)),
                 vocab_size,
                 (prompt_tokens, prompt_tokens),
@@ -186,26 +181,14 @@ def _measure(
             send = partial(_round, driver, joiner, alone, joining, seconds)
             warm_up(server, partial(send, "warm-up"), has_stalled)
             rounds = [send(number) for number in range(options.rounds)]
-            late = {"late_launches_s": _late_launches(server)}
-            yield (streams, prompt_tokens), _summary(rounds) | late
-
-
-def _late_launches(server: Server) -> Row | None:
-    """Return how often and how long its GPU has waited so far for steps that were held back.
-
-    At most so long: see docs/metrics.md. None if the server has no such series, or shows it
-    elsewhere, as the Rust front end does.
-    """
-    page = httpx.get(f"{server.launched.base_url}/metrics", timeout=10).text
-    found = re.findall(r"^sparksched:late_launch_seconds_(count|sum)\{.*\} (.+)$", page, re.M)
-    return {name: float(value) for name, value in found} or None
+            yield (streams, prompt_tokens), _summary(rounds)
 
 
 def _seconds_of(driver: HttpDriver, workload: Workload) -> float:
     """Return for how long requests may join a round; the first of two compiles."""
     for number in range(2):
-        logs = driver.run(workload.seeded("alone", number), lambda event: None).logs
-        found = evaluate(logs, is_steady=True)
+        logs = driver.run(workload.seeded("alone", number), lambda event: None)
+        found = evaluate(logs)
     return SHARE_OF_ROUND * float(found["end_s"] - found["start_s"])
 
 
@@ -231,7 +214,7 @@ def _round(
                 seconds=seconds,
             )
 
-    found = evaluate(driver.run(workload, begin_to_join).logs, is_steady=True)
+    found = evaluate(driver.run(workload, begin_to_join))
     joined = gather([joiner], ROUND_S, lambda event: None)[0]
     return found | {"ttft_ms": [1e3 * (log.times[0] - log.sent_at) for log in joined]}
 

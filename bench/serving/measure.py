@@ -1,19 +1,17 @@
-"""Measures one running server: rounds of streams, phases, CPU time, the same streams."""
+"""Measures one running server: rounds of streams, waits, CPU time, the same streams."""
 
 import hashlib
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from bench.serving.compilations import evaluate_compiled
-from bench.serving.drivers import Driver, HttpDriver, Round
+from bench.serving.drivers import Driver, HttpDriver
 from bench.serving.evaluate import evaluate, missing, tokens_between
-from bench.serving.loop_cpu import evaluate_engine, evaluate_loop
-from bench.serving.phases import busiest, evaluate_phases, usual_size
+from bench.serving.loop_cpu import evaluate_engine
+from bench.serving.phases import busiest, evaluate_phases
 from bench.serving.server import ASYNC, Server
-from bench.serving.streams import FIRST_END, RUNNING
+from bench.serving.streams import FIRST_END, RUNNING, StreamLog
 from bench.serving.threads import Process, Snapshot, cpu_between
 from bench.serving.workload import Workload
 
@@ -51,12 +49,12 @@ class CpuWatch:
         """Take notice of RUNNING or FIRST_END."""
         self._snapshots.setdefault(event, Snapshot.take(self._processes))
 
-    def evaluate(self, done: Round) -> Row:
+    def evaluate(self, logs: list[StreamLog]) -> Row:
         """Return shares of a processor by thread, and CPU time a token by process."""
         before, after = self._snapshots.get(RUNNING), self._snapshots.get(FIRST_END)
         if before is None or after is None or after.at <= before.at:
             return missing("the streams didn't run side by side")
-        tokens = tokens_between(done.logs, before.at, after.at)
+        tokens = tokens_between(logs, before.at, after.at)
         shares = cpu_between(self._processes, before, after)
         seconds = after.at - before.at
         if not tokens:
@@ -88,10 +86,9 @@ def measure_cell(
         _measure_round(server, driver, workload.seeded(case, number), processes)
         for number in range(effort.rounds)
     ]
-    found: Row = {"rounds": rounds, "is_held": is_held(server, workload)}
-    if workload.is_steady and server.remotes:
-        found |= _measure_phases(server, driver, workload.seeded(case, "phases"))
-        found["engine_cpu"] = evaluate_engine(found["engine_cpu"], rounds)
+    found: Row = {"rounds": rounds}
+    if server.remotes:
+        found |= _measure_steps(server, driver, workload.seeded(case, "steps"), rounds)
     return found
 
 
@@ -106,12 +103,12 @@ def warm_up(
         has_stalled: Says of what `send` returns whether a step has waited, where nobody else tells.
 
     """
-    _take_compiled(server)
+    _has_compiled(server)
     is_told = bool(server.remotes) or has_stalled is not None
     for number in range(MOST_WARM_UPS if is_told else BLIND_WARM_UPS):
         sent = send(number)
         if server.remotes:
-            is_warm = not _take_compiled(server).get("count")
+            is_warm = not _has_compiled(server)
         else:
             is_warm = has_stalled is not None and not has_stalled(sent)
         if is_warm:
@@ -126,11 +123,9 @@ def _send_shortened(
     driver.run(shortened, lambda event: None)
 
 
-def _take_compiled(server: Server) -> Row:
-    """Return what the workers have compiled since the last call."""
-    if not server.remotes:
-        return missing("nobody tells")
-    return evaluate_compiled(server.remote.call("take_compiled"))
+def _has_compiled(server: Server) -> bool:
+    """Whether workers have compiled anything since the last call, as far as anyone tells."""
+    return bool(server.remotes) and any(server.remote.call("take_compiled"))
 
 
 def _prepare(server: Server, workload: Workload) -> None:
@@ -140,14 +135,8 @@ def _prepare(server: Server, workload: Workload) -> None:
     their lengths alone, and not on how fast they come.
     """
     server.settle()
-    if is_held(server, workload):
+    if server.start.layout.num_stages > 1 and server.remotes:
         server.remote.call("hold", num_requests=workload.num_requests)
-
-
-def is_held(server: Server, workload: Workload) -> bool:
-    """Whether a round begins once all requests are in the engines: its TTFT then says little."""
-    has_stages = server.start.layout.num_stages > 1
-    return workload.is_steady and has_stages and bool(server.remotes)
 
 
 def _measure_round(
@@ -155,21 +144,12 @@ def _measure_round(
 ) -> Row:
     watch = CpuWatch(processes)
     _prepare(server, workload)
-    before = Snapshot.take(processes)
-    done = driver.run(workload, watch)
-    after = Snapshot.take(processes)
-    found = evaluate(done.logs, workload.is_steady)
-    if workload.is_steady:
-        found["cpu"] = watch.evaluate(done)
-    else:
-        found["cpu"] = {"share": cpu_between(processes, before, after)}
-    found["compiled"] = _take_compiled(server)
-    found["load"] = done.load
-    return found
+    logs = driver.run(workload, watch)
+    return evaluate(logs) | {"cpu": watch.evaluate(logs)}
 
 
-def _measure_phases(server: Server, driver: Driver, workload: Workload) -> Row:
-    """Measure a round in which the engine's phases are timed; its rate doesn't count."""
+def _measure_steps(server: Server, driver: Driver, workload: Workload, rounds: list[Row]) -> Row:
+    """Measure a round in which the engine's steps are noted; its rate doesn't count."""
     _prepare(server, workload)
     server.remote.call("start_probes")
     try:
@@ -178,31 +158,20 @@ def _measure_phases(server: Server, driver: Driver, workload: Workload) -> Row:
         engines = server.remote.call("stop_probes")
     # Several engines share the requests: the steps of one stand for all of them.
     engine = busiest(engines)
-    num_requests: int | None = usual_size(engine) if len(engines) > 1 else workload.num_requests
-    if server.start.layout.num_stages > 1:
-        num_requests = None
-    return {
-        "phases": evaluate_phases(engine, num_requests, server.start.mode == ASYNC),
-        "engine_cpu": evaluate_loop(engine),
-    }
+    if server.start.layout.num_gpus > 1:
+        return {"engine_cpu": evaluate_engine(engine, rounds)}
+    is_async = server.start.mode == ASYNC
+    return {"phases": evaluate_phases(engine, workload.num_requests, is_async)}
 
 
 def measure_same_streams(driver: HttpDriver, workload: Workload) -> Row:
-    """Return digests of what the same requests bring over HTTP, twice; and how varied that is.
+    """Return digests of what the same requests bring over HTTP, twice.
 
     Tokens are sampled at temperature 1, each request with a seed of its own, so that what is kept
     of a request's sampling counts as well, and greedy ones repeat themselves with random weights.
     """
     collected = [driver.collect(workload.seeded("same")) for _ in range(2)]
-    first = collected[0]
-    return {
-        "driver": "http",
-        "is_sampled": True,
-        "streams": len(first),
-        "tokens": sum(map(len, first)),
-        "distinct_tokens_median": statistics.median_low(len(set(stream)) for stream in first),
-        "digests": [[_digest(stream) for stream in streams] for streams in collected],
-    }
+    return {"digests": [[_digest(stream) for stream in streams] for streams in collected]}
 
 
 def _digest(token_ids: list[int]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from bench.serving.drivers import HTTP
 from bench.serving.models import Model
 from bench.serving.server import PYTHON, RUST
-from bench.serving.workload import DECODE, KINDS, MIXED, Workload
+from bench.serving.workload import Workload
 
 ALL = "all"
 """All processors."""
@@ -16,12 +16,7 @@ ALL = "all"
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = ((8, 768), (64, 384), (256, 256), (1 << 30, 192))
 """Up to so many streams: so many tokens each. Few streams take more steps to the same figure."""
-MIXED_SEQUENCES = 256
-MIXED_BOUNDS = (100, 1024)
-
 QUICK_TOKENS = 48
-QUICK_SEQUENCES = 8
-QUICK_BOUNDS = (10, 60)
 
 
 @dataclass(frozen=True)
@@ -31,8 +26,6 @@ class ServerKey:
     model: str
     scheduler: str
     mode: str
-    visit: int
-    """Counts from 0: each server may be started several times in turns."""
     front_end: str = PYTHON
 
 
@@ -42,7 +35,6 @@ class CellKey:
 
     server: ServerKey
     cores: str
-    workload: str
     concurrency: int
     driver: str
 
@@ -59,7 +51,7 @@ class CellKey:
         rust = ", Rust front end" if self.server.front_end == RUST else ""
         return (
             f"{self.server.model} {self.server.scheduler} {self.server.mode}{rust}{cores}: "
-            f"{self.workload}, {self.concurrency:,} over {self.driver}"
+            f"{self.concurrency:,} over {self.driver}"
         )
 
 
@@ -71,26 +63,19 @@ class Plan:
     schedulers: tuple[str, ...]
     modes: tuple[str, ...]
     cores: tuple[str, ...]
-    workloads: tuple[str, ...]
     concurrencies: tuple[int, ...]
     drivers: tuple[str, ...]
     front_ends: tuple[str, ...] = (PYTHON,)
-    visits: int = 1
     output_tokens: int | None = None
-    """Of each stream in the decode workload; None: by concurrency."""
+    """Of each stream; None: by concurrency."""
     is_quick: bool = False
     compares_streams: bool = False
 
     def servers(self) -> Iterator[ServerKey]:
-        """Yield the servers in the order in which they are to be started.
-
-        Schedulers change places with each visit, so that neither always comes first.
-        """
-        visits = range(self.visits)
-        whole = itertools.product(self.models, self.modes, self.front_ends, visits)
-        for model, mode, front_end, visit in whole:
-            for scheduler in self.schedulers[:: 1 if visit % 2 == 0 else -1]:
-                yield ServerKey(model, scheduler, mode, visit, front_end)
+        """Yield the servers in the order in which they are to be started."""
+        whole = itertools.product(self.models, self.modes, self.front_ends, self.schedulers)
+        for model, mode, front_end, scheduler in whole:
+            yield ServerKey(model, scheduler, mode, front_end)
 
     def cells(self, server: ServerKey) -> Iterator[CellKey]:
         """Yield a server's cells; it is confined to fewer and fewer processors.
@@ -98,41 +83,28 @@ class Plan:
         There is no `AsyncLLM` in a front end in Rust.
         """
         drivers = self.drivers if server.front_end == PYTHON else (HTTP,)
-        for cores, kind in itertools.product(self._ordered_cores(), self._ordered_kinds()):
-            counts = self.concurrencies if kind == DECODE else (self.num_sequences,)
-            for count, driver in itertools.product(counts, drivers):
-                yield CellKey(server, cores, kind, count, driver)
+        cells = itertools.product(self._ordered_cores(), self.concurrencies, drivers)
+        for cores, count, driver in cells:
+            yield CellKey(server, cores, count, driver)
 
     def _ordered_cores(self) -> list[str]:
         return sorted(self.cores, key=lambda it: -float("inf") if it == ALL else -int(it))
 
-    def _ordered_kinds(self) -> list[str]:
-        return [kind for kind in KINDS if kind in self.workloads]
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences in the workloads of mixed lengths."""
-        return QUICK_SEQUENCES if self.is_quick else MIXED_SEQUENCES
-
     @property
     def max_num_seqs(self) -> int:
         """The most requests that run at once."""
-        is_mixed = any(kind != DECODE for kind in self.workloads)
-        return max(*self.concurrencies, self.num_sequences if is_mixed else 1, 8)
+        return max(*self.concurrencies, 8)
 
-    def workload(self, kind: str, concurrency: int, model: Model) -> Workload:
-        """Return the requests of a cell."""
-        if kind == DECODE:
-            tokens = self.output_tokens or self._default_tokens(concurrency)
-            prompt = (PROMPT_TOKENS, PROMPT_TOKENS)
-            return Workload(kind, concurrency, model.vocab_size, prompt, (tokens, tokens))
-        bounds = QUICK_BOUNDS if self.is_quick else MIXED_BOUNDS
-        return Workload(kind, concurrency, model.vocab_size, bounds, bounds)
+    def workload(self, concurrency: int, model: Model) -> Workload:
+        """Return the requests of a cell: all of the same lengths."""
+        tokens = self.output_tokens or self._default_tokens(concurrency)
+        prompt = (PROMPT_TOKENS, PROMPT_TOKENS)
+        return Workload(concurrency, model.vocab_size, prompt, (tokens, tokens))
 
     def compared_workload(self, model: Model, streams: int, tokens: int) -> Workload:
         """Return the requests whose tokens are compared, of different lengths."""
         bounds = (min(10, tokens), tokens)
-        return Workload(MIXED, streams, model.vocab_size, (16, PROMPT_TOKENS), bounds)
+        return Workload(streams, model.vocab_size, (16, PROMPT_TOKENS), bounds)
 
     def _default_tokens(self, concurrency: int) -> int:
         if self.is_quick:

@@ -95,8 +95,8 @@ class Server:
             return [_guessed(pid) for pid in children_of(self.launched.process.pid)]
         fronts = [remote.call("describe") for remote in self.remotes]
         engines = fronts[0]["engines"]
-        found = [Process("API server", it["pid"], it["threads"]) for it in fronts]
-        found += [Process("engine", it["pid"], _with_int_keys(it["threads"])) for it in engines]
+        found = [Process("API server", it["pid"]) for it in fronts]
+        found += [Process("engine", it["pid"]) for it in engines]
         workers = [pid for it in engines for pid in children_of(it["pid"])]
         found += [Process("worker", pid) for pid in workers]
         known = {it.pid for it in found}
@@ -131,10 +131,6 @@ def _guessed(pid: int) -> Process:
         name = ""
     roles = {"EngineCor": "engine", "vllm-rs": "API server", "Worker": "worker"}
     return Process(next((role for it, role in roles.items() if it in name), "other"), pid)
-
-
-def _with_int_keys(names: dict[str, str]) -> dict[int, str]:
-    return {int(key): name for key, name in names.items()}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from bench.serving.plan import CellKey, ServerKey
 Row = dict[str, Any]
 
 KIND = "decode"
-SERVER_KEYS = ("model", "scheduler", "mode", "visit", "front_end")
+SERVER_KEYS = ("model", "scheduler", "mode", "front_end")
 STREAMS = "streams"
 
 

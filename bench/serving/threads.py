@@ -3,14 +3,12 @@
 import contextlib
 import os
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-LEAST_PERCENT = 0.05
 HELPERS = ("resource_tracker", "compile_worker")
 """Processes that have nothing to do with serving."""
 
@@ -23,20 +21,10 @@ class Process:
 
     role: str
     pid: int
-    names: dict[int, str] = field(default_factory=dict)
-    """Python's names of threads; others go by the kernel's."""
 
     def cpu_s(self) -> dict[int, float]:
         """Return the CPU seconds that each thread has taken so far."""
         return {tid: spent for tid in self._tids() if (spent := _cpu_s(self.pid, tid)) is not None}
-
-    def name(self, tid: int) -> str:
-        """Return a thread's name."""
-        if tid in self.names:
-            return _short_name(self.names[tid])
-        if tid == self.pid:
-            return "MainThread"
-        return _read(self.pid, tid, "comm").strip() or "ended"
 
     def confine(self, cores: list[int]) -> None:
         """Confine all threads to some processors, and those that they start later."""
@@ -60,11 +48,6 @@ def children_of(pid: int) -> list[int]:
             if not any(it in " ".join(child.cmdline()) for it in HELPERS)
         ]
     return []
-
-
-def _short_name(thread: str) -> str:
-    """Return `run` for `Thread-3 (run)`."""
-    return thread.partition("(")[2].rstrip(")") or thread
 
 
 def _cpu_s(pid: int, tid: int) -> float | None:
@@ -100,31 +83,19 @@ class Snapshot:
 
 
 def cpu_between(processes: list[Process], before: Snapshot, after: Snapshot) -> Row:
-    """Return what each process has taken of a processor, in percent, and its threads, most first.
+    """Return what processes have taken of a processor by role, in percent; added up in each role.
 
-    Processes of the same role are added up, and so are their threads by name; `busiest` is a single
-    thread of one of them. Threads that took next to nothing are left out.
+    So are their main threads; `busiest` is a single thread of one of them.
     """
     seconds = after.at - before.at
-    totals: dict[str, float] = {}
-    busiest: dict[str, float] = {}
-    threads: dict[str, Counter[str]] = {}
+    shares: dict[str, dict[str, float]] = {}
     for process, old, new in zip(processes, before.cpu_s, after.cpu_s, strict=True):
         if not new:
             continue  # it has ended
-        of_role = threads.setdefault(process.role, Counter())
+        share = shares.setdefault(process.role, {"percent": 0.0, "busiest": 0.0, "main": 0.0})
         for tid, spent in new.items():
             percent = 100 * (spent - old.get(tid, 0.0)) / seconds
-            totals[process.role] = totals.get(process.role, 0.0) + percent
-            busiest[process.role] = max(busiest.get(process.role, 0.0), percent)
-            of_role[process.name(tid)] += percent  # type: ignore[assignment]
-    return {
-        role: {
-            "percent": total,
-            "busiest": busiest[role],
-            "threads": {
-                name: it for name, it in threads[role].most_common() if it >= LEAST_PERCENT
-            },
-        }
-        for role, total in totals.items()
-    }
+            share["percent"] += percent
+            share["busiest"] = max(share["busiest"], percent)
+            share["main"] += percent if tid == process.pid else 0.0
+    return shares

@@ -35,55 +35,32 @@ class Replacements:
             self._undo.pop()()
 
 
-class PhaseTimer:
-    """When phases of one thread's loop begin and end. Time in a phase within another is its own."""
+class WaitTimer:
+    """For how long one thread has waited so far, and what that took of a processor."""
 
     def __init__(self) -> None:
         """Time calls of the thread that calls this."""
-        self.events: list[tuple[str, int, int, int, int]] = []
-        """Phase; start, end and nested phases' time in ns; CPU time without that of nested phases,
-        as far as theirs was asked for, in ns; 0 if its own wasn't"""
+        self.ns = 0
+        self.cpu_ns = 0
         self._thread = threading.get_ident()
-        self._nested_ns = 0
-        self._nested_cpu_ns = 0
+        self._is_waiting = False
 
-    def timed(
-        self,
-        call: Function,
-        phase: str,
-        *,
-        on_result: Callable[[tuple[Any, ...], Any], None] | None = None,
-        with_cpu: bool = False,
-    ) -> Function:
+    def timed(self, wait: Function) -> Function:
         """Return the function with its calls timed, if this is the thread.
 
-        Args:
-            call: What to call.
-            phase: Its name in `events`.
-            on_result: Gets the positional arguments and the result, outside of what is timed.
-            with_cpu: Whether to measure CPU time, too, which costs a system call or two.
-
+        A call within another one that is timed is a part of that.
         """
-        clock, events = time.perf_counter_ns, self.events
 
-        def timed_call(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return call(*args, **kwargs)
-            outer_ns, self._nested_ns = self._nested_ns, 0
-            outer_cpu_ns, self._nested_cpu_ns = self._nested_cpu_ns, 0
-            begun_cpu_ns = time.thread_time_ns() if with_cpu else 0
-            start = clock()
+        def timed_wait(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread or self._is_waiting:
+                return wait(*args, **kwargs)
+            self._is_waiting = True
+            start_ns, start_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
             try:
-                result = call(*args, **kwargs)
+                return wait(*args, **kwargs)
             finally:
-                end = clock()
-                nested_cpu_ns = self._nested_cpu_ns
-                cpu_ns = time.thread_time_ns() - begun_cpu_ns if with_cpu else nested_cpu_ns
-                events.append((phase, start, end, self._nested_ns, cpu_ns - nested_cpu_ns))
-                self._nested_ns = outer_ns + end - start
-                self._nested_cpu_ns = outer_cpu_ns + cpu_ns
-            if on_result is not None:
-                on_result(args, result)
-            return result
+                self.ns += time.perf_counter_ns() - start_ns
+                self.cpu_ns += time.thread_time_ns() - start_cpu_ns
+                self._is_waiting = False
 
-        return timed_call
+        return timed_wait

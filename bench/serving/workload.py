@@ -3,14 +3,8 @@
 import random
 import zlib
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
-DECODE: Final = "decode"
-MIXED: Final = "mixed"
-PREFIX: Final = "prefix"
-KINDS = (DECODE, MIXED, PREFIX)
-
-SHARED_PERCENT = 90
 NUM_RESERVED = 3
 """Ids that no prompt uses; the first ones are special tokens in many vocabularies."""
 
@@ -25,14 +19,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """A set of requests that are sent all at once.
+    """A set of requests that are sent all at once, their lengths evenly between two bounds."""
 
-    - decode: prompts of `prompt_tokens` and outputs of `output_tokens`, the same for all
-    - mixed: lengths between the pairs' bounds, evenly
-    - prefix: the same, with prompts whose first 90 % are the beginning of one text
-    """
-
-    kind: str
     num_requests: int
     vocab_size: int
     prompt_tokens: tuple[int, int]
@@ -41,7 +29,7 @@ class Workload:
 
     def seeded(self, *what: Any) -> "Workload":
         """Return the same with other prompts: no two rounds share a prefix by accident."""
-        seed = zlib.crc32(repr((self.kind, self.num_requests, *what)).encode())
+        seed = zlib.crc32(repr((self.num_requests, *what)).encode())
         return replace(self, seed=seed)
 
     def shortened(self, output_tokens: int) -> "Workload":
@@ -56,11 +44,6 @@ class Workload:
         return {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
 
     @property
-    def is_steady(self) -> bool:
-        """Whether all requests decode side by side for most of the time."""
-        return self.kind == DECODE
-
-    @property
     def max_context(self) -> int:
         """Tokens that the longest request may come to have."""
         return self.prompt_tokens[1] + self.output_tokens[1]
@@ -68,12 +51,9 @@ class Workload:
     def requests(self) -> list[Request]:
         """Return the requests."""
         source = random.Random(self.seed)
-        text = self._tokens(source, self.prompt_tokens[1])
         requests: list[Request] = []
         for _ in range(self.num_requests):
-            length = source.randint(*self.prompt_tokens)
-            num_shared = length * SHARED_PERCENT // 100 if self.kind == PREFIX else 0
-            prompt = text[:num_shared] + self._tokens(source, length - num_shared)
+            prompt = self._tokens(source, source.randint(*self.prompt_tokens))
             requests.append(Request(prompt, source.randint(*self.output_tokens)))
         return requests
 

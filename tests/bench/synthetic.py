@@ -18,34 +18,19 @@ def stream_logs(num_streams: int, num_tokens: int, itl_ms: float) -> list[Stream
     ]
 
 
-US = {
-    "schedule": 100.0,
-    "execute": 200.0,
-    "sample": 50.0,
-    "wait": 1000.0,
-    "update": 40.0,
-    "deliver": 10.0,
-    "other": 30.0,
-}
-"""Phases of a step, in microseconds."""
+PERIOD_US = 1500.0
 
 
-def recorded_phases(num_requests: int, num_steps: int, us: dict[str, float]) -> Row:
-    """Return what the engine's probe would have recorded, with these phases in each step.
+def noted_steps(
+    sizes: list[tuple[int, int]], wait_us: float = 1000.0, wait_cpu_us: float = 0.0
+) -> list[tuple[int, ...]]:
+    """Return what the engine's probe would have noted of steps of these sizes, all alike.
 
-    A wait is sleep, but for the CPU time `wait_cpu`.
+    The loop's thread works whenever it doesn't wait.
     """
-    events, sizes = [], []
-    at = 0
-    for _ in range(num_steps):
-        sizes.append((num_requests, num_requests))
-        for phase in ("schedule", "execute", "sample", "wait", "update", "deliver"):
-            end = at + round(1000 * us[phase])
-            cpu_us = us.get("wait_cpu", 0.0) if phase == "wait" else 0.0
-            events.append((phase, at, end, 0, round(1000 * cpu_us)))
-            at = end
-        at += round(1000 * us.get("other", 0.0))
-    return {"events": events, "sizes": sizes}
+    cpu_us = PERIOD_US - wait_us + wait_cpu_us
+    each_ns = [round(1000 * us) for us in (PERIOD_US, cpu_us, wait_us, wait_cpu_us)]
+    return [(*size, *(number * ns for ns in each_ns)) for number, size in enumerate(sizes)]
 
 
 def cell(scheduler: str, **changes: Any) -> Row:
@@ -56,7 +41,6 @@ def cell(scheduler: str, **changes: Any) -> Row:
             "tokens_per_s": 12_345.6 * factor * share,
             "merged_share": 0.0,
             "output_gap_ms": {"p50": 4.0 / factor, "p99": 8.0 / factor},
-            "ttft_ms": {"p50": 150.0 / factor},
             "cpu": {
                 "share": {"API server": {"percent": 60.0, "busiest": 55.0}},
                 "us_per_token": {"engine": 50.04 / factor, "API server": 9.96 / factor},
@@ -70,7 +54,6 @@ def cell(scheduler: str, **changes: Any) -> Row:
         "mode": "async",
         "visit": 0,
         "cores": "all",
-        "workload": "decode",
         "concurrency": 64,
         "driver": "http",
         "output_tokens": [384, 384],

@@ -1,4 +1,4 @@
-"""Kernels that are compiled while requests wait: noted and waited for."""
+"""Kernels that are compiled while requests wait: counted and waited for."""
 
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -7,65 +7,43 @@ from typing import Any
 import pytest
 
 from bench.serving import compilations, engine_probe, measure
-from bench.serving.compilations import Compilations, evaluate_compiled
-from bench.serving.workload import DECODE, Workload
-
-CLOCK = [10.0, 12.5, 20.0, 20.25]
+from bench.serving.compilations import Compilations
+from bench.serving.workload import Workload
 
 
 class Triton:
     """Compiles as Triton does, but nothing."""
 
     def __init__(self) -> None:
-        self.runtime = SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
+        self.runtime = SimpleNamespace(jit_post_compile_hook=None)
 
-    def compile(self, name: str) -> bool:
-        """Return whether it was compiled."""
-        about = {"key": "k", "fn": SimpleNamespace(name=name), "compile": {}}
-        if self.runtime.jit_cache_hook and self.runtime.jit_cache_hook(**about):
-            return False
+    def compile(self, name: str) -> None:
         if self.runtime.jit_post_compile_hook:
-            self.runtime.jit_post_compile_hook(**about)
-        return True
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilations.time, "monotonic", iter(CLOCK).__next__)
+            self.runtime.jit_post_compile_hook(key="k", fn=SimpleNamespace(name=name))
 
 
 # ---- in a worker ----
 
 
-@pytest.mark.usefixtures("clock")
-def test_what_is_compiled_is_noted_once() -> None:
+def test_what_is_compiled_is_counted_once() -> None:
     triton = Triton()
     found = Compilations(triton.runtime)
-    assert found.take() == []
-    assert triton.compile("_matmul")
-    assert triton.compile("_topk")
-    assert found.take() == [("_matmul", 2.5), ("_topk", 0.25)]
-    assert found.take() == []
+    assert found.take() == 0
+    triton.compile("_matmul")
+    triton.compile("_topk")
+    assert found.take() == 2
+    assert found.take() == 0
 
 
 def test_whoever_else_is_called_by_triton_still_is() -> None:
     triton, called = Triton(), []
-    triton.runtime.jit_cache_hook = lambda **about: called.append(("before", about["fn"].name))
-    triton.runtime.jit_post_compile_hook = lambda **about: called.append(("after", about["key"]))
+    triton.runtime.jit_post_compile_hook = lambda **about: called.append(about["fn"].name)
     Compilations(triton.runtime)
-    assert triton.compile("_matmul")
-    assert called == [("before", "_matmul"), ("after", "k")]
+    triton.compile("_matmul")
+    assert called == ["_matmul"]
 
 
-def test_what_another_hook_forbids_is_not_compiled() -> None:
-    triton = Triton()
-    triton.runtime.jit_cache_hook = lambda **about: True
-    found = Compilations(triton.runtime)
-    assert not triton.compile("_matmul")
-    assert found.take() == []
-
-
-def test_workers_note_what_they_compile_if_vllm_lets_triton_tell(
+def test_workers_count_what_they_compile_if_vllm_lets_triton_tell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import triton
@@ -79,26 +57,17 @@ def test_workers_note_what_they_compile_if_vllm_lets_triton_tell(
     worker = module.WorkerBase()
     monkeypatch.setattr(jit_monitor, "_active", False)
     assert worker.bench_take_compiled() is None
-    assert made_up.runtime.jit_cache_hook is None
+    assert made_up.runtime.jit_post_compile_hook is None
     monkeypatch.setattr(jit_monitor, "_active", True)
-    assert worker.bench_take_compiled() == []
+    assert worker.bench_take_compiled() == 0
     made_up.compile("_matmul")
-    (found,) = worker.bench_take_compiled()
-    assert found[0] == "_matmul"
+    assert worker.bench_take_compiled() == 1
 
 
 def test_an_engine_asks_all_its_workers() -> None:
-    executor = SimpleNamespace(collective_rpc=lambda method: [None, [("_topk", 1.0)]])
+    executor = SimpleNamespace(collective_rpc=lambda method: [None, 1])
     engine = SimpleNamespace(model_executor=executor)
-    assert engine_probe._take_compiled(engine) == '[null, [["_topk", 1.0]]]'
-
-
-def test_the_worker_counts_that_took_longest() -> None:
-    quick, slow = [("a", 0.5)] * 3, [("a", 1.0), ("b", 2.0)]
-    expected = {"count": 2, "seconds": 3.0, "kernels": {"a": 1, "b": 1}}
-    assert evaluate_compiled([quick, None, slow]) == expected
-    assert evaluate_compiled([[], None]) == {"count": 0, "seconds": 0, "kernels": {}}
-    assert list(evaluate_compiled([None])) == ["missing"]
+    assert engine_probe._take_compiled(engine) == "[null, 1]"
 
 
 # ---- in a round ----
@@ -110,7 +79,7 @@ class Fake:
     def __init__(self, compiling: int, is_known: bool = True) -> None:
         self.compiling, self.is_known = compiling, is_known
         self.prompts: list[Any] = []
-        self.left: list[Any] = [("before", 1.0)]
+        self.left = 1
         self.remote = self
         self.remotes = [self]
         self.start = SimpleNamespace(layout=SimpleNamespace(num_stages=1))
@@ -118,15 +87,15 @@ class Fake:
     def settle(self) -> None:
         pass
 
-    def call(self, command: str) -> list[Any]:
+    def call(self, command: str) -> list[int | None]:
         assert command == "take_compiled"
-        found, self.left = self.left, []
+        found, self.left = self.left, 0
         return [found if self.is_known else None]
 
     def run(self, workload: Workload, on_event: Any) -> None:
         self.prompts.append(workload.requests()[0].prompt)
         if len(self.prompts) <= self.compiling:
-            self.left.append(("_matmul", 1.0))
+            self.left += 1
 
 
 @pytest.mark.parametrize(
@@ -139,7 +108,7 @@ class Fake:
     ],
 )
 def test_requests_warm_up_until_nothing_is_compiled(fake: Any, bursts: int) -> None:
-    workload = Workload(DECODE, 2, 100, (8, 8), (64, 64))
+    workload = Workload(2, 100, (8, 8), (64, 64))
     measure.warm_up(fake, partial(measure._send_shortened, fake, fake, workload, "http, all"))
     assert len(fake.prompts) == bursts
     assert len({tuple(it) for it in fake.prompts}) == bursts

@@ -9,7 +9,7 @@ import pytest
 
 from bench.serving.http_load import HttpError, join_all, stream_all
 from bench.serving.streams import FIRST_END, RUNNING
-from bench.serving.workload import DECODE, Workload
+from bench.serving.workload import Workload
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
@@ -31,7 +31,7 @@ def load(
     events: list[str] = []
 
     async def stream(port: int) -> dict[str, Any]:
-        workload = Workload(DECODE, num_requests, 1000, (8, 8), (4, 4))
+        workload = Workload(num_requests, 1000, (8, 8), (4, 4))
         return await stream_all(events.append, port, "a model", workload, 0, 1, is_sampled)
 
     result, bodies = answered(pieces, stream)
@@ -61,7 +61,7 @@ def answered(pieces: list[bytes], send: Callable[[int], Awaitable[Any]]) -> tupl
 
 
 def test_each_joining_request_is_sent_and_timed() -> None:
-    workload = Workload(DECODE, 5, 1000, (8, 8), (1, 1), seed=1)
+    workload = Workload(5, 1000, (8, 8), (1, 1), seed=1)
     pieces = [HEAD, chunk(event([1])), chunk(DONE)]
     logs, bodies = answered(
         pieces, lambda port: join_all(lambda event: None, port, "a model", workload, 0.2)
@@ -79,8 +79,6 @@ def test_tokens_are_counted_as_they_come() -> None:
     assert log.num_tokens.tolist() == [1, 2, 1]
     assert log.sent_at < log.times[0] < log.times[1] < log.times[2]
     assert events == [RUNNING, FIRST_END]
-    assert result["seconds"] > 0
-    assert result["cpu_s"] >= 0
     assert bodies[0]["max_tokens"] == 4
     assert len(bodies[0]["prompt"]) == 8
     assert bodies[0]["temperature"] == 0

@@ -1,142 +1,139 @@
-"""How phases of the engine's loop are timed, and what is made of their times."""
+"""What is made of an engine's steps and waits, and how its waits are timed."""
 
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from synthetic import US, recorded_phases
+from synthetic import PERIOD_US, noted_steps
 
-from bench.serving.phases import (
-    busiest,
-    decoding_range,
-    evaluate_phases,
-    split_steps,
-    usual_size,
-)
-from bench.serving.timers import PhaseTimer, Replacements
+from bench.serving.loop_cpu import evaluate_engine
+from bench.serving.phases import busiest, decoding_steps, evaluate_phases, split_steps
+from bench.serving.timers import Replacements, WaitTimer
+
+EIGHT = [(8, 8)] * 20
 
 
-def test_phases_add_up_to_the_step() -> None:
-    found = evaluate_phases(recorded_phases(8, 20, US), 8, is_async=True)
-    phases = {name: us for name, us in US.items() if name != "other"}
-    assert {name: found[f"{name}_us"]["p50"] for name in phases} == pytest.approx(phases)
-    assert found["period_us"]["p50"] == pytest.approx(sum(US.values()))
-    assert found["host_us"]["p50"] == pytest.approx(sum(US.values()) - US["wait"])
-    assert found["mean_period_us"] == pytest.approx(sum(US.values()))
+def test_a_step_lasts_until_the_next_one() -> None:
+    first, second = split_steps(noted_steps([(8, 1024), (8, 8), (4, 4)], 1000.0, 5.0))
+    assert (first.num_requests, first.num_tokens, second.num_tokens) == (8, 1024, 8)
+    assert (first.us, first.cpu_us) == (PERIOD_US, PERIOD_US - 1000.0 + 5.0)
+    assert (first.wait_us, first.wait_cpu_us) == (1000.0, 5.0)
 
 
 def test_steps_of_another_batch_are_left_out() -> None:
-    recorded = recorded_phases(8, 20, US)
-    recorded["sizes"][5] = (7, 7)
-    assert evaluate_phases(recorded, 8, is_async=True)["steps"] == 17
-    missing = evaluate_phases(recorded, 16, is_async=True)
-    assert list(missing) == ["missing"]
-
-
-def test_an_engine_s_share_of_the_requests_is_what_most_of_its_steps_have() -> None:
-    recorded = recorded_phases(5, 20, US)
-    recorded["sizes"][:8] = [(5, 640)] * 4 + [(4, 4)] * 3 + [(0, 0)]
-    assert usual_size(recorded) == 5
-    assert usual_size({"sizes": [(5, 640), (0, 0)]}) == 0
-
-
-def test_what_was_recorded_before_the_first_step_is_left_out() -> None:
-    recorded = recorded_phases(8, 3, US)
-    recorded["events"].insert(0, ("update", -500, -400, 0, 0))
-    steps = split_steps(recorded)
-    assert [len(step.events) for step in steps] == [6, 6, 6]
-
-
-BOUND_US = 40.0 + 10.0 + 30.0 + 100.0 + 200.0
-"""From a result to the end of the next launch."""
+    found = evaluate_phases(noted_steps(EIGHT), 8, is_async=True)
+    assert found["steps"] == 18
+    assert found["mean_period_us"] == pytest.approx(PERIOD_US)
+    assert found["wait_us"]["p50"] == pytest.approx(1000.0)
+    # Neither that step nor the one after it.
+    others = [*EIGHT[:5], (7, 7), *EIGHT[6:]]
+    assert evaluate_phases(noted_steps(others), 8, is_async=True)["steps"] == 16
+    assert list(evaluate_phases(noted_steps(EIGHT), 16, is_async=True)) == ["missing"]
 
 
 @pytest.mark.parametrize(
-    ("wait_us", "cpu_us", "expected", "late"),
+    ("wait_us", "cpu_us", "late"),
     [
         # The host slept: the GPU was busy all the time.
-        (1000.0, 5.0, 0.0, 0.0),
-        (60.0, 20.0, 0.0, 0.0),
+        (1000.0, 5.0, 0.0),
+        (60.0, 20.0, 0.0),
         # It didn't: the GPU may have stood still since the result before.
-        (1.0, 1.0, BOUND_US, 1.0),
+        (1.0, 1.0, 1.0),
         # All that a longer wait took was to hand over results that were there.
-        (60.0, 58.0, BOUND_US, 1.0),
+        (60.0, 58.0, 1.0),
     ],
 )
-def test_the_gap_of_asynchronous_steps(
-    wait_us: float, cpu_us: float, expected: float, late: float
-) -> None:
-    us = US | {"wait": wait_us, "wait_cpu": cpu_us}
-    gap = evaluate_phases(recorded_phases(64, 20, us), 64, is_async=True)["gap_estimate"]
-    assert gap["us"]["p50"] == pytest.approx(expected)
-    assert gap["host_late_share"] == late
-    assert gap["untold_share"] == 0
-    assert gap["is_bound"]
+def test_whether_the_host_is_late(wait_us: float, cpu_us: float, late: float) -> None:
+    noted = noted_steps([(64, 64)] * 20, wait_us, cpu_us)
+    assert evaluate_phases(noted, 64, is_async=True)["gap_estimate"]["host_late_share"] == late
 
 
-def test_a_host_that_spins_tells_nothing_of_the_gap() -> None:
-    us = US | {"wait": 1000.0, "wait_cpu": 995.0}
-    gap = evaluate_phases(recorded_phases(64, 20, us), 64, is_async=True)["gap_estimate"]
-    assert list(gap["us"]) == list(gap["host_late_share"]) == ["missing"]
-    assert gap["untold_share"] == 1
+def test_a_host_that_spins_or_never_waits_is_not_told_to_be_late() -> None:
+    for wait_us, cpu_us in ((1000.0, 995.0), (0.0, 0.0)):
+        found = evaluate_phases(noted_steps(EIGHT, wait_us, cpu_us), 8, is_async=True)
+        assert list(found["gap_estimate"]["host_late_share"]) == ["missing"]
 
 
-def test_the_gap_of_synchronous_steps_lasts_until_the_launch() -> None:
-    gap = evaluate_phases(recorded_phases(8, 20, US), 8, is_async=False)["gap_estimate"]
-    assert gap["us"]["p50"] == pytest.approx(40.0 + 10.0 + 30.0 + 100.0)
-    assert not gap["is_bound"]
+def test_the_gpu_waits_for_the_host_in_each_synchronous_step() -> None:
+    found = evaluate_phases(noted_steps(EIGHT), 8, is_async=False)
+    assert found["gap_estimate"]["host_late_share"] == 1.0
 
 
 PROMPTS = [(8, 1024), (8, 1024), (9, 900)]
 
 
 def test_the_engine_with_the_most_steps_stands_for_all() -> None:
-    idle = {"name": "idle", "sizes": [(0, 0)] * 50}
-    busy = {"name": "busy", "sizes": [(1, 128), *[(1, 1)] * 20]}
-    assert busiest([idle, busy])["name"] == "busy"
-    assert busiest([busy, idle])["name"] == "busy"
+    idle, busy = noted_steps([(0, 0)] * 50), noted_steps([(1, 128), *[(1, 1)] * 20])
+    assert busiest([idle, busy]) is busiest([busy, idle]) is busy
 
 
 def test_steps_with_parts_of_prompts_are_no_decodes() -> None:
-    sizes = [*PROMPTS, (4, 4), (4, 4), (0, 0)]
-    assert list(decoding_range(sizes)) == [3, 4]
-    assert not decoding_range(PROMPTS)
-    assert not decoding_range([(0, 0)])
+    noted = noted_steps([*PROMPTS, (4, 4), (3, 3), (0, 0), (0, 0)])
+    assert [it.num_tokens for it in decoding_steps(noted)] == [4, 3]
+    assert not decoding_steps(noted_steps([*PROMPTS, (4, 4)]))
+    assert not decoding_steps(noted_steps([(0, 0)] * 3))
+
+
+# ---- CPU time ----
+
+SHARE = {"percent": 110.0, "busiest": 99.0, "main": 99.0}
+CPU = {"share": {"engine": SHARE}, "us_per_token": {"engine": 143.0}}
+
+
+def working_us(sizes: list[tuple[int, int]]) -> float:
+    """Return what the loop's thread works for a token, beside 14.3 µs of others."""
+    noted = noted_steps(sizes, wait_us=1200.0, wait_cpu_us=1200.0)
+    found = evaluate_engine(noted, [{"cpu": CPU}, {"cpu": {"missing": "too short"}}])
+    return float(found["without_waiting_us_per_token"]) - 14.3
+
+
+def test_waiting_is_taken_out_of_the_engine_s_cpu_time() -> None:
+    assert working_us([(8, 1024), *[(10, 10)] * 20]) == pytest.approx(30)
+
+
+def test_empty_turns_cost_what_the_others_pay_for() -> None:
+    assert working_us([*[(10, 10), (0, 0)] * 20]) == pytest.approx(60, rel=0.03)
+
+
+def test_what_is_not_known_is_no_figure() -> None:
+    assert "missing" in evaluate_engine(noted_steps([(8, 1024)] * 3), [{"cpu": CPU}])
+    without = [{"cpu": {"missing": "too short"}}]
+    assert "missing" in evaluate_engine(noted_steps(EIGHT), without)
 
 
 # ---- timers ----
 
 
-def test_time_in_a_phase_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(
-        perf_counter_ns=iter([100, 150, 450, 500]).__next__,
-        thread_time_ns=iter([7, 27]).__next__,
+        perf_counter_ns=iter([100, 500]).__next__, thread_time_ns=iter([7, 27]).__next__
     )
     monkeypatch.setattr("bench.serving.timers.time", clock)
-    timer = PhaseTimer()
-    timer.timed(timer.timed(lambda: None, "wait", with_cpu=True), "execute")()
-    assert timer.events == [("wait", 150, 450, 0, 20), ("execute", 100, 500, 300, 0)]
+    timer = WaitTimer()
+    assert timer.timed(timer.timed(lambda: "a result"))() == "a result"
+    assert (timer.ns, timer.cpu_ns) == (400, 20)
 
 
 def test_other_threads_are_not_timed() -> None:
-    timer = PhaseTimer()
-    timed = timer.timed(lambda: None, "deliver")
-    thread = threading.Thread(target=timed)
+    timer = WaitTimer()
+    thread = threading.Thread(target=timer.timed(lambda: None))
     thread.start()
     thread.join()
-    assert timer.events == []
+    assert timer.ns == 0
 
 
-def test_a_failing_call_is_timed_and_fails() -> None:
-    timer = PhaseTimer()
+def test_a_failing_wait_is_timed_and_fails() -> None:
+    timer = WaitTimer()
 
     def fail() -> None:
         raise KeyError("x")
 
-    with pytest.raises(KeyError):
-        timer.timed(fail, "update")()
-    assert len(timer.events) == 1
+    for _ in range(2):
+        before = timer.ns
+        with pytest.raises(KeyError):
+            timer.timed(fail)()
+        assert timer.ns > before
 
 
 def test_everything_is_put_back() -> None:

@@ -51,22 +51,32 @@ def test_a_row_of_servers() -> None:
     [
         ("asyncllm", {"driver": "asyncllm"}, "gpt-oss-20b, 64 x 384"),
         ("sync", {"driver": "asyncllm", "mode": "sync"}, "gpt-oss-20b, 64 x 384"),
-        ("processors", {"cores": "2", "mode": "sync"}, "gpt-oss-20b, 64 x 384, sync, 2"),
+        ("two_processors", {"cores": "2", "mode": "sync"}, "gpt-oss-20b, 64 x 384, sync"),
         ("gpus", {"model": "gpt-oss-20b, TP 2"}, "gpt-oss-20b, TP 2, 64 x 384"),
         ("http", {"front_end": "rust"}, "gpt-oss-20b, Rust front end, 64 x 384"),
-        (
-            "lengths",
-            {"workload": "mixed", "output_tokens": [9, 99]},
-            "mixed: gpt-oss-20b, 64 x 9 to 99",
-        ),
     ],
 )
 def test_each_case_is_in_the_table_that_asks_for_it(name: str, changes: Row, label: str) -> None:
     found = result(**changes)
-    served = ("http", "asyncllm", "sync", "sync_http", "processors", "gpus", "lengths")
+    served = ("http", "asyncllm", "sync", "two_processors", "gpus")
     assert [it for it in served if rows(it, found)] == [name]
     assert rows(name, found)[0][0] == label
     assert all(len(row) == len(BY_NAME[name].columns) for row in rows(name, found))
+
+
+@pytest.mark.parametrize(
+    ("changes", "label"),
+    [
+        ({}, "gpt-oss-20b, 64 x 384, HTTP"),
+        ({"driver": "asyncllm"}, "gpt-oss-20b, 64 x 384, AsyncLLM"),
+        (
+            {"mode": "sync", "cores": "4", "concurrency": 1},
+            "gpt-oss-20b, 1 x 384, HTTP, sync, 4 processors",
+        ),
+    ],
+)
+def test_a_run_shows_all_that_it_has_measured(changes: Row, label: str) -> None:
+    assert f"\n| {label} | 12,346" in as_markdown({"x": result(**changes)})
 
 
 def test_outputs_of_several_tokens_are_told_beside_the_time_between_them() -> None:
@@ -114,7 +124,7 @@ def test_who_limits(
         it["phases"] |= {"gap_estimate": {"host_late_share": late}, "wait_us": {"p50": waited_us}}
         for entry in it["rounds"]:
             entry["cpu"]["share"]["API server"]["busiest"] = busiest
-    assert rows("processors", found)[0][-1] == expected
+    assert rows("servers", found)[0][-1] == expected
 
 
 def test_the_same_streams_are_counted() -> None:

@@ -40,7 +40,7 @@ def decode(path: Path, *arguments: str | Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     path = tmp_path_factory.mktemp("decode") / "x.json"
-    arguments = ("--concurrency", "1,4", "--workload", "decode,prefix", "--cores", "all,1")
+    arguments = ("--concurrency", "1,4", "--cores", "all,1")
     return path, decode(path, "--model", "tiny", *arguments, "--compare-streams")
 
 
@@ -49,27 +49,22 @@ def test_decode_measures_all_cells_of_both_schedulers(
 ) -> None:
     _, result = measured
     cells = result["cells"]
-    # (two numbers of streams, and a workload with one) with two drivers, on all cores and one
-    assert len(cells) == 2 * 3 * 2 * 2
+    # two numbers of streams with two drivers, on all cores and one
+    assert len(cells) == 2 * 2 * 2 * 2
     for cell in cells:
         assert "error" not in cell, cell
         (entry,) = cell["rounds"]
         assert entry["tokens_per_s"] > 0
         assert entry["output_gap_ms"]["count"] > 0
-        assert (entry["load"] is None) == (cell["driver"] == "asyncllm")
         assert cell["cpus"] is None or len(cell["cpus"]) == 1
-        if cell["workload"] == "decode":
-            assert cell["phases"]["steps"] > 3
-            assert cell["phases"]["schedule_us"]["p50"] > 0
-            assert cell["engine_cpu"]["loop_us_per_token"] > 0
-        assert "missing" in entry["compiled"]  # there is no GPU
+        assert cell["phases"]["steps"] > 3
+        assert cell["phases"]["mean_period_us"] > 0
 
 
 def test_both_schedulers_bring_the_same_tokens(measured: tuple[Path, dict[str, Any]]) -> None:
     stock, ours = sorted(measured[1]["streams"], key=lambda row: row["scheduler"] != "stock")
     assert stock["digests"][0] == stock["digests"][1] == ours["digests"][0]
-    assert len(set(stock["digests"][0])) == stock["streams"]
-    assert stock["distinct_tokens_median"] > 4
+    assert len(set(stock["digests"][0])) == 8
     assert {it["scheduler"]: it["transport"] for it in measured[1]["servers"]} == {
         "stock": "ZMQ",
         "sparksched": "rings",
@@ -79,7 +74,7 @@ def test_both_schedulers_bring_the_same_tokens(measured: tuple[Path, dict[str, A
 def test_a_second_run_starts_no_server(measured: tuple[Path, dict[str, Any]]) -> None:
     path, result = measured
     before = {it.name: it.stat().st_mtime_ns for it in (path.parent / "work").rglob("serve.log")}
-    again = decode(path, "--model", "tiny", "--concurrency", "1,4", "--workload", "decode")
+    again = decode(path, "--model", "tiny", "--concurrency", "1,4")
     after = {it.name: it.stat().st_mtime_ns for it in (path.parent / "work").rglob("serve.log")}
     assert before == after
     assert again["cells"] == result["cells"]
@@ -88,7 +83,7 @@ def test_a_second_run_starts_no_server(measured: tuple[Path, dict[str, Any]]) ->
 def test_the_report_is_made_of_it(measured: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     run("bench.report", measured[0], "--out", tmp_path)
     text = (tmp_path / "report.md").read_text()
-    for title in ("Synchronous scheduling, over HTTP", "On few processors", "The same tokens?"):
+    for title in ("Servers under load", "The same tokens?"):
         assert f"## {title}" in text
     assert "| tiny, sync | 8 | 8 | 8 |" in text
 
@@ -127,10 +122,8 @@ def test_a_run_of_two_engines_is_stopped_and_goes_on(tmp_path: Path) -> None:
     for cell in whole["cells"]:
         assert "error" not in cell, cell
         assert cell["model"] == "llama, DP 2"
-        # Each request is in one of the API servers and in one of the engines.
-        assert cell["phases"]["requests"] == 2
+        assert cell["engine_cpu"]["without_waiting_us_per_token"] > 0
         (entry,) = cell["rounds"]
-        assert entry["ttft_ms"]["count"] == 4
         assert {"API server", "engine"} < entry["cpu"]["us_per_token"].keys()
 
 
@@ -138,8 +131,8 @@ def test_a_run_of_two_engines_is_stopped_and_goes_on(tmp_path: Path) -> None:
     ("module", "arguments", "key"),
     [
         ("bench.micro.messages", (), "cases"),
-        ("bench.micro.host_path", ("--streams", "1", "--step-ms", "0", "--no-short"), "decode"),
-        ("bench.micro.first_token", ("--cases", "2x3"), "joining"),
+        ("bench.micro.host_path", ("--streams", "1", "--step-ms", "0"), "decode"),
+        ("bench.micro.first_token", (), "joining"),
         ("bench.micro.steps", (), "decode"),
     ],
 )

@@ -9,9 +9,9 @@ import pytest
 from bench.serving.plan import CellKey, ServerKey
 from bench.serving.store import Store, StoreError, dumps
 
-SERVER = ServerKey("tiny", "stock", "sync", 0)
-CELL = CellKey(SERVER, "all", "decode", 4, "http")
-OTHER = CellKey(SERVER, "2", "decode", 4, "http")
+SERVER = ServerKey("tiny", "stock", "sync")
+CELL = CellKey(SERVER, "all", 4, "http")
+OTHER = CellKey(SERVER, "2", 4, "http")
 RUN = {"commit": "first"}
 
 

@@ -12,33 +12,27 @@ def log(times: list[float], num_tokens: list[int], sent_at: float = 0.0) -> Stre
     return StreamLog(sent_at, np.array(times), np.array(num_tokens, dtype=np.int64))
 
 
-def test_rate_and_latency_of_steady_streams() -> None:
-    found = evaluate(stream_logs(8, 101, itl_ms=5.0), is_steady=True)
+def test_rate_and_gaps_of_steady_streams() -> None:
+    found = evaluate(stream_logs(8, 101, itl_ms=5.0))
     assert found["output_gap_ms"]["p50"] == pytest.approx(5.0)
     assert found["tokens_per_s"] == pytest.approx(8 / 0.005, rel=0.02)
-    assert found["ttft_ms"]["p50"] == pytest.approx(20.0, rel=0.01)
     assert found["merged_share"] == 0
 
 
 def test_only_the_time_in_which_all_streams_decode_counts() -> None:
     early = log([0.0, 1.0, 2.0, 3.0], [1, 1, 1, 1])
     late = log([1.5, 2.5, 3.5, 4.5], [1, 1, 1, 1])
-    found = evaluate([early, late], is_steady=True)
+    found = evaluate([early, late])
     assert (found["start_s"], found["end_s"]) == (1.5, 3.0)
     assert found["tokens"] == 3
     assert found["output_gap_ms"]["count"] == 2
 
 
 def test_tokens_that_come_together_are_one_output() -> None:
-    found = evaluate([log([0.0, 1.0, 2.0], [1, 3, 1])], is_steady=True)
+    found = evaluate([log([0.0, 1.0, 2.0], [1, 3, 1])])
     assert found["tokens"] == 4
     assert found["merged_share"] == pytest.approx(0.5)
     assert found["output_gap_ms"]["p10"] == found["output_gap_ms"]["max"] == 1000.0
-
-
-def test_a_mixed_workload_counts_from_the_first_request_to_the_last_token() -> None:
-    found = evaluate([log([1.0, 2.0], [1, 1]), log([4.0], [1])], is_steady=False)
-    assert found["tokens_per_s"] == pytest.approx(3 / 4)
 
 
 @pytest.mark.parametrize(
@@ -54,12 +48,12 @@ def test_a_mixed_workload_counts_from_the_first_request_to_the_last_token() -> N
 )
 def test_a_round_without_a_figure_is_an_error_and_no_zero(logs: list[StreamLog]) -> None:
     with pytest.raises(NothingMeasuredError):
-        evaluate(logs, is_steady=True)
+        evaluate(logs)
 
 
 def test_streams_that_were_never_side_by_side_are_told_what_helps() -> None:
     with pytest.raises(NothingMeasuredError, match="more tokens"):
-        evaluate([log([0.0, 1.0], [1, 1]), log([2.0, 3.0], [1, 1])], is_steady=True)
+        evaluate([log([0.0, 1.0], [1, 1]), log([2.0, 3.0], [1, 1])])
 
 
 def test_no_values_are_missing_and_not_zero() -> None:

@@ -56,7 +56,7 @@ class Visits:
         self.now += self.start_s
         if self.start_fails is not None:
             raise self.start_fails
-        described = {"engines": [{"threads": {}}] * 2, "transport": "rings", "num_api_servers": 2}
+        described = {"engines": [{}] * 2, "transport": "rings", "num_api_servers": 2}
         yield SimpleNamespace(
             start=start,
             start_s=self.start_s,
@@ -78,17 +78,15 @@ class Visits:
         self.begun.append("streams")
         return {"digests": [["a"], ["a"]]}
 
-    def run(self, minutes: float = 1000.0, visits: int = 1) -> None:
+    def run(self, minutes: float = 1000.0) -> None:
         """Run the benchmark as a process of its own would: with what the file says."""
         plan = Plan(
             models=(NAME,),
             schedulers=("stock", "sparksched"),
             modes=("async",),
             cores=(self.cores,),
-            workloads=("decode",),
             concurrencies=(4, 8),
             drivers=("asyncllm",),
-            visits=visits,
             compares_streams=True,
         )
         self.begun.clear()
@@ -120,14 +118,6 @@ def test_tokens_are_compared_before_the_cells(visits: Visits) -> None:
     assert visits.begun == ["start stock", *visit, "start sparksched", *visit]
     visits.run()
     assert visits.begun == []
-
-
-def test_each_visit_compares_tokens(visits: Visits) -> None:
-    visits.run(visits=2)
-    visit = ["streams", "cell 4", "cell 8"]
-    # Who came last comes first the next time.
-    starts = ["stock", "sparksched", "sparksched", "stock"]
-    assert visits.begun == [it for start in starts for it in (f"start {start}", *visit)]
 
 
 def test_a_cell_that_would_end_too_late_is_left_for_the_next_run(visits: Visits) -> None:
