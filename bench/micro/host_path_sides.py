@@ -281,22 +281,33 @@ class Client:
         """Have workers send one short request after the other, with a GPU that takes no time."""
         await self._ask_engine("set_step_ms", 0)
         ends_ns: list[int] = []
+        gaps_ms: list[float] = []
         tail = prompt_of(0, prompt_tokens)["prompt_token_ids"]
-        async with self._running(self._work(tail, max_tokens, ends_ns) for _ in range(workers)):
+        async with self._running(
+            self._work(tail, max_tokens, ends_ns, gaps_ms) for _ in range(workers)
+        ):
             await asyncio.sleep(warm_up_s)
+            gaps_ms.clear()
             window = await self._window(window_s)
+            output_gap_ms = percentiles(gaps_ms)
         await self._clean_up()
         num_ended = sum(window.start_ns <= it < window.end_ns for it in ends_ns)
-        return {"requests_per_s": num_ended / window.seconds}
+        return {"requests_per_s": num_ended / window.seconds, "output_gap_ms": output_gap_ms}
 
-    async def _work(self, tail: list[int], max_tokens: int, ends_ns: list[int]) -> None:
+    async def _work(
+        self, tail: list[int], max_tokens: int, ends_ns: list[int], gaps_ms: list[float]
+    ) -> None:
         params = self._params(max_tokens)
         while True:
             number = next(self._numbers)
             # Another first block is enough to have no prefix in common.
             prompt = _rendered([number % VOCABULARY, number // VOCABULARY, *tail[2:]])
-            num_tokens = 0
+            num_tokens = before_ns = 0
             async for output in self._llm.generate(prompt, params, f"short-{number}"):
+                now_ns = clock_ns()
+                if before_ns:
+                    gaps_ms.append((now_ns - before_ns) / 1e6)
+                before_ns = now_ns
                 num_tokens += len(output.outputs[0].token_ids)
             if num_tokens != max_tokens:
                 raise RuntimeError(f"request {number} has got {num_tokens} of {max_tokens} tokens")

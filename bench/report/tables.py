@@ -445,13 +445,17 @@ def _all_threads(side: Row, who: str) -> float:
 
 
 def short_requests(results: Results) -> Rows:
-    """Yield requests a second, where each brings few tokens."""
+    """Yield requests a second, where each brings few tokens, and the time between these."""
     for result in results.values():
         short = result.get("short")
-        both = [dig(short, it, "requests_per_s") for it in ("vLLM", "sparksched")]
-        if len(numbers(both)) == 2:
-            name = f"{short['prompt_tokens']:,} tokens in, {short['max_tokens']} out"
-            yield [name, *map(count_text, both), times_text(*both[::-1])]
+        both = [dig(short, it) for it in ("vLLM", "sparksched")]
+        rates = [dig(it, "requests_per_s") for it in both]
+        if len(numbers(rates)) == 2:
+            yield [
+                f"{short['prompt_tokens']:,} tokens in, {short['max_tokens']} out",
+                joined(*map(count_text, rates)),
+                *(pair_text(*(_gap(it, at) for it in both)) for at in ("p50", "p99")),
+            ]
 
 
 def _joining_name(case: Row) -> str:
@@ -594,7 +598,7 @@ TABLES = (
     Table(
         "short",
         "Short requests",
-        ("requests", "vLLM, a second", "sparksched", "ratio"),
+        ("requests", "a second", "between outputs p50, ms", "p99"),
         short_requests,
     ),
     Table(
