@@ -199,16 +199,16 @@ exhaustion: build ## run out of descriptors, memory and threads, at the start an
 	$(BIN)/pytest tests/transport/test_exhaustion.py
 	cargo test -p sparksched-ring --test memory
 
-# One set of features for all three crates, so that nothing is built twice. Loom's models need other
-# flags, and so a folder of their own.
+# One set of features for all crates, so that nothing is built twice. Loom takes the place of the standard
+# library, so it is no part of that.
 TEST_POINTS := sparksched-ring/test-points
-LOOM := RUSTFLAGS="--cfg loom" cargo test -p sparksched-ring --target-dir target/loom --test loom
+LOOM := -p sparksched-ring --features loom --test loom
 
 .PHONY: test-rust
 test-rust: rust-toolchain
 	cargo test -p sparksched-backlog -p sparksched-core -p sparksched-wire -p sparksched-zmtp -p sparksched-ring \
 		--features $(TEST_POINTS)
-	SPARKSCHED_LOOM_PREEMPTIONS=3 $(LOOM)
+	SPARKSCHED_LOOM_PREEMPTIONS=3 cargo test $(LOOM)
 
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.
 SECONDS := 60
@@ -253,7 +253,7 @@ faults: rust-toolchain ## kill and stop processes at any moment: make faults [KI
 
 .PHONY: models
 models: rust-toolchain ## more interleavings of the rings' protocol than `test` tries
-	$(LOOM)
+	cargo test $(LOOM)
 
 .PHONY: bookkeeping
 bookkeeping: rust-toolchain ## lives of requests, all books checked after each step: make bookkeeping [OPERATIONS=...]
@@ -313,6 +313,7 @@ lint: build ## formatting, lints and types, of Rust and Python
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --features sparksched-ring/test-points -- -D warnings
 	cargo clippy -p sparksched-python --features test-points -- -D warnings
+	cargo clippy $(LOOM) -- -D warnings
 	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
 	RUSTFLAGS="--cfg fuzzing" cargo clippy --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz \
 	  --no-default-features -- -D warnings
