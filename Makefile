@@ -218,7 +218,7 @@ TARGET ?=
 IS_DRAWN_ANEW := $(filter-out file,$(origin SECONDS))
 FUZZ_SECONDS := $(if $(IS_DRAWN_ANEW),$(SECONDS),5)
 FUZZ_SEED := $(if $(IS_DRAWN_ANEW),0,1)
-RUST_FUZZ_TARGETS := $(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs)))
+RUST_FUZZ_TARGETS := $(basename $(notdir $(wildcard rust/fuzz/src/*.rs)))
 # The reader of traces is Python, and has a mutator of its own.
 FUZZ_TARGETS := $(or $(TARGET),$(RUST_FUZZ_TARGETS) trace)
 
