@@ -1,10 +1,8 @@
 //! Streams of messages, some of them wrong in a field or damaged, in pieces of any size through a ring
 //! of any size: the reader gets the messages that a naive reader finds in the whole stream, and stops
 //! for the same reason.
-#![no_main]
 
 use arbitrary::Arbitrary;
-use libfuzzer_sys::fuzz_target;
 use sparksched_ring::message::{MAX_FRAMES, MAX_MESSAGE_BYTES, Message, Reader};
 use sparksched_ring::ring::{Corrupt, Ring};
 use xxhash_rust::xxh3::xxh3_64;
@@ -37,8 +35,9 @@ enum Part {
     Bytes(Vec<u8>),
 }
 
+/// A stream, a ring, and how it is written there.
 #[derive(Arbitrary, Debug)]
-struct Input {
+pub struct Input {
     log_capacity: u8,
     start: u64,
     /// Sizes of the pieces in which the stream is written, over and over.
@@ -130,7 +129,8 @@ fn first_message(stream: &[u8], sequence: u64) -> Result<Option<(Message, &[u8])
     Ok(Some((Message { kind: header[4], frames }, rest)))
 }
 
-fuzz_target!(|input: Input| {
+/// Reads the stream from the ring.
+pub fn check(input: &Input) {
     let stream = input.stream();
     let capacity = 1 << (input.log_capacity % 13);
     let (mut producer, mut consumer) = Ring::on_heap(capacity, input.start).split();
@@ -165,4 +165,4 @@ fuzz_target!(|input: Input| {
             return;
         }
     }
-});
+}

@@ -1,7 +1,6 @@
 //! Handshakes with an engine or a client that says anything, with any descriptors, and hangs up at any
 //! time: the other side gets together with it if it kept to the protocol, and otherwise gives it up
 //! with a reason.
-#![no_main]
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -12,7 +11,6 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use arbitrary::Arbitrary;
-use libfuzzer_sys::fuzz_target;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{
@@ -63,6 +61,10 @@ enum Stranger {
     Client(Vec<Packet>),
     Engine(Vec<Packet>),
 }
+
+/// Who comes, and what it says.
+#[derive(Arbitrary, Debug)]
+pub struct Input(Stranger);
 
 impl Words {
     fn bytes(&self) -> Vec<u8> {
@@ -226,7 +228,10 @@ fn is_engine(packets: &[Packet]) -> bool {
         && admission.words.bytes() == Words::Admission.bytes()
 }
 
-fuzz_target!(|stranger: Stranger| match &stranger {
-    Stranger::Client(packets) => check_engine(packets),
-    Stranger::Engine(packets) => check_client(packets),
-});
+/// Has it talk to the other side.
+pub fn check(Input(stranger): &Input) {
+    match stranger {
+        Stranger::Client(packets) => check_engine(packets),
+        Stranger::Engine(packets) => check_client(packets),
+    }
+}

@@ -1,10 +1,8 @@
 //! A page of meters that somebody else has made: whatever lies there, a reader gets the numbers that lie
 //! there, or none.
-#![no_main]
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use libfuzzer_sys::fuzz_target;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use sparksched_ring::meter_page::MeterView;
 use sparksched_ring::meters::{HistogramReading, NUM_BUCKETS, Traffic};
@@ -32,7 +30,8 @@ fn check_traffic(traffic: Traffic, words: &[u64]) {
     assert_eq!([waiting_bytes, high_water_bytes, backlog_bytes, num_without_room], words[..4]);
 }
 
-fuzz_target!(|content: &[u8]| {
+/// Reads a page that begins with these bytes.
+pub fn check(content: &[u8]) {
     let mut page = content[..content.len().min(PAGE_BYTES)].to_vec();
     page.resize(PAGE_BYTES, 0);
     let words: Vec<_> =
@@ -62,4 +61,4 @@ fuzz_target!(|content: &[u8]| {
         check_traffic(rings.to_client, &words[RINGS + 5..]);
         assert_eq!([rings.num_rescues, rings.num_lost], words[RINGS + 9..RINGS + 11]);
     }
-});
+}

@@ -1,9 +1,7 @@
 //! Whatever a step brings: the message of it is msgpack, says what it was given, and says it in the
 //! shortest form.
-#![no_main]
 
 use arbitrary::{Arbitrary, Unstructured};
-use libfuzzer_sys::fuzz_target;
 use rmpv::Value;
 use sparksched_core::{
     Event, EventKind, PrefillStats, PrefixCacheStats, RequestNews, RequestSpecStats,
@@ -79,6 +77,10 @@ enum Step {
     PushEncoded(Vec<u8>),
     Read(AnyEnvelope),
 }
+
+/// How many fields an output has beyond those, and what happens to a message.
+#[derive(Arbitrary, Debug)]
+pub struct Input(u8, Vec<Step>);
 
 fn map(fields: impl IntoIterator<Item = (&'static str, Value)>) -> Value {
     Value::Map(fields.into_iter().map(|(name, value)| (name.into(), value)).collect())
@@ -329,7 +331,7 @@ fn decoded(mut bytes: &[u8]) -> Value {
 }
 
 /// Compared as bytes first, because no NaN equals another.
-fn check(bytes: &[u8], expected: &Value) {
+fn check_message(bytes: &[u8], expected: &Value) {
     if bytes != encoded(expected) {
         assert_eq!(&decoded(bytes), expected, "it says something else");
         panic!("not in its shortest form: {bytes:x?}");
@@ -337,12 +339,12 @@ fn check(bytes: &[u8], expected: &Value) {
     assert_eq!(encoded(&decoded(bytes)), bytes, "it says it in another way");
 }
 
-fuzz_target!(|input: (u8, Vec<Step>)| {
-    let (num_further_fields, steps) = input;
+/// Plays the steps.
+pub fn check(Input(num_further_fields, steps): &Input) {
     let num_fields = NUM_KNOWN_FIELDS + usize::from(num_further_fields % 4);
     let mut message = Message::new(num_fields, 0);
     let mut outputs = Vec::new();
-    for step in &steps {
+    for step in steps {
         match step {
             Step::Push(output) => {
                 output.push(&mut message);
@@ -357,8 +359,8 @@ fuzz_target!(|input: (u8, Vec<Step>)| {
                 outputs.push(output);
             }
             Step::Read(envelope) => {
-                check(envelope.bytes(&mut message), &envelope.expected(&outputs));
+                check_message(envelope.bytes(&mut message), &envelope.expected(&outputs));
             }
         }
     }
-});
+}

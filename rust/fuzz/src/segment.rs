@@ -1,12 +1,10 @@
 //! Two ends of one segment, and somebody who writes to its memory what he likes: whatever lies there,
 //! no end panics or goes on after its end, and until then what is received is what was sent.
-#![no_main]
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 
 use arbitrary::Arbitrary;
-use libfuzzer_sys::fuzz_target;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use sparksched_backlog::Limits;
 use sparksched_ring::fuzzing;
@@ -54,6 +52,10 @@ enum Step {
     WriteField { field: u8, value: Value },
     WriteBytes { ring: bool, offset: u16, bytes: Vec<u8> },
 }
+
+/// What the two ends and somebody else do in turn.
+#[derive(Arbitrary, Debug)]
+pub struct Input(Vec<Step>);
 
 /// One end, and what is still to come of what it has sent.
 struct End {
@@ -175,14 +177,15 @@ fn write_field(memory: &OwnedFd, field: u8, value: &Value) {
     rustix::io::pwrite(memory, &value.to_le_bytes(), offset).unwrap();
 }
 
-fuzz_target!(|steps: Vec<Step>| {
+/// Plays the steps.
+pub fn check(Input(steps): &Input) {
     let (_, memory) = Segment::create(RING_BYTES).unwrap();
     let flags = SocketFlags::CLOEXEC;
     let (one, other) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
     let mut engine = End::new(Side::Engine, &memory, one);
     let mut client = End::new(Side::Client, &memory, other);
     let mut is_sound = true;
-    for step in &steps {
+    for step in steps {
         match step {
             Step::Engine(act) => engine.act(act, &mut client, is_sound),
             Step::Client(act) => client.act(act, &mut engine, is_sound),
@@ -199,4 +202,4 @@ fuzz_target!(|steps: Vec<Step>| {
             }
         }
     }
-});
+}

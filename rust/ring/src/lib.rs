@@ -28,7 +28,7 @@ pub mod client;
 mod credentials;
 #[cfg(not(feature = "loom"))]
 pub mod engine;
-#[cfg(fuzzing)]
+#[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
 #[cfg(not(feature = "loom"))]
