@@ -122,7 +122,7 @@ test: build vllm-rs ## every check before a commit: lints, types, tests, real se
 
 .PHONY: test-of-rust test-of-vllm
 test-of-rust:
-	$(MAKE) -o build lint deny test-rust
+	$(MAKE) -o build lint test-rust
 test-of-vllm:
 	$(MAKE) -o build conformance test-other
 
@@ -133,7 +133,7 @@ test-all: build ## every check in full size, and the verdict into docs/promises.
 .PHONY: test-full
 test-full:
 	SCALE=full $(MAKE) test
-	$(MAKE) fuzz
+	$(MAKE) deny fuzz
 	$(MAKE) soak MESSAGES=10000000 WAKE_UPS=1000000
 	$(MAKE) faults KILLS=4500 STOPS=50
 	$(MAKE) models
