@@ -122,7 +122,7 @@ test: build vllm-rs ## every check before a commit: lints, types, tests, real se
 
 .PHONY: test-of-rust test-of-vllm
 test-of-rust:
-	$(MAKE) -o build lint deny test-rust fuzz
+	$(MAKE) -o build lint test-rust
 test-of-vllm:
 	$(MAKE) -o build conformance test-other
 
@@ -132,7 +132,8 @@ test-all: build ## every check in full size, and the verdict into docs/promises.
 
 .PHONY: test-full
 test-full:
-	SCALE=full $(MAKE) test SECONDS=60
+	SCALE=full $(MAKE) test
+	$(MAKE) deny fuzz
 	$(MAKE) soak MESSAGES=10000000 WAKE_UPS=1000000
 	$(MAKE) faults KILLS=4500 STOPS=50
 	$(MAKE) models
@@ -199,25 +200,20 @@ exhaustion: build ## run out of descriptors, memory and threads, at the start an
 	$(BIN)/pytest tests/transport/test_exhaustion.py
 	cargo test -p sparksched-ring --test memory
 
-# One set of features for all three crates, so that nothing is built twice. Loom's models need other
-# flags, and so a folder of their own.
+# One set of features for all crates, so that nothing is built twice: what ring needs for its tests and
+# for the fuzz targets' seeds. Loom takes the place of the standard library, so it is no part of that.
 TEST_POINTS := sparksched-ring/test-points
-LOOM := RUSTFLAGS="--cfg loom" cargo test -p sparksched-ring --target-dir target/loom --test loom
+LOOM := -p sparksched-ring --features loom --test loom
 
 .PHONY: test-rust
 test-rust: rust-toolchain
 	cargo test -p sparksched-backlog -p sparksched-core -p sparksched-wire -p sparksched-zmtp -p sparksched-ring \
-		--features $(TEST_POINTS)
-	SPARKSCHED_LOOM_PREEMPTIONS=3 $(LOOM)
+		-p sparksched-fuzz --features $(TEST_POINTS)
+	SPARKSCHED_LOOM_PREEMPTIONS=3 cargo test $(LOOM)
 
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.
 SECONDS := 60
 TARGET ?=
-# Who says how long gets other inputs each time (0). Else a few seconds have to do, and libFuzzer begins
-# with the same numbers each time, so that a change isn't blamed for what it has nothing to do with.
-IS_DRAWN_ANEW := $(filter-out file,$(origin SECONDS))
-FUZZ_SECONDS := $(if $(IS_DRAWN_ANEW),$(SECONDS),5)
-FUZZ_SEED := $(if $(IS_DRAWN_ANEW),0,1)
 RUST_FUZZ_TARGETS := $(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs)))
 # The reader of traces is Python, and has a mutator of its own.
 FUZZ_TARGETS := $(or $(TARGET),$(RUST_FUZZ_TARGETS) trace)
@@ -225,11 +221,11 @@ FUZZ_TARGETS := $(or $(TARGET),$(RUST_FUZZ_TARGETS) trace)
 .PHONY: fuzz
 fuzz: rust-toolchain env $(CARGO_FUZZ) ## feed what reads bytes with anything: make fuzz [SECONDS=60] [TARGET=frames]
 	if [ "$(TARGET)" != trace ]; then \
-	  $(CARGO_FUZZ) build --fuzz-dir rust/fuzz --target-dir target/fuzz -s none $(TARGET); \
+	  rust/fuzz/cargo-fuzz.sh $(CARGO_FUZZ) build $(TARGET); \
 	  printf '%s\n' $(filter-out trace,$(FUZZ_TARGETS)) | \
-	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(FUZZ_SECONDS) $(FUZZ_SEED); \
+	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS); \
 	fi
-	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(FUZZ_SECONDS) $(FUZZ_SEED))
+	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(SECONDS) 0)
 
 # Larger sizes of tests that `test` runs in small, one target for each promise in docs/promises.md.
 MESSAGES := 100000000
@@ -253,7 +249,7 @@ faults: rust-toolchain ## kill and stop processes at any moment: make faults [KI
 
 .PHONY: models
 models: rust-toolchain ## more interleavings of the rings' protocol than `test` tries
-	$(LOOM)
+	cargo test $(LOOM)
 
 .PHONY: bookkeeping
 bookkeeping: rust-toolchain ## lives of requests, all books checked after each step: make bookkeeping [OPERATIONS=...]
@@ -297,25 +293,24 @@ sanitize: rust-toolchain ## run tests of core, wire and rings under valgrind, wh
 .PHONY: deny
 deny: rust-toolchain $(CARGO_DENY) ## check the licences and sources of all crates
 	$(CARGO_DENY) check licenses bans sources
-	$(CARGO_DENY) --manifest-path rust/fuzz/Cargo.toml --config deny.toml check licenses bans sources
 
 .PHONY: audit
 audit: rust-toolchain $(CARGO_DENY) ## look for known weaknesses of all crates; fetches RustSec's list of them
 	$(CARGO_DENY) check advisories
-	$(CARGO_DENY) --manifest-path rust/fuzz/Cargo.toml --config deny.toml check advisories
 
 # Pinned, not among the user's own programs, and built for a few short runs.
 $(CARGO_FUZZ) $(CARGO_DENY) $(CARGO_MUTANTS): | rust-toolchain
 	cargo install --locked --quiet --debug --root $(patsubst %/bin/,%,$(dir $@)) $(notdir $(patsubst %/bin/,%,$(dir $@)))
 
+# Rust is linted with all that tests switch on, then as users get it, and then for loom.
+LINTED := $(TEST_POINTS),sparksched-python/test-points,sparksched-fuzz/targets
+
 .PHONY: lint
 lint: build ## formatting, lints and types, of Rust and Python
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets --features sparksched-ring/test-points -- -D warnings
-	cargo clippy -p sparksched-python --features test-points -- -D warnings
-	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
-	RUSTFLAGS="--cfg fuzzing" cargo clippy --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz \
-	  --no-default-features -- -D warnings
+	cargo clippy --workspace --all-targets --features $(LINTED) -- -D warnings
+	cargo clippy -p sparksched-python -- -D warnings
+	cargo clippy $(LOOM) -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict

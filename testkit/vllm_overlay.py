@@ -26,10 +26,7 @@ from typing import Final
 
 from packaging.requirements import Requirement
 
-from testkit.vllm_source import fetch_source_distribution, installed_version, uv
-
-ROOT: Final = Path(__file__).resolve().parents[1]
-FOLDER: Final = ROOT / ".overlays"
+from testkit.vllm_source import FOLDER, ensure_source_distribution, installed_version, uv
 
 _PACKAGE: Final = "vllm"
 _REQUIREMENTS: Final = "requirements/common.txt"
@@ -58,10 +55,9 @@ def ensure_overlay(version: str) -> Path:
     """Return the overlay of a release; make it if it is not there."""
     overlay = FOLDER / f"{_PACKAGE}-{version}"
     if not overlay.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
+        archive = ensure_source_distribution(version)
         # Everything happens in a folder beside it, so that what is there is always complete.
         with tempfile.TemporaryDirectory(dir=FOLDER) as staging:
-            archive = fetch_source_distribution(version, Path(staging))
             made = Path(staging) / overlay.name
             _unpack(archive, made)
             _write_metadata(made, version)

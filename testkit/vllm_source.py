@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 import urllib.request
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 # testkit/vllm_source.py
-_FETCHED_UV: Final = Path(__file__).resolve().parents[1] / ".uv/bin/uv"
+ROOT: Final = Path(__file__).resolve().parents[1]
+# Source distributions, and beside them the overlays that are made of them.
+FOLDER: Final = ROOT / ".overlays"
+_FETCHED_UV: Final = ROOT / ".uv/bin/uv"
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,17 @@ def installed_version() -> str:
     return metadata.version("vllm").partition("+")[0]
 
 
-def fetch_source_distribution(version: str, folder: Path) -> Path:
-    """Put the source distribution of a release into a folder, and return the archive."""
-    print(f"fetching the source distribution of vLLM {version}", flush=True)
-    return _download(_find_source_distribution(version), folder / "sdist.tar.gz")
+def ensure_source_distribution(version: str) -> Path:
+    """Return the archive of a release's sources; fetch it if it is not there."""
+    archive = FOLDER / f"vllm-{version}.tar.gz"
+    if not archive.exists():
+        print(f"fetching the source distribution of vLLM {version}", flush=True)
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        # What is there is always complete.
+        with tempfile.TemporaryDirectory(dir=FOLDER) as staging:
+            fetched = _download(_find_source_distribution(version), Path(staging) / archive.name)
+            shutil.move(fetched, archive)
+    return archive
 
 
 def fetch_wheel(version: str, folder: Path) -> Path:

@@ -1,27 +1,20 @@
 #!/usr/bin/env bash
-# Runs a built fuzz target on its seeds and then for a while: run.sh CARGO_FUZZ TARGET SECONDS SEED. Says
-# what it has tried, or what it has found and how to see it again.
-# A SEED of 0 is another one each time, and what is learned stays in rust/fuzz/corpus. With any other
-# SEED the run begins with the seeds alone, so that it is the same each time.
+# Runs a built fuzz target on its seeds and then for a while, with other inputs each time: run.sh CARGO_FUZZ
+# TARGET SECONDS. Says what it has tried, or what it has found and how to see it again. What it learns stays
+# in rust/fuzz/corpus.
 set -euo pipefail
 
-cargo_fuzz=$1 target=$2 duration=$3 seed=$4
+cargo_fuzz=$1 target=$2 duration=$3
 cd "$(dirname "$0")/../.."
 
 # A hang counts as found, and so does memory that is taken because it was announced. No input needs a
 # second; a busy machine may stand still for many.
 limits=(-timeout=60 -rss_limit_mb=1024)
-run=("$cargo_fuzz" run --fuzz-dir rust/fuzz --target-dir target/fuzz -s none "$target")
-seeds=rust/fuzz/seeds/$target log=target/fuzz/$target.log
-if [ "$seed" = 0 ]; then
-  corpus=rust/fuzz/corpus/$target
-else
-  corpus=$(mktemp -d)
-  trap 'rm -r "$corpus"' EXIT
-fi
+run=(rust/fuzz/cargo-fuzz.sh "$cargo_fuzz" run "$target")
+corpus=rust/fuzz/corpus/$target seeds=rust/fuzz/seeds/$target log=target/fuzz/$target.log
 mkdir -p "$corpus" "$seeds"
 
-if "${run[@]}" "$corpus" "$seeds" -- "${limits[@]}" -max_total_time="$duration" -seed="$seed" >"$log" 2>&1; then
+if "${run[@]}" "$corpus" "$seeds" -- "${limits[@]}" -max_total_time="$duration" >"$log" 2>&1; then
   awk -v target="$target" '
     /cov: / { for (i = 1; i < NF; i++) if ($i == "cov:") coverage = $(i + 1) }
     /^Done / { runs = $2 }

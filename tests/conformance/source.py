@@ -5,7 +5,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from testkit.vllm_source import fetch_source_distribution, installed_version
+from testkit.vllm_source import ensure_source_distribution, installed_version
 
 # vLLM's scheduler tests import helpers from all over the package `tests`.
 TESTS_FOLDER = "tests"
@@ -16,10 +16,10 @@ def ensure_tests(folder: Path) -> Path:
     version = installed_version()
     root = folder / f"vllm-{version}"
     if not root.exists():
+        archive = ensure_source_distribution(version)
         folder.mkdir(parents=True, exist_ok=True)
         # Everything happens in a folder beside it, so that what is there is always complete.
         with tempfile.TemporaryDirectory(dir=folder) as staging:
-            archive = fetch_source_distribution(version, Path(staging))
             _unpack_tests(archive, Path(staging) / root.name)
             shutil.move(Path(staging) / root.name, root)
     return root

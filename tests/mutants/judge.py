@@ -141,11 +141,7 @@ def _ring_tests(names: tuple[str, ...], limit_s: float, *more: str) -> bool:
 
 
 def _loom() -> bool:
-    return _fails(
-        (*RING, "--test", "loom"),
-        RUSTFLAGS="--cfg loom",
-        CARGO_TARGET_DIR=str(WORK / "loom"),
-    )
+    return _fails((*RING, "--features", "loom", "--test", "loom"))
 
 
 def _build_extension() -> bool:

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BACKLOG = ROOT / "rust/backlog"
 CORE = ROOT / "rust/core"
+FUZZ = ROOT / "rust/fuzz"
 RING = ROOT / "rust/ring"
 WIRE = ROOT / "rust/wire"
 ZMTP = ROOT / "rust/zmtp"
@@ -76,13 +77,13 @@ def test_the_core_has_no_clock_and_no_input_or_output(forbidden: str) -> None:
 
 @pytest.mark.parametrize(
     "crate",
-    [BACKLOG, CORE, WIRE, ZMTP, EXTENSION],
-    ids=["backlog", "core", "wire", "zmtp", "extension"],
+    [BACKLOG, CORE, FUZZ, WIRE, ZMTP, EXTENSION],
+    ids=["backlog", "core", "fuzz", "wire", "zmtp", "extension"],
 )
 def test_there_is_no_unsafe_code(crate: Path) -> None:
     for source in rust_sources(crate / "src"):
         assert not re.search(r"\bunsafe\s*(\{|fn|impl)", source.read_text()), source
-    for forbidding in (BACKLOG, CORE, WIRE, ZMTP):
+    for forbidding in (BACKLOG, CORE, FUZZ, WIRE, ZMTP):
         assert "#![forbid(unsafe_code)]" in (forbidding / "src/lib.rs").read_text()
 
 

@@ -60,7 +60,7 @@ impl Bell {
     }
 
     /// Whether the reader sleeps, for the models' futex: it compares before it waits.
-    #[cfg(loom)]
+    #[cfg(feature = "loom")]
     #[must_use]
     pub fn is_asleep(&self) -> bool {
         self.0.load(Relaxed) == ASLEEP

@@ -10,6 +10,8 @@
 //! It knows nothing of Python or of what the messages say. All `unsafe` is in [`ring`],
 //! [`segment`] and `credentials`.
 #![cfg(target_os = "linux")]
+// Of what models leave out, parts stay that nothing else calls.
+#![cfg_attr(feature = "loom", expect(dead_code))]
 
 pub mod bell;
 pub mod message;
@@ -20,22 +22,22 @@ pub mod points;
 pub mod ring;
 mod sync;
 
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub mod client;
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 mod credentials;
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub mod engine;
-#[cfg(fuzzing)]
+#[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub mod handshake;
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub mod link;
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub mod meter_page;
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub mod segment;
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub mod watcher;

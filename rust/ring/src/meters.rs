@@ -297,7 +297,7 @@ fn halves(id: u128) -> [u64; 2] {
     [id as u64, (id >> 64) as u64]
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(feature = "loom")))]
 mod tests {
     use super::*;
 

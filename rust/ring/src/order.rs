@@ -12,14 +12,14 @@ macro_rules! orderings {
 
         $(
             $(#[$doc])*
-            #[cfg(not(loom))]
+            #[cfg(not(feature = "loom"))]
             #[inline]
             pub(crate) const fn $name() -> Ordering {
                 Ordering::$ordering
             }
 
             $(#[$doc])*
-            #[cfg(loom)]
+            #[cfg(feature = "loom")]
             pub(crate) fn $name() -> Ordering {
                 weakened(stringify!($name), Ordering::$ordering)
             }
@@ -60,21 +60,21 @@ orderings! {
 /// A fence, unless it has been weakened to none.
 #[inline]
 pub(crate) fn fence(ordering: Ordering) {
-    if cfg!(not(loom)) || ordering != Ordering::Relaxed {
+    if cfg!(not(feature = "loom")) || ordering != Ordering::Relaxed {
         crate::sync::fence(ordering);
     }
 }
 
-#[cfg(loom)]
+#[cfg(feature = "loom")]
 static WEAKENED: std::sync::Mutex<Option<&'static str>> = std::sync::Mutex::new(None);
 
 /// Makes one ordering relaxed, or drops it if it is a fence; `None` restores all.
-#[cfg(loom)]
+#[cfg(feature = "loom")]
 pub fn weaken(name: Option<&'static str>) {
     *WEAKENED.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = name;
 }
 
-#[cfg(loom)]
+#[cfg(feature = "loom")]
 fn weakened(name: &str, ordering: Ordering) -> Ordering {
     let weakened = *WEAKENED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     if weakened == Some(name) { Ordering::Relaxed } else { ordering }

@@ -88,7 +88,7 @@ impl Ring {
     ///
     /// # Panics
     /// If `capacity` is no power of two.
-    #[cfg(not(loom))]
+    #[cfg(not(feature = "loom"))]
     pub(crate) unsafe fn over(
         header: NonNull<RingHeader>,
         data: NonNull<u8>,
@@ -173,19 +173,19 @@ impl Ring {
     }
 }
 
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 unsafe fn store(cells: NonNull<UnsafeCell<u8>>, source: &[u8]) {
     // SAFETY: the caller vouches for the cells; they don't overlap this process's own memory.
     unsafe { cells.cast::<u8>().as_ptr().copy_from_nonoverlapping(source.as_ptr(), source.len()) }
 }
 
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 unsafe fn load(cells: NonNull<UnsafeCell<u8>>, target: &mut [u8]) {
     // SAFETY: the caller vouches for the cells; they don't overlap this process's own memory.
     unsafe { cells.cast::<u8>().as_ptr().copy_to_nonoverlapping(target.as_mut_ptr(), target.len()) }
 }
 
-#[cfg(loom)]
+#[cfg(feature = "loom")]
 unsafe fn store(cells: NonNull<UnsafeCell<u8>>, source: &[u8]) {
     for (i, byte) in source.iter().enumerate() {
         // SAFETY: the caller vouches for the cells; loom checks that nobody else is in them.
@@ -193,7 +193,7 @@ unsafe fn store(cells: NonNull<UnsafeCell<u8>>, source: &[u8]) {
     }
 }
 
-#[cfg(loom)]
+#[cfg(feature = "loom")]
 unsafe fn load(cells: NonNull<UnsafeCell<u8>>, target: &mut [u8]) {
     for (i, byte) in target.iter_mut().enumerate() {
         // SAFETY: the caller vouches for the cells; loom checks that nobody writes them.

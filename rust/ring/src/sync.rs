@@ -1,11 +1,11 @@
 //! Atomics and cells: the standard library's, or loom's when its models are checked.
 
-#[cfg(loom)]
+#[cfg(feature = "loom")]
 pub(crate) use loom::{
     cell::UnsafeCell,
     sync::atomic::{AtomicU32, AtomicU64, fence},
 };
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub(crate) use std::{
     cell::UnsafeCell,
     sync::atomic::{AtomicU32, AtomicU64, fence},

@@ -1,5 +1,5 @@
 //! A watcher thread that panics: nobody would learn of a death any more, so its links end.
-#![cfg(not(loom))]
+#![cfg(not(feature = "loom"))]
 
 mod common;
 

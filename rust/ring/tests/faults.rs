@@ -1,6 +1,6 @@
 //! Two processes, of which one is killed or stopped at each named point of the protocol and at
 //! random moments: what the other one sees.
-#![cfg(not(loom))]
+#![cfg(not(feature = "loom"))]
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! Engine and client in one process: what arrives, and what an end looks like.
-#![cfg(not(loom))]
+#![cfg(not(feature = "loom"))]
 
 use std::time::Duration;
 

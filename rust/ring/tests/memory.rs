@@ -1,5 +1,5 @@
 //! Shared memory is there from the beginning: touching it later can't end in SIGBUS.
-#![cfg(not(loom))]
+#![cfg(not(feature = "loom"))]
 
 use rustix::fs::{fstat, ftruncate};
 use rustix::io::Errno;

@@ -1,5 +1,5 @@
 //! The page with an engine's meters: what others see of it, and that they can't change it.
-#![cfg(not(loom))]
+#![cfg(not(feature = "loom"))]
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! Ring, framing and outbox against naive models, over random operations; and what a reader makes of
 //! a stream that was damaged. A failure prints its smallest case and the seed.
-#![cfg(not(loom))]
+#![cfg(not(feature = "loom"))]
 
 use std::collections::VecDeque;
 use std::time::Duration;

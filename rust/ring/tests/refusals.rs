@@ -1,7 +1,7 @@
 //! Peers that don't keep to the protocol: what they are told, and what the others notice of them
 //! (nothing). The packets are made here by hand, and shared memory is written to through its
 //! descriptor, as a broken process might.
-#![cfg(not(loom))]
+#![cfg(not(feature = "loom"))]
 
 mod common;
 

@@ -1,6 +1,6 @@
 //! Two and more processes under load, with nobody failing: everything arrives, in order, and who
 //! doesn't keep up is told so.
-#![cfg(not(loom))]
+#![cfg(not(feature = "loom"))]
 
 mod common;
 

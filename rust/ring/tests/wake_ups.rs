@@ -4,7 +4,7 @@
 //! A client that loses its wake-up sleeps for ever. An engine finds out by itself after a second, and
 //! counts that as a rescue; but it also counts one if its client was about to ring and stood still for
 //! a second, as processes do on a busy machine. So each rescue is judged by what the client was doing.
-#![cfg(not(loom))]
+#![cfg(not(feature = "loom"))]
 
 mod common;
 
