@@ -117,14 +117,12 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # installs sparksched again (`-o build`), which the other may be about to import.
 .PHONY: test
 test: build vllm-rs ## every check before a commit: lints, types, tests, real servers; 35 minutes
-	$(MAKE) -j 2 --output-sync=target test-of-rust test-of-vllm
+	$(MAKE) -o build -j 2 --output-sync=target test-of-rust test-other conformance conformance-other
 	$(PYTEST) $(PARALLEL)
 
-.PHONY: test-of-rust test-of-vllm
+.PHONY: test-of-rust
 test-of-rust:
 	$(MAKE) -o build lint test-rust
-test-of-vllm:
-	$(MAKE) -o build conformance test-other
 
 .PHONY: test-all
 test-all: build ## every check in full size, and the verdict into docs/promises.md; 90 minutes
@@ -156,7 +154,6 @@ OF_RELEASE := release$(if $(filter full,$(SCALE)),, and not command)
 test-other: build ## what depends on vLLM's release, with the one that is not installed
 	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:1 --steps 100
 	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(PYTEST) -m "$(OF_RELEASE)"
-	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance
 
 .PHONY: finding-seeds
 finding-seeds: build ## look anew for the scenario that shows each planted error
@@ -190,6 +187,10 @@ differential: build ## compare with a release of vLLM: make differential VLLM=0.
 .PHONY: conformance
 conformance: build ## run vLLM's own scheduler tests on sparksched
 	UV="$(UV)" $(BIN)/python -m tests.conformance $(ARGS)
+
+.PHONY: conformance-other
+conformance-other: build ## the same with the release that is not installed
+	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance $(ARGS)
 
 .PHONY: panics
 panics: build ## make each function of the extension panic, in engines and front ends

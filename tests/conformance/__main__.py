@@ -41,8 +41,9 @@ def main(arguments: list[str]) -> int:
     on_stock = "--stock" in arguments
     for_pytest = [it for it in arguments if it != "--stock"]
     tests = ensure_tests(FOLDER)
-    # vLLM looks for models below the working directory before it asks a hub.
-    models = write_models(FOLDER / "models")
+    # vLLM looks for models below the working directory before it asks a hub. Each release has its
+    # own: two may be tested at a time.
+    models = write_models(FOLDER / f"models-{tests.name}")
     command = [sys.executable, "-m", "pytest", *pytest_options(tests), *for_pytest]
     if not on_stock:
         command.append("-pconformance.plugin")
