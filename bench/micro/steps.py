@@ -60,7 +60,7 @@ COUNTED_SIDES = (UNCOUNTED, "sparksched")
 VOCABULARY = 200_000
 DECODE_STEPS = {1: 1000, 8: 400, 64: 200, 256: 100, 1024: 60}
 """By running requests: the fewest steps to measure."""
-FEATURE_STEPS = {64: 100, 256: 60}
+FEATURE_STEPS = {64: 100, 256: 60, 1024: 30}
 VERIFIED_STEPS = {1: 400, 64: 100, 256: 60}
 PROMPTS = (1024, 8192)
 STEPS_IN_A_ROW = 20
