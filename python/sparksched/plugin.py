@@ -182,9 +182,10 @@ def _replace_client_transport(module: ModuleType) -> None:
 
 
 def _replace_front_end_errors(module: ModuleType) -> None:
-    from sparksched.front_end import overload
+    from sparksched.front_end import overload, shutdown
 
     overload.install(module)
+    shutdown.install(module)
 
 
 def _time_launches(module: ModuleType) -> None:

@@ -139,6 +139,19 @@ async def running_llm(model_directory: Path, **settings: Any) -> AsyncIterator[A
         llm.shutdown()
 
 
+async def check_shutdown(llm: AsyncLLM) -> None:
+    """Shut down in the middle, in the loop itself: each request fails, where vLLM's would wait."""
+    streams = [
+        asyncio.create_task(stream(llm, f"left-{index}", prompt_of(index), 200, ignore_eos=True))
+        for index in range(NUM_FAILING_STREAMS)
+    ]
+    while llm.get_num_unfinished_requests() < NUM_FAILING_STREAMS:
+        await asyncio.sleep(0)
+    llm.shutdown()
+    results = await asyncio.gather(*streams, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineDeadError] * NUM_FAILING_STREAMS
+
+
 async def live_and_die(model_directory: Path, async_scheduling: bool) -> None:
     async with running_llm(model_directory, async_scheduling=async_scheduling) as llm:
         await in_time(check_streams(llm))
@@ -146,6 +159,27 @@ async def live_and_die(model_directory: Path, async_scheduling: bool) -> None:
         await in_time(check_abort(llm))
         await in_time(check_pause(llm))
         await in_time(check_death(llm))
+
+
+def run_with(scheduler: str, scenario: Coroutine[Any, Any, None]) -> None:
+    with restored_vllm():
+        os.environ |= {
+            "VLLM_SCHEDULER": scheduler,
+            "SPARKSCHED_STRICT": "1",
+            # As `vllm serve` does: the engine process finds the plugin by its entry point.
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        plugin.register()
+        asyncio.run(scenario)
+
+
+def test_a_shutdown_leaves_no_request_waiting(model_directory: Path) -> None:
+    async def scenario() -> None:
+        async with running_llm(model_directory, async_scheduling=True) as llm:
+            await in_time(check_shutdown(llm))
+
+    run_with("sparksched", scenario())
 
 
 @pytest.mark.parametrize(
@@ -163,16 +197,7 @@ def test_life_and_death_of_an_engine(
     model_directory: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with restored_vllm():
-        os.environ |= {
-            "VLLM_SCHEDULER": scheduler,
-            "SPARKSCHED_STRICT": "1",
-            # As `vllm serve` does: the engine process finds the plugin by its entry point.
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        plugin.register()
-        asyncio.run(live_and_die(model_directory, async_scheduling))
+    run_with(scheduler, live_and_die(model_directory, async_scheduling))
     log = capfd.readouterr().out
     kind = "asynchronous" if async_scheduling else "synchronous"
     assert (f"scheduling in Rust ({kind}" in log) == (scheduler == "sparksched")

@@ -533,6 +533,7 @@ REPLACED_FUNCTIONS = {
     "vllm.v1.engine.async_llm": [
         "AsyncLLM.add_request",
         "AsyncLLM._add_request",
+        "AsyncLLM.shutdown",
         "AsyncLLM.check_health",
     ],
     "vllm.v1.engine.output_processor": [
