@@ -67,12 +67,14 @@ def _connecting(original: patching.Function) -> patching.Function:
 def _closing_rings(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     def clean_up(self: "BackgroundResources") -> None:
+        # First, because vLLM's clean-up has a task report a dead engine to another one, which is
+        # cancelled next: time in between would make an error in the log of each orderly exit.
         try:
-            original(self)
-        finally:
             rings = getattr(self, "sparksched_rings", None)
             if rings is not None:
                 rings.close()
+        finally:
+            original(self)
 
     return clean_up
 
