@@ -43,6 +43,7 @@ pub struct AdmissionTerms {
 }
 
 /// Gives blocks to requests and takes them back.
+#[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 #[derive(Clone, Debug)]
 pub struct KvCacheManager {
     pool: BlockPool,
