@@ -449,6 +449,11 @@ _CIRCULAR_SETTINGS: dict[str, dict[str, Any]] = {
         "states": {"layout": "deepseek-v4.1"},
         "speculation": {"method": "mtp", "disable_eagle_block_drop": False},
     },
+    "circular-and-states-by-mtp": {
+        "enable_prefix_caching": True,
+        "states": {"layout": "qwen4-exp"},
+        "speculation": {"method": "mtp", "num_mtp_modules": 1},
+    },
     # Only a circular buffer is known to be the drafter's.
     "circular-by-eagle": {
         "enable_prefix_caching": True,
