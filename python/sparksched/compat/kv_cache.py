@@ -75,7 +75,7 @@ def _has_chunks(groups: "Sequence[KVCacheGroupSpec]") -> bool:
 
 
 def _is_outside_the_prefix_cache(group: "KVCacheGroupSpec") -> bool:
-    """Whether a group is so that need not be: circular buffers always are."""
+    """Whether a group is left out of the prefix cache, circular buffers aside: they always are."""
     spec = group.kv_cache_spec
     return not spec.prefix_cacheable and type(spec).__name__ != "CircularBufferSpec"
 

@@ -596,17 +596,16 @@ impl KvCacheManager {
     /// Tokens of the request's prefix that are in the cache, in all groups.
     #[must_use]
     pub fn num_cached_tokens(&self, request: &Request) -> u32 {
-        let groups = self.groups.iter().zip(&request.groups);
-        let cached = groups.filter(|(group, _)| group.config.is_prefix_cacheable());
-        let lengths = cached.map(|(group, blocks)| {
+        let groups = self.groups.iter().zip(&request.groups).filter_map(|(group, blocks)| {
             let mut tokens = blocks.table.iter().rev().map(|&id| self.pool.hash_num_tokens(id));
-            if group.config.is_state() {
-                return tokens.max().unwrap_or(0);
+            match group.config {
+                KvCacheGroupConfig::CircularBuffer => None,
+                KvCacheGroupConfig::State { .. } => Some(tokens.max().unwrap_or(0)),
+                // Positions grow along a table: the last cached block has the longest prefix.
+                _ => Some(tokens.find(|&tokens| tokens > 0).unwrap_or(0)),
             }
-            // Positions grow along a table: the last cached block has the longest prefix.
-            tokens.find(|&tokens| tokens > 0).unwrap_or(0)
         });
-        lengths.min().unwrap_or(0)
+        groups.min().unwrap_or(0)
     }
 
     /// Takes all blocks back; the end of the sequence is reused first.
