@@ -96,7 +96,7 @@ class StateSettings(FeatureSettings):
     keeps_junctions: bool
     mixes_precisions: bool
     """Whether groups without states must be zeroed, too."""
-    ring_size: int
+    ring_size: int = 8
     """Tokens that a circular buffer holds. vLLM's models take divisors of the block size."""
 
     @classmethod
