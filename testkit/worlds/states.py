@@ -1,4 +1,4 @@
-"""Groups that differ: recurrent states beside attention, and attention of different block sizes.
+"""Groups that differ: recurrent states or circular buffers beside attention, and block sizes.
 
 A layout has the groups that vLLM makes of an architecture's layers: as many layers a group as the
 rarer kind has. Sizes of blocks are smaller than in reality, so that short sequences have several.
@@ -18,6 +18,7 @@ import torch
 from sparksched.compat import releases
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
@@ -66,6 +67,17 @@ LAYOUTS: Final = {
     "two-full-sizes": Layout(("full", "full-small", "sliding-small")),
 }
 
+# The keys of tokens that wait to be compressed, in a circular buffer of each request's own.
+CIRCULAR_LAYOUTS: Final = {
+    "glm-5-next": Layout(("latent", "circular")),
+    "deepseek-v4.1": Layout(("latent", "sliding", "circular", "circular")),
+    # Delta nets besides, as many layers as in Qwen3-Next.
+    "qwen4-exp": Layout(("circular", "full"), num_state_groups=3),
+    "circular-and-sliding": Layout(("circular", "sliding")),
+}
+
+_ALL_LAYOUTS: Final = LAYOUTS | CIRCULAR_LAYOUTS
+
 
 @dataclass(frozen=True)
 class StateSettings(FeatureSettings):
@@ -84,6 +96,8 @@ class StateSettings(FeatureSettings):
     keeps_junctions: bool
     mixes_precisions: bool
     """Whether groups without states must be zeroed, too."""
+    ring_size: int = 8
+    """Tokens that a circular buffer holds. vLLM's models take divisors of the block size."""
 
     @classmethod
     def draw(cls, rng: random.Random, configuration: Configuration) -> StateSettings:
@@ -96,7 +110,7 @@ class StateSettings(FeatureSettings):
             drawn = rng.choice(values)
             return fixed.get(setting, drawn)
 
-        layout = LAYOUTS[choose("layout", *LAYOUTS)]
+        layout = _ALL_LAYOUTS[choose("layout", *LAYOUTS)]
         is_cached = configuration.enable_prefix_caching
         mode = choose("mode", "align") if is_cached else "none"
         if mode == "all" and not releases.caches_states_of_all_modes():
@@ -115,14 +129,16 @@ class StateSettings(FeatureSettings):
             num_speculative_blocks=0,
             keeps_junctions=choose("keeps_junctions", False, True),
             mixes_precisions=choose("mixes_precisions", False, False, True),
+            ring_size=choose("ring_size", 4, 8, 8, 12),
         )
 
     @property
     def groups(self) -> list[tuple[str, int]]:
         """The kind and the block size of each group."""
-        small = {"sliding-small", "full-small"}
+        small = self.small_block_size
+        sizes_of_kinds = {"sliding-small": small, "full-small": small, "circular": self.ring_size}
         sizes = [
-            (kind.removesuffix("-small"), self.small_block_size if kind in small else None)
+            (kind.removesuffix("-small"), sizes_of_kinds.get(kind))
             for kind in self.layout.attention
         ]
         attention = [(kind, size or self._attention_block_size(kind)) for kind, size in sizes]
@@ -181,6 +197,8 @@ class StateSettings(FeatureSettings):
         for kind, size in self.groups:
             if kind == "state" and self.mode == "align":
                 num_blocks += 4 + self.num_speculative_blocks
+            elif kind == "circular":
+                num_blocks += 1
             elif kind == "sliding":
                 held = min(self.window - 1 + num_in_flight, longest)
                 num_blocks += -(-held // size) + 2
@@ -223,6 +241,8 @@ class StateSettings(FeatureSettings):
         }
         if kind == "sliding":
             return SlidingWindowSpec(**shape, sliding_window=self.window)
+        if kind == "circular":
+            return CircularBufferSpec(**shape)
         return (MLAAttentionSpec if kind == "latent" else FullAttentionSpec)(**shape)
 
     def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
@@ -230,7 +250,7 @@ class StateSettings(FeatureSettings):
 
 
 class States(Feature):
-    """Counts what states go through."""
+    """Counts what states and circular buffers go through."""
 
     def __init__(
         self,
@@ -242,6 +262,7 @@ class States(Feature):
         super().__init__(configuration, seed, coverage)
         self._settings = settings
         self._managers: Sequence[Any] = ()
+        self._rings = [id for id, (kind, _) in enumerate(settings.groups) if kind == "circular"]
 
     def watch(self, scheduler: Any) -> None:
         self._managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -256,7 +277,23 @@ class States(Feature):
             coverage["states: hits"] += num_hit_tokens > 0
             within = num_hit_tokens % self._settings.block_size != 0
             coverage["states: hits within a block"] += within and self._settings.mode == "align"
+        if self._rings:
+            self._cover_rings(output)
         for manager in self._managers:
             coverage["states: checkpoints"] += len(getattr(manager, "_checkpoints", ()))
         for request in requests.values():
             coverage["states: junctions"] += request.shared_prefix_boundary > 0
+
+    def _cover_rings(self, output: SchedulerOutput) -> None:
+        coverage = self.coverage
+        for request in output.scheduled_new_reqs:
+            coverage["circular: given"] += sum(len(request.block_ids[id]) for id in self._rings)
+            coverage["circular: given beside a hit"] += request.num_computed_tokens > 0
+        coverage["circular: taken from the preempted"] += len(output.preempted_req_ids)
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            is_resumed = request_id in cached.resumed_req_ids
+            coverage["circular: given to the resumed"] += is_resumed
+            coverage["circular: kept while others grow"] += bool(block_ids) and not is_resumed
+        to_zero = output.new_block_ids_to_zero
+        coverage["circular: left as they are while others are zeroed"] += bool(to_zero)

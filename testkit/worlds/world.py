@@ -414,6 +414,75 @@ _STATE_SETTINGS: dict[str, dict[str, Any]] = {
     "states-multimodal": {"states": {}, "multimodal": {}},
 }
 
+_CIRCULAR_SETTINGS: dict[str, dict[str, Any]] = {
+    "sync-circular": {"async_scheduling": False, "states": {"layout": "glm-5-next"}},
+    "async-circular": {
+        "async_scheduling": True,
+        "enable_prefix_caching": True,
+        "states": {"layout": "glm-5-next"},
+    },
+    "circular-and-sliding": {
+        "enable_prefix_caching": True,
+        "states": {"layout": "circular-and-sliding"},
+    },
+    "sync-circular-latent-and-sliding": {
+        "async_scheduling": False,
+        "states": {"layout": "deepseek-v4.1"},
+    },
+    "async-circular-latent-and-sliding": {
+        "async_scheduling": True,
+        "states": {"layout": "deepseek-v4.1", "mixes_precisions": True},
+    },
+    "circular-and-states": {"enable_prefix_caching": True, "states": {"layout": "qwen4-exp"}},
+    "circular-without-cache": {
+        "enable_prefix_caching": False,
+        "states": {"layout": "deepseek-v4.1"},
+    },
+    "circular-preempting": {"states": {"layout": "deepseek-v4.1"}} | _SCARCE_BLOCKS,
+    "circular-by-priority": {"policy": "priority", "states": {"layout": "circular-and-sliding"}}
+    | _SCARCE_BLOCKS,
+    "circular-where-all-must-fit": {"states": {"layout": "deepseek-v4.1"}}
+    | _SCARCE_BLOCKS
+    | {"scheduler_reserve_full_isl": True},
+    "circular-by-mtp": {
+        "enable_prefix_caching": True,
+        "states": {"layout": "deepseek-v4.1"},
+        "speculation": {"method": "mtp", "disable_eagle_block_drop": False},
+    },
+    "circular-and-states-by-mtp": {
+        "enable_prefix_caching": True,
+        "states": {"layout": "qwen4-exp"},
+        "speculation": {"method": "mtp", "num_mtp_modules": 1},
+    },
+    # Only a circular buffer is known to be the drafter's.
+    "circular-by-eagle": {
+        "enable_prefix_caching": True,
+        "prefix_cache_retention_interval": 0,
+        "states": {"layout": "deepseek-v4.1"},
+        "speculation": {
+            "method": "eagle",
+            "disable_eagle_block_drop": False,
+            "disable_lookahead_block_hashes": True,
+            "flags_last_group": True,
+        },
+    },
+    "circular-kv-events": {
+        "enable_prefix_caching": True,
+        "states": {"layout": "deepseek-v4.1"},
+        "kv_events": True,
+    },
+    "circular-kv-cache-metrics": {
+        "log_stats": True,
+        "states": {"layout": "glm-5-next"},
+        "kv_cache_metrics": True,
+    },
+    "circular-sessions": {
+        "policy": "fcfs",
+        "states": {"layout": "deepseek-v4.1"},
+        "sessions": True,
+    },
+}
+
 NAMED_SETTINGS |= (
     _FEATURE_SETTINGS
     | _SPECULATION_SETTINGS
@@ -423,6 +492,7 @@ NAMED_SETTINGS |= (
     | _CHUNKED_LOCAL_SETTINGS
     | _CONNECTOR_SETTINGS
     | _STATE_SETTINGS
+    | _CIRCULAR_SETTINGS
     | _RANDOM_SETTINGS
 )
 

@@ -1,4 +1,4 @@
-"""Flaws of a scheduler with recurrent states, planted into vLLM's own: each must be found."""
+"""Flaws of a scheduler with recurrent states or circular buffers, planted into vLLM's own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 
 from testkit.worlds.world import SchedulerClass
 
@@ -123,6 +124,72 @@ def keeps_speculative_states_in_place(base: SchedulerClass) -> SchedulerClass:
     return _once_built(base, change)
 
 
+def _ring_managers(scheduler: Any) -> list[Any]:
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return [manager for manager in managers if isinstance(manager, CircularBufferManager)]
+
+
+def counts_no_rings_of_whole_sequences(base: SchedulerClass) -> SchedulerClass:
+    """Forget circular buffers where the whole sequence must fit."""
+
+    def change(scheduler: Any) -> None:
+        for manager in _ring_managers(scheduler):
+            count = manager.get_num_blocks_to_allocate
+
+            def forgetful(*arguments: Any, count: Any = count, **named: Any) -> int:
+                return 0 if named.get("apply_admission_cap") else int(count(*arguments, **named))
+
+            manager.get_num_blocks_to_allocate = forgetful
+
+    return _once_built(base, change)
+
+
+def counts_rings_in_each_step(base: SchedulerClass) -> SchedulerClass:
+    """Want a free block for the circular buffer of a request that has it already."""
+
+    def change(scheduler: Any) -> None:
+        for manager in _ring_managers(scheduler):
+            manager.get_num_blocks_to_allocate = lambda *_arguments, **_named: 1
+
+    return _once_built(base, change)
+
+
+def frees_rings_early(base: SchedulerClass) -> SchedulerClass:
+    """Free a circular buffer once the request is past its end, as if it were a window."""
+
+    def change(scheduler: Any) -> None:
+        for manager in _ring_managers(scheduler):
+
+            def early(request_id: str, computed: int, *_rest: Any, manager: Any = manager) -> None:
+                if computed >= manager.block_size:
+                    manager.free(request_id)
+
+            manager.remove_skipped_blocks = early
+
+    return _once_built(base, change)
+
+
+def zeroes_rings(base: SchedulerClass) -> SchedulerClass:
+    """Have the workers fill circular buffers with zeros."""
+
+    def change(scheduler: Any) -> None:
+        for manager in _ring_managers(scheduler):
+            manager._record_new_block_ids = scheduler.needs_kv_cache_zeroing
+
+    return _once_built(base, change)
+
+
+def drops_no_block_for_a_flagged_ring(base: SchedulerClass) -> SchedulerClass:
+    """Forget the drafter because its only group, a circular one, is not looked up."""
+
+    def change(scheduler: Any) -> None:
+        coordinator = scheduler.kv_cache_manager.coordinator
+        # vLLM 0.33.0 has the latter, too.
+        coordinator.eagle_group_ids = coordinator.drop_eagle_group_ids = set()
+
+    return _once_built(base, change)
+
+
 STATE_FLAWS: list[tuple[Flaw, str]] = [
     (keeps_states_one_block_off, "async-qwen3-next"),
     (frees_states_early, "async-qwen3-next"),
@@ -131,4 +198,9 @@ STATE_FLAWS: list[tuple[Flaw, str]] = [
     (zeroes_nothing, "sync-qwen3-next"),
     (hits_states_of_the_same_step, "states-within-blocks"),
     (keeps_speculative_states_in_place, "states-speculating"),
+    (counts_no_rings_of_whole_sequences, "circular-where-all-must-fit"),
+    (counts_rings_in_each_step, "circular-preempting"),
+    (frees_rings_early, "sync-circular"),
+    (zeroes_rings, "async-circular-latent-and-sliding"),
+    (drops_no_block_for_a_flagged_ring, "circular-by-eagle"),
 ]

@@ -351,6 +351,23 @@ EXPECTED_OF_FEATURES: dict[tuple[str, ...], dict[str, int]] = {
         "states: steps in mode align": 500,
         "states: steps in mode none": 100,
     },
+    (
+        "sync-circular",
+        "async-circular",
+        "circular-and-sliding",
+        "async-circular-latent-and-sliding",
+        "circular-and-states",
+        "circular-without-cache",
+        "circular-preempting",
+        "circular-where-all-must-fit",
+    ): {
+        "circular: given": 1500,
+        "circular: given beside a hit": 150,
+        "circular: given to the resumed": 80,
+        "circular: kept while others grow": 1000,
+        "circular: left as they are while others are zeroed": 600,
+        "circular: taken from the preempted": 200,
+    },
 }
 
 

@@ -16,6 +16,7 @@ from sparksched.trace.replay import Replay
 from sparksched.trace.writer import FULL
 
 from testkit.worlds import trace as differential_trace
+from testkit.worlds.states import CIRCULAR_LAYOUTS
 from testkit.worlds.world import NAMED_SETTINGS
 
 from .mutations import frames
@@ -27,10 +28,14 @@ NUM_STEPS = 100
 
 # What these add has no words in a trace, and ends a recording by name.
 REFUSED = ("connector", "offloading", "sessions", "multimodal", "features", "prompt-embeds")
+RECORDED_LAYOUTS = {
+    name for name, layout in CIRCULAR_LAYOUTS.items() if not layout.num_state_groups
+}
 NAMES = [
     name
     for name, settings in NAMED_SETTINGS.items()
-    if not any(it in name for it in REFUSED) and "states" not in settings
+    if not any(it in name for it in REFUSED)
+    and ("states" not in settings or settings["states"].get("layout") in RECORDED_LAYOUTS)
 ]
 # They differ in what decides, which the differential suite looks at; here, in what is written down.
 NAMES = NAMES if scale.FULL else NAMES[::3]

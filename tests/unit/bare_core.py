@@ -22,6 +22,7 @@ NONE_HASH = bytes(range(32))
 FULL_ATTENTION = ("full", 0, 0, 0)
 SLIDING_WINDOW = ("sliding", 8, 0, 4)
 CHUNKED = ("chunked", 8, 0, 4)
+CIRCULAR = ("circular", 0, 0, 0)
 
 LORA = LoRARequest("adapter", 1, "/nowhere")
 

@@ -590,6 +590,10 @@ def half_precision() -> Any:
     return full_attention(dtype=torch.float16)
 
 
+def circular_buffer(**fields: object) -> Any:
+    return spec("CircularBufferSpec", **{"block_size": 8, "head_size_v": 0, **fields})
+
+
 def hidden_states(**fields: object) -> Any:
     return spec("HiddenStateCacheSpec", num_kv_heads=1, **fields)
 
@@ -638,6 +642,9 @@ def unsupported_kv_cache(
         [mamba],
         [mamba, full_attention, sliding_window],
         [full_attention, half_precision],
+        [latent_attention, circular_buffer],
+        [circular_buffer, latent_attention, latent_sliding_window, circular_buffer],
+        [full_attention, mamba, circular_buffer],
     ],
 )
 @pytest.mark.parametrize("hash_block_size", [BLOCK_SIZE, None])
@@ -667,6 +674,7 @@ def special_role() -> Any:
 
 REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
     ("prefix caching without a KV cache", kv_cache),
+    ("prefix caching without a KV cache", lambda: kv_cache(group(circular_buffer()))),
     ("HiSparse", lambda: kv_cache(group(full_attention()), hisparse_host_num_blocks=8)),
     (
         "EAGLE with chunked local attention",
@@ -679,6 +687,18 @@ REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
     (
         "a KV cache of type CrossAttentionSpec",
         lambda: kv_cache(group(full_attention()), group(spec("CrossAttentionSpec"))),
+    ),
+    (
+        "a KV cache with attention sinks",
+        lambda: kv_cache(group(spec("SinkFullAttentionSpec", sink_len=BLOCK_SIZE))),
+    ),
+    (
+        "prefix replay",  # outside the prefix cache as well
+        lambda: kv_cache(
+            group(latent_attention()),
+            group(latent_sliding_window(bounded_replay=True)),
+            group(circular_buffer()),
+        ),
     ),
     (
         "a KV cache of type FullAttentionSpec",  # a subclass that only borrows the name
@@ -811,6 +831,40 @@ def test_groups_with_blocks_of_different_sizes(
     assert unsupported_kv_cache(config, supported_config, 32, hash_block_size) is None
 
 
+@pytest.mark.parametrize(("ring_size", "block_size"), [(8, BLOCK_SIZE), (6, 3 * BLOCK_SIZE)])
+def test_circular_buffers_need_not_be_hashed(
+    supported_config: object, ring_size: int, block_size: int
+) -> None:
+    config = kv_cache(group(full_attention()), group(circular_buffer(block_size=ring_size)))
+    assert unsupported_kv_cache(config, supported_config, block_size, BLOCK_SIZE) is None
+
+
+def test_blocks_of_the_scheduler_hold_whole_circular_buffers(supported_config: object) -> None:
+    config = kv_cache(group(full_attention()), group(circular_buffer(block_size=6)))
+    problem = unsupported_kv_cache(config, supported_config)
+    assert problem is not None
+    assert problem.feature == "these block sizes"
+
+
+def test_circular_buffers_alone_go_without_a_cache(supported_config: object) -> None:
+    uncached = changed(supported_config, "cache_config.enable_prefix_caching", False)
+    config = kv_cache(group(circular_buffer()))
+    assert unsupported_kv_cache(config, uncached, 8, 8) is None
+
+
+@pytest.mark.release
+def test_vllm_does_not_start_with_attention_sinks_either(supported_config: object) -> None:
+    """Its worker fills blocks 1 and on with them, which no manager keeps from the requests."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    def start(kv_cache_spec: object) -> None:
+        KVCacheManager(kv_cache(group(kv_cache_spec)), 64, BLOCK_SIZE, BLOCK_SIZE)
+
+    start(full_attention())
+    with pytest.raises(TypeError, match="needs_kv_cache_zeroing"):
+        start(spec("SinkFullAttentionSpec", sink_len=BLOCK_SIZE))
+
+
 def test_chunks_beside_blocks_of_another_size_are_refused(supported_config: object) -> None:
     config = kv_cache(group(chunked_attention()), group(full_attention(block_size=8)))
     problem = unsupported_kv_cache(config, supported_config, BLOCK_SIZE, 8)
@@ -819,7 +873,13 @@ def test_chunks_beside_blocks_of_another_size_are_refused(supported_config: obje
 
 
 @pytest.mark.parametrize(
-    "specs", [(full_attention, mamba), (full_attention, half_precision), (mamba,)]
+    "specs",
+    [
+        (full_attention, mamba),
+        (full_attention, half_precision),
+        (full_attention, circular_buffer),
+        (mamba,),
+    ],
 )
 def test_groups_that_differ_are_refused_with_a_connector(
     supported_config: object, specs: tuple[Callable[[], Any], ...]

@@ -18,6 +18,7 @@ from sparksched.engine import hooks, sessions
 from unit.bare_core import (
     BLOCK_SIZE,
     CHUNKED,
+    CIRCULAR,
     FULL_ATTENTION,
     LORA,
     NONE_HASH,
@@ -68,7 +69,9 @@ def test_missing_config_key(key: str) -> None:
     assert error.value.args == (key,)
 
 
-@pytest.mark.parametrize("name", ["sync-hybrid", "async-full-v2", "async-qwen3-next"])
+@pytest.mark.parametrize(
+    "name", ["sync-hybrid", "async-full-v2", "async-qwen3-next", "async-circular"]
+)
 def test_config_has_the_keys_that_an_engine_gives(name: str) -> None:
     configuration = draw_configuration(name, 0)
     with vllm_environment(configuration):
@@ -119,6 +122,26 @@ def test_config_has_the_keys_that_an_engine_gives(name: str) -> None:
         (
             {"groups": [CHUNKED, FULL_ATTENTION]},
             "full attention groups must be looked up first",
+        ),
+        (
+            {"groups": [FULL_ATTENTION, CIRCULAR]},
+            "lookup_groups must hold each KV cache group once, but for circular buffers",
+        ),
+        (
+            {"groups": [CIRCULAR, CIRCULAR], "lookup_groups": []},
+            "prefix caching needs a KV cache group",
+        ),
+        (
+            {
+                "groups": [FULL_ATTENTION, CIRCULAR],
+                "lookup_groups": [[0]],
+                "config_of_kv_transfer": {
+                    "defer_block_free": False,
+                    "requires_kv_delivery": False,
+                    "recompute_load_failures": False,
+                },
+            },
+            "a KV connector does not fill circular buffers",
         ),
         ({"eagle_groups": [2]}, "eagle_groups must be ids of KV cache groups"),
         (

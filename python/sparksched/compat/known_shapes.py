@@ -248,6 +248,7 @@ STRUCTURES: Final[Mapping[str, Shape]] = {
         **_ATTENTION_SPEC,
         **_any("attention_chunk_size"),
     },
+    "vllm.v1.kv_cache_interface.CircularBufferSpec": _ATTENTION_SPEC,
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": {
         **_ATTENTION_SPEC,
         **_any("sliding_window extra_retained_tokens"),
@@ -426,6 +427,7 @@ ADDED: Final[Mapping[str, Mapping[str, tuple[Added, ...]]]] = {
         "vllm.v1.kv_cache_interface.MLAAttentionSpec": (_DRAFT_FLAG, _TOP_K_BUFFER),
         "vllm.v1.kv_cache_interface.HiddenStateCacheSpec": (_DRAFT_FLAG, _TOP_K_BUFFER),
         "vllm.v1.kv_cache_interface.ChunkedLocalAttentionSpec": (_DRAFT_FLAG,),
+        "vllm.v1.kv_cache_interface.CircularBufferSpec": (_DRAFT_FLAG,),
         "vllm.v1.kv_cache_interface.SlidingWindowSpec": (_DRAFT_FLAG,),
         "vllm.v1.kv_cache_interface.SlidingWindowMLASpec": (_DRAFT_FLAG,),
         "vllm.config.cache.CacheConfig": (

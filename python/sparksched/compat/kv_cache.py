@@ -30,6 +30,7 @@ _SPEC_MANAGERS: Final = {
     "HiddenStateCacheSpec": "FullAttentionManager",
     "MLAAttentionSpec": "FullAttentionManager",
     "ChunkedLocalAttentionSpec": "ChunkedLocalAttentionManager",
+    "CircularBufferSpec": "CircularBufferManager",
     "MambaSpec": "MambaManager",
     "SlidingWindowSpec": "SlidingWindowManager",
     "SlidingWindowMLASpec": "SlidingWindowManager",
@@ -73,6 +74,12 @@ def _has_chunks(groups: "Sequence[KVCacheGroupSpec]") -> bool:
     )
 
 
+def _is_outside_the_prefix_cache(group: "KVCacheGroupSpec") -> bool:
+    """Whether a group is left out of the prefix cache, circular buffers aside: they always are."""
+    spec = group.kv_cache_spec
+    return not spec.prefix_cacheable and type(spec).__name__ != "CircularBufferSpec"
+
+
 def _is_refused_by_vllm(
     interval: int | None, groups: "Sequence[KVCacheGroupSpec]", block_size: int
 ) -> bool:
@@ -96,14 +103,14 @@ GROUP_RULES: Final = (
         lambda group: group.role.value != "default",
     ),
     Rule(
-        "a KV cache group outside the prefix cache",
-        "every group must be cacheable",
-        lambda group: not group.kv_cache_spec.prefix_cacheable,
-    ),
-    Rule(
         "prefix replay",
         "only vLLM's own scheduler recomputes the last window after a prefix hit",
         lambda group: group.kv_cache_spec.prefix_replay_tokens != 0,
+    ),
+    Rule(
+        "a KV cache group outside the prefix cache",
+        "every group but circular buffers must be cacheable",
+        _is_outside_the_prefix_cache,
     ),
     Rule(
         "this sliding window or chunk",
@@ -133,8 +140,6 @@ def unsupported_kv_cache(
     for rule in KV_CACHE_RULES:
         if rule.applies(kv_cache_config):
             return rule.problem()
-    if vllm_config.cache_config.enable_prefix_caching and not kv_cache_config.kv_cache_groups:
-        return Unsupported("prefix caching without a KV cache", "there are no blocks to be found")
     has_chunks = _has_chunks(kv_cache_config.kv_cache_groups)
     if has_chunks and _drafter_groups(vllm_config, kv_cache_config):
         return Unsupported(
@@ -144,6 +149,10 @@ def unsupported_kv_cache(
         problem = _unsupported_group(group)
         if problem is not None:
             return problem
+    if vllm_config.cache_config.enable_prefix_caching and not any(
+        group.kv_cache_spec.prefix_cacheable for group in kv_cache_config.kv_cache_groups
+    ):
+        return Unsupported("prefix caching without a KV cache", "there are no blocks to be found")
     if _is_refused_by_vllm(
         kv_cache_config.prefix_cache_retention_interval, kv_cache_config.kv_cache_groups, block_size
     ):
@@ -163,14 +172,18 @@ def _unsupported_group(group: "KVCacheGroupSpec") -> Unsupported | None:
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
     spec_cls = type(group.kv_cache_spec)
+    if spec_cls.__name__ == "SinkFullAttentionSpec":
+        return Unsupported(
+            "a KV cache with attention sinks", "vLLM's own scheduler does not start with it either"
+        )
     # A subclass would be managed by code of its own: only the very classes will do.
     if spec_cls is not getattr(kv_cache_interface, spec_cls.__name__, None) or (
         spec_cls.__name__ not in _SPEC_MANAGERS
     ):
         return Unsupported(
             f"a KV cache of type {spec_cls.__name__}",
-            "only full, sliding-window and chunked local attention, multi-head latent or not, and "
-            "recurrent states are supported",
+            "only full, sliding-window and chunked local attention, multi-head latent or not, "
+            "recurrent states and circular buffers are supported",
         )
     for rule in GROUP_RULES:
         if rule.applies(group):
@@ -196,11 +209,13 @@ def _unsupported_block_sizes(
     enable_prefix_caching = vllm_config.cache_config.enable_prefix_caching
     specs = [group.kv_cache_spec for group in groups]
     sizes = {spec.block_size for spec in specs}
-    are_equal = sizes <= {block_size} and block_size == hash_block_size
+    # Circular buffers are hashed by nobody.
+    hashed_sizes = {spec.block_size for spec in specs if spec.prefix_cacheable}
+    are_equal = hashed_sizes <= {block_size} and block_size == hash_block_size
     is_hashed = enable_prefix_caching or vllm_config.kv_transfer_config is not None
     # vLLM's own scheduler ends in an assertion then, and is the one to say so.
     if any(block_size % size for size in sizes) or (
-        (is_hashed and any(size % hash_block_size for size in {*sizes, block_size}))
+        (is_hashed and any(size % hash_block_size for size in {*hashed_sizes, block_size}))
         or (is_hashed and len(groups) == 1 and not are_equal)
     ):
         return Unsupported(
@@ -212,14 +227,16 @@ def _unsupported_block_sizes(
         return Unsupported(
             "chunked local attention beside blocks of another size", "vLLM does not combine the two"
         )
-    has_states = kv_cache_config.has_mamba_layers
+    keeps_others = kv_cache_config.has_mamba_layers or not all(
+        spec.prefix_cacheable for spec in specs
+    )
     if vllm_config.kv_transfer_config is not None and (
-        has_states or not are_equal or kv_cache_config.needs_kv_cache_zeroing
+        keeps_others or not are_equal or kv_cache_config.needs_kv_cache_zeroing
     ):
         return Unsupported(
             "a KV connector for KV cache groups that differ",
-            "recurrent states, blocks of different sizes and blocks that must be zeroed are handed "
-            "over only by vLLM's own scheduler",
+            "recurrent states, circular buffers, blocks of different sizes and blocks that must be "
+            "zeroed are handed over only by vLLM's own scheduler",
         )
     modes = {getattr(spec, "mamba_cache_mode", "align") for spec in specs}
     if enable_prefix_caching and not (

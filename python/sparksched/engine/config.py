@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -122,6 +123,8 @@ def _core_group(spec: KVCacheSpec, vllm_config: VllmConfig) -> tuple[str, int, i
         return "full", 0, 0, 0
     if isinstance(spec, MambaSpec):
         return states.core_group(spec)
+    if isinstance(spec, CircularBufferSpec):
+        return "circular", 0, 0, 0
     max_admission_blocks = spec.max_admission_blocks_per_request(
         max_in_flight_tokens=vllm_config.max_in_flight_tokens,
         max_model_len=vllm_config.model_config.max_model_len,
@@ -132,9 +135,14 @@ def _core_group(spec: KVCacheSpec, vllm_config: VllmConfig) -> tuple[str, int, i
 
 
 def _lookup_groups(specs: list[KVCacheSpec]) -> list[list[int]]:
-    """Return the ids of groups with equal specs together, full attention first."""
+    """Return the ids of groups with equal specs together, full attention first.
+
+    Those outside the prefix cache are not looked up.
+    """
     groups: list[tuple[KVCacheSpec, list[int]]] = []
     for group_id, spec in enumerate(specs):
+        if not spec.prefix_cacheable:
+            continue
         ids = next((ids for known, ids in groups if known == spec), None)
         if ids is None:
             groups.append((spec, [group_id]))

@@ -18,6 +18,7 @@ GROUP_KINDS: Final = (
     "HiddenStateCacheSpec",
     "MLAAttentionSpec",
     "ChunkedLocalAttentionSpec",
+    "CircularBufferSpec",
     "SlidingWindowSpec",
     "SlidingWindowMLASpec",
 )

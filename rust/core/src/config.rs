@@ -46,6 +46,9 @@ pub enum KvCacheGroupConfig {
         /// a multiple of so many tokens from its start.
         checkpoint_alignment: Option<u32>,
     },
+    /// One block a request that is written round and round: what the tokens not compressed yet
+    /// leave behind. Nobody else can use it, so it has no part in the prefix cache.
+    CircularBuffer,
 }
 
 /// Which states are kept: vLLM's `mamba_cache_mode`.
@@ -88,6 +91,16 @@ impl KvCacheGroupConfig {
     /// Whether hits in the group may end within a block.
     pub(crate) const fn has_fine_hits(self) -> bool {
         matches!(self, Self::FullAttention | Self::State { .. })
+    }
+
+    /// Whether others may find a request's blocks in the prefix cache.
+    pub(crate) const fn is_prefix_cacheable(self) -> bool {
+        !matches!(self, Self::CircularBuffer)
+    }
+
+    /// Whether each block is for tokens of its own, a block size of them.
+    pub(crate) const fn has_block_per_tokens(self) -> bool {
+        !matches!(self, Self::State { .. } | Self::CircularBuffer)
     }
 
     pub(crate) const fn is_full_attention(self) -> bool {
@@ -211,7 +224,8 @@ pub struct SchedulerConfig {
     pub log_stats: bool,
     /// Tokens a block; the least common multiple if groups have blocks of different sizes.
     pub block_size: u32,
-    /// Tokens that a hash covers more than the one before it: a divisor of each group's block size.
+    /// Tokens that a hash covers more than the one before it: a divisor of the block size of each
+    /// group in the prefix cache.
     pub hash_block_size: u32,
     /// Hits may end within a block, where a hash does: the block is copied then.
     pub partial_hits: bool,
@@ -228,7 +242,7 @@ pub struct SchedulerConfig {
     /// What holds for all groups of states.
     pub states: StateConfig,
     /// Ids of the groups that are looked up together because their specs are equal: full
-    /// attention first.
+    /// attention first. Circular buffers are in none.
     pub lookup_groups: Vec<Vec<u32>>,
     /// Ids of the groups whose last cached block is computed again for the drafter.
     pub eagle_groups: Vec<u32>,
@@ -274,9 +288,10 @@ impl SchedulerConfig {
                 && self.group_block_sizes.iter().all(|&size| divides(size)),
             "each group needs a block size that block_size is a multiple of",
         )?;
-        let is_hashed = |size: u32| size.is_multiple_of(self.hash_block_size);
+        let is_hashed =
+            |id: u32| self.group_block_sizes[id as usize].is_multiple_of(self.hash_block_size);
         check(
-            self.hasher.is_none() || self.group_block_sizes.iter().all(|&size| is_hashed(size)),
+            self.hasher.is_none() || self.cacheable_groups().all(is_hashed),
             "each group's block size must be a multiple of hash_block_size",
         )?;
         check(
@@ -290,13 +305,22 @@ impl SchedulerConfig {
         check(self.max_num_active_reqs >= 1, "max_num_active_reqs must be at least 1")?;
         check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens must be at least 1")?;
         let needs_group = self.hasher.is_some();
-        check(!needs_group || !self.groups.is_empty(), "prefix caching needs a KV cache group")?;
+        check(
+            !needs_group || self.cacheable_groups().next().is_some(),
+            "prefix caching needs a KV cache group",
+        )?;
+        check(
+            self.kv_transfer.is_none() || self.cacheable_groups().count() == self.groups.len(),
+            "a KV connector does not fill circular buffers",
+        )?;
         check(
             self.retention_interval.is_none_or(|interval| interval % self.block_size == 0),
             "retention_interval must be a multiple of block_size",
         )?;
         let span_of = |group: &KvCacheGroupConfig| match *group {
-            KvCacheGroupConfig::FullAttention | KvCacheGroupConfig::State { .. } => None,
+            KvCacheGroupConfig::FullAttention
+            | KvCacheGroupConfig::State { .. }
+            | KvCacheGroupConfig::CircularBuffer => None,
             KvCacheGroupConfig::SlidingWindow { window, .. } => Some(window),
             KvCacheGroupConfig::ChunkedLocal { chunk_size, .. } => Some(chunk_size),
         };
@@ -316,8 +340,8 @@ impl SchedulerConfig {
         let mut looked_up: Vec<u32> = self.lookup_groups.iter().flatten().copied().collect();
         looked_up.sort_unstable();
         check(
-            looked_up.iter().copied().eq(0..self.groups.len() as u32),
-            "lookup_groups must hold each KV cache group once",
+            looked_up.iter().copied().eq(self.cacheable_groups()),
+            "lookup_groups must hold each KV cache group once, but for circular buffers",
         )?;
         let none_is_empty = self.lookup_groups.iter().all(|ids| !ids.is_empty());
         check(none_is_empty, "lookup_groups must not hold an empty group")?;
@@ -332,6 +356,11 @@ impl SchedulerConfig {
             first_other.zip(last_full).is_none_or(|(other, full)| full < other),
             "full attention groups must be looked up first",
         )
+    }
+
+    /// Ids of the groups in the prefix cache.
+    fn cacheable_groups(&self) -> impl Iterator<Item = u32> {
+        (0..self.groups.len() as u32).filter(|&id| self.groups[id as usize].is_prefix_cacheable())
     }
 
     fn is_full(&self, group: u32) -> bool {

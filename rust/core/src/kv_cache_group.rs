@@ -1,8 +1,8 @@
 //! What differs between KV cache groups: which tokens no longer need blocks, which cached blocks
 //! make a prefix usable, and which blocks are worth caching. Mirrors `FullAttentionManager`,
-//! `SlidingWindowManager`, `ChunkedLocalAttentionManager` and `MambaManager` of vLLM's
-//! `v1/core/single_type_kv_cache_manager.py`; left out is context parallelism. How states move from
-//! block to block is in `state_group.rs`.
+//! `SlidingWindowManager`, `ChunkedLocalAttentionManager`, `MambaManager` and
+//! `CircularBufferManager` of vLLM's `v1/core/single_type_kv_cache_manager.py`; left out is context
+//! parallelism. How states move from block to block is in `state_group.rs`.
 
 use crate::block_hash::BlockHash;
 use crate::block_pool::BlockPool;
@@ -45,7 +45,7 @@ impl KvCacheGroup {
     #[must_use]
     pub fn num_skipped_tokens(&self, num_computed_tokens: u32) -> u32 {
         match self.config {
-            KvCacheGroupConfig::FullAttention => 0,
+            KvCacheGroupConfig::FullAttention | KvCacheGroupConfig::CircularBuffer => 0,
             KvCacheGroupConfig::SlidingWindow { window, num_retained_tokens, .. } => {
                 (num_computed_tokens + 1).saturating_sub(window + num_retained_tokens)
             }
@@ -85,6 +85,7 @@ impl KvCacheGroup {
             | KvCacheGroupConfig::ChunkedLocal { max_admission_blocks, .. } => {
                 required.min(max_admission_blocks)
             }
+            KvCacheGroupConfig::CircularBuffer => 1,
         }
     }
 
@@ -160,6 +161,8 @@ impl KvCacheGroup {
                 self.longest_run(lookup, (chunk_start / self.block_size) as usize, hits)
             }
             KvCacheGroupConfig::State { .. } => self.last_state_hit(lookup, hits),
+            // It is not asked: the hits of the others go without it.
+            KvCacheGroupConfig::CircularBuffer => 0,
         };
         for &group in lookup.groups {
             hits[group as usize].truncate(num_tokens.div_ceil(self.block_size) as usize);

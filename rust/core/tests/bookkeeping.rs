@@ -48,7 +48,11 @@ fn random_groups(chance: &mut Chance) -> Vec<KvCacheGroupConfig> {
         num_speculative_blocks: chance.one_of(&[0, 0, MAX_DRAFTS]),
         checkpoint_alignment: (mode == StateMode::Align && chance.percent(40)).then_some(1),
     };
-    match chance.below(9) {
+    let circular = KvCacheGroupConfig::CircularBuffer;
+    match chance.below(12) {
+        9 => vec![full, circular],
+        10 => vec![circular, window],
+        11 => vec![state, full, window, circular, circular],
         6 => vec![state],
         7 => vec![full, state, state],
         8 => vec![state, full, window],
@@ -108,6 +112,11 @@ fn random_config(chance: &mut Chance) -> SchedulerConfig {
             requires_kv_delivery: chance.percent(50),
             recompute_load_failures: true,
         });
+    }
+    if config.groups.contains(&KvCacheGroupConfig::CircularBuffer) {
+        // No connector fills them.
+        config.kv_transfer = None;
+        config.zeroes_blocks = chance.percent(50);
     }
     let mut states = config.groups.iter().filter_map(|group| match *group {
         KvCacheGroupConfig::State { mode, checkpoint_alignment, .. } => {

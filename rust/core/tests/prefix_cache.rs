@@ -45,6 +45,7 @@ fn can_resume(group: KvCacheGroupConfig, is_cached: &[bool], length: usize) -> b
             is_cached[chunk as usize..length].iter().all(|&cached| cached)
         }
         KvCacheGroupConfig::State { .. } => length == 0 || is_cached[length - 1],
+        KvCacheGroupConfig::CircularBuffer => true,
     }
 }
 
@@ -74,6 +75,7 @@ fn groups() -> impl Strategy<Value = Vec<KvCacheGroupConfig>> {
         num_speculative_blocks: 0,
         checkpoint_alignment: None,
     };
+    let circular = KvCacheGroupConfig::CircularBuffer;
     let sliding = (2..20_u32).prop_map(|window| KvCacheGroupConfig::SlidingWindow {
         window,
         num_retained_tokens: 0,
@@ -85,6 +87,9 @@ fn groups() -> impl Strategy<Value = Vec<KvCacheGroupConfig>> {
         sliding.clone().prop_map(move |window| vec![window, full]),
         sliding.clone().prop_map(move |window| vec![full, window, window]),
         sliding.clone().prop_map(move |window| vec![state, full, window]),
+        Just(vec![full, circular]),
+        sliding.clone().prop_map(move |window| vec![circular, window]),
+        sliding.clone().prop_map(move |window| vec![full, window, circular, circular]),
         (sliding.clone(), sliding).prop_map(move |(one, other)| vec![one, full, other]),
     ]
 }
@@ -122,6 +127,26 @@ proptest! {
         prop_assert!(scheduler.reset_prefix_cache());
         prop_assert_eq!(scheduler.kv_cache().pool().cached_blocks().count(), 0);
     }
+}
+
+/// The circular buffer is one block more than the prompt has: it is counted, taken and given back.
+#[test]
+fn a_circular_buffer_is_one_block_for_all_of_a_request() {
+    let groups = vec![KvCacheGroupConfig::FullAttention, KvCacheGroupConfig::CircularBuffer];
+    let prompt: Vec<i32> = (0..16).collect();
+    let num_blocks = 1 + prompt.len() as u32 / BLOCK_SIZE;
+    let admitted = |num_free: u32| {
+        let mut small = config(groups.clone(), None);
+        small.num_blocks = 1 + num_free;
+        let mut scheduler = Scheduler::new(small).unwrap();
+        let index = scheduler.add_request(new_request(0, &prompt), 0.0);
+        let Ok(step) = scheduler.schedule(false, 0.0, &mut Answers::default());
+        let num_scheduled = step.scheduled().count();
+        let tables = scheduler.request(index).groups().iter().map(|group| group.table.len());
+        (num_scheduled, tables.collect::<Vec<_>>())
+    };
+    assert_eq!(admitted(num_blocks - 1), (0, vec![0, 0]));
+    assert_eq!(admitted(num_blocks), (1, vec![4, 1]));
 }
 
 #[test]

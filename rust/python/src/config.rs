@@ -84,6 +84,7 @@ fn kv_cache_group(group: (String, u32, u32, u32)) -> PyResult<KvCacheGroupConfig
             max_admission_blocks,
         },
         "chunked" => KvCacheGroupConfig::ChunkedLocal { chunk_size: span, max_admission_blocks },
+        "circular" => KvCacheGroupConfig::CircularBuffer,
         "states:none" => state_group(StateMode::None, span, num_retained_tokens),
         "states:all" => state_group(StateMode::All, span, num_retained_tokens),
         "states:align" => state_group(StateMode::Align, span, num_retained_tokens),

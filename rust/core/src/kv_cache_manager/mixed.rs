@@ -1,6 +1,7 @@
-//! Groups that differ: in their block size, or because one of them holds recurrent states. What
-//! `MambaManager` and the fine-grained managers of vLLM's `v1/core/single_type_kv_cache_manager.py`
-//! do, and what they leave to the workers: blocks to be copied and blocks to be filled with zeros.
+//! Groups that differ: in their block size, or because one of them holds recurrent states or circular
+//! buffers. What `MambaManager`, `CircularBufferManager` and the fine-grained managers of vLLM's
+//! `v1/core/single_type_kv_cache_manager.py` do, and what they leave to the workers: blocks to be
+//! copied and blocks to be filled with zeros.
 
 use super::{BlockWork, Demand, KvCacheManager};
 use crate::block_hash::BlockHash;
@@ -65,6 +66,8 @@ impl KvCacheManager {
                     let num_tokens = demand.num_tokens + block_size * num_speculative_blocks;
                     self.extend_table(request, id, num_tokens);
                 }
+                // One block, however long the request gets.
+                KvCacheGroupConfig::CircularBuffer => self.extend_table(request, id, 1),
                 _ => self.extend_table(request, id, demand.num_tokens),
             }
         }
@@ -76,7 +79,7 @@ impl KvCacheManager {
         let group = &self.groups[id];
         let blocks = &mut request.groups[id];
         blocks.new_from = blocks.table.len() as u32;
-        let records = self.work.zeroes_blocks && !group.config.is_state();
+        let records = self.work.zeroes_blocks && group.config.has_block_per_tokens();
         let partial = request.states.get_mut(id).and_then(|state| state.partial.take());
         if let Some((place, source)) = partial {
             let copy = allocate_one(&mut self.pool);
@@ -267,6 +270,9 @@ impl KvCacheManager {
     pub(super) fn cache_mixed_blocks(&mut self, request: &mut Request, num_tokens: u32) {
         let num_hashed_tokens = request.block_hashes().len() as u32 * self.hash_block_size;
         for id in 0..self.groups.len() {
+            if !self.groups[id].config.is_prefix_cacheable() {
+                continue;
+            }
             let num_tokens = self.num_cacheable_tokens(id, num_tokens);
             let num_full = num_tokens.min(num_hashed_tokens) / self.groups[id].block_size;
             let num_cached = request.groups[id].num_cached.unwrap_or(0);

@@ -1,6 +1,6 @@
 //! Blocks for requests: vLLM's `v1/core/kv_cache_manager.py` and `kv_cache_coordinator.py`.
 //!
-//! All groups share one pool. Most models have groups of one block size without recurrent states;
+//! All groups share one pool. Most models have groups of one block size whose blocks are for tokens;
 //! what others need besides is in `mixed.rs`. Left out: encoder blocks.
 
 mod mixed;
@@ -43,6 +43,7 @@ pub struct AdmissionTerms {
 }
 
 /// Gives blocks to requests and takes them back.
+#[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 #[derive(Clone, Debug)]
 pub struct KvCacheManager {
     pool: BlockPool,
@@ -51,11 +52,13 @@ pub struct KvCacheManager {
     /// Tokens a block, or the least common multiple of the groups' sizes.
     block_size: u32,
     hash_block_size: u32,
-    /// All groups have this block size, hash such blocks, and keep no recurrent states; and no
-    /// worker is told of new blocks.
+    /// All groups have this block size, hash such blocks, and keep neither recurrent states nor
+    /// circular buffers; and no worker is told of new blocks.
     is_uniform: bool,
     max_model_len: u32,
     enable_caching: bool,
+    /// The last cached block of some group is computed again for a drafter.
+    drops_eagle_blocks: bool,
     keeps_block_before_junction: bool,
     watermark_blocks: u32,
     num_lookahead_tokens: u32,
@@ -118,7 +121,7 @@ impl KvCacheManager {
         });
         let enable_caching = config.hasher.is_some();
         let is_uniform = !config.zeroes_blocks
-            && !config.groups.iter().any(|group| group.is_state())
+            && config.groups.iter().all(|group| group.has_block_per_tokens())
             && config.group_block_sizes.iter().all(|&size| size == config.block_size)
             && (!enable_caching || config.hash_block_size == config.block_size);
         let num_work_groups = if is_uniform { 0 } else { config.groups.len() };
@@ -132,6 +135,7 @@ impl KvCacheManager {
             is_uniform,
             max_model_len: config.max_model_len,
             enable_caching,
+            drops_eagle_blocks: !config.eagle_groups.is_empty(),
             keeps_block_before_junction: config.behaviors.keeps_block_before_junction,
             watermark_blocks: config.watermark_blocks,
             num_lookahead_tokens: speculation.num_lookahead_tokens,
@@ -376,6 +380,9 @@ impl KvCacheManager {
                 KvCacheGroupConfig::State { .. } => {
                     self.num_state_blocks_to_allocate(request, id, demand)
                 }
+                KvCacheGroupConfig::CircularBuffer => {
+                    i64::from(request.groups[id].table.is_empty())
+                }
                 _ => self.num_blocks_of_group(request, id, demand),
             })
             .sum()
@@ -504,7 +511,7 @@ impl KvCacheManager {
         // The last token of a prompt is always computed, so a resend resumes before it.
         let resend = num_prompt_tokens.saturating_sub(1);
         let mut boundaries = SmallVec::new();
-        if self.groups.iter().any(|group| group.is_eagle) {
+        if self.drops_eagle_blocks {
             // One block before what matches; a longer prompt matches the last full block, too.
             let block_before =
                 |tokens: u32| (tokens - tokens % self.block_size).saturating_sub(self.block_size);
@@ -589,13 +596,14 @@ impl KvCacheManager {
     /// Tokens of the request's prefix that are in the cache, in all groups.
     #[must_use]
     pub fn num_cached_tokens(&self, request: &Request) -> u32 {
-        let groups = self.groups.iter().zip(&request.groups).map(|(group, blocks)| {
+        let groups = self.groups.iter().zip(&request.groups).filter_map(|(group, blocks)| {
             let mut tokens = blocks.table.iter().rev().map(|&id| self.pool.hash_num_tokens(id));
-            if group.config.is_state() {
-                return tokens.max().unwrap_or(0);
+            match group.config {
+                KvCacheGroupConfig::CircularBuffer => None,
+                KvCacheGroupConfig::State { .. } => Some(tokens.max().unwrap_or(0)),
+                // Positions grow along a table: the last cached block has the longest prefix.
+                _ => Some(tokens.find(|&tokens| tokens > 0).unwrap_or(0)),
             }
-            // Positions grow along a table: the last cached block has the longest prefix.
-            tokens.find(|&tokens| tokens > 0).unwrap_or(0)
         });
         groups.min().unwrap_or(0)
     }

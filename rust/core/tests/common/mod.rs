@@ -15,6 +15,9 @@ pub const BLOCK_SIZE: u32 = 4;
 pub fn config(groups: Vec<KvCacheGroupConfig>, retention_interval: Option<u32>) -> SchedulerConfig {
     let mut lookup_groups: Vec<Vec<u32>> = Vec::new();
     for (id, group) in groups.iter().enumerate() {
+        if *group == KvCacheGroupConfig::CircularBuffer {
+            continue;
+        }
         match lookup_groups.iter_mut().find(|ids| groups[ids[0] as usize] == *group) {
             Some(ids) => ids.push(id as u32),
             None => lookup_groups.push(vec![id as u32]),
