@@ -32,24 +32,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from testkit.executor import FakeExecutor
+from testkit.preloaded import forkserver
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 
 STEP_S = 0.002
 """How long a step takes, unless a test asks for another pace."""
-
-forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(
-    [
-        "vllm.v1.engine.core",
-        "vllm.v1.engine.async_llm",
-        "vllm.v1.engine.core_client",
-        "vllm.v1.executor",
-        "vllm.engine.arg_utils",
-        "vllm.platforms.cpu",
-    ]
-)
 
 
 class PacedExecutor(FakeExecutor):
