@@ -220,7 +220,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def profiling(directory: Path) -> tuple[str, ...]:
-    settings = {"profiler": "torch", "torch_profiler_dir": str(directory)}
+    settings = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(directory),
+        # A worker that waits calls functions all the time: writing them all has taken a minute.
+        "torch_profiler_with_stack": False,
+        "torch_profiler_use_gzip": False,
+        "torch_profiler_dump_cuda_time_total": False,
+    }
     return (f"--profiler-config={json.dumps(settings)}",)
 
 

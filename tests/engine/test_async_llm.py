@@ -141,6 +141,7 @@ async def running_llm(model_directory: Path, **settings: Any) -> AsyncIterator[A
 
 async def check_shutdown(llm: AsyncLLM) -> None:
     """Shut down in the middle, in the loop itself: each request fails, where vLLM's would wait."""
+    await llm.pause_generation(mode="keep")  # so that none ends before all have begun
     streams = [
         asyncio.create_task(stream(llm, f"left-{index}", prompt_of(index), 200, ignore_eos=True))
         for index in range(NUM_FAILING_STREAMS)
