@@ -40,7 +40,9 @@ def decode(path: Path, *arguments: str | Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     path = tmp_path_factory.mktemp("decode") / "x.json"
-    arguments = ("--concurrency", "1,4", "--cores", "all,1")
+    # On one processor: vLLM's engine and worker spin while they wait, and on two they leave the API
+    # server none, so that a whole stream may come in one piece.
+    arguments = ("--concurrency", "1,4", "--cores", "1")
     return path, decode(path, "--model", "tiny", *arguments, "--compare-streams")
 
 
@@ -49,14 +51,14 @@ def test_decode_measures_all_cells_of_both_schedulers(
 ) -> None:
     _, result = measured
     cells = result["cells"]
-    # two numbers of streams with two drivers, on all cores and one
-    assert len(cells) == 2 * 2 * 2 * 2
+    # two numbers of streams with two drivers
+    assert len(cells) == 2 * 2 * 2
     for cell in cells:
         assert "error" not in cell, cell
         (entry,) = cell["rounds"]
         assert entry["tokens_per_s"] > 0
         assert entry["output_gap_ms"]["count"] > 0
-        assert cell["cpus"] is None or len(cell["cpus"]) == 1
+        assert len(cell["cpus"]) == 1
         assert cell["phases"]["steps"] > 3
         assert cell["phases"]["mean_period_us"] > 0
 
@@ -74,7 +76,7 @@ def test_both_schedulers_bring_the_same_tokens(measured: tuple[Path, dict[str, A
 def test_a_second_run_starts_no_server(measured: tuple[Path, dict[str, Any]]) -> None:
     path, result = measured
     before = {it.name: it.stat().st_mtime_ns for it in (path.parent / "work").rglob("serve.log")}
-    again = decode(path, "--model", "tiny", "--concurrency", "1,4")
+    again = decode(path, "--model", "tiny", "--concurrency", "1,4", "--cores", "1")
     after = {it.name: it.stat().st_mtime_ns for it in (path.parent / "work").rglob("serve.log")}
     assert before == after
     assert again["cells"] == result["cells"]
