@@ -5,6 +5,7 @@
 The first four are folders that the tests wrote, and RESULT is the file to write.
 """
 
+import gc
 import json
 import random
 import sys
@@ -32,7 +33,7 @@ NUM_WITH_STATES, PREFIX_LENGTHS = 10, (0, 40, 130, 300, 520)
 BLOCK_SIZE_WITH_STATES = 128  # vLLM's on a CPU
 # By whether there is a prefix cache, blocks that a few requests fill: with it, those of states are
 # as long as those of attention; without it, a request has one state.
-NUM_BLOCKS = {True: 24, False: 20}
+NUM_BLOCKS = {True: 20, False: 16}
 CACHED = "-cached"
 ALL_HYBRIDS = [name + suffix for name in CONFIGURATIONS for suffix in ("", CACHED)]
 FEW_HYBRIDS = ("lfm2", "lfm2-cached", "qwen3_next-cached", "granitemoehybrid-cached")
@@ -147,7 +148,7 @@ def states(hybrids: Path, name: str) -> dict[str, Any]:
         [*shared[: rng.choice(PREFIX_LENGTHS)], *(rng.randrange(9) for _ in range(1 + number * 7))]
         for number in range(NUM_WITH_STATES)
     ]
-    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     streams, num_cached = [], 0
     for _ in range(NUM_WAVES):
         requests = [{"prompt_token_ids": it} for it in prompts]
@@ -161,9 +162,10 @@ def states(hybrids: Path, name: str) -> dict[str, Any]:
 
 
 def alone(part: Callable[..., Result], *arguments: Any) -> Result:
-    """Run a part, and clear away what its engine leaves: a process has one set of groups."""
+    """Run a part, and clear away the distributed groups that its engine leaves in the process."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    gc.freeze()  # an engine collects garbage as it starts: not all of vLLM each time
     result = part(*arguments)
     cleanup_dist_env_and_memory()
     return result
