@@ -32,7 +32,7 @@ VOCAB_SIZE = 400  # ids below this are in the tiny models' vocabulary
 NUM_WITH_STATES, PREFIX_LENGTHS = 10, (0, 40, 130, 300, 520)
 BLOCK_SIZE_WITH_STATES = 128  # vLLM's on a CPU
 # By whether there is a prefix cache, blocks that a few requests fill: with it, those of states are
-# as long as those of attention; without it, a request has one state.
+# as long as those of attention; without it, a request has one state in each group.
 NUM_BLOCKS = {True: 20, False: 16}
 CACHED = "-cached"
 ALL_HYBRIDS = [name + suffix for name in CONFIGURATIONS for suffix in ("", CACHED)]
