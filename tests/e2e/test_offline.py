@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 
-from testkit import tiny_gpt_oss, tiny_lfm2, tiny_llama
+from testkit import tiny_gpt_oss, tiny_hybrid, tiny_llama
 from testkit.server import CPU_ENVIRONMENT, SPARKSCHED_LINE
 
 from .offline_program import (
     ADAPTERS,
+    ALL_HYBRIDS,
+    CACHED,
     ENGINE,
+    FEW_HYBRIDS,
     NUM_ORDINARY,
     NUM_PROMPTS,
     NUM_URGENT,
@@ -40,8 +43,7 @@ class Observed:
     streams: list[list[int]]
     vectors: list[list[float]]
     order: list[int]
-    states: dict[str, Any]
-    states_in_prefix_cache: dict[str, Any]
+    states: dict[str, dict[str, Any]]
     work: dict[str, int]
     log: str = field(repr=False)
 
@@ -53,7 +55,7 @@ class Models:
     llama: Path
     adapters: Path
     gpt_oss: Path
-    lfm2: Path
+    hybrids: Path
 
 
 @pytest.fixture(scope="module", name="models")
@@ -61,11 +63,14 @@ def _models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     adapters = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(ADAPTERS):
         tiny_llama.write_adapter(adapters / name, seed)
+    hybrids = tmp_path_factory.mktemp("hybrids")
+    for architecture in tiny_hybrid.CONFIGURATIONS:
+        tiny_hybrid.write_model(hybrids / architecture, architecture)
     return Models(
         tiny_llama.write_model(tmp_path_factory.mktemp("llama")),
         adapters,
         tiny_gpt_oss.write_model(tmp_path_factory.mktemp("gpt-oss")),
-        tiny_lfm2.write_model(tmp_path_factory.mktemp("lfm2")),
+        hybrids,
     )
 
 
@@ -82,7 +87,7 @@ def _ours(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Observed:
 def run_program(models: Models, folder: Path, environment: dict[str, str]) -> Observed:
     """Run the program with the engine in its own process; fail with what it printed."""
     result = folder / "result.json"
-    paths = (models.llama, models.adapters, models.gpt_oss, models.lfm2, result)
+    paths = (models.llama, models.adapters, models.gpt_oss, models.hybrids, result)
     command = [sys.executable, "-m", "e2e.offline_program", *map(str, paths)]
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
     in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
@@ -101,7 +106,7 @@ def run_program(models: Models, folder: Path, environment: dict[str, str]) -> Ob
 
 def test_ours_schedules_in_rust(stock: Observed, ours: Observed) -> None:
     assert stock.log.count(SPARKSCHED_LINE) == 0
-    assert ours.log.count(SPARKSCHED_LINE) == 5
+    assert ours.log.count(SPARKSCHED_LINE) == 3 + len(ours.states)
 
 
 def test_streams_with_adapters_are_equal(stock: Observed, ours: Observed) -> None:
@@ -132,16 +137,19 @@ def test_urgent_requests_overtake(ours: Observed) -> None:
     assert set(urgent) < set(ours.order[: ENGINE["max_num_seqs"]])
 
 
-@pytest.mark.parametrize("name", ["states", "states_in_prefix_cache"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(it, marks=() if it in FEW_HYBRIDS else pytest.mark.full) for it in ALL_HYBRIDS],
+)
 def test_streams_of_a_model_with_states_are_equal(
     name: str, stock: Observed, ours: Observed
 ) -> None:
-    expected = getattr(stock, name)
-    assert getattr(ours, name) == expected
+    expected = stock.states[name]
+    assert ours.states[name] == expected
     assert len(expected["streams"]) == NUM_WAVES * NUM_WITH_STATES
     assert len(set(map(tuple, expected["streams"][:NUM_WITH_STATES]))) == NUM_WITH_STATES
     assert expected["num_preemptions"] > 0
-    assert (expected["num_cached"] > 0) == (name == "states_in_prefix_cache")
+    assert (expected["num_cached"] > 0) == name.endswith(CACHED)
 
 
 def test_the_same_work_is_estimated(stock: Observed, ours: Observed) -> None:
