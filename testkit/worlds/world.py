@@ -355,6 +355,23 @@ _CONNECTOR_SETTINGS: dict[str, dict[str, Any]] = {
     "random-features-with-connector": {"draws_features": True, "connector": {}},
 }
 
+# vLLM wants Model Runner V2 and the prefix cache for it.
+_AUX_OUTPUT: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "use_v2_model_runner": True,
+    "aux_outputs": {},
+}
+
+_AUX_OUTPUT_SETTINGS: dict[str, dict[str, Any]] = {
+    "sync-experts": {"async_scheduling": False} | _AUX_OUTPUT,
+    "async-experts": {"async_scheduling": True} | _AUX_OUTPUT,
+    "experts-preempting": _AUX_OUTPUT | _SCARCE_BLOCKS,
+    "experts-speculating": {"speculation": {}} | _AUX_OUTPUT,
+    "experts-sessions": {"policy": "fcfs", "sessions": True} | _AUX_OUTPUT,
+    "experts-states": {"states": {"match_unit": 4}} | _AUX_OUTPUT,
+    "experts-connector": {"connector": {"match_share": 0.7}} | _AUX_OUTPUT,
+}
+
 _STATE_SETTINGS: dict[str, dict[str, Any]] = {
     f"{'async' if number % 2 else 'sync'}-{layout}": {
         "async_scheduling": bool(number % 2),
@@ -491,6 +508,7 @@ NAMED_SETTINGS |= (
     | _PARALLEL_SETTINGS
     | _CHUNKED_LOCAL_SETTINGS
     | _CONNECTOR_SETTINGS
+    | _AUX_OUTPUT_SETTINGS
     | _STATE_SETTINGS
     | _CIRCULAR_SETTINGS
     | _RANDOM_SETTINGS

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from scale import FULL
+from sparksched.compat import releases
 
 from testkit.worlds.world import (
     NAMED_SETTINGS,
@@ -222,6 +223,34 @@ EXPECTED_OF_FEATURES: dict[tuple[str, ...], dict[str, int]] = {
         "EC transfer: outputs with parameters": 50,
         "EC transfer: statistics": 80,
     },
+    (
+        "sync-experts",
+        "async-experts",
+        "experts-preempting",
+        "experts-speculating",
+        "experts-sessions",
+        "experts-states",
+        "experts-connector",
+    ): {
+        "experts: hashes of scheduled requests": 1400,
+        "experts: hashes of others": 80,
+        "experts: of a prompt": 1000,
+        "experts: of single tokens": 4000,
+        "experts: of no token": 40,
+        "experts: requests that are preempted": 400,
+        "experts: requests that end": 1400,
+        "experts: resets": 90,
+    }
+    | (
+        {
+            "experts: prefixes that are known": 1500,
+            "experts: external hits that are taken": 15,
+            "experts: external hits that are left": 130,
+            "experts: loads": 3,
+        }
+        if releases.is_since("0.33.0")
+        else {}
+    ),
     ("example-connector",): {
         "example connector: loads": 10,
         "example connector: stores": 50,

@@ -113,12 +113,6 @@ CONFIG_RULES: Final = (
         lambda config: config.parallel_config.enable_fault_tolerance,
     ),
     Rule(
-        "auxiliary output",
-        "routed experts are collected only by vLLM's own scheduler; "
-        "start without --enable-return-routed-experts to use sparksched",
-        lambda config: config.aux_output_config.enabled,
-    ),
-    Rule(
         "HiSparse",
         "its host-resident KV cache has a block pool of its own",
         lambda config: config.attention_config.hisparse_config is not None,

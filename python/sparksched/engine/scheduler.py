@@ -29,6 +29,7 @@ from vllm.v1.structured_output.utils import strip_speculative_padding
 from sparksched import __version__
 from sparksched._core import SchedulerCore
 from sparksched.engine import sessions
+from sparksched.engine.aux_outputs import AuxOutputs
 from sparksched.engine.block_observer import BlockObserver
 from sparksched.engine.config import core_config
 from sparksched.engine.encoder_inputs import EncoderInputs
@@ -110,6 +111,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self._encoder_inputs = None
         if vllm_config.model_config.supports_multimodal_inputs:
             self._encoder_inputs = EncoderInputs(vllm_config, mm_registry)
+        self._aux_outputs = self._build_aux_outputs(config)
+        self._plans_steps = self._kv_transfer is not None or self._aux_outputs is not None
         self._meters: EngineMeters | None = None
         self._core = SchedulerCore(
             config,
@@ -121,6 +124,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             extra_keys=self.extra_keys,
             block_observer=self._block_observer(config),
             kv_transfer=self._kv_transfer,
+            aux_outputs=self._aux_outputs,
             step_perf_stats=step_perf_stats(vllm_config) if log_stats else None,
             encode_part=PartEncoder().encode_part,
             include_finished_set=include_finished_set,
@@ -142,15 +146,27 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             return None
         return BlockObserver(self.vllm_config, self.kv_cache_config, self._kv_event_publisher)
 
+    def _build_aux_outputs(self, config: dict[str, Any]) -> AuxOutputs | None:
+        if not config["collects_aux_output"]:
+            return None
+        lookup_groups = config["lookup_groups"]
+        return AuxOutputs(self.kv_cache_config, lookup_groups, self.hash_block_size, self.connector)
+
     # ---- the two calls of each step ----
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Decide what the next step computes. See `SchedulerInterface.schedule`."""
-        if self._kv_transfer is None:
+        if not self._plans_steps:
             return self._core.schedule(throttle_prefills, time.monotonic())
         output = self._core.decide(throttle_prefills, time.monotonic())
-        # The connector sees requests as they are before the step.
-        self._kv_transfer.plan_step(output, self._core.block_ids)
+        # Connectors see requests as they are before the step.
+        if self._kv_transfer is not None:
+            self._kv_transfer.plan_step(output, self._core.block_ids)
+        if self._aux_outputs is not None:
+            metadata = self._aux_outputs.connector.build_connector_meta(output, self.requests)
+            output.aux_output_connector_metadata = metadata
+        # For connectors, not for the workers.
+        output.kv_connector_block_state = None
         self._core.update_after_schedule(output)
         return output
 
@@ -394,6 +410,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             logger.warning("The prefix cache is not reset: %d blocks are in use.", num_used_blocks)
         if reset_connector:
             is_reset = self.reset_connector_cache() and is_reset
+        if is_reset and self._aux_outputs is not None:
+            self._aux_outputs.connector.reset()
         return is_reset
 
     def reset_connector_cache(self) -> bool:

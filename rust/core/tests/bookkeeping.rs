@@ -127,6 +127,8 @@ fn random_config(chance: &mut Chance) -> SchedulerConfig {
     if let Some((mode, checkpoint_alignment)) = states.next_back() {
         make_room_for_states(&mut config, chance, mode, checkpoint_alignment);
     }
+    config.collects_aux_output = chance.percent(20);
+    config.behaviors.caps_hits_to_aux_output = config.collects_aux_output && chance.percent(50);
     config
 }
 
@@ -285,6 +287,33 @@ impl Hooks for Answers {
 
     fn finish_request(&mut self, _: &Request, _: &[&[BlockId]]) -> Result<bool, Infallible> {
         Ok(self.chance.percent(30))
+    }
+
+    fn max_prefix_hit(&mut self, _: &Request, _: &mut BlockPool) -> Result<u32, Infallible> {
+        let num_blocks = self.chance.below(8) as u32;
+        Ok(num_blocks * BLOCK_SIZE)
+    }
+
+    fn cap_external_hit(
+        &mut self,
+        _: &Request,
+        _: &mut BlockPool,
+        _: u32,
+        num_external_tokens: i32,
+    ) -> Result<i32, Infallible> {
+        Ok(if self.chance.percent(50) { num_external_tokens } else { 0 })
+    }
+
+    fn note_load(&mut self, _: &Request) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn end_aux_output(&mut self, _: &Request, _: &mut BlockPool) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn take_aux_output(&mut self, _: &Request) -> Result<(), Infallible> {
+        Ok(())
     }
 }
 

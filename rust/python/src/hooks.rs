@@ -9,6 +9,7 @@ use sparksched_core::{
     RequestIndex,
 };
 
+use crate::aux_outputs::AuxOutputs;
 use crate::convert;
 use crate::entries::Entries;
 use crate::hasher::ExtraKeysReader;
@@ -37,6 +38,7 @@ pub(crate) struct PyHooks<'a, 'py> {
     pub(crate) callbacks: &'a Callbacks,
     pub(crate) extra_keys: &'a ExtraKeysReader,
     pub(crate) kv_transfer: &'a KvTransfer,
+    pub(crate) aux_outputs: &'a AuxOutputs,
     /// Why the grammars of requests can't be compiled, by id.
     pub(crate) grammar_errors: &'a Py<PyDict>,
 }
@@ -160,5 +162,33 @@ impl Hooks for PyHooks<'_, '_> {
 
     fn finish_request(&mut self, request: &Request, tables: &[&[BlockId]]) -> PyResult<bool> {
         self.kv_transfer.finish_request(self.request(request.index()), request, tables)
+    }
+
+    fn max_prefix_hit(&mut self, request: &Request, pool: &mut BlockPool) -> PyResult<u32> {
+        self.aux_outputs.max_prefix_hit(self.request(request.index()), request, pool)
+    }
+
+    fn cap_external_hit(
+        &mut self,
+        request: &Request,
+        pool: &mut BlockPool,
+        num_local_tokens: u32,
+        num_external_tokens: i32,
+    ) -> PyResult<i32> {
+        let object = self.request(request.index());
+        let (num_local, num_external) = (num_local_tokens, num_external_tokens);
+        self.aux_outputs.cap_external_hit(object, request, pool, num_local, num_external)
+    }
+
+    fn note_load(&mut self, request: &Request) -> PyResult<()> {
+        self.aux_outputs.note_load(self.request(request.index()), request)
+    }
+
+    fn end_aux_output(&mut self, request: &Request, pool: &mut BlockPool) -> PyResult<()> {
+        self.aux_outputs.end(self.request(request.index()), request, pool)
+    }
+
+    fn take_aux_output(&mut self, request: &Request) -> PyResult<()> {
+        self.aux_outputs.take(self.request(request.index()), request)
     }
 }

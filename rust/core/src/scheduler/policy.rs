@@ -4,7 +4,8 @@
 //! computed; each step hands out a budget of tokens so that the computed ones catch up, first to
 //! the requests that run, then to those that wait.
 //!
-//! What it does for KV connectors is in `transfers.rs`. Left out, and refused before a scheduler
+//! What it does for KV connectors is in `transfers.rs`, for auxiliary output in `aux_output.rs`.
+//! Left out, and refused before a scheduler
 //! is built: EC connectors.
 
 use super::transfers::Hit;
@@ -515,6 +516,7 @@ impl Scheduler {
                 return Ok(Turn::Waits);
             }
             self.begin_load(index, num_computed_tokens);
+            self.note_load(index, hooks)?;
             return Ok(Turn::PassedOver);
         }
         let share = self.share_of_admitted(index, num_computed_tokens, budget, limits, hooks)?;
@@ -545,15 +547,17 @@ impl Scheduler {
         if let Some(hasher) = &self.config.hasher {
             request.refresh_hashes(hasher);
         }
-        let local = self.kv_cache.find_prefix_hit(request);
+        let max_tokens = self.max_prefix_hit(index, hooks)?;
+        let request = &mut self.slots[index];
+        let local = self.kv_cache.find_prefix_hit(request, max_tokens);
         request.shared_prefix_boundary = local.shared_prefix_boundary;
         let Some(external) = self.find_external_hit(index, local, hooks)? else {
             return Ok(None);
         };
-        let hit = Hit { local, external };
+        let hit = self.cap_external_hit(index, Hit { local, external }, hooks)?;
         let request = &mut self.slots[index];
         note_first_prefill(request, &hit);
-        self.set_fetch_stage(index, external.is_async.then_some(FetchStage::WaitingToStart));
+        self.set_fetch_stage(index, hit.external.is_async.then_some(FetchStage::WaitingToStart));
         Ok(Some(hit))
     }
 
@@ -704,6 +708,7 @@ impl Scheduler {
         hooks: &mut H,
     ) -> Result<(), H::Error> {
         debug_assert_eq!(self.request(index).status, RequestStatus::Running);
+        self.end_aux_output(index, hooks)?;
         self.free_blocks(index);
         let request = &mut self.slots[index];
         if request.has_encoder_inputs {

@@ -207,6 +207,7 @@ impl Scheduler {
         is_loading: bool,
         hooks: &mut H,
     ) -> Result<bool, H::Error> {
+        self.end_aux_output(index, hooks)?;
         let mut is_kept = is_loading;
         if self.config.kv_transfer.is_some() {
             self.set_fetch_stage(index, None);

@@ -103,6 +103,9 @@ impl Scheduler {
             if num_new_tokens == 0 && !stopped && !scheduled.is_pooled {
                 continue;
             }
+            if self.config.collects_aux_output {
+                hooks.take_aux_output(self.request(index))?;
+            }
             let news = self.take_news(index);
             outputs.push(RequestOutput { index, position, num_new_tokens, news });
             if !stopped {

@@ -57,6 +57,7 @@ pub fn config(groups: Vec<KvCacheGroupConfig>, retention_interval: Option<u32>) 
         retention_interval,
         journal: JournalConfig::default(),
         kv_transfer: None,
+        collects_aux_output: false,
         hasher: BlockHasher::new(HashAlgorithm::Sha256, BLOCK_SIZE, b"none"),
     }
 }
@@ -145,6 +146,32 @@ impl Hooks for Answers {
 
     fn finish_request(&mut self, _: &Request, _: &[&[BlockId]]) -> Result<bool, Infallible> {
         Ok(false)
+    }
+
+    fn max_prefix_hit(&mut self, _: &Request, _: &mut BlockPool) -> Result<u32, Infallible> {
+        Ok(u32::MAX)
+    }
+
+    fn cap_external_hit(
+        &mut self,
+        _: &Request,
+        _: &mut BlockPool,
+        _: u32,
+        num_external_tokens: i32,
+    ) -> Result<i32, Infallible> {
+        Ok(num_external_tokens)
+    }
+
+    fn note_load(&mut self, _: &Request) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn end_aux_output(&mut self, _: &Request, _: &mut BlockPool) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn take_aux_output(&mut self, _: &Request) -> Result<(), Infallible> {
+        Ok(())
     }
 }
 

@@ -181,6 +181,9 @@ impl EngineOutputTypes {
         if let Some(logprobs) = rare.prompt_token_id_logprobs(&entry.id)? {
             object.setattr(intern!(py, "prompt_token_id_logprobs"), logprobs)?;
         }
+        if let Some(experts) = rare.routed_experts(&entry.id)? {
+            object.setattr(intern!(py, "routed_experts"), experts)?;
+        }
         if entry.num_nans_in_logits != 0 {
             object.setattr(intern!(py, "num_nans_in_logits"), entry.num_nans_in_logits)?;
         }

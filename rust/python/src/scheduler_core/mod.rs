@@ -14,10 +14,13 @@ use sparksched_core::{
 };
 use sparksched_entry_points::entry_points;
 
+use crate::aux_outputs::AuxOutputs;
 use crate::block_observer::BlockObserver;
 use crate::client_outputs::OutputWriter;
 use crate::config::scheduler_config;
-use crate::convert::{self, EncoderStep, OtherStats, SchedulerOutputBuilder, StepExtras};
+use crate::convert::{
+    self, EncoderStep, OtherStats, RequestView, SchedulerOutputBuilder, StepExtras,
+};
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
 use crate::hasher::ExtraKeysReader;
@@ -36,6 +39,8 @@ pub(crate) struct SchedulerCore {
     extra_keys: ExtraKeysReader,
     block_observer: BlockObserver,
     kv_transfer: KvTransfer,
+    aux_outputs: AuxOutputs,
+    request_view: Arc<RequestView>,
     guard: Guard,
     timer: StepTimer,
     /// `request_id` to place.
@@ -63,7 +68,8 @@ impl SchedulerCore {
     #[expect(clippy::too_many_arguments, reason = "they are named where it is called")]
     #[pyo3(signature = (
         config, *, accept_tokens, validate_tokens, next_turn, encoder_inputs, extra_keys,
-        block_observer, kv_transfer, step_perf_stats, encode_part, include_finished_set
+        block_observer, kv_transfer, aux_outputs, step_perf_stats, encode_part,
+        include_finished_set
     ))]
     fn new(
         config: &Bound<'_, PyDict>,
@@ -74,6 +80,7 @@ impl SchedulerCore {
         extra_keys: Option<Py<PyAny>>,
         block_observer: Option<Py<PyAny>>,
         kv_transfer: Option<Py<PyAny>>,
+        aux_outputs: Option<Py<PyAny>>,
         step_perf_stats: Option<Py<PyAny>>,
         encode_part: Py<PyAny>,
         include_finished_set: bool,
@@ -83,6 +90,7 @@ impl SchedulerCore {
         let scheduler = Scheduler::new(scheduler_config(config)?)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
         let digest_len = scheduler.config().hasher.as_ref().map(BlockHasher::digest_len);
+        let request_view = Arc::new(RequestView::import(py, digest_len)?);
         Ok(Self {
             scheduler,
             entries: Entries::default(),
@@ -97,7 +105,9 @@ impl SchedulerCore {
             },
             extra_keys: ExtraKeysReader(extra_keys),
             block_observer: BlockObserver(block_observer),
-            kv_transfer: KvTransfer::new(py, kv_transfer, digest_len)?,
+            kv_transfer: KvTransfer::new(py, kv_transfer, Arc::clone(&request_view)),
+            aux_outputs: AuxOutputs::new(py, aux_outputs, Arc::clone(&request_view))?,
+            request_view,
             guard: Guard::default(),
             timer: StepTimer::default(),
             places: PyDict::new(py).unbind(),
@@ -475,7 +485,7 @@ impl SchedulerCore {
         for (_, place) in self.places.bind(py) {
             let index = RequestIndex(place.extract()?);
             let request = self.entries.get(index).request.bind(py);
-            self.kv_transfer.show(request, self.scheduler.request(index))?;
+            self.request_view.update(request, self.scheduler.request(index))?;
         }
         Ok(())
     }
@@ -539,6 +549,7 @@ impl SchedulerCore {
             callbacks: &self.callbacks,
             extra_keys: &self.extra_keys,
             kv_transfer: &self.kv_transfer,
+            aux_outputs: &self.aux_outputs,
             grammar_errors: &self.grammar_errors,
         };
         (&mut self.scheduler, hooks)

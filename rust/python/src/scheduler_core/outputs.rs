@@ -55,11 +55,13 @@ impl SchedulerCore {
             is_pooled: it.is_pooled,
             is_void: it.is_void,
         });
+        self.aux_outputs.begin_update(model_runner_output)?;
         let mut outputs = std::mem::take(&mut self.outputs);
         let (scheduler, mut hooks) = self.split(py);
         let updated = scheduler.update_from_output(scheduled, &mut hooks, &mut outputs);
         self.or_stop(updated)?;
         result.transfer_params = self.kv_transfer.take_params(py)?;
+        result.rare.routed_experts = self.aux_outputs.end_update(py)?;
         let told = self.tell(py, &result, &outputs, failures.failed_ids, report.as_ref());
         self.outputs = outputs;
         self.or_stop(told)
