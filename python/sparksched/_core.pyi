@@ -147,6 +147,7 @@ class SchedulerCore:
         extra_keys: Callable[[Any], tuple[list[bytes], bytes]] | None,
         block_observer: Any | None,
         kv_transfer: Any | None,
+        encoder_transfer: Any | None,
         aux_outputs: Any | None,
         step_perf_stats: Callable[[Any], Any] | None,
         encode_part: Callable[[Any, list[Any]], bytes],
@@ -164,6 +165,7 @@ class SchedulerCore:
             block_observer: A `BlockObserver`, if the configuration wants
                 events or metrics of blocks, or has a KV connector.
             kv_transfer: A `KVTransfer`, if there is a KV connector.
+            encoder_transfer: An `EncoderTransfer`, if there is an EC connector.
             aux_outputs: An `AuxOutputs`, if workers collect auxiliary output.
             step_perf_stats: Estimates the work of a step, if statistics and MFU metrics are on.
             encode_part: Returns an object of vLLM's as msgpack, and appends the buffers of its

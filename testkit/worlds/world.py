@@ -343,6 +343,21 @@ _CONNECTOR_SETTINGS: dict[str, dict[str, Any]] = {
         "connector": {"failure_share": 0.4, "match_share": 0.7, "async_share": 0.2},
         "multimodal": {},
     },
+    "ec-connector": {"multimodal": {}, "ec_connector": {}},
+    "ec-connector-preempting": {"multimodal": {}, "ec_connector": {}} | _SCARCE_BLOCKS,
+    "ec-connector-v2": {"use_v2_model_runner": True, "multimodal": {}, "ec_connector": {}},
+    "ec-connector-speculating": {
+        "multimodal": {},
+        "ec_connector": {},
+        "speculation": {"method": "mtp", "num_tokens": 3, "num_mtp_modules": 3},
+    },
+    "ec-and-kv-connectors": {
+        "connector": {"match_share": 0.7},
+        "multimodal": {},
+        "ec_connector": {},
+    },
+    # A model without an encoder: its requests end all the same.
+    "ec-connector-of-texts": {"ec_connector": {}},
     "example-connector": {"groups": "full", "example_connector": {}},
     "offloading": {
         "enable_prefix_caching": True,
@@ -514,19 +529,11 @@ NAMED_SETTINGS |= (
     | _RANDOM_SETTINGS
 )
 
-# Configurations that the Rust core does not have: vLLM's scheduler is played against itself.
-FALLBACK_SETTINGS: dict[str, dict[str, Any]] = {
-    "ec-connector": {"multimodal": {}, "ec_connector": {}},
-    "ec-connector-preempting": {"multimodal": {}, "ec_connector": {}} | _SCARCE_BLOCKS,
-}
-
-ALL_SETTINGS = NAMED_SETTINGS | FALLBACK_SETTINGS
-
 
 def draw_configuration(name: str, seed: int) -> Configuration:
     """Complete the settings that `name` fixes with values drawn from `seed`."""
     rng = random.Random(f"configuration/{name}/{seed}")
-    fixed = ALL_SETTINGS[name]
+    fixed = NAMED_SETTINGS[name]
 
     def choose(setting: str, *values: Any) -> Any:
         # Drawn even when fixed, so that fixing one setting leaves the others as they were.
@@ -787,12 +794,12 @@ def sparksched_scheduler_class(_configuration: Configuration) -> SchedulerClass:
     return SparkScheduler
 
 
-_CONNECTORS = {"connector", "example_connector", "offloading"}
+_CONNECTORS = {"connector", "ec_connector", "example_connector", "offloading"}
 
 
 def is_verifiable(name: str) -> bool:
     """Return whether vLLM's scheduler can run beside another: a connector has one such side."""
-    return not _CONNECTORS & set(ALL_SETTINGS.get(name, ()))
+    return not _CONNECTORS & set(NAMED_SETTINGS.get(name, ()))
 
 
 def verifying_scheduler_class(configuration: Configuration) -> SchedulerClass:

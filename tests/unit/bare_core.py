@@ -94,6 +94,7 @@ def core_config(**changes: Any) -> dict[str, Any]:
         "enable_kv_cache_events": False,
         "kv_cache_metrics": False,
         "kv_transfer": None,
+        "transfers_encoder_outputs": False,
         "collects_aux_output": False,
     }
     unknown = changes.keys() - config
@@ -147,6 +148,7 @@ def callbacks(**changes: Any) -> dict[str, Any]:
         "extra_keys": None,
         "block_observer": None,
         "kv_transfer": None,
+        "encoder_transfer": None,
         "aux_outputs": None,
         "step_perf_stats": None,
         "encode_part": PartEncoder().encode_part,

@@ -391,7 +391,6 @@ REFUSED = [
         "a KV connector that manages blocks itself",  # vLLM says that there is no such connector
         {"kv_transfer_config": kv_connector("NoSuchConnector")},
     ),
-    ("an EC connector", {"ec_transfer_config": object()}),
     ("decode context parallelism", {"parallel_config.decode_context_parallel_size": 2}),
     ("prefill context parallelism", {"parallel_config.prefill_context_parallel_size": 2}),
     ("elastic expert parallelism", {"parallel_config.enable_elastic_ep": True}),

@@ -84,11 +84,6 @@ CONFIG_RULES: Final = (
         ),
     ),
     Rule(
-        "an EC connector",
-        "transfer of encoder outputs takes part in scheduling",
-        lambda config: config.ec_transfer_config is not None,
-    ),
-    Rule(
         "decode context parallelism",
         "KV blocks that are spread over ranks are managed only by vLLM's own scheduler",
         lambda config: config.parallel_config.decode_context_parallel_size > 1,

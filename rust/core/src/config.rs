@@ -257,6 +257,8 @@ pub struct SchedulerConfig {
     pub journal: JournalConfig,
     /// How blocks go elsewhere and come from there; `None` without a KV connector.
     pub kv_transfer: Option<KvTransferConfig>,
+    /// Encoder outputs come from elsewhere and go there, by an EC connector.
+    pub transfers_encoder_outputs: bool,
     /// Workers collect more of a step than tokens, such as the experts that tokens were routed to.
     pub collects_aux_output: bool,
 }

@@ -46,7 +46,7 @@ pub struct ExternalAllocation {
 }
 
 /// Asked only for requests that use structured output or have encoder inputs, for streaming-input
-/// sessions, and where there is a KV connector or auxiliary output is collected.
+/// sessions, and where there is a KV or EC connector or auxiliary output is collected.
 ///
 /// A `pool` that is lent comes back as it was.
 pub trait Hooks {
@@ -100,7 +100,7 @@ pub trait Hooks {
     ///
     /// # Errors
     /// Whatever the owner of the encoder cache fails with.
-    fn schedule_encoder_inputs(&mut self, request: RequestIndex) -> Result<(), Self::Error>;
+    fn schedule_encoder_inputs(&mut self, request: &Request) -> Result<(), Self::Error>;
 
     /// The first `num_processed_tokens` tokens of a request have been computed: it doesn't need the
     /// encoder inputs in them any more.
@@ -109,7 +109,7 @@ pub trait Hooks {
     /// Whatever the owner of the encoder cache fails with.
     fn free_processed_encoder_inputs(
         &mut self,
-        request: RequestIndex,
+        request: &Request,
         num_processed_tokens: u32,
     ) -> Result<(), Self::Error>;
 
@@ -159,6 +159,24 @@ pub trait Hooks {
         request: &Request,
         tables: &[&[BlockId]],
     ) -> Result<bool, Self::Error>;
+
+    /// Whether the EC connector has brought the encoder outputs that a request needs behind its
+    /// first `num_computed_tokens` tokens, as far as it is to bring any.
+    ///
+    /// # Errors
+    /// Whatever the connector fails with.
+    fn has_encoder_outputs(
+        &mut self,
+        request: &Request,
+        num_computed_tokens: i64,
+    ) -> Result<bool, Self::Error>;
+
+    /// A request has ended, and what it had of encoder outputs is still there. Returns whether the
+    /// EC connector keeps the request.
+    ///
+    /// # Errors
+    /// Whatever the connector fails with.
+    fn end_encoder_transfer(&mut self, request: &Request) -> Result<bool, Self::Error>;
 
     /// Where the prefix of a waiting request ends that there is auxiliary output of, in tokens.
     ///

@@ -242,11 +242,11 @@ impl Hooks for Answers {
         })
     }
 
-    fn schedule_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
+    fn schedule_encoder_inputs(&mut self, _: &Request) -> Result<(), Infallible> {
         Ok(())
     }
 
-    fn free_processed_encoder_inputs(&mut self, _: RequestIndex, _: u32) -> Result<(), Infallible> {
+    fn free_processed_encoder_inputs(&mut self, _: &Request, _: u32) -> Result<(), Infallible> {
         Ok(())
     }
 
@@ -287,6 +287,14 @@ impl Hooks for Answers {
 
     fn finish_request(&mut self, _: &Request, _: &[&[BlockId]]) -> Result<bool, Infallible> {
         Ok(self.chance.percent(30))
+    }
+
+    fn has_encoder_outputs(&mut self, _: &Request, _: i64) -> Result<bool, Infallible> {
+        Ok(self.chance.percent(90))
+    }
+
+    fn end_encoder_transfer(&mut self, _: &Request) -> Result<bool, Infallible> {
+        Ok(self.chance.percent(20))
     }
 
     fn max_prefix_hit(&mut self, _: &Request, _: &mut BlockPool) -> Result<u32, Infallible> {

@@ -67,6 +67,7 @@ pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<Scheduler
             num_lookahead_tokens: hasher.as_ref().map_or(0, BlockHasher::num_lookahead_tokens),
         },
         kv_transfer: kv_transfer(config)?,
+        transfers_encoder_outputs: get(config, "transfers_encoder_outputs")?,
         collects_aux_output: get(config, "collects_aux_output")?,
         hasher,
     })

@@ -6,6 +6,7 @@ mod block_observer;
 mod client_outputs;
 mod config;
 mod convert;
+mod encoder_transfer;
 mod entries;
 #[cfg(target_os = "linux")]
 mod frames;

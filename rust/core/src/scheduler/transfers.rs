@@ -213,6 +213,9 @@ impl Scheduler {
             self.set_fetch_stage(index, None);
             is_kept |= self.hand_over_blocks(index, hooks)?;
         }
+        if self.config.transfers_encoder_outputs {
+            is_kept |= hooks.end_encoder_transfer(self.request(index))?;
+        }
         if self.request(index).has_encoder_inputs {
             hooks.free_encoder_inputs(index)?;
         }

@@ -171,7 +171,7 @@ impl Scheduler {
         if request.has_encoder_inputs {
             let num_processed =
                 request.num_computed_tokens.saturating_sub(request.num_output_placeholders);
-            hooks.free_processed_encoder_inputs(index, num_processed)?;
+            hooks.free_processed_encoder_inputs(request, num_processed)?;
         }
         let sampled_tokens = scheduled.sampled_tokens;
         let mut advance = append_tokens(request, config, kv_cache, sampled_tokens, is_stale);

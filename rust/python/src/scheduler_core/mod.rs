@@ -21,6 +21,7 @@ use crate::config::scheduler_config;
 use crate::convert::{
     self, EncoderStep, OtherStats, RequestView, SchedulerOutputBuilder, StepExtras,
 };
+use crate::encoder_transfer::EncoderTransfer;
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
 use crate::hasher::ExtraKeysReader;
@@ -39,6 +40,7 @@ pub(crate) struct SchedulerCore {
     extra_keys: ExtraKeysReader,
     block_observer: BlockObserver,
     kv_transfer: KvTransfer,
+    encoder_transfer: EncoderTransfer,
     aux_outputs: AuxOutputs,
     request_view: Arc<RequestView>,
     guard: Guard,
@@ -68,7 +70,7 @@ impl SchedulerCore {
     #[expect(clippy::too_many_arguments, reason = "they are named where it is called")]
     #[pyo3(signature = (
         config, *, accept_tokens, validate_tokens, next_turn, encoder_inputs, extra_keys,
-        block_observer, kv_transfer, aux_outputs, step_perf_stats, encode_part,
+        block_observer, kv_transfer, encoder_transfer, aux_outputs, step_perf_stats, encode_part,
         include_finished_set
     ))]
     fn new(
@@ -80,6 +82,7 @@ impl SchedulerCore {
         extra_keys: Option<Py<PyAny>>,
         block_observer: Option<Py<PyAny>>,
         kv_transfer: Option<Py<PyAny>>,
+        encoder_transfer: Option<Py<PyAny>>,
         aux_outputs: Option<Py<PyAny>>,
         step_perf_stats: Option<Py<PyAny>>,
         encode_part: Py<PyAny>,
@@ -106,6 +109,7 @@ impl SchedulerCore {
             extra_keys: ExtraKeysReader(extra_keys),
             block_observer: BlockObserver(block_observer),
             kv_transfer: KvTransfer::new(py, kv_transfer, Arc::clone(&request_view)),
+            encoder_transfer: EncoderTransfer::new(py, encoder_transfer, Arc::clone(&request_view)),
             aux_outputs: AuxOutputs::new(py, aux_outputs, Arc::clone(&request_view))?,
             request_view,
             guard: Guard::default(),
@@ -316,6 +320,7 @@ impl SchedulerCore {
             cudagraph: None,
             perf: None,
             kv_transfer: self.kv_transfer.take_stats(py, &self.scheduler)?,
+            encoder_transfer: None,
         };
         let types = &self.output_writer.types;
         types.scheduler_stats(py, &stats, &others).map(Some)
@@ -450,8 +455,10 @@ impl SchedulerCore {
 
     /// Whether the model runner has to be told of ends, or a KV connector keeps blocks.
     fn has_ends_to_tell(&self, py: Python<'_>) -> bool {
-        // Requests that are kept until their blocks are sent need steps in which they are.
-        !self.finished_req_ids.bind(py).is_empty() || self.scheduler.num_kept_requests() > 0
+        // Requests that are kept until their blocks are sent need steps in which they are. Those
+        // that an EC connector keeps need none by themselves: no worker says that they may go.
+        !self.finished_req_ids.bind(py).is_empty()
+            || (self.kv_transfer.is_present() && self.scheduler.num_kept_requests() > 0)
     }
 
     /// The `Request` objects at these places.
@@ -549,6 +556,7 @@ impl SchedulerCore {
             callbacks: &self.callbacks,
             extra_keys: &self.extra_keys,
             kv_transfer: &self.kv_transfer,
+            encoder_transfer: &self.encoder_transfer,
             aux_outputs: &self.aux_outputs,
             grammar_errors: &self.grammar_errors,
         };
