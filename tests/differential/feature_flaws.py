@@ -590,6 +590,28 @@ def forgets_to_fail_requests(base: SchedulerClass) -> SchedulerClass:
     return Flawed
 
 
+def keeps_freed_inputs_to_itself(base: SchedulerClass) -> SchedulerClass:
+    """Don't tell a connector that an input is not needed any more."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _free_encoder_input(self, request: Request, input_id: int) -> None:
+            self.encoder_cache_manager.free_encoder_input(request, input_id)
+
+    return Flawed
+
+
+def frees_what_an_ec_connector_keeps(base: SchedulerClass) -> SchedulerClass:
+    """Ignore that a connector isn't through with a request."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            finish = self.ec_connector.request_finished
+            self.ec_connector.request_finished = lambda request: (False, finish(request)[1])
+
+    return Flawed
+
+
 # Auxiliary output.
 
 
@@ -693,6 +715,8 @@ FEATURE_FLAWS: list[tuple[Flaw, str]] = [
     (encodes_what_is_found_elsewhere, "ec-connector-preempting"),
     (waits_for_no_input, "ec-connector"),
     (forgets_to_fail_requests, "ec-connector"),
+    (keeps_freed_inputs_to_itself, "ec-connector"),
+    (frees_what_an_ec_connector_keeps, "ec-connector-v2"),
     (forgets_that_requests_are_preempted, "experts-preempting"),
     (keeps_experts_across_a_reset, "sync-experts"),
     (plans_experts_behind_the_step, "async-experts"),
