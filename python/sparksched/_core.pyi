@@ -6,6 +6,7 @@ from typing import Any, final
 from typing_extensions import Buffer
 
 __all__ = [
+    "CachedBlocks",
     "ClientRings",
     "EngineMeters",
     "EngineRings",
@@ -111,6 +112,21 @@ def encode_like_scheduler(
     """
 
 @final
+class CachedBlocks:
+    """Which blocks are cached, for vLLM's collector of auxiliary output."""
+
+    def __new__(cls) -> CachedBlocks: ...
+    def get_cached_block(
+        self, block_hash: bytes, kv_cache_group_ids: list[int]
+    ) -> list[int] | None:
+        """Return the block of each group that a hash finds, or None if one has none.
+
+        Raises:
+            RuntimeError: if the caller isn't called by a `SchedulerCore` just now.
+
+        """
+
+@final
 class SchedulerCore:
     """The scheduler's state in Rust. `sparksched.scheduler.SparkScheduler` is its public face.
 
@@ -131,6 +147,8 @@ class SchedulerCore:
         extra_keys: Callable[[Any], tuple[list[bytes], bytes]] | None,
         block_observer: Any | None,
         kv_transfer: Any | None,
+        encoder_transfer: Any | None,
+        aux_outputs: Any | None,
         step_perf_stats: Callable[[Any], Any] | None,
         encode_part: Callable[[Any, list[Any]], bytes],
         include_finished_set: bool,
@@ -147,6 +165,8 @@ class SchedulerCore:
             block_observer: A `BlockObserver`, if the configuration wants
                 events or metrics of blocks, or has a KV connector.
             kv_transfer: A `KVTransfer`, if there is a KV connector.
+            encoder_transfer: An `EncoderTransfer`, if there is an EC connector.
+            aux_outputs: An `AuxOutputs`, if workers collect auxiliary output.
             step_perf_stats: Estimates the work of a step, if statistics and MFU metrics are on.
             encode_part: Returns an object of vLLM's as msgpack, and appends the buffers of its
                 large arrays and tensors to the list of the message's frames.

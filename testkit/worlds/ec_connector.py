@@ -41,6 +41,8 @@ class ECConnectorSettings(FeatureSettings):
     """Share of questions after which a waiting request is given up."""
     pushes: bool
     has_stats: bool
+    delay_share: float
+    """Share of ends at which the request is kept, for ever: no worker says that it may go."""
 
     @classmethod
     def draw(cls, rng: random.Random, _configuration: Configuration) -> ECConnectorSettings:
@@ -51,6 +53,7 @@ class ECConnectorSettings(FeatureSettings):
             failure_share=rng.choice([0.0, 0.1]),
             pushes=rng.random() < 0.5,
             has_stats=rng.random() < 0.5,
+            delay_share=rng.choice([0.0, 0.0, 0.05]),
         )
 
     def configure(self, vllm_config: Any) -> None:
@@ -149,7 +152,10 @@ class RecordingECConnector(ECConnectorBase):  # type: ignore[misc]
         self._note("update_state_after_free", request_state(request), index)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECMetadata:
-        self._note("build_connector_meta", copy.copy(scheduler_output))
+        seen = copy.copy(scheduler_output)
+        # A KV connector's log has what is in it.
+        seen.kv_connector_block_state = bool(seen.kv_connector_block_state)
+        self._note("build_connector_meta", seen)
         self._num_push_steps = max(0, self._num_push_steps - 1)
         self._num_steps += 1
         loads, self._step_loads = self._step_loads, []
@@ -167,8 +173,9 @@ class RecordingECConnector(ECConnectorBase):  # type: ignore[misc]
         )
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        # Nothing would ever free the blocks of a request whose end this connector delays.
-        answer = False, self._rng("end", request.request_id).choice([None, {"peer": "somewhere"}])
+        rng = self._rng("end", request.request_id)
+        params = rng.choice([None, {"peer": "somewhere"}])
+        answer = rng.random() < self._settings.delay_share, params
         self._note("request_finished", request_state(request), copy.deepcopy(answer))
         if self._settings.pushes:
             self._num_push_steps = 2
@@ -233,6 +240,8 @@ class ECConnector(Feature):
                 coverage["EC transfer: running requests held up"] += not answer and is_running
             case "take_unavailable_requests", [request_ids]:
                 coverage["EC transfer: requests given up"] += len(request_ids)
+            case "request_finished", [_, (is_kept, _)]:
+                coverage["EC transfer: requests that are kept"] += is_kept
             case "update_state_after_alloc" | "update_state_after_free", _:
                 coverage[f"EC transfer: {call}"] += 1
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparksched.compat import releases
 
+from .aux_outputs import AuxOutputsSettings
 from .chunked_local import ChunkedLocalSettings
 from .ec_connector import ECConnectorSettings
 from .example_connector import ExampleConnectorSettings
@@ -47,6 +48,7 @@ _DRAW_SETTINGS: dict[str, Callable[[random.Random, Configuration], FeatureSettin
     "speculation": SpeculationSettings.draw,
     # Of what speculation samples, too.
     "sampling_masks": SamplingMasksSettings.draw,
+    "aux_outputs": AuxOutputsSettings.draw,
     "lora": LoRASettings.draw,
     "sessions": SessionSettings.draw,
     "chunked_local": ChunkedLocalSettings.draw,

@@ -45,9 +45,9 @@ class KVTransferSettings(FeatureSettings):
 
     @classmethod
     def draw(cls, rng: random.Random, configuration: Configuration) -> KVTransferSettings:
-        from .world import ALL_SETTINGS
+        from .world import NAMED_SETTINGS
 
-        fixed = ALL_SETTINGS[configuration.name]["connector"]
+        fixed = NAMED_SETTINGS[configuration.name]["connector"]
 
         def choose(setting: str, *values: Any) -> Any:
             # Drawn even when fixed, so that fixing one setting leaves the others as they were.

@@ -35,9 +35,9 @@ class PoolingSettings(FeatureSettings):
 
     @classmethod
     def draw(cls, rng: random.Random, configuration: Configuration) -> PoolingSettings:
-        from .world import ALL_SETTINGS
+        from .world import NAMED_SETTINGS
 
-        fixed = ALL_SETTINGS[configuration.name]["pooling"]
+        fixed = NAMED_SETTINGS[configuration.name]["pooling"]
         return cls(
             has_kv_cache=fixed.get("has_kv_cache", True),
             lists_no_tokens=rng.random() < 0.7,

@@ -60,9 +60,9 @@ class SpeculationSettings(FeatureSettings):
 
     @classmethod
     def draw(cls, rng: random.Random, configuration: Configuration) -> SpeculationSettings:
-        from .world import ALL_SETTINGS
+        from .world import NAMED_SETTINGS
 
-        fixed = ALL_SETTINGS[configuration.name].get("speculation", {})
+        fixed = NAMED_SETTINGS[configuration.name].get("speculation", {})
 
         def choose(setting: str, *values: Any) -> Any:
             # Drawn even when fixed, so that fixing one setting leaves the others as they were.

@@ -101,9 +101,9 @@ class StateSettings(FeatureSettings):
 
     @classmethod
     def draw(cls, rng: random.Random, configuration: Configuration) -> StateSettings:
-        from .world import ALL_SETTINGS
+        from .world import NAMED_SETTINGS
 
-        fixed = ALL_SETTINGS[configuration.name]["states"]
+        fixed = NAMED_SETTINGS[configuration.name]["states"]
 
         def choose(setting: str, *values: Any) -> Any:
             # Drawn even when fixed, so that fixing one setting leaves the others as they were.

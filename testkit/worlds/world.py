@@ -343,6 +343,21 @@ _CONNECTOR_SETTINGS: dict[str, dict[str, Any]] = {
         "connector": {"failure_share": 0.4, "match_share": 0.7, "async_share": 0.2},
         "multimodal": {},
     },
+    "ec-connector": {"multimodal": {}, "ec_connector": {}},
+    "ec-connector-preempting": {"multimodal": {}, "ec_connector": {}} | _SCARCE_BLOCKS,
+    "ec-connector-v2": {"use_v2_model_runner": True, "multimodal": {}, "ec_connector": {}},
+    "ec-connector-speculating": {
+        "multimodal": {},
+        "ec_connector": {},
+        "speculation": {"method": "mtp", "num_tokens": 3, "num_mtp_modules": 3},
+    },
+    "ec-and-kv-connectors": {
+        "connector": {"match_share": 0.7},
+        "multimodal": {},
+        "ec_connector": {},
+    },
+    # A model without an encoder: its requests end all the same.
+    "ec-connector-of-texts": {"ec_connector": {}},
     "example-connector": {"groups": "full", "example_connector": {}},
     "offloading": {
         "enable_prefix_caching": True,
@@ -353,6 +368,23 @@ _CONNECTOR_SETTINGS: dict[str, dict[str, Any]] = {
     "offloading-preempting": {"enable_prefix_caching": True, "offloading": {}} | _SCARCE_BLOCKS,
     "connector-kv-events": {"connector": {"makes_events": True}, "kv_events": True},
     "random-features-with-connector": {"draws_features": True, "connector": {}},
+}
+
+# vLLM wants Model Runner V2 and the prefix cache for it.
+_AUX_OUTPUT: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "use_v2_model_runner": True,
+    "aux_outputs": {},
+}
+
+_AUX_OUTPUT_SETTINGS: dict[str, dict[str, Any]] = {
+    "sync-experts": {"async_scheduling": False} | _AUX_OUTPUT,
+    "async-experts": {"async_scheduling": True} | _AUX_OUTPUT,
+    "experts-preempting": _AUX_OUTPUT | _SCARCE_BLOCKS,
+    "experts-speculating": {"speculation": {}} | _AUX_OUTPUT,
+    "experts-sessions": {"policy": "fcfs", "sessions": True} | _AUX_OUTPUT,
+    "experts-states": {"states": {"match_unit": 4}} | _AUX_OUTPUT,
+    "experts-connector": {"connector": {"match_share": 0.7}} | _AUX_OUTPUT,
 }
 
 _STATE_SETTINGS: dict[str, dict[str, Any]] = {
@@ -491,24 +523,17 @@ NAMED_SETTINGS |= (
     | _PARALLEL_SETTINGS
     | _CHUNKED_LOCAL_SETTINGS
     | _CONNECTOR_SETTINGS
+    | _AUX_OUTPUT_SETTINGS
     | _STATE_SETTINGS
     | _CIRCULAR_SETTINGS
     | _RANDOM_SETTINGS
 )
 
-# Configurations that the Rust core does not have: vLLM's scheduler is played against itself.
-FALLBACK_SETTINGS: dict[str, dict[str, Any]] = {
-    "ec-connector": {"multimodal": {}, "ec_connector": {}},
-    "ec-connector-preempting": {"multimodal": {}, "ec_connector": {}} | _SCARCE_BLOCKS,
-}
-
-ALL_SETTINGS = NAMED_SETTINGS | FALLBACK_SETTINGS
-
 
 def draw_configuration(name: str, seed: int) -> Configuration:
     """Complete the settings that `name` fixes with values drawn from `seed`."""
     rng = random.Random(f"configuration/{name}/{seed}")
-    fixed = ALL_SETTINGS[name]
+    fixed = NAMED_SETTINGS[name]
 
     def choose(setting: str, *values: Any) -> Any:
         # Drawn even when fixed, so that fixing one setting leaves the others as they were.
@@ -769,12 +794,12 @@ def sparksched_scheduler_class(_configuration: Configuration) -> SchedulerClass:
     return SparkScheduler
 
 
-_CONNECTORS = {"connector", "example_connector", "offloading"}
+_CONNECTORS = {"connector", "ec_connector", "example_connector", "offloading"}
 
 
 def is_verifiable(name: str) -> bool:
     """Return whether vLLM's scheduler can run beside another: a connector has one such side."""
-    return not _CONNECTORS & set(ALL_SETTINGS.get(name, ()))
+    return not _CONNECTORS & set(NAMED_SETTINGS.get(name, ()))
 
 
 def verifying_scheduler_class(configuration: Configuration) -> SchedulerClass:

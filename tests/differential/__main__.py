@@ -12,16 +12,14 @@ from testkit import vllm_overlay
 
 def main() -> int:
     """Run scenarios until the first difference; return the process's exit status."""
-    from testkit.worlds.world import ALL_SETTINGS, CANDIDATES, NAMED_SETTINGS
+    from testkit.worlds.world import CANDIDATES, NAMED_SETTINGS
 
     from .runner import Coverage, ReferenceFailedError, SchedulersDiffer, run_scenario
 
     parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
     parser.add_argument("--seeds", type=_seed_range, default=range(10), metavar="FIRST:END")
     parser.add_argument("--steps", type=int, default=200, help="engine steps of each scenario")
-    parser.add_argument(
-        "--config", choices=sorted(ALL_SETTINGS), help="default: all that sparksched has"
-    )
+    parser.add_argument("--config", choices=sorted(NAMED_SETTINGS), help="default: all of them")
     parser.add_argument("--candidate", choices=sorted(CANDIDATES), default="sparksched")
     parser.add_argument(
         "--snapshot-interval", type=int, default=1, help="steps between comparisons of all state"

@@ -7,6 +7,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -589,6 +590,88 @@ def forgets_to_fail_requests(base: SchedulerClass) -> SchedulerClass:
     return Flawed
 
 
+def keeps_freed_inputs_to_itself(base: SchedulerClass) -> SchedulerClass:
+    """Don't tell a connector that an input is not needed any more."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _free_encoder_input(self, request: Request, input_id: int) -> None:
+            self.encoder_cache_manager.free_encoder_input(request, input_id)
+
+    return Flawed
+
+
+def frees_what_an_ec_connector_keeps(base: SchedulerClass) -> SchedulerClass:
+    """Ignore that a connector isn't through with a request."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            finish = self.ec_connector.request_finished
+            self.ec_connector.request_finished = lambda request: (False, finish(request)[1])
+
+    return Flawed
+
+
+# Auxiliary output.
+
+
+def forgets_that_requests_are_preempted(base: SchedulerClass) -> SchedulerClass:
+    """Have a worker go on with a request that begins anew."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def _preempt_request(self, *arguments: Any, **named: Any) -> None:
+            connector, self.aux_output_connector = self.aux_output_connector, None
+            super()._preempt_request(*arguments, **named)
+            self.aux_output_connector = connector
+
+    return Flawed
+
+
+def keeps_experts_across_a_reset(base: SchedulerClass) -> SchedulerClass:
+    """Hand out what was collected with the weights of before."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def reset_prefix_cache(self, *arguments: Any) -> bool:
+            with mock.patch.object(self.aux_output_connector, "reset"):
+                return bool(super().reset_prefix_cache(*arguments))
+
+    return Flawed
+
+
+def plans_experts_behind_the_step(base: SchedulerClass) -> SchedulerClass:
+    """Show the connector requests whose tokens of the step count as computed."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self._plan = self.aux_output_connector.build_connector_meta
+            self.aux_output_connector.build_connector_meta = lambda *_: None
+
+        def _update_after_schedule(self, output: SchedulerOutput) -> None:
+            super()._update_after_schedule(output)
+            output.aux_output_connector_metadata = self._plan(output, self.requests)
+
+    return Flawed
+
+
+def picks_experts_before_the_stop(base: SchedulerClass) -> SchedulerClass:
+    """Hand out the experts of tokens that a stop has cut off, too."""
+
+    class Flawed(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            connector = self.aux_output_connector
+            take_output = connector.take_output
+
+            def take_all(request: Request, collected: Any) -> Any:
+                take_output(request, collected)
+                return collected[request.request_id].rows
+
+            connector.take_output = take_all
+
+    return Flawed
+
+
 FEATURE_FLAWS: list[tuple[Flaw, str]] = [
     (evicts_without_an_event, "sync-kv-events"),
     (resets_without_an_event, "async-kv-events"),
@@ -632,4 +715,10 @@ FEATURE_FLAWS: list[tuple[Flaw, str]] = [
     (encodes_what_is_found_elsewhere, "ec-connector-preempting"),
     (waits_for_no_input, "ec-connector"),
     (forgets_to_fail_requests, "ec-connector"),
+    (keeps_freed_inputs_to_itself, "ec-connector"),
+    (frees_what_an_ec_connector_keeps, "ec-connector-v2"),
+    (forgets_that_requests_are_preempted, "experts-preempting"),
+    (keeps_experts_across_a_reset, "sync-experts"),
+    (plans_experts_behind_the_step, "async-experts"),
+    (picks_experts_before_the_stop, "experts-speculating"),
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from scale import FULL
+from sparksched.compat import releases
 
 from testkit.worlds.world import (
     NAMED_SETTINGS,
@@ -212,16 +213,52 @@ EXPECTED_OF_FEATURES: dict[tuple[str, ...], dict[str, int]] = {
         "offloading: jobs that are flushed": 40,
         "offloading: statistics": 300,
     },
-    ("ec-connector", "ec-connector-preempting"): {
-        "EC transfer: inputs found elsewhere": 50,
-        "EC transfer: waiting requests held up": 40,
-        "EC transfer: running requests held up": 10,
-        "EC transfer: requests given up": 2,
-        "EC transfer: update_state_after_alloc": 100,
-        "EC transfer: update_state_after_free": 200,
-        "EC transfer: outputs with parameters": 50,
-        "EC transfer: statistics": 80,
+    (
+        "ec-connector",
+        "ec-connector-preempting",
+        "ec-connector-v2",
+        "ec-connector-speculating",
+        "ec-and-kv-connectors",
+        "ec-connector-of-texts",
+    ): {
+        "EC transfer: requests that are kept": 12,
+        "EC transfer: inputs found elsewhere": 200,
+        "EC transfer: waiting requests held up": 500,
+        "EC transfer: running requests held up": 150,
+        "EC transfer: requests given up": 50,
+        "EC transfer: update_state_after_alloc": 600,
+        "EC transfer: update_state_after_free": 1200,
+        "EC transfer: outputs with parameters": 250,
+        "EC transfer: statistics": 700,
     },
+    (
+        "sync-experts",
+        "async-experts",
+        "experts-preempting",
+        "experts-speculating",
+        "experts-sessions",
+        "experts-states",
+        "experts-connector",
+    ): {
+        "experts: hashes of scheduled requests": 1400,
+        "experts: hashes of others": 80,
+        "experts: of a prompt": 1000,
+        "experts: of single tokens": 4000,
+        "experts: of no token": 40,
+        "experts: requests that are preempted": 400,
+        "experts: requests that end": 1400,
+        "experts: resets": 90,
+    }
+    | (
+        {
+            "experts: prefixes that are known": 1500,
+            "experts: external hits that are taken": 15,
+            "experts: external hits that are left": 130,
+            "experts: loads": 3,
+        }
+        if releases.is_since("0.33.0")
+        else {}
+    ),
     ("example-connector",): {
         "example connector: loads": 10,
         "example connector: stores": 50,
@@ -374,9 +411,8 @@ EXPECTED_OF_FEATURES: dict[tuple[str, ...], dict[str, int]] = {
 def expected_situations() -> dict[str, int]:
     """Return how often each situation must have been reached by the scenarios that run here."""
     expected = dict(EXPECTED_SITUATIONS)
-    for names, situations in EXPECTED_OF_FEATURES.items():
-        if all(name in NAMED_SETTINGS for name in names):
-            expected |= situations
+    for situations in EXPECTED_OF_FEATURES.values():
+        expected |= situations
     return {situation: share(count) for situation, count in expected.items()}
 
 

@@ -18,7 +18,6 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
 from testkit.worlds.world import (
-    ALL_SETTINGS,
     NAMED_SETTINGS,
     CandidateChooser,
     Configuration,
@@ -31,8 +30,6 @@ from .finding import find
 from .runner import Coverage, SchedulersDiffer, run_scenario
 from .serving_flaws import SERVING_FLAWS
 from .state_flaws import STATE_FLAWS
-from .test_differential import EXPECTED_OF_FEATURES, NUM_SEEDS, share
-from .test_differential import NUM_STEPS as NUM_SITUATION_STEPS
 
 MOST_SEEDS = 20
 NUM_STEPS = 150
@@ -396,27 +393,9 @@ def test_planted_error_is_found(flaw: Flaw, name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ALL_SETTINGS)
+@pytest.mark.parametrize("name", NAMED_SETTINGS)
 def test_stock_equals_stock(name: str) -> None:
     run_scenario(name, 0, NUM_STEPS, stock_scheduler_class)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [names for names in EXPECTED_OF_FEATURES if not set(names) <= set(NAMED_SETTINGS)],
-    ids=" ".join,
-)
-def test_scenarios_of_a_feature_reach_its_situations(names: tuple[str, ...]) -> None:
-    coverage = Coverage()
-    for name in names:
-        for seed in range(NUM_SEEDS):
-            run_scenario(name, seed, NUM_SITUATION_STEPS, stock_scheduler_class, coverage=coverage)
-    too_rare = {
-        situation: (coverage[situation], share(expected))
-        for situation, expected in EXPECTED_OF_FEATURES[names].items()
-        if coverage[situation] < share(expected)
-    }
-    assert not too_rare
 
 
 def test_trace_depends_on_nothing_but_the_seed() -> None:

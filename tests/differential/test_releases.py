@@ -31,6 +31,7 @@ BEHAVIORS: dict[str, tuple[str, Any]] = {
     "keeps_block_before_junction": ("eagle-without-lookahead", False),
     "requeues_sessions_last": ("sessions-preempting", False),
     "caches_state_tails_once": ("async-granite-4", False),
+    "caps_hits_to_aux_output": ("experts-preempting", False),
     "can_skip_drafts": ("async-eagle-v2", False),
     "local_prefill_interval": ("prefill-interval", 0),
 }

@@ -41,6 +41,8 @@ UNSEEN = {
     "reuses_a_returned_list",
     "recycles_outputs",
     "changes_published_events",
+    # A connector is shown what it does not tell anybody.
+    "plans_experts_behind_the_step",
     # State that these scenarios end without a decision on.
     "gives_back_inputs_of_the_held_up",
     "keeps_hashes_of_discarded_tokens",

@@ -146,6 +146,8 @@ READER_CALLS: dict[str, Callable[[Any], object]] = {
     "rings": lambda reader: reader.rings(),
 }
 OTHER_CALLS: dict[str, Callable[[], object]] = {
+    "CachedBlocks.__new__": lambda: _core.CachedBlocks(),  # noqa: PLW0108 - armed when it is called
+    "CachedBlocks.get_cached_block": lambda: _core.CachedBlocks().get_cached_block(b"", []),
     "NativeBlockHasher.__new__": lambda: hasher(),  # noqa: PLW0108 - defined below
     "read_prompt": lambda: _core.read_prompt(build_request(), extra_keys=None),
     "encode_like_scheduler": lambda: step_outputs(),  # noqa: PLW0108

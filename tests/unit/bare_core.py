@@ -65,6 +65,7 @@ def core_config(**changes: Any) -> dict[str, Any]:
         "keeps_block_before_junction": False,
         "requeues_sessions_last": False,
         "caches_state_tails_once": False,
+        "caps_hits_to_aux_output": False,
         "can_skip_drafts": False,
         "local_prefill_interval": 0,
         "log_stats": True,
@@ -93,6 +94,8 @@ def core_config(**changes: Any) -> dict[str, Any]:
         "enable_kv_cache_events": False,
         "kv_cache_metrics": False,
         "kv_transfer": None,
+        "transfers_encoder_outputs": False,
+        "collects_aux_output": False,
     }
     unknown = changes.keys() - config
     assert not unknown, unknown
@@ -145,6 +148,8 @@ def callbacks(**changes: Any) -> dict[str, Any]:
         "extra_keys": None,
         "block_observer": None,
         "kv_transfer": None,
+        "encoder_transfer": None,
+        "aux_outputs": None,
         "step_perf_stats": None,
         "encode_part": PartEncoder().encode_part,
         "include_finished_set": False,

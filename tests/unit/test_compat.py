@@ -292,6 +292,7 @@ def test_differences_between_shapes(found: dict[str, object], reason: str | None
         {"observability_config.enable_logging_iteration_details": True},
         {"observability_config.cudagraph_metrics": True},
         {"observability_config.enable_mfu_metrics": True},
+        {"aux_output_config.enable_return_routed_experts": True},
         {"observability_config.kv_cache_metrics": True},
         {"observability_config.per_request_spec_decode_metrics": "summary"},
         {"observability_config.per_request_spec_decode_metrics": "detailed"},
@@ -390,12 +391,10 @@ REFUSED = [
         "a KV connector that manages blocks itself",  # vLLM says that there is no such connector
         {"kv_transfer_config": kv_connector("NoSuchConnector")},
     ),
-    ("an EC connector", {"ec_transfer_config": object()}),
     ("decode context parallelism", {"parallel_config.decode_context_parallel_size": 2}),
     ("prefill context parallelism", {"parallel_config.prefill_context_parallel_size": 2}),
     ("elastic expert parallelism", {"parallel_config.enable_elastic_ep": True}),
     ("fault tolerance", {"parallel_config.enable_fault_tolerance": True}),
-    ("auxiliary output", {"aux_output_config.enable_return_routed_experts": True}),
     ("HiSparse", {"attention_config.hisparse_config": object()}),
     ("this scheduling policy", {"scheduler_config.policy": "shortest-first"}),
     ("this prefix caching hash", {"cache_config.prefix_caching_hash_algo": "crc32"}),
@@ -924,8 +923,8 @@ def test_first_unsupported_goes_from_the_version_to_the_kv_cache(
 
     config = supported_config
     assert first_feature() == "prefix caching without a KV cache"
-    config = changed(config, "aux_output_config.enable_return_routed_experts", True)
-    assert first_feature() == "auxiliary output"
+    config = changed(config, "parallel_config.enable_elastic_ep", True)
+    assert first_feature() == "elastic expert parallelism"
     monkeypatch.delattr("vllm.v1.core.sched.output.GrammarOutput")
     assert first_feature() == "vLLM's GrammarOutput"
     monkeypatch.setattr("vllm.version.__version__", "0.34.0")

@@ -23,9 +23,13 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import Request
 
 SECRET = 190_521
-PLAIN_CONFIG: Any = SimpleNamespace(kv_transfer_config=None)
+PLAIN_CONFIG: Any = SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None)
 CONNECTOR_CONFIG: Any = SimpleNamespace(
     kv_transfer_config=SimpleNamespace(kv_connector="OffloadingConnector")
+)
+EC_CONNECTOR_CONFIG: Any = SimpleNamespace(
+    kv_transfer_config=None,
+    ec_transfer_config=SimpleNamespace(ec_connector="ECExampleConnector"),
 )
 
 
@@ -102,6 +106,7 @@ class SchedulerOfOnesOwn(SparkScheduler):
     ("cls", "config", "name"),
     [
         (SparkScheduler, CONNECTOR_CONFIG, "the KV connector OffloadingConnector"),
+        (SparkScheduler, EC_CONNECTOR_CONFIG, "the EC connector ECExampleConnector"),
         (SchedulerOfOnesOwn, PLAIN_CONFIG, "SchedulerOfOnesOwn"),
     ],
 )

@@ -84,11 +84,6 @@ CONFIG_RULES: Final = (
         ),
     ),
     Rule(
-        "an EC connector",
-        "transfer of encoder outputs takes part in scheduling",
-        lambda config: config.ec_transfer_config is not None,
-    ),
-    Rule(
         "decode context parallelism",
         "KV blocks that are spread over ranks are managed only by vLLM's own scheduler",
         lambda config: config.parallel_config.decode_context_parallel_size > 1,
@@ -111,12 +106,6 @@ CONFIG_RULES: Final = (
         "fault tolerance",
         "after a fault the engine continues with steps whose outputs never arrive",
         lambda config: config.parallel_config.enable_fault_tolerance,
-    ),
-    Rule(
-        "auxiliary output",
-        "routed experts are collected only by vLLM's own scheduler; "
-        "start without --enable-return-routed-experts to use sparksched",
-        lambda config: config.aux_output_config.enabled,
     ),
     Rule(
         "HiSparse",

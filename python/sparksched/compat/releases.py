@@ -40,6 +40,7 @@ def behaviors(vllm_config: "VllmConfig") -> dict[str, Any]:
         "keeps_block_before_junction": since_0_33,
         "requeues_sessions_last": since_0_33,
         "caches_state_tails_once": since_0_33,
+        "caps_hits_to_aux_output": since_0_33 and vllm_config.aux_output_config.enabled,
         "can_skip_drafts": (
             since_0_33 and vllm_config.num_lookahead_tokens > 0 and vllm_config.use_v2_model_runner
         ),

@@ -84,6 +84,8 @@ def core_config(
         "enable_kv_cache_events": publishes_events(vllm_config),
         "kv_cache_metrics": vllm_config.observability_config.kv_cache_metrics,
         "kv_transfer": kv_transfer,
+        "transfers_encoder_outputs": vllm_config.ec_transfer_config is not None,
+        "collects_aux_output": vllm_config.aux_output_config.enabled,
     }
 
 

@@ -8,6 +8,7 @@ The core asks for requests with such inputs only.
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.multimodal import MultiModalRegistry, encoder_budget
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import NewRequestData, ScheduledEncoderInputStats
@@ -20,7 +21,6 @@ class EncoderInputs:
 
     # What vLLM's functions below read of their scheduler besides the attributes set in __init__.
     is_encoder_decoder = False
-    ec_connector = None
 
     _try_schedule_encoder_inputs = Scheduler._try_schedule_encoder_inputs
     _reject_on_encoder_cache_embed_mismatch = Scheduler._reject_on_encoder_cache_embed_mismatch
@@ -31,10 +31,16 @@ class EncoderInputs:
     # Since vLLM 0.33.0; before, nobody asks for it.
     _get_encoder_input_updates: Any = getattr(Scheduler, "_get_encoder_input_updates", None)
 
-    def __init__(self, vllm_config: VllmConfig, mm_registry: MultiModalRegistry) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        mm_registry: MultiModalRegistry,
+        ec_connector: ECConnectorBase | None,
+    ) -> None:
         budget = None
         if vllm_config.model_config.supports_multimodal_inputs:
             budget = encoder_budget.MultiModalBudget(vllm_config, mm_registry)
+        self.ec_connector = ec_connector
         self.scheduler_config = vllm_config.scheduler_config
         self.num_prefill_lookahead = vllm_config.num_prefill_lookahead_tokens
         manager_cls = vllm_config.ec_manager_config.get_encoder_cache_manager_obj()
@@ -79,8 +85,10 @@ class EncoderInputs:
 
     def free_processed(self, request: Request, num_processed_tokens: int) -> None:
         """Free the inputs that lie in the first tokens of a request, all of them computed."""
-        request.num_computed_tokens = num_processed_tokens
-        request.num_output_placeholders = 0
+        if self.ec_connector is None:
+            request.num_computed_tokens = num_processed_tokens
+            request.num_output_placeholders = 0
+        # Else all counters are up to date, as the connector is shown the request.
         self._free_encoder_inputs(request)
 
     def free(self, request: Request) -> None:

@@ -162,8 +162,6 @@ class KVTransfer:
             boundary_state_offloads={},
         )
         output.kv_connector_metadata = self.connector.build_connector_meta(output)
-        # Not for the workers.
-        output.kv_connector_block_state = None
 
     def reset_cache(self) -> bool:
         """Have the connector forget what it has; return whether it did."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVEventsConfig, VllmConfig
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.kv_events import EventPublisherFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.logger import init_logger
@@ -29,9 +30,11 @@ from vllm.v1.structured_output.utils import strip_speculative_padding
 from sparksched import __version__
 from sparksched._core import SchedulerCore
 from sparksched.engine import sessions
+from sparksched.engine.aux_outputs import AuxOutputs
 from sparksched.engine.block_observer import BlockObserver
 from sparksched.engine.config import core_config
 from sparksched.engine.encoder_inputs import EncoderInputs
+from sparksched.engine.encoder_transfer import EncoderTransfer
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
 from sparksched.engine.request_errors import refuse_unsupported_inputs
@@ -81,12 +84,13 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self.block_size = block_size
         self.hash_block_size = block_size if hash_block_size is None else hash_block_size
         self.log_stats = log_stats
-        # What vLLM's engine asks every scheduler for.
-        self.ec_connector = None
         self.kv_cache_manager = KVCacheManagerView(self, kv_cache_config)
         self._kv_transfer = None
         if vllm_config.kv_transfer_config is not None:
             self._kv_transfer = KVTransfer(vllm_config, kv_cache_config, log_stats)
+        self._encoder_transfer = None
+        if vllm_config.ec_transfer_config is not None:
+            self._encoder_transfer = EncoderTransfer(vllm_config)
 
         self._kv_event_publisher = EventPublisherFactory.create(
             vllm_config.kv_events_config, vllm_config.parallel_config.data_parallel_index
@@ -109,7 +113,10 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         )
         self._encoder_inputs = None
         if vllm_config.model_config.supports_multimodal_inputs:
-            self._encoder_inputs = EncoderInputs(vllm_config, mm_registry)
+            self._encoder_inputs = EncoderInputs(vllm_config, mm_registry, self.ec_connector)
+        self._aux_outputs = self._build_aux_outputs(config)
+        connectors = (self._kv_transfer, self._encoder_transfer, self._aux_outputs)
+        self._has_connectors = any(connector is not None for connector in connectors)
         self._meters: EngineMeters | None = None
         self._core = SchedulerCore(
             config,
@@ -121,6 +128,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             extra_keys=self.extra_keys,
             block_observer=self._block_observer(config),
             kv_transfer=self._kv_transfer,
+            encoder_transfer=self._encoder_transfer,
+            aux_outputs=self._aux_outputs,
             step_perf_stats=step_perf_stats(vllm_config) if log_stats else None,
             encode_part=PartEncoder().encode_part,
             include_finished_set=include_finished_set,
@@ -142,15 +151,29 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             return None
         return BlockObserver(self.vllm_config, self.kv_cache_config, self._kv_event_publisher)
 
+    def _build_aux_outputs(self, config: dict[str, Any]) -> AuxOutputs | None:
+        if not config["collects_aux_output"]:
+            return None
+        lookup_groups = config["lookup_groups"]
+        return AuxOutputs(self.kv_cache_config, lookup_groups, self.hash_block_size, self.connector)
+
     # ---- the two calls of each step ----
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Decide what the next step computes. See `SchedulerInterface.schedule`."""
-        if self._kv_transfer is None:
+        if not self._has_connectors:
             return self._core.schedule(throttle_prefills, time.monotonic())
         output = self._core.decide(throttle_prefills, time.monotonic())
-        # The connector sees requests as they are before the step.
-        self._kv_transfer.plan_step(output, self._core.block_ids)
+        # Connectors see requests as they are before the step.
+        if self._kv_transfer is not None:
+            self._kv_transfer.plan_step(output, self._core.block_ids)
+        if self._aux_outputs is not None:
+            metadata = self._aux_outputs.connector.build_connector_meta(output, self.requests)
+            output.aux_output_connector_metadata = metadata
+        if self.ec_connector is not None:
+            output.ec_connector_metadata = self.ec_connector.build_connector_meta(output)
+        # For connectors, not for the workers.
+        output.kv_connector_block_state = None
         self._core.update_after_schedule(output)
         return output
 
@@ -299,7 +322,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         """
         if self._core.has_requests():
             return True
-        return self.connector is not None and bool(self.connector.has_pending_push_work())
+        connectors = (self.connector, self.ec_connector)
+        return any(it is not None and it.has_pending_push_work() for it in connectors)
 
     def get_request_counts(self) -> tuple[int, int]:
         """Count running and waiting requests."""
@@ -394,6 +418,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             logger.warning("The prefix cache is not reset: %d blocks are in use.", num_used_blocks)
         if reset_connector:
             is_reset = self.reset_connector_cache() and is_reset
+        if is_reset and self._aux_outputs is not None:
+            self._aux_outputs.connector.reset()
         return is_reset
 
     def reset_connector_cache(self) -> bool:
@@ -437,11 +463,22 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         """Return the scheduler's side of the KV connector, if there is one."""
         return self.connector
 
+    @property
+    def ec_connector(self) -> ECConnectorBase | None:
+        """The scheduler's side of the EC connector, if there is one."""
+        return self._encoder_transfer and self._encoder_transfer.connector
+
+    def get_ec_connector(self) -> ECConnectorBase | None:
+        """Return the scheduler's side of the EC connector, if there is one."""
+        return self.ec_connector
+
     def shutdown(self) -> None:
-        """Stop publishing KV cache events, and the KV connector."""
+        """Stop publishing KV cache events, and the connectors."""
         self._kv_event_publisher.shutdown()
         if self.connector is not None:
             self.connector.shutdown()
+        if self.ec_connector is not None:
+            self.ec_connector.shutdown()
 
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state as plain data, for tests and support.

@@ -104,6 +104,7 @@ def _refuse_unrecordable(vllm_config: "VllmConfig", kv_cache_config: "KVCacheCon
     features = {
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "an EC connector": vllm_config.ec_transfer_config is not None,
+        "auxiliary output": vllm_config.aux_output_config.enabled,
         "a diffusion model": vllm_config.diffusion_config is not None,
         "an encoder-decoder model": vllm_config.model_config.is_encoder_decoder,
         "an encoder-only instance": vllm_config.is_mm_encoder_only,

@@ -15,4 +15,9 @@ def unverifiable(vllm_config: "VllmConfig") -> compat.Unsupported | None:
             f"the KV connector {vllm_config.kv_transfer_config.kv_connector}",
             "it has one scheduler's side, and what that tells it moves data",
         )
+    if vllm_config.ec_transfer_config is not None:
+        return compat.Unsupported(
+            f"the EC connector {vllm_config.ec_transfer_config.ec_connector}",
+            "it has one scheduler's side, and what that tells it moves data",
+        )
     return None

@@ -176,6 +176,8 @@ pub struct Behaviors {
     pub can_skip_drafts: bool,
     /// The state at the end of a prompt is cached once, not with each step that ends there.
     pub caches_state_tails_once: bool,
+    /// Hits end where the auxiliary output of a prefix ends that is still there.
+    pub caps_hits_to_aux_output: bool,
     /// Steps with tokens from one that computes prompts to the next that may, while others
     /// generate; 0 and 1 are every step.
     pub local_prefill_interval: u32,
@@ -255,6 +257,10 @@ pub struct SchedulerConfig {
     pub journal: JournalConfig,
     /// How blocks go elsewhere and come from there; `None` without a KV connector.
     pub kv_transfer: Option<KvTransferConfig>,
+    /// Encoder outputs come from elsewhere and go there, by an EC connector.
+    pub transfers_encoder_outputs: bool,
+    /// Workers collect more of a step than tokens, such as the experts that tokens were routed to.
+    pub collects_aux_output: bool,
 }
 
 /// A configuration that contradicts itself.

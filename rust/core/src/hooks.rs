@@ -46,7 +46,9 @@ pub struct ExternalAllocation {
 }
 
 /// Asked only for requests that use structured output or have encoder inputs, for streaming-input
-/// sessions, and where there is a KV connector.
+/// sessions, and where there is a KV or EC connector or auxiliary output is collected.
+///
+/// A `pool` that is lent comes back as it was.
 pub trait Hooks {
     /// What a hook fails with: the step ends with it, and the scheduler is not to be used further.
     type Error;
@@ -98,7 +100,7 @@ pub trait Hooks {
     ///
     /// # Errors
     /// Whatever the owner of the encoder cache fails with.
-    fn schedule_encoder_inputs(&mut self, request: RequestIndex) -> Result<(), Self::Error>;
+    fn schedule_encoder_inputs(&mut self, request: &Request) -> Result<(), Self::Error>;
 
     /// The first `num_processed_tokens` tokens of a request have been computed: it doesn't need the
     /// encoder inputs in them any more.
@@ -107,7 +109,7 @@ pub trait Hooks {
     /// Whatever the owner of the encoder cache fails with.
     fn free_processed_encoder_inputs(
         &mut self,
-        request: RequestIndex,
+        request: &Request,
         num_processed_tokens: u32,
     ) -> Result<(), Self::Error>;
 
@@ -157,4 +159,69 @@ pub trait Hooks {
         request: &Request,
         tables: &[&[BlockId]],
     ) -> Result<bool, Self::Error>;
+
+    /// Whether the EC connector has brought the encoder outputs that a request needs behind its
+    /// first `num_computed_tokens` tokens, as far as it is to bring any.
+    ///
+    /// # Errors
+    /// Whatever the connector fails with.
+    fn has_encoder_outputs(
+        &mut self,
+        request: &Request,
+        num_computed_tokens: i64,
+    ) -> Result<bool, Self::Error>;
+
+    /// A request has ended, and what it had of encoder outputs is still there. Returns whether the
+    /// EC connector keeps the request.
+    ///
+    /// # Errors
+    /// Whatever the connector fails with.
+    fn end_encoder_transfer(&mut self, request: &Request) -> Result<bool, Self::Error>;
+
+    /// Where the prefix of a waiting request ends that there is auxiliary output of, in tokens.
+    ///
+    /// # Errors
+    /// Whatever the collector fails with.
+    fn max_prefix_hit(
+        &mut self,
+        request: &Request,
+        pool: &mut BlockPool,
+    ) -> Result<u32, Self::Error>;
+
+    /// How many of the tokens that the KV connector has behind a local hit can be taken: all or
+    /// none, as there is auxiliary output of them or not.
+    ///
+    /// # Errors
+    /// Whatever the collector fails with.
+    fn cap_external_hit(
+        &mut self,
+        request: &Request,
+        pool: &mut BlockPool,
+        num_local_tokens: u32,
+        num_external_tokens: i32,
+    ) -> Result<i32, Self::Error>;
+
+    /// The KV connector begins to load a waiting request's blocks, between steps; its computed
+    /// tokens are those that it will have then.
+    ///
+    /// # Errors
+    /// Whatever the collector fails with.
+    fn note_load(&mut self, request: &Request) -> Result<(), Self::Error>;
+
+    /// A request is about to lose its blocks, for good or not: no auxiliary output of it is
+    /// collected until it is scheduled again.
+    ///
+    /// # Errors
+    /// Whatever the collector fails with.
+    fn end_aux_output(
+        &mut self,
+        request: &Request,
+        pool: &mut BlockPool,
+    ) -> Result<(), Self::Error>;
+
+    /// A client is told of a request, which has its new tokens: auxiliary output goes with them.
+    ///
+    /// # Errors
+    /// Whatever the collector fails with.
+    fn take_aux_output(&mut self, request: &Request) -> Result<(), Self::Error>;
 }

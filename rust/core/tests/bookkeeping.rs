@@ -127,6 +127,8 @@ fn random_config(chance: &mut Chance) -> SchedulerConfig {
     if let Some((mode, checkpoint_alignment)) = states.next_back() {
         make_room_for_states(&mut config, chance, mode, checkpoint_alignment);
     }
+    config.collects_aux_output = chance.percent(20);
+    config.behaviors.caps_hits_to_aux_output = config.collects_aux_output && chance.percent(50);
     config
 }
 
@@ -240,11 +242,11 @@ impl Hooks for Answers {
         })
     }
 
-    fn schedule_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
+    fn schedule_encoder_inputs(&mut self, _: &Request) -> Result<(), Infallible> {
         Ok(())
     }
 
-    fn free_processed_encoder_inputs(&mut self, _: RequestIndex, _: u32) -> Result<(), Infallible> {
+    fn free_processed_encoder_inputs(&mut self, _: &Request, _: u32) -> Result<(), Infallible> {
         Ok(())
     }
 
@@ -285,6 +287,41 @@ impl Hooks for Answers {
 
     fn finish_request(&mut self, _: &Request, _: &[&[BlockId]]) -> Result<bool, Infallible> {
         Ok(self.chance.percent(30))
+    }
+
+    fn has_encoder_outputs(&mut self, _: &Request, _: i64) -> Result<bool, Infallible> {
+        Ok(self.chance.percent(90))
+    }
+
+    fn end_encoder_transfer(&mut self, _: &Request) -> Result<bool, Infallible> {
+        Ok(self.chance.percent(20))
+    }
+
+    fn max_prefix_hit(&mut self, _: &Request, _: &mut BlockPool) -> Result<u32, Infallible> {
+        let num_blocks = self.chance.below(8) as u32;
+        Ok(num_blocks * BLOCK_SIZE)
+    }
+
+    fn cap_external_hit(
+        &mut self,
+        _: &Request,
+        _: &mut BlockPool,
+        _: u32,
+        num_external_tokens: i32,
+    ) -> Result<i32, Infallible> {
+        Ok(if self.chance.percent(50) { num_external_tokens } else { 0 })
+    }
+
+    fn note_load(&mut self, _: &Request) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn end_aux_output(&mut self, _: &Request, _: &mut BlockPool) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn take_aux_output(&mut self, _: &Request) -> Result<(), Infallible> {
+        Ok(())
     }
 }
 

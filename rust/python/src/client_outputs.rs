@@ -28,8 +28,22 @@ pub(crate) struct StepResult<'a, 'py> {
     pub(crate) model_runner_output: &'a Bound<'py, PyAny>,
     /// What a KV connector told of requests that end with this step, by request id, if it did.
     pub(crate) transfer_params: Option<Bound<'py, PyDict>>,
+    /// The same of an EC connector.
+    pub(crate) encoder_transfer_params: Option<Bound<'py, PyDict>>,
     /// vLLM's estimate of the work that the model did, if it is wanted.
     pub(crate) perf_stats: Option<Bound<'py, PyAny>>,
+}
+
+/// What connectors told of one request that ends.
+struct TransferParams<'py> {
+    kv: Option<Bound<'py, PyAny>>,
+    encoder: Option<Bound<'py, PyAny>>,
+}
+
+impl TransferParams<'_> {
+    fn are_empty(&self) -> bool {
+        self.kv.is_none() && self.encoder.is_none()
+    }
 }
 
 /// How outputs are written.
@@ -147,7 +161,7 @@ impl OutputWriter {
         output: &RequestOutput,
     ) -> PyResult<()> {
         let params = result.transfer_params_of(entry)?;
-        if !result.rare.concern(entry)? && params.is_none() {
+        if !result.rare.concern(entry)? && params.are_empty() {
             message.push(&self.output(entry, result, output)?);
             return Ok(());
         }
@@ -163,14 +177,17 @@ impl OutputWriter {
         entry: &Entry,
         result: &StepResult<'_, 'py>,
         output: &RequestOutput,
-        transfer_params: Option<Bound<'py, PyAny>>,
+        params: TransferParams<'py>,
     ) -> PyResult<()> {
         let sampled = &result.sampled[output.position];
         self.types.complete(object, entry, output, sampled, &result.rare)?;
-        match transfer_params {
-            Some(params) => set_transfer_params(object, output.news.as_deref(), &params),
-            None => Ok(()),
+        if let Some(params) = params.kv {
+            set_transfer_params(object, output.news.as_deref(), &params)?;
         }
+        if let Some(params) = params.encoder {
+            object.setattr(intern!(object.py(), "ec_transfer_params"), params)?;
+        }
+        Ok(())
     }
 
     fn output<'a>(
@@ -207,8 +224,14 @@ impl OutputWriter {
 }
 
 impl<'py> StepResult<'_, 'py> {
-    fn transfer_params_of(&self, entry: &Entry) -> PyResult<Option<Bound<'py, PyAny>>> {
-        self.transfer_params.as_ref().map_or(Ok(None), |params| params.get_item(&entry.id))
+    fn transfer_params_of(&self, entry: &Entry) -> PyResult<TransferParams<'py>> {
+        let of_entry = |params: &Option<Bound<'py, PyDict>>| {
+            params.as_ref().map_or(Ok(None), |params| params.get_item(&entry.id))
+        };
+        Ok(TransferParams {
+            kv: of_entry(&self.transfer_params)?,
+            encoder: of_entry(&self.encoder_transfer_params)?,
+        })
     }
 
     /// The tokens that go to the client: the model runner's own list, cut where the request ended.

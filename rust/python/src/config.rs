@@ -67,6 +67,8 @@ pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<Scheduler
             num_lookahead_tokens: hasher.as_ref().map_or(0, BlockHasher::num_lookahead_tokens),
         },
         kv_transfer: kv_transfer(config)?,
+        transfers_encoder_outputs: get(config, "transfers_encoder_outputs")?,
+        collects_aux_output: get(config, "collects_aux_output")?,
         hasher,
     })
 }
@@ -150,6 +152,7 @@ fn behaviors(config: &Bound<'_, PyDict>) -> PyResult<Behaviors> {
         keeps_block_before_junction: get(config, "keeps_block_before_junction")?,
         requeues_sessions_last: get(config, "requeues_sessions_last")?,
         caches_state_tails_once: get(config, "caches_state_tails_once")?,
+        caps_hits_to_aux_output: get(config, "caps_hits_to_aux_output")?,
         can_skip_drafts: get(config, "can_skip_drafts")?,
         local_prefill_interval: get(config, "local_prefill_interval")?,
     })

@@ -9,7 +9,9 @@ use sparksched_core::{
     RequestIndex,
 };
 
+use crate::aux_outputs::AuxOutputs;
 use crate::convert;
+use crate::encoder_transfer::EncoderTransfer;
 use crate::entries::Entries;
 use crate::hasher::ExtraKeysReader;
 use crate::kv_transfer::KvTransfer;
@@ -37,6 +39,8 @@ pub(crate) struct PyHooks<'a, 'py> {
     pub(crate) callbacks: &'a Callbacks,
     pub(crate) extra_keys: &'a ExtraKeysReader,
     pub(crate) kv_transfer: &'a KvTransfer,
+    pub(crate) encoder_transfer: &'a EncoderTransfer,
+    pub(crate) aux_outputs: &'a AuxOutputs,
     /// Why the grammars of requests can't be compiled, by id.
     pub(crate) grammar_errors: &'a Py<PyDict>,
 }
@@ -113,18 +117,22 @@ impl Hooks for PyHooks<'_, '_> {
         self.encoder_inputs().call_method1(intern!(self.py, "plan"), arguments)?.extract()
     }
 
-    fn schedule_encoder_inputs(&mut self, index: RequestIndex) -> PyResult<()> {
-        let arguments = (self.request(index),);
+    fn schedule_encoder_inputs(&mut self, request: &Request) -> PyResult<()> {
+        let object = self.request(request.index());
+        self.encoder_transfer.show(object, request)?;
+        let arguments = (object,);
         self.encoder_inputs().call_method1(intern!(self.py, "schedule"), arguments)?;
         Ok(())
     }
 
     fn free_processed_encoder_inputs(
         &mut self,
-        index: RequestIndex,
+        request: &Request,
         num_processed_tokens: u32,
     ) -> PyResult<()> {
-        let arguments = (self.request(index), num_processed_tokens);
+        let object = self.request(request.index());
+        self.encoder_transfer.show(object, request)?;
+        let arguments = (object, num_processed_tokens);
         self.encoder_inputs().call_method1(intern!(self.py, "free_processed"), arguments)?;
         Ok(())
     }
@@ -160,5 +168,46 @@ impl Hooks for PyHooks<'_, '_> {
 
     fn finish_request(&mut self, request: &Request, tables: &[&[BlockId]]) -> PyResult<bool> {
         self.kv_transfer.finish_request(self.request(request.index()), request, tables)
+    }
+
+    fn has_encoder_outputs(
+        &mut self,
+        request: &Request,
+        num_computed_tokens: i64,
+    ) -> PyResult<bool> {
+        let object = self.request(request.index());
+        self.encoder_transfer.has_outputs(object, request, num_computed_tokens)
+    }
+
+    fn end_encoder_transfer(&mut self, request: &Request) -> PyResult<bool> {
+        self.encoder_transfer.finish_request(self.request(request.index()), request)
+    }
+
+    fn max_prefix_hit(&mut self, request: &Request, pool: &mut BlockPool) -> PyResult<u32> {
+        self.aux_outputs.max_prefix_hit(self.request(request.index()), request, pool)
+    }
+
+    fn cap_external_hit(
+        &mut self,
+        request: &Request,
+        pool: &mut BlockPool,
+        num_local_tokens: u32,
+        num_external_tokens: i32,
+    ) -> PyResult<i32> {
+        let object = self.request(request.index());
+        let (num_local, num_external) = (num_local_tokens, num_external_tokens);
+        self.aux_outputs.cap_external_hit(object, request, pool, num_local, num_external)
+    }
+
+    fn note_load(&mut self, request: &Request) -> PyResult<()> {
+        self.aux_outputs.note_load(self.request(request.index()), request)
+    }
+
+    fn end_aux_output(&mut self, request: &Request, pool: &mut BlockPool) -> PyResult<()> {
+        self.aux_outputs.end(self.request(request.index()), request, pool)
+    }
+
+    fn take_aux_output(&mut self, request: &Request) -> PyResult<()> {
+        self.aux_outputs.take(self.request(request.index()), request)
     }
 }

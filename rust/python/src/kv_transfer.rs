@@ -1,5 +1,7 @@
 //! Hands what the core says of KV transfers to `sparksched.engine.kv_transfer`, and the other way round.
 
+use std::sync::Arc;
+
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -17,7 +19,7 @@ pub(crate) struct KvTransfer {
     python: Option<Py<PyAny>>,
     /// What connectors said of requests that ended in this call, by request id.
     params: Py<PyDict>,
-    view: RequestView,
+    view: Arc<RequestView>,
 }
 
 /// Whom a step's failed loads concern.
@@ -30,13 +32,8 @@ pub(crate) struct LoadFailures<'py> {
 }
 
 impl KvTransfer {
-    pub(crate) fn new(
-        py: Python<'_>,
-        python: Option<Py<PyAny>>,
-        digest_len: Option<usize>,
-    ) -> PyResult<Self> {
-        let view = RequestView::import(py, digest_len)?;
-        Ok(Self { python, params: PyDict::new(py).unbind(), view })
+    pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>, view: Arc<RequestView>) -> Self {
+        Self { python, params: PyDict::new(py).unbind(), view }
     }
 
     pub(crate) fn is_present(&self) -> bool {
@@ -47,11 +44,6 @@ impl KvTransfer {
         self.python.as_ref().expect("the core asks only if there is a connector").bind(py)
     }
 
-    /// Brings a `Request` up to date; connectors keep it, and look at it whenever they are called.
-    pub(crate) fn show(&self, request: &Bound<'_, PyAny>, state: &Request) -> PyResult<()> {
-        self.view.update(request, state)
-    }
-
     /// Asks what the connector has of a request.
     pub(crate) fn find_external_hit(
         &self,
@@ -59,7 +51,7 @@ impl KvTransfer {
         state: &Request,
         num_local_tokens: u32,
     ) -> PyResult<Option<ExternalHit>> {
-        self.show(request, state)?;
+        self.view.update(request, state)?;
         let py = request.py();
         let arguments = (request, num_local_tokens);
         let answer = self.python(py).call_method1(intern!(py, "find_external_hit"), arguments)?;
@@ -86,7 +78,7 @@ impl KvTransfer {
         pool: &BlockPool,
         allocation: ExternalAllocation,
     ) -> PyResult<()> {
-        self.show(request, state)?;
+        self.view.update(request, state)?;
         let py = request.py();
         let tables = self.blocks_of(py, state, pool)?;
         let arguments = (request, tables, allocation.num_tokens, allocation.num_queried_tokens);
@@ -123,7 +115,7 @@ impl KvTransfer {
         state: &Request,
         tables: &[&[BlockId]],
     ) -> PyResult<bool> {
-        self.show(request, state)?;
+        self.view.update(request, state)?;
         let py = request.py();
         let tables = tables.iter().map(|table| PyList::new(py, table.iter().map(|id| id.0)));
         let tables = PyTuple::new(py, tables.collect::<PyResult<Vec<_>>>()?)?;

@@ -1,10 +1,12 @@
 //! The Python extension `sparksched._core`: the scheduler of `sparksched-core` behind vLLM's
 //! objects. Thin: decisions are made in the core, objects are read and built in [`convert`].
 
+mod aux_outputs;
 mod block_observer;
 mod client_outputs;
 mod config;
 mod convert;
+mod encoder_transfer;
 mod entries;
 #[cfg(target_os = "linux")]
 mod frames;
@@ -32,6 +34,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<hasher::NativeBlockHasher>()?;
     module.add_function(wrap_pyfunction!(hasher::read_prompt, module)?)?;
     module.add_class::<scheduler_core::SchedulerCore>()?;
+    module.add_class::<aux_outputs::CachedBlocks>()?;
     module.add_class::<convert::StepOutputs>()?;
     module.add_function(wrap_pyfunction!(convert::encode_like_scheduler, module)?)?;
     #[cfg(target_os = "linux")]

@@ -159,6 +159,11 @@ impl KvCacheManager {
         &self.pool
     }
 
+    /// The blocks themselves, to be lent.
+    pub(crate) fn pool_mut(&mut self) -> &mut BlockPool {
+        &mut self.pool
+    }
+
     /// Groups for which a request needs more than their tables.
     pub(crate) fn num_state_blocks(&self) -> usize {
         if self.is_uniform { 0 } else { self.groups.len() }
@@ -175,14 +180,14 @@ impl KvCacheManager {
         self.enable_caching && !request.skip_reading_prefix_cache
     }
 
-    /// Looks up the longest cached prefix, at least one token short of the whole: the last token
-    /// has to be computed to sample the next.
-    pub fn find_prefix_hit(&mut self, request: &Request) -> PrefixHit {
+    /// Looks up the longest cached prefix of at most `max_tokens` tokens, and at least one token
+    /// short of the whole: the last token has to be computed to sample the next.
+    pub fn find_prefix_hit(&mut self, request: &Request, max_tokens: u32) -> PrefixHit {
         self.hits.iter_mut().for_each(Vec::clear);
         if !self.reads_prefix_cache(request) {
             return PrefixHit::default();
         }
-        let max_tokens = request.num_tokens().saturating_sub(1) as u32;
+        let max_tokens = max_tokens.min(request.num_tokens().saturating_sub(1) as u32);
         let (num_tokens, longest) = self.find_longest_hit(request, max_tokens);
         if num_tokens > 0 && request.reports_cached_blocks {
             self.report_hit(request);

@@ -2,8 +2,11 @@
 //! and go.
 //!
 //! `policy.rs` decides what a step computes, `update.rs` takes in what the model runner brought,
-//! and `transfers.rs` is the part of both that a KV connector has.
+//! and `transfers.rs`, `encoder_transfer.rs` and `aux_output.rs` are the parts of both that a KV
+//! connector, an EC connector and the collector of auxiliary output have.
 
+mod aux_output;
+mod encoder_transfer;
 mod policy;
 mod transfers;
 mod update;

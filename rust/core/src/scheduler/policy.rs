@@ -4,8 +4,8 @@
 //! computed; each step hands out a budget of tokens so that the computed ones catch up, first to
 //! the requests that run, then to those that wait.
 //!
-//! What it does for KV connectors is in `transfers.rs`. Left out, and refused before a scheduler
-//! is built: EC connectors.
+//! What it does for KV connectors is in `transfers.rs`, for EC connectors in `encoder_transfer.rs`,
+//! for auxiliary output in `aux_output.rs`.
 
 use super::transfers::Hit;
 use super::{PauseState, Scheduler};
@@ -200,7 +200,7 @@ impl Scheduler {
                 break;
             }
             if self.request(index).has_encoder_inputs {
-                hooks.schedule_encoder_inputs(index)?;
+                hooks.schedule_encoder_inputs(self.request(index))?;
             }
             self.note_use_of_drafts(index, num_tokens);
             let mut scheduled = self.scheduled(index, num_tokens);
@@ -226,6 +226,11 @@ impl Scheduler {
             || self.current_step < request.next_decode_step
             || (limits.defer_prefills && request.is_prefill_chunk)
         {
+            return Ok(0);
+        }
+        let num_settled =
+            i64::from(request.num_computed_tokens) - i64::from(request.num_output_placeholders);
+        if self.awaits_encoder_outputs(request, num_settled, hooks)? {
             return Ok(0);
         }
         let num_known =
@@ -509,12 +514,20 @@ impl Scheduler {
         let looks_up = self.request(index).num_computed_tokens == 0;
         let hit = if looks_up { self.find_hit(index, hooks)? } else { Some(Hit::default()) };
         let Some(hit) = hit else { return Ok(Turn::PassedOver) };
-        let num_computed_tokens = self.request(index).num_computed_tokens + hit.num_tokens();
+        let request = self.request(index);
+        let num_computed_tokens = request.num_computed_tokens + hit.num_tokens();
+        if self.awaits_encoder_outputs(request, num_computed_tokens.into(), hooks)? {
+            return Ok(Turn::PassedOver);
+        }
+        if looks_up {
+            self.note_hit(index, &hit);
+        }
         if hit.external.is_async {
             if !self.allocate_admitted(index, hit, 0, looks_up, hooks)? {
                 return Ok(Turn::Waits);
             }
             self.begin_load(index, num_computed_tokens);
+            self.note_load(index, hooks)?;
             return Ok(Turn::PassedOver);
         }
         let share = self.share_of_admitted(index, num_computed_tokens, budget, limits, hooks)?;
@@ -530,7 +543,7 @@ impl Scheduler {
         self.step.has_sync_kv_loads |= hit.external.num_tokens > 0;
         budget.take(share.num_tokens);
         if self.request(index).has_encoder_inputs {
-            hooks.schedule_encoder_inputs(index)?;
+            hooks.schedule_encoder_inputs(self.request(index))?;
         }
         Ok(Turn::Admitted)
     }
@@ -545,16 +558,21 @@ impl Scheduler {
         if let Some(hasher) = &self.config.hasher {
             request.refresh_hashes(hasher);
         }
-        let local = self.kv_cache.find_prefix_hit(request);
+        let max_tokens = self.max_prefix_hit(index, hooks)?;
+        let request = &mut self.slots[index];
+        let local = self.kv_cache.find_prefix_hit(request, max_tokens);
         request.shared_prefix_boundary = local.shared_prefix_boundary;
         let Some(external) = self.find_external_hit(index, local, hooks)? else {
             return Ok(None);
         };
-        let hit = Hit { local, external };
+        self.cap_external_hit(index, Hit { local, external }, hooks).map(Some)
+    }
+
+    /// Notes what a request that was looked up need not compute.
+    fn note_hit(&mut self, index: RequestIndex, hit: &Hit) {
         let request = &mut self.slots[index];
-        note_first_prefill(request, &hit);
-        self.set_fetch_stage(index, external.is_async.then_some(FetchStage::WaitingToStart));
-        Ok(Some(hit))
+        note_first_prefill(request, hit);
+        self.set_fetch_stage(index, hit.external.is_async.then_some(FetchStage::WaitingToStart));
     }
 
     /// Finds blocks for a waiting request and its hit. Returns whether there were enough.
@@ -704,6 +722,7 @@ impl Scheduler {
         hooks: &mut H,
     ) -> Result<(), H::Error> {
         debug_assert_eq!(self.request(index).status, RequestStatus::Running);
+        self.end_aux_output(index, hooks)?;
         self.free_blocks(index);
         let request = &mut self.slots[index];
         if request.has_encoder_inputs {

@@ -207,10 +207,14 @@ impl Scheduler {
         is_loading: bool,
         hooks: &mut H,
     ) -> Result<bool, H::Error> {
+        self.end_aux_output(index, hooks)?;
         let mut is_kept = is_loading;
         if self.config.kv_transfer.is_some() {
             self.set_fetch_stage(index, None);
             is_kept |= self.hand_over_blocks(index, hooks)?;
+        }
+        if self.config.transfers_encoder_outputs {
+            is_kept |= hooks.end_encoder_transfer(self.request(index))?;
         }
         if self.request(index).has_encoder_inputs {
             hooks.free_encoder_inputs(index)?;

@@ -103,6 +103,9 @@ impl Scheduler {
             if num_new_tokens == 0 && !stopped && !scheduled.is_pooled {
                 continue;
             }
+            if self.config.collects_aux_output {
+                hooks.take_aux_output(self.request(index))?;
+            }
             let news = self.take_news(index);
             outputs.push(RequestOutput { index, position, num_new_tokens, news });
             if !stopped {
@@ -168,7 +171,7 @@ impl Scheduler {
         if request.has_encoder_inputs {
             let num_processed =
                 request.num_computed_tokens.saturating_sub(request.num_output_placeholders);
-            hooks.free_processed_encoder_inputs(index, num_processed)?;
+            hooks.free_processed_encoder_inputs(request, num_processed)?;
         }
         let sampled_tokens = scheduled.sampled_tokens;
         let mut advance = append_tokens(request, config, kv_cache, sampled_tokens, is_stale);

@@ -57,6 +57,8 @@ pub fn config(groups: Vec<KvCacheGroupConfig>, retention_interval: Option<u32>) 
         retention_interval,
         journal: JournalConfig::default(),
         kv_transfer: None,
+        transfers_encoder_outputs: false,
+        collects_aux_output: false,
         hasher: BlockHasher::new(HashAlgorithm::Sha256, BLOCK_SIZE, b"none"),
     }
 }
@@ -110,11 +112,11 @@ impl Hooks for Answers {
         Ok(n)
     }
 
-    fn schedule_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
+    fn schedule_encoder_inputs(&mut self, _: &Request) -> Result<(), Infallible> {
         Ok(())
     }
 
-    fn free_processed_encoder_inputs(&mut self, _: RequestIndex, _: u32) -> Result<(), Infallible> {
+    fn free_processed_encoder_inputs(&mut self, _: &Request, _: u32) -> Result<(), Infallible> {
         Ok(())
     }
 
@@ -145,6 +147,40 @@ impl Hooks for Answers {
 
     fn finish_request(&mut self, _: &Request, _: &[&[BlockId]]) -> Result<bool, Infallible> {
         Ok(false)
+    }
+
+    fn has_encoder_outputs(&mut self, _: &Request, _: i64) -> Result<bool, Infallible> {
+        Ok(true)
+    }
+
+    fn end_encoder_transfer(&mut self, _: &Request) -> Result<bool, Infallible> {
+        Ok(false)
+    }
+
+    fn max_prefix_hit(&mut self, _: &Request, _: &mut BlockPool) -> Result<u32, Infallible> {
+        Ok(u32::MAX)
+    }
+
+    fn cap_external_hit(
+        &mut self,
+        _: &Request,
+        _: &mut BlockPool,
+        _: u32,
+        num_external_tokens: i32,
+    ) -> Result<i32, Infallible> {
+        Ok(num_external_tokens)
+    }
+
+    fn note_load(&mut self, _: &Request) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn end_aux_output(&mut self, _: &Request, _: &mut BlockPool) -> Result<(), Infallible> {
+        Ok(())
+    }
+
+    fn take_aux_output(&mut self, _: &Request) -> Result<(), Infallible> {
+        Ok(())
     }
 }
 

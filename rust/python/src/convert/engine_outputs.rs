@@ -23,6 +23,8 @@ pub(crate) struct OtherStats<'py> {
     /// `num_kv_fetch_reqs_by_stage`, `connector_prefix_cache_stats` and `kv_connector_stats` of
     /// a KV connector.
     pub(crate) kv_transfer: Option<[Bound<'py, PyAny>; 3]>,
+    /// `ec_connector_stats` of an EC connector.
+    pub(crate) encoder_transfer: Option<Bound<'py, PyAny>>,
 }
 
 impl OtherStats<'_> {
@@ -31,6 +33,7 @@ impl OtherStats<'_> {
         self.cudagraph.is_none()
             && self.perf.is_none()
             && self.kv_transfer.is_none()
+            && self.encoder_transfer.is_none()
             && self.evictions.as_ref().is_none_or(PyListMethods::is_empty)
     }
 }
@@ -180,6 +183,9 @@ impl EngineOutputTypes {
         }
         if let Some(logprobs) = rare.prompt_token_id_logprobs(&entry.id)? {
             object.setattr(intern!(py, "prompt_token_id_logprobs"), logprobs)?;
+        }
+        if let Some(experts) = rare.routed_experts(&entry.id)? {
+            object.setattr(intern!(py, "routed_experts"), experts)?;
         }
         if entry.num_nans_in_logits != 0 {
             object.setattr(intern!(py, "num_nans_in_logits"), entry.num_nans_in_logits)?;
@@ -341,7 +347,7 @@ impl EngineOutputTypes {
             others.evictions.clone().unwrap_or_else(|| PyList::empty(py)).into_any(),
             self.spec_decoding_stats(py, stats.spec_decoding_stats.as_ref())?,
             kv_connector_stats,
-            none.bind(py).clone(),      // ec_connector_stats
+            others.encoder_transfer.clone().unwrap_or_else(|| none.bind(py).clone()),
             PyDict::new(py).into_any(), // waiting_lora_adapters
             PyDict::new(py).into_any(), // running_lora_adapters
             others.cudagraph.clone().unwrap_or_else(|| none.bind(py).clone()),

@@ -20,7 +20,8 @@ impl RequestView {
         Ok(Self { statuses: StatusTypes::import(py)?, digest_len })
     }
 
-    /// Copies into a `Request` what has changed: tokens, hashes, status and counters.
+    /// Copies into a `Request` what has changed: tokens, hashes, status and counters. Connectors
+    /// keep it, and look at it whenever they are called.
     pub(crate) fn update(&self, request: &Bound<'_, PyAny>, state: &Request) -> PyResult<()> {
         let py = request.py();
         sync_request_tokens(request, state.tokens())?;

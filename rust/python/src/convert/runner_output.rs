@@ -148,6 +148,9 @@ pub(crate) struct RareOutputs<'py> {
     prompt_logprobs: Option<Bound<'py, PyDict>>,
     prompt_token_id_logprobs: Option<Bound<'py, PyDict>>,
     pub(crate) num_nans_in_logits: Option<Bound<'py, PyDict>>,
+    /// By request id, which experts the model routed tokens to, if that is collected. What of it
+    /// counts is known only when the core has taken the step in.
+    pub(crate) routed_experts: Option<Bound<'py, PyDict>>,
 }
 
 impl<'py> RareOutputs<'py> {
@@ -163,6 +166,7 @@ impl<'py> RareOutputs<'py> {
             prompt_logprobs: dict(intern!(py, "prompt_logprobs_dict"))?,
             prompt_token_id_logprobs: dict(intern!(py, "prompt_token_id_logprobs_dict"))?,
             num_nans_in_logits: dict(intern!(py, "num_nans_in_logits"))?,
+            routed_experts: None,
         })
     }
 
@@ -195,7 +199,7 @@ impl<'py> RareOutputs<'py> {
 
     /// Whether all outputs may have parts that only Python knows.
     pub(crate) fn concern_all(&self) -> bool {
-        self.has_pooled() || self.sampling_masks.is_some()
+        self.has_pooled() || self.sampling_masks.is_some() || self.routed_experts.is_some()
     }
 
     /// Whether a request's output has parts that only Python knows.
@@ -241,6 +245,10 @@ impl<'py> RareOutputs<'py> {
         id: &Py<PyString>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.prompt_token_id_logprobs.as_ref().map_or(Ok(None), |dict| dict.get_item(id))
+    }
+
+    pub(crate) fn routed_experts(&self, id: &Py<PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.routed_experts.as_ref().map_or(Ok(None), |dict| dict.get_item(id))
     }
 
     pub(crate) fn num_nans(&self, id: &Py<PyString>) -> PyResult<Option<i64>> {

@@ -25,6 +25,7 @@ impl SchedulerCore {
             self.or_stop(noted)?;
         }
         self.kv_transfer.take_params(py)?;
+        self.encoder_transfer.take_params(py)?;
         Ok(requests)
     }
 

@@ -14,10 +14,14 @@ use sparksched_core::{
 };
 use sparksched_entry_points::entry_points;
 
+use crate::aux_outputs::AuxOutputs;
 use crate::block_observer::BlockObserver;
 use crate::client_outputs::OutputWriter;
 use crate::config::scheduler_config;
-use crate::convert::{self, EncoderStep, OtherStats, SchedulerOutputBuilder, StepExtras};
+use crate::convert::{
+    self, EncoderStep, OtherStats, RequestView, SchedulerOutputBuilder, StepExtras,
+};
+use crate::encoder_transfer::EncoderTransfer;
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
 use crate::hasher::ExtraKeysReader;
@@ -36,6 +40,9 @@ pub(crate) struct SchedulerCore {
     extra_keys: ExtraKeysReader,
     block_observer: BlockObserver,
     kv_transfer: KvTransfer,
+    encoder_transfer: EncoderTransfer,
+    aux_outputs: AuxOutputs,
+    request_view: Arc<RequestView>,
     guard: Guard,
     timer: StepTimer,
     /// `request_id` to place.
@@ -63,7 +70,8 @@ impl SchedulerCore {
     #[expect(clippy::too_many_arguments, reason = "they are named where it is called")]
     #[pyo3(signature = (
         config, *, accept_tokens, validate_tokens, next_turn, encoder_inputs, extra_keys,
-        block_observer, kv_transfer, step_perf_stats, encode_part, include_finished_set
+        block_observer, kv_transfer, encoder_transfer, aux_outputs, step_perf_stats, encode_part,
+        include_finished_set
     ))]
     fn new(
         config: &Bound<'_, PyDict>,
@@ -74,6 +82,8 @@ impl SchedulerCore {
         extra_keys: Option<Py<PyAny>>,
         block_observer: Option<Py<PyAny>>,
         kv_transfer: Option<Py<PyAny>>,
+        encoder_transfer: Option<Py<PyAny>>,
+        aux_outputs: Option<Py<PyAny>>,
         step_perf_stats: Option<Py<PyAny>>,
         encode_part: Py<PyAny>,
         include_finished_set: bool,
@@ -83,6 +93,7 @@ impl SchedulerCore {
         let scheduler = Scheduler::new(scheduler_config(config)?)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
         let digest_len = scheduler.config().hasher.as_ref().map(BlockHasher::digest_len);
+        let request_view = Arc::new(RequestView::import(py, digest_len)?);
         Ok(Self {
             scheduler,
             entries: Entries::default(),
@@ -97,7 +108,10 @@ impl SchedulerCore {
             },
             extra_keys: ExtraKeysReader(extra_keys),
             block_observer: BlockObserver(block_observer),
-            kv_transfer: KvTransfer::new(py, kv_transfer, digest_len)?,
+            kv_transfer: KvTransfer::new(py, kv_transfer, Arc::clone(&request_view)),
+            encoder_transfer: EncoderTransfer::new(py, encoder_transfer, Arc::clone(&request_view)),
+            aux_outputs: AuxOutputs::new(py, aux_outputs, Arc::clone(&request_view))?,
+            request_view,
             guard: Guard::default(),
             timer: StepTimer::default(),
             places: PyDict::new(py).unbind(),
@@ -306,6 +320,7 @@ impl SchedulerCore {
             cudagraph: None,
             perf: None,
             kv_transfer: self.kv_transfer.take_stats(py, &self.scheduler)?,
+            encoder_transfer: None,
         };
         let types = &self.output_writer.types;
         types.scheduler_stats(py, &stats, &others).map(Some)
@@ -440,8 +455,10 @@ impl SchedulerCore {
 
     /// Whether the model runner has to be told of ends, or a KV connector keeps blocks.
     fn has_ends_to_tell(&self, py: Python<'_>) -> bool {
-        // Requests that are kept until their blocks are sent need steps in which they are.
-        !self.finished_req_ids.bind(py).is_empty() || self.scheduler.num_kept_requests() > 0
+        // Requests that are kept until their blocks are sent need steps in which they are. Those
+        // that an EC connector keeps need none by themselves: no worker says that they may go.
+        !self.finished_req_ids.bind(py).is_empty()
+            || (self.kv_transfer.is_present() && self.scheduler.num_kept_requests() > 0)
     }
 
     /// The `Request` objects at these places.
@@ -475,7 +492,7 @@ impl SchedulerCore {
         for (_, place) in self.places.bind(py) {
             let index = RequestIndex(place.extract()?);
             let request = self.entries.get(index).request.bind(py);
-            self.kv_transfer.show(request, self.scheduler.request(index))?;
+            self.request_view.update(request, self.scheduler.request(index))?;
         }
         Ok(())
     }
@@ -539,6 +556,8 @@ impl SchedulerCore {
             callbacks: &self.callbacks,
             extra_keys: &self.extra_keys,
             kv_transfer: &self.kv_transfer,
+            encoder_transfer: &self.encoder_transfer,
+            aux_outputs: &self.aux_outputs,
             grammar_errors: &self.grammar_errors,
         };
         (&mut self.scheduler, hooks)

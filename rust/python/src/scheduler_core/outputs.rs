@@ -42,6 +42,7 @@ impl SchedulerCore {
             rare,
             model_runner_output,
             transfer_params: None,
+            encoder_transfer_params: None,
             perf_stats: self.step_perf_stats(scheduler_output)?,
         };
         self.note_nans(&result)?;
@@ -55,11 +56,14 @@ impl SchedulerCore {
             is_pooled: it.is_pooled,
             is_void: it.is_void,
         });
+        self.aux_outputs.begin_update(model_runner_output)?;
         let mut outputs = std::mem::take(&mut self.outputs);
         let (scheduler, mut hooks) = self.split(py);
         let updated = scheduler.update_from_output(scheduled, &mut hooks, &mut outputs);
         self.or_stop(updated)?;
         result.transfer_params = self.kv_transfer.take_params(py)?;
+        result.encoder_transfer_params = self.encoder_transfer.take_params(py)?;
+        result.rare.routed_experts = self.aux_outputs.end_update(py)?;
         let told = self.tell(py, &result, &outputs, failures.failed_ids, report.as_ref());
         self.outputs = outputs;
         self.or_stop(told)
@@ -120,6 +124,7 @@ impl SchedulerCore {
         self.forget_finished(py, outputs)?;
         self.append_errors(py, failed_ids, &mut written)?;
         let events = report.map(|report| self.settle_transfers(report)).transpose()?;
+        self.encoder_transfer.update(result.model_runner_output)?;
         self.block_observer.publish(py, events)?;
         let by_client = written.into_dict(py, &self.output_writer)?;
         self.add_common_fields(&by_client, result)?;
@@ -217,6 +222,7 @@ impl SchedulerCore {
             self.note_end(py, ended.index, status, ended.is_kept)?;
         }
         self.kv_transfer.take_params(py)?;
+        self.encoder_transfer.take_params(py)?;
         Ok(())
     }
 
@@ -239,7 +245,7 @@ impl SchedulerCore {
     }
 
     /// The ids of requests whose grammar can't be compiled, whose items contradict the encoder
-    /// cache, or whose loads failed.
+    /// cache, whose loads failed, or whose encoder outputs an EC connector can't bring any more.
     fn ids_of_errors<'py>(
         &self,
         grammar_errors: &Bound<'py, PyDict>,
@@ -253,6 +259,7 @@ impl SchedulerCore {
             others.extend(mismatches.is_truthy()?.then_some(mismatches));
         }
         others.extend(failed_loads.map(Bound::into_any));
+        others.extend(self.encoder_transfer.take_unavailable(py)?);
         if grammar_errors.is_empty() && others.is_empty() {
             return Ok(None);
         }
@@ -285,6 +292,7 @@ impl SchedulerCore {
                 cudagraph: (!cudagraph.is_none()).then_some(cudagraph),
                 perf: result.perf_stats.clone(),
                 kv_transfer: self.kv_transfer.take_stats(py, &self.scheduler)?,
+                encoder_transfer: self.encoder_transfer.take_stats(py)?,
             };
             let stats = self.scheduler.take_stats();
             by_client.set_stats(stats, &others, &self.output_writer)?;

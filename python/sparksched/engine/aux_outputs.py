@@ -1,0 +1,78 @@
+"""Auxiliary output, such as routed experts: vLLM's connector, and what it looks up.
+
+The core calls the connector, with a `Request` that is up to date. Mirrors what vLLM's
+`v1/core/sched/scheduler.py` does with its `aux_output_connector`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from sparksched._core import CachedBlocks
+
+
+class AuxOutputs:
+    """The scheduler's side of what workers collect besides tokens."""
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        lookup_groups: Sequence[Sequence[int]],
+        hash_block_size: int,
+        kv_connector: KVConnectorBase_V1 | None,
+    ) -> None:
+        """Build vLLM's connector.
+
+        Args:
+            kv_cache_config: The KV cache groups and their size.
+            lookup_groups: Ids of groups that are looked up together, full attention first.
+            hash_block_size: Tokens that a hash covers more than the one before it.
+            kv_connector: The KV connector, if there is one.
+
+        """
+        self.cached_blocks: CachedBlocks | None = None
+        arguments: tuple[Any, ...] = ()
+        if hasattr(AuxOutputSchedulerConnector, "max_cache_hit"):
+            self.cached_blocks = CachedBlocks()
+            block_pool = _BlockPool(self.cached_blocks, hash_block_size)
+            specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+            first = lookup_groups[0][0]
+            has_full_attention = isinstance(specs[first], FullAttentionSpec)
+            coordinator = _Coordinator(
+                first if has_full_attention else None,
+                [_Manager(block_pool, spec.block_size) for spec in specs],
+            )
+            arguments = (_KVCacheManager(kv_cache_config, block_pool, coordinator), kv_connector)
+        self.connector = AuxOutputSchedulerConnector(*arguments)
+
+
+# What the connector reads of vLLM's KV cache manager, and no more.
+
+
+class _BlockPool:
+    def __init__(self, cached_blocks: CachedBlocks, hash_block_size: int) -> None:
+        self.get_cached_block = cached_blocks.get_cached_block
+        self.hash_block_size = hash_block_size
+
+
+@dataclass(frozen=True)
+class _Manager:
+    block_pool: _BlockPool
+    block_size: int
+
+
+@dataclass(frozen=True)
+class _Coordinator:
+    full_attention_group_id: int | None
+    single_type_managers: list[_Manager]
+
+
+@dataclass(frozen=True)
+class _KVCacheManager:
+    kv_cache_config: KVCacheConfig
+    block_pool: _BlockPool
+    coordinator: _Coordinator

@@ -1,0 +1,23 @@
+//! Encoder outputs that come from elsewhere: what vLLM's `v1/core/sched/scheduler.py` asks an EC
+//! connector before it schedules a request. The rest is where encoder inputs are scheduled and
+//! freed.
+
+use super::Scheduler;
+use crate::hooks::Hooks;
+use crate::request::Request;
+
+impl Scheduler {
+    /// Whether an encoder output is still in transit that a request needs behind its first
+    /// `num_computed_tokens` tokens.
+    pub(super) fn awaits_encoder_outputs<H: Hooks>(
+        &self,
+        request: &Request,
+        num_computed_tokens: i64,
+        hooks: &mut H,
+    ) -> Result<bool, H::Error> {
+        if !self.config.transfers_encoder_outputs || !request.has_encoder_inputs {
+            return Ok(false);
+        }
+        Ok(!hooks.has_encoder_outputs(request, num_computed_tokens)?)
+    }
+}

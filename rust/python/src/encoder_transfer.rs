@@ -1,0 +1,98 @@
+//! Hands what the core says of encoder inputs to `sparksched.engine.encoder_transfer`.
+
+use std::sync::Arc;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use sparksched_core::Request;
+
+use crate::convert::RequestView;
+
+/// `EncoderTransfer`, if there is an EC connector.
+pub(crate) struct EncoderTransfer {
+    python: Option<Py<PyAny>>,
+    /// What the connector said of requests that ended in this call, by request id.
+    params: Py<PyDict>,
+    view: Arc<RequestView>,
+}
+
+impl EncoderTransfer {
+    pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>, view: Arc<RequestView>) -> Self {
+        Self { python, params: PyDict::new(py).unbind(), view }
+    }
+
+    fn python<'a, 'py>(&'a self, py: Python<'py>) -> &'a Bound<'py, PyAny> {
+        self.python.as_ref().expect("the core asks only if there is a connector").bind(py)
+    }
+
+    /// Brings a `Request` up to date that a connector is about to be shown, if there is one.
+    pub(crate) fn show(&self, request: &Bound<'_, PyAny>, state: &Request) -> PyResult<()> {
+        if self.python.is_some() { self.view.update(request, state) } else { Ok(()) }
+    }
+
+    /// Asks whether what a request needs is there.
+    pub(crate) fn has_outputs(
+        &self,
+        request: &Bound<'_, PyAny>,
+        state: &Request,
+        num_computed_tokens: i64,
+    ) -> PyResult<bool> {
+        self.view.update(request, state)?;
+        let py = request.py();
+        let arguments = (request, num_computed_tokens);
+        self.python(py).call_method1(intern!(py, "has_outputs"), arguments)?.is_truthy()
+    }
+
+    /// Tells the connector that a request has ended. Returns whether it keeps the request.
+    pub(crate) fn finish_request(
+        &self,
+        request: &Bound<'_, PyAny>,
+        state: &Request,
+    ) -> PyResult<bool> {
+        self.view.update(request, state)?;
+        let py = request.py();
+        let answer = self.python(py).call_method1(intern!(py, "finish_request"), (request,))?;
+        let (is_kept, params): (bool, Bound<'_, PyAny>) = answer.extract()?;
+        if !params.is_none() {
+            self.params.bind(py).set_item(request.getattr(intern!(py, "request_id"))?, params)?;
+        }
+        Ok(is_kept)
+    }
+
+    /// What the connector said of the requests that ended in this call, if it did.
+    pub(crate) fn take_params<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let params = self.params.bind(py);
+        if params.is_empty() {
+            return Ok(None);
+        }
+        let taken = params.copy()?;
+        params.clear();
+        Ok(Some(taken))
+    }
+
+    /// The ids of requests whose inputs can't be had any more: a set.
+    pub(crate) fn take_unavailable<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Some(python) = &self.python else { return Ok(None) };
+        let ids = python.bind(py).call_method0(intern!(py, "take_unavailable"))?;
+        Ok(ids.is_truthy()?.then_some(ids))
+    }
+
+    /// Tells the connector what its workers report, None or not.
+    pub(crate) fn update(&self, model_runner_output: &Bound<'_, PyAny>) -> PyResult<()> {
+        let Some(python) = &self.python else { return Ok(()) };
+        let py = model_runner_output.py();
+        let report = model_runner_output.getattr(intern!(py, "ec_connector_output"))?;
+        python.bind(py).call_method1(intern!(py, "update"), (report,))?;
+        Ok(())
+    }
+
+    /// `ec_connector_stats` of the step, if there is a connector.
+    pub(crate) fn take_stats<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Some(python) = &self.python else { return Ok(None) };
+        python.bind(py).call_method0(intern!(py, "take_stats")).map(Some)
+    }
+}
