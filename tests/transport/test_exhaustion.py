@@ -361,7 +361,7 @@ def mount(*commands: str) -> None:
 
 
 def read_only() -> None:
-    mount("-t tmpfs tmpfs /tmp", "-o remount,bind,ro /")
+    mount("--bind /tmp /tmp", "-o remount,bind,ro /")
     with pytest.raises(OSError, match="Read-only"):
         Path("/var/tmp/file").touch()
 

@@ -65,6 +65,7 @@ fn client_events(client: &ClientRings) -> Vec<Event> {
 fn messages_pass_both_ways() {
     let engine = engine("both-ways", 1 << 16);
     let client = client(&engine, 1);
+    assert_eq!(client.link().peer_pid().cast_unsigned(), std::process::id());
     client.link().send(3, &[b"one", b"", b"three"], false).unwrap();
     let events = engine_events(&engine);
     let expected = vec![b"one".to_vec(), Vec::new(), b"three".to_vec()];
