@@ -107,7 +107,9 @@ def async_llm() -> AsyncLLM:
     """Return vLLM's front end, with nothing before and behind it."""
     llm = AsyncLLM.__new__(AsyncLLM)
     llm.vllm_config = SimpleNamespace(
-        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False), kv_transfer_config=None
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        kv_transfer_config=None,
+        ec_transfer_config=None,
     )
     llm.scheduler_config = SimpleNamespace(max_num_queued_reqs=None, max_num_queued_tokens=None)
     llm.renderer = SimpleNamespace(mm_processor_cache=None, shutdown=lambda: None)

@@ -41,6 +41,11 @@ SIZES = {
     "SPARKSCHED_SOAK_MESSAGES": "100000",
     "SPARKSCHED_LOOM_PREEMPTIONS": "3",
 }
+# All configurations for a short time, and the one with the most special cases for longer.
+SCENARIOS = (
+    ("--seeds", "0:1", "--steps", "80"),
+    ("--config", "states-by-eagle", "--seeds", "0:6", "--steps", "150"),
+)
 RING = ("cargo", "test", "--quiet", "-p", "sparksched-ring")
 QUICK = ("link", "refusals", "memory", "meters", "properties")
 SLOW = ("faults", "broken_watcher", "soak", "wake_ups")
@@ -155,10 +160,12 @@ def _build_extension() -> bool:
 
 
 def _differential() -> bool:
-    scenarios = ("-m", "tests.differential", "--seeds", "0:1", "--steps", "80")
-    return _build_extension() or _fails(
-        (sys.executable, *scenarios), cwd=ROOT, PYTHONPATH=str(TREE / "python")
-    )
+    return _build_extension() or any(_differs(*scenarios) for scenarios in SCENARIOS)
+
+
+def _differs(*scenarios: str) -> bool:
+    command = (sys.executable, "-m", "tests.differential", *scenarios)
+    return _fails(command, cwd=ROOT, PYTHONPATH=str(TREE / "python"))
 
 
 Stage = tuple[str, Callable[[], bool]]

@@ -78,8 +78,10 @@ def install(async_llm: ModuleType) -> None:
 def _in_turns(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     async def add_request(self: "AsyncLLM", request_id: str, *args: Any, **kwargs: Any) -> Any:
-        # One whose blocks another engine holds must not be cancelled while nobody knows it here.
-        if self.vllm_config.kv_transfer_config is not None:
+        # One for which another engine holds something must not be cancelled while nobody knows it
+        # here.
+        config = self.vllm_config
+        if config.kv_transfer_config is not None or config.ec_transfer_config is not None:
             return await original(self, request_id, *args, **kwargs)
         loop = asyncio.get_running_loop()
         newcomers = self.__dict__.get("sparksched_newcomers")
