@@ -27,7 +27,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from .connector import request_state
-from .feature import Feature, FeatureSettings
+from .feature import Feature, FeatureSettings, LoggedFeature
 
 if TYPE_CHECKING:
     from .trace import RequestPlan
@@ -105,12 +105,11 @@ class RecordingCappingConnector(RecordingAuxConnector):
         super().request_loading(request, num_tokens)
 
 
-class AuxOutputs(Feature):
+class AuxOutputs(LoggedFeature):
     """The worker of both sides."""
 
     def __init__(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> None:
         super().__init__(configuration, seed, coverage)
-        self._logs: tuple[list[tuple[Any, ...]], ...] = ([], [])
         # By a number that a request gets each time that it is admitted: how many tokens' experts
         # have been told.
         self._num_told: list[int] = []
@@ -188,14 +187,6 @@ class AuxOutputs(Feature):
                 output.aux_output_connector_output = copy.deepcopy(collected)
 
     # What is compared, and what was reached.
-
-    def told(self, side: int) -> Any:
-        log = list(self._logs[side])
-        self._logs[side].clear()
-        if side == 0:
-            for call, *details in log:
-                self._cover(call, details)
-        return log
 
     def _cover(self, call: str, details: list[Any]) -> None:
         coverage = self.coverage

@@ -22,7 +22,7 @@ from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from .connector import request_state
-from .feature import Feature, FeatureSettings
+from .feature import Feature, FeatureSettings, LoggedFeature
 
 if TYPE_CHECKING:
     from .world import Configuration
@@ -185,7 +185,7 @@ class RecordingECConnector(ECConnectorBase):  # type: ignore[misc]
         self._note("shutdown")
 
 
-class ECConnector(Feature):
+class ECConnector(LoggedFeature):
     """The workers of both sides, which have little to say."""
 
     def __init__(
@@ -198,7 +198,6 @@ class ECConnector(Feature):
         super().__init__(configuration, seed, coverage)
         self._settings = settings
         self._seed = f"EC connector/{configuration.name}/{seed}"
-        self._logs: tuple[list[tuple[Any, ...]], ...] = ([], [])
 
     @contextmanager
     def while_building(self, side: int) -> Iterator[None]:
@@ -220,14 +219,6 @@ class ECConnector(Feature):
         return dataclasses.replace(output, ec_connector_output=report)
 
     # What is compared, and what was reached.
-
-    def told(self, side: int) -> Any:
-        log = list(self._logs[side])
-        self._logs[side].clear()
-        if side == 0:
-            for call, *details in log:
-                self._cover(call, details)
-        return log
 
     def _cover(self, call: str, details: list[Any]) -> None:
         coverage = self.coverage

@@ -186,6 +186,26 @@ class Feature:
         """Count the situations that the outputs of a step show."""
 
 
+class LoggedFeature(Feature):
+    """A feature whose connectors note each call in a log, one for each side."""
+
+    def __init__(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> None:
+        super().__init__(configuration, seed, coverage)
+        self._logs: tuple[list[tuple[Any, ...]], ...] = ([], [])
+
+    def told(self, side: int) -> Any:
+        log = list(self._logs[side])
+        self._logs[side].clear()
+        if side == 0:
+            for call, *details in log:
+                self._cover(call, details)
+        return log
+
+    def _cover(self, call: str, details: list[Any]) -> None:
+        """Count the situations that a call of the reference's has reached."""
+        raise NotImplementedError
+
+
 class Features(Feature):
     """All features of a configuration, as one."""
 

@@ -11,6 +11,7 @@ use sparksched_core::{BlockPool, GroupId, JournalConfig, Request};
 use sparksched_entry_points::entry_points;
 
 use crate::convert::{self, RequestView};
+use crate::told::Told;
 
 /// What vLLM's connector may ask of the block pool: which blocks are cached. There is an answer
 /// while the core lends the pool, which is whenever it calls the connector.
@@ -49,7 +50,7 @@ pub(crate) struct AuxOutputs {
     /// What the workers collected in the step that is being taken in.
     collected: Option<Py<PyAny>>,
     /// What of that goes to clients, by request id.
-    taken: Py<PyDict>,
+    taken: Told,
     view: Arc<RequestView>,
 }
 
@@ -59,7 +60,7 @@ impl AuxOutputs {
         python: Option<Py<PyAny>>,
         view: Arc<RequestView>,
     ) -> PyResult<Self> {
-        let taken = PyDict::new(py).unbind();
+        let taken = Told::new(py);
         let mut outputs =
             Self { connector: None, cached_blocks: None, collected: None, taken, view };
         if let Some(python) = python {
@@ -90,10 +91,7 @@ impl AuxOutputs {
         if self.collected.take().is_none() {
             return Ok(None);
         }
-        let taken = self.taken.bind(py);
-        let copy = taken.copy()?;
-        taken.clear();
-        Ok(Some(copy))
+        Ok(Some(self.taken.take(py)?.unwrap_or_else(|| PyDict::new(py))))
     }
 
     /// Has the connector pick what belongs to the tokens that a request has got.
@@ -102,10 +100,7 @@ impl AuxOutputs {
         let py = request.py();
         let arguments = (request, &self.collected);
         let rows = self.connector(py).call_method1(intern!(py, "take_output"), arguments)?;
-        if rows.is_none() {
-            return Ok(());
-        }
-        self.taken.bind(py).set_item(request.getattr(intern!(py, "request_id"))?, rows)
+        self.taken.note(request, rows)
     }
 
     /// Tells the connector that a request is about to lose its blocks.

@@ -8,18 +8,19 @@ use pyo3::types::PyDict;
 use sparksched_core::Request;
 
 use crate::convert::RequestView;
+use crate::told::Told;
 
 /// `EncoderTransfer`, if there is an EC connector.
 pub(crate) struct EncoderTransfer {
     python: Option<Py<PyAny>>,
     /// What the connector said of requests that ended in this call, by request id.
-    params: Py<PyDict>,
+    params: Told,
     view: Arc<RequestView>,
 }
 
 impl EncoderTransfer {
     pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>, view: Arc<RequestView>) -> Self {
-        Self { python, params: PyDict::new(py).unbind(), view }
+        Self { python, params: Told::new(py), view }
     }
 
     fn python<'a, 'py>(&'a self, py: Python<'py>) -> &'a Bound<'py, PyAny> {
@@ -54,21 +55,13 @@ impl EncoderTransfer {
         let py = request.py();
         let answer = self.python(py).call_method1(intern!(py, "finish_request"), (request,))?;
         let (is_kept, params): (bool, Bound<'_, PyAny>) = answer.extract()?;
-        if !params.is_none() {
-            self.params.bind(py).set_item(request.getattr(intern!(py, "request_id"))?, params)?;
-        }
+        self.params.note(request, params)?;
         Ok(is_kept)
     }
 
     /// What the connector said of the requests that ended in this call, if it did.
     pub(crate) fn take_params<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        let params = self.params.bind(py);
-        if params.is_empty() {
-            return Ok(None);
-        }
-        let taken = params.copy()?;
-        params.clear();
-        Ok(Some(taken))
+        self.params.take(py)
     }
 
     /// The ids of requests whose inputs can't be had any more: a set.

@@ -13,12 +13,13 @@ use sparksched_core::{
 
 use crate::convert::RequestView;
 use crate::entries::Entries;
+use crate::told::Told;
 
 /// `KVTransfer`, if there is a KV connector.
 pub(crate) struct KvTransfer {
     python: Option<Py<PyAny>>,
     /// What connectors said of requests that ended in this call, by request id.
-    params: Py<PyDict>,
+    params: Told,
     view: Arc<RequestView>,
 }
 
@@ -33,7 +34,7 @@ pub(crate) struct LoadFailures<'py> {
 
 impl KvTransfer {
     pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>, view: Arc<RequestView>) -> Self {
-        Self { python, params: PyDict::new(py).unbind(), view }
+        Self { python, params: Told::new(py), view }
     }
 
     pub(crate) fn is_present(&self) -> bool {
@@ -122,22 +123,13 @@ impl KvTransfer {
         let answer =
             self.python(py).call_method1(intern!(py, "finish_request"), (request, tables))?;
         let (is_kept, params): (Bound<'_, PyAny>, Bound<'_, PyAny>) = answer.extract()?;
-        if !params.is_none() {
-            let id = request.getattr(intern!(py, "request_id"))?;
-            self.params.bind(py).set_item(id, params)?;
-        }
+        self.params.note(request, params)?;
         is_kept.is_truthy()
     }
 
     /// What the connector said of the requests that ended in this call, if it did.
     pub(crate) fn take_params<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        let params = self.params.bind(py);
-        if params.is_empty() {
-            return Ok(None);
-        }
-        let taken = params.copy()?;
-        params.clear();
-        Ok(Some(taken))
+        self.params.take(py)
     }
 
     /// Tells the connector what its workers report, if they do.

@@ -24,6 +24,7 @@ mod snapshot;
 #[cfg(target_os = "linux")]
 mod sockets;
 mod step_timer;
+mod told;
 
 use pyo3::prelude::*;
 
