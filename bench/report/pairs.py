@@ -1,5 +1,6 @@
 """The cells of serving benchmarks in pairs: vLLM's scheduler and ours, in the same case."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +47,7 @@ class Case:
     @property
     def place(self) -> tuple[Any, ...]:
         """What to sort by: small models first, fewer streams first."""
-        name = self.model.partition(", ")[0]
+        name = re.split(r"[+,]", self.model)[0]
         size = MODELS.index(name) if name in MODELS else len(MODELS)
         how = (self.mode, self.driver, self.front_end, self.cores)
         return (size, self.model, *how, self.concurrency, self.output_tokens)

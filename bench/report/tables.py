@@ -155,7 +155,7 @@ def front_ends(results: Results) -> Rows:
     """
     pairs = pairs_of(current(results, compare_front_ends=True))
     for pair in (it for it in pairs if it.case.cores == ALL):
-        yield [pair.case.label, *_served(pair)]
+        yield [pair.case.label + _mode_of(pair.case), *_served(pair)]
     for pair in pairs:
         if pair.case.cores != ALL and pair.case.concurrency >= MANY_STREAMS:
             yield [f"{pair.case.label}, {pair.case.cores} processors", *_served(pair)]
@@ -182,9 +182,12 @@ def servers(results: Results) -> Rows:
 
 def _name_of(case: Case) -> str:
     """Return what to call a case among others of all kinds."""
-    mode = "" if case.mode == ASYNC else ", sync"
     cores = "" if case.cores == ALL else f", {case.cores} processors"
-    return f"{case.label}, {DRIVERS[case.driver]}{mode}{cores}"
+    return f"{case.label}, {DRIVERS[case.driver]}{_mode_of(case)}{cores}"
+
+
+def _mode_of(case: Case) -> str:
+    return "" if case.mode == ASYNC else ", sync"
 
 
 def two_processors(results: Results) -> Rows:
@@ -194,8 +197,7 @@ def two_processors(results: Results) -> Rows:
         return case.cores == "2" and case.concurrency >= MANY_STREAMS
 
     for pair in _chosen(results, is_chosen):
-        mode = "" if pair.case.mode == ASYNC else ", sync"
-        yield [f"{pair.case.label}{mode}", *_served(pair)]
+        yield [pair.case.label + _mode_of(pair.case), *_served(pair)]
 
 
 def several_gpus(results: Results) -> Rows:

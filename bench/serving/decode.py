@@ -22,6 +22,8 @@ which are the same for both schedulers.
 - `--front-end python,rust` starts vLLM's API servers in Python and in Rust, each with both
   schedulers. `vllm-rs` is found by vLLM or named by VLLM_RUST_FRONTEND_PATH. It is driven over HTTP
   alone, and no probe looks into it or its engine: there are rates, times and CPU time.
+- `--model NAME+ngram` speculates with n-grams, `NAME+eagle3` with a head of random weights. vLLM
+  schedules n-grams synchronously: `--mode sync`.
 - `--compare-streams`, before anything else: whether both schedulers bring the same tokens over
   HTTP, sampled with a seed of each request's. Each server does it twice, to show what differs by
   itself.

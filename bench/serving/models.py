@@ -3,17 +3,24 @@
 A shape is the configuration of a published model. vLLM fills its weights with random numbers
 (`--load-format dummy`), so nothing is downloaded; its tokenizer is made up here, of the right size,
 so that text is made of tokens as in a real server. The tiny model has weights of its own.
+
+`NAME+ngram` and `NAME+eagle3` speculate. Random weights soon repeat themselves, so that the n-gram
+proposer's drafts are often right; EAGLE3's head has random weights too, and is never right.
 """
 
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 Config = dict[str, Any]
 
 TINY = "tiny"
+NGRAM, EAGLE3 = METHODS = ("ngram", "eagle3")
+"""What can make drafts."""
+NUM_DRAFTS = 3
+"""Of each request in a step."""
 
 CONSONANTS, VOWELS = "bcdfghjklmnprstvz", "aeiou"
 SPACE = "Ġ"
@@ -156,6 +163,8 @@ class Model:
     directory: Path
     config: Config
     has_dummy_weights: bool
+    speculation: Config | None = None
+    """vLLM's `--speculative-config`."""
 
     @property
     def vocab_size(self) -> int:
@@ -164,12 +173,27 @@ class Model:
 
 
 def prepare(name: str, work_dir: Path) -> Model:
-    """Write a shape's files, or find a model directory.
+    """Write a shape's files, or find a model directory; with `+METHOD`, prepare to speculate.
 
     Raises:
-        ModelError: if it is neither.
+        ModelError: if it is neither, or there is no such method.
 
     """
+    target, plus, method = name.rpartition("+")
+    if not plus or Path(name).is_dir():
+        return _prepare(name, work_dir)
+    if method not in METHODS:
+        raise ModelError(f"{name}: {method} is none of {', '.join(METHODS)}")
+    model = _prepare(target, work_dir)
+    speculation: Config = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
+    if method == NGRAM:
+        speculation |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    else:
+        speculation["model"] = str(_write_head(model, work_dir))
+    return replace(model, name=f"{model.name}+{method}", speculation=speculation)
+
+
+def _prepare(name: str, work_dir: Path) -> Model:
     if name in NAMES:
         directory = work_dir / "models" / name
         if name == TINY:
@@ -191,6 +215,31 @@ def prepare(name: str, work_dir: Path) -> Model:
         _read_config(directory),
         has_dummy_weights=not has_weights,
     )
+
+
+def _write_head(target: Model, work_dir: Path) -> Path:
+    """Write the configuration of an EAGLE3 head that fits: one layer, with the target's sizes."""
+    same = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    )
+    directory = work_dir / "models" / f"{target.name}-head"
+    directory.mkdir(parents=True, exist_ok=True)
+    head = {name: target.config[name] for name in same if name in target.config}
+    head |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "torch_dtype": "bfloat16",
+    }
+    _write_json(directory / "config.json", head)
+    return directory
 
 
 def _read_config(directory: Path) -> Config:

@@ -197,6 +197,8 @@ def arguments_of(start: Start) -> list[str]:
         # Also of a step in which a request joins those that decode.
         sizes = {size for size in FEW_GRAPHS if size < 2 * start.max_num_seqs}
         sizes.add(start.max_num_seqs)
+        tokens = 1 + (model.speculation or {}).get("num_speculative_tokens", 0)
+        sizes = {tokens * size for size in sizes}
         arguments += [
             "--gpu-memory-utilization=0.85",
             f"--compilation-config={json.dumps({'cudagraph_capture_sizes': sorted(sizes)})}",
@@ -206,6 +208,8 @@ def arguments_of(start: Start) -> list[str]:
     else:
         # Of vLLM's own default, where the launcher's is for tests.
         arguments.append(f"--max-num-batched-tokens={max(4096, start.max_num_seqs)}")
+    if model.speculation is not None:
+        arguments.append(f"--speculative-config={json.dumps(model.speculation)}")
     if start.layout.num_stages > 1:
         arguments.append(f"--max-num-batched-tokens={max(STAGED_TOKENS, start.max_num_seqs)}")
     return arguments + start.layout.arguments + shlex.split(start.extra_arguments)

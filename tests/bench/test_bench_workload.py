@@ -114,3 +114,16 @@ def test_a_directory_is_a_model_and_anything_else_is_refused(tmp_path: Path) -> 
         "Qwen3-Next-quarter",
         "tiny",
     }
+
+
+def test_a_model_that_speculates_has_a_name_and_a_head_of_its_own(tmp_path: Path) -> None:
+    ngram = prepare("tiny+ngram", tmp_path)
+    assert ngram.name == "tiny+ngram"
+    assert ngram.speculation is not None
+    assert ngram.speculation["method"] == "ngram"
+    eagle3 = prepare("gpt-oss-20b+eagle3", tmp_path)
+    assert eagle3.speculation is not None
+    head = json.loads((Path(eagle3.speculation["model"]) / "config.json").read_text())
+    assert head["vocab_size"] == eagle3.vocab_size
+    with pytest.raises(ModelError, match="medusa is none of ngram, eagle3"):
+        prepare("gpt-oss-20b+medusa", tmp_path)
