@@ -3,6 +3,7 @@
 It is forked from one that has done so, and has started no threads: multiprocessing's forkserver.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -79,6 +80,7 @@ def _enter(arguments: list[str], log_path: Path, environment: dict[str, str], fo
     with log_path.open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    faulthandler.enable()
     # A tracker of its own: it removes the shared memory of those that are killed.
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
     if forks:

@@ -17,7 +17,8 @@ import httpx
 MODEL_NAME = "tiny"
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
-LOG_EXCERPT_LINES = 80
+ABORT_TIMEOUT_S = 5.0
+LOG_EXCERPT_LINES = 200
 SPARKSCHED_LINE = "scheduling in Rust"
 
 CPU_ENVIRONMENT = {
@@ -25,6 +26,7 @@ CPU_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_COLOR": "0",
+    "PYTHONFAULTHANDLER": "1",
 }
 # Small enough that a few dozen requests queue and are prefilled in chunks.
 CPU_ARGUMENTS = (
@@ -188,6 +190,7 @@ def _wait_until_healthy(server: Server, timeout_s: float) -> None:
         if status is not None:
             raise ServerError(f"vllm serve ended with status {status}:\n{_log_excerpt(server)}")
         if time.monotonic() > deadline:
+            _abort(server.process)
             raise ServerError(
                 f"vllm serve was not healthy after {timeout_s:.0f} s:\n{_log_excerpt(server)}"
             )
@@ -207,9 +210,17 @@ def _log_excerpt(server: Server) -> str:
     One traceback follows another when a process of vLLM's fails, and the first has the cause.
     """
     lines = server.log.splitlines()
-    tracebacks = (index for index, line in enumerate(lines) if "Traceback (most recent" in line)
+    begins = ("Traceback (most recent", "Fatal Python error")
+    tracebacks = (at for at, line in enumerate(lines) if any(it in line for it in begins))
     start = next(tracebacks, max(0, len(lines) - LOG_EXCERPT_LINES))
     return "\n".join([f"from {server.log_path}:", *lines[start : start + LOG_EXCERPT_LINES]])
+
+
+def _abort(process: Process) -> None:
+    """End the whole process group, each with its threads' stacks in the log."""
+    _signal_group(process, signal.SIGABRT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(ABORT_TIMEOUT_S)
 
 
 def _stop(process: Process) -> None:
