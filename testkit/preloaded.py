@@ -4,16 +4,21 @@ It is forked from one that has done so, and has started no threads: multiprocess
 """
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from subprocess import TimeoutExpired
+from typing import TYPE_CHECKING
 
-NAP_S = 1e-4
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+DOZING = Path(__file__).parent / "dozing"
+"""What has all that is spawned doze where it spins."""
 
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(
@@ -43,8 +48,9 @@ class Command:
     ) -> None:
         """Start it, in a session of its own and the directory of its log.
 
-        One that `forks` has its engine and workers forked, and they doze while they wait for each
-        other, where vLLM's spin: several servers share two processors. Else it spawns them.
+        All of its processes doze while they wait for each other, where vLLM's spin: several servers
+        share two processors. One that `forks` has its engine and workers forked; else it spawns
+        them.
         """
         self._process = forkserver.Process(
             target=_enter, args=(list(arguments), log_path, dict(environment), forks)
@@ -83,28 +89,25 @@ def _enter(arguments: list[str], log_path: Path, environment: dict[str, str], fo
     faulthandler.enable()
     # A tracker of its own: it removes the shared memory of those that are killed.
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+    importlib.import_module("testkit.dozing.sitecustomize")
+    search_path = (str(DOZING), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
     if forks:
-        fork_and_doze()
+        fork_workers()
     sys.argv = ["vllm", *arguments]
     from vllm.entrypoints.cli.main import main
 
     main()
 
 
-def fork_and_doze() -> None:
-    """Have vLLM fork and doze in this process, where it spawns and spins on a CPU.
-
-    So engines and workers needn't import vLLM again.
-    """
-    from vllm.config import VllmConfig
-    from vllm.distributed.device_communicators import shm_broadcast
+def fork_workers() -> None:
+    """Have vLLM fork in this process, where it spawns on a CPU, to import nothing again."""
     from vllm.platforms.cpu import CpuPlatform
 
     check_and_update_config = CpuPlatform.check_and_update_config
 
-    def check_and_fork(config: VllmConfig) -> None:
+    def check_and_fork(config: "VllmConfig") -> None:
         check_and_update_config(config)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
-    CpuPlatform.check_and_update_config = staticmethod(check_and_fork)  # type: ignore
-    shm_broadcast.sched_yield = lambda: time.sleep(NAP_S)
+    CpuPlatform.check_and_update_config = staticmethod(check_and_fork)
