@@ -184,7 +184,9 @@ def serve_without(what: str, name: str, connection: Any) -> None:
         connection.recv()
     connection.send([type(it).__name__ + getattr(it, "reason", "") for it in engine.receive()])
     connection.recv()
-    assert engine.is_attached(1)
+    # The client may know of its memory before the engine uses it.
+    while not engine.is_attached(1):
+        engine.receive()
 
 
 @pytest.mark.parametrize(
