@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from bench.header import ROOT
-from bench.report.pairs import rows_of
+from bench.report.pairs import Row, rows_of
 from bench.report.plots import pictures
 from bench.report.tables import AGAIN, FRONT_ENDS, TABLES, Results, table_lines
 
@@ -24,6 +24,8 @@ MARK = re.compile(r"<!-- table: (\w+) -->")
 NUMBER = re.compile(r"-?\d+\.\d+")
 SAME_PLACE = 0.001
 """Of a point in a picture: processors differ in the last digit of a logarithm."""
+RELEASE = "0.32.0"
+"""Of vLLM, where nothing else is told."""
 KEYS = (
     "model",
     "scheduler",
@@ -97,8 +99,17 @@ def read_results(paths: list[Path], folder: Path) -> Results:
         if not isinstance(result, dict) or not isinstance(result.get("run"), dict):
             raise PageError(f"{path} holds no results of a benchmark")
         name = path.relative_to(folder) if path.is_relative_to(folder) else path.name
+        _name_release(result)
         results[str(name)] = result
     return results
+
+
+def _name_release(result: Row) -> None:
+    """Have models of another release of vLLM than the usual one say it."""
+    release = str(result["run"].get("vllm", RELEASE)).partition("+")[0]
+    if release != RELEASE:
+        for row in (*rows_of(result, "cells"), *rows_of(result, "streams")):
+            row["model"] = f"{row.get('model')} (vLLM {release})"
 
 
 def read_stored() -> Results:

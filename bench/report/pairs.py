@@ -47,7 +47,7 @@ class Case:
     @property
     def place(self) -> tuple[Any, ...]:
         """What to sort by: small models first, fewer streams first."""
-        name = re.split(r"[+,]", self.model)[0]
+        name = re.split(r"[+, ]", self.model)[0]
         size = MODELS.index(name) if name in MODELS else len(MODELS)
         how = (self.mode, self.driver, self.front_end, self.cores)
         return (size, self.model, *how, self.concurrency, self.output_tokens)

@@ -151,14 +151,16 @@ def _chosen(
 def front_ends(results: Results) -> Rows:
     """Yield servers with vLLM's Python and Rust front ends: on all processors, then on few.
 
-    On few those of many streams alone, as in `two_processors`.
+    On few those of many streams in Rust alone: `two_processors` has those in Python.
     """
     pairs = pairs_of(current(results, compare_front_ends=True))
     for pair in (it for it in pairs if it.case.cores == ALL):
         yield [pair.case.label + _mode_of(pair.case), *_served(pair)]
     for pair in pairs:
-        if pair.case.cores != ALL and pair.case.concurrency >= MANY_STREAMS:
-            yield [f"{pair.case.label}, {pair.case.cores} processors", *_served(pair)]
+        case = pair.case
+        is_told = case.front_end == RUST and case.concurrency >= MANY_STREAMS
+        if case.cores != ALL and is_told:
+            yield [f"{case.label}, {case.cores} processors", *_served(pair)]
 
 
 def _alike(mode: str, driver: str) -> Callable[[Results], Rows]:
@@ -228,12 +230,13 @@ def _equal(one: list[str], other: list[str]) -> str:
 
 def hosts(results: Results) -> Rows:
     """Yield what was measured several times on one kind of GPU, and differs by LEAST_VARIATION."""
-    runs: dict[Case, list[Pair]] = {}
-    for result in (it for name, it in results.items() if not name.startswith(FRONT_ENDS)):
+    runs: dict[tuple[Case, str], list[Pair]] = {}
+    for result in results.values():
+        gpu = str(dig(result, "run", "gpu")).partition(",")[0]
         for visit in visits_of(result):
             for pair in pairs_of([visit]):
-                runs.setdefault(pair.case, []).append(pair)
-    for case, pairs in sorted(runs.items(), key=lambda it: it[0].place):
+                runs.setdefault((pair.case, gpu), []).append(pair)
+    for (case, _), pairs in sorted(runs.items(), key=lambda it: it[0][0].place):
         both = [tuple(it.figure("tokens_per_s") for it in pair.sides()) for pair in pairs]
         known = [(a, b) for a, b in both if a is not None and b is not None]
         spread = [max(rates) / min(rates) - 1 for rates in zip(*known, strict=True)]

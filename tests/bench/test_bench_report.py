@@ -8,7 +8,7 @@ import pytest
 from synthetic import cell, result
 
 from bench.report import pages
-from bench.report.pages import PageError, page_anew, read_stored, written_anew
+from bench.report.pages import PageError, page_anew, read_results, read_stored, written_anew
 from bench.report.plots import pictures
 from bench.report.tables import TABLES, Results, as_markdown
 
@@ -302,3 +302,15 @@ def test_pages_and_pictures_are_made_of_what_is_stored() -> None:
     """After a change: `make tables`."""
     stale = [path for path, text in written_anew(read_stored()).items() if path.read_text() != text]
     assert stale == []
+
+
+def test_models_say_their_release_of_vllm_if_it_is_another(tmp_path: Path) -> None:
+    named = {}
+    for release in ("0.32.0+cpu", "0.33.0"):
+        path = tmp_path / f"{release}.json"
+        path.write_text(
+            json.dumps({"run": {"vllm": release}, "cells": [{"model": "tiny"}], "streams": []})
+        )
+        (result,) = read_results([path], tmp_path).values()
+        named[release] = result["cells"][0]["model"]
+    assert named == {"0.32.0+cpu": "tiny", "0.33.0": "tiny (vLLM 0.33.0)"}
