@@ -151,16 +151,14 @@ def _chosen(
 def front_ends(results: Results) -> Rows:
     """Yield servers with vLLM's Python and Rust front ends: on all processors, then on few.
 
-    On few those of many streams in Rust alone: `two_processors` has those in Python.
+    On few those of many streams alone, as in `two_processors`.
     """
     pairs = pairs_of(current(results, compare_front_ends=True))
     for pair in (it for it in pairs if it.case.cores == ALL):
         yield [pair.case.label + _mode_of(pair.case), *_served(pair)]
     for pair in pairs:
-        case = pair.case
-        is_told = case.front_end == RUST and case.concurrency >= MANY_STREAMS
-        if case.cores != ALL and is_told:
-            yield [f"{case.label}, {case.cores} processors", *_served(pair)]
+        if pair.case.cores != ALL and pair.case.concurrency >= MANY_STREAMS:
+            yield [f"{pair.case.label}, {pair.case.cores} processors", *_served(pair)]
 
 
 def _alike(mode: str, driver: str) -> Callable[[Results], Rows]:

@@ -171,6 +171,11 @@ class Model:
         """How many tokens there are."""
         return int(self.config["vocab_size"])
 
+    @property
+    def tokens_a_step(self) -> int:
+        """How many of a request a decode step computes: one, and all of its drafts."""
+        return 1 + (0 if self.speculation is None else NUM_DRAFTS)
+
 
 def prepare(name: str, work_dir: Path) -> Model:
     """Write a shape's files, or find a model directory; with `+METHOD`, prepare to speculate.

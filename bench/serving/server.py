@@ -197,11 +197,10 @@ def arguments_of(start: Start) -> list[str]:
         # Also of a step in which a request joins those that decode.
         sizes = {size for size in FEW_GRAPHS if size < 2 * start.max_num_seqs}
         sizes.add(start.max_num_seqs)
-        tokens = 1 + (model.speculation or {}).get("num_speculative_tokens", 0)
-        sizes = {tokens * size for size in sizes}
+        captured = sorted(model.tokens_a_step * size for size in sizes)
         arguments += [
             "--gpu-memory-utilization=0.85",
-            f"--compilation-config={json.dumps({'cudagraph_capture_sizes': sorted(sizes)})}",
+            f"--compilation-config={json.dumps({'cudagraph_capture_sizes': captured})}",
         ]
         if model.name == TINY:
             arguments += ["--enforce-eager", "--dtype=bfloat16"]
