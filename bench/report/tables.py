@@ -478,7 +478,15 @@ def first_tokens(results: Results) -> Rows:
                 *(_of_sides(rows, "{:.1f}", "ttft_ms", at) for at in ("p50", "p99")),
                 *(_of_sides(rows, "{:.2f}", "output_gap_ms", at) for at in ("p50", "p99")),
                 _of_sides(rows, "{:,.0f}", "tokens_per_s"),
+                _idle(rows),
             ]
+
+
+def _idle(rows: list[Row | None]) -> str:
+    """Return how idle the GPU was by a trace, if there was a GPU and a trace."""
+    if any(dig(it, "gpu") for it in rows):
+        return _of_sides(rows, "{:.1f}", "gpu", "idle_percent")
+    return "-"
 
 
 def _of_sides(rows: list[Row | None], form: str, *path: str) -> str:
@@ -614,6 +622,7 @@ TABLES = (
             "between outputs p50, ms",
             "p99",
             "tokens/s",
+            "GPU idle, %",
         ),
         first_tokens,
     ),

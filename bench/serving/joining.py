@@ -9,6 +9,7 @@ nobody tells, until no stream has stood still for half a second.
 
 - `ttft_ms`: from sending a joining request to its first token.
 - `output_gap_ms`, `tokens_per_s`: of the streams, while all of them decode.
+- `gpu`: for what share of the time the GPU was idle, by a trace of a round of its own.
 
 A step with a prompt in it takes longer: `--rate` times its time should be well below 1.
 
@@ -28,7 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,8 +39,10 @@ from bench.header import NO_GPU, describe_run
 from bench.progress import Progress
 from bench.report.show import show
 from bench.report.tables import JOINING_SIDES
+from bench.serving import gpu_trace
 from bench.serving.drivers import ROUND_S, HttpDriver, running_loaders
 from bench.serving.evaluate import evaluate, summary
+from bench.serving.gpu_trace import GpuTrace
 from bench.serving.gpus import memory_of_gpus, wait_until_free
 from bench.serving.measure import warm_up
 from bench.serving.models import Model, prepare
@@ -85,9 +88,10 @@ def main() -> int:
                     progress.say("what is left of --minutes is too short: run it again to go on")
                     return 3
                 progress.begin(f"{front_end} front end: {side}")
-                start = _start(options, model, side, front_end, has_gpu=run["gpu"] != NO_GPU)
+                traces = work_dir / "traces" / f"{front_end} {side}"
+                start = _start(options, model, side, front_end, run["gpu"] != NO_GPU, traces)
                 with _started(start, side, work_dir) as server:
-                    for case, found in _measure(server, options, left):
+                    for case, found in _measure(server, options, left, traces):
                         cell = cells.setdefault((front_end, *case), {})
                         cell |= dict(zip(CASE, case, strict=True))
                         cell |= {"model": model.name, "front_end": front_end, side: found}
@@ -125,8 +129,14 @@ def _options() -> argparse.Namespace:
 
 
 def _start(
-    options: argparse.Namespace, model: Model, side: str, front_end: str, has_gpu: bool
+    options: argparse.Namespace,
+    model: Model,
+    side: str,
+    front_end: str,
+    has_gpu: bool,
+    traces: Path,
 ) -> Start:
+    profiler = gpu_trace.arguments_of(traces) if has_gpu else ""
     return Start(
         model=model,
         scheduler=STOCK if side == JOINING_SIDES[0] else OURS,
@@ -136,7 +146,7 @@ def _start(
         max_model_len=max(options.prompts) + max(_num_tokens(options, 1), 2 * PROMPT_TOKENS),
         has_gpu=has_gpu,
         front_end=front_end,
-        extra_arguments=options.serve_args,
+        extra_arguments=f"{options.serve_args} {profiler}",
     )
 
 
@@ -158,7 +168,7 @@ def _num_tokens(options: argparse.Namespace, concurrency: int) -> int:
 
 
 def _measure(
-    server: Server, options: argparse.Namespace, cases: list[tuple[int, int]]
+    server: Server, options: argparse.Namespace, cases: list[tuple[int, int]], traces: Path
 ) -> Iterator[tuple[tuple[int, int], Row]]:
     """Yield each case, and what was measured."""
     with (
@@ -181,7 +191,12 @@ def _measure(
             send = partial(_round, driver, joiner, alone, joining, seconds)
             warm_up(server, partial(send, "warm-up"), has_stalled)
             rounds = [send(number) for number in range(options.rounds)]
-            yield (streams, prompt_tokens), _summary(rounds)
+            found = _summary(rounds)
+            if server.start.has_gpu:
+                trace = GpuTrace(server.port, traces)
+                send("trace", on_running=trace.start)
+                found["gpu"] = trace.evaluate()
+            yield (streams, prompt_tokens), found
 
 
 def _seconds_of(driver: HttpDriver, workload: Workload) -> float:
@@ -199,6 +214,7 @@ def _round(
     joining: Workload,
     seconds: float,
     *seed: Any,
+    on_running: Callable[[], None] = lambda: None,
 ) -> Row:
     """Measure one round, in which requests join for so many seconds; its prompts are its own."""
     workload, joining = (it.seeded(alone.num_requests, *seed) for it in (alone, joining))
@@ -213,6 +229,7 @@ def _round(
                 workload=joining,
                 seconds=seconds,
             )
+            on_running()
 
     found = evaluate(driver.run(workload, begin_to_join))
     joined = gather([joiner], ROUND_S, lambda event: None)[0]

@@ -1,11 +1,11 @@
-"""A server is started once the GPUs have the memory of the one before."""
+"""A server is started once the GPUs have the memory of the one before; traces tell their idling."""
 
 import subprocess
 
 import pytest
 
 from bench import header
-from bench.serving import gpus
+from bench.serving import gpu_trace, gpus
 
 
 def test_memory_that_is_in_use_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +53,16 @@ def test_without_a_gpu_that_may_be_used_there_is_none(monkeypatch: pytest.Monkey
     assert header.gpu_model() is None
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert header.gpu_model() == "NVIDIA H200, driver 580.1"
+
+
+def test_a_gpu_is_idle_where_neither_kernel_nor_copy_runs() -> None:
+    """Steps of 900 us with a gap of 100 us after each; a copy beside the kernels hides nothing."""
+    steps = [{"cat": "kernel", "ts": 1000.0 * n, "dur": 900.0} for n in range(100)]
+    beside = [{"cat": "gpu_memcpy", "ts": 1000.0 * n + 850, "dur": 30.0} for n in range(100)]
+    calls = [{"cat": "cuda_runtime", "ts": 0.0, "dur": 1e5}, {"name": "of no time", "ts": 0.0}]
+    found = gpu_trace.idle_time([*calls, *beside, *steps])
+    assert found["idle_percent"] == pytest.approx(10, abs=0.2)
+    assert found["gap_ms"]["p50"] == pytest.approx(0.1)
+    filled = [{"cat": "gpu_memset", "ts": 1000.0 * n + 900, "dur": 99.0} for n in range(100)]
+    assert gpu_trace.idle_time([*steps, *filled])["idle_percent"] == pytest.approx(0.1, abs=0.01)
+    assert "missing" in gpu_trace.idle_time(calls)

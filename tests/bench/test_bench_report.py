@@ -231,20 +231,23 @@ def test_first_tokens_of_three_sides() -> None:
     case = {"streams": 256, "step_ms": 18.0}
     sides = {"vLLM": 51.0, "sparksched": 47.0, "sparksched, just in time": 32.0}
     case |= {name: side(ttft_ms) for name, ttft_ms in sides.items()}
-    real = {it: side(64.0) for it in sides} | {
+    trace = {"gpu": {"idle_percent": 2.04}}
+    real = {it: side(64.0) | trace for it in sides} | {
         "streams": 64,
         "model": "M",
         "front_end": "rust",
         "prompt_tokens": 128,
     }
-    (name, p50, p99, *others), (of_real, *_) = rows("joining", {"run": {}, "joining": [case, real]})
-    assert of_real == "64, M, Rust front end, 128 tokens"
+    table = rows("joining", {"run": {}, "joining": [case, real]})
+    (name, p50, p99, *others), (of_real, *_, idle) = table
+    assert (of_real, idle) == ("64, M, Rust front end, 128 tokens", "2.0 → 2.0 → 2.0")
     assert name == "256, a timer of 18 ms"
     assert (p50, p99) == ("51.0 → 47.0 → 32.0", "52.0 → 48.0 → 33.0")
     assert others == [
         "18.00 → 18.00 → 18.00",
         "19.00 → 19.00 → 19.00",
         "14,000 → 14,000 → 14,000",
+        "-",
     ]
 
 
