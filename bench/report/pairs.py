@@ -45,6 +45,11 @@ class Case:
         return self.model.partition(", ")[2]
 
     @property
+    def speculates(self) -> bool:
+        """Whether it is of `bench.serving.decode --model NAME+METHOD`."""
+        return "+" in self.model
+
+    @property
     def place(self) -> tuple[Any, ...]:
         """What to sort by: small models first, fewer streams first."""
         name = re.split(r"[+, ]", self.model)[0]

@@ -23,12 +23,13 @@ from bench.report.pairs import (
     pairs_of,
     rows_of,
 )
-from bench.report.tables import ROLES, Results, current
+from bench.report.tables import JOINING_SIDES, ROLES, Results, current, joining_name
 from bench.report.values import as_number, dig, median, numbers
 
 # Colours that remain different for the colour-blind: Okabe and Ito's.
 COLOURS = {STOCK: "#D55E00", OURS: "#0072B2"}
 STYLES = {"p50": "-", "p99": "--", "python": "-", "rust": ":"}
+JOINING_COLOURS = (*COLOURS.values(), "#009E73")
 SHOWN = (MODELS[0], MODELS[-1])
 """Models that pictures show: the one that the host limits most, and the one least."""
 
@@ -57,6 +58,7 @@ def pictures(results: Results) -> dict[str, str]:
         "serving": _serving(results),
         "latency": _of_models(results, _draw_gaps, "ms between outputs (log)"),
         "cpu": _of_models(results, _draw_costs, "engine and API server, µs of CPU a token (log)"),
+        "first_token": _first_tokens(results),
     }
     return {name: _svg(figure) for name, figure in found.items() if figure is not None}
 
@@ -70,9 +72,7 @@ def _svg(figure: Figure) -> str:
 
 def _serving(results: Results) -> Figure | None:
     """Draw tokens a second against streams; beside it the host's time a step."""
-    compared = _over_http(current(results, compare_front_ends=True), MODELS[0])
-    pairs = _over_http(current(results), MODELS[0])
-    pairs += [it for it in compared if it.case.front_end == RUST]
+    pairs = _over_http(current(results, compare_front_ends=True), MODELS[0])
     steps = [row for result in results.values() for row in rows_of(result, "decode")]
     steps = [row for row in steps if as_number(row.get("requests")) and STOCK in row]
     if not pairs or not steps:
@@ -108,6 +108,35 @@ def _of_models(
         panel.set_title(f"{model} over HTTP", loc="left", fontsize=10)
         _finish(panel)
     figure.axes[0].set_ylabel(what)
+    return figure
+
+
+def _first_tokens(results: Results) -> Figure | None:
+    """Draw how long requests wait that join others: p50, and a line to p90."""
+    cases = [case for result in results.values() for case in rows_of(result, "joining")]
+    if not cases:
+        return None
+    figure = Figure(figsize=(10, 1.2 + 0.5 * len(cases)), layout="constrained")
+    panel = figure.subplots()
+    for number, (side, colour) in enumerate(zip(JOINING_SIDES, JOINING_COLOURS, strict=True)):
+        times = [(place, dig(case, side, "ttft_ms")) for place, case in enumerate(cases)]
+        known = [(place, found["p50"], found["p90"]) for place, found in times if found]
+        panel.errorbar(
+            [p50 for _, p50, _ in known],
+            [place + 0.25 * (number - 1) for place, *_ in known],
+            xerr=[[0.0] * len(known), [p90 - p50 for _, p50, p90 in known]],
+            color=colour,
+            linestyle="none",
+            marker="os^"[number],
+            markersize=5,
+            label=side,
+        )
+    panel.set_yticks(range(len(cases)), [joining_name(case) for case in cases])
+    panel.invert_yaxis()
+    panel.set_xscale("log")
+    panel.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    panel.set_xlabel("ms to the first token of a request that joins (log): p50, a line to p90")
+    panel.legend(fontsize=8.5)
     return figure
 
 

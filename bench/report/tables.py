@@ -46,7 +46,7 @@ AGAIN = "again/"
 FRONT_ENDS = "front_ends/"
 """What the names of results begin with that tell only what runs differ by."""
 ROLES = ("engine", "API server")
-SELECTIONS = ("gain", "http", "asyncllm", "sync", "two_processors")
+SELECTIONS = ("gain", "http", "asyncllm", "sync", "speculation", "two_processors")
 """Tables of pages whose rows stand in `servers`, too."""
 OF_ONE_RUN = ("--json", "--work-dir", "--minutes")
 """Options that don't change what is measured, each with a value."""
@@ -166,12 +166,19 @@ def _alike(mode: str, driver: str) -> Callable[[Results], Rows]:
 
     def rows(results: Results) -> Rows:
         def is_chosen(case: Case) -> bool:
-            return (mode, driver, ALL, "") == (case.mode, case.driver, case.cores, case.layout)
+            wanted = (mode, driver, ALL, "", False)
+            return wanted == (case.mode, case.driver, case.cores, case.layout, case.speculates)
 
         for pair in _chosen(results, is_chosen):
             yield [pair.case.label, *_served(pair)]
 
     return rows
+
+
+def speculation(results: Results) -> Rows:
+    """Yield servers that speculate."""
+    for pair in _chosen(results, lambda it: it.speculates):
+        yield [pair.case.label + _mode_of(pair.case), *_served(pair)]
 
 
 def servers(results: Results) -> Rows:
@@ -461,7 +468,8 @@ def short_requests(results: Results) -> Rows:
             ]
 
 
-def _joining_name(case: Row) -> str:
+def joining_name(case: Row) -> str:
+    """Return what to call a case that requests joined."""
     if "step_ms" in case:
         return f"{case['streams']:,}, a timer of {case['step_ms']:g} ms"
     front_end = f"{case['front_end'].capitalize()} front end"
@@ -474,7 +482,7 @@ def first_tokens(results: Results) -> Rows:
         for case in rows_of(result, "joining"):
             rows = [case.get(it) for it in JOINING_SIDES]
             yield [
-                _joining_name(case),
+                joining_name(case),
                 *(_of_sides(rows, "{:.1f}", "ttft_ms", at) for at in ("p50", "p99")),
                 *(_of_sides(rows, "{:.2f}", "output_gap_ms", at) for at in ("p50", "p99")),
                 _of_sides(rows, "{:,.0f}", "tokens_per_s"),
@@ -549,6 +557,7 @@ TABLES = (
     Table(
         "sync", "Synchronous scheduling, without HTTP", (STREAMS, *SERVED), _alike(SYNC, ASYNCLLM)
     ),
+    Table("speculation", "With speculation", (STREAMS, *SERVED), speculation),
     Table("two_processors", "On two processors", (STREAMS, *SERVED), two_processors),
     Table(
         "gpus", "On several GPUs", ("model, layout, streams x tokens", *SERVED[:6]), several_gpus

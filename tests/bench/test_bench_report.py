@@ -256,14 +256,17 @@ def test_first_tokens_of_three_sides() -> None:
 
 def test_pictures_are_the_same_each_time_and_show_both_front_ends() -> None:
     steps = {"requests": 64} | {it: {"step_us": timed(9.0)} for it in ("stock", "sparksched")}
+    joining = {"streams": 64, "step_ms": 7.0, "vLLM": {"ttft_ms": {"p50": 21.0, "p90": 23.0}}}
     found: Results = {
         "a": result(model="Qwen2-1.5B"),
-        "b": result(model="Qwen2-1.5B", front_end="rust"),
-        "c": {"run": {}, "decode": [steps]},
+        "front_ends/a": result(model="Qwen2-1.5B"),
+        "front_ends/b": result(model="Qwen2-1.5B", front_end="rust"),
+        "c": {"run": {}, "decode": [steps], "joining": [joining]},
     }
     drawn = pictures(found)
-    assert set(drawn) == {"serving", "latency", "cpu"}
+    assert set(drawn) == {"serving", "latency", "cpu", "first_token"}
     assert "sparksched, Rust front end" in drawn["serving"]
+    assert "64, a timer of 7 ms" in drawn["first_token"]
     assert drawn == pictures(found)
     assert pictures({}) == {}
 
