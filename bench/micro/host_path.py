@@ -12,7 +12,8 @@ all of the engine on another, the same two.
   a token. An engine that is faster than its client has to wait for it, or outputs would pile up: it
   gets results of no more than two steps that the client has not taken.
 - `short`: requests of 1,024 tokens in and 4 out, none with a prefix in common, 256 at a time, and a
-  GPU that takes no time: requests a second.
+  GPU that takes no time: requests a second, and how long their first and last tokens take. A
+  client that is slower than its engine gets all tokens of a request in one output.
 
 Prompts are token ids, in the form in which vLLM's server hands them over, and so are outputs:
 nothing is tokenized or detokenized. The KV cache groups are gpt-oss's, full attention and a sliding

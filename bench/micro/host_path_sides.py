@@ -63,6 +63,14 @@ class StreamLog:
 
 
 @dataclass(frozen=True)
+class ShortLog:
+    """When a short request was sent, and when its outputs were there."""
+
+    sent_ns: int
+    times_ns: list[int]
+
+
+@dataclass(frozen=True)
 class Window:
     """What both processes have counted between two moments of the client's clock."""
 
@@ -280,38 +288,27 @@ class Client:
     ) -> Row:
         """Have workers send one short request after the other, with a GPU that takes no time."""
         await self._ask_engine("set_step_ms", 0)
-        ends_ns: list[int] = []
-        gaps_ms: list[float] = []
+        logs: list[ShortLog] = []
         tail = prompt_of(0, prompt_tokens)["prompt_token_ids"]
-        async with self._running(
-            self._work(tail, max_tokens, ends_ns, gaps_ms) for _ in range(workers)
-        ):
+        async with self._running(self._work(tail, max_tokens, logs) for _ in range(workers)):
             await asyncio.sleep(warm_up_s)
-            gaps_ms.clear()
             window = await self._window(window_s)
-            output_gap_ms = percentiles(gaps_ms)
         await self._clean_up()
-        num_ended = sum(window.start_ns <= it < window.end_ns for it in ends_ns)
-        return {"requests_per_s": num_ended / window.seconds, "output_gap_ms": output_gap_ms}
+        return evaluate_short(logs, window, max_tokens)
 
-    async def _work(
-        self, tail: list[int], max_tokens: int, ends_ns: list[int], gaps_ms: list[float]
-    ) -> None:
+    async def _work(self, tail: list[int], max_tokens: int, logs: list[ShortLog]) -> None:
         params = self._params(max_tokens)
         while True:
             number = next(self._numbers)
             # Another first block is enough to have no prefix in common.
             prompt = _rendered([number % VOCABULARY, number // VOCABULARY, *tail[2:]])
-            num_tokens = before_ns = 0
+            sent_ns, times_ns, num_tokens = clock_ns(), [], 0
             async for output in self._llm.generate(prompt, params, f"short-{number}"):
-                now_ns = clock_ns()
-                if before_ns:
-                    gaps_ms.append((now_ns - before_ns) / 1e6)
-                before_ns = now_ns
+                times_ns.append(clock_ns())
                 num_tokens += len(output.outputs[0].token_ids)
             if num_tokens != max_tokens:
                 raise RuntimeError(f"request {number} has got {num_tokens} of {max_tokens} tokens")
-            ends_ns.append(clock_ns())
+            logs.append(ShortLog(sent_ns, times_ns))
 
 
 clock_ns = time.perf_counter_ns
@@ -354,6 +351,24 @@ def evaluate_streams(logs: list[StreamLog], window: Window) -> Row:
         "launch_us": percentiles([it / 1000 for it in window.engine["gaps_ns"]]),
         "client_us": {ALL_THREADS: window.client_cpu_ns / num_all / 1000},
         "engine_us": {ALL_THREADS: window.engine["cpu_ns"] / window.engine["tokens"] / 1000},
+    }
+
+
+def evaluate_short(logs: list[ShortLog], window: Window, max_tokens: int) -> Row:
+    """Return what the requests got that ended in a window.
+
+    An output may have all tokens of a request: there may be no time between outputs to tell.
+    """
+    ended = [log for log in logs if window.start_ns <= log.times_ns[-1] < window.end_ns]
+    first, last = (
+        percentiles([(log.times_ns[at] - log.sent_ns) / 1e6 for log in ended]) for at in (0, -1)
+    )
+    num_outputs = sum(len(log.times_ns) for log in ended)
+    return {
+        "requests_per_s": len(ended) / window.seconds,
+        "first_token_ms": first,
+        "last_token_ms": last,
+        "tokens_per_output": max_tokens * len(ended) / num_outputs,
     }
 
 

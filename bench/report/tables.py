@@ -455,7 +455,7 @@ def _all_threads(side: Row, who: str) -> float:
 
 
 def short_requests(results: Results) -> Rows:
-    """Yield requests a second, where each brings few tokens, and the time between these."""
+    """Yield requests a second, where each brings few tokens, and how long these take."""
     for result in results.values():
         short = result.get("short")
         both = [dig(short, it) for it in ("vLLM", "sparksched")]
@@ -464,7 +464,12 @@ def short_requests(results: Results) -> Rows:
             yield [
                 f"{short['prompt_tokens']:,} tokens in, {short['max_tokens']} out",
                 joined(*map(count_text, rates)),
-                *(pair_text(*(_gap(it, at) for it in both)) for at in ("p50", "p99")),
+                *(
+                    pair_text(*(dig(it, name, at) for it in both))
+                    for name in ("first_token_ms", "last_token_ms")
+                    for at in ("p50", "p99")
+                ),
+                pair_text(*(dig(it, "tokens_per_output") for it in both)),
             ]
 
 
@@ -618,7 +623,15 @@ TABLES = (
     Table(
         "short",
         "Short requests",
-        ("requests", "a second", "between outputs p50, ms", "p99"),
+        (
+            "requests",
+            "a second",
+            "first token p50, ms",
+            "p99",
+            "last token p50, ms",
+            "p99",
+            "tokens an output",
+        ),
         short_requests,
     ),
     Table(

@@ -1,5 +1,6 @@
 """`sparksched verify` for real: what it says, on a terminal and through a pipe, and does."""
 
+import errno
 import fcntl
 import os
 import pty
@@ -48,10 +49,13 @@ class Running:
 
     def read(self) -> None:
         """Read to the end, for a thread: a full pipe or terminal would hold the server up."""
-        # A terminal that nobody has open any more is an error.
-        with suppress(OSError):
+        try:
             while chunk := os.read(self.output, 1 << 16):
                 self.printed += chunk
+        except OSError as error:
+            # A terminal that nobody has open any more is one.
+            if error.errno != errno.EIO:
+                raise
 
     def wait_for(self, what: Callable[[], object]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -130,7 +134,7 @@ def test_a_server_is_verified_until_it_is_told_to_end(
         expectation = EXPECTATION.format(goes_on=GOES_ON["stop"])
         assert command.text.startswith(expectation)
         assert max(map(len, expectation.splitlines())) <= COLUMNS
-        assert "verifies each step, which makes steps slower" in command.text
+        command.wait_for(lambda: "verifies each step, which makes steps slower" in command.text)
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": NUM_TOKENS, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
         assert answer.json()["usage"]["completion_tokens"] == NUM_TOKENS
