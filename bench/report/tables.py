@@ -286,13 +286,7 @@ SITUATIONS = (
         {"model": "gpt-oss-120b", "concurrency": 64},
     ),
     Situation(
-        "Many streams over HTTP, small model",
-        "tokens/s",
-        _rate,
-        {"model": "Qwen2-1.5B", "concurrency": 256},
-    ),
-    Situation(
-        "Many streams, vLLM's Rust front end",
+        "Many streams over HTTP",
         "tokens/s",
         _rate,
         {"model": "Qwen2-1.5B", "front_end": RUST, "concurrency": 1024},
@@ -310,6 +304,8 @@ SITUATIONS = (
         {"model": "gpt-oss-120b", "cores": "2", "concurrency": 64},
     ),
 )
+FIRST_TOKEN = {"streams": 256, "prompt_tokens": 128, "front_end": RUST}
+"""The case of requests that join others."""
 
 
 def gain(results: Results) -> Rows:
@@ -328,8 +324,15 @@ def gain(results: Results) -> Rows:
             note = "" if together == "1" else f" ({together} tokens an output)"
             show = count_text if situation.figure is _rate else text_of
             texts = [show(situation.figure(it)) for it in pair.sides()]
-            measured = f"{case.model}, {DRIVERS[case.driver]}, {streams}"
+            rust = ", Rust front end" if case.front_end == RUST else ""
+            measured = f"{case.model}, {DRIVERS[case.driver]}{rust}, {streams}"
             yield [situation.text, measured, situation.change, joined(*texts) + note]
+    for result in results.values():
+        for case in rows_of(result, "joining"):
+            if FIRST_TOKEN.items() <= case.items():
+                times = [dig(case, it, "ttft_ms", "p50") for it in JOINING_SIDES[:2]]
+                measured = f"{case['model']}, HTTP, Rust front end, {case['streams']:,} streams"
+                yield ["First token under load", measured, "ms to it, p50", pair_text(*times)]
 
 
 # ---- benchmarks that start no server ----
