@@ -148,7 +148,7 @@ def test_runs_of_the_same_case_tell_how_far_they_vary() -> None:
 
 def test_the_readme_tells_one_figure_for_each_situation() -> None:
     found = result(model="gpt-oss-120b")
-    joining = {"streams": 256, "prompt_tokens": 128, "front_end": "rust", "model": "gpt-oss-120b"}
+    joining = {"streams": 64, "prompt_tokens": 128, "front_end": "python", "model": "gpt-oss-120b"}
     joining |= {it: {"ttft_ms": {"p50": 62.4}} for it in ("vLLM", "sparksched")}
     assert rows("gain", found, {"run": {}, "joining": [joining]}) == [
         [
@@ -159,7 +159,7 @@ def test_the_readme_tells_one_figure_for_each_situation() -> None:
         ],
         [
             "First token under load",
-            "gpt-oss-120b, HTTP, Rust front end, 256 streams",
+            "gpt-oss-120b, HTTP, 64 streams",
             "ms to it, p50",
             "62.4 → 62.4",
         ],
