@@ -213,16 +213,20 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 
 
 def _states_of_threads(pid: int) -> Iterator[str]:
+    for stat in _told_of_threads(pid, "stat"):
+        yield stat.rpartition(")")[2].split()[0]
+
+
+def _told_of_threads(pid: int, name: str) -> Iterator[str]:
+    """Yield what a file of each thread says; threads that end meanwhile are left out."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        yield (thread / "stat").read_text().rpartition(")")[2].split()[0]
+        with suppress(FileNotFoundError, ProcessLookupError):
+            yield (thread / name).read_text()
 
 
 def child_processes(pid: int) -> list[int]:
     """Return the processes that a process has started, through whichever thread."""
-    children: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        children += map(int, (task / "children").read_text().split())
-    return children
+    return [int(child) for text in _told_of_threads(pid, "children") for child in text.split()]
 
 
 @dataclass(frozen=True)
