@@ -134,7 +134,7 @@ def _first_tokens(results: Results) -> Figure | None:
     panel.set_yticks(range(len(cases)), [joining_name(case) for case in cases])
     panel.invert_yaxis()
     panel.set_xscale("log")
-    panel.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    panel.xaxis.set_major_formatter(_in_full)
     panel.set_xlabel("ms to the first token of a request that joins (log): p50, a line to p90")
     panel.legend(fontsize=8.5)
     return figure
@@ -201,11 +201,16 @@ def _draw_line(panel: Axes, points: Points, name: str, style: str, label: str) -
     )
 
 
+def _in_full(value: float, _: int | None) -> str:
+    """Return the label of a number on an axis."""
+    return f"{value:,.6g}"
+
+
 def _finish(panel: Axes) -> None:
     panel.set_xscale("log", base=4)
     panel.set_yscale("log")
     for axis in (panel.xaxis, panel.yaxis):
-        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.6g}"))
+        axis.set_major_formatter(_in_full)
         axis.set_minor_formatter(ticker.NullFormatter())
     panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=10))
     panel.set_xlabel("streams (log); bars: least and most of the rounds")

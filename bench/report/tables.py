@@ -327,12 +327,11 @@ def gain(results: Results) -> Rows:
             rust = ", Rust front end" if case.front_end == RUST else ""
             measured = f"{case.model}, {DRIVERS[case.driver]}{rust}, {streams}"
             yield [situation.text, measured, situation.change, joined(*texts) + note]
-    for result in results.values():
-        for case in rows_of(result, "joining"):
-            if FIRST_TOKEN.items() <= case.items():
-                times = [dig(case, it, "ttft_ms", "p50") for it in JOINING_SIDES[:2]]
-                measured = f"{case['model']}, HTTP, {case['streams']:,} streams"
-                yield ["First token under load", measured, "ms to it, p50", pair_text(*times)]
+    for case in _micro(results, "joining"):
+        if FIRST_TOKEN.items() <= case.items():
+            times = [dig(case, it, "ttft_ms", "p50") for it in JOINING_SIDES[:2]]
+            measured = f"{case['model']}, HTTP, {case['streams']:,} streams"
+            yield ["First token under load", measured, "ms to it, p50", pair_text(*times)]
 
 
 # ---- benchmarks that start no server ----
@@ -486,16 +485,15 @@ def joining_name(case: Row) -> str:
 
 def first_tokens(results: Results) -> Rows:
     """Yield how long requests that join wait, with vLLM, sparksched, and just in time."""
-    for result in results.values():
-        for case in rows_of(result, "joining"):
-            rows = [case.get(it) for it in JOINING_SIDES]
-            yield [
-                joining_name(case),
-                *(_of_sides(rows, "{:.1f}", "ttft_ms", at) for at in ("p50", "p99")),
-                *(_of_sides(rows, "{:.2f}", "output_gap_ms", at) for at in ("p50", "p99")),
-                _of_sides(rows, "{:,.0f}", "tokens_per_s"),
-                _idle(rows),
-            ]
+    for case in _micro(results, "joining"):
+        rows = [case.get(it) for it in JOINING_SIDES]
+        yield [
+            joining_name(case),
+            *(_of_sides(rows, "{:.1f}", "ttft_ms", at) for at in ("p50", "p99")),
+            *(_of_sides(rows, "{:.2f}", "output_gap_ms", at) for at in ("p50", "p99")),
+            _of_sides(rows, "{:,.0f}", "tokens_per_s"),
+            _idle(rows),
+        ]
 
 
 def _idle(rows: list[Row | None]) -> str:

@@ -91,8 +91,9 @@ def idle_time(events: list[Row]) -> Row:
     start, end = first + EDGE * (last - first), last - EDGE * (last - first)
     gaps, busy_until = [], start
     for begin, until in [*work, (end, end)]:
-        if min(begin, end) > busy_until:
-            gaps.append(min(begin, end) - busy_until)
+        gap = min(begin, end) - busy_until
+        if gap > 0:
+            gaps.append(gap)
         busy_until = max(busy_until, until)
     long_gaps_ms = [gap / 1e3 for gap in gaps if gap >= SHORTEST_GAP_US]
     return {

@@ -53,7 +53,7 @@ class Running:
             while chunk := os.read(self.output, 1 << 16):
                 self.printed += chunk
         except OSError as error:
-            # A terminal that nobody has open any more is one.
+            # Nobody has the terminal open any more.
             if error.errno != errno.EIO:
                 raise
 
