@@ -1,24 +1,24 @@
-"""vLLM's command line in a process that needn't import vLLM, which takes 10 seconds.
+"""Programs in processes that needn't import vLLM, which takes each of them 8 seconds.
 
-It is forked from one that has done so, and has started no threads: multiprocessing's forkserver.
+The first is forked from one that has imported vLLM, and has started no threads: multiprocessing's
+forkserver. What it would spawn, it forks.
 """
 
 import faulthandler
 import importlib
 import multiprocessing
 import os
+import runpy
+import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import TYPE_CHECKING
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-DOZING = Path(__file__).parent / "dozing"
-"""What has all that is spawned doze where it spins."""
+from prometheus_client import values
 
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(
@@ -34,26 +34,18 @@ forkserver.set_forkserver_preload(
     ]
 )
 
+NAP_S = 1e-4
+
 
 class Command:
-    """A run of `vllm ARGUMENTS`; like a `Popen`, as far as servers need that."""
+    """A run of a module's `main()`; like a `Popen`, as far as servers need that."""
 
     def __init__(
-        self,
-        arguments: Sequence[str],
-        log_path: Path,
-        environment: Mapping[str, str],
-        *,
-        forks: bool,
+        self, module: str, arguments: Sequence[str], log_path: Path, environment: Mapping[str, str]
     ) -> None:
-        """Start it, in a session of its own and the directory of its log.
-
-        All of its processes doze while they wait for each other, where vLLM's spin: several servers
-        share two processors. One that `forks` has its engine and workers forked; else it spawns
-        them.
-        """
+        """Start it, in a session of its own and the directory of its log."""
         self._process = forkserver.Process(
-            target=_enter, args=(list(arguments), log_path, dict(environment), forks)
+            target=_enter, args=(module, list(arguments), log_path, dict(environment))
         )
         self._process.start()
         assert self._process.pid is not None
@@ -74,11 +66,11 @@ class Command:
         status = self._process.exitcode
         if status is None:
             assert timeout is not None
-            raise TimeoutExpired("vllm", timeout)
+            raise TimeoutExpired(self._process.name, timeout)
         return status
 
 
-def _enter(arguments: list[str], log_path: Path, environment: dict[str, str], forks: bool) -> None:
+def _enter(module: str, arguments: list[str], log_path: Path, environment: dict[str, str]) -> None:
     os.setsid()
     os.chdir(log_path.parent)
     os.environ.clear()
@@ -89,25 +81,70 @@ def _enter(arguments: list[str], log_path: Path, environment: dict[str, str], fo
     faulthandler.enable()
     # A tracker of its own: it removes the shared memory of those that are killed.
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
-    importlib.import_module("testkit.dozing.sitecustomize")
-    search_path = (str(DOZING), os.environ.get("PYTHONPATH"))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
-    if forks:
-        fork_workers()
-    sys.argv = ["vllm", *arguments]
-    from vllm.entrypoints.cli.main import main
-
-    main()
+    _customize()
+    # vLLM's processes yield the processor in a loop while they wait for each other. A dozen of them
+    # on two processors can keep Linux 6.18 from running anything else, for minutes.
+    os.sched_yield = lambda: time.sleep(NAP_S)
+    _fork_what_is_spawned()
+    sys.argv = [module, *arguments]
+    importlib.import_module(module).main()
 
 
-def fork_workers() -> None:
-    """Have vLLM fork in this process, where it spawns on a CPU, to import nothing again."""
-    from vllm.platforms.cpu import CpuPlatform
+def _customize() -> None:
+    """Run what Python would when it starts: each `sitecustomize.py` on PYTHONPATH."""
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        customization = Path(folder) / "sitecustomize.py"
+        if folder and customization.exists():
+            runpy.run_path(str(customization))
 
-    check_and_update_config = CpuPlatform.check_and_update_config
 
-    def check_and_fork(config: "VllmConfig") -> None:
-        check_and_update_config(config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+def _fork_what_is_spawned() -> None:
+    """Have multiprocessing fork this process where it would start Python anew.
 
-    CpuPlatform.check_and_update_config = staticmethod(check_and_fork)
+    The rest is as with `spawn`: a child unpickles what it is for, and has those of its parent's
+    descriptors that it would have then. So it neither keeps a socket alive nor hides a death.
+    """
+    start = util.spawnv_passfds  # type: ignore[attr-defined]
+
+    def fork(path: Any, arguments: list[Any], passed: Sequence[int]) -> int:
+        command = [os.fsdecode(it) for it in arguments]
+        if command[-1] != "--multiprocessing-fork":  # but a tracker of resources
+            return int(start(path, arguments, passed))
+        child = os.fork()
+        if child == 0:
+            _be_spawned(command, frozenset(passed))
+        return child
+
+    util.spawnv_passfds = fork  # type: ignore[attr-defined]
+
+
+def _be_spawned(command: list[str], passed: frozenset[int]) -> NoReturn:
+    """Be the process that a command of multiprocessing's would have started."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _let_go_of_all_but(passed)
+        # Its import has looked whether several processes write metrics.
+        values.ValueClass = values.get_value_class()
+        *_, program, flag = command  # after `-c`
+        sys.argv = ["-c", flag]
+        exec(program, {})
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _let_go_of_all_but(passed: frozenset[int]) -> None:
+    """Replace other descriptors: copies of their owners may still close them, by their numbers."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        is_open = os.path.exists(f"/proc/self/fd/{descriptor}")  # not the one that listed them
+        if is_open and descriptor > 2 and descriptor != nothing and descriptor not in passed:
+            os.dup2(nothing, descriptor)

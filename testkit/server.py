@@ -14,6 +14,7 @@ from typing import Protocol
 
 import httpx
 
+PROGRAM = "vllm.entrypoints.cli.main"
 MODEL_NAME = "tiny"
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
@@ -106,7 +107,6 @@ def serve(
     name: str = MODEL_NAME,
     is_on_cpu: bool = True,
     is_preloaded: bool = False,
-    forks: bool = False,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
@@ -116,9 +116,8 @@ def serve(
     `scheduler` becomes VLLM_SCHEDULER; None means vLLM's own. `name` is what the model is served
     as. On a CPU there are arguments for tiny models; `arguments` follow them, so they win.
 
-    One that `is_preloaded` is no new `vllm serve` but a fork of a process that has imported vLLM.
-    One that `forks` is preloaded, and forks its engine and workers as well: it is up in a third of
-    the time, but they hold its descriptors, so it is not for tests of deaths.
+    One that `is_preloaded` is no new `vllm serve`. Each of its processes is a fork of one that has
+    imported vLLM, so it is up in a third of the time.
     """
     port = _free_port()
     process = _start(
@@ -127,8 +126,7 @@ def serve(
         port=port,
         scheduler=scheduler,
         name=name,
-        is_preloaded=is_preloaded or forks,
-        forks=forks,
+        is_preloaded=is_preloaded,
         arguments=[*(CPU_ARGUMENTS if is_on_cpu else ()), *arguments],
         environment=environment or {},
     )
@@ -148,7 +146,6 @@ def _start(
     scheduler: str | None,
     name: str,
     is_preloaded: bool,
-    forks: bool,
     arguments: Sequence[str],
     environment: Mapping[str, str],
 ) -> Process:
@@ -163,10 +160,10 @@ def _start(
     if is_preloaded:
         from testkit.preloaded import Command
 
-        return Command(command, log_path, environment, forks=forks)
+        return Command(PROGRAM, command, log_path, environment)
     with log_path.open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", *command],
+            [sys.executable, "-m", PROGRAM, *command],
             env=environment,
             cwd=log_path.parent,  # not the repository, whose directories could shadow packages
             stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""What holds for every test: which run, and in which order, and how strings hash.
+"""What holds for every test: which run, in which order, how strings hash, and how many threads compute.
 
 vLLM iterates over sets of request ids, so a seed means one trace only where strings hash alike in
 every process. Workers of pytest and engines inherit what is set here; `make` sets it for pytest.
@@ -10,6 +10,8 @@ import pytest
 from scale import FULL
 
 os.environ.setdefault("PYTHONHASHSEED", "0")
+# Two servers at a time share two processors, and threads that wait for each other would spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONG = ("e2e", "panics", "transport")
 """Folders whose files take minutes: they come first, so that none is left alone at the end."""

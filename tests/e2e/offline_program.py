@@ -1,8 +1,7 @@
 """What `test_offline.py` runs twice: one engine after the other, in this process.
 
-    python -m e2e.offline_program LLAMA ADAPTERS GPT_OSS HYBRIDS RESULT
-
-The first four are folders that the tests wrote, and RESULT is the file to write.
+Its arguments are LLAMA ADAPTERS GPT_OSS HYBRIDS RESULT: the first four are folders that the tests
+wrote, and RESULT is the file to write.
 """
 
 import gc
@@ -171,7 +170,8 @@ def alone(part: Callable[..., Result], *arguments: Any) -> Result:
     return result
 
 
-def main(llama: str, adapters: str, gpt_oss: str, hybrids: str, result: str) -> None:
+def main() -> None:
+    llama, adapters, gpt_oss, hybrids, result = sys.argv[1:]
     streams = alone(generate, llama, Path(adapters))
     vectors = alone(embed, gpt_oss)
     order, work = alone(order_of_priorities, gpt_oss)
@@ -184,7 +184,3 @@ def main(llama: str, adapters: str, gpt_oss: str, hybrids: str, result: str) -> 
         "states": {name: alone(states, Path(hybrids), name) for name in names},
     }
     Path(result).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

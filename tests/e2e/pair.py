@@ -32,7 +32,7 @@ def observe_pair(
     with serve(
         model_dir,
         log_dir / "stock.log",
-        forks=True,
+        is_preloaded=True,
         arguments=arguments,
         environment=environment,
     ) as server:
@@ -42,7 +42,7 @@ def observe_pair(
         model_dir,
         log_dir / "ours.log",
         scheduler="sparksched",
-        forks=True,
+        is_preloaded=True,
         arguments=arguments,
         environment={"SPARKSCHED_STRICT": "1", **environment},
     ) as server:

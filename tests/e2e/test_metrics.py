@@ -57,7 +57,7 @@ def observe(
         model_directory,
         log_dir / "serve.log",
         scheduler="sparksched",
-        forks=True,
+        is_preloaded=True,
         environment={"SPARKSCHED_STRICT": "1", **environment},
         arguments=arguments,
     ) as server:

@@ -6,8 +6,6 @@ compute is equal to the last bit, and so is what vLLM takes the work for.
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 
 from testkit import tiny_gpt_oss, tiny_hybrid, tiny_llama
+from testkit.preloaded import Command
 from testkit.server import CPU_ENVIRONMENT, SPARKSCHED_LINE
 
 from .offline_program import (
@@ -32,7 +31,6 @@ from .offline_program import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).resolve().parents[2]
 OURS = {"VLLM_SCHEDULER": "sparksched", "SPARKSCHED_STRICT": "1"}
 
 
@@ -86,22 +84,16 @@ def _ours(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Observed:
 
 def run_program(models: Models, folder: Path, environment: dict[str, str]) -> Observed:
     """Run the program with the engine in its own process; fail with what it printed."""
-    result = folder / "result.json"
-    paths = (models.llama, models.adapters, models.gpt_oss, models.hybrids, result)
-    command = [sys.executable, "-m", "e2e.offline_program", *map(str, paths)]
+    log, result = folder / "log", folder / "result.json"
+    folders = (models.llama, models.adapters, models.gpt_oss, models.hybrids)
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
-    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run(
-        command,
-        env=inherited | CPU_ENVIRONMENT | in_process | environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return Observed(**json.loads(result.read_text()), log=done.stdout)
+    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = inherited | CPU_ENVIRONMENT | in_process | environment
+    program = Command("e2e.offline_program", [*map(str, folders), str(result)], log, environment)
+    status = program.wait()
+    printed = log.read_text(errors="replace")
+    assert status == 0, printed[-4000:]
+    return Observed(**json.loads(result.read_text()), log=printed)
 
 
 def test_ours_schedules_in_rust(stock: Observed, ours: Observed) -> None:

@@ -130,7 +130,7 @@ def test_two_engines_serve_and_end_as_with_vllms_scheduler(
         stock = run_engines(model, tmp_path / "stock", None)
         expected, status = stock.streams, stock.status
     else:
-        with serve(model, tmp_path / "stock.log", forks=True) as server:
+        with serve(model, tmp_path / "stock.log", is_preloaded=True) as server:
             expected, status = stream_mixed(server), 1
     ours = run_engines(model, tmp_path / "ours", "sparksched")
     assert outcomes(ours.streams) == outcomes(expected)

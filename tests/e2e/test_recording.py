@@ -43,7 +43,7 @@ def test_a_server(with_tokens: bool, tmp_path: Path) -> None:
         model,
         tmp_path / "server.log",
         scheduler="sparksched",
-        forks=True,
+        is_preloaded=True,
         arguments=ARGUMENTS,
         environment=environment,
     ) as server:

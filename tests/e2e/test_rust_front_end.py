@@ -101,7 +101,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", name="stock")
 def _stock(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
     """Observe vLLM's Python front end and vLLM's scheduler."""
-    with serve(model_dir, tmp_path_factory.mktemp("stock") / "log", forks=True) as server:
+    with serve(model_dir, tmp_path_factory.mktemp("stock") / "log", is_preloaded=True) as server:
         return observe(server)
 
 
@@ -111,7 +111,7 @@ def _ours(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed
     log_path = tmp_path_factory.mktemp("ours") / "log"
     variables = {**vllm_rs.variables(), **STRICT}
     with serve(
-        model_dir, log_path, scheduler="sparksched", forks=True, environment=variables
+        model_dir, log_path, scheduler="sparksched", is_preloaded=True, environment=variables
     ) as server:
         observed = observe(server)
         assert server.runs_sparksched
@@ -153,7 +153,7 @@ def test_vllms_own_scheduler_after_a_fallback(
         model_dir,
         tmp_path / "log",
         scheduler="sparksched",
-        forks=True,
+        is_preloaded=True,
         arguments=("--scheduler-cls=vllm.v1.core.sched.scheduler.Scheduler",),
         environment=vllm_rs.variables(),
     ) as server:
@@ -175,7 +175,7 @@ def test_two_engines_and_a_chat_template(tmp_path: Path) -> None:
         model,
         tmp_path / "log",
         scheduler="sparksched",
-        forks=True,
+        is_preloaded=True,
         arguments=("--data-parallel-size=2", f"--chat-template={tmp_path}/chat.jinja"),
         environment={**vllm_rs.variables(), **STRICT},
     ) as server:

@@ -159,18 +159,13 @@ def _taken_over(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ob
         "TMPDIR": str(log_dir),
         "PYTHONPATH": str(Path(__file__).parent / "planted"),
     }
-    # What plants it is read when a process starts.
-    return run_server(
-        model_dir, log_dir, scheduler="sparksched", is_preloaded=False, environment=variables
-    )
+    return run_server(model_dir, log_dir, scheduler="sparksched", environment=variables)
 
 
 def run_server(
     model_dir: Path,
     log_dir: Path,
     scheduler: str | None,
-    *,
-    is_preloaded: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> Observed:
     """Observe a server of its own, from start to end."""
@@ -179,7 +174,7 @@ def run_server(
         model_dir,
         log_dir / "serve.log",
         scheduler=scheduler,
-        forks=is_preloaded,
+        is_preloaded=True,
         arguments=arguments,
         environment=environment,
     ) as server:

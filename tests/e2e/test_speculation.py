@@ -32,8 +32,7 @@ ARGUMENTS = (
     "--scheduling-policy=priority",
     # Otherwise the tiny model likes spaces better than an end.
     '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
-    # Enough for a third of the growing requests that run at once: some are preempted even if many
-    # have not come before others are through.
+    # Enough for half of the growing requests: some are preempted even if the last ones come late.
     "--num-gpu-blocks-override=52",
     "--enable-mfu-metrics",
     "--cudagraph-metrics",
@@ -85,7 +84,7 @@ def observe(server: Server) -> Observed:
 def waves() -> dict[str, list[Prompt]]:
     """Return what is sent at once, by name."""
     structured = {"structured_outputs": {"json": SCHEMA}}
-    growing = [Prompt([it, 1, 2, 3], 100, {"ignore_eos": True}) for it in range(24)]
+    growing = [Prompt([it, 1, 2, 3], 200, {"ignore_eos": True}) for it in range(14)]
     return {
         "mixed": [
             with_priority(it, at % 3)
