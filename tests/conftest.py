@@ -1,4 +1,4 @@
-"""What holds for every test: which run, in which order, how strings hash, and how many threads compute.
+"""What holds for every test: which run, in which order, how strings hash, on how many threads.
 
 vLLM iterates over sets of request ids, so a seed means one trace only where strings hash alike in
 every process. Workers of pytest and engines inherit what is set here; `make` sets it for pytest.
