@@ -5,6 +5,7 @@ forkserver. What it would spawn, it forks.
 """
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -71,6 +72,7 @@ class Command:
 
 
 def _enter(module: str, arguments: list[str], log_path: Path, environment: dict[str, str]) -> None:
+    gc.freeze()  # an engine collects garbage as it starts: not all of vLLM each time
     os.setsid()
     os.chdir(log_path.parent)
     os.environ.clear()

@@ -4,6 +4,7 @@ vLLM iterates over sets of request ids, so a seed means one trace only where str
 every process. Workers of pytest and engines inherit what is set here; `make` sets it for pytest.
 """
 
+import gc
 import os
 
 import pytest
@@ -26,3 +27,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if full:
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if item not in set(full)]
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage look at what tests make, and not at all of vLLM each time."""
+    gc.collect()
+    gc.freeze()

@@ -1,4 +1,3 @@
-import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -22,9 +21,6 @@ def extension() -> Path:
     first = forkserver.Process(target=os.getpid)
     first.start()
     first.join()
-    # Collections then look at what tests have made, and not at all of vLLM.
-    gc.collect()
-    gc.freeze()
     return build()
 
 

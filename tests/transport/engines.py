@@ -181,6 +181,7 @@ def enter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
+    gc.freeze()  # an engine collects garbage as it starts: not all of vLLM each time
     os.environ.clear()
     os.environ.update(environment)
     with log_path.open("ab") as log:
