@@ -103,9 +103,9 @@ def _customize() -> None:
 def _fork_what_is_spawned() -> None:
     """Have multiprocessing fork this process where it would start Python anew.
 
-    As with `spawn`, a child unpickles what it is for, and has those of its parent's descriptors that
-    it would have then: it neither keeps a socket alive nor hides a death. Its memory and modules
-    are its parent's, so it doesn't show whether the plugin is loaded anew.
+    As with `spawn`, a child unpickles what it is for, and has those of its parent's descriptors
+    that it would have then: it neither keeps a socket alive nor hides a death. Its memory and
+    modules are its parent's, so it doesn't show whether the plugin is loaded anew.
     """
     start = util.spawnv_passfds  # type: ignore[attr-defined]
 
