@@ -107,7 +107,7 @@ tables: env ## write the tables and pictures of the pages anew, from bench/resul
 # The release that is not installed: its Python sources, over the CPU build of the installed one.
 OTHER_VLLM := 0.33.0
 
-# Else a dozen processes would each compile the same Python again.
+# Bytecode is written: otherwise a dozen processes would each compile the same Python.
 unexport PYTHONDONTWRITEBYTECODE
 # Strings hash alike in each process, so that a seed means one scenario (tests/conftest.py).
 export PYTHONHASHSEED := 0
@@ -115,11 +115,11 @@ PYTEST := $(BIN)/pytest
 # In the order of tests/conftest.py.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-# Three at a time on two processors, because Rust's tests wait at times; each one's output whole. None
-# installs sparksched again (`-o build`), which another may be about to import.
+# Two at a time, each one's output whole: what compiles and runs Rust, and what runs Python. Neither
+# installs sparksched again (`-o build`), which the other may be about to import.
 .PHONY: test
 test: build vllm-rs ## every check before a commit: lints, types, tests, real servers; 15 minutes
-	$(MAKE) -o build -j 3 --output-sync=target test-of-rust test-other conformance conformance-other
+	$(MAKE) -o build -j 2 --output-sync=target test-of-rust test-other conformance conformance-other
 	$(PYTEST) $(PARALLEL)
 
 .PHONY: test-of-rust

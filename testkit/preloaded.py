@@ -1,4 +1,4 @@
-"""Programs in processes that needn't import vLLM, which takes each of them 8 seconds.
+"""Processes that start without the 8 seconds that an import of vLLM takes.
 
 The first is forked from one that has imported vLLM, and has started no threads: multiprocessing's
 forkserver. What it would spawn, it forks.
@@ -72,14 +72,9 @@ class Command:
 
 
 def _enter(module: str, arguments: list[str], log_path: Path, environment: dict[str, str]) -> None:
-    gc.freeze()  # an engine collects garbage as it starts: not all of vLLM each time
     os.setsid()
     os.chdir(log_path.parent)
-    os.environ.clear()
-    os.environ.update(environment)
-    with log_path.open("wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    settle(log_path, environment)
     faulthandler.enable()
     # A tracker of its own: it removes the shared memory of those that are killed.
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
@@ -92,12 +87,24 @@ def _enter(module: str, arguments: list[str], log_path: Path, environment: dict[
     importlib.import_module(module).main()
 
 
+def settle(log_path: Path, environment: Mapping[str, str]) -> None:
+    """Give a process that was just forked an environment and a log of its own."""
+    # An engine collects garbage as it starts. It needn't scan vLLM's modules each time.
+    gc.freeze()
+    os.environ.clear()
+    os.environ.update(environment)
+    with log_path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
 def _customize() -> None:
-    """Run what Python would when it starts: each `sitecustomize.py` on PYTHONPATH."""
-    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    """Run the first `sitecustomize.py` on PYTHONPATH, as Python does before all other imports."""
+    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         customization = Path(folder) / "sitecustomize.py"
-        if folder and customization.exists():
+        if customization.exists():
             runpy.run_path(str(customization))
+            return
 
 
 def _fork_what_is_spawned() -> None:
@@ -111,7 +118,7 @@ def _fork_what_is_spawned() -> None:
 
     def fork(path: Any, arguments: list[Any], passed: Sequence[int]) -> int:
         command = [os.fsdecode(it) for it in arguments]
-        if command[-1] != "--multiprocessing-fork":  # but a tracker of resources
+        if command[-1] != "--multiprocessing-fork":  # a resource tracker
             return int(start(path, arguments, passed))
         child = os.fork()
         if child == 0:
@@ -125,11 +132,9 @@ def _be_spawned(command: list[str], passed: frozenset[int]) -> NoReturn:
     """Be the process that a command of multiprocessing's would have started."""
     status = 1
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _reset_signals()
         _let_go_of_all_but(passed)
-        # Its import has looked whether several processes write metrics.
+        # Chosen on import, before it was known whether several processes write metrics.
         values.ValueClass = values.get_value_class()
         *_, program, flag = command  # after `-c`
         sys.argv = ["-c", flag]
@@ -144,10 +149,22 @@ def _be_spawned(command: list[str], passed: frozenset[int]) -> NoReturn:
         os._exit(status)
 
 
+def _reset_signals() -> None:
+    """Handle signals as a new Python does: the parent's functions are not for this process."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _let_go_of_all_but(passed: frozenset[int]) -> None:
-    """Replace other descriptors: copies of their owners may still close them, by their numbers."""
+    """Replace other descriptors by one that leads nowhere.
+
+    They aren't closed: inherited objects may yet close these numbers, which would by then be
+    something else's.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        is_open = os.path.exists(f"/proc/self/fd/{descriptor}")  # not the one that listed them
-        if is_open and descriptor > 2 and descriptor != nothing and descriptor not in passed:
-            os.dup2(nothing, descriptor)
+        if descriptor > 2 and descriptor != nothing and descriptor not in passed:
+            os.dup2(nothing, descriptor, inheritable=False)

@@ -135,7 +135,7 @@ def serve(
         _wait_until_healthy(server, start_timeout_s)
         yield server
     finally:
-        _stop(process)
+        stop(process)
 
 
 def _start(
@@ -220,7 +220,7 @@ def _abort(process: Process) -> None:
         process.wait(ABORT_TIMEOUT_S)
 
 
-def _stop(process: Process) -> None:
+def stop(process: Process) -> None:
     """Stop the whole process group: kindly first, so that engine and worker can clean up."""
     _signal_group(process, signal.SIGTERM)
     try:

@@ -1,7 +1,8 @@
 """What holds for every test: which run, in which order, how strings hash, on how many threads.
 
 vLLM iterates over sets of request ids, so a seed means one trace only where strings hash alike in
-every process. Workers of pytest and engines inherit what is set here; `make` sets it for pytest.
+every process. Workers of pytest and engines inherit what is set here. `make` sets the seed of
+hashes for pytest itself.
 """
 
 import gc
@@ -11,8 +12,11 @@ import pytest
 from scale import FULL
 
 os.environ.setdefault("PYTHONHASHSEED", "0")
-# Two servers at a time share two processors, and threads that wait for each other would spin.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Two servers at a time share two processors, and threads that wait for each other would spin. They
+# don't survive a fork, either.
+os.environ["OMP_NUM_THREADS"] = "1"
+# Read when vLLM is imported, which preloaded servers don't do again.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 LONG = ("e2e", "panics", "transport")
 """Folders whose files take minutes: they come first, so that none is left alone at the end."""
@@ -30,6 +34,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let collections of garbage look at what tests make, and not at all of vLLM each time."""
+    """Keep garbage collection from scanning vLLM's modules each time."""
     gc.collect()
     gc.freeze()

@@ -4,7 +4,6 @@ Its arguments are LLAMA ADAPTERS GPT_OSS HYBRIDS RESULT: the first four are fold
 wrote, and RESULT is the file to write.
 """
 
-import gc
 import json
 import random
 import sys
@@ -164,7 +163,6 @@ def alone(part: Callable[..., Result], *arguments: Any) -> Result:
     """Run a part, and clear away the distributed groups that its engine leaves in the process."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    gc.freeze()  # an engine collects garbage as it starts: not all of vLLM each time
     result = part(*arguments)
     cleanup_dist_env_and_memory()
     return result

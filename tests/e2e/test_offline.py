@@ -14,7 +14,7 @@ import pytest
 
 from testkit import tiny_gpt_oss, tiny_hybrid, tiny_llama
 from testkit.preloaded import Command
-from testkit.server import CPU_ENVIRONMENT, SPARKSCHED_LINE
+from testkit.server import CPU_ENVIRONMENT, SPARKSCHED_LINE, stop
 
 from .offline_program import (
     ADAPTERS,
@@ -90,7 +90,10 @@ def run_program(models: Models, folder: Path, environment: dict[str, str]) -> Ob
     in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment = inherited | CPU_ENVIRONMENT | in_process | environment
     program = Command("e2e.offline_program", [*map(str, folders), str(result)], log, environment)
-    status = program.wait()
+    try:
+        status = program.wait()
+    finally:
+        stop(program)
     printed = log.read_text(errors="replace")
     assert status == 0, printed[-4000:]
     return Observed(**json.loads(result.read_text()), log=printed)

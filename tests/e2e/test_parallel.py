@@ -137,8 +137,7 @@ def test_two_engines_serve_and_end_as_with_vllms_scheduler(
     else:
         with serve(model, tmp_path / "stock.log", is_preloaded=True) as server:
             expected, status = stream_mixed(server), 1
-    is_preloaded = num_stock_engines == 1
-    ours = run_engines(model, tmp_path / "ours", "sparksched", is_preloaded=is_preloaded)
+    ours = run_engines(model, tmp_path / "ours", "sparksched", is_preloaded=num_stock_engines == 1)
     assert outcomes(ours.streams) == outcomes(expected)
     # Rings tell each API server at once; vLLM's learn nothing until they are stopped.
     assert ours.ends == ["an error in the stream"] * NUM_ENDLESS

@@ -32,7 +32,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from testkit.executor import FakeExecutor
-from testkit.preloaded import forkserver
+from testkit.preloaded import forkserver, settle
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -181,12 +181,7 @@ def enter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    gc.freeze()  # an engine collects garbage as it starts: not all of vLLM each time
-    os.environ.clear()
-    os.environ.update(environment)
-    with log_path.open("ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    settle(log_path, environment)
     target(*args, **kwargs)
 
 
