@@ -20,11 +20,9 @@ from typing import Any
 
 STOCK = "vLLM"
 OURS = "sparksched"
-JUST_IN_TIME = "sparksched, just in time"
 SCHEDULERS = {
     STOCK: "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
     OURS: "sparksched.scheduler.SparkScheduler",
-    JUST_IN_TIME: "sparksched.scheduler.SparkScheduler",
 }
 
 LATEST_S = 60.0
@@ -113,7 +111,6 @@ def _select_scheduler(side: str) -> None:
     }
     os.environ.pop("VLLM_PLUGINS", None)
     os.environ.pop("VLLM_SCHEDULER", None)
-    os.environ["SPARKSCHED_JUST_IN_TIME"] = str(int(side == JUST_IN_TIME))
     if side != STOCK:
         os.environ["VLLM_SCHEDULER"] = "sparksched"
 

@@ -29,7 +29,7 @@ from bench.report.values import as_number, dig, median, numbers
 # Colours that remain different for the colour-blind: Okabe and Ito's.
 COLOURS = {STOCK: "#D55E00", OURS: "#0072B2"}
 STYLES = {"p50": "-", "p99": "--", "python": "-", "rust": ":"}
-JOINING_COLOURS = (*COLOURS.values(), "#009E73")
+JOINING_COLOURS = tuple(COLOURS.values())
 SHOWN = (MODELS[0], MODELS[-1])
 """Models that pictures show: the one that the host limits most, and the one least."""
 

@@ -53,7 +53,7 @@ OF_ONE_RUN = ("--json", "--work-dir", "--minutes")
 LEAST_VARIATION = 0.15
 """Of a rate: what differs by less between runs is no news."""
 MANY_STREAMS = 64
-JOINING_SIDES = ("vLLM", "sparksched", "sparksched, just in time")
+JOINING_SIDES = ("vLLM", "sparksched")
 PARTS = ("schedule_us", "update_us", "message_us")
 
 
@@ -477,14 +477,12 @@ def short_requests(results: Results) -> Rows:
 
 def joining_name(case: Row) -> str:
     """Return what to call a case that requests joined."""
-    if "step_ms" in case:
-        return f"{case['streams']:,}, a timer of {case['step_ms']:g} ms"
     front_end = f"{case['front_end'].capitalize()} front end"
     return f"{case['streams']:,}, {case['model']}, {front_end}, {case['prompt_tokens']:,} tokens"
 
 
 def first_tokens(results: Results) -> Rows:
-    """Yield how long requests that join wait, with vLLM, sparksched, and just in time."""
+    """Yield how long requests that join wait, with vLLM and sparksched."""
     for case in _micro(results, "joining"):
         rows = [case.get(it) for it in JOINING_SIDES]
         yield [
@@ -639,7 +637,7 @@ TABLES = (
         "joining",
         "The first token of a request that joins",
         (
-            "streams, GPU",
+            "streams",
             "first token p50, ms",
             "p99",
             "between outputs p50, ms",

@@ -2,8 +2,7 @@
 
 Streams decode side by side, as many as `--concurrency` says. Beside them single requests come at
 random, as a Poisson process. Each server is measured with all numbers of streams and all lengths of
-joining prompts before the next one starts: vLLM, sparksched, and sparksched that schedules just in
-time. Rounds without joining requests come first: they tell how long a round takes. Then come rounds
+joining prompts before the next one starts: vLLM, then sparksched. Rounds without joining requests come first: they tell how long a round takes. Then come rounds
 of warm-up, with joining requests, until nothing compiles any more; over the Rust front end, where
 nobody tells, until no stream has stood still for half a second.
 
@@ -24,7 +23,6 @@ run with the same file goes on where the last one was stopped.
 import argparse
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -54,7 +52,6 @@ from bench.serving.workload import Workload
 
 Row = dict[str, Any]
 
-JUST_IN_TIME = "SPARKSCHED_JUST_IN_TIME"
 ROOM_TO_JOIN = 64
 """How many more requests than streams a server takes at once."""
 JOINING_TOKENS = 4
@@ -154,12 +151,8 @@ def _start(
 def _started(start: Start, side: str, work_dir: Path) -> Iterator[Server]:
     if start.has_gpu:
         wait_until_free(memory_of_gpus)
-    os.environ[JUST_IN_TIME] = str(int(side == JOINING_SIDES[2]))
-    try:
-        with serve(start, work_dir / side.replace(", ", "-").replace(" ", "-")) as server:
-            yield server
-    finally:
-        del os.environ[JUST_IN_TIME]
+    with serve(start, work_dir / side) as server:
+        yield server
 
 
 def _num_tokens(options: argparse.Namespace, concurrency: int) -> int:

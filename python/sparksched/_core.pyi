@@ -680,12 +680,6 @@ class EngineMeters:
 
         """
 
-    def note_held_back(self, time_s: float) -> None:
-        """Count a step that was held back for so long; ValueError for less than 0."""
-
-    def note_late(self, time_s: float) -> None:
-        """Count a step for which the GPU has waited so long; ValueError for less than 0."""
-
     def end_steps(self) -> None:
         """Say that the scheduler has given way to vLLM's; readers see no steps of it any more."""
 
@@ -708,8 +702,7 @@ class MeterReader:
     def steps(self) -> dict[str, Any] | None:
         """Return what the scheduler has reported, None if none reports.
 
-        Keys: `schedule`, `update_from_output`, `step_gap`, `held_back` and `late_launch`, each a
-        pair of counts, one for each of `meter_bounds_s()` and one for what is above, and of all
+        Keys: `schedule`, `update_from_output` and `step_gap`, each a pair of counts, one for each of `meter_bounds_s()` and one for what is above, and of all
         times' sum in seconds;
         `num_running` and `num_waiting` requests.
         """

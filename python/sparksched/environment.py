@@ -16,7 +16,6 @@ RECORD = "SPARKSCHED_RECORD"
 RECORD_TOKENS = "SPARKSCHED_RECORD_TOKENS"
 RECORD_BYTES = "SPARKSCHED_RECORD_BYTES"
 METRICS = "SPARKSCHED_METRICS"
-JUST_IN_TIME = "SPARKSCHED_JUST_IN_TIME"
 
 VARIABLES: Final = (
     SCHEDULER,
@@ -30,7 +29,6 @@ VARIABLES: Final = (
     RECORD_TOKENS,
     RECORD_BYTES,
     METRICS,
-    JUST_IN_TIME,
 )
 """The names of all of them."""
 
@@ -103,11 +101,6 @@ def verification() -> Verification | None:
 def shows_metrics() -> bool:
     """Whether `/metrics` has sparksched's own series, too: `SPARKSCHED_METRICS`."""
     return _switch(METRICS, default="1")
-
-
-def schedules_just_in_time() -> bool:
-    """Whether a step is decided only when the GPU needs it: `SPARKSCHED_JUST_IN_TIME`."""
-    return _switch(JUST_IN_TIME, default="0")
 
 
 def ring_bytes() -> int:
@@ -207,6 +200,5 @@ READERS: Final[tuple[Callable[[], object], ...]] = (
     recorded_to,
     records_tokens,
     record_bytes,
-    schedules_just_in_time,
 )
 """All that read a variable: each raises a ValueError that names what is wrong with it."""

@@ -37,8 +37,6 @@ def register() -> None:
         _add_to_metrics_page()
     if compat.unsupported_version() is None:
         _replace_transport()
-        if environment.schedules_just_in_time():
-            patching.after_import("vllm.v1.executor.multiproc_executor", _time_launches)
         if environment.recorded_to() is not None:
             patching.after_import("vllm.v1.engine.utils", _wait_for_recordings)
         if environment.replaces_front_end():
@@ -186,12 +184,6 @@ def _replace_front_end_errors(module: ModuleType) -> None:
 
     overload.install(module)
     shutdown.install(module)
-
-
-def _time_launches(module: ModuleType) -> None:
-    from sparksched.engine import launch_times
-
-    launch_times.install(module)
 
 
 def _wait_for_recordings(module: ModuleType) -> None:

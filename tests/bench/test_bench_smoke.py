@@ -136,7 +136,6 @@ def test_a_run_of_two_engines_is_stopped_and_goes_on(tmp_path: Path) -> None:
     [
         ("bench.micro.messages", (), "cases"),
         ("bench.micro.host_path", ("--streams", "1", "--step-ms", "0"), "decode"),
-        ("bench.micro.first_token", (), "joining"),
         ("bench.micro.steps", (), "decode"),
     ],
 )

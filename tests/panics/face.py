@@ -135,8 +135,6 @@ METERS_CALLS: dict[str, Callable[[Any], object]] = {
     "__new__": lambda meters: _core.EngineMeters(1),
     "fileno": lambda meters: meters.fileno(),
     "time_steps": lambda meters: meters.time_steps(build_core()),
-    "note_held_back": lambda meters: meters.note_held_back(0.1),
-    "note_late": lambda meters: meters.note_late(0.1),
     "end_steps": lambda meters: meters.end_steps(),
 }
 READER_CALLS: dict[str, Callable[[Any], object]] = {

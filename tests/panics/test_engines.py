@@ -24,7 +24,6 @@ from transport.clients import (
 )
 from transport.conftest import make_config
 from transport.engines import Engine, PacedExecutor, running_engine
-from transport.timed import TimedExecutor
 from vllm.config import VllmConfig
 from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -110,15 +109,6 @@ async def a_session(llm: AsyncLLM, _engine: Engine) -> None:
     raise AssertionError("the session has ended well")
 
 
-async def shorter_steps(llm: AsyncLLM, _engine: Engine) -> None:
-    """Have steps take a fifth of their time again and again: the next one is launched too late."""
-    for step_s in itertools.cycle((0.05, 0.01)):
-        if llm.errored:
-            return
-        await calling("collective_rpc", "set_step_s", None, (step_s,), None)(llm, _engine)
-        await asyncio.sleep(1.0)
-
-
 async def nonsense(llm: AsyncLLM, _engine: Engine) -> None:
     """Send what the engine can't read: it hangs up."""
     (channel,) = llm.engine_core.resources.sparksched_rings.channels.values()
@@ -170,11 +160,6 @@ class Case:
         return [["EngineDeadError"], *([["error"]] if self.provoke is no_reading else [])]
 
 
-HOLDING_BACK: dict[str, Any] = {
-    "executor_class": TimedExecutor,
-    "settings": {"async_scheduling": True},
-    "variables": {"SPARKSCHED_JUST_IN_TIME": "1"},
-}
 CONNECTOR = {
     "kv_transfer_config": {
         "kv_connector": "AskingConnector",
@@ -227,8 +212,6 @@ CASES = [
     Case("SchedulerCore.request_counts", calling("change", "publish_dp_lb_stats", True)),
     Case("SchedulerCore.kv_cache_usage", calling("change", "publish_dp_lb_stats", True)),
     Case("EngineMeters.end_steps", calling("differ"), variables={"SPARKSCHED_VERIFY": "vllm"}),
-    Case("EngineMeters.note_held_back", shorter_steps, **HOLDING_BACK),
-    Case("EngineMeters.note_late", shorter_steps, **HOLDING_BACK),
     # The loop, because of a message.
     Case("SchedulerCore.add_request", another_request),
     Case("SchedulerCore.is_waiting_for_input", a_session),

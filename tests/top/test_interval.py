@@ -39,23 +39,6 @@ def test_counters_become_rates() -> None:
     assert interval.model_names == ["tiny"]
 
 
-def test_steps_are_shown_as_held_back_only_where_any_were() -> None:
-    def shown(last: str) -> str:
-        # The recorded pages are of an engine that holds nothing back.
-        first, then = (
-            recorded(name).replace("sparksched:step_gap", "sparksched:held_back")
-            for name in ("idle", last)
-        )
-        console = Console(width=WIDTH)
-        with console.capture() as capture:
-            console.print(render("", between(parse(first, 10.0), parse(then, 12.0))))
-        return capture.get()
-
-    assert "held back" in shown("busy")
-    assert "held back" not in shown("idle")
-    assert "too late" not in shown("busy")
-
-
 def test_nothing_happens_in_an_idle_interval() -> None:
     interval = between(*pages("busy", "busy"))
     assert interval.generation_tokens_per_s == 0

@@ -41,8 +41,6 @@ ENGINE_SERIES = {
     "sparksched:schedule_seconds",
     "sparksched:update_from_output_seconds",
     "sparksched:step_gap_seconds",
-    "sparksched:held_back_seconds",
-    "sparksched:late_launch_seconds",
     "sparksched:requests_running",
     "sparksched:requests_waiting",
 }

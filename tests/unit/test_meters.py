@@ -86,18 +86,6 @@ def test_steps_and_requests_are_counted(meters: Any) -> None:
     assert (reading["num_running"], reading["num_waiting"]) == (0, 0)
 
 
-def test_steps_that_were_held_back_are_counted(meters: Any) -> None:
-    reader = reader_of(meters)
-    meters.time_steps(build_core())
-    meters.note_held_back(0.25)
-    meters.note_late(0.125)
-    reading = reader.steps()
-    assert [sum(reading[name][0]) for name in ("held_back", "late_launch")] == [1, 1]
-    assert [reading[name][1] for name in ("held_back", "late_launch")] == [0.25, 0.125]
-    with pytest.raises(ValueError, match="negative"):
-        meters.note_late(-1.0)
-
-
 def test_an_idle_engine_leaves_no_gap(meters: Any) -> None:
     """From the end of the last request to the arrival of the next it waits for work."""
     core, reader = build_core(), reader_of(meters)
@@ -306,7 +294,7 @@ def test_every_series_is_described(shown: list[EngineView]) -> None:
     class Full:
         def steps(self) -> dict[str, Any]:
             times = ([1] * (len(_core.meter_bounds_s()) + 1), 1.0)
-            names = ("schedule", "update_from_output", "step_gap", "held_back", "late_launch")
+            names = ("schedule", "update_from_output", "step_gap")
             return dict.fromkeys(names, times) | {"num_running": 1, "num_waiting": 1}
 
         def steps_have_ended(self) -> bool:

@@ -242,7 +242,6 @@ NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
         ),
         ("SPARKSCHED_RECORD", "/tmp", "names no file that can be written"),
         ("SPARKSCHED_RECORD_TOKENS", "yes", NO_SWITCH),
-        ("SPARKSCHED_JUST_IN_TIME", "2", NO_SWITCH),
         ("SPARKSCHED_RECORD_BYTES", "65535", NO_BYTES),
         ("SPARKSCHED_RECORD_BYTES", "1e9", NO_BYTES),
         ("SPARKSCHED_RECORD_BYTES", "-1", NO_BYTES),

@@ -49,10 +49,6 @@ _HISTOGRAMS: Final = {
         "Time from the end of update_from_output() to the next schedule(), if it left unfinished "
         "requests."
     ),
-    "held_back": "Time for which a step was held back, by just-in-time scheduling.",
-    "late_launch": (
-        "Time for which the GPU has waited, at most, because a step was held back for too long."
-    ),
 }
 _REQUESTS: Final = {
     "running": "Requests that the scheduler has in its batch.",

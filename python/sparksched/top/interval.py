@@ -11,8 +11,6 @@ STEP_HISTOGRAMS: Final = {
     "schedule": "sparksched:schedule_seconds",
     "update": "sparksched:update_from_output_seconds",
     "gap": "sparksched:step_gap_seconds",
-    "held_back": "sparksched:held_back_seconds",
-    "late_launch": "sparksched:late_launch_seconds",
     "deliver": "sparksched:deliver_seconds",
 }
 LATENCIES: Final = {

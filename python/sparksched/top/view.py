@@ -21,12 +21,8 @@ _STEP_NAMES: Final = {
     "schedule": "schedule",
     "update": "update from output",
     "gap": "gap to next schedule",
-    "held_back": "held back",
-    "late_launch": "launched too late",
     "deliver": "deliver to streams",
 }
-_IF_ANY: Final = frozenset({"held_back", "late_launch"})
-"""Rows that most servers never have."""
 
 _UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
@@ -91,7 +87,7 @@ def _times(interval: Interval) -> Table:
         table.add_row(name, *_times_cells(interval.latencies[key]))
     for key, name in _STEP_NAMES.items():
         times = interval.steps[key]
-        if times is not None and (times.per_s or key not in _IF_ANY):
+        if times is not None:
             table.add_row(name, *_times_cells(times))
     return table
 

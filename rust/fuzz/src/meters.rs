@@ -50,9 +50,7 @@ pub fn check(content: &[u8]) {
         check_histogram(&steps.schedule, part(0));
         check_histogram(&steps.update, part(1));
         check_histogram(&steps.gap, part(2));
-        check_histogram(&steps.held_back, part(3));
-        check_histogram(&steps.late, part(4));
-        assert_eq!([steps.num_running, steps.num_waiting], part(5)[..2]);
+        assert_eq!([steps.num_running, steps.num_waiting], part(3)[..2]);
     }
     let rings = view.rings();
     assert_eq!(rings.is_some(), words[RINGS] == 1);

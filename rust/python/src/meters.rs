@@ -101,16 +101,6 @@ impl PyEngineMeters {
         Ok(())
     }
 
-    fn note_held_back(&self, time_s: f64) -> PyResult<()> {
-        self.page.meters().steps().held_back.observe(ns(from_seconds(time_s)?));
-        Ok(())
-    }
-
-    fn note_late(&self, time_s: f64) -> PyResult<()> {
-        self.page.meters().steps().late.observe(ns(from_seconds(time_s)?));
-        Ok(())
-    }
-
     fn end_steps(&self) -> PyResult<()> {
         self.page.meters().steps().end();
         Ok(())
@@ -141,8 +131,6 @@ impl MeterReader {
         steps.set_item("schedule", histogram(py, &reading.schedule)?)?;
         steps.set_item("update_from_output", histogram(py, &reading.update)?)?;
         steps.set_item("step_gap", histogram(py, &reading.gap)?)?;
-        steps.set_item("held_back", histogram(py, &reading.held_back)?)?;
-        steps.set_item("late_launch", histogram(py, &reading.late)?)?;
         steps.set_item("num_running", reading.num_running)?;
         steps.set_item("num_waiting", reading.num_waiting)?;
         Ok(Some(steps))

@@ -175,10 +175,6 @@ pub struct StepMeter {
     pub update: Histogram,
     /// Time from the end of `update_from_output()` to the next `schedule()`, if there was work left.
     pub gap: Histogram,
-    /// Time for which a step was held back, by just-in-time scheduling.
-    pub held_back: Histogram,
-    /// Time for which the GPU has waited, at most, because a step was held back for too long.
-    pub late: Histogram,
     num_running: AtomicU64,
     num_waiting: AtomicU64,
 }
@@ -213,8 +209,6 @@ impl StepMeter {
             schedule: self.schedule.read(),
             update: self.update.read(),
             gap: self.gap.read(),
-            held_back: self.held_back.read(),
-            late: self.late.read(),
             num_running: self.num_running.load(Relaxed),
             num_waiting: self.num_waiting.load(Relaxed),
         })
@@ -230,10 +224,6 @@ pub struct StepsReading {
     pub update: HistogramReading,
     /// Time between the two.
     pub gap: HistogramReading,
-    /// Time for which steps were held back.
-    pub held_back: HistogramReading,
-    /// Time for which the GPU has waited for steps that were.
-    pub late: HistogramReading,
     /// Requests that run.
     pub num_running: u64,
     /// Requests that wait.

@@ -86,10 +86,6 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
     elif (sockets := sockets_to_clients(engine)) is not None:
         context.transport = SocketTransport(engine, sockets)
         context.transport.start()
-    if environment.schedules_just_in_time():
-        from sparksched.engine import just_in_time
-
-        just_in_time.begin(engine)
     launcher.watch_launcher(engine)
 
 
