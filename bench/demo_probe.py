@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import IO, Any
 
-from sparksched.patching import after_import
+from sparksched.compat.patching import after_import
 
 SCHEDULERS = {
     "vllm.v1.core.sched.scheduler": "Scheduler",

@@ -6,7 +6,7 @@ It is imported by every Python process of a server, so it imports nothing heavy 
 import functools
 from types import ModuleType
 
-from sparksched.patching import after_import
+from sparksched.compat.patching import after_import
 
 ENGINE = "vllm.v1.engine.core"
 WORKER = "vllm.v1.worker.worker_base"

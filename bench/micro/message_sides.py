@@ -298,7 +298,7 @@ class EngineSide(Side):
         if self._setup.transport == ZMQ:
             return outputs
         from sparksched import _core
-        from sparksched.transport.encoder import PartEncoder
+        from sparksched.engine.encoder import PartEncoder
 
         return _core.encode_like_scheduler(outputs, PartEncoder().encode_part)[0]
 

@@ -2,9 +2,10 @@
 
 Streams decode side by side, as many as `--concurrency` says. Beside them single requests come at
 random, as a Poisson process. Each server is measured with all numbers of streams and all lengths of
-joining prompts before the next one starts: vLLM, then sparksched. Rounds without joining requests come first: they tell how long a round takes. Then come rounds
-of warm-up, with joining requests, until nothing compiles any more; over the Rust front end, where
-nobody tells, until no stream has stood still for half a second.
+joining prompts before the next one starts: vLLM, then sparksched. Rounds without joining requests
+come first: they tell how long a round takes. Then come rounds of warm-up, with joining requests,
+until nothing compiles any more; over the Rust front end, where nobody tells, until no stream has
+stood still for half a second.
 
 - `ttft_ms`: from sending a joining request to its first token.
 - `output_gap_ms`, `tokens_per_s`: of the streams, while all of them decode.

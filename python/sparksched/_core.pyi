@@ -702,8 +702,8 @@ class MeterReader:
     def steps(self) -> dict[str, Any] | None:
         """Return what the scheduler has reported, None if none reports.
 
-        Keys: `schedule`, `update_from_output` and `step_gap`, each a pair of counts, one for each of `meter_bounds_s()` and one for what is above, and of all
-        times' sum in seconds;
+        Keys: `schedule`, `update_from_output` and `step_gap`, each a pair of counts, one for each
+        of `meter_bounds_s()` and one for what is above, and of all times' sum in seconds;
         `num_running` and `num_waiting` requests.
         """
 

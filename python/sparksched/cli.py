@@ -4,11 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sparksched.check import command as check
-from sparksched.metrics import command as metrics
-from sparksched.top import command as top
-from sparksched.trace import command as replay
-from sparksched.verify import command as verify
+from sparksched.commands import metrics, replay, verify
+from sparksched.commands.check import command as check
+from sparksched.commands.top import command as top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

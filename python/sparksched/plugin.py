@@ -13,7 +13,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparksched import compat, environment, patching
+from sparksched import compat, environment
+from sparksched.compat import patching
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig
@@ -168,19 +169,19 @@ def _replace_transport() -> None:
 
 
 def _replace_engine_transport(module: ModuleType) -> None:
-    from sparksched.transport.engine import install
+    from sparksched.engine import core_proc
 
-    install.install(module)
+    core_proc.install(module)
 
 
 def _replace_client_transport(module: ModuleType) -> None:
-    from sparksched.transport.client import install
+    from sparksched.api_server import client
 
-    install.install(module)
+    client.install(module)
 
 
 def _replace_front_end_errors(module: ModuleType) -> None:
-    from sparksched.front_end import overload, shutdown
+    from sparksched.api_server import overload, shutdown
 
     overload.install(module)
     shutdown.install(module)
@@ -204,19 +205,19 @@ def _replace_output_processing() -> None:
 
 
 def _let_in_by_turns(module: ModuleType) -> None:
-    from sparksched.front_end import newcomers
+    from sparksched.api_server import newcomers
 
     newcomers.install(module)
 
 
 def _replace_output_processor(module: ModuleType) -> None:
-    from sparksched.front_end import output_processor
+    from sparksched.api_server import output_processor
 
     output_processor.install(module)
 
 
 def _replace_latency_records(module: ModuleType) -> None:
-    from sparksched.front_end import token_metrics
+    from sparksched.api_server import token_metrics
 
     token_metrics.install(module)
 
@@ -232,9 +233,9 @@ def _add_to_metrics_page() -> None:
 
 
 def _extend_registries(module: ModuleType) -> None:
-    from sparksched.metrics import collector
+    from sparksched.api_server import metrics
 
-    collector.install(module)
+    metrics.install(module)
 
 
 def _time_deliveries() -> None:
@@ -242,6 +243,6 @@ def _time_deliveries() -> None:
 
 
 def _time_processing(module: ModuleType) -> None:
-    from sparksched.metrics import deliveries
+    from sparksched.api_server import deliveries
 
     deliveries.install(module)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from sparksched.verify.command import EXPECTATION, GOES_ON
+from sparksched.commands.verify import EXPECTATION, GOES_ON
 from top.terminal import heeding_interrupts
 
 from testkit.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, START_TIMEOUT_S

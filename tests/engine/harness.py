@@ -14,7 +14,8 @@ from unittest import mock
 
 import pytest
 import vllm.envs
-from sparksched import patching, plugin
+from sparksched import plugin
+from sparksched.compat import patching
 from sparksched.engine.scheduler import NativeScheduler
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput

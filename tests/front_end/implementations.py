@@ -7,8 +7,8 @@ from typing import Any
 from unittest import mock
 
 from engine.harness import restored_replacements
-from sparksched import patching
-from sparksched.front_end import output_processor
+from sparksched.api_server import output_processor
+from sparksched.compat import patching
 from vllm.v1.engine import output_processor as vllm_output_processor
 
 

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 from engine.harness import restored_replacements
 from sparksched import _core
-from sparksched.front_end import overload
-from sparksched.transport.client.event_loop import MAX_OUTPUTS, AsyncChannel
+from sparksched.api_server import overload
+from sparksched.api_server.async_channel import MAX_OUTPUTS, AsyncChannel
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, async_llm
 from vllm.v1.serial_utils import MsgpackEncoder

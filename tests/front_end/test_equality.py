@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from scale import FULL
-from sparksched.front_end import output_processor
+from sparksched.api_server import output_processor
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 from engine.harness import restored_replacements
-from sparksched.front_end import garbage, overload
-from sparksched.front_end.garbage import RAISED, LaterCollections
-from sparksched.transport.client.event_loop import AsyncChannel
+from sparksched.api_server import garbage, overload
+from sparksched.api_server.async_channel import AsyncChannel
+from sparksched.api_server.garbage import RAISED, LaterCollections
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, async_llm
 from vllm.v1.serial_utils import MsgpackEncoder

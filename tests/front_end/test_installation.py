@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 from engine.harness import restored_vllm
-from sparksched import patching, plugin
-from sparksched.front_end import output_processor
+from sparksched import plugin
+from sparksched.api_server import output_processor
+from sparksched.compat import patching
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import output_processor as vllm_output_processor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState

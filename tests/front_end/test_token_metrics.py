@@ -12,8 +12,9 @@ from unittest import mock
 import pytest
 from engine.harness import restored_vllm
 from prometheus_client import REGISTRY, Histogram
-from sparksched import patching, plugin
-from sparksched.front_end import token_metrics
+from sparksched import plugin
+from sparksched.api_server import token_metrics
+from sparksched.compat import patching
 from vllm.config import VllmConfig
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -134,7 +135,7 @@ def test_other_metrics_are_left_to_vllm(config: VllmConfig) -> None:
 # Metrics of several API servers are files, which the library decides on when it is imported.
 SHARED = """
 from prometheus_client import CollectorRegistry, Histogram, multiprocess
-from sparksched.front_end import token_metrics
+from sparksched.api_server import token_metrics
 histogram = Histogram("name", "", ["label"], buckets=[0.5, 1.0]).labels("a")
 token_metrics.observe_all(histogram, [0.25, 0.5, 7.0])
 registry = CollectorRegistry()

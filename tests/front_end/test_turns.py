@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from sparksched.front_end import newcomers
+from sparksched.api_server import newcomers
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM

@@ -22,7 +22,7 @@ from .extension import load
 def prepare_engine(extension: Path, entry: str | None = None) -> None:
     """Load the extension in an engine process; let an entry point panic from the beginning."""
     load(extension)
-    from sparksched.transport.engine import install as engine_side
+    from sparksched.engine import core_proc as engine_side
 
     # So much is soon there of a client that reads nothing.
     engine_side.MAX_BACKLOG_BYTES = 1 << 16

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from sparksched import _core
-from sparksched.transport.encoder import PartEncoder
+from sparksched.engine.encoder import PartEncoder
 from unit.bare_core import (
     NONE_HASH,
     build_core,

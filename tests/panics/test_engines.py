@@ -5,7 +5,6 @@ Where a panic concerns one request alone, only that one fails.
 
 import asyncio
 import functools
-import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -18,8 +18,8 @@ from engine.harness import (
     running_engine,
 )
 from sparksched.compat import configuration
+from sparksched.compat.patching import MARK
 from sparksched.compat.rule import Rule
-from sparksched.patching import MARK
 from sparksched.scheduler import SparkScheduler
 from sparksched.trace import recorder, writer
 from sparksched.trace.events import Arrive, End, Ready, Step

@@ -8,8 +8,8 @@ import subprocess
 from contextlib import ExitStack
 
 import pytest
-from sparksched.top import command
-from sparksched.top.page import NoAnswerError, Page, PageError, parse
+from sparksched.commands.top import command
+from sparksched.commands.top.page import NoAnswerError, Page, PageError, parse
 
 from .servers import recorded, serving, without_sparksched
 from .terminal import COLUMNS, COMMAND, piped, terminal

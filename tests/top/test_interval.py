@@ -3,10 +3,9 @@
 import math
 
 import pytest
-from rich.console import Console
-from sparksched.top.interval import Interval, between, quantile
-from sparksched.top.page import Page, PageError, address, parse
-from sparksched.top.view import WIDTH, duration, number, render, size
+from sparksched.commands.top.interval import Interval, between, quantile
+from sparksched.commands.top.page import Page, PageError, address, parse
+from sparksched.commands.top.view import duration, number, size
 
 from .servers import recorded, without_sparksched
 

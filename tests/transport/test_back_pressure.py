@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from engine.harness import new_request
-from sparksched.transport.client.channel import EngineBusyError
-from sparksched.transport.engine import install as engine_side
+from sparksched.api_server.channel import EngineBusyError
+from sparksched.engine import core_proc as engine_side
 from vllm.config import VllmConfig
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -112,8 +112,8 @@ def test_a_short_stop_refuses_nothing(config: VllmConfig) -> None:
 
 def test_too_much_waits_already(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a request is refused at once."""
-    for module in ("connection", "event_loop"):
-        monkeypatch.setattr(f"sparksched.transport.client.{module}.MAX_BACKLOG_BYTES", 1 << 20)
+    for module in ("connection", "async_channel"):
+        monkeypatch.setattr(f"sparksched.api_server.{module}.MAX_BACKLOG_BYTES", 1 << 20)
     variables = {**SMALL_RINGS, "SPARKSCHED_STUCK_AFTER_S": "60"}
 
     async def run(engine: Engine) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from engine.harness import new_request
-from sparksched.front_end.overload import EngineStuckError
+from sparksched.api_server.overload import EngineStuckError
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM

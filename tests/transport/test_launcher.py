@@ -13,7 +13,7 @@ KINDS = ("idle", "hangs", "without pidfds")
 LAUNCHER = """
 import multiprocessing, os, queue, sys, time, types
 import vllm.v1.engine.core
-from sparksched.transport.engine import launcher
+from sparksched.engine import launcher
 
 def forbidden(pid):
     raise PermissionError

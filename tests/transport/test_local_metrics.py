@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from sparksched.metrics import card, local
-from sparksched.top import command as top
+from sparksched.commands import local_engines as local
+from sparksched.commands.top import command as top
+from sparksched.shared import card
 from vllm.config import VllmConfig
 
 from .engines import Engine, running_engine

@@ -15,8 +15,8 @@ import pytest
 from engine.harness import new_request
 from prometheus_client import REGISTRY
 from sparksched import _core
-from sparksched.metrics import collector
-from sparksched.metrics import engine as engine_side
+from sparksched.api_server import metrics as collector
+from sparksched.engine import meters as engine_side
 from vllm.config import VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 

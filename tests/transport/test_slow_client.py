@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from engine.harness import new_request
 from scale import size
-from sparksched.transport.offer import MAX_BACKLOG_BYTES, MAX_SLOW_BACKLOG_BYTES
+from sparksched.shared.offer import MAX_BACKLOG_BYTES, MAX_SLOW_BACKLOG_BYTES
 from vllm.v1.engine import FinishReason
 
 from .clients import (

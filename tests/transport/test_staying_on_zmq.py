@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from engine.harness import new_request, restored_vllm
 from sparksched import _core
-from sparksched.transport.engine import install as engine_side
+from sparksched.engine import core_proc as engine_side
 from vllm.config import VllmConfig
 
 from .clients import (

@@ -7,8 +7,8 @@ from typing import Any
 from sparksched._core import SchedulerCore
 from sparksched.compat import releases
 from sparksched.engine import sessions
+from sparksched.engine.encoder import PartEncoder
 from sparksched.engine.extra_keys import extra_keys_writer
-from sparksched.transport.encoder import PartEncoder
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams

@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 from engine.harness import restored_vllm
-from sparksched import patching, plugin
+from sparksched import plugin
+from sparksched.compat import patching
 from sparksched.engine import hooks
 from sparksched.trace import engine_end
 

@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 from engine.harness import restored_vllm
 from sparksched import _core, cli
-from sparksched.check import backends, front_end, machine, serving
-from sparksched.check.finding import Level
+from sparksched.commands.check import backends, front_end, machine, serving
+from sparksched.commands.check.finding import Level
 from vllm.platforms.cpu import CpuPlatform
 
 from testkit import vllm_rs

@@ -11,8 +11,8 @@ import pytest
 import torch
 from scale import FULL
 from sparksched import _core
-from sparksched.transport import encoder
-from sparksched.transport.encoder import (
+from sparksched.engine import encoder
+from sparksched.engine.encoder import (
     PartEncoder,
     difference_from_vllm,
     request_ids_in,

@@ -15,8 +15,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from sparksched import _core, compat
-from sparksched.metrics import collector
-from sparksched.metrics.collector import EngineCollector, EngineView
+from sparksched.api_server import metrics as collector
+from sparksched.api_server.metrics import EngineCollector, EngineView
 from unit.bare_core import build_core, build_request, callbacks, core_config, step
 from vllm.v1.request import RequestStatus
 

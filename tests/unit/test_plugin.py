@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from sparksched import environment, patching, plugin
+from sparksched import environment, plugin
+from sparksched.compat import patching
 
 pytestmark = pytest.mark.release
 
@@ -55,9 +56,9 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the extension and for the scheduler: the plugin needs only their names."""
     # These would keep the stub for good if they were imported with it.
     for name in (
-        "transport.engine.install",
-        "transport.client.install",
-        "front_end.overload",
+        "engine.core_proc",
+        "api_server.client",
+        "api_server.overload",
     ):
         importlib.import_module(f"sparksched.{name}")
     scheduler = ModuleType("sparksched.scheduler")

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
-from sparksched.front_end import turns
-from sparksched.front_end.turns import LATE_S, MOST_S, OUTPUTS_PER_TURN, OthersTurns
+from sparksched.api_server import turns
+from sparksched.api_server.turns import LATE_S, MOST_S, OUTPUTS_PER_TURN, OthersTurns
 
 NUM_OWN = 2
 

@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 from sparksched import cli, compat, environment
 from sparksched import scheduler as spark_scheduler
+from sparksched.commands import verify as command
 from sparksched.scheduler import SparkScheduler
-from sparksched.verify import command, copies, report
+from sparksched.verify import copies, report
 from sparksched.verify.compare import first_difference
 from sparksched.verify.scheduler import VerifyingScheduler
 from sparksched.verify.shadow import Shadow

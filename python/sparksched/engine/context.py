@@ -6,16 +6,25 @@ function of ours first has the engine as an argument, which is after its constru
 get from the scheduler to the hasher before that, goes through the thread: see `hooks`.
 """
 
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from sparksched.engine.scheduler import NativeScheduler
 
 if TYPE_CHECKING:
     from sparksched import _core
-    from sparksched.transport.engine.clients import EngineTransport
-    from sparksched.transport.offer import Offer
+    from sparksched.shared.offer import Offer
 
 _ATTRIBUTE = "sparksched"
+
+
+class Transport(Protocol):
+    """An engine's links to its clients, as far as replaced functions use them."""
+
+    def close(self) -> None:
+        """Say goodbye to all clients."""
+
+    def handle_notice(self, notice: Any, value: Any) -> None:
+        """Do in the engine's loop what another thread has asked for."""
 
 
 class EngineContext:
@@ -26,7 +35,7 @@ class EngineContext:
         """The engine's scheduler, if it is native or verified; None if it is vLLM's own."""
         self.offer: Offer | None = None
         """What the engine tells its clients; None until its input thread starts."""
-        self.transport: EngineTransport | None = None
+        self.transport: Transport | None = None
         """Its links to clients; None if vLLM's sockets are all that it has."""
         self.card: BinaryIO | None = None
         """What its metrics are found by, as long as this is open."""

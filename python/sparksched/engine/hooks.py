@@ -20,8 +20,8 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from sparksched import patching
 from sparksched._core import NativeBlockHasher, read_prompt
+from sparksched.compat import patching
 from sparksched.engine.context import context_of
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.scheduler import NativeScheduler

@@ -33,13 +33,13 @@ from sparksched.engine import sessions
 from sparksched.engine.aux_outputs import AuxOutputs
 from sparksched.engine.block_observer import BlockObserver
 from sparksched.engine.config import core_config
+from sparksched.engine.encoder import PartEncoder
 from sparksched.engine.encoder_inputs import EncoderInputs
 from sparksched.engine.encoder_transfer import EncoderTransfer
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
 from sparksched.engine.request_errors import refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
-from sparksched.transport.encoder import PartEncoder
 
 if TYPE_CHECKING:
     from sparksched._core import EngineMeters

@@ -2,12 +2,19 @@
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-if TYPE_CHECKING:
-    from sparksched.engine.scheduler import NativeScheduler
+
+class Scheduler(Protocol):
+    """What a view asks its scheduler."""
+
+    def num_used_blocks(self) -> int:
+        """Count the KV blocks in use, without the null block."""
+
+    def get_kv_cache_usage(self) -> float:
+        """Return the share of KV blocks in use, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class BlockPoolView:
     KV connectors are handed this; those that would manage its blocks get vLLM's own scheduler.
     """
 
-    def __init__(self, scheduler: "NativeScheduler", num_gpu_blocks: int) -> None:
+    def __init__(self, scheduler: Scheduler, num_gpu_blocks: int) -> None:
         self.num_gpu_blocks = num_gpu_blocks
         """All blocks, with the null block."""
         self._scheduler = weakref.proxy(scheduler)
@@ -50,7 +57,7 @@ class KVCacheManagerView:
     It stays valid as long as its scheduler lives, and doesn't keep that alive.
     """
 
-    def __init__(self, scheduler: "NativeScheduler", kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, scheduler: Scheduler, kv_cache_config: KVCacheConfig) -> None:
         specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
         self.single_type_managers = tuple(
             SingleTypeManagerView(spec.block_size, spec) for spec in specs

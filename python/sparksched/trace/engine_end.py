@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
 
-from sparksched import patching
+from sparksched.compat import patching
 
 _ENGINE_MODULE: Final = "vllm.v1.engine.core"
 _AT_THE_END: Final = "sparksched_at_the_end"

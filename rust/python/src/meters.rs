@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pyo3::exceptions::{PyConnectionError, PyValueError};
+use pyo3::exceptions::PyConnectionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use sparksched_entry_points::entry_points;
@@ -47,10 +47,6 @@ struct PageSink(Arc<MeterPage>);
 
 fn ns(time: Duration) -> u64 {
     time.as_nanos().try_into().unwrap_or(u64::MAX)
-}
-
-fn from_seconds(time_s: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(time_s).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
 impl StepSink for PageSink {

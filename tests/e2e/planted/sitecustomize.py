@@ -6,7 +6,7 @@ Python imports it at its start. The folder holds nothing else: whatever it has g
 from types import ModuleType
 from typing import Any
 
-from sparksched import patching
+from sparksched.compat import patching
 
 NUM_GOOD_STEPS = 20
 

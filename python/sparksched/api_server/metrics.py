@@ -1,0 +1,291 @@
+"""Makes series of what engines have counted, whenever somebody asks for vLLM's `/metrics`."""
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+from vllm.logger import init_logger
+from vllm.version import __version__ as vllm_version
+
+from sparksched import __version__, _core, compat
+from sparksched.compat import patching
+
+if TYPE_CHECKING:
+    from sparksched.compat import Unsupported
+
+logger = init_logger("vllm.sparksched")
+
+LABELS: Final = ("model_name", "engine")
+"""Those of vLLM's series."""
+
+INFO_LABELS: Final = (
+    "scheduler",
+    "transport",
+    "version",
+    "vllm_version",
+    "fallback_feature",
+    "fallback_reason",
+)
+
+MAX_LABEL_CHARACTERS: Final = 200
+"""A reason may name values of the configuration, however long."""
+
+_HISTOGRAMS: Final = {
+    "schedule": "Time in the scheduler's schedule(), once a step.",
+    "update_from_output": "Time in the scheduler's update_from_output(), once a step.",
+    "step_gap": (
+        "Time from the end of update_from_output() to the next schedule(), if it left unfinished "
+        "requests."
+    ),
+}
+_REQUESTS: Final = {
+    "running": "Requests that the scheduler has in its batch.",
+    "waiting": "Requests that wait to be scheduled, for whatever reason.",
+}
+_RING_GAUGES: Final = {
+    "waiting_bytes": ("sparksched:ring_waiting_bytes", "Bytes in the rings that are to be read."),
+    "high_water_bytes": (
+        "sparksched:ring_high_water_bytes",
+        "The most bytes that were seen to wait in one ring.",
+    ),
+}
+_RING_COUNTERS: Final = {
+    "num_rescues": (
+        "sparksched:rescues",
+        "Messages that the engine found by itself because nobody had woken it for them.",
+    ),
+    "num_clients_lost": (
+        "sparksched:clients_lost",
+        "API servers whose link ended without a goodbye.",
+    ),
+}
+
+
+_GAVE_WAY: Final = {
+    "scheduler": "vllm",
+    "fallback_feature": "SPARKSCHED_VERIFY=vllm",
+    "fallback_reason": "the schedulers differed; the engine's log says how",
+}
+
+
+@dataclass(eq=False)
+class EngineView:
+    """One engine as an API server sees it."""
+
+    model_name: str
+    engine: str
+    """Its rank."""
+    info: Mapping[str, str]
+    meters: "_core.MeterReader | None"
+    """What it counts, if it can be read here."""
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """The values of `LABELS`."""
+        return (self.model_name, self.engine)
+
+    def info_now(self) -> Mapping[str, str]:
+        """Return `info`, unless vLLM's scheduler has taken over since."""
+        if self.meters is None or not self.meters.steps_have_ended():
+            return self.info
+        return {**self.info, **_GAVE_WAY}
+
+
+# A client that was dropped is ended by the garbage collector, which may run in the midst of what
+# this does, in the same thread, and hides the client's engines: no lock could be held meanwhile.
+# So there is none, and each access is one operation of the dictionary, which allocates nothing
+# that could start a collection and runs no Python. Its keys are compared by identity for the same
+# reason: whoever hides its own needs not look whether another has come in its place.
+_shown: dict[EngineView, None] = {}
+
+
+def show(view: EngineView) -> None:
+    """Show an engine from now on; of several with the same labels the last one is shown."""
+    register()
+    _shown[view] = None
+
+
+def hide(view: EngineView) -> None:
+    """Show an engine no longer. Any thread may call this, and so may the garbage collector."""
+    _shown.pop(view, None)
+
+
+def _shown_views() -> list[EngineView]:
+    views = {view.labels: view for view in list(_shown)}
+    return [views[labels] for labels in sorted(views)]
+
+
+def install(_metrics_route: ModuleType) -> None:
+    """Have whatever vLLM's `/metrics` asks know about engines.
+
+    An error is logged: a server that can't be watched is better than none.
+    """
+    try:
+        register()
+    except Exception:
+        logger.exception("sparksched: there will be no metrics of engines")
+        return
+    # Where several API servers share their metrics, each request gets a registry of its own, with
+    # this in it.
+    patching.replace(MultiProcessCollector, "collect", _with_engines)
+
+
+def _with_engines(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def collect(self: MultiProcessCollector) -> Iterator[Metric]:
+        yield from original(self)
+        yield from EngineCollector().collect()
+
+    return collect
+
+
+_registering = threading.Lock()
+_registered: "list[EngineCollector]" = []
+"""One, if the process's registry has it."""
+
+
+def register() -> None:
+    """Have the process's registry collect from engines, too; once."""
+    with _registering:
+        # Known here, and not looked for in the registry, which others may be changing.
+        if not _registered:
+            added = EngineCollector()
+            REGISTRY.register(added)
+            _registered.append(added)
+
+
+def unregister() -> None:
+    """Have the process's registry as it was."""
+    with _registering:
+        while _registered:
+            REGISTRY.unregister(_registered.pop())
+
+
+class EngineCollector(Collector):
+    """The engines that `views` returns: all that are shown, unless it says otherwise."""
+
+    def __init__(self, views: Callable[[], list[EngineView]] | None = None) -> None:
+        self._views = views or _shown_views
+        self._is_of_server = views is None
+
+    def describe(self) -> list[Metric]:
+        """Name all series, also those that aren't there yet: a request may ask for some by name."""
+        return [_info_family(), *_step_families([]), *_ring_families([])]
+
+    def collect(self) -> Iterator[Metric]:
+        """Read each engine's page. An error here must not take vLLM's own metrics away."""
+        try:
+            views = self._views()
+            info = list(_info(views)) if views or self._is_of_server else []
+            families = [*info, *_families(views)]
+        except Exception:
+            logger.exception("sparksched: its metrics can't be shown")
+            return
+        yield from families
+
+
+def _info_family() -> GaugeMetricFamily:
+    return GaugeMetricFamily(
+        "sparksched:info",
+        "What schedules and carries messages, and why it isn't sparksched where it isn't.",
+        labels=(*LABELS, *INFO_LABELS),
+    )
+
+
+def _info(views: Sequence[EngineView]) -> Iterator[Metric]:
+    family = _info_family()
+    for view in views:
+        now = view.info_now()
+        values = [now[name][:MAX_LABEL_CHARACTERS] for name in INFO_LABELS]
+        family.add_metric([*view.labels, *values], 1)
+    if not views:
+        unsupported = compat.unsupported_version()
+        if unsupported is None:
+            return
+        family.add_metric(_labels_without_engine(unsupported), 1)
+    yield family
+
+
+def _labels_without_engine(unsupported: "Unsupported") -> list[str]:
+    """Return labels where vLLM is not known so well that its engines would be."""
+    about = [unsupported.feature, unsupported.reason[:MAX_LABEL_CHARACTERS]]
+    return ["", "", "vllm", "zmq", __version__, vllm_version, *about]
+
+
+def _families(views: Sequence[EngineView]) -> Iterator[Metric]:
+    readings = [(view, view.meters) for view in views]
+    steps = [(view, found) for view, it in readings if it is not None and (found := it.steps())]
+    rings = [(view, found) for view, it in readings if it is not None and (found := it.rings())]
+    if steps:
+        yield from _step_families(steps)
+    if rings:
+        yield from _ring_families(rings)
+
+
+_Readings = Sequence[tuple[EngineView, Any]]
+
+
+def _step_families(readings: _Readings) -> Iterator[Metric]:
+    # An extension that has no meters has none of their bounds either.
+    bounds = [repr(bound) for bound in _core.meter_bounds_s()] if readings else []
+    for name, text in _HISTOGRAMS.items():
+        histogram = HistogramMetricFamily(f"sparksched:{name}_seconds", text, labels=LABELS)
+        for view, reading in readings:
+            counts, sum_s = reading[name]
+            buckets = list(zip([*bounds, "+Inf"], itertools.accumulate(counts), strict=True))
+            histogram.add_metric(view.labels, buckets, sum_s)
+        yield histogram
+    for name, text in _REQUESTS.items():
+        gauge = GaugeMetricFamily(f"sparksched:requests_{name}", text, labels=LABELS)
+        for view, reading in readings:
+            gauge.add_metric(view.labels, reading[f"num_{name}"])
+        yield gauge
+
+
+def _ring_families(readings: _Readings) -> Iterator[Metric]:
+    labels = (*LABELS, "direction")
+    directions = ("to_engine", "to_client")
+    for key, (name, text) in _RING_GAUGES.items():
+        gauge = GaugeMetricFamily(name, text, labels=labels)
+        for view, reading in readings:
+            for direction in directions:
+                gauge.add_metric([*view.labels, direction], reading[direction][key])
+        yield gauge
+    counter = CounterMetricFamily(
+        "sparksched:back_pressure_events",
+        "Messages to API servers that found no room in a ring at once, or only for a part; to "
+        "the engine, how often it made room that an API server waited for, several times for a "
+        "large message.",
+        labels=labels,
+    )
+    for view, reading in readings:
+        for direction in directions:
+            count = reading[direction]["num_without_room"]
+            counter.add_metric([*view.labels, direction], count)
+    yield counter
+    gauge = GaugeMetricFamily(
+        "sparksched:backlog_bytes",
+        "Bytes of messages to API servers that wait for room in a ring.",
+        labels=LABELS,
+    )
+    for view, reading in readings:
+        gauge.add_metric(view.labels, reading["to_client"]["backlog_bytes"])
+    yield gauge
+    for key, (name, text) in _RING_COUNTERS.items():
+        counter = CounterMetricFamily(name, text, labels=LABELS)
+        for view, reading in readings:
+            counter.add_metric(view.labels, reading[key])
+        yield counter

@@ -1,0 +1,374 @@
+"""What a generated token costs the front end: its statistics and its `RequestOutput`.
+
+Read it beside vLLM's `v1/engine/output_processor.py`. Replaced are:
+
+- `OutputProcessor.process_outputs`, by one flat loop for plain outputs of plain requests;
+- `IterationStats.update_from_output`, because vLLM's reads the environment for each token;
+- the waiting of `RequestOutputCollector`: see `collector.py`.
+
+An output is plain if it brings nothing but tokens and its request goes on. A request is plain from
+its second output on, unless it has logprobs or takes streaming input: see `_becomes_plain`. Any
+other output goes to vLLM's own function, alone and in its turn, so prefills, ends, pooling and
+errors are vLLM's. So are detokenizers and constructors: what a plain output becomes is what vLLM
+would have made of it, in new objects as there. Only where a stream of deltas lags, and all that
+waits for it are plain outputs of one index, the next one is merged into these without an object of
+its own, and without `RequestOutput.add`.
+
+This relies on the shape of vLLM's objects, and bypasses some of its functions. If a shape is not
+the known one, or somebody else has replaced one of these functions, everything stays vLLM's.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+import vllm
+from vllm.logger import init_logger
+from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import IterationStats, RequestStateStats
+
+from sparksched import compat
+from sparksched.api_server import request_collector as collector
+from sparksched.compat import patching
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import (
+        OutputProcessor,
+        OutputProcessorOutput,
+        RequestState,
+    )
+    from vllm.v1.metrics.stats import LoRARequestStates
+
+logger = init_logger("vllm.sparksched")
+
+# To look up a member of an enumeration takes longer than anything else in the loop.
+_DELTA: Final = RequestOutputKind.DELTA
+_FINAL_ONLY: Final = RequestOutputKind.FINAL_ONLY
+
+
+# ----------------------------------------------------------------------------------------
+# Installation
+# ----------------------------------------------------------------------------------------
+
+
+def install(output_processor: ModuleType) -> None:
+    """Replace what runs for each token; or log in one line why it stays vLLM's."""
+    processor = output_processor.OutputProcessor
+    if hasattr(processor.process_outputs, patching.MARK):
+        return
+    try:
+        problem = _first_difference(output_processor)
+    except Exception as error:  # so different that it can't even be compared
+        problem = repr(error)
+    if problem is not None:
+        logger.warning("sparksched: outputs are processed by vLLM's own code: %s", problem)
+        return
+    output_processor.RequestState.sparksched_is_plain = False
+    patching.replace(processor, "process_outputs", _looping_over_plain_outputs)
+    patching.replace(IterationStats, "update_from_output", _reading_the_environment_for_nans)
+    collector.install(output_processor)
+
+
+# ----------------------------------------------------------------------------------------
+# OutputProcessor
+# ----------------------------------------------------------------------------------------
+
+
+def _looping_over_plain_outputs(  # noqa: PLR0915
+    original: patching.Function,
+) -> patching.Function:
+    from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
+
+    @functools.wraps(original)
+    def process_outputs(  # noqa: PLR0912, PLR0915
+        self: "OutputProcessor",
+        engine_core_outputs: Sequence[EngineCoreOutput],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: IterationStats | None = None,
+        weight_version: str | None = None,
+    ) -> "OutputProcessorOutput":
+        if type(self) is not OutputProcessor:  # one that may have changed what is written out here
+            return original(
+                self, engine_core_outputs, engine_core_timestamp, iteration_stats, weight_version
+            )
+        request_outputs: list[RequestOutput | PoolingRequestOutput] = []
+        reqs_to_abort: list[str] = []
+        request_states = self.request_states
+        # Flat and long on purpose: written out is what vLLM has spread over a dozen functions,
+        # since here each call is a percent or two of all that a token costs.
+        for output in engine_core_outputs:
+            state = request_states.get(output.request_id)
+            if state is None:
+                continue
+            if (
+                state.is_prefilling
+                or output.finish_reason is not None
+                or output.new_logprobs is not None
+                or output.new_prompt_logprobs_tensors is not None
+                or output.prompt_token_id_logprobs is not None
+                or output.pooling_output is not None
+                or output.events is not None
+                or output.kv_transfer_params is not None
+                or output.ec_transfer_params is not None
+                or output.routed_experts is not None
+                or output.new_sampling_mask is not None
+                or output.spec_decode_metrics is not None
+                or output.num_nans_in_logits
+                or not (state.sparksched_is_plain or _becomes_plain(state))
+            ):
+                processed = original(
+                    self, [output], engine_core_timestamp, iteration_stats, weight_version
+                )
+                request_outputs += processed.request_outputs
+                reqs_to_abort += processed.reqs_to_abort
+                # Whatever has changed in it is looked at when its next plain output comes.
+                state.sparksched_is_plain = False
+                continue
+
+            new_token_ids = output.new_token_ids
+            if iteration_stats is not None:
+                assert engine_core_timestamp is not None
+                stats = state.stats
+                num_new_tokens = len(new_token_ids)
+                iteration_stats.num_generation_tokens += num_new_tokens
+                stats.num_generation_tokens += num_new_tokens
+                iteration_stats.inter_token_latencies_iter.append(
+                    engine_core_timestamp - stats.last_token_ts
+                )
+                stats.last_token_ts = engine_core_timestamp
+
+            if weight_version is not None and new_token_ids:
+                starts = state.weight_version_starts
+                if not starts or starts[-1][0] != weight_version:
+                    state.track_weight_version(weight_version)
+            detokenizer = state.detokenizer
+            has_text = type(detokenizer) is not IncrementalDetokenizer
+            if has_text:
+                num_prev_tokens = detokenizer.num_output_tokens()
+                stop_string = detokenizer.update(new_token_ids, False)
+                if stop_string:
+                    last_output = _finish_at_stop_string(
+                        self, state, output, num_prev_tokens, stop_string, iteration_stats
+                    )
+                    if last_output is not None:
+                        request_outputs.append(last_output)
+                    reqs_to_abort.append(output.request_id)
+                    continue
+            else:
+                detokenizer.token_ids.extend(new_token_ids)
+
+            output_kind = state.output_kind
+            if output_kind is _FINAL_ONLY:
+                continue
+            is_delta = output_kind is _DELTA
+            if state.stream_interval > 1:
+                num_tokens = detokenizer.num_output_tokens()
+                num_sent = state.sent_tokens_offset
+                if num_sent and num_tokens - num_sent < state.stream_interval:
+                    continue
+                if is_delta:
+                    new_token_ids = detokenizer.output_token_ids[num_sent:]
+                    state.sent_tokens_offset = num_tokens
+            text = detokenizer.get_next_output_text(False, is_delta) if has_text else ""
+            queue = state.queue
+            if queue is not None:
+                waiting = queue.plain_output
+                if waiting is not None and waiting is queue.output:
+                    completion = waiting.outputs[0]
+                    if completion.index == state.request_index:
+                        # What `RequestOutput.add` does for a plain output behind plain outputs.
+                        completion.text += text
+                        completion.token_ids.extend(new_token_ids)
+                        continue
+            # By position: to name the arguments would more than double what these calls take.
+            completion = CompletionOutput(
+                state.request_index,
+                text,
+                new_token_ids if is_delta else detokenizer.output_token_ids,
+                None,  # cumulative_logprob
+                None,  # logprobs
+            )
+            request_output = RequestOutput(
+                state.external_req_id,
+                state.prompt,
+                state.prompt_token_ids,
+                None,  # prompt_logprobs
+                [completion],
+                False,  # finished
+                state.stats,
+                state.lora_request,
+                None,  # encoder_prompt
+                None,  # encoder_prompt_token_ids
+                state.num_cached_tokens,
+                state.num_cache_creation_tokens,
+            )
+            if queue is None:
+                request_outputs.append(request_output)
+                continue
+            queue.put(request_output)
+            if is_delta and queue.output is request_output and queue.extends_plain_output:
+                queue.plain_output = request_output
+        return OutputProcessorOutput(request_outputs, reqs_to_abort)
+
+    return process_outputs
+
+
+def _becomes_plain(state: "RequestState") -> bool:
+    """Return whether the loop's shortcuts hold for a request, and remember it if they do.
+
+    What is looked at here changes only when vLLM's code handles an output of the request, after
+    which the loop asks again, or when streaming input puts the request back into prefill, which the
+    loop leaves to vLLM's code.
+    """
+    logprobs = state.logprobs_processor
+    state.sparksched_is_plain = (
+        (state.parent_req is None or _is_unfinished_child(state, state.parent_req))
+        and state.detokenizer is not None
+        and logprobs is not None
+        and logprobs.logprobs is None
+        and logprobs.cumulative_logprob is None
+        and logprobs.prompt_logprobs is None
+        and logprobs.prompt_token_id_logprobs is None
+        and state.prompt_token_ids is not None
+        and not state.sampling_mask_chunks
+        and not state.streaming_input
+        and state.input_chunk_queue is None
+        # Of a queue that is somebody's own, only `put` is known.
+        and (state.queue is None or hasattr(state.queue, "plain_output"))
+    )
+    is_plain: bool = state.sparksched_is_plain
+    return is_plain
+
+
+def _is_unfinished_child(state: "RequestState", parent: ParentRequest) -> bool:
+    """Return whether a request is one of its parent's n, whose outputs the parent passes on."""
+    is_child: bool = (
+        state.request_id in parent.child_requests
+        and state.external_req_id == parent.external_req_id
+        and state.output_kind == parent.sampling_params.output_kind
+    )
+    return is_child
+
+
+def _finish_at_stop_string(
+    processor: "OutputProcessor",
+    state: "RequestState",
+    output: EngineCoreOutput,
+    num_prev_tokens: int,
+    stop_string: str,
+    iteration_stats: IterationStats | None,
+) -> RequestOutput | None:
+    """Finish a request as vLLM does; return its last output if there is no queue to put it into."""
+    processor._trim_surplus_tokens(state, output, num_prev_tokens)
+    request_output = state.make_request_output(
+        output.new_token_ids, None, FinishReason.STOP, stop_string
+    )
+    if state.queue is not None and request_output is not None:
+        state.queue.put(request_output)
+        request_output = None
+    processor._finish_request(state)
+    processor._update_stats_from_finished(state, FinishReason.STOP, iteration_stats)
+    if processor.tracing_enabled:
+        processor.do_tracing(output, state, iteration_stats)
+    return request_output
+
+
+# ----------------------------------------------------------------------------------------
+# IterationStats
+# ----------------------------------------------------------------------------------------
+
+
+def _reading_the_environment_for_nans(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def update_from_output(
+        self: IterationStats,
+        output: EngineCoreOutput,
+        engine_core_timestamp: float,
+        is_prefilling: bool,
+        req_stats: RequestStateStats,
+        lora_states: "LoRARequestStates",
+        lora_name: str | None,
+    ) -> None:
+        if output.num_nans_in_logits > 0:
+            # Whether they count is an environment variable's business, which takes a microsecond
+            # to read: vLLM caches these in its engine, but not in the front end.
+            about = (is_prefilling, req_stats, lora_states, lora_name)
+            original(self, output, engine_core_timestamp, *about)
+            return
+        num_new_tokens = len(output.new_token_ids)
+        self.num_generation_tokens += num_new_tokens
+        req_stats.num_generation_tokens += num_new_tokens
+        if is_prefilling:
+            if output.prefill_stats is not None:
+                self.prompt_token_stats.update_from_output(output.prefill_stats)
+            req_stats.first_token_latency = self._time_since(req_stats.arrival_time)
+            self.time_to_first_tokens_iter.append(req_stats.first_token_latency)
+        if output.events is not None:
+            about = (is_prefilling, req_stats, lora_states, lora_name)
+            self.update_from_events(output.request_id, output.events, *about)
+        if is_prefilling:
+            req_stats.first_token_ts = engine_core_timestamp
+        else:
+            latency = engine_core_timestamp - req_stats.last_token_ts
+            self.inter_token_latencies_iter.append(latency)
+        req_stats.last_token_ts = engine_core_timestamp
+
+    return update_from_output
+
+
+# ----------------------------------------------------------------------------------------
+# What all this relies on
+# ----------------------------------------------------------------------------------------
+
+
+def _first_difference(module: ModuleType) -> str | None:
+    """Compare vLLM's functions and classes with the known ones; return what differs, or None."""
+    vllm_folder = str(Path(vllm.__file__).parent)
+    for owner, names in _functions_bypassed(module):
+        for name in names.split():
+            code = getattr(getattr(owner, name), "__code__", None)
+            if code is None or not code.co_filename.startswith(vllm_folder):
+                return f"{owner.__name__}.{name} is not vLLM's own"
+    for class_name, found in _shapes(module):
+        if found != compat.known_names(class_name):
+            return f"{class_name.rpartition('.')[2]} is not as sparksched knows it"
+    return None
+
+
+def _functions_bypassed(module: ModuleType) -> Iterator[tuple[type[Any], str]]:
+    yield module.OutputProcessor, "process_outputs _update_stats_from_output"
+    yield module.RequestState, "make_request_output _new_request_output _new_completion_output"
+    yield module.RequestOutputCollector, "__init__ put get get_nowait"
+    yield RequestOutput, "add"
+    yield IterationStats, "update_from_output"
+    yield LogprobsProcessor, "update_from_output"
+    yield IncrementalDetokenizer, "update get_next_output_text"
+    yield ParentRequest, "get_outputs"
+
+
+def _shapes(module: ModuleType) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield classes by their full names, with their real attributes or parameters."""
+    parameters = inspect.signature(module.RequestState).parameters.values()
+    required = [it.name for it in parameters if it.default is it.empty]
+    state = module.RequestState(**{**dict.fromkeys(required), "prompt_token_ids": []})
+    collector = module.RequestOutputCollector(_DELTA, "")
+    yield "vllm.v1.engine.EngineCoreOutput", EngineCoreOutput.__struct_fields__
+    yield "vllm.v1.engine.output_processor.RequestState", tuple(vars(state))
+    yield "vllm.v1.engine.logprobs.LogprobsProcessor", _parameters_of(LogprobsProcessor)
+    yield "vllm.v1.metrics.stats.RequestStateStats", _parameters_of(RequestStateStats)
+    yield "vllm.v1.metrics.stats.IterationStats", tuple(vars(IterationStats()))
+    yield "vllm.outputs.CompletionOutput", _parameters_of(CompletionOutput)
+    yield "vllm.outputs.RequestOutput", _parameters_of(RequestOutput)
+    yield "vllm.v1.engine.output_processor.RequestOutputCollector", tuple(vars(collector))
+
+
+def _parameters_of(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls).parameters)

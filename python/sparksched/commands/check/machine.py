@@ -1,0 +1,189 @@
+"""What the machine and its software are like, whatever is to be served."""
+
+import importlib.metadata
+import importlib.util
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from sparksched import environment
+from sparksched.commands.check.finding import Finding, ok, problem, warning
+from sparksched.compat import releases
+
+CGROUP = Path("/sys/fs/cgroup")
+MIN_PROCESSORS = 2
+"""One for the API server, one for the engine."""
+MIN_DESCRIPTORS = 4096
+RAISED_DESCRIPTORS = 65_535
+"""What vLLM raises the limit to if it is allowed to."""
+MIN_MEMORY_BYTES = 4 << 30
+
+
+def findings() -> Iterator[Finding]:
+    """Look at everything, cheapest first."""
+    yield _extension()
+    yield from _variables()
+    yield _plugin()
+    vllm = _vllm()
+    yield vllm
+    if importlib.util.find_spec("vllm") is not None:
+        yield _torch()
+        yield _gpu()
+    yield processors(CGROUP)
+    yield memory(CGROUP)
+    yield _descriptors()
+
+
+def _extension() -> Finding:
+    topic = "sparksched"
+    try:
+        import sparksched._core  # noqa: F401
+    except ImportError as error:
+        return problem(topic, f"its extension can't be loaded: {error}", "reinstall sparksched")
+    return ok(topic, importlib.metadata.version("sparksched"))
+
+
+def _variables() -> Iterator[Finding]:
+    topic = "environment"
+    are_good = True
+    for read in environment.READERS:
+        try:
+            read()
+        except ValueError as error:
+            are_good = False
+            yield problem(topic, str(error), "correct or unset it: vLLM won't start with it")
+    if not are_good:
+        return
+    if environment.is_selected():
+        yield ok(topic, f"{environment.SCHEDULER}=sparksched")
+    else:
+        state = "asks for vLLM" if environment.is_set() else "is not set"
+        yield warning(
+            topic,
+            f"{environment.SCHEDULER} {state}: vLLM's own scheduler would run",
+            f"set {environment.SCHEDULER}=sparksched; all below is said as if it were set",
+        )
+
+
+def _plugin() -> Finding:
+    topic = "plugin"
+    entry_points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if "sparksched" not in entry_points.names:
+        return problem(topic, "vLLM can't find sparksched", "install it beside vLLM")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "sparksched" not in allowed.split(","):
+        return problem(
+            topic, f"VLLM_PLUGINS={allowed!r} leaves sparksched out", "add sparksched to it"
+        )
+    return ok(topic, "vLLM finds sparksched")
+
+
+def _vllm() -> Finding:
+    topic = "vLLM"
+    try:
+        from vllm.version import __version__
+    except ImportError as error:
+        return problem(topic, f"it can't be loaded: {error}", "install it beside sparksched")
+    if releases.installed() in releases.SUPPORTED:
+        return ok(topic, __version__)
+    return problem(
+        topic,
+        f"{__version__} is not supported: it would run its own scheduler",
+        f"install one of {', '.join(releases.SUPPORTED)}, or a release of sparksched for this one",
+    )
+
+
+def _torch() -> Finding:
+    import torch
+
+    return ok("torch", torch.__version__)
+
+
+def _gpu() -> Finding:
+    topic = "GPU"
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return warning(
+            topic,
+            "none: this vLLM runs models on the processor",
+            "for speed, install vLLM's build for a GPU on a machine that has one",
+        )
+    try:
+        name = current_platform.get_device_name()
+        count = current_platform.device_count()
+    except Exception as error:  # of a driver that is missing, or of another version
+        return problem(topic, f"vLLM finds none: {error}", "look at what nvidia-smi says")
+    return ok(topic, f"{count} x {name}")
+
+
+def processors(cgroup: Path) -> Finding:
+    """Return how many processors vLLM's processes may use together, by affinity and container."""
+    topic = "processors"
+    count = float(len(os.sched_getaffinity(0)))
+    text = f"{count:.0f} may be used"
+    quota = _cpu_quota(cgroup)
+    if quota is not None and quota < count:
+        count = quota
+        text = f"the container is allowed the time of {quota:g}"
+    if count < MIN_PROCESSORS:
+        return warning(
+            topic,
+            text,
+            "API server and engine each keep one busy: give them two or more",
+        )
+    return ok(topic, text)
+
+
+def _cpu_quota(cgroup: Path) -> float | None:
+    """Return the processors that the container may use, None for as many as there are."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:  # version 1 of control groups
+        quota_us = int((cgroup / "cpu/cpu.cfs_quota_us").read_text())
+        return (
+            quota_us / int((cgroup / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
+        )
+    except (OSError, ValueError):
+        return None
+
+
+def memory(cgroup: Path) -> Finding:
+    """Return how much memory vLLM's processes may use."""
+    topic = "memory"
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    text = f"{total / (1 << 30):.1f} GiB"
+    limit = _memory_limit(cgroup)
+    if limit is not None and limit < total:
+        total = limit
+        text = f"the container is allowed {limit / (1 << 30):.1f} GiB"
+    if total < MIN_MEMORY_BYTES:
+        return warning(topic, text, "vLLM's processes take 2 GiB and more; allow them 4 or more")
+    return ok(topic, text)
+
+
+def _memory_limit(cgroup: Path) -> int | None:
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            return int((cgroup / name).read_text())
+        except (OSError, ValueError):  # "max", or another version of control groups
+            continue
+    return None
+
+
+def _descriptors() -> Finding:
+    topic = "descriptors"
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or most >= RAISED_DESCRIPTORS:
+        limit = max(limit, RAISED_DESCRIPTORS) if limit != resource.RLIM_INFINITY else limit
+    if limit != resource.RLIM_INFINITY and limit < MIN_DESCRIPTORS:
+        return warning(
+            topic,
+            f"a process may open {limit:,} files and connections",
+            f"each stream takes one: allow {RAISED_DESCRIPTORS:,}",
+        )
+    return ok(topic, "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}")

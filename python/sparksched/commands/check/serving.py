@@ -1,0 +1,239 @@
+"""What a server with these arguments would be like: read from vLLM's own configuration of it."""
+
+import argparse
+import contextlib
+import importlib.metadata
+import io
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import pydantic
+
+from sparksched import compat, environment, plugin
+from sparksched.commands.check import backends, front_end
+from sparksched.commands.check.finding import ArgumentError, Finding, ok, problem, warning
+from sparksched.commands.check.quotes import without_quotes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+
+def findings(arguments: Sequence[str]) -> Iterator[Finding]:
+    """Build the configuration as `vllm serve` would, and look at it. Nothing is loaded.
+
+    Raises:
+        ArgumentError: if vLLM's parser refuses the arguments.
+
+    """
+    try:
+        parsed, asked = _engine_arguments(arguments)
+        config = asked.create_engine_config()
+    except ArgumentError:
+        raise
+    except Exception as error:
+        text = without_quotes(_first_line(error))
+        yield problem("arguments", text, "vLLM wouldn't start with them either")
+        return
+    yield _model(config)
+    yield _scheduler(config)
+    if environment.verification() is not None:
+        yield _verification(config)
+    yield front_end.finding(config, parsed)
+    yield _transport(config)
+    yield _asynchronous(config, asked.async_scheduling)
+    yield _prompts(config)
+    yield _parallelism(config)
+    yield _graphs(config)
+    chosen = _backends(config)
+    yield chosen
+    yield _flashinfer(chosen.text)
+
+
+def _engine_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, "AsyncEngineArgs"]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm")
+    serve = ServeSubcommand()
+    serve.subparser_init(parser.add_subparsers())
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            parsed: argparse.Namespace = parser.parse_args([serve.name, *arguments])
+    except SystemExit:  # the parser has said why
+        raise ArgumentError from None
+    finally:
+        sys.stderr.write(without_quotes(said.getvalue()))
+    if parsed.model_tag is not None:
+        parsed.model = parsed.model_tag
+    return parsed, AsyncEngineArgs.from_cli_args(parsed)
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, pydantic.ValidationError):
+        return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _model(config: "VllmConfig") -> Finding:
+    model = config.model_config
+    quantization = model.quantization or "not quantized"
+    architectures = ", ".join(model.architectures)
+    length = f"{model.max_model_len:,} tokens"
+    return ok("model", f"{architectures}, {model.dtype}, {quantization}, up to {length}")
+
+
+def _scheduler(config: "VllmConfig") -> Finding:
+    topic = "scheduler"
+    chosen = config.scheduler_config.scheduler_cls
+    if not plugin.chooses_spark_scheduler(chosen) and config.diffusion_config is None:
+        return problem(topic, f"--scheduler-cls asks for {chosen}", "leave --scheduler-cls away")
+    unsupported = compat.unsupported_before_loading(config)
+    if unsupported is None:
+        return ok(
+            topic,
+            "sparksched, in Rust, unless the model's KV cache says otherwise when it is loaded",
+        )
+    stock = compat.stock_scheduler_cls(config).__name__
+    would = "vLLM wouldn't start" if environment.is_strict() else f"vLLM's own {stock}"
+    return problem(topic, f"{would}: {unsupported.feature} is not supported", unsupported.reason)
+
+
+def _verification(config: "VllmConfig") -> Finding:
+    topic = "verification"
+    from sparksched.verify.choice import unverifiable
+
+    without = f"unset {environment.VERIFY}"
+    problem_of_it = unverifiable(config)
+    if problem_of_it is None:
+        stock = compat.stock_scheduler_cls(config).__name__
+        return warning(topic, f"vLLM's {stock} checks each step, which costs time", without)
+    text = f"{problem_of_it.feature}: {problem_of_it.reason}"
+    if environment.is_strict():
+        return problem(topic, f"vLLM wouldn't start: {text}", without)
+    return warning(topic, f"sparksched would run without it: {text}", without)
+
+
+def _transport(config: "VllmConfig") -> Finding:
+    topic = "transport"
+    from sparksched.shared.offer import RUST_FRONT_END, why_no_rings
+
+    reason = why_no_rings(config.parallel_config) or _why_no_memory()
+    if reason is None:
+        size = environment.ring_bytes() >> 20
+        return ok(topic, f"shared memory, 2 rings of {size} MiB for each API server and engine")
+    if reason == RUST_FRONT_END:
+        return ok(topic, f"ZMQ: {reason}; outputs go into its sockets straight from the engine")
+    if environment.transport() == "shm":
+        return problem(
+            topic,
+            f"vLLM wouldn't start: {reason}",
+            f"{environment.TRANSPORT}=shm insists on shared memory; auto would use ZMQ",
+        )
+    if environment.transport() in ("zmq", "libzmq"):
+        return warning(topic, f"ZMQ: {reason}", "unset it for shared memory")
+    return warning(topic, f"ZMQ: {reason}", "messages cost more; all else stays as it is")
+
+
+def _why_no_memory() -> str | None:
+    """Make rings as an engine would, and drop them."""
+    from sparksched import _core
+
+    try:
+        _core.EngineRings(
+            f"sparksched-check-{uuid.uuid4()}",
+            num_clients=1,
+            ring_bytes=environment.ring_bytes(),
+            max_idle_backlog_bytes=0,
+            max_backlog_bytes=0,
+            stuck_after_s=environment.stuck_after_s(),
+        ).close()
+    except ConnectionError as error:
+        return str(error)
+    return None
+
+
+def _asynchronous(config: "VllmConfig", asked: bool | None) -> Finding:
+    """Look at the mode; `asked` is what the arguments say of it, if anything."""
+    topic = "scheduling"
+    if config.scheduler_config.async_scheduling:
+        return ok(topic, "asynchronous: a step is prepared while the GPU works on the one before")
+    if _is_on_a_processor():
+        return ok(topic, "synchronous: on a processor vLLM has nothing else")
+    if asked is None and config.model_config.runner_type == "pooling":
+        return ok(topic, "synchronous: so vLLM serves pooling models")
+    return warning(
+        topic,
+        "synchronous: the GPU waits while a step is prepared",
+        "vLLM chose that for these arguments; its log says why when it serves"
+        if asked is None
+        else "leave --no-async-scheduling away, unless something needs it",
+    )
+
+
+def _is_on_a_processor() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _prompts(config: "VllmConfig") -> Finding:
+    scheduler = config.scheduler_config
+    caching = "on" if config.cache_config.enable_prefix_caching else "off"
+    chunks = "on" if scheduler.enable_chunked_prefill else "off"
+    return ok(
+        "prompts",
+        f"prefix caching {caching}, chunked prefill {chunks}, "
+        f"{scheduler.max_num_batched_tokens:,} tokens a step, "
+        f"{scheduler.max_num_seqs:,} requests at once",
+    )
+
+
+def _parallelism(config: "VllmConfig") -> Finding:
+    parallel = config.parallel_config
+    sizes = {
+        "tensor": parallel.tensor_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": parallel.data_parallel_size,
+    }
+    used = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ok("parallelism", ", ".join(used) or "one GPU")
+
+
+def _graphs(config: "VllmConfig") -> Finding:
+    topic = "CUDA graphs"
+    if _is_on_a_processor():
+        return ok(topic, "none on a processor")
+    mode = config.compilation_config.cudagraph_mode
+    if config.model_config.enforce_eager or mode is None or mode.name == "NONE":
+        return warning(
+            topic,
+            "off: each step launches its kernels one by one",
+            "leave --enforce-eager away; the host is the limit without graphs",
+        )
+    return ok(topic, mode.name)
+
+
+def _backends(config: "VllmConfig") -> Finding:
+    text = f"attention: {backends.attention(config)}"
+    if config.model_config.is_moe:
+        text += f"; experts: {backends.experts(config)}"
+    return ok("back ends", text)
+
+
+def _flashinfer(chosen: str) -> Finding:
+    topic = "FlashInfer"
+    try:
+        version = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return ok(topic, "not installed: vLLM does without")
+    if "flashinfer" in chosen.lower():
+        return ok(topic, f"{version}, which these back ends use")
+    if backends.BY_VLLM in chosen:
+        return ok(topic, f"{version}; whether it is used is {backends.BY_VLLM}")
+    return ok(topic, f"{version}, not used by these back ends")

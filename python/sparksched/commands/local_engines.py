@@ -1,0 +1,61 @@
+"""The metrics of this user's engines on this machine, whatever front end they have."""
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from sparksched import __version__, _core
+from sparksched.api_server.metrics import EngineCollector, EngineView
+from sparksched.shared.card import EngineCard, find
+
+
+def registry() -> CollectorRegistry:
+    """Return what looks for engines anew each time it is asked."""
+    found = CollectorRegistry()
+    found.register(EngineCollector(LocalEngines()))
+    return found
+
+
+def page() -> str:
+    """Return all series of this moment as Prometheus reads them; empty if no engine runs."""
+    return generate_latest(registry()).decode()
+
+
+class LocalEngines:
+    """The engines that run; keeps their pages open from one look to the next."""
+
+    def __init__(self) -> None:
+        self._views: dict[tuple[int, bytes], EngineView] = {}
+
+    def __call__(self) -> list[EngineView]:
+        """Return those that run now. Of several with the same labels the last one is shown."""
+        views = {key(card): self._views.get(key(card)) or _view(card) for card in find()}
+        self._views = views
+        by_labels = {view.labels: view for view in views.values()}
+        return [by_labels[labels] for labels in sorted(by_labels)]
+
+
+def key(card: EngineCard) -> tuple[int, bytes]:
+    """Name an engine: a process id may come again."""
+    meters = card.report.meters
+    return card.pid, b"" if meters is None else meters.id
+
+
+def _view(card: EngineCard) -> EngineView:
+    info = {
+        "scheduler": card.report.scheduler,
+        "transport": card.transport,
+        "version": card.version,
+        "vllm_version": card.vllm_version,
+        "fallback_feature": card.report.fallback_feature,
+        "fallback_reason": card.report.fallback_reason,
+    }
+    return EngineView(card.model_name, card.engine, info, _open_meters(card))
+
+
+def _open_meters(card: EngineCard) -> "_core.MeterReader | None":
+    meters = card.report.meters
+    if meters is None or meters.version != __version__:
+        return None
+    try:
+        return _core.MeterReader(pid=meters.pid, fd=meters.fd, id=int.from_bytes(meters.id))
+    except (ConnectionError, OverflowError):
+        return None

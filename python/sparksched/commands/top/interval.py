@@ -1,0 +1,150 @@
+"""What has happened between two pages."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from sparksched.commands.top.page import Buckets, Labels, Page
+
+STEP_HISTOGRAMS: Final = {
+    "schedule": "sparksched:schedule_seconds",
+    "update": "sparksched:update_from_output_seconds",
+    "gap": "sparksched:step_gap_seconds",
+    "deliver": "sparksched:deliver_seconds",
+}
+LATENCIES: Final = {
+    "time_to_first_token": "vllm:time_to_first_token_seconds",
+    "inter_token_latency": "vllm:inter_token_latency_seconds",
+}
+DIRECTIONS: Final = ("to_engine", "to_client")
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long something took in the interval."""
+
+    per_s: float
+    """How often a second."""
+    p50_s: float | None
+    p99_s: float | None
+    """None if it didn't happen."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One direction, all API servers together."""
+
+    waiting_bytes: float
+    high_water_bytes: float
+    """Of one ring, since the start."""
+    back_pressure_events: float
+    """Since the start."""
+    back_pressure_per_s: float | None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """All that is shown; None is what the page doesn't have, or what can't be told yet."""
+
+    seconds: float
+    model_names: list[str]
+    running: float | None
+    waiting: float | None
+    kv_cache_usage: float | None
+    """0 to 1, the engines' mean."""
+    prompt_tokens_per_s: float | None
+    generation_tokens_per_s: float | None
+    latencies: dict[str, Times | None]
+    engines: list[Labels]
+    """The labels of `sparksched:info`; none without sparksched."""
+    steps: dict[str, Times | None]
+    rings: dict[str, Ring | None]
+    backlog_bytes: float | None
+    rescues: float | None
+    clients_lost: float | None
+
+    @property
+    def has_sparksched(self) -> bool:
+        """Whether the server knows sparksched at all."""
+        return bool(self.engines)
+
+
+def between(before: Page, now: Page) -> Interval:
+    """Compare two pages of a server."""
+    names = {
+        labels.get("model_name", "")
+        for name in ("vllm:num_requests_running", "sparksched:info")
+        for labels in now.labels(name)
+    }
+    return Interval(
+        seconds=now.at_s - before.at_s,
+        model_names=sorted(names - {""}),
+        running=now.total("vllm:num_requests_running"),
+        waiting=now.total("vllm:num_requests_waiting"),
+        kv_cache_usage=now.mean("vllm:kv_cache_usage_perc"),
+        prompt_tokens_per_s=_rate(before, now, "vllm:prompt_tokens_total"),
+        generation_tokens_per_s=_rate(before, now, "vllm:generation_tokens_total"),
+        latencies={key: _times(before, now, name) for key, name in LATENCIES.items()},
+        engines=now.labels("sparksched:info"),
+        steps={key: _times(before, now, name) for key, name in STEP_HISTOGRAMS.items()},
+        rings={direction: _ring(before, now, direction) for direction in DIRECTIONS},
+        backlog_bytes=now.total("sparksched:backlog_bytes"),
+        rescues=now.total("sparksched:rescues_total"),
+        clients_lost=now.total("sparksched:clients_lost_total"),
+    )
+
+
+def _rate(before: Page, now: Page, name: str, **labels: str) -> float | None:
+    """Return how fast a counter has grown; None if it hasn't: the server is another one then."""
+    first, last = before.total(name, **labels), now.total(name, **labels)
+    seconds = now.at_s - before.at_s
+    if first is None or last is None or last < first or seconds <= 0:
+        return None
+    return (last - first) / seconds
+
+
+def _ring(before: Page, now: Page, direction: str) -> Ring | None:
+    events = "sparksched:back_pressure_events_total"
+    waiting = now.total("sparksched:ring_waiting_bytes", direction=direction)
+    if waiting is None:
+        return None
+    return Ring(
+        waiting_bytes=waiting,
+        high_water_bytes=now.largest("sparksched:ring_high_water_bytes", direction=direction) or 0,
+        back_pressure_events=now.total(events, direction=direction) or 0,
+        back_pressure_per_s=_rate(before, now, events, direction=direction),
+    )
+
+
+def _times(before: Page, now: Page, name: str) -> Times | None:
+    first, last = before.buckets(name), now.buckets(name)
+    seconds = now.at_s - before.at_s
+    if first is None or last is None or first.keys() != last.keys() or seconds <= 0:
+        return None
+    grown = {bound: last[bound] - first[bound] for bound in last}
+    if any(count < 0 for count in grown.values()):
+        return None
+    return Times(max(grown.values()) / seconds, quantile(grown, 0.5), quantile(grown, 0.99))
+
+
+def quantile(cumulative: Buckets, share: float) -> float | None:
+    """Estimate below which value a share of all samples is; None without samples.
+
+    As Prometheus does: evenly spread within a bucket, and no more than the last finite bound.
+    """
+    bounds = sorted(cumulative)
+    total = cumulative[bounds[-1]]
+    if total <= 0:
+        return None
+    rank = share * total
+    lower = 0.0
+    for below, bound in itertools.pairwise([-math.inf, *bounds]):
+        if cumulative[bound] >= rank:
+            if bound == math.inf:
+                return lower
+            before = cumulative.get(below, 0.0)
+            inside = cumulative[bound] - before
+            return lower + (bound - lower) * ((rank - before) / inside if inside else 1.0)
+        lower = bound
+    return lower

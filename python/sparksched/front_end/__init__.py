@@ -1,1 +1,0 @@
-"""What runs in the process of vLLM's Python API server, on the way of outputs to their streams."""

@@ -1,0 +1,1 @@
+"""What an engine and those who look at it must agree on."""
