@@ -25,7 +25,7 @@ NUM_STEPS = 120
 # By behaviour, a configuration that notices its absence, and what stands in its place then.
 BEHAVIORS: dict[str, tuple[str, Any]] = {
     "continues_after_self_preemption": ("preempting-by-priority", False),
-    "passes_over_held_up": ("multi-module-mtp", False),
+    "skips_held_up": ("multi-module-mtp", False),
     "counts_loras_of_all_running": ("lora-throttled", False),
     "caches_settled_output": ("sync-eagle", False),
     "keeps_block_before_junction": ("eagle-without-lookahead", False),

@@ -59,7 +59,7 @@ def core_config(**changes: Any) -> dict[str, Any]:
         "uses_mrope": False,
         "sends_sampled_tokens": False,
         "continues_after_self_preemption": False,
-        "passes_over_held_up": False,
+        "skips_held_up": False,
         "counts_loras_of_all_running": False,
         "caches_settled_output": False,
         "keeps_block_before_junction": False,

@@ -34,7 +34,7 @@ def behaviors(vllm_config: "VllmConfig") -> dict[str, Any]:
     since_0_33 = is_since("0.33.0")
     return {
         "continues_after_self_preemption": since_0_33,
-        "passes_over_held_up": since_0_33,
+        "skips_held_up": since_0_33,
         "counts_loras_of_all_running": since_0_33,
         "caches_settled_output": since_0_33,
         "keeps_block_before_junction": since_0_33,

@@ -161,7 +161,7 @@ pub struct Behaviors {
     pub continues_after_self_preemption: bool,
     /// A waiting request that the encoder or a drafter leaves no token is passed over, and does
     /// not end the step for those behind it.
-    pub passes_over_held_up: bool,
+    pub skips_held_up: bool,
     /// Adapters of running requests that sit a step out count, too: they may be back in the next.
     pub counts_loras_of_all_running: bool,
     /// Output is cached as far as no step in flight can change it, by synchronous speculation,

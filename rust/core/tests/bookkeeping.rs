@@ -100,7 +100,7 @@ fn random_config(chance: &mut Chance) -> SchedulerConfig {
     if chance.percent(50) {
         // As vLLM 0.33.0.
         config.behaviors.continues_after_self_preemption = true;
-        config.behaviors.passes_over_held_up = true;
+        config.behaviors.skips_held_up = true;
         config.behaviors.counts_loras_of_all_running = true;
         config.behaviors.caches_settled_output = true;
         config.behaviors.keeps_block_before_junction = true;

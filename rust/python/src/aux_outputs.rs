@@ -11,7 +11,7 @@ use sparksched_core::{BlockPool, GroupId, JournalConfig, Request};
 use sparksched_entry_points::entry_points;
 
 use crate::convert::{self, RequestView};
-use crate::told::Told;
+use crate::output_extras::OutputExtras;
 
 /// What vLLM's connector may ask of the block pool: which blocks are cached. There is an answer
 /// while the core lends the pool, which is whenever it calls the connector.
@@ -50,7 +50,7 @@ pub(crate) struct AuxOutputs {
     /// What the workers collected in the step that is being taken in.
     collected: Option<Py<PyAny>>,
     /// What of that goes to clients, by request id.
-    taken: Told,
+    taken: OutputExtras,
     view: Arc<RequestView>,
 }
 
@@ -60,7 +60,7 @@ impl AuxOutputs {
         python: Option<Py<PyAny>>,
         view: Arc<RequestView>,
     ) -> PyResult<Self> {
-        let taken = Told::new(py);
+        let taken = OutputExtras::new(py);
         let mut outputs =
             Self { connector: None, cached_blocks: None, collected: None, taken, view };
         if let Some(python) = python {

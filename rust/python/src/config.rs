@@ -146,7 +146,7 @@ fn kv_transfer(config: &Bound<'_, PyDict>) -> PyResult<Option<KvTransferConfig>>
 fn behaviors(config: &Bound<'_, PyDict>) -> PyResult<Behaviors> {
     Ok(Behaviors {
         continues_after_self_preemption: get(config, "continues_after_self_preemption")?,
-        passes_over_held_up: get(config, "passes_over_held_up")?,
+        skips_held_up: get(config, "skips_held_up")?,
         counts_loras_of_all_running: get(config, "counts_loras_of_all_running")?,
         caches_settled_output: get(config, "caches_settled_output")?,
         keeps_block_before_junction: get(config, "keeps_block_before_junction")?,

@@ -8,19 +8,19 @@ use pyo3::types::PyDict;
 use sparksched_core::Request;
 
 use crate::convert::RequestView;
-use crate::told::Told;
+use crate::output_extras::OutputExtras;
 
 /// `EncoderTransfer`, if there is an EC connector.
 pub(crate) struct EncoderTransfer {
     python: Option<Py<PyAny>>,
     /// What the connector said of requests that ended in this call, by request id.
-    params: Told,
+    params: OutputExtras,
     view: Arc<RequestView>,
 }
 
 impl EncoderTransfer {
     pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>, view: Arc<RequestView>) -> Self {
-        Self { python, params: Told::new(py), view }
+        Self { python, params: OutputExtras::new(py), view }
     }
 
     fn python<'a, 'py>(&'a self, py: Python<'py>) -> &'a Bound<'py, PyAny> {

@@ -13,13 +13,13 @@ use sparksched_core::{
 
 use crate::convert::RequestView;
 use crate::entries::Entries;
-use crate::told::Told;
+use crate::output_extras::OutputExtras;
 
 /// `KVTransfer`, if there is a KV connector.
 pub(crate) struct KvTransfer {
     python: Option<Py<PyAny>>,
     /// What connectors said of requests that ended in this call, by request id.
-    params: Told,
+    params: OutputExtras,
     view: Arc<RequestView>,
 }
 
@@ -34,7 +34,7 @@ pub(crate) struct LoadFailures<'py> {
 
 impl KvTransfer {
     pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>, view: Arc<RequestView>) -> Self {
-        Self { python, params: Told::new(py), view }
+        Self { python, params: OutputExtras::new(py), view }
     }
 
     pub(crate) fn is_present(&self) -> bool {

@@ -16,6 +16,7 @@ mod hooks;
 mod kv_transfer;
 #[cfg(target_os = "linux")]
 mod meters;
+mod output_extras;
 mod points;
 #[cfg(target_os = "linux")]
 mod rings;
@@ -24,7 +25,6 @@ mod snapshot;
 #[cfg(target_os = "linux")]
 mod sockets;
 mod step_timer;
-mod told;
 
 use pyo3::prelude::*;
 

@@ -57,11 +57,11 @@ struct Share {
 
 /// How a waiting request's turn ends.
 enum Turn {
-    Admitted,
+    Admit,
     /// It stays, and the next one has its turn.
-    PassedOver,
+    Skip,
     /// It stays, and so do all behind it.
-    Waits,
+    Stop,
 }
 
 /// What holds for a whole call of `schedule()`.
@@ -438,13 +438,13 @@ impl Scheduler {
                 break;
             }
             if !self.is_ready(index, hooks)? || self.exceeds_max_loras(index) {
-                self.pass_over();
+                self.skip();
                 continue;
             }
             match self.admit(index, budget, limits, hooks)? {
-                Turn::Admitted => {}
-                Turn::PassedOver => self.pass_over(),
-                Turn::Waits => break,
+                Turn::Admit => {}
+                Turn::Skip => self.skip(),
+                Turn::Stop => break,
             }
         }
         Ok(())
@@ -497,7 +497,7 @@ impl Scheduler {
         })
     }
 
-    fn pass_over(&mut self) {
+    fn skip(&mut self) {
         let index = self.pop_next();
         self.defer(index);
         self.passed_over.push(index);
@@ -513,31 +513,31 @@ impl Scheduler {
     ) -> Result<Turn, H::Error> {
         let looks_up = self.request(index).num_computed_tokens == 0;
         let hit = if looks_up { self.find_hit(index, hooks)? } else { Some(Hit::default()) };
-        let Some(hit) = hit else { return Ok(Turn::PassedOver) };
+        let Some(hit) = hit else { return Ok(Turn::Skip) };
         let request = self.request(index);
         let num_computed_tokens = request.num_computed_tokens + hit.num_tokens();
         if self.awaits_encoder_outputs(request, num_computed_tokens.into(), hooks)? {
-            return Ok(Turn::PassedOver);
+            return Ok(Turn::Skip);
         }
         if looks_up {
             self.note_hit(index, &hit);
         }
         if hit.external.is_async {
             if !self.allocate_admitted(index, hit, 0, looks_up, hooks)? {
-                return Ok(Turn::Waits);
+                return Ok(Turn::Stop);
             }
             self.begin_load(index, num_computed_tokens);
             self.note_load(index, hooks)?;
-            return Ok(Turn::PassedOver);
+            return Ok(Turn::Skip);
         }
         let share = self.share_of_admitted(index, num_computed_tokens, budget, limits, hooks)?;
-        let Some(share) = share else { return Ok(Turn::Waits) };
+        let Some(share) = share else { return Ok(Turn::Stop) };
         if share.num_tokens == 0 {
-            let passes_over = self.config.behaviors.passes_over_held_up;
-            return Ok(if passes_over { Turn::PassedOver } else { Turn::Waits });
+            let skips = self.config.behaviors.skips_held_up;
+            return Ok(if skips { Turn::Skip } else { Turn::Stop });
         }
         if !self.allocate_admitted(index, hit, share.num_tokens, looks_up, hooks)? {
-            return Ok(Turn::Waits);
+            return Ok(Turn::Stop);
         }
         self.run(index, num_computed_tokens, &share, limits.now);
         self.step.has_sync_kv_loads |= hit.external.num_tokens > 0;
@@ -545,7 +545,7 @@ impl Scheduler {
         if self.request(index).has_encoder_inputs {
             hooks.schedule_encoder_inputs(self.request(index))?;
         }
-        Ok(Turn::Admitted)
+        Ok(Turn::Admit)
     }
 
     /// Looks what of a request need not be computed. `None` if that is not known yet.
