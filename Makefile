@@ -142,7 +142,7 @@ test-full:
 
 .PHONY: test-fast
 test-fast: lint ## what needs no process of vLLM: lints, types, Rust's and Python's unit tests; 3 minutes
-	cargo test -p sparksched-core -p sparksched-wire
+	cargo test --locked -p sparksched-core -p sparksched-wire
 	$(PYTEST) $(PARALLEL) tests/unit tests/front_end tests/top
 
 .PHONY: test-bench
@@ -201,7 +201,7 @@ panics: build ## make each function of the extension panic, in engines and front
 .PHONY: exhaustion
 exhaustion: build ## run out of descriptors, memory and threads, at the start and later
 	$(BIN)/pytest tests/transport/test_exhaustion.py
-	cargo test -p sparksched-ring --test memory
+	cargo test --locked -p sparksched-ring --test memory
 
 # One set of features for all crates, so that nothing is built twice: what ring needs for its tests and
 # for the fuzz targets' seeds. Loom takes the place of the standard library, so it is no part of that.
@@ -210,9 +210,9 @@ LOOM := -p sparksched-ring --features loom --test loom
 
 .PHONY: test-rust
 test-rust: rust-toolchain
-	cargo test -p sparksched-backlog -p sparksched-core -p sparksched-wire -p sparksched-zmtp -p sparksched-ring \
+	cargo test --locked -p sparksched-backlog -p sparksched-core -p sparksched-wire -p sparksched-zmtp -p sparksched-ring \
 		-p sparksched-fuzz --features $(TEST_POINTS)
-	SPARKSCHED_LOOM_PREEMPTIONS=3 cargo test $(LOOM)
+	SPARKSCHED_LOOM_PREEMPTIONS=3 cargo test --locked $(LOOM)
 
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.
 SECONDS := 60
@@ -238,7 +238,7 @@ STOPS := 200
 LONGEST_STOP_S := 30
 OPERATIONS := 100000000
 KILLS_A_ROUND := 45
-RING_TESTS := cargo test --release -p sparksched-ring --features test-points
+RING_TESTS := cargo test --locked --release -p sparksched-ring --features test-points
 
 .PHONY: soak
 soak: rust-toolchain ## messages and wake-ups between processes: make soak [MESSAGES=...] [WAKE_UPS=...]
@@ -252,15 +252,15 @@ faults: rust-toolchain ## kill and stop processes at any moment: make faults [KI
 
 .PHONY: models
 models: rust-toolchain ## more interleavings of the rings' protocol than `test` tries
-	cargo test $(LOOM)
+	cargo test --locked $(LOOM)
 
 .PHONY: bookkeeping
 bookkeeping: rust-toolchain ## lives of requests, all books checked after each step: make bookkeeping [OPERATIONS=...]
 	SPARKSCHED_CORE_OPERATIONS=$(OPERATIONS) \
-	  cargo test --release -p sparksched-core --test bookkeeping -- --nocapture
+	  cargo test --locked --release -p sparksched-core --test bookkeeping -- --nocapture
 
 RUNS := 20
-PROPERTIES := cargo test --release --quiet -p sparksched-core -p sparksched-ring \
+PROPERTIES := cargo test --locked --release --quiet -p sparksched-core -p sparksched-ring \
   --lib --test block_pool --test prefix_cache --test properties
 
 .PHONY: properties
@@ -286,7 +286,7 @@ VALGRIND := valgrind --quiet --error-exitcode=99 \
   --leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite
 SANITIZED := RUSTFLAGS="--cfg rustix_use_libc" CARGO_TARGET_DIR=target/valgrind TERM=dumb \
   PROPTEST_CASES=32 SPARKSCHED_CORE_OPERATIONS=10000 \
-  cargo test --config 'target."cfg(unix)".runner = "$(VALGRIND)"'
+  cargo test --locked --config 'target."cfg(unix)".runner = "$(VALGRIND)"'
 
 .PHONY: sanitize
 sanitize: rust-toolchain ## run tests of core, wire and rings under valgrind, which has to be installed
@@ -295,11 +295,11 @@ sanitize: rust-toolchain ## run tests of core, wire and rings under valgrind, wh
 
 .PHONY: deny
 deny: rust-toolchain $(CARGO_DENY) ## check the licences and sources of all crates
-	$(CARGO_DENY) check licenses bans sources
+	$(CARGO_DENY) --locked check licenses bans sources
 
 .PHONY: audit
 audit: rust-toolchain $(CARGO_DENY) ## look for known weaknesses of all crates; fetches RustSec's list of them
-	$(CARGO_DENY) check advisories
+	$(CARGO_DENY) --locked check advisories
 
 # Pinned, not among the user's own programs, and built for a few short runs.
 $(CARGO_FUZZ) $(CARGO_DENY) $(CARGO_MUTANTS): | rust-toolchain
@@ -311,9 +311,9 @@ LINTED := $(TEST_POINTS),sparksched-python/test-points,sparksched-fuzz/targets
 .PHONY: lint
 lint: build ## formatting, lints and types, of Rust and Python
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets --features $(LINTED) -- -D warnings
-	cargo clippy -p sparksched-python -- -D warnings
-	cargo clippy $(LOOM) -- -D warnings
+	cargo clippy --locked --workspace --all-targets --features $(LINTED) -- -D warnings
+	cargo clippy --locked -p sparksched-python -- -D warnings
+	cargo clippy --locked $(LOOM) -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict

@@ -41,7 +41,7 @@ UNRULY = 251
 ASYNC_SCHEDULING = "async_scheduling"
 
 
-class FakeExecutor(Executor):
+class FakeExecutor(Executor):  # type: ignore[misc]
     """Reports the KV cache of gpt-oss and samples what `FakeModel` says.
 
     It runs in the engine's own process and finishes each step at once, so that a run is determined

@@ -26,7 +26,7 @@ class PipelineExecutor(FakeExecutor):
 
     def _init_executor(self) -> None:
         super()._init_executor()
-        self._num_stages = self.parallel_config.pipeline_parallel_size
+        self._num_stages: int = self.parallel_config.pipeline_parallel_size
         self._first_stage = FirstStage(
             self._num_stages, hears_the_last=self.scheduler_config.async_scheduling
         )
@@ -40,10 +40,12 @@ class PipelineExecutor(FakeExecutor):
         return [dict(layers[start:end]) for start, end in bounds]
 
     def determine_available_memory(self) -> list[int]:
-        return super().determine_available_memory() * self._num_stages
+        memory: list[int] = super().determine_available_memory()
+        return memory * self._num_stages
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
-        return super().get_supported_kv_cache_layouts() * self._num_stages
+        layouts: list[list[str]] = super().get_supported_kv_cache_layouts()
+        return layouts * self._num_stages
 
     def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
         return super().collective_rpc(*args, **kwargs) * self._num_stages

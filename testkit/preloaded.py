@@ -114,7 +114,7 @@ def _fork_what_is_spawned() -> None:
     that it would have then: it neither keeps a socket alive nor hides a death. Its memory and
     modules are its parent's, so it doesn't show whether the plugin is loaded anew.
     """
-    start = util.spawnv_passfds  # type: ignore[attr-defined]
+    start = util.spawnv_passfds
 
     def fork(path: Any, arguments: list[Any], passed: Sequence[int]) -> int:
         command = [os.fsdecode(it) for it in arguments]
@@ -125,7 +125,7 @@ def _fork_what_is_spawned() -> None:
             _be_spawned(command, frozenset(passed))
         return child
 
-    util.spawnv_passfds = fork  # type: ignore[attr-defined]
+    util.spawnv_passfds = fork  # type: ignore[assignment]
 
 
 def _be_spawned(command: list[str], passed: frozenset[int]) -> NoReturn:
@@ -135,7 +135,7 @@ def _be_spawned(command: list[str], passed: frozenset[int]) -> NoReturn:
         _reset_signals()
         _let_go_of_all_but(passed)
         # Chosen on import, before it was known whether several processes write metrics.
-        values.ValueClass = values.get_value_class()
+        values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
         *_, program, flag = command  # after `-c`
         sys.argv = ["-c", flag]
         exec(program, {})

@@ -85,7 +85,7 @@ def write_model(directory: Path, architecture: str) -> Path:
     )
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         # Greater than what training begins with, so that each token depends on all before it.
         for weights in model.parameters():
             if weights.dim() > 1:

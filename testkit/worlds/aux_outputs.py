@@ -73,7 +73,7 @@ class RecordingAuxConnector(AuxOutputSchedulerConnector):  # type: ignore[misc]
     def take_output(
         self, request: Request, output: dict[str, AuxRequestOutput] | None
     ) -> np.ndarray | None:
-        rows = super().take_output(request, output)
+        rows: np.ndarray | None = super().take_output(request, output)
         self._log.append(("take_output", request_state(request), list(output or ()), rows))
         return rows
 
@@ -121,7 +121,9 @@ class AuxOutputs(LoggedFeature):
         logs = [self._logs[side]]
         caps_hits = hasattr(AuxOutputSchedulerConnector, "max_cache_hit")
 
-        class Connector(RecordingCappingConnector if caps_hits else RecordingAuxConnector):
+        base = RecordingCappingConnector if caps_hits else RecordingAuxConnector
+
+        class Connector(base):  # type: ignore[misc, valid-type]
             def __init__(self, *arguments: Any) -> None:
                 # With verification, the second one is that of vLLM's scheduler behind ours.
                 super().__init__(logs.pop() if logs else [], *arguments)

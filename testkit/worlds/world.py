@@ -784,7 +784,8 @@ def _kv_cache_spec(
 
 def stock_scheduler_class(configuration: Configuration) -> SchedulerClass:
     """Return the class that vLLM itself would choose."""
-    return AsyncScheduler if configuration.async_scheduling else Scheduler
+    chosen: SchedulerClass = AsyncScheduler if configuration.async_scheduling else Scheduler
+    return chosen
 
 
 def sparksched_scheduler_class(_configuration: Configuration) -> SchedulerClass:
@@ -824,7 +825,10 @@ def stock_block_hasher(world: World) -> BlockHasher | None:
     if not configuration.needs_block_hashes:
         return None
     hash_function = get_hash_fn_by_name(configuration.prefix_caching_hash_algo)
-    return get_request_block_hasher(world.hash_block_size, hash_function, *world.hash_lookahead)
+    hasher: BlockHasher = get_request_block_hasher(
+        world.hash_block_size, hash_function, *world.hash_lookahead
+    )
+    return hasher
 
 
 def candidate_block_hasher(world: World, scheduler_class: SchedulerClass) -> BlockHasher | None:

@@ -46,7 +46,7 @@ SCENARIOS = (
     ("--seeds", "0:1", "--steps", "80"),
     ("--config", "states-by-eagle", "--seeds", "0:6", "--steps", "150"),
 )
-RING = ("cargo", "test", "--quiet", "-p", "sparksched-ring")
+RING = ("cargo", "test", "--locked", "--quiet", "-p", "sparksched-ring")
 QUICK = ("link", "refusals", "memory", "meters", "properties")
 SLOW = ("faults", "broken_watcher", "soak", "wake_ups")
 
@@ -105,7 +105,7 @@ def _copy_tree() -> None:
         capture_output=True,
     )
     wanted = {Path(os.fsdecode(name)) for name in listed.stdout.split(b"\0") if name}
-    wanted = {name for name in wanted if (ROOT / name).is_file()} | {Path("Cargo.lock")}
+    wanted = {name for name in wanted if (ROOT / name).is_file()}
     present = {path.relative_to(TREE) for path in TREE.rglob("*") if path.is_file()}
     for name in present - wanted:
         (TREE / name).unlink()
@@ -152,7 +152,7 @@ def _loom() -> bool:
 def _build_extension() -> bool:
     """Build what Python imports, and put it beside the copy's Python code."""
     package = ("-p", "sparksched-python", "--features", "pyo3/extension-module")
-    if _fails(("cargo", "build", "--quiet", *package)):
+    if _fails(("cargo", "build", "--locked", "--quiet", *package)):
         return True
     library = WORK / "build" / "debug" / "libsparksched_core_python.so"
     shutil.copyfile(library, TREE / "python" / "sparksched" / "_core.abi3.so")
@@ -172,7 +172,10 @@ Stage = tuple[str, Callable[[], bool]]
 # What is tried on all mutants of a crate in turn, and then on those that it doesn't notice.
 QUICK_STAGES: dict[str, list[Stage]] = {
     "sparksched-core": [
-        ("Rust tests", lambda: _fails(("cargo", "test", "--quiet", "-p", "sparksched-core"))),
+        (
+            "Rust tests",
+            lambda: _fails(("cargo", "test", "--locked", "--quiet", "-p", "sparksched-core")),
+        ),
     ],
     "sparksched-ring": [
         ("quick Rust tests", lambda: _ring_tests(QUICK, QUICK_LIMIT_S, "--lib")),

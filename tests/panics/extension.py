@@ -20,9 +20,9 @@ NAME = "sparksched._core"
 
 def build() -> Path:
     """Build the extension with its points; return where it is."""
-    command = "cargo build --package sparksched-python --features test-points,pyo3/extension-module"
+    features = "test-points,pyo3/extension-module"
     subprocess.run(
-        command.split(),
+        ["cargo", "build", "--locked", "-p", "sparksched-python", "--features", features],
         cwd=ROOT,
         env={**os.environ, "PYO3_PYTHON": sys.executable},
         check=True,

@@ -7,6 +7,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import sparksched
+from sparksched import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKLOG = ROOT / "rust/backlog"
@@ -51,6 +53,14 @@ def test_limits_of_what_waits_need_no_other_crate() -> None:
 
 def test_wire_knows_the_core_alone() -> None:
     assert dependencies(WIRE) == {"rmp", "sparksched-core"}
+
+
+def test_the_version_is_the_workspaces() -> None:
+    workspace = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]
+    version = workspace["package"]["version"]
+    # Metrics, the handshake, and the wheel.
+    assert [sparksched.__version__, _core.__version__] == [version] * 2
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"] == ["version"]
 
 
 def test_a_plain_cargo_test_leaves_the_extension_out() -> None:

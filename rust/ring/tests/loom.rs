@@ -1,5 +1,5 @@
 //! Models of the protocol, of which loom tries all interleavings and all values that a weak memory
-//! may show. Run with `cargo test -p sparksched-ring --features loom --test loom`.
+//! may show. Run with `cargo test --locked -p sparksched-ring --features loom --test loom`.
 //!
 //! The rings, bells and outboxes are the real ones. What the kernel does (futex, eventfd) and the
 //! loops of `EngineRings::receive`, `ClientRings::receive` and `Link` are repeated here, because
