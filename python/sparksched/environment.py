@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
 SCHEDULER = "VLLM_SCHEDULER"
@@ -13,8 +14,6 @@ STUCK_AFTER_S = "SPARKSCHED_STUCK_AFTER_S"
 FRONT_END = "SPARKSCHED_FRONT_END"
 VERIFY = "SPARKSCHED_VERIFY"
 RECORD = "SPARKSCHED_RECORD"
-RECORD_TOKENS = "SPARKSCHED_RECORD_TOKENS"
-RECORD_BYTES = "SPARKSCHED_RECORD_BYTES"
 METRICS = "SPARKSCHED_METRICS"
 
 VARIABLES: Final = (
@@ -26,8 +25,6 @@ VARIABLES: Final = (
     FRONT_END,
     VERIFY,
     RECORD,
-    RECORD_TOKENS,
-    RECORD_BYTES,
     METRICS,
 )
 """The names of all of them."""
@@ -43,13 +40,13 @@ _KNOWN_SCHEDULERS = (_VLLM, _SPARKSCHED)
 
 _TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "zmq", "libzmq")
 
-_VERIFICATIONS: tuple[Literal["0", "1"] | Verification, ...] = (
-    "0",
-    "1",
-    "sparksched",
-    "vllm",
-    "stop",
-)
+_DECIDERS: Final[dict[str, Verification | None]] = {
+    "0": None,
+    "1": "sparksched",
+    "sparksched": "sparksched",
+    "vllm": "vllm",
+    "stop": "stop",
+}
 
 _DEFAULT_RING_MIB = 8
 _MAX_RING_MIB = 1024
@@ -62,7 +59,7 @@ DEFAULT_RECORD_BYTES = 256 << 20
 _MIN_RECORD_BYTES = 1 << 16
 _MAX_RECORD_BYTES = 1 << 40
 
-_SWITCH_VALUES = {"0": False, "false": False, "1": True, "true": True}
+_SWITCH_VALUES = {"0": False, "1": True}
 
 
 def is_set() -> bool:
@@ -92,10 +89,8 @@ def replaces_front_end() -> bool:
 
 def verification() -> Verification | None:
     """Who decides after the first difference that `SPARKSCHED_VERIFY` finds; None if it is off."""
-    value = _choice(VERIFY, "way to go on after a difference", _VERIFICATIONS, "0")
-    if value == "0":
-        return None
-    return "sparksched" if value == "1" else value
+    value = _choice(VERIFY, "way to go on after a difference", tuple(_DECIDERS), "0")
+    return _DECIDERS[value]
 
 
 def shows_metrics() -> bool:
@@ -127,37 +122,56 @@ def stuck_after_s() -> float:
     return seconds
 
 
-def recorded_to() -> str | None:
-    """Return the file that the scheduler is recorded to, `SPARKSCHED_RECORD`; None for none.
+@dataclass(frozen=True)
+class Recording:
+    """What `SPARKSCHED_RECORD` asks for."""
+
+    path: str
+    """The file that the scheduler is recorded to."""
+    with_tokens: bool = False
+    """Whether prompts and outputs are in it."""
+    max_bytes: int = DEFAULT_RECORD_BYTES
+    """Where it ends, and serving goes on."""
+
+
+def recording() -> Recording | None:
+    """Return what is to be recorded: `SPARKSCHED_RECORD=FILE[,tokens][,bytes=N]`; None for nothing.
 
     Raises:
-        ValueError: if its folder is not there or not to be written to.
+        ValueError: if the file's folder is not there or not to be written to, or for an option
+            that isn't known.
 
     """
     value = os.environ.get(RECORD)
     if not value:
         return None
-    folder = os.path.dirname(value) or "."
+    path, *options = value.split(",")
+    folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise ValueError(f"{RECORD}={value!r} is in no folder: there is no {folder!r}")
-    if os.path.isdir(value) or not os.access(folder, os.W_OK | os.X_OK):
+    if os.path.isdir(path) or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{RECORD}={value!r} names no file that can be written")
-    return value
+    with_tokens, max_bytes = False, DEFAULT_RECORD_BYTES
+    for option in options:
+        name, _, number = option.partition("=")
+        if option == "tokens":
+            with_tokens = True
+        elif name == "bytes":
+            max_bytes = _record_bytes(value, number)
+        else:
+            raise ValueError(
+                f"{RECORD}={value!r} has an unknown option {option!r}; allowed behind the file, "
+                "which has no comma in its name, are ',tokens' and ',bytes=N'"
+            )
+    return Recording(path, with_tokens, max_bytes)
 
 
-def records_tokens() -> bool:
-    """Whether a recording has prompts and outputs in it: `SPARKSCHED_RECORD_TOKENS`."""
-    return _switch(RECORD_TOKENS, default="0")
-
-
-def record_bytes() -> int:
-    """Bytes after which a recording ends: `SPARKSCHED_RECORD_BYTES`."""
-    value = os.environ.get(RECORD_BYTES) or str(DEFAULT_RECORD_BYTES)
-    size = int(value) if value.isascii() and value.isdigit() and len(value) < 20 else 0
+def _record_bytes(value: str, number: str) -> int:
+    size = int(number) if number.isascii() and number.isdigit() and len(number) < 20 else 0
     if not _MIN_RECORD_BYTES <= size <= _MAX_RECORD_BYTES:
         raise ValueError(
-            f"{RECORD_BYTES}={value!r} is not a number of bytes "
-            f"from {_MIN_RECORD_BYTES} to {_MAX_RECORD_BYTES}"
+            f"{RECORD}={value!r}: 'bytes' is not a number from {_MIN_RECORD_BYTES} "
+            f"to {_MAX_RECORD_BYTES}"
         )
     return size
 
@@ -165,7 +179,7 @@ def record_bytes() -> int:
 def _switch(name: str, default: str) -> bool:
     value = os.environ.get(name) or default
     try:
-        return _SWITCH_VALUES[value.lower()]
+        return _SWITCH_VALUES[value]
     except KeyError:
         raise ValueError(
             f"{name}={value!r} is not a switch; allowed are {_alternatives(_SWITCH_VALUES)}"
@@ -197,8 +211,6 @@ READERS: Final[tuple[Callable[[], object], ...]] = (
     shows_metrics,
     ring_bytes,
     stuck_after_s,
-    recorded_to,
-    records_tokens,
-    record_bytes,
+    recording,
 )
 """All that read a variable: each raises a ValueError that names what is wrong with it."""

@@ -38,7 +38,7 @@ def register() -> None:
         _add_to_metrics_page()
     if compat.unsupported_version() is None:
         _replace_transport()
-        if environment.recorded_to() is not None:
+        if environment.recording() is not None:
             patching.after_import("vllm.v1.engine.utils", _wait_for_recordings)
         if environment.replaces_front_end():
             _replace_output_processing()

@@ -115,4 +115,4 @@ def verifying_cls(cls: type[Any], vllm_config: VllmConfig) -> type[Any]:
 
 def _is_recorded() -> bool:
     """Whether what the plugin has selected is to be recorded: `--scheduler-cls` alone isn't."""
-    return environment.is_selected() and environment.recorded_to() is not None
+    return environment.is_selected() and environment.recording() is not None

@@ -35,8 +35,7 @@ def test_a_server(with_tokens: bool, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     environment = {
         "SPARKSCHED_STRICT": "1",
-        "SPARKSCHED_RECORD": str(trace),
-        "SPARKSCHED_RECORD_TOKENS": str(int(with_tokens)),
+        "SPARKSCHED_RECORD": f"{trace},tokens" if with_tokens else str(trace),
     }
     model = write_model(tmp_path / "model")
     with serve(

@@ -113,7 +113,8 @@ def test_an_engine(
     model_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SPARKSCHED_RECORD_TOKENS", str(int(with_tokens)))
+    if with_tokens:
+        monkeypatch.setenv("SPARKSCHED_RECORD", f"{path},tokens")
     rules = (EVERYTHING,) if fallback else configuration.CONFIG_RULES
     with (
         mock.patch.object(configuration, "CONFIG_RULES", rules),
@@ -203,7 +204,7 @@ def test_a_full_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No request is lost, and what the file has replays."""
-    monkeypatch.setenv("SPARKSCHED_RECORD_BYTES", "65536")
+    monkeypatch.setenv("SPARKSCHED_RECORD", f"{path},bytes=65536")
     written = 0
     write = os.write
 

@@ -42,7 +42,9 @@ def record(
         RuntimeError: if the file can't be created, or is there already.
 
     """
-    path = _path(environment.recorded_to(), vllm_config)
+    asked = environment.recording()
+    assert asked is not None, "a scheduler is recorded where the environment names a file"
+    path = _path(asked.path, vllm_config)
     try:
         recorder = Recorder(
             path,
@@ -50,8 +52,8 @@ def record(
             kv_cache_config,
             block_size,
             hash_block_size,
-            with_tokens=environment.records_tokens(),
-            max_bytes=environment.record_bytes(),
+            with_tokens=asked.with_tokens,
+            max_bytes=asked.max_bytes,
             scheduler=type(scheduler).__name__,
         )
     except UnrecordableError as error:
@@ -65,12 +67,11 @@ def record(
     engine_end.prepare_engine()
     # Nobody shuts down an engine that is in its user's process.
     weakref.finalize(scheduler, recorder.close)
-    what = "with all prompts and outputs" if environment.records_tokens() else "without tokens"
+    what = "with all prompts and outputs" if asked.with_tokens else "without tokens"
     logger.info("sparksched: recording the scheduler to %s, %s", path, what)
 
 
-def _path(name: str | None, vllm_config: Any) -> Path:
-    assert name is not None, "a scheduler is recorded where the environment names a file"
+def _path(name: str, vllm_config: Any) -> Path:
     name = name.replace(PROCESS_ID, str(os.getpid()))
     # Each engine has a file of its own.
     index = vllm_config.parallel_config.data_parallel_index

@@ -44,7 +44,7 @@ class Reproducer:
     ) -> None:
         self._recording: Any = None
         self._recorder: Recorder | None = None
-        if environment.recorded_to() is not None:
+        if environment.recording() is not None:
             return
         name = f"sparksched-verify-{os.getpid()}-{secrets.token_hex(4)}.trace"
         self._path = Path(tempfile.gettempdir()) / name
@@ -55,7 +55,6 @@ class Reproducer:
                 kv_cache_config,
                 block_size,
                 hash_block_size,
-                max_bytes=environment.record_bytes(),
                 is_named=False,
             )
         except (UnrecordableError, OSError) as error:
@@ -93,7 +92,7 @@ class Reproducer:
 
     @staticmethod
     def _elsewhere() -> str:
-        if environment.recorded_to() is None:
+        if environment.recording() is None:
             return NO_RECORDING
         return f"to see it again: replay what {environment.RECORD} has recorded"
 
