@@ -20,6 +20,9 @@ use crate::protocol::{self, GREETING, Reader, Said};
 /// How long after a connection has failed the next one is tried.
 const RETRY_AFTER: Duration = Duration::from_millis(50);
 
+/// How long after the system had no memory for a call the next one is tried.
+const SHORTAGE: Duration = Duration::from_millis(10);
+
 /// How often a peer is listened to, and how much is written of what waits, before others get a turn:
 /// the engine's loop may be waiting to send.
 const MAX_READS: usize = 16;
@@ -54,6 +57,8 @@ struct Connection {
     reader: Reader,
     /// Greeting and commands that are to be written before messages.
     commands: Vec<u8>,
+    /// The system had no memory for the last call: until then nothing is tried.
+    pause_until: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -179,7 +184,8 @@ impl Push {
         let state = self.lock();
         match &state.peer {
             Peer::Gone => Wish::Nothing,
-            Peer::Away { retry_at } => Wish::Time(*retry_at),
+            Peer::Away { retry_at: time }
+            | Peer::Here(Connection { pause_until: Some(time), .. }) => Wish::Time(*time),
             Peer::Here(it) => {
                 let may_send = it.reader.is_ready() && !state.backlog.is_empty();
                 let wants_to_write = !it.commands.is_empty() || may_send;
@@ -203,12 +209,20 @@ impl Push {
             };
         }
         let Peer::Here(connection) = peer else { return None };
+        if connection.pause_until.is_some_and(|time| Instant::now() < time) {
+            return None;
+        }
+        connection.pause_until = None;
         let was_ready = connection.reader.is_ready();
         match connection.go_on(backlog) {
+            Err(Failure::System(Errno::NOBUFS | Errno::NOMEM)) => {
+                connection.pause_until = Some(Instant::now() + SHORTAGE);
+                None
+            }
             Ok(()) if connection.reader.is_ready() && !was_ready => Some(Event::Ready),
             Ok(()) => None,
             // A front end that is about to listen, or one that ended while it came up.
-            Err(Failure::Ended(_)) if !connection.reader.is_ready() => {
+            Err(Failure::Ended | Failure::System(_)) if !connection.reader.is_ready() => {
                 *peer = Peer::Away { retry_at: Instant::now() + RETRY_AFTER };
                 None
             }
@@ -225,23 +239,20 @@ impl Push {
 /// Why a connection is of no use.
 #[derive(Debug, thiserror::Error)]
 enum Failure {
-    #[error("{0}")]
-    Ended(String),
+    #[error("it has closed the connection")]
+    Ended,
+    #[error("{}", std::io::Error::from(*.0))]
+    System(#[from] Errno),
     #[error(transparent)]
     Protocol(#[from] protocol::ProtocolError),
-}
-
-impl From<Errno> for Failure {
-    fn from(error: Errno) -> Self {
-        Self::Ended(std::io::Error::from(error).to_string())
-    }
 }
 
 impl Connection {
     fn new(socket: OwnedFd) -> Self {
         let mut commands = GREETING.to_vec();
         commands.extend(protocol::ready());
-        Self { socket: Arc::new(socket), reader: Reader::default(), commands }
+        let reader = Reader::default();
+        Self { socket: Arc::new(socket), reader, commands, pause_until: None }
     }
 
     fn go_on(&mut self, backlog: &mut Backlog) -> Result<(), Failure> {
@@ -261,7 +272,7 @@ impl Connection {
         let mut buffer = [0; 512];
         for _ in 0..MAX_READS {
             match recv(&*self.socket, &mut buffer[..], RecvFlags::DONTWAIT) {
-                Ok((0, _)) => return Err(Failure::Ended("it has closed the connection".into())),
+                Ok((0, _)) => return Err(Failure::Ended),
                 Ok((len, _)) => {
                     let commands = &mut self.commands;
                     self.reader.read(&buffer[..len], |said| {
@@ -318,6 +329,10 @@ impl Connection {
 
 /// Writes a message but for its first `skip` bytes, headers included; returns how many bytes were
 /// written, and whether none is left.
+///
+/// # Errors
+/// If nothing was written. An error behind some bytes is left to the next call: the peer has those
+/// bytes, so they count.
 fn write_message<T: AsRef<[u8]>>(
     socket: BorrowedFd<'_>,
     frames: &[T],
@@ -332,9 +347,11 @@ fn write_message<T: AsRef<[u8]>>(
     let total: usize = parts.iter().map(|part| part.len()).sum();
     let mut at = skip;
     while at < total {
-        match write(socket, &slices_from(&parts, at))? {
-            0 => break,
-            written => at += written,
+        match write(socket, &slices_from(&parts, at)) {
+            Ok(0) => break,
+            Ok(written) => at += written,
+            Err(error) if at == skip => return Err(error),
+            Err(_) => break,
         }
     }
     Ok((at - skip, at == total))
@@ -352,6 +369,8 @@ fn slices_from<'a>(parts: &[&'a [u8]], mut skip: usize) -> Vec<IoSlice<'a>> {
 
 /// Writes what there is room for, which may be nothing.
 fn write(socket: BorrowedFd<'_>, slices: &[IoSlice<'_>]) -> Result<usize, Errno> {
+    #[cfg(test)]
+    tests::planted_error()?;
     loop {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         match sendmsg(socket, slices, &mut SendAncillaryBuffer::default(), flags) {
@@ -359,5 +378,118 @@ fn write(socket: BorrowedFd<'_>, slices: &[IoSlice<'_>]) -> Result<usize, Errno>
             Err(Errno::INTR) => {}
             written => return written,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::io::{Read, Write};
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    use super::*;
+
+    thread_local! {
+        /// Calls of this thread that still succeed, and the error of the one after them.
+        static PLANTED: Cell<Option<(u32, Errno)>> = const { Cell::new(None) };
+    }
+
+    pub(super) fn planted_error() -> Result<(), Errno> {
+        match PLANTED.take() {
+            None => Ok(()),
+            Some((0, error)) => Err(error),
+            Some((left, error)) => {
+                PLANTED.set(Some((left - 1, error)));
+                Ok(())
+            }
+        }
+    }
+
+    /// A socket and its peer, which have shaken hands.
+    fn connected(name: &str) -> (Push, UnixStream) {
+        let path = std::env::temp_dir().join(format!("sparksched-{name}-{}", std::process::id()));
+        let listener = UnixListener::bind(&path).unwrap();
+        let push = Push::new(Address::Unix(path.clone()), Limits::fixed(1 << 20));
+        assert_eq!(push.go_on(), None);
+        let (mut peer, _) = listener.accept().unwrap();
+        std::fs::remove_file(path).unwrap();
+        peer.write_all(&GREETING).unwrap();
+        peer.write_all(b"\x04\x1a\x05READY\x0bSocket-Type\0\0\0\x04PULL").unwrap();
+        assert_eq!(push.go_on(), Some(Event::Ready));
+        let mut said = vec![0; GREETING.len() + protocol::ready().len()];
+        peer.read_exact(&mut said).unwrap();
+        (push, peer)
+    }
+
+    /// So many frames that a message takes two calls.
+    fn long_message() -> Vec<Vec<u8>> {
+        (0..MAX_PARTS as u8).map(|number| vec![number; 5]).collect()
+    }
+
+    fn send(push: &Push, message: &[Vec<u8>]) -> Sent {
+        let frames: Vec<&[u8]> = message.iter().map(Vec::as_slice).collect();
+        push.send(&frames, false).0
+    }
+
+    fn encoded(message: &[Vec<u8>]) -> Vec<u8> {
+        let frames = headers(message).into_iter().zip(message);
+        frames.flat_map(|(header, frame)| [header.as_bytes(), frame].concat()).collect()
+    }
+
+    fn assert_arrives(peer: &mut UnixStream, message: &[Vec<u8>]) {
+        let expected = encoded(message);
+        let mut bytes = vec![0; expected.len()];
+        peer.read_exact(&mut bytes).unwrap();
+        assert_eq!(bytes, expected);
+    }
+
+    #[test]
+    fn after_an_error_in_the_middle_the_rest_of_the_message_follows() {
+        let (push, mut peer) = connected("rest");
+        let message = long_message();
+        // In the sender's own call, and in that of the thread that goes on.
+        for calls_before in [1, 2] {
+            PLANTED.set(Some((calls_before, Errno::NOBUFS)));
+            assert_eq!(send(&push, &message), Sent::Accepted);
+            assert_eq!(send(&push, &message), Sent::Accepted);
+            while push.is_still_sending() {
+                assert_eq!(push.go_on(), None);
+            }
+            assert_arrives(&mut peer, &message);
+            assert_arrives(&mut peer, &message);
+        }
+        peer.set_nonblocking(true).unwrap();
+        assert!(peer.read(&mut [0]).is_err(), "more than was sent");
+    }
+
+    #[test]
+    fn what_lacks_memory_is_tried_again() {
+        let (push, mut peer) = connected("memory");
+        let message = long_message();
+        // The sender's own call, and the next one.
+        for error in [Errno::NOBUFS, Errno::NOMEM] {
+            PLANTED.set(Some((0, error)));
+            assert_eq!(send(&push, &message), Sent::Accepted);
+            PLANTED.set(Some((0, error)));
+            assert_eq!(push.go_on(), None);
+            assert!(matches!(push.wish(), Wish::Time(_)), "it waits without a break");
+            while push.is_still_sending() {
+                assert_eq!(push.go_on(), None);
+            }
+            assert_arrives(&mut peer, &message);
+        }
+    }
+
+    #[test]
+    fn another_error_ends_the_peer() {
+        let (push, mut peer) = connected("end");
+        PLANTED.set(Some((1, Errno::PIPE)));
+        assert_eq!(send(&push, &long_message()), Sent::Accepted);
+        PLANTED.set(Some((0, Errno::PIPE)));
+        assert!(matches!(push.go_on(), Some(Event::Gone(_))));
+        assert_eq!((push.is_gone(), push.backlog_bytes()), (true, 0));
+        let mut bytes = Vec::new();
+        peer.read_to_end(&mut bytes).unwrap();
+        assert!(encoded(&long_message()).starts_with(&bytes), "bytes that nobody sent");
     }
 }
