@@ -12,7 +12,7 @@ use sparksched_backlog::Limits;
 use crate::handshake::{self, HandshakeError, Hello};
 use crate::link::{Event, Link, noted_forks};
 use crate::segment::{BellPage, Segment, Side};
-use crate::watcher::Watcher;
+use crate::watcher::{NoDoor, Watcher};
 
 /// How a client talks to an engine.
 #[derive(Clone, Debug)]
@@ -56,7 +56,7 @@ impl ClientRings {
             peer,
             Limits::fixed(options.max_backlog_bytes),
         ));
-        let watcher = Watcher::start(vec![Arc::clone(&link)], None, options.stuck_after)
+        let watcher = Watcher::start(vec![Arc::clone(&link)], NoDoor, options.stuck_after)
             .map_err(|source| HandshakeError::System { what: "no thread to watch", source })?;
         // Last of all: whoever is admitted can't fail any more.
         handshake::confirm(link.peer())?;

@@ -1,6 +1,6 @@
 //! What an engine holds: a door for its clients, and a link to each.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -15,7 +15,10 @@ use crate::link::{End, Event, Link, Peer, WokenBy, noted_forks, sleep_on_futex};
 use crate::meter_page::MeterPage;
 use crate::meters::RingsReading;
 use crate::segment::{BellPage, MAX_RING_BYTES, MIN_RING_BYTES, Segment, Side};
-use crate::watcher::{Door, Mailbox, Watcher};
+use crate::watcher::Watcher;
+use door::EngineDoor;
+
+mod door;
 
 /// How an engine talks to its clients.
 #[derive(Clone, Debug)]
@@ -87,6 +90,10 @@ impl Shared {
         self.wake();
     }
 
+    fn refuse(&self, reason: &impl ToString) {
+        self.report(EngineEvent::Refused(reason.to_string()));
+    }
+
     fn wake(&self) {
         crate::link::wake_engine(self.bell.bell());
     }
@@ -112,44 +119,10 @@ impl Shared {
     }
 }
 
-/// Lets clients in.
-struct EngineDoor {
-    listener: OwnedFd,
-    shared: Arc<Shared>,
-}
-
-impl Door for EngineDoor {
-    fn listener(&self) -> BorrowedFd<'_> {
-        self.listener.as_fd()
-    }
-
-    fn answer(&mut self, mailbox: &Arc<Mailbox>) -> bool {
-        let shared = Arc::clone(&self.shared);
-        let peer = match handshake::accept(self.listener.as_fd()) {
-            Ok(peer) => peer,
-            // It has given up before its turn came.
-            Err(error) if error.is_transient() => return true,
-            Err(error) => {
-                shared.report(EngineEvent::Refused(error.to_string()));
-                return false;
-            }
-        };
-        // In a thread of its own: whoever has connected may take its time, or never say a word.
-        let mailbox = Arc::clone(mailbox);
-        let admission = move || match shared.admit(peer) {
-            Ok(link) => mailbox.deliver(link),
-            Err(error) => shared.report(EngineEvent::Refused(error.to_string())),
-        };
-        let thread = std::thread::Builder::new().name("sparksched-admit".to_owned());
-        if let Err(error) = thread.spawn(admission) {
-            self.shared.report(EngineEvent::Refused(format!("no thread to admit it: {error}")));
-        }
-        true
-    }
-
-    fn end_round(&self) {
-        self.shared.report_traffic();
-    }
+/// Tells a client why it can't be served; the same as an error.
+fn refused(peer: &Peer, reason: String) -> HandshakeError {
+    handshake::refuse(peer, &reason);
+    HandshakeError::Refused(reason)
 }
 
 /// What a link to a new client needs of the system.
@@ -161,39 +134,46 @@ struct Memory {
 }
 
 impl Shared {
-    fn admit(&self, peer: Peer) -> Result<Arc<Link>, HandshakeError> {
-        let hello = handshake::hear(&peer, &self.options.version)?;
-        let client = hello.client_index;
-        let refuse = |reason: String| {
-            handshake::refuse(&peer, &reason);
-            HandshakeError::Refused(reason)
-        };
+    /// Hears which client a peer is, and keeps its place for it.
+    fn claim(&self, peer: &Peer) -> Result<u32, HandshakeError> {
+        let client = handshake::hear(peer, &self.options.version)?.client_index;
         let place = self.places.get(client as usize).ok_or_else(|| {
             let num_clients = self.options.num_clients;
-            refuse(format!("it serves {num_clients} clients, and none with index {client}"))
+            refused(peer, format!("it serves {num_clients} clients, and none with index {client}"))
         })?;
         if place.is_taken.swap(true, Relaxed) {
-            return Err(refuse(format!("client {client} is here already")));
+            return Err(refused(peer, format!("client {client} is here already")));
         }
+        Ok(client)
+    }
+
+    /// Lets another have the place that was kept for a client.
+    fn give_back(&self, client: u32) {
+        self.places[client as usize].is_taken.store(false, Relaxed);
+    }
+
+    /// Gives a client its memory.
+    fn admit(&self, peer: Peer, client: u32) -> Result<Arc<Link>, HandshakeError> {
         let link = self
             .make_memory()
             // It may lack here what was there when the engine started: the client is told.
-            .map_err(|error| refuse(error.to_string()))
+            .map_err(|error| refused(&peer, error.to_string()))
             .and_then(|memory| self.share_memory(memory, peer))
-            .and_then(|link| self.place(place, client, link))
-            .inspect_err(|_| place.is_taken.store(false, Relaxed))?;
+            .and_then(|link| self.place(client, link))
+            .inspect_err(|_| self.give_back(client))?;
         crate::points::reach("attached");
         Ok(link)
     }
 
     /// Uses a link from now on, unless the engine has closed meanwhile.
-    fn place(&self, place: &Place, client: u32, link: Link) -> Result<Arc<Link>, HandshakeError> {
+    fn place(&self, client: u32, link: Link) -> Result<Arc<Link>, HandshakeError> {
         let pid = link.peer_pid();
         let mut arrivals = self.arrivals.lock().unwrap_or_else(PoisonError::into_inner);
         // Under the lock: whoever closes the links after this finds this one among them.
         if self.is_closed.load(Relaxed) {
             return Err(HandshakeError::Refused("it has closed".to_owned()));
         }
+        let place = &self.places[client as usize];
         let link = Arc::clone(place.link.get_or_init(|| Arc::new(link)));
         arrivals.push(EngineEvent::Attached { client, pid });
         drop(arrivals);
@@ -269,8 +249,8 @@ impl EngineRings {
             num_lost: AtomicU64::new(0),
             meters: OnceLock::new(),
         });
-        let door = EngineDoor { listener, shared: Arc::clone(&shared) };
-        let watcher = Watcher::start(Vec::new(), Some(Box::new(door)), stuck_after)
+        let door = EngineDoor::new(listener, Arc::clone(&shared));
+        let watcher = Watcher::start(Vec::new(), door, stuck_after)
             .map_err(|source| HandshakeError::System { what: "no thread to watch", source })?;
         Ok(Self {
             shared,

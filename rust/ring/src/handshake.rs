@@ -31,7 +31,7 @@ const MARK: &[u8; 8] = b"SPRKRING";
 const MAX_PACKET_BYTES: usize = 4096;
 const NUM_DESCRIPTORS: usize = 3;
 /// A peer that is silent for longer in the middle of a handshake is given up.
-const PATIENCE: Duration = Duration::from_secs(5);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Why a client and an engine don't get together.
 #[derive(Debug, thiserror::Error)]
@@ -69,17 +69,12 @@ pub enum HandshakeError {
     /// The client was ready, and the engine didn't say whether it is. It may have admitted the client.
     #[error("the engine didn't answer within {0:?}")]
     Undecided(Duration),
+    /// It has connected, and then said nothing for long, or while many others came.
+    #[error("the other process said nothing")]
+    Silent,
     /// What arrived is no packet of this protocol.
     #[error("the other process doesn't speak this protocol")]
     Gibberish,
-}
-
-impl HandshakeError {
-    /// Whether somebody hung up in the wrong moment, and nothing is amiss on this side.
-    pub(crate) fn is_transient(&self) -> bool {
-        let Self::System { source, .. } = self else { return false };
-        matches!(source.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted)
-    }
 }
 
 fn system(what: &'static str) -> impl FnOnce(Errno) -> HandshakeError {
@@ -283,11 +278,26 @@ fn receive_packet(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Vec<OwnedFd>), Han
     Ok((packet, descriptors))
 }
 
-/// The next client that has connected, as far as the kernel knows it. Waits for nobody: the listener
-/// doesn't block.
-pub(crate) fn accept(listener: BorrowedFd<'_>) -> Result<Peer, HandshakeError> {
-    let socket = retry_on_intr(|| rustix::net::accept_with(listener, SocketFlags::CLOEXEC))
-        .map_err(system("a client can't be accepted"))?;
+/// The next connection, if there is one. Waits for nobody: the listener doesn't block.
+///
+/// # Errors
+/// If the system has no room for it; it stays in the queue.
+pub(crate) fn accept(listener: BorrowedFd<'_>) -> Result<Option<OwnedFd>, HandshakeError> {
+    loop {
+        match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
+            // It has given up before its turn came; another may be behind it.
+            Err(Errno::INTR | Errno::CONNABORTED) => {}
+            Err(Errno::AGAIN) => return Ok(None),
+            accepted => return accepted.map(Some).map_err(system("a client can't be accepted")),
+        }
+    }
+}
+
+/// Who is behind a connection, as far as the kernel knows.
+///
+/// # Errors
+/// [`HandshakeError::User`] above all: then nobody is to answer.
+pub(crate) fn greet(socket: OwnedFd) -> Result<Peer, HandshakeError> {
     limit_patience(&socket)?;
     identify(socket)
 }

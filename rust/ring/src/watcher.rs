@@ -20,13 +20,22 @@ use crate::link::{Link, MAX_BEAT_INTERVAL_MS, Now, noted_forks};
 
 /// Where new links come from while the watcher runs.
 pub(crate) trait Door: Send {
-    /// Readable when somebody knocks.
-    fn listener(&self) -> BorrowedFd<'_>;
-    /// Answers a knock, without waiting for anybody; a link may come through the mailbox later. False
-    /// if the door is stuck: then it is left alone for a while.
-    fn answer(&mut self, mailbox: &Arc<Mailbox>) -> bool;
-    /// What else is to be done in each round, at least once in each interval.
-    fn end_round(&self);
+    /// What becomes readable when there is something to answer.
+    fn knocks(&self) -> impl Iterator<Item = BorrowedFd<'_>>;
+    /// Answers what there is to answer, without waiting for anybody, at least once in each interval;
+    /// links may come through the mailbox later.
+    fn answer(&mut self, mailbox: &Arc<Mailbox>);
+}
+
+/// The door of those that have none.
+pub(crate) struct NoDoor;
+
+impl Door for NoDoor {
+    fn knocks(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        std::iter::empty()
+    }
+
+    fn answer(&mut self, _: &Arc<Mailbox>) {}
 }
 
 /// How other threads tell the watcher something.
@@ -102,19 +111,13 @@ impl Watcher {
     /// If the system has no more descriptors or threads.
     pub(crate) fn start(
         links: Vec<Arc<Link>>,
-        door: Option<Box<dyn Door>>,
+        door: impl Door + 'static,
         stuck_after: Duration,
     ) -> std::io::Result<Self> {
         let mailbox = Arc::new(Mailbox::new()?);
         let since_ms = now_ms();
         let watched = links.into_iter().map(|link| Watched { link, since_ms }).collect();
-        let round = Round {
-            mailbox: Arc::clone(&mailbox),
-            watched,
-            door,
-            is_door_stuck: false,
-            stuck_after,
-        };
+        let round = Round { mailbox: Arc::clone(&mailbox), watched, door, stuck_after };
         let thread = std::thread::Builder::new()
             .name("sparksched-watch".to_owned())
             .spawn(move || round.watch())?;
@@ -144,16 +147,14 @@ impl Drop for Watcher {
 }
 
 /// What the thread works on.
-struct Round {
+struct Round<D> {
     mailbox: Arc<Mailbox>,
     watched: Vec<Watched>,
-    door: Option<Box<dyn Door>>,
-    /// The door is not listened to in the next round.
-    is_door_stuck: bool,
+    door: D,
     stuck_after: Duration,
 }
 
-impl Round {
+impl<D: Door> Round<D> {
     /// Watches until it is stopped. After a panic, which is a bug, nobody would learn of a death
     /// any more: then the links end at once, and what is in flight on them fails.
     fn watch(mut self) {
@@ -168,7 +169,7 @@ impl Round {
         let interval = Duration::from_millis(MAX_BEAT_INTERVAL_MS).min(self.stuck_after / 4);
         let mut last_round_ms = now_ms();
         loop {
-            let (gone, knocks) = self.wait(interval);
+            let gone = self.wait(interval);
             crate::points::reach(crate::points::WATCHING);
             let new_links = self.mailbox.empty();
             if self.mailbox.stop.load(Relaxed) {
@@ -183,10 +184,7 @@ impl Round {
             }
             let since_ms = now_ms;
             self.watched.extend(new_links.into_iter().map(|link| Watched { link, since_ms }));
-            self.is_door_stuck = match &mut self.door {
-                Some(door) if knocks => !door.answer(&self.mailbox),
-                _ => false,
-            };
+            self.door.answer(&self.mailbox);
             for watched in &mut self.watched {
                 if was_late {
                     watched.since_ms = now_ms;
@@ -195,15 +193,11 @@ impl Round {
                 let now = Now { ms: now_ms, interval_ms: interval.as_millis() as u64 };
                 watched.link.beat(now, watched.since_ms, stuck_after_ms);
             }
-            if let Some(door) = &self.door {
-                door.end_round();
-            }
         }
     }
 
-    /// Sleeps until something happens: the links whose peers are gone, in ascending order, and
-    /// whether somebody knocks.
-    fn wait(&self, interval: Duration) -> (Vec<usize>, bool) {
+    /// Sleeps until something happens; returns the links whose peers are gone, in ascending order.
+    fn wait(&self, interval: Duration) -> Vec<usize> {
         let mut fds = vec![PollFd::new(&self.mailbox.nudge, PollFlags::IN)];
         let mut owners = Vec::new();
         for (index, watched) in self.watched.iter().enumerate() {
@@ -215,10 +209,7 @@ impl Round {
                 owners.push(index);
             }
         }
-        let door = self.door.as_ref().filter(|_| !self.is_door_stuck);
-        if let Some(door) = door {
-            fds.push(PollFd::from_borrowed_fd(door.listener(), PollFlags::IN));
-        }
+        fds.extend(self.door.knocks().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         let timeout = Timespec {
             tv_sec: interval.as_secs().cast_signed(),
             tv_nsec: i64::from(interval.subsec_nanos()),
@@ -228,7 +219,7 @@ impl Round {
             // The system lacks memory at this moment: nothing is known, which the next round mends.
             Err(_) => {
                 std::thread::sleep(interval);
-                return (Vec::new(), false);
+                return Vec::new();
             }
         }
         let mut gone: Vec<usize> = owners
@@ -238,7 +229,6 @@ impl Round {
             .map(|(index, _)| *index)
             .collect();
         gone.dedup();
-        let knocks = door.is_some() && fds.last().is_some_and(|fd| !fd.revents().is_empty());
-        (gone, knocks)
+        gone
     }
 }

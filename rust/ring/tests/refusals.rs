@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use common::{
@@ -24,7 +25,8 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recv, recvmsg,
     sendmsg, socket_with,
 };
-use rustix::process::Signal;
+use rustix::process::{Resource, Rlimit, Signal, Uid, geteuid, getrlimit, setrlimit};
+use rustix::thread::set_thread_res_uid;
 use sparksched_backlog::Limits;
 use sparksched_ring::client::ClientRings;
 use sparksched_ring::engine::{EngineEvent, EngineRings};
@@ -269,12 +271,127 @@ fn a_silent_guest_is_given_up_and_disturbs_nobody() {
     assert!(lives_on, "nobody is let in while others say nothing");
 }
 
-/// An engine that nobody but silent guests comes to; until it is killed.
+/// Whether the other side has hung up on a guest that said nothing.
+fn is_hung_up(guest: &OwnedFd) -> bool {
+    recv(guest, &mut [0; 1], RecvFlags::DONTWAIT).map(|(_, len)| len) != Err(Errno::AGAIN)
+}
+
+/// Allows this process as many descriptors as it may have.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
+}
+
+/// Idle connections of another user: each is closed at once, and a client is let in between them.
+#[test]
+fn strangers_are_turned_away_at_once() {
+    const NUM_STRANGERS: usize = 1000;
+    if !geteuid().is_root() {
+        eprintln!("skipped: only root can become another user");
+        return;
+    }
+    let _deadline = Deadline::after(LAST_RESORT, "strangers");
+    raise_descriptor_limit();
+    let house = House::for_clients(3);
+    let name = house.engine.name();
+    let _client = std::thread::scope(|scope| {
+        let (is_crowded, crowd) = channel();
+        let strangers = scope.spawn(move || {
+            // Of this thread alone.
+            set_thread_res_uid(None, Uid::from_raw(65534), None).unwrap();
+            let mut come = Vec::new();
+            while come.len() < NUM_STRANGERS {
+                come.push(knock(name));
+                // Half of them have come, and the others go on to.
+                if come.len() == NUM_STRANGERS / 2 {
+                    is_crowded.send(()).unwrap();
+                }
+            }
+            come
+        });
+        crowd.recv().unwrap();
+        let client = ClientRings::connect(name, client_options(2)).unwrap();
+        let come = strangers.join().unwrap();
+        until("all are turned away", || come.iter().all(is_hung_up));
+        client
+    });
+    // What is said of them is no longer than what is said in a few seconds.
+    let (mut num_told, mut num_reports) = (0, 0);
+    until("all are told of", || {
+        let _ = house.inhabitants_events("strangers");
+        for report in house.refusals.borrow_mut().drain(..).filter(|it| it.contains("user 65534")) {
+            let more = report.split_once("; ").map_or("0", |(_, more)| more);
+            num_told += 1 + more.split(' ').next().unwrap().parse::<usize>().unwrap();
+            num_reports += 1;
+        }
+        num_told == NUM_STRANGERS
+    });
+    assert!(num_reports < NUM_STRANGERS / 10, "{num_reports} lines in the log");
+    house.assert_undisturbed("after the strangers");
+}
+
+/// Silent connections of this user: the oldest make room, and a client is let in.
+#[test]
+fn a_crowd_of_silent_guests_is_thinned_out() {
+    const NUM_GUESTS: usize = 300;
+    let _deadline = Deadline::after(LAST_RESORT, "a crowd");
+    raise_descriptor_limit();
+    let house = House::for_clients(3);
+    let guests: Vec<_> = (0..NUM_GUESTS).map(|_| knock(house.engine.name())).collect();
+    let _client = connect(house.engine.name(), &client_options(2), || false).unwrap();
+    let num_gone = || guests.iter().filter(|guest| is_hung_up(guest)).count();
+    until("most have been given up", || num_gone() >= NUM_GUESTS - 64);
+    for _ in 0..NUM_GUESTS {
+        assert!(house.refusal().contains("said nothing"));
+    }
+    house.assert_undisturbed("after a crowd");
+}
+
+/// While the system has no descriptor for a connection, it stays in the queue, and its turn comes.
+#[test]
+fn whoever_comes_while_descriptors_are_short_is_let_in_later() {
+    let _deadline = Deadline::after(LAST_RESORT, "no descriptors");
+    let name = fresh_name("short");
+    let mut kid = Kid::spawn("an engine", "short of descriptors", &[("NAME", name.clone())]);
+    let guest = socket();
+    until("the engine listens", || rustix::net::connect(&guest, &address(&name)).is_ok());
+    // The engine gets its descriptors back once it has reported that it lacks one.
+    let client = connect(&name, &client_options(0), || false).unwrap();
+    client.close(Duration::ZERO);
+    kid.signal(Signal::KILL);
+    kid.expect_kill();
+}
+
+/// Uses up all descriptors until a refusal is reported for want of one, and then serves.
+fn serve_after_a_shortage() {
+    let engine = listen(&variable("NAME"), engine_options(1, RING_BYTES));
+    let mut held = Vec::new();
+    let nofile = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: Some(64), ..nofile }).unwrap();
+    while let Ok(fd) = eventfd(0, EventfdFlags::CLOEXEC) {
+        held.push(fd);
+    }
+    until("somebody can't be accepted", || {
+        engine.receive(Some(Duration::from_millis(20))).iter().any(|event| {
+            matches!(event, EngineEvent::Refused(reason) if reason.contains("Too many open files"))
+        })
+    });
+    drop(held);
+    loop {
+        engine.receive(None);
+    }
+}
+
+/// What the processes of these tests are.
 #[test]
 fn child_main() {
     let Ok(role) = std::env::var(ROLE) else { return };
-    assert_eq!(role, "engine");
     let _deadline = Deadline::after(LAST_RESORT, "a child");
+    if role == "short of descriptors" {
+        serve_after_a_shortage();
+    }
+    // Nobody but silent guests comes to it.
+    assert_eq!(role, "engine");
     let engine = listen(&variable("NAME"), engine_options(1, RING_BYTES));
     loop {
         engine.receive(None);
@@ -294,7 +411,7 @@ fn a_silent_guest_is_given_up_by_an_engine_that_is_interrupted() {
         kid.wait_for_stop(|| kid.signal(Signal::STOP));
         kid.signal(Signal::CONT);
         std::thread::sleep(Duration::from_millis(100));
-        recv(&silent, &mut [0; 1], RecvFlags::DONTWAIT).map(|(_, len)| len) != Err(Errno::AGAIN)
+        is_hung_up(&silent)
     });
     kid.signal(Signal::KILL);
     kid.expect_kill();
