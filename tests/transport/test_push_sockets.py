@@ -21,13 +21,16 @@ pytestmark = pytest.mark.timeout(120)
 
 GREETING = bytes([0xFF, *[0] * 8, 0x7F, 3, 1]) + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x1a\x05READY\x0bSocket-Type\0\0\0\x04PULL"
+IDLE_BACKLOG_BYTES = 1 << 20
 THEIR_READY = READY.replace(b"PULL", b"PUSH")
 
 
 class Waiting:
     """Sockets to some addresses, and the thread that waits for what happens to them."""
 
-    def __init__(self, *addresses: str, idle: int = 1 << 20, most: int = 1 << 24) -> None:
+    def __init__(
+        self, *addresses: str, idle: int = IDLE_BACKLOG_BYTES, most: int = 1 << 24
+    ) -> None:
         self.sockets = _core.EngineSockets(
             list(addresses),
             max_idle_backlog_bytes=idle,
@@ -61,10 +64,10 @@ def waiting(*addresses: str, **limits: int) -> Iterator[Waiting]:
 
 
 @contextlib.contextmanager
-def pulling(address: str) -> Iterator["zmq.Socket[bytes]"]:
+def pulling(address: str, *, high_water_mark: int = 1) -> Iterator["zmq.Socket[bytes]"]:
     with zmq.Context() as context, context.socket(zmq.PULL) as pull:
         pull.setsockopt(zmq.RCVTIMEO, 20_000)
-        pull.setsockopt(zmq.RCVHWM, 1)
+        pull.setsockopt(zmq.RCVHWM, high_water_mark)
         pull.setsockopt(zmq.RCVBUF, 4096)
         pull.bind(address)
         yield pull
@@ -153,6 +156,21 @@ def test_what_waits_is_bounded_and_has_no_gap_when_the_peer_reads_again(address:
         assert [first, *rest] == list(range(sent - lost))
         assert [pull.recv(), pull.recv()] == [b"error", b"after"]
         assert lost
+
+
+def test_a_front_end_takes_what_it_does_not_read(address: str) -> None:
+    """Python front ends of vLLM have no high-water mark: what they don't read waits in them."""
+    with (
+        pulling(address, high_water_mark=0) as pull,
+        waiting(address, idle=100_000, most=100_000) as it,
+    ):
+        until(lambda: it.events)
+        for number in range(800):
+            until(lambda: it.sockets.backlog_bytes(0) < 100_000)
+            assert it.send(b"%08d" % number, bytes(100_000))
+        until(lambda: not it.sockets.backlog_bytes(0))
+        for number in range(800):
+            assert int(pull.recv_multipart()[0]) == number
 
 
 def test_a_slow_reader_may_have_more_waiting(address: str) -> None:
