@@ -21,16 +21,13 @@ pytestmark = pytest.mark.timeout(120)
 
 GREETING = bytes([0xFF, *[0] * 8, 0x7F, 3, 1]) + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x1a\x05READY\x0bSocket-Type\0\0\0\x04PULL"
-IDLE_BACKLOG_BYTES = 1 << 20
 THEIR_READY = READY.replace(b"PULL", b"PUSH")
 
 
 class Waiting:
     """Sockets to some addresses, and the thread that waits for what happens to them."""
 
-    def __init__(
-        self, *addresses: str, idle: int = IDLE_BACKLOG_BYTES, most: int = 1 << 24
-    ) -> None:
+    def __init__(self, *addresses: str, idle: int = 1 << 20, most: int = 1 << 24) -> None:
         self.sockets = _core.EngineSockets(
             list(addresses),
             max_idle_backlog_bytes=idle,

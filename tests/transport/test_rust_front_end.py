@@ -5,7 +5,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -27,7 +26,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from testkit import vllm_rs
 from testkit.tiny_gpt_oss import write_model
 
-from .test_push_sockets import IDLE_BACKLOG_BYTES, Waiting, until
+from .test_push_sockets import Waiting, until
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -152,28 +151,6 @@ def test_streams_get_their_tokens_in_order(stub: Stub) -> None:
             (choice,) = answer.result().json()["choices"]
             assert choice["token_ids"] == [40 + step for step in range(NUM_TOKENS)]
             assert choice["finish_reason"] == "length"
-
-
-def test_while_it_is_stopped_what_waits_is_bounded(stub: Stub) -> None:
-    with ThreadPoolExecutor(NUM_STREAMS) as clients:
-        answers = [clients.submit(stub.complete, [index + 1]) for index in range(NUM_STREAMS)]
-        ids = [stub.take_request() for _ in range(NUM_STREAMS)]
-        # Of requests that have ended: cheap for the front end to read.
-        ended = [EngineCoreOutput(f"ended-{number}", [40]) for number in range(NUM_STREAMS)]
-        message = EngineCoreOutputs(outputs=ended, timestamp=0)
-        frames = list(map(bytes, MsgpackEncoder().encode(message)))
-        os.kill(stub.process.pid, signal.SIGSTOP)
-        try:
-            assert any(not stub.outputs.send(*frames) for _ in range(100_000))
-            assert stub.outputs.sockets.backlog_bytes(0) < 2 * IDLE_BACKLOG_BYTES
-        finally:
-            os.kill(stub.process.pid, signal.SIGCONT)
-        until(lambda: not stub.outputs.sockets.backlog_bytes(0))
-        stub.outputs.sockets.unblock(0)
-        stub.step([EngineCoreOutput(it, [41], finish_reason=FinishReason.LENGTH) for it in ids])
-        for answer in answers:
-            (choice,) = answer.result().json()["choices"]
-            assert choice["token_ids"] == [41]
 
 
 def test_its_death_is_noticed(stub: Stub) -> None:
