@@ -296,10 +296,10 @@ sanitize: rust-toolchain ## run tests of core, wire and rings under valgrind, wh
 # What needs a nightly compiler with Miri and the standard library's source, and has neither system calls nor other
 # processes. Each seed is another schedule, and other values that a weak memory may show.
 NIGHTLY := +nightly
-MIRI_SEEDS := 0..16
+MIRI_SEEDS := 0..4
 
 .PHONY: miri
-miri: rust-toolchain ## two threads on a ring and a histogram, under Miri: make miri [MIRI_SEEDS=0..16]
+miri: rust-toolchain ## two threads on a ring and a histogram, under Miri: make miri [MIRI_SEEDS=0..4]
 	MIRIFLAGS="-Zmiri-many-seeds=$(MIRI_SEEDS)" CARGO_TARGET_DIR=target/miri \
 	  cargo $(NIGHTLY) miri test --locked -p sparksched-ring --test threads
 
