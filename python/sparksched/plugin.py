@@ -201,13 +201,6 @@ def _wait_for_recordings(module: ModuleType) -> None:
 def _replace_output_processing() -> None:
     patching.after_import("vllm.v1.engine.output_processor", _replace_output_processor)
     patching.after_import("vllm.v1.metrics.loggers", _replace_latency_records)
-    patching.after_import("vllm.v1.engine.async_llm", _let_in_by_turns)
-
-
-def _let_in_by_turns(module: ModuleType) -> None:
-    from sparksched.api_server import newcomers
-
-    newcomers.install(module)
 
 
 def _replace_output_processor(module: ModuleType) -> None:

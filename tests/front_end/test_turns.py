@@ -3,14 +3,12 @@
 import asyncio
 import os
 import random
-from collections import Counter
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-from sparksched.api_server import newcomers
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -188,79 +186,3 @@ def test_all_happens_in_the_same_turn(scene: Any, seed: int, new_event_loop: New
     stock = seen_with(STOCK)
     assert seen_with(OURS) == stock
     assert len(str(stock)) > 500
-
-
-# ----------------------------------------------------------------------------------------
-# New requests
-# ----------------------------------------------------------------------------------------
-
-
-async def burst_scene() -> list[tuple[int, str]]:
-    """Return in which turn each request of a burst got to the engine; one is given up before."""
-    llm = async_llm()
-    clock = Turns()
-    seen: list[tuple[int, str]] = []
-
-    async def note(request: EngineCoreRequest) -> None:
-        seen.append((clock.count, request.request_id))
-
-    async def ask(name: str) -> None:
-        request = new_request(name, RequestOutputKind.DELTA)
-        async for _ in llm.generate(request, request.sampling_params, name):
-            pass
-
-    llm.engine_core.add_request_async = note
-    streams = [asyncio.create_task(ask(str(number))) for number in range(20)]
-    await turns(2)
-    streams.pop(13).cancel()
-    while len(seen) < len(streams):
-        await turns(1)
-    for stream in streams:
-        stream.cancel()
-    await asyncio.gather(*streams, return_exceptions=True)
-    llm.output_handler.cancel()
-    clock.stop()
-    return seen
-
-
-@EVENT_LOOPS
-def test_a_burst_of_requests_takes_several_turns(new_event_loop: NewEventLoop) -> None:
-    """Otherwise outputs would wait for all of it."""
-    in_turns = newcomers._in_turns(AsyncLLM.add_request)
-    with mock.patch.object(AsyncLLM, "add_request", in_turns):
-        seen = run(new_event_loop, burst_scene())
-    assert [name for _, name in seen] == [str(number) for number in range(20) if number != 13]
-    assert max(Counter(turn for turn, _ in seen).values()) == newcomers.PER_TURN
-
-
-async def abort_scene() -> list[tuple[str, str | None]]:
-    """Return how the requests of a burst ended that are aborted by their ids right after it."""
-    llm = async_llm()
-    ended: list[tuple[str, str | None]] = []
-
-    async def accept(request: EngineCoreRequest) -> None:
-        pass
-
-    async def ask(name: str) -> None:
-        request = new_request(name, RequestOutputKind.DELTA)
-        async for got in llm.generate(request, request.sampling_params, name):
-            ended.append((name, got.outputs[0].finish_reason))
-
-    llm.engine_core.add_request_async = llm.engine_core.abort_requests_async = accept
-    names = [str(number) for number in range(20)]
-    streams = [asyncio.create_task(ask(name)) for name in names]
-    await turns(1)
-    await llm.abort(names[-1])
-    await llm.abort(names[:-1])
-    await asyncio.gather(*streams)
-    llm.output_handler.cancel()
-    return ended
-
-
-@EVENT_LOOPS
-def test_an_abort_reaches_those_who_are_still_to_begin(new_event_loop: NewEventLoop) -> None:
-    in_turns = newcomers._in_turns(AsyncLLM.add_request)
-    once_in = newcomers._once_they_are_in(AsyncLLM.abort)
-    with mock.patch.multiple(AsyncLLM, add_request=in_turns, abort=once_in):
-        ended = run(new_event_loop, abort_scene())
-    assert sorted(ended) == sorted((str(number), "abort") for number in range(20))

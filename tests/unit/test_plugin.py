@@ -530,7 +530,6 @@ REPLACED_FUNCTIONS = {
         "SyncMPClient._send_input",
     ],
     "vllm.v1.engine.async_llm": [
-        "AsyncLLM.add_request",
         "AsyncLLM._add_request",
         "AsyncLLM.shutdown",
         "AsyncLLM.check_health",

@@ -1,0 +1,101 @@
+"""A request that was accepted is in vLLM's tables: whatever ends all that is in flight ends it."""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from .clients import ENDLESS, bulk_of, front_end, prompt_of, run_async, running_llm
+from .engines import Engine, running_engine
+
+pytestmark = pytest.mark.timeout(180)
+
+SHM = {"SPARKSCHED_TRANSPORT": "shm"}
+SMALL_RINGS = {**SHM, "SPARKSCHED_RING_MIB": "1", "SPARKSCHED_STUCK_AFTER_S": "60"}
+
+
+async def ask(llm: AsyncLLM, request_id: str, max_tokens: int, **settings: Any) -> tuple[int, str]:
+    """Return how many tokens a request got, and how it ended."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, **settings)
+    # As vLLM's server hands it over: nothing of it waits for a tokenizer.
+    prompt = {"type": "token", "prompt_token_ids": prompt_of(1)}
+    async for output in llm.generate(prompt, params, request_id):
+        (completion,) = output.outputs
+    return len(completion.token_ids), completion.finish_reason
+
+
+async def ask_endlessly(llm: AsyncLLM, count: int, **settings: Any) -> list[asyncio.Task[Any]]:
+    """Start so many requests, and let each task have its first turn."""
+    tasks = [
+        asyncio.create_task(ask(llm, f"request-{number}", ENDLESS, **settings))
+        for number in range(count)
+    ]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def abort_all(llm: AsyncLLM) -> None:
+    await llm.abort(list(llm.output_processor.request_states), internal=True)
+
+
+async def pause(llm: AsyncLLM) -> None:
+    await llm.pause_generation(mode="abort")
+
+
+async def sleep(llm: AsyncLLM) -> None:
+    await llm.sleep(1)
+
+
+def play(
+    config: VllmConfig, scenario: Callable[[AsyncLLM, Engine], Awaitable[None]], **variables: str
+) -> None:
+    async def run() -> None:
+        async with running_llm(config, engine) as llm:
+            # The first request of all asks the engine what it can do.
+            assert await ask(llm, "before", 4) == (4, "length")
+            await scenario(llm, engine)
+
+    with front_end(**variables), running_engine(config, **variables) as engine:
+        run_async(run())
+
+
+@pytest.mark.parametrize("end_all", [abort_all, pause, sleep])
+@pytest.mark.parametrize("count", [5, 64])
+def test_all_that_is_in_flight_ends(
+    end_all: Callable[[AsyncLLM], Awaitable[None]], count: int, config: VllmConfig
+) -> None:
+    """Nothing has to be resumed for that: who gathers before a resume would wait for ever."""
+
+    async def scenario(llm: AsyncLLM, _: Engine) -> None:
+        tasks = await ask_endlessly(llm, count)
+        assert llm.output_processor.get_num_unfinished_requests() == count
+        await end_all(llm)
+        ends = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        assert [reason for _, reason in ends] == ["abort"] * count
+        assert not llm.output_processor.has_unfinished_requests()
+
+    play(config, scenario, **SHM)
+
+
+def test_what_waits_for_room_ends_and_never_runs(config: VllmConfig) -> None:
+    async def scenario(llm: AsyncLLM, engine: Engine) -> None:
+        engine.signal(signal.SIGSTOP)
+        tasks = await ask_endlessly(llm, 10, **bulk_of(300_000))
+        names = list(llm.output_processor.request_states)
+        assert len(names) == len(tasks)
+        await abort_all(llm)
+        engine.signal(signal.SIGCONT)
+        ends = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        assert ends == [(0, "abort")] * len(tasks)
+        assert await ask(llm, "after", 4) == (4, "length")
+        (sampled,) = await llm.collective_rpc("get_num_sampled")
+        # Three are in the ring when they are aborted, and a fourth is half in it.
+        assert len(sampled.keys() & set(names)) <= 4, sampled
+        assert await llm.engine_core.call_utility_async("unfinished_requests") == []
+
+    play(config, scenario, **SMALL_RINGS)
