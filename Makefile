@@ -303,6 +303,10 @@ miri: rust-toolchain ## two threads on a ring and a histogram, under Miri: make 
 	MIRIFLAGS="-Zmiri-many-seeds=$(MIRI_SEEDS)" CARGO_TARGET_DIR=target/miri \
 	  cargo $(NIGHTLY) miri test --locked -p sparksched-ring --test threads
 
+.PHONY: instructions
+instructions: rust-toolchain env ## count a step's instructions, under valgrind: more than stored? [ARGS=--store]
+	$(BIN)/python -m bench.micro.instructions $(ARGS)
+
 .PHONY: deny
 deny: rust-toolchain $(CARGO_DENY) ## check the licences and sources of all crates
 	$(CARGO_DENY) --locked check licenses bans sources
