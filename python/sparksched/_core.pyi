@@ -309,8 +309,6 @@ class SchedulerCore:
     def check_invariants(self) -> None:
         """Walk the whole state; RuntimeError at the first contradiction."""
 
-# What follows is there on Linux only.
-
 def note_fork() -> None:
     """Say, in a forked child, that the rings which it has inherited are its parent's.
 

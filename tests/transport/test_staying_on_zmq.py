@@ -44,10 +44,6 @@ def have_no_memory() -> None:
     _core.EngineRings = no_rings
 
 
-def have_no_rings() -> None:
-    del _core.EngineRings
-
-
 @dataclass(frozen=True)
 class Case:
     """An engine whose clients stay on ZMQ."""
@@ -62,7 +58,6 @@ CASES = {
     "another-host": Case("it runs on another host", live_elsewhere),
     "stock-engine": Case("it runs without sparksched", None, {"VLLM_SCHEDULER": ""}),
     "no-memory": Case("shared memory of 1 bytes can't be made: out of luck", have_no_memory),
-    "no-memfd": Case("this platform has no sealed shared memory; Linux has", have_no_rings),
 }
 RUST_FRONT_END = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": sys.executable}
 EACH_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

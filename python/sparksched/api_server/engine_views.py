@@ -51,7 +51,7 @@ def show_engines(client: "MPClient", ranks_on_rings: set[int]) -> list[EngineVie
             "fallback_reason": report.fallback_reason,
         }
         view = EngineView(model_name, str(rank), info, _open_meters(rank, offer))
-        if report.meters is not None and hasattr(_core, "meter_bounds_s"):
+        if report.meters is not None:
             histograms[rank] = _delivery_histogram().labels(model_name, str(rank))
         views.append(view)
     if histograms:

@@ -1,7 +1,6 @@
 """What changes in `EngineCoreProc`, of `vllm/v1/engine/core.py`, for it to offer rings."""
 
 import functools
-import os
 import threading
 import uuid
 from types import ModuleType
@@ -67,7 +66,7 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
     offer.engine = meters.begin(engine, rings)
     context = context_of(engine)
     context.offer = offer
-    if environment.shows_metrics() and hasattr(os, "memfd_create"):
+    if environment.shows_metrics():
         try:
             context.card = card.publish(engine, "zmq" if rings is None else "shm", offer.engine)
         except OSError as error:

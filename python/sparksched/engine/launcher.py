@@ -29,16 +29,17 @@ _GRACE_S = 1.5
 def watch_launcher(engine: "EngineCoreProc") -> None:
     """End the engine as soon as the process that has started it has ended."""
     launcher = multiprocessing.parent_process()
-    if launcher is None or launcher.pid is None or not hasattr(os, "pidfd_open"):
+    if launcher is None or launcher.pid is None:
         return  # a Ray actor, say, which Ray looks after
     descriptor: int | None = None
     try:
         descriptor = os.pidfd_open(launcher.pid)
     except ProcessLookupError:
         pass  # it has ended already
-    except OSError:
-        # Some containers forbid it. This pipe may tell later: if children of the launcher's are
-        # forked, those that came after the engine hold its other end, too.
+    except (AttributeError, OSError):
+        # Some Pythons are compiled without it, and some containers forbid it. This pipe may tell
+        # later: if children of the launcher's are forked, those that came after the engine hold its
+        # other end, too.
         descriptor = launcher.sentinel
     threading.Thread(
         target=_wait_and_end, args=(engine, descriptor), name="LauncherThread", daemon=True

@@ -31,7 +31,7 @@ def begin(engine: "EngineCoreProc", rings: "_core.EngineRings | None") -> Engine
 def _begin_counting(
     engine: "EngineCoreProc", rings: "_core.EngineRings | None"
 ) -> MetersOffer | None:
-    if not (environment.shows_metrics() and engine.log_stats and hasattr(_core, "EngineMeters")):
+    if not (environment.shows_metrics() and engine.log_stats):
         return None
     page_id = uuid.uuid4()
     try:

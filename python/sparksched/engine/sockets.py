@@ -23,7 +23,7 @@ logger = init_logger("vllm.sparksched.transport")
 
 def sockets_to_clients(engine: "EngineCoreProc") -> "_core.EngineSockets | None":
     """Return sockets to the clients of an engine without rings, or None if vLLM's have to do."""
-    if environment.transport() == "libzmq" or not hasattr(_core, "EngineSockets"):
+    if environment.transport() == "libzmq":
         return None
     if engine.vllm_config.parallel_config.enable_elastic_ep:
         return None

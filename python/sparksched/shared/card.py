@@ -48,7 +48,7 @@ def publish(
     """Make the card of an engine, which is there as long as what this returns is open.
 
     Raises:
-        OSError: if the system has no descriptor or memory for it.
+        OSError: if the system has no descriptor or memory for it, or Python no function.
 
     """
     from vllm.version import __version__ as vllm_version
@@ -63,6 +63,8 @@ def publish(
         transport=transport,
         report=report,
     )
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this Python was compiled without os.memfd_create")
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     file = os.fdopen(fd, "wb", buffering=0)
     file.write(msgspec.msgpack.encode(card))

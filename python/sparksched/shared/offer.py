@@ -15,8 +15,7 @@ from sparksched import _core, environment
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
-if hasattr(_core, "note_fork"):
-    os.register_at_fork(after_in_child=_core.note_fork)
+os.register_at_fork(after_in_child=_core.note_fork)
 
 MAX_BACKLOG_BYTES: Final = 64 << 20
 """What may wait behind a full ring, apart from one message that may be larger."""
@@ -51,8 +50,6 @@ def why_no_rings(parallel_config: "ParallelConfig") -> str | None:
     """Return why an engine of this configuration offers no rings, or None."""
     if (chosen := environment.transport()) in ("zmq", "libzmq"):
         return f"{environment.TRANSPORT}={chosen}"
-    if not hasattr(_core, "EngineRings"):
-        return "this platform has no sealed shared memory; Linux has"
     if vllm.envs.VLLM_USE_RUST_FRONTEND:
         return RUST_FRONT_END
     if parallel_config.enable_elastic_ep:

@@ -8,21 +8,17 @@ mod config;
 mod convert;
 mod encoder_transfer;
 mod entries;
-#[cfg(target_os = "linux")]
 mod frames;
 mod guard;
 mod hasher;
 mod hooks;
 mod kv_transfer;
-#[cfg(target_os = "linux")]
 mod meters;
 mod output_extras;
 mod points;
-#[cfg(target_os = "linux")]
 mod rings;
 mod scheduler_core;
 mod snapshot;
-#[cfg(target_os = "linux")]
 mod sockets;
 mod step_timer;
 
@@ -38,11 +34,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<aux_outputs::CachedBlocks>()?;
     module.add_class::<convert::StepOutputs>()?;
     module.add_function(wrap_pyfunction!(convert::encode_like_scheduler, module)?)?;
-    #[cfg(target_os = "linux")]
     rings::add_to(module)?;
-    #[cfg(target_os = "linux")]
     module.add_class::<sockets::PyEngineSockets>()?;
-    #[cfg(target_os = "linux")]
     meters::add_to(module)?;
     #[cfg(feature = "test-points")]
     points::add_to(module)?;

@@ -9,9 +9,11 @@
 //!
 //! It knows nothing of Python or of what the messages say. All `unsafe` is in [`ring`],
 //! [`segment`] and `credentials`.
-#![cfg(target_os = "linux")]
 // Of what models leave out, parts stay that nothing else calls.
 #![cfg_attr(feature = "loom", expect(dead_code))]
+
+#[cfg(not(target_os = "linux"))]
+compile_error!("sparksched needs Linux: its rings are sealed memfds, with futexes and eventfds");
 
 pub mod bell;
 pub mod message;
