@@ -1,6 +1,7 @@
 """Shows results: writes the pages' tables and pictures, or a report of some files.
 
-python -m bench.report                    # the pages of this repository, from bench/results
+python -m bench.report                    # the pages of this repository, from bench/results,
+                                          # which keeps what tables read
 python -m bench.report FILE... --out DIR  # DIR/report.md with all that these files have
 """
 
@@ -8,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.report.pages import PageError, read_results, read_stored, written_anew
+from bench.report.pages import PageError, read_results, written_anew
 from bench.report.plots import pictures
 from bench.report.tables import as_markdown
 
@@ -20,9 +21,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR")
     options = parser.parse_args()
     try:
-        texts = (
-            _report(options.files, options.out) if options.files else written_anew(read_stored())
-        )
+        texts = _report(options.files, options.out) if options.files else written_anew()
     except PageError as error:
         sys.exit(f"error: {error}")
     for path, text in texts.items():

@@ -1,7 +1,8 @@
 """Writes the tables and pictures of the pages anew, from the stored results.
 
-A page says where a table is to be: after a line `<!-- table: NAME -->`. What stands there is
-replaced, up to the first line that is no part of a table.
+A page says where a table is to be: after a line `<!-- table: NAME -->`, or, for the rows whose name
+has a pattern, `<!-- table: NAME (PATTERN) -->`. What stands there is replaced, up to the first line
+that is no part of a table. What no table reads of the results goes.
 """
 
 import json
@@ -12,6 +13,8 @@ from bench.header import ROOT
 from bench.report.pairs import Row, rows_of
 from bench.report.plots import pictures
 from bench.report.tables import AGAIN, FRONT_ENDS, TABLES, Results, table_lines
+from bench.report.unread import noted, read_parts
+from bench.serving.store import dumps
 
 STORED = ROOT / "bench/results"
 PICTURES = ROOT / "docs/plots"
@@ -20,7 +23,7 @@ PAGES = (
     "bench/results/README.md",
     *sorted(f"docs/{it.name}" for it in (ROOT / "docs").glob("*.md")),
 )
-MARK = re.compile(r"<!-- table: (\w+) -->")
+MARK = re.compile(r"<!-- table: (\w+)(?: \((.+)\))? -->")
 NUMBER = re.compile(r"-?\d+\.\d+")
 SAME_PLACE = 0.001
 """Of a point in a picture: processors differ in the last digit of a logarithm."""
@@ -42,16 +45,31 @@ class PageError(ValueError):
     """A page can't be written."""
 
 
-def written_anew(results: Results) -> dict[Path, str]:
-    """Return the text of each page and picture.
+def written_anew() -> dict[Path, str]:
+    """Return the text of each page, picture and stored result.
 
     Raises:
-        PageError: if a page asks for a table that there is not, or that has nothing in it.
+        PageError: if a page asks for a table that there is not, or that has nothing in it; if a
+            stored result is none, or if something is in two of them, which would make one figure.
 
     """
+    results = read_stored()
     found = {ROOT / page: page_anew((ROOT / page).read_text(), results) for page in PAGES}
     drawn = {PICTURES / f"{name}.svg": svg for name, svg in pictures(results).items()}
-    return found | {path: _as_stored(path, svg) for path, svg in drawn.items()}
+    found |= {path: _as_stored(path, svg) for path, svg in drawn.items()}
+    return found | {STORED / name: dumps(it) for name, it in _what_is_read().items()}
+
+
+def _what_is_read() -> Results:
+    """Return the stored results without what no table or picture reads."""
+    results = {
+        str(path.relative_to(STORED)): json.loads(path.read_text())
+        for path in sorted(STORED.rglob("*.json"))
+    }
+    copy = noted(results)
+    for result in copy.values():
+        _name_release(result)
+    return read_parts(results, copy)
 
 
 def _as_stored(path: Path, svg: str) -> str:
@@ -75,9 +93,9 @@ def page_anew(text: str, results: Results) -> str:
         written.append(line)
         if mark := MARK.fullmatch(line):
             table = by_name.get(mark[1])
-            lines = [] if table is None else table_lines(table, results)
+            lines = [] if table is None else table_lines(table, results, mark[2] or "")
             if not lines:
-                raise PageError(f"there is no table, or nothing in it: {mark[1]}")
+                raise PageError(f"there is no table, or nothing in it: {line}")
             written += lines
             is_replaced = True
     return "\n".join(written) + "\n"

@@ -126,8 +126,12 @@ class Pair:
     """Both schedulers in the same case."""
 
     case: Case
+    gpu: str = ""
+    """What kind it was measured on."""
     stock: Side = field(default_factory=Side)
     ours: Side = field(default_factory=Side)
+    runs: list["Pair"] = field(default_factory=list)
+    """Each run of the case on this kind of GPU by itself, on whatever host."""
 
     def sides(self) -> tuple[Side, Side]:
         """Return vLLM's side and ours."""
@@ -144,11 +148,13 @@ def _busiest_thread(entry: Row) -> float | None:
 def pairs_of(results: Iterable[Row]) -> list[Pair]:
     """Return the cells of some results in pairs, in the order of tables; failures are left out."""
     found: dict[Case, Pair] = {}
-    for cell in (it for result in results for it in rows_of(result, "cells")):
-        case = _case(cell)
-        if case is not None and "error" not in cell:
-            pair = found.setdefault(case, Pair(case))
-            (pair.stock if cell.get("scheduler") == STOCK else pair.ours).cells.append(cell)
+    for result in results:
+        gpu = str(dig(result, "run", "gpu")).partition(",")[0]
+        for cell in rows_of(result, "cells"):
+            case = _case(cell)
+            if case is not None and "error" not in cell:
+                pair = found.setdefault(case, Pair(case, gpu))
+                (pair.stock if cell.get("scheduler") == STOCK else pair.ours).cells.append(cell)
     return sorted(found.values(), key=lambda it: it.case.place)
 
 
@@ -169,7 +175,8 @@ def visits_of(result: Row) -> Iterator[Row]:
     """Yield a result's parts by which time its servers were started: several, in some results."""
     cells = rows_of(result, "cells")
     for visit in sorted({as_number(cell.get("visit")) or 0.0 for cell in cells}):
-        yield {"cells": [it for it in cells if (as_number(it.get("visit")) or 0.0) == visit]}
+        of_visit = [it for it in cells if (as_number(it.get("visit")) or 0.0) == visit]
+        yield {"run": result.get("run"), "cells": of_visit}
 
 
 def rows_of(result: Any, table: str) -> list[Row]:

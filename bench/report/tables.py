@@ -1,7 +1,8 @@
 """The tables of all results, each the answer to a question: for benchmarks and for pages."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench.report.pairs import (
@@ -50,8 +51,8 @@ SELECTIONS = ("gain", "http", "asyncllm", "sync", "speculation", "two_processors
 """Tables of pages whose rows stand in `servers`, too."""
 OF_ONE_RUN = ("--json", "--work-dir", "--minutes")
 """Options that don't change what is measured, each with a value."""
-LEAST_VARIATION = 0.15
-"""Of a rate: what differs by less between runs is no news."""
+LEAST_VARIATION = 0.05
+"""Of a figure: if runs differ by more, tables have its range."""
 MANY_STREAMS = 64
 JOINING_SIDES = ("vLLM", "sparksched")
 PARTS = ("schedule_us", "update_us", "message_us")
@@ -68,9 +69,9 @@ class Table:
     rows: Callable[[Results], Rows]
 
 
-def table_lines(table: Table, results: Results) -> list[str]:
-    """Return a table as Markdown; nothing if there is nothing in it."""
-    rows = list(table.rows(results))
+def table_lines(table: Table, results: Results, pattern: str = "") -> list[str]:
+    """Return a table as Markdown: the rows whose name has this pattern; nothing without rows."""
+    rows = [row for row in table.rows(results) if re.search(pattern, row[0])]
     if not rows:
         return []
     return [_line(table.columns), _line(["---"] * len(table.columns)), *map(_line, rows)]
@@ -110,12 +111,27 @@ SERVED = (
 def _served(pair: Pair) -> list[str]:
     sides = pair.sides()
     return [
-        joined(*(count_text(it.figure("tokens_per_s")) for it in sides)),
+        _over_runs(pair, _rate, count_text),
         *(pair_text(*(median(it.gaps(at)) for it in sides)) for at in ("p50", "p99")),
         _tokens_an_output(pair),
         *_costs(pair),
         joined(*(it.limit for it in sides)),
     ]
+
+
+def _rate(side: Side) -> float | None:
+    return side.figure("tokens_per_s")
+
+
+def _over_runs(
+    pair: Pair, figure: Callable[[Side], float | None], show: Callable[[Any], str]
+) -> str:
+    """Return a figure of both sides: its range, if runs of the case differ by LEAST_VARIATION."""
+    of_runs = [numbers(map(figure, run.sides())) for run in pair.runs]
+    both = list(zip(*(it for it in of_runs if len(it) == 2), strict=True))
+    if any(max(it) > (1 + LEAST_VARIATION) * min(it) for it in both):
+        return joined(*map(range_text, both))
+    return joined(*(show(figure(it)) for it in pair.sides()))
 
 
 def _tokens_an_output(pair: Pair) -> str:
@@ -145,7 +161,12 @@ def _chosen(
     results: Results, is_chosen: Callable[[Case], bool], *, compare_front_ends: bool = False
 ) -> list[Pair]:
     found = current(results, compare_front_ends=compare_front_ends)
-    return [pair for pair in pairs_of(found) if is_chosen(pair.case)]
+    runs: dict[tuple[Case, str], list[Pair]] = {}
+    for visit in (it for result in results.values() for it in visits_of(result)):
+        for run in pairs_of([visit]):
+            runs.setdefault((run.case, run.gpu), []).append(run)
+    pairs = [pair for pair in pairs_of(found) if is_chosen(pair.case)]
+    return [replace(pair, runs=runs[pair.case, pair.gpu]) for pair in pairs]
 
 
 def front_ends(results: Results) -> Rows:
@@ -153,7 +174,7 @@ def front_ends(results: Results) -> Rows:
 
     On few those of many streams alone, as in `two_processors`.
     """
-    pairs = pairs_of(current(results, compare_front_ends=True))
+    pairs = _chosen(results, lambda _: True, compare_front_ends=True)
     for pair in (it for it in pairs if it.case.cores == ALL):
         yield [pair.case.label + _mode_of(pair.case), *_served(pair)]
     for pair in pairs:
@@ -233,27 +254,6 @@ def _equal(one: list[str], other: list[str]) -> str:
     return str(sum(a == b for a, b in zip(one, other, strict=True)))
 
 
-def hosts(results: Results) -> Rows:
-    """Yield what was measured several times on one kind of GPU, and differs by LEAST_VARIATION."""
-    runs: dict[tuple[Case, str], list[Pair]] = {}
-    for result in results.values():
-        gpu = str(dig(result, "run", "gpu")).partition(",")[0]
-        for visit in visits_of(result):
-            for pair in pairs_of([visit]):
-                runs.setdefault((pair.case, gpu), []).append(pair)
-    for (case, _), pairs in sorted(runs.items(), key=lambda it: it[0][0].place):
-        both = [tuple(it.figure("tokens_per_s") for it in pair.sides()) for pair in pairs]
-        known = [(a, b) for a, b in both if a is not None and b is not None]
-        spread = [max(rates) / min(rates) - 1 for rates in zip(*known, strict=True)]
-        if len(known) > 1 and max(spread) > LEAST_VARIATION:
-            gains = [f"{round(100 * (ours / stock - 1), 1) + 0.0:+}" for stock, ours in known]
-            yield [
-                _name_of(case),
-                *(range_text(rates) for rates in zip(*known, strict=True)),
-                ", ".join(gains),
-            ]
-
-
 # ---- README: do I gain? ----
 
 
@@ -266,10 +266,6 @@ class Situation:
     figure: Callable[[Side], float | None]
     case: dict[str, Any] = field(default_factory=dict)
     """What its case has that isn't usual."""
-
-
-def _rate(side: Side) -> float | None:
-    return side.figure("tokens_per_s")
 
 
 def _tail(side: Side) -> float | None:
@@ -323,12 +319,12 @@ def gain(results: Results) -> Rows:
             together = _tokens_an_output(pair)
             note = "" if together == "1" else f" ({together} tokens an output)"
             show = count_text if situation.figure is _rate else text_of
-            texts = [show(situation.figure(it)) for it in pair.sides()]
+            changed = _over_runs(pair, situation.figure, show)
             rust = ", Rust front end" if case.front_end == RUST else ""
             measured = f"{case.model}, {DRIVERS[case.driver]}{rust}, {streams}"
-            yield [situation.text, measured, situation.change, joined(*texts) + note]
+            yield [situation.text, measured, situation.change, changed + note]
     for case in _micro(results, "joining"):
-        if FIRST_TOKEN.items() <= case.items():
+        if all(case.get(name) == value for name, value in FIRST_TOKEN.items()):
             times = [dig(case, it, "ttft_ms", "p50") for it in JOINING_SIDES[:2]]
             measured = f"{case['model']}, HTTP, {case['streams']:,} streams"
             yield ["First token under load", measured, "ms to it, p50", pair_text(*times)]
@@ -571,17 +567,6 @@ TABLES = (
         "The same tokens?",
         ("model, scheduling", "streams", "the same with both schedulers", "vLLM's twice"),
         same_streams,
-    ),
-    Table(
-        "hosts",
-        "How far runs vary",
-        (
-            f"{STREAMS}, driver",
-            "vLLM, tokens/s, least to most",
-            "sparksched",
-            "gain of each run, %",
-        ),
-        hosts,
     ),
     Table("steps", "A step", ("running requests", *STEP_COLUMNS), steps),
     Table(

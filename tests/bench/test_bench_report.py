@@ -1,16 +1,19 @@
 """Tables, pictures and pages: rows and figures of results that are made up, and what is stored."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from synthetic import cell, result
 
+from bench.header import ROOT
 from bench.report import pages
 from bench.report.pages import PageError, page_anew, read_results, read_stored, written_anew
 from bench.report.plots import pictures
 from bench.report.tables import TABLES, Results, as_markdown
+from bench.report.unread import noted, read_parts
 
 Row = dict[str, Any]
 BY_NAME = {table.name: table for table in TABLES}
@@ -137,13 +140,28 @@ def test_the_same_streams_are_counted() -> None:
     assert rows("streams", found) == [["gpt-oss-20b, async", "3", "2", "2"]]
 
 
-def test_runs_of_the_same_case_tell_how_far_they_vary() -> None:
+def test_tokens_a_second_are_a_range_where_runs_of_a_case_differ() -> None:
     again = result()
     again["cells"] += [cell(it, visit=1) for it in ("stock", "sparksched")]
-    set_in_rounds(again, "sparksched", tokens_per_s=12_345.6)
-    expected = ["12,346", "12,346 to 24,691", "+100.0, +0.0, +0.0"]
-    assert rows("hosts", result(), again) == [["gpt-oss-20b, 64 x 384, HTTP", *expected]]
-    assert rows("hosts", result()) == []
+    set_in_rounds(again, "sparksched", tokens_per_s=23_000.0)
+    set_in_rounds(again, "stock", tokens_per_s=12_345.6)
+    files = {"0.json": result(), "again/1.json": again}
+    (row,) = BY_NAME["http"].rows(files)
+    assert row[1:3] == ["12,346 → 23,000 to 24,691", "4.00 → 2.00"]
+    (row,) = BY_NAME["gain"].rows(as_of("gpt-oss-120b", 1, files))
+    assert row[-1] == "12,346 → 23,000 to 24,691"
+    # What differs by less is no news, nor is another GPU.
+    set_in_rounds(again, "sparksched", tokens_per_s=23_600.0)
+    assert next(BY_NAME["http"].rows(files))[1] == "12,346 → 24,691"
+    set_in_rounds(again, "sparksched", tokens_per_s=23_000.0)
+    again["run"] = again["run"] | {"gpu": "another GPU"}
+    assert next(BY_NAME["http"].rows(files))[1] == "12,346 → 24,691"
+
+
+def as_of(model: str, concurrency: int, files: Results) -> Results:
+    for it in (row for found in files.values() for row in found["cells"]):
+        it |= {"model": model, "concurrency": concurrency}
+    return files
 
 
 def test_the_readme_tells_one_figure_for_each_situation() -> None:
@@ -283,9 +301,15 @@ def test_what_stands_below_a_mark_is_replaced() -> None:
     assert page_anew(anew, {"x": result()}) == anew
 
 
-@pytest.mark.parametrize("name", ["steps", "unknown"])
+def test_a_mark_may_choose_rows() -> None:
+    results = {"x": result(), "y": result(concurrency=1)}
+    anew = page_anew("<!-- table: http (^gpt-oss-20b, (1|8) x) -->\n", results)
+    assert [line[:20] for line in anew.splitlines()[3:]] == ["| gpt-oss-20b, 1 x 3"]
+
+
+@pytest.mark.parametrize("name", ["steps", "unknown", "http (no such row)"])
 def test_a_table_with_nothing_in_it_is_refused(name: str) -> None:
-    with pytest.raises(PageError, match=name):
+    with pytest.raises(PageError, match=re.escape(name)):
         page_anew(f"<!-- table: {name} -->\n", {"x": result()})
 
 
@@ -307,8 +331,27 @@ def test_what_was_measured_twice_is_refused(
 
 def test_pages_and_pictures_are_made_of_what_is_stored() -> None:
     """After a change: `make tables`."""
-    stale = [path for path, text in written_anew(read_stored()).items() if path.read_text() != text]
+    stale = [path for path, text in written_anew().items() if path.read_text() != text]
     assert stale == []
+
+
+def test_what_no_table_reads_is_not_stored() -> None:
+    found = {"x": result() | {"timeline": [1, 2]}}
+    found["x"]["cells"][0]["rounds"][0]["compiled"] = {"count": 3}
+    kept = read_parts(found, noted(found))["x"]
+    assert kept["run"] == found["x"]["run"]
+    assert "timeline" not in kept
+    assert "compiled" not in kept["cells"][0]["rounds"][0]
+    assert as_markdown({"x": kept}) == as_markdown(found)
+
+
+def test_the_page_of_results_is_short() -> None:
+    """Each question has at most eight rows: bench/results has the others."""
+    page = (ROOT / "docs/results.md").read_text()
+    assert len(page.split()) <= 2500
+    for question in page.split("\n## "):
+        num_rows = sum(line.startswith("| ") for line in question.splitlines()) - 2
+        assert num_rows <= 8, question.splitlines()[0]
 
 
 def test_models_say_their_release_of_vllm_if_it_is_another(tmp_path: Path) -> None:
