@@ -67,8 +67,14 @@ class _InputQueue(queue.Queue[Any]):
 class RingInput:
     """Receives from the rings and feeds the engine's input queue.
 
-    Either the engine's loop or the input thread receives: `_receiving` is held by the one that
-    does, from before it waits until it has handled what came, so that messages stay in order.
+    | who receives | while the loop | thread wanted | loop receiving | until |
+    | --- | --- | --- | --- | --- |
+    | the thread | makes steps, or handles a long item | yes | no | the queue is empty |
+    | the loop | has nothing to do | no | yes | a message or an item has come |
+    | nobody | handles brief items | no | no | it makes a step, or waits again |
+
+    `_receiving` is held by the one that receives, from before it waits until it has handled what
+    came, so that messages stay in order. It starts with the thread.
     """
 
     def __init__(self, engine: "EngineCoreProc", rings: "_core.EngineRings") -> None:

@@ -6,6 +6,11 @@
 //! next block begins with a copy of it. With `align`, the state at the end of a block is kept for
 //! the prefix cache, and chunks of a prompt end where a state is worth keeping. Left out: what KV
 //! connectors are told of states.
+//!
+//! An example, with blocks of 16 tokens and 64 tokens a step: a prompt of 40 tokens is computed in
+//! chunks of 32 and 8 tokens. The state after 32 tokens stays in the prefix cache. One of 100 tokens
+//! takes chunks of 64, 32 and 4. If hits may end within a block, every 4 tokens say, a prompt of 42
+//! tokens ends its chunks at 32, 40 and 42. The tables of blocks are in `kv_cache_manager/mixed.rs`.
 
 use hashbrown::HashTable;
 

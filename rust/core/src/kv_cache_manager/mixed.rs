@@ -2,6 +2,21 @@
 //! buffers. What `MambaManager`, `CircularBufferManager` and the fine-grained managers of vLLM's
 //! `v1/core/single_type_kv_cache_manager.py` do, and what they leave to the workers: blocks to be
 //! copied and blocks to be filled with zeros.
+//!
+//! An example: full attention, a state that is kept at the ends of blocks, and a circular buffer, all
+//! with blocks of 16 tokens; a prompt of 40 tokens, then output. 0 is the null block.
+//!
+//! | step | full attention | state | circular | filled with zeros |
+//! | --- | --- | --- | --- | --- |
+//! | tokens 1 to 32 | 1 2 | 0 3 | 4 | 1 2 |
+//! | tokens 33 to 40 | 1 2 5 | 0 3 6 | 4 | 5 |
+//! | token 41 | 1 2 5 | 0 0 6 | 4 | |
+//! | token 49 | 1 2 5 7 | 0 0 6 8 | 4 | 7 |
+//! | token 50 | 1 2 5 7 | 0 0 0 8 | 4 | |
+//!
+//! A second request with the same prompt finds 32 tokens: blocks 1 and 2, and the state in block 3. It
+//! computes 8 tokens, into blocks of its own: `1 2 9`, `0 3 10` and `11`. Where a hit ends within a
+//! block, a request gets a copy of that block.
 
 use super::{BlockWork, Demand, KvCacheManager};
 use crate::block_hash::BlockHash;
