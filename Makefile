@@ -133,6 +133,7 @@ test-all: build ## every check in full size, and the verdict into docs/promises.
 .PHONY: test-full
 test-full:
 	SCALE=full $(MAKE) test
+	SCALE=full UNFORKED=1 $(PYTEST) $(PARALLEL) tests/e2e
 	$(MAKE) deny fuzz
 	$(MAKE) soak MESSAGES=10000000 WAKE_UPS=1000000
 	$(MAKE) faults KILLS=4500 STOPS=50

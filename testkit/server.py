@@ -116,20 +116,19 @@ def serve(
     `scheduler` becomes VLLM_SCHEDULER; None means vLLM's own. `name` is what the model is served
     as. On a CPU there are arguments for tiny models; `arguments` follow them, so they win.
 
-    One that `is_preloaded` is no new `vllm serve`. Each of its processes is a fork of one that has
-    imported vLLM, so it is up in a third of the time.
+    One that `is_preloaded` is up in a third of the time: see `start()`.
     """
     port = _free_port()
-    process = _start(
-        model_dir,
-        log_path,
-        port=port,
-        scheduler=scheduler,
-        name=name,
-        is_preloaded=is_preloaded,
-        arguments=[*(CPU_ARGUMENTS if is_on_cpu else ()), *arguments],
-        environment=environment or {},
-    )
+    command = [
+        *("serve", str(model_dir.resolve())),
+        *(f"--served-model-name={name}", "--host=127.0.0.1", f"--port={port}"),
+        *(CPU_ARGUMENTS if is_on_cpu else ()),
+        *arguments,
+    ]
+    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
+    chosen = {} if scheduler is None else {"VLLM_SCHEDULER": scheduler}
+    variables = {**inherited, **CPU_ENVIRONMENT, **chosen, **(environment or {})}
+    process = start(PROGRAM, command, log_path, variables, is_preloaded=is_preloaded)
     server = Server(f"http://127.0.0.1:{port}", log_path, process, name)
     try:
         _wait_until_healthy(server, start_timeout_s)
@@ -138,32 +137,26 @@ def serve(
         stop(process)
 
 
-def _start(
-    model_dir: Path,
-    log_path: Path,
-    *,
-    port: int,
-    scheduler: str | None,
-    name: str,
-    is_preloaded: bool,
+def start(
+    module: str,
     arguments: Sequence[str],
+    log_path: Path,
     environment: Mapping[str, str],
+    *,
+    is_preloaded: bool,
 ) -> Process:
-    command = [
-        *("serve", str(model_dir.resolve())),
-        *(f"--served-model-name={name}", "--host=127.0.0.1", f"--port={port}"),
-        *arguments,
-    ]
-    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
-    chosen = {} if scheduler is None else {"VLLM_SCHEDULER": scheduler}
-    environment = {**inherited, **CPU_ENVIRONMENT, **chosen, **environment}
-    if is_preloaded:
+    """Start a module's `main()` in a session of its own and the directory of its log.
+
+    One that `is_preloaded`, and whatever it spawns, is a fork of a process that has imported vLLM.
+    With UNFORKED=1 nothing is, as with users.
+    """
+    if is_preloaded and os.environ.get("UNFORKED") != "1":
         from testkit.preloaded import Command
 
-        return Command(PROGRAM, command, log_path, environment)
+        return Command(module, arguments, log_path, environment)
     with log_path.open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", PROGRAM, *command],
+            [sys.executable, "-m", module, *arguments],
             env=environment,
             cwd=log_path.parent,  # not the repository, whose directories could shadow packages
             stdin=subprocess.DEVNULL,

@@ -182,3 +182,7 @@ def main() -> None:
         "states": {name: alone(states, Path(hybrids), name) for name in names},
     }
     Path(result).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

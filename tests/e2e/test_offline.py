@@ -6,6 +6,7 @@ compute is equal to the last bit, and so is what vLLM takes the work for.
 
 import json
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ from typing import Any
 import pytest
 
 from testkit import tiny_gpt_oss, tiny_hybrid, tiny_llama
-from testkit.preloaded import Command
-from testkit.server import CPU_ENVIRONMENT, SPARKSCHED_LINE, stop
+from testkit.server import CPU_ENVIRONMENT, SPARKSCHED_LINE, start, stop
 
 from .offline_program import (
     ADAPTERS,
@@ -88,8 +88,10 @@ def run_program(models: Models, folder: Path, environment: dict[str, str]) -> Ob
     folders = (models.llama, models.adapters, models.gpt_oss, models.hybrids)
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
     in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    environment = inherited | CPU_ENVIRONMENT | in_process | environment
-    program = Command("e2e.offline_program", [*map(str, folders), str(result)], log, environment)
+    imported = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = inherited | CPU_ENVIRONMENT | in_process | imported | environment
+    arguments = [*map(str, folders), str(result)]
+    program = start("e2e.offline_program", arguments, log, environment, is_preloaded=True)
     try:
         status = program.wait()
     finally:

@@ -104,15 +104,13 @@ def finished_by_engine(server: Server) -> dict[str, float]:
     return found
 
 
-def run_engines(
-    model: Path, directory: Path, scheduler: str | None, *, is_preloaded: bool
-) -> Observed:
+def run_engines(model: Path, directory: Path, scheduler: str | None) -> Observed:
     directory.mkdir()
     with serve(
         model,
         directory / "serve.log",
         scheduler=scheduler,
-        is_preloaded=is_preloaded,
+        is_preloaded=True,
         arguments=TWO_ENGINES,
         environment={"SPARKSCHED_STRICT": "1", "SPARKSCHED_TRANSPORT": "shm"} if scheduler else {},
     ) as server:
@@ -126,18 +124,15 @@ def run_engines(
 def test_two_engines_serve_and_end_as_with_vllms_scheduler(
     num_stock_engines: int, tmp_path: Path
 ) -> None:
-    """One engine of vLLM's streams the same; how it ends takes two.
-
-    With two, ours are started as users start them: each process loads the plugin anew.
-    """
+    """One engine of vLLM's streams the same; how it ends takes two."""
     model = tiny_llama.write_model(tmp_path / "model")
     if num_stock_engines == 2:
-        stock = run_engines(model, tmp_path / "stock", None, is_preloaded=True)
+        stock = run_engines(model, tmp_path / "stock", None)
         expected, status = stock.streams, stock.status
     else:
         with serve(model, tmp_path / "stock.log", is_preloaded=True) as server:
             expected, status = stream_mixed(server), 1
-    ours = run_engines(model, tmp_path / "ours", "sparksched", is_preloaded=num_stock_engines == 1)
+    ours = run_engines(model, tmp_path / "ours", "sparksched")
     assert outcomes(ours.streams) == outcomes(expected)
     # Rings tell each API server at once; vLLM's learn nothing until they are stopped.
     assert ours.ends == ["an error in the stream"] * NUM_ENDLESS

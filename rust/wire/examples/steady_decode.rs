@@ -109,8 +109,8 @@ fn scheduler_of(num_requests: usize) -> Scheduler {
         ..config(vec![KvCacheGroupConfig::FullAttention, window], None)
     };
     let mut scheduler = Scheduler::new(config).expect("a sane configuration");
-    for id in 0..num_requests {
-        let prompt: Vec<i32> = (0..NUM_PROMPT_TOKENS).map(|it| (id + it) as i32).collect();
+    for (id, token) in (0..num_requests).zip(0..) {
+        let prompt = vec![token; NUM_PROMPT_TOKENS];
         let stop = StopConditions { max_tokens: u64::MAX, ..StopConditions::default() };
         scheduler.add_request(NewRequest { stop, ..new_request(id, &prompt) }, 0.0);
     }
