@@ -21,16 +21,10 @@ REQUESTS = (1, 64, 256)
 LIMIT_PERCENT = 2.0
 STORED = Path(__file__).with_suffix(".json")
 PROGRAM = ROOT / "target/release/examples/steady_decode"
-BUILD = (
-    "cargo",
-    "build",
-    "--release",
-    "--quiet",
-    "-p",
-    "sparksched-wire",
-    "--example",
-    PROGRAM.name,
-)
+BUILD = [
+    *("cargo", "build", "--locked", "--release", "--quiet"),
+    *("-p", "sparksched-wire", "--example", PROGRAM.name),
+]
 
 
 def main() -> int:
