@@ -13,6 +13,8 @@ ALL = "all"
 ASYNC, SYNC = "async", "sync"
 ASYNCLLM, HTTP = "asyncllm", "http"
 PYTHON, RUST = "python", "rust"
+VLLM_BENCH = "vllm_bench"
+"""The kind of results of `bench.serving.vllm_bench`."""
 DRIVERS = {ASYNCLLM: "AsyncLLM", HTTP: "HTTP"}
 MODELS = ("Qwen2-1.5B", "Qwen3-Next-quarter", "gpt-oss-20b", "gpt-oss-120b")
 LEAST_MERGED_SHARE = 0.01
