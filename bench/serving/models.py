@@ -11,6 +11,7 @@ proposer's drafts are often right; EAGLE3's head has random weights too, and is 
 
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def _prepare(name: str, work_dir: Path) -> Model:
 
             write_model(directory)
         else:
-            _write_shape(directory, SHAPES[name])
+            write_shape(directory, SHAPES[name])
         return Model(name, directory, _read_config(directory), has_dummy_weights=name != TINY)
     directory = Path(name)
     if not (directory / "config.json").is_file():
@@ -285,7 +286,8 @@ def _read_config(directory: Path) -> Config:
     return config
 
 
-def _write_shape(directory: Path, config: Config) -> None:
+def write_shape(directory: Path, config: Config) -> None:
+    """Write the files of a model with this configuration, but for its weights."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
@@ -298,7 +300,10 @@ def _write_json(path: Path, content: Config) -> None:
 
 
 def _write_tokenizer(directory: Path, vocab_size: int, eos_token_id: int) -> None:
-    """Write a tokenizer whose tokens are bytes and words, which it finds again in a text."""
+    """Write a tokenizer each of whose tokens is a word of its own, which it finds again in a text.
+
+    Nothing else is a token: text of any tokens has as many of them when it is read again.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     end = "<|endoftext|>"
@@ -317,14 +322,9 @@ def _write_tokenizer(directory: Path, vocab_size: int, eos_token_id: int) -> Non
     )
 
 
-def _words() -> "itertools.chain[str]":
-    """Yield all bytes, then words of two syllables and more, with a space before them."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
+def _words() -> Iterator[str]:
+    """Yield words of two syllables and more, with a space before them."""
     syllables = ["".join(pair) for pair in itertools.product(CONSONANTS, VOWELS)]
-    words = (
-        SPACE + "".join(parts)
-        for length in itertools.count(2)
-        for parts in itertools.product(syllables, repeat=length)
-    )
-    return itertools.chain(sorted(ByteLevel.alphabet()), words)
+    for length in itertools.count(2):
+        for parts in itertools.product(syllables, repeat=length):
+            yield SPACE + "".join(parts)

@@ -153,7 +153,7 @@ class Watch:
         return {"cpu": found | {"percent": scaled}, "client": self._client(duration_s)}
 
     def _client(self, duration_s: float) -> Row:
-        """Return what the client took while its requests ran: it computes its figures afterwards."""
+        """Return what the client took while its requests ran, without what it computes then."""
         first = self.of_client[0]
         in_time = [it for it in self.of_client if it.at <= first.at + duration_s]
         if len(in_time) < 2:
@@ -269,7 +269,11 @@ class _Command:
     def __init__(self, command: list[str], log_path: Path, cores: set[int] | None) -> None:
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                command,
+                env=os.environ | {"NO_COLOR": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
         self.pid: int | None = self._process.pid
         if cores is not None:
