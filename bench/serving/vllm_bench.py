@@ -91,6 +91,7 @@ def main() -> int:
             deadline=time.monotonic() + 60 * options.minutes,
             rounds=options.rounds,
             waves=options.waves,
+            least=options.least,
             seconds=options.seconds,
             serve_arguments=options.serve_args,
         )
@@ -142,6 +143,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="of each case")
     parser.add_argument(
         "--waves", type=float, default=3.0, metavar="N", help="requests for each one at once"
+    )
+    parser.add_argument(
+        "--least", type=int, default=200, metavar="N", help="requests of a case at least"
     )
     parser.add_argument(
         "--seconds", type=float, default=20.0, metavar="S", help="of requests at a rate"

@@ -15,7 +15,7 @@ NUM_PREFIXES = 8
 ROOM = 64
 """How many more tokens than asked for a prompt may have, once it has been text."""
 LEAST_PROMPTS = 32
-"""Of those that come at a rate."""
+"""Of a case whose requests come at a rate."""
 LATENCY, THROUGHPUT = OFFLINE = ("latency", "throughput")
 """Commands that run the engine in a process of their own."""
 NO_FRONT_END = "none"
@@ -163,12 +163,10 @@ class Plan:
         return max((*self.concurrencies, self.batch, 8))
 
 
-def num_prompts(case: CaseKey, times: float) -> int:
+def num_prompts(case: CaseKey, times: float, least: int = LEAST_PROMPTS) -> int:
     """Return how many requests a case has: so many times those at once, or so many.
 
     There are as many with each of the shared prefixes.
     """
-    count = round(times * (case.concurrency or 1))
-    if case.rate_percent is not None:
-        count = max(LEAST_PROMPTS, count)
-    return max(1, -(-count // NUM_PREFIXES)) * NUM_PREFIXES
+    count = max(least, round(times * (case.concurrency or 1)))
+    return -(-count // NUM_PREFIXES) * NUM_PREFIXES

@@ -197,6 +197,9 @@ def run(
             if time.monotonic() > deadline:
                 raise ClientError(f"vLLM's client took more than {LIMIT_S:.0f} s: {log_path}")
             time.sleep(POLL_S)
+        if watch.before is not None:
+            # It may have ended right after its last words.
+            watch.look(log_path.read_text(errors="replace"))
         if client.exitcode or not result_path.exists():
             raise ClientError(_last_words(log_path, client.exitcode))
     found = figures(json.loads(result_path.read_text()), order.num_prompts)
@@ -226,7 +229,8 @@ def figures(result: Mapping[str, Any], num_prompts: int) -> Row:
     if tokens := int(result.get("total_output_tokens") or 0):
         found |= {"output_tokens": tokens, "tokens_per_s": float(result["output_throughput"])}
         if itls := result.get("itls"):
-            # An output has several tokens where the server was late with some of them.
+            # An output has several tokens where the server was late with some of them. `vllm-rs`
+            # ends a stream with one that has none.
             outputs = completed + sum(map(len, itls))
             found["tokens_per_output"] = tokens / outputs
     for name in ("ttft", "tpot", "itl", "e2el"):

@@ -56,6 +56,9 @@ class VllmBench:
     """By `time.monotonic()`."""
     rounds: int = 1
     waves: float = 3.0
+    """How many requests follow each other in each place of those at once."""
+    least: int = 200
+    """The fewest requests of a case that goes as fast as it can."""
     seconds: float = 20.0
     """For how long requests come, where they come at a rate."""
     serve_arguments: str = ""
@@ -136,7 +139,9 @@ class VllmBench:
             case = replace(
                 cases[0], lengths=shortened.name, concurrency=most_at_once, rate_percent=None
             )
-            send = partial(self._send, server, case, None, num_prompts(case, 1.0), None, "warm-up")
+            send = partial(
+                self._send, server, case, None, num_prompts(case, 1.0, 1), None, "warm-up"
+            )
             try:
                 warm_up(server, send)
             except ClientError as error:
@@ -192,7 +197,7 @@ class VllmBench:
         number: int,
     ) -> Row:
         if rate is None:
-            count = num_prompts(case, self.waves)
+            count = num_prompts(case, self.waves, self.least)
         else:
             count = num_prompts(case, rate * self.seconds)
         has_compiled(server)
@@ -232,7 +237,7 @@ class VllmBench:
         begun = time.monotonic()
         folder = self.work_dir / f"{model.name}-{case.server.scheduler}-{case.command}"
         start = self._start(plan, case.server, model)
-        prompts = round(self.waves * plan.max_num_seqs)
+        prompts = max(self.least, round(self.waves * plan.max_num_seqs))
         try:
             found = vllm_offline.run(case, start, prompts, folder, self.deadline)
         except ClientError as error:

@@ -1,6 +1,7 @@
 """`vllm bench`: which cases there are, what the client is told, and what is made of its figures."""
 
 import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,8 @@ def test_both_schedulers_have_the_same_prompts_and_no_other_case_has() -> None:
 
 def test_there_are_as_many_requests_with_each_prefix() -> None:
     at_rate = replace(CASE, concurrency=None, rate_percent=50)
-    assert num_prompts(CASE, 3.0) == 192
-    assert num_prompts(replace(CASE, concurrency=1), 3.0) == 8
+    assert [num_prompts(CASE, 3.0, least) for least in (1, 300)] == [192, 304]
+    assert num_prompts(replace(CASE, concurrency=1), 3.0, 1) == 8
     assert [num_prompts(at_rate, times) for times in (0.1, 100.2)] == [32, 104]
 
 
@@ -167,8 +168,6 @@ def test_processor_time_of_server_and_client() -> None:
 
 
 def test_the_watch_looks_when_the_client_begins_and_ends(tmp_path: Path) -> None:
-    import os
-
     watch = Watch([], Process("client", os.getpid()))
     watch.look("INFO loading tokenizer")
     assert watch.before is None
