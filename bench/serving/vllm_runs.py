@@ -226,7 +226,8 @@ class VllmBench:
             rate=rate,
         )
         folder = server.launched.log_path.parent
-        return vllm_client.run(order, case.client, server.processes(), folder, cores)
+        processes = server.processes()
+        return vllm_client.run(order, case.client, processes, folder, cores, self.deadline)
 
     # ---- engines without a server ----
 

@@ -167,6 +167,13 @@ def test_processor_time_of_server_and_client() -> None:
     assert watched(client_s=0.95)["client"]["is_limit"]
 
 
+def test_a_client_that_is_gone_has_no_share_of_a_processor() -> None:
+    watch = Watch([], Process("client", 2))
+    watch.before = watch.after = Snapshot(10.0, [])
+    watch.of_client = [Snapshot(10.0, [{2: 1.0}]), Snapshot(10.1, [{}])]
+    assert "missing" in watch._client(1.0)
+
+
 def test_the_watch_looks_when_the_client_begins_and_ends(tmp_path: Path) -> None:
     watch = Watch([], Process("client", os.getpid()))
     watch.look("INFO loading tokenizer")
