@@ -5,7 +5,7 @@ starts: vLLM's, then sparksched's. Prompts are random text, the same for both.
 
 - `--cases`: tokens of a request. `1024/128` has 1,024 in and 128 out (`--dataset-name random`);
   `4096+256/128` has 4,096 that it shares with an eighth of the others, and 256 of its own
-  (`prefix_repetition`).
+  (`prefix_repetition`). A case may have loads of its own: `8192/256:64:80%`.
 - `--concurrency`: as fast as it goes, with so many at once (`--max-concurrency`).
 - `--rates`: requests that come at random, as a Poisson process, at so many percent of the highest
   rate that vLLM's scheduler reached above, with the same front end, lengths and processors. The
@@ -52,9 +52,10 @@ from bench.report.tables import as_markdown
 from bench.serving.benchmark import OutOfTimeError
 from bench.serving.models import EMBED, ModelError
 from bench.serving.plan import ALL
-from bench.serving.server import ASYNC, FRONT_ENDS, PYTHON, SIDES, SYNC
+from bench.serving.server import ASYNC, FRONT_ENDS, PYTHON, RUST, SIDES, SYNC
 from bench.serving.store import Store, StoreError
-from bench.serving.vllm_cases import OFFLINE, CaseError, Lengths, Plan
+from bench.serving.vllm_cases import OFFLINE, CaseError, Plan, Wanted
+from bench.serving.vllm_client import ClientError, rust_program
 from bench.serving.vllm_runs import VllmBench
 
 GENERATING = ("1024/128", "8192/256", "4096+256/128")
@@ -69,9 +70,11 @@ def main() -> int:
     run = describe_run()
     has_gpu = run["gpu"] != NO_GPU
     try:
+        if options.client == RUST:
+            rust_program()
         plans = {source: _plan(options, source, has_gpu) for source in options.model}
         store = Store(options.json, run | {"options": " ".join(sys.argv[1:])}, VLLM_BENCH)
-    except (CaseError, StoreError) as error:
+    except (CaseError, ClientError, StoreError) as error:
         sys.exit(f"error: {error}")
     total = sum(
         len(list(plan.offline_cases())) + sum(len(list(plan.cases(it))) for it in plan.servers())
@@ -126,7 +129,7 @@ def _options() -> argparse.Namespace:
     listed: dict[str, Any] = {"type": names, "metavar": "A,..."}
     parser.add_argument("--model", required=True, help="as of decode, and NAME+embed", **listed)
     parser.add_argument("--json", type=Path, metavar="FILE", help="results; to go on with, too")
-    parser.add_argument("--cases", help="tokens: IN/OUT or SHARED+IN/OUT", **listed)
+    parser.add_argument("--cases", help="IN/OUT or SHARED+IN/OUT, then :N or :P%%", **listed)
     parser.add_argument(
         "--concurrency", type=numbers, default=(64, 256, 1024), metavar="N,...", help="at once"
     )
@@ -178,9 +181,7 @@ def _plan(options: argparse.Namespace, source: str, has_gpu: bool) -> Plan:
         mode=ASYNC if has_gpu and not is_pooling else SYNC,
         schedulers=options.schedulers,
         front_ends=() if options.no_serve else options.front_end,
-        lengths=tuple(map(Lengths.named, cases)),
-        concurrencies=options.concurrency,
-        rates=options.rates,
+        wanted=tuple(Wanted.named(it, options.concurrency, options.rates) for it in cases),
         cores=options.cores,
         offline=options.offline,
         batch=options.batch,

@@ -3,8 +3,8 @@
 import itertools
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.serving.plan import ALL, ServerKey
@@ -59,6 +59,35 @@ class Lengths:
     def max_context(self) -> int:
         """How many tokens a request may have at its end."""
         return self.prefix_tokens + self.input_tokens + self.output_tokens + ROOM
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Lengths of requests, and the loads that they are to be measured with."""
+
+    lengths: Lengths
+    concurrencies: tuple[int, ...]
+    rates: tuple[int, ...]
+    """In percent of the rate that vLLM reaches."""
+
+    @classmethod
+    def named(cls, name: str, concurrencies: tuple[int, ...], rates: tuple[int, ...]) -> "Wanted":
+        """Return what `1024/128` means, and `8192/256:64:80%`, which has loads of its own.
+
+        Raises:
+            CaseError: if a name means nothing.
+
+        """
+        lengths, *loads = name.split(":")
+        if not loads:
+            return cls(Lengths.named(lengths), concurrencies, rates)
+        if wrong := [it for it in loads if not re.fullmatch(r"[1-9]\d*%?", it)]:
+            raise CaseError(f"{wrong[0]!r} is no load: N at once, or P% of the rate vLLM reaches")
+        return cls(
+            Lengths.named(lengths),
+            tuple(int(it) for it in loads if not it.endswith("%")),
+            tuple(int(it[:-1]) for it in loads if it.endswith("%")),
+        )
 
 
 @dataclass(frozen=True)
@@ -119,10 +148,7 @@ class Plan:
     mode: str
     schedulers: tuple[str, ...]
     front_ends: tuple[str, ...]
-    lengths: tuple[Lengths, ...]
-    concurrencies: tuple[int, ...]
-    rates: tuple[int, ...]
-    """In percent."""
+    wanted: tuple[Wanted, ...]
     cores: tuple[str, ...] = (ALL,)
     offline: tuple[str, ...] = ()
     batch: int = 8
@@ -139,28 +165,27 @@ class Plan:
 
     def cases(self, server: ServerKey) -> Iterator[CaseKey]:
         """Yield a server's cases; those whose rate is measured before those that are given one."""
-        loads: Sequence[tuple[int | None, int | None]] = [
-            *((count, None) for count in self.concurrencies),
-            *((None, rate) for rate in self.rates),
-        ]
         ordered = sorted(self.cores, key=lambda it: -float("inf") if it == ALL else -int(it))
-        for cores, lengths, (count, rate) in itertools.product(ordered, self.lengths, loads):
-            yield CaseKey(server, SERVE, lengths.name, cores, self.client, count, rate)
+        for cores, wanted in itertools.product(ordered, self.wanted):
+            case = CaseKey(server, SERVE, wanted.lengths.name, cores, self.client)
+            yield from (replace(case, concurrency=it) for it in wanted.concurrencies)
+            yield from (replace(case, rate_percent=it) for it in wanted.rates)
 
     def offline_cases(self) -> Iterator[CaseKey]:
         """Yield the cases that need no server."""
-        for command, lengths in itertools.product(self.offline, self.lengths):
-            if lengths.prefix_tokens:
+        for command, wanted in itertools.product(self.offline, self.wanted):
+            if wanted.lengths.prefix_tokens:
                 continue  # neither command has them
             batch = self.batch if command == LATENCY else None
             for scheduler in self.schedulers:
                 server = ServerKey(self.model, scheduler, self.mode, NO_FRONT_END)
-                yield CaseKey(server, command, lengths.name, concurrency=batch)
+                yield CaseKey(server, command, wanted.lengths.name, concurrency=batch)
 
     @property
-    def max_num_seqs(self) -> int:
-        """The most requests that run at once."""
-        return max((*self.concurrencies, self.batch, 8))
+    def most_at_once(self) -> int:
+        """The most requests that are to run at once."""
+        counts = itertools.chain.from_iterable(it.concurrencies for it in self.wanted)
+        return max((*counts, self.batch))
 
 
 def num_prompts(case: CaseKey, times: float, least: int = LEAST_PROMPTS) -> int:

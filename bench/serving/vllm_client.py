@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -318,9 +319,8 @@ def rust_program() -> str:
     """
     named = os.environ.get("VLLM_RUST_FRONTEND_PATH", "auto")
     if named.lower() in ("auto", "1", "true"):
-        import vllm
-
-        named = str(Path(vllm.__file__).parent / "vllm-rs")
+        found = find_spec("vllm")
+        named = str(Path(str(found and found.origin)).parent / "vllm-rs")
     if not os.access(named, os.X_OK):
         raise ClientError(f"there is no vllm-rs: {named}; VLLM_RUST_FRONTEND_PATH may name one")
     return named

@@ -35,6 +35,8 @@ from bench.serving.vllm_client import ClientError, Order
 
 Row = dict[str, Any]
 
+USUAL_NUM_SEQS = 1024
+"""What vLLM runs at once on a large GPU if nothing else is asked for."""
 WARM_UP_TOKENS = 16
 MOST_WARM_UP_TOKENS = 1 << 17
 """Of all prompts of a warm-up together."""
@@ -94,8 +96,8 @@ class VllmBench:
             model=model,
             scheduler=key.scheduler,
             mode=key.mode,
-            max_num_seqs=plan.max_num_seqs,
-            max_model_len=max(CONTEXT_TOKENS, *(it.max_context for it in plan.lengths)),
+            max_num_seqs=max(plan.most_at_once, USUAL_NUM_SEQS if self.has_gpu else 0),
+            max_model_len=max(CONTEXT_TOKENS, *(it.lengths.max_context for it in plan.wanted)),
             has_gpu=self.has_gpu,
             front_end=PYTHON if key.front_end == NO_FRONT_END else key.front_end,
             extra_arguments=self.serve_arguments,
@@ -129,13 +131,12 @@ class VllmBench:
 
     def _warm_up(self, plan: Plan, server: Server, cases: list[CaseKey]) -> None:
         """Have kernels compiled: of batches of all sizes, and of the cases' prompts."""
-        most = max((*plan.concurrencies, NUM_PREFIXES))
         short = Lengths(WARM_UP_TOKENS, WARM_UP_TOKENS)
         cases_lengths = [Lengths.named(it) for it in dict.fromkeys(it.lengths for it in cases)]
         for lengths in (short, *cases_lengths):
             shortened = replace(lengths, output_tokens=min(lengths.output_tokens, WARM_UP_TOKENS))
             fitting = MOST_WARM_UP_TOKENS // (lengths.prefix_tokens + lengths.input_tokens)
-            most_at_once = min(most, max(fitting, NUM_PREFIXES))
+            most_at_once = min(plan.most_at_once, max(fitting, NUM_PREFIXES))
             case = replace(
                 cases[0], lengths=shortened.name, concurrency=most_at_once, rate_percent=None
             )
@@ -238,7 +239,7 @@ class VllmBench:
         begun = time.monotonic()
         folder = self.work_dir / f"{model.name}-{case.server.scheduler}-{case.command}"
         start = self._start(plan, case.server, model)
-        prompts = max(self.least, round(self.waves * plan.max_num_seqs))
+        prompts = max(self.least, round(self.waves * plan.most_at_once))
         try:
             found = vllm_offline.run(case, start, prompts, folder, self.deadline)
         except ClientError as error:

@@ -14,7 +14,7 @@ from bench.serving import vllm_offline
 from bench.serving.models import QWEN3_0_6B, Model, write_shape
 from bench.serving.plan import ServerKey
 from bench.serving.threads import Process, Snapshot
-from bench.serving.vllm_cases import CaseError, CaseKey, Lengths, Plan, num_prompts
+from bench.serving.vllm_cases import CaseError, CaseKey, Lengths, Plan, Wanted, num_prompts
 from bench.serving.vllm_client import ClientError, Order, Watch, figures
 from bench.serving.vllm_runs import reached
 
@@ -39,27 +39,29 @@ def test_lengths_that_mean_nothing_are_refused(name: str) -> None:
         Lengths.named(name)
 
 
+@pytest.mark.parametrize("load", ["", "x", "0", "5 %", "%"])
+def test_loads_that_mean_nothing_are_refused(load: str) -> None:
+    with pytest.raises(CaseError, match="is no load"):
+        Wanted.named(f"8/4:{load}", (), ())
+
+
 def test_rates_are_measured_before_they_are_given_and_vllm_comes_first() -> None:
     plan = Plan(
         model="m",
         mode="async",
         schedulers=("stock", "sparksched"),
         front_ends=("python",),
-        lengths=(Lengths(8, 4), Lengths(8, 4, 16)),
-        concurrencies=(1, 2),
-        rates=(50,),
+        wanted=tuple(Wanted.named(it, (1, 2), (50,)) for it in ("8/4", "16+8/4:3:90%")),
         cores=("1", "all", "2"),
         offline=("latency", "throughput"),
     )
     assert [it.scheduler for it in plan.servers()] == ["stock", "sparksched"]
     cases = list(plan.cases(next(iter(plan.servers()))))
     assert list(dict.fromkeys(it.cores for it in cases)) == ["all", "2", "1"]
-    for _, group in itertools.groupby(cases, lambda it: (it.cores, it.lengths)):
-        assert [(it.concurrency, it.rate_percent) for it in group] == [
-            (1, None),
-            (2, None),
-            (None, 50),
-        ]
+    loads = {"8/4": [(1, None), (2, None), (None, 50)], "16+8/4": [(3, None), (None, 90)]}
+    for (_, lengths), group in itertools.groupby(cases, lambda it: (it.cores, it.lengths)):
+        assert [(it.concurrency, it.rate_percent) for it in group] == loads[lengths]
+    assert plan.most_at_once == 8
     offline = [(it.command, it.lengths, it.concurrency) for it in plan.offline_cases()]
     assert offline == 2 * [("latency", "8/4", 8)] + 2 * [("throughput", "8/4", None)]
 
