@@ -67,12 +67,12 @@ class Compared:
         case = self.case
         rust = ", Rust front end" if case.get("front_end") == RUST else ""
         client = ", Rust client" if case.get("client") == RUST else ""
-        cores = "" if case.get("cores") == ALL else f", {case.get('cores')} processors"
-        shared, plus, lengths = str(case.get("lengths")).rpartition("+")
-        tokens_in, _, tokens_out = lengths.partition("/")
-        tokens = f"{shared}{plus}{tokens_in}"
+        count = case.get("cores")
+        cores = "" if count == ALL else f", {count} processor{'' if count == '1' else 's'}"
+        tokens_in, _, tokens_out = str(case.get("lengths")).partition("/")
+        tokens = " + ".join(count_text(int(it)) for it in tokens_in.split("+"))
         if not self.is_embedding:
-            tokens += f" in, {tokens_out} out"
+            tokens += f" in, {count_text(int(tokens_out))} out"
         return f"{case.get('model')}{rust}{client}{cores}, {tokens}{self._load}"
 
     @property

@@ -181,7 +181,10 @@ def test_vllms_own_client_measures_both_schedulers(tmp_path: Path) -> None:
     assert len(rates) == 2
     assert vllm_bench(tmp_path, *arguments) == cells
     run("bench.report", tmp_path / "x.json", "--out", tmp_path)
-    assert "| small, 64+32 in, 8 out, 50 % of vLLM's rate |" in (tmp_path / "report.md").read_text()
+    assert (
+        "| small, 1 processor, 64 + 32 in, 8 out, 50 % of vLLM's rate |"
+        in (tmp_path / "report.md").read_text()
+    )
 
 
 def test_vllms_offline_commands_run(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_a_row_of_vllm_bench() -> None:
     found = {"x.json": result()}
     (row,) = BY_NAME["vllm_bench"].rows(found)
     assert row == [
-        "gpt-oss-120b, 1024 in, 128 out, 256 at once",
+        "gpt-oss-120b, 1,024 in, 128 out, 256 at once",
         "8.00 → 12.0",
         "10.0 → 10.0",
         "20.0 → 20.0",
@@ -254,7 +254,7 @@ def test_a_row_of_vllm_bench() -> None:
     [
         ({"front_end": "rust", "client": "rust"}, "vllm_bench_all", "gpt-oss-120b, Rust front end"),
         ({"concurrency": None, "rate_percent": 95}, "vllm_bench_all", "95 % of vLLM's rate"),
-        ({"model": "Qwen3-0.6B+embed"}, "vllm_bench_embeddings", "Qwen3-0.6B+embed, 1024, 256 at"),
+        ({"model": "Qwen3-0.6B+embed"}, "vllm_bench_embeddings", "Qwen3-0.6B+embed, 1,024, 256 at"),
         ({"command": "latency", "concurrency": 8}, "vllm_bench_latency", "a batch of 8"),
         ({"command": "throughput", "concurrency": None}, "vllm_bench_throughput", "128 out"),
     ],
