@@ -37,6 +37,10 @@ KEYS = (
     "concurrency",
     "driver",
     "output_tokens",
+    "command",
+    "lengths",
+    "client",
+    "rate_percent",
 )
 """What tells cells apart."""
 

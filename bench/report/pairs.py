@@ -13,8 +13,10 @@ ALL = "all"
 ASYNC, SYNC = "async", "sync"
 ASYNCLLM, HTTP = "asyncllm", "http"
 PYTHON, RUST = "python", "rust"
+VLLM_BENCH = "vllm_bench"
+"""The kind of results of `bench.serving.vllm_bench`."""
 DRIVERS = {ASYNCLLM: "AsyncLLM", HTTP: "HTTP"}
-MODELS = ("Qwen2-1.5B", "Qwen3-Next-quarter", "gpt-oss-20b", "gpt-oss-120b")
+MODELS = ("Qwen3-0.6B", "Qwen2-1.5B", "Qwen3-Next-quarter", "gpt-oss-20b", "gpt-oss-120b")
 LEAST_MERGED_SHARE = 0.01
 """Of the tokens: fewer that came with another one are no matter."""
 BUSY_PERCENT = 90.0

@@ -13,7 +13,6 @@ from bench.report.pairs import (
     ASYNC,
     HTTP,
     LABELS,
-    MODELS,
     OURS,
     RUST,
     STOCK,
@@ -30,7 +29,7 @@ from bench.report.values import as_number, dig, median, numbers
 COLOURS = {STOCK: "#D55E00", OURS: "#0072B2"}
 STYLES = {"p50": "-", "p99": "--", "python": "-", "rust": ":"}
 JOINING_COLOURS = tuple(COLOURS.values())
-SHOWN = (MODELS[0], MODELS[-1])
+SHOWN = ("Qwen2-1.5B", "gpt-oss-120b")
 """Models that pictures show: the one that the host limits most, and the one least."""
 
 mpl.use("Agg")
@@ -72,7 +71,7 @@ def _svg(figure: Figure) -> str:
 
 def _serving(results: Results) -> Figure | None:
     """Draw tokens a second against streams; beside it the host's time a step."""
-    pairs = _over_http(current(results, compare_front_ends=True), MODELS[0])
+    pairs = _over_http(current(results, compare_front_ends=True), SHOWN[0])
     steps = [row for result in results.values() for row in rows_of(result, "decode")]
     steps = [row for row in steps if as_number(row.get("requests")) and STOCK in row]
     if not pairs or not steps:
@@ -80,7 +79,7 @@ def _serving(results: Results) -> Figure | None:
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_each(left, pairs, lambda side: side.each("tokens_per_s"))
-    left.set_title(f"{MODELS[0]} over HTTP: tokens/s", loc="left", fontsize=10)
+    left.set_title(f"{SHOWN[0]} over HTTP: tokens/s", loc="left", fontsize=10)
     for name in (STOCK, OURS):
         points: Points = [
             (row["requests"], numbers(dig(row, name, "step_us", it) for it in ("median",)))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bench.report import vllm_bench
 from bench.report.pairs import (
     ALL,
     ASYNC,
@@ -47,8 +48,8 @@ AGAIN = "again/"
 FRONT_ENDS = "front_ends/"
 """What the names of results begin with that tell only what runs differ by."""
 ROLES = ("engine", "API server")
-SELECTIONS = ("gain", "http", "asyncllm", "sync", "speculation", "two_processors")
-"""Tables of pages whose rows stand in `servers`, too."""
+SELECTIONS = ("gain", "http", "asyncllm", "sync", "speculation", "two_processors", "vllm_bench")
+"""Tables of pages whose rows stand in `servers` or `vllm_bench_all`, too."""
 OF_ONE_RUN = ("--json", "--work-dir", "--minutes")
 """Options that don't change what is measured, each with a value."""
 LEAST_VARIATION = 0.05
@@ -543,6 +544,18 @@ STEP_COLUMNS = (
     "sparksched",
 )
 STREAMS = "model, streams x tokens"
+BENCH_SERVED = (
+    "model, tokens, load",
+    "requests/s",
+    "first token p50, ms",
+    "p99",
+    "time per output token p50, ms",
+    "between outputs p99, ms",
+    "tokens an output",
+    "engine, µs a token",
+    "API server",
+    "client at its limit",
+)
 TABLES = (
     Table(
         "gain",
@@ -561,6 +574,34 @@ TABLES = (
     Table("two_processors", "On two processors", (STREAMS, *SERVED), two_processors),
     Table(
         "gpus", "On several GPUs", ("model, layout, streams x tokens", *SERVED[:6]), several_gpus
+    ),
+    Table("vllm_bench", "`vllm bench serve`", BENCH_SERVED, vllm_bench.selected),
+    Table("vllm_bench_all", "`vllm bench serve`", BENCH_SERVED, vllm_bench.all_served),
+    Table(
+        "vllm_bench_embeddings",
+        "`vllm bench serve`, embeddings",
+        (
+            "model, tokens, load",
+            "requests/s",
+            "answer p50, ms",
+            "p99",
+            "engine, µs a request",
+            "API server",
+            "client at its limit",
+        ),
+        vllm_bench.embeddings,
+    ),
+    Table(
+        "vllm_bench_throughput",
+        "`vllm bench throughput`",
+        ("model, tokens", "requests/s", "tokens/s, in and out"),
+        vllm_bench.throughput,
+    ),
+    Table(
+        "vllm_bench_latency",
+        "`vllm bench latency`",
+        ("model, tokens", "mean, ms", "p50", "p99"),
+        vllm_bench.latency,
     ),
     Table(
         "streams",

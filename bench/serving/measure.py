@@ -103,12 +103,12 @@ def warm_up(
         has_stalled: Says of what `send` returns whether a step has waited, where nobody else tells.
 
     """
-    _has_compiled(server)
+    has_compiled(server)
     is_told = bool(server.remotes) or has_stalled is not None
     for number in range(MOST_WARM_UPS if is_told else BLIND_WARM_UPS):
         sent = send(number)
         if server.remotes:
-            is_warm = not _has_compiled(server)
+            is_warm = not has_compiled(server)
         else:
             is_warm = has_stalled is not None and not has_stalled(sent)
         if is_warm:
@@ -123,7 +123,7 @@ def _send_shortened(
     driver.run(shortened, lambda event: None)
 
 
-def _has_compiled(server: Server) -> bool:
+def has_compiled(server: Server) -> bool:
     """Whether workers have compiled anything since the last call, as far as anyone tells."""
     return bool(server.remotes) and any(server.remote.call("take_compiled"))
 

@@ -6,10 +6,12 @@ so that text is made of tokens as in a real server. The tiny model has weights o
 
 `NAME+ngram` and `NAME+eagle3` speculate. Random weights soon repeat themselves, so that the n-gram
 proposer's drafts are often right; EAGLE3's head has random weights too, and is never right.
+`NAME+embed` answers `/v1/embeddings` instead of generating.
 """
 
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ Config = dict[str, Any]
 TINY = "tiny"
 NGRAM, EAGLE3 = METHODS = ("ngram", "eagle3")
 """What can make drafts."""
+EMBED = "embed"
 NUM_DRAFTS = 3
 """Of each request in a step."""
 
@@ -103,6 +106,32 @@ QWEN2_1_5B: Config = {
     "vocab_size": 151936,
 }
 
+QWEN3_0_6B: Config = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
 QWEN3_NEXT_QUARTER: Config = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -146,6 +175,7 @@ SHAPES: dict[str, Config] = {
     "gpt-oss-120b": _gpt_oss(num_layers=36, num_experts=128),
     "gpt-oss-20b": _gpt_oss(num_layers=24, num_experts=32),
     "Qwen2-1.5B": QWEN2_1_5B,
+    "Qwen3-0.6B": QWEN3_0_6B,
     "Qwen3-Next-quarter": QWEN3_NEXT_QUARTER,
 }
 NAMES = (*SHAPES, TINY)
@@ -165,6 +195,8 @@ class Model:
     has_dummy_weights: bool
     speculation: Config | None = None
     """vLLM's `--speculative-config`."""
+    is_pooling: bool = False
+    """Whether it answers with an embedding."""
 
     @property
     def vocab_size(self) -> int:
@@ -178,7 +210,7 @@ class Model:
 
 
 def prepare(name: str, work_dir: Path) -> Model:
-    """Write a shape's files, or find a model directory; with `+METHOD`, prepare to speculate.
+    """Write a shape's files, or find a model directory; `+METHOD` says what it is to do with it.
 
     Raises:
         ModelError: if it is neither, or there is no such method.
@@ -187,9 +219,11 @@ def prepare(name: str, work_dir: Path) -> Model:
     target, plus, method = name.rpartition("+")
     if not plus or Path(name).is_dir():
         return _prepare(name, work_dir)
-    if method not in METHODS:
-        raise ModelError(f"{name}: {method} is none of {', '.join(METHODS)}")
+    if method not in (*METHODS, EMBED):
+        raise ModelError(f"{name}: {method} is none of {', '.join((*METHODS, EMBED))}")
     model = _prepare(target, work_dir)
+    if method == EMBED:
+        return replace(model, name=f"{model.name}+{EMBED}", is_pooling=True)
     speculation: Config = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
     if method == NGRAM:
         speculation |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -206,7 +240,7 @@ def _prepare(name: str, work_dir: Path) -> Model:
 
             write_model(directory)
         else:
-            _write_shape(directory, SHAPES[name])
+            write_shape(directory, SHAPES[name])
         return Model(name, directory, _read_config(directory), has_dummy_weights=name != TINY)
     directory = Path(name)
     if not (directory / "config.json").is_file():
@@ -252,7 +286,8 @@ def _read_config(directory: Path) -> Config:
     return config
 
 
-def _write_shape(directory: Path, config: Config) -> None:
+def write_shape(directory: Path, config: Config) -> None:
+    """Write the files of a model with this configuration, but for its weights."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
@@ -265,14 +300,18 @@ def _write_json(path: Path, content: Config) -> None:
 
 
 def _write_tokenizer(directory: Path, vocab_size: int, eos_token_id: int) -> None:
-    """Write a tokenizer that decodes each token to a word of its own; it encodes bytes."""
+    """Write a tokenizer each of whose tokens is a word of its own, which it finds again in a text.
+
+    Nothing else is a token: text of any tokens has as many of them when it is read again.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     end = "<|endoftext|>"
     tokens = list(itertools.islice(_words(), vocab_size))
     tokens[eos_token_id] = end
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    # A word of the vocabulary is one token, although no merges lead to it.
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(end, special=True)])
@@ -283,14 +322,9 @@ def _write_tokenizer(directory: Path, vocab_size: int, eos_token_id: int) -> Non
     )
 
 
-def _words() -> "itertools.chain[str]":
-    """Yield all bytes, then words of two syllables and more, with a space before them."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
+def _words() -> Iterator[str]:
+    """Yield words of two syllables and more, with a space before them."""
     syllables = ["".join(pair) for pair in itertools.product(CONSONANTS, VOWELS)]
-    words = (
-        SPACE + "".join(parts)
-        for length in itertools.count(2)
-        for parts in itertools.product(syllables, repeat=length)
-    )
-    return itertools.chain(sorted(ByteLevel.alphabet()), words)
+    for length in itertools.count(2):
+        for parts in itertools.product(syllables, repeat=length):
+            yield SPACE + "".join(parts)

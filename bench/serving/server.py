@@ -171,28 +171,43 @@ def serve(start: Start, work_dir: Path, deadline: float = math.inf) -> Iterator[
 
 
 def _environment(start: Start, address: str) -> dict[str, str]:
-    environment = {"SPARKSCHED_STRICT": "1", "SPARKSCHED_BENCH_PARENT": str(os.getpid())}
+    environment = hooked_environment()
     if not start.has_gpu and start.layout.num_gpus > 1:
         environment |= CPU_ENVIRONMENT_OF_MANY
     if start.front_end == RUST:
         environment["VLLM_USE_RUST_FRONTEND"] = "1"
     else:
         environment["SPARKSCHED_BENCH_CONTROL"] = address
+    return environment
+
+
+def hooked_environment() -> dict[str, str]:
+    """Return what has a process of vLLM's end with this one, and take no scheduler but ours."""
     search_path = [str(HOOKS), os.environ.get("PYTHONPATH", "")]
-    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
+    return {
+        "SPARKSCHED_STRICT": "1",
+        "SPARKSCHED_BENCH_PARENT": str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
+    }
 
 
 def arguments_of(start: Start) -> list[str]:
     """Return what `vllm serve` is given besides the model and the port."""
+    return [*engine_arguments_of(start), "--disable-uvicorn-access-log"]
+
+
+def engine_arguments_of(start: Start) -> list[str]:
+    """Return what an engine is given, also where no server is around it."""
     model = start.model
     arguments = [
         f"--max-num-seqs={start.max_num_seqs}",
         f"--max-model-len={start.max_model_len}",
         "--async-scheduling" if start.mode == ASYNC else "--no-async-scheduling",
-        "--disable-uvicorn-access-log",
     ]
     if model.has_dummy_weights:
         arguments.append("--load-format=dummy")
+    if model.is_pooling:
+        arguments.append("--runner=pooling")
     if start.has_gpu:
         # Also of a step in which a request joins those that decode.
         sizes = {size for size in FEW_GRAPHS if size < 2 * start.max_num_seqs}

@@ -5,16 +5,23 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bench.serving.evaluate import missing
-from bench.serving.plan import CellKey, ServerKey
+from bench.serving.plan import ServerKey
 
 Row = dict[str, Any]
 
-KIND = "decode"
+DECODE = "decode"
 SERVER_KEYS = ("model", "scheduler", "mode", "front_end")
 STREAMS = "streams"
+
+
+class Key(Protocol):
+    """What tells a cell apart."""
+
+    def as_row(self) -> Row:
+        """Return it flat, as it stands in the result."""
 
 
 class StoreError(ValueError):
@@ -24,23 +31,23 @@ class StoreError(ValueError):
 class Store:
     """Cells, servers and streams that were measured, each with the run that did it."""
 
-    def __init__(self, path: Path | None, run: Row) -> None:
-        """Go on with a file, or begin one; None: keep it in memory.
+    def __init__(self, path: Path | None, run: Row, kind: str = DECODE) -> None:
+        """Go on with a file of this kind, or begin one; None: keep it in memory.
 
         Raises:
             StoreError: if the file is something else.
 
         """
         self._path = path
-        self.result: Row = {"kind": KIND, "run": run, "runs": []}
+        self.result: Row = {"kind": kind, "run": run, "runs": []}
         self.result |= {"servers": [], "cells": [], "streams": []}
         if path is not None and path.exists():
-            self.result = _read(path)
+            self.result = _read(path, kind)
         self.result["runs"].append(run)
         self.result["run"] = run
         self._run = len(self.result["runs"]) - 1
 
-    def has_cell(self, key: CellKey) -> bool:
+    def has_cell(self, key: Key) -> bool:
         """Whether this cell has been measured, and not failed."""
         return _is_measured(self._find("cells", key.as_row()))
 
@@ -48,7 +55,7 @@ class Store:
         """Whether a server or streams are there, and have not failed."""
         return _is_measured(self._find(table, _server_row(key) | more))
 
-    def known_s(self, key: CellKey) -> float:
+    def known_s(self, key: Key) -> float:
         """Return how long such a cell has taken at most, of whatever server; 0: not known."""
         alike = {name: value for name, value in key.as_row().items() if name not in SERVER_KEYS}
         return self._longest("cells", alike, "seconds")
@@ -60,7 +67,7 @@ class Store:
     def _longest(self, table: str, alike: Row, what: str) -> float:
         return max((row.get(what, 0.0) for row in self._all(table, alike)), default=0.0)
 
-    def put_cell(self, key: CellKey, found: Row) -> None:
+    def put_cell(self, key: Key, found: Row) -> None:
         """Keep a cell, in the place of a failed one if there is any."""
         self._put("cells", key.as_row(), found)
 
@@ -68,7 +75,7 @@ class Store:
         """Keep what is known of a server or streams."""
         self._put(table, _server_row(key) | more, found)
 
-    def put_failure(self, key: CellKey, about: Row, reason: str) -> None:
+    def put_failure(self, key: Key, about: Row, reason: str) -> None:
         """Note why there is no figure, and of what; a later run tries again."""
         self._put("cells", key.as_row(), about | {"error": reason})
 
@@ -106,12 +113,12 @@ def _is_measured(row: Row | None) -> bool:
     return row is not None and "error" not in row
 
 
-def _read(path: Path) -> Row:
+def _read(path: Path, kind: str) -> Row:
     try:
         result = json.loads(path.read_text())
     except ValueError as error:
         raise StoreError(f"{path} is no JSON file: {error}") from None
-    if not isinstance(result, dict) or result.get("kind") != KIND:
+    if not isinstance(result, dict) or result.get("kind") != kind:
         raise StoreError(f"{path} holds results of something else")
     return result
 

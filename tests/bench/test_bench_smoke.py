@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from bench.serving.models import QWEN3_0_6B, write_shape
 from testkit import tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,6 +130,69 @@ def test_a_run_of_two_engines_is_stopped_and_goes_on(tmp_path: Path) -> None:
         assert cell["engine_cpu"]["without_waiting_us_per_token"] > 0
         (entry,) = cell["rounds"]
         assert {"API server", "engine"} < entry["cpu"]["us_per_token"].keys()
+
+
+# `vllm bench latency` has prompts of any of 10,000 tokens.
+SMALL = QWEN3_0_6B | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 10_240,
+    "eos_token_id": 10_239,
+    "bos_token_id": 10_239,
+}
+
+
+def vllm_bench(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    write_shape(folder / "small", SMALL)
+    options = (
+        "--least",
+        "8",
+        "--model",
+        folder / "small",
+        "--json",
+        folder / "x.json",
+        "--work-dir",
+        folder,
+    )
+    run("bench.serving.vllm_bench", *options, *arguments)
+    cells: list[dict[str, Any]] = json.loads((folder / "x.json").read_text())["cells"]
+    assert not [it for it in cells if "error" in it]
+    return cells
+
+
+def test_vllms_own_client_measures_both_schedulers(tmp_path: Path) -> None:
+    loads = ("--concurrency", "4", "--rates", "50", "--waves", "2", "--seconds", "1")
+    arguments = ("--cases", "64/8,64+32/8", *loads, "--cores", "1")
+    cells = vllm_bench(tmp_path, *arguments)
+    # two lengths of requests with two loads
+    assert len(cells) == 2 * 2 * 2
+    for cell in cells:
+        (entry,) = cell["rounds"]
+        assert entry["output_tokens"] == 8 * entry["completed"]
+        assert entry["ttft_ms"]["p99"] >= entry["ttft_ms"]["p50"] > 0
+        assert entry["cpu"]["us_per_token"]["engine"] > 0
+        assert len(cell["cpus"]) == 1
+    # At a rate of vLLM's: the same for both.
+    rates = {(it["lengths"], it["request_rate"]) for it in cells if it["rate_percent"]}
+    assert len(rates) == 2
+    assert vllm_bench(tmp_path, *arguments) == cells
+    run("bench.report", tmp_path / "x.json", "--out", tmp_path)
+    assert (
+        "| small, 1 processor, 64 + 32 in, 8 out, 50 % of vLLM's rate |"
+        in (tmp_path / "report.md").read_text()
+    )
+
+
+def test_vllms_offline_commands_run(tmp_path: Path) -> None:
+    commands = ("--offline", "latency,throughput", "--no-serve", "--schedulers", "sparksched")
+    cells = vllm_bench(tmp_path, "--cases", "64/8", "--concurrency", "4", *commands)
+    latency, throughput = (it["rounds"][0] for it in cells)
+    assert latency["batch_ms"]["p99"] >= latency["batch_ms"]["p50"] > 0
+    assert throughput["requests_per_s"] > 0
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,14 @@ def test_another_file_is_not_overwritten(tmp_path: Path, content: str) -> None:
     assert path.read_text() == content
 
 
+def test_results_of_another_benchmark_are_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    Store(path, RUN, "vllm_bench").put_cell(CELL, {"rounds": [1]})
+    with pytest.raises(StoreError):
+        Store(path, RUN)
+    assert Store(path, RUN, "vllm_bench").has_cell(CELL)
+
+
 def test_numbers_that_are_none_become_missing() -> None:
     found = json.loads(dumps({"a": float("nan"), "b": [float("inf")], "c": 0.12345678}))
     assert found == {

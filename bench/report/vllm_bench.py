@@ -1,0 +1,172 @@
+"""Rows of the tables about `vllm bench`: on servers, for embeddings, and without a server."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.report.pairs import (
+    ALL,
+    MODELS,
+    PYTHON,
+    RUST,
+    STOCK,
+    VLLM_BENCH,
+    Row,
+    Side,
+    rows_of,
+)
+from bench.report.values import MISSING, count_text, dig, joined, pair_text
+
+Results = Mapping[str, Row]
+
+ROLES = ("engine", "API server")
+SERVE, THROUGHPUT, LATENCY = "serve", "throughput", "latency"
+EMBED = "+embed"
+AT_ONCE = {"rate_percent": None, "front_end": PYTHON, "client": PYTHON, "cores": ALL}
+SELECTED: tuple[Row, ...] = tuple(
+    AT_ONCE | case
+    for case in (
+        {"model": "Qwen3-0.6B", "lengths": "1024/128", "concurrency": 256},
+        {"model": "Qwen3-0.6B", "lengths": "1024/128", "concurrency": 1024, "front_end": RUST}
+        | {"client": RUST},
+        {"model": "Qwen2-1.5B", "lengths": "1024/128", "concurrency": 256},
+        {"model": "Qwen2-1.5B", "lengths": "1024/128", "concurrency": 256, "cores": "2"},
+        {"model": "gpt-oss-120b", "lengths": "1024/128", "concurrency": 256},
+        {"model": "gpt-oss-120b", "lengths": "1024/128", "concurrency": None, "rate_percent": 80},
+        {"model": "gpt-oss-120b", "lengths": "8192/256", "concurrency": 64},
+        {"model": "gpt-oss-120b", "lengths": "4096+256/128", "concurrency": 256},
+    )
+)
+"""What the page shows of all cases of servers."""
+
+
+@dataclass
+class Compared:
+    """One case with vLLM's scheduler and ours."""
+
+    case: Row
+    stock: Side = field(default_factory=Side)
+    ours: Side = field(default_factory=Side)
+
+    def each(self, text: Callable[[Any], str], *path: str) -> str:
+        """Return a figure of both sides in one cell."""
+        return joined(*(text(side.figure(*path)) for side in (self.stock, self.ours)))
+
+    def pair(self, *path: str) -> str:
+        """Return a figure of both sides in one cell, with three digits."""
+        return pair_text(*(side.figure(*path) for side in (self.stock, self.ours)))
+
+    @property
+    def client_limits(self) -> str:
+        """Whether the client was the limit: its times are then not the server's."""
+        return joined(*map(_is_client_limit, (self.stock, self.ours)))
+
+    @property
+    def name(self) -> str:
+        """Return what to call it in a table."""
+        case = self.case
+        rust = ", Rust front end" if case.get("front_end") == RUST else ""
+        client = ", Rust client" if case.get("client") == RUST else ""
+        count = case.get("cores")
+        cores = "" if count == ALL else f", {count} processor{'' if count == '1' else 's'}"
+        tokens_in, _, tokens_out = str(case.get("lengths")).partition("/")
+        tokens = " + ".join(count_text(int(it)) for it in tokens_in.split("+"))
+        if not self.is_embedding:
+            tokens += f" in, {count_text(int(tokens_out))} out"
+        return f"{case.get('model')}{rust}{client}{cores}, {tokens}{self._load}"
+
+    @property
+    def _load(self) -> str:
+        percent, count = self.case.get("rate_percent"), self.case.get("concurrency")
+        if percent is not None:
+            return f", {percent} % of vLLM's rate"
+        if count is None:
+            return ""
+        kind = "a batch of " if self.case.get("command") == LATENCY else ""
+        return f", {kind}{count_text(count)}{'' if kind else ' at once'}"
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is about embeddings."""
+        return EMBED in str(self.case.get("model"))
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What to sort by: small models first, then as it was measured."""
+        model = str(self.case.get("model"))
+        known = [index for index, name in enumerate(MODELS) if model.startswith(name)]
+        return (min(known, default=len(MODELS)), model)
+
+
+def _is_client_limit(side: Side) -> str:
+    found = [dig(entry, "client", "is_limit") for entry in side.rounds()]
+    known = [it for it in found if isinstance(it, bool)]
+    if not known:
+        return MISSING
+    return "yes" if any(known) else "no"
+
+
+def compared(results: Results, *commands: str) -> list[Compared]:
+    """Return the cases of some commands that were measured with both schedulers, or one."""
+    keys = ("model", "mode", "front_end", "command", "lengths", "cores", "client")
+    found: dict[tuple[Any, ...], Compared] = {}
+    for result in results.values():
+        if result.get("kind") != VLLM_BENCH:
+            continue
+        for cell in rows_of(result, "cells"):
+            if cell.get("command") in commands and "error" not in cell:
+                names = (*keys, "concurrency", "rate_percent")
+                case = {name: cell.get(name) for name in names}
+                both = found.setdefault(tuple(case.values()), Compared(case))
+                (both.stock if cell.get("scheduler") == STOCK else both.ours).cells.append(cell)
+    return sorted(found.values(), key=lambda it: it.place)
+
+
+def all_served(results: Results) -> Iterator[list[str]]:
+    """Yield all cases of `vllm bench serve` that bring tokens."""
+    for it in compared(results, SERVE):
+        if not it.is_embedding:
+            yield [
+                it.name,
+                it.pair("requests_per_s"),
+                *(it.pair("ttft_ms", at) for at in ("p50", "p99")),
+                it.pair("tpot_ms", "p50"),
+                it.pair("itl_ms", "p99"),
+                it.pair("tokens_per_output"),
+                *(it.pair("cpu", "us_per_token", role) for role in ROLES),
+                it.client_limits,
+            ]
+
+
+def selected(results: Results) -> Iterator[list[str]]:
+    """Yield those that the page shows."""
+    found = compared(results, SERVE)
+    chosen = [it for it in found if any(case.items() <= it.case.items() for case in SELECTED)]
+    names = {it.name for it in chosen}
+    yield from (row for row in all_served(results) if row[0] in names)
+
+
+def embeddings(results: Results) -> Iterator[list[str]]:
+    """Yield all cases of `vllm bench serve` that bring embeddings."""
+    for it in compared(results, SERVE):
+        if it.is_embedding:
+            yield [
+                it.name,
+                it.pair("requests_per_s"),
+                *(it.pair("e2el_ms", at) for at in ("p50", "p99")),
+                *(it.pair("cpu", "us_per_request", role) for role in ROLES),
+                it.client_limits,
+            ]
+
+
+def throughput(results: Results) -> Iterator[list[str]]:
+    """Yield all cases of `vllm bench throughput`."""
+    for it in compared(results, THROUGHPUT):
+        rates = it.each(count_text, "all_tokens_per_s")
+        yield [it.name, it.pair("requests_per_s"), rates]
+
+
+def latency(results: Results) -> Iterator[list[str]]:
+    """Yield all cases of `vllm bench latency`."""
+    for it in compared(results, LATENCY):
+        yield [it.name, *(it.pair("batch_ms", at) for at in ("mean", "p50", "p99"))]

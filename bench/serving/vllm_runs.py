@@ -1,0 +1,272 @@
+"""Starts the engines of a plan, has `vllm bench` measure them, and keeps what it found."""
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.progress import Progress
+from bench.serving import vllm_client, vllm_offline
+from bench.serving.benchmark import (
+    CONTEXT_TOKENS,
+    START_RESERVE,
+    OutOfTimeError,
+    TooFewCoresError,
+    divide_cores,
+)
+from bench.serving.gpus import memory_of_gpus, wait_until_free
+from bench.serving.measure import has_compiled, warm_up
+from bench.serving.models import Model, prepare
+from bench.serving.plan import ServerKey
+from bench.serving.remote import RemoteError
+from bench.serving.server import PYTHON, STOCK, Server, ServerError, Start, serve
+from bench.serving.store import Store
+from bench.serving.vllm_cases import (
+    NO_FRONT_END,
+    NUM_PREFIXES,
+    CaseKey,
+    Lengths,
+    Plan,
+    num_prompts,
+)
+from bench.serving.vllm_client import ClientError, Order
+
+Row = dict[str, Any]
+
+USUAL_NUM_SEQS = 1024
+"""What vLLM runs at once on a large GPU if nothing else is asked for."""
+WARM_UP_TOKENS = 16
+MOST_WARM_UP_TOKENS = 1 << 17
+"""Of all prompts of a warm-up together."""
+MAX_REASON = 2000
+"""Characters that are kept of a failure."""
+
+
+@dataclass
+class VllmBench:
+    """A run: what is asked for, where it goes, and when it has to end."""
+
+    plans: dict[str, Plan]
+    """By what the model was called."""
+    store: Store
+    progress: Progress
+    work_dir: Path
+    has_gpu: bool
+    deadline: float
+    """By `time.monotonic()`."""
+    rounds: int = 1
+    waves: float = 3.0
+    """How many requests follow each other in each place of those at once."""
+    least: int = 200
+    """The fewest requests of a case that goes as fast as it can."""
+    seconds: float = 20.0
+    """For how long requests come, where they come at a rate."""
+    serve_arguments: str = ""
+
+    def run(self) -> None:
+        """Measure all that is not there yet.
+
+        Raises:
+            OutOfTimeError: if there is no time left.
+
+        """
+        for source, plan in self.plans.items():
+            model = prepare(source, self.work_dir)
+            for key in plan.servers():
+                cases = [it for it in plan.cases(key) if not self.store.has_cell(it)]
+                self.progress.skip(len(list(plan.cases(key))) - len(cases))
+                if cases:
+                    first_s = self.store.known_s(cases[0])
+                    self._check_time(START_RESERVE * self.store.known_start_s() + first_s)
+                    self._measure_server(plan, key, model, cases)
+            for case in plan.offline_cases():
+                if self.store.has_cell(case):
+                    self.progress.skip(1)
+                else:
+                    self._measure_offline(plan, case, model)
+
+    def _check_time(self, needed_s: float) -> None:
+        if time.monotonic() + needed_s > self.deadline:
+            raise OutOfTimeError("what is left of --minutes is too short for what comes next")
+
+    def _start(self, plan: Plan, key: ServerKey, model: Model) -> Start:
+        return Start(
+            model=model,
+            scheduler=key.scheduler,
+            mode=key.mode,
+            max_num_seqs=max(plan.most_at_once, USUAL_NUM_SEQS if self.has_gpu else 0),
+            max_model_len=max(CONTEXT_TOKENS, *(it.lengths.max_context for it in plan.wanted)),
+            has_gpu=self.has_gpu,
+            front_end=PYTHON if key.front_end == NO_FRONT_END else key.front_end,
+            extra_arguments=self.serve_arguments,
+        )
+
+    def _wait_for_gpu(self) -> None:
+        if self.has_gpu and not wait_until_free(memory_of_gpus):
+            self.progress.say("the GPU's memory is in use; vLLM will say whether enough is left")
+
+    # ---- servers ----
+
+    def _measure_server(
+        self, plan: Plan, key: ServerKey, model: Model, cases: list[CaseKey]
+    ) -> None:
+        start = self._start(plan, key, model)
+        self._wait_for_gpu()
+        self.progress.say(f"starting vllm serve: {start.label}")
+        try:
+            with serve(start, self.work_dir, self.deadline) as server:
+                about = {"start_s": server.start_s, "max_model_len": start.max_model_len}
+                self.store.put("servers", key, about)
+                self._warm_up(plan, server, cases)
+                for cores in dict.fromkeys(case.cores for case in cases):
+                    chosen = [case for case in cases if case.cores == cores]
+                    self._measure_confined(server, cores, chosen)
+        except (ServerError, RemoteError) as error:
+            self.progress.say(f"failed: {_reason(error)}")
+            for case in cases:
+                if not self.store.has_cell(case):
+                    self.store.put_failure(case, {}, _reason(error))
+
+    def _warm_up(self, plan: Plan, server: Server, cases: list[CaseKey]) -> None:
+        """Have kernels compiled: of batches of all sizes, and of the cases' prompts."""
+        short = Lengths(WARM_UP_TOKENS, WARM_UP_TOKENS)
+        cases_lengths = [Lengths.named(it) for it in dict.fromkeys(it.lengths for it in cases)]
+        for lengths in (short, *cases_lengths):
+            shortened = replace(lengths, output_tokens=min(lengths.output_tokens, WARM_UP_TOKENS))
+            fitting = MOST_WARM_UP_TOKENS // (lengths.prefix_tokens + lengths.input_tokens)
+            most_at_once = min(plan.most_at_once, max(fitting, NUM_PREFIXES))
+            case = replace(
+                cases[0], lengths=shortened.name, concurrency=most_at_once, rate_percent=None
+            )
+            send = partial(
+                self._send, server, case, None, num_prompts(case, 1.0, 1), None, "warm-up"
+            )
+            try:
+                warm_up(server, send)
+            except ClientError as error:
+                self.progress.say(f"the warm-up has failed: {_reason(error)}")
+
+    def _measure_confined(self, server: Server, cores: str, cases: list[CaseKey]) -> None:
+        try:
+            ours, others = divide_cores(cores)
+        except TooFewCoresError as error:
+            for case in cases:
+                self.store.put_failure(case, {}, _reason(error))
+            return
+        if ours is not None:
+            server.confine(ours)
+        for case in cases:
+            self._check_time(self.store.known_s(case))
+            self.progress.begin(case.label)
+            begun = time.monotonic()
+            try:
+                rate = self._rate(case)
+                rounds = [
+                    self._measure_round(server, case, rate, others, number)
+                    for number in range(self.rounds)
+                ]
+            except ClientError as error:
+                self.store.put_failure(case, {}, _reason(error))
+                self.progress.say(f"failed: {_reason(error)}")
+                if not server.is_healthy():
+                    log = server.launched.log_path
+                    raise ServerError(f"{error}; the server is gone: {log}") from None
+                continue
+            found = {"request_rate": rate, "seconds": time.monotonic() - begun, "cpus": ours}
+            self.store.put_cell(case, found | {"rounds": rounds})
+
+    def _rate(self, case: CaseKey) -> float | None:
+        """Return the requests a second of a case; None: as fast as it goes."""
+        if case.rate_percent is None:
+            return None
+        highest = reached(self.store.result["cells"], case)
+        if highest is None:
+            raise ClientError(
+                "the rate that vLLM's scheduler reaches isn't known: measure it first, with "
+                "--schedulers stock and --concurrency"
+            )
+        return highest * case.rate_percent / 100
+
+    def _measure_round(
+        self,
+        server: Server,
+        case: CaseKey,
+        rate: float | None,
+        cores: set[int] | None,
+        number: int,
+    ) -> Row:
+        if rate is None:
+            count = num_prompts(case, self.waves, self.least)
+        else:
+            count = num_prompts(case, rate * self.seconds)
+        has_compiled(server)
+        found = self._send(server, case, rate, count, cores, number)
+        if has_compiled(server):
+            found = self._send(server, case, rate, count, cores, number, "again")
+            found["has_compiled"] = has_compiled(server)
+        return found
+
+    def _send(
+        self,
+        server: Server,
+        case: CaseKey,
+        rate: float | None,
+        count: int,
+        cores: set[int] | None,
+        *seed: Any,
+    ) -> Row:
+        order = Order(
+            base_url=server.launched.base_url,
+            model=server.start.model,
+            lengths=Lengths.named(case.lengths),
+            num_prompts=count,
+            seed=case.seed(*seed),
+            concurrency=case.concurrency,
+            rate=rate,
+        )
+        folder = server.launched.log_path.parent
+        processes = server.processes()
+        return vllm_client.run(order, case.client, processes, folder, cores, self.deadline)
+
+    # ---- engines without a server ----
+
+    def _measure_offline(self, plan: Plan, case: CaseKey, model: Model) -> None:
+        self._check_time(self.store.known_s(case))
+        self.progress.begin(case.label)
+        self._wait_for_gpu()
+        begun = time.monotonic()
+        folder = self.work_dir / f"{model.name}-{case.server.scheduler}-{case.command}"
+        start = self._start(plan, case.server, model)
+        prompts = max(self.least, round(self.waves * plan.most_at_once))
+        try:
+            found = vllm_offline.run(case, start, prompts, folder, self.deadline)
+        except ClientError as error:
+            self.store.put_failure(case, {}, _reason(error))
+            self.progress.say(f"failed: {_reason(error)}")
+        else:
+            seconds = time.monotonic() - begun
+            self.store.put_cell(case, {"seconds": seconds, "rounds": [found]})
+
+
+def reached(cells: list[Row], case: CaseKey) -> float | None:
+    """Return the highest rate of requests that vLLM's scheduler reached where a case has its rate.
+
+    That is with the same front end, lengths and processors, and any number at once. None: it wasn't
+    measured.
+    """
+    same = ("model", "mode", "front_end", "command", "lengths", "cores", "client")
+    wanted = {name: case.as_row()[name] for name in same} | {"scheduler": STOCK}
+    rates = [
+        statistics.median(it["requests_per_s"] for it in cell["rounds"])
+        for cell in cells
+        if all(cell.get(name) == value for name, value in wanted.items())
+        and cell.get("rate_percent") is None
+        and cell.get("rounds")
+    ]
+    return max(rates, default=None)
+
+
+def _reason(error: Exception) -> str:
+    return f"{error}"[-MAX_REASON:]
