@@ -21,7 +21,7 @@ from sparksched import compat
 from sparksched.compat import Unsupported, configuration, known_shapes, releases, shapes
 from sparksched.compat import kv_cache as kv_cache_rules
 from sparksched.compat.settings import KNOWN_SETTINGS, unknown_setting
-from vllm.config import KVEventsConfig
+from vllm.config import KVEventsConfig, LoRAConfig
 
 pytestmark = pytest.mark.release
 
@@ -373,7 +373,7 @@ REFUSED = [
     ("an encoder-only instance", {"is_mm_encoder_only": True}),
     (
         "LoRA with pipeline parallelism",
-        {"lora_config": object(), "parallel_config.pipeline_parallel_size": 2},
+        {"lora_config": LoRAConfig(), "parallel_config.pipeline_parallel_size": 2},
     ),
     (
         "a KV connector that manages blocks itself",

@@ -6,7 +6,7 @@ workers.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from sparksched.compat.known_shapes import CACHE_CONFIG, SCHEDULER_CONFIG, words
@@ -15,7 +15,7 @@ from sparksched.compat.rule import Unsupported
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-KNOWN_SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
+KNOWN_SETTINGS: Final[Mapping[str, Collection[str]]] = {
     "": words(
         """
         model_config cache_config parallel_config scheduler_config device_config load_config

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -70,9 +70,13 @@ class Sources:
 
     def find(self, target: str) -> list[ast.AST]:
         """Return the syntax that makes a target; raise MissingError if there is none."""
+        return self.place(target)[1]
+
+    def place(self, target: str) -> tuple[str, list[ast.AST]]:
+        """Return the module that has a target, and the syntax that makes it."""
         module, _, path = target.partition(":")
         if not path:
-            return [*self.module(module).body]
+            return module, [*self.module(module).body]
         path, _, key = path.removesuffix("]").partition("[")
         first, *rest = path.split(".")
         module, found = self._global(module, first)
@@ -86,14 +90,13 @@ class Sources:
         made: list[ast.AST] = _entries(found, key) if key else [*found]
         if not made:
             raise MissingError(dotted(target))
-        return made
+        return module, made
 
     def look_up(self, target: str) -> Found:
         """Return what is known of a target; raise MissingError if it isn't there."""
         if target not in self._found:
             found = self.find(target)
-            digest = hashlib.sha256("\0".join(_words(found)).encode()).hexdigest()
-            self._found[target] = Found(digest[:16], isinstance(found[-1], _Definition))
+            self._found[target] = Found(fingerprint(found), isinstance(found[-1], _Definition))
         return self._found[target]
 
     def forget_trees(self) -> None:
@@ -121,12 +124,23 @@ class Sources:
         found = list(_defined(body, name))
         if found:
             return module, found
-        for statement in _with_conditional(body):
-            if isinstance(statement, ast.ImportFrom) and statement.module:
+        for statement in with_conditional(body):
+            if isinstance(statement, ast.ImportFrom):
+                origin = self._origin(module, statement)
                 for alias in statement.names:
-                    if (alias.asname or alias.name) == name and self.has_module(statement.module):
-                        return self._global(statement.module, alias.name)
+                    if (alias.asname or alias.name) == name and self.has_module(origin):
+                        return self._global(origin, alias.name)
         return module, []
+
+    def _origin(self, module: str, statement: ast.ImportFrom) -> str:
+        """Return the module that a statement in another imports from."""
+        if statement.level == 0:
+            return statement.module or ""
+        path = self._path(module)
+        parents = module.split(".")
+        is_package = path is not None and path.stem == "__init__"
+        parents = parents[: len(parents) - statement.level + is_package]
+        return ".".join([*parents, *filter(None, [statement.module])])
 
     def _member(self, module: str, cls: ast.ClassDef, name: str) -> tuple[str, list[ast.stmt]]:
         """Find what a class has under a name, and the module that has it from."""
@@ -160,7 +174,7 @@ def installed() -> Sources:
 
 def _defined(body: list[ast.stmt], name: str) -> Iterator[ast.stmt]:
     """Yield the statements that give a name its value, also those under a condition."""
-    for statement in _with_conditional(body):
+    for statement in with_conditional(body):
         if isinstance(statement, _Definition):
             if statement.name == name:
                 yield statement
@@ -168,11 +182,11 @@ def _defined(body: list[ast.stmt], name: str) -> Iterator[ast.stmt]:
             yield statement
 
 
-def _with_conditional(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def with_conditional(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements of a module or class, also those under a condition."""
     for statement in body:
         if isinstance(statement, ast.If | ast.Try):
-            yield from _with_conditional([*statement.body, *statement.orelse])
+            yield from with_conditional([*statement.body, *statement.orelse])
         else:
             yield statement
 
@@ -206,6 +220,12 @@ def _assigned_to(statement: ast.stmt) -> list[ast.expr]:
     if isinstance(statement, ast.Assign):
         return statement.targets
     return [statement.target] if isinstance(statement, ast.AnnAssign) else []
+
+
+def fingerprint(code: Sequence[ast.AST]) -> str:
+    """Return what stays the same as long as the code does, whatever Python has read it."""
+    digest = hashlib.sha256("\0".join(_words([*code])).encode()).hexdigest()
+    return digest[:16]
 
 
 def _is_docstring(node: object) -> bool:
