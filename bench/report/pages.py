@@ -11,6 +11,7 @@ from pathlib import Path
 from bench.header import ROOT
 from bench.report.pairs import Row, rows_of
 from bench.report.plots import pictures
+from bench.report.seams import with_seams
 from bench.report.tables import AGAIN, FRONT_ENDS, TABLES, Results, table_lines
 
 STORED = ROOT / "bench/results"
@@ -80,7 +81,7 @@ def page_anew(text: str, results: Results) -> str:
                 raise PageError(f"there is no table, or nothing in it: {mark[1]}")
             written += lines
             is_replaced = True
-    return "\n".join(written) + "\n"
+    return with_seams("\n".join(written) + "\n")
 
 
 def read_results(paths: list[Path], folder: Path) -> Results:

@@ -3,18 +3,22 @@
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine.harness import restored_vllm
-from sparksched import plugin
-from sparksched.compat import fingerprints, patching, releases, seams, source
+from sparksched import environment, plugin
+from sparksched.compat import drift, fingerprints, patching, releases, seams, source
 from sparksched.compat.seams import Group, Moment, Seam
 from sparksched.engine import hooks
 from sparksched.trace import engine_end
+
+from bench.report.seams import MARK, with_seams
 
 pytestmark = pytest.mark.release
 
@@ -392,3 +396,78 @@ def test_inherited_and_imported_names_are_found(tmp_path: Any) -> None:
     sources = source.Sources(folder)
     assert sources.find("vllm.thing:Thing.a")
     assert sources.find("vllm.thing:B.__init__") == sources.find("vllm.thing:Thing.__init__")
+
+
+# ----------------------------------------------------------------------------------------
+# The page
+# ----------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/changes-in-vllm.md"
+
+
+def test_the_page_is_written_from_the_table() -> None:
+    """If this fails, `make tables` mends it."""
+    text = PAGE.read_text()
+    assert with_seams(text) == text
+    assert MARK.findall(text) == ["all", *(group.name for group in seams.GROUPS)]
+
+
+def test_each_switch_is_a_variable_of_ours() -> None:
+    for group in seams.GROUPS:
+        for name in re.findall(r"`(\w+)", group.off):
+            assert name in environment.VARIABLES, group
+
+
+# ----------------------------------------------------------------------------------------
+# drift
+# ----------------------------------------------------------------------------------------
+
+
+def test_drift_finds_nothing_between_a_release_and_itself(capsys: Any) -> None:
+    assert drift.main(["installed", "installed"]) == 0
+    assert capsys.readouterr().out == "Nothing has changed.\n"
+
+
+@pytest.fixture
+def changed_vllm(tmp_path: Path) -> Path:
+    """Copy what the table names of vLLM, changed in one way of each kind."""
+    folder = source.installed().folder
+    modules = {folder / "__init__.py"}
+    for path in (*folder.glob("config/*.py"), *folder.glob("v1/**/*.py"), *folder.glob("*.py")):
+        modules.add(path)
+    for path in modules:
+        copy = tmp_path / "vllm-fork" / path.relative_to(folder.parent)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    knob = "    num_invalid_spec_tokens:"
+    for name, before, after in (
+        ("v1/engine/core.py", "def _make_ready_response(", "def _make_readiness("),
+        ("v1/core/sched/scheduler.py", "def schedule(", "def schedule(self): ...\n    def old("),
+        ("v1/core/sched/output.py", knob, f"    new_knob: int = 7\n{knob}"),
+        ("config/lora.py", "    max_loras:", "    new_setting: int = 8\n    max_loras:"),
+        ("sampling_params.py", "class RequestOutputKind(", "class OtherKind("),
+    ):
+        path = tmp_path / "vllm-fork/vllm" / name
+        text = path.read_text()
+        assert before in text, name
+        path.write_text(text.replace(before, after, 1))
+    return tmp_path / "vllm-fork"
+
+
+def test_drift_lists_each_kind_of_change(changed_vllm: Path, capsys: Any) -> None:
+    assert drift.main(["installed", str(changed_vllm), "--diff"]) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    core = "vllm.v1.engine.core.EngineCoreProc"
+    assert f"{core}._make_ready_response (engine_transport): gone" in lines
+    scheduler = "vllm.v1.core.sched.scheduler.Scheduler (native_engine)"
+    assert f"{scheduler}: changed: schedule; new: old" in lines
+    assert "+    def schedule(self):" in lines
+    assert "vllm.v1.core.sched.output.SchedulerOutput: new: new_knob = 7" in lines
+    assert "lora_config: new: new_setting = 8" in lines
+    assert "lora_config: new_setting is not in the allow-list" in lines
+    assert "vllm.sampling_params.RequestOutputKind" in lines
+
+
+def test_drift_says_that_there_is_no_vllm(tmp_path: Path, capsys: Any) -> None:
+    assert drift.main(["installed", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"drift: there is no vLLM in {tmp_path}\n"
