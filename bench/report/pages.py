@@ -12,6 +12,7 @@ from pathlib import Path
 from bench.header import ROOT
 from bench.report.pairs import Row, rows_of
 from bench.report.plots import pictures
+from bench.report.seams import with_seams
 from bench.report.tables import AGAIN, FRONT_ENDS, TABLES, Results, table_lines
 from bench.report.unread import noted, read_parts
 from bench.serving.store import dumps
@@ -102,7 +103,7 @@ def page_anew(text: str, results: Results) -> str:
                 raise PageError(f"there is no table, or nothing in it: {line}")
             written += lines
             is_replaced = True
-    return "\n".join(written) + "\n"
+    return with_seams("\n".join(written) + "\n")
 
 
 def read_results(paths: list[Path], folder: Path) -> Results:

@@ -10,13 +10,16 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparksched import compat, environment
-from sparksched.compat import patching
+from sparksched.compat import patching, seams
+from sparksched.compat.seams import VARIABLES, Moment
+from sparksched.compat.source import dotted
 
 if TYPE_CHECKING:
+    from _collections_abc import dict_items
+
     from vllm.config import SchedulerConfig
 
 _SPARK_SCHEDULER = "sparksched.scheduler.SparkScheduler"
@@ -24,7 +27,14 @@ _DIFFUSION_SCHEDULERS = "vllm.v1.core.sched.diffusion_scheduler."
 
 
 def register() -> None:
-    """Make vLLM use sparksched if `VLLM_SCHEDULER` asks for it; else do nothing."""
+    """Make vLLM use sparksched if `VLLM_SCHEDULER` asks for it; else do nothing.
+
+    Raises:
+        ValueError: if one of our environment variables has a value that it can't have.
+        RuntimeError: if the extension can't be loaded, or vLLM lacks what is to be replaced and
+            `SPARKSCHED_STRICT=1`.
+
+    """
     if not environment.is_selected():
         # `VLLM_SCHEDULER=vllm` is a way to say off, not an unknown variable.
         if environment.is_set() and "vllm.envs" in sys.modules:
@@ -33,17 +43,10 @@ def register() -> None:
     _check_environment()
     _load_extension()
     _declare_environment_variables()
-    _select_scheduler()
-    if environment.shows_metrics():
-        _add_to_metrics_page()
-    if compat.unsupported_version() is None:
-        _replace_transport()
-        if environment.recording() is not None:
-            patching.after_import("vllm.v1.engine.utils", _wait_for_recordings)
-        if environment.replaces_front_end():
-            _replace_output_processing()
-        if environment.shows_metrics():
-            _time_deliveries()
+    is_known = compat.unsupported_version() is None
+    for group in seams.GROUPS:
+        if group.moment is Moment.IMPORT and (is_known or group.any_release) and group.is_on():
+            patching.install(group)
 
 
 def _check_environment() -> None:
@@ -69,6 +72,19 @@ def _load_extension() -> None:
 # ----------------------------------------------------------------------------------------
 
 
+class _KnownVariables(dict[str, Callable[[], Any]]):
+    """vLLM's environment variables, and ours.
+
+    vLLM makes the key of its compilation cache of `items()`. Compiled graphs don't depend on who
+    schedules, so ours aren't among them: whoever tries sparksched would compile everything anew.
+    """
+
+    def items(self) -> "dict_items[str, Callable[[], Any]]":
+        """Return those of vLLM's own."""
+        items = super().items()
+        return {name: read for name, read in items if name not in environment.VARIABLES}.items()
+
+
 def _declare_environment_variables() -> None:
     """Make vLLM know our variables.
 
@@ -78,36 +94,22 @@ def _declare_environment_variables() -> None:
     """
     import vllm.envs
 
-    for name in environment.VARIABLES:
-        vllm.envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
-    patching.replace(vllm.envs, "compile_factors", _without_our_variables)
-
-
-def _without_our_variables(original: patching.Function) -> patching.Function:
-    """Keep the variables out of the key of vLLM's compilation cache.
-
-    Compiled graphs don't depend on who schedules. Without this, the first start with
-    sparksched would compile everything anew.
-    """
-
-    @functools.wraps(original)
-    def compile_factors() -> dict[str, object]:
-        return {
-            name: value for name, value in original().items() if name not in environment.VARIABLES
-        }
-
-    return compile_factors
+    known = vars(vllm.envs).get("environment_variables")
+    if isinstance(known, _KnownVariables):
+        return
+    if not isinstance(known, dict):
+        compat.warn_or_raise(
+            warning=f"sparksched: vLLM doesn't know its variables: {dotted(VARIABLES)} is missing",
+            error=f"sparksched: {dotted(VARIABLES)} is missing",
+        )
+        return
+    ours = {name: functools.partial(os.environ.get, name) for name in environment.VARIABLES}
+    vllm.envs.environment_variables = _KnownVariables({**ours, **known})
 
 
 # ----------------------------------------------------------------------------------------
 # The choice of the scheduler
 # ----------------------------------------------------------------------------------------
-
-
-def _select_scheduler() -> None:
-    from vllm.config.scheduler import SchedulerConfig
-
-    patching.replace(SchedulerConfig, "get_scheduler_cls", _preferring_spark_scheduler)
 
 
 def _preferring_spark_scheduler(
@@ -119,7 +121,7 @@ def _preferring_spark_scheduler(
             _report_other_choice(self.scheduler_cls)
             return vllm_choice(self)
         # Before the import: under another vLLM it may fail for want of a name.
-        problem = compat.unsupported_version()
+        problem = compat.unsupported_vllm()
         if problem is not None and self.scheduler_cls is None:
             compat.refuse(problem)
             return vllm_choice(self)
@@ -155,87 +157,3 @@ def _report_other_choice(scheduler_cls: str | type[Any]) -> None:
             "choose one of them"
         ),
     )
-
-
-# ----------------------------------------------------------------------------------------
-# Rings in place of sockets
-# ----------------------------------------------------------------------------------------
-
-
-def _replace_transport() -> None:
-    patching.after_import("vllm.v1.engine.core", _replace_engine_transport)
-    patching.after_import("vllm.v1.engine.core_client", _replace_client_transport)
-    patching.after_import("vllm.v1.engine.async_llm", _replace_front_end_errors)
-
-
-def _replace_engine_transport(module: ModuleType) -> None:
-    from sparksched.engine import core_proc
-
-    core_proc.install(module)
-
-
-def _replace_client_transport(module: ModuleType) -> None:
-    from sparksched.api_server import client
-
-    client.install(module)
-
-
-def _replace_front_end_errors(module: ModuleType) -> None:
-    from sparksched.api_server import overload, shutdown
-
-    overload.install(module)
-    shutdown.install(module)
-
-
-def _wait_for_recordings(module: ModuleType) -> None:
-    from sparksched.trace import engine_end
-
-    engine_end.install_in_manager(module)
-
-
-# ----------------------------------------------------------------------------------------
-# A shorter way for most outputs
-# ----------------------------------------------------------------------------------------
-
-
-def _replace_output_processing() -> None:
-    patching.after_import("vllm.v1.engine.output_processor", _replace_output_processor)
-    patching.after_import("vllm.v1.metrics.loggers", _replace_latency_records)
-
-
-def _replace_output_processor(module: ModuleType) -> None:
-    from sparksched.api_server import output_processor
-
-    output_processor.install(module)
-
-
-def _replace_latency_records(module: ModuleType) -> None:
-    from sparksched.api_server import token_metrics
-
-    token_metrics.install(module)
-
-
-# ----------------------------------------------------------------------------------------
-# Metrics
-# ----------------------------------------------------------------------------------------
-
-
-def _add_to_metrics_page() -> None:
-    """Show on `/metrics` what schedules, whatever release of vLLM this is."""
-    patching.after_import("vllm.entrypoints.serve.instrumentator.metrics", _extend_registries)
-
-
-def _extend_registries(module: ModuleType) -> None:
-    from sparksched.api_server import metrics
-
-    metrics.install(module)
-
-
-def _time_deliveries() -> None:
-    patching.after_import("vllm.v1.engine.output_processor", _time_processing)
-
-
-def _time_processing(module: ModuleType) -> None:
-    from sparksched.api_server import deliveries
-
-    deliveries.install(module)

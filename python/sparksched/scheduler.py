@@ -5,7 +5,7 @@ not implement gets vLLM's own scheduler; `SPARKSCHED_VERIFY` has the native one 
 `SPARKSCHED_RECORD` has whichever it is recorded.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
@@ -14,9 +14,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sparksched import compat, environment
-from sparksched.engine import hooks
-from sparksched.engine.scheduler import NativeScheduler
-from sparksched.verify.choice import unverifiable
+
+if TYPE_CHECKING or compat.unsupported_vllm() is None:
+    from sparksched.engine import hooks
+    from sparksched.engine.scheduler import NativeScheduler
+else:
+    # vLLM's own will be chosen. Ours takes functions of vLLM's that this one may not have.
+    hooks, NativeScheduler = None, SchedulerInterface
 
 
 class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
@@ -33,7 +37,8 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> SchedulerInterface:
-        hooks.forget_pending_scheduler()
+        if hooks is not None:
+            hooks.forget_pending_scheduler()
         arguments = {
             "vllm_config": vllm_config,
             "kv_cache_config": kv_cache_config,
@@ -46,7 +51,7 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
         }
         chosen = cls.choose(vllm_config, kv_cache_config, block_size, hash_block_size)
         scheduler = super().__call__(**arguments) if chosen is cls else chosen(**arguments)
-        if isinstance(scheduler, NativeScheduler):
+        if hooks is not None and isinstance(scheduler, NativeScheduler):
             hooks.prepare_engine(scheduler)
         if cls is SparkScheduler and _is_recorded():
             from sparksched.trace.recording import record
@@ -96,6 +101,8 @@ def verifying_cls(cls: type[Any], vllm_config: VllmConfig) -> type[Any]:
     """
     if environment.verification() is None:
         return cls
+    from sparksched.verify.choice import unverifiable
+
     problem = unverifiable(vllm_config)
     if cls is not SparkScheduler:
         problem = compat.Unsupported(

@@ -53,7 +53,8 @@ def restored_vllm() -> Iterator[None]:
             stack.enter_context(mock.patch.object(engine_module, name))
         stack.enter_context(restored_replacements())
         stack.enter_context(mock.patch.object(sys, "meta_path", list(sys.meta_path)))
-        stack.enter_context(mock.patch.dict(vllm.envs.environment_variables))
+        variables = dict(vllm.envs.environment_variables)
+        stack.enter_context(mock.patch.object(vllm.envs, "environment_variables", variables))
         stack.enter_context(mock.patch.dict(os.environ))
         # An engine has vLLM read the environment once and for all.
         stack.callback(vllm.envs.disable_envs_cache)
@@ -83,6 +84,7 @@ def restored_replacements() -> Iterator[None]:
                 stack.callback(setattr, owner, name, original)
 
         stack.enter_context(mock.patch.object(patching, "replace", replace_for_a_while))
+        stack.enter_context(mock.patch.object(patching, "_reported", set()))
         yield
 
 

@@ -7,9 +7,7 @@ from typing import Any
 from unittest import mock
 
 from engine.harness import restored_replacements
-from sparksched.api_server import output_processor
-from sparksched.compat import patching
-from vllm.v1.engine import output_processor as vllm_output_processor
+from sparksched.compat import patching, seams
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ def _both() -> tuple[Implementation, Implementation]:
             replaced.append((owner, name, original, getattr(owner, name)))
 
         with mock.patch.object(patching, "replace", replace_and_note):
-            output_processor.install(vllm_output_processor)
+            patching.apply(seams.OUTPUTS)
     assert replaced, "vLLM is not what sparksched knows"
     return (
         Implementation("vllm", tuple((owner, name, old) for owner, name, old, _ in replaced)),

@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 from engine.harness import restored_replacements
 from sparksched import _core
-from sparksched.api_server import overload
 from sparksched.api_server.async_channel import MAX_OUTPUTS, AsyncChannel
+from sparksched.compat import patching, seams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, async_llm
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from .event_loops import EVENT_LOOPS, NewEventLoop, Turns, run, turns
@@ -64,7 +64,7 @@ async def backlog_scene(engines: int) -> dict[str, list[list[int]]]:
 
 def seen_streams(new_event_loop: NewEventLoop, engines: int = 1) -> dict[str, list[list[int]]]:
     with restored_replacements():
-        overload.install(async_llm)
+        patching.apply(seams.CLIENT_TRANSPORT)
         seen: dict[str, list[list[int]]] = run(new_event_loop, backlog_scene(engines))
     assert list(seen) == NAMES
     for outputs in seen.values():

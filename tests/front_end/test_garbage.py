@@ -11,11 +11,12 @@ from unittest import mock
 
 import pytest
 from engine.harness import restored_replacements
-from sparksched.api_server import garbage, overload
+from sparksched.api_server import garbage
 from sparksched.api_server.async_channel import AsyncChannel
 from sparksched.api_server.garbage import RAISED, LaterCollections
+from sparksched.compat import patching, seams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, async_llm
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from .event_loops import EVENT_LOOPS, NewEventLoop, run, turns
@@ -106,7 +107,7 @@ async def streams_scene(num_streams: int) -> tuple[Server, int]:
 
 def seen_by_streams(new_event_loop: NewEventLoop, num_streams: int) -> tuple[set[Thresholds], int]:
     with restored_replacements():
-        overload.install(async_llm)
+        patching.apply(seams.CLIENT_TRANSPORT)
         server, num_collections = run(new_event_loop, streams_scene(num_streams))
     assert gc.get_threshold() == USUAL
     return set(server.taken), num_collections

@@ -9,11 +9,10 @@ from unittest import mock
 
 import pytest
 from engine.harness import restored_vllm
-from sparksched import plugin
+from sparksched import compat, plugin
 from sparksched.api_server import output_processor
-from sparksched.compat import patching
+from sparksched.compat import patching, seams
 from vllm.outputs import RequestOutput
-from vllm.v1.engine import output_processor as vllm_output_processor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.metrics.stats import IterationStats
 
@@ -35,9 +34,7 @@ def vllm_restored() -> Iterator[None]:
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
     lines: list[str] = []
-    with mock.patch.object(
-        output_processor.logger, "warning", lambda text, *args: lines.append(text % args)
-    ):
+    with mock.patch.object(compat, "warn_or_raise", lambda warning, error: lines.append(warning)):
         yield lines
 
 
@@ -69,7 +66,7 @@ def test_another_version_of_vllm_keeps_its_own() -> None:
 
 
 def test_the_known_vllm_is_known(warnings: list[str]) -> None:
-    output_processor.install(vllm_output_processor)
+    patching.apply(seams.OUTPUTS)
     assert all(replaced())
     assert warnings == []
 
@@ -86,7 +83,7 @@ def test_unknown_fields_keep_vllms_functions(name: str, warnings: list[str]) -> 
     for function in ("update_from_output", "add"):
         setattr(another, function, known.__dict__.get(function))
     with mock.patch.object(output_processor, name, another):
-        output_processor.install(vllm_output_processor)
+        patching.apply(seams.OUTPUTS)
     assert not any(replaced())
     assert warnings == [
         "sparksched: outputs are processed by vLLM's own code: "
@@ -103,7 +100,7 @@ def test_an_unknown_attribute_keeps_vllms_functions(warnings: list[str]) -> None
         self.new_in_vllm = None
 
     with mock.patch.object(RequestState, "__init__", init_with_more):
-        output_processor.install(vllm_output_processor)
+        patching.apply(seams.OUTPUTS)
     assert not any(replaced())
     assert warnings == [
         "sparksched: outputs are processed by vLLM's own code: "
@@ -125,7 +122,7 @@ def test_functions_that_others_have_replaced_stay(
         return function(*args, **kwargs)
 
     with mock.patch.object(owner, name, foreign):
-        output_processor.install(vllm_output_processor)
+        patching.apply(seams.OUTPUTS)
         assert not any(replaced())
         assert getattr(owner, name) is foreign
     assert warnings == [
@@ -138,7 +135,7 @@ def test_functions_that_are_gone_keep_the_others(
     warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(RequestState, "_new_request_output")
-    output_processor.install(vllm_output_processor)
+    patching.apply(seams.OUTPUTS)
     assert not any(replaced())
     assert len(warnings) == 1
     assert "_new_request_output" in warnings[0]

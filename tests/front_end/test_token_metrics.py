@@ -12,11 +12,10 @@ from unittest import mock
 import pytest
 from engine.harness import restored_vllm
 from prometheus_client import REGISTRY, Histogram
-from sparksched import plugin
+from sparksched import compat, plugin
 from sparksched.api_server import token_metrics
-from sparksched.compat import patching
+from sparksched.compat import patching, seams
 from vllm.config import VllmConfig
-from vllm.v1.metrics import loggers
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import IterationStats
@@ -45,9 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
     lines: list[str] = []
-    with mock.patch.object(
-        token_metrics.logger, "warning", lambda text, *args: lines.append(text % args)
-    ):
+    with mock.patch.object(compat, "warn_or_raise", lambda warning, error: lines.append(warning)):
         yield lines
 
 
@@ -89,7 +86,7 @@ def test_scrapes_are_equal(seed: int, config: VllmConfig) -> None:
     rng = random.Random(seed)
     steps = [some_latencies(rng) for _ in range(20)]
     stock = recorded(config, steps)
-    token_metrics.install(loggers)
+    patching.apply(seams.LATENCIES)
     assert is_replaced()
     ours = recorded(config, steps)
     assert ours == stock
@@ -114,7 +111,7 @@ def test_values_at_the_bounds(bound: float) -> None:
 
 
 def test_nothing_to_record(config: VllmConfig) -> None:
-    token_metrics.install(loggers)
+    patching.apply(seams.LATENCIES)
     PrometheusStatLogger(config).record(None, None)
 
 
@@ -126,7 +123,7 @@ def test_other_metrics_are_left_to_vllm(config: VllmConfig) -> None:
             observed.append(amount)
 
     observed: list[float] = []
-    token_metrics.install(loggers)
+    patching.apply(seams.LATENCIES)
     with mock.patch.object(PrometheusStatLogger, "_histogram_cls", OtherHistogram):
         recorded(config, [[0.1, 0.2]])
     assert [it for it in observed if it in (0.1, 0.2)] == [0.1, 0.2]
@@ -163,7 +160,7 @@ def test_a_foreign_function_stays(warnings: list[str]) -> None:
         pass
 
     with mock.patch.object(PrometheusStatLogger, "record", foreign):
-        token_metrics.install(loggers)
+        patching.apply(seams.LATENCIES)
         assert PrometheusStatLogger.record is foreign
     assert warnings == [
         "sparksched: latencies are recorded by vLLM's own code: "
@@ -176,7 +173,7 @@ def test_another_prometheus_client_keeps_vllms_function(warnings: list[str]) -> 
         self._sum.inc(amount)
 
     with mock.patch.object(Histogram, "observe", observe):
-        token_metrics.install(loggers)
+        patching.apply(seams.LATENCIES)
     assert not is_replaced()
     assert warnings == [
         "sparksched: latencies are recorded by vLLM's own code: "

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pydantic
@@ -20,6 +20,8 @@ import pytest
 from sparksched import compat
 from sparksched.compat import Unsupported, configuration, known_shapes, releases, shapes
 from sparksched.compat import kv_cache as kv_cache_rules
+from sparksched.compat.settings import KNOWN_SETTINGS, unknown_setting
+from vllm.config import KVEventsConfig, LoRAConfig
 
 pytestmark = pytest.mark.release
 
@@ -296,7 +298,7 @@ def test_differences_between_shapes(found: dict[str, object], reason: str | None
         {"observability_config.kv_cache_metrics": True},
         {"observability_config.per_request_spec_decode_metrics": "summary"},
         {"observability_config.per_request_spec_decode_metrics": "detailed"},
-        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=False)},
+        {"kv_events_config": KVEventsConfig(enable_kv_cache_events=False)},
         {"quant_config": object()},
         {"use_v2_model_runner": True},
         {"use_v2_model_runner": False},
@@ -334,8 +336,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_supported_options(model_directory: Path, option: str, async_scheduling: bool) -> None:
-    from vllm.config import KVEventsConfig
-
     settings = dict(OPTIONS[option])
     if "kv_events_config" in settings:
         settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
@@ -373,7 +373,7 @@ REFUSED = [
     ("an encoder-only instance", {"is_mm_encoder_only": True}),
     (
         "LoRA with pipeline parallelism",
-        {"lora_config": object(), "parallel_config.pipeline_parallel_size": 2},
+        {"lora_config": LoRAConfig(), "parallel_config.pipeline_parallel_size": 2},
     ),
     (
         "a KV connector that manages blocks itself",
@@ -508,10 +508,7 @@ def test_no_reason_tells_a_value(
     assert SECRET not in line
 
 
-SECTIONS = ["", "scheduler_config", "cache_config", "parallel_config", "observability_config"]
-
-
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", KNOWN_SETTINGS)
 @pytest.mark.parametrize(
     "declaration",
     [
@@ -526,7 +523,7 @@ def test_unknown_setting_is_refused_once_it_is_changed(
 ) -> None:
     def with_new_knob(value: int) -> Any:
         config = copy.copy(supported_config)
-        part = copy.copy(getattr(config, section)) if section else config
+        part: Any = object.__new__(section_class(section)) if section else config
         part.__class__ = dataclasses.make_dataclass(
             type(part).__name__, [("new_knob", int, declaration())], bases=(type(part),)
         )
@@ -535,11 +532,31 @@ def test_unknown_setting_is_refused_once_it_is_changed(
             setattr(config, section, part)
         return config
 
-    assert compat.unsupported_config(with_new_knob(1)) is None
-    assert compat.unsupported_config(with_new_knob(2)) == Unsupported(
+    assert unknown_setting(with_new_knob(1)) is None
+    assert unknown_setting(with_new_knob(2)) == Unsupported(
         f"the setting {section}.new_knob" if section else "the setting new_knob",
         "sparksched does not know it; leave it at its default to use sparksched",
     )
+
+
+def section_class(section: str) -> type[Any]:
+    """Return the class of a section of vLLM's configuration, which may be optional."""
+    from vllm.config import VllmConfig
+
+    if not section:
+        return VllmConfig
+    declared = get_type_hints(VllmConfig)[section]
+    (cls,) = [it for it in (declared, *get_args(declared)) if dataclasses.is_dataclass(it)]
+    assert isinstance(cls, type)
+    return cls
+
+
+@pytest.mark.parametrize("section", KNOWN_SETTINGS)
+def test_all_settings_of_the_installed_release_are_known(section: str) -> None:
+    found = {field.name for field in dataclasses.fields(section_class(section))}
+    known = set(KNOWN_SETTINGS[section])
+    assert found <= known
+    assert found == known or not releases.is_since(releases.SUPPORTED[-1])
 
 
 # ----------------------------------------------------------------------------------------

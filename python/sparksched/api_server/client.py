@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Awaitable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparksched.api_server.async_channel import Waiting
@@ -19,21 +18,6 @@ if TYPE_CHECKING:
         MPClient,
         SyncMPClient,
     )
-
-
-def install(core_client: ModuleType) -> None:
-    """Make vLLM's clients use the rings of engines that offer them."""
-    patching.replace(core_client.MPClient, "_apply_ready_response", _remembering_offers)
-    patching.replace(core_client.BackgroundResources, "__call__", _closing_rings)
-    for client_class in (core_client.AsyncMPClient, core_client.SyncMPClient):
-        patching.replace(client_class, "__init__", _connecting)
-    patching.replace(core_client.AsyncMPClient, "_ensure_output_queue_task", _reading_rings)
-    patching.replace(
-        core_client.DPLBAsyncMPClient, "get_core_engine_for_request", _noting_new_requests
-    )
-    patching.replace(core_client.AsyncMPClient, "_send_input", _undoing_refused_requests)
-    patching.replace(core_client.AsyncMPClient, "_send_input_message", _sending_async)
-    patching.replace(core_client.SyncMPClient, "_send_input", _sending_sync)
 
 
 def _remembering_offers(original: patching.Function) -> patching.Function:

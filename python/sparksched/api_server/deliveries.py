@@ -8,7 +8,6 @@ server has more to do than it can.
 import functools
 import time
 from contextvars import ContextVar
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Histogram
@@ -61,11 +60,6 @@ class Deliveries:
             _under_way.set(None)
             return
         _under_way.set((histogram, time.monotonic() if received_at is None else received_at))
-
-
-def install(output_processor: ModuleType) -> None:
-    """Note when all outputs of a message have been processed: then this is called."""
-    patching.replace(output_processor.OutputProcessor, "update_scheduler_stats", _ending)
 
 
 def _ending(original: patching.Function) -> patching.Function:

@@ -5,7 +5,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import REGISTRY
@@ -126,21 +125,6 @@ def hide(view: EngineView) -> None:
 def _shown_views() -> list[EngineView]:
     views = {view.labels: view for view in list(_shown)}
     return [views[labels] for labels in sorted(views)]
-
-
-def install(_metrics_route: ModuleType) -> None:
-    """Have whatever vLLM's `/metrics` asks know about engines.
-
-    An error is logged: a server that can't be watched is better than none.
-    """
-    try:
-        register()
-    except Exception:
-        logger.exception("sparksched: there will be no metrics of engines")
-        return
-    # Where several API servers share their metrics, each request gets a registry of its own, with
-    # this in it.
-    patching.replace(MultiProcessCollector, "collect", _with_engines)
 
 
 def _with_engines(original: patching.Function) -> patching.Function:

@@ -59,22 +59,15 @@ _FINAL_ONLY: Final = RequestOutputKind.FINAL_ONLY
 # ----------------------------------------------------------------------------------------
 
 
-def install(output_processor: ModuleType) -> None:
-    """Replace what runs for each token; or log in one line why it stays vLLM's."""
-    processor = output_processor.OutputProcessor
-    if hasattr(processor.process_outputs, patching.MARK):
-        return
-    try:
-        problem = _first_difference(output_processor)
-    except Exception as error:  # so different that it can't even be compared
-        problem = repr(error)
-    if problem is not None:
-        logger.warning("sparksched: outputs are processed by vLLM's own code: %s", problem)
-        return
-    output_processor.RequestState.sparksched_is_plain = False
-    patching.replace(processor, "process_outputs", _looping_over_plain_outputs)
-    patching.replace(IterationStats, "update_from_output", _reading_the_environment_for_nans)
-    collector.install(output_processor)
+def prepare() -> str | None:
+    """Return what is not as the loop relies on it; if that is nothing, make room for its state."""
+    from vllm.v1.engine import output_processor
+
+    problem = _first_difference(output_processor)
+    if problem is None:
+        output_processor.RequestState.sparksched_is_plain = False
+        collector.prepare(output_processor.RequestOutputCollector)
+    return problem
 
 
 # ----------------------------------------------------------------------------------------

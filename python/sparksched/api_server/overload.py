@@ -6,10 +6,11 @@ A ring that is full, an engine that doesn't run, and streams that catch up with 
 import asyncio
 import functools
 import os
+from collections.abc import Callable
 from contextvars import ContextVar
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
+import vllm.envs
 from vllm.exceptions import VLLMServerError
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -41,16 +42,6 @@ class EngineStuckError(EngineDeadError):  # type: ignore[misc]
         )
 
 
-def install(async_llm: ModuleType) -> None:
-    """Change the functions of `AsyncLLM` that have to know."""
-    patching.replace(async_llm.AsyncLLM, "_add_request", _forgetting_refused_requests)
-    patching.replace(async_llm.AsyncLLM, "check_health", _checking_rings)
-    patching.replace(async_llm.AsyncLLM, "_run_output_handler", _catching_up)
-    variables = async_llm.envs.environment_variables
-    if not hasattr(variables[_CHUNK_SIZE], patching.MARK):
-        variables[_CHUNK_SIZE] = _chosen_by_the_caller(variables[_CHUNK_SIZE])
-
-
 def _forgetting_refused_requests(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     async def add_request(
@@ -79,6 +70,7 @@ def _catching_up(original: patching.Function) -> patching.Function:
     all is processed that the rings have handed over, which `MAX_OUTPUTS` bounds. While nothing
     piles up that is one step, and each token an output of its own.
     """
+    _let_calls_choose(vllm.envs.environment_variables)
 
     @functools.wraps(original)
     def run_output_handler(self: "AsyncLLM") -> None:
@@ -98,6 +90,11 @@ def _catching_up(original: patching.Function) -> patching.Function:
     return run_output_handler
 
 
+def _let_calls_choose(variables: dict[str, Callable[[], Any]]) -> None:
+    if not hasattr(variables[_CHUNK_SIZE], patching.MARK):
+        variables[_CHUNK_SIZE] = _chosen_by_the_caller(variables[_CHUNK_SIZE])
+
+
 def _chosen_by_the_caller(original: patching.Function) -> patching.Function:
     """Let a call choose what it reads of the environment, and nobody else beside it."""
 
@@ -106,7 +103,7 @@ def _chosen_by_the_caller(original: patching.Function) -> patching.Function:
         chosen = _chunk_size.get()
         return int(original()) if chosen is None else chosen
 
-    setattr(read, patching.MARK, True)
+    setattr(read, patching.MARK, original)
     return read
 
 

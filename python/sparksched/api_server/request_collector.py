@@ -14,7 +14,6 @@ having put the next output into `output`: there a consumer looks before it waits
 
 import asyncio
 import functools
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from vllm.outputs import PoolingRequestOutput, RequestOutput
@@ -26,17 +25,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
-def install(output_processor: ModuleType) -> None:
-    """Replace the functions of vLLM's collector that touch its event."""
-    collector = output_processor.RequestOutputCollector
+def prepare(collector: "type[RequestOutputCollector]") -> None:
+    """Give vLLM's collectors what our functions use."""
     collector.ready = _NoEvent()
     collector.plain_output = None
     collector.extends_plain_output = False  # for subclasses that don't call its `__init__`
-    patching.replace(collector, "put", _waking_the_consumer)
-    init = functools.partial(_without_event, collector, collector.put)
-    patching.replace(collector, "__init__", init)
-    patching.replace(collector, "get", _waiting_for_a_future)
-    patching.replace(collector, "get_nowait", _clearing_no_event)
 
 
 class _NoEvent:
@@ -46,9 +39,11 @@ class _NoEvent:
         """Do nothing: whoever calls this is the consumer."""
 
 
-def _without_event(
-    collector: "type[RequestOutputCollector]", put: patching.Function, original: patching.Function
-) -> patching.Function:
+def _without_event(original: patching.Function) -> patching.Function:
+    from vllm.v1.engine.output_processor import RequestOutputCollector as collector
+
+    put = collector.put  # ours, which is replaced first
+
     @functools.wraps(original)
     def init(
         self: "RequestOutputCollector", output_kind: RequestOutputKind, request_id: str

@@ -6,7 +6,6 @@ would tell the requests. If the task is cancelled first, they wait for ever.
 
 import contextlib
 import functools
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -15,11 +14,6 @@ from sparksched.compat import patching
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
-
-
-def install(async_llm: ModuleType) -> None:
-    """Have a shutdown tell the requests that it leaves behind."""
-    patching.replace(async_llm.AsyncLLM, "shutdown", _telling_who_is_left)
 
 
 def _telling_who_is_left(original: patching.Function) -> patching.Function:

@@ -14,35 +14,16 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import vllm
 from prometheus_client import Histogram
-from vllm.logger import init_logger
 
 from sparksched.compat import patching
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
-
-logger = init_logger("vllm.sparksched")
-
-
-def install(loggers: ModuleType) -> None:
-    """Replace what records a step's statistics; or log in one line why it stays vLLM's."""
-    owner = loggers.PrometheusStatLogger
-    if hasattr(owner.record, patching.MARK):
-        return
-    try:
-        problem = _first_difference(owner.record)
-    except Exception as error:  # so different that it can't even be compared
-        problem = repr(error)
-    if problem is not None:
-        logger.warning("sparksched: latencies are recorded by vLLM's own code: %s", problem)
-        return
-    patching.replace(owner, "record", _observing_latencies_at_once)
 
 
 def _observing_latencies_at_once(original: patching.Function) -> patching.Function:
@@ -85,11 +66,14 @@ def observe_all(histogram: Histogram, values: Sequence[float]) -> None:
         histogram._buckets[index].inc(count)
 
 
-def _first_difference(record: Any) -> str | None:
+def prepare() -> str | None:
     """Return what is not as `observe_all` expects it, or None.
 
     No histogram is tried out: where several API servers share their metrics, it would be scraped.
     """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    record: Any = PrometheusStatLogger.record
     if not record.__code__.co_filename.startswith(str(Path(vllm.__file__).parent)):
         return "PrometheusStatLogger.record is not vLLM's own"
     if {*Histogram.observe.__code__.co_names} != {*_NAMES_IN_OBSERVE.split()}:

@@ -5,7 +5,8 @@ run?", with None for yes or with an `Unsupported` that names the first thing in 
 vLLM's modules are imported only inside the functions that look at them.
 
 Here is what a check that has failed leads to. `shapes` compares vLLM's structures with those of
-`known_shapes`, `configuration` and `kv_cache` have a rule for each feature that is left out.
+`known_shapes`, `fingerprints` compares its code,
+`configuration` and `kv_cache` have a rule for each feature that is left out.
 """
 
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sparksched import environment
 from sparksched.compat import releases
 from sparksched.compat.configuration import DIFFUSION, unsupported_config
+from sparksched.compat.fingerprints import unsupported_code
 from sparksched.compat.kv_cache import (
     eagle_groups,
     has_drafter_groups,
@@ -43,6 +45,7 @@ __all__ = [
     "unsupported_kv_cache",
     "unsupported_shapes",
     "unsupported_version",
+    "unsupported_vllm",
     "warn_or_raise",
 ]
 
@@ -61,8 +64,17 @@ def first_unsupported(
 
 def unsupported_before_loading(vllm_config: "VllmConfig") -> Unsupported | None:
     """Return what of it is known before the model is loaded, which its KV cache waits for."""
+    return unsupported_vllm() or unsupported_config(vllm_config)
+
+
+def unsupported_vllm() -> Unsupported | None:
+    """Return what keeps the native scheduler from running with this vLLM, whatever is configured.
+
+    Before this says None, the native scheduler must not be imported: it takes functions of vLLM's
+    that another vLLM may not have.
+    """
     # In this order, because each check leans on what the one before it has established.
-    return unsupported_version() or unsupported_shapes() or unsupported_config(vllm_config)
+    return unsupported_version() or unsupported_shapes() or unsupported_code()
 
 
 def unsupported_version() -> Unsupported | None:

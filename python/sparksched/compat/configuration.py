@@ -1,12 +1,10 @@
-"""The configurations that sparksched leaves to vLLM's own scheduler, and all that it knows."""
+"""The configurations that sparksched leaves to vLLM's own scheduler."""
 
-import dataclasses
-from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from sparksched.compat import releases
-from sparksched.compat.known_shapes import CACHE_CONFIG, SCHEDULER_CONFIG, words
 from sparksched.compat.rule import TOO_MANY, Rule, Unsupported
+from sparksched.compat.settings import unknown_setting
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -142,88 +140,10 @@ CONFIG_RULES: Final = (
     ),
 )
 
-# The settings that are known: each is supported as it is, checked by a rule above, seen in
-# the KV cache configuration, or of no concern to the scheduler (it configures the front end,
-# the executor or the workers).
-_KNOWN_SETTINGS: Final[Mapping[str, Container[str]]] = {
-    "": words(
-        """
-        model_config cache_config parallel_config scheduler_config device_config load_config
-        offload_config attention_config aux_output_config engram_config mamba_config
-        kernel_config lora_config speculative_config watermark_config diffusion_config
-        structured_outputs_config observability_config logging_config quant_config
-        compilation_config profiler_config kv_transfer_config kv_events_config
-        ec_transfer_config ec_manager_config reasoning_config additional_config instance_id
-        optimization_level performance_mode weight_transfer_config shutdown_timeout
-        """
-        # Since 0.33.0.
-        "watchdog_config"
-    ),
-    "scheduler_config": SCHEDULER_CONFIG,
-    # The last one since 0.33.0. It says how large a KV connector's pool is.
-    "cache_config": (*CACHE_CONFIG, "simple_cpu_offload_num_blocks"),
-    "parallel_config": words(
-        """
-        pipeline_parallel_size tensor_parallel_size prefill_context_parallel_size
-        data_parallel_size data_parallel_size_local data_parallel_rank
-        data_parallel_rank_local data_parallel_master_ip data_parallel_rpc_port
-        dp_sync_interval data_parallel_master_port data_parallel_backend
-        data_parallel_external_lb data_parallel_hybrid_lb is_moe_model enable_hc_sp
-        enable_expert_parallel enable_batch_sharded_sampling enable_ep_weight_filter
-        enable_eplb eplb_config expert_placement_strategy all2all_backend
-        max_parallel_loading_workers disable_custom_all_reduce enable_shm_tensor_arena
-        enable_elastic_ep elastic_ep_max_dp_size enable_dbo ubatch_size
-        dbo_decode_token_threshold dbo_prefill_token_threshold
-        disable_nccl_for_dp_synchronization ray_workers_use_nsight ray_runtime_env
-        placement_group distributed_executor_backend worker_cls worker_extension_cls
-        master_addr master_port node_rank nnodes numa_bind numa_bind_nodes numa_bind_cpus
-        assigned_physical_gpu_ids distributed_timeout_seconds
-        cpu_distributed_timeout_seconds world_size rank _data_parallel_master_port_list
-        _coord_store_port decode_context_parallel_size dcp_kv_cache_interleave_size
-        dcp_comm_backend dcp_q_replicate cp_kv_cache_interleave_size
-        _allow_auto_resolve_cp_interleave_size data_parallel_index _api_process_count
-        _api_process_rank enable_fault_tolerance fault_tolerance_config
-        """
-    ),
-    "observability_config": words(
-        """
-        show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
-        per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample
-        custom_histogram_buckets cudagraph_metrics enable_layerwise_nvtx_tracing
-        enable_mfu_metrics enable_mm_processor_stats enable_logging_iteration_details
-        jit_monitor_mode jit_monitor_verbose
-        """
-    ),
-}
-
 
 def unsupported_config(vllm_config: "VllmConfig") -> Unsupported | None:
     """Return the first feature in the configuration that the native scheduler lacks, else None."""
     for rule in CONFIG_RULES:
         if rule.applies(vllm_config):
             return rule.problem()
-    return _unknown_setting(vllm_config)
-
-
-def _unknown_setting(vllm_config: "VllmConfig") -> Unsupported | None:
-    """Find a setting that sparksched doesn't know and that somebody has changed."""
-    for section, known in _KNOWN_SETTINGS.items():
-        config = getattr(vllm_config, section) if section else vllm_config
-        for field in dataclasses.fields(config):
-            if field.name not in known and getattr(config, field.name) != _setting_default(field):
-                path = f"{section}.{field.name}" if section else field.name
-                return Unsupported(
-                    f"the setting {path}",
-                    "sparksched does not know it; leave it at its default to use sparksched",
-                )
-    return None
-
-
-def _setting_default(field: "dataclasses.Field[Any]") -> object:
-    default: Any = field.default
-    if hasattr(default, "get_default"):  # pydantic keeps its own description of a field there
-        value: object = default.get_default(call_default_factory=True)
-        return value
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+    return unknown_setting(vllm_config)

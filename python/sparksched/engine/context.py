@@ -6,12 +6,12 @@ function of ours first has the engine as an argument, which is after its constru
 get from the scheduler to the hasher before that, goes through the thread: see `hooks`.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
-
-from sparksched.engine.scheduler import NativeScheduler
 
 if TYPE_CHECKING:
     from sparksched import _core
+    from sparksched.engine.scheduler import NativeScheduler
     from sparksched.shared.offer import Offer
 
 _ATTRIBUTE = "sparksched"
@@ -31,7 +31,7 @@ class EngineContext:
     """What functions that are replaced in an engine share."""
 
     def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler if isinstance(scheduler, NativeScheduler) else None
+        self.scheduler = _if_native(scheduler)
         """The engine's scheduler, if it is native or verified; None if it is vLLM's own."""
         self.offer: Offer | None = None
         """What the engine tells its clients; None until its input thread starts."""
@@ -41,6 +41,17 @@ class EngineContext:
         """What its metrics are found by, as long as this is open."""
         self.meters: _core.EngineMeters | None = None
         """Its page of counters, whose descriptor is open as long as this lives."""
+
+
+def _if_native(scheduler: Any) -> "NativeScheduler | None":
+    """Return a native scheduler; None for vLLM's own.
+
+    Its module isn't imported for that: under a vLLM that runs its own it may not be possible.
+    """
+    module = sys.modules.get("sparksched.engine.scheduler")
+    return (
+        scheduler if module is not None and isinstance(scheduler, module.NativeScheduler) else None
+    )
 
 
 def context_of(engine: Any) -> EngineContext:

@@ -3,7 +3,6 @@
 import functools
 import threading
 import uuid
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs
@@ -32,15 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
 
 logger = init_logger("vllm.sparksched.transport")
-
-
-def install(core: ModuleType) -> None:
-    """Make `EngineCoreProc` offer rings to its clients."""
-    proc = core.EngineCoreProc
-    patching.replace(proc, "process_input_sockets", _with_rings)
-    patching.replace(proc, "_make_ready_response", _with_offer)
-    patching.replace(proc, "_handle_client_request", _with_notices)
-    patching.replace(proc, "shutdown", _closing_rings)
 
 
 def _with_rings(original: patching.Function) -> patching.Function:

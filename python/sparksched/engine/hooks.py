@@ -21,7 +21,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from sparksched._core import NativeBlockHasher, read_prompt
-from sparksched.compat import patching
+from sparksched.compat import patching, seams
 from sparksched.engine.context import context_of
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.scheduler import NativeScheduler
@@ -69,13 +69,11 @@ def forget_pending_scheduler() -> None:
 
 def prepare_engine(scheduler: NativeScheduler) -> None:
     """Replace the two functions, if an engine is what has had this scheduler built."""
-    engine = sys.modules.get(_ENGINE_MODULE)
-    if engine is None:
+    if _ENGINE_MODULE not in sys.modules:
         return
     if scheduler.vllm_config.cache_config.enable_prefix_caching:
         _pending.scheduler = weakref.ref(scheduler)
-    patching.replace(engine, "get_request_block_hasher", _preferring_native_hasher)
-    patching.replace(engine.EngineCore, "preprocess_add_request", _refusing_unsupported_requests)
+    patching.apply(seams.NATIVE_ENGINE)
 
 
 def _preferring_native_hasher(original: patching.Function) -> patching.Function:

@@ -8,23 +8,15 @@ kills its engines as soon as it has signalled them; those that are recorded get 
 """
 
 import functools
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, Final
 
-from sparksched.compat import patching
+from sparksched.compat import patching, seams
 
-_ENGINE_MODULE: Final = "vllm.v1.engine.core"
 _AT_THE_END: Final = "sparksched_at_the_end"
 """An attribute of the scheduler that is recorded, and of no other."""
 _GRACE_S: Final = 3.0
 """For which engines are waited for at the most: the two seconds that they wait for the disk."""
-
-
-def install_in_manager(module: ModuleType) -> None:
-    """Have `vllm.v1.engine.utils` wait for engines that are recorded."""
-    patching.replace(module, "get_engine_process_shutdown_timeout", _giving_time)
 
 
 def _giving_time(original: patching.Function) -> patching.Function:
@@ -41,11 +33,7 @@ def _giving_time(original: patching.Function) -> patching.Function:
 
 def prepare_engine() -> None:
     """Replace the loop, if an engine is what is building a scheduler."""
-    engine = sys.modules.get(_ENGINE_MODULE)
-    if engine is None:
-        return
-    for process in (engine.EngineCoreProc, engine.DPEngineCoreProc):
-        patching.replace(process, "run_busy_loop", _completing_the_recording)
+    patching.apply(seams.RECORDED_ENGINE)
 
 
 def call_at_the_end(scheduler: Any, complete: Callable[[], object]) -> None:

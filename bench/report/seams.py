@@ -1,0 +1,54 @@
+"""The tables of docs/changes-in-vllm.md, from the table of seams.
+
+A page says where they are to be: after a line `<!-- seams: GROUP -->`, and after
+`<!-- seams: all -->` the one of all groups.
+"""
+
+import re
+
+from sparksched.compat import seams
+from sparksched.compat.seams import Group
+from sparksched.compat.source import dotted
+
+MARK = re.compile(r"<!-- seams: (\w+) -->")
+
+
+def with_seams(text: str) -> str:
+    """Return a page's text with its tables of seams anew; KeyError names a group that isn't one."""
+    groups = {group.name: group for group in seams.GROUPS}
+    written: list[str] = []
+    is_replaced = False
+    for line in text.splitlines():
+        if is_replaced and line.startswith("|"):
+            continue
+        is_replaced = False
+        written.append(line)
+        if mark := MARK.fullmatch(line):
+            written += overview() if mark[1] == "all" else table(groups[mark[1]])
+            is_replaced = True
+    return "\n".join(written) + "\n"
+
+
+def overview() -> list[str]:
+    """Return the table of all groups."""
+    rows = [
+        "| group | functions | process | turned off by | without it |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for group in seams.GROUPS:
+        cells = (group.name, len(group.functions), group.process, group.off, group.instead)
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    total = sum(len(group.functions) for group in seams.GROUPS)
+    return [*rows, f"| all | {total} | | `VLLM_SCHEDULER=vllm` | |"]
+
+
+def table(group: Group) -> list[str]:
+    """Return the table of one group's functions, and of the values that it sets."""
+    has_gain = any(seam.gain for seam in group.functions)
+    head = ["function or value", "what for", *(["what it gains"] if has_gain else [])]
+    rows = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
+    for seam in (*group.functions, *group.values):
+        name = f"`{dotted(seam.target)}`" + (" (set)" if seam in group.values else "")
+        cells = [name, seam.purpose, *([seam.gain] if has_gain else [])]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows

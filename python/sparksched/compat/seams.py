@@ -1,0 +1,508 @@
+"""Where sparksched touches vLLM: every function that is replaced, and every one that is relied on.
+
+This table is the truth. The plugin replaces what it lists, `docs/changes-in-vllm.md` is written
+from it, tests delete each of its names in turn, and `sparksched.compat.drift` compares another vLLM
+with it. What each name is in each supported release, `fingerprints.json` holds.
+
+A group works as a whole or not at all: if one of its names is missing, or not as in the releases
+that are known, all of it stays vLLM's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from sparksched import environment
+from sparksched.compat.source import module_of
+
+
+class Moment(Enum):
+    """When a group is replaced."""
+
+    IMPORT = "as soon as its modules are imported"
+    NATIVE_SCHEDULER = "when an engine builds a native scheduler"
+    RECORDED_SCHEDULER = "when an engine builds a scheduler that is recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A function of vLLM's that one of ours stands in for, or a value that we set."""
+
+    target: str
+    """Where vLLM has it: a module, a colon and a path in it."""
+    by: str
+    """Of a function: what makes ours of the original. Of a value: what sets it."""
+    purpose: str
+    gain: str = ""
+    """What a user has of it; empty for what the rest of its group needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Seams that work together only."""
+
+    name: str
+    process: str
+    off: str
+    """What turns it off."""
+    instead: str
+    """What happens where it is left out."""
+    functions: tuple[Seam, ...]
+    is_on: Callable[[], bool]
+    values: tuple[Seam, ...] = ()
+    """What is set on vLLM's objects by others of our functions."""
+    relied_on: tuple[str, ...] = ()
+    """Targets that our functions call, or do the work of."""
+    after: tuple[str, ...] = ()
+    """Modules: as soon as one is imported, its functions are replaced, and with the first those of
+    all others. If empty, the modules that have the functions."""
+    moment: Moment = Moment.IMPORT
+    any_release: bool = False
+    """Whether it holds for every release, so that no fingerprint is looked at."""
+    prepare: str = ""
+    """A function of ours that is called before anything is replaced. It returns what speaks against
+    that, or None."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules whose import has something replaced, the first one first."""
+        return self.after or tuple(dict.fromkeys(module_of(it.target) for it in self.functions))
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The targets whose code must be as it is known."""
+        return (*(seam.target for seam in self.functions), *self.relied_on)
+
+
+def _always() -> bool:
+    return True
+
+
+_CORE: Final = "vllm.v1.engine.core"
+_CLIENT: Final = "vllm.v1.engine.core_client"
+_ASYNC_LLM: Final = "vllm.v1.engine.async_llm"
+_OUTPUT: Final = "vllm.v1.engine.output_processor"
+_SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
+_HASHES: Final = "vllm.v1.core.kv_cache_utils"
+_ENGINE: Final = "EngineCore"
+_API_SERVER: Final = "API server"
+
+CHOICE: Final = Group(
+    name="choice",
+    process="all",
+    off="`VLLM_SCHEDULER=vllm`",
+    instead="using vLLM's own scheduler",
+    is_on=_always,
+    any_release=True,
+    functions=(
+        Seam(
+            "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",
+            "sparksched.plugin:_preferring_spark_scheduler",
+            "returns `SparkScheduler` unless `--scheduler-cls` asks for another class",
+        ),
+    ),
+)
+
+VARIABLES: Final = "vllm.envs:environment_variables"
+"""What vLLM knows its environment variables by. Ours are added, with `VLLM_SCHEDULER=vllm`, too."""
+
+NATIVE_ENGINE: Final = Group(
+    name="native_engine",
+    process=_ENGINE,
+    off="whatever makes the scheduler fall back",
+    instead="using vLLM's own scheduler",
+    is_on=_always,
+    moment=Moment.NATIVE_SCHEDULER,
+    functions=(
+        Seam(
+            f"{_CORE}:get_request_block_hasher",
+            "sparksched.engine.hooks:_preferring_native_hasher",
+            "prompts are hashed in Rust, without the GIL",
+        ),
+        Seam(
+            f"{_CORE}:EngineCore.preprocess_add_request",
+            "sparksched.engine.hooks:_refusing_unsupported_requests",
+            "refuses a request that the core can't take, alone and with a message",
+        ),
+    ),
+    # Whose decisions the Rust core makes as well, and whose functions its callbacks use.
+    relied_on=(
+        _SCHEDULER,
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+        "vllm.v1.core.sched.request_queue",
+        "vllm.v1.core.sched.utils",
+        "vllm.v1.core.block_pool",
+        "vllm.v1.core.kv_cache_manager",
+        "vllm.v1.core.kv_cache_coordinator",
+        "vllm.v1.core.single_type_kv_cache_manager",
+        f"{_HASHES}:FreeKVCacheBlockQueue",
+        f"{_HASHES}:BlockHashListWithBlockSize",
+        f"{_HASHES}:get_request_block_hasher",
+        f"{_HASHES}:hash_block_tokens",
+        f"{_HASHES}:init_none_hash",
+        f"{_HASHES}:generate_block_hash_extra_keys",
+        f"{_HASHES}:generate_lookahead_block_hash_extra_keys",
+        f"{_HASHES}:maybe_convert_block_hash",
+        f"{_HASHES}:to_event_extra_keys",
+        f"{_HASHES}:partial_hash_hits_enabled",
+        "vllm.v1.core.kv_cache_metrics:KVCacheMetricsCollector",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager",
+        "vllm.v1.request:Request",
+        "vllm.v1.request:StreamingUpdate",
+        "vllm.v1.serial_utils:MsgpackEncoder",
+        "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup",
+        "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
+        "vllm.v1.structured_output:StructuredOutputManager.validate_tokens",
+        "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask",
+        "vllm.v1.structured_output.utils:strip_speculative_padding",
+        f"{_SCHEDULER}._try_schedule_encoder_inputs",
+        f"{_SCHEDULER}._reject_on_encoder_cache_embed_mismatch",
+        f"{_SCHEDULER}._allocate_encoder_inputs",
+        f"{_SCHEDULER}._free_encoder_inputs",
+        f"{_SCHEDULER}._free_encoder_input",
+        f"{_SCHEDULER}._make_scheduled_encoder_input_stats",
+        f"{_SCHEDULER}._get_encoder_input_updates",
+    ),
+)
+
+ENGINE_TRANSPORT: Final = Group(
+    name="engine_transport",
+    process=_ENGINE,
+    off="`SPARKSCHED_TRANSPORT=libzmq`, but for the end with the launcher",
+    instead="messages of this engine go through vLLM's own sockets",
+    is_on=_always,
+    functions=(
+        Seam(
+            f"{_CORE}:EngineCoreProc.process_input_sockets",
+            "sparksched.engine.core_proc:_with_rings",
+            "makes the engine's rings",
+        ),
+        Seam(
+            f"{_CORE}:EngineCoreProc._make_ready_response",
+            "sparksched.engine.core_proc:_with_offer",
+            "offers them to clients",
+        ),
+        Seam(
+            f"{_CORE}:EngineCoreProc._handle_client_request",
+            "sparksched.engine.core_proc:_with_notices",
+            "what happens to clients reaches the engine's loop",
+        ),
+        Seam(
+            f"{_CORE}:EngineCoreProc.shutdown",
+            "sparksched.engine.core_proc:_closing_rings",
+            "closes them",
+        ),
+    ),
+    values=(
+        Seam(
+            f"{_CORE}:EngineCoreProc.output_queue",
+            "sparksched.engine.clients:EngineTransport",
+            "what the engine's loop puts there is sent at once",
+        ),
+        Seam(
+            f"{_CORE}:EngineCoreProc.input_queue",
+            "sparksched.engine.clients:RingTransport",
+            "the engine's loop receives by itself while it waits for items",
+        ),
+        Seam(
+            f"{_CORE}:EngineCoreProc.preprocess_add_request",
+            "sparksched.engine.core_proc:_share_between_threads",
+            "of one engine: under a lock, because rings and sockets have a thread each",
+        ),
+        Seam(
+            f"{_CORE}:EngineCoreProc.tensor_ipc_receiver",
+            "sparksched.engine.core_proc:_share_between_threads",
+            "the same",
+        ),
+    ),
+    relied_on=(
+        f"{_CORE}:EngineCoreProc.process_output_sockets",
+        f"{_CORE}:EngineCoreProc._process_engine_step",
+        f"{_CORE}:EngineCoreProc._process_input_queue",
+        f"{_CORE}:EngineCoreProc._handle_mm_cache_miss",
+        f"{_CORE}:EngineCoreProc._handle_request_preproc_error",
+        f"{_CORE}:EngineCoreProc._handle_request_validation_error",
+        f"{_CORE}:EngineCoreProc.abort_requests",
+        f"{_CORE}:EngineCoreProc.has_work",
+        f"{_CORE}:EngineCoreProc.is_running",
+        f"{_CORE}:EngineShutdownState",
+        "vllm.v1.serial_utils:MsgpackEncoder",
+        "vllm.v1.serial_utils:MsgpackDecoder",
+        "vllm.v1.fault_tolerance.engine_core_sentinel:FT_UTILITY_METHOD",
+    ),
+)
+
+CLIENT_TRANSPORT: Final = Group(
+    name="client_transport",
+    process=_API_SERVER,
+    off="`SPARKSCHED_TRANSPORT=zmq`, but for requests that a shutdown leaves behind",
+    instead="messages to engines go through vLLM's own sockets",
+    is_on=_always,
+    functions=(
+        Seam(
+            f"{_CLIENT}:MPClient._apply_ready_response",
+            "sparksched.api_server.client:_remembering_offers",
+            "keeps the offer",
+        ),
+        Seam(
+            f"{_CLIENT}:BackgroundResources.__call__",
+            "sparksched.api_server.client:_closing_rings",
+            "says goodbye",
+        ),
+        Seam(
+            f"{_CLIENT}:AsyncMPClient.__init__",
+            "sparksched.api_server.client:_connecting",
+            "connects",
+        ),
+        Seam(
+            f"{_CLIENT}:SyncMPClient.__init__",
+            "sparksched.api_server.client:_connecting",
+            "connects",
+        ),
+        Seam(
+            f"{_CLIENT}:AsyncMPClient._ensure_output_queue_task",
+            "sparksched.api_server.client:_reading_rings",
+            "starts to receive",
+        ),
+        Seam(
+            f"{_CLIENT}:AsyncMPClient._send_input_message",
+            "sparksched.api_server.client:_sending_async",
+            "sends",
+        ),
+        Seam(
+            f"{_CLIENT}:SyncMPClient._send_input",
+            "sparksched.api_server.client:_sending_sync",
+            "sends",
+        ),
+        Seam(
+            f"{_CLIENT}:DPLBAsyncMPClient.get_core_engine_for_request",
+            "sparksched.api_server.client:_noting_new_requests",
+            "tells a new request from a session's later input",
+        ),
+        Seam(
+            f"{_CLIENT}:AsyncMPClient._send_input",
+            "sparksched.api_server.client:_undoing_refused_requests",
+            "a balancing client forgets a request that was not accepted",
+        ),
+        Seam(
+            f"{_ASYNC_LLM}:AsyncLLM._add_request",
+            "sparksched.api_server.overload:_forgetting_refused_requests",
+            "a request that was not accepted is forgotten",
+        ),
+        Seam(
+            f"{_ASYNC_LLM}:AsyncLLM.check_health",
+            "sparksched.api_server.overload:_checking_rings",
+            "an engine that was stopped makes `/health` answer 503",
+        ),
+        Seam(
+            f"{_ASYNC_LLM}:AsyncLLM._run_output_handler",
+            "sparksched.api_server.overload:_catching_up",
+            "streams catch up when outputs have piled up; "
+            "`VLLM_V1_OUTPUT_PROC_CHUNK_SIZE` keeps vLLM's way",
+        ),
+        Seam(
+            f"{_ASYNC_LLM}:AsyncLLM.shutdown",
+            "sparksched.api_server.shutdown:_telling_who_is_left",
+            "requests that are still in flight fail; in vLLM they may wait for ever",
+        ),
+    ),
+    values=(
+        Seam(
+            f"{VARIABLES}[VLLM_V1_OUTPUT_PROC_CHUNK_SIZE]",
+            "sparksched.api_server.overload:_let_calls_choose",
+            "its reader lets `AsyncLLM._run_output_handler` choose",
+        ),
+    ),
+    relied_on=(
+        f"{_CLIENT}:_process_utility_output",
+        f"{_CLIENT}:MPClient.ensure_alive",
+        f"{_CLIENT}:BackgroundResources",
+        f"{_CLIENT}:SyncMPClient.outputs_queue",
+        f"{_CLIENT}:AsyncMPClient.outputs_queue",
+        f"{_CLIENT}:DPLBAsyncMPClient.process_engine_outputs",
+        f"{_ASYNC_LLM}:AsyncLLM.abort",
+        f"{_ASYNC_LLM}:AsyncLLM.output_handler",
+        f"{_OUTPUT}:OutputProcessor.propagate_error",
+        "vllm.v1.serial_utils:MsgpackDecoder",
+        "vllm.v1.engine.exceptions:EngineDeadError",
+    ),
+)
+
+OUTPUTS: Final = Group(
+    name="outputs",
+    process=_API_SERVER,
+    off="`SPARKSCHED_FRONT_END=vllm`",
+    instead="outputs are processed by vLLM's own code",
+    is_on=environment.replaces_front_end,
+    after=(_OUTPUT,),
+    prepare="sparksched.api_server.output_processor:prepare",
+    functions=(
+        Seam(
+            f"{_OUTPUT}:OutputProcessor.process_outputs",
+            "sparksched.api_server.output_processor:_looping_over_plain_outputs",
+            "plain outputs in one flat loop, which also writes them into one that waits for its "
+            "stream",
+        ),
+        Seam(
+            "vllm.v1.metrics.stats:IterationStats.update_from_output",
+            "sparksched.api_server.output_processor:_reading_the_environment_for_nans",
+            "reads the environment only where it matters",
+        ),
+        Seam(
+            f"{_OUTPUT}:RequestOutputCollector.put",
+            "sparksched.api_server.request_collector:_waking_the_consumer",
+            "a stream waits without an event",
+        ),
+        Seam(
+            f"{_OUTPUT}:RequestOutputCollector.__init__",
+            "sparksched.api_server.request_collector:_without_event",
+            "the same",
+        ),
+        Seam(
+            f"{_OUTPUT}:RequestOutputCollector.get",
+            "sparksched.api_server.request_collector:_waiting_for_a_future",
+            "the same",
+        ),
+        Seam(
+            f"{_OUTPUT}:RequestOutputCollector.get_nowait",
+            "sparksched.api_server.request_collector:_clearing_no_event",
+            "the same",
+        ),
+    ),
+    values=(
+        Seam(
+            f"{_OUTPUT}:RequestOutputCollector",
+            "sparksched.api_server.request_collector:prepare",
+            "gets `ready`, which is no event any more, `plain_output` and `extends_plain_output`",
+        ),
+        Seam(
+            f"{_OUTPUT}:RequestState",
+            "sparksched.api_server.output_processor:prepare",
+            "gets `sparksched_is_plain`",
+        ),
+    ),
+    relied_on=(
+        f"{_OUTPUT}:OutputProcessor",
+        "vllm.outputs:RequestOutput",
+        "vllm.outputs:CompletionOutput",
+        "vllm.v1.engine.logprobs:LogprobsProcessor.update_from_output",
+        "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
+        "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer",
+        "vllm.v1.engine.parallel_sampling:ParentRequest.get_outputs",
+    ),
+)
+
+LATENCIES: Final = Group(
+    name="latencies",
+    process=_API_SERVER,
+    off="`SPARKSCHED_FRONT_END=vllm`",
+    instead="latencies are recorded by vLLM's own code",
+    is_on=environment.replaces_front_end,
+    prepare="sparksched.api_server.token_metrics:prepare",
+    functions=(
+        Seam(
+            "vllm.v1.metrics.loggers:PrometheusStatLogger.record",
+            "sparksched.api_server.token_metrics:_observing_latencies_at_once",
+            "a step's latencies are added to the histogram at once",
+        ),
+    ),
+)
+
+METRICS_PAGE: Final = Group(
+    name="metrics_page",
+    process=_API_SERVER,
+    off="`SPARKSCHED_METRICS=0`",
+    instead="there will be no metrics of engines",
+    is_on=environment.shows_metrics,
+    after=("vllm.entrypoints.serve.instrumentator.metrics",),
+    any_release=True,
+    prepare="sparksched.api_server.metrics:register",
+    functions=(
+        Seam(
+            "prometheus_client.multiprocess:MultiProcessCollector.collect",
+            "sparksched.api_server.metrics:_with_engines",
+            "the page of several API servers shows engines, too; with one API server they are "
+            "registered beside vLLM's metrics. This one is replaced under any version of vLLM, so "
+            "that the page tells that the version is not known",
+        ),
+    ),
+)
+
+DELIVERIES: Final = Group(
+    name="deliveries",
+    process=_API_SERVER,
+    off="`SPARKSCHED_METRICS=0`",
+    instead="how long outputs take to their streams is not measured",
+    is_on=environment.shows_metrics,
+    functions=(
+        Seam(
+            f"{_OUTPUT}:OutputProcessor.update_scheduler_stats",
+            "sparksched.api_server.deliveries:_ending",
+            "notes that streams have a step's outputs",
+        ),
+    ),
+    values=(
+        Seam(
+            f"{_CLIENT}:AsyncMPClient.outputs_queue",
+            "sparksched.api_server.deliveries:Deliveries",
+            "its `_get`, of each client's queue, notes when they came",
+        ),
+        Seam(
+            f"{_CLIENT}:SyncMPClient.outputs_queue",
+            "sparksched.api_server.deliveries:Deliveries",
+            "the same",
+        ),
+    ),
+)
+
+RECORDED_ENGINE: Final = Group(
+    name="recorded_engine",
+    process=_ENGINE,
+    off="without `SPARKSCHED_RECORD`",
+    instead="a signal may end the engine before its recording is complete",
+    is_on=_always,
+    moment=Moment.RECORDED_SCHEDULER,
+    functions=(
+        Seam(
+            f"{_CORE}:EngineCoreProc.run_busy_loop",
+            "sparksched.trace.engine_end:_completing_the_recording",
+            "the recording is complete when the loop has ended: from then on a signal may end the "
+            "process at any moment",
+        ),
+        Seam(
+            f"{_CORE}:DPEngineCoreProc.run_busy_loop",
+            "sparksched.trace.engine_end:_completing_the_recording",
+            "the same",
+        ),
+    ),
+)
+
+RECORDED_SERVER: Final = Group(
+    name="recorded_server",
+    process=_API_SERVER,
+    off="without `SPARKSCHED_RECORD`",
+    instead="the API server may end its engines before their recordings are complete",
+    is_on=lambda: environment.recording() is not None,
+    functions=(
+        Seam(
+            "vllm.v1.engine.utils:get_engine_process_shutdown_timeout",
+            "sparksched.trace.engine_end:_giving_time",
+            "with `--shutdown-timeout 0`, vLLM's default, an API server waits up to three seconds "
+            "for its engines before it kills them",
+        ),
+    ),
+)
+
+GROUPS: Final = (
+    CHOICE,
+    NATIVE_ENGINE,
+    ENGINE_TRANSPORT,
+    CLIENT_TRANSPORT,
+    OUTPUTS,
+    LATENCIES,
+    METRICS_PAGE,
+    DELIVERIES,
+    RECORDED_ENGINE,
+    RECORDED_SERVER,
+)

@@ -1,0 +1,473 @@
+"""The table of seams: each name deleted in turn, code that is not as it is known, and its page."""
+
+import importlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine.harness import restored_vllm
+from sparksched import environment, plugin
+from sparksched.compat import drift, fingerprints, patching, releases, seams, source
+from sparksched.compat.seams import Group, Moment, Seam
+from sparksched.engine import hooks
+from sparksched.trace import engine_end
+
+from bench.report.seams import MARK, with_seams
+
+pytestmark = pytest.mark.release
+
+FUNCTIONS = [(group, seam) for group in seams.GROUPS for seam in group.functions]
+ANY_RELEASE = [group for group in seams.GROUPS if group.any_release]
+RELIED_ON = [(group, target) for group in seams.GROUPS for target in group.relied_on]
+VLLM_SCHEDULER = (seams.CHOICE, seams.NATIVE_ENGINE)
+"""Groups without which vLLM's own scheduler serves."""
+
+
+def name_of(value: object) -> str:
+    """Return what a parameter is called in a test's name."""
+    if isinstance(value, Group):
+        return value.name
+    return value.target if isinstance(value, Seam) else str(value)
+
+
+@pytest.fixture(autouse=True)
+def vllm_restored(tmp_path: Any) -> Iterator[None]:
+    for group in seams.GROUPS:
+        for module in (*group.modules, *map(source.module_of, group.code)):
+            importlib.import_module(module)
+    with restored_vllm():
+        for name in [it for it in os.environ if it.startswith(("SPARKSCHED_", "VLLM_SCHED"))]:
+            del os.environ[name]
+        os.environ["SPARKSCHED_RECORD"] = str(tmp_path / "trace")
+        yield
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """Collect the warnings that reach vLLM's own handler: its logger does not propagate."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.sparksched")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def start(mode: str, **variables: str) -> None:
+    """Load the plugin, and build what an engine builds of it."""
+    os.environ.update(variables, VLLM_SCHEDULER=mode)
+    plugin.register()
+    if mode == "sparksched" and chosen_class() == "SparkScheduler":
+        cache_config = SimpleNamespace(enable_prefix_caching=False)
+        hooks.prepare_engine(
+            SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache_config))
+        )  # type: ignore[arg-type]
+    if mode == "sparksched":
+        engine_end.prepare_engine()
+
+
+def chosen_class() -> str:
+    """Return the name of the class that vLLM would schedule with, "" if it can't even be asked."""
+    from vllm.config import scheduler
+
+    config = getattr(scheduler, "SchedulerConfig", None)
+    if not hasattr(config, "get_scheduler_cls"):
+        return ""
+    name: str = config.default_factory().get_scheduler_cls().__name__
+    return name
+
+
+def replaced() -> set[str]:
+    """Return the targets of all functions that are replaced."""
+    return {seam.target for _, seam in FUNCTIONS if patching.original_of(seam.target) is not None}
+
+
+def expected(without: Group | None = None) -> set[str]:
+    """Return the targets of all functions that should be, if one group is left out."""
+    is_native = without not in VLLM_SCHEDULER
+    groups = [
+        group
+        for group in seams.GROUPS
+        if group is not without and (is_native or group.moment is not Moment.NATIVE_SCHEDULER)
+    ]
+    return {seam.target for group in groups for seam in group.functions}
+
+
+def delete(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """Delete a name from vLLM, wherever it is inherited from."""
+    owner, name = patching.owner_of(target)
+    for place in owner.__mro__[:-1] if isinstance(owner, type) else (owner,):
+        if name in vars(place):
+            monkeypatch.delattr(place, name)
+
+
+# ----------------------------------------------------------------------------------------
+# What is replaced
+# ----------------------------------------------------------------------------------------
+
+
+def test_all_that_the_table_lists_is_replaced_and_nothing_is_said(warnings: list[str]) -> None:
+    start("sparksched")
+    assert replaced() == expected()
+    assert warnings == []
+
+
+def test_off_replaces_nothing(warnings: list[str]) -> None:
+    import vllm.envs
+
+    values = dict(vars(vllm.envs))
+    start("vllm")
+    assert replaced() == set()
+    changed = {name for name, value in vars(vllm.envs).items() if value is not values.get(name)}
+    assert changed == {"environment_variables"}
+    assert warnings == []
+
+
+@pytest.mark.parametrize(("group", "seam"), FUNCTIONS, ids=name_of)
+def test_ours_exists(group: Group, seam: Seam) -> None:
+    assert callable(patching._ours(seam.by))
+
+
+@pytest.mark.parametrize("group", seams.GROUPS, ids=name_of)
+def test_what_sets_a_value_exists(group: Group) -> None:
+    for seam in group.values:
+        assert callable(patching._ours(seam.by)), seam
+
+
+# ----------------------------------------------------------------------------------------
+# What is missing, or not as it is known
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("group", "seam"), FUNCTIONS, ids=name_of)
+@pytest.mark.parametrize("mode", ["vllm", "sparksched"])
+def test_a_name_that_is_missing_leaves_its_group_to_vllm(
+    mode: str, group: Group, seam: Seam, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    delete(monkeypatch, seam.target)
+    start(mode)
+    if mode == "vllm":
+        assert replaced() == set()
+        assert warnings == []
+        return
+    assert replaced() == expected(without=group) - sharing(seam.target)
+    assert len(warnings) == len(groups_that_need(seam.target))
+    # It may be inherited from another one of the group, which is named then.
+    name = seam.target.rpartition(".")[2].rpartition(":")[2]
+    assert all(warning.endswith(f".{name} is missing") for warning in warnings)
+
+
+def groups_that_need(target: str) -> list[Group]:
+    return [group for group in seams.GROUPS if target in group.code]
+
+
+def sharing(target: str) -> set[str]:
+    """Return the functions of all groups that need a target."""
+    return {seam.target for group in groups_that_need(target) for seam in group.functions}
+
+
+OWNERS = sorted(
+    {seam.target.rpartition(".")[0] for _, seam in FUNCTIONS if "." in seam.target.split(":")[1]}
+)
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("mode", ["vllm", "sparksched"])
+def test_an_owner_that_is_missing_leaves_its_groups_to_vllm(
+    mode: str, owner: str, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    module, name = patching.owner_of(owner)
+    monkeypatch.delattr(module, name)
+    start(mode)
+    left = {
+        seam.target
+        for group, seam in FUNCTIONS
+        if any(f"{it}.".startswith(f"{owner}.") for it in group.code)
+    }
+    assert replaced() & left == set()
+    assert bool(warnings) is (mode == "sparksched")
+    assert all(source.dotted(owner) in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("mode", ["vllm", "sparksched"])
+def test_vllm_without_its_table_of_variables(
+    mode: str, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    import vllm.envs
+
+    monkeypatch.delattr(vllm.envs, "environment_variables")
+    plugin._declare_environment_variables()
+    assert warnings == [
+        "sparksched: vLLM doesn't know its variables: vllm.envs.environment_variables is missing"
+    ]
+
+
+@pytest.mark.parametrize("group", [it for it in seams.GROUPS if not it.any_release], ids=name_of)
+def test_code_that_differs_leaves_its_group_to_vllm(
+    group: Group, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    release = releases.installed()
+    target = group.functions[-1].target
+    known = {**fingerprints.KNOWN[release], target: "another"}
+    monkeypatch.setattr(fingerprints, "KNOWN", {release: known})
+    start("sparksched")
+    assert replaced() == expected(without=group) - sharing(target)
+    assert warnings
+    for warning in warnings:
+        assert warning.endswith(f"{source.dotted(target)} is not that of vLLM {release}")
+
+
+@pytest.mark.parametrize("group", seams.GROUPS, ids=name_of)
+def test_strict_makes_it_an_error(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    delete(monkeypatch, group.functions[0].target)
+    missing = source.dotted(group.functions[0].target)
+    with pytest.raises(RuntimeError, match=f"{missing}.*SPARKSCHED_STRICT=1 makes this an error"):
+        start("sparksched", SPARKSCHED_STRICT="1")
+
+
+@pytest.mark.parametrize(("group", "target"), RELIED_ON, ids=name_of)
+def test_a_function_that_is_relied_on_and_missing_leaves_its_group_to_vllm(
+    group: Group, target: str, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    known = fingerprints.KNOWN[releases.installed()]
+    if ":" not in target or target not in known or not source.installed().look_up(target)[1]:
+        pytest.skip("it is no function or class of this release")
+    delete(monkeypatch, target)
+    problem = fingerprints.difference(group)
+    # A part of what is relied on may be relied on, too.
+    assert problem is not None
+    assert problem.endswith(" is missing")
+
+
+@pytest.mark.parametrize("target", [it for it in seams.NATIVE_ENGINE.code if "Scheduler._" in it])
+def test_a_fork_without_a_private_function_runs_vllms_scheduler(
+    target: str, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    """Our modules take these when they are imported: that must not happen."""
+    if target not in fingerprints.KNOWN[releases.installed()]:
+        pytest.skip("a later release has it")
+    for name in [it for it in sys.modules if it.startswith("sparksched.")]:
+        if name.split(".")[1] in ("engine", "scheduler"):
+            monkeypatch.delitem(sys.modules, name)
+    delete(monkeypatch, target)
+    os.environ["VLLM_SCHEDULER"] = "sparksched"
+    plugin.register()
+    assert chosen_class() == "Scheduler"
+    assert "sparksched.engine.scheduler" not in sys.modules
+    assert replaced() >= {seam.target for seam in seams.ENGINE_TRANSPORT.functions}
+    assert warnings == [
+        "sparksched: using vLLM's own scheduler: this build of vLLM is not supported: "
+        f"{source.dotted(target)} is missing"
+    ]
+    # Nor if it is asked for by its name.
+    by_name = importlib.import_module("sparksched.scheduler").SparkScheduler
+    scheduler_config = SimpleNamespace(async_scheduling=True)
+    config = SimpleNamespace(diffusion_config=None, scheduler_config=scheduler_config)
+    assert by_name.choose(config, None, 16, None).__name__ == "AsyncScheduler"
+
+
+def test_what_was_replaced_is_given_back_if_a_later_module_lacks_a_name(
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    first, later = seams.CLIENT_TRANSPORT.modules
+    module = sys.modules[later]
+    monkeypatch.delitem(sys.modules, later)
+    patching.install(seams.CLIENT_TRANSPORT)
+    targets = {seam.target for seam in seams.CLIENT_TRANSPORT.functions}
+    assert replaced() & targets == {it for it in targets if it.startswith(f"{first}:")}
+    monkeypatch.setitem(sys.modules, later, module)
+    delete(monkeypatch, f"{later}:AsyncLLM.check_health")
+    patching.install(seams.CLIENT_TRANSPORT)
+    assert replaced() & targets == set()
+    assert len(warnings) == 1
+
+
+def test_a_module_that_is_missing(monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
+    group = seams.RECORDED_SERVER
+    (module,) = group.modules
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(source.Sources, "has_module", lambda self, name: name != module)
+    patching.install(group)
+    assert warnings == [f"sparksched: {group.instead}: {module} is missing"]
+
+
+# ----------------------------------------------------------------------------------------
+# Fingerprints
+# ----------------------------------------------------------------------------------------
+
+
+def test_each_release_has_its_fingerprints() -> None:
+    assert tuple(fingerprints.KNOWN) == releases.SUPPORTED
+    code = {it for group in seams.GROUPS for it in group.code if group not in ANY_RELEASE}
+    assert set().union(*fingerprints.KNOWN.values()) == code
+    replaced = {seam.target for group, seam in FUNCTIONS if group not in ANY_RELEASE}
+    for known in fingerprints.KNOWN.values():
+        assert replaced <= known.keys()
+
+
+def test_all_of_the_installed_release_is_known() -> None:
+    for group in seams.GROUPS:
+        assert fingerprints.difference(group) is None
+        for seam in group.values:
+            source.installed().look_up(seam.target)
+
+
+CODE = """
+from base import Base
+
+class Thing(Base):
+    def method(self, a: int = 1) -> int:
+        return a + 1
+
+VALUES = {"NAME": lambda: 1}
+"""
+SAME = '''
+"""A module."""
+from base import Base
+
+
+class Thing(Base):
+    """A class."""
+
+    def method(
+        self,
+        a: int = 1,
+    ) -> int:
+        """Return it."""
+        return (a
+            + 1)  # a comment
+
+VALUES = {
+    "NAME": (lambda: 1),
+}
+'''
+OTHERS = ["a + 2", "a - 1", "b + 1", "1 + a"]
+
+
+@pytest.fixture
+def vllm_of(tmp_path: Any) -> Any:
+    """Write a vLLM with one module."""
+
+    def write(code: str) -> source.Sources:
+        folder = tmp_path / str(hash(code)) / "vllm"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "thing.py").write_text(code)
+        return source.Sources(folder)
+
+    return write
+
+
+@pytest.mark.parametrize("target", ["vllm.thing:Thing.method", "vllm.thing:Thing", "vllm.thing"])
+def test_a_fingerprint_is_that_of_the_code(vllm_of: Any, target: str) -> None:
+    fingerprint = vllm_of(CODE).look_up(target).fingerprint
+    assert vllm_of(SAME).look_up(target).fingerprint == fingerprint
+    for other in OTHERS:
+        assert vllm_of(CODE.replace("a + 1", other)).look_up(target).fingerprint != fingerprint
+
+
+def test_an_entry_of_a_dictionary(vllm_of: Any) -> None:
+    target = "vllm.thing:VALUES[NAME]"
+    assert vllm_of(CODE).look_up(target) == vllm_of(SAME).look_up(target)
+    with pytest.raises(source.MissingError):
+        vllm_of(CODE).look_up("vllm.thing:VALUES[OTHER]")
+
+
+@pytest.mark.parametrize(
+    "target", ["vllm.other", "vllm.thing:Other", "vllm.thing:Thing.other", "vllm.thing:VALUES.a"]
+)
+def test_what_is_not_there_is_named(vllm_of: Any, target: str) -> None:
+    with pytest.raises(source.MissingError) as error:
+        vllm_of(CODE).look_up(target)
+    assert str(error.value) == source.dotted(target)
+
+
+def test_inherited_and_imported_names_are_found(tmp_path: Any) -> None:
+    folder = tmp_path / "vllm"
+    folder.mkdir()
+    (folder / "base.py").write_text("class Base:\n    def __init__(self):\n        self.a = 1\n")
+    (folder / "thing.py").write_text("from vllm.base import Base as B\nclass Thing(B):\n    pass\n")
+    sources = source.Sources(folder)
+    assert sources.find("vllm.thing:Thing.a")
+    assert sources.find("vllm.thing:B.__init__") == sources.find("vllm.thing:Thing.__init__")
+
+
+# ----------------------------------------------------------------------------------------
+# The page
+# ----------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/changes-in-vllm.md"
+
+
+def test_the_page_is_written_from_the_table() -> None:
+    """If this fails, `make tables` mends it."""
+    text = PAGE.read_text()
+    assert with_seams(text) == text
+    assert MARK.findall(text) == ["all", *(group.name for group in seams.GROUPS)]
+
+
+def test_each_switch_is_a_variable_of_ours() -> None:
+    for group in seams.GROUPS:
+        for name in re.findall(r"`(\w+)", group.off):
+            assert name in environment.VARIABLES, group
+
+
+# ----------------------------------------------------------------------------------------
+# drift
+# ----------------------------------------------------------------------------------------
+
+
+def test_drift_finds_nothing_between_a_release_and_itself(capsys: Any) -> None:
+    assert drift.main(["installed", "installed"]) == 0
+    assert capsys.readouterr().out == "Nothing has changed.\n"
+
+
+@pytest.fixture
+def changed_vllm(tmp_path: Path) -> Path:
+    """Copy what the table names of vLLM, changed in one way of each kind."""
+    folder = source.installed().folder
+    modules = {folder / "__init__.py"}
+    for path in (*folder.glob("config/*.py"), *folder.glob("v1/**/*.py"), *folder.glob("*.py")):
+        modules.add(path)
+    for path in modules:
+        copy = tmp_path / "vllm-fork" / path.relative_to(folder.parent)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    knob = "    num_invalid_spec_tokens:"
+    for name, before, after in (
+        ("v1/engine/core.py", "def _make_ready_response(", "def _make_readiness("),
+        ("v1/core/sched/scheduler.py", "def schedule(", "def schedule(self): ...\n    def old("),
+        ("v1/core/sched/output.py", knob, f"    new_knob: int = 7\n{knob}"),
+        ("config/lora.py", "    max_loras:", "    new_setting: int = 8\n    max_loras:"),
+        ("sampling_params.py", "class RequestOutputKind(", "class OtherKind("),
+    ):
+        path = tmp_path / "vllm-fork/vllm" / name
+        text = path.read_text()
+        assert before in text, name
+        path.write_text(text.replace(before, after, 1))
+    return tmp_path / "vllm-fork"
+
+
+def test_drift_lists_each_kind_of_change(changed_vllm: Path, capsys: Any) -> None:
+    assert drift.main(["installed", str(changed_vllm), "--diff"]) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    core = "vllm.v1.engine.core.EngineCoreProc"
+    assert f"{core}._make_ready_response (engine_transport): gone" in lines
+    scheduler = "vllm.v1.core.sched.scheduler.Scheduler (native_engine)"
+    assert f"{scheduler}: changed: schedule; new: old" in lines
+    assert "+    def schedule(self):" in lines
+    assert "vllm.v1.core.sched.output.SchedulerOutput: new: new_knob = 7" in lines
+    assert "lora_config: new: new_setting = 8" in lines
+    assert "lora_config: new_setting is not in the allow-list" in lines
+    assert "vllm.sampling_params.RequestOutputKind" in lines
+
+
+def test_drift_says_that_there_is_no_vllm(tmp_path: Path, capsys: Any) -> None:
+    assert drift.main(["installed", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"drift: there is no vLLM in {tmp_path}\n"
