@@ -32,7 +32,8 @@ take longer, as far as it is known from servers and cases before.
     python -m bench.serving.vllm_bench --model gpt-oss-120b,Qwen2-1.5B,Qwen3-0.6B,Qwen3-0.6B+embed
         [--json FILE] [--cases 1024/128,8192/256,4096+256/128] [--concurrency 64,256,1024]
         [--rates 50,80,95] [--front-end python,rust] [--client python|rust] [--cores all,2]
-        [--offline throughput,latency] [--no-serve] [--rounds N] [--waves N] [--minutes M]
+        [--offline throughput,latency] [--no-serve] [--rounds N] [--waves N] [--least N]
+        [--minutes M]
 """
 
 import argparse

@@ -111,12 +111,13 @@ def test_a_directory_is_a_model_and_anything_else_is_refused(tmp_path: Path) -> 
         "gpt-oss-120b",
         "gpt-oss-20b",
         "Qwen2-1.5B",
+        "Qwen3-0.6B",
         "Qwen3-Next-quarter",
         "tiny",
     }
 
 
-def test_a_model_that_speculates_has_a_name_and_a_head_of_its_own(tmp_path: Path) -> None:
+def test_a_model_that_speculates_or_embeds_has_a_name_of_its_own(tmp_path: Path) -> None:
     ngram = prepare("tiny+ngram", tmp_path)
     assert ngram.name == "tiny+ngram"
     assert ngram.speculation is not None
@@ -125,5 +126,7 @@ def test_a_model_that_speculates_has_a_name_and_a_head_of_its_own(tmp_path: Path
     assert eagle3.speculation is not None
     head = json.loads((Path(eagle3.speculation["model"]) / "config.json").read_text())
     assert head["vocab_size"] == eagle3.vocab_size
-    with pytest.raises(ModelError, match="medusa is none of ngram, eagle3"):
+    embedding = prepare("tiny+embed", tmp_path)
+    assert (embedding.name, embedding.is_pooling) == ("tiny+embed", True)
+    with pytest.raises(ModelError, match="medusa is none of ngram, eagle3, embed"):
         prepare("gpt-oss-20b+medusa", tmp_path)
