@@ -37,7 +37,8 @@ SELECTED: tuple[Row, ...] = tuple(
         {"model": "gpt-oss-120b", "lengths": "4096+256/128", "concurrency": 256},
     )
 )
-"""What the page shows of all cases of servers."""
+"""What docs/results.md is to show of all cases of servers, where it says `later: vllm_bench`: a mark
+of a table is refused until there is a result."""
 
 
 @dataclass
