@@ -37,8 +37,7 @@ SELECTED: tuple[Row, ...] = tuple(
         {"model": "gpt-oss-120b", "lengths": "4096+256/128", "concurrency": 256},
     )
 )
-"""What docs/results.md is to show of all cases of servers, where it says `later: vllm_bench`: a mark
-of a table is refused until there is a result."""
+"""Cases for docs/results.md, where it says `later: vllm_bench`: marks need a stored result."""
 
 
 @dataclass
