@@ -32,14 +32,15 @@ def with_seams(text: str) -> str:
 def overview() -> list[str]:
     """Return the table of all groups."""
     rows = [
-        "| group | functions | process | turned off by | without it |",
-        "| --- | --- | --- | --- | --- |",
+        "| group | functions | process | what it gains | turned off by | without it |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for group in seams.GROUPS:
-        cells = (group.name, len(group.functions), group.process, group.off, group.instead)
-        rows.append(f"| {' | '.join(map(str, cells))} |")
+        number = str(len(group.functions))
+        cells = (group.name, number, group.process, group.gain, group.off, group.instead)
+        rows.append(f"| {' | '.join(cells)} |")
     total = sum(len(group.functions) for group in seams.GROUPS)
-    return [*rows, f"| all | {total} | | `VLLM_SCHEDULER=vllm` | |"]
+    return [*rows, f"| all | {total} | | | `VLLM_SCHEDULER=vllm` | |"]
 
 
 def table(group: Group) -> list[str]:

@@ -54,7 +54,7 @@ def _changed(group: Group) -> str | None:
                 if found.fingerprint != known[target]:
                     return f"{dotted(target)} is not that of vLLM {release}"
         for seam in group.values:
-            source.installed().find(seam.target)
+            source.installed().look_up(seam.target)
     except MissingError as error:
         return f"{error} is missing"
     except (OSError, SyntaxError, ValueError) as error:

@@ -35,7 +35,7 @@ class Seam:
     """Of a function: what makes ours of the original. Of a value: what sets it."""
     purpose: str
     gain: str = ""
-    """What a user has of it; empty for what the rest of its group needs."""
+    """What this one gains; empty for what the rest of its group needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class Group:
     process: str
     off: str
     """What turns it off."""
+    gain: str
+    """What a user has of it."""
     instead: str
     """What happens where it is left out."""
     functions: tuple[Seam, ...]
@@ -92,6 +94,7 @@ CHOICE: Final = Group(
     name="choice",
     process="all",
     off="`VLLM_SCHEDULER=vllm`",
+    gain="decisions are made in Rust",
     instead="using vLLM's own scheduler",
     is_on=_always,
     any_release=True,
@@ -102,6 +105,8 @@ CHOICE: Final = Group(
             "returns `SparkScheduler` unless `--scheduler-cls` asks for another class",
         ),
     ),
+    # Ours are not to be in the key of the compilation cache: see `sparksched.plugin`.
+    relied_on=("vllm.envs:compile_factors",),
 )
 
 VARIABLES: Final = "vllm.envs:environment_variables"
@@ -111,6 +116,7 @@ NATIVE_ENGINE: Final = Group(
     name="native_engine",
     process=_ENGINE,
     off="whatever makes the scheduler fall back",
+    gain="prompts are hashed beside the engine's loop; a request that can't be served fails alone",
     instead="using vLLM's own scheduler",
     is_on=_always,
     moment=Moment.NATIVE_SCHEDULER,
@@ -170,6 +176,7 @@ ENGINE_TRANSPORT: Final = Group(
     name="engine_transport",
     process=_ENGINE,
     off="`SPARKSCHED_TRANSPORT=libzmq`, but for the end with the launcher",
+    gain="the engine's loop sends and receives by itself; what waits for a client is bounded",
     instead="messages of this engine go through vLLM's own sockets",
     is_on=_always,
     functions=(
@@ -196,6 +203,11 @@ ENGINE_TRANSPORT: Final = Group(
     ),
     values=(
         Seam(
+            f"{_CORE}:EngineCore",
+            "sparksched.engine.context:context_of",
+            "gets `sparksched`: what our functions of one engine share",
+        ),
+        Seam(
             f"{_CORE}:EngineCoreProc.output_queue",
             "sparksched.engine.clients:EngineTransport",
             "what the engine's loop puts there is sent at once",
@@ -214,6 +226,17 @@ ENGINE_TRANSPORT: Final = Group(
             f"{_CORE}:EngineCoreProc.tensor_ipc_receiver",
             "sparksched.engine.core_proc:_share_between_threads",
             "the same",
+        ),
+        Seam(
+            f"{_CORE}:EngineCoreProc.shutdown_state",
+            "sparksched.engine.clients:EngineTransport",
+            "set when the last API server is gone: the engine stops",
+        ),
+        Seam(
+            f"{_CORE}:EngineCoreProc.enable_fault_tolerance",
+            "sparksched.engine.launcher:fail",
+            "set to False when the launcher is gone or our transport has failed: nobody could send "
+            "the commands that recovery waits for",
         ),
     ),
     relied_on=(
@@ -237,6 +260,7 @@ CLIENT_TRANSPORT: Final = Group(
     name="client_transport",
     process=_API_SERVER,
     off="`SPARKSCHED_TRANSPORT=zmq`, but for requests that a shutdown leaves behind",
+    gain="the event loop reads a step without a thread or a socket; requests of a dead engine fail",
     instead="messages to engines go through vLLM's own sockets",
     is_on=_always,
     functions=(
@@ -313,6 +337,21 @@ CLIENT_TRANSPORT: Final = Group(
             "sparksched.api_server.overload:_let_calls_choose",
             "its reader lets `AsyncLLM._run_output_handler` choose",
         ),
+        Seam(
+            f"{_CLIENT}:MPClient",
+            "sparksched.api_server.client:_remembering_offers",
+            "gets `sparksched_offers`; one that balances, `sparksched_new_request`",
+        ),
+        Seam(
+            f"{_CLIENT}:BackgroundResources",
+            "sparksched.api_server.client:_connecting",
+            "gets `sparksched_rings` and `sparksched_deliveries`",
+        ),
+        Seam(
+            f"{_CLIENT}:BackgroundResources.engine_dead",
+            "sparksched.api_server.channel:Channel",
+            "set when the rings say that the engine is dead",
+        ),
     ),
     relied_on=(
         f"{_CLIENT}:_process_utility_output",
@@ -333,6 +372,7 @@ OUTPUTS: Final = Group(
     name="outputs",
     process=_API_SERVER,
     off="`SPARKSCHED_FRONT_END=vllm`",
+    gain="a token costs an API server less",
     instead="outputs are processed by vLLM's own code",
     is_on=environment.replaces_front_end,
     after=(_OUTPUT,),
@@ -397,6 +437,7 @@ LATENCIES: Final = Group(
     name="latencies",
     process=_API_SERVER,
     off="`SPARKSCHED_FRONT_END=vllm`",
+    gain="a token costs an API server less",
     instead="latencies are recorded by vLLM's own code",
     is_on=environment.replaces_front_end,
     prepare="sparksched.api_server.token_metrics:prepare",
@@ -413,6 +454,7 @@ METRICS_PAGE: Final = Group(
     name="metrics_page",
     process=_API_SERVER,
     off="`SPARKSCHED_METRICS=0`",
+    gain="`/metrics` shows engines",
     instead="there will be no metrics of engines",
     is_on=environment.shows_metrics,
     after=("vllm.entrypoints.serve.instrumentator.metrics",),
@@ -433,6 +475,7 @@ DELIVERIES: Final = Group(
     name="deliveries",
     process=_API_SERVER,
     off="`SPARKSCHED_METRICS=0`",
+    gain="an API server that falls behind is seen",
     instead="how long outputs take to their streams is not measured",
     is_on=environment.shows_metrics,
     functions=(
@@ -460,6 +503,7 @@ RECORDED_ENGINE: Final = Group(
     name="recorded_engine",
     process=_ENGINE,
     off="without `SPARKSCHED_RECORD`",
+    gain="recordings are complete",
     instead="a signal may end the engine before its recording is complete",
     is_on=_always,
     moment=Moment.RECORDED_SCHEDULER,
@@ -476,12 +520,20 @@ RECORDED_ENGINE: Final = Group(
             "the same",
         ),
     ),
+    values=(
+        Seam(
+            "vllm.v1.structured_output:StructuredOutputManager",
+            "sparksched.trace.recording:record",
+            "methods of one engine's manager, and of its scheduler, are wrapped",
+        ),
+    ),
 )
 
 RECORDED_SERVER: Final = Group(
     name="recorded_server",
     process=_API_SERVER,
     off="without `SPARKSCHED_RECORD`",
+    gain="recordings are complete",
     instead="the API server may end its engines before their recordings are complete",
     is_on=lambda: environment.recording() is not None,
     functions=(
