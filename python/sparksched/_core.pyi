@@ -580,16 +580,12 @@ class ClientRings:
     After a panic in a method that uses the rings the link ends: `RingEnd` follows.
     """
 
-    def __new__(
-        cls, name: str, *, client_index: int, max_backlog_bytes: int, stuck_after_s: float
-    ) -> ClientRings:
+    def __new__(cls, name: str, *, client_index: int, stuck_after_s: float) -> ClientRings:
         """Connect to the engine that waits under a name.
 
         Args:
             name: As given to the engine.
             client_index: Which of the engine's clients this is.
-            max_backlog_bytes: What may wait for room in the ring. One message more is accepted,
-                of whatever size.
             stuck_after_s: An engine that doesn't run for so many seconds is reported.
 
         Raises:
@@ -609,6 +605,10 @@ class ClientRings:
     def stuck_for_s(self) -> float | None:
         """Seconds for which the engine's process hasn't run, if it is stuck; else None."""
 
+    @property
+    def without_room_for_s(self) -> float | None:
+        """Seconds since the ring last took a part of what waits for room; None if nothing waits."""
+
     def fileno(self) -> int:
         """Return a descriptor that is readable when `receive` should be called."""
 
@@ -621,14 +621,14 @@ class ClientRings:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait, without the GIL, until the descriptor is readable; it may return early."""
 
-    def send(self, kind: int, frames: Iterable[Buffer], *, regardless: bool = False) -> int | None:
+    def send(self, kind: int, frames: Iterable[Buffer]) -> int:
         """Send a message without ever waiting; what finds no room in the ring is kept.
 
-        Arguments are those of `EngineRings.send`.
+        However much is kept already: whoever sends keeps that within bounds. Arguments are those
+        of `EngineRings.send`.
 
         Returns:
-            A ticket: all of the message is in the ring once `sent_before()` is greater. None if
-            `max_backlog_bytes` wait already; the message is not accepted then.
+            A ticket: all of the message is in the ring once `sent_before()` is greater.
 
         Raises:
             ConnectionError: if the engine is gone.
@@ -637,10 +637,7 @@ class ClientRings:
         """
 
     def sent_before(self) -> int:
-        """Return a ticket: messages with lower ones are in the ring, or were taken back."""
-
-    def take_back(self, ticket: int) -> bool:
-        """Take back a message; False if a part of it is in the ring already."""
+        """Return a ticket: messages with lower ones are in the ring."""
 
     def close(self, *, linger_s: float = 0.0) -> None:
         """Say goodbye, when the engine has taken what waits or `linger_s` is over."""

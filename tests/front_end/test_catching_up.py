@@ -121,9 +121,7 @@ def new_rings(ring_bytes: int) -> tuple[_core.EngineRings, _core.ClientRings]:
         max_backlog_bytes=1 << 30,
         stuck_after_s=60,
     )
-    client = _core.ClientRings(
-        engine.name, client_index=0, max_backlog_bytes=1 << 20, stuck_after_s=60
-    )
+    client = _core.ClientRings(engine.name, client_index=0, stuck_after_s=60)
     return engine, client
 
 

@@ -119,11 +119,11 @@ CLIENT_CALLS: dict[str, Callable[[Any], object]] = {
     "wait": lambda rings: rings.wait(0.0),
     "send": lambda rings: rings.send(0, [b"message"]),
     "sent_before": lambda rings: rings.sent_before(),
-    "take_back": lambda rings: rings.take_back(0),
+    "without_room_for_s": lambda rings: rings.without_room_for_s,
     "stuck_for_s": lambda rings: rings.stuck_for_s,
     "close": lambda rings: rings.close(),
 }
-ENDING_THE_LINK = {"receive", "wait", "send", "sent_before", "take_back", "close"}
+ENDING_THE_LINK = {"receive", "wait", "send", "sent_before", "without_room_for_s", "close"}
 """What uses the rings on the client's side: nobody knows what it has left there."""
 
 OUTPUTS_CALLS: dict[str, Callable[[Any], object]] = {
@@ -175,7 +175,7 @@ def engine_sockets() -> Any:
 
 
 def client_rings(name: str) -> Any:
-    return _core.ClientRings(name, client_index=0, max_backlog_bytes=1 << 20, stuck_after_s=10.0)
+    return _core.ClientRings(name, client_index=0, stuck_after_s=10.0)
 
 
 def meter_reader(meters: Any) -> Any:

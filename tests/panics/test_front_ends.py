@@ -56,7 +56,7 @@ ENDING_THE_LINK = {
 """How the next request ends."""
 
 WITHOUT_A_LOOP = ["ClientRings.receive", "ClientRings.wait"]
-WAITING_FOR_ROOM = "ClientRings.take_back"
+WAITING_FOR_ROOM = "ClientRings.without_room_for_s"
 NOT_ENDING_IT = ["MeterReader.__new__", *WATCHING, "ClientRings.stuck_for_s", "ClientRings.close"]
 
 ENTRIES = {*ENDING_THE_LINK, *WITHOUT_A_LOOP, WAITING_FOR_ROOM, *STARTING, *NOT_ENDING_IT}

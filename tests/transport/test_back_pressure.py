@@ -3,18 +3,21 @@
 import asyncio
 import os
 import signal
+import time
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from engine.harness import new_request
 from sparksched.api_server.channel import EngineBusyError
 from sparksched.engine import core_proc as engine_side
 from vllm.config import VllmConfig
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreRequestType, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from .clients import (
     ENDLESS,
@@ -110,25 +113,57 @@ def test_a_short_stop_refuses_nothing(config: VllmConfig) -> None:
         run_async(run(engine))
 
 
-def test_too_much_waits_already(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then a request is refused at once."""
-    for module in ("connection", "async_channel"):
-        monkeypatch.setattr(f"sparksched.api_server.{module}.MAX_BACKLOG_BYTES", 1 << 20)
-    variables = {**SMALL_RINGS, "SPARKSCHED_STUCK_AFTER_S": "60"}
+def take_large_messages_slowly() -> None:
+    decode = MsgpackDecoder.decode
+
+    def slow_decode(self: MsgpackDecoder, frames: Any) -> Any:
+        if len(frames[0]) > BULK:
+            time.sleep(0.3)
+        return decode(self, frames)
+
+    MsgpackDecoder.decode = slow_decode
+
+
+def test_a_burst_is_not_an_overload(config: VllmConfig) -> None:
+    """Far more than a backlog may hold, for longer than a ring may stay full: the engine reads."""
+    variables = {**SMALL_RINGS, "SPARKSCHED_STUCK_AFTER_S": "2"}
+    requests = {f"large-{it}": bulky_request(f"large-{it}", 8 << 20) for it in range(12)}
 
     async def run(engine: Engine) -> None:
         async with connected(config, engine) as reader:
+            encode = reader.client.encoder.encode
+            reader.client.encoder.encode = mock.Mock(side_effect=encode)
             engine.signal(signal.SIGSTOP)
-            waiting = asyncio.create_task(reader.add(bulky_request("large", 3 << 20)))
-            await asyncio.sleep(0.05)
-            with pytest.raises(EngineBusyError, match="1 MiB wait for it already"):
-                await reader.add(bulky_request("refused", BULK))
+            adding = [asyncio.create_task(reader.add(it)) for it in requests.values()]
+            await asyncio.sleep(0.1)
+            # The others are as large as their senders' objects, no more.
+            assert reader.client.encoder.encode.call_count == 1
             engine.signal(signal.SIGCONT)
-            await waiting
-            await reader.finish(["large"])
-            assert list(reader.tokens) == ["large"]
+            await asyncio.gather(*adding)
+            await reader.finish(requests)
+            assert all(reader.tokens[it] == expected_tokens(prompt_of(2), 2) for it in requests)
 
-    with front_end(**variables), running_engine(config, **variables) as engine:
+    prepare = take_large_messages_slowly
+    with front_end(**variables), running_engine(config, prepare=prepare, **variables) as engine:
+        run_async(run(engine))
+
+
+def test_where_nothing_moves_a_request_is_refused_at_once(config: VllmConfig) -> None:
+    async def run(engine: Engine) -> None:
+        async with connected(config, engine) as reader:
+            engine.signal(signal.SIGSTOP)
+            with pytest.raises(EngineBusyError):
+                await reader.add(bulky_request("half", 3 << 20))
+            with pytest.raises(EngineBusyError, match=r"it has made no room for 0\.5 s"):
+                # Nothing is awaited.
+                reader.client._send_input(EngineCoreRequestType.ADD, bulky_request("refused", 1))
+            engine.signal(signal.SIGCONT)
+            await reader.finish(["half"])
+            await reader.add(bulky_request("later", BULK))
+            await reader.finish(["later"])
+            assert sorted(reader.tokens) == ["half", "later"]
+
+    with front_end(**SMALL_RINGS), running_engine(config, **SMALL_RINGS) as engine:
         run_async(run(engine))
 
 
@@ -230,10 +265,10 @@ def test_a_balancer_forgets_what_was_refused(model_directory: Path, tmp_path: Pa
         run_async(run())
 
 
-def test_a_balancer_keeps_a_session_whose_next_input_was_refused(
+def test_a_balancer_ends_a_session_whose_next_input_was_refused(
     model_directory: Path, tmp_path: Path
 ) -> None:
-    """Its engine has it, and must hear that it ends."""
+    """Its engine has it, and hears that it ends."""
     with front_end(**SMALL_RINGS):
         config = make_config(model_directory, data_parallel_size=2)
 
@@ -249,12 +284,13 @@ def test_a_balancer_keeps_a_session_whose_next_input_was_refused(
             accepted, refused = await fill_ring(reader, data_parallel_rank=rank)
             with pytest.raises(EngineBusyError):
                 await reader.add(bulky_request("session", BULK, resumable=True))
-            assert client.reqs_in_flight["session"] == client.core_engines[rank]
-            await client.abort_requests_async(["session", *refused])
+            assert "session" not in client.reqs_in_flight
+            await client.abort_requests_async(refused)
             os.kill(process.pid, signal.SIGCONT)
             await reader.finish(accepted)
             await reader.until(lambda: not client.reqs_in_flight)
             assert not any(client.engine_inflight.values())
+            assert await client.call_utility_all_async("unfinished_requests") == [[], []]
 
     with front_end(**SMALL_RINGS), engines_of_clients(tmp_path / "log", **SMALL_RINGS):
         run_async(run())

@@ -86,9 +86,7 @@ def engine_rings(name: str = "") -> Any:
 
 
 def client_rings(name: str, index: int = 0) -> Any:
-    return _core.ClientRings(
-        name, client_index=index, max_backlog_bytes=1 << 20, stuck_after_s=10.0
-    )
+    return _core.ClientRings(name, client_index=index, stuck_after_s=10.0)
 
 
 def run_in_a_process(function: Callable[..., None], log_path: Path, *args: Any) -> None:

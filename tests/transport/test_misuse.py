@@ -72,7 +72,6 @@ def test_a_client_that_sends_nonsense(kind: int, frames: list[bytes], config: Vl
             rings = _core.ClientRings(
                 await reader.call("ring_name"),
                 client_index=1,
-                max_backlog_bytes=1 << 20,
                 stuck_after_s=10.0,
             )
             theirs = endless_request("theirs", client_index=1)

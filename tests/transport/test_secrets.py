@@ -119,7 +119,7 @@ async def serve_and_refuse(llm: AsyncLLM) -> list[str]:
 async def damage(llm: AsyncLLM) -> list[str]:
     """Send messages that are damaged, with the prompt in them, as another client."""
     name = await llm.engine_core.call_utility_async("ring_name")
-    rings = _core.ClientRings(name, client_index=1, max_backlog_bytes=1 << 20, stuck_after_s=10.0)
+    rings = _core.ClientRings(name, client_index=1, stuck_after_s=10.0)
     whole = MsgpackEncoder().encode(new_request("damaged", PROMPT, cache_salt=SALT))
     rings.send(ADD, [bytes(whole[0])[:-3], *whole[1:]])
     end = None

@@ -219,10 +219,10 @@ def test_client_of_an_engine_that_refuses() -> None:
             finally:
                 os._exit(0)
         with pytest.raises(ConnectionError, match="the engine refuses: the other process runs"):
-            _core.ClientRings(name, client_index=0, max_backlog_bytes=1, stuck_after_s=1.0)
+            _core.ClientRings(name, client_index=0, stuck_after_s=1.0)
         os.waitpid(pid, 0)
     with pytest.raises(ConnectionError, match="the engine can't be reached"):
-        _core.ClientRings(name, client_index=0, max_backlog_bytes=1, stuck_after_s=1.0)
+        _core.ClientRings(name, client_index=0, stuck_after_s=1.0)
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can become somebody else")

@@ -523,7 +523,6 @@ REPLACED_FUNCTIONS = {
         "MPClient._apply_ready_response",
         "BackgroundResources.__call__",
         "AsyncMPClient.__init__",
-        "AsyncMPClient._ensure_output_queue_task",
         "AsyncMPClient._send_input",
         "AsyncMPClient._send_input_message",
         "SyncMPClient.__init__",

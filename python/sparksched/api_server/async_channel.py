@@ -22,7 +22,6 @@ from sparksched import _core, environment
 from sparksched.api_server.channel import MAX_MESSAGES, Channel, EngineBusyError
 from sparksched.api_server.garbage import FEW_BYTES, LaterCollections
 from sparksched.api_server.turns import OthersTurns
-from sparksched.shared.offer import MAX_BACKLOG_BYTES
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import AsyncMPClient, MPClient
@@ -34,6 +33,10 @@ MAX_OUTPUTS: Final = 4096
 """About how many outputs are taken in one turn: processing so many takes some 30 ms."""
 
 
+_SOON_S: Final = 0.01
+"""The least time between two looks whether an engine makes room."""
+
+
 class _Sent:
     """To be awaited when there is nothing to wait for."""
 
@@ -41,33 +44,50 @@ class _Sent:
         yield from ()
 
 
-_SENT = _Sent()
+SENT: Final = _Sent()
 
 
 class Waiting:
     """A message that waits for room in its ring; to be awaited until it is sent."""
 
-    def __init__(self, rings: "_core.ClientRings", ticket: int) -> None:
-        self.ticket = ticket
+    def __init__(
+        self,
+        kind: int,
+        encode: Callable[[], Any],
+        request_id: str | None,
+        on_dropped: Callable[[], object] | None,
+    ) -> None:
+        self.kind = kind
+        self.request_id = request_id
         self.future = asyncio.get_running_loop().create_future()
-        self.on_taken_back: Callable[[], None] | None = None
-        self._rings = rings
+        self.ticket: int | None = None
+        """Set when it is encoded and given to the rings: from then on the engine gets it."""
+        self._encode: Callable[[], Any] | None = encode
+        self._on_dropped = on_dropped
 
     def __await__(self) -> Generator[Any, None, None]:
-        return self._wait().__await__()
-
-    async def _wait(self) -> None:
-        limit_s = environment.stuck_after_s()
         try:
-            async with asyncio.timeout(limit_s):
-                await self.future
-        except TimeoutError:
-            raise EngineBusyError(f"it has made no room for {limit_s:g} s") from None
+            yield from self.future.__await__()
         finally:
-            # Nothing is left to take back if it was sent. If a part of it is in the ring, the
-            # engine gets all of it as soon as it makes room.
-            if self._rings.take_back(self.ticket) and self.on_taken_back is not None:
-                self.on_taken_back()
+            self.drop()
+
+    def take_frames(self) -> Any:
+        """Encode it, once."""
+        assert self._encode is not None
+        encode, self._encode = self._encode, None
+        return encode()
+
+    def drop(self) -> None:
+        """Never send it, unless it is sent already; whoever counts on it is told."""
+        if self._encode is not None:
+            self._encode = None
+            if self._on_dropped is not None:
+                self._on_dropped()
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nobody needs it any more."""
+        return self.ticket is None and self._encode is None
 
 
 class AsyncChannel(Channel):
@@ -77,8 +97,9 @@ class AsyncChannel(Channel):
         super().__init__(client, rank, rings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fileno = rings.fileno()
-        # In the order of their tickets.
+        # In the order in which they came. The first may be in the ring in part.
         self._waiting: collections.deque[Waiting] = collections.deque()
+        self._timer: asyncio.TimerHandle | None = None
         self._num_outputs = 0
         self._max_messages = MAX_MESSAGES
         self._others = OthersTurns()
@@ -109,7 +130,7 @@ class AsyncChannel(Channel):
         self._receive(self._max_messages)
         self._others.begin()
         if self._waiting and not self._has_ended:
-            self._wake_senders()
+            self._send_waiting()
         if self._has_ended:
             self._stop_reading()
 
@@ -160,10 +181,9 @@ class AsyncChannel(Channel):
     def _stop_reading(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._fileno)
-        while self._waiting:
-            future = self._waiting.popleft().future
-            if not future.done():
-                future.set_exception(EngineDeadError())
+        if self._timer is not None:
+            self._timer.cancel()
+        self._fail_waiting(EngineDeadError)
         self._fail_calls()
 
     def close(self) -> None:
@@ -179,40 +199,106 @@ class AsyncChannel(Channel):
 
     # Sending
 
-    def send(self, kind: int, frames: Any) -> Awaitable[None]:
+    def send(
+        self,
+        kind: int,
+        encode: Callable[[], Any],
+        request_id: str | None = None,
+        on_dropped: Callable[[], object] | None = None,
+    ) -> Awaitable[None]:
         """Send now; what is returned is to be awaited for room in the ring, if that is lacking.
 
+        Messages keep their order. One is encoded when all before it are in the ring: so what waits
+        takes no more memory than its sender's objects do, but for one message.
+
+        Args:
+            kind: As in `ClientRings.send`.
+            encode: Returns the frames; called at most once.
+            request_id: Of the request that this brings, which `abort` may have dropped.
+            on_dropped: Called if the message will never be sent.
+
         Raises:
-            EngineBusyError: if too much waits already; awaiting raises it if that takes too long.
+            EngineBusyError: if the engine has made no room for too long; awaiting raises it, too.
             EngineDeadError: if the engine is gone.
 
         """
-        # An abort makes room in the end, and nobody could do anything about it not being sent.
-        is_abort = kind == _ABORT
-        try:
-            ticket = self.rings.send(kind, frames, regardless=is_abort)
-        except ConnectionError as error:
-            if is_abort:
-                return _SENT  # the requests end with the engine; the ring says so in its turn
-            raise EngineDeadError from error
-        if ticket is None:
-            raise EngineBusyError(f"{MAX_BACKLOG_BYTES >> 20} MiB wait for it already")
-        if is_abort or self.rings.sent_before() > ticket:
-            return _SENT
-        waiting = Waiting(self.rings, ticket)
+        waiting_for_s = self.rings.without_room_for_s
+        if not self._waiting and waiting_for_s is None:
+            ticket = self._write(kind, encode())
+            if self.rings.sent_before() > ticket:
+                return SENT
+            waiting = Waiting(kind, encode, request_id, on_dropped=None)
+            waiting.ticket = ticket
+        elif waiting_for_s is not None and waiting_for_s >= environment.stuck_after_s():
+            if on_dropped is not None:
+                on_dropped()
+            raise _no_room()
+        else:
+            waiting = Waiting(kind, encode, request_id, on_dropped)
         self._waiting.append(waiting)
+        self._watch_room()
         return waiting
 
-    def _wake_senders(self) -> None:
+    def abort(self, request_ids: Sequence[str], frames: Any) -> None:
+        """Send an abort past all that waits; requests among that are dropped, not sent."""
+        names = set(request_ids)
+        for waiting in self._waiting:
+            if waiting.request_id in names and waiting.ticket is None:
+                waiting.drop()
+                if not waiting.future.done():
+                    waiting.future.set_result(None)
+        # If the engine is gone, the requests end with it; the ring says so in its turn.
+        with contextlib.suppress(EngineDeadError):
+            self._write(_ABORT, frames)
+
+    def _write(self, kind: int, frames: Any) -> int:
         try:
-            sent_before = self.rings.sent_before()
-        except Exception as error:
-            self._give_up(error)
-            return
-        while self._waiting and self._waiting[0].ticket < sent_before:
-            future = self._waiting.popleft().future
-            if not future.done():
-                future.set_result(None)
+            return self.rings.send(kind, frames)
+        except ConnectionError as error:
+            raise EngineDeadError from error
+
+    def _send_waiting(self) -> None:
+        """Send what has waited, as far as there is room, and wake its senders."""
+        while self._waiting:
+            first = self._waiting[0]
+            try:
+                if first.ticket is None and not first.is_dropped:
+                    if self.rings.without_room_for_s is not None:
+                        return
+                    first.ticket = self._write(first.kind, first.take_frames())
+                if first.ticket is not None and self.rings.sent_before() <= first.ticket:
+                    return
+            except Exception as error:  # of this one: it can't be encoded, or has no end
+                if not first.future.done():
+                    first.future.set_exception(error)
+            self._waiting.popleft()
+            if not first.future.done():
+                first.future.set_result(None)
+
+    def _watch_room(self) -> None:
+        """Look again when the engine may have made no room for too long."""
+        assert self._loop is not None
+        if self._timer is None and self._waiting:
+            left_s = environment.stuck_after_s() - (self.rings.without_room_for_s or 0.0)
+            self._timer = self._loop.call_later(max(left_s, _SOON_S), self._refuse_if_stuck)
+
+    def _refuse_if_stuck(self) -> None:
+        self._timer = None
+        waiting_for_s = self.rings.without_room_for_s
+        if waiting_for_s is not None and waiting_for_s >= environment.stuck_after_s():
+            self._fail_waiting(_no_room)
+        self._watch_room()
+
+    def _fail_waiting(self, make_error: Callable[[], Exception]) -> None:
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            waiting.drop()
+            if not waiting.future.done():
+                waiting.future.set_exception(make_error())
+
+
+def _no_room() -> EngineBusyError:
+    return EngineBusyError(f"it has made no room for {environment.stuck_after_s():g} s")
 
 
 def _num_bytes(events: Sequence[object]) -> int:

@@ -2,22 +2,26 @@
 
 import functools
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from sparksched.api_server.async_channel import Waiting
-from sparksched.api_server.channel import EngineBusyError
+from vllm.v1.engine import EngineCoreRequestType
+
+from sparksched.api_server.async_channel import SENT, AsyncChannel
 from sparksched.api_server.connection import connect_all
 from sparksched.compat import patching
 from sparksched.shared.offer import read_offer
 
 if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.core_client import (
         AsyncMPClient,
         BackgroundResources,
-        DPLBAsyncMPClient,
         MPClient,
         SyncMPClient,
     )
+
+ADD: Final = EngineCoreRequestType.ADD
+ABORT: Final = EngineCoreRequestType.ABORT
 
 
 def _remembering_offers(original: patching.Function) -> patching.Function:
@@ -63,80 +67,64 @@ def _closing_rings(original: patching.Function) -> patching.Function:
     return clean_up
 
 
-def _reading_rings(original: patching.Function) -> patching.Function:
-    @functools.wraps(original)
-    def ensure_output_queue_task(self: "AsyncMPClient") -> None:
-        original(self)
-        rings = getattr(self.resources, "sparksched_rings", None)
-        if rings is not None:  # vLLM calls this in the constructor, too
-            rings.start_reading(self)
-
-    return ensure_output_queue_task
-
-
 def _sending_async(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
-    def send_input_message(
-        self: "AsyncMPClient", message: tuple[Any, ...], engine: bytes
-    ) -> Awaitable[Any]:
-        channel = self.resources.sparksched_rings.channels.get(engine)
-        if channel is None:
-            result: Awaitable[Any] = original(self, message, engine)
-            return result
-        self.ensure_alive()
-        # Room is made known to the reader: it must be there before somebody waits for room.
-        channel.start_reading(self)
-        request_type, *frames = message
-        sent: Awaitable[Any] = channel.send(request_type[0], frames)
-        return sent
-
-    return send_input_message
-
-
-def _noting_new_requests(original: patching.Function) -> patching.Function:
-    """Tell the request that a load-balancing client counts from a session's later input."""
-
-    @functools.wraps(original)
-    def get_core_engine_for_request(self: "DPLBAsyncMPClient", request: Any) -> bytes:
-        is_new = request.request_id not in self.reqs_in_flight
-        engine: bytes = original(self, request)
-        # It is sent next, before anything else can be.
-        self.sparksched_new_request = request.request_id if is_new else None
-        return engine
-
-    return get_core_engine_for_request
-
-
-def _undoing_refused_requests(original: patching.Function) -> patching.Function:
-    """Have a load-balancing client forget a request that no engine will ever report.
-
-    A session whose later input is refused stays: its engine has it, and is told of its end.
-    """
-
-    @functools.wraps(original)
     def send_input(
-        self: "AsyncMPClient", request_type: Any, request: Any, *args: Any, **kwargs: Any
+        self: "AsyncMPClient", request_type: Any, request: Any, engine: bytes | None = None
     ) -> Awaitable[Any]:
-        new_request = getattr(self, "sparksched_new_request", None)
-        is_new = new_request == getattr(request, "request_id", "")
-        try:
-            sent: Awaitable[Any] = original(self, request_type, request, *args, **kwargs)
-        except EngineBusyError:
-            if is_new:
-                _forget_in_balancer(self, request)
-            raise
-        if is_new and isinstance(sent, Waiting):
-            sent.on_taken_back = functools.partial(_forget_in_balancer, self, request)
-        return sent
+        channel = _channel_of(self, self.core_engine if engine is None else engine)
+        if channel is None or request_type not in (ADD, ABORT):
+            result: Awaitable[Any] = original(self, request_type, request, engine)
+            return result
+        if request_type is ABORT:
+            channel.abort(request, self.encoder.encode(request))
+            return SENT
+        # Bound to the encoder, not to the client: nothing that waits keeps a client alive.
+        encode = functools.partial(self.encoder.encode, request)
+        on_dropped = None
+        if hasattr(self, "reqs_in_flight"):
+            on_dropped = functools.partial(_forget_in_balancer, self, channel, request)
+        return channel.send(ADD.value[0], encode, request.request_id, on_dropped)
 
     return send_input
 
 
-def _forget_in_balancer(client: Any, request: Any) -> None:
-    """Undo what `DPLBAsyncMPClient.get_core_engine_for_request` has noted."""
+def _sending_calls(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def send_input_message(
+        self: "AsyncMPClient", message: tuple[Any, ...], engine: bytes
+    ) -> Awaitable[Any]:
+        channel = _channel_of(self, engine)
+        if channel is None:
+            result: Awaitable[Any] = original(self, message, engine)
+            return result
+        request_type, *frames = message
+        return channel.send(request_type[0], lambda: frames)
+
+    return send_input_message
+
+
+def _channel_of(client: "AsyncMPClient", engine: bytes) -> AsyncChannel | None:
+    """Return the channel to an engine, ready to send; None if the engine has none."""
+    channel: AsyncChannel | None = client.resources.sparksched_rings.channels.get(engine)
+    if channel is not None:
+        client.ensure_alive()
+        # Room is made known to the reader: it must be there before somebody waits for room.
+        channel.start_reading(client)
+    return channel
+
+
+def _forget_in_balancer(client: Any, channel: AsyncChannel, request: "EngineCoreRequest") -> None:
+    """Have a load-balancing client forget a request that no engine will ever report.
+
+    If this was later input of a session, its engine has that, and is to end it.
+    """
     engine = client.reqs_in_flight.pop(request.request_id, None)
     if engine is not None:
         client.engine_inflight[engine] -= 1
+    if request.resumable:
+        ids = [request.request_id]
+        channel.abort(ids, client.encoder.encode(ids))
 
 
 def _sending_sync(original: patching.Function) -> patching.Function:

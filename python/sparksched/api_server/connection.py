@@ -10,7 +10,7 @@ from sparksched.api_server.async_channel import AsyncChannel
 from sparksched.api_server.channel import Channel
 from sparksched.api_server.metrics import EngineView
 from sparksched.api_server.sync_channel import SyncChannel
-from sparksched.shared.offer import MAX_BACKLOG_BYTES, Offer, host_identity
+from sparksched.shared.offer import Offer, host_identity
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import MPClient
@@ -70,7 +70,6 @@ def _connect(offer: Offer | None, client_index: int) -> "_core.ClientRings":
     return _core.ClientRings(
         offer.name,
         client_index=client_index,
-        max_backlog_bytes=MAX_BACKLOG_BYTES,
         stuck_after_s=environment.stuck_after_s(),
     )
 

@@ -77,10 +77,9 @@ class SyncChannel(Channel):
         """
         # Each thread waits for its own message, so no more than one a thread can pile up.
         try:
-            ticket = self.rings.send(kind, frames, regardless=True)
+            ticket = self.rings.send(kind, frames)
         except ConnectionError as error:
             raise EngineDeadError from error
-        assert ticket is not None
         with self._room:
             while not self._has_ended and self.rings.sent_before() <= ticket:
                 self._room.wait()

@@ -285,29 +285,19 @@ CLIENT_TRANSPORT: Final = Group(
             "connects",
         ),
         Seam(
-            f"{_CLIENT}:AsyncMPClient._ensure_output_queue_task",
-            "sparksched.api_server.client:_reading_rings",
-            "starts to receive",
+            f"{_CLIENT}:AsyncMPClient._send_input",
+            "sparksched.api_server.client:_sending_async",
+            "sends requests and aborts; a balancing client forgets a request that was not sent",
         ),
         Seam(
             f"{_CLIENT}:AsyncMPClient._send_input_message",
-            "sparksched.api_server.client:_sending_async",
-            "sends",
+            "sparksched.api_server.client:_sending_calls",
+            "sends calls",
         ),
         Seam(
             f"{_CLIENT}:SyncMPClient._send_input",
             "sparksched.api_server.client:_sending_sync",
             "sends",
-        ),
-        Seam(
-            f"{_CLIENT}:DPLBAsyncMPClient.get_core_engine_for_request",
-            "sparksched.api_server.client:_noting_new_requests",
-            "tells a new request from a session's later input",
-        ),
-        Seam(
-            f"{_CLIENT}:AsyncMPClient._send_input",
-            "sparksched.api_server.client:_undoing_refused_requests",
-            "a balancing client forgets a request that was not accepted",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM._add_request",
@@ -340,7 +330,7 @@ CLIENT_TRANSPORT: Final = Group(
         Seam(
             f"{_CLIENT}:MPClient",
             "sparksched.api_server.client:_remembering_offers",
-            "gets `sparksched_offers`; one that balances, `sparksched_new_request`",
+            "gets `sparksched_offers`",
         ),
         Seam(
             f"{_CLIENT}:BackgroundResources",
@@ -356,6 +346,7 @@ CLIENT_TRANSPORT: Final = Group(
     relied_on=(
         f"{_CLIENT}:_process_utility_output",
         f"{_CLIENT}:MPClient.ensure_alive",
+        f"{_CLIENT}:AsyncMPClient._ensure_output_queue_task",
         f"{_CLIENT}:BackgroundResources",
         f"{_CLIENT}:SyncMPClient.outputs_queue",
         f"{_CLIENT}:AsyncMPClient.outputs_queue",

@@ -45,6 +45,12 @@ impl Level {
         self.bytes
     }
 
+    /// For how long the reader has taken nothing of what waits; `None` if nothing waits.
+    #[must_use]
+    pub fn idle_for(&self) -> Option<Duration> {
+        (self.bytes > 0).then(|| self.progress_at.elapsed())
+    }
+
     /// Whether no further message is to wait. A single one of any size may, if none does.
     #[must_use]
     pub fn is_full(&self) -> bool {

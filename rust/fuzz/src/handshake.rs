@@ -200,7 +200,6 @@ fn check_client(packets: &[Packet]) {
     rustix::net::listen(&listener, 1).unwrap();
     let options = ClientOptions {
         client_index: 0,
-        max_backlog_bytes: 1 << 16,
         stuck_after: Duration::from_secs(60),
         version: VERSION.to_owned(),
     };

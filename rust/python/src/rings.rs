@@ -355,17 +355,10 @@ impl PyClientRings {
 #[pymethods]
 impl PyClientRings {
     #[new]
-    #[pyo3(signature = (name, *, client_index, max_backlog_bytes, stuck_after_s))]
-    fn new(
-        py: Python<'_>,
-        name: &str,
-        client_index: u32,
-        max_backlog_bytes: usize,
-        stuck_after_s: f64,
-    ) -> PyResult<Self> {
+    #[pyo3(signature = (name, *, client_index, stuck_after_s))]
+    fn new(py: Python<'_>, name: &str, client_index: u32, stuck_after_s: f64) -> PyResult<Self> {
         let options = ClientOptions {
             client_index,
-            max_backlog_bytes,
             stuck_after: seconds("stuck_after_s", stuck_after_s)?,
             version: env!("CARGO_PKG_VERSION").to_owned(),
         };
@@ -411,26 +404,15 @@ impl PyClientRings {
         py.check_signals()
     }
 
-    #[pyo3(signature = (kind, frames, *, regardless = false))]
     #[by(linked)]
-    fn send(
-        &self,
-        py: Python<'_>,
-        kind: u8,
-        frames: &Bound<'_, PyAny>,
-        regardless: bool,
-    ) -> PyResult<Option<Ticket>> {
+    fn send(&self, py: Python<'_>, kind: u8, frames: &Bound<'_, PyAny>) -> PyResult<Ticket> {
         let link = self.rings.link();
-        match send(py, frames, |frames| link.send(kind, frames, regardless))? {
-            Ok(ticket) => Ok(Some(ticket)),
-            Err(SendError::Full) => Ok(None),
-            Err(error) => {
-                if matches!(error, SendError::Corrupt(_)) {
-                    link.hang_up();
-                }
-                Err(PyConnectionError::new_err(error.to_string()))
+        send(py, frames, |frames| link.send(kind, frames, true))?.map_err(|error| {
+            if matches!(error, SendError::Corrupt(_)) {
+                link.hang_up();
             }
-        }
+            PyConnectionError::new_err(error.to_string())
+        })
     }
 
     #[by(linked)]
@@ -439,10 +421,10 @@ impl PyClientRings {
         Ok(link.sent_before())
     }
 
+    #[getter]
     #[by(linked)]
-    fn take_back(&self, ticket: Ticket) -> PyResult<bool> {
-        let link = self.rings.link();
-        Ok(link.take_back(ticket).is_some())
+    fn without_room_for_s(&self) -> PyResult<Option<f64>> {
+        Ok(self.rings.link().without_room_for().map(|time| time.as_secs_f64()))
     }
 
     #[getter]

@@ -420,9 +420,10 @@ impl Link {
         lock(&self.outbox).waiting_bytes()
     }
 
-    /// Takes back a message of which nothing is in the ring yet.
-    pub fn take_back(&self, ticket: Ticket) -> Option<TakenBack> {
-        lock(&self.outbox).take_back(ticket)
+    /// For how long nothing of what waits has found room in the ring; `None` if nothing waits.
+    #[must_use]
+    pub fn without_room_for(&self) -> Option<Duration> {
+        lock(&self.outbox).without_room_for()
     }
 
     /// Takes back messages of which nothing is in the ring yet, but for those that were sent

@@ -1,6 +1,7 @@
 //! The sending side of a ring: messages go into the ring, and wait here if it has no room.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use sparksched_backlog::{Level, Limits};
 
@@ -242,6 +243,12 @@ impl Outbox {
         self.level.bytes()
     }
 
+    /// For how long nothing of what waits has found room; `None` if nothing waits.
+    #[must_use]
+    pub fn without_room_for(&self) -> Option<Duration> {
+        self.level.idle_for()
+    }
+
     /// Looks how much is in the ring; to be called after sending.
     pub(crate) fn note_depth(&mut self) {
         // A broken ring is found by the next write.
@@ -258,17 +265,6 @@ impl Outbox {
             backlog_bytes: self.level.bytes() as u64,
             num_without_room: self.num_without_room,
         }
-    }
-
-    /// Takes back a message of which nothing has been written yet.
-    pub fn take_back(&mut self, ticket: Ticket) -> Option<TakenBack> {
-        let at = self.waiting.binary_search_by_key(&ticket, |message| message.ticket).ok()?;
-        if self.waiting[at].is_begun() {
-            return None;
-        }
-        let message = self.waiting.remove(at)?;
-        self.level.remove(message.bytes());
-        Some(message.into())
     }
 
     /// Takes back messages of which nothing has been written yet, but for those that were sent

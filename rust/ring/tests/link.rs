@@ -25,12 +25,8 @@ fn engine(name: &str, ring_bytes: usize) -> EngineRings {
 }
 
 fn client(engine: &EngineRings, client_index: u32) -> ClientRings {
-    let options = ClientOptions {
-        client_index,
-        max_backlog_bytes: 1 << 20,
-        stuck_after: NEVER_STUCK,
-        version: "test".to_owned(),
-    };
+    let options =
+        ClientOptions { client_index, stuck_after: NEVER_STUCK, version: "test".to_owned() };
     ClientRings::connect(engine.name(), options).unwrap()
 }
 

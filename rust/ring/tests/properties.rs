@@ -222,7 +222,6 @@ fn impossible_messages_are_refused_and_leave_no_trace() {
 enum OutboxStep {
     Send { regardless: bool, message: Message },
     Flush,
-    TakeBack { ticket: u64 },
     TakeBackNewest { max_bytes: usize },
     Receive(usize),
 }
@@ -232,7 +231,6 @@ fn outbox_step() -> impl Strategy<Value = OutboxStep> {
         4 => (any::<bool>(), message(3, 60))
             .prop_map(|(regardless, message)| OutboxStep::Send { regardless, message }),
         2 => Just(OutboxStep::Flush),
-        1 => (0..40u64).prop_map(|ticket| OutboxStep::TakeBack { ticket }),
         1 => (0..300usize).prop_map(|max_bytes| OutboxStep::TakeBackNewest { max_bytes }),
         3 => (0..5usize).prop_map(OutboxStep::Receive),
     ]
@@ -345,11 +343,6 @@ proptest! {
                     outbox.flush().unwrap();
                     model.flush();
                 }
-                OutboxStep::TakeBack { ticket } => {
-                    let at = model.waiting.iter().position(|it| it.ticket == ticket && !it.is_begun);
-                    let expected = at.and_then(|at| model.waiting.remove(at)).map(taken_back);
-                    prop_assert_eq!(outbox.take_back(ticket), expected);
-                }
                 OutboxStep::TakeBackNewest { max_bytes } => {
                     let expected = model.take_back_newest(max_bytes);
                     let expected: Vec<_> = expected.into_iter().map(taken_back).collect();
@@ -367,6 +360,7 @@ proptest! {
             }
             prop_assert_eq!(outbox.waiting_bytes(), model.waiting_bytes());
             prop_assert_eq!(outbox.is_empty(), model.waiting.is_empty());
+            prop_assert_eq!(outbox.without_room_for().is_some(), !model.waiting.is_empty());
             let sent_before = model.waiting.front().map_or(model.next_ticket, |first| first.ticket);
             prop_assert_eq!(outbox.sent_before(), sent_before);
             prop_assert_eq!(outbox.can_go_on(), !model.waiting.is_empty() && model.free > 0);

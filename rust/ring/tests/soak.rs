@@ -80,8 +80,7 @@ fn block(index: usize) -> Vec<u8> {
 }
 
 fn send_large() {
-    let mut options = client_options(0);
-    options.max_backlog_bytes = 1;
+    let options = client_options(0);
     let client = connect(&variable("NAME"), &options, || false).unwrap();
     let mut bytes = Vec::with_capacity(LARGE_BYTES);
     for index in 0..LARGE_BYTES / BLOCK_BYTES {
@@ -350,15 +349,9 @@ fn what_waits_can_be_taken_back() {
     }
     let first_waiting = link.sent_before();
     assert!((2..6).contains(&first_waiting), "{first_waiting} fit into the ring");
-    // The first that waits has been begun and stays.
-    assert_eq!(link.take_back(first_waiting), None);
-    assert_eq!(link.take_back(first_waiting - 1), None);
-    let taken = link.take_back(first_waiting + 2).unwrap();
     let is_expected = |taken: &TakenBack, ticket| {
         (taken.ticket, taken.kind, &taken.frames) == (ticket, 9, &vec![frame(ticket)])
     };
-    assert!(is_expected(&taken, first_waiting + 2), "{taken:?}");
-    assert_eq!(link.take_back(first_waiting + 2), None);
     // What must not be refused must not be lost either.
     assert_eq!(link.send(9, &[&frame(20)], true).unwrap(), 20);
     let taken = link.take_back_newest(3000);
@@ -366,8 +359,7 @@ fn what_waits_can_be_taken_back() {
     assert_eq!(taken.len(), expected.len());
     assert!(taken.iter().zip(expected).all(|(taken, it)| is_expected(taken, it)), "{taken:?}");
     assert_eq!(link.send(9, &[&frame(21)], false).unwrap(), 21);
-    let expected: Vec<_> =
-        (0..22).filter(|it| *it != first_waiting + 2 && !(17..20).contains(it)).collect();
+    let expected: Vec<_> = (0..22).filter(|it| !(17..20).contains(it)).collect();
     assert_eq!(numbers(&engine, &client, expected.len()), expected);
     assert_eq!((link.take_back_newest(1 << 20), link.backlog_bytes()), (vec![], 0));
 }

@@ -187,12 +187,7 @@ pub fn engine_options(num_clients: u32, ring_bytes: usize) -> EngineOptions {
 }
 
 pub fn client_options(client_index: u32) -> ClientOptions {
-    ClientOptions {
-        client_index,
-        max_backlog_bytes: 64 << 10,
-        stuck_after: NEVER_STUCK,
-        version: "test".to_owned(),
-    }
+    ClientOptions { client_index, stuck_after: NEVER_STUCK, version: "test".to_owned() }
 }
 
 pub fn listen(name: &str, options: EngineOptions) -> EngineRings {
