@@ -376,11 +376,6 @@ OUTPUTS: Final = Group(
             "stream",
         ),
         Seam(
-            "vllm.v1.metrics.stats:IterationStats.update_from_output",
-            "sparksched.api_server.output_processor:_reading_the_environment_for_nans",
-            "reads the environment only where it matters",
-        ),
-        Seam(
             f"{_OUTPUT}:RequestOutputCollector.put",
             "sparksched.api_server.request_collector:_waking_the_consumer",
             "a stream waits without an event",
