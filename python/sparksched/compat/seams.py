@@ -412,6 +412,7 @@ OUTPUTS: Final = Group(
         f"{_OUTPUT}:OutputProcessor",
         "vllm.outputs:RequestOutput",
         "vllm.outputs:CompletionOutput",
+        "vllm.v1.metrics.stats:IterationStats.update_from_output",
         "vllm.v1.engine.logprobs:LogprobsProcessor.update_from_output",
         "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
         "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer",
