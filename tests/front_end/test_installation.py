@@ -20,7 +20,6 @@ pytestmark = pytest.mark.release
 
 REPLACED = [
     (OutputProcessor, "process_outputs"),
-    (IterationStats, "update_from_output"),
     *((RequestOutputCollector, name) for name in ("__init__", "put", "get", "get_nowait")),
 ]
 
@@ -110,7 +109,12 @@ def test_an_unknown_attribute_keeps_vllms_functions(warnings: list[str]) -> None
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [*REPLACED, (RequestState, "make_request_output"), (RequestOutput, "add")],
+    [
+        *REPLACED,
+        (IterationStats, "update_from_output"),
+        (RequestState, "make_request_output"),
+        (RequestOutput, "add"),
+    ],
     ids=lambda it: it if isinstance(it, str) else it.__name__,
 )
 def test_functions_that_others_have_replaced_stay(

@@ -542,7 +542,6 @@ REPLACED_FUNCTIONS = {
         "RequestOutputCollector.get_nowait",
     ],
     "vllm.v1.metrics.loggers": ["PrometheusStatLogger.record"],
-    "vllm.v1.metrics.stats": ["IterationStats.update_from_output"],
     "vllm.config.scheduler": ["SchedulerConfig.get_scheduler_cls"],
 }
 

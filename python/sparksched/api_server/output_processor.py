@@ -3,7 +3,6 @@
 Read it beside vLLM's `v1/engine/output_processor.py`. Replaced are:
 
 - `OutputProcessor.process_outputs`, by one flat loop for plain outputs of plain requests;
-- `IterationStats.update_from_output`, because vLLM's reads the environment for each token;
 - the waiting of `RequestOutputCollector`: see `collector.py`.
 
 An output is plain if it brings nothing but tokens and its request goes on. A request is plain from
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
         OutputProcessorOutput,
         RequestState,
     )
-    from vllm.v1.metrics.stats import LoRARequestStates
 
 logger = init_logger("vllm.sparksched")
 
@@ -272,49 +270,6 @@ def _finish_at_stop_string(
     if processor.tracing_enabled:
         processor.do_tracing(output, state, iteration_stats)
     return request_output
-
-
-# ----------------------------------------------------------------------------------------
-# IterationStats
-# ----------------------------------------------------------------------------------------
-
-
-def _reading_the_environment_for_nans(original: patching.Function) -> patching.Function:
-    @functools.wraps(original)
-    def update_from_output(
-        self: IterationStats,
-        output: EngineCoreOutput,
-        engine_core_timestamp: float,
-        is_prefilling: bool,
-        req_stats: RequestStateStats,
-        lora_states: "LoRARequestStates",
-        lora_name: str | None,
-    ) -> None:
-        if output.num_nans_in_logits > 0:
-            # Whether they count is an environment variable's business, which takes a microsecond
-            # to read: vLLM caches these in its engine, but not in the front end.
-            about = (is_prefilling, req_stats, lora_states, lora_name)
-            original(self, output, engine_core_timestamp, *about)
-            return
-        num_new_tokens = len(output.new_token_ids)
-        self.num_generation_tokens += num_new_tokens
-        req_stats.num_generation_tokens += num_new_tokens
-        if is_prefilling:
-            if output.prefill_stats is not None:
-                self.prompt_token_stats.update_from_output(output.prefill_stats)
-            req_stats.first_token_latency = self._time_since(req_stats.arrival_time)
-            self.time_to_first_tokens_iter.append(req_stats.first_token_latency)
-        if output.events is not None:
-            about = (is_prefilling, req_stats, lora_states, lora_name)
-            self.update_from_events(output.request_id, output.events, *about)
-        if is_prefilling:
-            req_stats.first_token_ts = engine_core_timestamp
-        else:
-            latency = engine_core_timestamp - req_stats.last_token_ts
-            self.inter_token_latencies_iter.append(latency)
-        req_stats.last_token_ts = engine_core_timestamp
-
-    return update_from_output
 
 
 # ----------------------------------------------------------------------------------------

@@ -377,11 +377,6 @@ OUTPUTS: Final = Group(
             "most of what a token costs an API server less",
         ),
         Seam(
-            "vllm.v1.metrics.stats:IterationStats.update_from_output",
-            "sparksched.api_server.output_processor:_reading_the_environment_for_nans",
-            "reads the environment only where it matters",
-        ),
-        Seam(
             f"{_OUTPUT}:RequestOutputCollector.put",
             "sparksched.api_server.request_collector:_waking_the_consumer",
             "a stream waits without an event",
@@ -417,6 +412,7 @@ OUTPUTS: Final = Group(
     ),
     relied_on=(
         f"{_OUTPUT}:OutputProcessor",
+        "vllm.v1.metrics.stats:IterationStats.update_from_output",
         "vllm.outputs:RequestOutput",
         "vllm.outputs:CompletionOutput",
         "vllm.v1.engine.logprobs:LogprobsProcessor.update_from_output",
