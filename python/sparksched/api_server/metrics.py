@@ -127,6 +127,17 @@ def _shown_views() -> list[EngineView]:
     return [views[labels] for labels in sorted(views)]
 
 
+def prepare() -> None:
+    """Have whatever vLLM's `/metrics` asks know about engines.
+
+    An error is logged: a server that can't be watched is better than none.
+    """
+    try:
+        register()
+    except Exception:
+        logger.exception("sparksched: there will be no metrics of engines")
+
+
 def _with_engines(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     def collect(self: MultiProcessCollector) -> Iterator[Metric]:
