@@ -144,8 +144,7 @@ copy_sources() {
     rm -rf "$SOURCES" "$ROOTS/passed"
     mkdir -p "$SOURCES"
     tar -c --null --files-from="$files" --ignore-failed-read 2>/dev/null | tar -x -C "$SOURCES"
-    [ ! -e Cargo.lock ] || cp -p Cargo.lock "$SOURCES/"
-    cargo fetch --quiet --manifest-path "$SOURCES/Cargo.toml"
+    cargo fetch --locked --quiet --manifest-path "$SOURCES/Cargo.toml"
     mkdir -p "$PASSED"
 }
 
@@ -158,8 +157,8 @@ part_rust() {
     need builder
     inside "$BUILDER" '
         packages=(--package=sparksched-{backlog,core,wire,zmtp,ring,fuzz} --features sparksched-ring/test-points)
-        cargo test --quiet --no-run --target '$TARGET' "${packages[@]}"
-        cargo test --no-fail-fast --target '$TARGET' "${packages[@]}"' \
+        cargo test --locked --quiet --no-run --target '$TARGET' "${packages[@]}"
+        cargo test --locked --no-fail-fast --target '$TARGET' "${packages[@]}"' \
         CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
         CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="timeout 900"
 }
