@@ -173,7 +173,7 @@ part_wheel() {
 
 build_wheel() { # DIR
     rm -rf "$BUILDER/target/dist"
-    inside "$BUILDER" "maturin build --release --zig --target $TARGET \
+    inside "$BUILDER" "maturin build --locked --release --zig --target $TARGET \
         --compatibility manylinux_2_28 --out /target/dist" \
         PATH=/opt/tools/bin:/usr/bin:/bin PYTHONPATH=/opt/tools PYO3_NO_PYTHON=1
     cp "$BUILDER"/target/dist/*.whl "$1/"
