@@ -3,27 +3,29 @@
 #
 #   testkit/arm.sh wheel DIR       a wheel for aarch64, built where no rustup can add that target
 #   testkit/arm.sh import WHEEL    imports it where nothing else is installed
-#   testkit/arm.sh test [PART...]  rust, wheel, unit, differential, engine; all by default
+#   testkit/arm.sh test [PART...]  rust, pages, wheel, unit, differential, engine; all by default
 #
-# It needs root, for chroot and binfmt_misc, and 15 GB of ARM_ROOTS. Packages come from where apt, pip and
+# It needs root, for chroot and binfmt_misc, and 15 GB in ARM_ROOTS. Packages come from where apt, pip and
 # cargo of this machine have theirs. Each part leaves a mark when it has passed: another call with the
 # same sources goes on behind it. Nothing stays mounted; the kernel keeps the emulator's registration.
 #
-# What it can't show. Memory order: qemu on x86-64 orders memory as x86-64 does. Pages of 64 KiB: a guest
-# has the host's of 4 KiB. Speed.
+# What it can't show. Memory order: qemu on x86-64 orders memory as x86-64 does. Pages of 64 KiB: programs have
+# the host's of 4 KiB, but for `pages`, where Debian's kernel has 16 KiB. Speed.
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
 ROOTS=${ARM_ROOTS:-$PWD/.arm}
 BUILDER=$ROOTS/builder # x86-64: Debian's Rust, with the standard library for aarch64
 GUEST=$ROOTS/guest     # aarch64: Python 3.11 and vLLM
+MACHINE=$ROOTS/machine # x86-64: qemu for a whole machine, and aarch64's kernel with larger pages
 SOURCES=$ROOTS/sources # bound to /src in both
 TARGET=aarch64-unknown-linux-gnu
-PARTS=(rust wheel unit differential engine)
+PARTS=(rust pages wheel unit differential engine)
 # The first Debian whose Rust is new enough, and the one with the Python of `make env`.
 BUILDER_SUITE=forky GUEST_SUITE=bookworm
 # How much longer a test may take than on a processor of its own.
 PATIENCE=5
+PARALLEL=(-n 2 --dist loadfile --no-loadscope-reorder)
 
 fail() { echo "arm.sh: $*" >&2; exit 2; }
 
@@ -81,11 +83,12 @@ inside() { # ROOT SCRIPT [NAME=VALUE...]
 }
 
 build_builder() {
-    local pip=(python3 -m pip install --quiet --root-user-action=ignore)
+    local tools
+    read -ra tools < <(wheel_tools)
     bootstrap "$BUILDER_SUITE" "$BUILDER" --variant=apt --architectures=amd64,arm64 \
         --include=rustc,cargo,libstd-rust-dev:arm64,gcc,libc6-dev,python3 \
         --include=gcc-aarch64-linux-gnu,libc6-dev-arm64-cross,libgcc-s1:arm64,qemu-user
-    "${pip[@]}" --no-deps --target "$BUILDER/opt/tools" $(wheel_tools)
+    python3 -m pip install --quiet --root-user-action=ignore --no-deps --target "$BUILDER/opt/tools" "${tools[@]}"
     touch "$BUILDER/.complete"
 }
 
@@ -123,7 +126,17 @@ build_guest() {
     touch "$GUEST/.complete"
 }
 
-need() { # builder|guest
+# Unpacked, not set up: nothing but qemu runs in it.
+build_machine() {
+    bootstrap "$BUILDER_SUITE" "$MACHINE" --variant=extract --architectures=amd64,arm64 \
+        --include=qemu-system-arm,linux-image-arm64-16k:arm64 \
+        --include=busybox-static:arm64,libc6:arm64,libgcc-s1:arm64,cpio
+    ln -s usr/lib usr/lib64 usr/bin "$MACHINE/"
+    mkdir -p "$MACHINE"/{proc,sys}
+    touch "$MACHINE/.complete"
+}
+
+need() { # builder|guest|machine
     local root=$ROOTS/$1
     [ -e "$root/.complete" ] || timed "$1 set up" "build_$1"
     [ "$1" != builder ] || register_emulator
@@ -152,15 +165,54 @@ copy_sources() {
 # Parts
 # ----------------------------------------------------------------------------------------
 
-# Built by cross compilation, run under emulation.
+# Built by cross compilation. The runner gets the path of each test program.
+cargo_test() { # RUNNER ARGUMENT...
+    local runner=$1
+    shift
+    inside "$BUILDER" "cargo test --locked --quiet --no-run --target $TARGET $*
+        cargo test --locked --no-fail-fast --target $TARGET $*" \
+        CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+        CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$runner"
+}
+
 part_rust() {
     need builder
-    inside "$BUILDER" '
-        packages=(--package=sparksched-{backlog,core,wire,zmtp,ring,fuzz} --features sparksched-ring/test-points)
-        cargo test --locked --quiet --no-run --target '$TARGET' "${packages[@]}"
-        cargo test --locked --no-fail-fast --target '$TARGET' "${packages[@]}"' \
-        CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
-        CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="timeout 900"
+    cargo_test "timeout 900" --package=sparksched-{backlog,core,wire,zmtp,ring,fuzz} \
+        --features sparksched-ring/test-points
+}
+
+# What maps memory and makes sockets, on a kernel whose pages are not those of x86-64.
+part_pages() {
+    need builder
+    need machine
+    local image=$MACHINE/image log=$ROOTS/machine.log kernel
+    rm -rf "$BUILDER/target/pages" "$image"
+    mkdir -p "$BUILDER/target/pages" "$image"/{bin,dev,lib,proc,sys,tmp}
+    cargo_test "cp -t /target/pages" --package=sparksched-{zmtp,ring} --lib \
+        --test link --test memory --test meters --test properties --test refusals >/dev/null
+    mv "$BUILDER/target/pages" "$image/tests"
+    cp "$MACHINE/usr/bin/busybox" "$image/bin/"
+    cp "$MACHINE"/usr/lib/aarch64-linux-gnu/lib{c,m,gcc_s}.so.* "$MACHINE"/usr/lib/ld-linux-aarch64.so.1 "$image/lib/"
+    cat >"$image/init" <<'INIT'
+#!/bin/busybox sh
+/bin/busybox --install -s /bin
+mount -t proc proc /proc; mount -t sysfs sysfs /sys; mount -t devtmpfs dev /dev; mount -t tmpfs tmpfs /tmp
+ip link set lo up
+grep -m1 KernelPageSize /proc/self/smaps
+for test in /tests/*; do
+    echo "Running $test"
+    PROPTEST_CASES=64 $test || failed=yes
+done
+[ -n "$failed" ] || echo "ALL PASSED"
+poweroff -f
+INIT
+    chmod +x "$image/init"
+    (cd "$image" && find .) | chroot "$MACHINE" /usr/bin/cpio --quiet -o -H newc -D /image >"$MACHINE/image.cpio"
+    kernel=$(echo "$MACHINE"/usr/lib/modules/*/vmlinuz)
+    timeout 1800 chroot "$MACHINE" /usr/bin/qemu-system-aarch64 -machine virt -cpu max -smp 2 -m 2G \
+        -nographic -no-reboot -kernel "${kernel#"$MACHINE"}" -initrd /image.cpio -append "quiet panic=-1" \
+        </dev/null | tee "$log"
+    grep -q "ALL PASSED" "$log"
 }
 
 part_wheel() {
@@ -198,14 +250,12 @@ run_pytest() { # ARGUMENT...
         VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1
 }
 
-PARALLEL="-n 2 --dist loadfile --no-loadscope-reorder"
-
-part_unit() { run_pytest -q $PARALLEL tests/unit; }
+part_unit() { run_pytest -q "${PARALLEL[@]}" tests/unit; }
 
 # As large as in `make test`, but without the planted errors, vLLM's other release and what verifies: they
 # test the comparison, which is the same Python on all processors.
 part_differential() {
-    run_pytest -q $PARALLEL tests/differential/test_differential.py tests/differential/test_reused_id.py
+    run_pytest -q "${PARALLEL[@]}" tests/differential/test_differential.py tests/differential/test_reused_id.py
 }
 
 # vLLM with its own scheduler, and with ours in a process behind rings.
@@ -220,7 +270,7 @@ test_parts() {
             echo "== aarch64: $part has passed with these sources"
             continue
         fi
-        [ "$part" = rust ] || [ -e "$PASSED/wheel" ] || [ "$part" = wheel ] || fail "$part needs the wheel first"
+        [[ "rust pages wheel" = *"$part"* ]] || [ -e "$PASSED/wheel" ] || fail "$part needs the wheel first"
         timed "$part" "part_$part"
         touch "$PASSED/$part"
     done

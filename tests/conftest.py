@@ -23,7 +23,7 @@ LONG = ("e2e", "panics", "transport")
 
 
 PATIENCE = int(os.environ.get("SPARKSCHED_TEST_PATIENCE") or "1")
-"""How many times as long as usual a test may take: processors may be emulated (`testkit/arm.sh`)."""
+"""How many times as long as usual a test may take: under emulation (`testkit/arm.sh`)."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

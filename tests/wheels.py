@@ -143,7 +143,7 @@ def problems_of_library(library: Library, processor: str) -> Iterator[str]:
     if unexpected := library.needed - LIBRARIES:
         yield f"it needs {', '.join(sorted(unexpected))}"
     if newest_glibc(library) > NEWEST_GLIBC:
-        yield f"it needs glibc {newest_glibc(library)}"
+        yield f"it needs glibc {'.'.join(map(str, newest_glibc(library)))}"
     if library.exported != {"PyInit__core"}:
         yield f"it exports {', '.join(sorted(library.exported))}"
 
@@ -194,7 +194,12 @@ def problems_of(path: Path) -> Iterator[str]:
             yield "its file WHEEL has another tag than its name"
         metadata = message_from_string(wheel.read(f"{folder}/METADATA").decode())
         yield from problems_of_metadata(metadata, version)
-        library = read_library(wheel.read(LIBRARY))
+        content = wheel.read(LIBRARY)
+    try:
+        library = read_library(content)
+    except ValueError as error:
+        yield f"{LIBRARY} is {error}"
+        return
     yield from problems_of_library(library, name[1])
     print(
         f"{path.name}: {path.stat().st_size:,} bytes, {len(files)} files,"
