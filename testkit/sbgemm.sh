@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Lets vLLM's CPU build for aarch64 be imported beside PyPI's PyTorch: testkit/sbgemm.sh PYTHON
+# Lets vLLM's CPU build for aarch64 be imported beside the package index's PyTorch: testkit/sbgemm.sh PYTHON
 #
 # That build was linked with a PyTorch whose OpenBLAS has `sbgemm_`, which multiplies matrices of bfloat16.
-# The one on PyPI lacks it. Tests compute in float32 and never call it, so one that ends the process does.
+# The package index's lacks it. Tests compute in float32 and never call it, so one that ends the process does.
 set -euo pipefail
 
 site=$("$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
