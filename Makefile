@@ -374,7 +374,7 @@ lint: build ## formatting, lints and types, of Rust and Python; workflows
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 	MYPYPATH=python $(BIN)/stubtest --mypy-config-file pyproject.toml sparksched._core
-	$(BIN)/actionlint -shellcheck= -pyflakes=
+	$(BIN)/actionlint -shellcheck= -pyflakes= .github/workflows/*.yml
 	$(BIN)/zizmor --quiet --offline .github
 
 .PHONY: clean
