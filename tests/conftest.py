@@ -22,8 +22,17 @@ LONG = ("e2e", "panics", "transport")
 """Folders whose files take minutes: they come first, so that none is left alone at the end."""
 
 
+PATIENCE = int(os.environ.get("SPARKSCHED_TEST_PATIENCE") or "1")
+"""How many times as long as usual a test may take: under emulation (`testkit/arm.sh`)."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked `full`, unless all sizes are asked for; put long files first."""
+    if PATIENCE > 1:
+        for item in items:
+            limit = item.get_closest_marker("timeout")
+            seconds = limit.args[0] if limit else float(config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(PATIENCE * seconds), append=False)
     items.sort(key=lambda item: LONG.index(name) if (name := item.path.parent.name) in LONG else 9)
     if FULL:
         return

@@ -1,4 +1,7 @@
-"""Runs a command, and writes into docs/promises.md when that was, of what, and how it ended."""
+"""Runs a command, and writes into docs/promises.md when that was, of what, and how it ended.
+
+Its arguments are NAME COMMAND...: the page has a place for each name.
+"""
 
 import datetime
 import re
@@ -9,10 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/promises.md"
-LINE = re.compile(r"(?<=<!-- last run of make test-all -->\n).*\n")
 
 
-def main(command: list[str]) -> int:
+def main(name: str, command: list[str]) -> int:
     """Return the command's exit status."""
     commit = output_of("git", "describe", "--always", "--dirty")
     day = datetime.datetime.now(datetime.UTC).date()
@@ -21,9 +23,10 @@ def main(command: list[str]) -> int:
     minutes = (time.monotonic() - start) / 60
     verdict = "passed" if status == 0 else "failed"
     line = f"The last run: {day}, commit {commit}, {verdict} after {minutes:.0f} minutes.\n"
-    text, count = LINE.subn(line, PAGE.read_text())
+    place = re.compile(rf"(?<=<!-- last run of make {name} -->\n).*\n")
+    text, count = place.subn(line, PAGE.read_text())
     if count != 1:
-        raise RuntimeError(f"{PAGE} has no place for the last run")
+        raise RuntimeError(f"{PAGE} has no place for the last run of {name}")
     PAGE.write_text(text)
     return status
 
@@ -36,4 +39,4 @@ def output_of(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -373,7 +373,6 @@ def generate_offline(model_dir: Path, directory: Path, **variables: str) -> tupl
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
         check=False,
     )
     assert completed.returncode == 0, completed.stdout

@@ -240,7 +240,7 @@ def check_without_file_systems() -> None:
     client_rings(engine.name).close()
     for full in ("/dev/shm", "/tmp"):
         with pytest.raises(OSError, match=r"No space left|Read-only"):
-            Path(full, "file").write_bytes(bytes(1 << 16))
+            Path(full, "file").write_bytes(bytes(2 * resource.getpagesize()))
 
 
 def run_without_file_systems() -> None:

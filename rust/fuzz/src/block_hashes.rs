@@ -59,8 +59,8 @@ impl Pickler {
         match object {
             Object::None => self.0.push(b'N'),
             Object::Int(value) => self.save_int(*value),
-            Object::Bytes(bytes) => self.save_string([b'C', b'B'], bytes),
-            Object::Str(text) => self.save_string([0x8c, b'X'], text.as_bytes()),
+            Object::Bytes(bytes) => self.save_string(*b"CB", bytes),
+            Object::Str(text) => self.save_string(*b"\x8cX", text.as_bytes()),
             Object::Tuple(items) => self.save_tuple(items),
         }
     }

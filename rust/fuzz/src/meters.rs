@@ -10,7 +10,7 @@ use sparksched_ring::meters::{HistogramReading, NUM_BUCKETS, Traffic};
 const PAGE_BYTES: usize = 4096;
 /// Where the scheduler's part and the rings' begin, in words; a flag says whether they are there.
 const STEPS: usize = 128 / 8;
-const RINGS: usize = 2048 / 8;
+const RINGS: usize = 1280 / 8;
 
 fn memory_with(page: &[u8]) -> OwnedFd {
     let memory = memfd_create("fuzz", MemfdFlags::ALLOW_SEALING).unwrap();

@@ -61,7 +61,8 @@ const _: () = assert!(
         && offset_of!(SegmentHeader, engine_beat) == 1152
         && offset_of!(SegmentHeader, client_beat) == 1280
 );
-/// What a mapping has at least.
+/// What a mapping has at least: the smallest page of any kernel. Arm's have up to 64 KiB, and then more
+/// lies behind what was asked for, which nothing touches.
 pub(crate) const PAGE_BYTES: usize = 4096;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 

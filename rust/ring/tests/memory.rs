@@ -3,11 +3,13 @@
 
 use rustix::fs::{fstat, ftruncate};
 use rustix::io::Errno;
-use sparksched_ring::segment::{BellPage, Segment};
+use rustix::param::page_size;
+use sparksched_ring::segment::{BellPage, MIN_RING_BYTES, Segment};
 
+/// Also where a page is larger than a ring, or ends in the middle of one.
 #[test]
 fn all_of_a_segment_is_allocated_when_it_is_made() {
-    for ring_bytes in [4096, 1 << 20, 8 << 20] {
+    for ring_bytes in [MIN_RING_BYTES, page_size(), 4 * page_size(), 8 << 20] {
         let (segment, fd) = Segment::create(ring_bytes).unwrap();
         let stat = fstat(&fd).unwrap();
         assert!(stat.st_size.cast_unsigned() > 2 * segment.ring_bytes() as u64);
