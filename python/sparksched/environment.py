@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 SCHEDULER = "VLLM_SCHEDULER"
 STRICT = "SPARKSCHED_STRICT"
@@ -15,6 +15,9 @@ FRONT_END = "SPARKSCHED_FRONT_END"
 VERIFY = "SPARKSCHED_VERIFY"
 RECORD = "SPARKSCHED_RECORD"
 METRICS = "SPARKSCHED_METRICS"
+MAX_STALL_MS = "SPARKSCHED_MAX_STALL_MS"
+PREFILL_SHARE = "SPARKSCHED_PREFILL_SHARE"
+PACING_LOG = "SPARKSCHED_PACING_LOG"
 
 VARIABLES: Final = (
     SCHEDULER,
@@ -26,6 +29,9 @@ VARIABLES: Final = (
     VERIFY,
     RECORD,
     METRICS,
+    MAX_STALL_MS,
+    PREFILL_SHARE,
+    PACING_LOG,
 )
 """The names of all of them."""
 
@@ -55,11 +61,29 @@ _DEFAULT_STUCK_AFTER_S = 10.0
 _MIN_STUCK_AFTER_S = 0.1
 _MAX_STUCK_AFTER_S = 3600.0
 
+_DEFAULT_MAX_STALL_MS = 200.0
+_MIN_MAX_STALL_MS = 1.0
+_MAX_MAX_STALL_MS = 60_000.0
+_DEFAULT_PREFILL_SHARE = 0.5
+_MIN_PREFILL_SHARE = 0.05
+_MAX_PREFILL_SHARE = 1.0
+
 DEFAULT_RECORD_BYTES = 256 << 20
 _MIN_RECORD_BYTES = 1 << 16
 _MAX_RECORD_BYTES = 1 << 40
 
 _SWITCH_VALUES = {"0": False, "1": True}
+
+
+class Pacing(NamedTuple):
+    """How long prompts are to be paced."""
+
+    max_stall_s: float
+    """How long a step with prompts may take while others generate."""
+    prefill_share: float
+    """The share of the time that prompts get while both have work."""
+    log: str | None
+    """A file for what was decided in each step."""
 
 
 def is_set() -> bool:
@@ -109,17 +133,38 @@ def ring_bytes() -> int:
 
 def stuck_after_s() -> float:
     """Seconds after which a silent process is reported, and a full ring gives an error."""
-    value = os.environ.get(STUCK_AFTER_S) or str(_DEFAULT_STUCK_AFTER_S)
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not _MIN_STUCK_AFTER_S <= seconds <= _MAX_STUCK_AFTER_S:
-        raise ValueError(
-            f"{STUCK_AFTER_S}={value!r} is not a number of seconds "
-            f"from {_MIN_STUCK_AFTER_S:g} to {_MAX_STUCK_AFTER_S:g}"
-        )
-    return seconds
+    return _number(
+        STUCK_AFTER_S,
+        "a number of seconds",
+        _DEFAULT_STUCK_AFTER_S,
+        (_MIN_STUCK_AFTER_S, _MAX_STUCK_AFTER_S),
+    )
+
+
+def pacing() -> Pacing | None:
+    """How long prompts are paced; None if neither `SPARKSCHED_MAX_STALL_MS` nor the share is set.
+
+    Raises:
+        ValueError: for a value that is no number within its bounds, or a log for which there is no
+            folder.
+
+    """
+    max_stall_ms = _number(
+        MAX_STALL_MS,
+        "a number of milliseconds",
+        _DEFAULT_MAX_STALL_MS,
+        (_MIN_MAX_STALL_MS, _MAX_MAX_STALL_MS),
+    )
+    share = _number(
+        PREFILL_SHARE,
+        "a share of the time",
+        _DEFAULT_PREFILL_SHARE,
+        (_MIN_PREFILL_SHARE, _MAX_PREFILL_SHARE),
+    )
+    log = _new_file(PACING_LOG)
+    if not os.environ.get(MAX_STALL_MS) and not os.environ.get(PREFILL_SHARE):
+        return None
+    return Pacing(max_stall_ms / 1e3, share, log)
 
 
 @dataclass(frozen=True)
@@ -146,11 +191,7 @@ def recording() -> Recording | None:
     if not value:
         return None
     path, *options = value.split(",")
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise ValueError(f"{RECORD}={value!r} is in no folder: there is no {folder!r}")
-    if os.path.isdir(path) or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{RECORD}={value!r} names no file that can be written")
+    _refuse_no_new_file(RECORD, value, path)
     with_tokens, max_bytes = False, DEFAULT_RECORD_BYTES
     for option in options:
         name, _, number = option.partition("=")
@@ -174,6 +215,36 @@ def _record_bytes(value: str, number: str) -> int:
             f"to {_MAX_RECORD_BYTES}"
         )
     return size
+
+
+def _new_file(name: str) -> str | None:
+    """Return the value of a variable that names a file to be written; None for none."""
+    value = os.environ.get(name)
+    if not value:
+        return None
+    _refuse_no_new_file(name, value, value)
+    return value
+
+
+def _refuse_no_new_file(name: str, value: str, path: str) -> None:
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"{name}={value!r} is in no folder: there is no {folder!r}")
+    if os.path.isdir(path) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{name}={value!r} names no file that can be written")
+
+
+def _number(name: str, what: str, default: float, bounds: tuple[float, float]) -> float:
+    """Return the value of a variable that is a number within bounds."""
+    value = os.environ.get(name) or str(default)
+    least, most = bounds
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not least <= number <= most:
+        raise ValueError(f"{name}={value!r} is not {what} from {least:g} to {most:g}")
+    return number
 
 
 def _switch(name: str, default: str) -> bool:
@@ -211,6 +282,7 @@ READERS: Final[tuple[Callable[[], object], ...]] = (
     shows_metrics,
     ring_bytes,
     stuck_after_s,
+    pacing,
     recording,
 )
 """All that read a variable: each raises a ValueError that names what is wrong with it."""

@@ -15,6 +15,7 @@ mod hooks;
 mod kv_transfer;
 mod meters;
 mod output_extras;
+mod pacing;
 mod points;
 mod rings;
 mod scheduler_core;

@@ -1,0 +1,674 @@
+//! Paced prefill on simulated devices: the real scheduler, asynchronous as vLLM's loop has it, over
+//! steps that take what a formula says.
+
+#![expect(
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "numbers of tokens and steps are small"
+)]
+
+mod common;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use common::{Answers, config, new_request};
+use sparksched_core::{
+    BlockHasher, HashAlgorithm, KvCacheGroupConfig, NewRequest, PacedStep, Pacing, PacingSettings,
+    Policy, RequestIndex, RequestStatus, ScheduledOutput, Scheduler, SchedulerConfig, Speculation,
+    StepKnobs, StepLoad, StopConditions,
+};
+
+/// What a step takes, in seconds.
+type Device = fn(&StepLoad) -> f64;
+
+const MS: f64 = 1e-3;
+
+/// A mixture of experts as measured: every step with prompts reads all experts, and above 512
+/// tokens the host launches kernel by kernel.
+fn moe(load: &StepLoad) -> f64 {
+    if load.num_prompt_tokens == 0 {
+        return 5.2 * MS;
+    }
+    let num_tokens = f64::from(load.num_tokens);
+    let attention_s = 2.5e-7 * MS * load.prompt_attention;
+    if load.num_tokens <= 512 {
+        return (25.0 + 0.054 * num_tokens) * MS + attention_s;
+    }
+    (71.0 + 0.0384 * num_tokens) * MS + attention_s
+}
+
+/// The timer of the benchmark.
+fn timer(load: &StepLoad) -> f64 {
+    let is_prompt = f64::from(u8::from(load.num_prompt_tokens > 0));
+    (5.2 + 19.0 * is_prompt + 0.05 * f64::from(load.num_prompt_tokens)) * MS
+}
+
+/// As one H100 with gpt-oss-120b in a process of its own: the GPU is done with a prompt before the
+/// host has launched all its kernels. See [`launch_s`].
+fn launch_bound(load: &StepLoad) -> f64 {
+    if load.num_prompt_tokens == 0 {
+        return 5.2 * MS;
+    }
+    (20.0 + 0.052 * f64::from(load.num_tokens)) * MS + 1e-7 * MS * load.prompt_attention
+}
+
+/// How long the host is busy with launching a step of that, in seconds.
+fn launch_s(load: &StepLoad) -> f64 {
+    if load.num_prompt_tokens == 0 { 1.0 * MS } else { 110.0 * MS }
+}
+
+fn dense(load: &StepLoad) -> f64 {
+    (8.0 + 0.03 * f64::from(load.num_tokens)) * MS + 2e-7 * MS * load.prompt_attention
+}
+
+/// As a GB10.
+fn slow(load: &StepLoad) -> f64 {
+    (30.0 + 0.5 * f64::from(load.num_prompt_tokens)) * MS + 1e-6 * MS * load.prompt_attention
+}
+
+/// What goes wrong on a device.
+#[derive(Clone, Copy, Default)]
+struct Faults {
+    /// Steps vary by this part.
+    jitter: f64,
+    /// Over a minute they become slower by this part, and faster again.
+    drift: f64,
+    /// One step of so many stands still for 0.4 s.
+    stall_every: u64,
+    /// What each new number of tokens above 512 costs once, in seconds.
+    compile_s: f64,
+}
+
+struct Chance(u64);
+
+impl Chance {
+    /// From 0 to 1.
+    fn next(&mut self) -> f64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+#[derive(Clone, Debug, Default)]
+struct Life {
+    arrived_at: f64,
+    prompt: Vec<i32>,
+    tokens_at: Vec<f64>,
+    done: bool,
+}
+
+impl Life {
+    fn first_token_s(&self) -> f64 {
+        self.tokens_at.first().map_or(f64::INFINITY, |at| at - self.arrived_at)
+    }
+}
+
+struct InFlight {
+    number: Option<u64>,
+    ends_at: f64,
+    /// Of each request: its place, its id, tokens, and whether it samples.
+    scheduled: Vec<(RequestIndex, usize, u32, bool)>,
+}
+
+/// A step with tokens.
+struct MadeStep {
+    starts_at: f64,
+    load: StepLoad,
+    time_s: f64,
+    /// Something else has held it up.
+    is_faulty: bool,
+}
+
+struct World {
+    scheduler: Scheduler,
+    pacing: Option<Pacing>,
+    device: Device,
+    faults: Faults,
+    chance: Chance,
+    now: f64,
+    free_at: f64,
+    idle_s: f64,
+    in_flight: VecDeque<InFlight>,
+    arrivals: VecDeque<(f64, usize, u64)>,
+    lives: BTreeMap<usize, Life>,
+    ids: BTreeMap<RequestIndex, usize>,
+    compiled: BTreeSet<u32>,
+    steps: Vec<MadeStep>,
+    paced: Vec<PacedStep>,
+
+    is_async: bool,
+    /// How long the loop is held up by a launch; `None` if that takes no time.
+    launch_s: Option<Device>,
+    num_preempted: usize,
+    flaw: Option<Flaw>,
+}
+
+/// What is done with the knobs, so that a test shows that it can fail.
+#[derive(Clone, Copy, PartialEq)]
+enum Flaw {
+    /// After a chunk comes the next one.
+    NothingIsRepaid,
+    /// What is due never comes.
+    LongPromptsStarve,
+    /// A chunk is as large as it can be.
+    ChunksKnowNoBound,
+}
+
+fn serving() -> SchedulerConfig {
+    let base = config(vec![KvCacheGroupConfig::FullAttention], None);
+    SchedulerConfig {
+        async_scheduling: true,
+        max_num_active_reqs: 256,
+        max_num_scheduled_tokens: 8_192,
+        max_num_batched_tokens: 8_192,
+        max_model_len: 400_000,
+        block_size: 16,
+        hash_block_size: 16,
+        group_block_sizes: vec![16],
+        num_blocks: 40_000,
+        hasher: None,
+        log_stats: false,
+        ..base
+    }
+}
+
+impl World {
+    fn new(config: SchedulerConfig, device: Device, settings: Option<PacingSettings>) -> Self {
+        let is_async = config.async_scheduling;
+        let scheduler = Scheduler::new(config).expect("a sane configuration");
+        let pacing = settings.map(|it| Pacing::new(it, &scheduler));
+        Self {
+            scheduler,
+            pacing,
+            device,
+            faults: Faults::default(),
+            chance: Chance(0x9E37_79B9_7F4A_7C15),
+            now: 0.0,
+            free_at: 0.0,
+            idle_s: 0.0,
+            in_flight: VecDeque::new(),
+            arrivals: VecDeque::new(),
+            lives: BTreeMap::new(),
+            ids: BTreeMap::new(),
+            compiled: BTreeSet::new(),
+            steps: Vec::new(),
+            paced: Vec::new(),
+            is_async,
+            launch_s: None,
+            num_preempted: 0,
+            flaw: None,
+        }
+    }
+
+    fn arrive(&mut self, at: f64, num_prompt_tokens: usize, max_tokens: u64) -> usize {
+        self.arrive_with(at, vec![7; num_prompt_tokens], max_tokens)
+    }
+
+    fn arrive_with(&mut self, at: f64, prompt: Vec<i32>, max_tokens: u64) -> usize {
+        let id = self.lives.len();
+        let life = Life { arrived_at: at, prompt, ..Life::default() };
+        self.lives.insert(id, life);
+        self.arrivals.push_back((at, id, max_tokens));
+        id
+    }
+
+    fn receive(&mut self) {
+        self.arrivals.make_contiguous().sort_by(|one, other| one.0.total_cmp(&other.0));
+        while let Some(&(at, id, max_tokens)) = self.arrivals.front() {
+            if at > self.now {
+                break;
+            }
+            self.arrivals.pop_front();
+            let life = self.lives.get_mut(&id).expect("who arrives has a life");
+            let tokens = std::mem::take(&mut life.prompt);
+            let stop = StopConditions { max_tokens, ..StopConditions::default() };
+            let arrival_time = at;
+            let request = NewRequest { stop, arrival_time, ..new_request(id, &tokens) };
+            let index = self.scheduler.add_request(request, self.now);
+            self.ids.insert(index, id);
+        }
+    }
+
+    /// One round of the engine's loop.
+    fn round(&mut self) -> bool {
+        self.receive();
+        let has_work = self.scheduler.num_unfinished_requests() > 0;
+        if !has_work && self.in_flight.is_empty() {
+            let Some(&(at, ..)) = self.arrivals.front() else { return false };
+            self.now = self.now.max(at);
+            return true;
+        }
+        let depth = if self.is_async { 2 } else { 1 };
+        if has_work && self.in_flight.len() < depth {
+            self.schedule();
+            if self.in_flight.len() < depth {
+                return true;
+            }
+        }
+        self.take_result();
+        true
+    }
+
+    fn schedule(&mut self) {
+        let knobs = match &mut self.pacing {
+            Some(pacing) => pacing.choose(&mut self.scheduler),
+            None => self.scheduler.config().step_knobs(false),
+        };
+        let knobs = self.spoilt(knobs);
+        let Ok(_) = self.scheduler.schedule(knobs, self.now, &mut Answers::default());
+        let load = self.scheduler.step_load();
+        let number = self.pacing.as_mut().and_then(|it| it.note_step(&self.scheduler, self.now));
+        self.num_preempted += self.scheduler.step().preempted.len();
+        if load.num_tokens > 0 {
+            self.run_on_device(load);
+        }
+        let scheduled = self.scheduler.step().scheduled().map(|it| {
+            let samples = !self.scheduler.request(it.index).is_prefill_chunk();
+            (it.index, self.ids[&it.index], it.num_tokens, samples)
+        });
+        let scheduled = scheduled.collect();
+        self.in_flight.push_back(InFlight { number, ends_at: self.free_at, scheduled });
+    }
+
+    fn run_on_device(&mut self, load: StepLoad) {
+        let Faults { jitter, drift, stall_every, compile_s } = self.faults;
+        let phase = self.now * std::f64::consts::TAU / 60.0;
+        let mut time_s = (self.device)(&load);
+        time_s *= 1.0 + jitter * (2.0 * self.chance.next() - 1.0);
+        time_s *= 1.0 + drift * phase.sin();
+        let mut fault_s = 0.0;
+        if stall_every > 0 && self.chance.next() * (stall_every as f64) < 1.0 {
+            fault_s += 0.4;
+        }
+        if load.num_tokens > 512 && self.compiled.insert(load.num_tokens) {
+            fault_s += compile_s;
+        }
+        let starts_at = self.free_at.max(self.now);
+        self.idle_s += if self.steps.is_empty() { 0.0 } else { starts_at - self.free_at };
+        self.free_at = starts_at + time_s + fault_s;
+        if let Some(launch_s) = self.launch_s {
+            // The device has kernels from the first one on, and the last ones late.
+            self.now += launch_s(&load);
+            self.free_at = self.free_at.max(self.now + MS);
+            time_s = self.free_at - starts_at - fault_s;
+        }
+        self.steps.push(MadeStep { starts_at, load, time_s, is_faulty: fault_s > 0.0 });
+    }
+
+    fn spoilt(&self, knobs: StepKnobs) -> StepKnobs {
+        let configured = self.scheduler.config().step_knobs(false);
+        let is_chunk = knobs.max_num_scheduled_tokens < configured.max_num_scheduled_tokens;
+        match self.flaw {
+            Some(Flaw::NothingIsRepaid) if knobs.throttle_prefills => StepKnobs {
+                max_num_scheduled_tokens: 1_024,
+                long_prefill_token_threshold: 1_000,
+                throttle_prefills: false,
+            },
+            Some(Flaw::LongPromptsStarve) => StepKnobs { throttle_prefills: true, ..configured },
+            Some(Flaw::ChunksKnowNoBound) if is_chunk => configured,
+            _ => knobs,
+        }
+    }
+
+    fn take_result(&mut self) {
+        let Some(step) = self.in_flight.pop_front() else { return };
+        self.now = self.now.max(step.ends_at);
+        if let (Some(pacing), Some(number)) = (&mut self.pacing, step.number) {
+            let paced = pacing.note_result(number, self.now);
+            self.paced.extend(paced);
+        }
+        let outputs = step.scheduled.iter().map(|&(index, id, num_tokens, samples)| {
+            let is_there = self.ids.get(&index) == Some(&id);
+            ScheduledOutput {
+                index: is_there.then_some(index),
+                num_scheduled_tokens: num_tokens,
+                sampled_tokens: if samples { &[1] } else { &[] },
+                num_draft_tokens: 0,
+                num_invalid_drafts: 0,
+                is_pooled: false,
+                is_void: false,
+            }
+        });
+        let mut told = Vec::new();
+        let outputs: Vec<_> = outputs.collect();
+        let answers = &mut Answers::default();
+        let Ok(()) = self.scheduler.update_from_output(outputs.into_iter(), answers, &mut told);
+        for output in told {
+            let (index, id, ..) = step.scheduled[output.position];
+            let life = self.lives.get_mut(&id).expect("who is told of lives");
+            life.tokens_at.extend(std::iter::repeat_n(self.now, output.num_new_tokens));
+            if output.news.is_some_and(|it| it.is_over) {
+                life.done = true;
+                self.ids.remove(&index);
+            }
+        }
+    }
+
+    fn run_until(&mut self, at: f64) {
+        while self.now < at && self.round() {}
+    }
+}
+
+fn quantile(values: &mut [f64], part: f64) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let last = values.len().saturating_sub(1);
+    values.get(((values.len() as f64 * part) as usize).min(last)).copied().unwrap_or(f64::NAN)
+}
+
+/// Streams decode, a long prompt comes, and short ones all along.
+#[expect(clippy::struct_field_names, reason = "units end names")]
+struct Mixed {
+    stream_tokens_per_s: f64,
+    gap_p99_s: f64,
+    short_p50_s: f64,
+    short_max_s: f64,
+    long_s: f64,
+}
+
+fn mixed(world: &mut World, long_tokens: usize) -> Mixed {
+    let start = world.now;
+    let streams: Vec<_> = (0..16).map(|_| world.arrive(start, 128, 1_000_000)).collect();
+    world.run_until(start + 1.0);
+    let begin = world.now;
+    let long = world.arrive(begin, long_tokens, 1);
+    let shorts: Vec<_> =
+        (1..400).map(|it| world.arrive(begin + 0.5 * f64::from(it), 100, 4)).collect();
+    while world.lives[&long].tokens_at.is_empty() && world.now < begin + 190.0 {
+        world.round();
+    }
+    let end = world.now;
+    world.arrivals.clear();
+    let mut gaps = Vec::new();
+    let mut num_tokens = 0;
+    for id in &streams {
+        let at = &world.lives[id].tokens_at;
+        let inside = at.windows(2).filter(|it| it[1] >= begin && it[1] <= end);
+        let inside: Vec<f64> = inside.map(|it| it[1] - it[0]).collect();
+        num_tokens += inside.len();
+        gaps.extend(inside);
+    }
+    let first = shorts.iter().map(|it| &world.lives[it]).filter(|it| it.arrived_at < end - 1.0);
+    let mut first: Vec<f64> = first.map(Life::first_token_s).collect();
+    Mixed {
+        stream_tokens_per_s: num_tokens as f64 / 16.0 / (end - begin),
+        gap_p99_s: quantile(&mut gaps, 0.99),
+        short_p50_s: quantile(&mut first, 0.5),
+        short_max_s: quantile(&mut first, 1.0),
+        long_s: end - begin,
+    }
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "beside None, for vLLM's values")]
+fn paced(max_stall_s: f64, prefill_share: f64) -> Option<PacingSettings> {
+    Some(PacingSettings { max_stall_s, prefill_share })
+}
+
+const USUAL: Faults = Faults { jitter: 0.03, drift: 0.1, stall_every: 500, compile_s: 2.0 };
+
+/// A device, the length of its long prompts, and the stall that is allowed on it.
+const DEVICES: [(&str, Device, usize, f64); 4] = [
+    ("timer", timer, 120_000, 0.120),
+    ("mixture of experts", moe, 100_000, 0.190),
+    ("dense", dense, 150_000, 0.150),
+    ("slow", slow, 30_000, 0.250),
+];
+
+/// Whether prompts have got their share of each two seconds, within a tenth of the time, while a
+/// long one was computed beside streams.
+fn share_is_kept(world: &World, share: f64, from: f64, to: f64) -> Result<(), String> {
+    let (mut start, mut prompt_s, mut all_s) = (from, 0.0, 0.0);
+    for step in world.steps.iter().filter(|it| it.starts_at >= from && it.starts_at < to) {
+        let MadeStep { starts_at: at, load, time_s, .. } = step;
+        // Before a large chunk: half a period would say little.
+        if all_s >= 2.0 && load.num_prompt_tokens > 200 {
+            let part = prompt_s / all_s;
+            if (part - share).abs() > 0.1 {
+                return Err(format!("{part:.3} of the time from {start:.1} s to {at:.1} s"));
+            }
+            (start, prompt_s, all_s) = (*at, 0.0, 0.0);
+        }
+        all_s += time_s;
+        prompt_s += if load.num_prompt_tokens > 0 { *time_s } else { 0.0 };
+    }
+    Ok(())
+}
+
+/// Whether 99 of 100 steps with prompts were within the bound, those aside that something else has
+/// held up.
+fn bound_is_kept(world: &World, max_stall_s: f64, from: f64) -> Result<(), String> {
+    let times = world.paced.iter().filter(|step| {
+        let made = &world.steps[step.number as usize];
+        let is_contended = step.has_prompts() && step.load.num_decode_tokens > 0;
+        // What holds up the step before is seen as this one's.
+        let number = step.number as usize;
+        let is_faulty =
+            world.steps[number.saturating_sub(1)..=number].iter().any(|it| it.is_faulty);
+        made.starts_at > from && is_contended && !is_faulty
+    });
+    let mut times: Vec<f64> = times.map(|it| it.time_s).collect();
+    assert!(times.len() > 4, "{} steps say little", times.len());
+    // What a sleep or a look at the clock takes is no part of it.
+    let longest = quantile(&mut times, 0.99);
+    if longest > 1.05 * max_stall_s {
+        return Err(format!("{longest:.3} s, not {max_stall_s:.3}"));
+    }
+    Ok(())
+}
+
+fn end_streams(world: &mut World) {
+    let ids: Vec<_> = world.ids.keys().copied().collect();
+    let answers = &mut Answers::default();
+    let Ok(_) = world.scheduler.finish_requests(&ids, RequestStatus::FinishedAborted, answers);
+    world.ids.clear();
+    while !world.in_flight.is_empty() {
+        world.take_result();
+    }
+}
+
+#[test]
+fn the_goals_are_reached_on_a_timer() {
+    let mut world = World::new(serving(), timer, paced(0.120, 0.5));
+    for _ in 0..2 {
+        let it = mixed(&mut world, 60_000);
+        assert!(it.stream_tokens_per_s >= 90.0, "{} tokens/s", it.stream_tokens_per_s);
+        assert!(it.gap_p99_s <= 0.130, "{} s between tokens", it.gap_p99_s);
+        assert!(it.short_p50_s <= 0.200, "{} s to a short one's token", it.short_p50_s);
+        assert!(it.short_max_s <= 0.400, "{} s to a short one's token", it.short_max_s);
+        assert!(it.long_s <= 10.0, "{} s to the long one's", it.long_s);
+        end_streams(&mut world);
+    }
+    // What it is better than.
+    let stock = mixed(&mut World::new(serving(), timer, None), 60_000);
+    assert!(stock.stream_tokens_per_s < 5.0 && stock.short_p50_s > 1.0 && stock.long_s < 4.0);
+}
+
+#[test]
+fn the_goals_are_reached_where_the_host_limits() {
+    let mut world = World::new(serving(), launch_bound, paced(0.180, 0.5));
+    world.launch_s = Some(launch_s);
+    world.faults = Faults { jitter: 0.05, ..Faults::default() };
+    for _ in 0..3 {
+        let it = mixed(&mut world, 100_000);
+        assert!(it.stream_tokens_per_s >= 80.0, "{} tokens/s", it.stream_tokens_per_s);
+        assert!(it.gap_p99_s <= 0.200, "{} s between tokens", it.gap_p99_s);
+        assert!(it.short_p50_s <= 0.250, "{} s to a short one's token", it.short_p50_s);
+        assert!(it.short_max_s <= 0.500, "{} s to a short one's token", it.short_max_s);
+        assert!(it.long_s <= 16.0, "{} s to the long one's", it.long_s);
+        end_streams(&mut world);
+    }
+}
+
+/// A world in which a long prompt is computed beside streams, once it is known what steps take.
+fn after_a_long_prompt(
+    device: Device,
+    long_tokens: usize,
+    settings: (f64, f64),
+    flaw: Option<Flaw>,
+) -> (World, f64, f64) {
+    let mut world = World::new(serving(), device, paced(settings.0, settings.1));
+    world.faults = USUAL;
+    mixed(&mut world, long_tokens);
+    end_streams(&mut world);
+    world.flaw = flaw;
+    let start = world.now;
+    mixed(&mut world, long_tokens);
+    let end = world.now;
+    (world, start + 1.5, end)
+}
+
+#[test]
+fn prompts_get_their_share_and_nobody_waits_longer_than_allowed() {
+    for (name, device, long_tokens, max_stall_s) in DEVICES {
+        // The short ones alone take a fifth of the time of the slow device: less would be broken.
+        for share in [0.5, 0.6] {
+            let (world, start, end) =
+                after_a_long_prompt(device, long_tokens, (max_stall_s, share), None);
+            let kept = share_is_kept(&world, share, start, end);
+            assert!(kept.is_ok(), "{name}, share {share}: {kept:?}");
+            let kept = bound_is_kept(&world, max_stall_s, start);
+            assert!(kept.is_ok(), "{name}, share {share}: {kept:?}");
+            assert!(world.idle_s < 1e-6, "{name}: the device was idle for {} s", world.idle_s);
+        }
+    }
+}
+
+#[test]
+fn the_tests_notice_a_share_that_is_not_repaid_and_a_chunk_without_bound() {
+    let spoilt = |flaw| after_a_long_prompt(moe, 300_000, (0.19, 0.5), Some(flaw));
+    let (world, start, end) = spoilt(Flaw::NothingIsRepaid);
+    assert!(share_is_kept(&world, 0.5, start, end).is_err());
+    let (world, start, _) = spoilt(Flaw::ChunksKnowNoBound);
+    assert!(bound_is_kept(&world, 0.19, start).is_err());
+}
+
+/// Requests of all lengths come and go, in a cache that may be too small for them.
+fn random_lives(seed: u64) -> World {
+    let mut chance = Chance(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+    let mut pick = |below: u64| (chance.next() * below as f64) as u64;
+    let (_, device, _, max_stall_s) = DEVICES[pick(4) as usize];
+    let has_drafts = pick(4) == 0;
+    let config = SchedulerConfig {
+        async_scheduling: pick(2) == 0,
+        policy: if pick(2) == 0 { Policy::Fcfs } else { Policy::Priority },
+        num_blocks: 2_000 + 400 * pick(20) as u32,
+        max_num_active_reqs: 4 + pick(60) as usize,
+        reserve_full_isl: pick(2) == 0,
+        speculation: Speculation {
+            num_spec_tokens: if has_drafts { 3 } else { 0 },
+            ..Speculation::default()
+        },
+        ..serving()
+    };
+    let mut world = World::new(config, device, paced(max_stall_s, 0.2 + 0.1 * pick(7) as f64));
+    world.faults = USUAL;
+    let mut at = 0.0;
+    for _ in 0..40 {
+        at += 0.01 * pick(100) as f64;
+        let num_prompt_tokens = match pick(4) {
+            0 => 2_000 + pick(28_000),
+            _ => 10 + pick(1_500),
+        };
+        world.arrive(at, num_prompt_tokens as usize, 1 + pick(200));
+    }
+    world.run_until(at + 600.0);
+    world
+}
+
+fn num_starving(world: &World) -> usize {
+    world.lives.values().filter(|it| !it.done).count()
+}
+
+#[test]
+fn everybody_gets_on_whatever_comes() {
+    let mut num_preempted = 0;
+    for seed in 0..60 {
+        let world = random_lives(seed);
+        assert_eq!(num_starving(&world), 0, "seed {seed}");
+        num_preempted += world.num_preempted;
+        world.scheduler.check_invariants();
+    }
+    assert!(num_preempted > 20, "{num_preempted} preemptions say little");
+}
+
+#[test]
+fn the_tests_notice_a_prompt_that_starves() {
+    let mut world = World::new(serving(), moe, paced(0.15, 0.5));
+    world.flaw = Some(Flaw::LongPromptsStarve);
+    world.arrive(0.0, 100, 100_000);
+    let long = world.arrive(1.0, 50_000, 1);
+    world.run_until(120.0);
+    assert!(world.lives[&long].tokens_at.is_empty());
+}
+
+/// At an ordinary load, where prompts fit into a chunk, it costs next to nothing.
+#[test]
+fn an_ordinary_load_does_not_lose() {
+    let served = |settings: Option<PacingSettings>, rate: f64| {
+        let mut world = World::new(serving(), dense, settings);
+        let mut chance = Chance(12_345);
+        let mut at = 0.0;
+        for _ in 0..1_000 {
+            at -= (1.0 - chance.next()).ln() / rate;
+            world.arrive(at, 1_024, 128);
+        }
+        world.run_until(f64::MAX);
+        let mut first: Vec<f64> = world.lives.values().map(Life::first_token_s).collect();
+        (1_000.0 / world.now, quantile(&mut first, 0.5), quantile(&mut first, 0.99))
+    };
+    for rate in [20.0, 23.7] {
+        let (stock, ours) = (served(None, rate), served(paced(0.15, 0.5), rate));
+        assert!(ours.0 > 0.97 * stock.0, "{ours:?} requests/s, not {stock:?}");
+        assert!(ours.1 < 1.1 * stock.1, "{ours:?} to the first token, not {stock:?}");
+        assert!(ours.2 < 1.1 * stock.2, "{ours:?} to the first token, not {stock:?}");
+    }
+}
+
+/// Where nobody generates, or nobody has a prompt, vLLM's values are chosen.
+#[test]
+fn alone_all_is_as_with_vllm() {
+    let first_token = |settings| {
+        let mut world = World::new(serving(), moe, settings);
+        let long = world.arrive(0.0, 100_000, 50);
+        world.run_until(f64::MAX);
+        (world.lives[&long].first_token_s(), world.steps.len(), world.now)
+    };
+    assert_eq!(first_token(None), first_token(paced(0.15, 0.5)));
+}
+
+/// Where chunks have to be so small that hardly any prompt fits into one, those that are much
+/// shorter than a long one don't wait for it.
+#[test]
+fn a_prompt_of_a_few_chunks_does_not_wait_for_one_of_many() {
+    let mut world = World::new(serving(), slow, paced(0.100, 0.5));
+    world.arrive(0.0, 100, 100_000);
+    world.run_until(2.0);
+    let long = world.arrive(world.now, 30_000, 1);
+    world.run_until(20.0);
+    let brief = world.arrive(world.now, 600, 1);
+    world.run_until(40.0);
+    assert!(world.lives[&long].tokens_at.is_empty(), "it is being computed");
+    assert!(world.lives[&brief].first_token_s() < 5.0, "{:?}", world.lives[&brief]);
+}
+
+/// What is left to compute of a prompt whose beginning is cached may be short, and then it does not
+/// wait until a chunk is due.
+#[test]
+fn a_prompt_whose_beginning_is_cached_is_a_short_one() {
+    let hasher = BlockHasher::new(HashAlgorithm::Xxhash, 16, b"none");
+    let config = SchedulerConfig { hasher, ..serving() };
+    let mut world = World::new(config, moe, paced(0.15, 0.2));
+    let first = world.arrive(0.0, 30_000, 1);
+    world.run_until(f64::MAX);
+    assert!(world.lives[&first].done);
+    let start = world.now;
+    world.arrive(start, 100, 100_000);
+    world.run_until(start + 1.0);
+    let long = world.arrive_with(world.now, vec![8; 90_000], 1);
+    world.run_until(start + 3.0);
+    let again = world.arrive(world.now, 30_016, 1);
+    world.run_until(start + 6.0);
+    assert!(world.lives[&long].tokens_at.is_empty(), "it is being computed");
+    assert!(world.lives[&again].first_token_s() < 0.4, "{:?}", world.lives[&again]);
+}
