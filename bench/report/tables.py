@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bench.report import vllm_bench
+from bench.report import mixed, vllm_bench
 from bench.report.pairs import (
     ALL,
     ASYNC,
@@ -329,6 +329,7 @@ def gain(results: Results) -> Rows:
             times = [dig(case, it, "ttft_ms", "p50") for it in JOINING_SIDES[:2]]
             measured = f"{case['model']}, HTTP, {case['streams']:,} streams"
             yield ["First token under load", measured, "ms to it, p50", pair_text(*times)]
+    yield from mixed.gain(results)
 
 
 # ---- benchmarks that start no server ----
@@ -673,6 +674,8 @@ TABLES = (
         ),
         first_tokens,
     ),
+    Table("mixed", "A long prompt beside streams", mixed.MIXED_COLUMNS, mixed.mixed),
+    Table("ordinary", "An ordinary load", mixed.ORDINARY_COLUMNS, mixed.ordinary),
     Table(
         "verified",
         "A verified step",

@@ -269,6 +269,22 @@ def test_first_tokens_of_both_sides() -> None:
     ]
 
 
+def test_a_long_prompt_beside_streams_has_a_line_a_round() -> None:
+    def side(name: str, *rates: float) -> dict[str, Any]:
+        times = {"p50": 5.0, "p99": 120.0, "max": 1500.0}
+        found = {"gap_ms": times, "short_ttft_ms": times, "long_ttft_s": 13.5}
+        rounds = [found | {"stream_tokens_per_s": it} for it in rates]
+        return {"model": "M", "side": name, "streams": 16, "rounds": rounds}
+
+    result = {"run": {}, "mixed": [side("vllm", 4.0), side("paced-180-0.5", 70.0, 90.0)]}
+    stock, first, _ = rows("mixed", result)
+    assert stock[:2] == ["vLLM, 1", "4.00"]
+    paced = ["paced, 180 ms, share 0.5, 1", "70.0", "5.00", "120", "1,500", "5", "1,500", "13.5"]
+    assert first == paced
+    ((_, measured, _, gained),) = rows("gain", result)
+    assert (measured, gained) == ("M, HTTP, 16 streams", "4.00 → 70.0 to 90.0")
+
+
 # ---- pictures ----
 
 

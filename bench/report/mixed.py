@@ -1,0 +1,68 @@
+"""Rows about a long prompt beside streams, and about an ordinary load, with and without pacing."""
+
+from collections.abc import Iterator, Mapping
+
+from bench.report.pairs import Row, rows_of
+from bench.report.values import count_text, dig, joined, range_text, text_of
+
+Results = Mapping[str, Row]
+
+MIXED_COLUMNS = (
+    "server, round",
+    "tokens/s of a stream meanwhile",
+    "between outputs p50, ms",
+    "p99",
+    "longest",
+    "short one's first token p50, ms",
+    "longest",
+    "long one's first token, s",
+)
+ORDINARY_COLUMNS = ("server, load", "requests/s", "first token p50, ms", "p99")
+
+
+def mixed(results: Results) -> Iterator[list[str]]:
+    """Yield each measured round of each server."""
+    for result in results.values():
+        for row in rows_of(result, "mixed"):
+            for number, found in enumerate(rows_of(row, "rounds"), start=1):
+                yield [
+                    f"{_server(row)}, {number}",
+                    text_of(dig(found, "stream_tokens_per_s")),
+                    *(text_of(dig(found, "gap_ms", at)) for at in ("p50", "p99", "max")),
+                    *(count_text(dig(found, "short_ttft_ms", at)) for at in ("p50", "max")),
+                    text_of(dig(found, "long_ttft_s")),
+                ]
+
+
+def gain(results: Results) -> Iterator[list[str]]:
+    """Yield what streams get while a long prompt is computed, if it is paced."""
+    for result in results.values():
+        sides = {str(row.get("side")): row for row in rows_of(result, "mixed")}
+        paced = next((name for name in sides if name.startswith("paced")), None)
+        if paced is not None and "vllm" in sides:
+            rates = (
+                range_text(dig(it, "stream_tokens_per_s") for it in rows_of(sides[name], "rounds"))
+                for name in ("vllm", paced)
+            )
+            measured = f"{sides[paced]['model']}, HTTP, {sides[paced]['streams']} streams"
+            what = "tokens/s of each stream"
+            yield ["A long prompt beside streams, paced", measured, what, joined(*rates)]
+
+
+def ordinary(results: Results) -> Iterator[list[str]]:
+    """Yield what requests that come at random wait, at a part of the highest rate."""
+    for result in results.values():
+        for row in rows_of(result, "ordinary"):
+            yield [
+                f"{_server(row)}, {100 * row['part']:.0f} %",
+                text_of(dig(row, "requests_per_s")),
+                *(count_text(dig(row, "ttft_ms", at)) for at in ("p50", "p99")),
+            ]
+
+
+def _server(row: Row) -> str:
+    kind, *values = str(row.get("side")).split("-")
+    if kind == "paced":
+        return f"paced, {values[0]} ms, share {values[1]}"
+    name = "vLLM" if kind == "vllm" else kind
+    return f"{name}, threshold {values[0]}" if values else name
