@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::block_hash::BlockHasher;
 use crate::journal::JournalConfig;
+use crate::step::StepKnobs;
 
 /// In which order requests wait, and which one is preempted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -362,6 +363,16 @@ impl SchedulerConfig {
             first_other.zip(last_full).is_none_or(|(other, full)| full < other),
             "full attention groups must be looked up first",
         )
+    }
+
+    /// The knobs of a step for which nobody has chosen others.
+    #[must_use]
+    pub fn step_knobs(&self, throttle_prefills: bool) -> StepKnobs {
+        StepKnobs {
+            max_num_scheduled_tokens: self.max_num_scheduled_tokens,
+            long_prefill_token_threshold: self.long_prefill_token_threshold,
+            throttle_prefills,
+        }
     }
 
     /// Ids of the groups in the prefix cache.

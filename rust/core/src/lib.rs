@@ -20,6 +20,7 @@ pub mod ids;
 pub mod journal;
 pub mod kv_cache_group;
 pub mod kv_cache_manager;
+pub mod pacing;
 pub mod request;
 pub mod request_queue;
 pub mod scheduler;
@@ -39,12 +40,14 @@ pub use hooks::{ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn};
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::KvCacheManager;
+pub use pacing::{Mode, PacedStep, Pacing, PacingReport, PacingSettings};
 pub use request::{
     Event, EventKind, FetchStage, NewRequest, PrefillStats, Request, RequestStatus, SessionInput,
 };
 pub use scheduler::{
-    EndedRequest, FailedLoads, PauseState, RequestNews, RequestOutput, ScheduledOutput, Scheduler,
+    Demand, EndedRequest, FailedLoads, PauseState, Prompt, RequestNews, RequestOutput,
+    ScheduledOutput, Scheduler, StepLoad,
 };
 pub use stats::{PrefixCacheStats, RequestSpecStats, SchedulerStats, SpecDecodingStats};
-pub use step::{Admission, ScheduledRequest, Step};
+pub use step::{Admission, ScheduledRequest, Step, StepKnobs};
 pub use stop::{RepetitionDetection, StopConditions, StopReason};

@@ -267,6 +267,8 @@ pub struct Request {
     pub(crate) num_preemptions: u32,
     /// End of a prefix shared with others that some groups had to compute again; 0 for none.
     pub(crate) shared_prefix_boundary: u32,
+    /// Tokens that the prefix cache had of it when somebody looked; no decision rests on it.
+    pub(crate) expected_hit: Option<u32>,
     pub(crate) skip_reading_prefix_cache: bool,
     pub(crate) reports_cached_blocks: bool,
     /// Waits for something besides its turn, or was passed over.
@@ -316,6 +318,7 @@ impl Request {
             is_prefill_chunk: false,
             num_preemptions: 0,
             shared_prefix_boundary: 0,
+            expected_hit: None,
             is_deferred: false,
             last_step: 0,
             events: Vec::new(),

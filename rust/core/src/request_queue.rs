@@ -49,6 +49,16 @@ impl RequestQueue {
         }
     }
 
+    /// The first requests, so many at most. By urgency they are only roughly the first: a heap is
+    /// sorted as it is emptied.
+    pub fn roughly_first(&self, limit: usize) -> impl Iterator<Item = RequestIndex> {
+        let (one, other) = match self {
+            Self::Fcfs(queue) => queue.as_slices(),
+            Self::Priority(heap) => (heap.0.as_slice(), [].as_slice()),
+        };
+        one.iter().chain(other).copied().take(limit)
+    }
+
     /// Takes out the request that is next.
     pub fn pop(&mut self, slots: &Slots) -> Option<RequestIndex> {
         match self {

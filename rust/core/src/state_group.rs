@@ -92,8 +92,6 @@ pub(crate) struct ChunkAligner {
     hash_block_size: u32,
     /// Hits may end within a block.
     has_partial_hits: bool,
-    /// The longest chunk that there can be.
-    max_chunk: u32,
 }
 
 /// What is to be known of a request's sequence.
@@ -108,19 +106,23 @@ pub(crate) struct Sequence {
 impl ChunkAligner {
     /// Of a configuration whose states are kept at the ends of blocks, else `None`.
     pub(crate) fn new(config: &SchedulerConfig) -> Option<Self> {
-        let threshold = config.long_prefill_token_threshold;
-        let budget = config.max_num_scheduled_tokens;
         config.states.aligns_chunks.then_some(Self {
             states: config.states,
             scheduler_block_size: config.block_size,
             hash_block_size: config.hash_block_size,
             has_partial_hits: config.partial_hits && config.hash_block_size < config.block_size,
-            max_chunk: if threshold > 0 { budget.min(threshold) } else { budget },
         })
     }
 
     /// Shortens a chunk that begins at `start` to where it should end; 0 if it can't begin.
-    pub(crate) fn align(&self, sequence: Sequence, start: u32, num_tokens: u32) -> u32 {
+    /// `max_chunk` is the longest that the step's knobs allow.
+    pub(crate) fn align(
+        &self,
+        sequence: Sequence,
+        start: u32,
+        num_tokens: u32,
+        max_chunk: u32,
+    ) -> u32 {
         let Sequence { num_prompt_tokens, num_tokens: num_known, junction } = sequence;
         let prefill_end = num_prompt_tokens.max(num_known.saturating_sub(1));
         if start >= prefill_end {
@@ -143,7 +145,7 @@ impl ChunkAligner {
         // several, up to its end.
         if end < prefill_end {
             let aligned = end - end % block_size;
-            if aligned > start || block_size <= self.max_chunk {
+            if aligned > start || block_size <= max_chunk {
                 end = aligned;
             }
         }
@@ -209,6 +211,8 @@ impl KeySet {
 mod tests {
     use super::*;
 
+    const MAX_CHUNK: u32 = 64;
+
     fn aligner(has_partial_hits: bool, drops_last_unit: bool) -> ChunkAligner {
         let states = StateConfig {
             aligns_chunks: true,
@@ -221,7 +225,6 @@ mod tests {
             scheduler_block_size: 16,
             hash_block_size: 4,
             has_partial_hits,
-            max_chunk: 64,
         }
     }
 
@@ -229,8 +232,8 @@ mod tests {
         let sequence = Sequence { num_prompt_tokens, num_tokens: num_prompt_tokens, junction };
         let mut ends = vec![0];
         while let Some(&start) = ends.last().filter(|&&end| end < num_prompt_tokens) {
-            let chunk = (num_prompt_tokens - start).min(aligner.max_chunk);
-            ends.push(start + aligner.align(sequence, start, chunk));
+            let chunk = (num_prompt_tokens - start).min(MAX_CHUNK);
+            ends.push(start + aligner.align(sequence, start, chunk, MAX_CHUNK));
         }
         ends.split_off(1)
     }

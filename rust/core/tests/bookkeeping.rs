@@ -65,6 +65,20 @@ fn random_groups(chance: &mut Chance) -> Vec<KvCacheGroupConfig> {
     }
 }
 
+/// Those that are configured, or others that vLLM would take.
+fn random_knobs(config: &SchedulerConfig, chance: &mut Chance) -> StepKnobs {
+    let knobs = config.step_knobs(chance.percent(10));
+    if chance.percent(60) {
+        return knobs;
+    }
+    let least = 1 + config.speculation.num_spec_tokens;
+    StepKnobs {
+        max_num_scheduled_tokens: 1 + chance.below(knobs.max_num_scheduled_tokens.into()) as u32,
+        long_prefill_token_threshold: chance.one_of(&[0, least, least + 5, 30]),
+        ..knobs
+    }
+}
+
 fn random_config(chance: &mut Chance) -> SchedulerConfig {
     let groups = random_groups(chance);
     let has_chunks =
@@ -404,11 +418,11 @@ impl World {
         }
         self.answers.has_pending_sends =
             self.scheduler.num_kept_requests() > 0 && self.chance.percent(30);
-        let throttle = self.chance.percent(10);
-        let Ok(step) = self.scheduler.schedule(throttle, 0.0, &mut self.answers);
-        let budget = step.total_num_tokens;
+        let knobs = random_knobs(self.scheduler.config(), &mut self.chance);
+        let Ok(step) = self.scheduler.schedule(knobs, 0.0, &mut self.answers);
+        let num_tokens = step.total_num_tokens;
         let scheduled: Vec<_> = step.scheduled().copied().collect();
-        assert!(budget <= self.scheduler.config().max_num_scheduled_tokens);
+        assert!(num_tokens <= knobs.max_num_scheduled_tokens);
         assert!(scheduled.len() <= self.scheduler.config().max_num_active_reqs);
         let in_flight = scheduled.iter().map(|it| {
             let request = self.scheduler.request(it.index);

@@ -196,6 +196,16 @@ impl KvCacheManager {
         PrefixHit { num_tokens, shared_prefix_boundary }
     }
 
+    /// How many tokens of a request's prefix are cached, without telling anybody of the look.
+    pub(crate) fn peek_prefix_hit(&mut self, request: &Request) -> u32 {
+        self.hits.iter_mut().for_each(Vec::clear);
+        if !self.reads_prefix_cache(request) {
+            return 0;
+        }
+        let max_tokens = request.num_tokens().saturating_sub(1) as u32;
+        self.find_longest_hit(request, max_tokens).0
+    }
+
     /// The length that all groups agree on, and the longest that one of them has, in tokens.
     ///
     /// Each kind of group accepts the length so far or shortens it, until none does. Full

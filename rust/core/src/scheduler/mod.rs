@@ -2,10 +2,11 @@
 //! and go.
 //!
 //! `policy.rs` decides what a step computes, `update.rs` takes in what the model runner brought,
-//! and `transfers.rs`, `encoder_transfer.rs` and `aux_output.rs` are the parts of both that a KV
+//! `demand.rs` shows what is asked of the next step, and `transfers.rs`, `encoder_transfer.rs` and `aux_output.rs` are the parts of both that a KV
 //! connector, an EC connector and the collector of auxiliary output have.
 
 mod aux_output;
+mod demand;
 mod encoder_transfer;
 mod policy;
 mod transfers;
@@ -25,6 +26,7 @@ use crate::state_group::ChunkAligner;
 use crate::stats::{RequestSpecStats, SchedulerStats, SpecDecodingStats};
 use crate::step::Step;
 
+pub use self::demand::{Demand, Prompt, StepLoad};
 pub use self::transfers::{EndedRequest, FailedLoads};
 pub use self::update::{RequestNews, RequestOutput, ScheduledOutput};
 
@@ -72,6 +74,8 @@ pub struct Scheduler {
     num_executed_steps: u64,
     /// Of these, the number of the last one that computed prompts.
     last_prefill_step: Option<u64>,
+    /// When somebody looked last, a prompt was running.
+    had_prompts: bool,
     step: Step,
     /// Cuts chunks of prompts where states are to be kept.
     chunk_aligner: Option<ChunkAligner>,
@@ -103,6 +107,7 @@ impl Scheduler {
             prefill_capacity_bound: false,
             num_executed_steps: 0,
             last_prefill_step: None,
+            had_prompts: false,
             step: Step::default(),
             chunk_aligner: ChunkAligner::new(&config),
             kv_transfer: KvTransfer::default(),

@@ -15,7 +15,7 @@ use crate::ids::RequestIndex;
 use crate::kv_cache_manager::AdmissionTerms;
 use crate::request::{EventKind, FetchStage, PrefillStats, Request, RequestStatus};
 use crate::state_group::Sequence;
-use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
+use crate::step::{Admission, ScheduledRequest, Step, StepKnobs, UNKNOWN_DRAFT};
 
 /// What is left of a step's allowance.
 struct Budget {
@@ -69,6 +69,8 @@ struct StepLimits {
     now: f64,
     /// Most tokens of one request; 0 is no limit.
     long_prefill_threshold: u32,
+    /// The longest chunk of a prompt, as far as recurrent states are concerned.
+    max_chunk: u32,
     /// Only requests that sample a token are scheduled.
     defer_prefills: bool,
 }
@@ -90,40 +92,43 @@ impl Scheduler {
     /// What the hooks fail with; the scheduler is not to be used after that.
     pub fn schedule<H: Hooks>(
         &mut self,
-        throttle_prefills: bool,
+        knobs: StepKnobs,
         now: f64,
         hooks: &mut H,
     ) -> Result<&Step, H::Error> {
-        self.decide(throttle_prefills, now, hooks)?;
+        self.decide(knobs, now, hooks)?;
         self.update_after_schedule();
         Ok(&self.step)
     }
 
     /// Decides which requests the next step computes, and how many tokens of each.
     ///
-    /// `now` is the time for events. With `throttle_prefills`, prompts are held back while others
-    /// generate, unless they could not all be admitted the last time.
+    /// `now` is the time for events.
     ///
     /// # Errors
     /// What the hooks fail with; the scheduler is not to be used after that.
+    ///
+    /// # Panics
+    /// In debug builds, if the knobs allow more tokens than the configuration.
     pub fn decide<H: Hooks>(
         &mut self,
-        throttle_prefills: bool,
+        knobs: StepKnobs,
         now: f64,
         hooks: &mut H,
     ) -> Result<(), H::Error> {
+        debug_assert!(knobs.max_num_scheduled_tokens <= self.config.max_num_scheduled_tokens);
         self.current_step += 1;
         self.step.clear();
         self.kv_cache.begin_step();
         let mut budget = Budget {
-            tokens: self.config.max_num_scheduled_tokens,
+            tokens: knobs.max_num_scheduled_tokens,
             input: self.config.max_num_batched_tokens,
             num_draft_slots: self.config.speculation.num_draft_slots,
         };
         if self.pause_state == PauseState::PausedAll {
             budget.tokens = 0;
         }
-        let limits = self.step_limits(throttle_prefills, now);
+        let limits = self.step_limits(knobs, now);
 
         self.schedule_running(&mut budget, &limits, hooks)?;
         self.note_loras();
@@ -148,23 +153,28 @@ impl Scheduler {
         };
     }
 
-    fn step_limits(&self, throttle_prefills: bool, now: f64) -> StepLimits {
+    fn step_limits(&self, knobs: StepKnobs, now: f64) -> StepLimits {
         let is_generating = |&index: &RequestIndex| !self.request(index).is_prefill_chunk;
-        let defer_prefills = (throttle_prefills || self.is_soon_after_prefill())
+        let defer_prefills = (knobs.throttle_prefills || self.is_soon_after_prefill())
             && !self.prefill_capacity_bound
             && self.running.iter().any(is_generating);
 
         // The limit keeps a long prompt from starving others; alone it may use the whole budget.
         let config = &self.config;
         let num_requests = (self.running.len() + self.num_waiting()) as u32;
-        let mut long_prefill_threshold = config.long_prefill_token_threshold;
+        let mut long_prefill_threshold = knobs.long_prefill_token_threshold;
         if num_requests <= 1 {
             long_prefill_threshold = 0;
         } else if long_prefill_threshold > 0 && config.long_prefill_token_threshold_adaptive {
             let fair_share = config.max_num_batched_tokens / num_requests;
             long_prefill_threshold = long_prefill_threshold.max(fair_share);
         }
-        StepLimits { now, long_prefill_threshold, defer_prefills }
+        // The states of a lone prompt are kept as if the limit held for it.
+        let max_chunk = match knobs.long_prefill_token_threshold {
+            0 => knobs.max_num_scheduled_tokens,
+            threshold => threshold.min(knobs.max_num_scheduled_tokens),
+        };
+        StepLimits { now, long_prefill_threshold, max_chunk, defer_prefills }
     }
 
     /// Whether the next step comes too soon after one that computed prompts to do so again.
@@ -242,19 +252,25 @@ impl Scheduler {
             .max_model_len
             .saturating_sub(request.num_computed_tokens + self.config.num_sampled_tokens_per_step);
         let num_tokens = limits.cap(num_new).min(budget.available()).min(until_max_model_len);
-        let num_tokens = self.align_chunk(request, request.num_computed_tokens, num_tokens);
+        let num_tokens = self.align_chunk(request, request.num_computed_tokens, num_tokens, limits);
         self.fit_to_drafter_and_encoder(index, request.num_computed_tokens, num_tokens, hooks)
     }
 
     /// Shortens a chunk of a prompt so that it ends where recurrent states are kept.
-    fn align_chunk(&self, request: &Request, start: u32, num_tokens: u32) -> u32 {
+    fn align_chunk(
+        &self,
+        request: &Request,
+        start: u32,
+        num_tokens: u32,
+        limits: &StepLimits,
+    ) -> u32 {
         let Some(aligner) = &self.chunk_aligner else { return num_tokens };
         let sequence = Sequence {
             num_prompt_tokens: request.num_prompt_tokens() as u32,
             num_tokens: request.num_tokens() as u32,
             junction: request.shared_prefix_boundary,
         };
-        aligner.align(sequence, start, num_tokens)
+        aligner.align(sequence, start, num_tokens, limits.max_chunk)
     }
 
     /// Shortens a chunk to what the encoder can provide, and to where a drafter can go on.
@@ -676,7 +692,7 @@ impl Scheduler {
             return Ok(None);
         }
         let num_tokens = num_tokens.min(available);
-        let mut num_tokens = self.align_chunk(request, num_computed_tokens, num_tokens);
+        let mut num_tokens = self.align_chunk(request, num_computed_tokens, num_tokens, limits);
         if num_tokens == 0 {
             return Ok(None);
         }
@@ -738,6 +754,7 @@ impl Scheduler {
             drop_stale_output || (request.drop_stale_output && request.num_stale_output_tokens > 0);
         request.num_stale_output_tokens = request.num_in_flight_tokens;
         request.num_output_placeholders = 0;
+        request.expected_hit = None;
         request.num_preemptions += 1;
         if self.config.log_stats {
             request.record_event(EventKind::Preempted, now);
@@ -811,7 +828,7 @@ impl Scheduler {
 
 /// Whether the steps in flight will bring the last token that the request may have. Scheduling it
 /// once more would compute a token that nobody gets.
-fn reaches_max_tokens_in_flight(request: &Request) -> bool {
+pub(super) fn reaches_max_tokens_in_flight(request: &Request) -> bool {
     let placeholders = u64::from(request.num_output_placeholders);
     let last_known = u64::from(request.num_computed_tokens) + 2;
     let limit =

@@ -1,0 +1,240 @@
+//! How long steps take, learned from those that have come back.
+//!
+//! A step of decodes alone takes what the last ones took with about as many tokens. A step with
+//! prompts takes that, and more by its size: for each size of the ladder the last times are kept.
+//! What a token attends to costs as well, in proportion: that is learned over all sizes together,
+//! so that the later chunks of a long prompt are known to be dearer.
+
+/// Times of one kind that are kept.
+const WINDOW: usize = 8;
+
+/// A time so many times as long as expected says nothing of the next one: kernels were compiled,
+/// or the machine stood still.
+const OUTLIER: f64 = 2.5;
+
+/// So many of these in a row are no outliers.
+const MAX_OUTLIERS: u32 = 3;
+
+/// A short time may be as many times as long as expected by chance, in seconds.
+const JITTER_S: f64 = 0.003;
+
+/// The last values of something.
+#[derive(Clone, Copy, Debug, Default)]
+struct Window<T> {
+    values: [T; WINDOW],
+    len: usize,
+    next: usize,
+    num_outliers: u32,
+}
+
+impl<T: Copy + Default> Window<T> {
+    fn push(&mut self, value: T) {
+        self.values[self.next] = value;
+        self.next = (self.next + 1) % WINDOW;
+        self.len = (self.len + 1).min(WINDOW);
+        self.num_outliers = 0;
+    }
+
+    fn values(&self) -> &[T] {
+        &self.values[..self.len]
+    }
+
+    /// The median of what `of` makes of the values; the smaller one of two.
+    fn median(&self, of: impl Fn(&T) -> f64) -> Option<f64> {
+        let mut sorted = [0.0; WINDOW];
+        let sorted = &mut sorted[..self.len];
+        for (to, value) in sorted.iter_mut().zip(self.values()) {
+            *to = of(value);
+        }
+        sorted.sort_unstable_by(f64::total_cmp);
+        self.len.checked_sub(1).map(|last| sorted[last / 2])
+    }
+
+    /// Takes a value unless it is an outlier, which it is not if there have been too many.
+    fn push_unless(&mut self, is_outlier: bool, value: T) -> bool {
+        if is_outlier && self.num_outliers < MAX_OUTLIERS {
+            self.num_outliers += 1;
+            return false;
+        }
+        if is_outlier {
+            *self = Self::default();
+        }
+        self.push(value);
+        true
+    }
+}
+
+/// Classes of numbers of tokens: four for each doubling.
+const NUM_CLASSES: usize = 96;
+
+fn class_of(num_tokens: u32) -> usize {
+    let shift = (u32::BITS - num_tokens.leading_zeros()).saturating_sub(3);
+    (4 * shift + (num_tokens >> shift)) as usize
+}
+
+/// How long steps of decodes alone take, by their number of tokens.
+#[derive(Clone, Debug)]
+pub(super) struct DecodeTimes(Box<[Window<f64>; NUM_CLASSES]>);
+
+impl Default for DecodeTimes {
+    fn default() -> Self {
+        Self(Box::new([Window::default(); NUM_CLASSES]))
+    }
+}
+
+impl DecodeTimes {
+    pub(super) fn note(&mut self, num_tokens: u32, time_s: f64) {
+        let window = &mut self.0[class_of(num_tokens)];
+        let expected = window.median(|&it| it);
+        let is_outlier = expected.is_some_and(|it| time_s > OUTLIER * it + JITTER_S);
+        window.push_unless(is_outlier, time_s);
+    }
+
+    /// The time of such a step in seconds, by the most similar ones; `None` if there were none.
+    pub(super) fn predict(&self, num_tokens: u32) -> Option<f64> {
+        let class = class_of(num_tokens);
+        let nearest = (0..NUM_CLASSES)
+            .flat_map(|distance| [class.checked_sub(distance), Some(class + distance)])
+            .flatten()
+            .filter(|&it| it < NUM_CLASSES && self.0[it].len > 0)
+            .next()?;
+        self.0[nearest].median(|&it| it)
+    }
+}
+
+/// What a step with prompts took, without what its decodes alone would have.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sample {
+    extra_s: f64,
+    attention: f64,
+}
+
+/// What is known of steps of one size.
+#[derive(Clone, Copy, Debug, Default)]
+struct Size {
+    samples: Window<Sample>,
+    num_tries: u32,
+    /// Means over all samples, newer ones weigh more.
+    mean: Sample,
+    /// Number of the last step with prompts that had this size.
+    last_step: u64,
+    /// After so many others it is worth another try.
+    retry_after: u64,
+}
+
+/// How long steps with prompts take, by their size.
+#[derive(Clone, Debug)]
+pub(super) struct PromptTimes {
+    sizes: Vec<Size>,
+    num_steps: u64,
+    /// Of attention and time, within sizes: sums of squares and of products of the deviations.
+    attention_squares: f64,
+    attention_times: f64,
+}
+
+/// How soon a size that was too slow is tried again, in steps with prompts, and how late at most.
+const RETRY_AFTER: std::ops::RangeInclusive<u64> = 128..=2048;
+
+/// What of a mean stays when a new value comes.
+const MEMORY: f64 = 0.9;
+
+/// What of a slope stays.
+const SLOPE_MEMORY: f64 = 0.99;
+
+impl PromptTimes {
+    pub(super) fn new(num_sizes: usize) -> Self {
+        Self {
+            sizes: vec![Size { retry_after: *RETRY_AFTER.start(), ..Size::default() }; num_sizes],
+            num_steps: 0,
+            attention_squares: 0.0,
+            attention_times: 0.0,
+        }
+    }
+
+    /// Seconds for each token that a token attends to.
+    fn slope(&self) -> f64 {
+        if self.attention_squares > 0.0 {
+            (self.attention_times / self.attention_squares).max(0.0)
+        } else {
+            0.0
+        }
+    }
+
+    /// A step with prompts was made, of whatever size.
+    pub(super) fn note_step(&mut self) {
+        self.num_steps += 1;
+    }
+
+    /// Learns what a step of a size took beyond its decodes; returns whether it is no outlier.
+    pub(super) fn note(&mut self, size: usize, extra_s: f64, attention: f64) -> bool {
+        let expected = self.predict(size, attention);
+        let slope = self.slope();
+        let known = &mut self.sizes[size];
+        known.last_step = self.num_steps;
+        known.num_tries += 1;
+        let sample = Sample { extra_s, attention };
+        if known.num_tries == 2 && known.samples.len == 1 {
+            // The first one may have been slow for another reason: the faster one counts.
+            let first = known.samples.values[0];
+            let of = |it: Sample| it.extra_s - slope * it.attention;
+            if of(first) > 1.5 * of(sample) {
+                known.samples = Window::default();
+            } else if of(sample) > 1.5 * of(first) {
+                return false;
+            }
+        }
+        let is_outlier = known.samples.len >= 2
+            && expected.is_some_and(|it| extra_s > OUTLIER * it + JITTER_S);
+        if !known.samples.push_unless(is_outlier, sample) {
+            return false;
+        }
+        self.learn_slope(size, sample);
+        true
+    }
+
+    fn learn_slope(&mut self, size: usize, sample: Sample) {
+        let known = &mut self.sizes[size];
+        if known.samples.len == 1 {
+            known.mean = sample;
+            return;
+        }
+        let by_attention = sample.attention - known.mean.attention;
+        let by_time = sample.extra_s - known.mean.extra_s;
+        known.mean.attention += (1.0 - MEMORY) * by_attention;
+        known.mean.extra_s += (1.0 - MEMORY) * by_time;
+        self.attention_squares =
+            SLOPE_MEMORY * self.attention_squares + by_attention * by_attention;
+        self.attention_times = SLOPE_MEMORY * self.attention_times + by_attention * by_time;
+    }
+
+    /// What a step of a size takes beyond its decodes, in seconds; `None` if none was seen.
+    pub(super) fn predict(&self, size: usize, attention: f64) -> Option<f64> {
+        let slope = self.slope();
+        let rest = self.sizes[size].samples.median(|it| it.extra_s - slope * it.attention)?;
+        Some((rest + slope * attention).max(0.0))
+    }
+
+    /// Whether a size has been seen often enough to rely on it, given that `limit_s` is not too
+    /// much: a single time above it may have been another's fault.
+    pub(super) fn is_known(&self, size: usize, limit_s: f64) -> bool {
+        let known = &self.sizes[size];
+        match known.samples.len {
+            0 => false,
+            1 => known.num_tries > 1 || known.samples.values[0].extra_s <= limit_s,
+            _ => true,
+        }
+    }
+
+    /// Whether a size that was found too slow long ago deserves another look.
+    pub(super) fn is_stale(&self, size: usize) -> bool {
+        let known = &self.sizes[size];
+        self.num_steps - known.last_step > known.retry_after
+    }
+
+    /// A size was tried that had been too slow, and was again or not.
+    pub(super) fn note_retry(&mut self, size: usize, is_too_slow: bool) {
+        let (first, last) = (*RETRY_AFTER.start(), *RETRY_AFTER.end());
+        let retry_after = &mut self.sizes[size].retry_after;
+        *retry_after = if is_too_slow { (2 * *retry_after).min(last) } else { first };
+    }
+}

@@ -1,0 +1,173 @@
+//! What the requests ask of the next step, for whoever chooses its knobs. Looking changes nothing
+//! that a decision depends on.
+
+use super::policy::reaches_max_tokens_in_flight;
+use super::{PauseState, Scheduler};
+use crate::ids::RequestIndex;
+use crate::request::{Request, RequestStatus};
+use crate::step::ScheduledRequest;
+
+/// Of the requests that wait, so many are looked at: a queue may be long.
+const MAX_WAITING: usize = 64;
+
+/// A prompt, or what a preempted request has to compute again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Prompt {
+    /// Tokens that are to be computed, those that the prefix cache is expected to have left out.
+    pub num_missing: u32,
+    /// Tokens before these.
+    pub num_computed: u32,
+    /// It has been begun.
+    pub is_running: bool,
+    /// There are blocks for it besides those that running prompts still lack.
+    pub has_blocks: bool,
+}
+
+/// What the requests ask of the next step.
+#[derive(Clone, Debug, Default)]
+pub struct Demand {
+    /// Tokens that those who generate want, drafts included.
+    pub num_decode_tokens: u32,
+    /// Prompts: first those that run, then those that wait and may be admitted, in their order.
+    pub prompts: Vec<Prompt>,
+    /// `throttle_prefills` would hold prompts back.
+    pub can_throttle: bool,
+}
+
+/// What a step that was decided on holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepLoad {
+    /// Tokens of all requests.
+    pub num_tokens: u32,
+    /// Of these, tokens of requests that generate.
+    pub num_decode_tokens: u32,
+    /// Of these, tokens of prompts.
+    pub num_prompt_tokens: u32,
+    /// The same, each times the number of tokens that it attends to.
+    pub prompt_attention: f64,
+    /// Requests that came in.
+    pub num_admitted: usize,
+}
+
+impl Scheduler {
+    /// Whether a prompt runs or waits: whether [`Self::survey`] has something to find.
+    #[must_use]
+    pub fn may_have_prompts(&self) -> bool {
+        self.num_waiting() > 0
+            || self.step.has_prefill
+            || !self.step.admitted.is_empty()
+            || self.had_prompts
+    }
+
+    /// Looks what the requests ask of the next step.
+    pub fn survey(&mut self, demand: &mut Demand) {
+        demand.num_decode_tokens = 0;
+        demand.prompts.clear();
+        demand.can_throttle = !self.prefill_capacity_bound;
+        for &index in &self.running {
+            let request = self.request(index);
+            let num_known = request.num_tokens() as u32 + request.num_output_placeholders;
+            let num_missing = num_known.saturating_sub(request.num_computed_tokens);
+            if request.is_prefill_chunk {
+                let num_computed = request.num_computed_tokens;
+                demand.prompts.push(Prompt {
+                    num_missing,
+                    num_computed,
+                    is_running: true,
+                    has_blocks: true,
+                });
+            } else if !reaches_max_tokens_in_flight(request) {
+                demand.num_decode_tokens += num_missing + request.drafts.len() as u32;
+            }
+        }
+        self.had_prompts = !demand.prompts.is_empty();
+        self.survey_waiting(demand);
+    }
+
+    fn survey_waiting(&mut self, demand: &mut Demand) {
+        let num_active = self.running.len() + self.num_waiting_for_input;
+        let num_places = self.config.max_num_active_reqs.saturating_sub(num_active);
+        let limit = num_places.min(MAX_WAITING);
+        if limit == 0 || self.num_waiting() == 0 || self.pause_state == PauseState::PausedAll {
+            return;
+        }
+        let takes_new = self.pause_state == PauseState::Unpaused;
+        let new = self.waiting.roughly_first(if takes_new { limit } else { 0 });
+        let indices: Vec<RequestIndex> =
+            self.kv_holding_waiting.roughly_first(limit).chain(new).collect();
+        let num_lacking = self.num_blocks_lacking();
+        let mut num_free = self.kv_cache.pool().num_free().saturating_sub(num_lacking);
+        for index in indices {
+            // Whether a grammar is compiled is only known when its request has its turn.
+            let status = self.request(index).status;
+            if status.is_blocked() && status != RequestStatus::WaitingForGrammar {
+                continue;
+            }
+            let num_computed = self.num_expected_computed(index);
+            let request = self.request(index);
+            let num_tokens = request.num_tokens() as u32;
+            let num_blocks = self.kv_cache.num_missing_blocks(request, num_tokens);
+            let has_blocks = num_blocks <= num_free;
+            num_free = num_free.saturating_sub(num_blocks);
+            let num_missing = num_tokens.saturating_sub(num_computed).max(1);
+            demand.prompts.push(Prompt { num_missing, num_computed, is_running: false, has_blocks });
+        }
+    }
+
+    /// Blocks that running prompts will still take.
+    fn num_blocks_lacking(&self) -> u32 {
+        let lacking = |&index: &RequestIndex| {
+            let request = self.request(index);
+            let num_tokens = request.num_tokens() as u32;
+            if request.is_prefill_chunk {
+                self.kv_cache.num_missing_blocks(request, num_tokens)
+            } else {
+                0
+            }
+        };
+        self.running.iter().map(lacking).sum()
+    }
+
+    /// Tokens of a waiting request that need not be computed: looked up once, so it may be more by
+    /// the time of its turn.
+    fn num_expected_computed(&mut self, index: RequestIndex) -> u32 {
+        let request = &self.slots[index];
+        if request.num_computed_tokens > 0 {
+            return request.num_computed_tokens;
+        }
+        if let Some(expected) = request.expected_hit {
+            return expected;
+        }
+        let expected = self.kv_cache.peek_prefix_hit(request);
+        self.slots[index].expected_hit = Some(expected);
+        expected
+    }
+
+    /// What the step holds that was decided on last.
+    #[must_use]
+    pub fn step_load(&self) -> StepLoad {
+        let step = &self.step;
+        let mut load = StepLoad {
+            num_tokens: step.total_num_tokens,
+            num_admitted: step.admitted.len(),
+            ..StepLoad::default()
+        };
+        for scheduled in step.scheduled() {
+            if is_of_prompt(self.request(scheduled.index), scheduled) {
+                load.num_prompt_tokens += scheduled.num_tokens;
+                let middle =
+                    f64::from(scheduled.num_computed_tokens) + 0.5 * f64::from(scheduled.num_tokens);
+                load.prompt_attention += f64::from(scheduled.num_tokens) * middle;
+            } else {
+                load.num_decode_tokens += scheduled.num_tokens;
+            }
+        }
+        load
+    }
+}
+
+/// Whether a request lacked more than its next token when it was scheduled.
+fn is_of_prompt(request: &Request, scheduled: &ScheduledRequest) -> bool {
+    let num_known = request.num_prompt_tokens() as u32 + scheduled.num_output_tokens;
+    num_known > scheduled.num_computed_tokens + 1
+}
