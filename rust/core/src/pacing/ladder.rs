@@ -46,6 +46,8 @@ pub(super) struct Query {
     pub(super) context: f64,
     /// How long it may take, in seconds.
     pub(super) limit_s: f64,
+    /// Nobody is kept waiting by the largest one: the smallest that is good enough is not asked for.
+    pub(super) wants_largest: bool,
 }
 
 impl Query {
@@ -94,8 +96,9 @@ impl Ladder {
         self.sizes.partition_point(|&it| it < num_tokens).min(self.sizes.len() - 1)
     }
 
-    /// Whether a step with so many tokens says something of its class.
-    pub(super) fn teaches(&self, num_tokens: u32) -> bool {
+    /// Whether a step with so many tokens says what its class takes. Others say what the next
+    /// smaller one takes at most.
+    fn teaches(&self, num_tokens: u32) -> bool {
         f64::from(num_tokens) >= NEARLY * f64::from(self.sizes[self.class_of(num_tokens)])
     }
 
@@ -123,7 +126,7 @@ impl Ladder {
         if let Some(larger) = self.worth_a_try(fitting, query) {
             return larger;
         }
-        self.most_efficient(first, query)
+        if query.wants_largest { fitting } else { self.most_efficient(first, query) }
     }
 
     fn time(&self, size: usize, query: &Query) -> Option<f64> {
@@ -160,7 +163,8 @@ impl Ladder {
         let part = time_s / query.limit_s;
         let is_open = |it: usize| {
             it < self.sizes.len()
-                && query.room(self.sizes[it]) <= f64::from(query.num_prompt_tokens)
+                && (query.wants_largest
+                    || query.room(self.sizes[it]) <= f64::from(query.num_prompt_tokens))
                 && (self.time(it, query).is_none() || self.times.is_stale(it))
         };
         let has_room = [(2, ROOM_TO_DOUBLE), (1, ROOM_TO_GROW)];
@@ -199,9 +203,18 @@ impl Ladder {
         self.times.note_step();
     }
 
-    /// Learns what a step of a size took beyond its decodes.
-    pub(super) fn note(&mut self, size: usize, extra_s: f64, attention: f64, limit_s: f64) {
-        let expected_s = self.times.predict(size, attention);
+    /// Learns what a step of so many tokens took beyond its decodes.
+    pub(super) fn note(&mut self, num_tokens: u32, extra_s: f64, attention: f64, limit_s: f64) {
+        let mut size = self.class_of(num_tokens);
+        let mut expected_s = self.times.predict(size, attention);
+        if !self.teaches(num_tokens) {
+            let Some(smaller) = size.checked_sub(1) else { return };
+            size = smaller;
+            expected_s = self.times.predict(size, attention);
+            if expected_s.is_some_and(|it| it <= extra_s) {
+                return;
+            }
+        }
         let counts = self.times.note(size, extra_s, attention);
         if let (true, Some(expected_s)) = (counts, expected_s) {
             // Moves so that it comes to rest where chunks are below it with that confidence.

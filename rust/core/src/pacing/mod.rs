@@ -110,8 +110,6 @@ struct InFlight {
     /// Of the prediction, what decodes alone would take.
     decode_s: f64,
     launched_at: f64,
-    /// The size that it has exactly or nearly, by which it teaches something.
-    size: Option<usize>,
 }
 
 /// What is known of the time since the last report.
@@ -153,6 +151,8 @@ pub struct Pacing {
     /// Steps in a row that should have computed prompts and did not.
     num_fruitless: u32,
     patience: u32,
+    /// The part of the time that short prompts took lately, by themselves, while others generated.
+    short_part: f64,
     pressure: Pressure,
     report: PacingReport,
 }
@@ -178,6 +178,12 @@ const LATEST: f64 = 2.0;
 /// What an outlier may add to what is owed, in times of what was expected.
 const MAX_SURPRISE: f64 = 2.0;
 
+/// How long the past is that counts as lately, in seconds.
+const RECENT_S: f64 = 1.0;
+
+/// How fast the bound gives way to short prompts that need more than their share.
+const LENIENCY: f64 = 16.0;
+
 impl Pacing {
     /// Chooses for a scheduler of this configuration, where nothing has been learned.
     #[must_use]
@@ -202,6 +208,7 @@ impl Pacing {
             is_admission_blocked: false,
             num_fruitless: 0,
             patience: *PATIENCE.start(),
+            short_part: 0.0,
             pressure: Pressure::default(),
             report: PacingReport::default(),
         }
@@ -242,8 +249,10 @@ impl Pacing {
         if is_stuck || self.ladder.first_above(num_decode_tokens).is_none() {
             return unpaced(Mode::Unpaced, num_prompts);
         }
-        let best = self.best_size();
-        let room = self.ladder.sizes()[best] - num_decode_tokens;
+        let limit_s = self.settings.max_stall_s * self.pressure.leniency();
+        let short_limit_s = limit_s.max(self.settings.max_stall_s * self.leniency());
+        let largest = self.best_size(short_limit_s, true);
+        let room = self.ladder.sizes()[largest] - num_decode_tokens;
         let has_long = self.demand.prompts.iter().any(|it| it.num_missing > room);
         if num_decode_tokens == 0 {
             self.owed_s = 0.0;
@@ -254,13 +263,15 @@ impl Pacing {
             return self.chunk(Mode::Alone, self.ladder.sizes().len() - 1, room);
         }
         if !has_long {
-            return self.chunk(Mode::Short, best, room);
+            return self.chunk(Mode::Short, largest, room);
         }
+        let best = self.best_size(limit_s, false);
         if self.owed_s <= 0.0 || self.is_late(best) {
             return self.chunk(Mode::Chunk, best, room);
         }
         if self.demand.prompts.iter().any(|it| it.num_missing <= room && self.can_join(it)) {
-            let joining = self.chunk(Mode::Join, best, room);
+            let largest = self.best_size(limit_s, true);
+            let joining = self.chunk(Mode::Join, largest, room);
             if !self.is_admission_blocked || !joining.admits {
                 return joining;
             }
@@ -284,20 +295,27 @@ impl Pacing {
         share + (1.0 - share) * self.pressure.level.min(1.0)
     }
 
-    fn best_size(&mut self) -> usize {
+    /// What the bound is multiplied by for short prompts: they need more time than their share.
+    fn leniency(&self) -> f64 {
+        let share = self.settings.prefill_share;
+        let excess = (self.short_part - share) / (1.0 - share).max(0.01);
+        1.0 + LENIENCY * excess.max(0.0)
+    }
+
+    fn best_size(&mut self, limit_s: f64, wants_largest: bool) -> usize {
         let demand = &self.demand;
         let decode_s = self.decode_times.predict(demand.num_decode_tokens).unwrap_or(0.0);
         // The one who waits longest decides.
         let first = demand.prompts.first();
         let context = first.map_or(0.0, |it| f64::from(it.num_computed));
         let num_missing = demand.prompts.iter().fold(0, |sum: u32, it| sum.saturating_add(it.num_missing));
-        let limit_s = self.settings.max_stall_s * self.pressure.leniency();
         let query = ladder::Query {
             num_decode_tokens: demand.num_decode_tokens,
             num_prompt_tokens: num_missing,
             decode_s,
             context,
             limit_s,
+            wants_largest,
         };
         self.ladder.best(&query)
     }
@@ -430,17 +448,15 @@ impl Pacing {
             predicted_s: decode_s,
             time_s: 0.0,
         };
-        let mut size = None;
         if step.has_prompts() {
             let class = self.ladder.class_of(load.num_tokens);
-            size = self.ladder.teaches(load.num_tokens).then_some(class);
             let guess = self.ladder.guess(class, load.prompt_attention);
             step.predicted_s += guess.unwrap_or(self.settings.max_stall_s);
             self.ladder.note_step();
         }
         self.owe(&step, step.predicted_s);
         self.next_number += 1;
-        self.in_flight.push_back(InFlight { step, decode_s, launched_at: now, size });
+        self.in_flight.push_back(InFlight { step, decode_s, launched_at: now });
         Some(step.number)
     }
 
@@ -490,7 +506,7 @@ impl Pacing {
     pub fn note_result(&mut self, number: u64, now: f64) -> Option<PacedStep> {
         let position = self.in_flight.iter().position(|it| it.step.number == number)?;
         let lost = self.in_flight.drain(..position).count();
-        let InFlight { mut step, decode_s, launched_at, size } = self.in_flight.pop_front()?;
+        let InFlight { mut step, decode_s, launched_at } = self.in_flight.pop_front()?;
         let started_at = if lost > 0 { launched_at } else { self.free_at.max(launched_at) };
         let mut time_s = (now - started_at).max(0.0);
         // While a chunk is launched the host may be too busy to look at the step before it.
@@ -502,7 +518,7 @@ impl Pacing {
         self.free_at = started_at + time_s;
         step.time_s = time_s;
         if !is_late {
-            self.learn(&step, decode_s, size);
+            self.learn(&step, decode_s);
         }
         let counted_s = time_s.min(MAX_SURPRISE * step.predicted_s.max(self.settings.max_stall_s));
         self.owe(&step, counted_s - step.predicted_s);
@@ -510,14 +526,15 @@ impl Pacing {
         Some(step)
     }
 
-    fn learn(&mut self, step: &PacedStep, decode_s: f64, size: Option<usize>) {
+    fn learn(&mut self, step: &PacedStep, decode_s: f64) {
         let num_decode_tokens = step.load.num_decode_tokens;
         if !step.has_prompts() {
             self.decode_times.note(num_decode_tokens, step.time_s);
-        } else if let Some(size) = size {
+        } else {
             let extra_s = (step.time_s - decode_s).max(0.0);
             let limit_s = self.settings.max_stall_s * self.pressure.leniency();
-            self.ladder.note(size, extra_s, step.load.prompt_attention, limit_s);
+            let StepLoad { num_tokens, prompt_attention, .. } = step.load;
+            self.ladder.note(num_tokens, extra_s, prompt_attention, limit_s);
         }
     }
 
@@ -531,6 +548,11 @@ impl Pacing {
             } else {
                 self.report.num_decode_steps += u64::from(step.mode == Mode::Decode);
             }
+        }
+        if step.load.num_decode_tokens > 0 {
+            let target = f64::from(u8::from(step.has_prompts() && step.mode == Mode::Short));
+            let weight = 1.0 - (-step.time_s / RECENT_S).exp();
+            self.short_part += weight * (target - self.short_part);
         }
         let demand = &self.demand;
         let backlog = demand.prompts.iter().map(|it| u64::from(it.num_missing)).sum();
