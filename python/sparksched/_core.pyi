@@ -207,10 +207,50 @@ class SchedulerCore:
 
         """
 
-    def schedule(self, throttle_prefills: bool, now: float) -> Any:
-        """Decide the next step and return its `SchedulerOutput`."""
+    def pace(self, max_stall_s: float, prefill_share: float, log: str | None) -> None:
+        """Choose the knobs of each step from now on, so that long prompts keep nobody waiting.
 
-    def decide(self, throttle_prefills: bool, now: float) -> Any:
+        Args:
+            max_stall_s: How long a step with prompts may take while others generate, in seconds.
+            prefill_share: The share of the time that prompts get while both have work.
+            log: A file for a line of JSON for each step while there are prompts.
+
+        """
+
+    def pacing(self) -> dict[str, Any] | None:
+        """Return what pacing has done so far; None if it is off.
+
+        `sizes` and `chunk_tokens` are in tokens, `prompt_s` and `contended_s` in seconds,
+        `num_decode_steps` counts steps of decodes alone that were put in.
+        """
+
+    def knobs(self) -> tuple[int, int, bool]:
+        """Return what the last step was decided with.
+
+        They are vLLM's `max_num_scheduled_tokens`, `long_prefill_token_threshold` and
+        `throttle_prefills`.
+        """
+
+    def chosen_knobs(self) -> tuple[int, int, bool] | None:
+        """Return the same, if the last step had knobs of its own; else None."""
+
+    def schedule(
+        self, throttle_prefills: bool, now: float, knobs: tuple[int, int] | None = None
+    ) -> Any:
+        """Decide the next step and return its `SchedulerOutput`.
+
+        Args:
+            throttle_prefills: As in `SchedulerInterface.schedule`.
+            now: Seconds of `time.monotonic()`.
+            knobs: `max_num_scheduled_tokens`, at most what is configured, and
+                `long_prefill_token_threshold`, for this step; None for those that are configured
+                or that pacing chooses.
+
+        """
+
+    def decide(
+        self, throttle_prefills: bool, now: float, knobs: tuple[int, int] | None = None
+    ) -> Any:
         """Decide the next step and bring all `Request` objects up to date, as they are before it.
 
         `update_after_schedule` has to follow before anything else is called that changes state.

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 SCHEDULER = "VLLM_SCHEDULER"
 STRICT = "SPARKSCHED_STRICT"
@@ -16,6 +16,9 @@ RECORD = "SPARKSCHED_RECORD"
 RECORD_TOKENS = "SPARKSCHED_RECORD_TOKENS"
 RECORD_BYTES = "SPARKSCHED_RECORD_BYTES"
 METRICS = "SPARKSCHED_METRICS"
+MAX_STALL_MS = "SPARKSCHED_MAX_STALL_MS"
+PREFILL_SHARE = "SPARKSCHED_PREFILL_SHARE"
+PACING_LOG = "SPARKSCHED_PACING_LOG"
 
 VARIABLES: Final = (
     SCHEDULER,
@@ -29,6 +32,9 @@ VARIABLES: Final = (
     RECORD_TOKENS,
     RECORD_BYTES,
     METRICS,
+    MAX_STALL_MS,
+    PREFILL_SHARE,
+    PACING_LOG,
 )
 """The names of all of them."""
 
@@ -58,11 +64,29 @@ _DEFAULT_STUCK_AFTER_S = 10.0
 _MIN_STUCK_AFTER_S = 0.1
 _MAX_STUCK_AFTER_S = 3600.0
 
+_DEFAULT_MAX_STALL_MS = 150.0
+_MIN_MAX_STALL_MS = 1.0
+_MAX_MAX_STALL_MS = 60_000.0
+_DEFAULT_PREFILL_SHARE = 0.5
+_MIN_PREFILL_SHARE = 0.05
+_MAX_PREFILL_SHARE = 1.0
+
 DEFAULT_RECORD_BYTES = 256 << 20
 _MIN_RECORD_BYTES = 1 << 16
 _MAX_RECORD_BYTES = 1 << 40
 
 _SWITCH_VALUES = {"0": False, "false": False, "1": True, "true": True}
+
+
+class Pacing(NamedTuple):
+    """How long prompts are to be paced."""
+
+    max_stall_s: float
+    """How long a step with prompts may take while others generate."""
+    prefill_share: float
+    """The share of the time that prompts get while both have work."""
+    log: str | None
+    """A file for what was decided in each step."""
 
 
 def is_set() -> bool:
@@ -114,17 +138,38 @@ def ring_bytes() -> int:
 
 def stuck_after_s() -> float:
     """Seconds after which a silent process is reported, and a full ring gives an error."""
-    value = os.environ.get(STUCK_AFTER_S) or str(_DEFAULT_STUCK_AFTER_S)
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not _MIN_STUCK_AFTER_S <= seconds <= _MAX_STUCK_AFTER_S:
-        raise ValueError(
-            f"{STUCK_AFTER_S}={value!r} is not a number of seconds "
-            f"from {_MIN_STUCK_AFTER_S:g} to {_MAX_STUCK_AFTER_S:g}"
-        )
-    return seconds
+    return _number(
+        STUCK_AFTER_S,
+        "a number of seconds",
+        _DEFAULT_STUCK_AFTER_S,
+        (_MIN_STUCK_AFTER_S, _MAX_STUCK_AFTER_S),
+    )
+
+
+def pacing() -> Pacing | None:
+    """How long prompts are paced; None if neither `SPARKSCHED_MAX_STALL_MS` nor the share is set.
+
+    Raises:
+        ValueError: for a value that is no number within its bounds, or a log for which there is no
+            folder.
+
+    """
+    max_stall_ms = _number(
+        MAX_STALL_MS,
+        "a number of milliseconds",
+        _DEFAULT_MAX_STALL_MS,
+        (_MIN_MAX_STALL_MS, _MAX_MAX_STALL_MS),
+    )
+    share = _number(
+        PREFILL_SHARE,
+        "a share of the time",
+        _DEFAULT_PREFILL_SHARE,
+        (_MIN_PREFILL_SHARE, _MAX_PREFILL_SHARE),
+    )
+    log = _new_file(PACING_LOG)
+    if not os.environ.get(MAX_STALL_MS) and not os.environ.get(PREFILL_SHARE):
+        return None
+    return Pacing(max_stall_ms / 1e3, share, log)
 
 
 def recorded_to() -> str | None:
@@ -134,15 +179,7 @@ def recorded_to() -> str | None:
         ValueError: if its folder is not there or not to be written to.
 
     """
-    value = os.environ.get(RECORD)
-    if not value:
-        return None
-    folder = os.path.dirname(value) or "."
-    if not os.path.isdir(folder):
-        raise ValueError(f"{RECORD}={value!r} is in no folder: there is no {folder!r}")
-    if os.path.isdir(value) or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{RECORD}={value!r} names no file that can be written")
-    return value
+    return _new_file(RECORD)
 
 
 def records_tokens() -> bool:
@@ -160,6 +197,32 @@ def record_bytes() -> int:
             f"from {_MIN_RECORD_BYTES} to {_MAX_RECORD_BYTES}"
         )
     return size
+
+
+def _new_file(name: str) -> str | None:
+    """Return the value of a variable that names a file to be written; None for none."""
+    value = os.environ.get(name)
+    if not value:
+        return None
+    folder = os.path.dirname(value) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"{name}={value!r} is in no folder: there is no {folder!r}")
+    if os.path.isdir(value) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{name}={value!r} names no file that can be written")
+    return value
+
+
+def _number(name: str, what: str, default: float, bounds: tuple[float, float]) -> float:
+    """Return the value of a variable that is a number within bounds."""
+    value = os.environ.get(name) or str(default)
+    least, most = bounds
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not least <= number <= most:
+        raise ValueError(f"{name}={value!r} is not {what} from {least:g} to {most:g}")
+    return number
 
 
 def _switch(name: str, default: str) -> bool:
@@ -197,6 +260,7 @@ READERS: Final[tuple[Callable[[], object], ...]] = (
     shows_metrics,
     ring_bytes,
     stuck_after_s,
+    pacing,
     recorded_to,
     records_tokens,
     record_bytes,

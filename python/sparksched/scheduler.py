@@ -48,6 +48,8 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
         scheduler = super().__call__(**arguments) if chosen is cls else chosen(**arguments)
         if isinstance(scheduler, NativeScheduler):
             hooks.prepare_engine(scheduler)
+            if (pacing := environment.pacing()) is not None:
+                scheduler.pace(pacing)
         if cls is SparkScheduler and _is_recorded():
             from sparksched.trace.recording import record
 

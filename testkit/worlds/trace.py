@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sparksched.compat.pacing import StepKnobs
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
@@ -132,6 +133,7 @@ class TraceGenerator:
     def __init__(self, configuration: Configuration, seed: int) -> None:
         self._configuration = configuration
         self._rng = rng = random.Random(f"trace/{configuration.name}/{seed}")
+        self._knob_rng = random.Random(f"knobs/{configuration.name}/{seed}")
         self._num_arrivals = 0
         self._clock = 0.0
         self._paused_until: int | None = None
@@ -187,6 +189,20 @@ class TraceGenerator:
     def throttles_prefills(self) -> bool:
         """Draw whether the next step defers prefills, as data-parallel balancing would."""
         return self._configuration.throttles_prefills and self._rng.random() < 0.6
+
+    def knobs(self, throttle: bool, scheduler: Any) -> StepKnobs:
+        """Draw what a step is decided with: what vLLM's scheduler has, or less."""
+        budget = scheduler.max_num_scheduled_tokens
+        threshold = scheduler.scheduler_config.long_prefill_token_threshold
+        # A draft is verified as a whole: vLLM fails an assertion where the threshold is below that.
+        least = 1 + scheduler.num_spec_tokens
+        if self._knob_rng.random() < 0.5:
+            budget = self._knob_rng.randint(1, budget)
+        if self._knob_rng.random() < 0.7:
+            larger = least + self._knob_rng.randrange(40)
+            threshold = self._knob_rng.choice([0, least, least + 3, larger])
+        throttle |= self._knob_rng.random() < 0.2
+        return StepKnobs(budget, threshold, throttle)
 
     def runner_order(self, request_ids: Sequence[str]) -> list[str]:
         """Draw the order in which the model runner holds the scheduled requests."""

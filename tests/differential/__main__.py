@@ -33,6 +33,11 @@ def main() -> int:
         "--encoded", action="store_true", help="compare outputs as messages, byte for byte"
     )
     parser.add_argument(
+        "--knobs",
+        action="store_true",
+        help="decide each step with a budget and a threshold of its own",
+    )
+    parser.add_argument(
         "--pass-over-failures",
         action="store_true",
         help="go on with the next scenario where vLLM itself fails, and count these",
@@ -55,6 +60,7 @@ def main() -> int:
                     snapshot_interval=arguments.snapshot_interval,
                     broadcast=arguments.broadcast,
                     encoded=arguments.encoded,
+                    with_knobs=arguments.knobs,
                 )
             except SchedulersDiffer as difference:
                 print(difference)

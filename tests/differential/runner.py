@@ -17,6 +17,8 @@ from unittest import mock
 
 from sparksched._core import StepOutputs
 from sparksched.compat import releases
+from sparksched.compat.pacing import StepKnobs, schedule_with
+from sparksched.engine.scheduler import NativeScheduler
 from sparksched.verify.compare import Difference, first_difference
 from vllm.sampling_params import (
     RepetitionDetectionParams,
@@ -131,9 +133,17 @@ class Side:
             self._compilations.append(GrammarCompilation(request, plan.grammar))
         return request
 
-    def schedule(self, throttle: bool, broadcast: bool) -> SchedulerOutput:
-        """Schedule a step; return it, or what workers in other processes get of it."""
-        output = self.scheduler.schedule(throttle)
+    def schedule(self, knobs: StepKnobs | bool, broadcast: bool) -> SchedulerOutput:
+        """Schedule a step; return it, or what workers in other processes get of it.
+
+        `knobs` are chosen for this step, or only whether prefills are throttled.
+        """
+        if isinstance(knobs, bool):
+            output = self.scheduler.schedule(knobs)
+        elif isinstance(self.scheduler, NativeScheduler):
+            output = self.scheduler.schedule(knobs.throttle_prefills, knobs[:2])
+        else:
+            output = schedule_with(self.scheduler, knobs)
         if not broadcast:
             return output
         message = pickle.dumps(output, pickle.HIGHEST_PROTOCOL)
@@ -202,6 +212,7 @@ class LockstepEngine:
         snapshot_interval: int,
         broadcast: bool,
         encoded: bool,
+        with_knobs: bool,
     ) -> None:
         self.step_number = 0
         self.operations: deque[str] = deque(maxlen=25)
@@ -210,6 +221,7 @@ class LockstepEngine:
         self._snapshot_interval = snapshot_interval
         self.broadcast = broadcast
         self.encoded = encoded
+        self.with_knobs = with_knobs
         self._clock = FakeClock()
         self._trace = TraceGenerator(configuration, seed)
         self._model = FakeModel(seed, self._trace)
@@ -321,9 +333,13 @@ class LockstepEngine:
     def _schedule(self) -> ScheduledStep:
         throttle = self._trace.throttles_prefills()
         throttle |= self._features.throttles_prefills(self.step_number)
+        knobs: StepKnobs | bool = throttle
+        if self.with_knobs:
+            knobs = self._trace.knobs(throttle, self._reference)
+            self._coverage["steps with knobs of their own"] += 1
         running_before = list(self._reference.running)
         self._features.before_schedule(self._reference.requests)
-        outputs = self._both("schedule()", lambda side: side.schedule(throttle, self.broadcast))
+        outputs = self._both("schedule()", lambda side: side.schedule(knobs, self.broadcast))
         self._features.after_schedule(self.step_number, outputs)
         requests = self._reference.requests
         runner_output = self._model.run(self.step_number, outputs[0], requests)
@@ -713,12 +729,14 @@ def run_scenario(
     snapshot_interval: int = 1,
     broadcast: bool = False,
     encoded: bool = False,
+    with_knobs: bool = False,
 ) -> None:
     """Run one seeded scenario; raise `SchedulersDiffer` with all that reproduces it.
 
     If `broadcast`, steps are pickled and unpickled, as executors do for workers in other processes.
     If `encoded`, the candidate writes its outputs as messages, and these are compared with what
-    vLLM's encoder makes of the reference's, byte for byte.
+    vLLM's encoder makes of the reference's, byte for byte. If `with_knobs`, each step is decided
+    with a budget and a threshold of its own.
     """
     configuration = draw_configuration(configuration_name, seed)
     with vllm_environment(configuration):
@@ -730,6 +748,7 @@ def run_scenario(
             snapshot_interval,
             broadcast,
             encoded,
+            with_knobs,
         )
         try:
             engine.run(num_steps)
@@ -751,4 +770,5 @@ def _report(
         f" --config {configuration.name} --seeds {seed}:{seed + 1} --steps {engine.step_number}"
         f"{' --broadcast' if engine.broadcast else ''}"
         f"{' --encoded' if engine.encoded else ''}"
+        f"{' --knobs' if engine.with_knobs else ''}"
     )

@@ -29,6 +29,7 @@ from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from sparksched import __version__
 from sparksched._core import SchedulerCore
+from sparksched.compat.pacing import StepKnobs, unpaceable
 from sparksched.engine import sessions
 from sparksched.engine.aux_outputs import AuxOutputs
 from sparksched.engine.block_observer import BlockObserver
@@ -40,9 +41,11 @@ from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
 from sparksched.engine.request_errors import refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
+from sparksched.environment import Pacing
 
 if TYPE_CHECKING:
     from sparksched._core import EngineMeters
+
 
 # Below vLLM's own logger, which is the one that vLLM configures.
 logger = init_logger("vllm.sparksched")
@@ -159,11 +162,20 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
 
     # ---- the two calls of each step ----
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Decide what the next step computes. See `SchedulerInterface.schedule`."""
+    def schedule(
+        self, throttle_prefills: bool = False, knobs: tuple[int, int] | None = None
+    ) -> SchedulerOutput:
+        """Decide what the next step computes. See `SchedulerInterface.schedule`.
+
+        Args:
+            throttle_prefills: As there.
+            knobs: `max_num_scheduled_tokens` and `long_prefill_token_threshold` of this step, as
+                they were in another scheduler; None for what is configured or paces prompts.
+
+        """
         if not self._has_connectors:
-            return self._core.schedule(throttle_prefills, time.monotonic())
-        output = self._core.decide(throttle_prefills, time.monotonic())
+            return self._core.schedule(throttle_prefills, time.monotonic(), knobs)
+        output = self._core.decide(throttle_prefills, time.monotonic(), knobs)
         # Connectors see requests as they are before the step.
         if self._kv_transfer is not None:
             self._kv_transfer.plan_step(output, self._core.block_ids)
@@ -176,6 +188,17 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         output.kv_connector_block_state = None
         self._core.update_after_schedule(output)
         return output
+
+    @property
+    def knobs(self) -> StepKnobs:
+        """What the last step was decided with."""
+        return StepKnobs(*self._core.knobs())
+
+    @property
+    def chosen_knobs(self) -> StepKnobs | None:
+        """The same, if they were chosen for this step; None for what is configured."""
+        chosen = self._core.chosen_knobs()
+        return None if chosen is None else StepKnobs(*chosen)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -199,6 +222,31 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
 
         """
         self._core.encode_outputs_for(client_index)
+
+    def pace(self, settings: Pacing) -> None:
+        """Keep long prompts from holding others up from now on, unless something is in the way."""
+        problem = unpaceable(self.vllm_config)
+        if problem is not None:
+            logger.warning(
+                "sparksched: long prompts are not paced: %s: %s", problem.feature, problem.reason
+            )
+            return
+        self._core.pace(*settings)
+        logger.info(
+            "sparksched: long prompts are paced: while others generate, a step with prompts takes"
+            " %g ms at most, and such steps take %g %% of the time",
+            settings.max_stall_s * 1e3,
+            settings.prefill_share * 1e2,
+        )
+
+    def pacing(self) -> dict[str, Any] | None:
+        """Return what pacing has done so far; None if prompts aren't paced.
+
+        Keys: `sizes` (of steps with prompts, in tokens), `chunk_tokens` (tokens of prompts in the
+        last of them), `prompt_s` (seconds that they took), `contended_s` (seconds in which prompts
+        and decodes both had work), `num_decode_steps` (steps without prompts that were put in).
+        """
+        return self._core.pacing()
 
     def report_to(self, meters: "EngineMeters") -> None:
         """Have each step's calls timed, and requests counted, for the metrics from now on."""

@@ -132,6 +132,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=3):
     finished: list[Number]
     checksum: int
     """CRC-32 of the other requests' counts of computed and output tokens."""
+    knobs: tuple[int, int] | None = None
+    """`max_num_scheduled_tokens` and `long_prefill_token_threshold` of this step; None for those of
+    the settings. Since version 2 of the format."""
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -17,7 +17,10 @@ from typing import BinaryIO, Final
 from sparksched.trace.errors import TraceError
 
 MAGIC: Final = b"SPARKTRC"
-VERSION: Final = 1
+VERSION: Final = 2
+"""Of what is written. In version 1 no step has knobs of its own; it is read as well."""
+
+_READABLE: Final = (1, VERSION)
 
 MAX_FRAME_BYTES: Final = 16 << 20
 """Of a frame's payload, unpacked."""
@@ -67,9 +70,10 @@ def read_file_header(file: BinaryIO) -> None:
     if len(header) < HEADER_BYTES:
         raise TraceError("is cut off before its version, at byte 8")
     (version,) = _VERSION.unpack(header[len(MAGIC) :])
-    if version != VERSION:
+    if version not in _READABLE:
         raise TraceError(
-            f"has version {version} of the format, and this sparksched reads version {VERSION}"
+            f"has version {version} of the format, and this sparksched reads versions"
+            f" {_READABLE[0]} to {_READABLE[-1]}"
         )
 
 

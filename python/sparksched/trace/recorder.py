@@ -203,9 +203,16 @@ class Recorder:
 
     @_never_fails
     def schedule(
-        self, output: "SchedulerOutput", seconds: float, throttle_prefills: bool = False
+        self,
+        output: "SchedulerOutput",
+        seconds: float,
+        throttle_prefills: bool = False,
+        knobs: tuple[int, int] | None = None,
     ) -> None:
-        """Record a step before anybody else changes it, and how long it took to decide."""
+        """Record a step before anybody else changes it, and how long it took to decide.
+
+        `knobs` are its own `max_num_scheduled_tokens` and `long_prefill_token_threshold`.
+        """
         if not self.is_recording:
             return
         if not self._has_looked:
@@ -229,6 +236,7 @@ class Recorder:
             preempted=[],
             finished=[],
             checksum=zlib.crc32(_encode((cached.num_computed_tokens, cached.num_output_tokens))),
+            knobs=knobs,
         )
         new = [
             (it.req_id, it.num_computed_tokens, [list(ids) for ids in it.block_ids])

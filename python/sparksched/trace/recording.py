@@ -16,6 +16,7 @@ from typing import Any, Final
 from vllm.logger import init_logger
 
 from sparksched import environment
+from sparksched.compat.pacing import StepKnobs
 from sparksched.trace import engine_end
 from sparksched.trace.recorder import Recorder
 from sparksched.trace.settings import UnrecordableError
@@ -144,12 +145,19 @@ class _Recording:
         self._recorder.finish_requests(request_ids, finished_status)
         return finished
 
-    def schedule(self, original: Call, throttle_prefills: bool = False) -> Any:
+    def schedule(
+        self, original: Call, throttle_prefills: bool = False, *knobs: tuple[int, int] | None
+    ) -> Any:
         self.gates.open()
         self._recorder.before_schedule()
         start = time.perf_counter()
-        output = original(throttle_prefills)
-        self._recorder.schedule(output, time.perf_counter() - start, throttle_prefills)
+        output = original(throttle_prefills, *knobs)
+        seconds = time.perf_counter() - start
+        chosen: StepKnobs | None = getattr(self._scheduler, "chosen_knobs", None)
+        if chosen is None:
+            self._recorder.schedule(output, seconds, throttle_prefills)
+        else:
+            self._recorder.schedule(output, seconds, chosen.throttle_prefills, chosen[:2])
         return output
 
     def update_from_output(

@@ -19,6 +19,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from sparksched.compat.pacing import StepKnobs, schedule_with
+from sparksched.engine.scheduler import NativeScheduler
 from sparksched.trace.errors import TraceError
 from sparksched.trace.events import (
     UNKNOWN,
@@ -156,7 +158,7 @@ class Replay:
 
     def _step(self, event: Step) -> None:
         start = time.perf_counter()
-        output: SchedulerOutput = self._scheduler.schedule(event.throttle_prefills)
+        output = self._decide(event)
         self.outcome.schedule_us.append((time.perf_counter() - start) * 1e6)
         if event.numbers is not None:
             self._numbers = event.numbers
@@ -164,6 +166,14 @@ class Replay:
         if self.outcome.mismatch is None:
             self.outcome.num_steps += 1
             self._in_flight[event.sequence] = (output, self._numbers)
+
+    def _decide(self, event: Step) -> SchedulerOutput:
+        throttle, knobs = event.throttle_prefills, event.knobs
+        if knobs is None:
+            return self._scheduler.schedule(throttle)
+        if isinstance(self._scheduler, NativeScheduler):
+            return self._scheduler.schedule(throttle, knobs)
+        return schedule_with(self._scheduler, StepKnobs(*knobs, throttle))
 
     def _first_mismatch(self, event: Step, output: SchedulerOutput) -> Mismatch | None:
         for name, recorded, replayed in self._pairs(event, output):

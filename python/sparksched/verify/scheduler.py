@@ -111,14 +111,18 @@ class VerifyingScheduler(NativeScheduler):
 
     # ---- the two calls of each step ----
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+    def schedule(
+        self, throttle_prefills: bool = False, knobs: tuple[int, int] | None = None
+    ) -> SchedulerOutput:
         """Decide what the next step computes. See `NativeScheduler.schedule`."""
         self._num_steps += 1
         ours = self._recorded("schedule", super().schedule)
         return self._both(
             "schedule()",
-            lambda: ours(throttle_prefills),
-            lambda shadow: shadow.schedule(throttle_prefills),
+            lambda: ours(throttle_prefills, knobs),
+            lambda shadow: shadow.schedule(
+                throttle_prefills, None if self._vllm_decides else self.knobs
+            ),
             agreed=self._agreed_on_step,
         )
 

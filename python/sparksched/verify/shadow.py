@@ -14,6 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from sparksched import compat
+from sparksched.compat.pacing import StepKnobs, schedule_with
 from sparksched.verify.copies import (
     BlockHasher,
     block_hasher_of_vllm,
@@ -65,9 +66,11 @@ class Shadow:
 
     # ---- steps ----
 
-    def schedule(self, throttle_prefills: bool) -> SchedulerOutput:
-        """Decide what the next step computes."""
-        return self.scheduler.schedule(throttle_prefills)
+    def schedule(self, throttle_prefills: bool, knobs: StepKnobs | None) -> SchedulerOutput:
+        """Decide what the next step computes; `knobs` are those that ours was decided with."""
+        if knobs is None:
+            return self.scheduler.schedule(throttle_prefills)
+        return schedule_with(self.scheduler, knobs)
 
     def pair(self, output: SchedulerOutput, own: SchedulerOutput) -> None:
         """Note that both are the same step."""

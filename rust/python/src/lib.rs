@@ -17,6 +17,7 @@ mod kv_transfer;
 #[cfg(target_os = "linux")]
 mod meters;
 mod output_extras;
+mod pacing;
 mod points;
 #[cfg(target_os = "linux")]
 mod rings;

@@ -216,7 +216,8 @@ impl Ladder {
             }
         }
         let counts = self.times.note(size, extra_s, attention);
-        if let (true, Some(expected_s)) = (counts, expected_s) {
+        let is_exact = self.sizes[size] == num_tokens;
+        if let (true, true, Some(expected_s)) = (counts, is_exact, expected_s) {
             // Moves so that it comes to rest where chunks are below it with that confidence.
             let step = if extra_s > self.margin * expected_s { CONFIDENCE } else { CONFIDENCE - 1.0 };
             self.margin = (self.margin + 0.02 * step).clamp(1.03, 1.5);

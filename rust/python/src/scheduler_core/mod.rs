@@ -10,7 +10,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PySet, PyTuple};
 use sparksched_core::{
-    BlockHasher, PauseState, RequestIndex, RequestOutput, RequestStatus, Scheduler,
+    BlockHasher, PacingSettings, PauseState, RequestIndex, RequestOutput, RequestStatus, Scheduler,
+    StepKnobs,
 };
 use sparksched_entry_points::entry_points;
 
@@ -27,6 +28,7 @@ use crate::guard::{Guard, catch_panics};
 use crate::hasher::ExtraKeysReader;
 use crate::hooks::{Callbacks, PyHooks};
 use crate::kv_transfer::KvTransfer;
+use crate::pacing::Pacer;
 use crate::snapshot;
 use crate::step_timer::{StepSink, StepTimer};
 
@@ -45,6 +47,12 @@ pub(crate) struct SchedulerCore {
     request_view: Arc<RequestView>,
     guard: Guard,
     timer: StepTimer,
+    /// Chooses the knobs of each step, if prompts are paced.
+    pacer: Option<Pacer>,
+    /// The knobs of the last step.
+    knobs: StepKnobs,
+    /// They were chosen for it, by whom ever, and are not just those that are configured.
+    are_knobs_chosen: bool,
     /// `request_id` to place.
     places: Py<PyDict>,
     /// `request_id` to `Request`: vLLM's `Scheduler.requests`.
@@ -92,6 +100,7 @@ impl SchedulerCore {
         let uses_mrope = config.as_any().get_item("uses_mrope")?.extract()?;
         let scheduler = Scheduler::new(scheduler_config(config)?)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let knobs = scheduler.config().step_knobs(false);
         let digest_len = scheduler.config().hasher.as_ref().map(BlockHasher::digest_len);
         let request_view = Arc::new(RequestView::import(py, digest_len)?);
         Ok(Self {
@@ -114,6 +123,9 @@ impl SchedulerCore {
             request_view,
             guard: Guard::default(),
             timer: StepTimer::default(),
+            pacer: None,
+            knobs,
+            are_knobs_chosen: false,
             places: PyDict::new(py).unbind(),
             requests: PyDict::new(py).unbind(),
             finished_req_ids: PySet::empty(py)?.unbind(),
@@ -175,31 +187,72 @@ impl SchedulerCore {
         self.or_stop(refreshed)
     }
 
+    #[by(stopping)]
+    #[pyo3(signature = (max_stall_s, prefill_share, log))]
+    fn pace(&mut self, max_stall_s: f64, prefill_share: f64, log: Option<&str>) -> PyResult<()> {
+        let settings = PacingSettings { max_stall_s, prefill_share };
+        self.pacer = Some(Pacer::new(settings, log, &self.scheduler)?);
+        Ok(())
+    }
+
+    fn pacing<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let Some(pacer) = &self.pacer else { return Ok(None) };
+        let report = pacer.report();
+        let dict = PyDict::new(py);
+        dict.set_item("sizes", pacer.sizes())?;
+        dict.set_item("chunk_tokens", report.chunk_tokens)?;
+        dict.set_item("prompt_s", report.prompt_s)?;
+        dict.set_item("contended_s", report.contended_s)?;
+        dict.set_item("num_decode_steps", report.num_decode_steps)?;
+        Ok(Some(dict))
+    }
+
+    fn knobs(&self) -> PyResult<(u32, u32, bool)> {
+        let knobs = self.knobs;
+        Ok((
+            knobs.max_num_scheduled_tokens,
+            knobs.long_prefill_token_threshold,
+            knobs.throttle_prefills,
+        ))
+    }
+
+    fn chosen_knobs(&self) -> PyResult<Option<(u32, u32, bool)>> {
+        self.are_knobs_chosen.then(|| self.knobs()).transpose()
+    }
+
     #[by(guarded)]
+    #[pyo3(signature = (throttle_prefills, now, knobs=None))]
     fn schedule<'py>(
         &mut self,
         py: Python<'py>,
         throttle_prefills: bool,
         now: f64,
+        knobs: Option<(u32, u32)>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let started = self.timer.start();
+        self.choose_knobs(throttle_prefills, knobs)?;
+        let chosen = self.knobs;
         let (scheduler, mut hooks) = self.split(py);
-        let decided = scheduler.schedule(throttle_prefills, now, &mut hooks).map(|_| ());
+        let decided = scheduler.schedule(chosen, now, &mut hooks).map(|_| ());
         let output = self.tell_step(py, decided)?;
         self.timer.note_schedule(started);
         Ok(output)
     }
 
     #[by(guarded)]
+    #[pyo3(signature = (throttle_prefills, now, knobs=None))]
     fn decide<'py>(
         &mut self,
         py: Python<'py>,
         throttle_prefills: bool,
         now: f64,
+        knobs: Option<(u32, u32)>,
     ) -> PyResult<Bound<'py, PyAny>> {
         self.timer.begin_decision();
+        self.choose_knobs(throttle_prefills, knobs)?;
+        let chosen = self.knobs;
         let (scheduler, mut hooks) = self.split(py);
-        let decided = scheduler.decide(throttle_prefills, now, &mut hooks);
+        let decided = scheduler.decide(chosen, now, &mut hooks);
         let output = self.tell_step(py, decided)?;
         // Requests as they are before the step counts as computed. Last: the encoder's side leaves
         // counters of its own in `Request` objects.
@@ -230,6 +283,9 @@ impl SchedulerCore {
         model_runner_output: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let started = self.timer.start();
+        if let Some(pacer) = &mut self.pacer {
+            pacer.note_result(scheduler_output);
+        }
         let outputs = self.take_in(scheduler_output, model_runner_output)?;
         self.timer.note_update(started);
         Ok(outputs)
@@ -483,8 +539,36 @@ impl SchedulerCore {
         decided: PyResult<()>,
     ) -> PyResult<Bound<'py, PyAny>> {
         self.or_stop(decided)?;
+        let number = self.pacer.as_mut().and_then(|it| it.note_step(&self.scheduler));
         let told = self.show_journal(py).and_then(|()| self.scheduler_output(py));
-        self.or_stop(told)
+        let output = self.or_stop(told)?;
+        if let (Some(pacer), Some(number)) = (&mut self.pacer, number) {
+            pacer.await_result(number, &output);
+        }
+        Ok(output)
+    }
+
+    /// Chooses what the next step is decided with: what it is told, or what paces prompts, or what
+    /// is configured.
+    fn choose_knobs(&mut self, throttle_prefills: bool, told: Option<(u32, u32)>) -> PyResult<()> {
+        let configured = self.scheduler.config().step_knobs(throttle_prefills);
+        self.are_knobs_chosen = told.is_some() || self.pacer.is_some();
+        self.knobs = match (told, &mut self.pacer) {
+            (Some((max_num_scheduled_tokens, long_prefill_token_threshold)), _) => StepKnobs {
+                max_num_scheduled_tokens,
+                long_prefill_token_threshold,
+                throttle_prefills,
+            },
+            (None, Some(pacer)) if !throttle_prefills => pacer.choose(&mut self.scheduler),
+            (None, _) => configured,
+        };
+        if self.knobs.max_num_scheduled_tokens > configured.max_num_scheduled_tokens {
+            return Err(PyValueError::new_err(format!(
+                "a step may have {} tokens at most, not {}",
+                configured.max_num_scheduled_tokens, self.knobs.max_num_scheduled_tokens
+            )));
+        }
+        Ok(())
     }
 
     /// Brings all `Request` objects up to date.
