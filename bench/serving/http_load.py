@@ -71,7 +71,7 @@ async def stream_all(
     loop = asyncio.get_running_loop()
     streams = [
         CompletionStream(
-            number, _encode(request, model, seeds[number]), recorder, loop.create_future()
+            number, encode(request, model, seeds[number]), recorder, loop.create_future()
         )
         for number, request in enumerate(requests)
     ]
@@ -96,7 +96,7 @@ async def join_all(
     start_s = loop.time()
 
     async def join(number: int, request: Request, after_s: float) -> None:
-        stream = CompletionStream(number, _encode(request, model), recorder, loop.create_future())
+        stream = CompletionStream(number, encode(request, model), recorder, loop.create_future())
         await asyncio.sleep(start_s + after_s - loop.time())
         await loop.create_connection(stream.itself, "127.0.0.1", port)
         stream.send()
@@ -108,7 +108,8 @@ async def join_all(
     return recorder.logs()
 
 
-def _encode(request: Request, model: str, seed: int | None = None) -> bytes:
+def encode(request: Request, model: str, seed: int | None = None) -> bytes:
+    """Return a request for `/v1/completions` as it is sent; it is sampled if it has a seed."""
     body = {
         "model": model,
         "prompt": request.prompt,
@@ -161,6 +162,10 @@ class CompletionStream(asyncio.Protocol):
         assert self._transport is not None
         self._recorder.send(self._number)
         self._transport.write(self._request)
+
+    def hang_up(self) -> None:
+        """End the stream before its time: the server aborts the request."""
+        self._finish(None)
 
     def data_received(self, data: bytes) -> None:
         """Note the events that are complete."""

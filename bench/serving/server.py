@@ -7,7 +7,7 @@ import os
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client
@@ -59,6 +59,7 @@ class Start:
     layout: Layout = field(default_factory=Layout)
     front_end: str = PYTHON
     extra_arguments: str = ""
+    extra_environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -179,7 +180,8 @@ def _environment(start: Start, address: str) -> dict[str, str]:
     else:
         environment["SPARKSCHED_BENCH_CONTROL"] = address
     search_path = [str(HOOKS), os.environ.get("PYTHONPATH", "")]
-    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
+    return environment | start.extra_environment
 
 
 def arguments_of(start: Start) -> list[str]:

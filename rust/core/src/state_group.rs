@@ -220,12 +220,7 @@ mod tests {
             drops_last_unit,
             ..StateConfig::default()
         };
-        ChunkAligner {
-            states,
-            scheduler_block_size: 16,
-            hash_block_size: 4,
-            has_partial_hits,
-        }
+        ChunkAligner { states, scheduler_block_size: 16, hash_block_size: 4, has_partial_hits }
     }
 
     fn ends(aligner: &ChunkAligner, num_prompt_tokens: u32, junction: u32) -> Vec<u32> {

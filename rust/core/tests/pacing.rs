@@ -322,26 +322,61 @@ fn mixed(world: &mut World, long_tokens: usize) -> Mixed {
 
 #[test]
 fn explore() {
-    let devices: [(&str, Device, usize, f64); 4] =
-        [("timer", timer, 60_000, 0.1), ("moe", moe, 100_000, 0.15), ("dense", dense, 100_000, 0.15), ("slow", slow, 30_000, 0.25)];
+    let devices: [(&str, Device, usize, f64); 4] = [
+        ("timer", timer, 60_000, 0.1),
+        ("moe", moe, 100_000, 0.15),
+        ("dense", dense, 100_000, 0.15),
+        ("slow", slow, 30_000, 0.25),
+    ];
     for (name, device, long, stall) in devices {
         for share in [0.0, 0.5, 0.6] {
-            let settings = (share > 0.0).then_some(PacingSettings { max_stall_s: stall, prefill_share: share });
-            for faults in [Faults::default(), Faults{jitter: 0.05, drift: 0.1, stall_every: 1000, compile_s: 2.0}] {
-            let mut world = World::new(serving(), device, settings);
-            world.faults = faults;
-            for round in 0..2 {
-                let it = mixed(&mut world, long);
-                println!("{name} share {share} faults {} round {round}: {:.0} tok/s p99 {:.0} ms short {:.0}/{:.0} ms long {:.1} s idle {:.3}", faults.jitter,
-                    it.stream_tokens_per_s, it.gap_p99_s * 1e3, it.short_p50_s * 1e3, it.short_max_s * 1e3, it.long_s, world.idle_s);
-                if std::env::var("TRACE").is_ok() { for p in &world.paced { if p.num_prompts > 0 && p.has_prompts() { println!("   {} {} tot {} prompt {} pred {:.1} took {:.1} owed {:.1}", p.number, p.mode.name(), p.load.num_tokens, p.load.num_prompt_tokens, p.predicted_s*1e3, p.time_s*1e3, p.owed_s*1e3);} } }
-                world.paced.clear();
-                // streams end
-                let ids: Vec<_> = world.ids.keys().copied().collect();
-                let Ok(_) = world.scheduler.finish_requests(&ids, sparksched_core::RequestStatus::FinishedAborted, &mut Answers::default());
-                world.ids.clear();
-                world.in_flight.clear();
-            }
+            let settings = (share > 0.0)
+                .then_some(PacingSettings { max_stall_s: stall, prefill_share: share });
+            for faults in [
+                Faults::default(),
+                Faults { jitter: 0.05, drift: 0.1, stall_every: 1000, compile_s: 2.0 },
+            ] {
+                let mut world = World::new(serving(), device, settings);
+                world.faults = faults;
+                for round in 0..2 {
+                    let it = mixed(&mut world, long);
+                    println!(
+                        "{name} share {share} faults {} round {round}: {:.0} tok/s p99 {:.0} ms short {:.0}/{:.0} ms long {:.1} s idle {:.3}",
+                        faults.jitter,
+                        it.stream_tokens_per_s,
+                        it.gap_p99_s * 1e3,
+                        it.short_p50_s * 1e3,
+                        it.short_max_s * 1e3,
+                        it.long_s,
+                        world.idle_s
+                    );
+                    if std::env::var("TRACE").is_ok() {
+                        for p in &world.paced {
+                            if p.num_prompts > 0 && p.has_prompts() {
+                                println!(
+                                    "   {} {} tot {} prompt {} pred {:.1} took {:.1} owed {:.1}",
+                                    p.number,
+                                    p.mode.name(),
+                                    p.load.num_tokens,
+                                    p.load.num_prompt_tokens,
+                                    p.predicted_s * 1e3,
+                                    p.time_s * 1e3,
+                                    p.owed_s * 1e3
+                                );
+                            }
+                        }
+                    }
+                    world.paced.clear();
+                    // streams end
+                    let ids: Vec<_> = world.ids.keys().copied().collect();
+                    let Ok(_) = world.scheduler.finish_requests(
+                        &ids,
+                        sparksched_core::RequestStatus::FinishedAborted,
+                        &mut Answers::default(),
+                    );
+                    world.ids.clear();
+                    world.in_flight.clear();
+                }
             }
         }
     }
@@ -352,23 +387,45 @@ fn explore_poisson() {
     for (name, device) in [("moe", moe as Device), ("dense", dense as Device)] {
         // best rate: saturate
         let mut world = World::new(serving(), device, None);
-        for _ in 0..600 { world.arrive(0.0, 1024, 128); }
+        for _ in 0..600 {
+            world.arrive(0.0, 1024, 128);
+        }
         world.run_until(1e9);
         let best = 600.0 / world.now;
         println!("{name} best {best:.2} req/s");
         for part in [0.5, 0.8, 0.95] {
             for stall in [0.0, 0.15, 0.2, 0.3] {
-                let settings = (stall > 0.0).then_some(PacingSettings { max_stall_s: stall, prefill_share: 0.5 });
+                let settings = (stall > 0.0)
+                    .then_some(PacingSettings { max_stall_s: stall, prefill_share: 0.5 });
                 let mut world = World::new(serving(), device, settings);
                 let mut chance = Chance(12345);
                 let mut at = 0.0;
                 let n = 1500;
-                for _ in 0..n { at += -(1.0 - chance.next()).ln() / (best * part); world.arrive(at, 1024, 128); }
+                for _ in 0..n {
+                    at += -(1.0 - chance.next()).ln() / (best * part);
+                    world.arrive(at, 1024, 128);
+                }
                 world.run_until(1e9);
                 let mut first: Vec<f64> = world.lives.values().map(Life::first_token_s).collect();
-                let mut gaps: Vec<f64> = world.lives.values().flat_map(|it| it.tokens_at.windows(2).map(|w| w[1]-w[0]).collect::<Vec<_>>()).collect();
-                let pm = world.paced.iter().filter(|p| p.mode.name() != "short" && p.mode.name() != "plain").count();
-                println!("{name} part {part} stall {stall}: thr {:.3} req/s ttft p50 {:.0} p99 {:.0} ms  gap p50 {:.1} p99 {:.0}, others {pm} of {}", f64::from(n) / world.now, quantile(&mut first, 0.5)*1e3, quantile(&mut first, 0.99)*1e3, quantile(&mut gaps, 0.5)*1e3, quantile(&mut gaps, 0.99)*1e3, world.paced.len());
+                let mut gaps: Vec<f64> = world
+                    .lives
+                    .values()
+                    .flat_map(|it| it.tokens_at.windows(2).map(|w| w[1] - w[0]).collect::<Vec<_>>())
+                    .collect();
+                let pm = world
+                    .paced
+                    .iter()
+                    .filter(|p| p.mode.name() != "short" && p.mode.name() != "plain")
+                    .count();
+                println!(
+                    "{name} part {part} stall {stall}: thr {:.3} req/s ttft p50 {:.0} p99 {:.0} ms  gap p50 {:.1} p99 {:.0}, others {pm} of {}",
+                    f64::from(n) / world.now,
+                    quantile(&mut first, 0.5) * 1e3,
+                    quantile(&mut first, 0.99) * 1e3,
+                    quantile(&mut gaps, 0.5) * 1e3,
+                    quantile(&mut gaps, 0.99) * 1e3,
+                    world.paced.len()
+                );
             }
         }
     }

@@ -168,9 +168,8 @@ impl Ladder {
                 && (self.time(it, query).is_none() || self.times.is_stale(it))
         };
         let has_room = [(2, ROOM_TO_DOUBLE), (1, ROOM_TO_GROW)];
-        let (steps, _) = has_room
-            .into_iter()
-            .find(|&(steps, most)| part <= most && is_open(fitting + steps))?;
+        let (steps, _) =
+            has_room.into_iter().find(|&(steps, most)| part <= most && is_open(fitting + steps))?;
         let larger = fitting + steps;
         let lower = (0..fitting).rev().find_map(|it| Some((it, self.time(it, query)?)));
         let slope = lower.map_or(0.0, |(it, lower_s)| {
@@ -219,7 +218,8 @@ impl Ladder {
         let is_exact = self.sizes[size] == num_tokens;
         if let (true, true, Some(expected_s)) = (counts, is_exact, expected_s) {
             // Moves so that it comes to rest where chunks are below it with that confidence.
-            let step = if extra_s > self.margin * expected_s { CONFIDENCE } else { CONFIDENCE - 1.0 };
+            let step =
+                if extra_s > self.margin * expected_s { CONFIDENCE } else { CONFIDENCE - 1.0 };
             self.margin = (self.margin + 0.02 * step).clamp(1.03, 1.5);
         }
         if self.retried == Some(size) {

@@ -308,7 +308,8 @@ impl Pacing {
         // The one who waits longest decides.
         let first = demand.prompts.first();
         let context = first.map_or(0.0, |it| f64::from(it.num_computed));
-        let num_missing = demand.prompts.iter().fold(0, |sum: u32, it| sum.saturating_add(it.num_missing));
+        let num_missing =
+            demand.prompts.iter().fold(0, |sum: u32, it| sum.saturating_add(it.num_missing));
         let query = ladder::Query {
             num_decode_tokens: demand.num_decode_tokens,
             num_prompt_tokens: num_missing,
@@ -376,11 +377,8 @@ impl Pacing {
             self.demand.prompts.iter().partition(|it| it.is_running);
         self.considered.extend(running.iter().map(|it| it.num_missing));
         let has_long = self.demand.prompts.iter().any(|it| it.num_missing > room);
-        let most = if has_long {
-            (f64::from(capacity) * (1.0 - LEAST_OF_CHUNK)) as u32
-        } else {
-            capacity
-        };
+        let most =
+            if has_long { (f64::from(capacity) * (1.0 - LEAST_OF_CHUNK)) as u32 } else { capacity };
         let short_sum = self.considered.iter().filter(|&&it| it <= room).sum::<u32>();
         let mut left = most.saturating_sub(short_sum);
         let mut num_considered = 0;

@@ -183,8 +183,8 @@ impl PromptTimes {
                 return false;
             }
         }
-        let is_outlier = known.samples.len >= 2
-            && expected.is_some_and(|it| extra_s > OUTLIER * it + JITTER_S);
+        let is_outlier =
+            known.samples.len >= 2 && expected.is_some_and(|it| extra_s > OUTLIER * it + JITTER_S);
         if !known.samples.push_unless(is_outlier, sample) {
             return false;
         }

@@ -110,7 +110,12 @@ impl Scheduler {
             let has_blocks = num_blocks <= num_free;
             num_free = num_free.saturating_sub(num_blocks);
             let num_missing = num_tokens.saturating_sub(num_computed).max(1);
-            demand.prompts.push(Prompt { num_missing, num_computed, is_running: false, has_blocks });
+            demand.prompts.push(Prompt {
+                num_missing,
+                num_computed,
+                is_running: false,
+                has_blocks,
+            });
         }
     }
 
@@ -155,8 +160,8 @@ impl Scheduler {
         for scheduled in step.scheduled() {
             if is_of_prompt(self.request(scheduled.index), scheduled) {
                 load.num_prompt_tokens += scheduled.num_tokens;
-                let middle =
-                    f64::from(scheduled.num_computed_tokens) + 0.5 * f64::from(scheduled.num_tokens);
+                let middle = f64::from(scheduled.num_computed_tokens)
+                    + 0.5 * f64::from(scheduled.num_tokens);
                 load.prompt_attention += f64::from(scheduled.num_tokens) * middle;
             } else {
                 load.num_decode_tokens += scheduled.num_tokens;

@@ -1,0 +1,386 @@
+"""Who waits while a long prompt is computed? A real server, over HTTP.
+
+Streams decode, then a long prompt comes, and short requests all along. Servers: vLLM, vLLM with
+fixed thresholds for long prompts, sparksched, and sparksched with paced prefill. Each is warmed up
+with rounds of the same until nothing compiles any more; then rounds are measured.
+
+- `stream_tokens_per_s`: of each stream, from the long prompt's arrival to its first token.
+- `gap_ms`: between the outputs of streams in that time.
+- `short_ttft_ms`, `long_ttft_s`: from sending a request to its first token.
+- `tokens_per_s`: of all requests in that time, prompts included: what it costs.
+- `alone_s`: the long prompt's first token where nobody decodes.
+
+With `--rates`, an ordinary load follows: requests of 1,024 tokens in and 128 out, as a Poisson
+process, at these parts of the rate that the first server serves at most. The same requests come at
+the same times to each server.
+
+What paced prefill has decided in each step is in `pacing.jsonl` in the work directory; a summary is
+among the results.
+
+    python -m bench.serving.mixed --model gpt-oss-120b [--json FILE] [--streams 16]
+        [--long 100000] [--sides vllm,paced-150-0.5,...] [--rounds N] [--rates 0.8,0.95]
+        [--serve-args ARGS] [--work-dir DIR]
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.header import NO_GPU, describe_run
+from bench.progress import Progress
+from bench.report.show import show
+from bench.serving.evaluate import summary
+from bench.serving.gpus import memory_of_gpus, wait_until_free
+from bench.serving.http_load import CompletionStream, encode
+from bench.serving.measure import warm_up
+from bench.serving.models import Model, prepare
+from bench.serving.server import ASYNC, OURS, STOCK, SYNC, Server, Start, serve
+from bench.serving.streams import Recorder, StreamLog, clock
+from bench.serving.workload import Workload
+
+Row = dict[str, Any]
+
+SIDES = ("vllm", "vllm-1024", "vllm-2048", "sparksched", "paced-150-0.5")
+"""vLLM, with a threshold; ours, paced with a stall in ms and a share."""
+
+STREAM_PROMPT_TOKENS = 128
+SHORT_PROMPT_TOKENS = 100
+SHORT_OUTPUT_TOKENS = 4
+LONG_OUTPUT_TOKENS = 8
+SETTLE_S = 1.5
+"""For how long streams decode before the long prompt comes."""
+LATEST_S = 240.0
+"""A long prompt that takes longer will never end."""
+STALL_MS = 1_000.0
+"""A longer stall means that kernels were compiled, if no step takes so long."""
+
+ORDINARY_TOKENS = (1024, 128)
+NUM_ORDINARY = 400
+ROOM = 512
+"""Requests that a server takes at once: for an ordinary load."""
+LOG_NAME = "pacing.jsonl"
+
+
+def main() -> int:
+    """Measure, print a table and write JSON."""
+    options = _options()
+    run = describe_run() | {"options": " ".join(sys.argv[1:])}
+    results: Row = {"run": run, "mixed": [], "ordinary": []}
+    with tempfile.TemporaryDirectory(prefix="mixed-") as temporary:
+        work_dir = (options.work_dir or Path(temporary)).resolve()
+        model = prepare(options.model, work_dir)
+        best_rate: float | None = None
+        with Progress(len(options.sides)) as progress:
+            for side in options.sides:
+                progress.begin(side)
+                side_dir = work_dir / side
+                side_dir.mkdir(parents=True, exist_ok=True)
+                start = _start(options, model, side, side_dir, run["gpu"] != NO_GPU)
+                if start.has_gpu:
+                    wait_until_free(memory_of_gpus)
+                with serve(start, side_dir) as server:
+                    bench = _Bench(server, options)
+                    row = {"model": model.name, "side": side, "streams": options.streams}
+                    if options.long:
+                        results["mixed"].append(row | bench.mixed())
+                        show(results, options.json)
+                    for part in options.rates:
+                        best_rate = best_rate or bench.best_rate()
+                        found = bench.ordinary(part * best_rate)
+                        results["ordinary"].append(row | {"part": part} | found)
+                        show(results, options.json)
+                if results["mixed"] and (steps := _steps(side_dir / LOG_NAME)):
+                    results["mixed"][-1]["steps"] = steps
+                    show(results, options.json)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    names: Any = lambda text: tuple(text.split(","))  # noqa: E731
+    rates: Any = lambda text: tuple(float(part) for part in text.split(",") if part)  # noqa: E731
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True, help="as of bench.serving.decode")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument("--sides", type=names, default=SIDES, metavar="A,...")
+    parser.add_argument("--streams", type=int, default=16, metavar="N")
+    parser.add_argument("--stream-tokens", type=int, default=8_000, metavar="N", help="at most")
+    parser.add_argument(
+        "--long", type=int, default=100_000, metavar="TOKENS", help="0: no long prompt"
+    )
+    parser.add_argument("--short-every", type=float, default=0.5, metavar="SECONDS")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--rates", type=rates, default=(), metavar="PART,...")
+    parser.add_argument("--num-ordinary", type=int, default=NUM_ORDINARY, metavar="N")
+    parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs")
+    return parser.parse_args()
+
+
+def _start(
+    options: argparse.Namespace, model: Model, side: str, directory: Path, has_gpu: bool
+) -> Start:
+    kind, *values = side.split("-")
+    arguments, environment = options.serve_args, {}
+    if kind == "vllm" and values:
+        arguments += f" --long-prefill-token-threshold={values[0]}"
+    elif kind == "paced":
+        log = directory / LOG_NAME
+        log.unlink(missing_ok=True)
+        environment = {
+            "SPARKSCHED_MAX_STALL_MS": values[0],
+            "SPARKSCHED_PREFILL_SHARE": values[1],
+            "SPARKSCHED_PACING_LOG": str(log),
+        }
+    longest = max(options.long + LONG_OUTPUT_TOKENS, STREAM_PROMPT_TOKENS + options.stream_tokens)
+    return Start(
+        model=model,
+        scheduler=STOCK if kind == "vllm" else OURS,
+        # vLLM's CPU platform schedules synchronously, whatever it is asked for.
+        mode=ASYNC if has_gpu else SYNC,
+        max_num_seqs=ROOM if options.rates else max(64, 2 * options.streams),
+        max_model_len=max(longest + ORDINARY_TOKENS[1], sum(ORDINARY_TOKENS)),
+        has_gpu=has_gpu,
+        extra_arguments=arguments,
+        extra_environment=environment,
+    )
+
+
+@dataclass
+class _Group:
+    """Requests of one kind on their way."""
+
+    recorder: Recorder
+    streams: list[CompletionStream]
+
+    def logs(self) -> list[StreamLog]:
+        return self.recorder.logs()
+
+    def hang_up(self) -> None:
+        for stream in self.streams:
+            stream.hang_up()
+
+    async def wait(self) -> None:
+        await asyncio.gather(*(stream.done for stream in self.streams))
+
+
+class _Bench:
+    """What is done with one server."""
+
+    def __init__(self, server: Server, options: argparse.Namespace) -> None:
+        self._server = server
+        self._options = options
+
+    # ---- a long prompt beside streams ----
+
+    def mixed(self) -> Row:
+        """Return the medians of rounds, and the rounds."""
+        warm_up(self._server, lambda number: self._round("warm-up", number), _has_stalled)
+        rounds = [self._round("round", number) for number in range(self._options.rounds)]
+        alone = [self._alone(number) for number in range(self._options.rounds)]
+        names = ("stream_tokens_per_s", "long_ttft_s", "tokens_per_s")
+        found: Row = {name: statistics.median(it[name] for it in rounds) for name in names}
+        for name in ("gap_ms", "short_ttft_ms"):
+            found[name] = {
+                at: statistics.median(it[name][at] for it in rounds) for at in ("p50", "p99", "max")
+            }
+        return found | {"alone_s": statistics.median(alone), "rounds": rounds}
+
+    def _round(self, *seed: Any) -> Row:
+        return asyncio.run(self._mixed_round(seed))
+
+    def _alone(self, number: int) -> float:
+        return asyncio.run(self._long_alone(number))
+
+    async def _long_alone(self, number: int) -> float:
+        (log,) = await self._all(
+            self._workload(1, self._options.long, LONG_OUTPUT_TOKENS, "alone", number)
+        )
+        return _first_token_s(log)
+
+    async def _mixed_round(self, seed: Sequence[Any]) -> Row:
+        options = self._options
+        workload = self._workload(
+            options.streams, STREAM_PROMPT_TOKENS, options.stream_tokens, "streams", *seed
+        )
+        running = asyncio.Event()
+        streams = await self._send(workload, lambda event: running.set())
+        shorts: list[_Group] = []
+        try:
+            await asyncio.wait_for(running.wait(), LATEST_S)
+            await asyncio.sleep(SETTLE_S)
+            workload = self._workload(1, options.long, LONG_OUTPUT_TOKENS, "long", *seed)
+            began = clock()
+            long = await self._send(workload)
+            ended = asyncio.ensure_future(long.wait())
+            while not ended.done() and clock() - began < LATEST_S:
+                await asyncio.wait([ended], timeout=options.short_every)
+                if ended.done():
+                    break
+                workload = self._workload(
+                    1, SHORT_PROMPT_TOKENS, SHORT_OUTPUT_TOKENS, "short", len(shorts), *seed
+                )
+                shorts.append(await self._send(workload))
+            await asyncio.wait_for(ended, LATEST_S)
+            await asyncio.gather(*(it.wait() for it in shorts))
+        finally:
+            streams.hang_up()
+        (long_log,) = long.logs()
+        short_logs = [log for it in shorts for log in it.logs()]
+        return _evaluate(streams.logs(), long_log, short_logs, options.long)
+
+    # ---- an ordinary load ----
+
+    def best_rate(self) -> float:
+        """Return how many ordinary requests a second are served if all come at once."""
+        rates = []
+        for number in range(2):  # the first one compiles
+            workload = self._workload(
+                self._options.num_ordinary, *ORDINARY_TOKENS, "best rate", number
+            )
+            start = time.monotonic()
+            asyncio.run(self._all(workload))
+            rates.append(workload.num_requests / (time.monotonic() - start))
+        return max(rates)
+
+    def ordinary(self, rate: float) -> Row:
+        """Return how requests fare that come at random, so many a second."""
+        workload = self._workload(self._options.num_ordinary, *ORDINARY_TOKENS, "ordinary")
+        asyncio.run(self._poisson(workload.seeded("ordinary warm-up"), rate))
+        logs = asyncio.run(self._poisson(workload, rate))
+        start = min(log.sent_at for log in logs)
+        end = max(log.times[-1] for log in logs)
+        gaps = [gap for log in logs for gap in _gaps_ms(log)]
+        return {
+            "rate": rate,
+            "requests_per_s": len(logs) / (end - start),
+            "ttft_ms": summary([1e3 * _first_token_s(log) for log in logs]),
+            "gap_ms": summary(gaps),
+        }
+
+    async def _poisson(self, workload: Workload, rate: float) -> list[StreamLog]:
+        chance = random.Random(workload.num_requests)
+        requests = workload.requests()
+        recorder = Recorder(len(requests), lambda event: None)
+        loop = asyncio.get_running_loop()
+        at = loop.time()
+        sent = []
+        for number, request in enumerate(requests):
+            at += chance.expovariate(rate)
+            await asyncio.sleep(at - loop.time())
+            content = encode(request, self._server.start.model.name)
+            stream = CompletionStream(number, content, recorder, loop.create_future())
+            await loop.create_connection(stream.itself, "127.0.0.1", self._server.port)
+            stream.send()
+            sent.append(stream.done)
+        await asyncio.gather(*sent)
+        return recorder.logs()
+
+    # ---- requests ----
+
+    def _workload(
+        self, num_requests: int, prompt_tokens: int, output_tokens: int, *seed: Any
+    ) -> Workload:
+        workload = Workload(
+            num_requests,
+            self._server.start.model.vocab_size,
+            (prompt_tokens, prompt_tokens),
+            (output_tokens, output_tokens),
+        )
+        return workload.seeded(*seed)
+
+    async def _send(
+        self, workload: Workload, notify: Callable[[str], None] = lambda event: None
+    ) -> _Group:
+        requests = workload.requests()
+        contents = [encode(request, self._server.start.model.name) for request in requests]
+        loop = asyncio.get_running_loop()
+        recorder = Recorder(len(requests), notify)
+        streams = [
+            CompletionStream(number, content, recorder, loop.create_future())
+            for number, content in enumerate(contents)
+        ]
+        for stream in streams:
+            await loop.create_connection(stream.itself, "127.0.0.1", self._server.port)
+            stream.send()
+        return _Group(recorder, streams)
+
+    async def _all(self, workload: Workload) -> list[StreamLog]:
+        group = await self._send(workload)
+        await group.wait()
+        return group.logs()
+
+
+# ---- evaluation ----
+
+
+def _first_token_s(log: StreamLog) -> float:
+    return float(log.times[0]) - log.sent_at
+
+
+def _gaps_ms(log: StreamLog, start: float = 0.0, end: float = float("inf")) -> list[float]:
+    """Return the times between outputs that came between two moments."""
+    times = [float(it) for it in log.times]
+    pairs = itertools.pairwise(times)
+    return [1e3 * (now - before) for before, now in pairs if start <= now <= end]
+
+
+def _evaluate(
+    streams: list[StreamLog], long: StreamLog, shorts: list[StreamLog], long_tokens: int
+) -> Row:
+    start, end = long.sent_at, float(long.times[0])
+    num_tokens = sum(
+        int(log.num_tokens[(log.times >= start) & (log.times <= end)].sum()) for log in streams
+    )
+    of_shorts = sum(SHORT_PROMPT_TOKENS + SHORT_OUTPUT_TOKENS for log in shorts if log.times.size)
+    gaps = [gap for log in streams for gap in _gaps_ms(log, start, end)]
+    return {
+        "stream_tokens_per_s": num_tokens / (end - start) / len(streams),
+        "gap_ms": summary(gaps),
+        "short_ttft_ms": summary([1e3 * _first_token_s(log) for log in shorts if log.times.size]),
+        "long_ttft_s": end - start,
+        "tokens_per_s": (num_tokens + of_shorts + long_tokens) / (end - start),
+    }
+
+
+def _has_stalled(found: Row) -> bool:
+    """Whether something has held a round up for longer than any step takes."""
+    return bool(found["gap_ms"].get("max", 0.0) > STALL_MS)
+
+
+def _steps(log: Path) -> list[Row]:
+    """Return what steps took that paced prefill has made, by why they were and by size."""
+    if not log.exists():
+        return []
+    kinds = defaultdict(list)
+    # The last line may be cut off.
+    for line in log.read_text().splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        step = json.loads(line)
+        kinds[step["mode"], step["budget"]].append(step)
+    return [
+        {
+            "mode": mode,
+            "budget": budget,
+            "steps": len(steps),
+            "prompt_tokens": statistics.median(it["prompt_tokens"] for it in steps),
+            "ms": summary([it["ms"] for it in steps]),
+            "predicted_ms": statistics.median(it["predicted_ms"] for it in steps),
+        }
+        for (mode, budget), steps in sorted(kinds.items())
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
