@@ -119,6 +119,8 @@ class ClockedExecutor(FakeExecutor):
         self.result_ns = 0
         """When the engine got its last result, until the next launch; else 0."""
         self._step_ns = 0
+        self._prompt_ns = (0.0, 0.0)
+        """What prompts add to a step: whatever their length, and for each token."""
         self._end_ns = 0
         self._launched: SchedulerOutput | None = None
         self._gaps_ns: deque[int] = deque(maxlen=NUM_GAPS)
@@ -153,9 +155,20 @@ class ClockedExecutor(FakeExecutor):
             self._follow_prompts(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return _EMPTY_STEP
-        self._end_ns = max(now_ns, self._end_ns) + self._step_ns
+        self._end_ns = max(now_ns, self._end_ns) + self._time_of(scheduler_output)
         self._launched = scheduler_output
         return _NOTHING_YET
+
+    def _time_of(self, step: SchedulerOutput) -> int:
+        """Return how long a step takes, in nanoseconds."""
+        if not self._num_missing:
+            return self._step_ns
+        scheduled = step.num_scheduled_tokens
+        num_tokens = sum(scheduled.get(it, 0) for it in self._num_missing)
+        if not num_tokens:
+            return self._step_ns
+        fixed_ns, token_ns = self._prompt_ns
+        return self._step_ns + round(fixed_ns + token_ns * num_tokens)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
         """Return the future result of the step that was launched last."""
@@ -248,6 +261,10 @@ class ClockedExecutor(FakeExecutor):
     def on_set_step_ms(self, step_ms: float) -> None:
         """Set how long the steps take that are launched from now on."""
         self._step_ns = round(step_ms * 1e6)
+
+    def on_set_prompt_times(self, fixed_ms: float, token_us: float) -> None:
+        """Set what prompts add to the steps that are launched from now on."""
+        self._prompt_ns = (fixed_ms * 1e6, token_us * 1e3)
 
     def on_hold_back(self, max_ahead: int) -> None:
         """Hold results back from now on if the next marker lacks more steps than this; 0: never."""

@@ -12,7 +12,7 @@ import os
 import random
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,6 +50,15 @@ class Setup:
     """For the model's configuration."""
     client_core: int
     engine_core: int
+    scheduler: str = ""
+    """Whose it is, if the side has another name."""
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def owner(self) -> str:
+        """Whose scheduler it is: `STOCK` or `OURS`."""
+        return self.scheduler or self.side
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ def serve(connection: Connection, setup: Setup, client_class: "type[Client] | No
     import uvloop
 
     try:
-        _select_scheduler(setup.side)
+        _select_scheduler(setup)
         uvloop.run(_obey(connection, setup, client_class or Client))
         connection.send((True, None))
     except Exception:
@@ -101,7 +110,7 @@ def serve(connection: Connection, setup: Setup, client_class: "type[Client] | No
             connection.send((False, traceback.format_exc()))
 
 
-def _select_scheduler(side: str) -> None:
+def _select_scheduler(setup: Setup) -> None:
     """Choose by the environment, as users do, what this process and its engine load."""
     os.environ |= {
         # As in `vllm serve`: the engine process imports all anew, and finds the plugin itself.
@@ -111,8 +120,9 @@ def _select_scheduler(side: str) -> None:
     }
     os.environ.pop("VLLM_PLUGINS", None)
     os.environ.pop("VLLM_SCHEDULER", None)
-    if side != STOCK:
+    if setup.owner != STOCK:
         os.environ["VLLM_SCHEDULER"] = "sparksched"
+    os.environ |= setup.environment
 
 
 async def _obey(connection: Connection, setup: Setup, client_class: "type[Client]") -> None:
@@ -169,6 +179,8 @@ class Client:
         os.mkfifo(pipe)
         model = setup.directory / f"model-{os.getpid()}"
         args = executor.engine_args(model, pipe, setup.engine_core)
+        for name, value in setup.engine_arguments.items():
+            setattr(args, name, value)
         self._llm = AsyncLLM.from_engine_args(args)
         self._pipe = os.open(pipe, os.O_WRONLY)
 
@@ -185,7 +197,7 @@ class Client:
         """Return what runs in the two processes; raise RuntimeError if it isn't what was asked."""
         found: Row = await self._ask_engine("describe")
         wanted = {
-            "scheduler": SCHEDULERS[self._setup.side],
+            "scheduler": SCHEDULERS[self._setup.owner],
             "is_async": True,
             "cores": [self._setup.engine_core],
         }

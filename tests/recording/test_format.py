@@ -78,8 +78,8 @@ def test_a_foreign_file(content: bytes, tmp_path: Path) -> None:
 
 def test_a_newer_version(path: Path) -> None:
     content = path.read_bytes()
-    path.write_bytes(MAGIC + struct.pack("<H", 2) + content[HEADER_BYTES:])
-    expected = "has version 2 of the format, and this sparksched reads version 1"
+    path.write_bytes(MAGIC + struct.pack("<H", 3) + content[HEADER_BYTES:])
+    expected = "has version 3 of the format, and this sparksched reads versions 1 to 2"
     assert refusal(path) == expected
 
 
