@@ -224,11 +224,20 @@ mod tests {
     }
 
     fn ends(aligner: &ChunkAligner, num_prompt_tokens: u32, junction: u32) -> Vec<u32> {
+        ends_of(aligner, num_prompt_tokens, junction, MAX_CHUNK)
+    }
+
+    fn ends_of(
+        aligner: &ChunkAligner,
+        num_prompt_tokens: u32,
+        junction: u32,
+        max_chunk: u32,
+    ) -> Vec<u32> {
         let sequence = Sequence { num_prompt_tokens, num_tokens: num_prompt_tokens, junction };
         let mut ends = vec![0];
         while let Some(&start) = ends.last().filter(|&&end| end < num_prompt_tokens) {
-            let chunk = (num_prompt_tokens - start).min(MAX_CHUNK);
-            ends.push(start + aligner.align(sequence, start, chunk, MAX_CHUNK));
+            let chunk = (num_prompt_tokens - start).min(max_chunk);
+            ends.push(start + aligner.align(sequence, start, chunk, max_chunk));
         }
         ends.split_off(1)
     }
@@ -249,8 +258,8 @@ mod tests {
 
     #[test]
     fn a_block_that_no_chunk_fills_is_filled_in_several() {
-        let narrow = ChunkAligner { max_chunk: 10, ..aligner(false, false) };
-        assert_eq!(ends(&narrow, 40, 0), [10, 16, 26, 32, 40]);
+        let narrow = aligner(false, false);
+        assert_eq!(ends_of(&narrow, 40, 0, 10), [10, 16, 26, 32, 40]);
     }
 
     #[test]

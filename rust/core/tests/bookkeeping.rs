@@ -14,7 +14,7 @@ use sparksched_core::{
     BlockId, BlockPool, ExternalAllocation, ExternalHit, GrammarState, Hooks, JournalConfig,
     KvCacheGroupConfig, KvTransferConfig, NewRequest, NextTurn, PauseState, Policy, Request,
     RequestIndex, RequestStatus, ScheduledOutput, Scheduler, SchedulerConfig, SessionInput,
-    Speculation, StateConfig, StateMode, StopConditions,
+    Speculation, StateConfig, StateMode, StepKnobs, StopConditions,
 };
 
 const DEFAULT_OPERATIONS: u64 = 1_000_000;

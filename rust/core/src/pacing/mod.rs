@@ -169,14 +169,17 @@ struct Chosen {
 /// So many fruitless steps end in one with vLLM's values; then twice as many, up to the last.
 const PATIENCE: std::ops::RangeInclusive<u32> = 4..=256;
 
-/// A chunk leaves at least this part of it to long prompts.
-const LEAST_OF_CHUNK: f64 = 0.25;
+/// A chunk leaves at least one of so many parts of it to long prompts.
+const LEAST_OF_CHUNK: u32 = 4;
 
 /// A late chunk comes at last after so many times its period, whatever else has come in.
 const LATEST: f64 = 2.0;
 
-/// What an outlier may add to what is owed, in times of what was expected.
-const MAX_SURPRISE: f64 = 2.0;
+/// A step that takes so many times what was expected, and what is allowed, is an outlier.
+const OUTLIER: f64 = 2.0;
+
+/// Most that is owed, in times of what a chunk within the bound makes.
+const MOST_OWED: f64 = 2.0;
 
 /// How long the past is that counts as lately, in seconds.
 const RECENT_S: f64 = 1.0;
@@ -377,8 +380,7 @@ impl Pacing {
             self.demand.prompts.iter().partition(|it| it.is_running);
         self.considered.extend(running.iter().map(|it| it.num_missing));
         let has_long = self.demand.prompts.iter().any(|it| it.num_missing > room);
-        let most =
-            if has_long { (f64::from(capacity) * (1.0 - LEAST_OF_CHUNK)) as u32 } else { capacity };
+        let most = if has_long { capacity - capacity / LEAST_OF_CHUNK } else { capacity };
         let short_sum = self.considered.iter().filter(|&&it| it <= room).sum::<u32>();
         let mut left = most.saturating_sub(short_sum);
         let mut num_considered = 0;
@@ -489,7 +491,7 @@ impl Pacing {
             true => 0.0,
             false => -time_s,
         };
-        self.owed_s = self.owed_s.clamp(0.0, MAX_SURPRISE * limit_s);
+        self.owed_s = self.owed_s.clamp(0.0, MOST_OWED * limit_s);
         if step.has_prompts() && step.mode != Mode::Join {
             self.since_chunk_s = 0.0;
         } else if step.num_prompts > 0 {
@@ -518,7 +520,9 @@ impl Pacing {
         if !is_late {
             self.learn(&step, decode_s);
         }
-        let counted_s = time_s.min(MAX_SURPRISE * step.predicted_s.max(self.settings.max_stall_s));
+        // What something else has held up is nobody's fault.
+        let is_outlier = time_s > OUTLIER * step.predicted_s.max(self.settings.max_stall_s);
+        let counted_s = if is_outlier { step.predicted_s } else { time_s };
         self.owe(&step, counted_s - step.predicted_s);
         self.sum_up(&step);
         Some(step)
@@ -526,13 +530,13 @@ impl Pacing {
 
     fn learn(&mut self, step: &PacedStep, decode_s: f64) {
         let num_decode_tokens = step.load.num_decode_tokens;
-        if !step.has_prompts() {
-            self.decode_times.note(num_decode_tokens, step.time_s);
-        } else {
+        if step.has_prompts() {
             let extra_s = (step.time_s - decode_s).max(0.0);
             let limit_s = self.settings.max_stall_s * self.pressure.leniency();
             let StepLoad { num_tokens, prompt_attention, .. } = step.load;
             self.ladder.note(num_tokens, extra_s, prompt_attention, limit_s);
+        } else {
+            self.decode_times.note(num_decode_tokens, step.time_s);
         }
     }
 

@@ -96,8 +96,7 @@ impl DecodeTimes {
         let nearest = (0..NUM_CLASSES)
             .flat_map(|distance| [class.checked_sub(distance), Some(class + distance)])
             .flatten()
-            .filter(|&it| it < NUM_CLASSES && self.0[it].len > 0)
-            .next()?;
+            .find(|&it| it < NUM_CLASSES && self.0[it].len > 0)?;
         self.0[nearest].median(|&it| it)
     }
 }
