@@ -18,7 +18,7 @@ What paced prefill has decided in each step is in `pacing.jsonl` in the work dir
 among the results.
 
     python -m bench.serving.mixed --model gpt-oss-120b [--json FILE] [--streams 16]
-        [--long 100000] [--sides vllm,paced-150-0.5,...] [--rounds N] [--rates 0.8,0.95]
+        [--long 100000] [--sides vllm,paced-180-0.5,...] [--rounds N] [--rates 0.8,0.95]
         [--serve-args ARGS] [--work-dir DIR]
 """
 
@@ -27,6 +27,7 @@ import asyncio
 import itertools
 import json
 import random
+import shlex
 import statistics
 import sys
 import tempfile
@@ -43,7 +44,6 @@ from bench.report.show import show
 from bench.serving.evaluate import summary
 from bench.serving.gpus import memory_of_gpus, wait_until_free
 from bench.serving.http_load import CompletionStream, encode
-from bench.serving.measure import warm_up
 from bench.serving.models import Model, prepare
 from bench.serving.server import ASYNC, OURS, STOCK, SYNC, Server, Start, serve
 from bench.serving.streams import Recorder, StreamLog, clock
@@ -51,7 +51,7 @@ from bench.serving.workload import Workload
 
 Row = dict[str, Any]
 
-SIDES = ("vllm", "vllm-1024", "vllm-2048", "sparksched", "paced-150-0.5")
+SIDES = ("vllm", "vllm-1024", "vllm-2048", "sparksched", "paced-180-0.5")
 """vLLM, with a threshold; ours, paced with a stall in ms and a share."""
 
 STREAM_PROMPT_TOKENS = 128
@@ -60,8 +60,18 @@ SHORT_OUTPUT_TOKENS = 4
 LONG_OUTPUT_TOKENS = 8
 SETTLE_S = 1.5
 """For how long streams decode before the long prompt comes."""
-LATEST_S = 240.0
+LATEST_S = 60.0
 """A long prompt that takes longer will never end."""
+LINGER_S = 2.0
+"""How long short requests have after the long prompt is through."""
+MOST_WARM_UPS = 3
+ON_GPU = (
+    # One long prompt and the streams are to fit into the KV cache together.
+    "--gpu-memory-utilization=0.92",
+    # As vLLM captures by default, but fewer: a short prompt beside streams runs as a graph.
+    "--compilation-config="
+    + json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]}),
+)
 STALL_MS = 1_000.0
 """A longer stall means that kernels were compiled, if no step takes so long."""
 
@@ -114,7 +124,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     parser.add_argument("--sides", type=names, default=SIDES, metavar="A,...")
     parser.add_argument("--streams", type=int, default=16, metavar="N")
-    parser.add_argument("--stream-tokens", type=int, default=8_000, metavar="N", help="at most")
+    parser.add_argument("--stream-tokens", type=int, default=3_000, metavar="N", help="at most")
     parser.add_argument(
         "--long", type=int, default=100_000, metavar="TOKENS", help="0: no long prompt"
     )
@@ -151,7 +161,7 @@ def _start(
         max_num_seqs=ROOM if options.rates else max(64, 2 * options.streams),
         max_model_len=max(longest + ORDINARY_TOKENS[1], sum(ORDINARY_TOKENS)),
         has_gpu=has_gpu,
-        extra_arguments=arguments,
+        extra_arguments=" ".join([*map(shlex.quote, ON_GPU if has_gpu else ()), arguments]),
         extra_environment=environment,
     )
 
@@ -185,7 +195,9 @@ class _Bench:
 
     def mixed(self) -> Row:
         """Return the medians of rounds, and the rounds."""
-        warm_up(self._server, lambda number: self._round("warm-up", number), _has_stalled)
+        for number in range(MOST_WARM_UPS):
+            if not _has_stalled(self._round("warm-up", number)):
+                break
         rounds = [self._round("round", number) for number in range(self._options.rounds)]
         alone = [self._alone(number) for number in range(self._options.rounds)]
         names = ("stream_tokens_per_s", "long_ttft_s", "tokens_per_s")
@@ -231,10 +243,13 @@ class _Bench:
                     1, SHORT_PROMPT_TOKENS, SHORT_OUTPUT_TOKENS, "short", len(shorts), *seed
                 )
                 shorts.append(await self._send(workload))
-            await asyncio.wait_for(ended, LATEST_S)
-            await asyncio.gather(*(it.wait() for it in shorts))
+            await asyncio.wait_for(ended, 1.0)
+            waiting = [asyncio.ensure_future(it.wait()) for it in shorts]
+            if waiting:
+                await asyncio.wait(waiting, timeout=LINGER_S)
         finally:
-            streams.hang_up()
+            for group in (streams, *shorts):
+                group.hang_up()
         (long_log,) = long.logs()
         short_logs = [log for it in shorts for log in it.logs()]
         return _evaluate(streams.logs(), long_log, short_logs, options.long)

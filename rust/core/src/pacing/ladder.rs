@@ -1,15 +1,19 @@
 //! The sizes that chunks have, and which of them is the best.
 //!
-//! Sizes are powers of two and the halves between them, up to the configured budget. Few of them
-//! are ever used: it goes up from a small one, by doubling while that is safe, and stays at the best.
+//! Sizes are powers of two up to the configured budget, eight at most: kernels are compiled for
+//! each. It begins in the middle, since on many devices every step with a prompt has a fixed price
+//! that small ones don't earn, and goes up or down from there.
 
 use super::step_times::PromptTimes;
 
-/// The smallest size.
-const SMALLEST: u32 = 64;
+/// Sizes, at most.
+const NUM_SIZES: usize = 8;
 
-/// Where it begins, if there is nothing to go by.
-const FIRST: u32 = 256;
+/// The smallest size.
+const SMALLEST: u32 = 32;
+
+/// Where it begins, if there is nothing to go by: so many times smaller than the largest.
+const FIRST_PART: u32 = 4;
 
 /// Tokens of prompts that a chunk has at least.
 const LEAST_ROOM: u32 = 16;
@@ -19,10 +23,7 @@ const LEAST_ROOM: u32 = 16;
 const GOOD_ENOUGH: f64 = 0.9;
 
 /// A larger size is tried if the present one takes at most this part of what is allowed.
-const ROOM_TO_GROW: f64 = 0.85;
-
-/// The next but one is tried if the present one takes at most this part.
-const ROOM_TO_DOUBLE: f64 = 0.5;
+const ROOM_TO_GROW: f64 = 0.6;
 
 /// A size is tried if it may take so many times what is allowed: what is not known may be better
 /// than it seems.
@@ -74,9 +75,9 @@ pub(super) struct Ladder {
 
 impl Ladder {
     pub(super) fn new(max_tokens: u32) -> Self {
-        let doubled = (0..u32::BITS - SMALLEST.ilog2()).map(|shift| SMALLEST << shift);
-        let sizes = doubled.flat_map(|it| [it, it + it / 2]).take_while(|&it| it < max_tokens);
-        let sizes: Vec<u32> = sizes.chain([max_tokens]).collect();
+        let halved = (0..NUM_SIZES as u32).map_while(|shift| max_tokens.checked_shr(shift));
+        let mut sizes: Vec<u32> = halved.take_while(|&it| it >= SMALLEST.min(max_tokens)).collect();
+        sizes.reverse();
         let times = PromptTimes::new(sizes.len());
         Self { sizes, times, margin: 1.05, retried: None }
     }
@@ -100,6 +101,17 @@ impl Ladder {
     /// smaller one takes at most.
     fn teaches(&self, num_tokens: u32) -> bool {
         f64::from(num_tokens) >= NEARLY * f64::from(self.sizes[self.class_of(num_tokens)])
+    }
+
+    /// What a size is known to take beyond its decodes, in seconds; `None` if it is not.
+    pub(super) fn known(&self, size: usize, attention: f64) -> Option<f64> {
+        let is_known = self.times.is_known(size, 0.0);
+        if is_known { self.times.predict(size, attention) } else { None }
+    }
+
+    /// Whether a size was not made for long.
+    pub(super) fn is_stale(&self, size: usize) -> bool {
+        self.times.is_stale(size)
     }
 
     /// What a size takes beyond its decodes, in seconds; if that was not seen, by the next larger
@@ -149,28 +161,32 @@ impl Ladder {
     fn smaller(&self, first: usize, query: &Query) -> usize {
         let sizes = first..self.sizes.len();
         let Some(smallest) = sizes.clone().find(|&it| self.time(it, query).is_some()) else {
-            let least = FIRST.max(query.num_decode_tokens + query.num_decode_tokens / 2);
+            let middle = self.sizes[self.sizes.len() - 1] / FIRST_PART;
+            let least = middle.max(query.num_decode_tokens + query.num_decode_tokens / 2);
             return self.class_of(least).max(first);
         };
-        let is_far_too_slow =
-            self.time(smallest, query).is_some_and(|time_s| time_s > 2.0 * query.limit_s);
-        smallest.saturating_sub(if is_far_too_slow { 2 } else { 1 }).max(first)
+        let excess = self.time(smallest, query).map_or(0.0, |time_s| time_s / query.limit_s);
+        let steps = if excess > 2.5 { 2 } else { 1 };
+        smallest.saturating_sub(steps).max(first)
     }
 
     /// A larger size of which too little is known, or what is known is old.
     fn worth_a_try(&mut self, fitting: usize, query: &Query) -> Option<usize> {
         let time_s = self.time(fitting, query)?;
-        let part = time_s / query.limit_s;
-        let is_open = |it: usize| {
-            it < self.sizes.len()
-                && (query.wants_largest
-                    || query.room(self.sizes[it]) <= f64::from(query.num_prompt_tokens))
-                && (self.time(it, query).is_none() || self.times.is_stale(it))
+        let larger = fitting + 1;
+        let can_be_filled = query.wants_largest
+            || query.room(*self.sizes.get(larger)?) <= f64::from(query.num_prompt_tokens);
+        let is_open = || {
+            let is_unknown = self.time(larger, query).is_none();
+            is_unknown || (!query.wants_largest && self.times.is_stale(larger))
         };
-        let has_room = [(2, ROOM_TO_DOUBLE), (1, ROOM_TO_GROW)];
-        let (steps, _) =
-            has_room.into_iter().find(|&(steps, most)| part <= most && is_open(fitting + steps))?;
-        let larger = fitting + steps;
+        if larger == self.sizes.len()
+            || !can_be_filled
+            || !is_open()
+            || time_s > ROOM_TO_GROW * query.limit_s
+        {
+            return None;
+        }
         let lower = (0..fitting).rev().find_map(|it| Some((it, self.time(it, query)?)));
         let slope = lower.map_or(0.0, |(it, lower_s)| {
             (time_s - lower_s).max(0.0) / f64::from(self.sizes[fitting] - self.sizes[it])

@@ -7,8 +7,8 @@
 //!   kernels are compiled for each size. The best one is as large as pays within the stall that is
 //!   allowed. The threshold is chosen so that all prompts together fill it: those that lack less
 //!   than the threshold are computed to their end, the others get equal parts.
-//! - A prompt that fits into one chunk is **short**. It comes in at once, as with vLLM, in a chunk
-//!   that is no larger than it must be.
+//! - A prompt that fits into one chunk is **short**. It comes in at once, as with vLLM: in a small
+//!   step if that is known to be cheap, else with the next chunk, ahead of its time.
 //! - A chunk on behalf of long prompts comes only when what it **owes** is paid: after a chunk of
 //!   150 ms and with a share of 0.6, 100 ms without one.
 //! - Nobody generates: vLLM's values. No prompt: vLLM's values.
@@ -112,6 +112,18 @@ struct InFlight {
     launched_at: f64,
 }
 
+/// Steps with prompts that follow each other. While one is launched the host may be too busy to
+/// look at the one before it, so only their sum is known.
+#[derive(Clone, Copy, Debug, Default)]
+struct Chain {
+    num_steps: u32,
+    num_tokens: u32,
+    extra_s: f64,
+    attention: f64,
+    /// They are of one size.
+    is_even: bool,
+}
+
 /// What is known of the time since the last report.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PacingReport {
@@ -139,11 +151,14 @@ pub struct Pacing {
     considered: Vec<u32>,
     chosen: Chosen,
     in_flight: VecDeque<InFlight>,
+    chain: Chain,
     next_number: u64,
     /// When the device had, or will have, nothing else to do.
     free_at: f64,
     /// Time without chunks that those who generate are still to get, in seconds.
     owed_s: f64,
+    /// Tokens of the present chunk, decodes included.
+    full_size: u32,
     /// Time since a long prompt last got a chunk, in seconds.
     since_chunk_s: f64,
     /// Short ones could not be admitted though there was room in the step.
@@ -172,6 +187,15 @@ const PATIENCE: std::ops::RangeInclusive<u32> = 4..=256;
 /// A chunk leaves at least one of so many parts of it to long prompts.
 const LEAST_OF_CHUNK: u32 = 4;
 
+/// A step is expected to take at most so many times what is allowed.
+const MOST_EXPECTED: f64 = 2.0;
+
+/// What so many steps with prompts took together says something before they end.
+const LONGEST_CHAIN: u32 = 8;
+
+/// A prompt is brief beside one that lacks so many times as much.
+const BRIEF: u32 = 4;
+
 /// A late chunk comes at last after so many times its period, whatever else has come in.
 const LATEST: f64 = 2.0;
 
@@ -180,6 +204,9 @@ const OUTLIER: f64 = 2.0;
 
 /// Most that is owed, in times of what a chunk within the bound makes.
 const MOST_OWED: f64 = 2.0;
+
+/// A step for somebody short pays if it takes at most this part of a chunk's time.
+const CHEAP: f64 = 0.5;
 
 /// How long the past is that counts as lately, in seconds.
 const RECENT_S: f64 = 1.0;
@@ -204,9 +231,11 @@ impl Pacing {
             considered: Vec::new(),
             chosen: Chosen { mode: Mode::Plain, knobs: base, num_prompts: 0, admits: false },
             in_flight: VecDeque::new(),
+            chain: Chain::default(),
             next_number: 0,
             free_at: f64::NEG_INFINITY,
             owed_s: 0.0,
+            full_size: 0,
             since_chunk_s: 0.0,
             is_admission_blocked: false,
             num_fruitless: 0,
@@ -269,17 +298,24 @@ impl Pacing {
             return self.chunk(Mode::Short, largest, room);
         }
         let best = self.best_size(limit_s, false);
+        self.full_size = self.ladder.sizes()[best];
         if self.owed_s <= 0.0 || self.is_late(best) {
             return self.chunk(Mode::Chunk, best, room);
         }
-        if self.demand.prompts.iter().any(|it| it.num_missing <= room && self.can_join(it)) {
-            let largest = self.best_size(limit_s, true);
-            let joining = self.chunk(Mode::Join, largest, room);
+        let may_join = |it: &Prompt| it.num_missing <= room && self.can_join(it);
+        if self.is_at_most_one_ahead(best) && self.demand.prompts.iter().any(may_join) {
+            let joining = self.chunk(Mode::Join, best, room);
             if !self.is_admission_blocked || !joining.admits {
                 return joining;
             }
         }
         self.decodes_alone()
+    }
+
+    /// Whether no more is owed than one chunk makes: somebody short may bring the next one forward.
+    fn is_at_most_one_ahead(&self, best: usize) -> bool {
+        let share = self.share();
+        self.owed_s <= 1.1 * self.predict(best) * (1.0 - share) / share
     }
 
     fn can_join(&self, prompt: &Prompt) -> bool {
@@ -341,18 +377,11 @@ impl Pacing {
         let admits = self.consider(mode, capacity, room);
         let mut size = best;
         let mut level = fill_level(&self.considered, capacity);
-        if mode == Mode::Join {
-            // No larger than it must be for those who come.
-            let longest_short = self.considered.iter().filter(|&&it| it <= room).max();
-            let longest_short = longest_short.copied().unwrap_or(0);
-            for (smaller, &num_tokens) in self.ladder.sizes().iter().enumerate().take(best) {
-                let capacity = num_tokens.saturating_sub(num_decode_tokens);
-                let smaller_level = fill_level(&self.considered, capacity);
-                if capacity > 0 && smaller_level >= longest_short {
-                    (size, level) = (smaller, smaller_level);
-                    break;
-                }
-            }
+        if mode == Mode::Join
+            && let Some(smaller) = self.cheap_join(best, room)
+        {
+            let capacity = self.ladder.sizes()[smaller] - num_decode_tokens;
+            (size, level) = (smaller, fill_level(&self.considered, capacity));
         }
         let configured = self.base.long_prefill_token_threshold;
         let threshold = level.max(self.min_threshold);
@@ -369,11 +398,30 @@ impl Pacing {
         Chosen { mode, knobs, num_prompts: self.demand.prompts.len(), admits }
     }
 
+    /// The smallest size in which those who come have room, if it is known to take far less than a
+    /// chunk of the best one. Else they come with such a chunk, ahead of its time.
+    fn cheap_join(&self, best: usize, room: u32) -> Option<usize> {
+        let num_decode_tokens = self.demand.num_decode_tokens;
+        let shorts = self.considered.iter().filter(|&&it| it <= room);
+        let longest = shorts.max().copied().unwrap_or(0);
+        let holds = |size: &usize| {
+            let capacity = self.ladder.sizes()[*size].saturating_sub(num_decode_tokens);
+            capacity > 0 && fill_level(&self.considered, capacity) >= longest
+        };
+        let size = (0..best).find(holds)?;
+        let tokens = f64::from(self.ladder.sizes()[size]);
+        let most_s = CHEAP * self.predict(best);
+        match self.ladder.known(size, tokens * tokens) {
+            Some(time_s) => (time_s <= most_s).then_some(size),
+            None => self.ladder.is_stale(size).then_some(size),
+        }
+    }
+
     /// Collects what the prompts lack that are to have a part in a chunk; returns whether some of
     /// them wait.
     ///
-    /// Prompts that run are in it anyway. Of those that wait, as many as fit and are short; long
-    /// ones that wait before them have to come in as well.
+    /// Prompts that run are in it anyway. Of those that wait, as many as fit and are short, and those
+    /// that are brief beside one that runs; long ones that wait before them have to come in as well.
     fn consider(&mut self, mode: Mode, capacity: u32, room: u32) -> bool {
         self.considered.clear();
         let (running, waiting): (Vec<&Prompt>, Vec<&Prompt>) =
@@ -381,6 +429,9 @@ impl Pacing {
         self.considered.extend(running.iter().map(|it| it.num_missing));
         let has_long = self.demand.prompts.iter().any(|it| it.num_missing > room);
         let most = if has_long { capacity - capacity / LEAST_OF_CHUNK } else { capacity };
+        // Who lacks far less than the longest one that runs doesn't wait for it, either.
+        let longest = self.considered.iter().max().copied().unwrap_or(0);
+        let brief = if mode == Mode::Join { 0 } else { longest / BRIEF };
         let short_sum = self.considered.iter().filter(|&&it| it <= room).sum::<u32>();
         let mut left = most.saturating_sub(short_sum);
         let mut num_considered = 0;
@@ -391,6 +442,8 @@ impl Pacing {
             if prompt.num_missing <= room {
                 let Some(rest) = left.checked_sub(prompt.num_missing) else { break };
                 left = rest;
+                num_considered = position + 1;
+            } else if prompt.num_missing <= brief {
                 num_considered = position + 1;
             } else if running.is_empty() && position == 0 && mode != Mode::Join {
                 num_considered = 1;
@@ -451,7 +504,9 @@ impl Pacing {
         if step.has_prompts() {
             let class = self.ladder.class_of(load.num_tokens);
             let guess = self.ladder.guess(class, load.prompt_attention);
-            step.predicted_s += guess.unwrap_or(self.settings.max_stall_s);
+            // What was seen may have been another's fault.
+            let most_s = MOST_EXPECTED * self.settings.max_stall_s;
+            step.predicted_s += guess.unwrap_or(self.settings.max_stall_s).min(most_s);
             self.ladder.note_step();
         }
         self.owe(&step, step.predicted_s);
@@ -492,7 +547,9 @@ impl Pacing {
             false => -time_s,
         };
         self.owed_s = self.owed_s.clamp(0.0, MOST_OWED * limit_s);
-        if step.has_prompts() && step.mode != Mode::Join {
+        let is_small =
+            step.mode == Mode::Join && step.knobs.max_num_scheduled_tokens < self.full_size;
+        if step.has_prompts() && !is_small {
             self.since_chunk_s = 0.0;
         } else if step.num_prompts > 0 {
             self.since_chunk_s = (self.since_chunk_s + time_s).max(0.0);
@@ -529,14 +586,30 @@ impl Pacing {
     }
 
     fn learn(&mut self, step: &PacedStep, decode_s: f64) {
-        let num_decode_tokens = step.load.num_decode_tokens;
-        if step.has_prompts() {
-            let extra_s = (step.time_s - decode_s).max(0.0);
-            let limit_s = self.settings.max_stall_s * self.pressure.leniency();
-            let StepLoad { num_tokens, prompt_attention, .. } = step.load;
-            self.ladder.note(num_tokens, extra_s, prompt_attention, limit_s);
-        } else {
-            self.decode_times.note(num_decode_tokens, step.time_s);
+        if !step.has_prompts() {
+            self.decode_times.note(step.load.num_decode_tokens, step.time_s);
+            return;
+        }
+        let StepLoad { num_tokens, prompt_attention, .. } = step.load;
+        let chain = &mut self.chain;
+        let size = self.ladder.class_of(num_tokens);
+        chain.is_even = chain.num_steps == 0
+            || (chain.is_even && self.ladder.class_of(chain.num_tokens) == size);
+        chain.num_steps += 1;
+        chain.num_tokens = num_tokens;
+        chain.extra_s += step.time_s - decode_s;
+        chain.attention += prompt_attention;
+        let goes_on = self.in_flight.front().is_some_and(|next| next.step.has_prompts());
+        if goes_on && chain.num_steps < LONGEST_CHAIN {
+            return;
+        }
+        let Chain { num_steps, extra_s, attention, is_even, .. } = std::mem::take(chain);
+        let number = f64::from(num_steps);
+        let extra_s = (extra_s / number).max(0.0);
+        let limit_s = self.settings.max_stall_s * self.pressure.leniency();
+        // Of several one may have been held up, and nobody knows which.
+        if num_steps == 1 || (is_even && extra_s < MOST_EXPECTED * limit_s) {
+            self.ladder.note(num_tokens, extra_s, attention / number, limit_s);
         }
     }
 
@@ -556,9 +629,11 @@ impl Pacing {
             let weight = 1.0 - (-step.time_s / RECENT_S).exp();
             self.short_part += weight * (target - self.short_part);
         }
-        let demand = &self.demand;
-        let backlog = demand.prompts.iter().map(|it| u64::from(it.num_missing)).sum();
-        self.pressure.note(step.time_s, backlog, demand.prompts.len());
+        // Who waits for blocks is helped by no time.
+        let computable = self.demand.prompts.iter().filter(|it| it.has_blocks);
+        let (num_prompts, backlog) = computable
+            .fold((0, 0), |(number, sum), it| (number + 1, sum + u64::from(it.num_missing)));
+        self.pressure.note(step.time_s, backlog, num_prompts);
     }
 }
 

@@ -132,7 +132,10 @@ pub(super) struct PromptTimes {
 }
 
 /// How soon a size that was too slow is tried again, in steps with prompts, and how late at most.
-const RETRY_AFTER: std::ops::RangeInclusive<u64> = 128..=2048;
+const RETRY_AFTER: std::ops::RangeInclusive<u64> = 32..=2048;
+
+/// A step takes at least this part of what its size took lately, whatever it attends to.
+const LEAST_PART: f64 = 0.7;
 
 /// What of a mean stays when a new value comes.
 const MEMORY: f64 = 0.9;
@@ -209,8 +212,11 @@ impl PromptTimes {
     /// What a step of a size takes beyond its decodes, in seconds; `None` if none was seen.
     pub(super) fn predict(&self, size: usize, attention: f64) -> Option<f64> {
         let slope = self.slope();
-        let rest = self.sizes[size].samples.median(|it| it.extra_s - slope * it.attention)?;
-        Some((rest + slope * attention).max(0.0))
+        let samples = &self.sizes[size].samples;
+        let rest = samples.median(|it| it.extra_s - slope * it.attention)?;
+        let lately = samples.median(|it| it.extra_s)?;
+        // However much a prompt's beginning is cheaper than its end.
+        Some((rest + slope * attention).max(LEAST_PART * lately))
     }
 
     /// Whether a size has been seen often enough to rely on it, given that `limit_s` is not too
