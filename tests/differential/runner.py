@@ -339,7 +339,7 @@ class LockstepEngine:
             self._coverage["steps with knobs of their own"] += 1
         running_before = list(self._reference.running)
         self._features.before_schedule(self._reference.requests)
-        outputs = self._both("schedule()", lambda side: side.schedule(knobs, self.broadcast))
+        outputs = self._both("schedule()", self._deciding(knobs))
         self._features.after_schedule(self.step_number, outputs)
         requests = self._reference.requests
         runner_output = self._model.run(self.step_number, outputs[0], requests)
@@ -351,6 +351,23 @@ class LockstepEngine:
         for output in outputs:
             _consume_block_ids(output)
         return ScheduledStep(outputs, [runner_output, copy_output(runner_output)])
+
+    def _deciding(self, knobs: StepKnobs | bool) -> Callable[[Side], SchedulerOutput]:
+        """Return what has each side schedule a step."""
+        reference, candidate = self.sides
+        pacing = getattr(candidate.scheduler, "pacing", None)
+        if self.with_knobs or pacing is None or pacing() is None:
+            return lambda side: side.schedule(knobs, self.broadcast)
+        # It chooses for itself: it goes first, and vLLM's scheduler gets what it has chosen.
+        decided: list[SchedulerOutput] = []
+
+        def decide(side: Side) -> SchedulerOutput:
+            if not decided:
+                decided.append(candidate.schedule(knobs, self.broadcast))
+            chosen = candidate.scheduler.knobs
+            return reference.schedule(chosen, self.broadcast) if side is reference else decided[0]
+
+        return decide
 
     def _take_grammar_bitmask(self, step: ScheduledStep) -> None:
         bitmasks = self._both(

@@ -210,6 +210,29 @@ def test_verification(
     assert text in found["verification"]["text"]
 
 
+def test_long_prompts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(variables: dict[str, str], *arguments: str) -> tuple[str, str]:
+        with mock.patch.dict(os.environ, variables):
+            _, found = check(capsys, model, "--dtype=float32", *arguments)
+        return found["long prompts"]["level"], found["long prompts"]["text"]
+
+    paced = {"SPARKSCHED_MAX_STALL_MS": "150"}
+    short = "--max-model-len=128"
+    long = ('--hf-overrides={"max_position_embeddings": 65536}', "--max-model-len=65536")
+    assert said({}, short) == ("ok", "not paced; 128 tokens at most")
+    level, text = said({}, *long)
+    assert (level, text[:18]) == ("warning", "up to 65,536 token")
+    threshold = "--long-prefill-token-threshold=512"
+    assert said({}, *long, threshold)[0] == "ok"
+    level, text = said(paced, short)
+    assert (level, text[:5]) == ("ok", "paced")
+    assert "0.15 s" in text
+    assert "50%" in text
+    level, text = said(paced, short, "--no-enable-chunked-prefill")
+    assert level == "warning"
+    assert "chunked-prefill" in text
+
+
 def test_another_scheduler_class(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = check(capsys, model, "--scheduler-cls=other.Scheduler")
     assert (status, found["scheduler"]["level"]) == (1, "problem")
@@ -237,6 +260,9 @@ def test_arguments_that_vllm_does_not_know(model: str, capsys: pytest.CaptureFix
         ("SPARKSCHED_VERIFY", "yes"),
         ("SPARKSCHED_RING_MIB", "0"),
         ("SPARKSCHED_STUCK_AFTER_S", "soon"),
+        ("SPARKSCHED_MAX_STALL_MS", "0"),
+        ("SPARKSCHED_PREFILL_SHARE", "60"),
+        ("SPARKSCHED_PACING_LOG", "/no/such/folder/log"),
     ],
 )
 def test_wrong_variables(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:

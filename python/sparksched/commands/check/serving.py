@@ -15,6 +15,7 @@ from sparksched import compat, environment, plugin
 from sparksched.commands.check import backends, front_end
 from sparksched.commands.check.finding import ArgumentError, Finding, ok, problem, warning
 from sparksched.commands.check.quotes import without_quotes
+from sparksched.compat.pacing import unpaceable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,6 +46,7 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
     yield _transport(config)
     yield _asynchronous(config, asked.async_scheduling)
     yield _prompts(config)
+    yield _pacing(config)
     yield _parallelism(config)
     yield _graphs(config)
     chosen = _backends(config)
@@ -194,6 +196,37 @@ def _prompts(config: "VllmConfig") -> Finding:
     )
 
 
+_LONG_PROMPT_TOKENS = 32_768
+"""A longer prompt keeps others waiting for seconds."""
+
+
+def _pacing(config: "VllmConfig") -> Finding:
+    topic = "long prompts"
+    settings = environment.pacing()
+    in_the_way = unpaceable(config)
+    way = "" if in_the_way is None else f"{in_the_way.feature}: {in_the_way.reason}"
+    if settings is not None:
+        if in_the_way is not None:
+            without = f"unset {environment.MAX_STALL_MS} and {environment.PREFILL_SHARE}"
+            return warning(topic, f"not paced: {way}", without)
+        return ok(
+            topic,
+            f"paced: while others generate, a step with prompts takes {settings.max_stall_s:g} s"
+            f" at most, and such steps take {settings.prefill_share:.0%} of the time",
+        )
+    length = config.model_config.max_model_len
+    threshold = config.scheduler_config.long_prefill_token_threshold
+    if length <= _LONG_PROMPT_TOKENS or in_the_way is not None:
+        return ok(topic, f"not paced{way and f': {way}'}; {length:,} tokens at most")
+    if 0 < threshold < config.scheduler_config.max_num_batched_tokens:
+        return ok(topic, f"not paced; {threshold:,} tokens of each a step")
+    return warning(
+        topic,
+        f"up to {length:,} tokens, and while one is computed all others nearly stand still",
+        f"set {environment.MAX_STALL_MS}=200: docs/paced-prefill.md says what it costs",
+    )
+
+
 def _parallelism(config: "VllmConfig") -> Finding:
     parallel = config.parallel_config
     sizes = {
@@ -215,6 +248,14 @@ def _graphs(config: "VllmConfig") -> Finding:
             topic,
             "off: each step launches its kernels one by one",
             "leave --enforce-eager away; the host is the limit without graphs",
+        )
+    largest = max(config.compilation_config.cudagraph_capture_sizes or (), default=0)
+    num_tokens = config.scheduler_config.max_num_seqs * (1 + config.num_speculative_tokens)
+    if largest < num_tokens:
+        return warning(
+            topic,
+            f"{mode.name}, up to {largest:,} tokens, and {num_tokens:,} may decode at once",
+            "raise --max-cudagraph-capture-size, or lower --max-num-seqs",
         )
     return ok(topic, mode.name)
 

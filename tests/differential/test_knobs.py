@@ -1,0 +1,79 @@
+"""Each step may be decided with a budget and a threshold of its own: each configuration once."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+from scale import FULL
+from sparksched.compat import pacing
+from sparksched.compat.pacing import StepKnobs
+
+from testkit.worlds.world import (
+    NAMED_SETTINGS,
+    Configuration,
+    is_verifiable,
+    sparksched_scheduler_class,
+    verifying_scheduler_class,
+)
+
+from . import runner
+from .runner import Coverage, SchedulersDiffer, run_scenario
+
+NUM_SEEDS = 6 if FULL else 1
+NUM_STEPS = 120
+
+
+@pytest.mark.parametrize("name", NAMED_SETTINGS)
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_decides_as_vllm_does_with_the_same_knobs(name: str, seed: int) -> None:
+    coverage = Coverage()
+    run_scenario(
+        name, 100 + seed, NUM_STEPS, sparksched_scheduler_class, coverage=coverage, with_knobs=True
+    )
+    assert coverage["steps with knobs of their own"] > NUM_STEPS // 4
+
+
+@pytest.mark.parametrize("left_out", ["budget", "threshold", "throttle"])
+def test_a_knob_that_is_left_out_is_noticed(left_out: str) -> None:
+    def schedule_without(scheduler: Any, knobs: StepKnobs) -> Any:
+        budget, threshold, throttle = knobs
+        if left_out == "budget":
+            budget = scheduler.max_num_scheduled_tokens
+        elif left_out == "threshold":
+            threshold = scheduler.scheduler_config.long_prefill_token_threshold
+        else:
+            throttle = False
+        return pacing.schedule_with(scheduler, StepKnobs(budget, threshold, throttle))
+
+    def run() -> None:
+        for seed in range(20):
+            run_scenario("async-full", seed, NUM_STEPS, sparksched_scheduler_class, with_knobs=True)
+
+    with (
+        mock.patch.object(runner, "schedule_with", schedule_without),
+        pytest.raises(SchedulersDiffer),
+    ):
+        run()
+
+
+@pytest.mark.parametrize("name", ["async-full", "sync-hybrid", "async-preempting"])
+def test_what_paces_prompts_is_verified(name: str) -> None:
+    assert is_verifiable(name)
+    built: list[Any] = []
+
+    def paced_scheduler_class(configuration: Configuration) -> type[Any]:
+        class PacedScheduler(verifying_scheduler_class(configuration)):  # type: ignore[misc]
+            def __init__(self, *arguments: Any, **settings: Any) -> None:
+                super().__init__(*arguments, **settings)
+                # Whatever is drawn: some of it would not be paced otherwise.
+                self._core.pace(1e-6, 0.2, None)
+                built.append(self)
+
+        return PacedScheduler
+
+    for seed in range(6):
+        run_scenario(name, seed, NUM_STEPS, paced_scheduler_class)
+    paced = [scheduler.pacing() for scheduler in built]
+    assert sum(it["num_decode_steps"] for it in paced if it is not None) > 0
