@@ -26,6 +26,7 @@ def record_scenario(
     candidate: str = "sparksched",
     with_tokens: bool = False,
     max_bytes: int = 64 << 20,
+    with_knobs: bool = False,
 ) -> None:
     """Run a scenario and record one of its schedulers."""
     build = world.World.build_scheduler
@@ -53,7 +54,8 @@ def record_scenario(
 
     with mock.patch.object(world.World, "build_scheduler", build_recorded):
         try:
-            run_scenario(name, seed, num_steps, world.CANDIDATES[candidate])
+            chosen = world.CANDIDATES[candidate]
+            run_scenario(name, seed, num_steps, chosen, with_knobs=with_knobs)
         finally:
             for recorder in recorders:
                 recorder.close()

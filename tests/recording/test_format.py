@@ -76,6 +76,12 @@ def test_a_foreign_file(content: bytes, tmp_path: Path) -> None:
     assert refusal(path) == "is not a trace: it doesn't begin with sparksched's mark"
 
 
+def test_the_version_before_is_read(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(MAGIC + struct.pack("<H", 1) + content[HEADER_BYTES:])
+    assert read(path) == every_event(False)[1:]
+
+
 def test_a_newer_version(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(MAGIC + struct.pack("<H", 3) + content[HEADER_BYTES:])

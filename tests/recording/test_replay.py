@@ -57,6 +57,26 @@ def test_both_schedulers_decide_as_recorded(name: str, tmp_path: Path) -> None:
             assert outcome.num_steps == num_steps
 
 
+@pytest.mark.parametrize("name", ["async-full", "sync-preempting", "speculating-structured"])
+def test_steps_are_decided_with_the_knobs_that_they_had(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    record_scenario(path, name, 1, NUM_STEPS, with_knobs=True)
+    steps = [event for event in events(path) if isinstance(event, Step)]
+    assert all(step.knobs is not None for step in steps)
+    assert len({step.knobs for step in steps}) > 5
+    for scheduler in ("sparksched", "vllm"):
+        outcome = replay(path, scheduler)
+        assert outcome.mismatch is None, scheduler
+        assert outcome.num_steps == len(steps)
+    without = [it if not isinstance(it, Step) else _without_knobs(it) for it in events(path)]
+    with mock.patch.object(Trace, "events", side_effect=lambda: iter(without)):
+        assert replay(path, "vllm").mismatch is not None, "the knobs are of no account"
+
+
+def _without_knobs(step: Step) -> Step:
+    return msgspec.structs.replace(step, knobs=None)
+
+
 def test_the_scenarios_reach_what_is_recorded(tmp_path: Path) -> None:
     """Each kind of event, and what is rare in them."""
     found: list[Event] = []
