@@ -31,6 +31,10 @@ SCHEDULER_CALLS: dict[str, Callable[[Any], object]] = {
     "add_request": lambda core: core.add_request(build_request("b"), 1.0),
     "is_waiting_for_input": lambda core: core.is_waiting_for_input("a"),
     "continue_session": lambda core: core.continue_session("a", lambda *_: None),
+    "pace": lambda core: core.pace(0.15, 0.5, None),
+    "pacing": lambda core: core.pacing(),
+    "knobs": lambda core: core.knobs(),
+    "chosen_knobs": lambda core: core.chosen_knobs(),
     "schedule": lambda core: core.schedule(False, 1.0),
     "decide": lambda core: core.decide(False, 1.0),
     "update_after_schedule": lambda core: core.update_after_schedule(core.decide(False, 1.0)),
@@ -63,6 +67,9 @@ SCHEDULER_CALLS: dict[str, Callable[[Any], object]] = {
 """By method, on a scheduler with one request."""
 
 READING = {
+    "pacing",
+    "knobs",
+    "chosen_knobs",
     "__new__",
     "is_waiting_for_input",
     "block_ids",
