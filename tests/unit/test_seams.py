@@ -49,8 +49,18 @@ def vllm_restored(tmp_path: Any) -> Iterator[None]:
     with restored_vllm():
         for name in [it for it in os.environ if it.startswith(("SPARKSCHED_", "VLLM_SCHED"))]:
             del os.environ[name]
+        give_back()
         os.environ["SPARKSCHED_RECORD"] = str(tmp_path / "trace")
         yield
+
+
+def give_back() -> None:
+    """Take back what is replaced: another test of this process may have built an engine."""
+    for _, seam in FUNCTIONS:
+        original = patching.original_of(seam.target)
+        if original is not None:
+            owner, name = patching.owner_of(seam.target)
+            setattr(owner, name, original)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -199,6 +198,14 @@ def _model_folder() -> "tempfile.TemporaryDirectory[str]":
     return folder
 
 
+@dataclasses.dataclass(init=False)
+class _SpeculativeConfig:
+    """As much of vLLM's as a scheduler asks for; it has no fields, so no setting is unknown."""
+
+    def __init__(self, **answers: Any) -> None:
+        vars(self).update(answers)
+
+
 def _speculative_config(settings: Settings) -> Any:
     speculation: Speculation | None = settings.speculation
     if speculation is None:
@@ -207,7 +214,7 @@ def _speculative_config(settings: Settings) -> Any:
         name: functools.partial(bool, answer) for name, answer in speculation.answers.items()
     }
     drafter = SimpleNamespace(sample_from_anchor=not speculation.fills_in)
-    return SimpleNamespace(
+    return _SpeculativeConfig(
         num_speculative_tokens=speculation.num_tokens,
         num_speculative_tokens_per_batch_size=speculation.by_batch_size,
         max_num_new_slots_for_drafting=speculation.max_num_new_slots,

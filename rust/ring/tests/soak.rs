@@ -88,8 +88,6 @@ fn send_large() {
     }
     client.link().send(5, &[b"large", &bytes], false).unwrap();
     drop(bytes);
-    let refused = client.link().send(6, &[b"too early"], false);
-    assert_eq!(refused, Err(SendError::Full));
     let mut ends = Vec::new();
     // Its parent says when this has taken too long.
     while client.link().backlog_bytes() > 0 {
