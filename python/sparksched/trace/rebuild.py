@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -198,7 +199,7 @@ def _model_folder() -> "tempfile.TemporaryDirectory[str]":
     return folder
 
 
-@dataclasses.dataclass(init=False)
+@dataclass(init=False)
 class _SpeculativeConfig:
     """As much of vLLM's as a scheduler asks for; it has no fields, so no setting is unknown."""
 
