@@ -145,6 +145,17 @@ def test_off_replaces_nothing(warnings: list[str]) -> None:
     assert warnings == []
 
 
+def test_a_module_that_is_still_being_imported_lacks_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's `async_llm` imports `core_client`, which is of the same group, before its own class."""
+    module = importlib.import_module("vllm.v1.engine.async_llm")
+    monkeypatch.delattr(module, "AsyncLLM")
+    assert fingerprints.difference(seams.CLIENT_TRANSPORT) is not None
+    monkeypatch.setattr(module.__spec__, "_initializing", True, raising=False)
+    assert fingerprints.difference(seams.CLIENT_TRANSPORT) is None
+
+
 @pytest.mark.parametrize(("group", "seam"), FUNCTIONS, ids=name_of)
 def test_ours_exists(group: Group, seam: Seam) -> None:
     assert callable(patching._ours(seam.by))

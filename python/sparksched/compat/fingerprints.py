@@ -63,10 +63,10 @@ def _changed(group: Group) -> str | None:
 
 
 def _is_there(target: str) -> bool:
-    """Return whether a module has something, if the process has the module."""
+    """Return whether a module has something, if the process has imported the module."""
     owner: Any = sys.modules.get(module_of(target))
     path = target.partition(":")[2]
-    if owner is None or not path:
+    if owner is None or _is_being_imported(owner) or not path:
         return True
     for name in path.split("."):
         # Each class has some names from `object`.
@@ -75,3 +75,8 @@ def _is_there(target: str) -> bool:
             return False
         owner = getattr(owner, name)
     return True
+
+
+def _is_being_imported(module: Any) -> bool:
+    # It imports another one of its group first. It is looked at again when it is through.
+    return getattr(getattr(module, "__spec__", None), "_initializing", False)
