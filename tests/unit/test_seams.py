@@ -148,7 +148,7 @@ def test_off_replaces_nothing(warnings: list[str]) -> None:
 def test_a_module_that_is_still_being_imported_lacks_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM's `async_llm` imports `core_client`, which is of the same group, before its own class."""
+    """As `async_llm`: it imports `core_client`, of the same group, before it has its own class."""
     module = importlib.import_module("vllm.v1.engine.async_llm")
     monkeypatch.delattr(module, "AsyncLLM")
     assert fingerprints.difference(seams.CLIENT_TRANSPORT) is not None
