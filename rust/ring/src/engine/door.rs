@@ -105,7 +105,7 @@ impl EngineDoor {
     }
 
     fn accept(&mut self, now: Instant) {
-        for _ in 0..MAX_ANSWERS {
+        for num_answered in 0..MAX_ANSWERS {
             match handshake::accept(self.listener.as_fd()) {
                 Ok(None) => return,
                 Ok(Some(socket)) => match handshake::greet(socket) {
@@ -113,6 +113,9 @@ impl EngineDoor {
                     Err(error @ HandshakeError::User { .. }) => self.strangers.note(error),
                     Err(error) => self.shared.refuse(&error),
                 },
+                // The system takes a descriptor before it looks whether anybody waits. Whoever does
+                // knocks again.
+                Err(_) if num_answered > 0 => return,
                 Err(error) => {
                     self.shared.refuse(&error);
                     self.shut_until = Some(now + PAUSE);
