@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from bench.header import ROOT
+from bench.report.marks import tables_anew
 from bench.report.pairs import Row, rows_of
 from bench.report.plots import pictures
 from bench.report.seams import with_seams
@@ -89,21 +90,15 @@ def _as_stored(path: Path, svg: str) -> str:
 def page_anew(text: str, results: Results) -> str:
     """Return a page's text with all its tables anew; raise PageError as `written_anew`."""
     by_name = {table.name: table for table in TABLES}
-    written: list[str] = []
-    is_replaced = False
-    for line in text.splitlines():
-        if is_replaced and line.startswith("|"):
-            continue
-        is_replaced = False
-        written.append(line)
-        if mark := MARK.fullmatch(line):
-            table = by_name.get(mark[1])
-            lines = [] if table is None else table_lines(table, results, mark[2] or "")
-            if not lines:
-                raise PageError(f"there is no table, or nothing in it: {line}")
-            written += lines
-            is_replaced = True
-    return with_seams("\n".join(written) + "\n")
+
+    def lines_of(mark: re.Match[str]) -> list[str]:
+        table = by_name.get(mark[1])
+        lines = [] if table is None else table_lines(table, results, mark[2] or "")
+        if not lines:
+            raise PageError(f"there is no table, or nothing in it: {mark[0]}")
+        return lines
+
+    return with_seams(tables_anew(text, MARK, lines_of))
 
 
 def read_results(paths: list[Path], folder: Path) -> Results:

@@ -10,23 +10,17 @@ from sparksched.compat import seams
 from sparksched.compat.seams import Group
 from sparksched.compat.source import dotted
 
+from bench.report.marks import tables_anew
+
 MARK = re.compile(r"<!-- seams: (\w+) -->")
 
 
 def with_seams(text: str) -> str:
     """Return a page's text with its tables of seams anew; KeyError names a group that isn't one."""
     groups = {group.name: group for group in seams.GROUPS}
-    written: list[str] = []
-    is_replaced = False
-    for line in text.splitlines():
-        if is_replaced and line.startswith("|"):
-            continue
-        is_replaced = False
-        written.append(line)
-        if mark := MARK.fullmatch(line):
-            written += overview() if mark[1] == "all" else table(groups[mark[1]])
-            is_replaced = True
-    return "\n".join(written) + "\n"
+    return tables_anew(
+        text, MARK, lambda mark: overview() if mark[1] == "all" else table(groups[mark[1]])
+    )
 
 
 def overview() -> list[str]:
