@@ -217,6 +217,12 @@ class SchedulerCore:
 
         """
 
+    def warm_up_pacing(self, goes_on: bool) -> None:
+        """Let steps have the values that are configured, only to learn what they take.
+
+        With False, pacing begins anew, and keeps what it has learned.
+        """
+
     def pacing(self) -> dict[str, Any] | None:
         """Return what pacing has done so far; None if it is off.
 

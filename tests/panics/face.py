@@ -32,6 +32,7 @@ SCHEDULER_CALLS: dict[str, Callable[[Any], object]] = {
     "is_waiting_for_input": lambda core: core.is_waiting_for_input("a"),
     "continue_session": lambda core: core.continue_session("a", lambda *_: None),
     "pace": lambda core: core.pace(0.15, 0.5, None),
+    "warm_up_pacing": lambda core: core.warm_up_pacing(True),
     "pacing": lambda core: core.pacing(),
     "knobs": lambda core: core.knobs(),
     "chosen_knobs": lambda core: core.chosen_knobs(),

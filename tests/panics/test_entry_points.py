@@ -66,6 +66,7 @@ NOT_CALLED = {
     "SchedulerCore.snapshot": "for tests and support: no process of vLLM's asks for it",
     "SchedulerCore.check_invariants": "for tests",
     "SchedulerCore.pace": "where a scheduler is built: an engine that fails there has not begun",
+    "SchedulerCore.warm_up_pacing": "before the first request: it ends in a warning, as a failure",
     "SchedulerCore.pacing": "for support: no process of vLLM's asks for it",
     "SchedulerCore.knobs": "by verification alone, beside `schedule`",
     "SchedulerCore.chosen_knobs": "by recordings alone, beside `schedule`",

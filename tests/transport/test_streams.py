@@ -9,6 +9,7 @@ import pytest
 import uvloop
 from engine.harness import new_request
 from sparksched import _core
+from sparksched.engine.warm_up import PREFIX
 from vllm.config import VllmConfig
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core_client import DPLBAsyncMPClient, SyncMPClient
@@ -193,3 +194,17 @@ def test_streams_of_one_client_of_two_engines(
     ):
         run_async(run())
     assert "ERROR" not in log_path.read_text()
+
+
+@pytest.mark.parametrize("transport", ["shm", "libzmq"])
+def test_an_engine_that_paces_is_warm_before_it_answers(transport: str, config: VllmConfig) -> None:
+    async def ask(engine: Engine) -> dict[str, int]:
+        async with connected(config, engine) as reader:
+            (sampled,) = await reader.call("collective_rpc", "get_num_sampled")
+            return dict(sampled)
+
+    variables = {"SPARKSCHED_MAX_STALL_MS": "100", "SPARKSCHED_TRANSPORT": transport}
+    with front_end(SPARKSCHED_TRANSPORT=transport), running_engine(config, **variables) as engine:
+        sampled = run_async(ask(engine))
+        assert engine.log_lines("paced prefill is warm")
+    assert any(request_id.startswith(PREFIX) for request_id in sampled)

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from sparksched import __version__, _core, environment
 from sparksched.compat import patching
-from sparksched.engine import launcher, meters
+from sparksched.engine import launcher, meters, warm_up
 from sparksched.engine.clients import RingTransport
 from sparksched.engine.context import context_of
 from sparksched.engine.notices import Notice
@@ -68,6 +68,9 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
         "sparksched" if report.scheduler == "sparksched" else "vLLM's own scheduler",
         "shared memory" if offer.reason is None else f"ZMQ ({offer.reason})",
     )
+    if context.scheduler is not None and context.scheduler.pacing() is not None:
+        # The engine's loop does it before whatever clients send.
+        engine.input_queue.put_nowait((Notice.WARM_UP, None))
     if rings is not None:
         _share_between_threads(engine)
         ring_transport = RingTransport(engine, rings)
@@ -98,6 +101,8 @@ def _with_notices(original: patching.Function) -> patching.Function:
     def handle_client_request(self: "EngineCoreProc", request_type: Any, request: Any) -> None:
         if request_type is Notice.LAUNCHER_GONE:
             launcher.fail(self)
+        elif request_type is Notice.WARM_UP:
+            warm_up.run(self)
         elif isinstance(request_type, Notice):
             transport = context_of(self).transport
             assert transport is not None, "notices are of clients"

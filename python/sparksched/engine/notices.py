@@ -1,4 +1,4 @@
-"""What other threads tell the engine's loop about clients."""
+"""What other threads tell the engine's loop."""
 
 import enum
 
@@ -12,3 +12,4 @@ class Notice(enum.Enum):
     BACKLOG_DROPPED = enum.auto()
     FAILED = enum.auto()
     LAUNCHER_GONE = enum.auto()
+    WARM_UP = enum.auto()

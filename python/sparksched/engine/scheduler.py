@@ -4,8 +4,9 @@ The policy is in `rust/core/src/scheduler/policy.rs`; this module only translate
 face of vLLM's `v1/core/sched/scheduler.py` and `async_scheduler.py`, both in one class.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVEventsConfig, VllmConfig
@@ -238,6 +239,15 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             settings.max_stall_s * 1e3,
             settings.prefill_share * 1e2,
         )
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Let steps within this have the values that are configured; pacing learns their times."""
+        self._core.warm_up_pacing(True)
+        try:
+            yield
+        finally:
+            self._core.warm_up_pacing(False)
 
     def pacing(self) -> dict[str, Any] | None:
         """Return what pacing has done so far; None if prompts aren't paced.

@@ -32,6 +32,15 @@ impl Pacer {
         Ok(Self { pacing, epoch: Instant::now(), in_flight: VecDeque::new(), log })
     }
 
+    /// Begins or ends the time before the first request.
+    pub(crate) fn warm_up(&mut self, goes_on: bool, scheduler: &Scheduler) {
+        if goes_on {
+            self.pacing.begin_warm_up();
+        } else {
+            self.pacing.end_warm_up(scheduler);
+        }
+    }
+
     pub(crate) fn choose(&mut self, scheduler: &mut Scheduler) -> StepKnobs {
         self.pacing.choose(scheduler)
     }

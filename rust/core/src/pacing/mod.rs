@@ -55,6 +55,8 @@ pub enum Mode {
     Decode,
     /// Smaller chunks get nobody on: vLLM's values.
     Unpaced,
+    /// Before the first request: vLLM's values. What steps take is learned.
+    WarmUp,
 }
 
 impl Mode {
@@ -69,6 +71,7 @@ impl Mode {
             Self::Join => "join",
             Self::Decode => "decode",
             Self::Unpaced => "unpaced",
+            Self::WarmUp => "warm-up",
         }
     }
 }
@@ -169,6 +172,7 @@ pub struct Pacing {
     /// The part of the time that short prompts took lately, by themselves, while others generated.
     short_part: f64,
     pressure: Pressure,
+    is_warming_up: bool,
     report: PacingReport,
 }
 
@@ -242,8 +246,24 @@ impl Pacing {
             patience: *PATIENCE.start(),
             short_part: 0.0,
             pressure: Pressure::default(),
+            is_warming_up: false,
             report: PacingReport::default(),
         }
+    }
+
+    /// Lets steps have vLLM's values, and learns what they take, until [`Self::end_warm_up`].
+    pub fn begin_warm_up(&mut self) {
+        self.is_warming_up = true;
+    }
+
+    /// Begins anew, with nothing but what has been learned of times.
+    pub fn end_warm_up(&mut self, scheduler: &Scheduler) {
+        let fresh = Self::new(self.settings, scheduler);
+        let warm = std::mem::replace(self, fresh);
+        self.ladder = warm.ladder;
+        self.decode_times = warm.decode_times;
+        self.next_number = warm.next_number;
+        self.free_at = warm.free_at;
     }
 
     /// The sizes of chunks, decodes included.
@@ -260,6 +280,12 @@ impl Pacing {
 
     /// Chooses the knobs of the next step.
     pub fn choose(&mut self, scheduler: &mut Scheduler) -> StepKnobs {
+        if self.is_warming_up {
+            self.demand.prompts.clear();
+            let knobs = self.base;
+            self.chosen = Chosen { mode: Mode::WarmUp, knobs, num_prompts: 0, admits: false };
+            return knobs;
+        }
         if scheduler.may_have_prompts() {
             scheduler.survey(&mut self.demand);
         } else {

@@ -195,6 +195,14 @@ impl SchedulerCore {
         Ok(())
     }
 
+    #[by(stopping)]
+    fn warm_up_pacing(&mut self, goes_on: bool) -> PyResult<()> {
+        if let Some(pacer) = &mut self.pacer {
+            pacer.warm_up(goes_on, &self.scheduler);
+        }
+        Ok(())
+    }
+
     fn pacing<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let Some(pacer) = &self.pacer else { return Ok(None) };
         let report = pacer.report();

@@ -1,0 +1,94 @@
+"""An engine that paces prompts runs each size before the first request; nothing stays of that."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from sparksched.engine import warm_up
+
+from .harness import ASYNC_SCHEDULING, Choice, DrivenEngine, new_request, running_engine
+
+
+@contextmanager
+def paced_engine(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> Iterator[DrivenEngine]:
+    monkeypatch.setenv("SPARKSCHED_MAX_STALL_MS", "100")
+    settings = {"max_num_batched_tokens": 128, "max_num_seqs": 16} | settings
+    with running_engine(Choice.PLUGIN, model_directory, **settings) as engine:
+        # What the engine of a server has, in a process of its own.
+        engine.core.is_running = lambda: True
+        yield engine
+
+
+def chunks(engine: DrivenEngine) -> list[int]:
+    """Return the sizes of steps in which prompts come beside requests that decode."""
+    steps = engine.core.model_executor.steps
+    return [
+        step.total_num_scheduled_tokens
+        for step in steps
+        if step.scheduled_new_reqs and step.scheduled_cached_reqs.req_ids
+    ]
+
+
+@ASYNC_SCHEDULING
+def test_each_size_runs_in_each_way(
+    async_scheduling: bool, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paced_engine(model_directory, monkeypatch, async_scheduling=async_scheduling) as engine:
+        scheduler = engine.core.scheduler
+        assert scheduler.pacing()["sizes"] == [32, 64, 128]
+        warm_up.run(engine.core)
+        found = chunks(engine)
+        for size in (32, 64, 128):
+            assert found.count(size) == 2, found
+            assert found.count(size * 3 // 4 + 4) == found.count(size * 3 // 4 + 1) == 1, found
+        assert not engine.is_busy
+        assert scheduler.num_used_blocks() == 0
+        assert scheduler.snapshot()["cached_blocks"] == {}
+        assert scheduler.pacing()["contended_s"] == 0.0
+        engine.add(new_request("later", [1] * 40, 5, ignore_eos=True))
+        engine.run()
+        assert len(engine.record.tokens["later"]) == 5
+
+
+def test_prompts_may_be_no_longer_than_the_model_allows(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"max_model_len": 48, "async_scheduling": True}
+    with paced_engine(model_directory, monkeypatch, **settings) as engine:
+        warm_up.run(engine.core)
+        assert chunks(engine).count(128) == 2
+
+
+@pytest.mark.parametrize("fails_for_ever", [False, True])
+def test_a_failure_is_one_warning(
+    fails_for_ever: bool,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with paced_engine(model_directory, monkeypatch, async_scheduling=True) as engine:
+        executor = engine.core.model_executor
+        execute = executor.execute_model
+        num_calls = 0
+
+        def failing(*args: Any, **settings: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 20 or (num_calls > 20 and fails_for_ever):
+                raise RuntimeError("out of memory")
+            return execute(*args, **settings)
+
+        monkeypatch.setattr(executor, "execute_model", failing)
+        with mock.patch.object(warm_up.logger, "warning") as warning:
+            warm_up.run(engine.core)
+        warning.assert_called_once()
+        assert "out of memory" in repr(warning.call_args)
+        if not fails_for_ever:
+            executor._executing.clear()
+            engine.add(new_request("later", [1] * 40, 5, ignore_eos=True))
+            engine.run()
+            assert len(engine.record.tokens["later"]) == 5
