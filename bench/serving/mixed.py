@@ -11,15 +11,19 @@ with rounds of the same until nothing compiles any more; then rounds are measure
 - `alone_s`: the long prompt's first token where nobody decodes.
 
 With `--rates`, an ordinary load follows: requests of 1,024 tokens in and 128 out, as a Poisson
-process, at these parts of the rate that the first server serves at most. The same requests come at
-the same times to each server.
+process, at these parts of what vLLM sustains: of the requests that end in a second while 128 are
+always under way, once all is compiled. The first server of a model measures that, and the file
+keeps it. The same requests come at the same times to each server.
+
+A run with the same `--json` leaves out what that file has. `--minutes` begins no server that would
+end later, as far as it is known from those before; the exit status is 3 then.
 
 What paced prefill has decided in each step is in `pacing.jsonl` in the work directory; a summary is
 among the results.
 
-    python -m bench.serving.mixed --model gpt-oss-120b [--json FILE] [--streams 16]
-        [--long 100000] [--sides vllm,paced-180-0.5,...] [--rounds N] [--rates 0.8,0.95]
-        [--serve-args ARGS] [--work-dir DIR]
+    python -m bench.serving.mixed --model gpt-oss-120b [--json FILE] [--streams 16,64]
+        [--long 100000] [--sides vllm,vllm-1024,vllm-interval-4,paced-180-0.5,...] [--rounds N]
+        [--rates 0.8,0.95] [--minutes M] [--serve-args ARGS] [--work-dir DIR]
 """
 
 import argparse
@@ -27,6 +31,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import shlex
 import statistics
 import sys
@@ -52,8 +57,13 @@ from bench.serving.workload import Workload
 Row = dict[str, Any]
 
 SIDES = ("vllm", "vllm-1024", "vllm-2048", "sparksched", "paced-180-0.5")
-"""vLLM, with a threshold; ours, paced with a stall in ms and a share."""
+"""vLLM, with a threshold; ours, paced with a stall in ms and a share.
 
+Where vLLM has `--prefill-schedule-interval`, since 0.33.0, also `vllm-interval-N`.
+"""
+INTERVAL = "interval"
+
+SIDE = re.compile(r"vllm(-\d+|-interval-\d+)?|sparksched|paced-[\d.]+-[\d.]+")
 STREAM_PROMPT_TOKENS = 128
 SHORT_PROMPT_TOKENS = 100
 SHORT_OUTPUT_TOKENS = 4
@@ -77,6 +87,8 @@ STALL_MS = 1_000.0
 
 ORDINARY_TOKENS = (1024, 128)
 NUM_ORDINARY = 400
+AT_ONCE = 128
+"""Requests under way while it is measured what vLLM sustains."""
 ROOM = 512
 """Requests that a server takes at once: for an ordinary load."""
 LOG_NAME = "pacing.jsonl"
@@ -86,34 +98,96 @@ def main() -> int:
     """Measure, print a table and write JSON."""
     options = _options()
     run = describe_run() | {"options": " ".join(sys.argv[1:])}
-    results: Row = {"run": run, "mixed": [], "ordinary": []}
+    try:
+        results = _begin(options.json, run)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    deadline = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="mixed-") as temporary:
         work_dir = (options.work_dir or Path(temporary)).resolve()
         model = prepare(options.model, work_dir)
-        best_rate: float | None = None
         with Progress(len(options.sides)) as progress:
             for side in options.sides:
                 progress.begin(side)
-                side_dir = work_dir / side
-                side_dir.mkdir(parents=True, exist_ok=True)
-                start = _start(options, model, side, side_dir, run["gpu"] != NO_GPU)
-                if start.has_gpu:
-                    wait_until_free(memory_of_gpus)
-                with serve(start, side_dir) as server:
-                    bench = _Bench(server, options)
-                    row = {"model": model.name, "side": side, "streams": options.streams}
-                    if options.long:
-                        results["mixed"].append(row | bench.mixed())
-                        show(results, options.json)
-                    for part in options.rates:
-                        best_rate = best_rate or bench.best_rate()
-                        found = bench.ordinary(part * best_rate)
-                        results["ordinary"].append(row | {"part": part} | found)
-                        show(results, options.json)
-                if results["mixed"] and (steps := _steps(side_dir / LOG_NAME)):
-                    results["mixed"][-1]["steps"] = steps
-                    show(results, options.json)
+                cells = _missing(options, model, side, results)
+                if not any(cells):
+                    continue
+                if time.monotonic() + _longest_s(results) > deadline:
+                    progress.say("no time is left for this server: run it again to go on")
+                    return 3
+                start_s = time.monotonic()
+                _measure(options, model, side, cells, results, work_dir)
+                results["seconds"].append(time.monotonic() - start_s)
+                show(results, options.json)
     return 0
+
+
+Cells = tuple[list[int], list[float]]
+"""Numbers of streams, and parts of the rate, that a server is to be measured with."""
+
+
+def _begin(path: Path | None, run: Row) -> Row:
+    """Return the results so far: what the file has, if there is one."""
+    empty: Row = {"run": run, "mixed": [], "ordinary": [], "sustained": {}, "seconds": []}
+    if path is None or not path.exists():
+        return empty
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict) or "mixed" not in found:
+        raise ValueError(f"{path} holds results of something else")
+    return empty | found | {"run": run}
+
+
+def _missing(options: argparse.Namespace, model: Model, side: str, results: Row) -> Cells:
+    """Return what has not been measured of a server."""
+
+    def has(table: str, **key: Any) -> bool:
+        key |= {"model": model.name, "side": side}
+        return any(key.items() <= row.items() for row in _scalars(results[table]))
+
+    streams = [it for it in options.streams if options.long and not has("mixed", streams=it)]
+    return streams, [part for part in options.rates if not has("ordinary", part=part)]
+
+
+def _scalars(rows: list[Row]) -> list[Row]:
+    """Return what tells rows apart."""
+    names = ("model", "side", "streams", "part")
+    return [{name: row[name] for name in names if name in row} for row in rows]
+
+
+def _longest_s(results: Row) -> float:
+    """Return how long a server has taken at most, in seconds."""
+    return max(results["seconds"], default=0.0)
+
+
+def _measure(
+    options: argparse.Namespace,
+    model: Model,
+    side: str,
+    cells: Cells,
+    results: Row,
+    work_dir: Path,
+) -> None:
+    """Start a server, and measure what is missing."""
+    directory = work_dir / side
+    directory.mkdir(parents=True, exist_ok=True)
+    start = _start(options, model, side, directory, results["run"]["gpu"] != NO_GPU)
+    if start.has_gpu:
+        wait_until_free(memory_of_gpus)
+    row = {"model": model.name, "side": side}
+    numbers, parts = cells
+    with serve(start, directory) as server:
+        bench = _Bench(server, options)
+        for streams in numbers:
+            results["mixed"].append(row | {"streams": streams} | bench.mixed(streams))
+            show(results, options.json)
+        for part in parts:
+            if model.name not in results["sustained"]:
+                results["sustained"][model.name] = bench.sustained_rate()
+            found = bench.ordinary(part * results["sustained"][model.name])
+            results["ordinary"].append(row | {"part": part} | found)
+            show(results, options.json)
+    if numbers and (steps := _steps(directory / LOG_NAME)):
+        results["mixed"][-1]["steps"] = steps
 
 
 def _options() -> argparse.Namespace:
@@ -123,7 +197,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="as of bench.serving.decode")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     parser.add_argument("--sides", type=names, default=SIDES, metavar="A,...")
-    parser.add_argument("--streams", type=int, default=16, metavar="N")
+    numbers: Any = lambda text: tuple(map(int, names(text)))  # noqa: E731
+    parser.add_argument("--streams", type=numbers, default=(16,), metavar="N,...")
     parser.add_argument("--stream-tokens", type=int, default=3_000, metavar="N", help="at most")
     parser.add_argument(
         "--long", type=int, default=100_000, metavar="TOKENS", help="0: no long prompt"
@@ -132,9 +207,22 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--rates", type=rates, default=(), metavar="PART,...")
     parser.add_argument("--num-ordinary", type=int, default=NUM_ORDINARY, metavar="N")
+    parser.add_argument(
+        "--sustain", type=float, default=15.0, metavar="SECONDS", help="for what vLLM sustains"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1e6, metavar="M", help="begin no server that ends later"
+    )
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for side in options.sides:
+        if not SIDE.fullmatch(side):
+            parser.error(
+                f"--sides: {side} is none of vllm, vllm-TOKENS, vllm-interval-STEPS,"
+                " sparksched, paced-MS-SHARE"
+            )
+    return options
 
 
 def _start(
@@ -142,7 +230,9 @@ def _start(
 ) -> Start:
     kind, *values = side.split("-")
     arguments, environment = options.serve_args, {}
-    if kind == "vllm" and values:
+    if values[:1] == [INTERVAL]:
+        arguments += f" --prefill-schedule-interval={values[1]}"
+    elif kind == "vllm" and values:
         arguments += f" --long-prefill-token-threshold={values[0]}"
     elif kind == "paced":
         log = directory / LOG_NAME
@@ -158,7 +248,7 @@ def _start(
         scheduler=STOCK if kind == "vllm" else OURS,
         # vLLM's CPU platform schedules synchronously, whatever it is asked for.
         mode=ASYNC if has_gpu else SYNC,
-        max_num_seqs=ROOM if options.rates else max(64, 2 * options.streams),
+        max_num_seqs=ROOM if options.rates else max(64, 2 * max(options.streams)),
         max_model_len=max(longest + ORDINARY_TOKENS[1], sum(ORDINARY_TOKENS)),
         has_gpu=has_gpu,
         extra_arguments=" ".join([*map(shlex.quote, ON_GPU if has_gpu else ()), arguments]),
@@ -193,23 +283,27 @@ class _Bench:
 
     # ---- a long prompt beside streams ----
 
-    def mixed(self) -> Row:
+    def mixed(self, streams: int) -> Row:
         """Return the medians of rounds, and the rounds."""
         for number in range(MOST_WARM_UPS):
-            if not _has_stalled(self._round("warm-up", number)):
+            if not _has_stalled(self._round(streams, "warm-up", number)):
                 break
-        rounds = [self._round("round", number) for number in range(self._options.rounds)]
+        rounds = [self._round(streams, "round", number) for number in range(self._options.rounds)]
         alone = [self._alone(number) for number in range(self._options.rounds)]
         names = ("stream_tokens_per_s", "long_ttft_s", "tokens_per_s")
         found: Row = {name: statistics.median(it[name] for it in rounds) for name in names}
         for name in ("gap_ms", "short_ttft_ms"):
+            # A prompt may be through before anybody has waited for it.
+            known = [it[name] for it in rounds if "p50" in it[name]]
             found[name] = {
-                at: statistics.median(it[name][at] for it in rounds) for at in ("p50", "p99", "max")
+                at: statistics.median(it[at] for it in known)
+                for at in ("p50", "p99", "max")
+                if known
             }
         return found | {"alone_s": statistics.median(alone), "rounds": rounds}
 
-    def _round(self, *seed: Any) -> Row:
-        return asyncio.run(self._mixed_round(seed))
+    def _round(self, num_streams: int, *seed: Any) -> Row:
+        return asyncio.run(self._mixed_round(num_streams, seed))
 
     def _alone(self, number: int) -> float:
         return asyncio.run(self._long_alone(number))
@@ -220,10 +314,10 @@ class _Bench:
         )
         return _first_token_s(log)
 
-    async def _mixed_round(self, seed: Sequence[Any]) -> Row:
+    async def _mixed_round(self, num_streams: int, seed: Sequence[Any]) -> Row:
         options = self._options
         workload = self._workload(
-            options.streams, STREAM_PROMPT_TOKENS, options.stream_tokens, "streams", *seed
+            num_streams, STREAM_PROMPT_TOKENS, options.stream_tokens, "streams", *seed
         )
         running = asyncio.Event()
         streams = await self._send(workload, lambda event: running.set())
@@ -256,22 +350,35 @@ class _Bench:
 
     # ---- an ordinary load ----
 
-    def best_rate(self) -> float:
-        """Return how many ordinary requests a second are served if all come at once."""
-        rates = []
-        for number in range(2):  # the first one compiles
-            workload = self._workload(
-                self._options.num_ordinary, *ORDINARY_TOKENS, "best rate", number
-            )
-            start = time.monotonic()
-            asyncio.run(self._all(workload))
-            rates.append(workload.num_requests / (time.monotonic() - start))
-        return max(rates)
+    def sustained_rate(self) -> float:
+        """Return how many ordinary requests end in a second while enough are under way."""
+        seconds = self._options.sustain
+        # The first time is for kernels, and for requests to get out of step with each other.
+        return [asyncio.run(self._sustain(seconds, turn)) for turn in range(2)][-1]
+
+    async def _sustain(self, seconds: float, turn: int) -> float:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        ends: list[float] = []
+
+        async def keep_one_under_way(number: int) -> None:
+            turns = itertools.count()
+            while loop.time() < start + seconds:
+                await self._all(
+                    self._workload(1, *ORDINARY_TOKENS, "sustained", turn, number, next(turns))
+                )
+                ends.append(loop.time())
+
+        await asyncio.gather(*(keep_one_under_way(number) for number in range(AT_ONCE)))
+        # By the middle of it they are out of step, and at its end none is missing yet.
+        middle = start + seconds / 2
+        return sum(middle <= end < start + seconds for end in ends) / (seconds / 2)
 
     def ordinary(self, rate: float) -> Row:
         """Return how requests fare that come at random, so many a second."""
         workload = self._workload(self._options.num_ordinary, *ORDINARY_TOKENS, "ordinary")
-        asyncio.run(self._poisson(workload.seeded("ordinary warm-up"), rate))
+        first = self._workload(workload.num_requests // 3, *ORDINARY_TOKENS, "ordinary warm-up")
+        asyncio.run(self._poisson(first, rate))
         logs = asyncio.run(self._poisson(workload, rate))
         start = min(log.sent_at for log in logs)
         end = max(log.times[-1] for log in logs)
