@@ -16,10 +16,10 @@ import pytest
 from sparksched import _core
 from sparksched.scheduler import SparkScheduler
 from sparksched.trace.events import Difference, End, Update
+from sparksched.trace.file import FileFullError, TraceFile
 from sparksched.trace.read import History, Trace
 from sparksched.trace.replay import Replay
 from sparksched.trace.settings import UnrecordableError
-from sparksched.trace.file import FileFullError, TraceFile
 from sparksched.verify import reproducer
 from sparksched.verify.events import NotedEvents
 from sparksched.verify.report import SchedulersDifferError, VerificationFailedError

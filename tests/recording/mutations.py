@@ -25,9 +25,8 @@ from pathlib import Path
 import msgspec
 from sparksched.trace.events import TraceError
 from sparksched.trace.file import FRAME_HEADER_BYTES, HEADER_BYTES, pack_frame
-from sparksched.trace.read import History
-from sparksched.trace.workload import workload_of, step_time
-from sparksched.trace.read import Trace
+from sparksched.trace.read import History, Trace
+from sparksched.trace.workload import step_time, workload_of
 
 from .samples import every_event, write
 

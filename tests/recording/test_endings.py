@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from engine.harness import restored_vllm
 from sparksched import plugin
-from sparksched.trace.record import write
 from sparksched.trace.events import End, Finish, Step
 from sparksched.trace.file import TraceFile
 from sparksched.trace.read import Trace
+from sparksched.trace.record import write
 from transport.clients import Reader, connected, endless_request, front_end, run_async
 from transport.conftest import config, model_directory
 from transport.engines import Engine, running_engine, wait_until

@@ -21,9 +21,9 @@ from sparksched.compat import configuration
 from sparksched.compat.patching import MARK
 from sparksched.compat.rule import Rule
 from sparksched.scheduler import SparkScheduler
-from sparksched.trace.record import copy_calls
 from sparksched.trace.events import Arrive, End, Ready, Step
 from sparksched.trace.read import Trace
+from sparksched.trace.record import copy_calls
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus

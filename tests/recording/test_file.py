@@ -16,8 +16,8 @@ from sparksched.trace.file import (
     MAX_FRAME_BYTES,
     pack_frame,
 )
-from sparksched.trace.tokens import Chain, KeyMaker, segment_sizes, tokens_of
 from sparksched.trace.read import Trace
+from sparksched.trace.tokens import Chain, KeyMaker, segment_sizes, tokens_of
 
 from . import mutations
 from .samples import arrival, every_event, write

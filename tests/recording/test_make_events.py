@@ -45,7 +45,7 @@ def test_outputs_behind_a_reset_are_dropped() -> None:
     story = Story()
     request_id = story.arrive()
     before = story.step(request_id)
-    story.scribe.reset(0.0, True, [request_id])
+    story.maker.reset(0.0, True, [request_id])
     # It runs again, and is preempted, in the place of which others run.
     again = story.step(request_id, preempted=(request_id,))
     story.step(preempted=(request_id,))
@@ -67,10 +67,10 @@ def test_an_output_that_never_comes_drops_no_others() -> None:
     """A step is lost; later, one request is reset, and then preempted for want of blocks."""
     story = Story()
     story.step(story.arrive())
-    story.scribe.finish(0.0, None, "FINISHED_ABORTED")
+    story.maker.finish(0.0, None, "FINISHED_ABORTED")
     request_id = story.arrive()
     before = story.step(request_id)
-    story.scribe.reset(0.0, True, [request_id])
+    story.maker.reset(0.0, True, [request_id])
     story.step(preempted=(request_id,))
     story.take(before, [STOP])
     assert story.stops == []

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from engine.conftest import warnings_of_sparksched
 from engine.harness import restored_replacements
+from sparksched.trace.build import RequestBuilder, build_player
 from sparksched.trace.events import Arrive, Difference, End, Event, Ready, Step, Update
 from sparksched.trace.file import TraceFile
 from sparksched.trace.read import History, Trace
-from sparksched.trace.record.copy_calls import Recorder
-from sparksched.trace.build import RequestBuilder, build_player
 from sparksched.trace.record.attach import attach, record
+from sparksched.trace.record.copy_calls import Recorder
 from sparksched.trace.settings import UnrecordableError
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import scale
 from sparksched.trace.events import Arrive, Drafts, End, Event, Finish, Reset, Step, Stop, Update
+from sparksched.trace.file import FULL
 from sparksched.trace.read import History, Trace
 from sparksched.trace.replay import Replay
-from sparksched.trace.file import FULL
 
 from testkit.worlds import trace as differential_trace
 from testkit.worlds.states import CIRCULAR_LAYOUTS

@@ -22,8 +22,8 @@ from sparksched.trace.events import (
     TraceError,
     Update,
 )
-from sparksched.trace.tokens import segment_sizes
 from sparksched.trace.settings import GROUP_KINDS, SCHEDULER_SETTINGS
+from sparksched.trace.tokens import segment_sizes
 
 MAX_BLOCKS: Final = 1 << 24
 MAX_TOKENS: Final = 1 << 24

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from sparksched import environment
-from sparksched.trace.record.attach import RecordedMethods
+from sparksched.trace.record.attach import recorded_methods
 from sparksched.trace.record.copy_calls import Recorder
 from sparksched.trace.settings import UnrecordableError
 
@@ -60,7 +60,7 @@ class Reproducer:
         except (UnrecordableError, OSError) as error:
             logger.warning("sparksched: a difference would have no reproducer: %s", error)
             return
-        self._recording = RecordedMethods(self._recorder, scheduler)
+        self._recording = recorded_methods(self._recorder, scheduler)
 
     def recorded(self, name: str, method: Method) -> Method:
         """Return a method of our scheduler, or of what it asks, whose calls are recorded."""

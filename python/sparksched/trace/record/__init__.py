@@ -1,3 +1,5 @@
-"""Recording: `attach` wraps a scheduler's methods, `copy_calls` copies what each call saw, and in a
-thread of its own `write` lets `make_events` turn the copies into events, and writes them.
+"""Recording what a scheduler is asked and decides.
+
+`attach` wraps a scheduler's methods, and `copy_calls` copies what each call saw. In a thread of its
+own `write` has `make_events` turn the copies into events, and writes them to the file.
 """

@@ -81,10 +81,15 @@ def _path(name: str, vllm_config: Any) -> Path:
 
 def attach(recorder: Recorder, scheduler: Any) -> None:
     """Have a recorder see all that a scheduler is asked from now on, until its `shutdown()`."""
-    RecordedMethods(recorder, scheduler).replace_methods()
+    _RecordedMethods(recorder, scheduler).replace_methods()
 
 
-class RecordedMethods:
+def recorded_methods(recorder: Recorder, scheduler: Any) -> "_RecordedMethods":
+    """Return methods that record what they are given; each takes the scheduler's own first."""
+    return _RecordedMethods(recorder, scheduler)
+
+
+class _RecordedMethods:
     """What the scheduler's methods are replaced by, under their names; each takes its original."""
 
     def __init__(self, recorder: Recorder, scheduler: Any) -> None:
