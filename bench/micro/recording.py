@@ -15,8 +15,8 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-from sparksched.trace.recorder import Recorder
-from sparksched.trace.recording import attach
+from sparksched.trace.record.attach import attach
+from sparksched.trace.record.copy_calls import Recorder
 
 from bench.header import describe_run
 from bench.micro.loads import PLAIN

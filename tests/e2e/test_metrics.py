@@ -85,7 +85,6 @@ def look_at_all(server: Server, num_api_servers: int) -> Observed:
     # Each API server with requests in a step counts it.
     num_iterations = server.metric("vllm:iteration_tokens_total_count")
     assert num_scheduled / 2 <= num_iterations <= num_scheduled * num_api_servers
-    assert server.metric("sparksched:deliver_seconds_count") >= num_iterations
     assert server.metric("sparksched:rescues_total") == 0
     return Observed(scrape(server), once.stdout, screen.text, objects.stdout)
 
@@ -107,7 +106,7 @@ def test_a_server_shows_what_its_engine_does(
     assert 'transport="shm"' in observed.page
     for shown in (observed.screen, observed.top):
         assert "scheduler: sparksched, shared memory" in shown
-        assert "deliver to streams" in shown
+        assert "gap to next schedule" in shown
     interval = json.loads(observed.objects)
     assert interval["running"] == 0
     assert interval["rings"]["to_engine"]["high_water_bytes"] > 0

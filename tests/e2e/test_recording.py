@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from sparksched.trace.events import Arrive
-from sparksched.trace.reader import Trace
+from sparksched.trace.read import Trace
 
 from testkit.server import serve
 from testkit.streaming import mixed_prompts, stream_all

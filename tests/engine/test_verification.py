@@ -15,13 +15,11 @@ from unittest import mock
 import pytest
 from sparksched import _core
 from sparksched.scheduler import SparkScheduler
-from sparksched.trace import writer
 from sparksched.trace.events import Difference, End, Update
-from sparksched.trace.history import History
-from sparksched.trace.reader import Trace
+from sparksched.trace.file import FileFullError, TraceFile
+from sparksched.trace.read import History, Trace
 from sparksched.trace.replay import Replay
 from sparksched.trace.settings import UnrecordableError
-from sparksched.trace.writer import FileFullError, TraceFile
 from sparksched.verify import reproducer
 from sparksched.verify.events import NotedEvents
 from sparksched.verify.report import SchedulersDifferError, VerificationFailedError
@@ -57,7 +55,7 @@ def reproducers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder for what is recorded of differences."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     # Wait longer for the disk than a busy machine can take.
-    monkeypatch.setattr(writer, "_CLOSE_S", 60.0)
+    monkeypatch.setattr("sparksched.trace.record.write._CLOSE_S", 60.0)
     return tmp_path
 
 
@@ -680,7 +678,7 @@ def test_a_recording_that_is_full(
     reproducers: Path,
 ) -> None:
     """Verification goes on, and finds the difference; there is no file that lacks it."""
-    monkeypatch.setattr("sparksched.trace.writer.TraceFile.flush", full_file)
+    monkeypatch.setattr("sparksched.trace.file.TraceFile.flush", full_file)
     record = run_with_plant("block", "vllm", model_directory, monkeypatch, async_scheduling=False)
     assert record.finish_reasons
     assert len(differences_in(messages)) == 1

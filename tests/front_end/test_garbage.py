@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -10,11 +11,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from engine.harness import restored_replacements
-from sparksched.api_server import garbage
+from sparksched.api_server import client, garbage
 from sparksched.api_server.async_channel import AsyncChannel
 from sparksched.api_server.garbage import RAISED, LaterCollections
-from sparksched.compat import patching, seams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -106,8 +105,8 @@ async def streams_scene(num_streams: int) -> tuple[Server, int]:
 
 
 def seen_by_streams(new_event_loop: NewEventLoop, num_streams: int) -> tuple[set[Thresholds], int]:
-    with restored_replacements():
-        patching.apply(seams.CLIENT_TRANSPORT)
+    with mock.patch.dict(os.environ):
+        client._let_streams_catch_up()
         server, num_collections = run(new_event_loop, streams_scene(num_streams))
     assert gc.get_threshold() == USUAL
     return set(server.taken), num_collections

@@ -40,6 +40,7 @@ _NOT_PICTURED = frozenset(
         *("tokenizer", "stream", "added_token_ids"),  # of detokenizers: neither changes
         *("queue", "ready", "_waiter", "_create_future"),  # how a consumer waits
         "sparksched_is_plain",
+        "sparksched_extends_output",
     }
 )
 

@@ -1,10 +1,9 @@
 """What all recordings of these tests have in common."""
 
 import pytest
-from sparksched.trace import writer
 
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait longer for the disk than a busy machine can take."""
-    monkeypatch.setattr(writer, "_CLOSE_S", 60.0)
+    monkeypatch.setattr("sparksched.trace.record.write._CLOSE_S", 60.0)

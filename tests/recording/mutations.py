@@ -23,11 +23,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
-from sparksched.trace.errors import TraceError
-from sparksched.trace.format import FRAME_HEADER_BYTES, HEADER_BYTES, pack_frame
-from sparksched.trace.history import History
-from sparksched.trace.past import past_of, step_time
-from sparksched.trace.reader import Trace
+from sparksched.trace.events import TraceError
+from sparksched.trace.file import FRAME_HEADER_BYTES, HEADER_BYTES, pack_frame
+from sparksched.trace.read import History, Trace
+from sparksched.trace.workload import step_time, workload_of
 
 from .samples import every_event, write
 
@@ -43,7 +42,7 @@ def read_all(path: Path) -> bool:
     try:
         trace = Trace(path)
         History(trace.settings, trace.events())
-        step_time(past_of(trace.events()))
+        step_time(workload_of(trace.events()))
     except TraceError as error:
         if str(path) not in str(error):
             raise AssertionError("the file is not named") from error

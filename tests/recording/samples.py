@@ -25,7 +25,7 @@ from sparksched.trace.events import (
     Stop,
     Update,
 )
-from sparksched.trace.writer import TraceFile
+from sparksched.trace.file import TraceFile
 
 BLOCK_SIZE = 4
 

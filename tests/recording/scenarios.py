@@ -8,10 +8,9 @@ from unittest import mock
 
 from differential.runner import run_scenario
 from sparksched.trace.events import Event
-from sparksched.trace.history import History
-from sparksched.trace.reader import Trace
-from sparksched.trace.recorder import Recorder
-from sparksched.trace.recording import attach
+from sparksched.trace.read import History, Trace
+from sparksched.trace.record.attach import attach
+from sparksched.trace.record.copy_calls import Recorder
 from sparksched.trace.replay import Outcome, Replay
 
 from testkit.worlds import world

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from sparksched import cli
 from sparksched.trace.events import Begin, Difference, End, Event, Step
-from sparksched.trace.reader import Trace
-from sparksched.trace.writer import FULL
+from sparksched.trace.file import FULL
+from sparksched.trace.read import Trace
 
 from . import mutations
 from .samples import settings, write

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from engine.harness import restored_vllm
 from sparksched import plugin
-from sparksched.trace import writer
 from sparksched.trace.events import End, Finish, Step
-from sparksched.trace.reader import Trace
+from sparksched.trace.file import TraceFile
+from sparksched.trace.read import Trace
+from sparksched.trace.record import write
 from transport.clients import Reader, connected, endless_request, front_end, run_async
 from transport.conftest import config, model_directory
 from transport.engines import Engine, running_engine, wait_until
@@ -75,19 +76,19 @@ def assert_whole(path: Path) -> None:
 
 def wait_for_the_disk() -> None:
     """Have the engine's end wait longer for it than a busy machine can take."""
-    writer._CLOSE_S = 60.0  # type: ignore[misc]
+    write._CLOSE_S = 60.0  # type: ignore[misc]
 
 
 def wait_at_the_end(folder: Path) -> None:
     """Have the last event wait, in the engine's process, until a file is there."""
-    close = writer.TraceFile.close
+    close = TraceFile.close
 
-    def close_later(file: writer.TraceFile, *arguments: Any, **settings: Any) -> None:
+    def close_later(file: TraceFile, *arguments: Any, **settings: Any) -> None:
         (folder / "closing").touch()
         wait_until((folder / "signalled").exists)
         close(file, *arguments, **settings)
 
-    writer.TraceFile.close = close_later  # type: ignore[method-assign]
+    TraceFile.close = close_later  # type: ignore[method-assign]
     wait_for_the_disk()
 
 

@@ -21,9 +21,9 @@ from sparksched.compat import configuration
 from sparksched.compat.patching import MARK
 from sparksched.compat.rule import Rule
 from sparksched.scheduler import SparkScheduler
-from sparksched.trace import recorder, writer
 from sparksched.trace.events import Arrive, End, Ready, Step
-from sparksched.trace.reader import Trace
+from sparksched.trace.read import Trace
+from sparksched.trace.record import copy_calls
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus
@@ -218,7 +218,7 @@ def test_a_full_disk(
         written += len(content)
         return write(descriptor, content)
 
-    with mock.patch.object(writer.os, "write", write_some):
+    with mock.patch.object(os, "write", write_some):
         record = run(Choice.PLUGIN, model_directory, serve_many, async_scheduling=True)
     monkeypatch.delenv("SPARKSCHED_RECORD")
     plain = run(Choice.PLUGIN, model_directory, serve_many, async_scheduling=True)
@@ -255,7 +255,7 @@ def test_an_error_of_the_recorder_ends_the_recording_alone(
     def scenario(engine: DrivenEngine) -> None:
         engine.add(new_request("a", [1] * 20, 30))
         engine.step(2)
-        with mock.patch.object(recorder, "_num_drafts", side_effect=ZeroDivisionError("sums")):
+        with mock.patch.object(copy_calls, "_num_drafts", side_effect=ZeroDivisionError("sums")):
             engine.step(1)
         engine.run()
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from engine.conftest import warnings_of_sparksched
 from engine.harness import restored_replacements
-from sparksched.trace import rebuild, recording, writer
+from sparksched.trace.build import RequestBuilder, build_player
 from sparksched.trace.events import Arrive, Difference, End, Event, Ready, Step, Update
-from sparksched.trace.history import History
-from sparksched.trace.reader import Trace
-from sparksched.trace.recorder import Recorder
-from sparksched.trace.recording import attach
+from sparksched.trace.file import TraceFile
+from sparksched.trace.read import History, Trace
+from sparksched.trace.record.attach import attach, record
+from sparksched.trace.record.copy_calls import Recorder
 from sparksched.trace.settings import UnrecordableError
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -36,7 +36,7 @@ __all__ = ["warnings_of_sparksched"]
 
 def record_player(path: Path) -> tuple[Any, Recorder]:
     """Return vLLM's scheduler with a recorder."""
-    player = rebuild.build_player("vllm", settings())
+    player = build_player("vllm", settings())
     config = player.scheduler.vllm_config
     recorder = Recorder(path, config, player.scheduler.kv_cache_config, 4, scheduler="Scheduler")
     return player.scheduler, recorder
@@ -44,7 +44,7 @@ def record_player(path: Path) -> tuple[Any, Recorder]:
 
 def request(number: int = 0, **changed: Any) -> Any:
     arrivals = [arrival(it, 9, False, **changed) for it in range(number + 1)]
-    return rebuild.RequestBuilder(settings(), History(settings(), arrivals)).build(number)
+    return RequestBuilder(settings(), History(settings(), arrivals)).build(number)
 
 
 def test_a_grammar_that_is_compiled_in_the_middle_of_a_step(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def prompted(number: int, prompt: list[int]) -> Any:
     fields = {"prompt": prompt, "max_tokens": 10}
     arrivals = [arrival(it, len(prompt), True, **fields) for it in range(number + 1)]
     history = History(settings(has_tokens=True), arrivals)
-    return rebuild.RequestBuilder(settings(has_tokens=True), history).build(number)
+    return RequestBuilder(settings(has_tokens=True), history).build(number)
 
 
 def serve(scheduler: Any, served: Any) -> None:
@@ -111,7 +111,7 @@ def serve(scheduler: Any, served: Any) -> None:
 
 def test_a_file_that_ends_behind_any_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step depends on what comes later, such as the keys of outputs that a prompt contains."""
-    monkeypatch.setattr(writer, "_FRAME_BYTES", 1)
+    monkeypatch.setattr("sparksched.trace.file._WRITTEN_FRAME_BYTES", 1)
     path = tmp_path / "trace"
     scheduler, recorder = record_player(path)
     attach(recorder, scheduler)
@@ -160,9 +160,9 @@ def test_a_scheduler_that_nobody_shuts_down(
 ) -> None:
     """Its recording ends when it is gone, or with the program that has it in its own process."""
     monkeypatch.setenv("SPARKSCHED_RECORD", str(tmp_path / "trace"))
-    scheduler = rebuild.build_player("vllm", settings()).scheduler
+    scheduler = build_player("vllm", settings()).scheduler
     with restored_replacements():
-        recording.record(scheduler, scheduler.vllm_config, scheduler.kv_cache_config, 4)
+        record(scheduler, scheduler.vllm_config, scheduler.kv_cache_config, 4)
     scheduler.schedule()
     del scheduler
     gc.collect()
@@ -176,7 +176,7 @@ class HungDisk:
         self.is_waited_for = threading.Event()
         self.goes_on = threading.Event()
 
-    def flush(self, file: writer.TraceFile, flush: Callable[[writer.TraceFile], None]) -> None:
+    def flush(self, file: TraceFile, flush: Callable[[TraceFile], None]) -> None:
         self.is_waited_for.set()
         self.goes_on.wait()
         flush(file)
@@ -184,10 +184,10 @@ class HungDisk:
 
 @pytest.fixture(name="disk")
 def _disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungDisk]:
-    disk, flush = HungDisk(), writer.TraceFile.flush
+    disk, flush = HungDisk(), TraceFile.flush
     # The first turn of the thread goes to the disk.
-    monkeypatch.setattr(writer, "_FRAME_S", 0.0)
-    monkeypatch.setattr(writer.TraceFile, "flush", lambda file: disk.flush(file, flush))
+    monkeypatch.setattr("sparksched.trace.record.write._FRAME_S", 0.0)
+    monkeypatch.setattr(TraceFile, "flush", lambda file: disk.flush(file, flush))
     yield disk
     disk.goes_on.set()
 
@@ -237,7 +237,7 @@ def test_more_than_the_disk_takes(
     warnings_of_sparksched: list[str],
 ) -> None:
     """What waits for the disk is bounded, in bytes, and gone with the recording."""
-    monkeypatch.setattr(writer, "_MAX_BACKLOG_BYTES", 1 << 20)
+    monkeypatch.setattr("sparksched.trace.record.write._MAX_BACKLOG_BYTES", 1 << 20)
     _, recorder = record_player(tmp_path / "trace")
     disk.is_waited_for.wait()
     num_calls = 0
@@ -261,7 +261,7 @@ def test_more_than_the_disk_takes(
 def test_what_the_disk_takes_is_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_MAX_BACKLOG_BYTES", 1 << 20)
+    monkeypatch.setattr("sparksched.trace.record.write._MAX_BACKLOG_BYTES", 1 << 20)
     _, recorder = record_player(tmp_path / "trace")
     for _ in range(20):
         for _ in range(100):

@@ -10,10 +10,9 @@ import msgspec
 import pytest
 import scale
 from sparksched.trace.events import Arrive, Drafts, End, Event, Finish, Reset, Step, Stop, Update
-from sparksched.trace.history import History
-from sparksched.trace.reader import Trace
+from sparksched.trace.file import FULL
+from sparksched.trace.read import History, Trace
 from sparksched.trace.replay import Replay
-from sparksched.trace.writer import FULL
 
 from testkit.worlds import trace as differential_trace
 from testkit.worlds.states import CIRCULAR_LAYOUTS

@@ -32,7 +32,7 @@ def test_one_look_through_a_pipe() -> None:
     for name in ("time to first token", "schedule", "update from output", "gap to next schedule"):
         (line,) = [it for it in looked.stdout.splitlines() if it.startswith(f"{name}  ")]
         assert line.rstrip().endswith("s")
-    assert "deliver to streams" in looked.stdout
+    assert "gap to next schedule" in looked.stdout
     assert "to API servers" in looked.stdout
     assert max(map(len, looked.stdout.splitlines())) <= COLUMNS
     assert "\x1b" not in looked.stdout
@@ -105,7 +105,7 @@ def test_wrong_arguments_are_told(arguments: tuple[str, ...]) -> None:
 def test_a_live_view_of_80_columns_ends_when_told_to() -> None:
     with serving(recorded("idle"), recorded("busy")) as url, terminal(url, *QUICKLY) as screen:
         screen.wait_for("API servers lost")
-        assert "deliver to streams" in screen.text
+        assert "gap to next schedule" in screen.text
         assert screen.longest_line <= COLUMNS
         screen.process.send_signal(signal.SIGINT)
         assert screen.wait_for_end() == 0

@@ -21,7 +21,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from sparksched import _core, environment
 from sparksched.api_server.channel import MAX_MESSAGES, Channel, EngineBusyError
 from sparksched.api_server.garbage import FEW_BYTES, LaterCollections
-from sparksched.api_server.turns import OthersTurns
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import AsyncMPClient, MPClient
@@ -102,7 +101,6 @@ class AsyncChannel(Channel):
         self._timer: asyncio.TimerHandle | None = None
         self._num_outputs = 0
         self._max_messages = MAX_MESSAGES
-        self._others = OthersTurns()
         self._collections = LaterCollections()
         self._observe_outputs: Callable[[Any, EngineCoreOutputs], Any] | None = getattr(
             type(client), "process_engine_outputs", None
@@ -125,10 +123,7 @@ class AsyncChannel(Channel):
     def _on_event(self) -> None:
         assert self._loop is not None
         # What isn't taken stays to be read: this is called again in the loop's next turn.
-        if not self._waiting and self._others.take_next():
-            return
         self._receive(self._max_messages)
-        self._others.begin()
         if self._waiting and not self._has_ended:
             self._send_waiting()
         if self._has_ended:
@@ -157,8 +152,7 @@ class AsyncChannel(Channel):
                 return
             _run_now(self._observe_outputs(client, outputs))
         if outputs.outputs or outputs.scheduler_stats:
-            self._put_outputs(outputs)
-            self._others.owe(len(outputs.outputs), outputs.timestamp)
+            self._outputs_queue.put_nowait(outputs)
             # The next steps' messages will have about as many. A short one among them, of an abort
             # for example, says little.
             self._num_outputs = max(len(outputs.outputs), self._num_outputs // 2)

@@ -1,7 +1,6 @@
 """A client's rings to one engine: what clients in an event loop and without one share."""
 
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -14,7 +13,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from sparksched import _core
-from sparksched.api_server.deliveries import Deliveries
 from sparksched.shared.offer import ENGINE_DEAD
 
 if TYPE_CHECKING:
@@ -47,8 +45,6 @@ class Channel:
         self._outputs_queue = client.outputs_queue
         self._utility_results = client.utility_results
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
-        self.deliveries: Deliveries | None = None
-        self._received_at = 0.0
         self._has_ended = False
         self._has_failed = False
 
@@ -125,7 +121,6 @@ class Channel:
         except Exception as error:
             self._give_up(error)
             return
-        self._received_at = time.monotonic()
         self._handle_all(events)
 
     def _handle_all(self, events: Sequence[object]) -> None:
@@ -142,8 +137,3 @@ class Channel:
             if not call.done():
                 call.set_exception(EngineDeadError())
                 call.exception()  # asyncio would complain of calls that nobody waits for any more
-
-    def _put_outputs(self, outputs: EngineCoreOutputs) -> None:
-        if self.deliveries is not None:
-            self.deliveries.note_reception(outputs, self._received_at)
-        self._outputs_queue.put_nowait(outputs)

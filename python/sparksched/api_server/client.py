@@ -1,12 +1,13 @@
 """What changes in vLLM's clients: `vllm/v1/engine/core_client.py`."""
 
 import functools
+import os
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.engine import EngineCoreRequestType
 
-from sparksched.api_server.async_channel import SENT, AsyncChannel
+from sparksched.api_server.async_channel import MAX_OUTPUTS, SENT, AsyncChannel
 from sparksched.api_server.connection import connect_all
 from sparksched.compat import patching
 from sparksched.shared.offer import read_offer
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 ADD: Final = EngineCoreRequestType.ADD
 ABORT: Final = EngineCoreRequestType.ABORT
+
+_CHUNK_SIZE: Final = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
+"""vLLM's variable for how many outputs it processes before it gives streams a turn."""
 
 
 def _remembering_offers(original: patching.Function) -> patching.Function:
@@ -45,11 +49,27 @@ def _connecting(original: patching.Function) -> patching.Function:
             self.resources.sparksched_rings = connect_all(self)
             self.resources.sparksched_rings.show_metrics_of(self)
             self.resources.sparksched_rings.start_reading(self)
+            if self.resources.sparksched_rings.channels:
+                _let_streams_catch_up()
         except BaseException:
             self.shutdown()
             raise
 
     return init
+
+
+def _let_streams_catch_up() -> None:
+    """Let the outputs of several steps become one of each stream, once they have piled up.
+
+    A stream's next output costs the API server ten times what it costs to add a token to one that
+    is still to be taken. vLLM's collectors add them up, but with more than 128 streams none is left
+    to add to, because its loop gives streams a turn after each 128 outputs. Here they get it when
+    all is processed that the rings have handed over, which `MAX_OUTPUTS` bounds. While nothing
+    piles up that is one step, and each token an output of its own.
+
+    vLLM reads the variable when it starts that loop, and what a user has set stays.
+    """
+    os.environ.setdefault(_CHUNK_SIZE, str(MAX_OUTPUTS))
 
 
 def _closing_rings(original: patching.Function) -> patching.Function:

@@ -92,9 +92,6 @@ class ClientTransport:
             self._views = engine_views.show_engines(client, ranks)
         except Exception:
             logger.exception("sparksched: there will be no metrics of engines")
-            return
-        for channel in self.channels.values():
-            channel.deliveries = getattr(client.resources, "sparksched_deliveries", None)
 
     def start_reading(self, client: "MPClient") -> None:
         """Start to receive, if that is possible already: asyncio needs a running loop."""

@@ -1,16 +1,12 @@
-"""The API server's part: each engine's page, what the engine says of itself, and deliveries."""
+"""What an API server shows of each engine: its page, and what it says of itself."""
 
-import functools
-import threading
 from typing import TYPE_CHECKING
 
-from prometheus_client import Histogram
 from vllm.logger import init_logger
 from vllm.version import __version__ as vllm_version
 
 from sparksched import __version__, _core, environment
 from sparksched.api_server import metrics
-from sparksched.api_server.deliveries import Deliveries
 from sparksched.api_server.metrics import EngineView
 from sparksched.shared.offer import (
     EngineReport,
@@ -38,7 +34,6 @@ def show_engines(client: "MPClient", ranks_on_rings: set[int]) -> list[EngineVie
         return []
     model_name = str(client.vllm_config.model_config.served_model_name)
     views = []
-    histograms: dict[int, Histogram] = {}
     for engine, offer in client.sparksched_offers.items():
         rank = int.from_bytes(engine, "little")
         report = _NO_PLUGIN if offer is None else offer.engine
@@ -50,13 +45,7 @@ def show_engines(client: "MPClient", ranks_on_rings: set[int]) -> list[EngineVie
             "fallback_feature": report.fallback_feature,
             "fallback_reason": report.fallback_reason,
         }
-        view = EngineView(model_name, str(rank), info, _open_meters(rank, offer))
-        if report.meters is not None:
-            histograms[rank] = _delivery_histogram().labels(model_name, str(rank))
-        views.append(view)
-    if histograms:
-        client.resources.sparksched_deliveries = Deliveries(histograms)
-        client.resources.sparksched_deliveries.watch(client.outputs_queue)
+        views.append(EngineView(model_name, str(rank), info, _open_meters(rank, offer)))
     # Last, so that none is shown for good if there is an error before.
     for view in views:
         metrics.show(view)
@@ -79,23 +68,3 @@ def _open(offer: Offer, meters: MetersOffer) -> "_core.MeterReader":
     if meters.version != __version__:
         raise ConnectionError(f"it has version {meters.version} of sparksched")
     return _core.MeterReader(pid=meters.pid, fd=meters.fd, id=int.from_bytes(meters.id))
-
-
-_making_histogram = threading.Lock()
-
-
-def _delivery_histogram() -> Histogram:
-    # Not when this is imported: where several API servers share their metrics, prometheus_client
-    # has to be told before.
-    with _making_histogram:
-        return _cached_delivery_histogram()
-
-
-@functools.cache
-def _cached_delivery_histogram() -> Histogram:
-    return Histogram(
-        "sparksched:deliver_seconds",
-        "Time from the arrival of a step's outputs in the API server until streams have them.",
-        metrics.LABELS,
-        buckets=_core.meter_bounds_s(),
-    )

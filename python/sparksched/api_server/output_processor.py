@@ -3,7 +3,7 @@
 Read it beside vLLM's `v1/engine/output_processor.py`. Replaced are:
 
 - `OutputProcessor.process_outputs`, by one flat loop for plain outputs of plain requests;
-- the waiting of `RequestOutputCollector`: see `collector.py`.
+- the waiting of `RequestOutputCollector`: see `request_collector.py`.
 
 An output is plain if it brings nothing but tokens and its request goes on. A request is plain from
 its second output on, unless it has logprobs or takes streaming input: see `_becomes_plain`. Any
@@ -64,6 +64,7 @@ def prepare() -> str | None:
     problem = _first_difference(output_processor)
     if problem is None:
         output_processor.RequestState.sparksched_is_plain = False
+        output_processor.RequestState.sparksched_extends_output = False
         collector.prepare(output_processor.RequestOutputCollector)
     return problem
 
@@ -76,7 +77,13 @@ def prepare() -> str | None:
 def _looping_over_plain_outputs(  # noqa: PLR0915
     original: patching.Function,
 ) -> patching.Function:
-    from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
+    from vllm.v1.engine.output_processor import (
+        OutputProcessor,
+        OutputProcessorOutput,
+        RequestOutputCollector,
+    )
+
+    put = RequestOutputCollector.put  # ours, which is replaced first
 
     @functools.wraps(original)
     def process_outputs(  # noqa: PLR0912, PLR0915
@@ -113,7 +120,7 @@ def _looping_over_plain_outputs(  # noqa: PLR0915
                 or output.new_sampling_mask is not None
                 or output.spec_decode_metrics is not None
                 or output.num_nans_in_logits
-                or not (state.sparksched_is_plain or _becomes_plain(state))
+                or not (state.sparksched_is_plain or _becomes_plain(state, put))
             ):
                 processed = original(
                     self, [output], engine_core_timestamp, iteration_stats, weight_version
@@ -205,20 +212,22 @@ def _looping_over_plain_outputs(  # noqa: PLR0915
                 request_outputs.append(request_output)
                 continue
             queue.put(request_output)
-            if is_delta and queue.output is request_output and queue.extends_plain_output:
+            if is_delta and queue.output is request_output and state.sparksched_extends_output:
                 queue.plain_output = request_output
         return OutputProcessorOutput(request_outputs, reqs_to_abort)
 
     return process_outputs
 
 
-def _becomes_plain(state: "RequestState") -> bool:
+def _becomes_plain(state: "RequestState", put: patching.Function) -> bool:
     """Return whether the loop's shortcuts hold for a request, and remember it if they do.
 
     What is looked at here changes only when vLLM's code handles an output of the request, after
     which the loop asks again, or when streaming input puts the request back into prefill, which the
     loop leaves to vLLM's code.
     """
+    from vllm.v1.engine.output_processor import RequestOutputCollector as known
+
     logprobs = state.logprobs_processor
     state.sparksched_is_plain = (
         (state.parent_req is None or _is_unfinished_child(state, state.parent_req))
@@ -235,6 +244,9 @@ def _becomes_plain(state: "RequestState") -> bool:
         # Of a queue that is somebody's own, only `put` is known.
         and (state.queue is None or hasattr(state.queue, "plain_output"))
     )
+    # To write into an output that waits bypasses `put`, which another may have replaced. A subclass
+    # may do anything with what comes.
+    state.sparksched_extends_output = type(state.queue) is known and known.put is put
     is_plain: bool = state.sparksched_is_plain
     return is_plain
 

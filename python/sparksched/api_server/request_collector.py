@@ -1,15 +1,15 @@
 """How a stream waits for its next output: on a future that exists only while it waits.
 
-Read it beside `RequestOutputCollector` in vLLM's `v1/engine/output_processor.py`. There an
-`asyncio.Event` is set and cleared for each token, and keeps a queue of waiters where there is one.
-What is merged, replaced and raised stays the same, and so does the turn of the event loop in which
-a consumer wakes. Only the attribute `ready` is no event any more. Of vLLM's own code nobody else
-waits for it, and a subclass for streaming input (since 0.33.0) sets it in `get` and `get_nowait`,
-having put the next output into `output`: there a consumer looks before it waits.
+Read it beside `RequestOutputCollector` in vLLM's `v1/engine/output_processor.py`. There the
+`asyncio.Event` `ready` is set and cleared for each token, and keeps a queue of waiters where there
+is one. Here nobody waits for it. What is merged, replaced and raised stays the same, and so does
+the turn of the event loop in which a consumer wakes. vLLM's subclass for streaming input (since
+0.33.0) sets `ready` in `get` and `get_nowait`, having put the next output into `output`: there a
+consumer looks before it waits.
 
-`plain_output` is what waits in `output`, as long as nothing but plain outputs are in it, or None.
-`output_processor.py` sets it, and writes the next plain output into it, without one more object for
-`put` to merge. That bypasses `put`, so only if that is ours when a stream begins.
+If nothing but plain outputs is in what waits in `output`, it is `plain_output` as well.
+`output_processor.py` sets that, and writes the next plain output into it, without one more object
+for `put` to merge. What was taken may still be `plain_output`, and then isn't `output` any more.
 """
 
 import asyncio
@@ -17,7 +17,6 @@ import functools
 from typing import TYPE_CHECKING
 
 from vllm.outputs import PoolingRequestOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
 
 from sparksched.compat import patching
 
@@ -27,39 +26,9 @@ if TYPE_CHECKING:
 
 def prepare(collector: "type[RequestOutputCollector]") -> None:
     """Give vLLM's collectors what our functions use."""
-    collector.ready = _NoEvent()
     collector.plain_output = None
-    collector.extends_plain_output = False  # for subclasses that don't call its `__init__`
-
-
-class _NoEvent:
-    """Takes the place of a collector's `asyncio.Event`."""
-
-    def set(self) -> None:
-        """Do nothing: whoever calls this is the consumer."""
-
-
-def _without_event(original: patching.Function) -> patching.Function:
-    from vllm.v1.engine.output_processor import RequestOutputCollector as collector
-
-    put = collector.put  # ours, which is replaced first
-
-    @functools.wraps(original)
-    def init(
-        self: "RequestOutputCollector", output_kind: RequestOutputKind, request_id: str
-    ) -> None:
-        self.aggregate = output_kind == RequestOutputKind.DELTA
-        # A subclass, or another's `put`, may do anything with what comes.
-        is_ours = type(self) is collector and collector.put is put
-        self.extends_plain_output = is_ours and self.aggregate
-        self.plain_output = None
-        self.request_id = request_id
-        self.output = None
-        self._input_stream_task = None
-        self._waiter = None
-        self._create_future = None
-
-    return init
+    collector._waiter = None
+    collector._create_future = None
 
 
 def _waking_the_consumer(original: patching.Function) -> patching.Function:
@@ -103,18 +72,3 @@ def _waiting_for_a_future(original: patching.Function) -> patching.Function:
 def _wake(waiter: "asyncio.Future[None]", _: object = None) -> None:
     if not waiter.done():  # it is if it was woken before, or if the consumer was cancelled
         waiter.set_result(None)
-
-
-def _clearing_no_event(original: patching.Function) -> patching.Function:
-    @functools.wraps(original)
-    def get_nowait(
-        self: "RequestOutputCollector",
-    ) -> RequestOutput | PoolingRequestOutput | None:
-        output = self.output
-        if output is not None:
-            self.output = self.plain_output = None
-            if isinstance(output, Exception):
-                raise output
-        return output
-
-    return get_nowait

@@ -59,7 +59,7 @@ class SyncChannel(Channel):
         if outputs.utility_output is not None:
             _process_utility_output(outputs.utility_output, self._utility_results)
         else:
-            self._put_outputs(outputs)
+            self._outputs_queue.put_nowait(outputs)
 
     def close(self) -> None:
         """Say goodbye to the engine."""

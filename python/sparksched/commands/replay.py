@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
-from sparksched.trace.errors import TraceError
+from sparksched.trace.events import TraceError
 
 DESCRIPTION: Final = """\
 Gives a scheduler what a recorded one was given (SPARKSCHED_RECORD), without a GPU and without the
@@ -78,10 +78,12 @@ def _quiet() -> Iterator[None]:
 
 def _answer(parsed: argparse.Namespace) -> Any:
     # vLLM takes seconds to import.
-    from sparksched.trace import session, show
-    from sparksched.trace.whatif import Change
+    from sparksched.trace import show
+    from sparksched.trace.read import open_trace
+    from sparksched.trace.replay import replay
+    from sparksched.trace.what_if import Change, what_if
 
-    opened = session.open_trace(parsed.file, partial=parsed.partial)
+    opened = open_trace(parsed.file, partial=parsed.partial)
     if opened.trace.missing is not None:
         print(f"sparksched replay: {opened.trace.missing}", file=sys.stderr)
     change = Change(
@@ -92,13 +94,11 @@ def _answer(parsed: argparse.Namespace) -> Any:
     )
     if change == Change():
         names = ("sparksched", "vllm") if parsed.scheduler in (None, BOTH) else (parsed.scheduler,)
-        return show.Comparison(opened, session.replay(opened, names))
+        return show.Comparison(opened, replay(opened, names))
     if parsed.scheduler == BOTH:
         raise TraceError("what if is asked of one scheduler: --scheduler sparksched or vllm")
-    timelines = session.compare_settings(opened, parsed.scheduler or "sparksched", change)
+    timelines = what_if(parsed.scheduler or "sparksched", opened, change)
     answer = show.Alternatives(opened, change, *timelines)
     if parsed.plot is not None:
-        from sparksched.trace import plot
-
-        plot.draw(answer, parsed.plot)
+        show.draw(answer, parsed.plot)
     return answer

@@ -310,12 +310,6 @@ CLIENT_TRANSPORT: Final = Group(
             "an engine that was stopped makes `/health` answer 503",
         ),
         Seam(
-            f"{_ASYNC_LLM}:AsyncLLM._run_output_handler",
-            "sparksched.api_server.overload:_catching_up",
-            "streams catch up when outputs have piled up; "
-            "`VLLM_V1_OUTPUT_PROC_CHUNK_SIZE` keeps vLLM's way",
-        ),
-        Seam(
             f"{_ASYNC_LLM}:AsyncLLM.shutdown",
             "sparksched.api_server.shutdown:_telling_who_is_left",
             "requests that are still in flight fail; in vLLM they may wait for ever",
@@ -324,8 +318,9 @@ CLIENT_TRANSPORT: Final = Group(
     values=(
         Seam(
             f"{VARIABLES}[VLLM_V1_OUTPUT_PROC_CHUNK_SIZE]",
-            "sparksched.api_server.overload:_let_calls_choose",
-            "its reader lets `AsyncLLM._run_output_handler` choose",
+            "sparksched.api_server.client:_let_streams_catch_up",
+            "4,096 in the environment of an API server with rings, unless a user has set it: "
+            "streams catch up when outputs have piled up",
         ),
         Seam(
             f"{_CLIENT}:MPClient",
@@ -335,7 +330,7 @@ CLIENT_TRANSPORT: Final = Group(
         Seam(
             f"{_CLIENT}:BackgroundResources",
             "sparksched.api_server.client:_connecting",
-            "gets `sparksched_rings` and `sparksched_deliveries`",
+            "gets `sparksched_rings`",
         ),
         Seam(
             f"{_CLIENT}:BackgroundResources.engine_dead",
@@ -353,6 +348,7 @@ CLIENT_TRANSPORT: Final = Group(
         f"{_CLIENT}:DPLBAsyncMPClient.process_engine_outputs",
         f"{_ASYNC_LLM}:AsyncLLM.abort",
         f"{_ASYNC_LLM}:AsyncLLM.output_handler",
+        f"{_ASYNC_LLM}:AsyncLLM._run_output_handler",
         f"{_OUTPUT}:OutputProcessor.propagate_error",
         "vllm.v1.serial_utils:MsgpackDecoder",
         "vllm.v1.engine.exceptions:EngineDeadError",
@@ -370,22 +366,10 @@ OUTPUTS: Final = Group(
     prepare="sparksched.api_server.output_processor:prepare",
     functions=(
         Seam(
-            f"{_OUTPUT}:OutputProcessor.process_outputs",
-            "sparksched.api_server.output_processor:_looping_over_plain_outputs",
-            "plain outputs in one flat loop, which also writes them into one that waits for its "
-            "stream",
-            "most of what a token costs an API server less",
-        ),
-        Seam(
             f"{_OUTPUT}:RequestOutputCollector.put",
             "sparksched.api_server.request_collector:_waking_the_consumer",
             "a stream waits without an event",
-            "the rest of that, with those below",
-        ),
-        Seam(
-            f"{_OUTPUT}:RequestOutputCollector.__init__",
-            "sparksched.api_server.request_collector:_without_event",
-            "the same",
+            "a fifth of an API server's CPU time a token, with the next one",
         ),
         Seam(
             f"{_OUTPUT}:RequestOutputCollector.get",
@@ -393,25 +377,29 @@ OUTPUTS: Final = Group(
             "the same",
         ),
         Seam(
-            f"{_OUTPUT}:RequestOutputCollector.get_nowait",
-            "sparksched.api_server.request_collector:_clearing_no_event",
-            "the same",
+            f"{_OUTPUT}:OutputProcessor.process_outputs",
+            "sparksched.api_server.output_processor:_looping_over_plain_outputs",
+            "plain outputs in one flat loop, which also writes them into one that waits for its "
+            "stream",
+            "most of what a token costs an API server less",
         ),
     ),
     values=(
         Seam(
             f"{_OUTPUT}:RequestOutputCollector",
             "sparksched.api_server.request_collector:prepare",
-            "gets `ready`, which is no event any more, `plain_output` and `extends_plain_output`",
+            "gets `plain_output`, and what its consumer waits for",
         ),
         Seam(
             f"{_OUTPUT}:RequestState",
             "sparksched.api_server.output_processor:prepare",
-            "gets `sparksched_is_plain`",
+            "gets `sparksched_is_plain` and `sparksched_extends_output`",
         ),
     ),
     relied_on=(
         f"{_OUTPUT}:OutputProcessor",
+        f"{_OUTPUT}:RequestOutputCollector.__init__",
+        f"{_OUTPUT}:RequestOutputCollector.get_nowait",
         "vllm.v1.metrics.stats:IterationStats.update_from_output",
         "vllm.outputs:RequestOutput",
         "vllm.outputs:CompletionOutput",
@@ -419,24 +407,6 @@ OUTPUTS: Final = Group(
         "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
         "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer",
         "vllm.v1.engine.parallel_sampling:ParentRequest.get_outputs",
-    ),
-)
-
-LATENCIES: Final = Group(
-    name="latencies",
-    process=_API_SERVER,
-    off="`SPARKSCHED_FRONT_END=vllm`",
-    gain="a token costs an API server less",
-    instead="latencies are recorded by vLLM's own code",
-    is_on=environment.replaces_front_end,
-    prepare="sparksched.api_server.token_metrics:prepare",
-    functions=(
-        Seam(
-            "vllm.v1.metrics.loggers:PrometheusStatLogger.record",
-            "sparksched.api_server.token_metrics:_observing_latencies_at_once",
-            "a step's latencies are added to the histogram at once",
-            "little: hardly more than noise",
-        ),
     ),
 )
 
@@ -461,35 +431,6 @@ METRICS_PAGE: Final = Group(
     ),
 )
 
-DELIVERIES: Final = Group(
-    name="deliveries",
-    process=_API_SERVER,
-    off="`SPARKSCHED_METRICS=0`",
-    gain="an API server that falls behind is seen",
-    instead="how long outputs take to their streams is not measured",
-    is_on=environment.shows_metrics,
-    functions=(
-        Seam(
-            f"{_OUTPUT}:OutputProcessor.update_scheduler_stats",
-            "sparksched.api_server.deliveries:_ending",
-            "notes that streams have a step's outputs",
-            "no speed: a series on `/metrics`",
-        ),
-    ),
-    values=(
-        Seam(
-            f"{_CLIENT}:AsyncMPClient.outputs_queue",
-            "sparksched.api_server.deliveries:Deliveries",
-            "its `_get`, of each client's queue, notes when they came",
-        ),
-        Seam(
-            f"{_CLIENT}:SyncMPClient.outputs_queue",
-            "sparksched.api_server.deliveries:Deliveries",
-            "the same",
-        ),
-    ),
-)
-
 RECORDED_ENGINE: Final = Group(
     name="recorded_engine",
     process=_ENGINE,
@@ -501,20 +442,20 @@ RECORDED_ENGINE: Final = Group(
     functions=(
         Seam(
             f"{_CORE}:EngineCoreProc.run_busy_loop",
-            "sparksched.trace.engine_end:_completing_the_recording",
+            "sparksched.trace.record.engine_end:_completing_the_recording",
             "the recording is complete when the loop has ended: from then on a signal may end the "
             "process at any moment",
         ),
         Seam(
             f"{_CORE}:DPEngineCoreProc.run_busy_loop",
-            "sparksched.trace.engine_end:_completing_the_recording",
+            "sparksched.trace.record.engine_end:_completing_the_recording",
             "the same",
         ),
     ),
     values=(
         Seam(
             "vllm.v1.structured_output:StructuredOutputManager",
-            "sparksched.trace.recording:record",
+            "sparksched.trace.record.attach:record",
             "methods of one engine's manager, and of its scheduler, are wrapped",
         ),
     ),
@@ -530,7 +471,7 @@ RECORDED_SERVER: Final = Group(
     functions=(
         Seam(
             "vllm.v1.engine.utils:get_engine_process_shutdown_timeout",
-            "sparksched.trace.engine_end:_giving_time",
+            "sparksched.trace.record.engine_end:_giving_time",
             "with `--shutdown-timeout 0`, vLLM's default, an API server waits up to three seconds "
             "for its engines before it kills them",
         ),
@@ -543,9 +484,7 @@ GROUPS: Final = (
     ENGINE_TRANSPORT,
     CLIENT_TRANSPORT,
     OUTPUTS,
-    LATENCIES,
     METRICS_PAGE,
-    DELIVERIES,
     RECORDED_ENGINE,
     RECORDED_SERVER,
 )

@@ -16,7 +16,11 @@ UNKNOWN: Final = -1
 """In the place of the number of a request that was not there, or not any more."""
 
 KEY_BYTES: Final = 8
-"""Of what stands for a segment of a block; see `keys`."""
+"""Of what stands for a segment of a block; see `tokens`."""
+
+
+class TraceError(ValueError):
+    """A file is no trace, is damaged, or can't be replayed; the message says what and where."""
 
 
 class Group(msgspec.Struct, frozen=True):

@@ -1,18 +1,16 @@
-"""Gives a scheduler what another one was given, and compares what it decides.
+"""Gives a scheduler what the recorded one was given.
 
-A step is compared with the recorded one; the first difference ends the replay of a scheduler, since
-what follows was recorded for another state.
+The first decision that differs ends the replay of a scheduler, since what follows was recorded for
+another state.
 """
 
 import contextlib
 import time
-import zlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-import msgspec
 import torch
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,7 +19,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from sparksched.compat.pacing import StepKnobs, schedule_with
 from sparksched.engine.scheduler import NativeScheduler
-from sparksched.trace.errors import TraceError
+from sparksched.trace.build import Player, RequestBuilder, build_player
+from sparksched.trace.compare import Mismatch, first_mismatch
 from sparksched.trace.events import (
     UNKNOWN,
     Arrive,
@@ -33,23 +32,11 @@ from sparksched.trace.events import (
     Reset,
     Settings,
     Step,
+    TraceError,
     Update,
 )
-from sparksched.trace.history import History, StandIns
-from sparksched.trace.rebuild import Player, RequestBuilder, build_player
-
-_encode: Final = msgspec.msgpack.Encoder().encode
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """The first decision that is another than the recorded one."""
-
-    step: int
-    """Number of the step, from 0."""
-    field: str
-    recorded: str
-    replayed: str
+from sparksched.trace.read import History, Opened
+from sparksched.trace.tokens import StandIns
 
 
 @dataclass
@@ -62,14 +49,6 @@ class Outcome:
     mismatch: Mismatch | None = None
     schedule_us: list[float] = field(default_factory=list)
     update_us: list[float] = field(default_factory=list)
-
-
-class _Decision:
-    """A recorded step, complete: with the requests of the step before, where it is the same."""
-
-    def __init__(self, step: Step, numbers: list[int]) -> None:
-        self.step = step
-        self.numbers = numbers
 
 
 class Replay:
@@ -162,7 +141,7 @@ class Replay:
         self.outcome.schedule_us.append((time.perf_counter() - start) * 1e6)
         if event.numbers is not None:
             self._numbers = event.numbers
-        self.outcome.mismatch = self._first_mismatch(event, output)
+        self.outcome.mismatch = first_mismatch(event, self._numbers, self._ids, output)
         if self.outcome.mismatch is None:
             self.outcome.num_steps += 1
             self._in_flight[event.sequence] = (output, self._numbers)
@@ -174,55 +153,6 @@ class Replay:
         if isinstance(self._scheduler, NativeScheduler):
             return self._scheduler.schedule(throttle, knobs)
         return schedule_with(self._scheduler, StepKnobs(*knobs, throttle))
-
-    def _first_mismatch(self, event: Step, output: SchedulerOutput) -> Mismatch | None:
-        for name, recorded, replayed in self._pairs(event, output):
-            if recorded != replayed:
-                return Mismatch(event.sequence, name, _shortened(recorded), _shortened(replayed))
-        return None
-
-    def _pairs(self, event: Step, output: SchedulerOutput) -> Iterator[tuple[str, Any, Any]]:
-        """Yield parts of a decision as they were and as they are, in words that can be shown."""
-        ids = [self._ids[number] for number in self._numbers]
-        cached = output.scheduled_cached_reqs
-        yield "finished requests", self._sorted(event.finished), sorted(output.finished_req_ids)
-        yield (
-            "preempted requests",
-            self._sorted(event.preempted),
-            sorted(output.preempted_req_ids or ()),
-        )
-        yield "scheduled requests", ids, list(output.num_scheduled_tokens)
-        counts = event.num_tokens or [1] * len(ids)
-        yield "scheduled tokens", dict(zip(ids, counts, strict=True)), output.num_scheduled_tokens
-        drafts = output.scheduled_spec_decode_tokens
-        yield (
-            "scheduled drafts",
-            dict(zip(ids, event.num_drafts or [0] * len(ids), strict=True)),
-            {request_id: len(drafts.get(request_id, ())) for request_id in ids},
-        )
-        yield (
-            "new requests, with computed tokens and blocks",
-            [(self._ids[number], *rest) for number, *rest in event.new],
-            [
-                (it.req_id, it.num_computed_tokens, [list(ids) for ids in it.block_ids])
-                for it in output.scheduled_new_reqs
-            ],
-        )
-        yield "resumed requests", self._sorted(event.resumed), sorted(cached.resumed_req_ids)
-        yield (
-            "new blocks",
-            event.new_block_ids,
-            [it if it is None else [list(ids) for ids in it] for it in cached.new_block_ids],
-        )
-        counts_of_cached = (cached.num_computed_tokens, cached.num_output_tokens)
-        yield (
-            "checksum of computed and output tokens",
-            event.checksum,
-            zlib.crc32(_encode(counts_of_cached)),
-        )
-
-    def _sorted(self, numbers: list[int]) -> list[str]:
-        return sorted(self._ids[number] for number in numbers)
 
     def _update(self, event: Update) -> None:
         in_flight = self._in_flight.pop(event.sequence, None)
@@ -330,6 +260,14 @@ class _Live:
         return self._stand_ins.between(begin, begin + count)
 
 
-def _shortened(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 400 else f"{text[:400]}... ({len(text)} characters)"
+def replay(opened: Opened, schedulers: Sequence[str]) -> list[Outcome]:
+    """Replay on each scheduler, side by side: both meet the same state of the machine."""
+    settings = opened.trace.settings
+    replays = [Replay(name, settings, opened.history) for name in schedulers]
+    for event in opened.trace.events():
+        for it in replays:
+            if not it.is_over:
+                it.play(event)
+    for it in replays:
+        it.shutdown()
+    return [it.outcome for it in replays]

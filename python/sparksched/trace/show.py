@@ -1,4 +1,4 @@
-"""Answers of the command, for people and for programs."""
+"""Answers of `sparksched replay`: for people, for programs, and as an image."""
 
 import dataclasses
 import statistics
@@ -10,10 +10,12 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from sparksched.trace.past import StepTime, step_time
-from sparksched.trace.replay import Mismatch, Outcome
-from sparksched.trace.session import Opened
-from sparksched.trace.whatif import Change, Sample, Timeline
+from sparksched.trace.compare import Mismatch
+from sparksched.trace.events import TraceError
+from sparksched.trace.read import Opened
+from sparksched.trace.replay import Outcome
+from sparksched.trace.what_if import Change, Sample, Timeline
+from sparksched.trace.workload import StepTime, step_time
 
 PIPED_WIDTH: Final = 120
 """Columns where there is no terminal."""
@@ -37,7 +39,7 @@ def _times(microseconds: list[float]) -> dict[str, float]:
 
 
 def _about(opened: Opened) -> dict[str, Any]:
-    settings, past = opened.trace.settings, opened.past
+    settings, workload = opened.trace.settings, opened.workload
     return {
         "file": str(opened.trace.path),
         "missing": opened.trace.missing,
@@ -45,10 +47,10 @@ def _about(opened: Opened) -> dict[str, Any]:
         "vllm": settings.vllm,
         "sparksched": settings.sparksched,
         "has_tokens": settings.has_tokens,
-        "seconds": round(past.seconds, 3),
-        "requests": len(past.arrivals),
-        "steps": len(past.schedule_us),
-        "differences": past.differences,
+        "seconds": round(workload.seconds, 3),
+        "requests": len(workload.arrivals),
+        "steps": len(workload.schedule_us),
+        "differences": workload.differences,
     }
 
 
@@ -77,8 +79,11 @@ class Comparison:
 
     def data(self) -> dict[str, Any]:
         """Return everything as JSON has it; times in microseconds."""
-        past = self.opened.past
-        recorded = {"schedule_us": _times(past.schedule_us), "update_us": _times(past.update_us)}
+        workload = self.opened.workload
+        recorded = {
+            "schedule_us": _times(workload.schedule_us),
+            "update_us": _times(workload.update_us),
+        }
         return {
             "trace": _about(self.opened) | {"times": recorded},
             "replays": [
@@ -98,8 +103,8 @@ class Comparison:
         out = console()
         _show_about(out, self.opened)
         table = Table("scheduler", "as recorded", "schedule, median / p99", "update, median / p99")
-        past = self.opened.past
-        table.add_row("recorded", "", _span(past.schedule_us), _span(past.update_us))
+        workload = self.opened.workload
+        table.add_row("recorded", "", _span(workload.schedule_us), _span(workload.update_us))
         for it in self.outcomes:
             equal = f"{it.num_steps:,} steps"
             if it.mismatch is None:
@@ -151,7 +156,7 @@ class Alternatives:
         return {
             "trace": _about(self.opened),
             "change": {k: v for k, v in dataclasses.asdict(self.change).items() if v is not None},
-            "step_time": dataclasses.asdict(step_time(self.opened.past)),
+            "step_time": dataclasses.asdict(step_time(self.opened.workload)),
             "as_recorded": _data_of(self.before),
             "changed": _data_of(self.after),
         }
@@ -160,7 +165,7 @@ class Alternatives:
         """Print the two in sum, and over time."""
         out = console()
         _show_about(out, self.opened)
-        out.print(_describe(step_time(self.opened.past)), highlight=False)
+        out.print(_describe(step_time(self.opened.workload)), highlight=False)
         out.print(self._summary())
         out.print(self._over_time())
         if self.after.num_stuck:
@@ -253,3 +258,48 @@ def _describe(steps: StepTime) -> str:
         f"A step is taken to last {steps.seconds * 1e3:,.2f} ms, {steps.seconds_a_token * 1e6:,.1f}"
         f" µs more for each token and {steps.seconds_a_request * 1e6:,.1f} µs for each request."
     )
+
+
+_PANELS: Final[dict[str, Callable[[Sample], float]]] = {
+    "running": lambda sample: sample.running,
+    "waiting": lambda sample: sample.waiting,
+    "preemptions so far": lambda sample: sample.preemptions,
+    "prefix cache hit rate so far": lambda sample: sample.hit_rate,
+}
+
+
+def draw(answer: Alternatives, path: str) -> None:
+    """Write an image. matplotlib is not required: without it, say that it is missing.
+
+    Raises:
+        TraceError: if matplotlib doesn't know what kind of image it is to be.
+        OSError: if it can't be written.
+
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("sparksched replay: no plot: matplotlib is not installed", file=sys.stderr)
+        return
+    figure = Figure(figsize=(9, 10), layout="constrained")
+    axes = figure.subplots(len(_PANELS), sharex=True)
+    for panel, (name, read) in zip(axes, _PANELS.items(), strict=True):
+        _draw_line(panel, answer.before, read, "as recorded")
+        _draw_line(panel, answer.after, read, answer.name)
+        panel.set_ylabel(name)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    axes[0].legend()
+    axes[-1].set_xlabel("seconds")
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise TraceError(f"no image can be written to {path}: {error}") from None
+
+
+def _draw_line(
+    panel: object, timeline: Timeline, read: Callable[[Sample], float], label: str
+) -> None:
+    times = [sample.time for sample in timeline.samples]
+    values = [read(sample) for sample in timeline.samples]
+    panel.step(times, values, where="post", label=label)  # type: ignore[attr-defined]

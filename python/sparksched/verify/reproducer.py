@@ -17,8 +17,8 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from sparksched import environment
-from sparksched.trace.recorder import Recorder
-from sparksched.trace.recording import recording_by
+from sparksched.trace.record.attach import recorded_methods
+from sparksched.trace.record.copy_calls import Recorder
 from sparksched.trace.settings import UnrecordableError
 
 logger = init_logger("vllm.sparksched")
@@ -60,7 +60,7 @@ class Reproducer:
         except (UnrecordableError, OSError) as error:
             logger.warning("sparksched: a difference would have no reproducer: %s", error)
             return
-        self._recording = recording_by(self._recorder, scheduler)
+        self._recording = recorded_methods(self._recorder, scheduler)
 
     def recorded(self, name: str, method: Method) -> Method:
         """Return a method of our scheduler, or of what it asks, whose calls are recorded."""

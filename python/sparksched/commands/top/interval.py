@@ -11,7 +11,6 @@ STEP_HISTOGRAMS: Final = {
     "schedule": "sparksched:schedule_seconds",
     "update": "sparksched:update_from_output_seconds",
     "gap": "sparksched:step_gap_seconds",
-    "deliver": "sparksched:deliver_seconds",
 }
 LATENCIES: Final = {
     "time_to_first_token": "vllm:time_to_first_token_seconds",

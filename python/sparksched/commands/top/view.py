@@ -21,7 +21,6 @@ _STEP_NAMES: Final = {
     "schedule": "schedule",
     "update": "update from output",
     "gap": "gap to next schedule",
-    "deliver": "deliver to streams",
 }
 
 _UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))

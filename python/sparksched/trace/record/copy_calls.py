@@ -1,4 +1,4 @@
-"""The engine's side of a recording: it copies what a call was given and what it decided."""
+"""What the engine's loop does for a recording: it copies what a call was given and decided."""
 
 import functools
 import time
@@ -12,10 +12,11 @@ import msgspec
 
 from sparksched import environment
 from sparksched.trace.events import Arrive, Begin, BlockIds, Drafts, Step, Update
-from sparksched.trace.keys import segment_sizes
-from sparksched.trace.scribe import Scribe
+from sparksched.trace.file import TraceFile
+from sparksched.trace.record.make_events import EventMaker
+from sparksched.trace.record.write import BackgroundWriter
 from sparksched.trace.settings import UnrecordableError, settings_of
-from sparksched.trace.writer import BackgroundWriter, TraceFile
+from sparksched.trace.tokens import segment_sizes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,13 +92,13 @@ class Recorder:
         self.path = Path(path)
         self._start = time.perf_counter()
         file = TraceFile(self.path, max_bytes, is_named=is_named)
-        self._scribe = Scribe(
+        self._maker = EventMaker(
             file.append,
             segment_sizes(settings.hash_block_size, settings.num_hash_lookahead_tokens),
             has_keys=settings.enable_prefix_caching,
             has_tokens=with_tokens,
         )
-        self._writer = BackgroundWriter(file, self._now, self._scribe.write_growth)
+        self._writer = BackgroundWriter(file, self._now, self._maker.write_growth)
         self._writer.note(file.append, Begin(settings))
         self._num_steps = 0
         self._in_flight: dict[int, tuple[SchedulerOutput, int, Step, list[int] | None]] = {}
@@ -136,7 +137,7 @@ class Recorder:
         adapter = "" if request.lora_request is None else request.lora_request.lora_name
         roots = (adapter, request.cache_salt or "")
         prompt = request.prompt_token_ids
-        self._writer.note(self._scribe.arrive, arrival, prompt, roots, num_items=len(prompt))
+        self._writer.note(self._maker.arrive, arrival, prompt, roots, num_items=len(prompt))
         if arrival.has_grammar:
             self._compiling[request.request_id] = request
 
@@ -182,7 +183,7 @@ class Recorder:
             # The order in which the scheduler goes through them: that of the same set.
             ids = None if request_ids is None else list(set(request_ids))
         num_ids = len(ids or ())
-        self._writer.note(self._scribe.finish, self._now(), ids, status.name, num_items=num_ids)
+        self._writer.note(self._maker.finish, self._now(), ids, status.name, num_items=num_ids)
 
     def _note_compiled_grammars(self) -> None:
         for request_id, request in list(self._compiling.items()):
@@ -190,7 +191,7 @@ class Recorder:
             if grammar is not None:
                 del self._compiling[request_id]
                 is_compiled = not isinstance(grammar, Exception)
-                self._writer.note(self._scribe.ready, request_id, is_compiled)
+                self._writer.note(self._maker.ready, request_id, is_compiled)
 
     # ---- steps ----
 
@@ -218,41 +219,23 @@ class Recorder:
         if not self._has_looked:
             self.before_schedule()
         self._has_looked = False
-        scheduled = output.num_scheduled_tokens
-        cached = output.scheduled_cached_reqs
-        counts = list(scheduled.values())
-        drafts = _num_drafts(output)
-        step = Step(
-            sequence=self._num_steps,
-            time=self._now(),
-            duration_us=round(seconds * 1e6, 1),
-            throttle_prefills=throttle_prefills,
-            numbers=None,
-            num_tokens=None if counts.count(1) == len(counts) else counts,
-            num_drafts=drafts,
-            new=[],
-            new_block_ids=[],
-            resumed=[],
-            preempted=[],
-            finished=[],
-            checksum=zlib.crc32(_encode((cached.num_computed_tokens, cached.num_output_tokens))),
-            knobs=knobs,
-        )
+        counts = list(output.num_scheduled_tokens.values())
+        step = self._step(output, counts, seconds, throttle_prefills, knobs)
         new = [
             (it.req_id, it.num_computed_tokens, [list(ids) for ids in it.block_ids])
             for it in output.scheduled_new_reqs
         ]
         told = (
-            sorted(cached.resumed_req_ids),
+            sorted(output.scheduled_cached_reqs.resumed_req_ids),
             sorted(output.preempted_req_ids or ()),
             sorted(output.finished_req_ids),
         )
         # The shortest way to a copy; the writer's thread takes it apart.
-        blocks = _encode(cached.new_block_ids)
+        blocks = _encode(output.scheduled_cached_reqs.new_block_ids)
         self._writer.note(
             self._write_step,
             step,
-            list(scheduled),
+            list(output.num_scheduled_tokens),
             new,
             blocks,
             told,
@@ -264,6 +247,33 @@ class Recorder:
             # The engine has dropped it: its output will never arrive.
             del self._in_flight[next(iter(self._in_flight))]
 
+    def _step(
+        self,
+        output: "SchedulerOutput",
+        counts: list[int],
+        seconds: float,
+        throttle_prefills: bool,
+        knobs: tuple[int, int] | None,
+    ) -> Step:
+        """Return the event, as far as it is no list of requests."""
+        cached = output.scheduled_cached_reqs
+        return Step(
+            sequence=self._num_steps,
+            time=self._now(),
+            duration_us=round(seconds * 1e6, 1),
+            throttle_prefills=throttle_prefills,
+            numbers=None,
+            num_tokens=None if counts.count(1) == len(counts) else counts,
+            num_drafts=_num_drafts(output),
+            new=[],
+            new_block_ids=[],
+            resumed=[],
+            preempted=[],
+            finished=[],
+            checksum=zlib.crc32(_encode((cached.num_computed_tokens, cached.num_output_tokens))),
+            knobs=knobs,
+        )
+
     def _write_step(
         self,
         step: Step,
@@ -273,7 +283,7 @@ class Recorder:
         told: tuple[list[str], list[str], list[str]],
     ) -> None:
         complete = msgspec.structs.replace(step, new_block_ids=_decode_blocks(blocks))
-        self._scribe.step(complete, ids, new, told)
+        self._maker.step(complete, ids, new, told)
 
     @_never_fails
     def before_update(
@@ -335,7 +345,7 @@ class Recorder:
         self, update: Update, timed: tuple[float, float], tokens: list[int], rejected: list[str]
     ) -> None:
         timed_update = msgspec.structs.replace(update, time=timed[0], duration_us=timed[1])
-        self._scribe.update(timed_update, tokens, rejected)
+        self._maker.update(timed_update, tokens, rejected)
 
     def grammar_rejects(self, request_id: str) -> None:
         """Record that the output that is being taken in is against a request's grammar."""
@@ -382,7 +392,7 @@ class Recorder:
             event = msgspec.structs.replace(self._drafts, sequence=sequence)
             num_items = _NUM_LISTS * len(drafts.req_ids) + len(event.tokens or ())
             self._writer.note(
-                self._scribe.drafts, event, list(drafts.req_ids), self._valid, num_items=num_items
+                self._maker.drafts, event, list(drafts.req_ids), self._valid, num_items=num_items
             )
         self._drafts = None
 
@@ -399,18 +409,18 @@ class Recorder:
         del reset_connector
         ids = [request.request_id for request in running] if reset_running_requests else []
         self._writer.note(
-            self._scribe.reset, self._now(), reset_running_requests, ids, num_items=len(ids)
+            self._maker.reset, self._now(), reset_running_requests, ids, num_items=len(ids)
         )
 
     @_never_fails
     def set_pause_state(self, state: int) -> None:
         """Record a pause, or its end."""
-        self._writer.note(self._scribe.pause, self._now(), int(state))
+        self._writer.note(self._maker.pause, self._now(), int(state))
 
     @_never_fails
     def difference(self, text: str) -> None:
         """Record in words what another scheduler would have decided."""
-        self._writer.note(self._scribe.difference, self._now(), text)
+        self._writer.note(self._maker.difference, self._now(), text)
 
     def give_up(self, reason: str) -> None:
         """End the recording for a reason, which is logged and written. Serving goes on."""

@@ -1,4 +1,4 @@
-"""Puts a recorder around a scheduler, vLLM's or ours, from outside.
+"""Attaches a recorder to a scheduler, vLLM's or ours, from outside.
 
 The methods that change the scheduler are replaced on the one object, so that one that is not
 recorded pays nothing, and everything that asks for its class gets the answer that it knows.
@@ -17,8 +17,8 @@ from vllm.logger import init_logger
 
 from sparksched import environment
 from sparksched.compat.pacing import StepKnobs
-from sparksched.trace import engine_end
-from sparksched.trace.recorder import Recorder
+from sparksched.trace.record import engine_end
+from sparksched.trace.record.copy_calls import Recorder
 from sparksched.trace.settings import UnrecordableError
 
 logger = init_logger("vllm.sparksched")
@@ -81,16 +81,16 @@ def _path(name: str, vllm_config: Any) -> Path:
 
 def attach(recorder: Recorder, scheduler: Any) -> None:
     """Have a recorder see all that a scheduler is asked from now on, until its `shutdown()`."""
-    _Recording(recorder, scheduler).replace_methods()
+    _RecordedMethods(recorder, scheduler).replace_methods()
 
 
-def recording_by(recorder: Recorder, scheduler: Any) -> "_Recording":
-    """Return what records for one who calls it: methods that take the scheduler's own first."""
-    return _Recording(recorder, scheduler)
+def recorded_methods(recorder: Recorder, scheduler: Any) -> "_RecordedMethods":
+    """Return methods that record what they are given; each takes the scheduler's own first."""
+    return _RecordedMethods(recorder, scheduler)
 
 
-class _Recording:
-    """The replacements, by the names of what they replace."""
+class _RecordedMethods:
+    """What the scheduler's methods are replaced by, under their names; each takes its original."""
 
     def __init__(self, recorder: Recorder, scheduler: Any) -> None:
         self._recorder = recorder

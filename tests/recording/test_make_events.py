@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparksched.trace.events import Event, Step, Stop, Update
-from sparksched.trace.scribe import Scribe
+from sparksched.trace.record.make_events import EventMaker
 
 from .samples import BLOCK_SIZE, arrival
 
@@ -11,29 +11,29 @@ STOP = 7
 
 
 class Story:
-    """Calls of an engine, told to a scribe."""
+    """Calls of an engine, told to what makes events of them."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.scribe = Scribe(self.events.append, (BLOCK_SIZE,), has_keys=True, has_tokens=False)
+        self.maker = EventMaker(self.events.append, (BLOCK_SIZE,), has_keys=True, has_tokens=False)
         self._num_arrivals = 0
         self._num_steps = 0
 
     def arrive(self) -> str:
         number, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         arriving = arrival(number, 5, True, stop_token_ids=[STOP])
-        self.scribe.arrive(arriving, [1] * 5, ("", ""))
+        self.maker.arrive(arriving, [1] * 5, ("", ""))
         return arriving.request_id
 
     def step(self, *request_ids: str, preempted: tuple[str, ...] = ()) -> int:
         sequence, self._num_steps = self._num_steps, self._num_steps + 1
         step = Step(sequence, 0.0, 0.0, False, None, None, None, [], [], [], [], [], 0)
-        self.scribe.step(step, list(request_ids), [], ([], list(preempted), []))
+        self.maker.step(step, list(request_ids), [], ([], list(preempted), []))
         return sequence
 
     def take(self, sequence: int, tokens: list[int]) -> None:
         update = Update(sequence, 0.0, 0.0, None, None, None, None, None, [])
-        self.scribe.update(update, tokens, [])
+        self.maker.update(update, tokens, [])
 
     @property
     def stops(self) -> list[Stop]:
@@ -45,7 +45,7 @@ def test_outputs_behind_a_reset_are_dropped() -> None:
     story = Story()
     request_id = story.arrive()
     before = story.step(request_id)
-    story.scribe.reset(0.0, True, [request_id])
+    story.maker.reset(0.0, True, [request_id])
     # It runs again, and is preempted, in the place of which others run.
     again = story.step(request_id, preempted=(request_id,))
     story.step(preempted=(request_id,))
@@ -67,10 +67,10 @@ def test_an_output_that_never_comes_drops_no_others() -> None:
     """A step is lost; later, one request is reset, and then preempted for want of blocks."""
     story = Story()
     story.step(story.arrive())
-    story.scribe.finish(0.0, None, "FINISHED_ABORTED")
+    story.maker.finish(0.0, None, "FINISHED_ABORTED")
     request_id = story.arrive()
     before = story.step(request_id)
-    story.scribe.reset(0.0, True, [request_id])
+    story.maker.reset(0.0, True, [request_id])
     story.step(preempted=(request_id,))
     story.take(before, [STOP])
     assert story.stops == []

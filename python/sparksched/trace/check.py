@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from sparksched.trace.errors import TraceError
 from sparksched.trace.events import (
     KEY_BYTES,
     UNKNOWN,
@@ -20,10 +19,11 @@ from sparksched.trace.events import (
     Settings,
     Step,
     Stop,
+    TraceError,
     Update,
 )
-from sparksched.trace.keys import segment_sizes
 from sparksched.trace.settings import GROUP_KINDS, SCHEDULER_SETTINGS
+from sparksched.trace.tokens import segment_sizes
 
 MAX_BLOCKS: Final = 1 << 24
 MAX_TOKENS: Final = 1 << 24
@@ -46,7 +46,7 @@ _FINISHED: Final = (
 )
 
 
-class Sense:
+class EventChecker:
     """Checks events one after the other. What it raises says what is wrong, not where."""
 
     def __init__(self, settings: Settings) -> None:

@@ -9,7 +9,7 @@ from sparksched.trace.events import Arrive, Difference, Event, Finish, Step, Upd
 
 
 @dataclass
-class Past:
+class Workload:
     """A trace in numbers."""
 
     arrivals: list[float] = field(default_factory=list)
@@ -37,53 +37,53 @@ class Past:
         return self.num_accepted / max(self.num_drafted_rows, 1)
 
 
-def past_of(events: Iterable[Event]) -> Past:
+def workload_of(events: Iterable[Event]) -> Workload:
     """Go through a trace and count."""
-    past = Past()
+    workload = Workload()
     numbers: list[int] = []
     in_flight: dict[int, tuple[Step, list[int]]] = {}
     last_update = 0.0
     for event in events:
-        past.seconds = max(past.seconds, getattr(event, "time", 0.0))
+        workload.seconds = max(workload.seconds, getattr(event, "time", 0.0))
         match event:
             case Arrive():
-                past.arrivals.append(event.time)
-                past.outputs.append([])
-                past.num_outputs.append(0)
+                workload.arrivals.append(event.time)
+                workload.outputs.append([])
+                workload.num_outputs.append(0)
             case Finish(at, ended, _):
-                for number in range(len(past.arrivals)) if ended is None else ended:
-                    past.aborts.setdefault(number, at)
+                for number in range(len(workload.arrivals)) if ended is None else ended:
+                    workload.aborts.setdefault(number, at)
             case Step():
                 numbers = numbers if event.numbers is None else event.numbers
-                past.schedule_us.append(event.duration_us)
+                workload.schedule_us.append(event.duration_us)
                 in_flight[event.sequence] = (event, numbers)
             case Update():
                 step, rows = in_flight.pop(event.sequence)
-                past.update_us.append(event.duration_us)
-                _count_outputs(past, event, step, rows)
+                workload.update_us.append(event.duration_us)
+                _count_outputs(workload, event, step, rows)
                 if rows:
                     num_tokens = len(rows) if step.num_tokens is None else sum(step.num_tokens)
-                    past.step_sizes.append((num_tokens, len(rows)))
-                    past.step_s.append(max(event.time - max(step.time, last_update), 0.0))
+                    workload.step_sizes.append((num_tokens, len(rows)))
+                    workload.step_s.append(max(event.time - max(step.time, last_update), 0.0))
                 last_update = event.time
             case Difference(_, text):
-                past.differences.append(text)
+                workload.differences.append(text)
             case _:
                 pass
-    return past
+    return workload
 
 
-def _count_outputs(past: Past, update: Update, step: Step, rows: list[int]) -> None:
+def _count_outputs(workload: Workload, update: Update, step: Step, rows: list[int]) -> None:
     counts = [1] * len(rows) if update.num_sampled is None else update.num_sampled
     begin = 0
     for row, (number, count) in enumerate(zip(rows, counts, strict=False)):
-        past.num_outputs[number] += count
+        workload.num_outputs[number] += count
         if update.tokens is not None:
-            past.outputs[number] += update.tokens[begin : begin + count]
+            workload.outputs[number] += update.tokens[begin : begin + count]
             begin += count
         if step.num_drafts is not None and step.num_drafts[row] and count:
-            past.num_drafted_rows += 1
-            past.num_accepted += count - 1
+            workload.num_drafted_rows += 1
+            workload.num_accepted += count - 1
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ _GUESS = StepTime(0.01, 0.0, 0.0)
 """For a trace without steps."""
 
 
-def step_time(past: Past) -> StepTime:
+def step_time(workload: Workload) -> StepTime:
     """Fit by least squares; what would come out negative is taken to cost nothing."""
-    if not past.step_s:
+    if not workload.step_s:
         return _GUESS
-    sizes = np.array(past.step_sizes, dtype=float)
+    sizes = np.array(workload.step_sizes, dtype=float)
     columns = np.column_stack([np.ones(len(sizes)), sizes])
     used = [0, 1, 2]
-    times = np.array(past.step_s)
+    times = np.array(workload.step_s)
     fitted = np.zeros(3)
     while used:
         solution = np.linalg.lstsq(columns[:, used], times, rcond=None)[0]

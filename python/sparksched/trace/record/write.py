@@ -1,29 +1,18 @@
-"""The file that is being recorded, and the thread that fills it."""
+"""The thread that writes a recording: what the engine's loop has noted becomes events in a file."""
 
-import contextlib
-import os
-import shutil
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
-import msgspec
+from sparksched.trace.events import End
+from sparksched.trace.file import FileFullError, TraceFile
 
-from sparksched.trace import format as trace_format
-from sparksched.trace.events import End, Event
-
-FULL: Final = "the file has reached its size"
-
-_FRAME_BYTES: Final = 256 << 10
 _FRAME_S: Final = 1.0
 _TURN_S: Final = 0.05
 _CLOSE_S: Final = 2.0
 """For which the end of an engine waits for the disk; executors end only after it."""
-_RESERVED_BYTES: Final = 4096
-"""For the last event."""
 _MAX_BACKLOG_BYTES: Final = 64 << 20
 """Of calls that wait to be written, with the lists that they hold: minutes of steps."""
 _NOTE_BYTES: Final = 2048
@@ -31,120 +20,6 @@ _NOTE_BYTES: Final = 2048
 _BYTES_AN_ITEM: Final = 8
 
 Note = tuple[Callable[..., None], tuple[Any, ...], int]
-
-
-# Never another file's contents, nor a place that somebody has prepared.
-_NEW_FILE: Final = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-
-
-class TraceFile:
-    """Events, written as frames, up to a size.
-
-    Without a name, the file is in the folder of its path, and gone when it is closed unless it was
-    given its name.
-    """
-
-    def __init__(self, path: Path, max_bytes: int, *, is_named: bool = True) -> None:
-        self._path = path
-        self._descriptor = (
-            os.open(path, os.O_WRONLY | _NEW_FILE, 0o600) if is_named else _open_nameless(path)
-        )
-        self._room = max_bytes - _RESERVED_BYTES
-        # What doesn't fit is lost a frame at a time.
-        self._frame_bytes = min(_FRAME_BYTES, max_bytes // 16)
-        self._size = 0
-        self._events: list[msgspec.Raw] = []
-        self._event_bytes = 0
-        self._encoder = msgspec.msgpack.Encoder()
-        self._write(trace_format.file_header())
-
-    def append(self, event: Event) -> None:
-        """Add an event to what the next flush writes."""
-        encoded = self._encoder.encode(event)
-        self._events.append(msgspec.Raw(encoded))
-        self._event_bytes += len(encoded)
-
-    @property
-    def has_whole_frame(self) -> bool:
-        """Whether enough has been added for a frame."""
-        return self._event_bytes >= self._frame_bytes
-
-    def flush(self) -> None:
-        """Write what has been added, as one frame.
-
-        Raises:
-            FileFullError: if it doesn't fit; then none of it is written.
-            OSError: if the system can't write.
-
-        """
-        if not self._events:
-            return
-        events, self._events, self._event_bytes = self._events, [], 0
-        try:
-            frame = trace_format.pack_frame(self._encoder.encode(events))
-        except OverflowError:
-            raise FileFullError("an event is larger than a trace holds") from None
-        if self._size + len(frame) > self._room:
-            raise FileFullError(FULL)
-        self._write(frame)
-
-    def close(self, end: End | None, *, gets_name: bool = False) -> None:
-        """Write the last event, if there is to be one; name the file if it has none; close it."""
-        self._events.clear()
-        try:
-            if end is not None:
-                self._write(trace_format.pack_frame(self._encoder.encode([end])))
-            if gets_name:
-                self._give_name()
-        finally:
-            os.close(self._descriptor)
-
-    def _write(self, content: bytes) -> None:
-        written = 0
-        try:
-            while written < len(content):
-                written += os.write(self._descriptor, content[written:])
-        except OSError:
-            # What is there is whole frames, whatever happens now.
-            os.ftruncate(self._descriptor, self._size)
-            os.lseek(self._descriptor, self._size, os.SEEK_SET)
-            raise
-        self._size += written
-
-    def _give_name(self) -> None:
-        try:
-            # With a folder's descriptor, which an absolute path makes no use of, Python asks the
-            # system to follow the link in /proc; without one it doesn't.
-            link = f"/proc/self/fd/{self._descriptor}"
-            os.link(link, self._path, src_dir_fd=self._descriptor)
-        except OSError:
-            # The filesystem has no nameless files, or there is no /proc.
-            self._copy_to_name()
-
-    def _copy_to_name(self) -> None:
-        named = os.open(self._path, os.O_WRONLY | _NEW_FILE, 0o600)
-        try:
-            with os.fdopen(named, "wb") as copy, os.fdopen(os.dup(self._descriptor), "rb") as own:
-                own.seek(0)
-                shutil.copyfileobj(own, copy)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-            raise
-
-
-def _open_nameless(path: Path) -> int:
-    try:
-        return os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-    except OSError:
-        # Not every filesystem can do that.
-        descriptor = os.open(path, os.O_RDWR | _NEW_FILE, 0o600)
-        path.unlink()
-        return descriptor
-
-
-class FileFullError(Exception):
-    """There is no more room; the message says of what kind."""
 
 
 class BackgroundWriter:

@@ -1,11 +1,11 @@
-"""Makes events of what the engine's loop has noted.
+"""Makes events of the calls that the engine's loop has noted.
 
-It lives in the writer's thread, sees each call once and in order, and keeps what no single call
-tells: numbers of requests, keys of what they have sampled, which outputs never reached them.
+This runs in the writer's thread, once for each call and in their order. It keeps what no single
+call tells: numbers of requests, keys of what they have sampled, which outputs never reached them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -24,9 +24,11 @@ from sparksched.trace.events import (
     Stop,
     Update,
 )
-from sparksched.trace.keys import Chain, KeyMaker
+from sparksched.trace.tokens import Chain, KeyMaker
 
-_GROWTH_BYTES = 1 << 14
+_GROWTH_BYTES: Final = 1 << 14
+_MAX_STEPS: Final = 64
+"""Steps on their way through the model, at the most."""
 
 
 class _Life:
@@ -58,7 +60,7 @@ class _Batch:
         """Numbers of requests whose output will be dropped."""
 
 
-class Scribe:
+class EventMaker:
     """Appends events; not thread-safe."""
 
     def __init__(
@@ -73,7 +75,7 @@ class Scribe:
         self._sizes = sizes
         self._has_keys = has_keys and not has_tokens
         self._has_tokens = has_tokens
-        self._maker = KeyMaker()
+        self._key_maker = KeyMaker()
         self._lives: dict[str, _Life] = {}
         self._replaced: dict[str, _Life] = {}
         """Requests whose id another one has got before the workers were told of their end."""
@@ -92,7 +94,7 @@ class Scribe:
     def arrive(self, arrival: Arrive, prompt: list[int], roots: tuple[str, str]) -> None:
         """Complete an arrival by its number and keys. `roots` are its adapter and its salt."""
         number, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
-        chain = Chain(self._maker, self._maker.root(*roots), self._sizes)
+        chain = Chain(self._key_maker, self._key_maker.root(*roots), self._sizes)
         keys = chain.take(prompt) if self._has_keys else b""
         if not self._has_keys:
             chain.num_whole_tokens = len(prompt)
@@ -108,7 +110,7 @@ class Scribe:
         self._lives[arrival.request_id] = life
         self._count_stops(life, 1)
         if self._has_tokens:
-            salt = self._maker.root(roots[1]) if roots[1] else b""
+            salt = self._key_maker.root(roots[1]) if roots[1] else b""
             arrival = msgspec.structs.replace(arrival, prompt=prompt, salt=salt)
         else:
             # What the tokens are called is nobody's business.
@@ -307,7 +309,3 @@ class Scribe:
     def difference(self, time: float, text: str) -> None:
         """Note what another scheduler would have done."""
         self._append(Difference(time, text))
-
-
-_MAX_STEPS = 64
-"""Steps on their way through the model, at the most."""

@@ -1,4 +1,4 @@
-"""What stands for tokens in a trace that has none.
+"""What stands for tokens in a trace that has none: keys in the file, made-up tokens in a replay.
 
 A block of tokens is one segment, or two, if the hash of the block before covers its first tokens
 as well. A segment's key says that it and all before it are the same as elsewhere in the file, and
@@ -87,3 +87,30 @@ def tokens_of(key: bytes, num_tokens: int) -> list[int]:
     words = array("I")
     words.frombytes(hashlib.shake_128(key).digest(num_tokens * words.itemsize))
     return [word & _MAX_TOKEN for word in words]
+
+
+class StandIns:
+    """Tokens that are equal where the recorded ones were: in whole blocks behind equal blocks."""
+
+    def __init__(self, number: int, keys: bytes, sizes: tuple[int, ...]) -> None:
+        self._number = number
+        self._keys = keys
+        self._sizes = sizes
+        self._tokens: list[int] = []
+        self._num_segments = 0
+
+    def between(self, begin: int, end: int) -> list[int]:
+        """Return the tokens from one position up to another."""
+        while len(self._tokens) < end:
+            self._add_segment()
+        return self._tokens[begin:end]
+
+    def _add_segment(self) -> None:
+        size = self._sizes[self._num_segments % len(self._sizes)]
+        begin = self._num_segments * KEY_BYTES
+        key = self._keys[begin : begin + KEY_BYTES]
+        if not key:
+            # Never whole, so nobody else has it.
+            key = b"%d of request %d" % (self._num_segments, self._number)
+        self._tokens += tokens_of(key, size)
+        self._num_segments += 1

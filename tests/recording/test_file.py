@@ -8,17 +8,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sparksched.trace.errors import TraceError
-from sparksched.trace.events import Arrive, Event, Step
-from sparksched.trace.format import (
+from sparksched.trace.events import Arrive, Event, Step, TraceError
+from sparksched.trace.file import (
     FRAME_HEADER_BYTES,
     HEADER_BYTES,
     MAGIC,
     MAX_FRAME_BYTES,
     pack_frame,
 )
-from sparksched.trace.keys import Chain, KeyMaker, segment_sizes, tokens_of
-from sparksched.trace.reader import Trace
+from sparksched.trace.read import Trace
+from sparksched.trace.tokens import Chain, KeyMaker, segment_sizes, tokens_of
 
 from . import mutations
 from .samples import arrival, every_event, write

@@ -37,9 +37,8 @@ from vllm.v1.request import Request
 
 from sparksched import compat
 from sparksched.engine.scheduler import NativeScheduler
-from sparksched.trace.errors import TraceError
-from sparksched.trace.events import Arrive, Group, Settings, Speculation
-from sparksched.trace.history import History
+from sparksched.trace.events import Arrive, Group, Settings, Speculation, TraceError
+from sparksched.trace.read import History
 
 SPARKSCHED: Final = "sparksched"
 STOCK: Final = "vllm"

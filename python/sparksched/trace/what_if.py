@@ -15,10 +15,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from sparksched.trace.build import RequestBuilder, build_player
 from sparksched.trace.events import Settings
-from sparksched.trace.history import History
-from sparksched.trace.past import Past, StepTime, step_time
-from sparksched.trace.rebuild import RequestBuilder, build_player
+from sparksched.trace.read import Opened
+from sparksched.trace.workload import step_time
 
 Policy = Literal["fcfs", "priority"]
 
@@ -96,20 +96,18 @@ class Timeline:
 class Simulation:
     """One scheduler, a load, and a clock that goes by steps."""
 
-    def __init__(
-        self, scheduler: str, settings: Settings, history: History, past: Past, steps: StepTime
-    ) -> None:
+    def __init__(self, scheduler: str, opened: Opened, settings: Settings) -> None:
         self.timeline = Timeline()
         player = build_player(scheduler, settings)
         self._scheduler: Any = player.scheduler
-        self._builder = RequestBuilder(settings, history)
-        self._history = history
-        self._past = past
-        self._step_time = steps
+        self._builder = RequestBuilder(settings, opened.history)
+        self._history = opened.history
+        workload = self._workload = opened.workload
+        self._step_time = step_time(workload)
         self._now = 0.0
-        self._arrivals = deque(range(len(past.arrivals)))
+        self._arrivals = deque(range(len(workload.arrivals)))
         # Those that had been given something end with as many tokens.
-        in_vain = [(at, it) for it, at in past.aborts.items() if not past.num_outputs[it]]
+        in_vain = [(at, it) for it, at in workload.aborts.items() if not workload.num_outputs[it]]
         self._aborts = deque(sorted(in_vain))
         self._served: dict[str, _Served] = {}
         self._in_flight: deque[tuple[SchedulerOutput, list[tuple[_Served, int, bool, int]]]] = (
@@ -146,7 +144,7 @@ class Simulation:
     def _advance(self) -> bool:
         """Go to when something happens, if nothing is to be done; return False if nothing does."""
         if self._arrivals:
-            self._now = max(self._now, self._past.arrivals[self._arrivals[0]])
+            self._now = max(self._now, self._workload.arrivals[self._arrivals[0]])
             return True
         if self._aborts:
             self._now = max(self._now, self._aborts[0][0])
@@ -156,9 +154,9 @@ class Simulation:
     def _let_arrive(self) -> None:
         if not (self._in_flight or self._scheduler.has_requests()):
             self._advance()
-        while self._arrivals and self._past.arrivals[self._arrivals[0]] <= self._now:
+        while self._arrivals and self._workload.arrivals[self._arrivals[0]] <= self._now:
             number = self._arrivals.popleft()
-            num_outputs = self._past.num_outputs[number]
+            num_outputs = self._workload.num_outputs[number]
             request = self._builder.build(number, num_output_tokens=max(num_outputs, 1))
             self._served[request.request_id] = _Served(number, request.num_prompt_tokens)
             self._scheduler.add_request(request)
@@ -204,11 +202,11 @@ class Simulation:
             self._draft(ids)
 
     def _sampled(self, served: "_Served", num_drafts: int) -> list[int]:
-        served.accepted += self._past.accepted_per_row * (num_drafts > 0)
+        served.accepted += self._workload.accepted_per_row * (num_drafts > 0)
         num_accepted = min(int(served.accepted), num_drafts)
         served.accepted -= num_accepted
         begin, count = served.num_output_tokens, 1 + num_accepted
-        outputs = self._past.outputs[served.number]
+        outputs = self._workload.outputs[served.number]
         if outputs:
             tokens = outputs[begin : begin + count]
             return tokens + [0] * (count - len(tokens))
@@ -224,7 +222,7 @@ class Simulation:
             for it in client_outputs.outputs:
                 served = self._served[it.request_id]
                 if not served.num_output_tokens:
-                    arrival = self._past.arrivals[served.number]
+                    arrival = self._workload.arrivals[served.number]
                     self.timeline.first_token_s.append(self._now - arrival)
                 served.num_output_tokens += len(it.new_token_ids)
                 self.timeline.num_output_tokens += len(it.new_token_ids)
@@ -278,14 +276,12 @@ class _Served:
             self._num_expected -= 1 + num_drafts
 
 
-def what_if(
-    scheduler: str, settings: Settings, history: History, past: Past, change: Change
-) -> Timeline:
-    """Serve a trace's load with some settings changed.
+def what_if(scheduler: str, opened: Opened, change: Change) -> tuple[Timeline, Timeline]:
+    """Serve a trace's load with the recorded settings, and with some of them changed.
 
     Raises:
         TraceError: if no scheduler can be built of them.
 
     """
-    changed = change.apply(settings)
-    return Simulation(scheduler, changed, history, past, step_time(past)).run()
+    before = Simulation(scheduler, opened, opened.trace.settings).run()
+    return before, Simulation(scheduler, opened, change.apply(opened.trace.settings)).run()

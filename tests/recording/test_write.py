@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sparksched.trace import writer
 from sparksched.trace.events import Begin, End, Event, Pause
-from sparksched.trace.writer import BackgroundWriter, TraceFile
+from sparksched.trace.file import TraceFile
+from sparksched.trace.record.write import BackgroundWriter
 
 from .samples import settings
 from .scenarios import events
@@ -51,12 +52,12 @@ def test_the_end_of_an_engine_waits_once(
     disk: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not written by then is said, not waited for again."""
-    monkeypatch.setattr(writer, "_CLOSE_S", 0.01)
+    monkeypatch.setattr("sparksched.trace.record.write._CLOSE_S", 0.01)
     background = background_writer(tmp_path / "trace", is_named=True)
     background.end("over")
     assert not background.join()
     assert background.problem == "the disk has not taken all of it within 0.01 s"
-    monkeypatch.setattr(writer, "_CLOSE_S", 1e6)
+    monkeypatch.setattr("sparksched.trace.record.write._CLOSE_S", 1e6)
     assert not background.join()
     disk.set()
     background._thread.join()
@@ -64,14 +65,14 @@ def test_the_end_of_an_engine_waits_once(
 
 
 def without_nameless_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer.os, "O_TMPFILE", os.O_DIRECTORY | os.O_RDWR)
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY | os.O_RDWR)
 
 
 def without_links(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_arguments: object, **_settings: object) -> None:
         raise PermissionError("no links here")
 
-    monkeypatch.setattr(writer.os, "link", refuse)
+    monkeypatch.setattr(os, "link", refuse)
 
 
 def as_it_is(_: pytest.MonkeyPatch) -> None:
@@ -126,7 +127,7 @@ def test_a_copy_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def fail(*_files: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(writer.shutil, "copyfileobj", fail)
+    monkeypatch.setattr(shutil, "copyfileobj", fail)
     background = background_writer(tmp_path / "trace", is_named=False)
     told: list[str | None] = []
     background.keep("they differ", told.append)
