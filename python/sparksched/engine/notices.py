@@ -12,3 +12,4 @@ class Notice(enum.Enum):
     BACKLOG_DROPPED = enum.auto()
     FAILED = enum.auto()
     LAUNCHER_GONE = enum.auto()
+    QUEUE_TIME_IS_UP = enum.auto()
