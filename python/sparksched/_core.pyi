@@ -13,6 +13,7 @@ __all__ = [
     "EngineSockets",
     "MeterReader",
     "NativeBlockHasher",
+    "QueueWatch",
     "RingAttached",
     "RingEnd",
     "RingMessage",

@@ -6,7 +6,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from starlette.exceptions import HTTPException
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.v1.engine import FinishReason
 
 if TYPE_CHECKING:
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 _MAX_RETRY_AFTER_S: Final = 60
 
 
-class QueueTimeoutError(HTTPException, GracefulHTTPError):  # type: ignore[misc]
+class QueueTimeoutError(HTTPException, GracefulHTTPError, GenerationError):  # type: ignore[misc]
     """HTTP 503 with `Retry-After`.
 
     vLLM passes it on because it is a `GracefulHTTPError`. Its handler for these sets no header;
-    FastAPI's for Starlette's `HTTPException`, the first class that has a handler, does.
+    FastAPI's for Starlette's `HTTPException`, the first class that has a handler, does. In a stream
+    vLLM logs no traceback of a `GenerationError`.
     """
 
     def __init__(self, waited_s: float) -> None:
@@ -32,7 +33,7 @@ class QueueTimeoutError(HTTPException, GracefulHTTPError):  # type: ignore[misc]
         status = HTTPStatus.SERVICE_UNAVAILABLE
         GracefulHTTPError.__init__(self, message, status)
         headers = {"Retry-After": str(retry_after_s)}
-        HTTPException.__init__(self, status.value, message, headers)
+        HTTPException.__init__(self, status, message, headers)
 
     def __str__(self) -> str:
         return str(self.message)
