@@ -159,7 +159,7 @@ test-all: build ## every check in full size, and the verdict into docs/promises.
 test-full:
 	SCALE=full $(MAKE) test
 	SCALE=full UNFORKED=1 $(PYTEST) $(PARALLEL) tests/e2e
-	$(MAKE) deny fuzz
+	$(MAKE) deny alerts fuzz
 	$(MAKE) soak MESSAGES=10000000 WAKE_UPS=1000000
 	$(MAKE) faults KILLS=4500 STOPS=50
 	$(MAKE) models
@@ -171,6 +171,11 @@ test-full:
 .PHONY: test-arm
 test-arm: rust-toolchain ## Rust and Python tests for aarch64 under emulation, as root on Debian; an hour
 	python3 -m tests.last_run test-arm testkit/arm.sh test
+
+.PHONY: alerts
+alerts: ## promtool on the example of alerts
+	@command -v promtool > /dev/null || { echo "promtool is missing: apt-get install prometheus"; exit 1; }
+	promtool check rules examples/prometheus-alerts.yml
 
 .PHONY: test-fast
 test-fast: lint ## what needs no process of vLLM: lints, types, Rust's and Python's unit tests; 3 minutes

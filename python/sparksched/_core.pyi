@@ -13,6 +13,7 @@ __all__ = [
     "EngineSockets",
     "MeterReader",
     "NativeBlockHasher",
+    "QueueWatch",
     "RingAttached",
     "RingEnd",
     "RingMessage",
@@ -189,8 +190,15 @@ class SchedulerCore:
     def set_none_hash(self, none_hash: bytes) -> None:
         """Set the parent of each first block: vLLM's `NONE_HASH`, at most 32 bytes."""
 
-    def add_request(self, request: Any, now: float) -> None:
-        """Read a `vllm.v1.request.Request` and put it into the queue."""
+    def add_request(self, request: Any, now: float, queue_timeout_s: float | None = None) -> None:
+        """Read a `vllm.v1.request.Request` and put it into the queue.
+
+        `queue_timeout_s` is how long it may wait to be scheduled for the first time: see
+        `take_expired`.
+        """
+
+    def take_expired(self, now: float) -> list[Any]:
+        """Return the requests that have never been scheduled and whose time for that is up."""
 
     def is_waiting_for_input(self, request_id: str) -> bool:
         """Return whether a session has stopped and has no more input."""
@@ -354,6 +362,25 @@ class SchedulerCore:
 
     def check_invariants(self) -> None:
         """Walk the whole state; RuntimeError at the first contradiction."""
+
+@final
+class QueueWatch:
+    """Notices that the head of a scheduler's queue doesn't move."""
+
+    def __new__(cls, after_s: float) -> QueueWatch:
+        """Make a watch that tells of requests that are the head for `after_s` seconds."""
+
+    def look(self, scheduler: SchedulerCore, now: float) -> tuple[dict[str, Any] | None, float]:
+        """Look at a scheduler, from whatever thread; return what is found, and when time is up.
+
+        None if there is nothing to tell, or if the scheduler is in the middle of a call. Else keys
+        `request_id`, `reason` (None if a request that was told of has moved) and `waits_s`. Of one
+        that waits also `num_running`, `num_waiting`, `num_sessions` (between two turns), `lora_id`
+        and `lora_ids` (its adapter, those of the last step) and `blocks`: `all`, `free`, those held
+        by `running` requests, `sessions`, others that are `waiting` and `ended` ones, and of the
+        last request that didn't get blocks the number `wanted`, with those `reserved` for others.
+        The second value is the time of the first `take_expired` with a result, infinity for never.
+        """
 
 def note_fork() -> None:
     """Say, in a forked child, that the rings which it has inherited are its parent's.
@@ -721,6 +748,9 @@ class EngineMeters:
 
         """
 
+    def count_queue_timeouts(self, count: int) -> None:
+        """Count requests that have waited for too long."""
+
     def end_steps(self) -> None:
         """Say that the scheduler has given way to vLLM's; readers see no steps of it any more."""
 
@@ -745,7 +775,8 @@ class MeterReader:
 
         Keys: `schedule`, `update_from_output` and `step_gap`, each a pair of counts, one for each
         of `meter_bounds_s()` and one for what is above, and of all times' sum in seconds;
-        `num_running` and `num_waiting` requests.
+        `num_running` and `num_waiting` requests; `waiting_for`, these by reason;
+        `num_queue_timeouts`.
         """
 
     def steps_have_ended(self) -> bool:

@@ -11,6 +11,7 @@ STRICT = "SPARKSCHED_STRICT"
 TRANSPORT = "SPARKSCHED_TRANSPORT"
 RING_MIB = "SPARKSCHED_RING_MIB"
 STUCK_AFTER_S = "SPARKSCHED_STUCK_AFTER_S"
+QUEUE_TIMEOUT_S = "SPARKSCHED_QUEUE_TIMEOUT_S"
 FRONT_END = "SPARKSCHED_FRONT_END"
 VERIFY = "SPARKSCHED_VERIFY"
 RECORD = "SPARKSCHED_RECORD"
@@ -25,6 +26,7 @@ VARIABLES: Final = (
     TRANSPORT,
     RING_MIB,
     STUCK_AFTER_S,
+    QUEUE_TIMEOUT_S,
     FRONT_END,
     VERIFY,
     RECORD,
@@ -60,6 +62,9 @@ _MAX_RING_MIB = 1024
 _DEFAULT_STUCK_AFTER_S = 10.0
 _MIN_STUCK_AFTER_S = 0.1
 _MAX_STUCK_AFTER_S = 3600.0
+
+_MIN_QUEUE_TIMEOUT_S = 0.1
+_MAX_QUEUE_TIMEOUT_S = 86_400.0
 
 _DEFAULT_MAX_STALL_MS = 200.0
 _MIN_MAX_STALL_MS = 1.0
@@ -132,13 +137,24 @@ def ring_bytes() -> int:
 
 
 def stuck_after_s() -> float:
-    """Seconds after which a silent process is reported, and a full ring gives an error."""
+    """Seconds after which a process or a queue that stands still is reported.
+
+    A full ring gives an error then.
+    """
     return _number(
         STUCK_AFTER_S,
         "a number of seconds",
         _DEFAULT_STUCK_AFTER_S,
         (_MIN_STUCK_AFTER_S, _MAX_STUCK_AFTER_S),
     )
+
+
+def queue_timeout_s() -> float | None:
+    """Seconds that a request may wait to be scheduled for the first time; None for ever."""
+    if not os.environ.get(QUEUE_TIMEOUT_S):
+        return None
+    bounds = (_MIN_QUEUE_TIMEOUT_S, _MAX_QUEUE_TIMEOUT_S)
+    return _number(QUEUE_TIMEOUT_S, "a number of seconds", _MAX_QUEUE_TIMEOUT_S, bounds)
 
 
 def pacing() -> Pacing | None:
@@ -282,6 +298,7 @@ READERS: Final[tuple[Callable[[], object], ...]] = (
     shows_metrics,
     ring_bytes,
     stuck_after_s,
+    queue_timeout_s,
     pacing,
     recording,
 )

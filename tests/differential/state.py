@@ -13,6 +13,7 @@ def snapshot(scheduler: SchedulerInterface) -> dict[str, Any]:
     """Return a scheduler's full state as plain data, in an order that does not depend on it."""
     own_snapshot = getattr(scheduler, "snapshot", None)
     state = stock_snapshot(scheduler) if own_snapshot is None else own_snapshot()
+    state.pop("waiting_for", None)  # vLLM's notes no reasons
     # Queues are lists and keep their order; the rest is looked up by key.
     return {
         name: dict(sorted(value.items())) if isinstance(value, Mapping) else value

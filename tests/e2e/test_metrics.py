@@ -3,12 +3,17 @@
 import asyncio
 import functools
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from sparksched.commands.top.servers import find_servers
+from sparksched.shared import card
 from top.terminal import COLUMNS, piped, terminal
 
 from testkit.server import Server, serve
@@ -21,6 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NUM_REQUESTS = 8
 VOCAB_SIZE = 400
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEP_SERIES = ("schedule_seconds_count", "update_from_output_seconds_count")
 
 
@@ -86,6 +92,8 @@ def look_at_all(server: Server, num_api_servers: int) -> Observed:
     num_iterations = server.metric("vllm:iteration_tokens_total_count")
     assert num_scheduled / 2 <= num_iterations <= num_scheduled * num_api_servers
     assert server.metric("sparksched:rescues_total") == 0
+    port = httpx.URL(server.base_url).port
+    assert f"http://localhost:{port}" in {it.url for it in find_servers(card.find())}
     return Observed(scrape(server), once.stdout, screen.text, objects.stdout)
 
 
@@ -107,9 +115,31 @@ def test_a_server_shows_what_its_engine_does(
     for shown in (observed.screen, observed.top):
         assert "scheduler: sparksched, shared memory" in shown
         assert "gap to next schedule" in shown
+    check_examples(observed.page)
     interval = json.loads(observed.objects)
     assert interval["running"] == 0
     assert interval["rings"]["to_engine"]["high_water_bytes"] > 0
+
+
+def check_examples(page: str) -> None:
+    """Check that alerts and dashboard ask for series and labels that the page has."""
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    for expression in expressions():
+        asked = re.findall(r"((?:sparksched|vllm):\w+)(?:\{([^}]*)\})?", expression)
+        assert asked, expression
+        for name, matchers in asked:
+            assert set(re.findall(r"(\w+)\s*[=!]", matchers)) <= labels[name], (name, matchers)
+
+
+def expressions() -> Iterator[str]:
+    alerts = yaml.safe_load((EXAMPLES / "prometheus-alerts.yml").read_text())
+    yield from (rule["expr"] for group in alerts["groups"] for rule in group["rules"])
+    dashboard = json.loads((EXAMPLES / "grafana-dashboard.json").read_text())
+    for panel in dashboard["panels"]:
+        yield from (target["expr"] for target in panel["targets"])
 
 
 def test_a_server_without_statistics_says_only_what_schedules(

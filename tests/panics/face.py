@@ -45,6 +45,7 @@ SCHEDULER_CALLS: dict[str, Callable[[Any], object]] = {
     ),
     "update_draft_token_ids": lambda core: core.update_draft_token_ids(["a"], [[1]]),
     "valid_drafts": lambda core: core.valid_drafts("a", [1]),
+    "take_expired": lambda core: core.take_expired(9.0),
     "finish_requests": lambda core: core.finish_requests(["a"], ABORTED),
     "encode_outputs_for": lambda core: core.encode_outputs_for(0),
     "preempt_running": lambda core: core.preempt_running(1.0),
@@ -143,6 +144,7 @@ METERS_CALLS: dict[str, Callable[[Any], object]] = {
     "__new__": lambda meters: _core.EngineMeters(1),
     "fileno": lambda meters: meters.fileno(),
     "time_steps": lambda meters: meters.time_steps(build_core()),
+    "count_queue_timeouts": lambda meters: meters.count_queue_timeouts(1),
     "end_steps": lambda meters: meters.end_steps(),
 }
 READER_CALLS: dict[str, Callable[[Any], object]] = {
@@ -155,6 +157,8 @@ OTHER_CALLS: dict[str, Callable[[], object]] = {
     "CachedBlocks.__new__": lambda: _core.CachedBlocks(),  # noqa: PLW0108 - armed when it is called
     "CachedBlocks.get_cached_block": lambda: _core.CachedBlocks().get_cached_block(b"", []),
     "NativeBlockHasher.__new__": lambda: hasher(),  # noqa: PLW0108 - defined below
+    "QueueWatch.__new__": lambda: _core.QueueWatch(1.0),
+    "QueueWatch.look": lambda: _core.QueueWatch(1.0).look(build_core(), 1.0),
     "read_prompt": lambda: _core.read_prompt(build_request(), extra_keys=None),
     "encode_like_scheduler": lambda: step_outputs(),  # noqa: PLW0108
     "meter_bounds_s": _core.meter_bounds_s,

@@ -29,6 +29,7 @@ STARTING = [
     "EngineMeters.__new__",
     "EngineMeters.fileno",
     "EngineMeters.time_steps",
+    "QueueWatch.__new__",
     "EngineSockets.__new__",
     "EngineSockets.is_attached",
 ]

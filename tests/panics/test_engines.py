@@ -159,6 +159,8 @@ class Case:
         return [["EngineDeadError"], *([["error"]] if self.provoke is no_reading else [])]
 
 
+FULL = {"max_num_seqs": NUM_STREAMS}
+HURRIED = {"SPARKSCHED_QUEUE_TIMEOUT_S": "0.5"}
 CONNECTOR = {
     "kv_transfer_config": {
         "kv_connector": "AskingConnector",
@@ -211,6 +213,9 @@ CASES = [
     Case("SchedulerCore.request_counts", calling("change", "publish_dp_lb_stats", True)),
     Case("SchedulerCore.kv_cache_usage", calling("change", "publish_dp_lb_stats", True)),
     Case("EngineMeters.end_steps", calling("differ"), variables={"SPARKSCHED_VERIFY": "vllm"}),
+    # The loop, because a request has waited for too long.
+    Case("SchedulerCore.take_expired", another_request, settings=FULL, variables=HURRIED),
+    Case("EngineMeters.count_queue_timeouts", another_request, settings=FULL, variables=HURRIED),
     # The loop, because of a message.
     Case("SchedulerCore.add_request", another_request),
     Case("SchedulerCore.is_waiting_for_input", a_session),

@@ -63,6 +63,7 @@ def methods_of(value: type) -> set[str]:
 NOT_CALLED = {
     "CachedBlocks.__new__": "by vLLM 0.33.0 with routed experts, which no model here has",
     "CachedBlocks.get_cached_block": "within calls of SchedulerCore, which pass its errors on",
+    "QueueWatch.look": "in a thread that logs the error and ends: the engine goes on without it",
     "SchedulerCore.snapshot": "for tests and support: no process of vLLM's asks for it",
     "SchedulerCore.check_invariants": "for tests",
     "SchedulerCore.pace": "where a scheduler is built: an engine that fails there has not begun",

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sparksched.commands import local_engines as local
 from sparksched.commands.top import command as top
+from sparksched.commands.top.servers import Server
 from sparksched.shared import card
 from vllm.config import VllmConfig
 
@@ -32,11 +33,14 @@ def test_an_engine_is_found_as_long_as_it_runs(transport: str, config: VllmConfi
         assert view.info["transport"] == transport
         names = {family.name for family in text_string_to_metric_families(local.page())}
         assert {"sparksched:info", "sparksched:schedule_seconds"} <= names
-        page = top.local_page()
-        assert page is not None
-        running = page.samples["sparksched:requests_running"]
-        # Engines of other tests may be on the page as well.
-        assert [it for labels, it in running if labels["model_name"] == its.model_name] == [0]
+        page = top.page_of(Server(engine.pid, (its,), None))
+        (running,) = page.samples["sparksched:requests_running"]
+        assert running == ({"model_name": its.model_name, "engine": "0"}, 0)
+        # The other engines of this machine, if there are any, have lines of their own.
+        assert engine.pid in {
+            card.pid for server in top._servers_here(None) for card in server.engines
+        }
+        assert top._servers_here(engine.pid)[0].engines == (its,)
     assert not found(engine)
 
 

@@ -295,7 +295,8 @@ def test_every_series_is_described(shown: list[EngineView]) -> None:
         def steps(self) -> dict[str, Any]:
             times = ([1] * (len(_core.meter_bounds_s()) + 1), 1.0)
             names = ("schedule", "update_from_output", "step_gap")
-            return dict.fromkeys(names, times) | {"num_running": 1, "num_waiting": 1}
+            counts = {"num_running": 1, "num_waiting": 1, "num_queue_timeouts": 1}
+            return dict.fromkeys(names, times) | counts | {"waiting_for": {"blocks": 1}}
 
         def steps_have_ended(self) -> bool:
             return False

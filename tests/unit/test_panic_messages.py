@@ -18,8 +18,8 @@ NUMBERS = {
     *("num_used + num_free as usize + 1", "self.blocks.len()", "self.free_tail", "0"),
     *("self.contents.prev_same[next as usize]", "num_indexed", "num_keys"),
     *("request.groups.len()", "1", "counted", "owners", "num_requests", "id", "id.0", "ring_bytes"),
-    *("num_queued + self.num_kept", "idle", "self.num_waiting_for_input", "num_deferred"),
-    *("self.num_deferred", "capacity", "index"),
+    *("num_queued + self.num_kept", "idle", "self.num_waiting_for_input", "deferred"),
+    *("self.deferred", "capacity", "index"),
 }
 """Counts, sizes and places of blocks, requests and rings."""
 

@@ -54,6 +54,14 @@ _REQUESTS: Final = {
     "running": "Requests that the scheduler has in its batch.",
     "waiting": "Requests that wait to be scheduled, for whatever reason.",
 }
+_WAITING_FOR: Final = (
+    "sparksched:waiting_requests",
+    "Requests that wait to be scheduled, by what they wait for.",
+)
+_QUEUE_TIMEOUTS: Final = (
+    "sparksched:queue_timeouts",
+    "Requests that ended because they had waited too long to be scheduled.",
+)
 _RING_GAUGES: Final = {
     "waiting_bytes": ("sparksched:ring_waiting_bytes", "Bytes in the rings that are to be read."),
     "high_water_bytes": (
@@ -248,6 +256,18 @@ def _step_families(readings: _Readings) -> Iterator[Metric]:
         for view, reading in readings:
             gauge.add_metric(view.labels, reading[f"num_{name}"])
         yield gauge
+    yield from _queue_families(readings)
+
+
+def _queue_families(readings: _Readings) -> Iterator[Metric]:
+    gauge = GaugeMetricFamily(*_WAITING_FOR, labels=(*LABELS, "reason"))
+    counter = CounterMetricFamily(*_QUEUE_TIMEOUTS, labels=LABELS)
+    for view, reading in readings:
+        for reason, count in reading["waiting_for"].items():
+            gauge.add_metric([*view.labels, reason], count)
+        counter.add_metric(view.labels, reading["num_queue_timeouts"])
+    yield gauge
+    yield counter
 
 
 def _ring_families(readings: _Readings) -> Iterator[Metric]:

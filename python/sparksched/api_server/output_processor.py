@@ -35,8 +35,10 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 from sparksched import compat
+from sparksched.api_server import queue_timeout
 from sparksched.api_server import request_collector as collector
 from sparksched.compat import patching
+from sparksched.shared.queue_timeout import STOP_REASON as QUEUE_TIMEOUT
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import (
@@ -122,6 +124,9 @@ def _looping_over_plain_outputs(  # noqa: PLR0915
                 or output.num_nans_in_logits
                 or not (state.sparksched_is_plain or _becomes_plain(state, put))
             ):
+                if output.stop_reason == QUEUE_TIMEOUT and state.queue is not None:
+                    reqs_to_abort += queue_timeout.fail(self, state, iteration_stats)
+                    continue
                 processed = original(
                     self, [output], engine_core_timestamp, iteration_stats, weight_version
                 )

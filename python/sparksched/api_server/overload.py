@@ -9,6 +9,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from sparksched.api_server.channel import EngineBusyError
 from sparksched.compat import patching
+from sparksched.shared import queue_timeout
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -35,6 +36,7 @@ def _forgetting_refused_requests(original: patching.Function) -> patching.Functi
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        queue_timeout.own_limit_s(request.sampling_params)
         try:
             await original(self, request, *args, **kwargs)
         except (EngineBusyError, RuntimeError, asyncio.CancelledError):

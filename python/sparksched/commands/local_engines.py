@@ -1,5 +1,7 @@
 """The metrics of this user's engines on this machine, whatever front end they have."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, generate_latest
 
 from sparksched import __version__, _core
@@ -7,27 +9,33 @@ from sparksched.api_server.metrics import EngineCollector, EngineView
 from sparksched.shared.card import EngineCard, find
 
 
-def registry() -> CollectorRegistry:
+def _any(_: EngineCard) -> bool:
+    return True
+
+
+def registry(wanted: Callable[[EngineCard], bool] = _any) -> CollectorRegistry:
     """Return what looks for engines anew each time it is asked."""
     found = CollectorRegistry()
-    found.register(EngineCollector(LocalEngines()))
+    found.register(EngineCollector(LocalEngines(wanted)))
     return found
 
 
-def page() -> str:
+def page(wanted: Callable[[EngineCard], bool] = _any) -> str:
     """Return all series of this moment as Prometheus reads them; empty if no engine runs."""
-    return generate_latest(registry()).decode()
+    return generate_latest(registry(wanted)).decode()
 
 
 class LocalEngines:
     """The engines that run; keeps their pages open from one look to the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Callable[[EngineCard], bool] = _any) -> None:
+        self._wanted = wanted
         self._views: dict[tuple[int, bytes], EngineView] = {}
 
     def __call__(self) -> list[EngineView]:
         """Return those that run now. Of several with the same labels the last one is shown."""
-        views = {key(card): self._views.get(key(card)) or _view(card) for card in find()}
+        cards = filter(self._wanted, find())
+        views = {key(card): self._views.get(key(card)) or _view(card) for card in cards}
         self._views = views
         by_labels = {view.labels: view for view in views.values()}
         return [by_labels[labels] for labels in sorted(by_labels)]

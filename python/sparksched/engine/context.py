@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 if TYPE_CHECKING:
     from sparksched import _core
+    from sparksched.engine.queue_watch import QueueWatch
     from sparksched.engine.scheduler import NativeScheduler
     from sparksched.shared.offer import Offer
 
@@ -41,6 +42,8 @@ class EngineContext:
         """What its metrics are found by, as long as this is open."""
         self.meters: _core.EngineMeters | None = None
         """Its page of counters, whose descriptor is open as long as this lives."""
+        self.queue_watch: QueueWatch | None = None
+        """Who looks whether its queue moves; None before its input thread starts."""
 
 
 def _if_native(scheduler: Any) -> "NativeScheduler | None":

@@ -14,6 +14,7 @@ from sparksched.engine import launcher, meters, warm_up
 from sparksched.engine.clients import RingTransport
 from sparksched.engine.context import context_of
 from sparksched.engine.notices import Notice
+from sparksched.engine.queue_watch import QueueWatch
 from sparksched.engine.sockets import SocketTransport, sockets_to_clients
 from sparksched.shared import card
 from sparksched.shared.offer import (
@@ -80,6 +81,9 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
         socket_transport = SocketTransport(engine, sockets)
         context.transport = socket_transport
         socket_transport.start()
+    if context.scheduler is not None:
+        context.queue_watch = QueueWatch(engine, context.scheduler, context.meters)
+        context.queue_watch.start()
     launcher.watch_launcher(engine)
 
 
@@ -103,6 +107,10 @@ def _with_notices(original: patching.Function) -> patching.Function:
             launcher.fail(self)
         elif request_type is Notice.WARM_UP:
             warm_up.run(self)
+        elif request_type is Notice.QUEUE_TIME_IS_UP:
+            watch = context_of(self).queue_watch
+            assert watch is not None, "it is what noticed"
+            watch.end_expired()
         elif isinstance(request_type, Notice):
             transport = context_of(self).transport
             assert transport is not None, "notices are of clients"

@@ -13,3 +13,4 @@ class Notice(enum.Enum):
     FAILED = enum.auto()
     LAUNCHER_GONE = enum.auto()
     WARM_UP = enum.auto()
+    QUEUE_TIME_IS_UP = enum.auto()

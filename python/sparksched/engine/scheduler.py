@@ -42,10 +42,11 @@ from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
 from sparksched.engine.request_errors import refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
-from sparksched.environment import Pacing
+from sparksched.environment import Pacing, queue_timeout_s
+from sparksched.shared import queue_timeout
 
 if TYPE_CHECKING:
-    from sparksched._core import EngineMeters
+    from sparksched._core import EngineMeters, QueueWatch
 
 
 # Below vLLM's own logger, which is the one that vLLM configures.
@@ -122,6 +123,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         connectors = (self._kv_transfer, self._encoder_transfer, self._aux_outputs)
         self._has_connectors = any(connector is not None for connector in connectors)
         self._meters: EngineMeters | None = None
+        self._queue_timeout_s = queue_timeout_s()
         self._core = SchedulerCore(
             config,
             # Functions that don't know this object: the core would keep it alive.
@@ -304,14 +306,36 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         session = self.requests.get(request.request_id)
         if session is None or session.streaming_queue is None:
             sessions.open_session(request)
-            self._core.add_request(request, time.monotonic())
+            self._core.add_request(request, time.monotonic(), self._time_to_wait_s(request))
             if self.connector is not None:
                 self.connector.on_new_request(request)
         else:
             self._continue_session(session, StreamingUpdate.from_request(request))
 
+    def _time_to_wait_s(self, request: Request) -> float | None:
+        """Return for how long a request may wait to be scheduled; None for ever."""
+        limits = (self._queue_timeout_s, queue_timeout.own_limit_s(request.sampling_params))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def take_expired(self) -> list[Request]:
+        """Return requests that have never been scheduled, and whose time for that is up.
+
+        They are still in the queue. Only an engine in a process of its own ends them.
+        """
+        return self._core.take_expired(time.monotonic())
+
+    def look(self, watch: "QueueWatch", now: float) -> tuple[dict[str, Any] | None, float]:
+        """Return what a watch finds, and the time of the next `take_expired`. For any thread."""
+        return watch.look(self._core, now)
+
+    @property
+    def decides(self) -> bool:
+        """Whether decisions are ours: not once vLLM's scheduler has taken over."""
+        return True
+
     def refuse_unsupported_inputs(self, request: Any) -> None:
-        """Raise `UnsupportedRequestError` for a request, or its message, that can't be served."""
+        """Raise `VLLMValidationError` for a request, or its message, that can't be served."""
+        queue_timeout.own_limit_s(request.sampling_params)
         refuse_unsupported_inputs(
             request,
             takes_encoder_inputs=self._encoder_inputs is not None,
@@ -545,7 +569,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         (ids in order), `num_kv_holding` (how many of those that wait hold blocks: the first),
         `free_blocks` (ids in the order of reuse), `ref_counts` (by id of blocks in use),
         `cached_blocks` (by id: hash and group in hex, as vLLM's `BlockHashWithGroupId`),
-        `further_keys` (by id: the others that a block is found by, sorted).
+        `further_keys` (by id: the others that a block is found by, sorted), `waiting_for` (by id
+        of those that wait: the reason, as in docs/metrics.md).
         Takes time and memory in proportion to the number of blocks.
         """
         return self._core.snapshot()

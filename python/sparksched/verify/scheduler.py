@@ -203,6 +203,15 @@ class VerifyingScheduler(NativeScheduler):
             compare=_difference_of_ended,
         )
 
+    @property
+    def decides(self) -> bool:
+        """Whether decisions are ours: not once vLLM's scheduler has taken over."""
+        return self._vllm is None
+
+    def take_expired(self) -> list[Request]:
+        """Return requests whose time in the queue is up: none once vLLM's scheduler decides."""
+        return super().take_expired() if self.decides else []
+
     def get_num_unfinished_requests(self) -> int:
         """Count the requests that have work to do in the current pause state."""
         return self._ask_both("get_num_unfinished_requests", super().get_num_unfinished_requests)

@@ -21,6 +21,7 @@ pub mod journal;
 pub mod kv_cache_group;
 pub mod kv_cache_manager;
 pub mod pacing;
+pub mod queue_watch;
 pub mod request;
 pub mod request_queue;
 pub mod scheduler;
@@ -29,6 +30,7 @@ mod state_group;
 pub mod stats;
 pub mod step;
 pub mod stop;
+pub mod wait_reason;
 
 pub use block_hash::{BlockHash, BlockHasher, ExtraKeys, HashAlgorithm};
 pub use block_pool::BlockPool;
@@ -39,15 +41,17 @@ pub use config::{
 pub use hooks::{ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn};
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
-pub use kv_cache_manager::KvCacheManager;
+pub use kv_cache_manager::{BlockShortfall, KvCacheManager};
 pub use pacing::{Mode, PacedStep, Pacing, PacingReport, PacingSettings};
+pub use queue_watch::{Finding, QueueWatch};
 pub use request::{
     Event, EventKind, FetchStage, NewRequest, PrefillStats, Request, RequestStatus, SessionInput,
 };
 pub use scheduler::{
-    Demand, EndedRequest, FailedLoads, PauseState, Prompt, RequestNews, RequestOutput,
-    ScheduledOutput, Scheduler, StepLoad,
+    BlockHolders, Demand, EndedRequest, FailedLoads, HeadOfQueue, PauseState, Prompt, RequestNews,
+    RequestOutput, ScheduledOutput, Scheduler, StepLoad,
 };
 pub use stats::{PrefixCacheStats, RequestSpecStats, SchedulerStats, SpecDecodingStats};
 pub use step::{Admission, ScheduledRequest, Step, StepKnobs};
 pub use stop::{RepetitionDetection, StopConditions, StopReason};
+pub use wait_reason::{WaitCounts, WaitReason};

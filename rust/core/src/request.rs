@@ -7,6 +7,7 @@ use crate::ids::{BlockId, RequestIndex};
 use crate::state_group::StateBlocks;
 use crate::stats::RequestSpecStats;
 use crate::stop::{StopConditions, StopReason};
+use crate::wait_reason::WaitReason;
 
 /// Where a request is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -271,8 +272,10 @@ pub struct Request {
     pub(crate) expected_hit: Option<u32>,
     pub(crate) skip_reading_prefix_cache: bool,
     pub(crate) reports_cached_blocks: bool,
-    /// Waits for something besides its turn, or was passed over.
-    pub(crate) is_deferred: bool,
+    /// What it waits for besides its turn, or was passed over for.
+    pub(crate) deferred_by: Option<WaitReason>,
+    /// Until when it has to be scheduled for the first time, in seconds of the scheduler's clock.
+    pub(crate) queue_deadline: f64,
 }
 
 /// What a request keeps of how many KV cache groups.
@@ -319,7 +322,8 @@ impl Request {
             num_preemptions: 0,
             shared_prefix_boundary: 0,
             expected_hit: None,
-            is_deferred: false,
+            deferred_by: None,
+            queue_deadline: f64::INFINITY,
             last_step: 0,
             events: Vec::new(),
             prefill_stats: Some(PrefillStats::default()),
@@ -435,6 +439,18 @@ impl Request {
     #[must_use]
     pub fn num_preemptions(&self) -> u32 {
         self.num_preemptions
+    }
+
+    /// The adapter that it is computed with.
+    #[must_use]
+    pub fn lora_id(&self) -> Option<i64> {
+        self.lora_id
+    }
+
+    /// Number of the last step that it was part of; 0 if it was part of none.
+    #[must_use]
+    pub fn last_step(&self) -> u64 {
+        self.last_step
     }
 
     /// Whether the last step left a part of the prompt.

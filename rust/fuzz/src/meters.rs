@@ -5,12 +5,12 @@ use std::os::fd::{AsRawFd, OwnedFd};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use sparksched_ring::meter_page::MeterView;
-use sparksched_ring::meters::{HistogramReading, NUM_BUCKETS, Traffic};
+use sparksched_ring::meters::{HistogramReading, MAX_WAIT_REASONS, NUM_BUCKETS, Traffic};
 
 const PAGE_BYTES: usize = 4096;
 /// Where the scheduler's part and the rings' begin, in words; a flag says whether they are there.
 const STEPS: usize = 128 / 8;
-const RINGS: usize = 1280 / 8;
+const RINGS: usize = 1536 / 8;
 
 fn memory_with(page: &[u8]) -> OwnedFd {
     let memory = memfd_create("fuzz", MemfdFlags::ALLOW_SEALING).unwrap();
@@ -51,6 +51,8 @@ pub fn check(content: &[u8]) {
         check_histogram(&steps.update, part(1));
         check_histogram(&steps.gap, part(2));
         assert_eq!([steps.num_running, steps.num_waiting], part(3)[..2]);
+        assert_eq!(steps.waiting_for, part(3)[2..2 + MAX_WAIT_REASONS]);
+        assert_eq!(steps.num_queue_timeouts, part(3)[2 + MAX_WAIT_REASONS]);
     }
     let rings = view.rings();
     assert_eq!(rings.is_some(), words[RINGS] == 1);

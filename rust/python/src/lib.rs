@@ -17,6 +17,7 @@ mod meters;
 mod output_extras;
 mod pacing;
 mod points;
+mod queue_watch;
 mod rings;
 mod scheduler_core;
 mod snapshot;
@@ -32,6 +33,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<hasher::NativeBlockHasher>()?;
     module.add_function(wrap_pyfunction!(hasher::read_prompt, module)?)?;
     module.add_class::<scheduler_core::SchedulerCore>()?;
+    module.add_class::<queue_watch::PyQueueWatch>()?;
     module.add_class::<aux_outputs::CachedBlocks>()?;
     module.add_class::<convert::StepOutputs>()?;
     module.add_function(wrap_pyfunction!(convert::encode_like_scheduler, module)?)?;

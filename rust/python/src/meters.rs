@@ -7,9 +7,12 @@ use std::time::Duration;
 use pyo3::exceptions::PyConnectionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
+use sparksched_core::{WaitCounts, WaitReason};
 use sparksched_entry_points::entry_points;
 use sparksched_ring::meter_page::{MeterPage, MeterView};
-use sparksched_ring::meters::{HistogramReading, NUM_BOUNDS, RingsReading, Traffic, bound_ns};
+use sparksched_ring::meters::{
+    HistogramReading, MAX_WAIT_REASONS, NUM_BOUNDS, RingsReading, Traffic, bound_ns,
+};
 use sparksched_ring::segment::SegmentError;
 
 use crate::scheduler_core::SchedulerCore;
@@ -43,6 +46,8 @@ fn connection_error(error: SegmentError) -> PyErr {
 // The engine's side
 // ----------------------------------------------------------------------------------------
 
+const _: () = assert!(WaitReason::COUNT <= MAX_WAIT_REASONS);
+
 struct PageSink(Arc<MeterPage>);
 
 fn ns(time: Duration) -> u64 {
@@ -64,6 +69,10 @@ impl StepSink for PageSink {
 
     fn set_requests(&self, num_running: usize, num_waiting: usize) {
         self.0.meters().steps().set_requests(num_running as u64, num_waiting as u64);
+    }
+
+    fn set_waits(&self, counts: &WaitCounts) {
+        self.0.meters().steps().set_waits(counts.by_reason());
     }
 }
 
@@ -94,6 +103,11 @@ impl PyEngineMeters {
     fn time_steps(&self, scheduler: &Bound<'_, SchedulerCore>) -> PyResult<()> {
         self.page.meters().steps().begin();
         scheduler.try_borrow_mut()?.report_steps_to(Arc::new(PageSink(self.page())));
+        Ok(())
+    }
+
+    fn count_queue_timeouts(&self, count: u64) -> PyResult<()> {
+        self.page.meters().steps().count_queue_timeouts(count);
         Ok(())
     }
 
@@ -129,6 +143,12 @@ impl MeterReader {
         steps.set_item("step_gap", histogram(py, &reading.gap)?)?;
         steps.set_item("num_running", reading.num_running)?;
         steps.set_item("num_waiting", reading.num_waiting)?;
+        let waiting_for = PyDict::new(py);
+        for (reason, count) in WaitReason::ALL.into_iter().zip(reading.waiting_for) {
+            waiting_for.set_item(reason.name(), count)?;
+        }
+        steps.set_item("waiting_for", waiting_for)?;
+        steps.set_item("num_queue_timeouts", reading.num_queue_timeouts)?;
         Ok(Some(steps))
     }
 

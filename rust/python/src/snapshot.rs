@@ -39,12 +39,17 @@ pub(crate) fn snapshot<'py>(
     }
     let running: Vec<_> = scheduler.running().iter().map(|&index| id(index)).collect();
     let waiting: Vec<_> = scheduler.waiting().into_iter().map(id).collect();
+    let waiting_for = PyDict::new(py);
+    for index in scheduler.waiting() {
+        waiting_for.set_item(id(index), scheduler.wait_reason(index).name())?;
+    }
     let free_blocks: Vec<u32> = pool.free_blocks().map(|id| id.0).collect();
 
     let snapshot = PyDict::new(py);
     snapshot.set_item("requests", requests)?;
     snapshot.set_item("running", PyList::new(py, running)?)?;
     snapshot.set_item("waiting", PyList::new(py, waiting)?)?;
+    snapshot.set_item("waiting_for", waiting_for)?;
     snapshot.set_item("num_kv_holding", scheduler.num_kv_holding())?;
     snapshot.set_item("free_blocks", PyList::new(py, free_blocks)?)?;
     snapshot.set_item("ref_counts", ref_counts)?;

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sparksched_core::Scheduler;
+use sparksched_core::{Scheduler, WaitCounts};
 
 /// Where times and counts go.
 pub(crate) trait StepSink: Send + Sync {
@@ -18,6 +18,8 @@ pub(crate) trait StepSink: Send + Sync {
     fn waited(&self, time: Duration);
     /// So many requests run and wait.
     fn set_requests(&self, num_running: usize, num_waiting: usize);
+    /// So many wait for what.
+    fn set_waits(&self, counts: &WaitCounts);
 }
 
 /// What the time of one step's call is taken with; nothing if nobody wants it.
@@ -27,6 +29,8 @@ pub(crate) struct Started(Option<Instant>);
 #[derive(Default)]
 pub(crate) struct StepTimer {
     sink: Option<Arc<dyn StepSink>>,
+    /// What was reported last.
+    waits: WaitCounts,
     /// When the last update ended, if it left work and no step was scheduled since.
     updated_at: Option<Instant>,
     /// When the step that is being decided in several calls began.
@@ -75,6 +79,11 @@ impl StepTimer {
     pub(crate) fn note_requests(&mut self, scheduler: &Scheduler) {
         let Some(sink) = &self.sink else { return };
         sink.set_requests(scheduler.running().len(), scheduler.num_waiting());
+        let waits = scheduler.wait_counts();
+        if waits != self.waits {
+            sink.set_waits(&waits);
+            self.waits = waits;
+        }
         if self.updated_at.is_some() && scheduler.num_unfinished_requests() <= 0 {
             self.updated_at = None;
         }

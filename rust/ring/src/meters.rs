@@ -158,6 +158,9 @@ struct RingsMeter {
     num_lost: AtomicU64,
 }
 
+/// Reasons for which requests wait that there is room for.
+pub const MAX_WAIT_REASONS: usize = 16;
+
 /// State of a [`StepMeter`] to which a scheduler reports.
 const REPORTS: u64 = 1;
 /// State of one to which a scheduler has reported that gave way to vLLM's.
@@ -177,6 +180,9 @@ pub struct StepMeter {
     pub gap: Histogram,
     num_running: AtomicU64,
     num_waiting: AtomicU64,
+    /// Of these, by reason.
+    waiting_for: [AtomicU64; MAX_WAIT_REASONS],
+    num_queue_timeouts: AtomicU64,
 }
 
 impl StepMeter {
@@ -202,6 +208,18 @@ impl StepMeter {
         self.num_waiting.store(num_waiting, Relaxed);
     }
 
+    /// Says how many requests wait for what; reasons beyond [`MAX_WAIT_REASONS`] have no room.
+    pub fn set_waits(&self, counts: &[usize]) {
+        for (meter, &count) in self.waiting_for.iter().zip(counts) {
+            meter.store(count as u64, Relaxed);
+        }
+    }
+
+    /// Counts requests that have waited for too long.
+    pub fn count_queue_timeouts(&self, count: u64) {
+        self.num_queue_timeouts.fetch_add(count, Relaxed);
+    }
+
     /// All of it, if a scheduler reports.
     #[must_use]
     pub fn read(&self) -> Option<StepsReading> {
@@ -211,6 +229,8 @@ impl StepMeter {
             gap: self.gap.read(),
             num_running: self.num_running.load(Relaxed),
             num_waiting: self.num_waiting.load(Relaxed),
+            waiting_for: std::array::from_fn(|index| self.waiting_for[index].load(Relaxed)),
+            num_queue_timeouts: self.num_queue_timeouts.load(Relaxed),
         })
     }
 }
@@ -228,6 +248,10 @@ pub struct StepsReading {
     pub num_running: u64,
     /// Requests that wait.
     pub num_waiting: u64,
+    /// Of these, by reason; the writer and the reader know which.
+    pub waiting_for: [u64; MAX_WAIT_REASONS],
+    /// Requests that have waited for too long.
+    pub num_queue_timeouts: u64,
 }
 
 /// All of it. Zeroed memory is an engine of which nothing is known.

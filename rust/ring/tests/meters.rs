@@ -29,8 +29,11 @@ fn a_reader_sees_what_the_engine_counts() {
     steps.update.observe(2000);
     steps.gap.observe(3000);
     steps.set_requests(4, 5);
+    steps.set_waits(&[3, 2]);
+    steps.count_queue_timeouts(6);
     let reading = view.steps().unwrap();
     assert_eq!((reading.num_running, reading.num_waiting), (4, 5));
+    assert_eq!((&reading.waiting_for[..3], reading.num_queue_timeouts), (&[3, 2, 0][..], 6));
     assert_eq!((reading.schedule.counts[0], reading.schedule.sum_ns), (1, 1000));
     assert_eq!((reading.update.counts[2], reading.update.sum_ns), (1, 2000));
     assert_eq!((reading.gap.counts[3], reading.gap.sum_ns), (1, 3000));

@@ -55,6 +55,8 @@ def _variables() -> Iterator[Finding]:
             yield problem(topic, str(error), "correct or unset it: vLLM won't start with it")
     if not are_good:
         return
+    values = (f"{it}={os.environ[it]}" for it in environment.VARIABLES if os.environ.get(it))
+    yield ok("switches", ", ".join(values) or "all at their defaults")
     if environment.is_selected():
         yield ok(topic, f"{environment.SCHEDULER}=sparksched")
     else:

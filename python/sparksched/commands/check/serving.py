@@ -47,6 +47,7 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
     yield _asynchronous(config, asked.async_scheduling)
     yield _prompts(config)
     yield _pacing(config)
+    yield _queue()
     yield _parallelism(config)
     yield _graphs(config)
     chosen = _backends(config)
@@ -225,6 +226,13 @@ def _pacing(config: "VllmConfig") -> Finding:
         f"up to {length:,} tokens, and while one is computed all others nearly stand still",
         f"set {environment.MAX_STALL_MS}=200: docs/paced-prefill.md says what it costs",
     )
+
+
+def _queue() -> Finding:
+    seconds = environment.queue_timeout_s()
+    if seconds is None:
+        return ok("queue", "a request waits as long as it takes, unless it says queue_timeout_s")
+    return ok("queue", f"a request that is not scheduled within {seconds:g} s ends with HTTP 503")
 
 
 def _parallelism(config: "VllmConfig") -> Finding:

@@ -7,9 +7,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -17,7 +17,11 @@ from rich.text import Text
 
 from sparksched.commands.top.interval import Interval, between
 from sparksched.commands.top.page import NoAnswerError, Page, PageError, address, fetch, parse
-from sparksched.commands.top.view import WIDTH, render
+from sparksched.commands.top.view import WIDTH, render, render_servers
+
+if TYPE_CHECKING:
+    from sparksched.commands.top.servers import Server
+    from sparksched.shared.card import EngineCard
 
 DEFAULT_URL: Final = "http://localhost:8000"
 MIN_INTERVAL_S: Final = 0.1
@@ -37,8 +41,9 @@ def add_to(commands: Any) -> None:
         "url",
         nargs="?",
         type=_url,
-        help=f"if not given: {DEFAULT_URL}, and the engines of this user on this machine",
+        help=f"if not given: this user's servers on this machine, or else {DEFAULT_URL}",
     )
+    parser.add_argument("--pid", type=int, help="of several servers, that of this process")
     parser.add_argument(
         "--interval", type=_interval, default=2.0, metavar="SECONDS", help="2 if not given"
     )
@@ -78,21 +83,17 @@ class Look:
 
 def run(parsed: argparse.Namespace) -> int:
     """Look and show, until the user has seen enough; return the exit status."""
-    fetch_page: Callable[[], Page]
-    fetch_page = fetch_here if parsed.url is None else functools.partial(fetch, parsed.url)
-    parsed.url = parsed.url or DEFAULT_URL
     try:
-        first = fetch_page()
+        looks = _looks(parsed)
     except PageError as error:
-        print(f"sparksched top: {parsed.url}: {error}", file=sys.stderr)
+        print(f"sparksched top: {error}", file=sys.stderr)
         return 1
-    looks = watch(fetch_page, parsed.interval, first)
     try:
         with _screen(parsed) as show:
-            for look in looks:
-                show(look)
+            for shown in looks:
+                show(shown)
                 if parsed.once:
-                    return int(bool(look.problem))
+                    return int(shown.has_failed)
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:
@@ -102,38 +103,134 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def fetch_here() -> Page:
-    """Return the page of the usual server, with what it lacks of this user's engines here.
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What is shown at once."""
+
+    picture: RenderableType
+    value: object
+    """The same for a program."""
+    has_failed: bool = False
+
+
+def _looks(parsed: argparse.Namespace) -> Iterator[Shown]:
+    """Find what to look at, and have a first look.
+
+    Raises:
+        PageError: if that is not there.
+
+    """
+    if parsed.url is not None:
+        return _looks_at(parsed.url, functools.partial(fetch, parsed.url), parsed.interval)
+    servers = _servers_here(parsed.pid)
+    if len(servers) > 1:
+        return _looks_at_servers(servers, parsed.interval)
+    if servers:
+        return _looks_at(servers[0].name, functools.partial(page_of, servers[0]), parsed.interval)
+    try:
+        return _looks_at(DEFAULT_URL, functools.partial(fetch, DEFAULT_URL), parsed.interval)
+    except PageError as error:
+        nobody = "no engine with sparksched was found among this user's processes either"
+        raise type(error)(f"{error}; {nobody}") from None
+
+
+def _servers_here(pid: int | None) -> "list[Server]":
+    """Return this user's servers on this machine, or the one that a process belongs to.
+
+    Raises:
+        PageError: if it belongs to none.
+
+    """
+    from sparksched.commands.top.servers import find_servers
+    from sparksched.shared.card import find
+
+    servers = find_servers(find())
+    if pid is None:
+        return servers
+    for server in servers:
+        if server.pid == pid:
+            return [server]
+        engines = tuple(card for card in server.engines if card.pid == pid)
+        if engines:
+            whole = len(engines) == len(server.engines)
+            return [server if whole else dataclasses.replace(server, engines=engines, url=None)]
+    found = ", ".join(str(card.pid) for server in servers for card in server.engines)
+    raise PageError(f"process {pid} is no engine with sparksched; there are: {found or 'none'}")
+
+
+def page_of(server: "Server") -> Page:
+    """Return the page of a server, with what it lacks of its engines.
 
     vLLM's Rust front end knows nothing of ours, and another server may have no page at all.
 
     Raises:
-        PageError: if there is neither a server nor an engine.
+        PageError: if its front end doesn't answer, or its engines are gone.
 
     """
-    try:
-        page = fetch(DEFAULT_URL)
-    except PageError:
-        local = local_page()
-        if local is None:
-            raise
-        return local
-    if not page.labels("sparksched:info") and (local := local_page()):
+    if server.url is None:
+        return _local_page(server.engines)
+    page = fetch(server.url)
+    if not page.labels("sparksched:info"):
+        local = _local_page(server.engines)
         page.samples |= {
             name: its for name, its in local.samples.items() if name.startswith("sparksched:")
         }
     return page
 
 
-def local_page() -> Page | None:
-    """Return the page that `sparksched metrics` shows; None if no engine runs here."""
-    from sparksched.shared.card import find
-
-    if not find():
-        return None
+def _local_page(engines: "Sequence[EngineCard]") -> Page:
+    """Return what `sparksched metrics` shows of some engines."""
     from sparksched.commands import local_engines  # imports vLLM
 
-    return parse(local_engines.page(), time.monotonic())
+    wanted = {local_engines.key(card) for card in engines}
+    text = local_engines.page(lambda card: local_engines.key(card) in wanted)
+    if not text:
+        raise NoAnswerError("its engine is gone")
+    return parse(text, time.monotonic())
+
+
+def _looks_at(name: str, fetch_page: Callable[[], Page], interval_s: float) -> Iterator[Shown]:
+    try:
+        first = fetch_page()
+    except PageError as error:
+        raise type(error)(f"{name}: {error}") from error
+    return (_shown(name, look) for look in watch(fetch_page, interval_s, first))
+
+
+def _looks_at_servers(servers: "Sequence[Server]", interval_s: float) -> Iterator[Shown]:
+    """Look at each engine by itself."""
+    engines = [(server, card) for server in servers for card in server.engines]
+    before: list[Page | None] = [_page_if_there(card) for _, card in engines]
+    while True:
+        time.sleep(interval_s)
+        now = [_page_if_there(card) for _, card in engines]
+        intervals = [
+            None if old is None or new is None else between(old, new)
+            for old, new in zip(before, now, strict=True)
+        ]
+        before = now
+        rows = [(*engine, it) for engine, it in zip(engines, intervals, strict=True)]
+        yield Shown(
+            render_servers(rows),
+            [
+                {
+                    "model_name": card.model_name,
+                    "engine": card.engine,
+                    "pid": card.pid,
+                    "server_pid": server.pid,
+                    "url": server.url,
+                    "interval": interval and dataclasses.asdict(interval),
+                }
+                for server, card, interval in rows
+            ],
+        )
+
+
+def _page_if_there(card: "EngineCard") -> Page | None:
+    try:
+        return _local_page([card])
+    except NoAnswerError:
+        return None
 
 
 def watch(fetch_page: Callable[[], Page], interval_s: float, before: Page) -> Iterator[Look]:
@@ -158,30 +255,22 @@ def watch(fetch_page: Callable[[], Page], interval_s: float, before: Page) -> It
 
 
 @contextmanager
-def _screen(parsed: argparse.Namespace) -> Iterator[Callable[[Look], None]]:
+def _screen(parsed: argparse.Namespace) -> Iterator[Callable[[Shown], None]]:
     """Yield what shows a look: over the one before on a terminal, else below it."""
     if parsed.json:
-        yield _print_json
+        yield lambda shown: print(json.dumps(shown.value), flush=True)
         return
     if not sys.stdout.isatty() or parsed.once:
         console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
-        yield lambda look: console.print(_shown(parsed.url, look))
+        yield lambda shown: console.print(shown.picture)
         return
     with Live(console=Console(), screen=True, auto_refresh=False) as live:
-        live.update(
-            Text(f"sparksched top  {parsed.url}\nlooking for {parsed.interval:g} s"), refresh=True
-        )
-        yield lambda look: live.update(_shown(parsed.url, look), refresh=True)
+        live.update(Text(f"sparksched top\nlooking for {parsed.interval:g} s"), refresh=True)
+        yield lambda shown: live.update(shown.picture, refresh=True)
 
 
-def _shown(url: str, look: Look) -> RenderableType:
+def _shown(name: str, look: Look) -> Shown:
     if look.interval is None:
-        return Text(f"sparksched top  {url}\n{look.problem}")
-    return render(url, look.interval, look.problem)
-
-
-def _print_json(look: Look) -> None:
-    if look.problem or look.interval is None:
-        print(json.dumps({"error": look.problem}), flush=True)
-    else:
-        print(json.dumps(dataclasses.asdict(look.interval)), flush=True)
+        return Shown(Text(f"sparksched top  {name}\n{look.problem}"), {"error": look.problem}, True)
+    value = {"error": look.problem} if look.problem else dataclasses.asdict(look.interval)
+    return Shown(render(name, look.interval, look.problem), value, bool(look.problem))

@@ -55,6 +55,10 @@ class Interval:
     prompt_tokens_per_s: float | None
     generation_tokens_per_s: float | None
     latencies: dict[str, Times | None]
+    waiting_for: dict[str, float]
+    """Requests that wait, by reason; reasons for which none waits are left out."""
+    queue_timeouts: float | None
+    """Since the start."""
     engines: list[Labels]
     """The labels of `sparksched:info`; none without sparksched."""
     steps: dict[str, Times | None]
@@ -79,12 +83,14 @@ def between(before: Page, now: Page) -> Interval:
     return Interval(
         seconds=now.at_s - before.at_s,
         model_names=sorted(names - {""}),
-        running=now.total("vllm:num_requests_running"),
-        waiting=now.total("vllm:num_requests_waiting"),
+        running=_of_vllm_or_ours(now, "running"),
+        waiting=_of_vllm_or_ours(now, "waiting"),
         kv_cache_usage=now.mean("vllm:kv_cache_usage_perc"),
         prompt_tokens_per_s=_rate(before, now, "vllm:prompt_tokens_total"),
         generation_tokens_per_s=_rate(before, now, "vllm:generation_tokens_total"),
         latencies={key: _times(before, now, name) for key, name in LATENCIES.items()},
+        waiting_for=_waiting_for(now),
+        queue_timeouts=now.total("sparksched:queue_timeouts_total"),
         engines=now.labels("sparksched:info"),
         steps={key: _times(before, now, name) for key, name in STEP_HISTOGRAMS.items()},
         rings={direction: _ring(before, now, direction) for direction in DIRECTIONS},
@@ -92,6 +98,19 @@ def between(before: Page, now: Page) -> Interval:
         rescues=now.total("sparksched:rescues_total"),
         clients_lost=now.total("sparksched:clients_lost_total"),
     )
+
+
+def _of_vllm_or_ours(now: Page, what: str) -> float | None:
+    """Return a number of requests; without a front end only ours is known."""
+    found = now.total(f"vllm:num_requests_{what}")
+    return now.total(f"sparksched:requests_{what}") if found is None else found
+
+
+def _waiting_for(now: Page) -> dict[str, float]:
+    name = "sparksched:waiting_requests"
+    reasons = dict.fromkeys(labels.get("reason", "") for labels in now.labels(name))
+    counts = {reason: now.total(name, reason=reason) or 0 for reason in reasons}
+    return {reason: count for reason, count in counts.items() if count}
 
 
 def _rate(before: Page, now: Page, name: str, **labels: str) -> float | None:

@@ -1,7 +1,7 @@
 """How an interval looks on a terminal of 80 columns."""
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -9,6 +9,10 @@ from rich.text import Text
 
 from sparksched.commands.top.interval import Interval, Times
 from sparksched.commands.top.page import Labels
+
+if TYPE_CHECKING:
+    from sparksched.commands.top.servers import Server
+    from sparksched.shared.card import EngineCard
 
 WIDTH: Final = 80
 UNKNOWN: Final = "-"
@@ -32,7 +36,7 @@ def render(url: str, interval: Interval, notice: str = "") -> RenderableType:
     if notice:
         parts.append(Text(notice, style="bold red"))
     parts += _schedulers(interval)
-    parts += [Text(), _requests(interval), Text(), _times(interval)]
+    parts += [Text(), _requests(interval), *_waits(interval), Text(), _times(interval)]
     if any(interval.rings.values()):
         parts += [Text(), _rings(interval)]
     return Group(*parts)
@@ -78,6 +82,38 @@ def _requests(interval: Interval) -> Table:
         number(interval.generation_tokens_per_s),
     )
     return table
+
+
+def _waits(interval: Interval) -> Iterator[Text]:
+    if interval.waiting_for:
+        reasons = (f"{name} {number(count)}" for name, count in interval.waiting_for.items())
+        yield Text(f"waiting for           {', '.join(reasons)}", "yellow")
+    if interval.queue_timeouts:
+        yield Text(f"waited too long       {number(interval.queue_timeouts)}", "yellow")
+
+
+def render_servers(
+    rows: "Sequence[tuple[Server, EngineCard, Interval | None]]",
+) -> RenderableType:
+    """Return what several servers do, an engine a line."""
+    table = _table("model", "engine", "process", "server", "running", "waiting", "steps/s")
+    for server, card, interval in rows:
+        steps = None if interval is None else interval.steps["schedule"]
+        table.add_row(
+            card.model_name,
+            card.engine,
+            str(card.pid),
+            server.name.removeprefix("http://"),
+            number(None if interval is None else interval.running),
+            number(None if interval is None else interval.waiting),
+            number(steps.per_s if steps else None),
+        )
+    title = Text("sparksched top  this machine", "bold")
+    parts: list[RenderableType] = [title, Text(), table, Text()]
+    for name in dict.fromkeys(server.name for server, _, _ in rows if server.url is None):
+        parts.append(Text(f"No page of vLLM's metrics was found for {name}.", "yellow"))
+    parts.append(Text("More on one of them: sparksched top URL, or --pid with its process."))
+    return Group(*parts)
 
 
 def _times(interval: Interval) -> Table:

@@ -61,7 +61,7 @@ impl KvCacheManager {
             for_admission: false,
         };
         let required = self.num_blocks_to_allocate(request, demand);
-        if required > i64::from(self.pool.num_free()) {
+        if !self.has_free(required, 0) {
             return false;
         }
         self.extend_tables(request, demand);

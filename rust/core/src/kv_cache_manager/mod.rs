@@ -42,6 +42,15 @@ pub struct AdmissionTerms {
     pub others_run: bool,
 }
 
+/// What a request lacked that didn't get its blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockShortfall {
+    /// Free blocks that it wanted.
+    pub num_wanted: u32,
+    /// Of these, blocks that were to stay free for others.
+    pub num_reserved: u32,
+}
+
 /// Gives blocks to requests and takes them back.
 #[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 #[derive(Clone, Debug)]
@@ -67,6 +76,8 @@ pub struct KvCacheManager {
     /// Blocks of the last prefix hit, by group.
     hits: Vec<Vec<BlockId>>,
     work: BlockWork,
+    /// Of the last request that didn't get its blocks; nothing is decided by it.
+    shortfall: Option<BlockShortfall>,
     pub(crate) prefix_cache_stats: PrefixCacheStats,
 }
 
@@ -149,6 +160,7 @@ impl KvCacheManager {
                 copies: vec![Vec::new(); num_work_groups],
                 to_zero: vec![Vec::new(); num_work_groups],
             },
+            shortfall: None,
             prefix_cache_stats: PrefixCacheStats::default(),
         }
     }
@@ -162,6 +174,25 @@ impl KvCacheManager {
     /// The blocks themselves, to be lent.
     pub(crate) fn pool_mut(&mut self) -> &mut BlockPool {
         &mut self.pool
+    }
+
+    /// What the last request lacked that didn't get its blocks.
+    pub(crate) fn shortfall(&self) -> Option<BlockShortfall> {
+        self.shortfall
+    }
+
+    /// Whether so many blocks are free; notes what is wanted if not.
+    fn has_free(&mut self, num_required: i64, num_reserved: i64) -> bool {
+        let num_wanted = num_required + num_reserved;
+        let is_free = num_wanted <= i64::from(self.pool.num_free());
+        if !is_free {
+            let count = |blocks: i64| u32::try_from(blocks).unwrap_or(u32::MAX);
+            self.shortfall = Some(BlockShortfall {
+                num_wanted: count(num_wanted),
+                num_reserved: count(num_reserved),
+            });
+        }
+        is_free
     }
 
     /// Groups for which a request needs more than their tables.
@@ -292,8 +323,9 @@ impl KvCacheManager {
         let num_tokens =
             (num_computed + num_new_tokens + self.num_lookahead_tokens).min(self.max_model_len);
         let num_blocks = num_tokens.div_ceil(self.block_size) as usize;
-        let num_missing = request.groups.iter().map(|blocks| blocks.num_missing(num_blocks)).sum();
-        if self.pool.num_free() < num_missing {
+        let num_missing: u32 =
+            request.groups.iter().map(|blocks| blocks.num_missing(num_blocks)).sum();
+        if !self.has_free(num_missing.into(), 0) {
             return false;
         }
         for blocks in &mut request.groups {
@@ -335,7 +367,7 @@ impl KvCacheManager {
         };
         if terms.full_sequence_must_fit {
             let required = self.num_blocks_to_allocate(request, demand);
-            if required + watermark_blocks > i64::from(self.pool.num_free()) {
+            if !self.has_free(required, watermark_blocks) {
                 return false;
             }
         }
@@ -348,7 +380,7 @@ impl KvCacheManager {
         let demand = Demand { num_tokens, num_main_tokens, for_admission: false, ..demand };
         let required = self.num_blocks_to_allocate(request, demand);
         let num_reserved = watermark_blocks + i64::from(terms.reserved_from_load.unwrap_or(0));
-        if required + num_reserved > i64::from(self.pool.num_free()) {
+        if !self.has_free(required, num_reserved) {
             return false;
         }
 

@@ -2,7 +2,8 @@
 //! and go.
 //!
 //! `policy.rs` decides what a step computes, `update.rs` takes in what the model runner brought,
-//! `demand.rs` shows what is asked of the next step, and `transfers.rs`, `encoder_transfer.rs` and `aux_output.rs` are the parts of both that a KV
+//! `demand.rs` shows what is asked of the next step, `waits.rs` what requests wait for, and
+//! `transfers.rs`, `encoder_transfer.rs` and `aux_output.rs` are the parts of both that a KV
 //! connector, an EC connector and the collector of auxiliary output have.
 
 mod aux_output;
@@ -11,6 +12,7 @@ mod encoder_transfer;
 mod policy;
 mod transfers;
 mod update;
+mod waits;
 
 use crate::config::{ConfigError, RequestSpecMetrics, SchedulerConfig};
 use crate::hooks::Hooks;
@@ -25,10 +27,12 @@ use crate::slots::Slots;
 use crate::state_group::ChunkAligner;
 use crate::stats::{RequestSpecStats, SchedulerStats, SpecDecodingStats};
 use crate::step::Step;
+use crate::wait_reason::{WaitCounts, WaitReason};
 
 pub use self::demand::{Demand, Prompt, StepLoad};
 pub use self::transfers::{EndedRequest, FailedLoads};
 pub use self::update::{RequestNews, RequestOutput, ScheduledOutput};
+pub use self::waits::{BlockHolders, HeadOfQueue};
 
 use self::transfers::KvTransfer;
 
@@ -58,7 +62,11 @@ pub struct Scheduler {
     /// Sessions without input. They keep their places in the model runner's batch.
     num_waiting_for_input: usize,
     /// Waiting requests that were passed over or wait for more than their turn.
-    num_deferred: usize,
+    deferred: WaitCounts,
+    /// Why the last step admitted nobody more; `None` if nobody was left.
+    held_up_by: Option<WaitReason>,
+    /// No request's time in the queue is up before that.
+    next_queue_deadline: f64,
     /// Finished requests that stay until their blocks are filled or sent.
     num_kept: usize,
     /// Taken out of the queues while this step looks for someone to admit.
@@ -98,7 +106,9 @@ impl Scheduler {
             kv_holding_waiting: RequestQueue::new(config.policy),
             running: Vec::new(),
             num_waiting_for_input: 0,
-            num_deferred: 0,
+            deferred: WaitCounts::default(),
+            held_up_by: None,
+            next_queue_deadline: f64::INFINITY,
             num_kept: 0,
             passed_over: Vec::new(),
             pause_state: PauseState::default(),
@@ -147,8 +157,8 @@ impl Scheduler {
 
     /// Puts a request that waits into its queue.
     fn enqueue(&mut self, index: RequestIndex) {
-        if self.request(index).status.is_blocked() {
-            self.defer(index);
+        if let Some(reason) = waits::reason_of_status(self.request(index).status) {
+            self.defer(index, reason);
         }
         let (queue, slots) = self.queue_of(index);
         queue.add(index, slots);
@@ -159,14 +169,6 @@ impl Scheduler {
         let holds_blocks = self.request(index).holds_blocks();
         let queue = if holds_blocks { &mut self.kv_holding_waiting } else { &mut self.waiting };
         (queue, &self.slots)
-    }
-
-    /// Notes that a request waits for more than its turn, or was passed over.
-    fn defer(&mut self, index: RequestIndex) {
-        let request = &mut self.slots[index];
-        if !std::mem::replace(&mut request.is_deferred, true) {
-            self.num_deferred += 1;
-        }
     }
 
     /// Has a session that waits for input go on.
@@ -192,6 +194,9 @@ impl Scheduler {
         request.num_computed_tokens = request.num_computed_tokens.min(last_token);
         if self.config.log_stats {
             request.record_event(EventKind::Queued, now);
+        }
+        if request.deferred_by.is_some() {
+            self.defer(index, WaitReason::Turn);
         }
     }
 
@@ -276,9 +281,8 @@ impl Scheduler {
         }
         let slots = &mut self.slots;
         for &index in indices {
-            let request = &mut slots[index];
-            if std::mem::take(&mut request.is_deferred) {
-                self.num_deferred -= 1;
+            if let Some(reason) = slots[index].deferred_by.take() {
+                self.deferred.remove(reason);
             }
         }
         // Each is in one of them.
@@ -398,8 +402,8 @@ impl Scheduler {
     pub fn take_stats(&mut self) -> SchedulerStats {
         SchedulerStats {
             num_running_reqs: self.running.len(),
-            num_waiting_reqs: self.num_waiting() - self.num_deferred,
-            num_skipped_waiting_reqs: self.num_deferred,
+            num_waiting_reqs: self.num_waiting() - self.deferred.total(),
+            num_skipped_waiting_reqs: self.deferred.total(),
             kv_cache_usage: self.kv_cache.pool().usage(),
             prefix_cache_stats: std::mem::take(&mut self.kv_cache.prefix_cache_stats),
             spec_decoding_stats: self.spec_decoding_stats.take(),
@@ -436,7 +440,8 @@ impl Scheduler {
         let idle = waiting.iter().filter(|it| it.status == RequestStatus::WaitingForInput).count();
         assert_eq!(idle, self.num_waiting_for_input, "sessions without input are miscounted");
         assert!(waiting.iter().all(|request| request.status != RequestStatus::Running));
-        let num_deferred = waiting.iter().filter(|request| request.is_deferred).count();
-        assert_eq!(num_deferred, self.num_deferred, "deferred requests are miscounted");
+        let mut deferred = WaitCounts::default();
+        waiting.iter().filter_map(|it| it.deferred_by).for_each(|reason| deferred.add(reason));
+        assert_eq!(deferred, self.deferred, "deferred requests are miscounted");
     }
 }

@@ -16,6 +16,7 @@ use crate::kv_cache_manager::AdmissionTerms;
 use crate::request::{EventKind, FetchStage, PrefillStats, Request, RequestStatus};
 use crate::state_group::Sequence;
 use crate::step::{Admission, ScheduledRequest, Step, StepKnobs, UNKNOWN_DRAFT};
+use crate::wait_reason::WaitReason;
 
 /// What is left of a step's allowance.
 struct Budget {
@@ -59,9 +60,9 @@ struct Share {
 enum Turn {
     Admit,
     /// It stays, and the next one has its turn.
-    Skip,
+    Skip(WaitReason),
     /// It stays, and so do all behind it.
-    Stop,
+    Stop(WaitReason),
 }
 
 /// What holds for a whole call of `schedule()`.
@@ -132,7 +133,11 @@ impl Scheduler {
 
         self.schedule_running(&mut budget, &limits, hooks)?;
         self.note_loras();
-        if self.step.preempted.is_empty() && self.pause_state != PauseState::PausedAll {
+        if self.pause_state == PauseState::PausedAll {
+            self.held_up_by = Some(WaitReason::Pause);
+        } else if !self.step.preempted.is_empty() {
+            self.held_up_by = Some(WaitReason::Blocks);
+        } else {
             self.schedule_waiting(&mut budget, &limits, hooks)?;
         }
         self.kv_cache.end_step(&mut self.step);
@@ -436,7 +441,7 @@ impl Scheduler {
             queue.prepend(index, slots);
         }
         if !limits.defer_prefills {
-            self.prefill_capacity_bound = self.num_waiting() > self.num_deferred;
+            self.prefill_capacity_bound = self.num_waiting() > self.deferred.total();
         }
         admitted
     }
@@ -447,20 +452,27 @@ impl Scheduler {
         limits: &StepLimits,
         hooks: &mut H,
     ) -> Result<(), H::Error> {
+        self.held_up_by = Some(WaitReason::TokenBudget);
         while !budget.is_spent() {
-            let Some(index) = self.next_to_admit() else { break };
-            let num_active = self.running.len() + self.num_waiting_for_input;
-            if num_active >= self.config.max_num_active_reqs {
+            let Some(index) = self.next_to_admit() else {
+                self.held_up_by = (!self.waiting.is_empty()).then_some(WaitReason::Pause);
                 break;
-            }
-            if !self.is_ready(index, hooks)? || self.exceeds_max_loras(index) {
-                self.skip();
-                continue;
-            }
-            match self.admit(index, budget, limits, hooks)? {
+            };
+            let num_active = self.running.len() + self.num_waiting_for_input;
+            let turn = if num_active >= self.config.max_num_active_reqs {
+                Turn::Stop(WaitReason::MaxNumSeqs)
+            } else if let Some(reason) = self.not_ready(index, hooks)? {
+                Turn::Skip(reason)
+            } else {
+                self.admit(index, budget, limits, hooks)?
+            };
+            match turn {
                 Turn::Admit => {}
-                Turn::Skip => self.skip(),
-                Turn::Stop => break,
+                Turn::Skip(reason) => self.skip(reason),
+                Turn::Stop(reason) => {
+                    self.hold_up(index, reason);
+                    break;
+                }
             }
         }
         Ok(())
@@ -480,28 +492,35 @@ impl Scheduler {
         popped.expect("the request that was looked at")
     }
 
-    /// Whether a waiting request waits for nothing but its turn.
-    fn is_ready<H: Hooks>(&mut self, index: RequestIndex, hooks: &mut H) -> Result<bool, H::Error> {
+    /// What a waiting request waits for besides its turn; `None` for nothing.
+    fn not_ready<H: Hooks>(
+        &mut self,
+        index: RequestIndex,
+        hooks: &mut H,
+    ) -> Result<Option<WaitReason>, H::Error> {
         let request = &mut self.slots[index];
         if request.status == RequestStatus::WaitingForGrammar {
             if hooks.grammar_state(index)? != GrammarState::Ready {
-                return Ok(false);
+                return Ok(Some(WaitReason::Grammar));
             }
             request.status = RequestStatus::Waiting;
         }
         if request.status == RequestStatus::WaitingForInput {
-            return Ok(false);
+            return Ok(Some(WaitReason::SessionInput));
         }
         if request.status == RequestStatus::WaitingForRemoteKvs {
             if !request.transfer.has_arrived {
-                return Ok(false);
+                return Ok(Some(WaitReason::KvLoad));
             }
             self.end_load(index);
         }
         let request = self.request(index);
         // Tokens of an earlier life are still to be delivered: resumed now, it would sample them
         // a second time.
-        Ok(request.num_stale_output_tokens == 0 || request.drop_stale_output)
+        if request.num_stale_output_tokens > 0 && !request.drop_stale_output {
+            return Ok(Some(WaitReason::StaleOutput));
+        }
+        Ok(self.exceeds_max_loras(index).then_some(WaitReason::Adapter))
     }
 
     /// Whether a request's adapter would be one too many in this step.
@@ -513,9 +532,9 @@ impl Scheduler {
         })
     }
 
-    fn skip(&mut self) {
+    fn skip(&mut self, reason: WaitReason) {
         let index = self.pop_next();
-        self.defer(index);
+        self.defer(index, reason);
         self.passed_over.push(index);
     }
 
@@ -529,31 +548,34 @@ impl Scheduler {
     ) -> Result<Turn, H::Error> {
         let looks_up = self.request(index).num_computed_tokens == 0;
         let hit = if looks_up { self.find_hit(index, hooks)? } else { Some(Hit::default()) };
-        let Some(hit) = hit else { return Ok(Turn::Skip) };
+        let Some(hit) = hit else { return Ok(Turn::Skip(WaitReason::KvLookup)) };
         let request = self.request(index);
         let num_computed_tokens = request.num_computed_tokens + hit.num_tokens();
         if self.awaits_encoder_outputs(request, num_computed_tokens.into(), hooks)? {
-            return Ok(Turn::Skip);
+            return Ok(Turn::Skip(WaitReason::EncoderLoad));
         }
         if looks_up {
             self.note_hit(index, &hit);
         }
         if hit.external.is_async {
             if !self.allocate_admitted(index, hit, 0, looks_up, hooks)? {
-                return Ok(Turn::Stop);
+                return Ok(Turn::Stop(WaitReason::Blocks));
             }
             self.begin_load(index, num_computed_tokens);
             self.note_load(index, hooks)?;
-            return Ok(Turn::Skip);
+            return Ok(Turn::Skip(WaitReason::KvLoad));
         }
         let share = self.share_of_admitted(index, num_computed_tokens, budget, limits, hooks)?;
-        let Some(share) = share else { return Ok(Turn::Stop) };
+        let share = match share {
+            Ok(share) => share,
+            Err(reason) => return Ok(Turn::Stop(reason)),
+        };
         if share.num_tokens == 0 {
-            let skips = self.config.behaviors.skips_held_up;
-            return Ok(if skips { Turn::Skip } else { Turn::Stop });
+            let turn = if self.config.behaviors.skips_held_up { Turn::Skip } else { Turn::Stop };
+            return Ok(turn(WaitReason::Encoder));
         }
         if !self.allocate_admitted(index, hit, share.num_tokens, looks_up, hooks)? {
-            return Ok(Turn::Stop);
+            return Ok(Turn::Stop(WaitReason::Blocks));
         }
         self.run(index, num_computed_tokens, &share, limits.now);
         self.step.has_sync_kv_loads |= hit.external.num_tokens > 0;
@@ -640,8 +662,8 @@ impl Scheduler {
             RequestStatus::Preempted => Admission::Resumed,
             _ => Admission::New,
         };
-        if std::mem::take(&mut request.is_deferred) {
-            self.num_deferred -= 1;
+        if let Some(reason) = request.deferred_by.take() {
+            self.deferred.remove(reason);
         }
         request.status = RequestStatus::Running;
         request.num_computed_tokens = num_computed_tokens;
@@ -659,8 +681,8 @@ impl Scheduler {
         self.step.admitted.push((admission, scheduled));
     }
 
-    /// What a request gets of the step that admits it: no tokens if the encoder or a drafter holds
-    /// it up; `None` if it has to wait.
+    /// What a request gets of the step that admits it, no tokens if the encoder or a drafter holds
+    /// it up; or what it has to wait for.
     fn share_of_admitted<H: Hooks>(
         &self,
         index: RequestIndex,
@@ -668,11 +690,11 @@ impl Scheduler {
         budget: &Budget,
         limits: &StepLimits,
         hooks: &mut H,
-    ) -> Result<Option<Share>, H::Error> {
+    ) -> Result<Result<Share, WaitReason>, H::Error> {
         let request = self.request(index);
         let num_missing = request.num_tokens() as u32 - num_computed_tokens;
         if limits.defer_prefills && num_missing > 1 {
-            return Ok(None);
+            return Ok(Err(WaitReason::HeldBack));
         }
         let available = budget.available();
         let mut share = Share { num_tokens: num_missing, num_padding_tokens: 0 };
@@ -680,7 +702,7 @@ impl Scheduler {
             let num_padding_tokens = self.config.speculation.num_spec_tokens;
             let num_tokens = 1 + num_padding_tokens;
             if num_tokens > available {
-                return Ok(None);
+                return Ok(Err(WaitReason::TokenBudget));
             }
             // vLLM fails an assertion if the threshold is below that; here the padding goes.
             if limits.cap(num_tokens) == num_tokens {
@@ -689,12 +711,12 @@ impl Scheduler {
         }
         let num_tokens = limits.cap(share.num_tokens);
         if !self.config.enable_chunked_prefill && num_tokens > available {
-            return Ok(None);
+            return Ok(Err(WaitReason::TokenBudget));
         }
         let num_tokens = num_tokens.min(available);
         let mut num_tokens = self.align_chunk(request, num_computed_tokens, num_tokens, limits);
         if num_tokens == 0 {
-            return Ok(None);
+            return Ok(Err(WaitReason::TokenBudget));
         }
         if share.num_padding_tokens > 0 && num_tokens != share.num_tokens {
             // Padding that is cut in part goes as a whole.
@@ -703,7 +725,7 @@ impl Scheduler {
         }
         share.num_tokens =
             self.fit_to_drafter_and_encoder(index, num_computed_tokens, num_tokens, hooks)?;
-        Ok(Some(share))
+        Ok(Ok(share))
     }
 
     /// Whether a request that lacks nothing but its next token is given as many tokens as those

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PySet, PyTuple};
+use pyo3::types::{PyDict, PyList, PySet, PyString, PyTuple};
 use sparksched_core::{
     BlockHasher, PacingSettings, PauseState, RequestIndex, RequestOutput, RequestStatus, Scheduler,
     StepKnobs,
@@ -144,7 +144,13 @@ impl SchedulerCore {
     }
 
     #[by(guarded)]
-    fn add_request(&mut self, request: &Bound<'_, PyAny>, now: f64) -> PyResult<()> {
+    #[pyo3(signature = (request, now, queue_timeout_s=None))]
+    fn add_request(
+        &mut self,
+        request: &Bound<'_, PyAny>,
+        now: f64,
+        queue_timeout_s: Option<f64>,
+    ) -> PyResult<()> {
         let py = request.py();
         let new = convert::new_request(request, &self.extra_keys)?;
         let entry = Entry::of(request)?;
@@ -153,10 +159,19 @@ impl SchedulerCore {
             return Err(PyValueError::new_err(format!("duplicate request id {id}")));
         }
         let index = self.scheduler.add_request(new, now);
+        if let Some(seconds) = queue_timeout_s {
+            self.scheduler.set_queue_deadline(index, now + seconds);
+        }
         self.entries.insert(index, entry);
         let noted = self.places.bind(py).set_item(&id, index.0);
         let noted = noted.and_then(|()| self.requests.bind(py).set_item(&id, request));
         self.or_stop(noted)
+    }
+
+    #[by(guarded)]
+    fn take_expired<'py>(&mut self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyList>> {
+        let expired = self.scheduler.take_expired(now);
+        self.requests_at(py, expired.into_iter())
     }
 
     fn is_waiting_for_input(&self, request_id: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -510,6 +525,16 @@ impl SchedulerCore {
     pub(crate) fn report_steps_to(&mut self, sink: Arc<dyn StepSink>) {
         self.timer.report_to(sink);
         self.timer.note_requests(&self.scheduler);
+    }
+
+    /// The core, for those who only look.
+    pub(crate) fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+
+    /// The id of the request at a place.
+    pub(crate) fn id_of(&self, index: RequestIndex) -> &Py<PyString> {
+        &self.entries.get(index).id
     }
 
     /// Whether a request has work to do in the current pause state.
