@@ -295,7 +295,9 @@ def test_every_series_is_described(shown: list[EngineView]) -> None:
         def steps(self) -> dict[str, Any]:
             times = ([1] * (len(_core.meter_bounds_s()) + 1), 1.0)
             names = ("schedule", "update_from_output", "step_gap")
-            return dict.fromkeys(names, times) | {"num_running": 1, "num_waiting": 1}
+            pacing = {key: 1 for key, *_ in collector._PACING}
+            requests = {"num_running": 1, "num_waiting": 1}
+            return dict.fromkeys(names, times) | requests | {"pacing": pacing}
 
         def steps_have_ended(self) -> bool:
             return False

@@ -54,6 +54,13 @@ _REQUESTS: Final = {
     "running": "Requests that the scheduler has in its batch.",
     "waiting": "Requests that wait to be scheduled, for whatever reason.",
 }
+_PACING: Final = (
+    ("chunk_tokens", GaugeMetricFamily, "Tokens of prompts in the present chunk."),
+    ("longest_stall_s", GaugeMetricFamily, "Longest step with prompts beside streams, lately."),
+    ("prompt_s", CounterMetricFamily, "Seconds of steps with prompts while others generated."),
+    ("contended_s", CounterMetricFamily, "Seconds in which prompts and decodes had work."),
+    ("num_decode_steps", CounterMetricFamily, "Steps of decodes alone that were put in."),
+)
 _RING_GAUGES: Final = {
     "waiting_bytes": ("sparksched:ring_waiting_bytes", "Bytes in the rings that are to be read."),
     "high_water_bytes": (
@@ -248,6 +255,19 @@ def _step_families(readings: _Readings) -> Iterator[Metric]:
         for view, reading in readings:
             gauge.add_metric(view.labels, reading[f"num_{name}"])
         yield gauge
+    yield from _pacing_families(readings)
+
+
+def _pacing_families(readings: _Readings) -> Iterator[Metric]:
+    for key, family_class, text in _PACING:
+        name = key.removeprefix("num_").removesuffix("_s")
+        unit = "_seconds" if key.endswith("_s") else ""
+        family = family_class(f"sparksched:paced_{name}{unit}", text, labels=LABELS)
+        for view, reading in readings:
+            if (pacing := reading["pacing"]) is not None:
+                family.add_metric(view.labels, pacing[key])
+        if family.samples or not readings:
+            yield family
 
 
 def _ring_families(readings: _Readings) -> Iterator[Metric]:

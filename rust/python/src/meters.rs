@@ -7,9 +7,12 @@ use std::time::Duration;
 use pyo3::exceptions::PyConnectionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
+use sparksched_core::PacingReport;
 use sparksched_entry_points::entry_points;
 use sparksched_ring::meter_page::{MeterPage, MeterView};
-use sparksched_ring::meters::{HistogramReading, NUM_BOUNDS, RingsReading, Traffic, bound_ns};
+use sparksched_ring::meters::{
+    HistogramReading, NUM_BOUNDS, PacingReading, RingsReading, Traffic, bound_ns,
+};
 use sparksched_ring::segment::SegmentError;
 
 use crate::scheduler_core::SchedulerCore;
@@ -43,6 +46,11 @@ fn connection_error(error: SegmentError) -> PyErr {
 // The engine's side
 // ----------------------------------------------------------------------------------------
 
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "never below 0")]
+fn us(seconds: f64) -> u64 {
+    (1e6 * seconds) as u64
+}
+
 struct PageSink(Arc<MeterPage>);
 
 fn ns(time: Duration) -> u64 {
@@ -64,6 +72,16 @@ impl StepSink for PageSink {
 
     fn set_requests(&self, num_running: usize, num_waiting: usize) {
         self.0.meters().steps().set_requests(num_running as u64, num_waiting as u64);
+    }
+
+    fn set_pacing(&self, report: &PacingReport) {
+        self.0.meters().pacing().set(PacingReading {
+            chunk_tokens: report.chunk_tokens.into(),
+            prompt_us: us(report.prompt_s),
+            contended_us: us(report.contended_s),
+            num_decode_steps: report.num_decode_steps,
+            longest_stall_us: us(report.longest_stall_s),
+        });
     }
 }
 
@@ -129,6 +147,8 @@ impl MeterReader {
         steps.set_item("step_gap", histogram(py, &reading.gap)?)?;
         steps.set_item("num_running", reading.num_running)?;
         steps.set_item("num_waiting", reading.num_waiting)?;
+        let pacing = self.view.pacing().map(|it| pacing(py, it)).transpose()?;
+        steps.set_item("pacing", pacing)?;
         Ok(Some(steps))
     }
 
@@ -146,6 +166,16 @@ impl MeterReader {
         rings.set_item("num_clients_lost", num_lost)?;
         Ok(Some(rings))
     }
+}
+
+fn pacing(py: Python<'_>, reading: PacingReading) -> PyResult<Bound<'_, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("chunk_tokens", reading.chunk_tokens)?;
+    dict.set_item("prompt_s", reading.prompt_us as f64 / 1e6)?;
+    dict.set_item("contended_s", reading.contended_us as f64 / 1e6)?;
+    dict.set_item("num_decode_steps", reading.num_decode_steps)?;
+    dict.set_item("longest_stall_s", reading.longest_stall_us as f64 / 1e6)?;
+    Ok(dict)
 }
 
 fn histogram<'py>(

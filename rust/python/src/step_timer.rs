@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sparksched_core::Scheduler;
+use sparksched_core::{PacingReport, Scheduler};
 
 /// Where times and counts go.
 pub(crate) trait StepSink: Send + Sync {
@@ -18,6 +18,8 @@ pub(crate) trait StepSink: Send + Sync {
     fn waited(&self, time: Duration);
     /// So many requests run and wait.
     fn set_requests(&self, num_running: usize, num_waiting: usize);
+    /// So paced prefill stands.
+    fn set_pacing(&self, report: &PacingReport);
 }
 
 /// What the time of one step's call is taken with; nothing if nobody wants it.
@@ -69,6 +71,13 @@ impl StepTimer {
         let now = Instant::now();
         sink.updated(now.duration_since(began));
         self.updated_at = Some(now);
+    }
+
+    /// A step came back, and prompts are paced.
+    pub(crate) fn note_pacing(&self, report: &PacingReport) {
+        if let Some(sink) = &self.sink {
+            sink.set_pacing(report);
+        }
     }
 
     /// Something may have changed. An engine with nothing to do waits for requests: that is no gap.
