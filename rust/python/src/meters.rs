@@ -171,10 +171,10 @@ impl MeterReader {
 fn pacing(py: Python<'_>, reading: PacingReading) -> PyResult<Bound<'_, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("chunk_tokens", reading.chunk_tokens)?;
-    dict.set_item("prompt_s", reading.prompt_us as f64 / 1e6)?;
-    dict.set_item("contended_s", reading.contended_us as f64 / 1e6)?;
+    dict.set_item("prompt_s", seconds(reading.prompt_us.saturating_mul(1_000)))?;
+    dict.set_item("contended_s", seconds(reading.contended_us.saturating_mul(1_000)))?;
     dict.set_item("num_decode_steps", reading.num_decode_steps)?;
-    dict.set_item("longest_stall_s", reading.longest_stall_us as f64 / 1e6)?;
+    dict.set_item("longest_stall_s", seconds(reading.longest_stall_us.saturating_mul(1_000)))?;
     Ok(dict)
 }
 
