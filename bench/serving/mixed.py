@@ -354,7 +354,10 @@ class _Bench:
         """Return how many ordinary requests end in a second while enough are under way."""
         seconds = self._options.sustain
         # The first time is for kernels, and for requests to get out of step with each other.
-        return [asyncio.run(self._sustain(seconds, turn)) for turn in range(2)][-1]
+        _, rate = (asyncio.run(self._sustain(seconds, turn)) for turn in range(2))
+        if not rate:
+            sys.exit(f"error: no request has ended in {seconds / 2:g} s: --sustain is too short")
+        return rate
 
     async def _sustain(self, seconds: float, turn: int) -> float:
         loop = asyncio.get_running_loop()

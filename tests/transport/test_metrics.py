@@ -149,6 +149,27 @@ def value_or_zero(name: str) -> float:
     return value(name) if any(name.startswith(it) for it in families()) else 0.0
 
 
+def test_what_paced_prefill_does_is_shown(config: VllmConfig) -> None:
+    async def run(engine: Engine) -> None:
+        async with running_llm(config, engine) as llm:
+            streams = (generate(llm, f"r{index}", 40) for index in range(3))
+            await asyncio.gather(*streams, generate_after(llm, "late", 0.03))
+            names = families()
+            assert {"sparksched:paced_chunk_tokens", "sparksched:paced_decode_steps"} <= names
+            assert value("sparksched:paced_prompt_seconds_total") > 0
+            contended = value("sparksched:paced_contended_seconds_total")
+            assert contended >= value("sparksched:paced_prompt_seconds_total")
+            assert value("sparksched:paced_longest_stall_seconds") > 0
+
+    with front_end(), running_engine(config, SPARKSCHED_MAX_STALL_MS="100") as engine:
+        run_async(run(engine))
+
+
+async def generate_after(llm: AsyncLLM, request_id: str, delay_s: float) -> None:
+    await asyncio.sleep(delay_s)
+    await generate(llm, request_id, 5)
+
+
 def test_a_ring_without_room_is_counted_in_both_directions(model_directory: Path) -> None:
     config = make_config(model_directory, max_num_seqs=64)
 

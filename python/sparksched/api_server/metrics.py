@@ -62,6 +62,13 @@ _QUEUE_TIMEOUTS: Final = (
     "sparksched:queue_timeouts",
     "Requests that ended because they had waited too long to be scheduled.",
 )
+_PACING: Final = (
+    ("chunk_tokens", GaugeMetricFamily, "Tokens of prompts in the present chunk."),
+    ("longest_stall_s", GaugeMetricFamily, "Longest step with prompts beside streams, lately."),
+    ("prompt_s", CounterMetricFamily, "Seconds of steps with prompts while others generated."),
+    ("contended_s", CounterMetricFamily, "Seconds in which prompts and decodes had work."),
+    ("num_decode_steps", CounterMetricFamily, "Steps of decodes alone that were put in."),
+)
 _RING_GAUGES: Final = {
     "waiting_bytes": ("sparksched:ring_waiting_bytes", "Bytes in the rings that are to be read."),
     "high_water_bytes": (
@@ -257,6 +264,7 @@ def _step_families(readings: _Readings) -> Iterator[Metric]:
             gauge.add_metric(view.labels, reading[f"num_{name}"])
         yield gauge
     yield from _queue_families(readings)
+    yield from _pacing_families(readings)
 
 
 def _queue_families(readings: _Readings) -> Iterator[Metric]:
@@ -268,6 +276,18 @@ def _queue_families(readings: _Readings) -> Iterator[Metric]:
         counter.add_metric(view.labels, reading["num_queue_timeouts"])
     yield gauge
     yield counter
+
+
+def _pacing_families(readings: _Readings) -> Iterator[Metric]:
+    for key, family_class, text in _PACING:
+        name = key.removeprefix("num_").removesuffix("_s")
+        unit = "_seconds" if key.endswith("_s") else ""
+        family = family_class(f"sparksched:paced_{name}{unit}", text, labels=LABELS)
+        for view, reading in readings:
+            if (pacing := reading["pacing"]) is not None:
+                family.add_metric(view.labels, pacing[key])
+        if family.samples or not readings:
+            yield family
 
 
 def _ring_families(readings: _Readings) -> Iterator[Metric]:

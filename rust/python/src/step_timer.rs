@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sparksched_core::{Scheduler, WaitCounts};
+use sparksched_core::{PacingReport, Scheduler, WaitCounts};
 
 /// Where times and counts go.
 pub(crate) trait StepSink: Send + Sync {
@@ -20,6 +20,8 @@ pub(crate) trait StepSink: Send + Sync {
     fn set_requests(&self, num_running: usize, num_waiting: usize);
     /// So many wait for what.
     fn set_waits(&self, counts: &WaitCounts);
+    /// So paced prefill stands.
+    fn set_pacing(&self, report: &PacingReport);
 }
 
 /// What the time of one step's call is taken with; nothing if nobody wants it.
@@ -73,6 +75,13 @@ impl StepTimer {
         let now = Instant::now();
         sink.updated(now.duration_since(began));
         self.updated_at = Some(now);
+    }
+
+    /// A step came back, and prompts are paced.
+    pub(crate) fn note_pacing(&self, report: &PacingReport) {
+        if let Some(sink) = &self.sink {
+            sink.set_pacing(report);
+        }
     }
 
     /// Something may have changed. An engine with nothing to do waits for requests: that is no gap.

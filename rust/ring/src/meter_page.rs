@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use memmap2::MmapRaw;
 use rustix::fs::{Mode, OFlags, SealFlags, fcntl_add_seals};
 
-use crate::meters::{Meters, RingsReading, StepsReading};
+use crate::meters::{Meters, PacingReading, RingsReading, StepsReading};
 use crate::segment::{PAGE_BYTES, SegmentError, check, create_prepared, first, mapping_of};
 
 /// The page as its engine has it.
@@ -90,6 +90,12 @@ impl MeterView {
     #[must_use]
     pub fn steps_have_ended(&self) -> bool {
         self.meters().steps().has_ended()
+    }
+
+    /// What paced prefill does, if it is on.
+    #[must_use]
+    pub fn pacing(&self) -> Option<PacingReading> {
+        self.meters().pacing().read()
     }
 
     /// What goes through the rings, if there are any.

@@ -254,6 +254,58 @@ pub struct StepsReading {
     pub num_queue_timeouts: u64,
 }
 
+/// What paced prefill does, if it is on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PacingReading {
+    /// Tokens of prompts in the present chunk.
+    pub chunk_tokens: u64,
+    /// Time of steps with prompts while others generated.
+    pub prompt_us: u64,
+    /// Time of all steps while prompts and decodes both had work.
+    pub contended_us: u64,
+    /// Steps of decodes alone that were put in.
+    pub num_decode_steps: u64,
+    /// The longest step with prompts while others generated, lately.
+    pub longest_stall_us: u64,
+}
+
+/// Where paced prefill says how it stands.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub struct PacingMeter {
+    /// 1 once something was said.
+    is_there: AtomicU64,
+    chunk_tokens: AtomicU64,
+    prompt_us: AtomicU64,
+    contended_us: AtomicU64,
+    num_decode_steps: AtomicU64,
+    longest_stall_us: AtomicU64,
+}
+
+impl PacingMeter {
+    /// Says how it stands.
+    pub fn set(&self, reading: PacingReading) {
+        self.chunk_tokens.store(reading.chunk_tokens, Relaxed);
+        self.prompt_us.store(reading.prompt_us, Relaxed);
+        self.contended_us.store(reading.contended_us, Relaxed);
+        self.num_decode_steps.store(reading.num_decode_steps, Relaxed);
+        self.longest_stall_us.store(reading.longest_stall_us, Relaxed);
+        self.is_there.store(1, Relaxed);
+    }
+
+    /// All of it, if anything was said.
+    #[must_use]
+    pub fn read(&self) -> Option<PacingReading> {
+        (self.is_there.load(Relaxed) == 1).then(|| PacingReading {
+            chunk_tokens: self.chunk_tokens.load(Relaxed),
+            prompt_us: self.prompt_us.load(Relaxed),
+            contended_us: self.contended_us.load(Relaxed),
+            num_decode_steps: self.num_decode_steps.load(Relaxed),
+            longest_stall_us: self.longest_stall_us.load(Relaxed),
+        })
+    }
+}
+
 /// All of it. Zeroed memory is an engine of which nothing is known.
 #[derive(Debug, Default)]
 #[repr(C)]
@@ -263,6 +315,7 @@ pub struct Meters {
     // Lines of their own: the engine's loop writes one, its watcher the other.
     steps: Line<StepMeter>,
     rings: Line<RingsMeter>,
+    pacing: Line<PacingMeter>,
 }
 
 impl Meters {
@@ -276,6 +329,12 @@ impl Meters {
     /// Whether this is the engine's that has this name.
     pub(crate) fn has_id(&self, id: u128) -> bool {
         halves(id) == [self.id[0].load(Relaxed), self.id[1].load(Relaxed)]
+    }
+
+    /// Paced prefill's part.
+    #[must_use]
+    pub fn pacing(&self) -> &PacingMeter {
+        &self.pacing.0
     }
 
     /// The scheduler's part.

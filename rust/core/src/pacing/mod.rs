@@ -138,6 +138,8 @@ pub struct PacingReport {
     pub contended_s: f64,
     /// Steps of decodes alone that were put in, in all.
     pub num_decode_steps: u64,
+    /// The longest step with prompts while others generated, of the last half or whole minute.
+    pub longest_stall_s: f64,
 }
 
 /// Chooses the knobs of each step.
@@ -174,6 +176,7 @@ pub struct Pacing {
     pressure: Pressure,
     is_warming_up: bool,
     report: PacingReport,
+    stalls: Stalls,
 }
 
 /// What was chosen for the step that is being decided on.
@@ -248,6 +251,7 @@ impl Pacing {
             pressure: Pressure::default(),
             is_warming_up: false,
             report: PacingReport::default(),
+            stalls: Stalls::default(),
         }
     }
 
@@ -608,6 +612,8 @@ impl Pacing {
         let counted_s = if is_outlier { step.predicted_s } else { time_s };
         self.owe(&step, counted_s - step.predicted_s);
         self.sum_up(&step);
+        let is_stall = step.load.num_decode_tokens > 0 && step.has_prompts();
+        self.report.longest_stall_s = self.stalls.note(now, if is_stall { time_s } else { 0.0 });
         Some(step)
     }
 
@@ -660,6 +666,29 @@ impl Pacing {
         let (num_prompts, backlog) = computable
             .fold((0, 0), |(number, sum), it| (number + 1, sum + u64::from(it.num_missing)));
         self.pressure.note(step.time_s, backlog, num_prompts);
+    }
+}
+
+/// The longest stall of this half minute and of the one before.
+#[derive(Clone, Copy, Debug, Default)]
+struct Stalls {
+    began_at: f64,
+    before_s: f64,
+    longest_s: f64,
+}
+
+impl Stalls {
+    const PERIOD_S: f64 = 30.0;
+
+    /// Takes in a stall that ended at `now`; returns the longest one.
+    fn note(&mut self, now: f64, stall_s: f64) -> f64 {
+        let since_s = now - self.began_at;
+        if since_s >= Self::PERIOD_S {
+            let before_s = if since_s < 2.0 * Self::PERIOD_S { self.longest_s } else { 0.0 };
+            *self = Self { began_at: now, before_s, longest_s: 0.0 };
+        }
+        self.longest_s = self.longest_s.max(stall_s);
+        self.longest_s.max(self.before_s)
     }
 }
 

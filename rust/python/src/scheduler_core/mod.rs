@@ -227,6 +227,7 @@ impl SchedulerCore {
         dict.set_item("prompt_s", report.prompt_s)?;
         dict.set_item("contended_s", report.contended_s)?;
         dict.set_item("num_decode_steps", report.num_decode_steps)?;
+        dict.set_item("longest_stall_s", report.longest_stall_s)?;
         Ok(Some(dict))
     }
 
@@ -308,6 +309,7 @@ impl SchedulerCore {
         let started = self.timer.start();
         if let Some(pacer) = &mut self.pacer {
             pacer.note_result(scheduler_output);
+            self.timer.note_pacing(&pacer.report());
         }
         let outputs = self.take_in(scheduler_output, model_runner_output)?;
         self.timer.note_update(started);
