@@ -8,11 +8,12 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
+from testkit.worlds.candidates import BlockHasher
+from testkit.worlds.configuration import FULL_ATTENTION, Configuration
 from testkit.worlds.feature import FeatureSettings
 from testkit.worlds.lora import LoRASettings
 from testkit.worlds.speculation import SpeculationSettings
 from testkit.worlds.states import LAYOUTS, StateSettings
-from testkit.worlds.world import FULL_ATTENTION, BlockHasher, Configuration
 
 BLOCK_SIZE = 16
 

@@ -44,14 +44,8 @@ from bench.header import describe_run
 from bench.micro.loads import BLOCK_SIZE, FEATURES, GPT_OSS, PLAIN, GrammarsOfNoCost, Load
 from bench.progress import Progress
 from bench.report.show import show
-from testkit.worlds.world import (
-    CANDIDATES,
-    BlockHasher,
-    World,
-    build_world,
-    stock_block_hasher,
-    vllm_environment,
-)
+from testkit.worlds.candidates import CANDIDATES, BlockHasher, stock_block_hasher
+from testkit.worlds.world import World, build_world, vllm_environment
 
 SIDES = ("stock", "sparksched")
 VERIFIED_SIDES = ("stock", "verifying")

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -26,12 +26,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from .configuration import Configuration
 from .connector import request_state
+from .events import RequestPlan
 from .feature import Feature, FeatureSettings, LoggedFeature
-
-if TYPE_CHECKING:
-    from .trace import RequestPlan
-    from .world import Configuration
 
 _BUILDERS = ("vllm.v1.core.sched.scheduler", "sparksched.engine.aux_outputs")
 """Modules that construct the connector, by the name that they have it under."""
@@ -42,7 +40,9 @@ class AuxOutputsSettings(FeatureSettings):
     """They are collected."""
 
     @classmethod
-    def draw(cls, _rng: random.Random, _configuration: Configuration) -> AuxOutputsSettings:
+    def draw(
+        cls, _rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> AuxOutputsSettings:
         return cls()
 
     def configure(self, vllm_config: Any) -> None:

@@ -7,17 +7,15 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from .configuration import Configuration
 from .feature import Feature, FeatureSettings
-
-if TYPE_CHECKING:
-    from .world import Configuration
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,9 @@ class ChunkedLocalSettings(FeatureSettings):
     chunk_sizes: tuple[int | None, ...]
 
     @classmethod
-    def draw(cls, rng: random.Random, configuration: Configuration) -> ChunkedLocalSettings:
+    def draw(
+        cls, rng: random.Random, configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> ChunkedLocalSettings:
         """Make groups with a sliding window chunked ones, with chunks as long as the window."""
         windows = configuration.sliding_windows
         is_aligned, leaves_last = rng.random() < 0.5, rng.random() < 0.3

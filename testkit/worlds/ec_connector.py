@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from vllm.config import ECTransferConfig
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata
@@ -21,11 +21,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from .configuration import Configuration
 from .connector import request_state
 from .feature import Feature, FeatureSettings, LoggedFeature
-
-if TYPE_CHECKING:
-    from .world import Configuration
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,9 @@ class ECConnectorSettings(FeatureSettings):
     """Share of ends at which the request is kept, for ever: no worker says that it may go."""
 
     @classmethod
-    def draw(cls, rng: random.Random, _configuration: Configuration) -> ECConnectorSettings:
+    def draw(
+        cls, rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> ECConnectorSettings:
         return cls(
             ec_role=rng.choice(["ec_both", "ec_consumer"]),
             stored_share=rng.choice([0.0, 0.4, 0.8]),

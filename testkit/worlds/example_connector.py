@@ -6,26 +6,23 @@ Its scheduler side looks for a folder for each prompt. Workers would fill it; he
 from __future__ import annotations
 
 import functools
+import random
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from .configuration import Configuration
+from .events import Arrive, Event, LoseInFlightSteps
 from .feature import Feature, FeatureSettings
-
-if TYPE_CHECKING:
-    import random
-
-    from .trace import Event
-    from .world import Configuration
 
 
 @functools.cache
@@ -43,7 +40,9 @@ class ExampleConnectorSettings(FeatureSettings):
     needs_block_hashes = True
 
     @classmethod
-    def draw(cls, rng: random.Random, _configuration: Configuration) -> ExampleConnectorSettings:
+    def draw(
+        cls, rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> ExampleConnectorSettings:
         folder = Path(_storage().name) / f"{rng.getrandbits(64):x}"
         return cls(str(folder), rng.choice(["kv_both", "kv_consumer"]))
 
@@ -68,8 +67,6 @@ class ExampleConnectorFeature(Feature):
         self._connector = scheduler.connector
 
     def allows(self, event: Event) -> bool:
-        from .trace import Arrive, LoseInFlightSteps
-
         match event:
             case LoseInFlightSteps():
                 return False  # blocks that wait for its end would never be free again

@@ -13,8 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
@@ -23,17 +22,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-if TYPE_CHECKING:
-    from .trace import Event, RequestPlan, SchedulerView
-    from .world import Configuration
-
-
-@dataclass(frozen=True)
-class Call:
-    """An event that is no more than a call of the scheduler; what it returns is compared."""
-
-    operation: str
-    call: Callable[[Any], Any]
+from .configuration import Configuration
+from .events import Event, RequestPlan, SchedulerView
 
 
 def stats_of(outputs: Mapping[int, EngineCoreOutputs]) -> Iterator[SchedulerStats]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparksched.compat import releases
 
 from .aux_outputs import AuxOutputsSettings
 from .chunked_local import ChunkedLocalSettings
+from .configuration import Configuration
 from .ec_connector import ECConnectorSettings
 from .example_connector import ExampleConnectorSettings
 from .feature import FeatureSettings
@@ -28,10 +29,9 @@ from .sessions import SessionSettings
 from .speculation import SpeculationSettings
 from .states import StateSettings
 
-if TYPE_CHECKING:
-    from .world import Configuration
-
-_DRAW_SETTINGS: dict[str, Callable[[random.Random, Configuration], FeatureSettings]] = {
+_DRAW_SETTINGS: dict[
+    str, Callable[[random.Random, Configuration, Mapping[str, Any]], FeatureSettings]
+] = {
     "kv_events": KVEventsSettings.draw,
     "kv_cache_metrics": KVMetricsSettings.draw,
     "mfu_metrics": MFUMetricsSettings.draw,
@@ -84,7 +84,7 @@ def draw_features(
     if fixed.get("draws_features"):
         names |= _draw_names(random.Random(f"features/{configuration.name}/{seed}"))
     return tuple(
-        draw(random.Random(f"{setting}/{configuration.name}/{seed}"), configuration)
+        draw(random.Random(f"{setting}/{configuration.name}/{seed}"), configuration, fixed)
         for setting, draw in _DRAW_SETTINGS.items()
         if setting in names
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from vllm.config import KVEventsConfig
@@ -22,13 +23,9 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from .configuration import Configuration
+from .events import RequestPlan
 from .feature import Feature, FeatureSettings, with_extra_args
-
-if TYPE_CHECKING:
-    import random
-
-    from .trace import RequestPlan
-    from .world import Configuration
 
 _EPOCH = 1_700_000_000.0
 
@@ -40,7 +37,9 @@ class KVEventsSettings(FeatureSettings):
     integer_hashes: bool
 
     @classmethod
-    def draw(cls, rng: random.Random, _configuration: Configuration) -> KVEventsSettings:
+    def draw(
+        cls, rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> KVEventsSettings:
         return cls(integer_hashes=rng.random() < 0.5)
 
     def configure(self, vllm_config: Any) -> None:

@@ -7,16 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
+from .configuration import Configuration
 from .feature import Feature, FeatureSettings, stats_of
-
-if TYPE_CHECKING:
-    from .world import Configuration
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,9 @@ class KVMetricsSettings(FeatureSettings):
     sample_rate: float
 
     @classmethod
-    def draw(cls, rng: random.Random, _configuration: Configuration) -> KVMetricsSettings:
+    def draw(
+        cls, rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> KVMetricsSettings:
         return cls(sample_rate=rng.choice([0.3, 1.0]))
 
     def configure(self, vllm_config: Any) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,14 +21,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from . import connector
+from .configuration import Configuration
 from .connector import Behaviour, Load, Partner, TransferStats
+from .events import Event, Finish, LoseInFlightSteps, RequestPlan, SchedulerView
 from .feature import Feature, FeatureSettings, with_extra_args
-
-if TYPE_CHECKING:
-    import random
-
-    from .trace import Event, RequestPlan, SchedulerView
-    from .world import Configuration
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,10 @@ class KVTransferSettings(FeatureSettings):
     needs_block_hashes = True
 
     @classmethod
-    def draw(cls, rng: random.Random, configuration: Configuration) -> KVTransferSettings:
-        from .world import NAMED_SETTINGS
-
-        fixed = NAMED_SETTINGS[configuration.name]["connector"]
+    def draw(
+        cls, rng: random.Random, configuration: Configuration, scenario: Mapping[str, Any]
+    ) -> KVTransferSettings:
+        fixed = scenario["connector"]
 
         def choose(setting: str, *values: Any) -> Any:
             # Drawn even when fixed, so that fixing one setting leaves the others as they were.
@@ -124,8 +121,6 @@ class KVTransfer(Feature):
     # What happens.
 
     def allows(self, event: Event) -> bool:
-        from .trace import LoseInFlightSteps
-
         # A worker's reports would be lost too, and what they are about would wait for ever.
         return not isinstance(event, LoseInFlightSteps)
 
@@ -136,8 +131,6 @@ class KVTransfer(Feature):
         return plan if params is None else with_extra_args(plan, kv_transfer_params=dict(params))
 
     def events_before_step(self, view: SchedulerView) -> Sequence[Event]:
-        from .trace import Finish
-
         loading = view.request_ids_with_status(RequestStatus.WAITING_FOR_REMOTE_KVS)
         if not loading or self.rng.random() >= self._abort_rate:
             return []

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparksched.compat import releases
 from vllm.config import LoRAConfig
@@ -15,11 +15,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from .configuration import Configuration
+from .events import RequestPlan
 from .feature import Feature, FeatureSettings
-
-if TYPE_CHECKING:
-    from .trace import RequestPlan
-    from .world import Configuration
 
 # Name, id and path. Nothing keeps a client from using a name twice.
 _ADAPTERS = [
@@ -39,7 +37,9 @@ class LoRASettings(FeatureSettings):
     num_adapters: int
 
     @classmethod
-    def draw(cls, rng: random.Random, _configuration: Configuration) -> LoRASettings:
+    def draw(
+        cls, rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> LoRASettings:
         return cls(max_loras=rng.choice([1, 1, 2, 3]), num_adapters=rng.choice([1, 3, 5, 5]))
 
     def adjust(self, configuration: Configuration) -> Configuration:

@@ -6,15 +6,13 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
+from .configuration import Configuration
 from .feature import Feature, FeatureSettings, stats_of
-
-if TYPE_CHECKING:
-    from .world import Configuration
 
 
 @dataclass(frozen=True)
@@ -24,12 +22,14 @@ class MFUMetricsSettings(FeatureSettings):
     in_detail: bool
 
     @classmethod
-    def draw(cls, _rng: random.Random, _configuration: Configuration) -> MFUMetricsSettings:
+    def draw(
+        cls, _rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> MFUMetricsSettings:
         return cls(in_detail=False)
 
     @classmethod
     def draw_detailed(
-        cls, _rng: random.Random, _configuration: Configuration
+        cls, _rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
     ) -> MFUMetricsSettings:
         return cls(in_detail=True)
 

@@ -19,7 +19,8 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.request import Request
 
-from .trace import EOS_TOKEN_ID, GrammarPlan, TraceGenerator
+from .events import GrammarPlan
+from .trace import EOS_TOKEN_ID, TraceGenerator
 
 
 class FakeClock:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,32 +25,11 @@ from vllm.multimodal.inputs import (
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from .feature import Call, Feature, FeatureSettings
-
-if TYPE_CHECKING:
-    import random
-
-    from .trace import Event, RequestPlan, SchedulerView
-    from .world import Configuration
+from .configuration import Configuration
+from .events import Call, Event, ItemPlan, RequestPlan, SchedulerView
+from .feature import Feature, FeatureSettings
 
 _PLACEHOLDER_TOKEN = 3
-
-
-@dataclass(frozen=True)
-class ItemPlan:
-    """One image of a prompt."""
-
-    identifier: str
-    offset: int
-    length: int
-    is_embed: tuple[bool, ...] | None
-    """Which of the placeholders stand for embeddings; None if all do."""
-    data: str
-    """What comes with it: its tensors, their address in shared memory, or nothing."""
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
 
 
 @dataclass(frozen=True)
@@ -64,7 +44,9 @@ class MultimodalSettings(FeatureSettings):
     uses_mrope: bool
 
     @classmethod
-    def draw(cls, rng: random.Random, configuration: Configuration) -> MultimodalSettings:
+    def draw(
+        cls, rng: random.Random, configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> MultimodalSettings:
         most_item_tokens = rng.choice([2, 6, 12, 24])
         disable_chunked_mm_input = rng.random() < 0.4
         if disable_chunked_mm_input:

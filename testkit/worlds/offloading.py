@@ -7,10 +7,11 @@ side needs a GPU to copy from; this module only says when copies end.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -21,13 +22,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from .configuration import Configuration
+from .events import Arrive, Event, LoseInFlightSteps, RequestPlan, ResetPrefixCache
 from .feature import Feature, FeatureSettings, stats_of
-
-if TYPE_CHECKING:
-    import random
-
-    from .trace import Event, RequestPlan
-    from .world import Configuration
 
 # What vLLM rounds a chunk of the tiny blocks here up to.
 _CHUNK_BYTES = 4096
@@ -49,7 +46,9 @@ class OffloadingSettings(FeatureSettings):
     needs_block_hashes = True
 
     @classmethod
-    def draw(cls, rng: random.Random, configuration: Configuration) -> OffloadingSettings:
+    def draw(
+        cls, rng: random.Random, configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> OffloadingSettings:
         blocks_per_chunk = rng.choice([1, 1, 2, 3])
         if (configuration.prefix_cache_retention_interval or 0) > 0:
             blocks_per_chunk = 1  # checkpoints must be ends of chunks
@@ -109,8 +108,6 @@ class Offloading(Feature):
         self._request_ids: set[str] = set()
 
     def allows(self, event: Event) -> bool:
-        from .trace import Arrive, LoseInFlightSteps, ResetPrefixCache
-
         match event:
             case LoseInFlightSteps():
                 return False  # the reports of workers would be lost too

@@ -8,15 +8,13 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from .configuration import Configuration
 from .feature import Feature, FeatureSettings
-
-if TYPE_CHECKING:
-    from .world import Configuration
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,9 @@ class PipelineSettings(FeatureSettings):
     num_stages: int
 
     @classmethod
-    def draw(cls, rng: random.Random, _configuration: Configuration) -> PipelineSettings:
+    def draw(
+        cls, rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> PipelineSettings:
         return cls(num_stages=rng.choice([2, 2, 3]))
 
     def adjust(self, configuration: Configuration) -> Configuration:
@@ -88,7 +88,9 @@ class DataParallelSettings(FeatureSettings):
     prefill_schedule_interval: int
 
     @classmethod
-    def draw(cls, rng: random.Random, _configuration: Configuration) -> DataParallelSettings:
+    def draw(
+        cls, rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> DataParallelSettings:
         return cls(prefill_schedule_interval=rng.choice([1, 2, 3, 5]))
 
     def adjust(self, configuration: Configuration) -> Configuration:

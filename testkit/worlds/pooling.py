@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.pooling_params import PoolingParams
@@ -16,13 +17,9 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from .feature import Call, Feature, FeatureSettings
-
-if TYPE_CHECKING:
-    import random
-
-    from .trace import Event, RequestPlan, SchedulerView
-    from .world import Configuration
+from .configuration import Configuration
+from .events import Call, Event, RequestPlan, SchedulerView
+from .feature import Feature, FeatureSettings
 
 
 @dataclass(frozen=True)
@@ -34,10 +31,10 @@ class PoolingSettings(FeatureSettings):
     """Whether the model runner returns no list of sampled tokens at all, or empty ones."""
 
     @classmethod
-    def draw(cls, rng: random.Random, configuration: Configuration) -> PoolingSettings:
-        from .world import NAMED_SETTINGS
-
-        fixed = NAMED_SETTINGS[configuration.name]["pooling"]
+    def draw(
+        cls, rng: random.Random, configuration: Configuration, scenario: Mapping[str, Any]
+    ) -> PoolingSettings:
+        fixed = scenario["pooling"]
         return cls(
             has_kv_cache=fixed.get("has_kv_cache", True),
             lists_no_tokens=rng.random() < 0.7,

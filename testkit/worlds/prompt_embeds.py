@@ -6,17 +6,15 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from .configuration import Configuration
+from .events import RequestPlan
 from .feature import Feature, FeatureSettings
-
-if TYPE_CHECKING:
-    from .trace import RequestPlan
-    from .world import Configuration
 
 _HIDDEN_SIZE = 2
 
@@ -29,7 +27,9 @@ class PromptEmbedsSettings(FeatureSettings):
     mixed_share: float
 
     @classmethod
-    def draw(cls, rng: random.Random, _configuration: Configuration) -> PromptEmbedsSettings:
+    def draw(
+        cls, rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> PromptEmbedsSettings:
         return cls(*rng.choice([(0.4, 0.3), (0.8, 0.0), (0.0, 0.8)]))
 
     def configure(self, vllm_config: Any) -> None:

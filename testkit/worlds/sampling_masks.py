@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -16,10 +16,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request
 
+from .configuration import Configuration
 from .feature import Feature, FeatureSettings
-
-if TYPE_CHECKING:
-    from .world import Configuration
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,9 @@ class SamplingMasksSettings(FeatureSettings):
     """They are returned."""
 
     @classmethod
-    def draw(cls, _rng: random.Random, _configuration: Configuration) -> SamplingMasksSettings:
+    def draw(
+        cls, _rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> SamplingMasksSettings:
         return cls()
 
     def configure(self, vllm_config: Any) -> None:

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparksched.compat import releases
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -15,12 +15,10 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from .configuration import Configuration
+from .events import Continue, Event, Finish, RequestPlan, SchedulerView
 from .feature import Feature, FeatureSettings
 from .speculation import SpeculationSettings
-
-if TYPE_CHECKING:
-    from .trace import Event, RequestPlan, SchedulerView
-    from .world import Configuration
 
 _LONGEST_TURN = 10
 # Steps without news after which a client gives up.
@@ -35,7 +33,9 @@ class SessionSettings(FeatureSettings):
     chunk_rate: float
 
     @classmethod
-    def draw(cls, rng: random.Random, _configuration: Configuration) -> SessionSettings:
+    def draw(
+        cls, rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
+    ) -> SessionSettings:
         return cls(share=rng.choice([0.3, 0.8]), chunk_rate=rng.choice([0.1, 0.4]))
 
     def adjust(self, configuration: Configuration) -> Configuration:
@@ -135,8 +135,6 @@ class Sessions(Feature):
         return events
 
     def _events_of(self, session: _Session, status: RequestStatus, step_number: int) -> list[Event]:
-        from .trace import Finish
-
         is_idle = status == RequestStatus.WAITING_FOR_STREAMING_REQ
         if step_number - session.latest_step > _PATIENCE or (is_idle and self.rng.random() < 0.02):
             session.latest_step = step_number
@@ -155,8 +153,6 @@ class Sessions(Feature):
 
     def _next_input(self, session: _Session, status: RequestStatus) -> Event:
         """Draw the next chunk of a session, or its end."""
-        from .trace import Continue
-
         rng = self.rng
         situation = f"while {status.name}"
         plan = dataclasses.replace(

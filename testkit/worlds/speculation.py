@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from vllm.config import SpeculativeConfig
@@ -25,11 +25,9 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from .configuration import Configuration
+from .events import GrammarPlan, RequestPlan
 from .feature import Feature, FeatureSettings
-
-if TYPE_CHECKING:
-    from .trace import RequestPlan
-    from .world import Configuration
 
 _EAGLE_LIKE = ("eagle", "eagle3", "mtp")
 _PADDING = -1
@@ -59,10 +57,10 @@ class SpeculationSettings(FeatureSettings):
     """Share of the other requests that get a grammar."""
 
     @classmethod
-    def draw(cls, rng: random.Random, configuration: Configuration) -> SpeculationSettings:
-        from .world import NAMED_SETTINGS
-
-        fixed = NAMED_SETTINGS[configuration.name].get("speculation", {})
+    def draw(
+        cls, rng: random.Random, configuration: Configuration, scenario: Mapping[str, Any]
+    ) -> SpeculationSettings:
+        fixed = scenario.get("speculation", {})
 
         def choose(setting: str, *values: Any) -> Any:
             # Drawn even when fixed, so that fixing one setting leaves the others as they were.
@@ -194,8 +192,6 @@ class Speculation(Feature):
         self._num_sampled: dict[str, int] = {}
 
     def plan_request(self, plan: RequestPlan) -> RequestPlan:
-        from .trace import GrammarPlan
-
         rng = self.rng
         gets_grammar = rng.random() < self._settings.structured_share
         rejects_drafts = rng.choice([None, 2, 5])

@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from sparksched.compat import releases
@@ -27,11 +27,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
+from .configuration import Configuration
 from .feature import Feature, FeatureSettings
 from .speculation import SpeculationSettings
-
-if TYPE_CHECKING:
-    from .world import Configuration
 
 
 @dataclass(frozen=True)
@@ -100,10 +98,10 @@ class StateSettings(FeatureSettings):
     """Tokens that a circular buffer holds. vLLM's models take divisors of the block size."""
 
     @classmethod
-    def draw(cls, rng: random.Random, configuration: Configuration) -> StateSettings:
-        from .world import NAMED_SETTINGS
-
-        fixed = NAMED_SETTINGS[configuration.name]["states"]
+    def draw(
+        cls, rng: random.Random, configuration: Configuration, scenario: Mapping[str, Any]
+    ) -> StateSettings:
+        fixed = scenario["states"]
 
         def choose(setting: str, *values: Any) -> Any:
             # Drawn even when fixed, so that fixing one setting leaves the others as they were.

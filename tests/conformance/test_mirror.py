@@ -18,14 +18,10 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from testkit.worlds.candidates import stock_block_hasher
+from testkit.worlds.draw import draw_configuration
 from testkit.worlds.model import FakeStructuredOutputManager
-from testkit.worlds.world import (
-    World,
-    build_world,
-    draw_configuration,
-    stock_block_hasher,
-    vllm_environment,
-)
+from testkit.worlds.world import World, build_world, vllm_environment
 
 from . import settings
 from .kv_transfer_mirror import DeferredFrees

@@ -12,7 +12,8 @@ from testkit import vllm_overlay
 
 def main() -> int:
     """Run scenarios until the first difference; return the process's exit status."""
-    from testkit.worlds.world import CANDIDATES, NAMED_SETTINGS
+    from testkit.worlds.candidates import CANDIDATES
+    from testkit.worlds.scenarios import NAMED_SETTINGS
 
     from .runner import Coverage, ReferenceFailedError, SchedulersDiffer, run_scenario
 

@@ -32,17 +32,18 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from testkit.worlds.feature import Call, Features
-from testkit.worlds.kv_transfer import copy_output
-from testkit.worlds.model import (
-    FakeClock,
-    FakeModel,
-    FakeStructuredOutputManager,
-    GrammarCompilation,
+from testkit.worlds.candidates import (
+    BlockHasher,
+    CandidateChooser,
+    candidate_block_hasher,
+    stock_block_hasher,
+    stock_scheduler_class,
 )
-from testkit.worlds.speculation import reject_invalid_drafts
-from testkit.worlds.trace import (
+from testkit.worlds.configuration import Configuration
+from testkit.worlds.draw import draw_configuration
+from testkit.worlds.events import (
     Arrive,
+    Call,
     Continue,
     Event,
     Finish,
@@ -51,21 +52,18 @@ from testkit.worlds.trace import (
     ResetPrefixCache,
     SetPauseState,
     TakeStats,
-    TraceGenerator,
 )
-from testkit.worlds.world import (
-    BlockHasher,
-    CandidateChooser,
-    Configuration,
-    SchedulerClass,
-    World,
-    build_world,
-    candidate_block_hasher,
-    draw_configuration,
-    stock_block_hasher,
-    stock_scheduler_class,
-    vllm_environment,
+from testkit.worlds.feature import Features
+from testkit.worlds.kv_transfer import copy_output
+from testkit.worlds.model import (
+    FakeClock,
+    FakeModel,
+    FakeStructuredOutputManager,
+    GrammarCompilation,
 )
+from testkit.worlds.speculation import reject_invalid_drafts
+from testkit.worlds.trace import TraceGenerator
+from testkit.worlds.world import SchedulerClass, World, build_world, vllm_environment
 
 from .state import snapshot
 

@@ -13,12 +13,8 @@ import pytest
 from scale import FULL
 from sparksched.compat import releases
 
-from testkit.worlds.world import (
-    NAMED_SETTINGS,
-    is_verifiable,
-    sparksched_scheduler_class,
-    verifying_scheduler_class,
-)
+from testkit.worlds.candidates import sparksched_scheduler_class, verifying_scheduler_class
+from testkit.worlds.scenarios import NAMED_SETTINGS, is_verifiable
 
 from .runner import Coverage, run_scenario
 

@@ -17,13 +17,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
-from testkit.worlds.world import (
-    NAMED_SETTINGS,
-    CandidateChooser,
-    Configuration,
-    SchedulerClass,
-    stock_scheduler_class,
-)
+from testkit.worlds.candidates import CandidateChooser, stock_scheduler_class
+from testkit.worlds.configuration import Configuration
+from testkit.worlds.scenarios import NAMED_SETTINGS
+from testkit.worlds.world import SchedulerClass
 
 from .feature_flaws import FEATURE_FLAWS
 from .finding import find

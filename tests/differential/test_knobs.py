@@ -10,13 +10,9 @@ from scale import FULL
 from sparksched.compat import pacing
 from sparksched.compat.pacing import StepKnobs
 
-from testkit.worlds.world import (
-    NAMED_SETTINGS,
-    Configuration,
-    is_verifiable,
-    sparksched_scheduler_class,
-    verifying_scheduler_class,
-)
+from testkit.worlds.candidates import sparksched_scheduler_class, verifying_scheduler_class
+from testkit.worlds.configuration import Configuration
+from testkit.worlds.scenarios import NAMED_SETTINGS, is_verifiable
 
 from . import runner
 from .runner import Coverage, SchedulersDiffer, run_scenario

@@ -9,12 +9,9 @@ import pytest
 from sparksched.compat import releases
 from sparksched.engine import encoder_inputs
 
-from testkit.worlds.world import (
-    build_world,
-    draw_configuration,
-    sparksched_scheduler_class,
-    vllm_environment,
-)
+from testkit.worlds.candidates import sparksched_scheduler_class
+from testkit.worlds.draw import draw_configuration
+from testkit.worlds.world import build_world, vllm_environment
 
 from .finding import find
 from .runner import SchedulersDiffer, run_scenario

@@ -14,14 +14,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from testkit.worlds.world import (
-    CANDIDATES,
-    World,
-    build_world,
-    draw_configuration,
-    stock_block_hasher,
-    vllm_environment,
-)
+from testkit.worlds.candidates import CANDIDATES, stock_block_hasher
+from testkit.worlds.draw import draw_configuration
+from testkit.worlds.world import World, build_world, vllm_environment
 
 from .state import snapshot, stock_snapshot
 

@@ -13,7 +13,8 @@ import pytest
 from sparksched import compat
 from sparksched.verify.report import SchedulersDifferError
 
-from testkit.worlds.world import NAMED_SETTINGS, is_verifiable, verifying_scheduler_class
+from testkit.worlds.candidates import verifying_scheduler_class
+from testkit.worlds.scenarios import NAMED_SETTINGS, is_verifiable
 
 from .finding import find
 from .runner import SchedulersDiffer, run_scenario

@@ -13,7 +13,7 @@ from sparksched.trace.record.attach import attach
 from sparksched.trace.record.copy_calls import Recorder
 from sparksched.trace.replay import Outcome, Replay
 
-from testkit.worlds import world
+from testkit.worlds import candidates, world
 
 
 def record_scenario(
@@ -53,7 +53,7 @@ def record_scenario(
 
     with mock.patch.object(world.World, "build_scheduler", build_recorded):
         try:
-            chosen = world.CANDIDATES[candidate]
+            chosen = candidates.CANDIDATES[candidate]
             run_scenario(name, seed, num_steps, chosen, with_knobs=with_knobs)
         finally:
             for recorder in recorders:

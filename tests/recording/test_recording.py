@@ -25,7 +25,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from testkit.worlds.world import build_world, draw_configuration, vllm_environment
+from testkit.worlds.draw import draw_configuration
+from testkit.worlds.world import build_world, vllm_environment
 
 from .mutations import frames
 from .samples import arrival, settings

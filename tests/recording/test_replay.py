@@ -15,8 +15,8 @@ from sparksched.trace.read import History, Trace
 from sparksched.trace.replay import Replay
 
 from testkit.worlds import trace as differential_trace
+from testkit.worlds.scenarios import NAMED_SETTINGS
 from testkit.worlds.states import CIRCULAR_LAYOUTS
-from testkit.worlds.world import NAMED_SETTINGS
 
 from .mutations import frames
 from .scenarios import events, record_scenario, replay

@@ -47,7 +47,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from testkit.worlds.world import build_world, draw_configuration, vllm_environment
+from testkit.worlds.draw import draw_configuration
+from testkit.worlds.world import build_world, vllm_environment
 
 pytestmark = pytest.mark.release
 

@@ -3,6 +3,7 @@
 import ast
 import re
 import tomllib
+from collections.abc import Set
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -19,6 +20,7 @@ WIRE = ROOT / "rust/wire"
 ZMTP = ROOT / "rust/zmtp"
 EXTENSION = ROOT / "rust/python"
 PACKAGE = ROOT / "python/sparksched"
+TESTKIT = ROOT / "testkit"
 
 SIDES = {
     "engine": ("api_server", "commands", "verify"),
@@ -126,11 +128,11 @@ def test_each_module_says_what_it_is(crate: Path) -> None:
         assert source.read_text().startswith("//! "), source
 
 
-def modules() -> dict[str, Path]:
-    """Return the package's modules, by their names below `sparksched`."""
+def modules(package: Path = PACKAGE) -> dict[str, Path]:
+    """Return a package's modules, by their names below it."""
     found = {}
-    for source in sorted(PACKAGE.rglob("*.py")):
-        parts = source.relative_to(PACKAGE).with_suffix("").parts
+    for source in sorted(package.rglob("*.py")):
+        parts = source.relative_to(package).with_suffix("").parts
         found[".".join(parts).removesuffix("__init__").removesuffix(".")] = source
     return found
 
@@ -183,3 +185,31 @@ def test_engine_and_api_server_share_only_what_is_shared(
 def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = {name: imported(name, source) for name, source in modules().items() if name}
     TopologicalSorter(graph).prepare()
+
+
+def test_no_module_of_the_testkit_imports_itself_by_way_of_others() -> None:
+    known = modules(TESTKIT)
+    graph: dict[str, set[str]] = {}
+    for name, source in known.items():
+        package = name if source.name == "__init__.py" else name.rpartition(".")[0]
+        graph[name] = imported_in_the_testkit(source, package, known.keys()) - {name, ""}
+    assert any(graph.values())
+    TopologicalSorter(graph).prepare()
+
+
+def imported_in_the_testkit(source: Path, package: str, known: Set[str]) -> set[str]:
+    """Return the modules that one of the testkit imports, by either kind of name."""
+    found = set()
+    for statement in ast.walk(ast.parse(source.read_text())):
+        if not isinstance(statement, ast.ImportFrom):
+            continue
+        module = statement.module or ""
+        if statement.level:
+            module = f"{package}.{module}".strip(".")
+        elif module.split(".")[0] == TESTKIT.name:
+            module = module.removeprefix(TESTKIT.name).removeprefix(".")
+        else:
+            continue
+        inner = {f"{module}.{it.name}".strip(".") for it in statement.names} & known
+        found |= inner or ({module} & known)
+    return found

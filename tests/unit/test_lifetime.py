@@ -7,7 +7,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from testkit.worlds.world import CANDIDATES, build_world, draw_configuration, vllm_environment
+from testkit.worlds.candidates import CANDIDATES
+from testkit.worlds.draw import draw_configuration
+from testkit.worlds.world import build_world, vllm_environment
 
 
 def test_a_scheduler_and_its_requests_are_collected() -> None:
