@@ -333,7 +333,7 @@ SANITIZED := RUSTFLAGS="--cfg rustix_use_libc" CARGO_TARGET_DIR=target/valgrind 
 .PHONY: sanitize
 sanitize: rust-toolchain ## run tests of core, wire and rings under valgrind, which has to be installed
 	$(SANITIZED) -p sparksched-core -p sparksched-wire
-	$(SANITIZED) -p sparksched-ring --lib --test link --test properties --test refusals
+	$(SANITIZED) -p sparksched-ring --features $(TEST_POINTS) --lib --test link --test properties --test refusals
 
 # What needs a nightly compiler with Miri and the standard library's source, and has neither system calls nor other
 # processes. Each seed is another schedule, and other values that a weak memory may show.
@@ -344,6 +344,14 @@ MIRI_SEEDS := 0..4
 miri: rust-toolchain ## two threads on a ring and a histogram, under Miri: make miri [MIRI_SEEDS=0..4]
 	MIRIFLAGS="-Zmiri-many-seeds=$(MIRI_SEEDS)" CARGO_TARGET_DIR=target/miri \
 	  cargo $(NIGHTLY) miri test --locked -p sparksched-ring --test threads
+
+# The standard library has to be built for it, too, or its own synchronisation is taken for none.
+HOST := $(shell uname -m)-unknown-linux-gnu
+
+.PHONY: tsan
+tsan: rust-toolchain ## the same two threads, at full speed, under ThreadSanitizer; needs what miri needs
+	RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan \
+	  cargo $(NIGHTLY) test --locked -Zbuild-std --target $(HOST) -p sparksched-ring --test threads
 
 .PHONY: instructions
 instructions: rust-toolchain env ## count a step's instructions, under valgrind: more than stored? [ARGS=--store]

@@ -188,7 +188,7 @@ part_pages() {
     local image=$MACHINE/image log=$ROOTS/machine.log kernel
     rm -rf "$BUILDER/target/pages" "$image"
     mkdir -p "$BUILDER/target/pages" "$image"/{bin,dev,lib,proc,sys,tmp}
-    cargo_test "cp -t /target/pages" --package=sparksched-{zmtp,ring} --lib \
+    cargo_test "cp -t /target/pages" --package=sparksched-{zmtp,ring} --features sparksched-ring/test-points --lib \
         --test link --test memory --test meters --test properties --test refusals >/dev/null
     mv "$BUILDER/target/pages" "$image/tests"
     cp "$MACHINE/usr/bin/busybox" "$image/bin/"

@@ -1,8 +1,10 @@
-"""A request that was accepted is in vLLM's tables: whatever ends all that is in flight ends it."""
+"""A request that was accepted is in vLLM's tables, and ahead of whatever is asked for later."""
 
 import asyncio
+import functools
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from .clients import ENDLESS, bulk_of, front_end, prompt_of, run_async, running_llm
+from .conftest import make_config
 from .engines import Engine, running_engine
 
 pytestmark = pytest.mark.timeout(180)
@@ -65,6 +69,35 @@ def note_added_requests() -> None:
     EngineCoreProc.added_requests = lambda self: added
 
 
+CALLS = (
+    "reset_prefix_cache",
+    "reset_mm_cache",
+    "reset_encoder_cache",
+    "collective_rpc",
+    "set_weight_version",
+    "is_scheduler_paused",
+)
+
+
+def note_what_calls_find() -> None:
+    """Give the engine a method that tells how many requests others found when they were called."""
+    found: dict[str, int] = {}
+
+    def noting(name: str) -> Callable[..., Any]:
+        call = getattr(EngineCoreProc, name)
+
+        @functools.wraps(call)
+        def note(self: EngineCoreProc, *args: Any, **kwargs: Any) -> Any:
+            found[name] = self.scheduler.get_num_unfinished_requests()
+            return call(self, *args, **kwargs)
+
+        return note
+
+    for name in CALLS:
+        setattr(EngineCoreProc, name, noting(name))
+    EngineCoreProc.found_requests = lambda self: found
+
+
 def play(
     config: VllmConfig,
     scenario: Callable[[AsyncLLM, Engine], Awaitable[None]],
@@ -116,3 +149,69 @@ def test_what_waits_for_room_ends_and_never_runs(config: VllmConfig) -> None:
         assert await llm.engine_core.call_utility_async("unfinished_requests") == []
 
     play(config, scenario, note_added_requests, **SMALL_RINGS)
+
+
+def test_what_others_need_arrives_before_its_end(config: VllmConfig) -> None:
+    """Another engine keeps blocks for it, until this one's connector learns of the abort."""
+    transfer = {"do_remote_prefill": True, "remote_engine_id": "other"}
+    settings = bulk_of(300_000)
+    settings["extra_args"]["kv_transfer_params"] = transfer
+
+    async def scenario(llm: AsyncLLM, engine: Engine) -> None:
+        engine.signal(signal.SIGSTOP)
+        tasks = await ask_endlessly(llm, 10, **settings)
+        names = list(llm.output_processor.request_states)
+        await abort_all(llm)
+        assert await asyncio.wait_for(asyncio.gather(*tasks), 60) == [(0, "abort")] * len(tasks)
+        engine.signal(signal.SIGCONT)
+        assert await ask(llm, "after", 4) == (4, "length")
+        added = await llm.engine_core.call_utility_async("added_requests")
+        assert set(names) <= set(added)
+        assert await llm.engine_core.call_utility_async("unfinished_requests") == []
+
+    play(config, scenario, note_added_requests, **SMALL_RINGS)
+
+
+def test_what_is_asked_of_the_engine_later_finds_what_waits_for_room(config: VllmConfig) -> None:
+    async def scenario(llm: AsyncLLM, engine: Engine) -> None:
+        engine.signal(signal.SIGSTOP)
+        tasks = await ask_endlessly(llm, 10, **bulk_of(300_000))
+        calls = [
+            llm.reset_prefix_cache(reset_running_requests=True),
+            llm.reset_mm_cache(),
+            llm.reset_encoder_cache(),
+            llm.collective_rpc("echo", args=("update_weights",)),
+            llm.update_weight_version("1"),
+            llm.is_paused(),
+        ]
+        answers = asyncio.gather(*calls)
+        await asyncio.sleep(0)
+        assert llm.output_processor.get_num_unfinished_requests() == len(tasks)
+        engine.signal(signal.SIGCONT)
+        await asyncio.wait_for(answers, 60)
+        found = await llm.engine_core.call_utility_async("found_requests")
+        assert found == dict.fromkeys(CALLS, len(tasks))
+        await pause(llm)
+        ends = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        assert [reason for _, reason in ends] == ["abort"] * len(tasks)
+
+    play(config, scenario, note_what_calls_find, **SMALL_RINGS)
+
+
+def test_what_waits_for_room_ends_if_the_engine_is_drained(model_directory: Path) -> None:
+    """As in vLLM, what the engine hasn't added yet is refused, and what runs goes on to its end."""
+
+    async def scenario(llm: AsyncLLM, engine: Engine) -> None:
+        running = asyncio.create_task(ask(llm, "running", 100))
+        while not await llm.engine_core.call_utility_async("unfinished_requests"):
+            pass
+        engine.signal(signal.SIGSTOP)
+        tasks = await ask_endlessly(llm, 10, **bulk_of(300_000))
+        engine.signal(signal.SIGTERM)
+        engine.signal(signal.SIGCONT)
+        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        assert all(it == (0, "abort") or isinstance(it, EngineDeadError) for it in ends), ends
+        assert await running == (100, "length")
+        assert engine.wait_for_exit() == 0
+
+    play(make_config(model_directory, shutdown_timeout=60), scenario, **SMALL_RINGS)

@@ -1,10 +1,11 @@
-"""vLLM's Rust front end at the other end of the engine's sockets; the engine is a stub.
+"""vLLM's Rust front end at the other end of the sockets of an engine: a stub, or one without a GPU.
 
 `make vllm-rs` fetches it. With real engines: `tests/e2e/test_rust_front_end.py`.
 """
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -26,6 +29,9 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from testkit import vllm_rs
 from testkit.tiny_gpt_oss import write_model
 
+from .clients import ENDLESS
+from .engines import running_engine, send_signal, wait_until
+from .holdings import anonymous_bytes
 from .test_push_sockets import Waiting, until
 
 pytestmark = [
@@ -57,14 +63,16 @@ READY = {
 }
 
 
-class Stub:
-    """The front end, and what it takes for its engine."""
+class FrontEnd:
+    """The front end, which waits for its engine."""
 
-    def __init__(self, model: Path, folder: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, model: Path, requests_path: Path, outputs_path: Path, stack: ExitStack
+    ) -> None:
         listeners = {
             "listen": socket.create_server(("127.0.0.1", 0)),
-            "input-listener": unix_listener(folder / "in"),
-            "output-listener": unix_listener(folder / "out"),
+            "input-listener": unix_listener(requests_path),
+            "output-listener": unix_listener(outputs_path),
         }
         self.url = f"http://127.0.0.1:{listeners['listen'].getsockname()[1]}"
         arguments = {
@@ -79,8 +87,7 @@ class Stub:
         for name, listener in listeners.items():
             fds.append(listener.fileno())
             command.append(f"--{name}-fd={listener.fileno()}")
-        self.log_path = folder / "log"
-        with self.log_path.open("wb") as log:
+        with outputs_path.with_name("front-end.log").open("wb") as log:
             self.process = subprocess.Popen(
                 command, pass_fds=fds, stdout=log, stderr=subprocess.STDOUT
             )
@@ -88,6 +95,27 @@ class Stub:
         stack.callback(self.process.kill)
         for listener in listeners.values():
             listener.close()
+
+    def wait_until_it_serves(self) -> None:
+        until(lambda: self.process.poll() is not None or self.is_healthy())
+
+    def is_healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).is_success
+        except httpx.TransportError:
+            return False
+
+    def complete(self, prompt: list[int], **settings: Any) -> httpx.Response:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": NUM_TOKENS}
+        body |= {"return_token_ids": True, **settings}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+
+
+class Stub(FrontEnd):
+    """The front end, and what it takes for its engine."""
+
+    def __init__(self, model: Path, folder: Path, stack: ExitStack) -> None:
+        super().__init__(model, folder / "in", folder / "out", stack)
         self.outputs = Waiting(f"ipc://{folder}/out")
         stack.callback(self.outputs.end)
         context = stack.enter_context(zmq.Context())
@@ -97,13 +125,7 @@ class Stub:
         self.requests.setsockopt(zmq.RCVTIMEO, 60_000)
         self.requests.connect(f"ipc://{folder}/in")
         self.requests.send(msgspec.msgpack.encode(READY))
-        until(lambda: self.process.poll() is not None or self.is_healthy())
-
-    def is_healthy(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5).is_success
-        except httpx.TransportError:
-            return False
+        self.wait_until_it_serves()
 
     def take_request(self) -> str:
         """Return the id of the next request."""
@@ -115,11 +137,6 @@ class Stub:
     def step(self, outputs: list[EngineCoreOutput]) -> None:
         message = EngineCoreOutputs(outputs=outputs, timestamp=time.monotonic())
         assert self.outputs.send(*map(bytes, MsgpackEncoder().encode(message)))
-
-    def complete(self, prompt: list[int]) -> Any:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": NUM_TOKENS}
-        body["return_token_ids"] = True
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
 
 
 def unix_listener(path: Path) -> socket.socket:
@@ -169,3 +186,66 @@ def test_it_is_told_that_the_engine_is_dead(stub: Stub) -> None:
     client.join(60)
     assert answers[0].status_code >= 500, answers[0].text
     until(lambda: not stub.is_healthy())
+
+
+NUM_STOPPED = 32
+
+BOUND_BYTES = 1 << 16
+"""What may wait for a front end that takes nothing, here."""
+
+STATE_BYTES = 16 << 20
+"""Besides that: messages on their way, and what the requests have."""
+
+
+def bound_what_waits() -> None:
+    """Have an engine give up on a front end sooner than after 64 MiB."""
+    from sparksched.engine import sockets
+
+    sockets.MAX_BACKLOG_BYTES = BOUND_BYTES  # type: ignore[misc]
+
+
+def stream_to_its_end(front_end: FrontEnd, begun: threading.Barrier) -> list[bytes]:
+    """Ask for more tokens than there will be; return the last two lines of the stream."""
+    body = {"model": "tiny", "prompt": [1], "max_tokens": ENDLESS, "ignore_eos": True}
+    body["stream"] = True
+    # There are very many lines, and httpx takes its time for each.
+    connection = HTTPConnection(front_end.url.removeprefix("http://"), timeout=60)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    with connection.getresponse() as answer:
+        last = [answer.readline()]
+        begun.wait(60)
+        for line in filter(bytes.strip, answer):
+            last = [*last[-1:], line]
+    return last
+
+
+def test_one_that_is_stopped_costs_the_engine_little(
+    model: Path, config: VllmConfig, tmp_path: Path
+) -> None:
+    """Its requests fail in the engine; when it runs again it learns that, and serves as before."""
+    variables = {**vllm_rs.variables(), "SPARKSCHED_STUCK_AFTER_S": "1"}
+    with (
+        running_engine(config, prepare=bound_what_waits, **variables) as engine,
+        ThreadPoolExecutor(NUM_STOPPED) as clients,
+        ExitStack() as stack,
+    ):
+        front_end = FrontEnd(
+            model, engine.directory / "input-0", engine.directory / "output-0", stack
+        )
+        front_end.wait_until_it_serves()
+        begun = threading.Barrier(NUM_STOPPED + 1)
+        streams = [clients.submit(stream_to_its_end, front_end, begun) for _ in range(NUM_STOPPED)]
+        begun.wait(60)
+        before = anonymous_bytes(engine.pid)
+        send_signal(front_end.process.pid, signal.SIGSTOP)
+        wait_until(lambda: engine.log_lines("takes no messages"), what="for a refusal")
+        assert anonymous_bytes(engine.pid) - before < BOUND_BYTES + STATE_BYTES
+        send_signal(front_end.process.pid, signal.SIGCONT)
+        for stream in streams:
+            last = stream.result()
+            assert b"error" in last[0], last
+        answer = front_end.complete([1])
+        assert answer.is_success, answer.text
+        assert len(answer.json()["choices"][0]["token_ids"]) == NUM_TOKENS
+        assert not engine.log_lines("ERROR")

@@ -55,26 +55,37 @@ class Waiting:
         encode: Callable[[], Any],
         request_id: str | None,
         on_dropped: Callable[[], object] | None,
+        encode_abort: Callable[[], Any] | None,
     ) -> None:
         self.kind = kind
         self.request_id = request_id
         self.future = asyncio.get_running_loop().create_future()
         self.ticket: int | None = None
         """Set when it is encoded and given to the rings: from then on the engine gets it."""
+        self.is_aborted = False
+        """Whether nobody waits for it any more, but the engine has to get it for all that."""
         self._encode: Callable[[], Any] | None = encode
         self._on_dropped = on_dropped
+        self.encode_abort = encode_abort
 
     def __await__(self) -> Generator[Any, None, None]:
         try:
             yield from self.future.__await__()
         finally:
-            self.drop()
+            self.abort()
 
     def take_frames(self) -> Any:
         """Encode it, once."""
         assert self._encode is not None
         encode, self._encode = self._encode, None
         return encode()
+
+    def abort(self) -> None:
+        """Never send it, unless it is sent already or the engine has to get it."""
+        if self.encode_abort is None:
+            self.drop()
+        else:
+            self.is_aborted = True
 
     def drop(self) -> None:
         """Never send it, unless it is sent already; whoever counts on it is told."""
@@ -199,6 +210,7 @@ class AsyncChannel(Channel):
         encode: Callable[[], Any],
         request_id: str | None = None,
         on_dropped: Callable[[], object] | None = None,
+        encode_abort: Callable[[], Any] | None = None,
     ) -> Awaitable[None]:
         """Send now; what is returned is to be awaited for room in the ring, if that is lacking.
 
@@ -210,6 +222,8 @@ class AsyncChannel(Channel):
             encode: Returns the frames; called at most once.
             request_id: Of the request that this brings, which `abort` may have dropped.
             on_dropped: Called if the message will never be sent.
+            encode_abort: Of a request that the engine has to get even if it is aborted while it
+                waits. Returns the frames of an abort, which then follows it.
 
         Raises:
             EngineBusyError: if the engine has made no room for too long; awaiting raises it, too.
@@ -221,24 +235,25 @@ class AsyncChannel(Channel):
             ticket = self._write(kind, encode())
             if self.rings.sent_before() > ticket:
                 return SENT
-            waiting = Waiting(kind, encode, request_id, on_dropped=None)
+            waiting = Waiting(kind, encode, request_id, on_dropped=None, encode_abort=None)
             waiting.ticket = ticket
         elif waiting_for_s is not None and waiting_for_s >= environment.stuck_after_s():
             if on_dropped is not None:
                 on_dropped()
             raise _no_room()
         else:
-            waiting = Waiting(kind, encode, request_id, on_dropped)
+            waiting = Waiting(kind, encode, request_id, on_dropped, encode_abort)
         self._waiting.append(waiting)
         self._watch_room()
         return waiting
 
     def abort(self, request_ids: Sequence[str], frames: Any) -> None:
-        """Send an abort past all that waits; requests among that are dropped, not sent."""
+        """Send an abort past all that waits; requests among that are dropped, if they may be."""
         names = set(request_ids)
         for waiting in self._waiting:
-            if waiting.request_id in names and waiting.ticket is None:
-                waiting.drop()
+            if waiting.request_id in names:
+                if waiting.ticket is None:
+                    waiting.abort()
                 if not waiting.future.done():
                     waiting.future.set_result(None)
         # If the engine is gone, the requests end with it; the ring says so in its turn.
@@ -260,6 +275,8 @@ class AsyncChannel(Channel):
                     if self.rings.without_room_for_s is not None:
                         return
                     first.ticket = self._write(first.kind, first.take_frames())
+                    if first.is_aborted and first.encode_abort is not None:
+                        self._write(_ABORT, first.encode_abort())
                 if first.ticket is not None and self.rings.sent_before() <= first.ticket:
                     return
             except Exception as error:  # of this one: it can't be encoded, or has no end

@@ -27,6 +27,9 @@ ABORT: Final = EngineCoreRequestType.ABORT
 _CHUNK_SIZE: Final = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
 """vLLM's variable for how many outputs it processes before it gives streams a turn."""
 
+_TRANSFERS: Final = {"kv_transfer_params", "ec_transfer_params"}
+"""What vLLM's connectors find among a request's extra arguments."""
+
 
 def _remembering_offers(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
@@ -104,9 +107,25 @@ def _sending_async(original: patching.Function) -> patching.Function:
         on_dropped = None
         if hasattr(self, "reqs_in_flight"):
             on_dropped = functools.partial(_forget_in_balancer, self, channel, request)
-        return channel.send(ADD.value[0], encode, request.request_id, on_dropped)
+        encode_abort = None
+        if _concerns_others(request):
+            encode_abort = functools.partial(self.encoder.encode, [request.request_id])
+        return channel.send(ADD.value[0], encode, request.request_id, on_dropped, encode_abort)
 
     return send_input
+
+
+def _concerns_others(request: "EngineCoreRequest") -> bool:
+    """Return whether an engine has to get a request, even if it is aborted before.
+
+    Later requests name its images by hashes alone, once an engine is thought to have them. Another
+    engine keeps blocks until this one's connector has fetched them, or learns of the abort.
+    """
+    if any(feature.data is not None for feature in request.mm_features or ()):
+        return True
+    params = request.sampling_params
+    extra_args = None if params is None else params.extra_args
+    return extra_args is not None and not _TRANSFERS.isdisjoint(extra_args)
 
 
 def _sending_calls(original: patching.Function) -> patching.Function:

@@ -1,5 +1,6 @@
 //! Two threads at the two ends of a ring and of a histogram, without a system call: what Miri can run
-//! (`make miri`). Loom's models try more interleavings; here are the real atomics and the real copies.
+//! (`make miri`), and the compiler's sanitizer of threads (`make tsan`). Loom's models try more
+//! interleavings; here are the real atomics and the real copies.
 #![cfg(not(feature = "loom"))]
 
 use std::sync::Arc;

@@ -79,7 +79,9 @@ impl Door for EngineDoor {
 
     fn answer(&mut self, mailbox: &Arc<Mailbox>) {
         let now = Instant::now();
-        if !self.is_shut(now) {
+        if self.is_shut(now) {
+            crate::points::reach(crate::points::SHUT);
+        } else {
             self.accept(now);
         }
         self.hear(now, mailbox);
