@@ -23,12 +23,14 @@ ROLES = ("engine", "API server")
 SERVE, THROUGHPUT, LATENCY = "serve", "throughput", "latency"
 EMBED = "+embed"
 AT_ONCE = {"rate_percent": None, "front_end": PYTHON, "client": PYTHON, "cores": ALL}
+RUST_SMALL: Row = {"model": "Qwen3-0.6B", "lengths": "1024/128", "front_end": RUST, "client": RUST}
 SELECTED: tuple[Row, ...] = tuple(
     AT_ONCE | case
     for case in (
-        {"model": "Qwen3-0.6B", "lengths": "1024/128", "concurrency": 256},
-        {"model": "Qwen3-0.6B", "lengths": "1024/128", "concurrency": 1024, "front_end": RUST}
-        | {"client": RUST},
+        RUST_SMALL | {"concurrency": 64},
+        RUST_SMALL | {"concurrency": 256},
+        RUST_SMALL | {"concurrency": 1024},
+        RUST_SMALL | {"concurrency": None, "rate_percent": 95},
         {"model": "Qwen2-1.5B", "lengths": "1024/128", "concurrency": 256},
         {"model": "Qwen2-1.5B", "lengths": "1024/128", "concurrency": 256, "cores": "2"},
         {"model": "gpt-oss-120b", "lengths": "1024/128", "concurrency": 256},

@@ -535,13 +535,9 @@ REPLACED_FUNCTIONS = {
     ],
     "vllm.v1.engine.output_processor": [
         "OutputProcessor.process_outputs",
-        "OutputProcessor.update_scheduler_stats",
-        "RequestOutputCollector.__init__",
         "RequestOutputCollector.put",
         "RequestOutputCollector.get",
-        "RequestOutputCollector.get_nowait",
     ],
-    "vllm.v1.metrics.loggers": ["PrometheusStatLogger.record"],
     "vllm.config.scheduler": ["SchedulerConfig.get_scheduler_cls"],
 }
 

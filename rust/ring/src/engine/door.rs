@@ -27,6 +27,8 @@ const MAX_SILENT: usize = 64;
 /// from one report on other users to the next.
 const PAUSE: Duration = Duration::from_secs(1);
 
+const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+
 /// One of this user's that has said nothing yet.
 struct Guest {
     peer: Peer,
@@ -107,7 +109,7 @@ impl EngineDoor {
     }
 
     fn accept(&mut self, now: Instant) {
-        for num_answered in 0..MAX_ANSWERS {
+        for _ in 0..MAX_ANSWERS {
             match handshake::accept(self.listener.as_fd()) {
                 Ok(None) => return,
                 Ok(Some(socket)) => match handshake::greet(socket) {
@@ -115,9 +117,8 @@ impl EngineDoor {
                     Err(error @ HandshakeError::User { .. }) => self.strangers.note(error),
                     Err(error) => self.shared.refuse(&error),
                 },
-                // The system takes a descriptor before it looks whether anybody waits. Whoever does
-                // knocks again.
-                Err(_) if num_answered > 0 => return,
+                // The system takes a descriptor before it looks whether anybody waits.
+                Err(_) if !self.somebody_waits() => return,
                 Err(error) => {
                     self.shared.refuse(&error);
                     self.shut_until = Some(now + PAUSE);
@@ -125,6 +126,12 @@ impl EngineDoor {
                 }
             }
         }
+    }
+
+    fn somebody_waits(&self) -> bool {
+        let mut fds = [PollFd::new(&self.listener, PollFlags::IN)];
+        // If it fails, there is no telling: what made `accept` fail is worth a report.
+        poll(&mut fds, Some(&NOW)).map_or(true, |num_ready| num_ready > 0)
     }
 
     /// Hears those who have spoken or hung up, and gives up those who have been silent for too long.
@@ -135,7 +142,7 @@ impl EngineDoor {
         };
         let mut fds: Vec<_> = self.silent.iter().map(socket).collect();
         // If it fails, nobody has spoken yet.
-        let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        let _ = poll(&mut fds, Some(&NOW));
         let spoke: Vec<_> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         for (guest, has_spoken) in std::mem::take(&mut self.silent).into_iter().zip(spoke) {
             if has_spoken {
