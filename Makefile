@@ -140,11 +140,11 @@ PYTEST := $(BIN)/pytest
 # In the order of tests/conftest.py.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-# Two at a time, each one's output whole: what compiles and runs Rust, and what runs Python. Neither
-# installs sparksched again (`-o build`), which the other may be about to import.
+# Three at a time, each one's output whole: what compiles and runs Rust, and what runs Python, which often
+# waits. None installs sparksched again (`-o build`), which another may be about to import.
 .PHONY: test
 test: build vllm-rs ## every check before a commit: lints, types, tests, real servers; 15 minutes
-	$(MAKE) -o build -j 2 --output-sync=target test-of-rust test-other conformance conformance-other
+	$(MAKE) -o build -j 3 --output-sync=target test-of-rust test-other conformance conformance-other
 	$(PYTEST) $(PARALLEL)
 
 .PHONY: test-of-rust

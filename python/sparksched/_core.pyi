@@ -776,8 +776,8 @@ class MeterReader:
         Keys: `schedule`, `update_from_output` and `step_gap`, each a pair of counts, one for each
         of `meter_bounds_s()` and one for what is above, and of all times' sum in seconds;
         `num_running` and `num_waiting` requests; `waiting_for`, these by reason;
-        `num_queue_timeouts`; `pacing`, None without it, else what `SchedulerCore.pacing` says of the
-        present chunk, of times in seconds and of steps.
+        `num_queue_timeouts`; `pacing`, None without it, else the present chunk, times in seconds
+        and steps, as `SchedulerCore.pacing` has them.
         """
 
     def steps_have_ended(self) -> bool:
