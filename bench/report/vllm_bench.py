@@ -39,7 +39,7 @@ SELECTED: tuple[Row, ...] = tuple(
         {"model": "gpt-oss-120b", "lengths": "4096+256/128", "concurrency": 256},
     )
 )
-"""Cases for docs/results.md, where it says `later: vllm_bench`: marks need a stored result."""
+"""Cases for docs/results-host.md."""
 
 
 @dataclass

@@ -360,6 +360,7 @@ def label_values() -> set[str]:
 
 def test_no_label_is_a_secret(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+
     async def run(engine: Engine) -> None:
         async with running_llm(config, engine) as llm:
             await generate(llm, "a-request-id-that-nobody-else-may-see", 5)
