@@ -244,9 +244,9 @@ def ends_of_computed_tokens(step: SchedulerOutput) -> dict[str, int]:
     }
 
 
-def sampled_token(prompt: Iterable[int], position: int, allowed: list[int] | None = None) -> int:
+def sampled_token(prompt: Iterable[int], position: int) -> int:
     """Return the token that the model puts at a position behind a prompt."""
-    return _token_of(_seed_of(prompt), position, allowed)
+    return _token_of(_seed_of(prompt), position, allowed=None)
 
 
 def _seed_of(prompt: Iterable[int]) -> int:

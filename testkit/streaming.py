@@ -54,9 +54,9 @@ class Completion:
         return self.token_ids, self.text, self.finish_reason
 
 
-def mixed_prompts(count: int, *, vocab_size: int, seed: int = 0) -> list[Prompt]:
+def mixed_prompts(count: int, *, vocab_size: int) -> list[Prompt]:
     """Return prompts of a few to several hundred tokens; half of them share a long prefix."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
 
     def tokens(length: int) -> list[int]:
         return [rng.randrange(vocab_size) for _ in range(length)]

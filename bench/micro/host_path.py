@@ -28,7 +28,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,14 +64,14 @@ QUICK_EFFORT = Effort(rounds=1, warm_up_s=0.3, window_s=1.0)
 
 @contextmanager
 def running_sides(
-    cores: tuple[int, int], names: Sequence[str] = SIDES, client_class: type[Client] = Client
+    cores: tuple[int, int],
 ) -> Iterator[tuple[dict[str, Worker], dict[str, Row]]]:
     """Start the clients of all sides, and their engines; yield them and what they are."""
     with (
         tempfile.TemporaryDirectory() as directory,
         running_workers(
             serve,
-            {name: (Setup(name, Path(directory), *cores), client_class) for name in names},
+            {name: (Setup(name, Path(directory), *cores), Client) for name in SIDES},
         ) as running,
     ):
         yield running

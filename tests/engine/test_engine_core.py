@@ -16,9 +16,9 @@ from .harness import ASYNC_SCHEDULING, DrivenEngine, new_request, run_both
 # ----------------------------------------------------------------------------------------
 
 
-def mixed_requests(num_requests: int = 24, seed: int = 0) -> list[EngineCoreRequest]:
+def mixed_requests(num_requests: int = 24) -> list[EngineCoreRequest]:
     """Return requests of many lengths, some with a common prefix, that end in many ways."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     common = rng.choices(range(200), k=64)
     requests = []
     for index in range(num_requests):

@@ -145,10 +145,6 @@ def is_between_steps() -> bool:
     return scheduled == value("sparksched:update_from_output_seconds_count")
 
 
-def value_or_zero(name: str) -> float:
-    return value(name) if any(name.startswith(it) for it in families()) else 0.0
-
-
 def test_what_paced_prefill_does_is_shown(config: VllmConfig) -> None:
     async def run(engine: Engine) -> None:
         async with running_llm(config, engine) as llm:

@@ -205,7 +205,6 @@ NO_VERIFICATION = (
 NO_FRONT_END = "names no known front end; allowed are 'vllm' and 'sparksched'"
 NO_TRANSPORT = "names no known transport; allowed are 'auto', 'shm', 'zmq' and 'libzmq'"
 NO_MIB = "is not a whole number from 1 to 1024"
-NO_SWITCH = "is not a switch; allowed are '0' and '1'"
 NO_BYTES = f": 'bytes' is not a number from {1 << 16} to {1 << 40}"
 NO_OPTION = (
     "has an unknown option {!r}; allowed behind the file, which has no comma in its name, are "

@@ -1,7 +1,7 @@
-"""Rings of a client that lives in an event loop.
+"""Rings of a client that has an event loop.
 
-Read it beside `AsyncMPClient` in `vllm/v1/engine/core_client.py`: `AsyncChannel._on_event` does
-what its `process_outputs_socket` does, and goes on beside it.
+`AsyncChannel._on_event` does what `process_outputs_socket` of vLLM's `AsyncMPClient` does
+(`vllm/v1/engine/core_client.py`). vLLM's own goes on beside it, for engines on ZMQ.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A client's rings to one engine: what clients in an event loop and without one share."""
+"""A client's rings to one engine, as far as clients with and without an event loop share it."""
 
 import threading
 import weakref

@@ -1,4 +1,4 @@
-"""Which engines a client reaches through rings, and why not the others."""
+"""Connects a client to the engines that it can reach through rings; says why others stay on ZMQ."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What an API server shows of each engine: its page, and what it says of itself."""
+"""What an API server shows of each engine: its page of metrics, and what it says of itself."""
 
 from typing import TYPE_CHECKING
 

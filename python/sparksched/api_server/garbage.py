@@ -1,14 +1,14 @@
-"""CPython's garbage collections wait until outputs are in their streams' hands.
+"""Garbage collections wait until streams have taken their outputs.
 
-The interpreter collects when some hundreds more containers were made than freed. Outputs of 1,024
-streams are some 5,000 containers, all of them alive until the streams take them, two turns of the
-event loop later. Collections in between find nothing, and take each of these outputs for one of
-those objects that last. Of these the interpreter soon has too many, and looks through the whole
-heap: for 10 ms and more with 1,024 streams, in which none of them gets anything.
+CPython collects when some hundreds more containers were made than freed. A step of 1,024 streams
+brings some 5,000 containers. All are alive until the streams take them, two turns of the event loop
+later. A collection in between frees nothing, and ages these outputs as if they were to last. Soon
+CPython counts too many aged objects, and looks through the whole heap: that takes 10 ms and more
+with 1,024 streams, and no stream gets anything meanwhile.
 
-Here the threshold is raised until the streams have had their turn. By then as much is freed as was
-made. There is a threshold all the time, so that garbage in cycles is collected, only later. An
-application's own settings are left alone: where they would matter, nothing is raised.
+This module raises the threshold until the streams have had their turn. By then as many containers
+are freed as were made. The threshold is never off, so garbage in cycles is still collected, only
+later. If an application has set a higher threshold, or turned collections off, nothing is raised.
 """
 
 import asyncio

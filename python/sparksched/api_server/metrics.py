@@ -1,4 +1,4 @@
-"""Makes series of what engines have counted, whenever somebody asks for vLLM's `/metrics`."""
+"""Turns what engines have counted into series, each time somebody asks for vLLM's `/metrics`."""
 
 import functools
 import itertools

@@ -1,20 +1,22 @@
-"""What a generated token costs the front end: its statistics and its `RequestOutput`.
+"""Processes outputs: makes statistics and a `RequestOutput` of each generated token.
 
-Read it beside vLLM's `v1/engine/output_processor.py`. Replaced are:
+Read it beside vLLM's `v1/engine/output_processor.py`. It replaces:
 
 - `OutputProcessor.process_outputs`, by one flat loop for plain outputs of plain requests;
-- the waiting of `RequestOutputCollector`: see `request_collector.py`.
+- how `RequestOutputCollector` waits: see `request_collector.py`.
 
 An output is plain if it brings nothing but tokens and its request goes on. A request is plain from
 its second output on, unless it has logprobs or takes streaming input: see `_becomes_plain`. Any
-other output goes to vLLM's own function, alone and in its turn, so prefills, ends, pooling and
-errors are vLLM's. So are detokenizers and constructors: what a plain output becomes is what vLLM
-would have made of it, in new objects as there. Only where a stream of deltas lags, and all that
-waits for it are plain outputs of one index, the next one is merged into these without an object of
-its own, and without `RequestOutput.add`.
+other output goes to vLLM's own function, alone and in its turn. So vLLM handles prefills, ends,
+pooling and errors.
 
-This relies on the shape of vLLM's objects, and bypasses some of its functions. If a shape is not
-the known one, or somebody else has replaced one of these functions, everything stays vLLM's.
+vLLM's detokenizers and constructors also serve plain outputs. A plain output becomes what vLLM
+would have made of it, in new objects as there. There is one exception: a stream of deltas lags, and
+all that waits for it are plain outputs of one index. Then the loop merges the next output into
+these, without an object of its own and without `RequestOutput.add`.
+
+The loop relies on the shape of vLLM's objects, and bypasses some of vLLM's functions. If a shape is
+not the known one, or somebody else has replaced one of these functions, everything stays vLLM's.
 """
 
 import functools

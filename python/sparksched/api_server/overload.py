@@ -1,4 +1,4 @@
-"""What users of the front end see of the transport: a ring that is full, an engine that stands."""
+"""What users of the front end see of the transport: a full ring, and an engine that is stopped."""
 
 import asyncio
 import functools

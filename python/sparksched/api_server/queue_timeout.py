@@ -1,4 +1,4 @@
-"""A request that has waited in the engine's queue for too long: HTTP 503, and when to try again."""
+"""Answers a request that waited too long in the engine's queue: HTTP 503, and when to try again."""
 
 import math
 import time

@@ -1,15 +1,18 @@
-"""How a stream waits for its next output: on a future that exists only while it waits.
+"""How a stream waits for its next output: on a future that exists only while the stream waits.
 
-Read it beside `RequestOutputCollector` in vLLM's `v1/engine/output_processor.py`. There the
-`asyncio.Event` `ready` is set and cleared for each token, and keeps a queue of waiters where there
-is one. Here nobody waits for it. What is merged, replaced and raised stays the same, and so does
-the turn of the event loop in which a consumer wakes. vLLM's subclass for streaming input (since
-0.33.0) sets `ready` in `get` and `get_nowait`, having put the next output into `output`: there a
-consumer looks before it waits.
+Read it beside `RequestOutputCollector` in vLLM's `v1/engine/output_processor.py`. vLLM sets and
+clears an `asyncio.Event`, `ready`, for each token. The event keeps a queue of waiters, though there
+is only one. Here nobody waits for `ready`. The rest is as in vLLM: what is merged, replaced and
+raised, and in which turn of the event loop a consumer wakes.
 
-If nothing but plain outputs is in what waits in `output`, it is `plain_output` as well.
-`output_processor.py` sets that, and writes the next plain output into it, without one more object
-for `put` to merge. What was taken may still be `plain_output`, and then isn't `output` any more.
+vLLM's subclass for streaming input (since 0.33.0) puts the next output into `output` in `get` and
+`get_nowait`, then sets `ready`. That works here, because a consumer looks at `output` before it
+waits.
+
+While `output` holds nothing but plain outputs, `plain_output` is the same object.
+`output_processor.py` sets `plain_output` and writes the next plain output into it, so that `put`
+gets no further object to merge. `get_nowait` stays vLLM's. It takes `output` and leaves
+`plain_output` as it is: the two are then no longer the same object.
 """
 
 import asyncio

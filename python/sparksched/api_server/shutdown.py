@@ -1,4 +1,4 @@
-"""Requests in flight when the engine is shut down: each fails, and none is left without an answer.
+"""Fails each request that is in flight when the engine is shut down.
 
 vLLM's `AsyncLLM.shutdown()` has its client report a dead engine, and then cancels the task that
 would tell the requests. If the task is cancelled first, they wait for ever.

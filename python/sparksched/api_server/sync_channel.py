@@ -1,7 +1,7 @@
 """Rings of a client without an event loop: a thread receives.
 
-Read it beside `SyncMPClient` in `vllm/v1/engine/core_client.py`: `SyncChannel._run` does what its
-`process_outputs_socket` does, and goes on beside it.
+`SyncChannel._run` does what `process_outputs_socket` of vLLM's `SyncMPClient` does
+(`vllm/v1/engine/core_client.py`). vLLM's own goes on beside it, for engines on ZMQ.
 """
 
 import threading

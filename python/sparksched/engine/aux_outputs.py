@@ -1,6 +1,6 @@
-"""Auxiliary output, such as routed experts: vLLM's connector, and what it looks up.
+"""Auxiliary output, such as routed experts: calls vLLM's connector, and keeps what it looks up.
 
-The core calls the connector, with a `Request` that is up to date. Mirrors what vLLM's
+The core decides when, and hands over a `Request` that is up to date. Mirrors what vLLM's
 `v1/core/sched/scheduler.py` does with its `aux_output_connector`.
 """
 

@@ -1,7 +1,7 @@
-"""KV cache events and residency metrics, made of what the core notes of its blocks.
+"""Makes KV cache events and residency metrics of what the core notes of its blocks.
 
-The core writes a journal where vLLM's block pool makes events and calls its metrics collector;
-after each call of the scheduler this module reads it, in its order.
+Where vLLM's block pool makes an event or calls its metrics collector, the core writes a line into a
+journal. This module reads the journal, in its order, after each call of the scheduler.
 """
 
 import time

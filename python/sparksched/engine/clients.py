@@ -1,4 +1,4 @@
-"""An engine's links to all its clients, and what the engine's loop does about those clients."""
+"""An engine's links to all its clients, and what the loop does when one comes, lags or goes."""
 
 import threading
 from typing import TYPE_CHECKING, Any

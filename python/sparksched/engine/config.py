@@ -1,4 +1,4 @@
-"""What the Rust core is built from, read of vLLM's configuration."""
+"""Reads vLLM's configuration, and makes of it what the Rust core is built from."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
-"""What sparksched keeps of one engine: it hangs from the engine, as `engine.sparksched`.
+"""What sparksched keeps of one engine: `engine.sparksched`.
 
-vLLM loads plugins within the constructor of its engine, so that one comes too late to be replaced,
-and doesn't tell the scheduler or the hasher whose they are. The context is therefore made when a
-function of ours first has the engine as an argument, which is after its construction. What has to
-get from the scheduler to the hasher before that, goes through the thread: see `hooks`.
+vLLM loads plugins within its engine's constructor. So the constructor can't be replaced any more,
+and it tells neither the scheduler nor the hasher which engine they belong to. The first function of
+ours that gets the engine as an argument makes the context; that is after construction. What the
+scheduler tells the hasher before that goes through the thread: see `hooks`.
 """
 
 import sys

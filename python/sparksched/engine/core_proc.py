@@ -1,4 +1,4 @@
-"""What changes in `EngineCoreProc`, of `vllm/v1/engine/core.py`, for it to offer rings."""
+"""What changes in `EngineCoreProc` (`vllm/v1/engine/core.py`), so that it offers rings."""
 
 import functools
 import threading

@@ -1,7 +1,7 @@
-"""What the Rust encoder of outputs needs from vLLM's: the parts that only Python knows.
+"""What the Rust encoder of outputs needs of vLLM's encoder: the parts that only Python knows.
 
-The other way to encode outputs is vLLM's `MsgpackEncoder` in `vllm/v1/serial_utils.py`; both must
-make the same bytes, which is tested at large and, on one message, whenever an engine starts.
+vLLM's `MsgpackEncoder` (`vllm/v1/serial_utils.py`) also encodes outputs, and both must make the
+same bytes. Tests compare many messages, and each engine compares one when it starts.
 """
 
 from collections.abc import Sequence

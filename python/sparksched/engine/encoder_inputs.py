@@ -1,8 +1,8 @@
 """Encoder inputs of multimodal requests: which of them a step computes, and how long they stay.
 
-Everything that is decided here is decided by vLLM: by its encoder cache manager, and by the
-functions of its `Scheduler` that drive it, which need no more of a scheduler than this class has.
-The core asks for requests with such inputs only.
+vLLM decides all of this: its encoder cache manager, and the functions of its `Scheduler` that drive
+the manager. Those functions need no more of a scheduler than this class has. The core asks only
+for requests that have encoder inputs.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """An EC connector's scheduler side: encoder outputs that come from elsewhere and are sent there.
 
-The core says when, with a `Request` that is up to date. Mirrors what vLLM's
-`v1/core/sched/scheduler.py` does with its `ec_connector`, but for the calls of the functions that
-`EncoderInputs` has of it.
+The core decides when, and hands over a `Request` that is up to date. Mirrors what vLLM's
+`v1/core/sched/scheduler.py` does with its `ec_connector`. The calls in functions that
+`EncoderInputs` takes from vLLM are not here.
 """
 
 from typing import Any

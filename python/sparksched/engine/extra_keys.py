@@ -1,8 +1,8 @@
 """What a block's hash covers besides its tokens: LoRA adapters, cache salts, multimodal items.
 
 vLLM hashes the tuple `(parent, tokens, extra keys)`, serialised by pickle or CBOR. The Rust core
-writes the tuple itself, but for the extra keys: those it gets from here, in the bytes that the
-serialiser puts in their place. They are made by vLLM's own functions.
+writes parent and tokens itself. This module gives it the extra keys, as the bytes that the
+serialiser would write there. vLLM's own functions make the keys.
 """
 
 import pickle

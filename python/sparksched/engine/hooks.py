@@ -1,12 +1,11 @@
 """What the native scheduler changes in the engine around it.
 
-Two functions of `vllm.v1.engine.core` are replaced, and only in a process that has built a native
-scheduler: the factory of the function that hashes prompts, and the step that turns an arriving
-message into a `Request`, which is the last place where a request can be refused without harm to
-others.
+It replaces two functions of `vllm.v1.engine.core`, and only in a process that has built a native
+scheduler. One makes the function that hashes prompts. The other turns an arriving message into a
+`Request`: this is the last place where a request can be refused without harm to others.
 
-The engine asks the factory within its constructor, and tells it neither whose hasher this will be
-nor which scheduler it has built a moment ago. So that is kept for the thread until it asks.
+The engine's constructor builds the scheduler, and then asks for a hasher without naming scheduler
+or engine. So the thread keeps what the hasher needs, from the one call to the other.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""From clients to the engine.
+"""Receives messages from clients for the engine.
 
 Read `RingInput` beside vLLM's `process_input_sockets`, in `vllm/v1/engine/core.py`.
 """

@@ -1,6 +1,6 @@
 """A KV connector's scheduler side: the calls that vLLM's scheduler makes to it.
 
-The core decides when; it asks here for each request, with a `Request` that is up to date. Mirrors
+The core decides when. It asks here for each request, with a `Request` that is up to date. Mirrors
 what vLLM's `v1/core/sched/scheduler.py` does with its `connector`.
 """
 

@@ -1,7 +1,7 @@
-"""The end of the process that has started the engine.
+"""Ends the engine when the process that has started it is gone.
 
-vLLM's launcher looks after engines and API servers, and nobody looks after the launcher: once it is
-killed, they would go on for ever and keep the GPU.
+vLLM's launcher watches engines and API servers, but nobody watches the launcher. Once it is killed,
+they would go on for ever and keep the GPU.
 """
 
 import multiprocessing

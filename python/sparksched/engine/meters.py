@@ -1,4 +1,4 @@
-"""The engine's part: a page on which it counts, and how API servers find that page."""
+"""The engine's side of metrics: the page on which it counts, and how API servers find that page."""
 
 import os
 import uuid

@@ -1,4 +1,4 @@
-"""From the engine to its clients.
+"""Sends the engine's outputs to its clients.
 
 Read `EngineOutput` beside vLLM's `process_output_sockets`, in `vllm/v1/engine/core.py`.
 """

@@ -1,7 +1,7 @@
-"""Looks now and then whether the queue moves, and whether somebody has waited for too long.
+"""Looks now and then whether the queue moves, and whether a request has waited for too long.
 
-A thread looks, because the engine's loop may be what stands still, or asleep. It changes nothing:
-requests whose time is up are ended in the loop, as if their clients had aborted them.
+A thread looks, because the engine's loop may itself be stuck or asleep. The thread changes nothing:
+the loop ends requests whose time is up, as if their clients had aborted them.
 """
 
 import threading

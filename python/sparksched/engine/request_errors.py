@@ -1,6 +1,6 @@
-"""Which requests are refused where they arrive, and why.
+"""Which requests the engine refuses where they arrive, and why.
 
-Since vLLM 0.33.0 the client of such a request is told; before, it only learns that it has failed.
+Since vLLM 0.33.0 the client gets the reason. Before, it only learns that its request has failed.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """`NativeScheduler`: vLLM's `SchedulerInterface` over the Rust core.
 
-The policy is in `rust/core/src/scheduler/policy.rs`; this module only translates. It mirrors the
-face of vLLM's `v1/core/sched/scheduler.py` and `async_scheduler.py`, both in one class.
+The policy is in `rust/core/src/scheduler/policy.rs`; this module only translates. It offers what
+vLLM's `v1/core/sched/scheduler.py` and `async_scheduler.py` offer, both in one class.
 """
 
 import contextlib

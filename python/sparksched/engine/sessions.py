@@ -1,6 +1,6 @@
 """Streaming-input sessions: requests that stop, and go on with more input from their client.
 
-vLLM's `Request` holds the inputs that have not had their turn; the core asks here for the next one,
+vLLM's `Request` holds the inputs that have not had their turn. The core asks here for the next one,
 and reads from the `Request` what it has become. Mirrors `_handle_stopped_request()` and
 `_update_request_as_session()` of vLLM's `v1/core/sched/scheduler.py`.
 """

@@ -1,8 +1,8 @@
-"""Outputs to clients that stay on ZMQ and listen on this host, sent by the engine's loop itself.
+"""Sends outputs to clients on this host that stay on ZMQ, from the engine's loop itself.
 
-Requests come through vLLM's own sockets. Not so outputs: vLLM hands each of them from the loop to a
-thread, which needs the interpreter's lock, and from there to a thread of libzmq's, which keeps any
-number of them.
+vLLM hands each output from the loop to a thread, which needs the interpreter's lock. That thread
+hands it to one of libzmq's, which keeps any number of them. Requests still come through vLLM's own
+sockets.
 """
 
 import threading

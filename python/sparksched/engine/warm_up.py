@@ -1,10 +1,10 @@
 """Before the first request, an engine that paces prompts runs steps of each size that it will use.
 
-A size that vLLM has not run yet has kernels compiled, for seconds, while everybody waits. Dummy
-runs of vLLM's would not do: they hold either prompts or decodes, and what a step compiles depends
-on the mixture. So some requests of our own decode, and prompts beside them fill one step of each
-size: through scheduler and executor, as any others. Nobody gets their outputs. Prompts are the same
-in each run, so that recordings can be compared.
+vLLM compiles kernels for each size that it has not run yet. That takes seconds, and everybody
+waits. vLLM's dummy runs don't help: each holds either prompts or decodes, and what a step compiles
+depends on the mixture. So some requests of our own decode, while prompts beside them fill one step
+of each size. They pass through scheduler and executor as any others, and nobody gets their outputs.
+The prompts are the same in each run, so that recordings can be compared.
 
 Kernels are compiled for classes of numbers: the next power of two, and whether 16, or 4, divides
 them. Each size therefore runs in four ways.

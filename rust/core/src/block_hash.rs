@@ -206,13 +206,6 @@ impl BlockHasher {
         self.algorithm.digest_len()
     }
 
-    /// The hash of a block without extra keys.
-    #[must_use]
-    pub fn hash_block(&self, parent: Option<&BlockHash>, tokens: &[i32]) -> BlockHash {
-        let mut buffer = Vec::new();
-        self.hash_with_buffer(parent, tokens, self.no_extra_keys(), &mut buffer)
-    }
-
     /// Appends the hashes of all blocks of `tokens` that are full and not yet in `hashes`.
     pub fn extend_hashes(
         &self,
@@ -437,8 +430,11 @@ mod tests {
         let mut hashes = Vec::new();
         hasher.extend_hashes(&tokens[..6], None, &mut hashes);
         hasher.extend_hashes(&tokens, None, &mut hashes);
-        let first = hasher.hash_block(None, &tokens[..4]);
-        let second = hasher.hash_block(Some(&first), &tokens[4..8]);
+        let hash = |parent, tokens| {
+            hasher.hash_with_buffer(parent, tokens, hasher.no_extra_keys(), &mut Vec::new())
+        };
+        let first = hash(None, &tokens[..4]);
+        let second = hash(Some(&first), &tokens[4..8]);
         assert_eq!(hashes, [first, second]);
     }
 
