@@ -3,9 +3,10 @@
 import math
 
 import pytest
-from sparksched.commands.top.interval import Interval, between, quantile
+from rich.console import Console
+from sparksched.commands.top.interval import Interval, Paced, between, quantile
 from sparksched.commands.top.page import Page, PageError, address, parse
-from sparksched.commands.top.view import duration, number, size
+from sparksched.commands.top.view import WIDTH, duration, number, render, size
 
 from .servers import recorded, without_sparksched
 
@@ -43,6 +44,34 @@ def test_nothing_happens_in_an_idle_interval() -> None:
     assert interval.generation_tokens_per_s == 0
     assert interval.steps["schedule"] is not None
     assert interval.steps["schedule"].p50_s is None
+
+
+def paced_page(prompt_s: float, contended_s: float, num_decode_steps: int) -> str:
+    return recorded("busy") + "".join(
+        f'sparksched:paced_{name}{{engine="0"}} {value}\n'
+        for name, value in (
+            ("chunk_tokens", 2032),
+            ("longest_stall_seconds", 0.15),
+            ("prompt_seconds_total", prompt_s),
+            ("contended_seconds_total", contended_s),
+            ("decode_steps_total", num_decode_steps),
+        )
+    )
+
+
+def test_paced_prefill_has_a_line() -> None:
+    before, now = parse(paced_page(3, 4, 100), 10.0), parse(paced_page(3.5, 6, 150), 12.0)
+    interval = between(before, now)
+    assert interval.paced == Paced(2032, 0.25, 25, 0.15)
+    console = Console(width=WIDTH)
+    with console.capture() as capture:
+        console.print(render("a server", interval))
+    (line,) = [it for it in capture.get().splitlines() if it.startswith("paced prefill")]
+    assert line.split()[2:] == ["2,032", "tok", "25%", "25", "150", "ms"]
+    # Nothing to share, and no line where prompts aren't paced.
+    idle = between(now, parse(paced_page(3.5, 6, 150), 14.0)).paced
+    assert idle == Paced(2032, None, 0, 0.15)
+    assert busy_interval().paced is None
 
 
 def test_a_server_that_was_started_again_has_no_rates() -> None:

@@ -43,6 +43,20 @@ class Ring:
 
 
 @dataclass(frozen=True)
+class Paced:
+    """Paced prefill."""
+
+    chunk_tokens: float
+    """Tokens of prompts in the last step that had some; of several engines the most."""
+    prefill_share: float | None
+    """0 to 1: what prompts got of the time in which decodes had work, too; None without such."""
+    decode_steps_per_s: float | None
+    """Steps of decodes alone that were put in."""
+    longest_stall_s: float
+    """Of this half minute and the one before."""
+
+
+@dataclass(frozen=True)
 class Interval:
     """All that is shown; None is what the page doesn't have, or what can't be told yet."""
 
@@ -62,6 +76,7 @@ class Interval:
     engines: list[Labels]
     """The labels of `sparksched:info`; none without sparksched."""
     steps: dict[str, Times | None]
+    paced: Paced | None
     rings: dict[str, Ring | None]
     backlog_bytes: float | None
     rescues: float | None
@@ -93,6 +108,7 @@ def between(before: Page, now: Page) -> Interval:
         queue_timeouts=now.total("sparksched:queue_timeouts_total"),
         engines=now.labels("sparksched:info"),
         steps={key: _times(before, now, name) for key, name in STEP_HISTOGRAMS.items()},
+        paced=_paced(before, now),
         rings={direction: _ring(before, now, direction) for direction in DIRECTIONS},
         backlog_bytes=now.total("sparksched:backlog_bytes"),
         rescues=now.total("sparksched:rescues_total"),
@@ -120,6 +136,20 @@ def _rate(before: Page, now: Page, name: str, **labels: str) -> float | None:
     if first is None or last is None or last < first or seconds <= 0:
         return None
     return (last - first) / seconds
+
+
+def _paced(before: Page, now: Page) -> Paced | None:
+    chunk_tokens = now.largest("sparksched:paced_chunk_tokens")
+    if chunk_tokens is None:
+        return None
+    prompts = _rate(before, now, "sparksched:paced_prompt_seconds_total")
+    contended = _rate(before, now, "sparksched:paced_contended_seconds_total")
+    return Paced(
+        chunk_tokens=chunk_tokens,
+        prefill_share=min(prompts / contended, 1.0) if prompts is not None and contended else None,
+        decode_steps_per_s=_rate(before, now, "sparksched:paced_decode_steps_total"),
+        longest_stall_s=now.largest("sparksched:paced_longest_stall_seconds") or 0,
+    )
 
 
 def _ring(before: Page, now: Page, direction: str) -> Ring | None:

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sparksched.commands.top.interval import Interval, Times
+from sparksched.commands.top.interval import Interval, Paced, Times
 from sparksched.commands.top.page import Labels
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ def render(url: str, interval: Interval, notice: str = "") -> RenderableType:
         parts.append(Text(notice, style="bold red"))
     parts += _schedulers(interval)
     parts += [Text(), _requests(interval), *_waits(interval), Text(), _times(interval)]
+    if interval.paced is not None:
+        parts += [Text(), _paced(interval.paced)]
     if any(interval.rings.values()):
         parts += [Text(), _rings(interval)]
     return Group(*parts)
@@ -131,6 +133,19 @@ def _times_cells(times: Times | None) -> Sequence[str]:
     if times is None:
         return (UNKNOWN, UNKNOWN, UNKNOWN)
     return (number(times.per_s), duration(times.p50_s), duration(times.p99_s))
+
+
+def _paced(paced: Paced) -> Table:
+    table = _table("", "chunk", "share", "decodes alone/s", "longest stall")
+    share = paced.prefill_share
+    table.add_row(
+        "paced prefill",
+        f"{number(paced.chunk_tokens)} tok",
+        UNKNOWN if share is None else f"{share:.0%}",
+        number(paced.decode_steps_per_s),
+        duration(paced.longest_stall_s),
+    )
+    return table
 
 
 def _rings(interval: Interval) -> Table:
