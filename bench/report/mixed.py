@@ -34,6 +34,9 @@ def mixed(results: Results) -> Iterator[list[str]]:
                 ]
 
 
+PACED = "A long prompt beside streams, paced"
+
+
 def gain(results: Results) -> Iterator[list[str]]:
     """Yield what streams get while a long prompt is computed, if it is paced."""
     for result in results.values():
@@ -46,7 +49,7 @@ def gain(results: Results) -> Iterator[list[str]]:
             )
             measured = f"{sides[paced]['model']}, HTTP, {sides[paced]['streams']} streams"
             what = "tokens/s of each stream"
-            yield ["A long prompt beside streams, paced", measured, what, joined(*rates)]
+            yield [PACED, measured, what, joined(*rates)]
 
 
 def ordinary(results: Results) -> Iterator[list[str]]:

@@ -274,39 +274,57 @@ def _tail(side: Side) -> float | None:
 
 
 USUAL = {"mode": ASYNC, "driver": HTTP, "cores": ALL, "front_end": "python"}
+MANY, TWO_PROCESSORS, IS_SYNC, GPU_LIMITS, ALONE = (
+    "Many users, Rust front end",
+    "Two processors",
+    "Synchronous scheduling",
+    "The GPU is the limit",
+    "One user",
+)
 SITUATIONS = (
-    Situation("One stream", "tokens/s", _rate, {"model": "gpt-oss-120b", "concurrency": 1}),
     Situation(
-        "The GPU is the limit",
+        MANY, "tokens/s", _rate, {"model": "Qwen2-1.5B", "front_end": RUST, "concurrency": 1024}
+    ),
+    Situation(
+        TWO_PROCESSORS,
         "ms between outputs, p99",
         _tail,
-        {"model": "gpt-oss-120b", "concurrency": 64},
+        {"model": "gpt-oss-120b", "cores": "2", "concurrency": 64},
     ),
     Situation(
-        "Many streams over HTTP",
-        "tokens/s",
-        _rate,
-        {"model": "Qwen2-1.5B", "front_end": RUST, "concurrency": 1024},
-    ),
-    Situation(
-        "Synchronous scheduling",
+        IS_SYNC,
         "tokens/s",
         _rate,
         {"model": "gpt-oss-120b", "mode": SYNC, "driver": ASYNCLLM, "concurrency": 256},
     ),
     Situation(
-        "Two processors",
+        GPU_LIMITS,
         "ms between outputs, p99",
         _tail,
-        {"model": "gpt-oss-120b", "cores": "2", "concurrency": 64},
+        {"model": "gpt-oss-120b", "concurrency": 64},
     ),
+    Situation(ALONE, "tokens/s", _rate, {"model": "gpt-oss-120b", "concurrency": 1}),
 )
-FIRST_TOKEN = {"streams": 64, "prompt_tokens": 128, "front_end": "python"}
-"""The case of requests that join others; one in which no server stood still."""
+BY_GAIN = (
+    mixed.PACED,
+    vllm_bench.NEAR_THE_LIMIT,
+    MANY,
+    TWO_PROCESSORS,
+    IS_SYNC,
+    GPU_LIMITS,
+    vllm_bench.EMBEDDINGS,
+    ALONE,
+)
+"""What gains most first, what gains nothing last."""
 
 
 def gain(results: Results) -> Rows:
     """Yield what changes in each situation, one figure each."""
+    rows = (*_gain_of_streams(results), *mixed.gain(results), *vllm_bench.gain(results))
+    yield from sorted(rows, key=lambda row: BY_GAIN.index(row[0]))
+
+
+def _gain_of_streams(results: Results) -> Rows:
     for situation in SITUATIONS:
         wanted = USUAL | situation.case
         found = _chosen(
@@ -324,12 +342,6 @@ def gain(results: Results) -> Rows:
             rust = ", Rust front end" if case.front_end == RUST else ""
             measured = f"{case.model}, {DRIVERS[case.driver]}{rust}, {streams}"
             yield [situation.text, measured, situation.change, changed + note]
-    for case in _micro(results, "joining"):
-        if all(case.get(name) == value for name, value in FIRST_TOKEN.items()):
-            times = [dig(case, it, "ttft_ms", "p50") for it in JOINING_SIDES[:2]]
-            measured = f"{case['model']}, HTTP, {case['streams']:,} streams"
-            yield ["First token under load", measured, "ms to it, p50", pair_text(*times)]
-    yield from mixed.gain(results)
 
 
 # ---- benchmarks that start no server ----

@@ -22,6 +22,10 @@ Results = Mapping[str, Row]
 ROLES = ("engine", "API server")
 SERVE, THROUGHPUT, LATENCY = "serve", "throughput", "latency"
 EMBED = "+embed"
+NEAR_THE_LIMIT = "Many users, small model"
+EMBEDDINGS = "Embeddings"
+GAIN_AT_ONCE, NEAR_PERCENT = 256, 95
+"""Whose rows the README has."""
 AT_ONCE = {"rate_percent": None, "front_end": PYTHON, "client": PYTHON, "cores": ALL}
 RUST_SMALL: Row = {"model": "Qwen3-0.6B", "lengths": "1024/128", "front_end": RUST, "client": RUST}
 SELECTED: tuple[Row, ...] = tuple(
@@ -172,3 +176,14 @@ def latency(results: Results) -> Iterator[list[str]]:
     """Yield all cases of `vllm bench latency`."""
     for it in compared(results, LATENCY):
         yield [it.name, *(it.pair("batch_ms", at) for at in ("mean", "p50", "p99"))]
+
+
+def gain(results: Results) -> Iterator[list[str]]:
+    """Yield a figure of a small model whose load is near vLLM's limit, and one of embeddings."""
+    for it in compared(results, SERVE):
+        case = it.case
+        if it.is_embedding and case["concurrency"] == GAIN_AT_ONCE:
+            yield [EMBEDDINGS, it.name, "requests/s", it.pair("requests_per_s")]
+        elif case["model"] == "Qwen3-0.6B" and case["rate_percent"] == NEAR_PERCENT:
+            first = it.pair("ttft_ms", "p99")
+            yield [NEAR_THE_LIMIT, it.name, "ms to first token, p99", first]

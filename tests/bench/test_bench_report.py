@@ -166,20 +166,12 @@ def as_of(model: str, concurrency: int, files: Results) -> Results:
 
 def test_the_readme_tells_one_figure_for_each_situation() -> None:
     found = result(model="gpt-oss-120b")
-    joining = {"streams": 64, "prompt_tokens": 128, "front_end": "python", "model": "gpt-oss-120b"}
-    joining |= {it: {"ttft_ms": {"p50": 62.4}} for it in ("vLLM", "sparksched")}
-    assert rows("gain", found, {"run": {}, "joining": [joining]}) == [
+    assert rows("gain", found) == [
         [
             "The GPU is the limit",
             "gpt-oss-120b, HTTP, 64 streams",
             "ms between outputs, p99",
             "8.00 → 4.00",
-        ],
-        [
-            "First token under load",
-            "gpt-oss-120b, HTTP, 64 streams",
-            "ms to it, p50",
-            "62.4 → 62.4",
         ],
     ]
 

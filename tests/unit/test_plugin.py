@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from sparksched import environment, plugin
-from sparksched.compat import patching
+from sparksched.compat import patching, seams
 
 pytestmark = pytest.mark.release
 
@@ -511,56 +511,30 @@ def test_a_module_is_changed_in_more_than_one_way(
     monkeypatch.delitem(sys.modules, "much_changed_module")
 
 
-REPLACED_FUNCTIONS = {
-    "vllm.v1.engine.core": [
-        "EngineCoreProc.process_input_sockets",
-        "EngineCoreProc._make_ready_response",
-        "EngineCoreProc._handle_client_request",
-        "EngineCoreProc.shutdown",
-    ],
-    "vllm.v1.engine.core_client": [
-        "MPClient._apply_ready_response",
-        "BackgroundResources.__call__",
-        "AsyncMPClient.__init__",
-        "AsyncMPClient._send_input",
-        "AsyncMPClient._send_input_message",
-        "SyncMPClient.__init__",
-        "SyncMPClient._send_input",
-    ],
-    "vllm.v1.engine.async_llm": [
-        "AsyncLLM._add_request",
-        "AsyncLLM.shutdown",
-        "AsyncLLM.check_health",
-    ],
-    "vllm.v1.engine.output_processor": [
-        "OutputProcessor.process_outputs",
-        "RequestOutputCollector.put",
-        "RequestOutputCollector.get",
-    ],
-    "vllm.config.scheduler": ["SchedulerConfig.get_scheduler_cls"],
-}
-
-
 def test_register_replaces_functions_that_keep_their_signatures(
     vllm_restored: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    functions = {
-        name: operator.attrgetter(name) for names in REPLACED_FUNCTIONS.values() for name in names
-    }
-    modules = {
-        name: importlib.import_module(module)
-        for module, names in REPLACED_FUNCTIONS.items()
-        for name in names
-    }
-    before = {name: get(modules[name]) for name, get in functions.items()}
-    assert not any(hasattr(function, patching.MARK) for function in before.values())
     monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
+    targets = [
+        seam.target
+        for group in seams.GROUPS
+        if group.moment is seams.Moment.IMPORT and group.is_on()
+        for seam in group.functions
+        if seam.target.startswith("vllm.")
+    ]
+    assert targets
+
+    def functions() -> list[Any]:
+        split = (target.split(":") for target in targets)
+        return [operator.attrgetter(path)(importlib.import_module(it)) for it, path in split]
+
+    before = functions()
+    assert not any(hasattr(function, patching.MARK) for function in before)
     plugin.register()
-    for name, get in functions.items():
-        function = get(modules[name])
-        assert hasattr(function, patching.MARK), name
-        assert inspect.unwrap(function) is inspect.unwrap(before[name]), name
-        assert inspect.signature(function) == inspect.signature(before[name]), name
+    for target, original, function in zip(targets, before, functions(), strict=True):
+        assert hasattr(function, patching.MARK), target
+        assert inspect.unwrap(function) is inspect.unwrap(original), target
+        assert inspect.signature(function) == inspect.signature(original), target
 
 
 @pytest.mark.command
