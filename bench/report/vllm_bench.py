@@ -39,8 +39,6 @@ SELECTED: tuple[Row, ...] = tuple(
         {"model": "Qwen2-1.5B", "lengths": "1024/128", "concurrency": 256, "cores": "2"},
         {"model": "gpt-oss-120b", "lengths": "1024/128", "concurrency": 256},
         {"model": "gpt-oss-120b", "lengths": "1024/128", "concurrency": None, "rate_percent": 80},
-        {"model": "gpt-oss-120b", "lengths": "8192/256", "concurrency": 64},
-        {"model": "gpt-oss-120b", "lengths": "4096+256/128", "concurrency": 256},
     )
 )
 """Cases for docs/results-host.md."""
