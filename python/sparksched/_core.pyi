@@ -231,6 +231,14 @@ class SchedulerCore:
         With False, pacing begins anew, and keeps what it has learned.
         """
 
+    def set_pacing_time(self, seconds: float) -> None:
+        """Have pacing take this for the time, instead of a clock's, until another is set.
+
+        Args:
+            seconds: Since whenever; never less than before.
+
+        """
+
     def pacing(self) -> dict[str, Any] | None:
         """Return what pacing has done so far; None if it is off.
 

@@ -66,12 +66,10 @@ _MAX_STUCK_AFTER_S = 3600.0
 _MIN_QUEUE_TIMEOUT_S = 0.1
 _MAX_QUEUE_TIMEOUT_S = 86_400.0
 
-_DEFAULT_MAX_STALL_MS = 200.0
-_MIN_MAX_STALL_MS = 1.0
-_MAX_MAX_STALL_MS = 60_000.0
-_DEFAULT_PREFILL_SHARE = 0.5
-_MIN_PREFILL_SHARE = 0.05
-_MAX_PREFILL_SHARE = 1.0
+DEFAULT_MAX_STALL_MS = 200.0
+MAX_STALL_BOUNDS_MS = (1.0, 60_000.0)
+DEFAULT_PREFILL_SHARE = 0.5
+PREFILL_SHARE_BOUNDS = (0.05, 1.0)
 
 DEFAULT_RECORD_BYTES = 256 << 20
 _MIN_RECORD_BYTES = 1 << 16
@@ -166,16 +164,10 @@ def pacing() -> Pacing | None:
 
     """
     max_stall_ms = _number(
-        MAX_STALL_MS,
-        "a number of milliseconds",
-        _DEFAULT_MAX_STALL_MS,
-        (_MIN_MAX_STALL_MS, _MAX_MAX_STALL_MS),
+        MAX_STALL_MS, "a number of milliseconds", DEFAULT_MAX_STALL_MS, MAX_STALL_BOUNDS_MS
     )
     share = _number(
-        PREFILL_SHARE,
-        "a share of the time",
-        _DEFAULT_PREFILL_SHARE,
-        (_MIN_PREFILL_SHARE, _MAX_PREFILL_SHARE),
+        PREFILL_SHARE, "a share of the time", DEFAULT_PREFILL_SHARE, PREFILL_SHARE_BOUNDS
     )
     log = _new_file(PACING_LOG)
     if not os.environ.get(MAX_STALL_MS) and not os.environ.get(PREFILL_SHARE):

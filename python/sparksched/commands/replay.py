@@ -2,12 +2,15 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
+from sparksched.environment import MAX_STALL_BOUNDS_MS, PREFILL_SHARE_BOUNDS
 from sparksched.trace.events import TraceError
 
 DESCRIPTION: Final = """\
@@ -37,6 +40,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--num-gpu-blocks", type=_count, metavar="N", help="what if")
     parser.add_argument("--max-num-batched-tokens", type=_count, metavar="N", help="what if")
     parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="what if")
+    for name, metavar, bounds in (
+        ("--max-stall-ms", "MS", MAX_STALL_BOUNDS_MS),
+        ("--prefill-share", "SHARE", PREFILL_SHARE_BOUNDS),
+    ):
+        parser.add_argument(
+            name, type=functools.partial(_within, *bounds), metavar=metavar, help="what if, paced"
+        )
     parser.add_argument("--plot", metavar="IMAGE", help="draw the answer to what-if (.png, .svg)")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(run=run)
@@ -47,6 +57,16 @@ def _count(text: str) -> int:
     if not 1 <= count < 1 << 24:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 16777215")
     return count
+
+
+def _within(least: float, most: float, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
+    return number
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -91,6 +111,8 @@ def _answer(parsed: argparse.Namespace) -> Any:
         parsed.num_gpu_blocks,
         parsed.max_num_batched_tokens,
         parsed.scheduling_policy,
+        parsed.max_stall_ms,
+        parsed.prefill_share,
     )
     if change == Change():
         names = ("sparksched", "vllm") if parsed.scheduler in (None, BOTH) else (parsed.scheduler,)

@@ -251,6 +251,10 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         finally:
             self._core.warm_up_pacing(False)
 
+    def set_pacing_time(self, seconds: float) -> None:
+        """Have pacing take a simulation's time, in seconds, for that of the clock."""
+        self._core.set_pacing_time(seconds)
+
     def pacing(self) -> dict[str, Any] | None:
         """Return what pacing has done so far; None if prompts aren't paced.
 

@@ -34,8 +34,14 @@ def _times(microseconds: list[float]) -> dict[str, float]:
     if not microseconds:
         return {}
     ordered = sorted(microseconds)
-    p99 = ordered[min(int(0.99 * len(ordered)), len(ordered) - 1)]
-    return {"median": round(statistics.median(ordered), 1), "p99": round(p99, 1)}
+    return {
+        "median": round(statistics.median(ordered), 1),
+        "p99": round(_p99(ordered), 1),
+    }
+
+
+def _p99(ordered: list[float]) -> float:
+    return ordered[min(int(0.99 * len(ordered)), len(ordered) - 1)]
 
 
 def _about(opened: Opened) -> dict[str, Any]:
@@ -197,6 +203,8 @@ _ROWS: Final = {
     "output tokens a second": "{:,.0f}",
     "first token, median (s)": "{:,.3f}",
     "first token, p99 (s)": "{:,.3f}",
+    "between outputs, p99 (s)": "{:,.3f}",
+    "between outputs, longest (s)": "{:,.3f}",
     "most running": "{:,}",
     "most waiting": "{:,}",
     "preemptions": "{:,}",
@@ -231,12 +239,15 @@ def _sample_at(timeline: Timeline, at: float) -> Sample:
 def _summary_of(timeline: Timeline) -> dict[str, float]:
     samples = timeline.samples or [_NOTHING]
     first = sorted(timeline.first_token_s) or [0.0]
+    gaps = sorted(timeline.gaps_s) or [0.0]
     return {
         "seconds": _seconds(timeline),
         "finished requests": timeline.num_finished,
         "output tokens a second": timeline.num_output_tokens / max(_seconds(timeline), 1e-9),
         "first token, median (s)": statistics.median(first),
-        "first token, p99 (s)": first[min(int(0.99 * len(first)), len(first) - 1)],
+        "first token, p99 (s)": _p99(first),
+        "between outputs, p99 (s)": _p99(gaps),
+        "between outputs, longest (s)": gaps[-1],
         "most running": max(sample.running for sample in samples),
         "most waiting": max(sample.waiting for sample in samples),
         "preemptions": samples[-1].preemptions,
@@ -255,8 +266,10 @@ def _data_of(timeline: Timeline) -> dict[str, Any]:
 
 def _describe(steps: StepTime) -> str:
     return (
-        f"A step is taken to last {steps.seconds * 1e3:,.2f} ms, {steps.seconds_a_token * 1e6:,.1f}"
-        f" µs more for each token and {steps.seconds_a_request * 1e6:,.1f} µs for each request."
+        f"A step is taken to last {steps.seconds * 1e3:,.2f} ms, and"
+        f" {steps.seconds_a_decode_token * 1e6:,.1f} µs more for each token of a decode; with"
+        f" prompts {steps.seconds_with_prompts * 1e3:,.2f} ms more, and"
+        f" {steps.seconds_a_prompt_token * 1e6:,.1f} µs for each of their tokens."
     )
 
 

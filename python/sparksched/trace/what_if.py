@@ -5,6 +5,7 @@ fitted to the recorded ones, so waiting times follow from what the scheduler dec
 and the time that grammars take to compile are left out.
 """
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,12 +16,17 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from sparksched.trace.build import RequestBuilder, build_player
-from sparksched.trace.events import Settings
+from sparksched.compat.pacing import unpaceable
+from sparksched.environment import DEFAULT_MAX_STALL_MS, DEFAULT_PREFILL_SHARE, Pacing
+from sparksched.trace.build import SPARKSCHED, Player, RequestBuilder, build_player
+from sparksched.trace.events import Settings, TraceError
 from sparksched.trace.read import Opened
-from sparksched.trace.workload import step_time
+from sparksched.trace.workload import is_chunk, step_time
 
 Policy = Literal["fcfs", "priority"]
+
+_PATIENCE = 1000
+"""Steps without tokens in a row, after which nothing is expected any more."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,9 @@ class Change:
     num_gpu_blocks: int | None = None
     max_num_batched_tokens: int | None = None
     scheduling_policy: Policy | None = None
+    max_stall_ms: float | None = None
+    prefill_share: float | None = None
+    """Prompts are paced if it or the one before is there."""
 
     def apply(self, settings: Settings) -> Settings:
         """Return the settings with this change, and what hangs from it."""
@@ -55,6 +64,14 @@ class Change:
             scheduler_config=config,
             num_blocks=self.num_gpu_blocks or settings.num_blocks,
         )
+
+    @property
+    def pacing(self) -> Pacing | None:
+        """How prompts are paced, as with the variables of these names."""
+        if self.max_stall_ms is None and self.prefill_share is None:
+            return None
+        max_stall_ms = self.max_stall_ms or DEFAULT_MAX_STALL_MS
+        return Pacing(max_stall_ms / 1e3, self.prefill_share or DEFAULT_PREFILL_SHARE, None)
 
 
 @dataclass(frozen=True)
@@ -87,6 +104,8 @@ class Timeline:
     samples: list[Sample] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
     """From arrival to first token, by request."""
+    gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
+    """Between two outputs of a request."""
     num_output_tokens: int = 0
     num_finished: int = 0
     num_stuck: int = 0
@@ -96,23 +115,30 @@ class Timeline:
 class Simulation:
     """One scheduler, a load, and a clock that goes by steps."""
 
-    def __init__(self, scheduler: str, opened: Opened, settings: Settings) -> None:
+    def __init__(
+        self, scheduler: str, opened: Opened, settings: Settings, pacing: Pacing | None = None
+    ) -> None:
         self.timeline = Timeline()
         player = build_player(scheduler, settings)
         self._scheduler: Any = player.scheduler
+        self._is_paced = pacing is not None
+        if pacing is not None:
+            _pace(player, pacing)
         self._builder = RequestBuilder(settings, opened.history)
         self._history = opened.history
         workload = self._workload = opened.workload
         self._step_time = step_time(workload)
         self._now = 0.0
-        self._arrivals = deque(range(len(workload.arrivals)))
+        self._device_free_at = 0.0
+        """When the last step in flight ends."""
+        self._num_idle = 0
+        numbers = range(len(workload.arrivals))
+        self._arrivals = deque(it for it in numbers if it not in workload.warm_ups)
         # Those that had been given something end with as many tokens.
-        in_vain = [(at, it) for it, at in workload.aborts.items() if not workload.num_outputs[it]]
+        in_vain = [(at, it) for it, at in workload.aborts.items() if self._is_in_vain(it)]
         self._aborts = deque(sorted(in_vain))
         self._served: dict[str, _Served] = {}
-        self._in_flight: deque[tuple[SchedulerOutput, list[tuple[_Served, int, bool, int]]]] = (
-            deque()
-        )
+        self._in_flight: deque[_InFlight] = deque()
         is_async = bool(settings.scheduler_config["async_scheduling"])
         self._depth = settings.pipeline_parallel_size + is_async
         self._num_drafts = settings.speculation.num_tokens if settings.speculation else 0
@@ -125,17 +151,19 @@ class Simulation:
         """Serve all requests; return how it went."""
         while self._arrivals or self._in_flight or self._scheduler.has_requests():
             self._let_arrive()
+            self._tell_time()
             output = self._scheduler.schedule()
             num_tokens = output.total_num_scheduled_tokens
             self._num_preemptions += len(output.preempted_req_ids or ())
             for request_id in output.preempted_req_ids or ():
                 self._served[request_id].preempt()
-            self._in_flight.append((output, self._rows(output)))
-            if num_tokens:
-                self._now += self._step_time(num_tokens, len(output.num_scheduled_tokens))
+            self._launch(output)
             if len(self._in_flight) >= self._depth or not num_tokens:
                 self._take_output()
-            if not (num_tokens or self._in_flight or self._advance()):
+                while self._in_flight and not self._in_flight[0].num_tokens:
+                    self._take_output()
+            self._num_idle = 0 if num_tokens or self._in_flight else self._num_idle + 1
+            if self._num_idle and not self._advance():
                 break
         self.timeline.num_stuck = sum(self._scheduler.get_request_counts())
         self._scheduler.shutdown()
@@ -149,7 +177,25 @@ class Simulation:
         if self._aborts:
             self._now = max(self._now, self._aborts[0][0])
             return True
-        return bool(self._scheduler.has_finished_requests())
+        if self._scheduler.has_finished_requests():
+            return True
+        # Pacing may be in the way for a few steps.
+        return self._is_paced and self._num_idle < _PATIENCE
+
+    def _is_in_vain(self, number: int) -> bool:
+        workload = self._workload
+        return not workload.num_outputs[number] and number not in workload.warm_ups
+
+    def _tell_time(self) -> None:
+        if self._is_paced:
+            self._scheduler.set_pacing_time(self._now)
+
+    def _launch(self, output: SchedulerOutput) -> None:
+        """Have the device take a step behind those that it has."""
+        if output.total_num_scheduled_tokens:
+            begin = max(self._device_free_at, self._now)
+            self._device_free_at = begin + self._step_time(*_size_of(output))
+        self._in_flight.append(_InFlight(output, self._rows(output), self._device_free_at))
 
     def _let_arrive(self) -> None:
         if not (self._in_flight or self._scheduler.has_requests()):
@@ -180,7 +226,10 @@ class Simulation:
         return rows
 
     def _take_output(self) -> None:
-        output, rows = self._in_flight.popleft()
+        step = self._in_flight.popleft()
+        output, rows = step.output, step.rows
+        self._now = max(self._now, step.end)
+        self._tell_time()
         ids = list(output.num_scheduled_tokens)
         sampled = [
             self._sampled(served, num_drafts) if samples else []
@@ -224,6 +273,9 @@ class Simulation:
                 if not served.num_output_tokens:
                     arrival = self._workload.arrivals[served.number]
                     self.timeline.first_token_s.append(self._now - arrival)
+                elif it.new_token_ids:
+                    self.timeline.gaps_s.append(self._now - served.last_at)
+                served.last_at = self._now
                 served.num_output_tokens += len(it.new_token_ids)
                 self.timeline.num_output_tokens += len(it.new_token_ids)
                 self.timeline.num_finished += it.finish_reason is not None
@@ -253,6 +305,8 @@ class _Served:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
         self.num_preemptions = 0
+        self.last_at = 0.0
+        """When it was given something."""
         self.accepted = 0.0
         """Drafts that are still to be accepted, so that the recorded share of them is."""
         self._num_expected = 0
@@ -276,12 +330,55 @@ class _Served:
             self._num_expected -= 1 + num_drafts
 
 
+@dataclass(frozen=True)
+class _InFlight:
+    """A step whose output is not there."""
+
+    output: SchedulerOutput
+    rows: list[tuple[_Served, int, bool, int]]
+    """Of each request: what it is, its drafts, whether it samples, and its age."""
+    end: float
+    """When it will be there."""
+
+    @property
+    def num_tokens(self) -> int:
+        """0 for a step that is there at once."""
+        return int(self.output.total_num_scheduled_tokens)
+
+
+def _size_of(output: SchedulerOutput) -> tuple[int, int]:
+    """Return the tokens of a step's decodes and of its prompts."""
+    drafts = output.scheduled_spec_decode_tokens
+    num_prompt_tokens = sum(
+        num_tokens
+        for request_id, num_tokens in output.num_scheduled_tokens.items()
+        if is_chunk(num_tokens, len(drafts.get(request_id, ())))
+    )
+    return output.total_num_scheduled_tokens - num_prompt_tokens, num_prompt_tokens
+
+
+def _pace(player: Player, pacing: Pacing) -> None:
+    """Have a scheduler pace prompts.
+
+    Raises:
+        TraceError: if it can't.
+
+    """
+    if player.name != SPARKSCHED:
+        raise TraceError("only sparksched paces prompts: --scheduler sparksched")
+    problem = unpaceable(player.scheduler.vllm_config)
+    if problem is not None:
+        raise TraceError(f"long prompts can't be paced: {problem.feature}: {problem.reason}")
+    player.scheduler.pace(pacing)
+
+
 def what_if(scheduler: str, opened: Opened, change: Change) -> tuple[Timeline, Timeline]:
     """Serve a trace's load with the recorded settings, and with some of them changed.
 
     Raises:
-        TraceError: if no scheduler can be built of them.
+        TraceError: if no scheduler can be built of them, or prompts can't be paced.
 
     """
     before = Simulation(scheduler, opened, opened.trace.settings).run()
-    return before, Simulation(scheduler, opened, change.apply(opened.trace.settings)).run()
+    settings = change.apply(opened.trace.settings)
+    return before, Simulation(scheduler, opened, settings, change.pacing).run()

@@ -1,11 +1,18 @@
-"""What a trace says of the load: how much each request generated, and how long steps took."""
+"""What a trace says of the load: how much each request generated, and how long steps took.
+
+The requests with which an engine warmed up, and their steps, are no part of it.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from sparksched.engine.warm_up import PREFIX as WARM_UP_PREFIX
 from sparksched.trace.events import Arrive, Difference, Event, Finish, Step, Update
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -20,8 +27,10 @@ class Workload:
     """Tokens that were sampled, by request."""
     aborts: dict[int, float] = field(default_factory=dict)
     """When requests were ended from outside, by number."""
+    warm_ups: set[int] = field(default_factory=set)
+    """Requests of an engine's own, by number: nobody waited for them."""
     step_sizes: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens and requests of each step that was executed."""
+    """Tokens of decodes and of prompts of each step that was executed."""
     step_s: list[float] = field(default_factory=list)
     """How long these took, from the output of the step before or their own beginning."""
     schedule_us: list[float] = field(default_factory=list)
@@ -47,6 +56,8 @@ def workload_of(events: Iterable[Event]) -> Workload:
         workload.seconds = max(workload.seconds, getattr(event, "time", 0.0))
         match event:
             case Arrive():
+                if event.request_id.startswith(WARM_UP_PREFIX):
+                    workload.warm_ups.add(len(workload.arrivals))
                 workload.arrivals.append(event.time)
                 workload.outputs.append([])
                 workload.num_outputs.append(0)
@@ -61,9 +72,8 @@ def workload_of(events: Iterable[Event]) -> Workload:
                 step, rows = in_flight.pop(event.sequence)
                 workload.update_us.append(event.duration_us)
                 _count_outputs(workload, event, step, rows)
-                if rows:
-                    num_tokens = len(rows) if step.num_tokens is None else sum(step.num_tokens)
-                    workload.step_sizes.append((num_tokens, len(rows)))
+                if rows and workload.warm_ups.isdisjoint(rows):
+                    workload.step_sizes.append(_size_of(step, len(rows)))
                     workload.step_s.append(max(event.time - max(step.time, last_update), 0.0))
                 last_update = event.time
             case Difference(_, text):
@@ -71,6 +81,20 @@ def workload_of(events: Iterable[Event]) -> Workload:
             case _:
                 pass
     return workload
+
+
+def _size_of(step: Step, num_rows: int) -> tuple[int, int]:
+    num_tokens = step.num_tokens or [1] * num_rows
+    num_drafts = step.num_drafts or [0] * num_rows
+    num_decode_tokens = sum(
+        it for it, drafts in zip(num_tokens, num_drafts, strict=True) if not is_chunk(it, drafts)
+    )
+    return num_decode_tokens, sum(num_tokens) - num_decode_tokens
+
+
+def is_chunk(num_tokens: int, num_drafts: int) -> bool:
+    """Whether so many tokens of a request are of its prompt, or are computed once more."""
+    return num_tokens > 1 + num_drafts
 
 
 def _count_outputs(workload: Workload, update: Update, step: Step, rows: list[int]) -> None:
@@ -91,33 +115,70 @@ class StepTime:
     """How long a step takes, by what is in it: fitted to those of a trace."""
 
     seconds: float
-    seconds_a_token: float
-    seconds_a_request: float
+    seconds_a_decode_token: float
+    seconds_with_prompts: float
+    """More for a step that computes prompts, however little of them."""
+    seconds_a_prompt_token: float
 
-    def __call__(self, num_tokens: int, num_requests: int) -> float:
+    def __call__(self, num_decode_tokens: int, num_prompt_tokens: int) -> float:
         """Return seconds."""
         return (
-            self.seconds + self.seconds_a_token * num_tokens + self.seconds_a_request * num_requests
+            self.seconds
+            + self.seconds_a_decode_token * num_decode_tokens
+            + self.seconds_with_prompts * (num_prompt_tokens > 0)
+            + self.seconds_a_prompt_token * num_prompt_tokens
         )
 
 
-_GUESS = StepTime(0.01, 0.0, 0.0)
+_GUESS = StepTime(0.01, 0.0, 0.0, 0.0)
 """For a trace without steps."""
+
+_KINDS_AN_OCTAVE = 4
+"""Steps whose sizes are nearer to each other than that are of one kind."""
+
+_NUM_FITS = 10
+
+_LEAST_ERROR_S = 1e-5
+"""All that is nearer counts as much."""
 
 
 def step_time(workload: Workload) -> StepTime:
-    """Fit by least squares; what would come out negative is taken to cost nothing."""
+    """Fit to the median of each kind of step.
+
+    By least squares, again and again: kinds that are far off, as of steps that waited for a kernel
+    to be compiled, count less and less. What would come out negative is taken to cost nothing.
+    """
     if not workload.step_s:
         return _GUESS
+    columns, times, counts = _kinds(workload)
+    weights = counts
+    for _ in range(_NUM_FITS):
+        fitted = _fit(columns * np.sqrt(weights)[:, None], times * np.sqrt(weights))
+        weights = counts / np.maximum(np.abs(columns @ fitted - times), _LEAST_ERROR_S)
+    return StepTime(*(float(value) for value in fitted)) if fitted.any() else _GUESS
+
+
+def _kinds(workload: Workload) -> tuple[Floats, Floats, Floats]:
+    """Return what is in each kind of step, its median time, and how many there are of it."""
     sizes = np.array(workload.step_sizes, dtype=float)
-    columns = np.column_stack([np.ones(len(sizes)), sizes])
-    used = [0, 1, 2]
     times = np.array(workload.step_s)
-    fitted = np.zeros(3)
+    keys = np.round(_KINDS_AN_OCTAVE * np.log2(np.maximum(sizes, 0.5)))
+    _, kinds, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
+    members = np.split(np.argsort(kinds.ravel(), kind="stable"), np.cumsum(counts)[:-1])
+    middle = np.array([[*sizes[its].mean(axis=0), np.median(times[its])] for its in members])
+    decodes, prompts, medians = middle.T
+    columns = np.column_stack([np.ones(len(middle)), decodes, prompts > 0, prompts])
+    return columns, medians, counts.astype(float)
+
+
+def _fit(columns: Floats, times: Floats) -> Floats:
+    """Return by least squares what each column costs, nothing being less than nothing."""
+    used = list(range(columns.shape[1]))
+    fitted = np.zeros(columns.shape[1])
     while used:
         solution = np.linalg.lstsq(columns[:, used], times, rcond=None)[0]
         if (solution >= 0).all():
             fitted[used] = solution
             break
         used = [it for it, value in zip(used, solution, strict=True) if value >= 0]
-    return StepTime(*(float(value) for value in fitted)) if fitted.any() else _GUESS
+    return fitted

@@ -1,4 +1,4 @@
-//! The clock of paced prefill: when steps were decided on and came back, and a log of them.
+//! The clock of paced prefill, or a simulation's in its place: when steps were decided on and came back, and a log of them.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -15,6 +15,8 @@ const MAX_IN_FLIGHT: usize = 64;
 pub(crate) struct Pacer {
     pacing: Pacing,
     epoch: Instant,
+    /// In the place of the clock, in seconds: a simulation's time.
+    simulated_s: Option<f64>,
     /// The `SchedulerOutput` of each step that has not come back, and its number.
     in_flight: VecDeque<(Py<PyAny>, u64)>,
     log: Option<BufWriter<File>>,
@@ -29,7 +31,17 @@ impl Pacer {
     ) -> PyResult<Self> {
         let log = log.map(File::create).transpose()?.map(BufWriter::new);
         let pacing = Pacing::new(settings, scheduler);
-        Ok(Self { pacing, epoch: Instant::now(), in_flight: VecDeque::new(), log })
+        let epoch = Instant::now();
+        Ok(Self { pacing, epoch, simulated_s: None, in_flight: VecDeque::new(), log })
+    }
+
+    /// From now on it is this time, in seconds, until another is set.
+    pub(crate) fn set_time(&mut self, seconds: f64) {
+        self.simulated_s = Some(seconds);
+    }
+
+    fn now(&self) -> f64 {
+        self.simulated_s.unwrap_or_else(|| self.epoch.elapsed().as_secs_f64())
     }
 
     /// Begins or ends the time before the first request.
@@ -47,7 +59,8 @@ impl Pacer {
 
     /// The scheduler has decided on a step.
     pub(crate) fn note_step(&mut self, scheduler: &Scheduler) -> Option<u64> {
-        self.pacing.note_step(scheduler, self.epoch.elapsed().as_secs_f64())
+        let now = self.now();
+        self.pacing.note_step(scheduler, now)
     }
 
     /// The step's result will come with this `SchedulerOutput`.
@@ -64,7 +77,7 @@ impl Pacer {
         let Some(position) = self.in_flight.iter().position(is_it) else { return };
         self.in_flight.drain(..position);
         let Some((_, number)) = self.in_flight.pop_front() else { return };
-        let now = self.epoch.elapsed().as_secs_f64();
+        let now = self.now();
         let step = self.pacing.note_result(number, now);
         if let Some(step) = step.filter(|it| it.num_prompts > 0 || it.has_prompts()) {
             self.write(&step, now);

@@ -218,6 +218,14 @@ impl SchedulerCore {
         Ok(())
     }
 
+    #[by(stopping)]
+    fn set_pacing_time(&mut self, seconds: f64) -> PyResult<()> {
+        if let Some(pacer) = &mut self.pacer {
+            pacer.set_time(seconds);
+        }
+        Ok(())
+    }
+
     fn pacing<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let Some(pacer) = &self.pacer else { return Ok(None) };
         let report = pacer.report();

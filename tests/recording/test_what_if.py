@@ -1,0 +1,140 @@
+"""What pacing would have done to a day whose steps took known times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sparksched import cli
+from sparksched.engine.warm_up import PREFIX
+from sparksched.trace.events import Arrive, Begin, End, Event, Step, Update
+from sparksched.trace.read import Opened, open_trace
+from sparksched.trace.what_if import Change, Timeline, what_if
+from sparksched.trace.workload import StepTime, step_time
+
+from .samples import arrival, settings, write
+
+BUDGET = 8192
+TIME = StepTime(5e-3, 1e-4, 20e-3, 50e-6)
+COMPILATION_S = 3.0
+WARM_UP_S = 10.0
+
+# When it came, tokens of its prompt and of its output: streams, a long prompt among them, short ones.
+STREAMS = [(11 + 0.05 * it, 32 << it % 5, 900 + 40 * it) for it in range(12)]
+LONG = (13.0, 8 * BUDGET, 20)
+SHORT = [(13.5 + 0.5 * it, 100, 5) for it in range(6)]
+
+
+def day(*, is_async: bool) -> list[Event]:
+    """Return a day as vLLM would have served it, with an engine's warm-up before it."""
+    config = settings().scheduler_config | {
+        "max_num_batched_tokens": BUDGET,
+        "max_num_seqs": 64,
+        "async_scheduling": is_async,
+    }
+    changed: dict[str, Any] = {"max_model_len": 1 << 17, "num_blocks": 1 << 15}
+    begin = Begin(settings(scheduler_config=config, enable_prefix_caching=False, **changed))
+    load = sorted([*STREAMS, LONG, *SHORT])
+    events: list[Event] = [begin, came(0, 0.0, BUDGET, 1, f"{PREFIX}0")]
+    events += step(0, 0.0, WARM_UP_S, [0], [BUDGET], [1])
+    now, sequence, missing, owed = WARM_UP_S, 1, dict[int, int](), dict[int, int]()
+    while load or owed:
+        if not owed:
+            now = max(now, load[0][0])
+        while load and load[0][0] <= now:
+            at, num_prompt_tokens, num_output_tokens = load.pop(0)
+            number = sum(isinstance(it, Arrive) for it in events)
+            events.append(came(number, at, num_prompt_tokens, num_output_tokens, f"{number}"))
+            missing[number], owed[number] = num_prompt_tokens, num_output_tokens
+        num_decodes = sum(not it for it in missing.values())
+        left, rows = BUDGET - num_decodes, dict[int, int]()
+        for number, its in missing.items():
+            if count := min(its, left) if its else 1:
+                rows[number] = count
+                left -= count if its else 0
+        seconds = TIME(num_decodes, sum(rows.values()) - num_decodes)
+        if sequence % 50 == 0:
+            seconds = COMPILATION_S
+        for number, count in rows.items():
+            missing[number] -= min(count, missing[number])
+        sampled = [int(not missing[number]) for number in rows]
+        events += step(sequence, now, seconds, list(rows), list(rows.values()), sampled)
+        for number, count in zip(rows, sampled, strict=True):
+            owed[number] -= count
+            if not owed[number]:
+                del owed[number], missing[number]
+        now += seconds
+        sequence += 1
+    return [*events, End(now, "the engine was shut down")]
+
+
+def came(number: int, at: float, num_prompt: int, num_output: int, request_id: str) -> Arrive:
+    return arrival(
+        number, num_prompt, False, time=at, keys=b"", max_tokens=num_output, request_id=request_id
+    )
+
+
+def step(
+    sequence: int,
+    begin: float,
+    seconds: float,
+    numbers: list[int],
+    num_tokens: list[int],
+    sampled: list[int],
+) -> list[Event]:
+    return [
+        Step(sequence, begin, 20.0, False, numbers, num_tokens, None, [], [], [], [], [], 0),
+        Update(sequence, begin + seconds, 30.0, sampled, None, None, None, None, []),
+    ]
+
+
+def opened(folder: Path, *, is_async: bool = False) -> Opened:
+    return open_trace(str(write(folder / "day", day(is_async=is_async), 400)), partial=False)
+
+
+def test_the_fit_gives_back_what_steps_took(tmp_path: Path) -> None:
+    """However long some of them were held up, and the warm-up's."""
+    fitted = step_time(opened(tmp_path).workload)
+    for num_decode_tokens in (1, 4, 12, 16):
+        for num_prompt_tokens in (0, 100, 1024, BUDGET):
+            size = num_decode_tokens, num_prompt_tokens
+            assert fitted(*size) == pytest.approx(TIME(*size), rel=0.05)
+    assert fitted.seconds_with_prompts == pytest.approx(TIME.seconds_with_prompts, rel=0.1)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_pacing_shortens_the_longest_gap(tmp_path: Path, is_async: bool) -> None:
+    a_day = opened(tmp_path, is_async=is_async)
+    before, after = what_if("sparksched", a_day, Change(max_stall_ms=100, prefill_share=0.5))
+    num_requests = len(STREAMS) + 1 + len(SHORT)
+    for it in (before, after):
+        assert (it.num_finished, it.num_stuck) == (num_requests, 0)
+        assert it.num_output_tokens == before.num_output_tokens
+    whole = TIME(len(STREAMS), BUDGET - len(STREAMS))
+    assert max(before.gaps_s) == pytest.approx(whole, rel=0.05)
+    assert max(after.gaps_s) < whole / 2
+    assert p99(after) < 0.11
+    # The long prompt pays for it.
+    assert max(before.first_token_s) < max(after.first_token_s) < 6 * max(before.first_token_s)
+
+
+def p99(timeline: Timeline) -> float:
+    gaps = sorted(timeline.gaps_s)
+    return gaps[int(0.99 * len(gaps))]
+
+
+def test_who_can_not_pace_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(opened(tmp_path).trace.path)
+    assert cli.main(["replay", file, "--max-stall-ms=100", "--scheduler=vllm"]) == 2
+    assert "only sparksched paces prompts" in capsys.readouterr().err
+    whole = write(tmp_path / "whole", day_without_chunks(), 400)
+    assert cli.main(["replay", str(whole), "--prefill-share=0.5"]) == 2
+    assert "--no-enable-chunked-prefill: prompts are to be computed at once" in (
+        capsys.readouterr().err
+    )
+
+
+def day_without_chunks() -> list[Event]:
+    config = settings().scheduler_config | {"enable_chunked_prefill": False}
+    return [Begin(settings(scheduler_config=config)), End(1.0, "the engine was shut down")]
