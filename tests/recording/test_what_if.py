@@ -20,7 +20,7 @@ TIME = StepTime(5e-3, 1e-4, 20e-3, 50e-6)
 COMPILATION_S = 3.0
 WARM_UP_S = 10.0
 
-# When it came, tokens of its prompt and of its output: streams, a long prompt among them, short ones.
+# When it came, tokens of its prompt and of its output: streams, then a long prompt, and short ones.
 STREAMS = [(11 + 0.05 * it, 32 << it % 5, 900 + 40 * it) for it in range(12)]
 LONG = (13.0, 8 * BUDGET, 20)
 SHORT = [(13.5 + 0.5 * it, 100, 5) for it in range(6)]
