@@ -21,9 +21,9 @@ COMPILATION_S = 3.0
 WARM_UP_S = 10.0
 
 # When it came, tokens of its prompt and of its output: streams, then a long prompt, and short ones.
-STREAMS = [(11 + 0.05 * it, 32 << it % 5, 900 + 40 * it) for it in range(12)]
-LONG = (13.0, 8 * BUDGET, 20)
-SHORT = [(13.5 + 0.5 * it, 100, 5) for it in range(6)]
+STREAMS = [(11 + 0.05 * it, 32 << it % 5, 400 + 20 * it) for it in range(12)]
+LONG = (12.0, 4 * BUDGET, 20)
+SHORT = [(12.2 + 0.3 * it, 100, 5) for it in range(4)]
 
 
 def day(*, is_async: bool) -> list[Event]:
