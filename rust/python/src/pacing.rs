@@ -1,4 +1,5 @@
-//! The clock of paced prefill, or a simulation's in its place: when steps were decided on and came back, and a log of them.
+//! The clock of paced prefill, or a simulation's in its place: when steps were decided on and came
+//! back, and a log of them.
 
 use std::collections::VecDeque;
 use std::fs::File;
