@@ -33,6 +33,7 @@ SCHEDULER_CALLS: dict[str, Callable[[Any], object]] = {
     "continue_session": lambda core: core.continue_session("a", lambda *_: None),
     "pace": lambda core: core.pace(0.15, 0.5, None),
     "warm_up_pacing": lambda core: core.warm_up_pacing(True),
+    "set_pacing_time": lambda core: core.set_pacing_time(1.0),
     "pacing": lambda core: core.pacing(),
     "knobs": lambda core: core.knobs(),
     "chosen_knobs": lambda core: core.chosen_knobs(),

@@ -68,6 +68,7 @@ NOT_CALLED = {
     "SchedulerCore.check_invariants": "for tests",
     "SchedulerCore.pace": "where a scheduler is built: an engine that fails there has not begun",
     "SchedulerCore.warm_up_pacing": "before the first request: it ends in a warning, as a failure",
+    "SchedulerCore.set_pacing_time": "by a what-if of `replay` alone, in virtual time",
     "SchedulerCore.pacing": "for support: no process of vLLM's asks for it",
     "SchedulerCore.knobs": "by verification alone, beside `schedule`",
     "SchedulerCore.chosen_knobs": "by recordings alone, beside `schedule`",
