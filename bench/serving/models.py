@@ -2,7 +2,7 @@
 
 A shape is the configuration of a published model. vLLM fills its weights with random numbers
 (`--load-format dummy`), so nothing is downloaded; its tokenizer is made up here, of the right size,
-so that text is made of tokens as in a real server. The tiny model has weights of its own.
+so that text is made of tokens as in a real server, and each token has a text. The tiny model has weights of its own.
 
 `NAME+ngram` and `NAME+eagle3` speculate. Random weights soon repeat themselves, so that the n-gram
 proposer's drafts are often right; EAGLE3's head has random weights too, and is never right.
@@ -300,18 +300,21 @@ def _write_json(path: Path, content: Config) -> None:
 
 
 def _write_tokenizer(directory: Path, vocab_size: int, eos_token_id: int) -> None:
-    """Write a tokenizer each of whose tokens is a word of its own, which it finds again in a text.
+    """Write a byte-level BPE tokenizer whose tokens are words, which it finds again in a text.
 
-    Nothing else is a token: text of any tokens has as many of them when it is read again.
+    All but its few first tokens are whole words, so text of any of them has as many tokens when it
+    is read again. Merges lead to each word: for some types of model, transformers takes nothing but
+    vocabulary and merges from the file, and builds a tokenizer of its own around them.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     end = "<|endoftext|>"
-    tokens = list(itertools.islice(_words(), vocab_size))
-    tokens[eos_token_id] = end
+    made = dict(itertools.islice(_tokens(), vocab_size - 1))
+    tokens = list(made)
+    tokens.insert(eos_token_id, end)
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    # A word of the vocabulary is one token, although no merges lead to it.
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    merges = [parts for parts in made.values() if parts is not None]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(end, special=True)])
@@ -322,9 +325,18 @@ def _write_tokenizer(directory: Path, vocab_size: int, eos_token_id: int) -> Non
     )
 
 
-def _words() -> Iterator[str]:
-    """Yield words of two syllables and more, with a space before them."""
-    syllables = ["".join(pair) for pair in itertools.product(CONSONANTS, VOWELS)]
-    for length in itertools.count(2):
-        for parts in itertools.product(syllables, repeat=length):
-            yield SPACE + "".join(parts)
+def _tokens() -> Iterator[tuple[str, tuple[str, str] | None]]:
+    """Yield letters, syllables, then words of one syllable and more; each with what it is made of.
+
+    A word has a space before it.
+    """
+    for letter in (SPACE, *CONSONANTS, *VOWELS):
+        yield letter, None
+    pairs = list(itertools.product(CONSONANTS, VOWELS))
+    for consonant, vowel in pairs:
+        yield consonant + vowel, (consonant, vowel)
+    words = [SPACE]
+    while True:
+        longer = [(word, "".join(pair)) for word in words for pair in pairs]
+        yield from (("".join(parts), parts) for parts in longer)
+        words = ["".join(parts) for parts in longer]

@@ -2,16 +2,17 @@
 
 import itertools
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from bench.report.tables import TABLES, as_markdown
 from bench.serving import vllm_offline
-from bench.serving.models import QWEN3_0_6B, Model, write_shape
+from bench.serving.models import SHAPES, SPACE, Model, write_shape
 from bench.serving.plan import ServerKey
 from bench.serving.threads import Process, Snapshot
 from bench.serving.vllm_cases import CaseError, CaseKey, Lengths, Plan, Wanted, num_prompts
@@ -204,12 +205,19 @@ def test_figures_of_offline_commands() -> None:
 # ---- the tokenizer of shapes ----
 
 
-def test_text_of_any_tokens_has_as_many_when_it_is_read_again(tmp_path: Path) -> None:
-    write_shape(tmp_path, QWEN3_0_6B | {"vocab_size": 7500, "eos_token_id": 7499})
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    ids = [*range(7500), *reversed(range(7500))]
-    text = tokenizer.decode(ids, skip_special_tokens=False)
-    assert tokenizer.encode(text, add_special_tokens=False).ids == ids
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "Qwen2-1.5B", "Qwen3-0.6B", "Qwen3-Next-quarter"])
+def test_each_token_has_a_text_and_words_are_found_again(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    write_shape(tmp_path, shape)
+    # As vLLM loads it: which class reads the file depends on the type of the model.
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    size, end = shape["vocab_size"], shape["eos_token_id"]
+    texts = tokenizer.batch_decode([[it] for it in range(size)], skip_special_tokens=True)
+    assert [token for token, text in enumerate(texts) if not text] == [end]
+    words = [it for it in range(size) if tokenizer.convert_ids_to_tokens(it).startswith(SPACE)]
+    assert len(words) > 0.99 * size
+    shuffled = random.Random(0).sample(words, 20_000)
+    assert tokenizer.encode(tokenizer.decode(shuffled)) == shuffled
 
 
 # ---- tables ----
