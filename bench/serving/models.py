@@ -2,7 +2,8 @@
 
 A shape is the configuration of a published model. vLLM fills its weights with random numbers
 (`--load-format dummy`), so nothing is downloaded; its tokenizer is made up here, of the right size,
-so that text is made of tokens as in a real server, and each token has a text. The tiny model has weights of its own.
+so that text is made of tokens as in a real server, and each token has a text. The tiny model has
+weights of its own.
 
 `NAME+ngram` and `NAME+eagle3` speculate. Random weights soon repeat themselves, so that the n-gram
 proposer's drafts are often right; EAGLE3's head has random weights too, and is never right.

@@ -64,6 +64,11 @@ class Store:
         """Return how long a server has taken to start at most; 0: not known."""
         return self._longest("servers", {}, "start_s")
 
+    def last_start_s(self, model: str) -> float:
+        """Return how long a model's last server took to start and to warm up; 0: not known."""
+        found = list(self._all("servers", {"model": model}))
+        return sum(found[-1].get(it, 0.0) for it in ("start_s", "warm_up_s")) if found else 0.0
+
     def _longest(self, table: str, alike: Row, what: str) -> float:
         return max((row.get(what, 0.0) for row in self._all(table, alike)), default=0.0)
 

@@ -23,11 +23,12 @@ starts: vLLM's, then sparksched's. Prompts are random text, the same for both.
 
 Before a server is measured it is warmed up with other prompts, until no kernel is compiled any
 more; with a front end in Rust, where nobody tells, three times. A case in which something was
-compiled all the same is measured again, once.
+compiled all the same is measured again, once. A case in which a request fails has no figures.
 
 Results are written to the file of `--json` after each case. A run with the same file goes on where
 the last one was stopped, and tries again what had failed. `--minutes` stops a run before what would
-take longer, as far as it is known from servers and cases before.
+take longer, as far as it is known from servers and cases before. sparksched's server is given the
+cases that vLLM's has been measured in, and vLLM's ends with as much time left as that takes.
 
     python -m bench.serving.vllm_bench --model gpt-oss-120b,Qwen2-1.5B,Qwen3-0.6B,Qwen3-0.6B+embed
         [--json FILE] [--cases 1024/128,8192/256,4096+256/128] [--concurrency 64,256,1024]

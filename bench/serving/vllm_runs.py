@@ -1,5 +1,6 @@
 """Starts the engines of a plan, has `vllm bench` measure them, and keeps what it found."""
 
+import re
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -11,7 +12,6 @@ from bench.progress import Progress
 from bench.serving import vllm_client, vllm_offline
 from bench.serving.benchmark import (
     CONTEXT_TOKENS,
-    START_RESERVE,
     OutOfTimeError,
     TooFewCoresError,
     divide_cores,
@@ -40,6 +40,8 @@ USUAL_NUM_SEQS = 1024
 WARM_UP_TOKENS = 16
 MOST_WARM_UP_TOKENS = 1 << 17
 """Of all prompts of a warm-up together."""
+SERVERS_ERROR = re.compile(r"\bERROR\b")
+"""What lines of a server's log have that tell of one; the last of a traceback is its cause."""
 MAX_REASON = 2000
 """Characters that are kept of a failure."""
 
@@ -69,27 +71,62 @@ class VllmBench:
         """Measure all that is not there yet.
 
         Raises:
-            OutOfTimeError: if there is no time left.
+            OutOfTimeError: if there is no time left, or wasn't for all.
 
         """
+        is_short = False
         for source, plan in self.plans.items():
             model = prepare(source, self.work_dir)
             for key in plan.servers():
-                cases = [it for it in plan.cases(key) if not self.store.has_cell(it)]
+                cases = [it for it in plan.cases(key) if self._is_wanted(plan, it)]
                 self.progress.skip(len(list(plan.cases(key))) - len(cases))
                 if cases:
-                    first_s = self.store.known_s(cases[0])
-                    self._check_time(START_RESERVE * self.store.known_start_s() + first_s)
-                    self._measure_server(plan, key, model, cases)
+                    # The first start of a model compiles: the next one takes no longer.
+                    start_s = self.store.last_start_s(key.model)
+                    self._check_time(start_s + self.store.known_s(cases[0]))
+                    is_short |= not self._measure_server(plan, key, model, cases)
             for case in plan.offline_cases():
                 if self.store.has_cell(case):
                     self.progress.skip(1)
                 else:
                     self._measure_offline(plan, case, model)
+        if is_short:
+            raise OutOfTimeError("there was no time for all cases")
+
+    def _is_wanted(self, plan: Plan, case: CaseKey) -> bool:
+        """Whether a case is still to be measured; ours alone, without vLLM's, would tell nothing.
+
+        vLLM's is missing where it failed, or where there was no time for both.
+        """
+        vllms = replace(case, server=replace(case.server, scheduler=STOCK))
+        is_alone = STOCK in plan.schedulers and not self.store.has_cell(vllms)
+        return not self.store.has_cell(case) and (case == vllms or not is_alone)
+
+    def _has_time(self, needed_s: float) -> bool:
+        return time.monotonic() + needed_s <= self.deadline
 
     def _check_time(self, needed_s: float) -> None:
-        if time.monotonic() + needed_s > self.deadline:
+        if not self._has_time(needed_s):
             raise OutOfTimeError("what is left of --minutes is too short for what comes next")
+
+    def _expected_s(self, case: CaseKey, cases: list[CaseKey]) -> float:
+        """Return how long a case may take; unknown: as long as the longest one so far."""
+        return self.store.known_s(case) or max(map(self.store.known_s, cases))
+
+    def _following_s(self, plan: Plan, case: CaseKey, cases: list[CaseKey]) -> float:
+        """Return what the other scheduler's server takes for the same cases up to this one.
+
+        Args:
+            plan: What is asked for: nothing follows the last scheduler.
+            case: The one that is to come next.
+            cases: This server's, in order.
+
+        """
+        if case.server.scheduler == plan.schedulers[-1]:
+            return 0.0
+        same = cases[: cases.index(case) + 1]
+        cases_s = sum(self._expected_s(it, cases) for it in same)
+        return self.store.last_start_s(case.server.model) + cases_s
 
     def _start(self, plan: Plan, key: ServerKey, model: Model) -> Start:
         return Start(
@@ -111,7 +148,8 @@ class VllmBench:
 
     def _measure_server(
         self, plan: Plan, key: ServerKey, model: Model, cases: list[CaseKey]
-    ) -> None:
+    ) -> bool:
+        """Measure cases on a server; return whether there was time for all."""
         start = self._start(plan, key, model)
         self._wait_for_gpu()
         self.progress.say(f"starting vllm serve: {start.label}")
@@ -119,15 +157,18 @@ class VllmBench:
             with serve(start, self.work_dir, self.deadline) as server:
                 about = {"start_s": server.start_s, "max_model_len": start.max_model_len}
                 self.store.put("servers", key, about)
+                begun = time.monotonic()
                 self._warm_up(plan, server, cases)
+                self.store.put("servers", key, about | {"warm_up_s": time.monotonic() - begun})
                 for cores in dict.fromkeys(case.cores for case in cases):
-                    chosen = [case for case in cases if case.cores == cores]
-                    self._measure_confined(server, cores, chosen)
-        except (ServerError, RemoteError) as error:
+                    if not self._measure_confined(plan, server, cores, cases):
+                        return False
+        except (ClientError, ServerError, RemoteError) as error:
             self.progress.say(f"failed: {_reason(error)}")
             for case in cases:
                 if not self.store.has_cell(case):
                     self.store.put_failure(case, {}, _reason(error))
+        return True
 
     def _warm_up(self, plan: Plan, server: Server, cases: list[CaseKey]) -> None:
         """Have kernels compiled: of batches of all sizes, and of the cases' prompts."""
@@ -146,19 +187,27 @@ class VllmBench:
             try:
                 warm_up(server, send)
             except ClientError as error:
-                self.progress.say(f"the warm-up has failed: {_reason(error)}")
+                raise _explained(error, server) from None
 
-    def _measure_confined(self, server: Server, cores: str, cases: list[CaseKey]) -> None:
+    def _measure_confined(
+        self, plan: Plan, server: Server, cores: str, cases: list[CaseKey]
+    ) -> bool:
+        """Measure the cases on so many processors; return whether there was time for all."""
+        chosen = [case for case in cases if case.cores == cores]
         try:
             ours, others = divide_cores(cores)
         except TooFewCoresError as error:
-            for case in cases:
+            for case in chosen:
                 self.store.put_failure(case, {}, _reason(error))
-            return
+            return True
         if ours is not None:
             server.confine(ours)
-        for case in cases:
-            self._check_time(self.store.known_s(case))
+        for case in chosen:
+            expected_s = self._expected_s(case, cases)
+            self._check_time(expected_s)
+            if not self._has_time(expected_s + self._following_s(plan, case, cases)):
+                self.progress.say("the rest of the time is for the other server")
+                return False
             self.progress.begin(case.label)
             begun = time.monotonic()
             try:
@@ -168,14 +217,16 @@ class VllmBench:
                     for number in range(self.rounds)
                 ]
             except ClientError as error:
-                self.store.put_failure(case, {}, _reason(error))
-                self.progress.say(f"failed: {_reason(error)}")
+                reason = _reason(_explained(error, server))
+                self.store.put_failure(case, {}, reason)
+                self.progress.say(f"failed: {reason}")
                 if not server.is_healthy():
                     log = server.launched.log_path
                     raise ServerError(f"{error}; the server is gone: {log}") from None
                 continue
             found = {"request_rate": rate, "seconds": time.monotonic() - begun, "cpus": ours}
             self.store.put_cell(case, found | {"rounds": rounds})
+        return True
 
     def _rate(self, case: CaseKey) -> float | None:
         """Return the requests a second of a case; None: as fast as it goes."""
@@ -266,6 +317,12 @@ def reached(cells: list[Row], case: CaseKey) -> float | None:
         and cell.get("rounds")
     ]
     return max(rates, default=None)
+
+
+def _explained(error: ClientError, server: Server) -> ClientError:
+    """Return the error with the last one that the server has told of: the client knows no cause."""
+    told = [line for line in server.launched.log.splitlines() if SERVERS_ERROR.search(line)]
+    return ClientError(f"{error}; the server: {told[-1].strip()}") if told else error
 
 
 def _reason(error: Exception) -> str:
