@@ -2,7 +2,8 @@
 
 A page says where a table is to be: after a line `<!-- table: NAME -->`, or, for the rows whose name
 has a pattern, `<!-- table: NAME (PATTERN) -->`. What stands there is replaced, up to the first line
-that is no part of a table. What no table reads of the results goes.
+that is no part of a table. `<!-- table, if measured: NAME -->` is the place of one that may still
+have nothing in it. What no table reads of the results goes.
 """
 
 import json
@@ -25,7 +26,7 @@ PAGES = (
     "bench/results/README.md",
     *sorted(f"docs/{it.name}" for it in (ROOT / "docs").glob("*.md")),
 )
-MARK = re.compile(r"<!-- table: (\w+)(?: \((.+)\))? -->")
+MARK = re.compile(r"<!-- table(, if measured)?: (\w+)(?: \((.+)\))? -->")
 NUMBER = re.compile(r"-?\d+\.\d+")
 SAME_PLACE = 0.001
 """Of a point in a picture: processors differ in the last digit of a logarithm."""
@@ -92,9 +93,10 @@ def page_anew(text: str, results: Results) -> str:
     by_name = {table.name: table for table in TABLES}
 
     def lines_of(mark: re.Match[str]) -> list[str]:
-        table = by_name.get(mark[1])
-        lines = [] if table is None else table_lines(table, results, mark[2] or "")
-        if not lines:
+        may_be_empty, name, pattern = mark.groups()
+        table = by_name.get(name)
+        lines = [] if table is None else table_lines(table, results, pattern or "")
+        if not lines and (table is None or not may_be_empty):
             raise PageError(f"there is no table, or nothing in it: {mark[0]}")
         return lines
 

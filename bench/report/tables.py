@@ -48,7 +48,10 @@ AGAIN = "again/"
 FRONT_ENDS = "front_ends/"
 """What the names of results begin with that tell only what runs differ by."""
 ROLES = ("engine", "API server")
-SELECTIONS = ("gain", "http", "asyncllm", "sync", "speculation", "two_processors", "vllm_bench")
+SELECTIONS = (
+    *("gain", "http", "asyncllm", "sync", "speculation", "two_processors"),
+    *("vllm_bench", "vllm_bench_processors", "vllm_bench_prefixes", "vllm_bench_releases"),
+)
 """Tables of pages whose rows stand in `servers` or `vllm_bench_all`, too."""
 OF_ONE_RUN = ("--json", "--work-dir", "--minutes")
 """Options that don't change what is measured, each with a value."""
@@ -591,6 +594,24 @@ TABLES = (
     Table("vllm_bench", "`vllm bench serve`", BENCH_SERVED, vllm_bench.selected),
     Table("vllm_bench_all", "`vllm bench serve`", BENCH_SERVED, vllm_bench.all_served),
     Table(
+        "vllm_bench_processors",
+        "`vllm bench serve`, few processors",
+        ("on few processors: model, tokens, load", *BENCH_SERVED[1:]),
+        vllm_bench.on_few_processors,
+    ),
+    Table(
+        "vllm_bench_prefixes",
+        "`vllm bench serve`, shared prefixes",
+        ("prompts that begin alike: model, tokens, load", *BENCH_SERVED[1:]),
+        vllm_bench.shared_prefixes,
+    ),
+    Table(
+        "vllm_bench_releases",
+        "`vllm bench serve`, other releases of vLLM",
+        ("another release: model, tokens, load", *BENCH_SERVED[1:]),
+        vllm_bench.other_releases,
+    ),
+    Table(
         "vllm_bench_embeddings",
         "`vllm bench serve`, embeddings",
         (
@@ -607,13 +628,13 @@ TABLES = (
     Table(
         "vllm_bench_throughput",
         "`vllm bench throughput`",
-        ("model, tokens", "requests/s", "tokens/s, in and out"),
+        ("`vllm bench throughput`: model, tokens", "requests/s", "tokens/s, in and out"),
         vllm_bench.throughput,
     ),
     Table(
         "vllm_bench_latency",
         "`vllm bench latency`",
-        ("model, tokens", "mean, ms", "p50", "p99"),
+        ("`vllm bench latency`: model, tokens", "mean, ms", "p50", "p99"),
         vllm_bench.latency,
     ),
     Table(

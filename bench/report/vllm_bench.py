@@ -36,12 +36,16 @@ SELECTED: tuple[Row, ...] = tuple(
         RUST_SMALL | {"concurrency": 1024},
         RUST_SMALL | {"concurrency": None, "rate_percent": 95},
         {"model": "Qwen2-1.5B", "lengths": "1024/128", "concurrency": 256},
-        {"model": "Qwen2-1.5B", "lengths": "1024/128", "concurrency": 256, "cores": "2"},
+        RUST_SMALL | {"lengths": "8192/256", "concurrency": 64},
         {"model": "gpt-oss-120b", "lengths": "1024/128", "concurrency": 256},
         {"model": "gpt-oss-120b", "lengths": "1024/128", "concurrency": None, "rate_percent": 80},
     )
 )
 """Cases for docs/results-host.md."""
+FEW: Row = {"lengths": "1024/128", "concurrency": 256}
+"""What is compared on few processors."""
+OTHER_RELEASE = "(vLLM "
+"""In the name of a model, as `bench.report.pages` writes it."""
 
 
 @dataclass
@@ -90,6 +94,11 @@ class Compared:
         return f", {kind}{count_text(count)}{'' if kind else ' at once'}"
 
     @property
+    def on_all(self) -> Row:
+        """The same case on all processors."""
+        return self.case | {"cores": ALL}
+
+    @property
     def is_embedding(self) -> bool:
         """Whether it is about embeddings."""
         return EMBED in str(self.case.get("model"))
@@ -128,26 +137,48 @@ def compared(results: Results, *commands: str) -> list[Compared]:
 
 def all_served(results: Results) -> Iterator[list[str]]:
     """Yield all cases of `vllm bench serve` that bring tokens."""
-    for it in compared(results, SERVE):
-        if not it.is_embedding:
-            yield [
-                it.name,
-                it.pair("requests_per_s"),
-                *(it.pair("ttft_ms", at) for at in ("p50", "p99")),
-                it.pair("tpot_ms", "p50"),
-                it.pair("itl_ms", "p99"),
-                it.pair("tokens_per_output"),
-                *(it.pair("cpu", "us_per_token", role) for role in ROLES),
-                it.client_limits,
-            ]
+    yield from map(_row, _served(results))
 
 
 def selected(results: Results) -> Iterator[list[str]]:
-    """Yield those that the page shows."""
-    found = compared(results, SERVE)
-    chosen = [it for it in found if any(case.items() <= it.case.items() for case in SELECTED)]
-    names = {it.name for it in chosen}
-    yield from (row for row in all_served(results) if row[0] in names)
+    """Yield those that the page shows first."""
+    for it in _served(results):
+        if any(case.items() <= it.case.items() for case in SELECTED):
+            yield _row(it)
+
+
+def on_few_processors(results: Results) -> Iterator[list[str]]:
+    """Yield those that were measured on fewer processors than there are, and on all of them."""
+    found = [it for it in _served(results) if FEW.items() <= it.case.items()]
+    confined = [it.on_all for it in found if it.case["cores"] != ALL]
+    yield from (_row(it) for it in found if it.on_all in confined)
+
+
+def shared_prefixes(results: Results) -> Iterator[list[str]]:
+    """Yield those whose requests share a part of their prompts."""
+    yield from (_row(it) for it in _served(results) if "+" in str(it.case["lengths"]))
+
+
+def other_releases(results: Results) -> Iterator[list[str]]:
+    """Yield those of another release of vLLM than the usual one."""
+    yield from (_row(it) for it in _served(results) if OTHER_RELEASE in str(it.case["model"]))
+
+
+def _served(results: Results) -> list[Compared]:
+    return [it for it in compared(results, SERVE) if not it.is_embedding]
+
+
+def _row(it: Compared) -> list[str]:
+    return [
+        it.name,
+        it.pair("requests_per_s"),
+        *(it.pair("ttft_ms", at) for at in ("p50", "p99")),
+        it.pair("tpot_ms", "p50"),
+        it.pair("itl_ms", "p99"),
+        it.pair("tokens_per_output"),
+        *(it.pair("cpu", "us_per_token", role) for role in ROLES),
+        it.client_limits,
+    ]
 
 
 def embeddings(results: Results) -> Iterator[list[str]]:

@@ -321,6 +321,16 @@ def test_a_table_with_nothing_in_it_is_refused(name: str) -> None:
         page_anew(f"<!-- table: {name} -->\n", {"x": result()})
 
 
+def test_a_table_that_may_be_empty_has_its_place_until_it_is_measured() -> None:
+    page = "<!-- table, if measured: http -->\n\nafter\n"
+    assert page_anew(page, {}) == page
+    filled = page_anew(page, {"x": result()})
+    assert "\n| --- |" in filled
+    assert page_anew(filled, {}) == page
+    with pytest.raises(PageError):
+        page_anew("<!-- table, if measured: nothing -->\n", {})
+
+
 def test_what_was_measured_twice_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

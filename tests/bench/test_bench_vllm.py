@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from bench.report.tables import TABLES, as_markdown
+from bench.report.vllm_bench import SELECTED
 from bench.serving import vllm_offline
 from bench.serving.models import SHAPES, SPACE, Model, write_shape
 from bench.serving.plan import ServerKey
@@ -277,7 +278,37 @@ def test_each_case_is_in_its_table(changes: Row, table: str, label: str) -> None
     assert row[0] in as_markdown(found)
 
 
-def test_the_page_shows_eight_rows_at_most() -> None:
-    from bench.report.vllm_bench import SELECTED
+def measured_on(*cores: str) -> dict[str, Row]:
+    """Return results of two models on these numbers of processors."""
+    models = ("Qwen2-1.5B", "gpt-oss-20b")
+    cases = itertools.product(models, cores)
+    return {f"{model}, {it}": result(model=model, cores=it) for model, it in cases}
 
+
+def test_few_processors_are_shown_beside_all() -> None:
+    rows = list(BY_NAME["vllm_bench_processors"].rows(measured_on("all", "4", "2", "1")))
+    places = ["", ", 4 processors", ", 2 processors", ", 1 processor"]
+    assert [row[0] for row in rows] == [
+        f"{model}{place}, 1,024 in, 128 out, 256 at once"
+        for model in ("Qwen2-1.5B", "gpt-oss-20b")
+        for place in places
+    ]
+    assert not list(BY_NAME["vllm_bench_processors"].rows(measured_on("all")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "table"),
+    [
+        ({"lengths": "4096+256/128"}, "vllm_bench_prefixes"),
+        ({"model": "Qwen3-0.6B (vLLM 0.33.0)"}, "vllm_bench_releases"),
+    ],
+)
+def test_a_table_of_its_own(changes: Row, table: str) -> None:
+    found = {"x.json": result(**changes), "y.json": result()}
+    (row,) = BY_NAME[table].rows(found)
+    assert row in list(BY_NAME["vllm_bench_all"].rows(found))
+    assert len(row) == len(BY_NAME[table].columns)
+
+
+def test_the_page_shows_eight_rows_at_most() -> None:
     assert len(SELECTED) <= 8
