@@ -15,6 +15,8 @@ ASYNCLLM, HTTP = "asyncllm", "http"
 PYTHON, RUST = "python", "rust"
 VLLM_BENCH = "vllm_bench"
 """The kind of results of `bench.serving.vllm_bench`."""
+PROFILE, PROFILES = "profile", "profiles"
+"""The kind of results of `bench.serving.profile`, and its rows in them."""
 DRIVERS = {ASYNCLLM: "AsyncLLM", HTTP: "HTTP"}
 MODELS = ("Qwen3-0.6B", "Qwen2-1.5B", "Qwen3-Next-quarter", "gpt-oss-20b", "gpt-oss-120b")
 LEAST_MERGED_SHARE = 0.01

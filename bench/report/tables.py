@@ -14,6 +14,7 @@ from bench.report.pairs import (
     HTTP,
     LABELS,
     OURS,
+    PROFILES,
     RUST,
     STOCK,
     SYNC,
@@ -520,6 +521,25 @@ def _of_sides(rows: list[Row | None], form: str, *path: str) -> str:
     return ARROW.join(MISSING if it is None else form.format(it) for it in found)
 
 
+# ---- where the engine's time is ----
+
+SHARES = ("runner", "scheduler", "queues", "waiting", "rest", "other threads")
+
+
+def profiles(results: Results) -> Rows:
+    """Yield which share of its samples the engine's loop is in what, with either scheduler."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in _micro(results, PROFILES, "split"):
+        rust = ", Rust front end" if row.get("front_end") == RUST else ""
+        number = row.get("concurrency")
+        streams = "1 stream" if number == 1 else f"{number:,} streams"
+        sides = cases.setdefault(f"{row.get('model')}{rust}, {streams}", {})
+        sides[str(row.get("scheduler"))] = row
+    for name, sides in cases.items():
+        splits = [dig(sides.get(it), "split") for it in (STOCK, OURS)]
+        yield [name, *(pair_text(*(dig(it, share) for it in splits)) for share in SHARES)]
+
+
 # ---- where it all comes from ----
 
 
@@ -706,6 +726,20 @@ TABLES = (
             "GPU idle, %",
         ),
         first_tokens,
+    ),
+    Table(
+        "profile",
+        "Where the engine's loop is, in % of its samples",
+        (
+            "the engine's loop, in %",
+            "vLLM's model runner",
+            "scheduler",
+            "messages",
+            "waits for the GPU",
+            "rest",
+            "other threads beside it",
+        ),
+        profiles,
     ),
     Table("mixed", "A long prompt beside streams", mixed.MIXED_COLUMNS, mixed.mixed),
     Table("ordinary", "An ordinary load", mixed.ORDINARY_COLUMNS, mixed.ordinary),

@@ -89,15 +89,16 @@ class Store:
 
     def _all(self, table: str, key: Row) -> Iterator[Row]:
         """Yield the rows that have these values."""
-        for row in self.result[table]:
+        for row in self.result.get(table, ()):
             if all(row.get(name) == value for name, value in key.items()):
                 yield row
 
     def _put(self, table: str, key: Row, found: Row) -> None:
+        rows = self.result.setdefault(table, [])
         former = self._find(table, key)
         if former is not None:
-            self.result[table].remove(former)
-        self.result[table].append(key | {"run": self._run} | found)
+            rows.remove(former)
+        rows.append(key | {"run": self._run} | found)
         self.save()
 
     def save(self) -> None:
