@@ -30,6 +30,16 @@ the last one was stopped, and tries again what had failed. `--minutes` stops a r
 take longer, as far as it is known from servers and cases before. sparksched's server is given the
 cases that vLLM's has been measured in, and vLLM's ends with as much time left as that takes.
 
+The cases of the report, with `--least 400 --waves 2 --seconds 12 --minutes 9 --json FILE`:
+
+- loads: `--model Qwen3-0.6B --front-end rust --client rust
+  --cases 1024/128:64:256:1024:50%:80%:95%,8192/256:64:80%,4096+256/128:256`;
+  `--model gpt-oss-120b --cases 1024/128:256:80%`
+- few processors: `--model Qwen2-1.5B --cores all,4,2,1 --cases 1024/128:256`, and gpt-oss-20b
+- embeddings: `--model Qwen3-0.6B+embed --cases 512/1:1:64:256:1024`
+- without a server: `--model Qwen3-0.6B --no-serve --offline latency,throughput --cases 1024/128`
+- another release of vLLM: the same in an environment that has it
+
     python -m bench.serving.vllm_bench --model gpt-oss-120b,Qwen2-1.5B,Qwen3-0.6B,Qwen3-0.6B+embed
         [--json FILE] [--cases 1024/128,8192/256,4096+256/128] [--concurrency 64,256,1024]
         [--rates 50,80,95] [--front-end python,rust] [--client python|rust] [--cores all,2]
