@@ -1,5 +1,6 @@
 """Takes a plan of cells, starts the servers that it needs, and keeps what was measured."""
 
+import itertools
 import os
 import time
 from contextlib import ExitStack
@@ -15,11 +16,12 @@ from bench.serving.layouts import Layout
 from bench.serving.measure import (
     Effort,
     measure_cell,
+    measure_in_turn,
     measure_same_streams,
 )
 from bench.serving.models import Model, prepare
 from bench.serving.plan import ALL, CellKey, Plan, ServerKey
-from bench.serving.remote import RemoteError
+from bench.serving.remote import Remote, RemoteError
 from bench.serving.server import Server, ServerError, Start, serve
 from bench.serving.store import STREAMS, Store
 from bench.serving.workload import Workload
@@ -29,6 +31,8 @@ MAX_REASON = 2000
 """Characters that are kept of a failure."""
 CONTEXT_TOKENS = 2048
 """What a server has to take at least."""
+ALL_MEMORY = 0.8
+"""The share of a GPU's memory that servers have together which run side by side."""
 START_RESERVE = 1.2
 """How much longer than the last time a start may take."""
 
@@ -73,6 +77,10 @@ class Benchmark:
             OutOfTimeError: if there is no time left.
 
         """
+        if self.plan.takes_turns:
+            for keys in self.plan.rivals():
+                self._measure_rivals(keys)
+            return
         for key in self.plan.servers():
             missing_cells = [it for it in self.plan.cells(key) if not self.store.has_cell(it)]
             self.progress.skip(len(list(self.plan.cells(key))) - len(missing_cells))
@@ -119,8 +127,14 @@ class Benchmark:
             has_gpu=self.gpu is not None,
             layout=layout,
             front_end=key.front_end,
-            extra_arguments=self.serve_arguments,
+            extra_arguments=f"{self._share_of_memory()} {self.serve_arguments}",
         )
+
+    def _share_of_memory(self) -> str:
+        """Return the argument of one of several servers that share the GPUs."""
+        if not self.plan.takes_turns or self.gpu is None:
+            return ""
+        return f"--gpu-memory-utilization={ALL_MEMORY / len(self.plan.schedulers):.2f}"
 
     def _describe(self, key: ServerKey, server: Server) -> None:
         found: dict[str, Any] = {"start_s": server.start_s}
@@ -138,6 +152,65 @@ class Benchmark:
                 "max_model_len": server.start.max_model_len,
             }
             self.store.put("servers", key, found)
+
+    # ---- servers that take turns ----
+
+    def _measure_rivals(self, keys: list[ServerKey]) -> None:
+        """Measure the same cells of servers that run side by side, a round of each in turn."""
+        columns = [list(self.plan.cells(key)) for key in keys]
+        rows = [row for row in zip(*columns, strict=True) if not all(map(self.store.has_cell, row))]
+        self.progress.skip(sum(map(len, columns)) - len(keys) * len(rows))
+        if not rows:
+            return
+        self._check_time(sum(map(self.store.known_s, rows[0])))
+        subject = self.subjects[keys[0].model]
+        model = prepare(subject.source, self.work_dir)
+        if self.gpu is not None and not wait_until_free(memory_of_gpus):
+            self.progress.say("the GPUs' memory is in use; vLLM will say whether enough is left")
+        try:
+            with ExitStack() as stack:
+                servers = []
+                for key in keys:
+                    start = self._start(key, model, subject.layout)
+                    self.progress.say(f"starting vllm serve: {start.label}")
+                    server = stack.enter_context(serve(start, self.work_dir, self.deadline))
+                    self._describe(key, server)
+                    servers.append(server)
+                most = max(cell.concurrency for row in rows for cell in row)
+                loaders = stack.enter_context(running_loaders(most, None))
+                for row in rows:
+                    self._measure_row(servers, row, loaders)
+        except (ServerError, RemoteError) as error:
+            self.progress.say(f"failed: {_reason(error)}")
+            for cell in itertools.chain.from_iterable(rows):
+                if not self.store.has_cell(cell):
+                    self._put_failure(cell, model, error)
+
+    def _measure_row(
+        self, servers: list[Server], row: tuple[CellKey, ...], loaders: list[Remote]
+    ) -> None:
+        self._check_time(self.store.known_s(row[0]))
+        for cell in row:
+            self.progress.begin(cell.label)
+        begun = time.monotonic()
+        model = servers[0].start.model
+        workload = self._workload(row[0], model)
+        is_http = row[0].driver == HTTP
+        subjects: list[tuple[Server, Driver]] = [
+            (it, HttpDriver(it, loaders) if is_http else AsyncLLMDriver(it)) for it in servers
+        ]
+        try:
+            found = measure_in_turn(subjects, workload, self.effort, f"{row[0].driver}, in turn")
+        except FAILURES as error:
+            for cell in row:
+                self._put_failure(cell, model, error)
+            self.progress.say(f"failed: {_reason(error)}")
+            return
+        about = workload.lengths | {"seconds": time.monotonic() - begun, "cpus": None}
+        for cell, it in zip(row, found, strict=True):
+            self.store.put_cell(cell, about | it)
+
+    # ---- one server ----
 
     def _measure_cells(self, server: Server, cells: list[CellKey]) -> None:
         for cores in dict.fromkeys(cell.cores for cell in cells):

@@ -24,6 +24,9 @@ which are the same for both schedulers.
   alone, and no probe looks into it or its engine: there are rates, times and CPU time.
 - `--model NAME+ngram` speculates with n-grams, `NAME+eagle3` with a head of random weights. vLLM
   schedules n-grams synchronously: `--mode sync`.
+- `--in-turn` has both schedulers' servers side by side, on all processors, with half of the GPU's
+  memory each, for small models. A round of one follows a round of the other, so that what changes
+  with time changes both.
 - `--compare-streams`, before anything else: whether both schedulers bring the same tokens over
   HTTP, sampled with a seed of each request's. Each server does it twice, to show what differs by
   itself.
@@ -36,7 +39,7 @@ take longer, as far as it is known from servers and cells before.
         --model tiny|gpt-oss-20b|gpt-oss-120b|Qwen2-1.5B|Qwen3-Next-quarter|DIRECTORY [--json FILE]
         [--concurrency N,...] [--schedulers stock,sparksched] [--mode async,sync] [--cores all,2]
         [--driver asyncllm,http] [--compare-streams] [--quick] [--layout 1,tp2,pp2,dp2]
-        [--front-end python,rust]
+        [--front-end python,rust] [--in-turn]
 """
 
 import argparse
@@ -145,6 +148,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="results; to go on with, too")
     parser.add_argument("--quick", action="store_true", help="one short round, for a first look")
     parser.add_argument("--compare-streams", action="store_true", help="compare tokens")
+    parser.add_argument("--in-turn", action="store_true", help="both servers at the same time")
     parser.add_argument("--rounds", type=int, metavar="N", help="of each cell")
     parser.add_argument("--tokens", type=int, metavar="N", help="of each stream")
     parser.add_argument(
@@ -166,6 +170,8 @@ def _options() -> argparse.Namespace:
             )
     if any(it != ALL and not it.isdecimal() for it in options.cores):
         parser.error("--cores: all, or numbers")
+    if options.in_turn and (options.cores != (ALL,) or options.compare_streams):
+        parser.error("--in-turn has all processors, and compares no streams")
     return options
 
 
@@ -202,6 +208,7 @@ def _plan(options: argparse.Namespace, models: tuple[str, ...], gpu: str | None)
         output_tokens=options.tokens,
         is_quick=options.quick,
         compares_streams=options.compare_streams,
+        takes_turns=options.in_turn,
     )
 
 

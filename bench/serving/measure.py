@@ -1,7 +1,7 @@
 """Measures one running server: rounds of streams, waits, CPU time, the same streams."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -66,29 +66,40 @@ class CpuWatch:
 def measure_cell(
     server: Server, driver: Driver, workload: Workload, effort: Effort, case: str
 ) -> Row:
+    """Measure a cell of one server; see `measure_in_turn`."""
+    (found,) = measure_in_turn([(server, driver)], workload, effort, case)
+    return found
+
+
+def measure_in_turn(
+    subjects: Sequence[tuple[Server, Driver]], workload: Workload, effort: Effort, case: str
+) -> list[Row]:
     """Warm up, measure rounds without a probe, then one with, if there can be one.
 
     Args:
-        server: What is measured.
-        driver: How requests get there.
+        subjects: What is measured, and how requests get there. Several take turns, in an order that
+            changes with each round.
         workload: The requests, but for their prompts.
         effort: How often.
         case: What this cell has of its own: its prompts are no other cell's, which are cached.
 
     Raises:
         NothingMeasuredError: if a round brings nothing.
-        RemoteError: if the server or a driver fails.
+        RemoteError: if a server or a driver fails.
 
     """
-    warm_up(server, partial(_send_shortened, server, driver, workload, case))
-    processes = server.processes()
-    rounds = [
-        _measure_round(server, driver, workload.seeded(case, number), processes)
-        for number in range(effort.rounds)
-    ]
-    found: Row = {"rounds": rounds}
-    if server.remotes:
-        found |= _measure_steps(server, driver, workload.seeded(case, "steps"), rounds)
+    for server, driver in subjects:
+        warm_up(server, partial(_send_shortened, server, driver, workload, case))
+    found: list[Row] = [{"rounds": []} for _ in subjects]
+    for number in range(effort.rounds):
+        turns = list(zip(subjects, found, strict=True))
+        for (server, driver), row in turns if number % 2 == 0 else reversed(turns):
+            seeded = workload.seeded(case, number)
+            row["rounds"].append(_measure_round(server, driver, seeded, server.processes()))
+    for (server, driver), row in zip(subjects, found, strict=True):
+        if server.remotes:
+            steps = workload.seeded(case, "steps")
+            row.update(_measure_steps(server, driver, steps, row["rounds"]))
     return found
 
 

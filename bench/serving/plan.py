@@ -70,6 +70,13 @@ class Plan:
     """Of each stream; None: by concurrency."""
     is_quick: bool = False
     compares_streams: bool = False
+    takes_turns: bool = False
+    """Whether servers that differ in nothing but the scheduler run side by side."""
+
+    def rivals(self) -> Iterator[list[ServerKey]]:
+        """Yield the servers that differ in nothing but the scheduler."""
+        for model, mode, front_end in itertools.product(self.models, self.modes, self.front_ends):
+            yield [ServerKey(model, it, mode, front_end) for it in self.schedulers]
 
     def servers(self) -> Iterator[ServerKey]:
         """Yield the servers in the order in which they are to be started."""

@@ -92,6 +92,15 @@ def test_the_report_is_made_of_it(measured: tuple[Path, dict[str, Any]], tmp_pat
     assert "| tiny, sync | 8 | 8 | 8 |" in text
 
 
+def test_both_servers_run_side_by_side_and_take_turns(tmp_path: Path) -> None:
+    options = ("--in-turn", "--driver", "http", "--concurrency", "1", "--rounds", "2")
+    result = decode(tmp_path / "x.json", "--model", "tiny", *options)
+    assert [cell["scheduler"] for cell in result["cells"]] == ["stock", "sparksched"]
+    assert [len(cell["rounds"]) for cell in result["cells"]] == [2, 2]
+    stock, ours = ([it["start_s"] for it in cell["rounds"]] for cell in result["cells"])
+    assert stock[0] < ours[0] < ours[1] < stock[1]
+
+
 def test_asynchronous_scheduling_is_missing_where_there_is_none(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     options = ("--model", "tiny", "--quick", "--json", path, "--work-dir", tmp_path)
