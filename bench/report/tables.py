@@ -523,7 +523,7 @@ def _of_sides(rows: list[Row | None], form: str, *path: str) -> str:
 
 # ---- where the engine's time is ----
 
-SHARES = ("runner", "scheduler", "queues", "waiting", "rest", "other threads")
+SHARES = ("runner", "scheduler", "queues", "waiting", "rest")
 
 
 def profiles(results: Results) -> Rows:
@@ -737,7 +737,6 @@ TABLES = (
             "messages",
             "waits for the GPU",
             "rest",
-            "other threads beside it",
         ),
         profiles,
     ),

@@ -3,8 +3,8 @@
 For each front end and number of streams, servers with either scheduler are looked at 500 times a
 second for some seconds, while all streams run. A sample of the loop's thread belongs
 to the innermost of its functions that is known: one of vLLM's model runner or executor, of a
-scheduler, or of what receives and sends messages. All else is the loop itself. Samples of threads
-that sleep don't count; those of the engine's other threads are told beside.
+scheduler, or of what receives and sends messages. All else is the loop itself. Samples in which it
+sleeps, because there is no request, don't count.
 
 py-spy is no requirement of this project: `pip install py-spy`, or `--py-spy` names it. It needs the
 right to look into other processes of the user (`ptrace_scope`, or root).
@@ -54,8 +54,8 @@ RATE_HZ = 500
 END_S = 60.0
 LOOP = re.compile(r"\brun_busy_loop ")
 """The function that is in all samples of the loop's thread."""
-SLEEPING = re.compile(r"\b(wait|poll|select|get) \((threading|selectors|zmq/|queue)")
-"""What is innermost where a thread has nothing to do: py-spy doesn't always see that it sleeps."""
+SLEEPING = re.compile(r"\b(wait|get) \((threading|queue)\.py")
+"""What is innermost where the loop has nothing to do: py-spy doesn't always see that it sleeps."""
 WAITS = re.compile(r"\b(get_output|synchronize|_wait_for_response) ")
 """Functions in which the loop waits for the GPU, or for a worker that does."""
 WAITING, REST = "waiting", "rest"
@@ -71,7 +71,7 @@ GROUPS = {
 
 
 def split(stacks: str) -> dict[str, float]:
-    """Return the percent of the loop's samples in each group; of other threads, beside them.
+    """Return the percent of the loop's samples in each group, and how many samples there are.
 
     Args:
         stacks: What py-spy writes with `--format raw`: a line for each stack, outermost first, the
@@ -82,22 +82,18 @@ def split(stacks: str) -> dict[str, float]:
 
     """
     counts: Counter[str] = Counter()
-    others = 0
     for line in stacks.splitlines():
         stack, _, number = line.rpartition(" ")
         functions = stack.split(";")
         group = _group_of(functions)
-        if group != WAITING and SLEEPING.search(functions[-1]):
-            continue
-        if any(map(LOOP.search, functions)):
+        is_asleep = group != WAITING and SLEEPING.search(functions[-1])
+        if any(map(LOOP.search, functions)) and not is_asleep:
             counts[group] += int(number)
-        else:
-            others += int(number)
     total = counts.total()
     if not total:
         raise ValueError("the engine's loop is in no sample")
     shares = {name: 100 * counts[name] / total for name in (*GROUPS, WAITING, REST)}
-    return shares | {"other threads": 100 * others / total, "samples": float(total)}
+    return shares | {"samples": float(total)}
 
 
 def _group_of(functions: list[str]) -> str:
@@ -117,7 +113,7 @@ class Profiler:
         """Look at this process, and write the samples to a file."""
         self._command = [
             *(program, "record", f"--pid={pid}", f"--rate={RATE_HZ}", f"--duration={seconds}"),
-            *("--format=raw", "--threads", f"--output={path}"),
+            *("--format=raw", f"--output={path}"),
         ]
         self._path = path
         self._process: subprocess.Popen[str] | None = None

@@ -8,14 +8,7 @@ from bench.report.tables import TABLES
 from bench.serving.profile import split
 
 STACKS = Path(__file__).with_name("engine_stacks.txt").read_text()
-SHARES = {
-    "waiting": 10,
-    "runner": 60,
-    "queues": 10,
-    "scheduler": 10,
-    "rest": 10,
-    "other threads": 3,
-}
+SHARES = {"waiting": 10, "runner": 60, "queues": 10, "scheduler": 10, "rest": 10}
 
 
 def test_samples_are_split_by_the_innermost_known_function() -> None:
@@ -43,6 +36,5 @@ def test_a_row_has_both_schedulers() -> None:
         "10.0 → 10.0",
         "10.0 → 10.0",
         "10.0 → 15.0",
-        "3.00 → 3.00",
     ]
     assert len(cells) == len(table.columns)
