@@ -56,6 +56,8 @@ SELECTIONS = (
 """Tables of pages whose rows stand in `servers` or `vllm_bench_all`, too."""
 OF_ONE_RUN = ("--json", "--work-dir", "--minutes")
 """Options that don't change what is measured, each with a value."""
+FAILED = ("model", "scheduler", "front_end", "lengths", "cores", "concurrency", "rate_percent")
+"""What tells a case that has failed."""
 LEAST_VARIATION = 0.05
 """Of a figure: if runs differ by more, tables have its range."""
 MANY_STREAMS = 64
@@ -94,7 +96,8 @@ def as_markdown(results: Results) -> str:
             parts += [f"## {table.title}", "", *lines, ""]
     for cell in (it for result in results.values() for it in rows_of(result, "cells")):
         if "error" in cell:
-            case = ", ".join(str(cell.get(it)) for it in ("model", "scheduler", "concurrency"))
+            named = (cell[it] for it in FAILED if cell.get(it) is not None)
+            case = ", ".join(map(str, named))
             parts.append(f"Failed: {case}: {str(cell['error']).splitlines()[0]}")
     return "\n".join(parts)
 

@@ -21,7 +21,7 @@ from bench.serving.measure import (
 )
 from bench.serving.models import Model, prepare
 from bench.serving.plan import ALL, CellKey, Plan, ServerKey
-from bench.serving.remote import Remote, RemoteError
+from bench.serving.remote import RemoteError
 from bench.serving.server import Server, ServerError, Start, serve
 from bench.serving.store import STREAMS, Store
 from bench.serving.workload import Workload
@@ -162,7 +162,8 @@ class Benchmark:
         self.progress.skip(sum(map(len, columns)) - len(keys) * len(rows))
         if not rows:
             return
-        self._check_time(sum(map(self.store.known_s, rows[0])))
+        starts_s = START_RESERVE * len(keys) * self.store.known_start_s()
+        self._check_time(starts_s + self.store.known_s(rows[0][0]))
         subject = self.subjects[keys[0].model]
         model = prepare(subject.source, self.work_dir)
         if self.gpu is not None and not wait_until_free(memory_of_gpus):
@@ -176,37 +177,58 @@ class Benchmark:
                     server = stack.enter_context(serve(start, self.work_dir, self.deadline))
                     self._describe(key, server)
                     servers.append(server)
-                most = max(cell.concurrency for row in rows for cell in row)
-                loaders = stack.enter_context(running_loaders(most, None))
-                for row in rows:
-                    self._measure_row(servers, row, loaders)
+                for cores in dict.fromkeys(row[0].cores for row in rows):
+                    chosen = [row for row in rows if row[0].cores == cores]
+                    self._measure_rows(servers, cores, chosen)
         except (ServerError, RemoteError) as error:
             self.progress.say(f"failed: {_reason(error)}")
             for cell in itertools.chain.from_iterable(rows):
                 if not self.store.has_cell(cell):
                     self._put_failure(cell, model, error)
 
+    def _measure_rows(
+        self, servers: list[Server], cores: str, rows: list[tuple[CellKey, ...]]
+    ) -> None:
+        model = servers[0].start.model
+        try:
+            ours, others = divide_cores(cores)
+        except TooFewCoresError as error:
+            for cell in itertools.chain.from_iterable(rows):
+                self._put_failure(cell, model, error)
+            return
+        if ours is not None:
+            for server in servers:
+                server.confine(ours)
+        with running_loaders(max(row[0].concurrency for row in rows), others) as loaders:
+            for row in rows:
+                is_http = row[0].driver == HTTP
+                subjects: list[tuple[Server, Driver]] = [
+                    (it, HttpDriver(it, loaders) if is_http else AsyncLLMDriver(it))
+                    for it in servers
+                ]
+                self._measure_row(subjects, row, ours)
+
     def _measure_row(
-        self, servers: list[Server], row: tuple[CellKey, ...], loaders: list[Remote]
+        self,
+        subjects: list[tuple[Server, Driver]],
+        row: tuple[CellKey, ...],
+        cores: list[int] | None,
     ) -> None:
         self._check_time(self.store.known_s(row[0]))
         for cell in row:
             self.progress.begin(cell.label)
         begun = time.monotonic()
-        model = servers[0].start.model
+        model = subjects[0][0].start.model
         workload = self._workload(row[0], model)
-        is_http = row[0].driver == HTTP
-        subjects: list[tuple[Server, Driver]] = [
-            (it, HttpDriver(it, loaders) if is_http else AsyncLLMDriver(it)) for it in servers
-        ]
+        case = f"{row[0].driver}, {row[0].cores}, in turn"
         try:
-            found = measure_in_turn(subjects, workload, self.effort, f"{row[0].driver}, in turn")
+            found = measure_in_turn(subjects, workload, self.effort, case)
         except FAILURES as error:
             for cell in row:
                 self._put_failure(cell, model, error)
             self.progress.say(f"failed: {_reason(error)}")
             return
-        about = workload.lengths | {"seconds": time.monotonic() - begun, "cpus": None}
+        about = workload.lengths | {"seconds": time.monotonic() - begun, "cpus": cores}
         for cell, it in zip(row, found, strict=True):
             self.store.put_cell(cell, about | it)
 

@@ -24,9 +24,9 @@ which are the same for both schedulers.
   alone, and no probe looks into it or its engine: there are rates, times and CPU time.
 - `--model NAME+ngram` speculates with n-grams, `NAME+eagle3` with a head of random weights. vLLM
   schedules n-grams synchronously: `--mode sync`.
-- `--in-turn` has both schedulers' servers side by side, on all processors, with half of the GPU's
-  memory each, for small models. A round of one follows a round of the other, so that what changes
-  with time changes both.
+- `--in-turn` has both schedulers' servers side by side, with half of the GPU's memory each, for
+  small models. A round of one follows a round of the other, so that what changes with time changes
+  both.
 - `--compare-streams`, before anything else: whether both schedulers bring the same tokens over
   HTTP, sampled with a seed of each request's. Each server does it twice, to show what differs by
   itself.
@@ -170,8 +170,8 @@ def _options() -> argparse.Namespace:
             )
     if any(it != ALL and not it.isdecimal() for it in options.cores):
         parser.error("--cores: all, or numbers")
-    if options.in_turn and (options.cores != (ALL,) or options.compare_streams):
-        parser.error("--in-turn has all processors, and compares no streams")
+    if options.in_turn and options.compare_streams:
+        parser.error("--in-turn compares no streams")
     return options
 
 

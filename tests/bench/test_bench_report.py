@@ -104,7 +104,8 @@ def test_what_has_failed_is_no_row_and_is_told() -> None:
     del found["cells"][0]["rounds"]
     assert rows("http", found) == []
     assert (
-        "Failed: gpt-oss-20b, stock, 64: the server is gone\n" in as_markdown({"x": found}) + "\n"
+        "Failed: gpt-oss-20b, stock, all, 64: the server is gone\n"
+        in as_markdown({"x": found}) + "\n"
     )
 
 

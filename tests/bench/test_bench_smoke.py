@@ -93,7 +93,17 @@ def test_the_report_is_made_of_it(measured: tuple[Path, dict[str, Any]], tmp_pat
 
 
 def test_both_servers_run_side_by_side_and_take_turns(tmp_path: Path) -> None:
-    options = ("--in-turn", "--driver", "http", "--concurrency", "1", "--rounds", "2")
+    options = (
+        "--in-turn",
+        "--cores",
+        "1",
+        "--concurrency",
+        "1",
+        "--driver",
+        "http",
+        "--rounds",
+        "2",
+    )
     result = decode(tmp_path / "x.json", "--model", "tiny", *options)
     assert [cell["scheduler"] for cell in result["cells"]] == ["stock", "sparksched"]
     assert [len(cell["rounds"]) for cell in result["cells"]] == [2, 2]
