@@ -21,10 +21,13 @@ class Process:
 
     role: str
     pid: int
+    wants: bool = False
+    """Whether the time counts, too, for which a thread waits for a processor."""
 
     def cpu_s(self) -> dict[int, float]:
         """Return the CPU seconds that each thread has taken so far."""
-        return {tid: spent for tid in self._tids() if (spent := _cpu_s(self.pid, tid)) is not None}
+        found = {tid: _cpu_s(self.pid, tid, self.wants) for tid in self._tids()}
+        return {tid: spent for tid, spent in found.items() if spent is not None}
 
     def confine(self, cores: list[int]) -> None:
         """Confine all threads to some processors, and those that they start later."""
@@ -50,11 +53,11 @@ def children_of(pid: int) -> list[int]:
     return []
 
 
-def _cpu_s(pid: int, tid: int) -> float | None:
-    # In nanoseconds, where the kernel counts them; else in ticks of 10 ms.
+def _cpu_s(pid: int, tid: int, wants: bool) -> float | None:
+    # In nanoseconds, where the kernel counts them; else in ticks of 10 ms, of the work alone.
     fields = _read(pid, tid, "schedstat").split()
     if fields and int(fields[0]):
-        return int(fields[0]) / 1e9
+        return (int(fields[0]) + (int(fields[1]) if wants else 0)) / 1e9
     ticks = _read(pid, tid, "stat").rpartition(")")[2].split()
     if not ticks:
         return None

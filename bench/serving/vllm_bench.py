@@ -11,8 +11,9 @@ starts: vLLM's, then sparksched's. Prompts are random text, the same for both.
   rate that vLLM's scheduler reached above, with the same front end, lengths and processors. The
   rate is kept in the file, so that sparksched is given the same one.
 - CPU time is that of all threads of engine and API server from the first request to the last
-  answer. `client` tells what the client's busiest thread took meanwhile: at 90 % of a processor the
-  client is the limit. `--client rust` takes `vllm-rs bench serve`, which has more threads.
+  answer. `client` tells what the client's busiest thread took of a processor meanwhile, or would
+  have taken: at 90 % the client is the limit. `--client rust` takes `vllm-rs bench serve`, which
+  has more threads.
 - Times between outputs are those that the client counts: an output has several tokens where its
   server was late with some (`tokens_per_output`).
 - `--model NAME+embed` is asked for embeddings, of the inputs of each case.

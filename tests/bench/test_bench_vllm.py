@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from bench.report.tables import TABLES, as_markdown
 from bench.report.vllm_bench import SELECTED
-from bench.serving import vllm_offline
+from bench.serving import threads, vllm_offline
 from bench.serving.models import SHAPES, SPACE, Model, write_shape
 from bench.serving.plan import ServerKey
 from bench.serving.threads import Process, Snapshot
@@ -169,6 +169,14 @@ def test_processor_time_of_server_and_client() -> None:
     assert found["client"]["busiest_percent"] == pytest.approx(50.0)
     assert not found["client"]["is_limit"]
     assert watched(client_s=0.95)["client"]["is_limit"]
+
+
+def test_a_client_that_waits_for_a_processor_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran_and_waited_ns = "400000000 500000000 7"
+    monkeypatch.setattr(threads, "_read", lambda pid, tid, name: ran_and_waited_ns)
+    took, wanted = (Process("client", os.getpid(), wants=it).cpu_s() for it in (False, True))
+    assert set(took.values()) == {0.4}
+    assert set(wanted.values()) == {0.9}
 
 
 def test_a_client_that_is_gone_has_no_share_of_a_processor() -> None:
