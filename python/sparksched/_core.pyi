@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
-from typing_extensions import Buffer
+from typing_extensions import Buffer, disjoint_base
 
 __all__ = [
     "CachedBlocks",
     "ClientRings",
+    "EngineLinks",
     "EngineMeters",
     "EngineRings",
     "EngineSockets",
@@ -444,9 +445,75 @@ class RingEnd:
 
 _LinkEvent = RingMessage | RingStuck | RingRecovered | RingEnd
 
+@disjoint_base
+class EngineLinks:
+    """What an engine sends through to its clients: `EngineRings` or `EngineSockets`.
+
+    All methods may be called by any thread. Those that take a client's index raise RuntimeError if
+    the client has no link.
+    """
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether each client has come, and has gone."""
+
+    def is_attached(self, client: int) -> bool:
+        """Whether a client has a link, even if it has gone.
+
+        One has a ring as soon as it has come, and a socket if its address is on this host.
+        """
+
+    def send(
+        self, client: int, kind: int, frames: Iterable[Buffer], *, regardless: bool = False
+    ) -> bool:
+        """Send a message without ever waiting; what finds no room is kept.
+
+        A message to a client that is gone is dropped. After one that was not accepted none is,
+        until `unblock`, unless it is sent regardless: nothing overtakes what is lost.
+
+        Args:
+            client: The client's index.
+            kind: 0 to 255. A socket doesn't send it.
+            frames: Contiguous buffers, copied before the call returns. A ring takes 1 to 65,536
+                of them, at most 4 GiB together.
+            regardless: Accept it however much waits.
+
+        Returns:
+            False if the message is not accepted, because too much waits already or did.
+
+        Raises:
+            ValueError: if a ring gets no frames, too many, or too many bytes.
+
+        """
+
+    def send_outputs(self, client: int, kind: int, outputs: StepOutputs) -> bool:
+        """Send a step's outputs as `send` does, straight from where they were written.
+
+        Args:
+            client: The client's index.
+            kind: 0 to 255.
+            outputs: What `SchedulerCore.update_from_output` returned for this client.
+
+        """
+
+    def backlog_bytes(self, client: int) -> int:
+        """Return how many bytes of messages wait for a client to make room."""
+
+    def take_back_newest(self, client: int, *, max_bytes: int) -> list[RingMessage]:
+        """Take back messages of which nothing was sent yet, the newest first.
+
+        As many as have `max_bytes`; empty if none is left. What was sent `regardless` stays.
+        """
+
+    def unblock(self, client: int) -> None:
+        """Let `send` accept messages again."""
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """End all links, when clients have taken what waits or `linger_s` is over."""
+
 @final
-class EngineRings:
-    """An engine's end of the rings to its clients. All methods may be called by any thread."""
+class EngineRings(EngineLinks):
+    """An engine's end of the rings to its clients."""
 
     def __new__(
         cls,
@@ -478,15 +545,8 @@ class EngineRings:
     @property
     def name(self) -> str: ...
     @property
-    def is_deserted(self) -> bool:
-        """Whether each client has come, and has gone."""
-
-    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
-
-    def is_attached(self, client: int) -> bool:
-        """Whether a client has come; true even after it has gone."""
 
     def receive(
         self, *, timeout_s: float | None = None
@@ -502,72 +562,6 @@ class EngineRings:
     def interrupt(self) -> None:
         """End the wait of a thread in `receive`, or else the next one."""
 
-    def send(
-        self, client: int, kind: int, frames: Iterable[Buffer], *, regardless: bool = False
-    ) -> bool:
-        """Send a message without ever waiting; what finds no room in the ring is kept.
-
-        A message to a client that is gone is dropped. After one that was not accepted none is,
-        until `unblock`, unless it is sent regardless: nothing overtakes what is lost.
-
-        Args:
-            client: Index of a client that has come.
-            kind: 0 to 255.
-            frames: 1 to 65,536 contiguous buffers, at most 4 GiB together. Copied before the
-                call returns.
-            regardless: Accept it however much waits.
-
-        Returns:
-            False if the message is not accepted, because too much waits already or did.
-
-        Raises:
-            RuntimeError: if the client has not come yet.
-            ValueError: if there are no frames, too many, or too many bytes.
-
-        """
-
-    def send_outputs(self, client: int, kind: int, outputs: StepOutputs) -> bool:
-        """Send a step's outputs as `send` does, straight from where they were written.
-
-        Args:
-            client: Index of a client that has come.
-            kind: 0 to 255.
-            outputs: What `SchedulerCore.update_from_output` returned for this client.
-
-        Returns:
-            False if the message is not accepted, as for `send`.
-
-        Raises:
-            RuntimeError: if the client has not come yet.
-
-        """
-
-    def backlog_bytes(self, client: int) -> int:
-        """Return how many bytes of messages find no room in a client's ring.
-
-        Raises:
-            RuntimeError: if the client has not come yet.
-
-        """
-
-    def take_back_newest(self, client: int, *, max_bytes: int) -> list[RingMessage]:
-        """Take back messages of which nothing is in the ring yet, the newest first.
-
-        As many as have `max_bytes`; empty if none is left. What was sent `regardless` stays.
-
-        Raises:
-            RuntimeError: if the client has not come yet.
-
-        """
-
-    def unblock(self, client: int) -> None:
-        """Let `send` accept messages again.
-
-        Raises:
-            RuntimeError: if the client has not come yet.
-
-        """
-
     def hang_up(self, client: int) -> None:
         """End the link to a client; its `RingEnd` follows.
 
@@ -576,12 +570,9 @@ class EngineRings:
 
         """
 
-    def close(self, *, linger_s: float = 0.0) -> None:
-        """Say goodbye to all clients, when they have taken what waits or `linger_s` is over."""
-
 @final
-class EngineSockets:
-    """PUSH sockets to clients that stay on ZMQ. All methods may be called by any thread."""
+class EngineSockets(EngineLinks):
+    """PUSH sockets to clients that stay on ZMQ."""
 
     def __new__(
         cls,
@@ -595,8 +586,7 @@ class EngineSockets:
 
         Args:
             addresses: ZMQ's, by client index.
-            max_idle_backlog_bytes: What may wait for a client that has taken nothing for
-                `stuck_after_s`. One message more is accepted, of whatever size.
+            max_idle_backlog_bytes: What may wait for a client, as for `EngineRings`.
             max_backlog_bytes: The same for a client that reads, however slowly.
             stuck_after_s: How long a client may take nothing, in seconds.
 
@@ -606,53 +596,11 @@ class EngineSockets:
 
         """
 
-    @property
-    def is_deserted(self) -> bool:
-        """Whether each client has come, and has gone."""
-
-    def is_attached(self, client: int) -> bool:
-        """Whether a client listens on this host, as its address says."""
-
     def wait(self) -> list[tuple[int, str | None]]:
         """Send what waits and return what has happened, without the GIL. One thread may wait.
 
         A client with None has shaken hands; one with a reason is gone. Empty after `close`.
         """
-
-    def send(
-        self, client: int, kind: int, frames: Iterable[Buffer], *, regardless: bool = False
-    ) -> bool:
-        """Send a message without ever waiting; what finds no room in the socket is kept.
-
-        `kind` is not sent. A message to a client that is gone is dropped. After one that was not
-        accepted none is, until `unblock`, unless it is sent regardless: nothing overtakes what is
-        lost.
-
-        Returns:
-            Whether it was accepted: if not, more waits already than is allowed.
-
-        Raises:
-            RuntimeError: if the client is not on this host.
-
-        """
-
-    def send_outputs(self, client: int, kind: int, outputs: StepOutputs) -> bool:
-        """Send a step's outputs; as `send`."""
-
-    def backlog_bytes(self, client: int) -> int:
-        """Bytes of messages that wait."""
-
-    def take_back_newest(self, client: int, *, max_bytes: int) -> list[RingMessage]:
-        """Take back messages of which nothing was sent, but for those sent regardless.
-
-        The newest come first, until they have `max_bytes` or none is left.
-        """
-
-    def unblock(self, client: int) -> None:
-        """Accept messages again after one that was not."""
-
-    def close(self, *, linger_s: float = 0.0) -> None:
-        """Close all, once clients have taken what waits or `linger_s` are over."""
 
 @final
 class ClientRings:
@@ -706,7 +654,7 @@ class ClientRings:
         """Send a message without ever waiting; what finds no room in the ring is kept.
 
         However much is kept already: whoever sends keeps that within bounds. Arguments are those
-        of `EngineRings.send`.
+        of `EngineLinks.send`.
 
         Returns:
             A ticket: all of the message is in the ring once `sent_before()` is greater.

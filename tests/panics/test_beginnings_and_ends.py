@@ -31,18 +31,15 @@ STARTING = [
     "EngineMeters.time_steps",
     "QueueWatch.__new__",
     "EngineSockets.__new__",
-    "EngineSockets.is_attached",
 ]
 
 WITH_ITS_FIRST_CLIENT = ["SchedulerCore.encode_outputs_for"]
 
 STOPPING = [
-    "EngineRings.is_deserted",
+    "EngineLinks.is_deserted",
     "SchedulerCore.num_unfinished_requests",
-    "EngineRings.close",
-    "EngineSockets.is_deserted",
+    "EngineLinks.close",
     "EngineSockets.wait",
-    "EngineSockets.close",
 ]
 
 AT_THEIR_ENDS = {"EngineSockets.wait"}

@@ -183,8 +183,9 @@ CASES = [
     Case("SchedulerCore.update_from_output", at_end=True),
     Case("SchedulerCore.has_requests"),
     Case("SchedulerCore.structured_output_request_ids", a_grammar),
-    Case("EngineRings.send_outputs"),
-    Case("EngineRings.send_outputs", at_end=True),
+    Case("EngineLinks.send_outputs"),
+    Case("EngineLinks.send_outputs", at_end=True),
+    Case("EngineLinks.send_outputs", variables=ZMQ),
     # The loop, in each step of some engines.
     Case("SchedulerCore.decide", settings=CONNECTOR),
     Case("SchedulerCore.block_ids", settings=CONNECTOR),
@@ -228,16 +229,14 @@ CASES = [
     Case("SchedulerCore.reset_prefix_cache", calling("reset_prefix_cache", False, False)),
     Case("SchedulerCore.preempt_running", calling("reset_prefix_cache", True, False)),
     # The way to the clients.
-    Case("EngineRings.is_attached", num_streams=0),
-    Case("EngineRings.send", calling("is_sleeping")),
-    Case("EngineRings.send", calling("answer_later"), num_spared=1),
-    Case("EngineSockets.send_outputs", variables=ZMQ),
-    Case("EngineSockets.send", calling("is_sleeping"), variables=ZMQ),
+    Case("EngineLinks.is_attached", num_streams=0),
+    Case("EngineLinks.send", calling("is_sleeping")),
+    Case("EngineLinks.send", calling("answer_later"), num_spared=1),
     # A client that takes no messages.
     Case("StepOutputs.frames", no_reading, variables=IMPATIENT),
-    Case("EngineRings.backlog_bytes", no_reading, variables=IMPATIENT),
-    Case("EngineRings.take_back_newest", no_reading, variables=IMPATIENT),
-    Case("EngineRings.unblock", no_reading, variables=IMPATIENT),
+    Case("EngineLinks.backlog_bytes", no_reading, variables=IMPATIENT),
+    Case("EngineLinks.take_back_newest", no_reading, variables=IMPATIENT),
+    Case("EngineLinks.unblock", no_reading, variables=IMPATIENT),
     # The loop is idle: it has the input thread stop receiving, and another thread has something.
     Case("EngineRings.interrupt", calling("is_sleeping"), num_streams=0),
     Case(

@@ -76,9 +76,6 @@ NOT_CALLED = {
     "SchedulerCore.has_finished_requests": "vLLM's loop asks `has_requests`, which covers it",
     "StepOutputs.scheduler_stats=": "vLLM sets what is missing, and it is there if it is wanted",
     "ClientRings.engine_pid": "for tests",
-    "EngineSockets.backlog_bytes": "by the lines that call that of EngineRings",
-    "EngineSockets.take_back_newest": "by the lines that call that of EngineRings",
-    "EngineSockets.unblock": "by the lines that call that of EngineRings",
 }
 """Entry points that no engine and no front end calls, and why."""
 

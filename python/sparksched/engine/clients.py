@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from sparksched import _core
 from sparksched.engine.input import RingInput
 from sparksched.engine.notices import Notice
-from sparksched.engine.output import EngineOutput, Links
+from sparksched.engine.output import EngineOutput
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
@@ -22,7 +22,7 @@ _LINGER_S = 4.0
 class EngineTransport:
     """An engine's links to all its clients."""
 
-    def __init__(self, engine: "EngineCoreProc", links: Links) -> None:
+    def __init__(self, engine: "EngineCoreProc", links: "_core.EngineLinks") -> None:
         self._engine = engine
         self._links = links
         self._output = EngineOutput(engine, links)

@@ -5,7 +5,7 @@ Read `EngineOutput` beside vLLM's `process_output_sockets`, in `vllm/v1/engine/c
 
 import queue
 import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -20,9 +20,6 @@ from sparksched.shared.offer import ENGINE_DEAD, OUTPUTS
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
 
-Links: TypeAlias = "_core.EngineRings | _core.EngineSockets"
-"""What the engine sends through: shared memory, or ZMQ's sockets."""
-
 logger = init_logger("vllm.sparksched.transport")
 
 _DROPPED_AT_A_TIME = 1 << 20
@@ -36,7 +33,7 @@ class EngineOutput:
     vLLM's own queue.
     """
 
-    def __init__(self, engine: "EngineCoreProc", links: Links) -> None:
+    def __init__(self, engine: "EngineCoreProc", links: "_core.EngineLinks") -> None:
         self._engine = engine
         self._engine_index = engine.engine_index
         self._links = links

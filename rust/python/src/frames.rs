@@ -1,8 +1,12 @@
-//! A message's frames as Python has them, lent to whoever sends them.
+//! A message's frames as Python has them: lent to whoever sends them, and made of what has come.
+//!
+//! A frame is any object with a contiguous buffer on its way out; on its way in the first frame of a
+//! message is `bytes` and the others, which tensors may be made of, are writable `bytearray`s.
 
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyMemoryView};
+use pyo3::types::{PyByteArray, PyBytes, PyList, PyMemoryView};
+use sparksched_ring::message::Message;
 
 use crate::convert::StepOutputs;
 
@@ -73,4 +77,24 @@ fn send_parts<T: Send>(
 ) -> T {
     let is_large = parts.iter().map(|part| part.len()).sum::<usize>() > LARGE_BYTES;
     if is_large { py.detach(|| call(parts)) } else { call(parts) }
+}
+
+#[pyclass(module = "sparksched._core", frozen, get_all)]
+pub(crate) struct RingMessage {
+    client: u32,
+    kind: u8,
+    frames: Py<PyList>,
+}
+
+/// A message from a client, or one that was to go to it.
+pub(crate) fn received(py: Python<'_>, client: u32, message: &Message) -> PyResult<Py<PyAny>> {
+    let frames = PyList::empty(py);
+    let mut parts = message.frames.iter();
+    if let Some(first) = parts.next() {
+        frames.append(PyBytes::new(py, first))?;
+    }
+    for frame in parts {
+        frames.append(PyByteArray::new(py, frame))?;
+    }
+    Ok(Py::new(py, RingMessage { client, kind: message.kind, frames: frames.unbind() })?.into_any())
 }

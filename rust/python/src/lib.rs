@@ -13,6 +13,7 @@ mod guard;
 mod hasher;
 mod hooks;
 mod kv_transfer;
+mod links;
 mod meters;
 mod output_extras;
 mod pacing;
@@ -37,6 +38,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<aux_outputs::CachedBlocks>()?;
     module.add_class::<convert::StepOutputs>()?;
     module.add_function(wrap_pyfunction!(convert::encode_like_scheduler, module)?)?;
+    module.add_class::<frames::RingMessage>()?;
+    module.add_class::<links::PyEngineLinks>()?;
     rings::add_to(module)?;
     module.add_class::<sockets::PyEngineSockets>()?;
     meters::add_to(module)?;

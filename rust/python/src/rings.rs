@@ -1,34 +1,31 @@
 //! The shared-memory queues as Python sees them: `EngineRings`, `ClientRings` and their events.
 //!
-//! Waiting and large copies happen without the GIL. A frame is any object with a contiguous buffer
-//! on its way out; on its way in the first frame of a message is `bytes` and the others, which
-//! tensors may be made of, are writable `bytearray`s.
+//! Waiting and large copies happen without the GIL.
 
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::time::Duration;
 
-use pyo3::exceptions::{PyConnectionError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyConnectionError, PyRuntimeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PyList};
-use sparksched_backlog::Limits;
+use pyo3::types::PyList;
 use sparksched_entry_points::entry_points;
 use sparksched_ring::client::{ClientOptions, ClientRings};
 use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
 use sparksched_ring::handshake::HandshakeError;
 use sparksched_ring::link::{End, Event, Link};
-use sparksched_ring::message::Message;
+use sparksched_ring::message::{Message, Unsendable};
 use sparksched_ring::outbox::{SendError, TakenBack, Ticket};
 
-use crate::convert::StepOutputs;
 use crate::frames::{self, LARGE_BYTES};
 use crate::guard::catch_panics;
+use crate::links::{Links, Outgoing, PyEngineLinks, limits, seconds, value_error};
 use crate::meters::PyEngineMeters;
 
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(note_fork, module)?)?;
     module.add_class::<PyEngineRings>()?;
     module.add_class::<PyClientRings>()?;
-    module.add_class::<RingMessage>()?;
     module.add_class::<RingAttached>()?;
     module.add_class::<RingRefused>()?;
     module.add_class::<RingStuck>()?;
@@ -46,13 +43,6 @@ fn note_fork() -> PyResult<()> {
 // ----------------------------------------------------------------------------------------
 // Events
 // ----------------------------------------------------------------------------------------
-
-#[pyclass(module = "sparksched._core", frozen, get_all)]
-struct RingMessage {
-    client: u32,
-    kind: u8,
-    frames: Py<PyList>,
-}
 
 #[pyclass(module = "sparksched._core", frozen, get_all)]
 struct RingAttached {
@@ -83,21 +73,9 @@ struct RingEnd {
     is_goodbye: bool,
 }
 
-pub(crate) fn message_event(py: Python<'_>, client: u32, message: &Message) -> PyResult<Py<PyAny>> {
-    let frames = PyList::empty(py);
-    let mut parts = message.frames.iter();
-    if let Some(first) = parts.next() {
-        frames.append(PyBytes::new(py, first))?;
-    }
-    for frame in parts {
-        frames.append(PyByteArray::new(py, frame))?;
-    }
-    Ok(Py::new(py, RingMessage { client, kind: message.kind, frames: frames.unbind() })?.into_any())
-}
-
 fn link_event(py: Python<'_>, client: u32, event: &Event) -> PyResult<Py<PyAny>> {
     Ok(match event {
-        Event::Message(message) => message_event(py, client, message)?,
+        Event::Message(message) => frames::received(py, client, message)?,
         Event::Stuck(silence) => {
             Py::new(py, RingStuck { client, seconds: silence.as_secs_f64() })?.into_any()
         }
@@ -121,15 +99,6 @@ fn engine_event(py: Python<'_>, event: &EngineEvent) -> PyResult<Py<PyAny>> {
     })
 }
 
-// ----------------------------------------------------------------------------------------
-// Arguments
-// ----------------------------------------------------------------------------------------
-
-pub(crate) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(value)
-        .map_err(|error| PyValueError::new_err(format!("{name} is {value}: {error}")))
-}
-
 #[expect(clippy::needless_pass_by_value, reason = "a function for map_err")]
 fn connection_error(error: HandshakeError) -> PyErr {
     if matches!(error, HandshakeError::Undecided(_)) {
@@ -139,37 +108,59 @@ fn connection_error(error: HandshakeError) -> PyErr {
     PyConnectionError::new_err(error.to_string())
 }
 
-fn send(
-    py: Python<'_>,
-    frames: &Bound<'_, PyAny>,
-    call: impl Send + Sync + Fn(&[&[u8]]) -> Result<Ticket, SendError>,
-) -> PyResult<Result<Ticket, SendError>> {
-    sendable(frames::send(py, frames, call)?)
-}
-
-fn sendable(sent: Result<Ticket, SendError>) -> PyResult<Result<Ticket, SendError>> {
-    match sent {
-        Err(SendError::Unsendable(error)) => Err(PyValueError::new_err(error.to_string())),
-        sent => Ok(sent),
-    }
-}
-
 // ----------------------------------------------------------------------------------------
 // The engine's side
 // ----------------------------------------------------------------------------------------
 
-#[pyclass(name = "EngineRings", module = "sparksched._core", frozen)]
-struct PyEngineRings {
-    rings: EngineRings,
+impl Links for EngineRings {
+    fn link(&self, client: u32) -> Option<&dyn Outgoing> {
+        Some(&**self.link(client)?)
+    }
+
+    fn is_deserted(&self) -> bool {
+        self.is_deserted()
+    }
+
+    fn close(&self, linger: Duration) {
+        self.close(linger);
+    }
 }
 
-impl PyEngineRings {
-    fn link(&self, client: u32) -> PyResult<&Link> {
-        self.rings
-            .link(client)
-            .map(|link| &**link)
-            .ok_or_else(|| PyRuntimeError::new_err(format!("client {client} has not come yet")))
+impl Outgoing for Link {
+    fn send(&self, kind: u8, frames: &[&[u8]], regardless: bool) -> Result<bool, Unsendable> {
+        let sent = if regardless {
+            self.send(kind, frames, true)
+        } else {
+            self.send_in_order(kind, frames)
+        };
+        match sent {
+            Ok(_) | Err(SendError::Gone) => Ok(true),
+            Err(SendError::Full) => Ok(false),
+            Err(SendError::Unsendable(error)) => Err(error),
+            Err(SendError::Corrupt(_)) => {
+                self.hang_up();
+                Ok(true)
+            }
+        }
     }
+
+    fn backlog_bytes(&self) -> usize {
+        self.backlog_bytes()
+    }
+
+    fn take_back_newest(&self, max_bytes: usize) -> Vec<Message> {
+        let taken = self.take_back_newest(max_bytes).into_iter();
+        taken.map(|TakenBack { kind, frames, .. }| Message { kind, frames }).collect()
+    }
+
+    fn unblock(&self) {
+        self.unblock();
+    }
+}
+
+#[pyclass(name = "EngineRings", module = "sparksched._core", frozen, extends = PyEngineLinks)]
+struct PyEngineRings {
+    rings: Arc<EngineRings>,
 }
 
 #[entry_points(EngineRings)]
@@ -186,21 +177,18 @@ impl PyEngineRings {
         max_idle_backlog_bytes: usize,
         max_backlog_bytes: usize,
         stuck_after_s: f64,
-    ) -> PyResult<Self> {
-        let stuck_after = seconds("stuck_after_s", stuck_after_s)?;
-        let backlog = Limits {
-            idle_bytes: max_idle_backlog_bytes,
-            patience: stuck_after,
-            max_bytes: max_backlog_bytes,
-        };
+    ) -> PyResult<PyClassInitializer<Self>> {
+        let backlog = limits(max_idle_backlog_bytes, max_backlog_bytes, stuck_after_s)?;
         let options = EngineOptions {
             num_clients,
             ring_bytes,
             backlog,
-            stuck_after,
+            stuck_after: backlog.patience,
             version: env!("CARGO_PKG_VERSION").to_owned(),
         };
-        Ok(Self { rings: EngineRings::listen(name, options).map_err(connection_error)? })
+        let rings = Arc::new(EngineRings::listen(name, options).map_err(connection_error)?);
+        let links = Arc::clone(&rings);
+        Ok(PyEngineLinks::with(links, Self { rings }))
     }
 
     #[getter]
@@ -233,99 +221,16 @@ impl PyEngineRings {
         Ok(())
     }
 
-    fn is_attached(&self, client: u32) -> PyResult<bool> {
-        Ok(self.rings.link(client).is_some())
-    }
-
-    #[getter]
-    fn is_deserted(&self) -> PyResult<bool> {
-        Ok(self.rings.is_deserted())
-    }
-
     #[getter]
     fn is_closed(&self) -> PyResult<bool> {
         Ok(self.rings.is_closed())
     }
 
-    #[pyo3(signature = (client, kind, frames, *, regardless = false))]
-    fn send(
-        &self,
-        py: Python<'_>,
-        client: u32,
-        kind: u8,
-        frames: &Bound<'_, PyAny>,
-        regardless: bool,
-    ) -> PyResult<bool> {
-        let link = self.link(client)?;
-        let sent = send(py, frames, |frames| {
-            if regardless {
-                link.send(kind, frames, true)
-            } else {
-                link.send_in_order(kind, frames)
-            }
-        })?;
-        Ok(has_room(link, sent))
-    }
-
-    fn send_outputs(
-        &self,
-        py: Python<'_>,
-        client: u32,
-        kind: u8,
-        outputs: &mut StepOutputs,
-    ) -> PyResult<bool> {
-        let link = self.link(client)?;
-        let sent = frames::send_outputs(py, outputs, |frames| link.send_in_order(kind, frames))?;
-        let sent = sendable(sent)?;
-        Ok(has_room(link, sent))
-    }
-
-    fn backlog_bytes(&self, client: u32) -> PyResult<usize> {
-        Ok(self.link(client)?.backlog_bytes())
-    }
-
-    #[pyo3(signature = (client, *, max_bytes))]
-    fn take_back_newest<'py>(
-        &self,
-        py: Python<'py>,
-        client: u32,
-        max_bytes: usize,
-    ) -> PyResult<Bound<'py, PyList>> {
-        let list = PyList::empty(py);
-        for TakenBack { kind, frames, .. } in self.link(client)?.take_back_newest(max_bytes) {
-            list.append(message_event(py, client, &Message { kind, frames })?)?;
-        }
-        Ok(list)
-    }
-
-    fn unblock(&self, client: u32) -> PyResult<()> {
-        self.link(client)?.unblock();
-        Ok(())
-    }
-
     fn hang_up(&self, client: u32) -> PyResult<()> {
-        self.link(client)?.hang_up();
+        let link = self.rings.link(client);
+        link.ok_or_else(|| PyRuntimeError::new_err(format!("client {client} has not come yet")))?
+            .hang_up();
         Ok(())
-    }
-
-    #[pyo3(signature = (*, linger_s = 0.0))]
-    fn close(&self, py: Python<'_>, linger_s: f64) -> PyResult<()> {
-        let linger = seconds("linger_s", linger_s)?;
-        py.detach(|| self.rings.close(linger));
-        Ok(())
-    }
-}
-
-/// Whether a message was not refused for want of room.
-fn has_room(link: &Link, sent: Result<Ticket, SendError>) -> bool {
-    match sent {
-        Err(SendError::Full) => false,
-        Err(SendError::Corrupt(_)) => {
-            link.hang_up();
-            true
-        }
-        // Nobody is left to read what is sent to a client that is gone.
-        Ok(_) | Err(SendError::Gone | SendError::Unsendable(_)) => true,
     }
 }
 
@@ -407,7 +312,11 @@ impl PyClientRings {
     #[by(linked)]
     fn send(&self, py: Python<'_>, kind: u8, frames: &Bound<'_, PyAny>) -> PyResult<Ticket> {
         let link = self.rings.link();
-        send(py, frames, |frames| link.send(kind, frames, true))?.map_err(|error| {
+        let sent = frames::send(py, frames, |frames| link.send(kind, frames, true))?;
+        sent.map_err(|error| {
+            if let SendError::Unsendable(error) = error {
+                return value_error(error);
+            }
             if matches!(error, SendError::Corrupt(_)) {
                 link.hang_up();
             }

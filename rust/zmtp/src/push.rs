@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::event::PollFlags;
+use rustix::event::{EventfdFlags, PollFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 use sparksched_backlog::Limits;
@@ -90,19 +90,35 @@ struct State {
     is_closed: bool,
 }
 
+/// Ends the wait of the thread that looks after all sockets.
+#[derive(Debug)]
+pub(crate) struct Nudge(pub(crate) OwnedFd);
+
+impl Nudge {
+    pub(crate) fn new() -> std::io::Result<Self> {
+        Ok(Self(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+    }
+
+    pub(crate) fn wake(&self) {
+        // Fails only if the counter is full, and then it is readable already.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+}
+
 /// A PUSH socket to one address.
 #[derive(Debug)]
 pub struct Push {
     address: Address,
     state: Mutex<State>,
+    nudge: Arc<Nudge>,
 }
 
 impl Push {
-    pub(crate) fn new(address: Address, limits: Limits) -> Self {
+    pub(crate) fn new(address: Address, limits: Limits, nudge: Arc<Nudge>) -> Self {
         let peer = Peer::Away { retry_at: Instant::now() };
         let backlog = Backlog::new(limits);
         let state = State { peer, backlog, is_blocked: false, is_closed: false };
-        Self { address, state: Mutex::new(state) }
+        Self { address, state: Mutex::new(state), nudge }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -110,10 +126,18 @@ impl Push {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends a message without ever waiting, and says whether a thread has to go on with it. After
-    /// one that was refused all are, until [`Self::unblock`]: nothing overtakes what is lost. One
-    /// that is sent regardless is accepted however many wait.
-    pub(crate) fn send(&self, frames: &[&[u8]], regardless: bool) -> (Sent, bool) {
+    /// Sends a message without ever waiting. After one that was refused all are, until
+    /// [`Self::unblock`]: nothing overtakes what is lost. One that is sent regardless is accepted
+    /// however many wait.
+    pub fn send(&self, frames: &[&[u8]], regardless: bool) -> Sent {
+        let (sent, has_to_go_on) = self.accept(frames, regardless);
+        if has_to_go_on {
+            self.nudge.wake();
+        }
+        sent
+    }
+
+    fn accept(&self, frames: &[&[u8]], regardless: bool) -> (Sent, bool) {
         let mut state = self.lock();
         if state.is_closed || matches!(state.peer, Peer::Gone) {
             return (Sent::Accepted, false);
@@ -409,7 +433,8 @@ mod tests {
     fn connected(name: &str) -> (Push, UnixStream) {
         let path = std::env::temp_dir().join(format!("sparksched-{name}-{}", std::process::id()));
         let listener = UnixListener::bind(&path).unwrap();
-        let push = Push::new(Address::Unix(path.clone()), Limits::fixed(1 << 20));
+        let nudge = Arc::new(Nudge::new().unwrap());
+        let push = Push::new(Address::Unix(path.clone()), Limits::fixed(1 << 20), nudge);
         assert_eq!(push.go_on(), None);
         let (mut peer, _) = listener.accept().unwrap();
         std::fs::remove_file(path).unwrap();
@@ -428,7 +453,7 @@ mod tests {
 
     fn send(push: &Push, message: &[Vec<u8>]) -> Sent {
         let frames: Vec<&[u8]> = message.iter().map(Vec::as_slice).collect();
-        push.send(&frames, false).0
+        push.send(&frames, false)
     }
 
     fn encoded(message: &[Vec<u8>]) -> Vec<u8> {

@@ -1,23 +1,23 @@
 //! All PUSH sockets of an engine, and the wait for what happens to them.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use sparksched_backlog::Limits;
 
 use crate::address::Address;
-use crate::push::{Event, Push, Sent, Wish};
+use crate::push::{Event, Nudge, Push, Wish};
 
 /// PUSH sockets by client index, for those clients that listen on this host.
 #[derive(Debug)]
 pub struct PushSockets {
     sockets: Box<[Option<Push>]>,
-    /// Ends the wait.
-    nudge: OwnedFd,
+    nudge: Arc<Nudge>,
     is_closed: AtomicBool,
 }
 
@@ -27,10 +27,12 @@ impl PushSockets {
     /// # Errors
     /// If the system has no more descriptors.
     pub fn new(addresses: Vec<String>, limits: Limits) -> std::io::Result<Self> {
-        let socket = |text: String| Some(Push::new(Address::local(&text)?, limits));
+        let nudge = Arc::new(Nudge::new()?);
+        let socket =
+            |text: String| Some(Push::new(Address::local(&text)?, limits, Arc::clone(&nudge)));
         Ok(Self {
             sockets: addresses.into_iter().map(socket).collect(),
-            nudge: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            nudge: Arc::clone(&nudge),
             is_closed: AtomicBool::new(false),
         })
     }
@@ -45,20 +47,6 @@ impl PushSockets {
     #[must_use]
     pub fn is_deserted(&self) -> bool {
         self.sockets.iter().all(|socket| socket.as_ref().is_some_and(Push::is_gone))
-    }
-
-    /// Sends a message without ever waiting: see [`Push`].
-    pub fn send(&self, socket: &Push, frames: &[&[u8]], regardless: bool) -> Sent {
-        let (sent, has_to_go_on) = socket.send(frames, regardless);
-        if has_to_go_on {
-            self.nudge();
-        }
-        sent
-    }
-
-    fn nudge(&self) {
-        // Fails only if the counter is full, and then it is readable already.
-        let _ = rustix::io::write(&self.nudge, &1u64.to_ne_bytes());
     }
 
     /// Sends what waits, and waits itself until something happens. Empty after [`Self::close`].
@@ -89,7 +77,7 @@ impl PushSockets {
         // Ordered by the system calls on the eventfd.
         self.is_closed.store(true, Relaxed);
         self.sockets.iter().flatten().for_each(Push::close);
-        self.nudge();
+        self.nudge.wake();
     }
 
     /// Sleeps until a socket has something to do, something new waits, or a connection is to be
@@ -106,7 +94,7 @@ impl PushSockets {
                 Wish::Socket(socket, flags) => held.push((socket, flags)),
             }
         }
-        let mut fds = vec![PollFd::new(&self.nudge, PollFlags::IN)];
+        let mut fds = vec![PollFd::new(&self.nudge.0, PollFlags::IN)];
         fds.extend(held.iter().map(|(fd, flags)| PollFd::from_borrowed_fd(fd.as_fd(), *flags)));
         let timeout = retry_at.map(|time| {
             let left = time.saturating_duration_since(Instant::now());
@@ -117,6 +105,6 @@ impl PushSockets {
             // The system lacks memory at this moment, which the next round mends.
             Err(_) => std::thread::sleep(Duration::from_millis(10)),
         }
-        let _ = rustix::io::read(&self.nudge, &mut [0; 8]);
+        let _ = rustix::io::read(&self.nudge.0, &mut [0; 8]);
     }
 }
