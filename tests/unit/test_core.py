@@ -33,19 +33,15 @@ from unit.bare_core import (
     images,
     run_to_the_end,
     runner_output,
-    sampled,
     step,
     stock_block_hasher,
     structured_request,
 )
 from vllm.lora.request import LoRARequest
-from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from testkit.worlds.draw import draw_configuration
 from testkit.worlds.world import build_world, vllm_environment
@@ -198,29 +194,6 @@ def test_config_of_another_type(changes: dict[str, Any], error: type[Exception])
         build_core(**changes)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"groups": [CHUNKED], "lookup_groups": [[0]]},
-        {"groups": [FULL_ATTENTION, CHUNKED]},
-        {"groups": [("sliding", 8, 3, 6), FULL_ATTENTION], "lookup_groups": [[1], [0]]},
-        {"eagle_groups": [0, 1], "num_spec_tokens": 2, "num_prefill_lookahead_tokens": 1},
-        {"num_spec_tokens": 3, "num_spec_tokens_by_batch_size": [0, *[3] * 8]},
-        {"num_spec_tokens": 2, "num_lookahead_tokens": 2, "num_draft_slots": 1},
-        {"num_spec_tokens": 2, "async_scheduling": True},
-        {"decode_stagger": 2, "sends_sampled_tokens": True},
-        {"decode_stagger": 2, "async_scheduling": True, "resume_as_new": True},
-        {"max_loras": 1},
-    ],
-    ids=str,
-)
-def test_requests_run_to_their_end(changes: dict[str, Any]) -> None:
-    core = build_core(**changes)
-    for name in "abc":
-        core.add_request(build_request(name), 1.0)
-    assert_goes_on(core, "a", "b", "c")
-
-
 def test_none_hash_that_is_too_long() -> None:
     core = build_core()
     with pytest.raises(ValueError, match="NONE_HASH is longer than 32 bytes"):
@@ -294,14 +267,6 @@ def test_request_that_cannot_be_noted(num_spared: int) -> None:
         core.schedule(False, 1.0)
     (left,) = core.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     assert left.request_id == "a"
-
-
-def test_request_id_that_comes_again() -> None:
-    core = build_core()
-    for _ in range(3):
-        core.add_request(build_request(), 1.0)
-        run_to_the_end(core)
-    assert_goes_on(core)
 
 
 def test_lora_id_beyond_64_bits() -> None:
@@ -564,31 +529,6 @@ def speculating_core(*request_ids: str, **settings: Any) -> SchedulerCore:
     return core
 
 
-def test_drafts_are_verified_by_the_next_step() -> None:
-    core = speculating_core("a", "b")
-    core.update_draft_token_ids(["a", "b"], [[1, 2, 3], []])
-    scheduled = core.schedule(False, 2.0)
-    assert scheduled.scheduled_spec_decode_tokens == {"a": [1, 2, 3]}
-    assert scheduled.num_scheduled_tokens == {"a": 4, "b": 1}
-    outputs = core.update_from_output(scheduled, sampled(scheduled, a=[1, 2, 9], b=[5]))[0]
-    assert [it.new_token_ids for it in outputs.outputs] == [[1, 2, 9], [5]]
-    stats = SpecDecodingStats.new(3)
-    stats.observe_draft(num_draft_tokens=3, num_accepted_tokens=2)
-    assert outputs.scheduler_stats.spec_decoding_stats == stats
-    state = core.snapshot()["requests"]["a"]
-    assert (state["num_tokens"], state["num_computed_tokens"]) == (14, 13)
-    assert state["spec_token_ids"] == []
-    assert core.schedule(False, 2.0).num_scheduled_tokens == {"a": 1, "b": 1}
-
-
-def test_later_drafts_take_the_place_of_earlier_ones() -> None:
-    core = speculating_core()
-    for drafts in ([1, 2, 3], [4], []):
-        core.update_draft_token_ids(["a"], [drafts])
-        assert core.snapshot()["requests"]["a"]["spec_token_ids"] == drafts
-    assert core.schedule(False, 2.0).scheduled_spec_decode_tokens == {}
-
-
 def test_drafts_of_unknown_requests_are_ignored() -> None:
     core = speculating_core("a", "b")
     core.finish_requests("a", RequestStatus.FINISHED_ABORTED)
@@ -600,18 +540,6 @@ def test_drafts_without_a_request_are_ignored() -> None:
     core = speculating_core()
     core.update_draft_token_ids(["a"], [[1], [2]])
     assert core.schedule(False, 2.0).scheduled_spec_decode_tokens == {"a": [1]}
-
-
-def test_drafts_for_a_part_of_a_prompt_are_dropped() -> None:
-    core = build_core(num_spec_tokens=3)
-    core.add_request(build_request(prompt=[*range(100)]), 1.0)
-    scheduled = core.schedule(False, 2.0)
-    assert scheduled.num_scheduled_tokens == {"a": 64}
-    core.update_from_output(scheduled, sampled(scheduled, a=[]))
-    core.update_draft_token_ids(["a"], [[1, 2, 3]])
-    scheduled = core.schedule(False, 2.0)
-    assert scheduled.num_scheduled_tokens == {"a": 36}
-    assert scheduled.scheduled_spec_decode_tokens == {}
 
 
 @pytest.mark.parametrize("drafts", [[3, -1, 2], [-1, -1, -1], [2**31 - 1], [0, 0, 0, 0, 0]])
@@ -642,39 +570,6 @@ def test_drafts_of_another_type(request_ids: Any, draft_token_ids: Any) -> None:
     assert_goes_on(core, "a")
 
 
-@pytest.mark.parametrize("schedule", [None, [0, 3, 1, 1, 1, 1, 1, 1, 1]], ids=["fixed", "dynamic"])
-def test_drafts_that_only_the_model_runner_knows(schedule: list[int] | None) -> None:
-    core = build_core(
-        num_spec_tokens=3, num_spec_tokens_by_batch_size=schedule, async_scheduling=True
-    )
-    steps = []
-    for request_id in "ab":
-        core.add_request(build_request(request_id), 1.0)
-        steps.append(core.schedule(False, 2.0))
-    num_drafts = [3, 3] if schedule is None else [3, 1]
-    assert [it.num_spec_tokens_to_schedule for it in steps] == num_drafts
-    assert [it.scheduled_spec_decode_tokens for it in steps] == [{}, {"a": [-1] * 3}]
-    third = core.schedule(False, 2.0)
-    assert third.scheduled_spec_decode_tokens == dict.fromkeys("ab", [-1] * num_drafts[1])
-
-
-@pytest.mark.parametrize("level", ["none", "summary", "detailed"])
-def test_metrics_of_a_requests_drafts(level: str) -> None:
-    core = speculating_core("a", per_request_spec_decode_metrics=level)
-    expected = RequestSpecDecodeMetrics.new(3)
-    for drafts, tokens in [([1, 2, 3], [1, 2, 9]), ([4], [5]), ([6, 7], [6, 7, 8])]:
-        core.update_draft_token_ids(["a"], [drafts])
-        scheduled = core.schedule(False, 2.0)
-        (output,) = core.update_from_output(scheduled, sampled(scheduled, a=tokens))[0].outputs
-        assert output.spec_decode_metrics is None
-        expected.observe(len(drafts), len(tokens) - 1, detailed=level == "detailed")
-    metrics = []
-    while core.has_unfinished_requests():
-        metrics += [it.spec_decode_metrics for it in step(core)[0].outputs]
-    assert metrics[-1] == (None if level == "none" else expected)
-    assert not any(metrics[:-1])
-
-
 # With a grammar.
 
 
@@ -691,16 +586,6 @@ def grammar_core(validate_tokens: Callable[[Request, list[int]], list[int]]) -> 
     core.add_request(build_request("b", max_tokens=50), 1.0)
     step(core)
     return core
-
-
-def test_drafts_end_where_the_grammar_rejects_them() -> None:
-    core = grammar_core(only_small)
-    core.update_draft_token_ids(["b", "a"], [[8, 9], [5, 6, 7]])
-    scheduled = core.schedule(False, 2.0)
-    assert scheduled.scheduled_spec_decode_tokens == {"a": [5, 6], "b": [8, 9]}
-    core.update_from_output(scheduled, sampled(scheduled, a=[5, 4], b=[8, 9, 7]))
-    core.update_draft_token_ids(["a"], [[4]])  # the grammar has seen the 4
-    assert core.schedule(False, 2.0).scheduled_spec_decode_tokens == {}
 
 
 def test_valid_drafts() -> None:
@@ -741,22 +626,6 @@ def test_grammar_that_fails_on_drafts(
 # ----------------------------------------------------------------------------------------
 
 
-def test_encoder_inputs_are_asked_for_with_a_requests_tokens() -> None:
-    encoder = Encoder()
-    core = build_core(encoder_inputs=encoder)
-    core.add_request(build_request("plain"), 1.0)
-    core.add_request(build_request("image", mm_features=images((2, 5)), max_tokens=2), 1.0)
-    step(core)
-    assert encoder.calls == [
-        ("plan", "image", 0, 10),
-        ("schedule", "image"),
-        ("free_processed", "image", 10),
-    ]
-    step(core)
-    assert ("free", "image") in encoder.calls
-    assert_goes_on(core, "plain")
-
-
 class NoEncoder(Exception):
     pass
 
@@ -779,44 +648,6 @@ def test_encoder_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> Non
 # ----------------------------------------------------------------------------------------
 # Adapters and pooling models
 # ----------------------------------------------------------------------------------------
-
-
-def test_adapters_in_a_step_are_limited() -> None:
-    core = build_core(max_loras=2)
-    for request_id, lora_id in [("a", 1), ("b", 2), ("c", 3), ("d", None), ("e", 1)]:
-        lora = None if lora_id is None else LoRARequest(f"adapter {lora_id}", lora_id, "/nowhere")
-        core.add_request(build_request(request_id, lora_request=lora), 1.0)
-    assert list(core.schedule(False, 2.0).num_scheduled_tokens) == ["a", "b", "d", "e"]
-    assert [it.request_id for it in core.waiting_requests()] == ["c"]
-
-
-def pooling_request(request_id: str, length: int) -> Request:
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=[*range(length)],
-        sampling_params=None,
-        pooling_params=PoolingParams(task="embed"),
-        arrival_time=1.0,
-    )
-
-
-def test_pooling_requests_end_with_their_vector() -> None:
-    core = build_core(num_sampled_tokens_per_step=0)
-    whole = pooling_request("whole", 128)  # as long as the model allows
-    for request in (pooling_request("short", 3), whole):
-        core.add_request(request, 1.0)
-    vectors = []
-    for pooled in ([torch.ones(2), None], [None], [torch.zeros(2)]):
-        scheduled = core.schedule(False, 2.0)
-        output = runner_output(scheduled)
-        output.sampled_token_ids = []
-        output.pooler_output = pooled
-        outputs = core.update_from_output(scheduled, output).get(0)
-        vectors += [(it.request_id, it.pooling_output) for it in outputs.outputs]
-    assert vectors == [("short", vectors[0][1]), ("whole", vectors[1][1])]
-    assert [vector.tolist() for _, vector in vectors] == [[1, 1], [0, 0]]
-    assert whole.status == RequestStatus.FINISHED_STOPPED
-    assert core.requests == {}
 
 
 # ----------------------------------------------------------------------------------------
@@ -884,21 +715,6 @@ def test_idle_session_without_blocks_while_new_requests_are_paused() -> None:
     assert not core.has_unfinished_requests()
     core.set_pause_state(PauseState.UNPAUSED.value)
     assert core.num_unfinished_requests() == 0
-
-
-def test_session_goes_on() -> None:
-    core, request = session_core()
-    assert not core.is_waiting_for_input("session")
-    step(core)
-    assert core.is_waiting_for_input("session")
-    assert core.request_counts() == (0, 1)
-    assert core.schedule(False, 2.0).num_scheduled_tokens == {}
-    core.continue_session("session", input_of(20, 21))
-    assert not core.is_waiting_for_input("session")
-    # The last token of the turn has not been computed, and goes.
-    assert request.prompt_token_ids == [*range(10), 20, 21]
-    assert core.schedule(False, 2.0).num_scheduled_tokens == {"session": 2}
-    core.check_invariants()
 
 
 @pytest.mark.parametrize("request_id", ["?", 3, None], ids=repr)
@@ -1101,42 +917,6 @@ def test_snapshot() -> None:
     assert {len(key) for key in state["cached_blocks"].values()} == {2 * (32 + 4)}
 
 
-def test_snapshot_of_an_empty_scheduler() -> None:
-    core = build_core(num_blocks=4, hash_algorithm=None)
-    assert core.snapshot() == {
-        "requests": {},
-        "running": [],
-        "waiting": [],
-        "waiting_for": {},
-        "num_kv_holding": 0,
-        "free_blocks": [1, 2, 3],
-        "ref_counts": {},
-        "cached_blocks": {},
-        "further_keys": {},
-    }
-
-
-def test_snapshot_does_not_change_anything() -> None:
-    core = build_core()
-    core.add_request(build_request(), 1.0)
-    step(core)
-    assert core.snapshot() == core.snapshot()
-    assert_goes_on(core, "a")
-
-
-def test_stats_are_off() -> None:
-    assert build_core(log_stats=False).make_stats() is None
-
-
-def test_finished_set_by_client() -> None:
-    core = build_core(include_finished_set=True)
-    for client, name in enumerate("ab"):
-        core.add_request(build_request(name, client_index=client), 1.0)
-    core.finish_requests("b", RequestStatus.FINISHED_ABORTED)
-    outputs = step(core)
-    assert {client: it.finished_requests for client, it in outputs.items()} == {0: None, 1: {"b"}}
-
-
 # ----------------------------------------------------------------------------------------
 # Block hashes
 # ----------------------------------------------------------------------------------------
@@ -1166,18 +946,6 @@ def test_hashes_equal_vllms(algorithm: str, block_size: int) -> None:
         )
         assert native == stock
         assert len(stock[-1]) == (length + sum(map(len, growth))) // block_size
-
-
-@pytest.mark.parametrize("token_id", EDGE_TOKENS)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_hashes_of_single_tokens_equal_vllms(
-    algorithm: str, block_size: int, token_id: int
-) -> None:
-    prompt = [token_id] * (3 * block_size)
-    native = hooks.native_block_hasher(algorithm, block_size)
-    assert hashes_while_growing(native, prompt, []) == hashes_while_growing(
-        stock_block_hasher(algorithm, block_size), prompt, []
-    )
 
 
 def build_hasher(**changes: Any) -> NativeBlockHasher:
