@@ -177,25 +177,6 @@ def test_kv_cache_events(choice: Choice, model_directory: Path) -> None:
 # ----------------------------------------------------------------------------------------
 
 
-def test_finishing_with_a_status_that_is_not_finished(model_directory: Path) -> None:
-    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
-        engine.add(new_request("a", [1] * 20))
-        for status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED):
-            with pytest.raises(ValueError, match="requests can't be finished with the status"):
-                scheduler_of(engine).finish_requests(None, status)
-        engine.run()
-    assert "a" in engine.record.finish_reasons
-
-
-def test_duplicate_request_id(model_directory: Path) -> None:
-    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
-        engine.add(new_request("a", [1] * 20))
-        with pytest.raises(ValueError, match="duplicate request id a"):
-            engine.add(new_request("a", [2] * 20))
-        engine.run()
-    assert "a" in engine.record.finish_reasons
-
-
 def test_queues_and_counts(model_directory: Path) -> None:
     with running_engine(
         Choice.PLUGIN, model_directory, async_scheduling=False, max_num_seqs=1

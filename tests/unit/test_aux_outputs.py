@@ -95,19 +95,6 @@ def test_a_hit_ends_where_the_collector_says(core: SchedulerCore, collector: Col
     assert new.num_computed_tokens == 4
 
 
-def test_what_is_taken_goes_to_the_client(core: SchedulerCore) -> None:
-    core.add_request(build_request(), 1.0)
-    collected = {"a": object()}
-    (output,) = step(core, collected)[0].outputs
-    assert output.routed_experts is collected
-
-
-def test_nothing_to_be_taken(core: SchedulerCore) -> None:
-    core.add_request(build_request(), 1.0)
-    (output,) = step(core)[0].outputs
-    assert output.routed_experts is None
-
-
 def test_an_error_of_the_collector_is_the_last_step(
     core: SchedulerCore, collector: Collector
 ) -> None:

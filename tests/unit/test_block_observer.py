@@ -1,7 +1,5 @@
-"""KV cache events and metrics: what the observer makes of the core's journal, against vLLM's."""
+"""KV cache events: what the observer makes of the core's journal, against vLLM's."""
 
-import itertools
-import random
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from sparksched.engine import hooks
 from sparksched.engine.block_observer import BlockObserver, publishes_events
 from unit.bare_core import (
     BLOCK_SIZE,
@@ -24,9 +21,7 @@ from unit.bare_core import (
 )
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -80,25 +75,18 @@ class Publisher:
 
 
 def build_observer(
-    config: KVCacheConfig = HYBRID, *, sample_rate: float | None = None, lookahead: int = 0
+    config: KVCacheConfig = HYBRID, lookahead: int = 0
 ) -> tuple[BlockObserver, Publisher]:
-    """Return an observer, of metrics too if there is a sample rate, and where it publishes."""
+    """Return an observer and where it publishes."""
     vllm_config = SimpleNamespace(
         num_hash_lookahead_tokens=lookahead,
-        observability_config=SimpleNamespace(
-            kv_cache_metrics=sample_rate is not None,
-            kv_cache_metrics_sample=0.01 if sample_rate is None else sample_rate,
-        ),
+        observability_config=SimpleNamespace(kv_cache_metrics=False),
     )
     publisher = Publisher()
     return BlockObserver(vllm_config, config, publisher), publisher
 
 
-def stock_manager(
-    config: KVCacheConfig = HYBRID,
-    metrics: KVCacheMetricsCollector | None = None,
-    lookahead: int = 0,
-) -> KVCacheManager:
+def stock_manager(config: KVCacheConfig = HYBRID, lookahead: int = 0) -> KVCacheManager:
     settings = {"num_hash_lookahead_tokens": lookahead} if lookahead else {}
     return KVCacheManager(
         config,
@@ -106,7 +94,6 @@ def stock_manager(
         scheduler_block_size=BLOCK_SIZE,
         hash_block_size=BLOCK_SIZE,
         enable_kv_cache_events=True,
-        metrics_collector=metrics,
         **settings,
     )
 
@@ -266,66 +253,6 @@ def test_events_are_published_once_and_in_their_order() -> None:
 
 
 # ----------------------------------------------------------------------------------------
-# Metrics
-# ----------------------------------------------------------------------------------------
-
-
-def clock() -> Callable[[], int]:
-    """Return a clock on which each look takes a second."""
-    ticks = itertools.count(0, 10**9)
-    return lambda: next(ticks)
-
-
-def observe_uses(pool: Any) -> list[tuple[str, int]]:
-    """Use a pool's blocks, and note the calls of an observer that this stands for."""
-    calls: list[tuple[str, int]] = []
-
-    def allocate(count: int) -> list[Any]:
-        blocks = pool.get_new_blocks(count)
-        for block in blocks:
-            calls.extend([("on_evicted", block.block_id), ("on_allocated", block.block_id)])
-        return blocks
-
-    first = allocate(20)
-    for blocks in (first[:10], first[5:15], first[:10]):
-        pool.touch(blocks)
-        calls.extend(("on_accessed", block.block_id) for block in blocks)
-    for blocks in (first[:10], first[5:15], first[:10], first):
-        pool.free_blocks(blocks)
-    allocate(32)
-    return calls
-
-
-@pytest.mark.parametrize("sample_rate", [1.0, 0.5])
-def test_evictions_equal_vllms(sample_rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = KVCacheMetricsCollector(sample_rate)
-    monkeypatch.setattr("time.monotonic_ns", clock())
-    random.seed(7)
-    calls = observe_uses(stock_manager(metrics=collector).block_pool)
-    expected = collector.drain_events()
-    assert 0 < len(expected) <= 20
-    assert any(it.reuse_gaps_seconds for it in expected)
-
-    observer, _ = build_observer(sample_rate=sample_rate)
-    monkeypatch.setattr("time.monotonic_ns", clock())
-    random.seed(7)
-    for name, block_id in calls:
-        getattr(observer, name)(block_id)
-    assert observer.take_evictions() == expected
-    assert observer.take_evictions() == []
-
-
-def test_a_reset_forgets_uses_and_evictions() -> None:
-    observer, _ = build_observer(sample_rate=1.0)
-    for block_id in (1, 2):
-        observer.on_allocated(block_id)
-    observer.on_evicted(1)
-    observer.on_reset()
-    observer.on_evicted(2)
-    assert observer.take_evictions() == []
-
-
-# ----------------------------------------------------------------------------------------
 # With the core
 # ----------------------------------------------------------------------------------------
 
@@ -362,66 +289,3 @@ def test_what_is_observed_is_what_was_asked_for() -> None:
         "enable_kv_cache_events": always | {"on_stored", "on_cleared"},
         "kv_cache_metrics": always | {"on_evicted", "on_allocated", "on_accessed", "on_reset"},
     }
-
-
-def play(manager: KVCacheManager, request: Request) -> None:
-    """Compute a request's prompt and five more tokens with vLLM's manager, as a scheduler does."""
-    blocks, num_computed, _ = manager.get_computed_blocks(request)
-    num_new = request.num_tokens - num_computed
-    assert manager.allocate_slots(request, num_new, num_computed, blocks) is not None
-    request.num_computed_tokens = request.num_tokens
-    for _ in range(5):
-        request.append_output_token_ids([7])
-        assert manager.allocate_slots(request, 1) is not None
-        request.num_computed_tokens += 1
-    manager.free(request)
-
-
-def plans() -> list[dict[str, Any]]:
-    """Describe requests that share prefixes and find the pool too small for all of them."""
-    prompt = [*range(20)]
-    reports = {"extra_args": {"kv_cache_report_mode": "full"}}
-    return [
-        {"prompt": prompt[:14]},
-        {"prompt": prompt[:14], "session_id": "a session"},
-        {"prompt": prompt, **reports},
-        {"prompt": prompt, "cache_salt": "salt"},
-        {"prompt": prompt, "lora_request": LORA},
-        {"prompt": prompt[:9], **reports},
-        {"prompt": prompt[::-1]},
-        {"prompt": [50] * 30},
-        {"prompt": prompt, **reports},
-    ]
-
-
-@pytest.mark.parametrize("algorithm", ["sha256", "xxhash_cbor"], indirect=True)
-@pytest.mark.parametrize("num_blocks", [18, 101])
-def test_a_scenarios_events_equal_vllms(
-    algorithm: str, num_blocks: int, kind_of_hashes: None
-) -> None:
-    config = kv_cache_config(*(it.kv_cache_spec for it in HYBRID.kv_cache_groups))
-    config.num_blocks = num_blocks
-    manager = stock_manager(config)
-    observer, publisher = build_observer(config)
-    core = build_core(
-        hash_algorithm=algorithm,
-        none_hash=kv_cache_utils.NONE_HASH,
-        num_blocks=num_blocks,
-        block_observer=observer,
-        enable_kv_cache_events=True,
-    )
-    kinds = set()
-    for number, plan in enumerate(plans()):
-        hasher = stock_block_hasher(algorithm, BLOCK_SIZE)
-        play(manager, build_request(f"{number}", block_hasher=hasher, **plan))
-        hasher = hooks.native_block_hasher(algorithm, BLOCK_SIZE)
-        core.add_request(build_request(f"{number}", max_tokens=6, block_hasher=hasher, **plan), 1.0)
-        run_to_the_end(core)
-        expected = manager.take_events()
-        assert publisher.take() == expected, plan
-        kinds |= {type(it) for it in expected}
-    assert kinds == ({BlockStored, BlockRemoved} if num_blocks == 18 else {BlockStored})
-    assert manager.reset_prefix_cache()
-    assert core.reset_prefix_cache()
-    observer.publish([])
-    assert publisher.take() == manager.take_events() == [AllBlocksCleared()]

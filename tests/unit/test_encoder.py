@@ -190,16 +190,6 @@ def test_a_set_of_finished_requests_has_the_same_members() -> None:
     assert MsgpackDecoder(EngineCoreOutputs).decode(frame).finished_requests == finished
 
 
-def test_what_a_client_decodes_is_what_was_written() -> None:
-    random_outputs = RandomOutputs(seed=1)
-    for _ in range(500):
-        message = random_outputs.message()
-        step, _ = _core.encode_like_scheduler(message, PartEncoder().encode_part)
-        decoded = as_objects(step)
-        # Arrays don't compare as a whole, so what is decoded is encoded again.
-        assert vllm_frames_of(decoded) == vllm_frames_of(message)
-
-
 def test_the_requests_of_a_message_are_found_without_decoding_it() -> None:
     random_outputs = RandomOutputs(seed=2)
     for _ in range(500):

@@ -11,15 +11,11 @@ from sparksched.engine import hooks
 from sparksched.engine.extra_keys import extra_keys_writer
 from unit.bare_core import (
     BLOCK_SIZE,
-    FULL_ATTENTION,
     LOOKAHEADS,
     LORA,
-    Encoder,
-    build_core,
     build_request,
     hashes_while_growing,
     images,
-    run_to_the_end,
     stock_block_hasher,
 )
 from vllm.lora.request import LoRARequest
@@ -168,106 +164,9 @@ def test_random_requests(algorithm: str, seed: int) -> None:
         assert native == stock
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"cache_salt": "pepper"},
-        {"lora_request": LoRARequest("other adapter", 1, "/nowhere")},
-        {"lora_request": LoRARequest("adapter", 1, "/elsewhere")},
-        {"mm_features": images((9, 5), identifier="another image")},
-        {"mm_features": images((10, 4))},
-        {"prompt_embeds": torch.ones(14, 4)},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_other_keys_make_other_hashes(algorithm: str, change: dict[str, Any]) -> None:
-    settings: dict[str, Any] = {
-        "cache_salt": "salt",
-        "lora_request": LORA,
-        "mm_features": images((9, 5)),
-        "prompt_embeds": torch.zeros(14, 4),
-    }
-    hasher = hooks.native_block_hasher(algorithm, BLOCK_SIZE)
-    before, after = (
-        hashes_while_growing(hasher, PROMPT, GROWTH, **settings | it)[-1] for it in ({}, change)
-    )
-    # A hash covers the whole prefix: from the first difference on, all are different.
-    is_other = [ours != theirs for ours, theirs in zip(before, after, strict=True)]
-    assert is_other == sorted(is_other)
-    assert is_other.index(True) == (2 if "mm_features" in change else 0)
-
-
-# ----------------------------------------------------------------------------------------
-# Hashes that the scheduler computes itself
-# ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_hashed_before", [True, False])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"cache_salt": "salt"},
-        {"lora_request": LORA},
-        {"mm_features": images((9, 5))},
-        {"cache_salt": "salt", "lora_request": LORA, "mm_features": images((5, 1), (13, 1))},
-    ],
-    ids="+".join,
-)
-def test_scheduler_caches_under_vllms_hashes(
-    algorithm: str, settings: dict[str, Any], is_hashed_before: bool
-) -> None:
-    core = build_core(
-        hash_algorithm=algorithm,
-        none_hash=kv_cache_utils.NONE_HASH,
-        encoder_inputs=Encoder(),
-        groups=[FULL_ATTENTION],
-        lookup_groups=[[0]],
-    )
-    hasher = hooks.native_block_hasher(algorithm, BLOCK_SIZE) if is_hashed_before else None
-    request = build_request(prompt=PROMPT, max_tokens=9, block_hasher=hasher, **settings)
-    core.add_request(request, 1.0)
-    run_to_the_end(core)
-    # The last token that was sampled has not been computed.
-    stock = hashes_while_growing(
-        stock_block_hasher(algorithm, BLOCK_SIZE), PROMPT, [[7] * 8], **settings
-    )
-    group = bytes(4).hex()
-    cached = set(core.snapshot()["cached_blocks"].values())
-    assert cached == {block_hash.hex() + group for block_hash in stock[-1]}
-    assert len(cached) == 5
-
-
 # ----------------------------------------------------------------------------------------
 # The serialiser itself
 # ----------------------------------------------------------------------------------------
-
-NO_KEYS = {"sha256": b"N", "sha256_cbor": b"\xf6"}
-
-
-@pytest.mark.parametrize("algorithm_name", NO_KEYS)
-@pytest.mark.parametrize(
-    ("settings", "num_leading"),
-    [
-        ({"cache_salt": "salt"}, 1),
-        ({"lora_request": LORA}, 0),
-        ({"mm_features": images((0, 1))}, 1),
-        ({"mm_features": images((0, 4))}, 1),
-        ({"mm_features": images((0, 1), (3, 2))}, 2),
-        ({"mm_features": images((12, 2)), "cache_salt": "salt"}, 4),
-        ({"prompt_embeds": torch.zeros(14, 4)}, 4),
-    ],
-    ids=str,
-)
-def test_blocks_with_keys_of_their_own(
-    algorithm_name: str, settings: dict[str, Any], num_leading: int
-) -> None:
-    write = extra_keys_writer(algorithm_name, BLOCK_SIZE)
-    leading, others = write(build_request(prompt=PROMPT, **settings))
-    assert len(leading) == num_leading
-    assert all(isinstance(keys, bytes) for keys in (*leading, others))
-    # An adapter is in each block's keys, and so are embeddings, if only as the hash of nothing.
-    has_others = {"lora_request", "prompt_embeds"} & settings.keys()
-    assert (others != NO_KEYS[algorithm_name]) == bool(has_others)
 
 
 def request_with_salt(length: int, **settings: Any) -> Any:

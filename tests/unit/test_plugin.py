@@ -9,7 +9,7 @@ import operator
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -114,13 +114,52 @@ def scheduler_config(**fields: object) -> Any:
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "selected"), [(None, False), ("", False), ("vllm", False), ("sparksched", True)]
-)
-def test_is_selected(value: str | None, selected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if value is not None:
-        monkeypatch.setenv("VLLM_SCHEDULER", value)
-    assert environment.is_selected() is selected
+VALUES: list[tuple[Callable[[], object], str, dict[str | None, object]]] = [
+    (
+        environment.is_selected,
+        "VLLM_SCHEDULER",
+        {None: False, "": False, "vllm": False, "sparksched": True},
+    ),
+    (
+        environment.is_strict,
+        "SPARKSCHED_STRICT",
+        {None: False, "": False, "0": False, "1": True},
+    ),
+    (
+        environment.transport,
+        "SPARKSCHED_TRANSPORT",
+        {None: "auto", "": "auto", "auto": "auto", "shm": "shm", "zmq": "zmq", "libzmq": "libzmq"},
+    ),
+    (
+        lambda: environment.ring_bytes() >> 20,
+        "SPARKSCHED_RING_MIB",
+        {None: 8, "": 8, "1": 1, "2": 2, "3": 4, "9": 16, "1000": 1024, "1024": 1024},
+    ),
+    (
+        environment.stuck_after_s,
+        "SPARKSCHED_STUCK_AFTER_S",
+        {None: 10.0, "": 10.0, "0.1": 0.1, "2.5": 2.5, "3600": 3600.0, "1e1": 10.0},
+    ),
+    (
+        environment.verification,
+        "SPARKSCHED_VERIFY",
+        {None: None, "": None, "0": None, "1": "sparksched", "sparksched": "sparksched"}
+        | {"vllm": "vllm", "stop": "stop"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("read", "name", "meanings"), VALUES, ids=[it[1] for it in VALUES])
+def test_values(
+    read: Callable[[], object],
+    name: str,
+    meanings: dict[str | None, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value, meaning in meanings.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+        assert read() == meaning
 
 
 @pytest.mark.parametrize("value", ["Sparksched", "sparkschedd", "1", " "])
@@ -133,77 +172,13 @@ def test_unknown_scheduler(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "strict"),
-    [
-        (None, False),
-        ("", False),
-        ("0", False),
-        ("1", True),
-    ],
-)
-def test_is_strict(value: str | None, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if value is not None:
-        monkeypatch.setenv("SPARKSCHED_STRICT", value)
-    assert environment.is_strict() is strict
-
-
-def test_mistyped_strict_is_reported_by_register(
-    stubs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
-    monkeypatch.setenv("SPARKSCHED_STRICT", "yes")
-    with pytest.raises(ValueError, match="SPARKSCHED_STRICT") as error:
-        plugin.register()
-    assert str(error.value) == ("SPARKSCHED_STRICT='yes' is not a switch; allowed are '0' and '1'")
-
-
-@pytest.mark.parametrize(
-    ("value", "transport"),
-    [(None, "auto"), ("", "auto"), ("auto", "auto"), ("shm", "shm"), ("zmq", "zmq")],
-)
-def test_transport(value: str | None, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if value is not None:
-        monkeypatch.setenv("SPARKSCHED_TRANSPORT", value)
-    assert environment.transport() == transport
-
-
-@pytest.mark.parametrize(
-    ("value", "mib"),
-    [
-        (None, 8),
-        ("", 8),
-        ("1", 1),
-        ("2", 2),
-        ("3", 4),
-        ("8", 8),
-        ("9", 16),
-        ("1000", 1024),
-        ("1024", 1024),
-    ],
-)
-def test_ring_bytes(value: str | None, mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if value is not None:
-        monkeypatch.setenv("SPARKSCHED_RING_MIB", value)
-    assert environment.ring_bytes() == mib << 20
-
-
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [(None, 10.0), ("", 10.0), ("0.1", 0.1), ("2.5", 2.5), ("3600", 3600.0), ("1e1", 10.0)],
-)
-def test_stuck_after_s(value: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    if value is not None:
-        monkeypatch.setenv("SPARKSCHED_STUCK_AFTER_S", value)
-    assert environment.stuck_after_s() == seconds
-
-
 NO_VERIFICATION = (
     "names no known way to go on after a difference; "
     "allowed are '0', '1', 'sparksched', 'vllm' and 'stop'"
 )
 NO_FRONT_END = "names no known front end; allowed are 'vllm' and 'sparksched'"
 NO_TRANSPORT = "names no known transport; allowed are 'auto', 'shm', 'zmq' and 'libzmq'"
+NO_SWITCH = "is not a switch; allowed are '0' and '1'"
 NO_MIB = "is not a whole number from 1 to 1024"
 NO_BYTES = f": 'bytes' is not a number from {1 << 16} to {1 << 40}"
 NO_OPTION = (
@@ -216,8 +191,11 @@ NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
 @pytest.mark.parametrize(
     ("name", "value", "complaint"),
     [
+        ("SPARKSCHED_STRICT", "yes", NO_SWITCH),
         ("SPARKSCHED_FRONT_END", "rust", NO_FRONT_END),
         ("SPARKSCHED_VERIFY", "yes", NO_VERIFICATION),
+        ("SPARKSCHED_VERIFY", "STOP", NO_VERIFICATION),
+        ("SPARKSCHED_VERIFY", " 1", NO_VERIFICATION),
         ("SPARKSCHED_TRANSPORT", "tcp", NO_TRANSPORT),
         ("SPARKSCHED_TRANSPORT", "SHM", NO_TRANSPORT),
         ("SPARKSCHED_TRANSPORT", " ", NO_TRANSPORT),

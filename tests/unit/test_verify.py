@@ -56,36 +56,6 @@ def warnings() -> Iterator[list[str]]:
 
 
 # ----------------------------------------------------------------------------------------
-# The variable
-# ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "meaning"),
-    [
-        (None, None),
-        ("", None),
-        ("0", None),
-        ("1", "sparksched"),
-        ("sparksched", "sparksched"),
-        ("vllm", "vllm"),
-        ("stop", "stop"),
-    ],
-)
-def test_values(value: str | None, meaning: str | None) -> None:
-    if value is not None:
-        os.environ["SPARKSCHED_VERIFY"] = value
-    assert environment.verification() == meaning
-
-
-@pytest.mark.parametrize("value", ["true", "yes", "STOP", "2", " 1"])
-def test_wrong_values(value: str) -> None:
-    os.environ["SPARKSCHED_VERIFY"] = value
-    with pytest.raises(ValueError, match=r"SPARKSCHED_VERIFY=.* allowed are '0', '1', "):
-        environment.verification()
-
-
-# ----------------------------------------------------------------------------------------
 # What can't be verified
 # ----------------------------------------------------------------------------------------
 
