@@ -15,7 +15,7 @@ use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
 use sparksched_ring::handshake::HandshakeError;
 use sparksched_ring::link::{End, Event, Link};
 use sparksched_ring::message::{Message, Unsendable};
-use sparksched_ring::outbox::{SendError, TakenBack, Ticket};
+use sparksched_ring::outbox::{SendError, Ticket};
 
 use crate::frames::{self, LARGE_BYTES};
 use crate::guard::catch_panics;
@@ -149,8 +149,7 @@ impl Outgoing for Link {
     }
 
     fn take_back_newest(&self, max_bytes: usize) -> Vec<Message> {
-        let taken = self.take_back_newest(max_bytes).into_iter();
-        taken.map(|TakenBack { kind, frames, .. }| Message { kind, frames }).collect()
+        self.take_back_newest(max_bytes)
     }
 
     fn unblock(&self) {

@@ -15,7 +15,7 @@ use sparksched_backlog::Limits;
 use crate::bell::{Alarm, Bell};
 use crate::message::{Message, Reader};
 use crate::meters::Traffic;
-use crate::outbox::{Outbox, SendError, TakenBack, Ticket};
+use crate::outbox::{Outbox, SendError, Ticket};
 use crate::ring::{Consumer, Corrupt, Producer};
 use crate::segment::{BellPage, Segment, Side};
 
@@ -428,7 +428,7 @@ impl Link {
 
     /// Takes back messages of which nothing is in the ring yet, but for those that were sent
     /// regardless: the newest first, until they have `max_bytes` or none is left.
-    pub fn take_back_newest(&self, max_bytes: usize) -> Vec<TakenBack> {
+    pub fn take_back_newest(&self, max_bytes: usize) -> Vec<Message> {
         lock(&self.outbox).take_back_newest(max_bytes)
     }
 

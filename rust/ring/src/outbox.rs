@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use sparksched_backlog::{Level, Limits};
 
-use crate::message::{self, Unsendable};
+use crate::message::{self, Message, Unsendable};
 use crate::meters::Traffic;
 use crate::points::reach;
 use crate::ring::{Corrupt, Producer};
@@ -53,23 +53,6 @@ impl Waiting {
 
     fn is_begun(&self) -> bool {
         !self.header.is_empty()
-    }
-}
-
-/// A message taken back before any of it was written.
-#[derive(Debug, PartialEq, Eq)]
-pub struct TakenBack {
-    /// Its ticket.
-    pub ticket: Ticket,
-    /// Its kind.
-    pub kind: u8,
-    /// Its frames.
-    pub frames: Vec<Vec<u8>>,
-}
-
-impl From<Waiting> for TakenBack {
-    fn from(Waiting { ticket, kind, frames, .. }: Waiting) -> Self {
-        Self { ticket, kind, frames }
     }
 }
 
@@ -270,7 +253,7 @@ impl Outbox {
     /// Takes back messages of which nothing has been written yet, but for those that were sent
     /// regardless: the newest first, until they have `max_bytes` or none is left. What stays is
     /// what came before, so that the reader misses nothing in the middle.
-    pub fn take_back_newest(&mut self, max_bytes: usize) -> Vec<TakenBack> {
+    pub fn take_back_newest(&mut self, max_bytes: usize) -> Vec<Message> {
         let (mut taken, mut kept) = (Vec::new(), Vec::new());
         let mut taken_bytes = 0;
         while taken_bytes < max_bytes {
@@ -279,7 +262,7 @@ impl Outbox {
                 kept.push(message);
             } else {
                 taken_bytes += message.bytes();
-                taken.push(message.into());
+                taken.push(Message { kind: message.kind, frames: message.frames });
             }
         }
         self.waiting.extend(kept.into_iter().rev());
