@@ -1,7 +1,8 @@
-//! How much may wait for a reader, whether it reads from a ring or from a socket. No input or output
-//! here, and no messages: those are the sender's.
+//! Messages that wait for a reader, within limits, whether it reads from a ring or from a socket. No
+//! input or output here: that is the sender's.
 #![forbid(unsafe_code)]
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 /// How much may wait for a reader: one that reads slowly is given more than one that doesn't.
@@ -23,23 +24,39 @@ impl Limits {
     }
 }
 
-/// How much waits for a reader, and since when it has taken nothing.
+/// A message, as far as its place in a backlog is concerned.
+pub trait Waiting {
+    /// What it takes: a message of many empty frames takes memory, too. Always the same.
+    fn bytes(&self) -> usize;
+
+    /// Whether nothing of it has been sent yet, and it may be lost.
+    fn can_be_taken_back(&self) -> bool;
+}
+
+/// Messages in their order, of which the first may have been sent in part.
 #[derive(Debug)]
-pub struct Level {
+pub struct Backlog<T> {
+    waiting: VecDeque<T>,
     bytes: usize,
     /// When the reader was last seen to take something, or else when the first byte had to wait.
     progress_at: Instant,
     limits: Limits,
 }
 
-impl Level {
+impl<T: Waiting> Backlog<T> {
     /// Nothing waits.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
-        Self { bytes: 0, progress_at: Instant::now(), limits }
+        Self { waiting: VecDeque::new(), bytes: 0, progress_at: Instant::now(), limits }
     }
 
-    /// What waits.
+    /// Whether nothing waits.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// What the messages take that wait.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
@@ -48,39 +65,75 @@ impl Level {
     /// For how long the reader has taken nothing of what waits; `None` if nothing waits.
     #[must_use]
     pub fn idle_for(&self) -> Option<Duration> {
-        (self.bytes > 0).then(|| self.progress_at.elapsed())
+        (!self.is_empty()).then(|| self.progress_at.elapsed())
     }
 
     /// Whether no further message is to wait. A single one of any size may, if none does.
     #[must_use]
     pub fn is_full(&self) -> bool {
         let Limits { idle_bytes, patience, max_bytes } = self.limits;
-        self.bytes > 0
+        !self.is_empty()
             && (self.bytes >= max_bytes
                 || (self.bytes >= idle_bytes && self.progress_at.elapsed() >= patience))
-    }
-
-    /// So many more bytes wait.
-    pub fn add(&mut self, bytes: usize) {
-        if self.bytes == 0 {
-            self.note_progress();
-        }
-        self.bytes += bytes;
-    }
-
-    /// So many bytes wait no more, whether they were taken or dropped.
-    pub fn remove(&mut self, bytes: usize) {
-        self.bytes -= bytes;
-    }
-
-    /// Nothing waits any more.
-    pub fn clear(&mut self) {
-        self.bytes = 0;
     }
 
     /// The reader has taken something.
     pub fn note_progress(&mut self) {
         self.progress_at = Instant::now();
+    }
+
+    /// Has a message wait, however many do.
+    pub fn push(&mut self, message: T) {
+        if self.is_empty() {
+            self.note_progress();
+        }
+        self.bytes += message.bytes();
+        self.waiting.push_back(message);
+    }
+
+    /// The message that is to be sent next.
+    #[must_use]
+    pub fn first(&self) -> Option<&T> {
+        self.waiting.front()
+    }
+
+    /// The same, to be sent.
+    pub fn first_mut(&mut self) -> Option<&mut T> {
+        self.waiting.front_mut()
+    }
+
+    /// The first message has been sent.
+    pub fn pop_first(&mut self) {
+        self.bytes -= self.waiting.pop_front().map_or(0, |message| message.bytes());
+    }
+
+    /// Takes back the last message, whatever was sent of it.
+    pub fn pop_last(&mut self) {
+        self.bytes -= self.waiting.pop_back().map_or(0, |message| message.bytes());
+    }
+
+    /// Takes back what can be: the newest first, until they have `max_bytes` or none is left. What
+    /// stays is what came before, so that the reader misses nothing in the middle.
+    pub fn take_back_newest(&mut self, max_bytes: usize) -> Vec<T> {
+        let (mut taken, mut kept, mut taken_bytes) = (Vec::new(), Vec::new(), 0);
+        while taken_bytes < max_bytes {
+            let Some(message) = self.waiting.pop_back() else { break };
+            if message.can_be_taken_back() {
+                taken_bytes += message.bytes();
+                taken.push(message);
+            } else {
+                kept.push(message);
+            }
+        }
+        self.waiting.extend(kept.into_iter().rev());
+        self.bytes -= taken_bytes;
+        taken
+    }
+
+    /// Drops all: nobody is left to read it.
+    pub fn clear(&mut self) {
+        self.waiting = VecDeque::new();
+        self.bytes = 0;
     }
 }
 
@@ -88,30 +141,41 @@ impl Level {
 mod tests {
     use super::*;
 
+    /// A message of so many bytes, of which nothing has been sent.
+    impl Waiting for usize {
+        fn bytes(&self) -> usize {
+            *self
+        }
+
+        fn can_be_taken_back(&self) -> bool {
+            true
+        }
+    }
+
     #[test]
     fn one_message_of_any_size_may_wait() {
-        let mut level = Level::new(Limits::fixed(0));
-        assert!(!level.is_full());
-        level.add(1 << 40);
-        assert!(level.is_full());
-        level.remove(1 << 40);
-        assert!(!level.is_full());
+        let mut backlog = Backlog::new(Limits::fixed(0));
+        assert!(!backlog.is_full());
+        backlog.push(1 << 40);
+        assert!(backlog.is_full());
+        backlog.pop_first();
+        assert!(!backlog.is_full());
     }
 
     #[test]
     fn a_reader_that_takes_something_may_be_further_behind() {
         let patience = Duration::from_secs(3600);
-        let mut patient = Level::new(Limits { idle_bytes: 10, patience, max_bytes: 100 });
+        let mut patient = Backlog::new(Limits { idle_bytes: 10, patience, max_bytes: 100 });
         let impatient = Limits { idle_bytes: 10, patience: Duration::ZERO, max_bytes: 100 };
-        let mut impatient = Level::new(impatient);
-        for level in [&mut patient, &mut impatient] {
-            level.add(9);
-            assert!(!level.is_full());
-            level.add(1);
+        let mut impatient = Backlog::new(impatient);
+        for backlog in [&mut patient, &mut impatient] {
+            backlog.push(9);
+            assert!(!backlog.is_full());
+            backlog.push(1);
         }
         assert!(!patient.is_full());
         assert!(impatient.is_full());
-        patient.add(90);
+        patient.push(90);
         assert!(patient.is_full());
     }
 }

@@ -1,9 +1,8 @@
 //! The sending side of a ring: messages go into the ring, and wait here if it has no room.
 
-use std::collections::VecDeque;
 use std::time::Duration;
 
-use sparksched_backlog::{Level, Limits};
+use sparksched_backlog::{self as backlog, Backlog, Limits};
 
 use crate::message::{self, Message, Unsendable};
 use crate::meters::Traffic;
@@ -46,13 +45,19 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// Its size in the ring: a message of many empty frames takes memory, too.
+    fn is_begun(&self) -> bool {
+        !self.header.is_empty()
+    }
+}
+
+impl backlog::Waiting for Waiting {
+    /// Its size in the ring.
     fn bytes(&self) -> usize {
         message::header_bytes(self.frames.len()) + self.frames.iter().map(Vec::len).sum::<usize>()
     }
 
-    fn is_begun(&self) -> bool {
-        !self.header.is_empty()
+    fn can_be_taken_back(&self) -> bool {
+        !self.is_begun() && !self.must_arrive
     }
 }
 
@@ -60,9 +65,7 @@ impl Waiting {
 #[derive(Debug)]
 pub struct Outbox {
     ring: Producer,
-    waiting: VecDeque<Waiting>,
-    /// The bytes of `waiting`, written or not.
-    level: Level,
+    waiting: Backlog<Waiting>,
     next_ticket: Ticket,
     /// The first of those that were dropped because nobody is left to read them.
     first_forgotten: Option<Ticket>,
@@ -81,8 +84,7 @@ impl Outbox {
     pub fn new(ring: Producer, limits: Limits) -> Self {
         Self {
             ring,
-            waiting: VecDeque::new(),
-            level: Level::new(limits),
+            waiting: Backlog::new(limits),
             next_ticket: 0,
             first_forgotten: None,
             next_sequence: 0,
@@ -98,10 +100,10 @@ impl Outbox {
     /// # Errors
     /// [`SendError`]; the message was not accepted then, not even in part.
     pub fn send(&mut self, kind: u8, frames: &[&[u8]]) -> Result<Ticket, SendError> {
-        if self.level.is_full() {
+        if self.waiting.is_full() {
             // Perhaps the reader has caught up since the last look.
             self.flush()?;
-            if self.level.is_full() {
+            if self.waiting.is_full() {
                 return Err(SendError::Full);
             }
         }
@@ -127,7 +129,9 @@ impl Outbox {
         if self.is_closed {
             // As if it had been kept until the close: the reader expects nothing any more.
         } else if self.waiting.is_empty() {
-            let header = self.next_header(kind, frames.iter().map(|frame| frame.len()));
+            let header =
+                message::header(kind, self.next_sequence, frames.iter().map(|frame| frame.len()));
+            self.next_sequence += 1;
             let parts = std::iter::once(&header[..]).chain(frames.iter().copied());
             let (written, is_whole) = write_parts(&mut self.ring, parts)?;
             self.ring.publish();
@@ -148,21 +152,12 @@ impl Outbox {
 
     /// Flushes; if the ring turns out to be broken, the last message was not accepted.
     fn flush_or_forget(&mut self) -> Result<(), Corrupt> {
-        self.flush().inspect_err(|_| {
-            self.level.remove(self.waiting.pop_back().map_or(0, |message| message.bytes()));
-        })
-    }
-
-    fn next_header(&mut self, kind: u8, lengths: impl ExactSizeIterator<Item = usize>) -> Vec<u8> {
-        let sequence = self.next_sequence;
-        self.next_sequence += 1;
-        message::header(kind, sequence, lengths)
+        self.flush().inspect_err(|_| self.waiting.pop_last())
     }
 
     fn keep(&mut self, message: Waiting) {
         self.num_without_room += 1;
-        self.level.add(message.bytes());
-        self.waiting.push_back(message);
+        self.waiting.push(message);
     }
 
     /// Writes as much of the backlog as there is room for. If some stays, the reader will ask for it
@@ -171,26 +166,23 @@ impl Outbox {
     /// # Errors
     /// [`Corrupt::Position`] if the ring is broken.
     pub fn flush(&mut self) -> Result<(), Corrupt> {
-        while let Some(mut message) = self.waiting.pop_front() {
+        while let Some(message) = self.waiting.first_mut() {
             if !message.is_begun() {
-                message.header =
-                    self.next_header(message.kind, message.frames.iter().map(Vec::len));
+                let lengths = message.frames.iter().map(Vec::len);
+                message.header = message::header(message.kind, self.next_sequence, lengths);
+                self.next_sequence += 1;
             }
             let parts = std::iter::once(&message.header).chain(&message.frames).map(Vec::as_slice);
             let unwritten = Unwritten { parts, skip: message.written };
-            let written = write_parts(&mut self.ring, unwritten);
-            if let Ok((written, is_whole)) = written {
-                if written > 0 {
-                    self.level.note_progress();
-                }
-                message.written += written;
-                if is_whole {
-                    self.level.remove(message.bytes());
-                    continue;
-                }
+            let (written, is_whole) = write_parts(&mut self.ring, unwritten)?;
+            message.written += written;
+            if written > 0 {
+                self.waiting.note_progress();
             }
-            self.waiting.push_front(message);
-            written?;
+            if is_whole {
+                self.waiting.pop_first();
+                continue;
+            }
             self.ring.publish();
             if !self.ring.wait_for_space()? {
                 return Ok(());
@@ -203,7 +195,7 @@ impl Outbox {
     /// All messages with lower tickets are in the ring, or were taken back.
     #[must_use]
     pub fn sent_before(&self) -> Ticket {
-        let waiting = self.waiting.front().map(|message| message.ticket);
+        let waiting = self.waiting.first().map(|message| message.ticket);
         self.first_forgotten.or(waiting).unwrap_or(self.next_ticket)
     }
 
@@ -223,13 +215,13 @@ impl Outbox {
     /// that it is 0 only if nothing waits.
     #[must_use]
     pub fn waiting_bytes(&self) -> usize {
-        self.level.bytes()
+        self.waiting.bytes()
     }
 
     /// For how long nothing of what waits has found room; `None` if nothing waits.
     #[must_use]
     pub fn without_room_for(&self) -> Option<Duration> {
-        self.level.idle_for()
+        self.waiting.idle_for()
     }
 
     /// Looks how much is in the ring; to be called after sending.
@@ -245,37 +237,23 @@ impl Outbox {
         Traffic {
             waiting_bytes: waiting_bytes as u64,
             high_water_bytes: self.high_water_bytes.max(waiting_bytes) as u64,
-            backlog_bytes: self.level.bytes() as u64,
+            backlog_bytes: self.waiting.bytes() as u64,
             num_without_room: self.num_without_room,
         }
     }
 
     /// Takes back messages of which nothing has been written yet, but for those that were sent
-    /// regardless: the newest first, until they have `max_bytes` or none is left. What stays is
-    /// what came before, so that the reader misses nothing in the middle.
+    /// regardless: see [`Backlog::take_back_newest`].
     pub fn take_back_newest(&mut self, max_bytes: usize) -> Vec<Message> {
-        let (mut taken, mut kept) = (Vec::new(), Vec::new());
-        let mut taken_bytes = 0;
-        while taken_bytes < max_bytes {
-            let Some(message) = self.waiting.pop_back() else { break };
-            if message.is_begun() || message.must_arrive {
-                kept.push(message);
-            } else {
-                taken_bytes += message.bytes();
-                taken.push(Message { kind: message.kind, frames: message.frames });
-            }
-        }
-        self.waiting.extend(kept.into_iter().rev());
-        self.level.remove(taken_bytes);
-        taken
+        let taken = self.waiting.take_back_newest(max_bytes).into_iter();
+        taken.map(|Waiting { kind, frames, .. }| Message { kind, frames }).collect()
     }
 
     /// Drops all that waits: nobody is left to read it.
     pub fn forget(&mut self) {
-        let first = self.waiting.front().map(|message| message.ticket);
+        let first = self.waiting.first().map(|message| message.ticket);
         self.first_forgotten = self.first_forgotten.or(first);
-        self.waiting = VecDeque::new();
-        self.level.clear();
+        self.waiting.clear();
     }
 
     /// Says that no message will follow. What still waits is dropped, and so is what is sent after

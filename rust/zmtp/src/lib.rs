@@ -10,7 +10,7 @@
 #![forbid(unsafe_code)]
 
 pub mod address;
-pub mod backlog;
 pub mod protocol;
 pub mod push;
 pub mod sockets;
+pub mod waiting;

@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
-use sparksched_backlog::Limits;
+use sparksched_backlog::{Backlog, Limits};
 
 use crate::address::Address;
-use crate::backlog::{Backlog, Waiting, headers};
 use crate::protocol::{self, GREETING, Reader, Said};
+use crate::waiting::{Waiting, headers};
 
 /// How long after a connection has failed the next one is tried.
 const RETRY_AFTER: Duration = Duration::from_millis(50);
@@ -83,7 +83,7 @@ pub(crate) enum Wish {
 #[derive(Debug)]
 struct State {
     peer: Peer,
-    backlog: Backlog,
+    backlog: Backlog<Waiting>,
     /// A message was refused, and [`Push::unblock`] has not been called since.
     is_blocked: bool,
     /// Reported as gone.
@@ -182,7 +182,8 @@ impl Push {
     /// the newest first, until they have `max_bytes` or none is left.
     #[must_use]
     pub fn take_back_newest(&self, max_bytes: usize) -> Vec<Vec<Vec<u8>>> {
-        self.lock().backlog.take_back_newest(max_bytes)
+        let taken = self.lock().backlog.take_back_newest(max_bytes);
+        taken.into_iter().map(|message| message.frames).collect()
     }
 
     /// Accepts messages again after one was refused.
@@ -279,14 +280,15 @@ impl Connection {
         Self { socket: Arc::new(socket), reader, commands, pause_until: None }
     }
 
-    fn go_on(&mut self, backlog: &mut Backlog) -> Result<(), Failure> {
+    fn go_on(&mut self, backlog: &mut Backlog<Waiting>) -> Result<(), Failure> {
         // The other's last words first: writing fails once it has gone, and doesn't say why.
         self.read()?;
         // In the midst of a message no command can follow.
-        if !backlog.is_begun() {
+        let is_begun = backlog.first().is_some_and(|first| first.written > 0);
+        if !is_begun {
             self.write_commands()?;
         }
-        if self.reader.is_ready() && (self.commands.is_empty() || backlog.is_begun()) {
+        if self.reader.is_ready() && (self.commands.is_empty() || is_begun) {
             self.write_backlog(backlog)?;
         }
         Ok(())
@@ -327,7 +329,7 @@ impl Connection {
         Ok(())
     }
 
-    fn write_backlog(&self, backlog: &mut Backlog) -> Result<(), Failure> {
+    fn write_backlog(&self, backlog: &mut Backlog<Waiting>) -> Result<(), Failure> {
         let mut total = 0;
         while total < MAX_WRITTEN_BYTES
             && let Some(message) = backlog.first_mut()
