@@ -18,6 +18,14 @@ MIXED_COLUMNS = (
     "long one's first token, s",
 )
 ORDINARY_COLUMNS = ("server, load", "requests/s", "first token p50, ms", "p99")
+TIMER_COLUMNS = (
+    "server",
+    "tokens/s of a stream meanwhile",
+    "between tokens p99, ms",
+    "short one's first token p50, ms",
+    "longest",
+    "long one's first token, s",
+)
 
 
 def mixed(results: Results) -> Iterator[list[str]]:
@@ -60,6 +68,18 @@ def ordinary(results: Results) -> Iterator[list[str]]:
                 f"{_server(row)}, {100 * row['part']:.0f} %",
                 text_of(dig(row, "requests_per_s")),
                 *(count_text(dig(row, "ttft_ms", at)) for at in ("p50", "p99")),
+            ]
+
+
+def timer(results: Results) -> Iterator[list[str]]:
+    """Yield the medians of each side's rounds, where the GPU is only a timer."""
+    for result in results.values():
+        for row in rows_of(result, "mixed_timer"):
+            yield [
+                str(row.get("side")),
+                text_of(dig(row, "stream_tokens_per_s")),
+                *(count_text(dig(row, f"{it}_ms")) for it in ("gap_p99", "short_p50", "short_max")),
+                text_of(dig(row, "long_s")),
             ]
 
 

@@ -278,6 +278,14 @@ def test_a_long_prompt_beside_streams_has_a_line_a_round() -> None:
     assert (measured, gained) == ("M, HTTP, 16 streams", "4.00 → 70.0 to 90.0")
 
 
+def test_a_long_prompt_on_a_timer_has_a_line_a_side() -> None:
+    row = {"side": "vLLM", "stream_tokens_per_s": 3.388, "long_s": 3.2429}
+    row |= {"gap_p99_ms": 433.9, "short_p50_ms": 1749.8, "short_max_ms": 2750.2}
+    ((name, *cells),) = rows("mixed_timer", {"run": {}, "mixed_timer": [row]})
+    assert name == "vLLM"
+    assert cells == ["3.39", "434", "1,750", "2,750", "3.24"]
+
+
 # ---- pictures ----
 
 
