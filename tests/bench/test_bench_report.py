@@ -271,8 +271,17 @@ def test_a_long_prompt_beside_streams_has_a_line_a_round() -> None:
 
     result = {"run": {}, "mixed": [side("vllm", 4.0), side("paced-180-0.5", 70.0, 90.0)]}
     stock, first, _ = rows("mixed", result)
-    assert stock[:2] == ["vLLM, 1", "4.00"]
-    paced = ["paced, 180 ms, share 0.5, 1", "70.0", "5.00", "120", "1,500", "5", "1,500", "13.5"]
+    assert stock[:2] == ["M, 16: vLLM, 1", "4.00"]
+    paced = [
+        "M, 16: paced, 180 ms, share 0.5, 1",
+        "70.0",
+        "5.00",
+        "120",
+        "1,500",
+        "5",
+        "1,500",
+        "13.5",
+    ]
     assert first == paced
     ((_, measured, _, gained),) = rows("gain", result)
     assert (measured, gained) == ("M, HTTP, 16 streams", "4.00 → 70.0 to 90.0")
