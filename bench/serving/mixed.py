@@ -382,6 +382,8 @@ class _Bench:
             for group in (streams, *shorts):
                 group.hang_up()
         (long_log,) = long.logs()
+        if any(_has_ended(log, long_log, options.stream_tokens) for log in streams.logs()):
+            sys.exit("error: streams ended before the long prompt was through: --stream-tokens")
         short_logs = [log for it in shorts for log in it.logs()]
         return _evaluate(streams.logs(), long_log, short_logs, options.long)
 
@@ -496,6 +498,11 @@ def _gaps_ms(log: StreamLog, start: float = 0.0, end: float = float("inf")) -> l
     times = [float(it) for it in log.times]
     pairs = itertools.pairwise(times)
     return [1e3 * (now - before) for before, now in pairs if start <= now <= end]
+
+
+def _has_ended(stream: StreamLog, long: StreamLog, num_tokens: int) -> bool:
+    """Whether a stream had all its tokens before the long prompt's first one."""
+    return bool(stream.num_tokens.sum() >= num_tokens and stream.times[-1] < long.times[0])
 
 
 def _evaluate(

@@ -54,6 +54,7 @@ def test_a_knob_that_is_left_out_is_noticed(left_out: str) -> None:
         run()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "name", ["async-full", "sync-hybrid", "async-preempting", "kv-cache-metrics"]
 )

@@ -14,6 +14,8 @@ from vllm.distributed.kv_events import AllBlocksCleared, EventPublisherFactory
 
 from .harness import ASYNC_SCHEDULING, Choice, DrivenEngine, new_request, running_engine
 
+pytestmark = pytest.mark.release
+
 
 @contextmanager
 def paced_engine(
