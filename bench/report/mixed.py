@@ -8,7 +8,7 @@ from bench.report.values import count_text, dig, joined, range_text, text_of
 Results = Mapping[str, Row]
 
 MIXED_COLUMNS = (
-    "server, round",
+    "model, streams: server, round",
     "tokens/s of a stream meanwhile",
     "between outputs p50, ms",
     "p99",
@@ -17,7 +17,15 @@ MIXED_COLUMNS = (
     "longest",
     "long one's first token, s",
 )
-ORDINARY_COLUMNS = ("server, load", "requests/s", "first token p50, ms", "p99")
+ORDINARY_COLUMNS = ("model: server, load", "requests/s", "first token p50, ms", "p99")
+TIMER_COLUMNS = (
+    "server",
+    "tokens/s of a stream meanwhile",
+    "between tokens p99, ms",
+    "short one's first token p50, ms",
+    "longest",
+    "long one's first token, s",
+)
 
 
 def mixed(results: Results) -> Iterator[list[str]]:
@@ -26,7 +34,7 @@ def mixed(results: Results) -> Iterator[list[str]]:
         for row in rows_of(result, "mixed"):
             for number, found in enumerate(rows_of(row, "rounds"), start=1):
                 yield [
-                    f"{_server(row)}, {number}",
+                    f"{row.get('model')}, {row.get('streams')}: {_server(row)}, {number}",
                     text_of(dig(found, "stream_tokens_per_s")),
                     *(text_of(dig(found, "gap_ms", at)) for at in ("p50", "p99", "max")),
                     *(count_text(dig(found, "short_ttft_ms", at)) for at in ("p50", "max")),
@@ -57,9 +65,21 @@ def ordinary(results: Results) -> Iterator[list[str]]:
     for result in results.values():
         for row in rows_of(result, "ordinary"):
             yield [
-                f"{_server(row)}, {100 * row['part']:.0f} %",
+                f"{row.get('model')}: {_server(row)}, {100 * row['part']:.0f} %",
                 text_of(dig(row, "requests_per_s")),
                 *(count_text(dig(row, "ttft_ms", at)) for at in ("p50", "p99")),
+            ]
+
+
+def timer(results: Results) -> Iterator[list[str]]:
+    """Yield the medians of each side's rounds, where the GPU is only a timer."""
+    for result in results.values():
+        for row in rows_of(result, "mixed_timer"):
+            yield [
+                str(row.get("side")),
+                text_of(dig(row, "stream_tokens_per_s")),
+                *(count_text(dig(row, f"{it}_ms")) for it in ("gap_p99", "short_p50", "short_max")),
+                text_of(dig(row, "long_s")),
             ]
 
 

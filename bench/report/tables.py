@@ -746,6 +746,12 @@ TABLES = (
     Table("mixed", "A long prompt beside streams", mixed.MIXED_COLUMNS, mixed.mixed),
     Table("ordinary", "An ordinary load", mixed.ORDINARY_COLUMNS, mixed.ordinary),
     Table(
+        "mixed_timer",
+        "A long prompt beside streams, with a GPU that is only a timer",
+        mixed.TIMER_COLUMNS,
+        mixed.timer,
+    ),
+    Table(
         "verified",
         "A verified step",
         ("running requests", "vLLM, µs", "verified", "longer by"),

@@ -12,11 +12,12 @@ with rounds of the same until nothing compiles any more; then rounds are measure
 
 With `--rates`, an ordinary load follows: requests of 1,024 tokens in and 128 out, as a Poisson
 process, at these parts of what vLLM sustains: of the requests that end in a second while 128 are
-always under way, once all is compiled. The first server of a model measures that, and the file
-keeps it. The same requests come at the same times to each server.
+always under way, once all is compiled. The server `vllm` measures that, so it comes first, and the
+file keeps it. The same requests come at the same times to each server.
 
-A run with the same `--json` leaves out what that file has. `--minutes` begins no server that would
-end later, as far as it is known from those before; the exit status is 3 then.
+A run with the same `--json` leaves out what that file has: each number of streams and each rate of
+a server is written when it is measured. `--minutes` begins nothing that would end later, as far as
+it is known from what came before; the exit status is 3 then.
 
 What paced prefill has decided in each step is in `pacing.jsonl` in the work directory; a summary is
 among the results.
@@ -28,6 +29,7 @@ among the results.
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -38,7 +40,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,11 +100,12 @@ def main() -> int:
     """Measure, print a table and write JSON."""
     options = _options()
     run = describe_run() | {"options": " ".join(sys.argv[1:])}
+    deadline = time.monotonic() + 60 * options.minutes
     try:
         results = _begin(options.json, run)
+        _check_order(options, results)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    deadline = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="mixed-") as temporary:
         work_dir = (options.work_dir or Path(temporary)).resolve()
         model = prepare(options.model, work_dir)
@@ -112,14 +115,34 @@ def main() -> int:
                 cells = _missing(options, model, side, results)
                 if not any(cells):
                     continue
-                if time.monotonic() + _longest_s(results) > deadline:
-                    progress.say("no time is left for this server: run it again to go on")
+                budget = _Budget(deadline, results["seconds"])
+                try:
+                    _measure(options, model, side, cells, results, work_dir, budget)
+                except _NoTimeError:
+                    progress.say("no time is left for it: run this again to go on")
                     return 3
-                start_s = time.monotonic()
-                _measure(options, model, side, cells, results, work_dir)
-                results["seconds"].append(time.monotonic() - start_s)
-                show(results, options.json)
     return 0
+
+
+class _NoTimeError(Exception):
+    """What comes next would end too late."""
+
+
+class _Budget:
+    """How much time there is, and what parts of a server's measurement have taken at most."""
+
+    def __init__(self, deadline: float, longest_s: dict[str, float]) -> None:
+        self._deadline = deadline
+        self._longest_s = longest_s
+
+    @contextlib.contextmanager
+    def part(self, name: str, then: str = "") -> Iterator[None]:
+        """Do something, if there is time for it, and for what comes `then`."""
+        start = time.monotonic()
+        if start + sum(self._longest_s.get(it, 0.0) for it in (name, then)) > self._deadline:
+            raise _NoTimeError
+        yield
+        self._longest_s[name] = max(self._longest_s.get(name, 0.0), time.monotonic() - start)
 
 
 Cells = tuple[list[int], list[float]]
@@ -128,13 +151,21 @@ Cells = tuple[list[int], list[float]]
 
 def _begin(path: Path | None, run: Row) -> Row:
     """Return the results so far: what the file has, if there is one."""
-    empty: Row = {"run": run, "mixed": [], "ordinary": [], "sustained": {}, "seconds": []}
+    empty: Row = {"run": run, "mixed": [], "ordinary": [], "sustained": {}, "seconds": {}}
     if path is None or not path.exists():
         return empty
     found = json.loads(path.read_text())
     if not isinstance(found, dict) or "mixed" not in found:
         raise ValueError(f"{path} holds results of something else")
+    for name in ("commit", "gpu", "vllm"):
+        if found["run"].get(name) != run[name]:
+            raise ValueError(f"{path} holds results of another {name}: {found['run'].get(name)}")
     return empty | found | {"run": run}
+
+
+def _check_order(options: argparse.Namespace, results: Row) -> None:
+    if options.rates and options.model not in results["sustained"] and options.sides[0] != "vllm":
+        raise ValueError("--rates are parts of what vLLM sustains: --sides must begin with vllm")
 
 
 def _missing(options: argparse.Namespace, model: Model, side: str, results: Row) -> Cells:
@@ -144,19 +175,15 @@ def _missing(options: argparse.Namespace, model: Model, side: str, results: Row)
         key |= {"model": model.name, "side": side}
         return any(key.items() <= row.items() for row in _scalars(results[table]))
 
-    streams = [it for it in options.streams if options.long and not has("mixed", streams=it)]
+    long = options.long
+    streams = [it for it in options.streams if long and not has("mixed", streams=it, long=long)]
     return streams, [part for part in options.rates if not has("ordinary", part=part)]
 
 
 def _scalars(rows: list[Row]) -> list[Row]:
     """Return what tells rows apart."""
-    names = ("model", "side", "streams", "part")
+    names = ("model", "side", "streams", "long", "part")
     return [{name: row[name] for name in names if name in row} for row in rows]
-
-
-def _longest_s(results: Row) -> float:
-    """Return how long a server has taken at most, in seconds."""
-    return max(results["seconds"], default=0.0)
 
 
 def _measure(
@@ -166,28 +193,38 @@ def _measure(
     cells: Cells,
     results: Row,
     work_dir: Path,
+    budget: _Budget,
 ) -> None:
-    """Start a server, and measure what is missing."""
+    """Start a server, and measure what is missing.
+
+    Raises:
+        _NoTimeError: if there is no time for all of it.
+
+    """
     directory = work_dir / side
     directory.mkdir(parents=True, exist_ok=True)
     start = _start(options, model, side, directory, results["run"]["gpu"] != NO_GPU)
     if start.has_gpu:
         wait_until_free(memory_of_gpus)
     row = {"model": model.name, "side": side}
+    log = _StepLog(directory / LOG_NAME)
     numbers, parts = cells
-    with serve(start, directory) as server:
-        bench = _Bench(server, options)
+    with contextlib.ExitStack() as stack:
+        with budget.part("start", then="mixed" if numbers else "ordinary"):
+            bench = _Bench(stack.enter_context(serve(start, directory)), options)
         for streams in numbers:
-            results["mixed"].append(row | {"streams": streams} | bench.mixed(streams))
+            with budget.part("mixed"):
+                found = bench.mixed(streams) | {"steps": log.take()}
+            results["mixed"].append(row | {"streams": streams, "long": options.long} | found)
             show(results, options.json)
         for part in parts:
             if model.name not in results["sustained"]:
-                results["sustained"][model.name] = bench.sustained_rate()
-            found = bench.ordinary(part * results["sustained"][model.name])
+                with budget.part("sustained", then="ordinary"):
+                    results["sustained"][model.name] = bench.sustained_rate()
+            with budget.part("ordinary"):
+                found = bench.ordinary(part, results["sustained"][model.name])
             results["ordinary"].append(row | {"part": part} | found)
             show(results, options.json)
-    if numbers and (steps := _steps(directory / LOG_NAME)):
-        results["mixed"][-1]["steps"] = steps
 
 
 def _options() -> argparse.Namespace:
@@ -211,7 +248,7 @@ def _options() -> argparse.Namespace:
         "--sustain", type=float, default=15.0, metavar="SECONDS", help="for what vLLM sustains"
     )
     parser.add_argument(
-        "--minutes", type=float, default=1e6, metavar="M", help="begin no server that ends later"
+        "--minutes", type=float, default=1e6, metavar="M", help="begin nothing that ends later"
     )
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs")
@@ -286,10 +323,12 @@ class _Bench:
     def mixed(self, streams: int) -> Row:
         """Return the medians of rounds, and the rounds."""
         for number in range(MOST_WARM_UPS):
-            if not _has_stalled(self._round(streams, "warm-up", number)):
+            if not _has_stalled(self._round(streams, "warm-up", streams, number)):
                 break
-        rounds = [self._round(streams, "round", number) for number in range(self._options.rounds)]
-        alone = [self._alone(number) for number in range(self._options.rounds)]
+        numbers = range(self._options.rounds)
+        # Prompts of their own for each number of streams: the prefix cache is on.
+        rounds = [self._round(streams, "round", streams, number) for number in numbers]
+        alone = [self._alone("alone", streams, number) for number in numbers]
         names = ("stream_tokens_per_s", "long_ttft_s", "tokens_per_s")
         found: Row = {name: statistics.median(it[name] for it in rounds) for name in names}
         for name in ("gap_ms", "short_ttft_ms"):
@@ -305,13 +344,11 @@ class _Bench:
     def _round(self, num_streams: int, *seed: Any) -> Row:
         return asyncio.run(self._mixed_round(num_streams, seed))
 
-    def _alone(self, number: int) -> float:
-        return asyncio.run(self._long_alone(number))
+    def _alone(self, *seed: Any) -> float:
+        return asyncio.run(self._long_alone(seed))
 
-    async def _long_alone(self, number: int) -> float:
-        (log,) = await self._all(
-            self._workload(1, self._options.long, LONG_OUTPUT_TOKENS, "alone", number)
-        )
+    async def _long_alone(self, seed: Sequence[Any]) -> float:
+        (log,) = await self._all(self._workload(1, self._options.long, LONG_OUTPUT_TOKENS, *seed))
         return _first_token_s(log)
 
     async def _mixed_round(self, num_streams: int, seed: Sequence[Any]) -> Row:
@@ -345,6 +382,8 @@ class _Bench:
             for group in (streams, *shorts):
                 group.hang_up()
         (long_log,) = long.logs()
+        if any(_has_ended(log, long_log, options.stream_tokens) for log in streams.logs()):
+            sys.exit("error: streams ended before the long prompt was through: --stream-tokens")
         short_logs = [log for it in shorts for log in it.logs()]
         return _evaluate(streams.logs(), long_log, short_logs, options.long)
 
@@ -377,10 +416,11 @@ class _Bench:
         middle = start + seconds / 2
         return sum(middle <= end < start + seconds for end in ends) / (seconds / 2)
 
-    def ordinary(self, rate: float) -> Row:
-        """Return how requests fare that come at random, so many a second."""
-        workload = self._workload(self._options.num_ordinary, *ORDINARY_TOKENS, "ordinary")
-        first = self._workload(workload.num_requests // 3, *ORDINARY_TOKENS, "ordinary warm-up")
+    def ordinary(self, part: float, sustained: float) -> Row:
+        """Return how requests fare that come at random, at a part of a rate a second."""
+        rate, seed = part * sustained, ("ordinary", part)
+        workload = self._workload(self._options.num_ordinary, *ORDINARY_TOKENS, *seed)
+        first = self._workload(workload.num_requests // 3, *ORDINARY_TOKENS, *seed, "warm-up")
         asyncio.run(self._poisson(first, rate))
         logs = asyncio.run(self._poisson(workload, rate))
         start = min(log.sent_at for log in logs)
@@ -460,6 +500,11 @@ def _gaps_ms(log: StreamLog, start: float = 0.0, end: float = float("inf")) -> l
     return [1e3 * (now - before) for before, now in pairs if start <= now <= end]
 
 
+def _has_ended(stream: StreamLog, long: StreamLog, num_tokens: int) -> bool:
+    """Whether a stream had all its tokens before the long prompt's first one."""
+    return bool(stream.num_tokens.sum() >= num_tokens and stream.times[-1] < long.times[0])
+
+
 def _evaluate(
     streams: list[StreamLog], long: StreamLog, shorts: list[StreamLog], long_tokens: int
 ) -> Row:
@@ -483,28 +528,38 @@ def _has_stalled(found: Row) -> bool:
     return bool(found["gap_ms"].get("max", 0.0) > STALL_MS)
 
 
-def _steps(log: Path) -> list[Row]:
-    """Return what steps took that paced prefill has made, by why they were and by size."""
-    if not log.exists():
-        return []
-    kinds = defaultdict(list)
-    # The last line may be cut off.
-    for line in log.read_text().splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        step = json.loads(line)
-        kinds[step["mode"], step["budget"]].append(step)
-    return [
-        {
-            "mode": mode,
-            "budget": budget,
-            "steps": len(steps),
-            "prompt_tokens": statistics.median(it["prompt_tokens"] for it in steps),
-            "ms": summary([it["ms"] for it in steps]),
-            "predicted_ms": statistics.median(it["predicted_ms"] for it in steps),
-        }
-        for (mode, budget), steps in sorted(kinds.items())
-    ]
+class _StepLog:
+    """What paced prefill has decided in each step; nothing from other servers."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def take(self) -> list[Row]:
+        """Return what steps took since the last call, by why they were and by size."""
+        kinds = defaultdict(list)
+        for step in self._new_steps():
+            kinds[step["mode"], step["budget"]].append(step)
+        return [
+            {
+                "mode": mode,
+                "budget": budget,
+                "steps": len(steps),
+                "prompt_tokens": statistics.median(it["prompt_tokens"] for it in steps),
+                "ms": summary([it["ms"] for it in steps]),
+                "predicted_ms": statistics.median(it["predicted_ms"] for it in steps),
+            }
+            for (mode, budget), steps in sorted(kinds.items())
+        ]
+
+    def _new_steps(self) -> Iterator[Row]:
+        if not self._path.exists():
+            return
+        text = self._path.read_bytes()[self._position :]
+        # The last line may be cut off.
+        whole = text[: text.rfind(b"\n") + 1]
+        self._position += len(whole)
+        yield from map(json.loads, whole.splitlines())
 
 
 if __name__ == "__main__":

@@ -81,6 +81,8 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
         if problem is None:
             return verifying_cls(cls, vllm_config)
         compat.refuse(problem)
+        if environment.pacing() is not None:
+            compat.warn("sparksched: long prompts are not paced: vLLM's own scheduler runs")
         return compat.stock_scheduler_cls(vllm_config)
 
 

@@ -271,11 +271,28 @@ def test_a_long_prompt_beside_streams_has_a_line_a_round() -> None:
 
     result = {"run": {}, "mixed": [side("vllm", 4.0), side("paced-180-0.5", 70.0, 90.0)]}
     stock, first, _ = rows("mixed", result)
-    assert stock[:2] == ["vLLM, 1", "4.00"]
-    paced = ["paced, 180 ms, share 0.5, 1", "70.0", "5.00", "120", "1,500", "5", "1,500", "13.5"]
+    assert stock[:2] == ["M, 16: vLLM, 1", "4.00"]
+    paced = [
+        "M, 16: paced, 180 ms, share 0.5, 1",
+        "70.0",
+        "5.00",
+        "120",
+        "1,500",
+        "5",
+        "1,500",
+        "13.5",
+    ]
     assert first == paced
     ((_, measured, _, gained),) = rows("gain", result)
     assert (measured, gained) == ("M, HTTP, 16 streams", "4.00 → 70.0 to 90.0")
+
+
+def test_a_long_prompt_on_a_timer_has_a_line_a_side() -> None:
+    row = {"side": "vLLM", "stream_tokens_per_s": 3.388, "long_s": 3.2429}
+    row |= {"gap_p99_ms": 433.9, "short_p50_ms": 1749.8, "short_max_ms": 2750.2}
+    ((name, *cells),) = rows("mixed_timer", {"run": {}, "mixed_timer": [row]})
+    assert name == "vLLM"
+    assert cells == ["3.39", "434", "1,750", "2,750", "3.24"]
 
 
 # ---- pictures ----

@@ -321,6 +321,10 @@ class LockstepEngine:
         elif not self._queue:
             return False
         self._process_aborts_during_step()
+        if not self._queue:
+            # Drafts that a runner has shortened stay placeholders, which vLLM's loop waits for.
+            error = IndexError("sampling is deferred until a step that is not on its way")
+            raise ReferenceFailedError("step_with_batch_queue()") from error
         self._update_from_output(self._queue.popleft())
         if deferred_step is not None:
             self._update_draft_token_ids_of(deferred_step)
@@ -362,6 +366,8 @@ class LockstepEngine:
         def decide(side: Side) -> SchedulerOutput:
             if not decided:
                 decided.append(candidate.schedule(knobs, self.broadcast))
+                # Now it is the other one's turn: what was prepared is used up.
+                self._features.before_call(1)
             chosen = candidate.scheduler.knobs
             return reference.schedule(chosen, self.broadcast) if side is reference else decided[0]
 

@@ -54,7 +54,10 @@ def test_a_knob_that_is_left_out_is_noticed(left_out: str) -> None:
         run()
 
 
-@pytest.mark.parametrize("name", ["async-full", "sync-hybrid", "async-preempting"])
+@pytest.mark.release
+@pytest.mark.parametrize(
+    "name", ["async-full", "sync-hybrid", "async-preempting", "kv-cache-metrics"]
+)
 def test_what_paces_prompts_is_verified(name: str) -> None:
     assert is_verifiable(name)
     built: list[Any] = []

@@ -65,6 +65,17 @@ def test_unsupported_configuration(
     )
 
 
+def test_long_prompts_are_not_paced_where_vllms_scheduler_runs(
+    model_directory: Path, warnings_of_sparksched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARKSCHED_MAX_STALL_MS", "100")
+    settings = {"async_scheduling": True} | UNSUPPORTED
+    with running_engine(Choice.PLUGIN, model_directory, **settings):
+        pass
+    _, warning = warnings_of_sparksched
+    assert warning == "sparksched: long prompts are not paced: vLLM's own scheduler runs"
+
+
 @NATIVE_CHOICE
 def test_unsupported_configuration_in_strict_mode(choice: Choice, model_directory: Path) -> None:
     with (

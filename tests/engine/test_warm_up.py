@@ -7,9 +7,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from recording.scenarios import replay
 from sparksched.engine import warm_up
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, EventPublisherFactory
 
 from .harness import ASYNC_SCHEDULING, Choice, DrivenEngine, new_request, running_engine
+
+pytestmark = pytest.mark.release
 
 
 @contextmanager
@@ -53,6 +58,30 @@ def test_each_size_runs_in_each_way(
         engine.add(new_request("later", [1] * 40, 5, ignore_eos=True))
         engine.run()
         assert len(engine.record.tokens["later"]) == 5
+
+
+def test_it_is_verified_and_recorded_and_told_as_any_steps(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARKSCHED_VERIFY", "stop")
+    monkeypatch.setenv("SPARKSCHED_RECORD", str(tmp_path / "trace"))
+    publisher = mock.Mock()
+    kv_events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    settings = {"async_scheduling": True, "kv_events_config": kv_events, "strict": True}
+    with (
+        mock.patch.object(EventPublisherFactory, "create", return_value=publisher),
+        mock.patch.object(warm_up.logger, "warning") as warning,
+        paced_engine(model_directory, monkeypatch, **settings) as engine,
+    ):
+        warm_up.run(engine.core)
+        engine.add(new_request("later", [1] * 40, 5, ignore_eos=True))
+        engine.run()
+        assert len(engine.record.tokens["later"]) == 5
+    warning.assert_not_called()
+    events = [it for call in publisher.publish.call_args_list for it in call.args[0].events]
+    cleared = [isinstance(it, AllBlocksCleared) for it in events]
+    assert 0 < cleared.index(True) < len(events) - 1, "what was stored is gone for who looks on"
+    assert replay(tmp_path / "trace", "vllm").mismatch is None
 
 
 def test_prompts_may_be_no_longer_than_the_model_allows(

@@ -16,10 +16,12 @@ from .engines import prepare_engine
 pytestmark = pytest.mark.timeout(600)
 
 SHM = {"SPARKSCHED_TRANSPORT": "shm"}
+PACED = SHM | {"SPARKSCHED_MAX_STALL_MS": "100"}
 ZMQ = {"SPARKSCHED_TRANSPORT": "zmq"}
 
 STARTING = [
     "SchedulerCore.__new__",
+    "SchedulerCore.pace",
     "SchedulerCore.set_none_hash",
     "NativeBlockHasher.__new__",
     "encode_like_scheduler",
@@ -33,7 +35,7 @@ STARTING = [
     "EngineSockets.__new__",
 ]
 
-WITH_ITS_FIRST_CLIENT = ["SchedulerCore.encode_outputs_for"]
+WITH_ITS_FIRST_CLIENT = ["SchedulerCore.encode_outputs_for", "SchedulerCore.warm_up_pacing"]
 
 STOPPING = [
     "EngineLinks.is_deserted",
@@ -42,6 +44,9 @@ STOPPING = [
     "EngineSockets.wait",
 ]
 
+IF_PACED = {"SchedulerCore.pace", "SchedulerCore.warm_up_pacing"}
+"""What an engine calls that paces prompts."""
+
 AT_THEIR_ENDS = {"EngineSockets.wait"}
 """What the engine is in the midst of when it is to panic."""
 
@@ -49,8 +54,10 @@ ENTRIES = {*STARTING, *WITH_ITS_FIRST_CLIENT, *STOPPING}
 """All that panics in these tests."""
 
 
-def transport_of(entry: str) -> dict[str, str]:
-    return ZMQ if entry.startswith("EngineSockets.") else SHM
+def environment_of(entry: str) -> dict[str, str]:
+    if entry.startswith("EngineSockets."):
+        return ZMQ
+    return PACED if entry in IF_PACED else SHM
 
 
 def test_the_engine_does_not_start(extension: Path, config: VllmConfig) -> None:
@@ -60,7 +67,7 @@ def test_the_engine_does_not_start(extension: Path, config: VllmConfig) -> None:
         prepare = functools.partial(prepare_engine, extension, entry)
         with (
             pytest.raises(AssertionError, match=f"(?s)an engine ended:.*state in {entry}: "),
-            running_engine(config, prepare=prepare, **transport_of(entry)),
+            running_engine(config, prepare=prepare, **environment_of(entry)),
         ):
             pass
 
@@ -79,7 +86,8 @@ def test_the_engine_stops_with_its_first_client(
                 await llm.check_health()
 
     prepare = functools.partial(prepare_engine, extension, entry)
-    with front_end(**SHM), running_engine(config, prepare=prepare, **SHM) as engine:
+    variables = environment_of(entry)
+    with front_end(**variables), running_engine(config, prepare=prepare, **variables) as engine:
         run_async(run(engine))
         assert engine.wait_for_exit() == 1
         assert f"impossible state in {entry}: " in engine.log
@@ -87,7 +95,7 @@ def test_the_engine_stops_with_its_first_client(
 
 @pytest.mark.parametrize("entry", STOPPING)
 def test_an_engine_that_was_left_stops(entry: str, extension: Path, config: VllmConfig) -> None:
-    at_end, transport = entry in AT_THEIR_ENDS, transport_of(entry)
+    at_end, transport = entry in AT_THEIR_ENDS, environment_of(entry)
 
     async def run(engine: Engine) -> None:
         async with running_llm(config, engine) as llm:

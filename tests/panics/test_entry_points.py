@@ -66,8 +66,6 @@ NOT_CALLED = {
     "QueueWatch.look": "in a thread that logs the error and ends: the engine goes on without it",
     "SchedulerCore.snapshot": "for tests and support: no process of vLLM's asks for it",
     "SchedulerCore.check_invariants": "for tests",
-    "SchedulerCore.pace": "where a scheduler is built: an engine that fails there has not begun",
-    "SchedulerCore.warm_up_pacing": "before the first request: it ends in a warning, as a failure",
     "SchedulerCore.set_pacing_time": "by a what-if of `replay` alone, in virtual time",
     "SchedulerCore.pacing": "for support: no process of vLLM's asks for it",
     "SchedulerCore.knobs": "by verification alone, beside `schedule`",

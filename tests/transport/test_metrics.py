@@ -148,6 +148,10 @@ def is_between_steps() -> bool:
 def test_what_paced_prefill_does_is_shown(config: VllmConfig) -> None:
     async def run(engine: Engine) -> None:
         async with running_llm(config, engine) as llm:
+            # It answers when it is warm: nobody has waited for that.
+            await llm.is_sleeping()
+            assert value("sparksched:schedule_seconds_count") > 20
+            assert value("sparksched:paced_longest_stall_seconds") == 0
             streams = (generate(llm, f"r{index}", 40) for index in range(3))
             await asyncio.gather(*streams, generate_after(llm, "late", 0.03))
             names = families()

@@ -160,6 +160,22 @@ def test_few_tokens_leave_time_for_the_python_front_end() -> None:
         assert front_end.most_tokens_per_s(config) is None
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "num_drafts", "level"),
+    [(64, 0, Level.OK), (65, 0, Level.WARNING), (16, 3, Level.OK), (17, 3, Level.WARNING)],
+)
+def test_graphs_are_to_hold_all_who_decode(
+    max_num_seqs: int, num_drafts: int, level: Level
+) -> None:
+    config = mock.Mock(num_speculative_tokens=num_drafts)
+    config.model_config.enforce_eager = False
+    config.compilation_config.cudagraph_mode.name = "FULL_AND_PIECEWISE"
+    config.compilation_config.cudagraph_capture_sizes = [1, 2, 64]
+    config.scheduler_config.max_num_seqs = max_num_seqs
+    with mock.patch.object(serving, "_is_on_a_processor", return_value=False):
+        assert serving._graphs(config).level == level
+
+
 def test_without_a_model_the_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     status, found = check(capsys)
     assert status == 0
@@ -231,6 +247,8 @@ def test_long_prompts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     level, text = said(paced, short, "--no-enable-chunked-prefill")
     assert level == "warning"
     assert "chunked-prefill" in text
+    level, text = said(paced, short, TOO_LONG_AN_INTERVAL)
+    assert (level, text[:35]) == ("warning", "not paced: a limit of 2^31 or more:")
 
 
 def test_another_scheduler_class(model: str, capsys: pytest.CaptureFixture[str]) -> None:

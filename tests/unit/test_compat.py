@@ -18,7 +18,14 @@ import msgspec
 import pydantic
 import pytest
 from sparksched import compat
-from sparksched.compat import Unsupported, configuration, known_shapes, releases, shapes
+from sparksched.compat import (
+    Unsupported,
+    configuration,
+    known_shapes,
+    pacing,
+    releases,
+    shapes,
+)
 from sparksched.compat import kv_cache as kv_cache_rules
 from sparksched.compat.settings import KNOWN_SETTINGS, unknown_setting
 from vllm.config import KVEventsConfig, LoRAConfig
@@ -436,6 +443,39 @@ def test_every_configuration_rule_is_tested() -> None:
     assert {rule.feature for rule in configuration.CONFIG_RULES} == {
         feature for feature, _ in REFUSED
     }
+
+
+UNPACED = [
+    ("a pooling model", {"model_config.runner_type": "pooling"}),
+    (
+        "data-parallel engines of a mixture of experts",
+        {"parallel_config.data_parallel_size": 2, "model_config.is_moe": True},
+    ),
+    ("pipeline parallelism", {"parallel_config.pipeline_parallel_size": 2}),
+    ("a KV connector", {"kv_transfer_config": object()}),
+    ("an encoder cache connector", {"ec_transfer_config": object()}),
+    ("--no-enable-chunked-prefill", {"scheduler_config.enable_chunked_prefill": False}),
+    (
+        "--long-prefill-token-threshold-adaptive",
+        {"scheduler_config.long_prefill_token_threshold_adaptive": True},
+    ),
+    ("--disable-chunked-mm-input", {"scheduler_config.disable_chunked_mm_input": True}),
+    ("--prefill-schedule-interval", {"scheduler_config.prefill_schedule_interval": 2}),
+]
+
+
+@pytest.mark.parametrize(("feature", "changes"), UNPACED, ids=[it for it, _ in UNPACED])
+def test_where_long_prompts_cannot_be_paced(
+    supported_config: object, feature: str, changes: dict[str, object]
+) -> None:
+    assert pacing.unpaceable(supported_config) is None
+    problem = pacing.unpaceable(all_changed(supported_config, changes))
+    assert problem is not None
+    assert problem.feature == feature
+
+
+def test_every_rule_of_pacing_is_tested() -> None:
+    assert {rule.feature for rule in pacing.RULES} == {feature for feature, _ in UNPACED}
 
 
 SECRET = "marked-password"

@@ -46,6 +46,7 @@ __all__ = [
     "unsupported_shapes",
     "unsupported_version",
     "unsupported_vllm",
+    "warn",
     "warn_or_raise",
 ]
 
@@ -121,6 +122,11 @@ def warn_or_raise(warning: str, error: str) -> None:
             f"{error} ({environment.STRICT}=1 makes this an error; "
             f"unset it or set it to 0 to run with vLLM's own choice and a warning)"
         )
+    warn(warning)
+
+
+def warn(warning: str) -> None:
+    """Log a WARNING."""
     from vllm.logger import init_logger
 
     # vLLM configures only the logger `vllm`: from any other name the line would not

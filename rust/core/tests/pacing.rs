@@ -94,6 +94,7 @@ impl Chance {
 #[derive(Clone, Debug, Default)]
 struct Life {
     arrived_at: f64,
+    priority: i128,
     prompt: Vec<i32>,
     tokens_at: Vec<f64>,
     done: bool,
@@ -108,9 +109,20 @@ impl Life {
 struct InFlight {
     number: Option<u64>,
     ends_at: f64,
-    /// Of each request: its place, its id, tokens, and whether it samples.
-    scheduled: Vec<(RequestIndex, usize, u32, bool)>,
+    scheduled: Vec<Scheduled>,
 }
+
+/// A request in a step.
+struct Scheduled {
+    index: RequestIndex,
+    id: usize,
+    num_tokens: u32,
+    num_drafts: u32,
+    num_sampled: usize,
+}
+
+/// Tokens that the model samples.
+const SAMPLED: [i32; 8] = [1; 8];
 
 /// A step with tokens.
 struct MadeStep {
@@ -142,6 +154,8 @@ struct World {
     /// How long the loop is held up by a launch; `None` if that takes no time.
     launch_s: Option<Device>,
     num_preempted: usize,
+    /// Times that somebody waited, and nobody got on.
+    num_wasted: usize,
     flaw: Option<Flaw>,
 }
 
@@ -198,6 +212,7 @@ impl World {
             is_async,
             launch_s: None,
             num_preempted: 0,
+            num_wasted: 0,
             flaw: None,
         }
     }
@@ -224,8 +239,8 @@ impl World {
             let life = self.lives.get_mut(&id).expect("who arrives has a life");
             let tokens = std::mem::take(&mut life.prompt);
             let stop = StopConditions { max_tokens, ..StopConditions::default() };
-            let arrival_time = at;
-            let request = NewRequest { stop, arrival_time, ..new_request(id, &tokens) };
+            let (arrival_time, priority) = (at, life.priority);
+            let request = NewRequest { stop, arrival_time, priority, ..new_request(id, &tokens) };
             let index = self.scheduler.add_request(request, self.now);
             self.ids.insert(index, id);
         }
@@ -264,9 +279,19 @@ impl World {
         if load.num_tokens > 0 {
             self.run_on_device(load);
         }
+        let is_idle = self.in_flight.iter().all(|it| it.scheduled.is_empty());
+        self.num_wasted += usize::from(is_idle && load.num_tokens == 0);
+        let chance = &mut self.chance;
         let scheduled = self.scheduler.step().scheduled().map(|it| {
+            let num_drafts = it.num_draft_tokens;
+            let num_accepted = match num_drafts {
+                0 => 0,
+                most => (chance.next() * f64::from(most + 1)) as usize,
+            };
             let samples = !self.scheduler.request(it.index).is_prefill_chunk();
-            (it.index, self.ids[&it.index], it.num_tokens, samples)
+            let num_sampled = if samples { 1 + num_accepted } else { 0 };
+            let (index, num_tokens) = (it.index, it.num_tokens);
+            Scheduled { index, id: self.ids[&index], num_tokens, num_drafts, num_sampled }
         });
         let scheduled = scheduled.collect();
         self.in_flight.push_back(InFlight { number, ends_at: self.free_at, scheduled });
@@ -319,13 +344,13 @@ impl World {
             let paced = pacing.note_result(number, self.now);
             self.paced.extend(paced);
         }
-        let outputs = step.scheduled.iter().map(|&(index, id, num_tokens, samples)| {
-            let is_there = self.ids.get(&index) == Some(&id);
+        let outputs = step.scheduled.iter().map(|it| {
+            let is_there = self.ids.get(&it.index) == Some(&it.id);
             ScheduledOutput {
-                index: is_there.then_some(index),
-                num_scheduled_tokens: num_tokens,
-                sampled_tokens: if samples { &[1] } else { &[] },
-                num_draft_tokens: 0,
+                index: is_there.then_some(it.index),
+                num_scheduled_tokens: it.num_tokens,
+                sampled_tokens: &SAMPLED[..it.num_sampled],
+                num_draft_tokens: it.num_drafts,
                 num_invalid_drafts: 0,
                 is_pooled: false,
                 is_void: false,
@@ -336,13 +361,25 @@ impl World {
         let answers = &mut Answers::default();
         let Ok(()) = self.scheduler.update_from_output(outputs.into_iter(), answers, &mut told);
         for output in told {
-            let (index, id, ..) = step.scheduled[output.position];
+            let Scheduled { index, id, .. } = step.scheduled[output.position];
             let life = self.lives.get_mut(&id).expect("who is told of lives");
             life.tokens_at.extend(std::iter::repeat_n(self.now, output.num_new_tokens));
             if output.news.is_some_and(|it| it.is_over) {
                 life.done = true;
                 self.ids.remove(&index);
             }
+        }
+        self.propose(&step.scheduled);
+    }
+
+    /// With asynchronous scheduling the drafter's tokens stay on the device.
+    fn propose(&mut self, scheduled: &[Scheduled]) {
+        let num_drafts = self.scheduler.config().speculation.num_spec_tokens as usize;
+        if num_drafts == 0 || self.is_async {
+            return;
+        }
+        for it in scheduled.iter().filter(|it| self.ids.get(&it.index) == Some(&it.id)) {
+            self.scheduler.set_drafts(it.index, &SAMPLED[..num_drafts]);
         }
     }
 
@@ -435,18 +472,21 @@ fn share_is_kept(world: &World, share: f64, from: f64, to: f64) -> Result<(), St
     Ok(())
 }
 
-/// Whether 99 of 100 steps with prompts were within the bound, those aside that something else has
-/// held up.
-fn bound_is_kept(world: &World, max_stall_s: f64, from: f64) -> Result<(), String> {
-    let times = world.paced.iter().filter(|step| {
-        let made = &world.steps[step.number as usize];
-        let is_contended = step.has_prompts() && step.load.num_decode_tokens > 0;
+/// Steps with prompts while others generated, those aside that something else has held up.
+fn contended(world: &World) -> impl Iterator<Item = &PacedStep> {
+    world.paced.iter().filter(|step| {
         // What holds up the step before is seen as this one's.
         let number = step.number as usize;
         let is_faulty =
             world.steps[number.saturating_sub(1)..=number].iter().any(|it| it.is_faulty);
-        made.starts_at > from && is_contended && !is_faulty
-    });
+        step.has_prompts() && step.load.num_decode_tokens > 0 && !is_faulty
+    })
+}
+
+/// Whether 99 of 100 steps with prompts were within the bound, those aside that something else has
+/// held up.
+fn bound_is_kept(world: &World, max_stall_s: f64, from: f64) -> Result<(), String> {
+    let times = contended(world).filter(|it| world.steps[it.number as usize].starts_at > from);
     let mut times: Vec<f64> = times.map(|it| it.time_s).collect();
     assert!(times.len() > 4, "{} steps say little", times.len());
     // What a sleep or a look at the clock takes is no part of it.
@@ -544,7 +584,7 @@ fn the_tests_notice_a_share_that_is_not_repaid_and_a_chunk_without_bound() {
 }
 
 /// Requests of all lengths come and go, in a cache that may be too small for them.
-fn random_lives(seed: u64) -> World {
+fn random_lives(seed: u64) -> (World, PacingSettings) {
     let mut chance = Chance(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
     let mut pick = |below: u64| (chance.next() * below as f64) as u64;
     let (_, device, _, max_stall_s) = DEVICES[pick(4) as usize];
@@ -561,7 +601,8 @@ fn random_lives(seed: u64) -> World {
         },
         ..serving()
     };
-    let mut world = World::new(config, device, paced(max_stall_s, 0.2 + 0.1 * pick(7) as f64));
+    let settings = PacingSettings { max_stall_s, prefill_share: 0.2 + 0.1 * pick(7) as f64 };
+    let mut world = World::new(config, device, Some(settings));
     world.faults = USUAL;
     let mut at = 0.0;
     for _ in 0..40 {
@@ -570,10 +611,11 @@ fn random_lives(seed: u64) -> World {
             0 => 2_000 + pick(28_000),
             _ => 10 + pick(1_500),
         };
-        world.arrive(at, num_prompt_tokens as usize, 1 + pick(200));
+        let id = world.arrive(at, num_prompt_tokens as usize, 1 + pick(200));
+        world.lives.get_mut(&id).expect("it has just come").priority = pick(3).into();
     }
     world.run_until(at + 600.0);
-    world
+    (world, settings)
 }
 
 fn num_starving(world: &World) -> usize {
@@ -582,14 +624,23 @@ fn num_starving(world: &World) -> usize {
 
 #[test]
 fn everybody_gets_on_whatever_comes() {
-    let mut num_preempted = 0;
+    let (mut num_preempted, mut num_steps, mut num_too_long) = (0, 0, 0);
     for seed in 0..60 {
-        let world = random_lives(seed);
+        let (world, settings) = random_lives(seed);
         assert_eq!(num_starving(&world), 0, "seed {seed}");
+        assert_eq!(world.num_wasted, 0, "seed {seed}");
+        // Where prompts come faster than they are computed, share and bound give way.
+        let bound = contended(&world).filter(|it| it.share < settings.prefill_share + 1e-9);
+        for step in bound {
+            num_steps += 1;
+            num_too_long += usize::from(step.time_s > 1.05 * settings.max_stall_s);
+        }
         num_preempted += world.num_preempted;
         world.scheduler.check_invariants();
     }
     assert!(num_preempted > 20, "{num_preempted} preemptions say little");
+    assert!(num_steps > 5_000, "{num_steps} steps say little");
+    assert!(100 * num_too_long <= num_steps, "{num_too_long} of {num_steps} took too long");
 }
 
 #[test]

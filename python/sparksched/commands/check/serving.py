@@ -204,7 +204,7 @@ _LONG_PROMPT_TOKENS = 32_768
 def _pacing(config: "VllmConfig") -> Finding:
     topic = "long prompts"
     settings = environment.pacing()
-    in_the_way = unpaceable(config)
+    in_the_way = compat.unsupported_before_loading(config) or unpaceable(config)
     way = "" if in_the_way is None else f"{in_the_way.feature}: {in_the_way.reason}"
     if settings is not None:
         if in_the_way is not None:

@@ -333,7 +333,7 @@ impl Pacing {
             return self.chunk(Mode::Chunk, best, room);
         }
         let may_join = |it: &Prompt| it.num_missing <= room && self.can_join(it);
-        if self.is_at_most_one_ahead(best) && self.demand.prompts.iter().any(may_join) {
+        if self.is_at_most_one_ahead(best, limit_s) && self.demand.prompts.iter().any(may_join) {
             let joining = self.chunk(Mode::Join, best, room);
             if !self.is_admission_blocked || !joining.admits {
                 return joining;
@@ -342,10 +342,12 @@ impl Pacing {
         self.decodes_alone()
     }
 
-    /// Whether no more is owed than one chunk makes: somebody short may bring the next one forward.
-    fn is_at_most_one_ahead(&self, best: usize) -> bool {
+    /// Whether no more is owed than one chunk within the bound makes: somebody short may bring the
+    /// next one forward.
+    fn is_at_most_one_ahead(&self, best: usize, limit_s: f64) -> bool {
         let share = self.share();
-        self.owed_s <= 1.1 * self.predict(best) * (1.0 - share) / share
+        let chunk_s = self.predict(best).min(limit_s);
+        self.owed_s <= 1.1 * chunk_s * (1.0 - share) / share
     }
 
     fn can_join(&self, prompt: &Prompt) -> bool {

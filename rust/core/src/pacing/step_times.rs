@@ -131,8 +131,9 @@ pub(super) struct PromptTimes {
     attention_times: f64,
 }
 
-/// How soon a size that was too slow is tried again, in steps with prompts, and how late at most.
-const RETRY_AFTER: std::ops::RangeInclusive<u64> = 32..=2048;
+/// How soon a size that was too slow is tried again, in steps with prompts, and how late at most:
+/// one of a hundred may take too long.
+const RETRY_AFTER: std::ops::RangeInclusive<u64> = 128..=2048;
 
 /// A step takes at least this part of what its size took lately, whatever it attends to.
 const LEAST_PART: f64 = 0.7;

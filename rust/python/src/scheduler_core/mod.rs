@@ -214,6 +214,7 @@ impl SchedulerCore {
     fn warm_up_pacing(&mut self, goes_on: bool) -> PyResult<()> {
         if let Some(pacer) = &mut self.pacer {
             pacer.warm_up(goes_on, &self.scheduler);
+            self.timer.note_pacing(&pacer.report());
         }
         Ok(())
     }
