@@ -64,7 +64,7 @@ _MIN_STUCK_AFTER_S = 0.1
 _MAX_STUCK_AFTER_S = 3600.0
 
 _MIN_QUEUE_TIMEOUT_S = 0.1
-_MAX_QUEUE_TIMEOUT_S = 86_400.0
+MAX_QUEUE_TIMEOUT_S = 86_400.0
 
 DEFAULT_MAX_STALL_MS = 200.0
 MAX_STALL_BOUNDS_MS = (1.0, 60_000.0)
@@ -151,8 +151,8 @@ def queue_timeout_s() -> float | None:
     """Seconds that a request may wait to be scheduled for the first time; None for ever."""
     if not os.environ.get(QUEUE_TIMEOUT_S):
         return None
-    bounds = (_MIN_QUEUE_TIMEOUT_S, _MAX_QUEUE_TIMEOUT_S)
-    return _number(QUEUE_TIMEOUT_S, "a number of seconds", _MAX_QUEUE_TIMEOUT_S, bounds)
+    bounds = (_MIN_QUEUE_TIMEOUT_S, MAX_QUEUE_TIMEOUT_S)
+    return _number(QUEUE_TIMEOUT_S, "a number of seconds", MAX_QUEUE_TIMEOUT_S, bounds)
 
 
 def pacing() -> Pacing | None:

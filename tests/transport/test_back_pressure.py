@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from engine.harness import new_request
-from sparksched.api_server.channel import EngineBusyError
+from sparksched.api_server.errors import EngineBusyError
 from sparksched.engine import core_proc as engine_side
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreRequestType, FinishReason

@@ -8,7 +8,7 @@ import pytest
 from engine.harness import new_request
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from sparksched.api_server.queue_timeout import QueueTimeoutError
+from sparksched.api_server.errors import EngineBusyError, QueueTimeoutError, TryAgainError
 from sparksched.commands import local_engines
 from sparksched.commands.top.page import Page, parse
 from sparksched.shared import queue_timeout
@@ -19,7 +19,7 @@ from .clients import ENDLESS, connected, front_end, prompt_of, run_async, runnin
 from .conftest import make_config
 from .engines import Engine, running_engine
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.release, pytest.mark.timeout(180)]
 
 OWN = {queue_timeout.ARGUMENT: 0.3}
 
@@ -116,7 +116,16 @@ def test_the_operators_limit_is_verified(model_directory: Path) -> None:
         assert "the schedulers differ" not in engine.log
 
 
-def test_the_answer_over_http() -> None:
+@pytest.mark.parametrize(
+    ("error", "retry_after", "text"),
+    [
+        (QueueTimeoutError(2.4), "3", "The request has waited for 2.4 s in the engine's queue"),
+        (QueueTimeoutError(0.2), "1", "The request has waited for 0.2 s in the engine's queue"),
+        (QueueTimeoutError(None), "60", "The request has waited in the engine's queue"),
+        (EngineBusyError(600.0), "60", "The engine takes no more messages: it has made no room"),
+    ],
+)
+def test_the_answer_over_http(error: TryAgainError, retry_after: str, text: str) -> None:
     """VLLM's handlers of errors have its class, and the header that only FastAPI's sets."""
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
@@ -125,9 +134,9 @@ def test_the_answer_over_http() -> None:
 
     @app.get("/")
     async def give_up() -> None:
-        raise QueueTimeoutError(2.4)
+        raise error
 
     answer = TestClient(app).get("/")
     assert answer.status_code == 503
-    assert answer.headers["Retry-After"] == "3"
-    assert answer.json()["detail"].startswith("The request has waited for 2.4 s")
+    assert answer.headers["Retry-After"] == retry_after
+    assert answer.json()["detail"].startswith(text)

@@ -30,6 +30,7 @@ from testkit import vllm_rs
 from testkit.tiny_gpt_oss import write_model
 
 from .clients import ENDLESS
+from .conftest import make_config
 from .engines import running_engine, send_signal, wait_until
 from .holdings import anonymous_bytes
 from .test_push_sockets import Waiting, until
@@ -249,3 +250,34 @@ def test_one_that_is_stopped_costs_the_engine_little(
         assert answer.is_success, answer.text
         assert len(answer.json()["choices"][0]["token_ids"]) == NUM_TOKENS
         assert not engine.log_lines("ERROR")
+
+
+@pytest.mark.release
+def test_a_request_that_waits_too_long(model: Path, model_directory: Path, tmp_path: Path) -> None:
+    """Its client is told why, and whoever sets a limit that is none: by vLLM 0.33.0, not before."""
+    config = make_config(model_directory, max_num_seqs=1)
+    is_told = "error" in EngineCoreOutput.__struct_fields__
+    with (
+        running_engine(config, **vllm_rs.variables()) as engine,
+        ThreadPoolExecutor(1) as clients,
+        ExitStack() as stack,
+    ):
+        front_end = FrontEnd(
+            model, engine.directory / "input-0", engine.directory / "output-0", stack
+        )
+        front_end.wait_until_it_serves()
+        begun = threading.Barrier(2)
+        running = clients.submit(stream_to_its_end, front_end, begun)
+        begun.wait(60)
+        for limit, status, text in (
+            (0.2, 503, "The request has waited for"),
+            (0, 400, "queue_timeout_s=0 in vllm_xargs is not a number of seconds"),
+            ("x", 400, "queue_timeout_s='x' in vllm_xargs is not a number of seconds"),
+        ):
+            answer = front_end.complete([2], vllm_xargs={"queue_timeout_s": limit})
+            assert answer.status_code == (status if is_told else 500), answer.text
+            message = answer.json()["error"]["message"]
+            assert message.startswith(text if is_told else "Internal server error")
+        assert front_end.process.poll() is None
+        front_end.process.kill()
+        running.exception(60)

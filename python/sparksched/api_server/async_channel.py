@@ -19,7 +19,8 @@ from vllm.v1.engine import (
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from sparksched import _core, environment
-from sparksched.api_server.channel import MAX_MESSAGES, Channel, EngineBusyError
+from sparksched.api_server.channel import MAX_MESSAGES, Channel
+from sparksched.api_server.errors import EngineBusyError
 from sparksched.api_server.garbage import FEW_BYTES, LaterCollections
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ class AsyncChannel(Channel):
 
 
 def _no_room() -> EngineBusyError:
-    return EngineBusyError(f"it has made no room for {environment.stuck_after_s():g} s")
+    return EngineBusyError(environment.stuck_after_s())
 
 
 def _num_bytes(events: Sequence[object]) -> int:

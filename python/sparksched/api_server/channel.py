@@ -3,10 +3,8 @@
 import threading
 import weakref
 from collections.abc import Sequence
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -22,16 +20,6 @@ logger = init_logger("vllm.sparksched.transport")
 
 MAX_MESSAGES: Final = 64
 """Messages that are taken from a ring before other work gets its turn."""
-
-
-class EngineBusyError(GracefulHTTPError):  # type: ignore[misc]
-    """The ring to the engine stays full: HTTP 503."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"The engine takes no more messages: {reason}. Please try again later.",
-            HTTPStatus.SERVICE_UNAVAILABLE,
-        )
 
 
 class Channel:

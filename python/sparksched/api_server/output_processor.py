@@ -21,6 +21,7 @@ not the known one, or somebody else has replaced one of these functions, everyth
 
 import functools
 import inspect
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -37,10 +38,10 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 from sparksched import compat
-from sparksched.api_server import queue_timeout
 from sparksched.api_server import request_collector as collector
+from sparksched.api_server.errors import QueueTimeoutError
 from sparksched.compat import patching
-from sparksched.shared.queue_timeout import STOP_REASON as QUEUE_TIMEOUT
+from sparksched.shared.queue_timeout import CODE as QUEUE_TIMEOUT
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import (
@@ -127,7 +128,7 @@ def _looping_over_plain_outputs(  # noqa: PLR0915
                 or not (state.sparksched_is_plain or _becomes_plain(state, put))
             ):
                 if output.stop_reason == QUEUE_TIMEOUT and state.queue is not None:
-                    reqs_to_abort += queue_timeout.fail(self, state, iteration_stats)
+                    reqs_to_abort += _give_up(self, state, iteration_stats)
                     continue
                 processed = original(
                     self, [output], engine_core_timestamp, iteration_stats, weight_version
@@ -289,6 +290,29 @@ def _finish_at_stop_string(
     if processor.tracing_enabled:
         processor.do_tracing(output, state, iteration_stats)
     return request_output
+
+
+def _give_up(
+    processor: "OutputProcessor",
+    state: "RequestState",
+    iteration_stats: IterationStats | None,
+) -> list[str]:
+    """Fail the stream of a request that waited too long; return the ids that are to be aborted.
+
+    Of a request with `n` outputs all are failed: an HTTP answer is of all of them.
+    """
+    # Without statistics vLLM doesn't keep when it came.
+    waited_s = None if state.stats is None else time.time() - state.stats.arrival_time
+    processor._update_stats_from_finished(state, FinishReason.ERROR, iteration_stats)
+    aborted: list[str] = []
+    if state.parent_req is None:
+        processor._finish_request(state)
+    else:
+        aborted = processor.abort_requests([state.parent_req.request_id], internal=True)
+        aborted.remove(state.request_id)
+    # Last: it takes the place of whatever waits there.
+    state.queue.put(QueueTimeoutError(waited_s))
+    return aborted
 
 
 # ----------------------------------------------------------------------------------------

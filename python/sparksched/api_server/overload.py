@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMServerError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from sparksched.api_server.channel import EngineBusyError
+from sparksched.api_server.errors import EngineBusyError
 from sparksched.compat import patching
 from sparksched.shared import queue_timeout
 

@@ -99,12 +99,23 @@ def _outputs_by_client(expired: list[Request]) -> dict[int, EngineCoreOutputs]:
             request.request_id,
             [],
             finish_reason=FinishReason.ERROR,
-            stop_reason=queue_timeout.STOP_REASON,
+            stop_reason=queue_timeout.CODE,
             trace_headers=request.trace_headers,
+            **_error_of(request),
         )
         outputs.outputs.append(output)
         outputs.finished_requests = (outputs.finished_requests or set()) | {request.request_id}
     return by_client
+
+
+def _error_of(request: Request) -> dict[str, Any]:
+    """Return the field of an output that says why, where vLLM has it: front ends pass it on."""
+    if "error" not in EngineCoreOutput.__struct_fields__:
+        return {}
+    from vllm.outputs import RequestError
+
+    text = queue_timeout.message(time.time() - request.arrival_time)
+    return {"error": RequestError(queue_timeout.CODE, text, retryable=True)}
 
 
 # ----------------------------------------------------------------------------------------
