@@ -4,6 +4,7 @@ import logging
 import os
 from pathlib import Path
 from types import FunctionType
+from unittest import mock
 
 import pytest
 import torch
@@ -170,6 +171,21 @@ def test_a_salt_that_is_too_long_fails_alone(length: int, model_directory: Path)
         engine.add(new_request("after", [3] * 20, ignore_eos=True))
         engine.run()
     assert engine.record.finish_reasons == {"after": FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize(
+    ("variables", "own"), [({"SPARKSCHED_QUEUE_TIMEOUT_S": "30"}, None), ({}, 30)]
+)
+def test_a_limited_time_in_the_queue_is_refused(
+    variables: dict[str, str], own: float | None, model_directory: Path
+) -> None:
+    """Nobody would end the request of an engine in the caller's own process."""
+    with (
+        mock.patch.dict(os.environ, variables),
+        running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine,
+        pytest.raises(ValueError, match="request limited may wait for 30 s only"),
+    ):
+        engine.add(new_request("limited", [2] * 20, extra_args={"queue_timeout_s": own}))
 
 
 def test_a_fallback_beside_a_native_engine_refuses_nothing(model_directory: Path) -> None:

@@ -296,6 +296,7 @@ def test_vllm_goes_on(
     (message,) = differences_in(messages)
     assert PLANTS[plant][2] in message
     assert message.endswith("going on with vLLM's own scheduler.")
+    assert any("nobody looks any more whether the queue moves" in it for it in messages)
 
 
 class BrokenCore:

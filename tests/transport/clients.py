@@ -210,13 +210,17 @@ async def connected(
 
 @asynccontextmanager
 async def running_llm(
-    config: VllmConfig, engine: Served | None, index: int = 0, count: int = 1
+    config: VllmConfig,
+    engine: Served | None,
+    index: int = 0,
+    count: int = 1,
+    log_stats: bool = True,
 ) -> AsyncIterator[AsyncLLM]:
     """Run vLLM's front end in this process, as a client of engines or one that starts its own."""
     llm = AsyncLLM(
         vllm_config=copy.deepcopy(config),
         executor_class=PacedExecutor,
-        log_stats=True,
+        log_stats=log_stats,
         log_requests=False,
         client_addresses=engine and engine.addresses(index),
         client_count=count,

@@ -17,6 +17,7 @@ from engine.harness import restored_vllm
 from sparksched import _core, cli
 from sparksched.commands.check import backends, front_end, machine, serving
 from sparksched.commands.check.finding import Level
+from sparksched.compat import releases
 from vllm.platforms.cpu import CpuPlatform
 
 from testkit import vllm_rs
@@ -278,6 +279,7 @@ def test_arguments_that_vllm_does_not_know(model: str, capsys: pytest.CaptureFix
         ("SPARKSCHED_VERIFY", "yes"),
         ("SPARKSCHED_RING_MIB", "0"),
         ("SPARKSCHED_STUCK_AFTER_S", "soon"),
+        ("SPARKSCHED_QUEUE_TIMEOUT_S", "0"),
         ("SPARKSCHED_MAX_STALL_MS", "0"),
         ("SPARKSCHED_PREFILL_SHARE", "60"),
         ("SPARKSCHED_PACING_LOG", "/no/such/folder/log"),
@@ -301,6 +303,21 @@ def test_a_wrong_variable_is_named_with_a_model_too(
         assert status == 1
         assert "SPARKSCHED_TRANSPORT='tcp'" in found["environment"]["text"]
         assert "scheduler" not in found
+
+
+def test_what_a_limit_of_the_queue_answers(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM's own front ends pass on why a request has failed since 0.33.0."""
+    _, found = check(capsys, model)
+    assert found["queue"]["text"].startswith("a request waits as long as it takes")
+    monkeypatch.setenv("SPARKSCHED_QUEUE_TIMEOUT_S", "30")
+    _, found = check(capsys, model)
+    assert found["queue"]["text"] == "a request that is not scheduled within 30 s ends with HTTP 503"
+    monkeypatch.setenv("SPARKSCHED_FRONT_END", "vllm")
+    _, found = check(capsys, model)
+    level = "ok" if releases.is_since("0.33.0") else "warning"
+    assert found["queue"]["level"] == level
 
 
 def test_no_variable(capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,6 +186,7 @@ NO_OPTION = (
     "',tokens' and ',bytes=N'"
 )
 NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
+NO_WAIT = "is not a number of seconds from 0.1 to 86400"
 
 
 @pytest.mark.parametrize(
@@ -211,6 +212,10 @@ NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
         ("SPARKSCHED_STUCK_AFTER_S", "nan", NO_SECONDS),
         ("SPARKSCHED_STUCK_AFTER_S", "inf", NO_SECONDS),
         ("SPARKSCHED_STUCK_AFTER_S", "10s", NO_SECONDS),
+        ("SPARKSCHED_QUEUE_TIMEOUT_S", "0", NO_WAIT),
+        ("SPARKSCHED_QUEUE_TIMEOUT_S", "86401", NO_WAIT),
+        ("SPARKSCHED_QUEUE_TIMEOUT_S", "nan", NO_WAIT),
+        ("SPARKSCHED_QUEUE_TIMEOUT_S", "30s", NO_WAIT),
         (
             "SPARKSCHED_RECORD",
             "/no/such/place/trace",

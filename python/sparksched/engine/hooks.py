@@ -23,6 +23,7 @@ from sparksched._core import NativeBlockHasher, read_prompt
 from sparksched.compat import patching, seams
 from sparksched.engine.context import context_of
 from sparksched.engine.extra_keys import extra_keys_writer
+from sparksched.engine.request_errors import refuse_limited_time
 from sparksched.engine.scheduler import NativeScheduler
 
 BlockHasher = Callable[[Request], list[bytes]]
@@ -105,6 +106,8 @@ def _refusing_unsupported_requests(original: patching.Function) -> patching.Func
         if scheduler is None:
             return original(self, request)
         scheduler.refuse_unsupported_inputs(request)
+        if not hasattr(self, "input_queue"):  # no process, and no loop, of its own
+            refuse_limited_time(request, scheduler.time_to_wait_s(request))
         preprocessed = original(self, request)
         read_prompt(preprocessed[0], extra_keys=scheduler.extra_keys)
         return preprocessed

@@ -84,7 +84,7 @@ class QueueWatch:
             return
         ids = [request.request_id for request in expired]
         self._engine.scheduler.finish_requests(ids, RequestStatus.FINISHED_ERROR)
-        logger.info("sparksched: %d requests have waited in the queue for too long", len(ids))
+        logger.info("sparksched: requests that waited too long in the queue: %d", len(ids))
         if self._meters is not None:
             self._meters.count_queue_timeouts(len(ids))
         for client, outputs in _outputs_by_client(expired).items():
@@ -110,7 +110,7 @@ def _outputs_by_client(expired: list[Request]) -> dict[int, EngineCoreOutputs]:
 
 def _error_of(request: Request) -> dict[str, Any]:
     """Return the field of an output that says why, where vLLM has it: front ends pass it on."""
-    if "error" not in EngineCoreOutput.__struct_fields__:
+    if not queue_timeout.outputs_say_why():
         return {}
     from vllm.outputs import RequestError
 

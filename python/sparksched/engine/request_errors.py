@@ -7,9 +7,27 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
+from sparksched.environment import QUEUE_TIMEOUT_S
+from sparksched.shared import queue_timeout
+
 
 class UnsupportedRequestError(VLLMValidationError, ValueError):  # type: ignore[misc]
     """A request that the Rust core can't serve."""
+
+
+def refuse_limited_time(request: Any, limit_s: float | None) -> None:
+    """Check that a request may wait as long as it takes: nobody would end it.
+
+    Raises:
+        UnsupportedRequestError: if its time in the queue is limited.
+
+    """
+    if limit_s is not None:
+        raise UnsupportedRequestError(
+            f"request {request.request_id} may wait for {limit_s:g} s only, and an engine in the "
+            f"caller's own process gives up none: set VLLM_ENABLE_V1_MULTIPROCESSING=1, or neither "
+            f"{QUEUE_TIMEOUT_S} nor {queue_timeout.ARGUMENT}"
+        )
 
 
 def refuse_unsupported_inputs(

@@ -310,21 +310,26 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         session = self.requests.get(request.request_id)
         if session is None or session.streaming_queue is None:
             sessions.open_session(request)
-            self._core.add_request(request, time.monotonic(), self._time_to_wait_s(request))
+            self._core.add_request(request, time.monotonic(), self.time_to_wait_s(request))
             if self.connector is not None:
                 self.connector.on_new_request(request)
         else:
             self._continue_session(session, StreamingUpdate.from_request(request))
 
-    def _time_to_wait_s(self, request: Request) -> float | None:
-        """Return for how long a request may wait to be scheduled; None for ever."""
+    def time_to_wait_s(self, request: Any) -> float | None:
+        """Return for how long a request, or its message, may wait to be scheduled; None for ever.
+
+        Raises:
+            QueueTimeoutArgumentError: if it says itself for how long, but not in seconds.
+
+        """
         limits = (self._queue_timeout_s, queue_timeout.own_limit_s(request.sampling_params))
         return min((limit for limit in limits if limit is not None), default=None)
 
     def take_expired(self) -> list[Request]:
         """Return requests that have never been scheduled, and whose time for that is up.
 
-        They are still in the queue. Only an engine in a process of its own ends them.
+        They are still in the queue: it is for the engine to end them.
         """
         return self._core.take_expired(time.monotonic())
 

@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreOutput
 
 from sparksched.environment import MAX_QUEUE_TIMEOUT_S
 
@@ -15,6 +16,11 @@ CODE: Final = "queue_timeout"
 
 class QueueTimeoutArgumentError(VLLMValidationError, ValueError):  # type: ignore[misc]
     """A request that limits its time in the queue by something else than seconds."""
+
+
+def outputs_say_why() -> bool:
+    """Return whether an engine's outputs have a field for errors, which front ends pass on."""
+    return "error" in EngineCoreOutput.__struct_fields__
 
 
 def message(waited_s: float | None) -> str:

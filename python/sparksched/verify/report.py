@@ -56,6 +56,11 @@ def report(found: str, how_to_see: str, goes_on: environment.Verification) -> No
 
     """
     logger.error("sparksched: %s; %s; %s.", found, how_to_see, _GOING_ON[goes_on])
+    if goes_on == "vllm":
+        logger.warning(
+            "sparksched: nobody looks any more whether the queue moves, and requests wait in it as "
+            "long as it takes"
+        )
     if goes_on == "stop":
         raise SchedulersDifferError(
             f"{found} ({environment.VERIFY}=stop ends the engine at the first difference)"

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pydantic
+import vllm.envs
 
 from sparksched import compat, environment, plugin
 from sparksched.commands.check import backends, front_end
 from sparksched.commands.check.finding import ArgumentError, Finding, ok, problem, warning
 from sparksched.commands.check.quotes import without_quotes
 from sparksched.compat.pacing import unpaceable
+from sparksched.shared import queue_timeout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -232,7 +234,16 @@ def _queue() -> Finding:
     seconds = environment.queue_timeout_s()
     if seconds is None:
         return ok("queue", "a request waits as long as it takes, unless it says queue_timeout_s")
-    return ok("queue", f"a request that is not scheduled within {seconds:g} s ends with HTTP 503")
+    text = f"a request that is not scheduled within {seconds:g} s ends with HTTP"
+    is_ours = environment.replaces_front_end() and not vllm.envs.VLLM_USE_RUST_FRONTEND
+    if is_ours or queue_timeout.outputs_say_why():
+        return ok("queue", f"{text} 503")
+    return warning(
+        "queue",
+        f"{text} 500: before 0.33.0, vLLM's own front ends tell no reason",
+        f"unset {front_end.USE_RUST} and {environment.FRONT_END}, and clients get 503 and are told "
+        "when to try again",
+    )
 
 
 def _parallelism(config: "VllmConfig") -> Finding:
