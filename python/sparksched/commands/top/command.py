@@ -135,7 +135,7 @@ def _looks(parsed: argparse.Namespace) -> Iterator[Shown]:
 
 
 def _servers_here(pid: int | None) -> "list[Server]":
-    """Return this user's servers on this machine, or the one that a process belongs to.
+    """Return this user's servers on this machine, or those that a process belongs to.
 
     Raises:
         PageError: if it belongs to none.
@@ -147,9 +147,9 @@ def _servers_here(pid: int | None) -> "list[Server]":
     servers = find_servers(find())
     if pid is None:
         return servers
+    if started := [server for server in servers if server.pid == pid]:
+        return started
     for server in servers:
-        if server.pid == pid:
-            return [server]
         engines = tuple(card for card in server.engines if card.pid == pid)
         if engines:
             whole = len(engines) == len(server.engines)

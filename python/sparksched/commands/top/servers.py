@@ -17,7 +17,7 @@ _INIT: Final = 1
 
 @dataclass(frozen=True)
 class Server:
-    """Engines that one process has started."""
+    """Engines of one model that one process has started."""
 
     pid: int
     """Of that process, as far as it is known; else of the engine."""
@@ -32,22 +32,21 @@ class Server:
 
 
 def find_servers(cards: "Sequence[EngineCard]") -> list[Server]:
-    """Return the servers of these engines, by process id."""
-    by_pid: dict[int, list[EngineCard]] = {}
+    """Return the servers of these engines, by process id and model."""
+    found: dict[tuple[int, str], list[EngineCard]] = {}
     for card in cards:
-        by_pid.setdefault(_parent(card.pid) or card.pid, []).append(card)
-    return [Server(pid, tuple(its), _url(pid, its)) for pid, its in sorted(by_pid.items())]
+        found.setdefault((_parent(card.pid) or card.pid, card.model_name), []).append(card)
+    return [Server(pid, tuple(its), _url(pid, its)) for (pid, _), its in sorted(found.items())]
 
 
 def _url(pid: int, engines: "Sequence[EngineCard]") -> str | None:
     """Return where a front end answers: the engines' parent, or another process that it started."""
     pids = ({pid} | _children(pid)) - {card.pid for card in engines}
-    models = {card.model_name for card in engines}
     for port in sorted(_listening_ports(pids)):
         url = f"http://localhost:{port}"
         with suppress(PageError):
             labels = fetch(url).labels("vllm:num_requests_running")
-            if models & {its.get("model_name") for its in labels}:
+            if engines[0].model_name in {its.get("model_name") for its in labels}:
                 return url
     return None
 

@@ -99,6 +99,9 @@ def render_servers(
 ) -> RenderableType:
     """Return what several servers do, an engine a line."""
     table = _table("model", "engine", "process", "server", "running", "waiting", "steps/s")
+    # A model's name may be a long path: it is broken, and all else stays whole.
+    model = table.columns[0]
+    model.no_wrap, model.overflow, model.min_width = False, "fold", None
     for server, card, interval in rows:
         steps = None if interval is None else interval.steps["schedule"]
         table.add_row(
