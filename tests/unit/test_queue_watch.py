@@ -108,11 +108,12 @@ def test_a_pause(state: int) -> None:
 
 
 def test_a_step_that_does_not_end() -> None:
-    core = build_core()
+    """What the last step has found says nothing any more."""
+    core = build_core(max_num_active_reqs=1)
     core.add_request(build_request("a"), 1.0)
-    core.schedule(False, 2.0)
     core.add_request(build_request("b"), 1.0)
-    assert waits(core) == {"b": "turn"}
+    core.schedule(False, 2.0)
+    assert waits(core) == {"b": "max_num_seqs"}
     assert "the engine has begun none meanwhile" in described(finding(core, steps=False))
 
 
@@ -150,12 +151,16 @@ def test_once_more_when_it_moves() -> None:
 
 
 def test_who_runs_or_waits_for_a_client_is_not_told_of() -> None:
-    core = build_core()
+    core = build_core(max_num_active_reqs=2)
     core.add_request(session("a", 4), 1.0)
     core.add_request(build_request("b", max_tokens=100), 1.0)
     step(core)
     assert waits(core) == {"a": "session_input"}
     assert finding(core) is None
+    core.add_request(build_request("c"), 1.0)
+    step(core)
+    assert waits(core) == {"a": "session_input", "c": "max_num_seqs"}
+    assert "1 requests run, 1 sessions are between two turns" in described(finding(core))
 
 
 # ----------------------------------------------------------------------------------------

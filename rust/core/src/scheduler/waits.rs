@@ -48,7 +48,9 @@ impl Scheduler {
     /// Notes what keeps a request, and with it those behind it, from being admitted.
     pub(super) fn hold_up(&mut self, index: RequestIndex, reason: WaitReason) {
         self.held_up_by = Some(reason);
-        if self.request(index).deferred_by.is_some() {
+        // A session between two turns waits for its client, whatever else is in the way.
+        let before = self.request(index).deferred_by;
+        if before.is_some_and(|before| before != WaitReason::SessionInput) {
             self.defer(index, reason);
         }
     }
