@@ -209,8 +209,9 @@ finding-seeds: build ## look anew for the scenario that shows each planted error
 	rm .found-seeds
 
 .PHONY: vllm-rs
-vllm-rs: env ## fetch vLLM's Rust front end for its tests: 326 MB, of which 18 MB stay
+vllm-rs: env ## fetch both releases' Rust front end for tests: 326 MB each, of which 60 MB stay
 	UV="$(UV)" $(BIN)/python -m testkit.vllm_rs
+	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m testkit.vllm_rs
 
 .PHONY: soak-engine
 soak-engine: build ## very many requests, and nothing left of them: make soak-engine [REQUESTS=288000]
