@@ -213,7 +213,7 @@ const OUTLIER: f64 = 2.0;
 const MOST_OWED: f64 = 2.0;
 
 /// A step for somebody short pays if it takes at most this part of a chunk's time.
-const CHEAP: f64 = 0.5;
+const CHEAP: f64 = 0.4;
 
 /// How long the past is that counts as lately, in seconds.
 const RECENT_S: f64 = 1.0;
