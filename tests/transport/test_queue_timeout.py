@@ -72,7 +72,8 @@ def test_a_request_gives_up_in_time(model_directory: Path, transport: str) -> No
         await until(lambda: page_of(engine).total("sparksched:waiting_requests", reason="pause"))
         page = page_of(engine)
         assert page.total("sparksched:waiting_requests") == 1
-        assert page.total("sparksched:queue_timeouts_total") == 4
+        # Of two outputs, the second one is aborted unless its time is up by then, too.
+        assert page.total("sparksched:queue_timeouts_total") in {3, 4}
         await llm.resume_generation()
         await until(
             lambda: page_of(engine).total("sparksched:waiting_requests", reason="pause") == 0
