@@ -13,19 +13,16 @@ from bench.serving.drivers import HTTP, AsyncLLMDriver, Driver, HttpDriver, runn
 from bench.serving.evaluate import NothingMeasuredError
 from bench.serving.gpus import memory_of_gpus, wait_until_free
 from bench.serving.layouts import Layout
-from bench.serving.measure import (
-    Effort,
-    measure_cell,
-    measure_in_turn,
-    measure_same_streams,
-)
+from bench.serving.measure import Effort, measure_in_turn, measure_same_streams
 from bench.serving.models import Model, prepare
 from bench.serving.plan import ALL, CellKey, Plan, ServerKey
-from bench.serving.remote import RemoteError
+from bench.serving.remote import Remote, RemoteError
 from bench.serving.server import Server, ServerError, Start, serve
 from bench.serving.store import STREAMS, Store
 from bench.serving.workload import Workload
 
+Cells = tuple[CellKey, ...]
+"""The same cell of servers that run side by side: they take turns."""
 FAILURES = (RemoteError, ServerError, NothingMeasuredError)
 MAX_REASON = 2000
 """Characters that are kept of a failure."""
@@ -77,17 +74,15 @@ class Benchmark:
             OutOfTimeError: if there is no time left.
 
         """
-        if self.plan.takes_turns:
-            for keys in self.plan.rivals():
-                self._measure_rivals(keys)
-            return
-        for key in self.plan.servers():
-            missing_cells = [it for it in self.plan.cells(key) if not self.store.has_cell(it)]
-            self.progress.skip(len(list(self.plan.cells(key))) - len(missing_cells))
-            if missing_cells or self._lacks_streams(key):
-                first_s = self.store.known_s(missing_cells[0]) if missing_cells else 0.0
-                self._check_time(START_RESERVE * self.store.known_start_s() + first_s)
-                self._measure_server(key, missing_cells)
+        for keys in self.plan.groups():
+            rows = list(zip(*map(self.plan.cells, keys), strict=True))
+            missing = [row for row in rows if not all(map(self.store.has_cell, row))]
+            self.progress.skip(len(keys) * (len(rows) - len(missing)))
+            if missing or any(map(self._lacks_streams, keys)):
+                starts_s = START_RESERVE * len(keys) * self.store.known_start_s()
+                first_s = self.store.known_s(missing[0][0]) if missing else 0.0
+                self._check_time(starts_s + first_s)
+                self._measure_servers(keys, missing)
 
     def _check_time(self, needed_s: float = 0.0) -> None:
         if time.monotonic() + needed_s > self.deadline:
@@ -96,23 +91,28 @@ class Benchmark:
     def _lacks_streams(self, key: ServerKey) -> bool:
         return self.plan.compares_streams and not self.store.has(STREAMS, key)
 
-    def _measure_server(self, key: ServerKey, cells: list[CellKey]) -> None:
-        subject = self.subjects[key.model]
+    def _measure_servers(self, keys: list[ServerKey], rows: list[Cells]) -> None:
+        """Measure cells of servers that run side by side; a row has one of each server."""
+        subject = self.subjects[keys[0].model]
         model = prepare(subject.source, self.work_dir)
-        start = self._start(key, model, subject.layout)
         if self.gpu is not None and not wait_until_free(memory_of_gpus):
             self.progress.say("the GPUs' memory is in use; vLLM will say whether enough is left")
-        self.progress.say(f"starting vllm serve: {start.label}")
         try:
-            with serve(start, self.work_dir, self.deadline) as server:
-                self._describe(key, server)
-                # Cells may take until there is no time left; the comparison is short.
-                if self._lacks_streams(key):
-                    self._compare_streams(key, server)
-                self._measure_cells(server, cells)
+            with ExitStack() as stack:
+                servers = []
+                for key in keys:
+                    start = self._start(key, model, subject.layout)
+                    self.progress.say(f"starting vllm serve: {start.label}")
+                    server = stack.enter_context(serve(start, self.work_dir, self.deadline))
+                    self._describe(key, server)
+                    # Cells may take until there is no time left; the comparison is short.
+                    if self._lacks_streams(key):
+                        self._compare_streams(key, server)
+                    servers.append(server)
+                self._measure_rows(servers, rows)
         except (ServerError, RemoteError) as error:
             self.progress.say(f"failed: {_reason(error)}")
-            for cell in cells:
+            for cell in itertools.chain.from_iterable(rows):
                 if not self.store.has_cell(cell):
                     self._put_failure(cell, model, error)
 
@@ -153,66 +153,30 @@ class Benchmark:
             }
             self.store.put("servers", key, found)
 
-    # ---- servers that take turns ----
-
-    def _measure_rivals(self, keys: list[ServerKey]) -> None:
-        """Measure the same cells of servers that run side by side, a round of each in turn."""
-        columns = [list(self.plan.cells(key)) for key in keys]
-        rows = [row for row in zip(*columns, strict=True) if not all(map(self.store.has_cell, row))]
-        self.progress.skip(sum(map(len, columns)) - len(keys) * len(rows))
-        if not rows:
-            return
-        starts_s = START_RESERVE * len(keys) * self.store.known_start_s()
-        self._check_time(starts_s + self.store.known_s(rows[0][0]))
-        subject = self.subjects[keys[0].model]
-        model = prepare(subject.source, self.work_dir)
-        if self.gpu is not None and not wait_until_free(memory_of_gpus):
-            self.progress.say("the GPUs' memory is in use; vLLM will say whether enough is left")
-        try:
-            with ExitStack() as stack:
-                servers = []
-                for key in keys:
-                    start = self._start(key, model, subject.layout)
-                    self.progress.say(f"starting vllm serve: {start.label}")
-                    server = stack.enter_context(serve(start, self.work_dir, self.deadline))
-                    self._describe(key, server)
-                    servers.append(server)
-                for cores in dict.fromkeys(row[0].cores for row in rows):
-                    chosen = [row for row in rows if row[0].cores == cores]
-                    self._measure_rows(servers, cores, chosen)
-        except (ServerError, RemoteError) as error:
-            self.progress.say(f"failed: {_reason(error)}")
-            for cell in itertools.chain.from_iterable(rows):
-                if not self.store.has_cell(cell):
-                    self._put_failure(cell, model, error)
-
-    def _measure_rows(
-        self, servers: list[Server], cores: str, rows: list[tuple[CellKey, ...]]
-    ) -> None:
+    def _measure_rows(self, servers: list[Server], rows: list[Cells]) -> None:
         model = servers[0].start.model
-        try:
-            ours, others = divide_cores(cores)
-        except TooFewCoresError as error:
-            for cell in itertools.chain.from_iterable(rows):
-                self._put_failure(cell, model, error)
-            return
-        if ours is not None:
-            for server in servers:
-                server.confine(ours)
-        with running_loaders(max(row[0].concurrency for row in rows), others) as loaders:
-            for row in rows:
-                is_http = row[0].driver == HTTP
-                subjects: list[tuple[Server, Driver]] = [
-                    (it, HttpDriver(it, loaders) if is_http else AsyncLLMDriver(it))
-                    for it in servers
-                ]
-                self._measure_row(subjects, row, ours)
+        for cores in dict.fromkeys(row[0].cores for row in rows):
+            chosen = [row for row in rows if row[0].cores == cores]
+            try:
+                ours, others = divide_cores(cores)
+            except TooFewCoresError as error:
+                for cell in itertools.chain.from_iterable(chosen):
+                    self._put_failure(cell, model, error)
+                continue
+            if ours is not None:
+                for server in servers:
+                    server.confine(ours)
+            with ExitStack() as stack:
+                loaders = None
+                if any(row[0].driver == HTTP for row in chosen):
+                    most = max(row[0].concurrency for row in chosen)
+                    loaders = stack.enter_context(running_loaders(most, others))
+                for row in chosen:
+                    subjects = [(it, _driver(row[0].driver, it, loaders)) for it in servers]
+                    self._measure_row(subjects, row, ours)
 
     def _measure_row(
-        self,
-        subjects: list[tuple[Server, Driver]],
-        row: tuple[CellKey, ...],
-        cores: list[int] | None,
+        self, subjects: list[tuple[Server, Driver]], row: Cells, cores: list[int] | None
     ) -> None:
         self._check_time(self.store.known_s(row[0]))
         for cell in row:
@@ -220,62 +184,21 @@ class Benchmark:
         begun = time.monotonic()
         model = subjects[0][0].start.model
         workload = self._workload(row[0], model)
-        case = f"{row[0].driver}, {row[0].cores}, in turn"
+        case = f"{row[0].driver}, {row[0].cores}"
         try:
             found = measure_in_turn(subjects, workload, self.effort, case)
         except FAILURES as error:
             for cell in row:
                 self._put_failure(cell, model, error)
+            for server, _ in subjects:
+                if not server.is_healthy():
+                    log = server.launched.log_path
+                    raise ServerError(f"{error}; the server is gone: {log}") from None
             self.progress.say(f"failed: {_reason(error)}")
             return
         about = workload.lengths | {"seconds": time.monotonic() - begun, "cpus": cores}
         for cell, it in zip(row, found, strict=True):
             self.store.put_cell(cell, about | it)
-
-    # ---- one server ----
-
-    def _measure_cells(self, server: Server, cells: list[CellKey]) -> None:
-        for cores in dict.fromkeys(cell.cores for cell in cells):
-            chosen = [cell for cell in cells if cell.cores == cores]
-            try:
-                ours, others = divide_cores(cores)
-            except TooFewCoresError as error:
-                for cell in chosen:
-                    self._put_failure(cell, server.start.model, error)
-                continue
-            if ours is not None:
-                server.confine(ours)
-            most = max(cell.concurrency for cell in chosen)
-            with ExitStack() as stack:
-                loaders = None
-                if any(cell.driver == HTTP for cell in chosen):
-                    loaders = stack.enter_context(running_loaders(most, others))
-                for cell in chosen:
-                    driver: Driver = AsyncLLMDriver(server)
-                    if cell.driver == HTTP:
-                        assert loaders is not None
-                        driver = HttpDriver(server, loaders)
-                    self._measure_cell(server, cell, driver, ours)
-
-    def _measure_cell(
-        self, server: Server, cell: CellKey, driver: Driver, cores: list[int] | None
-    ) -> None:
-        self._check_time(self.store.known_s(cell))
-        self.progress.begin(cell.label)
-        begun = time.monotonic()
-        workload = self._workload(cell, server.start.model)
-        try:
-            case = f"{cell.driver}, {cell.cores}"
-            found = measure_cell(server, driver, workload, self.effort, case)
-        except FAILURES as error:
-            self._put_failure(cell, server.start.model, error)
-            if not server.is_healthy():
-                log = server.launched.log_path
-                raise ServerError(f"{error}; the server is gone: {log}") from None
-            self.progress.say(f"failed: {_reason(error)}")
-            return
-        about = {"seconds": time.monotonic() - begun, "cpus": cores}
-        self.store.put_cell(cell, workload.lengths | about | found)
 
     def _workload(self, cell: CellKey, model: Model) -> Workload:
         return self.plan.workload(cell.concurrency, model)
@@ -312,6 +235,13 @@ def divide_cores(cores: str) -> tuple[list[int] | None, set[int] | None]:
     first = 1 if len(allowed) > count else 0
     chosen = allowed[first : first + count]
     return chosen, set(allowed) - set(chosen) or None
+
+
+def _driver(name: str, server: Server, loaders: list[Remote] | None) -> Driver:
+    if name != HTTP:
+        return AsyncLLMDriver(server)
+    assert loaders is not None
+    return HttpDriver(server, loaders)
 
 
 def _reason(error: Exception) -> str:

@@ -62,6 +62,7 @@ from bench.serving.drivers import ASYNCLLM, DRIVERS, HTTP
 from bench.serving.layouts import Layout, LayoutError
 from bench.serving.measure import EFFORT, QUICK_EFFORT, Effort
 from bench.serving.models import NAMES, ModelError
+from bench.serving.options import names, numbers, refuse_unknown
 from bench.serving.plan import ALL, Plan
 from bench.serving.server import ASYNC, FRONT_ENDS, MODES, PYTHON, SIDES, SYNC
 from bench.serving.store import Store, StoreError
@@ -124,11 +125,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    listed: dict[str, Any] = {"type": _names, "metavar": "A,..."}
+    listed: dict[str, Any] = {"type": names, "metavar": "A,..."}
     parser.add_argument(
         "--model", required=True, help=f"{', '.join(NAMES)}, or a model's directory", **listed
     )
-    numbers: Any = lambda text: tuple(int(part) for part in text.split(","))  # noqa: E731
     parser.add_argument(
         "--concurrency", type=numbers, default=(1, 64, 256, 1024), metavar="N,...", help="streams"
     )
@@ -157,17 +157,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs")
     options = parser.parse_args()
-    for name, allowed in (
-        ("schedulers", SIDES),
-        ("mode", MODES),
-        ("driver", DRIVERS),
-        ("front_end", FRONT_ENDS),
-    ):
-        unknown = set(getattr(options, name) or ()) - set(allowed)
-        if unknown:
-            parser.error(
-                f"--{name.replace('_', '-')}: {', '.join(unknown)} is none of {', '.join(allowed)}"
-            )
+    refuse_unknown(
+        parser, options, schedulers=SIDES, mode=MODES, driver=DRIVERS, front_end=FRONT_ENDS
+    )
     if any(it != ALL and not it.isdecimal() for it in options.cores):
         parser.error("--cores: all, or numbers")
     if options.in_turn and options.compare_streams:
@@ -177,13 +169,9 @@ def _options() -> argparse.Namespace:
 
 def _layouts(text: str) -> tuple[Layout, ...]:
     try:
-        return tuple(Layout.named(name) for name in _names(text))
+        return tuple(Layout.named(name) for name in names(text))
     except LayoutError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part)
 
 
 def _subjects(options: argparse.Namespace) -> dict[str, Subject]:

@@ -45,6 +45,7 @@ from bench.serving.gpu_trace import GpuTrace
 from bench.serving.gpus import memory_of_gpus, wait_until_free
 from bench.serving.measure import warm_up
 from bench.serving.models import Model, prepare
+from bench.serving.options import names, numbers
 from bench.serving.plan import OUTPUT_TOKENS, PROMPT_TOKENS
 from bench.serving.remote import Remote, gather
 from bench.serving.server import ASYNC, FRONT_ENDS, OURS, STOCK, SYNC, Server, Start, serve
@@ -107,8 +108,6 @@ def _measured_before(path: Path | None) -> dict[tuple[Any, ...], Row]:
 
 
 def _options() -> argparse.Namespace:
-    numbers: Any = lambda text: tuple(int(part) for part in text.split(","))  # noqa: E731
-    names: Any = lambda text: tuple(text.split(","))  # noqa: E731
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="as of bench.serving.decode")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")

@@ -63,14 +63,6 @@ class CpuWatch:
         return {"share": shares, "us_per_token": us}
 
 
-def measure_cell(
-    server: Server, driver: Driver, workload: Workload, effort: Effort, case: str
-) -> Row:
-    """Measure a cell of one server; see `measure_in_turn`."""
-    (found,) = measure_in_turn([(server, driver)], workload, effort, case)
-    return found
-
-
 def measure_in_turn(
     subjects: Sequence[tuple[Server, Driver]], workload: Workload, effort: Effort, case: str
 ) -> list[Row]:
@@ -89,7 +81,7 @@ def measure_in_turn(
 
     """
     for server, driver in subjects:
-        warm_up(server, partial(_send_shortened, server, driver, workload, case))
+        warm_up_with(server, driver, workload, case)
     found: list[Row] = [{"rounds": []} for _ in subjects]
     for number in range(effort.rounds):
         turns = list(zip(subjects, found, strict=True))
@@ -124,6 +116,11 @@ def warm_up(
             is_warm = has_stalled is not None and not has_stalled(sent)
         if is_warm:
             break
+
+
+def warm_up_with(server: Server, driver: Driver, workload: Workload, case: str) -> None:
+    """Warm a server up with requests of a case, shortened and with prompts of their own."""
+    warm_up(server, partial(_send_shortened, server, driver, workload, case))
 
 
 def _send_shortened(

@@ -73,16 +73,17 @@ class Plan:
     takes_turns: bool = False
     """Whether servers that differ in nothing but the scheduler run side by side."""
 
-    def rivals(self) -> Iterator[list[ServerKey]]:
-        """Yield the servers that differ in nothing but the scheduler."""
-        for model, mode, front_end in itertools.product(self.models, self.modes, self.front_ends):
-            yield [ServerKey(model, it, mode, front_end) for it in self.schedulers]
-
     def servers(self) -> Iterator[ServerKey]:
         """Yield the servers in the order in which they are to be started."""
         whole = itertools.product(self.models, self.modes, self.front_ends, self.schedulers)
         for model, mode, front_end, scheduler in whole:
             yield ServerKey(model, scheduler, mode, front_end)
+
+    def groups(self) -> Iterator[list[ServerKey]]:
+        """Yield the servers, those together that run side by side."""
+        keys = list(self.servers())
+        size = len(self.schedulers) if self.takes_turns else 1
+        yield from (keys[at : at + size] for at in range(0, len(keys), size))
 
     def cells(self, server: ServerKey) -> Iterator[CellKey]:
         """Yield a server's cells; it is confined to fewer and fewer processors.

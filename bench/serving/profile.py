@@ -22,17 +22,16 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from bench.header import NO_GPU, describe_run
 from bench.report.pairs import PROFILE, PROFILES
 from bench.report.tables import as_markdown
 from bench.serving.drivers import HttpDriver, running_loaders
 from bench.serving.gpus import memory_of_gpus, wait_until_free
-from bench.serving.measure import WARM_UP_TOKENS, warm_up
+from bench.serving.measure import warm_up_with
 from bench.serving.models import Model, prepare
+from bench.serving.options import names, numbers, refuse_unknown
 from bench.serving.plan import PROMPT_TOKENS, ServerKey
 from bench.serving.remote import RemoteError
 from bench.serving.server import (
@@ -214,21 +213,14 @@ def _profile(
 ) -> dict[str, float]:
     prompt, tokens = (PROMPT_TOKENS, PROMPT_TOKENS), (options.tokens, options.tokens)
     workload = Workload(count, server.start.model.vocab_size, prompt, tokens)
-    warm_up(server, partial(_send_shortened, driver, workload))
+    warm_up_with(server, driver, workload, "profile")
     (engine,) = [it for it in server.processes() if it.role == "engine"]
     profiler = Profiler(program, engine.pid, options.seconds, path)
     driver.run(workload.seeded("profile"), profiler)
     return split(profiler.stacks())
 
 
-def _send_shortened(driver: HttpDriver, workload: Workload, number: int) -> None:
-    shortened = workload.shortened(WARM_UP_TOKENS).seeded("warm-up", number)
-    driver.run(shortened, lambda event: None)
-
-
 def _options() -> argparse.Namespace:
-    numbers: Any = lambda text: tuple(int(part) for part in text.split(","))  # noqa: E731
-    names: Any = lambda text: tuple(text.split(","))  # noqa: E731
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="as of bench.serving.decode")
     parser.add_argument("--json", type=Path, metavar="FILE", help="results; to go on with, too")
@@ -240,8 +232,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs and samples")
     options = parser.parse_args()
-    if unknown := set(options.front_end) - set(FRONT_ENDS):
-        parser.error(f"--front-end: {', '.join(unknown)} is none of {', '.join(FRONT_ENDS)}")
+    refuse_unknown(parser, options, front_end=FRONT_ENDS)
     return options
 
 

@@ -64,6 +64,7 @@ from bench.report.pairs import VLLM_BENCH
 from bench.report.tables import as_markdown
 from bench.serving.benchmark import OutOfTimeError
 from bench.serving.models import EMBED, ModelError
+from bench.serving.options import names, numbers, refuse_unknown
 from bench.serving.plan import ALL
 from bench.serving.server import ASYNC, FRONT_ENDS, PYTHON, RUST, SIDES, SYNC
 from bench.serving.store import Store, StoreError
@@ -137,8 +138,6 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    names: Any = lambda text: tuple(part for part in text.split(",") if part)  # noqa: E731
-    numbers: Any = lambda text: tuple(map(int, names(text)))  # noqa: E731
     listed: dict[str, Any] = {"type": names, "metavar": "A,..."}
     parser.add_argument("--model", required=True, help="as of decode, and NAME+embed", **listed)
     parser.add_argument("--json", type=Path, metavar="FILE", help="results; to go on with, too")
@@ -172,14 +171,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for the engine")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs")
     options = parser.parse_args()
-    for name, allowed in (
-        ("schedulers", SIDES),
-        ("front_end", FRONT_ENDS),
-        ("offline", OFFLINE),
-    ):
-        if unknown := set(getattr(options, name)) - set(allowed):
-            option = f"--{name.replace('_', '-')}"
-            parser.error(f"{option}: {', '.join(unknown)} is none of {', '.join(allowed)}")
+    refuse_unknown(parser, options, schedulers=SIDES, front_end=FRONT_ENDS, offline=OFFLINE)
     if any(it != ALL and not it.isdecimal() for it in options.cores):
         parser.error("--cores: all, or numbers")
     return options

@@ -44,7 +44,7 @@ class Visits:
             ("running_loaders", lambda streams, cores: nullcontext([])),
             ("serve", self.serve),
             ("prepare", lambda source, work_dir: MODEL),
-            ("measure_cell", self.measure_cell),
+            ("measure_in_turn", self.measure_in_turn),
             ("measure_same_streams", self.measure_same_streams),
         ):
             monkeypatch.setattr(module, name, replacement)
@@ -67,12 +67,12 @@ class Visits:
             confine=lambda cores: None,
         )
 
-    def measure_cell(self, server: Any, driver: Any, workload: Any, *rest: Any) -> Any:
+    def measure_in_turn(self, subjects: Any, workload: Any, *rest: Any) -> Any:
         self.begun.append(f"cell {workload.num_requests}")
         self.now += self.cell_s
         if self.fails is not None:
             raise self.fails
-        return {"rounds": []}
+        return [{"rounds": []} for _ in subjects]
 
     def measure_same_streams(self, *_: Any) -> Any:
         self.begun.append("streams")
