@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ Cells = tuple[CellKey, ...]
 FAILURES = (RemoteError, ServerError, NothingMeasuredError)
 MAX_REASON = 2000
 """Characters that are kept of a failure."""
+CAUSE = re.compile(r"\b\w+(Error|Exception): .+")
+"""What the last line of a traceback has; the first one in a log is the cause of the others."""
 CONTEXT_TOKENS = 2048
 """What a server has to take at least."""
 ALL_MEMORY = 0.8
@@ -111,7 +114,7 @@ class Benchmark:
                     servers.append(server)
                 self._measure_rows(servers, rows)
         except (ServerError, RemoteError) as error:
-            self.progress.say(f"failed: {_reason(error)}")
+            self.progress.say(f"failed: {reason_of(error)}")
             for cell in itertools.chain.from_iterable(rows):
                 if not self.store.has_cell(cell):
                     self._put_failure(cell, model, error)
@@ -194,7 +197,7 @@ class Benchmark:
                 if not server.is_healthy():
                     log = server.launched.log_path
                     raise ServerError(f"{error}; the server is gone: {log}") from None
-            self.progress.say(f"failed: {_reason(error)}")
+            self.progress.say(f"failed: {reason_of(error)}")
             return
         about = workload.lengths | {"seconds": time.monotonic() - begun, "cpus": cores}
         for cell, it in zip(row, found, strict=True):
@@ -205,7 +208,7 @@ class Benchmark:
 
     def _put_failure(self, cell: CellKey, model: Model, error: Exception) -> None:
         # With its lengths, by which a row is put beside the other scheduler's.
-        self.store.put_failure(cell, self._workload(cell, model).lengths, _reason(error))
+        self.store.put_failure(cell, self._workload(cell, model).lengths, reason_of(error))
 
     def _compare_streams(self, key: ServerKey, server: Server) -> None:
         """Keep digests of what the same requests bring over HTTP."""
@@ -217,8 +220,8 @@ class Benchmark:
             with running_loaders(streams, None) as loaders:
                 found = measure_same_streams(HttpDriver(server, loaders), workload)
         except RemoteError as error:
-            self.store.put(STREAMS, key, {"error": _reason(error)})
-            self.progress.say(f"failed: {_reason(error)}")
+            self.store.put(STREAMS, key, {"error": reason_of(error)})
+            self.progress.say(f"failed: {reason_of(error)}")
         else:
             self.store.put(STREAMS, key, found)
 
@@ -244,5 +247,10 @@ def _driver(name: str, server: Server, loaders: list[Remote] | None) -> Driver:
     return HttpDriver(server, loaders)
 
 
-def _reason(error: Exception) -> str:
-    return f"{error}"[-MAX_REASON:]
+def reason_of(error: Exception) -> str:
+    """Return what is kept of a failure: the cause first, where logs with tracebacks are in it."""
+    text = f"{error}"
+    cause = CAUSE.search(text)
+    if len(text) <= MAX_REASON or cause is None:
+        return text[-MAX_REASON:]
+    return f"{cause[0]}\n{text}"[:MAX_REASON]

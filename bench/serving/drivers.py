@@ -119,6 +119,11 @@ def running_loaders(most_streams: int, cores: set[int] | None) -> Iterator[list[
         remotes.append(Remote(f"HTTP load process {number}", ours))
     try:
         yield remotes
+    except BaseException:
+        # They may be in the middle of streams, and would be waited for.
+        for process in processes:
+            process.kill()
+        raise
     finally:
         for remote in remotes:
             remote.close()

@@ -17,7 +17,8 @@ file keeps it. The same requests come at the same times to each server.
 
 A run with the same `--json` leaves out what that file has: each number of streams and each rate of
 a server is written when it is measured. `--minutes` begins nothing that would end later, as far as
-it is known from what came before; the exit status is 3 then.
+it is known from what came before; the exit status is 3 then. What fails is told and left out, and
+the exit status is 1.
 
 What paced prefill has decided in each step is in `pacing.jsonl` in the work directory; a summary is
 among the results.
@@ -48,11 +49,12 @@ from typing import Any
 from bench.header import NO_GPU, describe_run
 from bench.progress import Progress
 from bench.report.show import show
+from bench.serving.benchmark import reason_of
 from bench.serving.evaluate import summary
 from bench.serving.gpus import memory_of_gpus, wait_until_free
 from bench.serving.http_load import CompletionStream, encode
 from bench.serving.models import Model, prepare
-from bench.serving.server import ASYNC, OURS, STOCK, SYNC, Server, Start, serve
+from bench.serving.server import ASYNC, OURS, STOCK, SYNC, Server, ServerError, Start, serve
 from bench.serving.streams import Recorder, StreamLog, clock
 from bench.serving.workload import Workload
 
@@ -63,7 +65,7 @@ SIDES = ("vllm", "vllm-1024", "vllm-2048", "sparksched", "paced-180-0.5")
 
 Where vLLM has `--prefill-schedule-interval`, since 0.33.0, also `vllm-interval-N`.
 """
-INTERVAL = "interval"
+STANDARD, INTERVAL = "vllm", "interval"
 
 SIDE = re.compile(r"vllm(-\d+|-interval-\d+)?|sparksched|paced-[\d.]+-[\d.]+")
 STREAM_PROMPT_TOKENS = 128
@@ -106,6 +108,7 @@ def main() -> int:
         _check_order(options, results)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    status = 0
     with tempfile.TemporaryDirectory(prefix="mixed-") as temporary:
         work_dir = (options.work_dir or Path(temporary)).resolve()
         model = prepare(options.model, work_dir)
@@ -117,29 +120,38 @@ def main() -> int:
                     continue
                 budget = _Budget(deadline, results["seconds"])
                 try:
-                    _measure(options, model, side, cells, results, work_dir, budget)
+                    for failure in _measure(options, model, side, cells, results, work_dir, budget):
+                        progress.say(f"failed: {side}, {failure}")
+                        status = 1
                 except _NoTimeError:
                     progress.say("no time is left for it: run this again to go on")
                     return 3
-    return 0
+                except ServerError as error:
+                    progress.say(f"failed: {side}: {reason_of(error)}")
+                    status = 1
+    return status
 
 
 class _NoTimeError(Exception):
     """What comes next would end too late."""
 
 
+class _FailedError(Exception):
+    """Requests didn't go as they have to for a figure."""
+
+
 class _Budget:
     """How much time there is, and what parts of a server's measurement have taken at most."""
 
     def __init__(self, deadline: float, longest_s: dict[str, float]) -> None:
-        self._deadline = deadline
+        self.deadline = deadline
         self._longest_s = longest_s
 
     @contextlib.contextmanager
     def part(self, name: str, then: str = "") -> Iterator[None]:
         """Do something, if there is time for it, and for what comes `then`."""
         start = time.monotonic()
-        if start + sum(self._longest_s.get(it, 0.0) for it in (name, then)) > self._deadline:
+        if start + sum(self._longest_s.get(it, 0.0) for it in (name, then)) > self.deadline:
             raise _NoTimeError
         yield
         self._longest_s[name] = max(self._longest_s.get(name, 0.0), time.monotonic() - start)
@@ -164,7 +176,7 @@ def _begin(path: Path | None, run: Row) -> Row:
 
 
 def _check_order(options: argparse.Namespace, results: Row) -> None:
-    if options.rates and options.model not in results["sustained"] and options.sides[0] != "vllm":
+    if options.rates and options.model not in results["sustained"] and options.sides[0] != STANDARD:
         raise ValueError("--rates are parts of what vLLM sustains: --sides must begin with vllm")
 
 
@@ -194,10 +206,11 @@ def _measure(
     results: Row,
     work_dir: Path,
     budget: _Budget,
-) -> None:
-    """Start a server, and measure what is missing.
+) -> Iterator[str]:
+    """Start a server, and measure what is missing; yield what fails, and why.
 
     Raises:
+        ServerError: if the server doesn't come up.
         _NoTimeError: if there is no time for all of it.
 
     """
@@ -211,18 +224,28 @@ def _measure(
     numbers, parts = cells
     with contextlib.ExitStack() as stack:
         with budget.part("start", then="mixed" if numbers else "ordinary"):
-            bench = _Bench(stack.enter_context(serve(start, directory)), options)
+            bench = _Bench(stack.enter_context(serve(start, directory, budget.deadline)), options)
         for streams in numbers:
-            with budget.part("mixed"):
-                found = bench.mixed(streams) | {"steps": log.take()}
+            try:
+                with budget.part("mixed"):
+                    found = bench.mixed(streams) | {"steps": log.take()}
+            except (_FailedError, TimeoutError, OSError) as error:
+                yield f"{streams} streams: {error or 'it takes too long'}"
+                continue
             results["mixed"].append(row | {"streams": streams, "long": options.long} | found)
             show(results, options.json)
         for part in parts:
-            if model.name not in results["sustained"]:
-                with budget.part("sustained", then="ordinary"):
-                    results["sustained"][model.name] = bench.sustained_rate()
-            with budget.part("ordinary"):
-                found = bench.ordinary(part, results["sustained"][model.name])
+            try:
+                if model.name not in results["sustained"]:
+                    if side != STANDARD:
+                        raise _FailedError("what vLLM sustains isn't known")
+                    with budget.part("sustained", then="ordinary"):
+                        results["sustained"][model.name] = bench.sustained_rate()
+                with budget.part("ordinary"):
+                    found = bench.ordinary(part, results["sustained"][model.name])
+            except (_FailedError, OSError) as error:
+                yield f"at {part:g} of the rate: {error}"
+                continue
             results["ordinary"].append(row | {"part": part} | found)
             show(results, options.json)
 
@@ -383,7 +406,7 @@ class _Bench:
                 group.hang_up()
         (long_log,) = long.logs()
         if any(_has_ended(log, long_log, options.stream_tokens) for log in streams.logs()):
-            sys.exit("error: streams ended before the long prompt was through: --stream-tokens")
+            raise _FailedError("streams ended before the long prompt was through: --stream-tokens")
         short_logs = [log for it in shorts for log in it.logs()]
         return _evaluate(streams.logs(), long_log, short_logs, options.long)
 
@@ -395,7 +418,7 @@ class _Bench:
         # The first time is for kernels, and for requests to get out of step with each other.
         _, rate = (asyncio.run(self._sustain(seconds, turn)) for turn in range(2))
         if not rate:
-            sys.exit(f"error: no request has ended in {seconds / 2:g} s: --sustain is too short")
+            raise _FailedError(f"no request has ended in {seconds / 2:g} s: --sustain is too short")
         return rate
 
     async def _sustain(self, seconds: float, turn: int) -> float:

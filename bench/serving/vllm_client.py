@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,6 +49,11 @@ _preloading.set_forkserver_preload(
         "vllm.tokenizers",
     ]
 )
+
+
+def preload() -> None:
+    """Begin to import the client in Python, which takes long: a server may start meanwhile."""
+    forkserver.ensure_running()
 
 
 class ClientError(RuntimeError):

@@ -15,6 +15,7 @@ from bench.serving.benchmark import (
     OutOfTimeError,
     TooFewCoresError,
     divide_cores,
+    reason_of,
 )
 from bench.serving.gpus import memory_of_gpus, wait_until_free
 from bench.serving.measure import has_compiled, warm_up
@@ -42,8 +43,6 @@ MOST_WARM_UP_TOKENS = 1 << 17
 """Of all prompts of a warm-up together."""
 SERVERS_ERROR = re.compile(r"\bERROR\b")
 """What lines of a server's log have that tell of one; the last of a traceback is its cause."""
-MAX_REASON = 2000
-"""Characters that are kept of a failure."""
 
 
 @dataclass
@@ -86,10 +85,10 @@ class VllmBench:
                     self._check_time(start_s + self.store.known_s(cases[0]))
                     is_short |= not self._measure_server(plan, key, model, cases)
             for case in plan.offline_cases():
-                if self.store.has_cell(case):
-                    self.progress.skip(1)
-                else:
+                if self._is_wanted(plan, case):
                     self._measure_offline(plan, case, model)
+                else:
+                    self.progress.skip(1)
         if is_short:
             raise OutOfTimeError("there was no time for all cases")
 
@@ -151,6 +150,8 @@ class VllmBench:
     ) -> bool:
         """Measure cases on a server; return whether there was time for all."""
         start = self._start(plan, key, model)
+        if plan.client == PYTHON:
+            vllm_client.preload()
         self._wait_for_gpu()
         self.progress.say(f"starting vllm serve: {start.label}")
         try:
@@ -164,10 +165,10 @@ class VllmBench:
                     if not self._measure_confined(plan, server, cores, cases):
                         return False
         except (ClientError, ServerError, RemoteError) as error:
-            self.progress.say(f"failed: {_reason(error)}")
+            self.progress.say(f"failed: {reason_of(error)}")
             for case in cases:
                 if not self.store.has_cell(case):
-                    self.store.put_failure(case, {}, _reason(error))
+                    self.store.put_failure(case, {}, reason_of(error))
         return True
 
     def _warm_up(self, plan: Plan, server: Server, cases: list[CaseKey]) -> None:
@@ -198,7 +199,7 @@ class VllmBench:
             ours, others = divide_cores(cores)
         except TooFewCoresError as error:
             for case in chosen:
-                self.store.put_failure(case, {}, _reason(error))
+                self.store.put_failure(case, {}, reason_of(error))
             return True
         if ours is not None:
             server.confine(ours)
@@ -217,7 +218,7 @@ class VllmBench:
                     for number in range(self.rounds)
                 ]
             except ClientError as error:
-                reason = _reason(_explained(error, server))
+                reason = reason_of(_explained(error, server))
                 self.store.put_failure(case, {}, reason)
                 self.progress.say(f"failed: {reason}")
                 if not server.is_healthy():
@@ -284,7 +285,8 @@ class VllmBench:
     # ---- engines without a server ----
 
     def _measure_offline(self, plan: Plan, case: CaseKey, model: Model) -> None:
-        self._check_time(self.store.known_s(case))
+        following = len(plan.schedulers) - plan.schedulers.index(case.server.scheduler)
+        self._check_time(following * self._expected_s(case, list(plan.offline_cases())))
         self.progress.begin(case.label)
         self._wait_for_gpu()
         begun = time.monotonic()
@@ -294,8 +296,8 @@ class VllmBench:
         try:
             found = vllm_offline.run(case, start, prompts, folder, self.deadline)
         except ClientError as error:
-            self.store.put_failure(case, {}, _reason(error))
-            self.progress.say(f"failed: {_reason(error)}")
+            self.store.put_failure(case, {}, reason_of(error))
+            self.progress.say(f"failed: {reason_of(error)}")
         else:
             seconds = time.monotonic() - begun
             self.store.put_cell(case, {"seconds": seconds, "rounds": [found]})
@@ -323,7 +325,3 @@ def _explained(error: ClientError, server: Server) -> ClientError:
     """Return the error with the last one that the server has told of: the client knows no cause."""
     told = [line for line in server.launched.log.splitlines() if SERVERS_ERROR.search(line)]
     return ClientError(f"{error}; the server: {told[-1].strip()}") if told else error
-
-
-def _reason(error: Exception) -> str:
-    return f"{error}"[-MAX_REASON:]

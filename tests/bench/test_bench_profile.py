@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.report.tables import TABLES
-from bench.serving.profile import split
+from bench.serving.profile import ProfileError, split
 
 STACKS = Path(__file__).with_name("engine_stacks.txt").read_text()
 SHARES = {"waiting": 10, "runner": 60, "queues": 10, "scheduler": 10, "rest": 10}
@@ -16,7 +16,7 @@ def test_samples_are_split_by_the_innermost_known_function() -> None:
 
 
 def test_samples_without_the_loop_are_refused() -> None:
-    with pytest.raises(ValueError, match="the engine's loop is in no sample"):
+    with pytest.raises(ProfileError, match="the engine's loop is in no sample"):
         split("thread (8): output;Socket.send (zmq/sugar/socket.py:713) 3\n")
 
 
