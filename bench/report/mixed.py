@@ -1,5 +1,6 @@
 """Rows about a long prompt beside streams, and about an ordinary load, with and without pacing."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 from bench.report.pairs import Row, rows_of
@@ -43,21 +44,26 @@ def mixed(results: Results) -> Iterator[list[str]]:
 
 
 PACED = "A long prompt beside streams, paced"
+STANDARD, PACING = "vllm", "paced"
+"""Servers: vLLM, and paced prefill with any values."""
 
 
 def gain(results: Results) -> Iterator[list[str]]:
-    """Yield what streams get while a long prompt is computed, if it is paced."""
-    for result in results.values():
-        sides = {str(row.get("side")): row for row in rows_of(result, "mixed")}
-        paced = next((name for name in sides if name.startswith("paced")), None)
-        if paced is not None and "vllm" in sides:
-            rates = (
-                range_text(dig(it, "stream_tokens_per_s") for it in rows_of(sides[name], "rounds"))
-                for name in ("vllm", paced)
-            )
-            measured = f"{sides[paced]['model']}, HTTP, {sides[paced]['streams']} streams"
-            what = "tokens/s of each stream"
-            yield [PACED, measured, what, joined(*rates)]
+    """Yield what streams get while a long prompt is computed, if it is paced: one row."""
+    cases: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in (it for result in results.values() for it in rows_of(result, "mixed")):
+        kind = str(row.get("side")).partition("-")[0]
+        side = kind if kind == PACING else str(row.get("side"))
+        sides = cases.setdefault((str(row.get("model")), row.get("streams", 0)), {})
+        sides.setdefault(side, row)
+    measured = (it for it in cases.items() if {STANDARD, PACING} <= it[1].keys())
+    for (model, streams), sides in itertools.islice(measured, 1):
+        rates = (
+            range_text(dig(it, "stream_tokens_per_s") for it in rows_of(sides[name], "rounds"))
+            for name in (STANDARD, PACING)
+        )
+        what = "tokens/s of each stream"
+        yield [PACED, f"{model}, HTTP, {streams} streams", what, joined(*rates)]
 
 
 def ordinary(results: Results) -> Iterator[list[str]]:

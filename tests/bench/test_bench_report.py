@@ -262,14 +262,23 @@ def test_first_tokens_of_both_sides() -> None:
     ]
 
 
-def test_a_long_prompt_beside_streams_has_a_line_a_round() -> None:
-    def side(name: str, *rates: float) -> dict[str, Any]:
-        times = {"p50": 5.0, "p99": 120.0, "max": 1500.0}
-        found = {"gap_ms": times, "short_ttft_ms": times, "long_ttft_s": 13.5}
-        rounds = [found | {"stream_tokens_per_s": it} for it in rates]
-        return {"model": "M", "side": name, "streams": 16, "rounds": rounds}
+def long_prompt(side: str, *rates: float, model: str = "M") -> dict[str, Any]:
+    times = {"p50": 5.0, "p99": 120.0, "max": 1500.0}
+    found = {"gap_ms": times, "short_ttft_ms": times, "long_ttft_s": 13.5}
+    rounds = [found | {"stream_tokens_per_s": it} for it in rates]
+    return {"model": model, "side": side, "streams": 16, "rounds": rounds}
 
-    result = {"run": {}, "mixed": [side("vllm", 4.0), side("paced-180-0.5", 70.0, 90.0)]}
+
+def test_the_gain_of_pacing_is_that_of_one_model() -> None:
+    one = [long_prompt("vllm", 4.0, 5.0), long_prompt("paced-180-0.5", 70.0, 90.0)]
+    other = [long_prompt("vllm", 9.0, model="N"), long_prompt("paced-60-0.5", 99.0, model="N")]
+    ((_, *row),) = rows("gain", {"run": {}, "mixed": [*one, *other]})
+    assert row == ["M, HTTP, 16 streams", "tokens/s of each stream", "4.00 to 5.00 → 70.0 to 90.0"]
+
+
+def test_a_long_prompt_beside_streams_has_a_line_a_round() -> None:
+    sides = [long_prompt("vllm", 4.0), long_prompt("paced-180-0.5", 70.0, 90.0)]
+    result = {"run": {}, "mixed": sides}
     stock, first, _ = rows("mixed", result)
     assert stock[:2] == ["M, 16: vLLM, 1", "4.00"]
     paced = [

@@ -286,6 +286,14 @@ def test_each_case_is_in_its_table(changes: Row, table: str, label: str) -> None
     assert row[0] in as_markdown(found)
 
 
+def test_vllms_throughput_comes_first() -> None:
+    found = result(command="throughput", concurrency=None)
+    for cell, rate in zip(found["cells"], (8000.0, 12000.0), strict=True):
+        cell["rounds"][0]["all_tokens_per_s"] = rate
+    (row,) = BY_NAME["vllm_bench_throughput"].rows({"x.json": found})
+    assert row == ["gpt-oss-120b, 1,024 in, 128 out", "8.00 → 12.0", "8,000 → 12,000"]
+
+
 def measured_on(*cores: str) -> dict[str, Row]:
     """Return results of two models on these numbers of processors."""
     models = ("Qwen2-1.5B", "gpt-oss-20b")

@@ -191,7 +191,7 @@ class Soak:
 
 
 async def lasting_possessions(pid: int) -> Possessions:
-    """Count what a process holds for longer than an attempt of ZMQ's to reach a client that is gone.
+    """Count what a process holds for longer than ZMQ attempts to reach a client that is gone.
 
     Ten times a second it opens a socket for each of them, and closes it at once.
     """
