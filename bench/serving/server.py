@@ -39,6 +39,9 @@ HOOKS = Path(__file__).resolve().parents[1] / "hooks"
 
 # vLLM binds each process to processors of its own, and there may be fewer than processes.
 CPU_ENVIRONMENT_OF_MANY = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+KEEP_ALIVE_S = "3600"
+"""For how long a connection may be idle. vLLM's 5 s end while clients wait for the next request at
+a rate; one that is sent at that moment fails, and with it the case."""
 STAGED_TOKENS = 2048
 """Of a step, with pipeline stages. What is scheduled in the same step decodes in the same steps:
 prompts that all fit into one would leave the other stages without work."""
@@ -172,7 +175,7 @@ def serve(start: Start, work_dir: Path, deadline: float = math.inf) -> Iterator[
 
 
 def _environment(start: Start, address: str) -> dict[str, str]:
-    environment = hooked_environment()
+    environment = hooked_environment() | {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": KEEP_ALIVE_S}
     if not start.has_gpu and start.layout.num_gpus > 1:
         environment |= CPU_ENVIRONMENT_OF_MANY
     if start.front_end == RUST:
