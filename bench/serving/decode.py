@@ -62,7 +62,7 @@ from bench.serving.drivers import ASYNCLLM, DRIVERS, HTTP
 from bench.serving.layouts import Layout, LayoutError
 from bench.serving.measure import EFFORT, QUICK_EFFORT, Effort
 from bench.serving.models import NAMES, ModelError
-from bench.serving.options import names, numbers, refuse_unknown
+from bench.serving.options import WORK_DIR, names, numbers, refuse_unknown
 from bench.serving.plan import ALL, Plan
 from bench.serving.server import ASYNC, FRONT_ENDS, MODES, PYTHON, SIDES, SYNC
 from bench.serving.store import Store, StoreError
@@ -155,7 +155,7 @@ def _options() -> argparse.Namespace:
         "--minutes", type=float, default=1e6, metavar="M", help="begin nothing that ends later"
     )
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs")
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help=WORK_DIR)
     options = parser.parse_args()
     refuse_unknown(
         parser, options, schedulers=SIDES, mode=MODES, driver=DRIVERS, front_end=FRONT_ENDS

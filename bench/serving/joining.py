@@ -45,7 +45,7 @@ from bench.serving.gpu_trace import GpuTrace
 from bench.serving.gpus import memory_of_gpus, wait_until_free
 from bench.serving.measure import warm_up
 from bench.serving.models import Model, prepare
-from bench.serving.options import names, numbers
+from bench.serving.options import WORK_DIR, names, numbers
 from bench.serving.plan import OUTPUT_TOKENS, PROMPT_TOKENS
 from bench.serving.remote import Remote, gather
 from bench.serving.server import ASYNC, FRONT_ENDS, OURS, STOCK, SYNC, Server, Start, serve
@@ -121,7 +121,7 @@ def _options() -> argparse.Namespace:
         "--minutes", type=float, default=1e6, metavar="M", help="begin no server that ends later"
     )
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs")
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help=WORK_DIR)
     return parser.parse_args()
 
 

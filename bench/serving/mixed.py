@@ -54,6 +54,7 @@ from bench.serving.evaluate import summary
 from bench.serving.gpus import memory_of_gpus, wait_until_free
 from bench.serving.http_load import CompletionStream, encode
 from bench.serving.models import Model, prepare
+from bench.serving.options import WORK_DIR
 from bench.serving.server import ASYNC, OURS, STOCK, SYNC, Server, ServerError, Start, serve
 from bench.serving.streams import Recorder, StreamLog, clock
 from bench.serving.workload import Workload
@@ -274,7 +275,7 @@ def _options() -> argparse.Namespace:
         "--minutes", type=float, default=1e6, metavar="M", help="begin nothing that ends later"
     )
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs")
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help=WORK_DIR)
     options = parser.parse_args()
     for side in options.sides:
         if not SIDE.fullmatch(side):

@@ -1,7 +1,10 @@
-"""Options that have lists: how they are read, and refused."""
+"""What the benchmarks' options have in common: lists, how they are read, and a folder."""
 
 import argparse
 from collections.abc import Iterable
+
+WORK_DIR = "for logs and models; with the same one vLLM finds again what it compiled"
+"""vLLM's compilation cache has a model's folder in its keys, and the default is a new one."""
 
 
 def names(text: str) -> tuple[str, ...]:

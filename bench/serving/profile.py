@@ -36,7 +36,7 @@ from bench.serving.drivers import HttpDriver, running_loaders
 from bench.serving.gpus import memory_of_gpus, wait_until_free
 from bench.serving.measure import warm_up_with
 from bench.serving.models import Model, ModelError, prepare
-from bench.serving.options import names, numbers, refuse_unknown
+from bench.serving.options import WORK_DIR, names, numbers, refuse_unknown
 from bench.serving.plan import PROMPT_TOKENS, ServerKey
 from bench.serving.remote import RemoteError
 from bench.serving.server import (
@@ -281,7 +281,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--py-spy", default="py-spy", metavar="PATH")
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs and samples")
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help=WORK_DIR)
     options = parser.parse_args()
     refuse_unknown(parser, options, front_end=FRONT_ENDS)
     return options

@@ -30,6 +30,7 @@ Results are written to the file of `--json` after each case. A run with the same
 the last one was stopped, and tries again what had failed. `--minutes` stops a run before what would
 take longer, as far as it is known from servers and cases before. sparksched's server is given the
 cases that vLLM's has been measured in, and vLLM's ends with as much time left as that takes.
+A command without a server is run with both schedulers, or with neither.
 
 The cases of the report, with `--least 400 --waves 2 --seconds 12 --minutes 9 --json FILE`:
 
@@ -64,7 +65,7 @@ from bench.report.pairs import VLLM_BENCH
 from bench.report.tables import as_markdown
 from bench.serving.benchmark import OutOfTimeError
 from bench.serving.models import EMBED, ModelError
-from bench.serving.options import names, numbers, refuse_unknown
+from bench.serving.options import WORK_DIR, names, numbers, refuse_unknown
 from bench.serving.plan import ALL
 from bench.serving.server import ASYNC, FRONT_ENDS, PYTHON, RUST, SIDES, SYNC
 from bench.serving.store import Store, StoreError
@@ -169,7 +170,7 @@ def _options() -> argparse.Namespace:
         "--minutes", type=float, default=1e6, metavar="M", help="begin nothing that ends later"
     )
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for the engine")
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs")
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help=WORK_DIR)
     options = parser.parse_args()
     refuse_unknown(parser, options, schedulers=SIDES, front_end=FRONT_ENDS, offline=OFFLINE)
     if any(it != ALL and not it.isdecimal() for it in options.cores):
