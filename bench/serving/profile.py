@@ -273,7 +273,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--front-end", type=names, default=(RUST,), metavar="A,...")
     parser.add_argument("--concurrency", type=numbers, default=(256, 1), metavar="N,...")
     parser.add_argument(
-        "--tokens", type=int, default=8192, metavar="N", help="of each stream at most"
+        "--tokens", type=int, default=16384, metavar="N", help="of each stream at most"
     )
     parser.add_argument("--seconds", type=int, default=2, metavar="S", help="of samples")
     parser.add_argument(
