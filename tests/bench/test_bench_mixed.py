@@ -1,0 +1,64 @@
+"""A run of `bench.serving.mixed`: what fails is told and left out, and a start ends in time."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.serving import mixed
+from bench.serving.models import QWEN2_1_5B, write_shape
+from bench.serving.server import OURS, ServerError, Start
+
+SMALL = QWEN2_1_5B | {"vocab_size": 200, "eos_token_id": 199, "bos_token_id": 199}
+TIMES = {"p50": 1.0, "p99": 2.0}
+
+
+class Bench:
+    """Requests whose long prompt comes too late."""
+
+    def __init__(self, server: Any, options: Any) -> None: ...
+
+    def mixed(self, streams: int) -> dict[str, Any]:
+        raise mixed._FailedError("streams ended")
+
+    def sustained_rate(self) -> float:
+        return 2.0
+
+    def ordinary(self, part: float, sustained: float) -> dict[str, Any]:
+        return {"requests_per_s": part * sustained, "ttft_ms": TIMES, "gap_ms": TIMES}
+
+
+def test_what_fails_is_told_and_the_rest_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deadlines = []
+
+    @contextmanager
+    def serve(start: Start, work_dir: Path, deadline: float = math.inf) -> Iterator[None]:
+        deadlines.append(deadline)
+        if start.scheduler == OURS:
+            raise ServerError("it doesn't come up")
+        yield
+
+    write_shape(tmp_path / "small", SMALL)
+    path = tmp_path / "x.json"
+    options = ("--sides", "vllm,sparksched", "--rates", "0.5", "--minutes", "9", "--json", path)
+    arguments = ["mixed", "--model", tmp_path / "small", "--work-dir", tmp_path, *options]
+    monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
+    monkeypatch.setattr(mixed, "serve", serve)
+    monkeypatch.setattr(mixed, "_Bench", Bench)
+    latest = time.monotonic() + 9 * 60
+    assert mixed.main() == 1
+    said = capsys.readouterr().err
+    assert "failed: vllm, 16 streams: streams ended" in said
+    assert "failed: sparksched: it doesn't come up" in said
+    result = json.loads(path.read_text())
+    assert result["mixed"] == []
+    assert [(it["side"], it["requests_per_s"]) for it in result["ordinary"]] == [("vllm", 1.0)]
+    assert all(latest <= it <= time.monotonic() + 9 * 60 for it in deadlines)
