@@ -118,23 +118,23 @@ def serve(
 
     One that `is_preloaded` is up in a third of the time: see `start()`.
     """
-    port = _free_port()
-    command = [
-        *("serve", str(model_dir.resolve())),
-        *(f"--served-model-name={name}", "--host=127.0.0.1", f"--port={port}"),
-        *(CPU_ARGUMENTS if is_on_cpu else ()),
-        *arguments,
-    ]
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
     chosen = {} if scheduler is None else {"VLLM_SCHEDULER": scheduler}
     variables = {**inherited, **CPU_ENVIRONMENT, **chosen, **(environment or {})}
-    process = start(PROGRAM, command, log_path, variables, is_preloaded=is_preloaded)
-    server = Server(f"http://127.0.0.1:{port}", log_path, process, name)
-    try:
-        _wait_until_healthy(server, start_timeout_s)
-        yield server
-    finally:
-        stop(process)
+    with reserved_port() as port:
+        command = [
+            *("serve", str(model_dir.resolve())),
+            *(f"--served-model-name={name}", "--host=127.0.0.1", f"--port={port}"),
+            *(CPU_ARGUMENTS if is_on_cpu else ()),
+            *arguments,
+        ]
+        process = start(PROGRAM, command, log_path, variables, is_preloaded=is_preloaded)
+        server = Server(f"http://127.0.0.1:{port}", log_path, process, name)
+        try:
+            _wait_until_healthy(server, start_timeout_s)
+            yield server
+        finally:
+            stop(process)
 
 
 def start(
@@ -166,11 +166,16 @@ def start(
         )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Keep a local port for a listener that may reuse its address, as vLLM's and ZMQ's do.
+
+    The system gives it to nobody who asks for any port, or connects, before the listener is up.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def _wait_until_healthy(server: Server, timeout_s: float) -> None:

@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import pytest
 from sparksched.commands.verify import EXPECTATION, GOES_ON
 from top.terminal import heeding_interrupts
 
-from testkit.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, START_TIMEOUT_S
+from testkit.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, START_TIMEOUT_S, reserved_port
 from testkit.tiny_gpt_oss import write_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -102,13 +101,6 @@ def running(place: Callable[[], tuple[int, int]], *arguments: str) -> Iterator[R
         os.close(output)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def is_up(url: str) -> bool:
     with suppress(httpx.TransportError):
         return httpx.get(f"{url}/health", timeout=5).is_success
@@ -126,10 +118,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_server_is_verified_until_it_is_told_to_end(
     place: Callable[[], tuple[int, int]], model: Path
 ) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    options = ("--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}")
-    with running(place, "--then", "stop", str(model), *options, *CPU_ARGUMENTS) as command:
+    with ExitStack() as stack:
+        port = stack.enter_context(reserved_port())
+        url = f"http://127.0.0.1:{port}"
+        options = ("--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}")
+        arguments = ("--then", "stop", str(model), *options, *CPU_ARGUMENTS)
+        command = stack.enter_context(running(place, *arguments))
         command.wait_for(lambda: is_up(url))
         expectation = EXPECTATION.format(goes_on=GOES_ON["stop"])
         assert command.text.startswith(expectation)

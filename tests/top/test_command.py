@@ -3,7 +3,6 @@
 import itertools
 import json
 import signal
-import socket
 import subprocess
 from contextlib import ExitStack
 
@@ -11,17 +10,12 @@ import pytest
 from sparksched.commands.top import command
 from sparksched.commands.top.page import NoAnswerError, Page, PageError, parse
 
+from testkit.server import reserved_port
+
 from .servers import recorded, serving, without_sparksched
 from .terminal import COLUMNS, COMMAND, piped, terminal
 
 QUICKLY = ("--interval", "0.2")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_one_look_through_a_pipe() -> None:
@@ -89,7 +83,8 @@ def test_what_is_no_vllm_server_is_an_error(page: str | tuple[int, str], expecte
 
 
 def test_no_server_is_an_error() -> None:
-    looked = piped(f"localhost:{free_port()}")
+    with reserved_port() as port:
+        looked = piped(f"localhost:{port}")
     assert looked.returncode == 1
     assert "no server answers" in looked.stderr
     assert "Traceback" not in looked.stderr
@@ -112,8 +107,8 @@ def test_a_live_view_of_80_columns_ends_when_told_to() -> None:
 
 
 def test_a_server_may_go_away_and_come_back() -> None:
-    port = free_port()
     with ExitStack() as stack:
+        port = stack.enter_context(reserved_port())
         with serving(recorded("busy"), port=port) as url:
             screen = stack.enter_context(terminal(url, *QUICKLY))
             screen.wait_for("API servers lost")

@@ -3,7 +3,7 @@
 import asyncio
 import multiprocessing
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from engine.harness import new_request
 from vllm.config import VllmConfig
-from vllm.utils.network_utils import get_open_port
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import DPAsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from testkit.executor import MIXTURE, write_model_directory
+from testkit.server import reserved_port
 
 from .clients import (
     ENDLESS,
@@ -325,8 +325,13 @@ def test_an_engine_of_a_mixture_dies(killed: int, mixture_directory: Path) -> No
 # ----------------------------------------------------------------------------------------
 
 
-def configs_of_ranks(model_directory: Path) -> list[VllmConfig]:
-    port = get_open_port()
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as it:
+        yield it
+
+
+def configs_of_ranks(model_directory: Path, port: int) -> list[VllmConfig]:
     return [
         make_config(
             model_directory,
@@ -340,10 +345,10 @@ def configs_of_ranks(model_directory: Path) -> list[VllmConfig]:
 
 
 @TRANSPORTS
-def test_a_client_of_each_rank(transport: str, mixture_directory: Path) -> None:
+def test_a_client_of_each_rank(transport: str, mixture_directory: Path, port: int) -> None:
     variables = {"SPARKSCHED_TRANSPORT": transport}
     with front_end(**variables):
-        configs = configs_of_ranks(mixture_directory)
+        configs = configs_of_ranks(mixture_directory, port)
 
     async def run(launches: list[Launch]) -> None:
         async with (
@@ -372,9 +377,11 @@ def test_a_client_of_each_rank(transport: str, mixture_directory: Path) -> None:
         assert "ERROR" not in launches[0].log
 
 
-def test_an_engine_without_an_api_server_steps_for_others(mixture_directory: Path) -> None:
+def test_an_engine_without_an_api_server_steps_for_others(
+    mixture_directory: Path, port: int
+) -> None:
     with front_end(**SHM):
-        configs = configs_of_ranks(mixture_directory)
+        configs = configs_of_ranks(mixture_directory, port)
 
     async def run(launches: list[Launch]) -> None:
         stays, leaves = launches
