@@ -27,7 +27,7 @@ from sparksched.compat import (
     shapes,
 )
 from sparksched.compat import kv_cache as kv_cache_rules
-from sparksched.compat.settings import KNOWN_SETTINGS, unknown_setting
+from sparksched.compat.settings import KNOWN_SETTINGS, OTHER_SECTIONS, unknown_setting
 from vllm.config import KVEventsConfig, LoRAConfig
 
 pytestmark = pytest.mark.release
@@ -585,10 +585,23 @@ def section_class(section: str) -> type[Any]:
 
     if not section:
         return VllmConfig
-    declared = get_type_hints(VllmConfig)[section]
-    (cls,) = [it for it in (declared, *get_args(declared)) if dataclasses.is_dataclass(it)]
-    assert isinstance(cls, type)
+    (cls,) = classes_of(get_type_hints(VllmConfig)[section])
     return cls
+
+
+def classes_of(declared: Any) -> list[type[Any]]:
+    """Return what a field is declared to hold, as far as that has fields itself."""
+    found = (declared, *get_args(declared))
+    return [it for it in found if isinstance(it, type) and dataclasses.is_dataclass(it)]
+
+
+def test_each_section_is_looked_at_or_concerns_no_decision() -> None:
+    from vllm.config import VllmConfig
+
+    types = get_type_hints(VllmConfig)
+    sections = {it.name for it in dataclasses.fields(VllmConfig) if classes_of(types[it.name])}
+    assert sections <= KNOWN_SETTINGS.keys() | set(OTHER_SECTIONS)
+    assert KNOWN_SETTINGS.keys().isdisjoint(OTHER_SECTIONS)
 
 
 @pytest.mark.parametrize("section", KNOWN_SETTINGS)

@@ -168,8 +168,17 @@ KNOWN_SETTINGS: Final[Mapping[str, Collection[str]]] = {
     ),
     "ec_manager_config": words("encoder_cache_manager_cls manager_config"),
 }
-"""The section without a name is the configuration itself. Sections of the workers alone are left
-out: how weights are loaded and quantised, devices, kernels, compilation, profiling, logging."""
+"""The section without a name is the configuration itself."""
+
+OTHER_SECTIONS: Final = words(
+    """
+    device_config load_config kernel_config compilation_config profiler_config logging_config
+    weight_transfer_config diffusion_config
+    """
+    # Since 0.33.0.
+    "watchdog_config"
+)
+"""Sections that no decision depends on, and diffusion's, which a rule refuses."""
 
 
 def unknown_setting(vllm_config: "VllmConfig") -> Unsupported | None:
