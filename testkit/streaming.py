@@ -17,7 +17,7 @@ TIMEOUT_S = 180.0
 class Prompt:
     """A request as a user would send it: text or token ids, and how much may come back."""
 
-    content: str | list[int]
+    content: str | list[int] | list[list[int]]
     max_tokens: int
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NUM_REQUESTS = 16
 NUM_ENDLESS = 4
+NUM_ABORTED = 200
 VOCAB_SIZE = 400
 # A minute's worth and more: some streams may begin seconds after others.
 ENDLESS_TOKENS = 60_000
@@ -179,6 +180,7 @@ async def command(server: Server) -> dict[str, Any]:
                 await anext(chunks)
             await chunks.aclose()
         await asyncio.to_thread(server.wait_until_idle)
+        answers["abort_requests"] = await abort_all(client, server)
         for number, (method, path) in enumerate(
             [
                 ("GET", "/health"),
@@ -196,6 +198,20 @@ async def command(server: Server) -> dict[str, Any]:
             response = await client.request(method, path)
             answers[f"{number} {path}"] = response.status_code, response.text
     return answers
+
+
+async def abort_all(client: httpx.AsyncClient, server: Server) -> tuple[int, set[str]]:
+    """Abort all that is in flight once one of many prompts has a token; return how they ended.
+
+    Those without a token end without a word, and the stream with the last.
+    """
+    prompts = [[number] for number in range(NUM_ABORTED)]
+    status, ends = 0, set()
+    async for chunk in stream_chunks(client, server.model, Prompt(prompts, 3000, ENDLESS.extra)):
+        if not status:
+            status = (await client.post("/abort_requests", json={})).status_code
+        ends |= {it["finish_reason"] for it in chunk["choices"]}
+    return status, ends - {None}
 
 
 def watch_health_of_stopped_engine(server: Server, engine: int) -> list[int]:
@@ -265,6 +281,7 @@ def test_commands_are_answered_alike(stock: Observed, ours: Observed) -> None:
     assert ours.answers == stock.answers
     statuses = [status for status, _ in ours.answers.values()]
     assert statuses == [200] * (len(statuses) - 1) + [400]
+    assert ours.answers["abort_requests"] == (200, {"abort"})
     sleeping = [json.loads(text)["is_sleeping"] for path, (_, text) in ours.answers.items()
                 if path.endswith("/is_sleeping")]  # fmt: skip
     assert sleeping == [False, True, False]

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from engine.harness import new_request
 from sparksched.api_server.errors import EngineBusyError
 from sparksched.engine import core_proc as engine_side
@@ -117,17 +118,24 @@ def take_large_messages_slowly() -> None:
     decode = MsgpackDecoder.decode
 
     def slow_decode(self: MsgpackDecoder, frames: Any) -> Any:
-        if len(frames[0]) > BULK:
-            time.sleep(0.3)
+        if sum(map(len, frames)) > BULK:
+            time.sleep(0.1)
         return decode(self, frames)
 
     MsgpackDecoder.decode = slow_decode
 
 
-def test_a_burst_is_not_an_overload(config: VllmConfig) -> None:
+def test_a_burst_is_not_an_overload(model_directory: Path) -> None:
     """Far more than a backlog may hold, for longer than a ring may stay full: the engine reads."""
-    variables = {**SMALL_RINGS, "SPARKSCHED_STUCK_AFTER_S": "2"}
-    requests = {f"large-{it}": bulky_request(f"large-{it}", 8 << 20) for it in range(12)}
+    variables = {**SMALL_RINGS, "SPARKSCHED_STUCK_AFTER_S": "3"}
+    config = make_config(model_directory, enable_prompt_embeds=True)
+    prompt = prompt_of(2)
+    # 8 MiB, which all have in common until they are encoded. The model looks at the tokens.
+    embeds = torch.zeros(len(prompt), (8 << 20) // 4 // len(prompt))
+    requests = {
+        it: new_request(it, prompt, 2, prompt_embeds=embeds)
+        for it in (f"large-{number}" for number in range(40))
+    }
 
     async def run(engine: Engine) -> None:
         async with connected(config, engine) as reader:
@@ -141,7 +149,7 @@ def test_a_burst_is_not_an_overload(config: VllmConfig) -> None:
             engine.signal(signal.SIGCONT)
             await asyncio.gather(*adding)
             await reader.finish(requests)
-            assert all(reader.tokens[it] == expected_tokens(prompt_of(2), 2) for it in requests)
+            assert all(reader.tokens[it] == expected_tokens(prompt, 2) for it in requests)
 
     prepare = take_large_messages_slowly
     with front_end(**variables), running_engine(config, prepare=prepare, **variables) as engine:
