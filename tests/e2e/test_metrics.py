@@ -49,7 +49,7 @@ def work(server: Server) -> None:
 
 
 def scrape(server: Server) -> str:
-    return httpx.get(f"{server.base_url}/metrics", timeout=10).raise_for_status().text
+    return httpx.get(f"{server.base_url}/metrics", timeout=60).raise_for_status().text
 
 
 def observe(

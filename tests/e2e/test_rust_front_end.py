@@ -6,6 +6,7 @@
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from testkit.server import Server, serve
 from testkit.streaming import Completion, Prompt, mixed_prompts, stream_all, stream_chunks
 from testkit.tiny_gpt_oss import write_model
 
-from .test_rings import process_named, processes_of, wait_until
+from .test_rings import health, process_named, processes_of, wait_until
 from .test_serve import SCHEMA, VOCAB_SIZE
 
 pytestmark = [
@@ -192,8 +193,10 @@ def test_two_engines_and_a_chat_template(tmp_path: Path) -> None:
         assert server.log.count(SENDS) == 2
 
 
-def name_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
+def is_front_end(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/comm").read_text().strip() == "vllm-rs"
+    return False
 
 
 @pytest.mark.parametrize("killed", ["launcher", pytest.param("front end", marks=pytest.mark.full)])
@@ -210,12 +213,13 @@ def test_nothing_outlives_a_kill(killed: str, model_dir: Path, tmp_path: Path) -
         is_preloaded=True,
         environment=variables,
     ) as server:
-        front_end = next(it for it in processes_of(server) if name_of(it) == "vllm-rs")
+        front_end = next(filter(is_front_end, processes_of(server)))
         engine = process_named(server, "EngineCore")
         pid = server.process.pid if killed == "launcher" else front_end
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: engine not in processes_of(server), "for the engine's end")
         if killed == "launcher":
-            assert httpx.get(f"{server.base_url}/health", timeout=60).status_code == 503
+            # It learns of the death, and that the engine's process is gone, in either order.
+            wait_until(lambda: health(server) == 503, "for the front end to know")
             os.kill(front_end, signal.SIGKILL)
         wait_until(lambda: not processes_of(server), "for the end of each process")

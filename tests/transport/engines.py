@@ -220,6 +220,11 @@ def _told_of_threads(pid: int, name: str) -> Iterator[str]:
             yield (thread / name).read_text()
 
 
+def thread_names(pid: int) -> list[str]:
+    """Return the name of each thread of a process."""
+    return [text.strip() for text in _told_of_threads(pid, "comm")]
+
+
 def child_processes(pid: int) -> list[int]:
     """Return the processes that a process has started, through whichever thread."""
     return [int(child) for text in _told_of_threads(pid, "children") for child in text.split()]

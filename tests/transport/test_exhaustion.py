@@ -12,8 +12,9 @@ import re
 import resource
 import struct
 import subprocess
+import sys
 import tempfile
-import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from .engines import (
     possessions,
     running_engine,
     start_process,
+    thread_names,
     wait_until,
 )
 from .test_staying_on_zmq import check_that_it_works
@@ -290,12 +292,19 @@ def _lack(which: int, value: Callable[[], int]) -> None:
     make = _core.EngineRings
 
     def make_limited(*args: Any, **kwargs: Any) -> Any:
-        # The limit is the whole process's: vLLM's other threads have made their sockets by then.
-        time.sleep(0.5)
+        # The limit is the whole process's, and vLLM's other thread makes sockets meanwhile.
+        wait_until(waits_for_outputs, what="for the sockets of outputs")
         with limit(which, value()):
             return make(*args, **kwargs)
 
     _core.EngineRings = make_limited  # type: ignore[assignment, misc]
+
+
+def waits_for_outputs() -> bool:
+    """Whether the thread that sends outputs has come so far that it waits for the first."""
+    stacks = (traceback.extract_stack(it) for it in sys._current_frames().values())
+    names = ([frame.name for frame in stack] for stack in stacks)
+    return any("process_output_sockets" in it and it[-1] == "wait" for it in names)
 
 
 @pytest.mark.parametrize(
@@ -315,10 +324,6 @@ def test_an_engine_that_lacks_something_at_its_start(
         assert possessions(engine.pid).num_mappings == 1, "the page on which it counts, and no more"
         assert "sparksched-watch" not in thread_names(engine.pid)
     assert logged == [f"INFO sparksched: messages to engine 0 go over ZMQ: {NO_MEMORY}{reason}"]
-
-
-def thread_names(pid: int) -> set[str]:
-    return {(it / "comm").read_text().strip() for it in Path(f"/proc/{pid}/task").iterdir()}
 
 
 # ----------------------------------------------------------------------------------------

@@ -152,8 +152,11 @@ def test_what_paced_prefill_does_is_shown(config: VllmConfig) -> None:
             await llm.is_sleeping()
             assert value("sparksched:schedule_seconds_count") > 20
             assert value("sparksched:paced_longest_stall_seconds") == 0
-            streams = (generate(llm, f"r{index}", 40) for index in range(3))
-            await asyncio.gather(*streams, generate_after(llm, "late", 0.03))
+            running = asyncio.create_task(generate(llm, "running", ENDLESS))
+            await until(lambda: value("sparksched:requests_running"))
+            await generate(llm, "late", 5)
+            running.cancel()
+            await asyncio.wait([running])
             names = families()
             assert {"sparksched:paced_chunk_tokens", "sparksched:paced_decode_steps"} <= names
             assert value("sparksched:paced_prompt_seconds_total") > 0
@@ -163,11 +166,6 @@ def test_what_paced_prefill_does_is_shown(config: VllmConfig) -> None:
 
     with front_end(), running_engine(config, SPARKSCHED_MAX_STALL_MS="100") as engine:
         run_async(run(engine))
-
-
-async def generate_after(llm: AsyncLLM, request_id: str, delay_s: float) -> None:
-    await asyncio.sleep(delay_s)
-    await generate(llm, request_id, 5)
 
 
 def test_a_ring_without_room_is_counted_in_both_directions(model_directory: Path) -> None:

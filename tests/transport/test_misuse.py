@@ -212,6 +212,8 @@ def test_a_forked_child_leaves_the_link_alone(
             log = (engine.directory / "client.log").read_text()
             assert process.exitcode == 0, log
             assert ours.poll(0), log
+            # What it says of the client is in its log by then.
+            assert engine.wait_for_exit() == 0
             assert len(engine.log_lines("API server 0 is gone")) == 1
         finally:
             process.kill()

@@ -173,7 +173,7 @@ def test_streams_get_their_tokens_in_order(stub: Stub) -> None:
 
 def test_its_death_is_noticed(stub: Stub) -> None:
     os.kill(stub.process.pid, 9)
-    until(lambda: stub.outputs.sockets.is_deserted)
+    until(lambda: stub.outputs.sockets.is_deserted and stub.outputs.events)
     assert stub.outputs.events[0] == (0, None)
 
 

@@ -10,7 +10,8 @@ from top.terminal import COLUMNS, piped
 
 from .clients import connected, front_end, new_request, prompt_of, run_async
 from .conftest import make_config
-from .engines import running_engine
+from .engines import running_engine, wait_until
+from .test_queue_timeout import page_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -28,6 +29,7 @@ def test_two_models_are_not_added_up(model_directory: Path) -> None:
             await asyncio.to_thread(look)
 
     def look() -> None:
+        wait_until(lambda: page_of(one).total("sparksched:requests_waiting") == 2)
         found = objects()
         rows = {it["model_name"]: it for it in found if it["pid"] in (one.pid, two.pid)}
         assert {name: it["pid"] for name, it in rows.items()} == {"short": one.pid, LONG: two.pid}
