@@ -25,6 +25,10 @@ const GOOD_ENOUGH: f64 = 0.9;
 /// A larger size is tried if the present one takes at most this part of what is allowed.
 const ROOM_TO_GROW: f64 = 0.6;
 
+/// The same where the largest is wanted: a prompt that just misses the present one would have to wait
+/// as long ones do.
+const ROOM_TO_GROW_FOR_SHORT: f64 = 0.85;
+
 /// A size is tried if it may take so many times what is allowed: what is not known may be better
 /// than it seems.
 const MAX_RISK: f64 = 1.3;
@@ -180,14 +184,19 @@ impl Ladder {
             let is_unknown = self.time(larger, query).is_none();
             is_unknown || (!query.wants_largest && self.times.is_stale(larger))
         };
-        if larger == self.sizes.len()
-            || !can_be_filled
-            || !is_open()
-            || time_s > ROOM_TO_GROW * query.limit_s
-        {
+        if larger == self.sizes.len() || !can_be_filled || !is_open() {
             return None;
         }
         let lower = (0..fitting).rev().find_map(|it| Some((it, self.time(it, query)?)));
+        let most = match (query.wants_largest, lower) {
+            // What a token more costs is known, and tells more than a part of the bound.
+            (true, Some(_)) => 1.0,
+            (true, None) => ROOM_TO_GROW_FOR_SHORT,
+            (false, _) => ROOM_TO_GROW,
+        };
+        if time_s > most * query.limit_s {
+            return None;
+        }
         let slope = lower.map_or(0.0, |(it, lower_s)| {
             (time_s - lower_s).max(0.0) / f64::from(self.sizes[fitting] - self.sizes[it])
         });

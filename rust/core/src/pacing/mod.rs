@@ -12,8 +12,9 @@
 //! - A chunk on behalf of long prompts comes only when what it **owes** is paid: after a chunk of
 //!   150 ms and with a share of 0.6, 100 ms without one.
 //! - Nobody generates: vLLM's values. No prompt: vLLM's values.
-//! - Prompts come faster than they are computed: the share **gives way**, a quarter of what is left
-//!   in each second in which the queue grows, and then the bound on the size of chunks.
+//! - Prompts come faster than they are computed: the share **gives way**, and then the bound on the
+//!   size of chunks. It does so by and by while the queue grows, and at once if ordinary prompts
+//!   wait in it for long, since chunks may be so small that they would never be through.
 //!
 //! With asynchronous scheduling a step is chosen while the one before it runs, so what is owed
 //! rests on predictions for steps in flight, and is put right when they come back.
@@ -138,7 +139,8 @@ pub struct PacingReport {
     pub contended_s: f64,
     /// Steps of decodes alone that were put in, in all.
     pub num_decode_steps: u64,
-    /// The longest step with prompts while others generated, of the last half or whole minute.
+    /// The longest step with prompts while others generated, of the half or whole minute before the
+    /// last step.
     pub longest_stall_s: f64,
 }
 
@@ -625,8 +627,12 @@ impl Pacing {
             return;
         }
         let StepLoad { num_tokens, prompt_attention, .. } = step.load;
-        let chain = &mut self.chain;
         let size = self.ladder.class_of(num_tokens);
+        // Other sizes run then, too, and most of them wait for a compiler.
+        if step.mode == Mode::WarmUp && num_tokens != self.ladder.sizes()[size] {
+            return;
+        }
+        let chain = &mut self.chain;
         chain.is_even = chain.num_steps == 0
             || (chain.is_even && self.ladder.class_of(chain.num_tokens) == size);
         chain.num_steps += 1;
@@ -663,11 +669,21 @@ impl Pacing {
             let weight = 1.0 - (-step.time_s / RECENT_S).exp();
             self.short_part += weight * (target - self.short_part);
         }
-        // Who waits for blocks is helped by no time.
-        let computable = self.demand.prompts.iter().filter(|it| it.has_blocks);
-        let (num_prompts, backlog) = computable
-            .fold((0, 0), |(number, sum), it| (number + 1, sum + u64::from(it.num_missing)));
-        self.pressure.note(step.time_s, backlog, num_prompts);
+        self.pressure.note(step, self.queue());
+    }
+
+    /// The prompts that time would help: not those that wait for blocks.
+    fn queue(&self) -> Queue {
+        let mut queue = Queue::default();
+        for prompt in self.demand.prompts.iter().filter(|it| it.has_blocks) {
+            let missing = f64::from(prompt.num_missing);
+            queue.num_prompts += 1;
+            queue.tokens += missing;
+            if !prompt.is_running && prompt.num_missing <= self.base.max_num_scheduled_tokens {
+                queue.ordinary_tokens += missing;
+            }
+        }
+        queue
     }
 }
 
@@ -694,36 +710,60 @@ impl Stalls {
     }
 }
 
+/// Prompts that have not been computed.
+#[derive(Clone, Copy, Debug, Default)]
+struct Queue {
+    num_prompts: u32,
+    tokens: f64,
+    /// Of those that wait, and that a step with vLLM's values would compute at once.
+    ordinary_tokens: f64,
+}
+
 /// How far share and bound give way because prompts come faster than they are computed.
 #[derive(Clone, Copy, Debug, Default)]
 struct Pressure {
     /// Up to 1 the share gives way, above that the bound.
     level: f64,
     window_s: f64,
-    last_backlog: u64,
+    /// Tokens of prompts that were computed in it.
+    tokens: f64,
+    last_backlog: f64,
 }
 
 impl Pressure {
     /// How often it is judged, in seconds of steps.
     const WINDOW_S: f64 = 1.0;
+    /// What a queue that grows adds in a window, and one that does not takes away.
     const STEP: f64 = 0.25;
-    const MAX: f64 = 3.0;
+    /// What a queue adds that will not be through for long, whether it grows or not.
+    const LEAP: f64 = 1.0;
+    const MAX: f64 = 4.0;
+    /// At the pace of a window, ordinary prompts are to be through after so long.
+    const LONGEST_WAIT_S: f64 = 1.0;
 
-    fn note(&mut self, time_s: f64, backlog: u64, num_prompts: usize) {
-        self.window_s += time_s;
+    fn note(&mut self, step: &PacedStep, queue: Queue) {
+        self.window_s += step.time_s;
+        self.tokens += f64::from(step.load.num_prompt_tokens);
         if self.window_s < Self::WINDOW_S {
             return;
         }
-        let grows = num_prompts > 1 && backlog > self.last_backlog;
-        let change = if grows { Self::STEP } else { -Self::STEP };
-        self.level = (self.level + change).clamp(0.0, Self::MAX);
-        self.window_s = 0.0;
-        self.last_backlog = backlog;
+        let in_time = Self::LONGEST_WAIT_S * self.tokens / self.window_s;
+        let change = if queue.num_prompts < 2 {
+            -Self::STEP
+        } else if queue.ordinary_tokens > in_time {
+            Self::LEAP
+        } else if queue.tokens > self.last_backlog {
+            Self::STEP
+        } else {
+            -Self::STEP
+        };
+        let level = (self.level + change).clamp(0.0, Self::MAX);
+        *self = Self { level, last_backlog: queue.tokens, ..Self::default() };
     }
 
-    /// What the bound is multiplied by.
+    /// What the bound is multiplied by: it doubles for each level above the first.
     fn leniency(&self) -> f64 {
-        self.level.max(1.0)
+        (self.level - 1.0).max(0.0).exp2()
     }
 }
 

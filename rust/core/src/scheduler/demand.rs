@@ -64,12 +64,17 @@ impl Scheduler {
         demand.num_decode_tokens = 0;
         demand.prompts.clear();
         demand.can_throttle = !self.prefill_capacity_bound;
+        // Where a release doesn't count the adapters of prompts that are held back, one more could
+        // come in beside them, and the next step with all of them would be an error.
+        let forgets_adapters =
+            self.config.max_loras.is_some() && !self.config.behaviors.counts_loras_of_all_running;
         for &index in &self.running {
             let request = self.request(index);
             let num_known = request.num_tokens() as u32 + request.num_output_placeholders;
             let num_missing = num_known.saturating_sub(request.num_computed_tokens);
             if request.is_prefill_chunk {
                 let num_computed = request.num_computed_tokens;
+                demand.can_throttle &= !(forgets_adapters && request.lora_id.is_some());
                 demand.prompts.push(Prompt {
                     num_missing,
                     num_computed,
