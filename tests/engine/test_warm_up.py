@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -40,17 +41,21 @@ def chunks(engine: DrivenEngine) -> list[int]:
 
 
 @ASYNC_SCHEDULING
-def test_each_size_runs_in_each_way(
+def test_each_size_runs_twice_and_some_numbers_of_tokens_between_them(
     async_scheduling: bool, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with paced_engine(model_directory, monkeypatch, async_scheduling=async_scheduling) as engine:
         scheduler = engine.core.scheduler
         assert scheduler.pacing()["sizes"] == [32, 64, 128]
+        # However long a step takes here, it is within the bound.
+        clock = SimpleNamespace(monotonic=lambda: 0.0, time=lambda: 0.0)
+        monkeypatch.setattr(warm_up, "time", clock)
         warm_up.run(engine.core)
         found = chunks(engine)
-        for size in (32, 64, 128):
-            assert found.count(size) == 2, found
-            assert found.count(size * 3 // 4 + 4) == found.count(size * 3 // 4 + 1) == 1, found
+        # The largest one is the last multiple of 32, of which none is left out.
+        assert [found.count(size) for size in (32, 64, 96, 128)] == [2, 2, 1, 2], found
+        between = sorted(set(found) - {32, 64, 96, 128})
+        assert [it // 32 for it in between] == [1, 2, 3], found
         assert not engine.is_busy
         assert scheduler.num_used_blocks() == 0
         assert scheduler.snapshot()["cached_blocks"] == {}
@@ -91,6 +96,42 @@ def test_prompts_may_be_no_longer_than_the_model_allows(
     with paced_engine(model_directory, monkeypatch, **settings) as engine:
         warm_up.run(engine.core)
         assert chunks(engine).count(128) == 2
+
+
+def test_all_numbers_of_tokens_run_where_something_is_compiled_for_each(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"max_num_batched_tokens": 1024, "async_scheduling": True}
+    with paced_engine(model_directory, monkeypatch, **settings) as engine:
+        executor = engine.core.model_executor
+        execute = executor.execute_model
+        known: set[int] = set()
+        now = 0.0
+
+        def compiling(step: Any, *args: Any, **others: Any) -> Any:
+            nonlocal now
+            kind = -(-step.total_num_scheduled_tokens // 32)
+            now += 0.001 if kind in known or not compiles else 1.0
+            known.add(kind)
+            return execute(step, *args, **others)
+
+        monkeypatch.setattr(executor, "execute_model", compiling)
+        clock = SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+        monkeypatch.setattr(warm_up, "time", clock)
+        monkeypatch.setattr(warm_up, "_LONGEST_S", 1e9)
+        compiles = True
+        warm_up.run(engine.core)
+        assert set(range(3, 33)) <= known
+        # The second time all is known: a few steps show it.
+        compiles, num_before = False, len(chunks(engine))
+        warm_up.run(engine.core)
+        assert len(chunks(engine)) - num_before < 2 * 6 + 2 * 20
+        # What they take is too long: only the sizes run.
+        monkeypatch.setenv("SPARKSCHED_MAX_STALL_MS", "1")
+        num_before = len(chunks(engine))
+        warm_up.run(engine.core)
+        assert len(chunks(engine)) - num_before <= 2 * 6
+        assert not engine.is_busy
 
 
 @pytest.mark.parametrize("fails_for_ever", [False, True])

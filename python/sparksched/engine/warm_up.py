@@ -6,8 +6,16 @@ depends on the mixture. So some requests of our own decode, while prompts beside
 of each size. They pass through scheduler and executor as any others, and nobody gets their outputs.
 The prompts are the same in each run, so that recordings can be compared.
 
-Kernels are compiled for classes of numbers: the next power of two, and whether 16, or 4, divides
-them. Each size therefore runs in four ways.
+- Each size of the ladder runs twice: the first time is for the compiler, the second one says what
+  such a step takes.
+- A prompt's last chunk, and whatever is short, may have any number of tokens. Up to the largest
+  CUDA graph they are filled up to a graph's size, and nothing is compiled. Above that, the kernels
+  that choose experts (`triton_kernels`) have the number of 32s of tokens as a constant: there is
+  one for each. So one number in each 32 runs, and then the multiples of 32, for which another one
+  is compiled. Other kernels differ by what divides such numbers (16, or 4), so they are spread.
+- That goes up to the largest size that stays within the bound, as larger ones come only when nobody
+  generates. Where nothing is compiled, as in most dense models or if all is in a cache on the disk,
+  a few steps show it, and the others are left out.
 """
 
 import random
@@ -20,7 +28,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import RequestStatus
 
+from sparksched import environment
+
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCoreProc
 
 logger = init_logger("vllm.sparksched")
@@ -35,6 +46,14 @@ _MAX_STEPS = 64
 _SETTLING_STEPS = 3
 """After the last stream was admitted: its prompt is computed, and it decodes."""
 _LONGEST_S = 120.0
+_EVERY = 32
+"""Tokens: kernels differ from one multiple of this to the next."""
+_ENOUGH = 16
+"""So many in a row that needed no compiler: the others need none either."""
+_NEARLY = 1.25
+"""Of the bound: what was measured holds more than the step itself."""
+_COMPILER_S = 0.1
+"""What takes so much longer than a larger step has waited for a compiler."""
 
 
 def run(engine: "EngineCoreProc") -> None:
@@ -44,7 +63,7 @@ def run(engine: "EngineCoreProc") -> None:
     try:
         with engine.scheduler.warming_up():
             try:
-                num_sizes = warm_up.run(start + _LONGEST_S)
+                warm_up.run(start + _LONGEST_S)
             finally:
                 warm_up.clean_up()
     except Exception as error:
@@ -55,13 +74,15 @@ def run(engine: "EngineCoreProc") -> None:
         )
         return
     logger.info(
-        "sparksched: paced prefill is warm: %d of %d sizes, of up to %d tokens, in %.1f s;"
-        " the longest step took %.1f s",
-        num_sizes,
+        "sparksched: paced prefill is warm: %d of %d sizes, of up to %d tokens, and %d others, in"
+        " %.1f s; the longest step took %.1f s%s",
+        len(warm_up.seconds),
         len(warm_up.sizes),
         warm_up.sizes[-1],
+        warm_up.num_others,
         time.monotonic() - start,
         warm_up.longest_s,
+        "; time was up before all had run" if warm_up.is_time_up else "",
     )
 
 
@@ -72,22 +93,59 @@ class _WarmUp:
         self._engine = engine
         self._scheduler = engine.scheduler
         self._model = engine.vllm_config.model_config
+        self._deadline = 0.0
         self.sizes: list[int] = self._scheduler.pacing()["sizes"]
+        self.seconds: dict[int, float] = {}
+        """What each size takes once it is compiled, with a step or two of decodes after it."""
+        self.num_others = 0
         self.longest_s = 0.0
+        self.is_time_up = False
         self._chance = random.Random(0)
         self._num_requests = 0
         max_num_seqs = engine.vllm_config.scheduler_config.max_num_seqs
         # Room for prompts beside them, in number and in tokens.
         self._num_streams = min(_NUM_STREAMS, max_num_seqs // 2)
 
-    def run(self, deadline: float) -> int:
-        """Run a step of each size in each way; return for how many sizes there was time."""
-        for done, size in enumerate(self.sizes):
-            for num_tokens in (size, size, size * 3 // 4 + 4, size * 3 // 4 + 1):
-                if time.monotonic() > deadline or not self._engine.is_running():
-                    return done
-                self._run_size(num_tokens)
-        return len(self.sizes)
+    def run(self, deadline: float) -> None:
+        """Run whatever there is time for."""
+        self._deadline = deadline
+        for size in self.sizes:
+            if not self._has_time():
+                return
+            self._run_size(size)
+            self.seconds[size] = self._run_size(size)
+        between, multiples = self._others()
+        # In any order: part of them may be in a cache on the disk.
+        for numbers in (between, multiples):
+            self._run_others(self._chance.sample(numbers, len(numbers)))
+
+    def _others(self) -> tuple[list[int], list[int]]:
+        """Return numbers of tokens besides the sizes: between multiples of 32, and multiples."""
+        settings = environment.pacing()
+        max_stall_s = settings.max_stall_s if settings else 0.0
+        limit_s = _NEARLY * max_stall_s
+        within = [size for size, seconds in self.seconds.items() if seconds <= limit_s]
+        least = self._num_decode_tokens(self._num_streams) + _LEAST_PROMPT + _EVERY
+        first = max(_largest_graph(self._engine.vllm_config), least) // _EVERY
+        last = max(within, default=0) // _EVERY
+        multiples = [_EVERY * number for number in range(first + 1, last + 1)]
+        # 11 has no divisor in common with 31: all remainders have their turn.
+        between = [it - 1 - 11 * turn % (_EVERY - 1) for turn, it in enumerate(multiples)]
+        return between, [it for it in multiples if it not in self.seconds]
+
+    def _run_others(self, numbers: list[int]) -> None:
+        num_quick = 0
+        for num_tokens in numbers:
+            if num_quick == _ENOUGH or not self._has_time():
+                return
+            larger = next(it for it in self.sizes if it >= num_tokens)
+            seconds = self._run_size(num_tokens)
+            num_quick = num_quick + 1 if seconds < self.seconds[larger] + _COMPILER_S else 0
+            self.num_others += 1
+
+    def _has_time(self) -> bool:
+        self.is_time_up |= time.monotonic() > self._deadline
+        return not self.is_time_up and self._engine.is_running()
 
     def clean_up(self) -> None:
         """Leave nothing behind, be it in the midst of something."""
@@ -100,7 +158,8 @@ class _WarmUp:
             self._step()
         self._scheduler.reset_prefix_cache()
 
-    def _run_size(self, num_tokens: int) -> None:
+    def _run_size(self, num_tokens: int) -> float:
+        """Have prompts fill a step of so many tokens; return for how many seconds they ran."""
         num_decode_tokens = self._ready_streams()
         prompts = []
         num_left = num_tokens - num_decode_tokens
@@ -108,11 +167,13 @@ class _WarmUp:
             length = min(num_left, self._model.max_model_len - 1)
             prompts.append(self._add(length, max_tokens=1))
             num_left -= length
+        start = time.monotonic()
         for _ in range(_MAX_STEPS):
             if not any(it in self._scheduler.requests for it in prompts):
-                return
+                break
             self._step()
         self._finish(prompts)
+        return time.monotonic() - start
 
     def _ready_streams(self) -> int:
         """Have streams decode; return how many tokens they have in a step."""
@@ -127,8 +188,11 @@ class _WarmUp:
                     break
             for _ in range(_SETTLING_STEPS):
                 self._step()
+        return self._num_decode_tokens(len(self._scheduler.requests))
+
+    def _num_decode_tokens(self, num_streams: int) -> int:
         tokens_of_each: int = 1 + self._engine.vllm_config.num_speculative_tokens
-        return tokens_of_each * len(self._scheduler.requests)
+        return tokens_of_each * num_streams
 
     def _add(self, num_tokens: int, max_tokens: int | None = None) -> str:
         request_id = f"{PREFIX}{self._num_requests}"
@@ -163,3 +227,11 @@ class _WarmUp:
 
     def _finish(self, request_ids: Iterable[str]) -> None:
         self._scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
+
+
+def _largest_graph(config: "VllmConfig") -> int:
+    """Return the most tokens of a step with prompts that is run as a CUDA graph; 0 without any."""
+    mode = config.compilation_config.cudagraph_mode
+    if config.model_config.enforce_eager or mode is None or mode.mixed_mode().name == "NONE":
+        return 0
+    return max(config.compilation_config.cudagraph_capture_sizes or (), default=0)
