@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from sparksched.compat import releases
 from sparksched.compat.pacing import StepKnobs
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
@@ -106,8 +107,16 @@ class TraceGenerator:
         if self._knob_rng.random() < 0.7:
             larger = least + self._knob_rng.randrange(40)
             threshold = self._knob_rng.choice([0, least, least + 3, larger])
-        throttle |= self._knob_rng.random() < 0.2
-        return StepKnobs(budget, threshold, throttle)
+        holds_back = self._knob_rng.random() < 0.2
+        if scheduler.lora_config and not releases.is_since("0.33.0"):
+            # vLLM counts the adapters of the running requests that a step computes. Beside one that
+            # gets no tokens it lets in another adapter, and fails an assertion in the first step
+            # with all of them. Users reach that where prefills are throttled, the encoder's budget
+            # is used up, or a threshold is below a block of states.
+            return StepKnobs(
+                budget, scheduler.scheduler_config.long_prefill_token_threshold, throttle
+            )
+        return StepKnobs(budget, threshold, throttle or holds_back)
 
     def runner_order(self, request_ids: Sequence[str]) -> list[str]:
         """Draw the order in which the model runner holds the scheduled requests."""
