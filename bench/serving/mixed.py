@@ -304,13 +304,18 @@ def _start(
             "SPARKSCHED_PACING_LOG": str(log),
         }
     longest = max(options.long + LONG_OUTPUT_TOKENS, STREAM_PROMPT_TOKENS + options.stream_tokens)
+    max_model_len = max(longest + ORDINARY_TOKENS[1], sum(ORDINARY_TOKENS))
+    if model.has_dummy_weights and max_model_len > model.config["max_position_embeddings"]:
+        # With random weights a position says as little as another.
+        override = json.dumps({"max_position_embeddings": max_model_len})
+        arguments += f" --hf-overrides={shlex.quote(override)}"
     return Start(
         model=model,
         scheduler=STOCK if kind == "vllm" else OURS,
         # vLLM's CPU platform schedules synchronously, whatever it is asked for.
         mode=ASYNC if has_gpu else SYNC,
         max_num_seqs=ROOM if options.rates else max(64, 2 * max(options.streams)),
-        max_model_len=max(longest + ORDINARY_TOKENS[1], sum(ORDINARY_TOKENS)),
+        max_model_len=max_model_len,
         has_gpu=has_gpu,
         extra_arguments=" ".join([*map(shlex.quote, ON_GPU if has_gpu else ()), arguments]),
         extra_environment=environment,
