@@ -160,7 +160,7 @@ pub struct KvTransferConfig {
 pub struct Behaviors {
     /// A running request that had to preempt itself does not end the step for those behind it.
     pub continues_after_self_preemption: bool,
-    /// A waiting request that the encoder or a drafter leaves no token is passed over, and does
+    /// A waiting request that the encoder or a drafter leaves no token is skipped, and does
     /// not end the step for those behind it.
     pub skips_held_up: bool,
     /// Adapters of running requests that sit a step out count, too: they may be back in the next.

@@ -272,7 +272,7 @@ pub struct Request {
     pub(crate) expected_hit: Option<u32>,
     pub(crate) skip_reading_prefix_cache: bool,
     pub(crate) reports_cached_blocks: bool,
-    /// What it waits for besides its turn, or was passed over for.
+    /// What it waits for besides its turn, or was skipped for.
     pub(crate) deferred_by: Option<WaitReason>,
     /// Until when it has to be scheduled for the first time, in seconds of the scheduler's clock.
     pub(crate) queue_deadline: f64,

@@ -61,7 +61,7 @@ pub struct Scheduler {
     running: Vec<RequestIndex>,
     /// Sessions without input. They keep their places in the model runner's batch.
     num_waiting_for_input: usize,
-    /// Waiting requests that were passed over or wait for more than their turn.
+    /// Waiting requests that were skipped or wait for more than their turn.
     deferred: WaitCounts,
     /// Why the last step admitted nobody more; `None` if nobody was left.
     held_up_by: Option<WaitReason>,
@@ -69,14 +69,14 @@ pub struct Scheduler {
     next_queue_deadline: f64,
     /// Finished requests that stay until their blocks are filled or sent.
     num_kept: usize,
-    /// Taken out of the queues while this step looks for someone to admit.
-    passed_over: Vec<RequestIndex>,
+    /// Waiting requests that this step has skipped, out of their queues until it is decided.
+    skipped: Vec<RequestIndex>,
     pause_state: PauseState,
     /// Counts calls of `schedule()`.
     current_step: u64,
-    /// The step before counts as having held requests; a forced reset clears that.
+    /// Requests of the step before may continue in the batch: not if all were preempted since.
     has_previous_batch: bool,
-    /// When the prefills of a step were held back, the last ones allowed did not fit all.
+    /// Requests were left waiting for room by the last step that deferred no prefills.
     prefill_capacity_bound: bool,
     /// Counts the steps that scheduled tokens.
     num_executed_steps: u64,
@@ -110,7 +110,7 @@ impl Scheduler {
             held_up_by: None,
             next_queue_deadline: f64::INFINITY,
             num_kept: 0,
-            passed_over: Vec::new(),
+            skipped: Vec::new(),
             pause_state: PauseState::default(),
             current_step: 0,
             has_previous_batch: false,

@@ -22,9 +22,9 @@ use crate::wait_reason::WaitReason;
 struct Budget {
     /// Tokens that may still be scheduled.
     tokens: u32,
-    /// Positions that the model runner's batch still holds.
+    /// Positions that are still free in the model runner's batch.
     input: u32,
-    /// Of these, positions that drafting takes for each request.
+    /// Positions of the batch that each request takes for drafting.
     num_draft_slots: u32,
 }
 
@@ -436,7 +436,7 @@ impl Scheduler {
     ) -> Result<(), H::Error> {
         let admitted = self.admit_waiting(budget, limits, hooks);
         // Back to the front, in their order.
-        while let Some(index) = self.passed_over.pop() {
+        while let Some(index) = self.skipped.pop() {
             let (queue, slots) = self.queue_of(index);
             queue.prepend(index, slots);
         }
@@ -535,7 +535,7 @@ impl Scheduler {
     fn skip(&mut self, reason: WaitReason) {
         let index = self.pop_next();
         self.defer(index, reason);
-        self.passed_over.push(index);
+        self.skipped.push(index);
     }
 
     /// Admits the request at the head of the queue, if that can be.
@@ -681,8 +681,8 @@ impl Scheduler {
         self.step.admitted.push((admission, scheduled));
     }
 
-    /// What a request gets of the step that admits it, no tokens if the encoder or a drafter holds
-    /// it up; or what it has to wait for.
+    /// What a request gets of the step that admits it, or why it and those behind it have to wait.
+    /// It gets no tokens if the encoder or a drafter holds it up.
     fn share_of_admitted<H: Hooks>(
         &self,
         index: RequestIndex,
@@ -704,7 +704,7 @@ impl Scheduler {
             if num_tokens > available {
                 return Ok(Err(WaitReason::TokenBudget));
             }
-            // vLLM fails an assertion if the threshold is below that; here the padding goes.
+            // With a threshold below that vLLM fails an assertion. Here the request gets no padding.
             if limits.cap(num_tokens) == num_tokens {
                 share = Share { num_tokens, num_padding_tokens };
             }

@@ -29,20 +29,20 @@ pub struct ScheduledOutput<'a> {
     pub is_void: bool,
 }
 
-/// What a client is to be told of one request.
+/// What a client gets of one request.
 #[derive(Clone, Debug)]
 pub struct RequestOutput {
-    /// The request; its place may be given to another once the outputs have been told.
+    /// The request. The next one to arrive may get the index of one that is over.
     pub index: RequestIndex,
     /// Which of the scheduled outputs this is about.
     pub position: usize,
     /// How many of the sampled tokens count: a stop cuts the rest off.
     pub num_new_tokens: usize,
-    /// What there is to tell besides; of nearly all outputs nothing.
+    /// What there is besides tokens; nearly all outputs have nothing.
     pub news: Option<Box<RequestNews>>,
 }
 
-/// What a client is to be told of a request besides its tokens.
+/// What a client gets of a request besides its tokens.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RequestNews {
     /// How the request ended, or a session's turn, if it did.
@@ -57,7 +57,7 @@ pub struct RequestNews {
     pub events: Vec<Event>,
     /// With the request's first output, how its prompt was computed.
     pub prefill_stats: Option<PrefillStats>,
-    /// With its last, how its draft tokens fared, if clients are to be told.
+    /// With the request's last output, how its draft tokens fared, if clients get that.
     pub spec_stats: Option<Box<RequestSpecStats>>,
 }
 
@@ -67,9 +67,22 @@ struct Advance {
     stopped: bool,
 }
 
+/// Requests that have stopped in a step. The queues lose them all at once, after the last output.
+#[derive(Default)]
+struct Stopped {
+    /// To be taken out of the running ones.
+    running: Vec<RequestIndex>,
+    /// To be taken out of the queues, where a preemption has put them.
+    preempted: Vec<RequestIndex>,
+    /// Sessions to be queued for their next turn.
+    continuing: Vec<RequestIndex>,
+    /// Requests that nothing keeps.
+    leaving: Vec<RequestIndex>,
+}
+
 impl Scheduler {
-    /// Appends what was sampled, ends the requests that are done, and writes what is to be told
-    /// into `outputs`, in the order of `scheduled`.
+    /// Appends what was sampled, ends the requests that are done, and writes what clients get into
+    /// `outputs`, in the order of `scheduled`.
     ///
     /// # Errors
     /// What the hooks fail with; the scheduler is not to be used after that.
@@ -84,10 +97,7 @@ impl Scheduler {
     ) -> Result<(), H::Error> {
         outputs.clear();
         self.spec_decoding_stats = None;
-        let mut stopped_running = Vec::new();
-        let mut stopped_preempted = Vec::new();
-        let mut continuing = Vec::new();
-        let mut leaving = Vec::new();
+        let mut all_stopped = Stopped::default();
         for (position, scheduled) in scheduled.enumerate() {
             if position == 0 {
                 self.note_processed_step();
@@ -106,42 +116,52 @@ impl Scheduler {
             if self.config.collects_aux_output {
                 hooks.take_aux_output(self.request(index))?;
             }
-            let news = self.take_news(index);
+            let mut news = self.take_news(index);
+            if stopped {
+                let news = news.as_mut().expect("that a request has stopped is news");
+                self.stop(index, was_running, news, &mut all_stopped, hooks)?;
+            }
             outputs.push(RequestOutput { index, position, num_new_tokens, news });
-            if !stopped {
-                continue;
-            }
-            let news = outputs.last_mut().and_then(|output| output.news.as_mut());
-            let news = news.expect("that a request has stopped is news");
-            let stays = !self.end_turn(index, was_running, hooks)?;
-            let requeues_last = self.config.behaviors.requeues_sessions_last;
-            if was_running {
-                stopped_running.push(index);
-            } else if !stays || requeues_last {
-                stopped_preempted.push(index);
-            }
-            if stays {
-                if requeues_last {
-                    continuing.push(index);
-                }
-                // The next turn has begun, and this output tells so.
-                let request = &mut self.slots[index];
-                news.events.append(&mut request.events);
-                continue;
-            }
-            news.is_over = true;
-            news.is_kept = self.end_request(index, false, hooks)?;
-            if !news.is_kept {
-                leaving.push(index);
-            }
         }
-        self.remove_running(&stopped_running);
-        self.remove_waiting(&stopped_preempted);
-        for index in continuing {
+        self.remove_running(&all_stopped.running);
+        self.remove_waiting(&all_stopped.preempted);
+        for index in all_stopped.continuing {
             self.enqueue(index);
         }
-        for index in leaving {
+        for index in all_stopped.leaving {
             self.vacate(index);
+        }
+        Ok(())
+    }
+
+    /// Ends a request that has stopped, or the turn of a session. Completes its news.
+    fn stop<H: Hooks>(
+        &mut self,
+        index: RequestIndex,
+        was_running: bool,
+        news: &mut RequestNews,
+        all_stopped: &mut Stopped,
+        hooks: &mut H,
+    ) -> Result<(), H::Error> {
+        let stays = !self.end_turn(index, was_running, hooks)?;
+        let requeues_last = self.config.behaviors.requeues_sessions_last;
+        if was_running {
+            all_stopped.running.push(index);
+        } else if !stays || requeues_last {
+            all_stopped.preempted.push(index);
+        }
+        if stays {
+            if requeues_last {
+                all_stopped.continuing.push(index);
+            }
+            // The next turn has begun, and this output says so.
+            news.events.append(&mut self.slots[index].events);
+            return Ok(());
+        }
+        news.is_over = true;
+        news.is_kept = self.end_request(index, false, hooks)?;
+        if !news.is_kept {
+            all_stopped.leaving.push(index);
         }
         Ok(())
     }
@@ -191,7 +211,7 @@ impl Scheduler {
         Ok(Some(advance))
     }
 
-    /// What is to be told of a request besides its tokens, before the scheduler reacts to a stop.
+    /// What a client gets of a request besides its tokens, before the scheduler reacts to a stop.
     fn take_news(&mut self, index: RequestIndex) -> Option<Box<RequestNews>> {
         let Self { slots, kv_cache, .. } = self;
         let request = &mut slots[index];

@@ -1,8 +1,8 @@
 //! What requests wait for, and for how long at most. Looking changes nothing that a decision depends
 //! on.
 //!
-//! A request that was passed over has the reason of that. Those behind the one at which a step
-//! stopped admitting were not looked at: they wait for the same.
+//! A request that a step skipped has a reason of its own. A step looks at none behind the one at which
+//! it stops: they wait for the same as that one.
 
 use super::{PauseState, Scheduler};
 use crate::ids::{BlockId, RequestIndex};
@@ -37,7 +37,7 @@ pub struct BlockHolders {
 }
 
 impl Scheduler {
-    /// Notes that a request waits for more than its turn, or was passed over, and for what.
+    /// Notes what a request waits for that was skipped, or waits for more than its turn.
     pub(super) fn defer(&mut self, index: RequestIndex, reason: WaitReason) {
         if let Some(before) = self.slots[index].deferred_by.replace(reason) {
             self.deferred.remove(before);
@@ -70,7 +70,7 @@ impl Scheduler {
         self.request(index).deferred_by.unwrap_or_else(|| self.reason_of_others())
     }
 
-    /// What those wait for that were not passed over.
+    /// What those wait for that have no reason of their own.
     fn reason_of_others(&self) -> WaitReason {
         match self.pause_state {
             PauseState::Unpaused => self.held_up_by.unwrap_or(WaitReason::Turn),
