@@ -16,7 +16,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 ROOTS=${ARM_ROOTS:-$PWD/.arm}
 BUILDER=$ROOTS/builder # x86-64: Debian's Rust, with the standard library for aarch64
-GUEST=$ROOTS/guest     # aarch64: Python 3.11 and vLLM
+GUEST=$ROOTS/guest     # aarch64: Python 3.11, and vLLM for the parts that need it
 MACHINE=$ROOTS/machine # x86-64: qemu for a whole machine, and aarch64's kernel with larger pages
 SOURCES=$ROOTS/sources # bound to /src in both
 TARGET=aarch64-unknown-linux-gnu
@@ -106,11 +106,15 @@ register_emulator() {
         "$BUILDER/usr/bin/qemu-aarch64" >$formats/register
 }
 
-# pip works outside, where it is fast. It reads markers for this machine, so what only an x86-64 needs is
-# left out here, and so are linters.
 build_guest() {
     bootstrap "$GUEST_SUITE" "$GUEST" --variant=minbase --architectures=arm64 \
         --include=python3,python3-dev,libgomp1,libstdc++6,libnuma1,gcc,g++,libc6-dev,git,procps
+    touch "$GUEST/.complete"
+}
+
+# pip works outside, where it is fast. It reads markers for this machine, so what only an x86-64 needs is
+# left out here, and so are linters.
+build_vllm() {
     local site=$GUEST/usr/local/lib/python3.11/dist-packages glibc
     local only=(--no-deps --only-binary=:all: --python-version 311 --implementation cp
         --abi cp311 --abi abi3 --abi none
@@ -123,7 +127,7 @@ build_guest() {
     python3 -m pip install --quiet --root-user-action=ignore --no-index --no-compile "${only[@]}" \
         --target "$site" "$ROOTS"/wheels/*.whl
     inside "$GUEST" "testkit/sbgemm.sh python3"
-    touch "$GUEST/.complete"
+    touch "$GUEST/.vllm"
 }
 
 # Unpacked, not set up: nothing but qemu runs in it.
@@ -243,6 +247,8 @@ print(sparksched._core.__file__, platform.machine())"'
 
 run_pytest() { # ARGUMENT...
     local site=/usr/local/lib/python3.11/dist-packages
+    need guest
+    [ -e "$GUEST/.vllm" ] || timed "vLLM set up" build_vllm
     rm -rf "$GUEST$site"/sparksched*
     python3 -m zipfile -e "$ROOTS"/dist/*.whl "$GUEST$site"
     inside "$GUEST" "python3 -m pytest -p no:cacheprovider $*" \
