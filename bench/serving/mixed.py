@@ -48,6 +48,7 @@ from typing import Any
 
 from bench.header import NO_GPU, describe_run
 from bench.progress import Progress
+from bench.report.mixed import STANDARD
 from bench.report.show import show
 from bench.serving.benchmark import reason_of
 from bench.serving.evaluate import summary
@@ -66,7 +67,7 @@ SIDES = ("vllm", "vllm-1024", "vllm-2048", "sparksched", "paced-180-0.5")
 
 Where vLLM has `--prefill-schedule-interval`, since 0.33.0, also `vllm-interval-N`.
 """
-STANDARD, INTERVAL = "vllm", "interval"
+INTERVAL = "interval"
 
 SIDE = re.compile(r"vllm(-\d+|-interval-\d+)?|sparksched|paced-[\d.]+-[\d.]+")
 STREAM_PROMPT_TOKENS = 128
@@ -230,8 +231,9 @@ def _measure(
             try:
                 with budget.part("mixed"):
                     found = bench.mixed(streams) | {"steps": log.take()}
-            except (_FailedError, TimeoutError, OSError) as error:
-                yield f"{streams} streams: {error or 'it takes too long'}"
+            except (_FailedError, OSError) as error:
+                # A timeout has no words of its own.
+                yield f"{streams} streams: {f'{error}' or 'it takes too long'}"
                 continue
             results["mixed"].append(row | {"streams": streams, "long": options.long} | found)
             show(results, options.json)

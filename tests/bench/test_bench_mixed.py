@@ -25,7 +25,8 @@ class Bench:
     def __init__(self, server: Any, options: Any) -> None: ...
 
     def mixed(self, streams: int) -> dict[str, Any]:
-        raise mixed._FailedError("streams ended")
+        # asyncio's says nothing.
+        raise mixed._FailedError("streams ended") if streams == 16 else TimeoutError
 
     def sustained_rate(self) -> float:
         return 2.0
@@ -48,7 +49,18 @@ def test_what_fails_is_told_and_the_rest_is_measured(
 
     write_shape(tmp_path / "small", SMALL)
     path = tmp_path / "x.json"
-    options = ("--sides", "vllm,sparksched", "--rates", "0.5", "--minutes", "9", "--json", path)
+    options = (
+        "--sides",
+        "vllm,sparksched",
+        "--streams",
+        "16,64",
+        "--rates",
+        "0.5",
+        "--minutes",
+        "9",
+        "--json",
+        path,
+    )
     arguments = ["mixed", "--model", tmp_path / "small", "--work-dir", tmp_path, *options]
     monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
     monkeypatch.setattr(mixed, "serve", serve)
@@ -57,6 +69,7 @@ def test_what_fails_is_told_and_the_rest_is_measured(
     assert mixed.main() == 1
     said = capsys.readouterr().err
     assert "failed: vllm, 16 streams: streams ended" in said
+    assert "failed: vllm, 64 streams: it takes too long" in said
     assert "failed: sparksched: it doesn't come up" in said
     result = json.loads(path.read_text())
     assert result["mixed"] == []

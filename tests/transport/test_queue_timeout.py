@@ -92,7 +92,7 @@ def test_a_request_gives_up_in_time(model_directory: Path, transport: str) -> No
 
     with front_end(**variables), running_engine(config, **variables) as engine:
         run_async(run(engine))
-        assert "(--max-num-seqs): 1 requests run" in engine.log
+        assert "It waits for a place in the batch (--max-num-seqs): 1 requests run" in engine.log
         assert "ERROR" not in engine.log
 
 
