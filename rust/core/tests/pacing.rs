@@ -575,6 +575,24 @@ fn after_a_long_prompt(
     (world, start + 1.5, end)
 }
 
+/// A prompt's end may be of any length. It is computed in sizes that have run, so that nobody waits
+/// for a compiler.
+#[test]
+fn the_tail_of_a_long_prompt_compiles_nothing() {
+    let mut world = World::new(serving(), moe, paced(0.190, 0.5));
+    warm_up(&mut world);
+    world.faults = Faults { compile_s: 2.0, ..Faults::default() };
+    for long_tokens in (50_000..52_000).step_by(157) {
+        let start = world.now;
+        let it = mixed(&mut world, long_tokens);
+        let compiled = world.steps.iter().find(|it| it.starts_at >= start && it.is_faulty);
+        let compiled = compiled.map(|it| it.load);
+        assert_eq!(compiled, None, "{long_tokens} tokens");
+        assert!(it.short_max_s <= 0.5, "{} s to a short one's token", it.short_max_s);
+        end_streams(&mut world);
+    }
+}
+
 #[test]
 fn prompts_get_their_share_and_nobody_waits_longer_than_allowed() {
     for (name, device, long_tokens, max_stall_s) in DEVICES {

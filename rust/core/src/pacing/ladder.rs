@@ -18,6 +18,9 @@ const FIRST_PART: u32 = 4;
 /// Tokens of prompts that a chunk has at least.
 const LEAST_ROOM: u32 = 16;
 
+/// Up to this part of the largest size, CUDA graphs hold any number of tokens, as a rule.
+const SMALL_PART: u32 = 16;
+
 /// A size that computes this part of the best one's tokens a second will do: smaller ones keep
 /// others waiting for less long.
 const GOOD_ENOUGH: f64 = 0.9;
@@ -94,6 +97,16 @@ impl Ladder {
     pub(super) fn first_above(&self, num_decode_tokens: u32) -> Option<usize> {
         let least = if num_decode_tokens == 0 { 1 } else { num_decode_tokens + LEAST_ROOM };
         self.sizes.iter().position(|&it| it >= least)
+    }
+
+    /// The last size that so many tokens fill.
+    pub(super) fn last_within(&self, num_tokens: u32) -> Option<usize> {
+        self.sizes.partition_point(|&it| it <= num_tokens).checked_sub(1)
+    }
+
+    /// A step of at most so many tokens compiles nothing, whatever their number.
+    pub(super) fn small(&self) -> u32 {
+        self.sizes[self.sizes.len() - 1] / SMALL_PART
     }
 
     /// The smallest size that holds so many tokens.

@@ -6,7 +6,8 @@
 //! - A **chunk** is a step with prompts. Its size, decodes included, is from a short ladder, since
 //!   kernels are compiled for each size. The best one is as large as pays within the stall that is
 //!   allowed. The threshold is chosen so that all prompts together fill it: those that lack less
-//!   than the threshold are computed to their end, the others get equal parts.
+//!   than the threshold are computed to their end, the others get equal parts. A **tail**, what is
+//!   left of a long prompt, is computed in such sizes, too, until little is left.
 //! - A prompt that fits into one chunk is **short**. It comes in at once, as with vLLM: in a small
 //!   step if that is known to be cheap, else with the next chunk, ahead of its time.
 //! - A chunk on behalf of long prompts comes only when what it **owes** is paid: after a chunk of
@@ -326,10 +327,12 @@ impl Pacing {
             }
             return self.chunk(Mode::Alone, self.ladder.sizes().len() - 1, room);
         }
+        let room = self.room_beside_tails(room);
+        let has_long = has_long || self.demand.prompts.iter().any(|it| it.num_missing > room);
         if !has_long {
             return self.chunk(Mode::Short, largest, room);
         }
-        let best = self.best_size(limit_s, false);
+        let best = self.best_size(limit_s, false).min(self.largest_filled());
         self.full_size = self.ladder.sizes()[best];
         if self.owed_s <= 0.0 || self.is_late(best) {
             return self.chunk(Mode::Chunk, best, room);
@@ -342,6 +345,29 @@ impl Pacing {
             }
         }
         self.decodes_alone()
+    }
+
+    /// What makes a prompt a short one, so that a tail is not. In one piece, a tail would need kernels
+    /// that may not have been compiled. A piece that is small enough runs as a CUDA graph.
+    fn room_beside_tails(&self, room: u32) -> u32 {
+        let num_decode_tokens = self.demand.num_decode_tokens;
+        let running = self.demand.prompts.iter().filter(|it| it.is_running);
+        let was_long = running.filter(|it| it.num_computed + it.num_missing > room);
+        let with_decodes = was_long.map(|it| num_decode_tokens + it.num_missing);
+        let tails = with_decodes.filter(|&it| it > self.ladder.small());
+        let size = tails.min().and_then(|it| self.ladder.last_within(it));
+        let capacity = size.map(|it| self.ladder.sizes()[it].saturating_sub(num_decode_tokens));
+        capacity.filter(|&it| it > 0).map_or(room, |it| it.min(room))
+    }
+
+    /// The largest size that the prompts fill; the smallest with room if they fill none.
+    fn largest_filled(&self) -> usize {
+        let Demand { num_decode_tokens, ref prompts, .. } = self.demand;
+        let with_blocks = prompts.iter().filter(|it| it.has_blocks);
+        let num_tokens = with_blocks
+            .fold(num_decode_tokens, |sum: u32, it| sum.saturating_add(it.num_missing));
+        let first = self.ladder.first_above(num_decode_tokens);
+        self.ladder.last_within(num_tokens).max(first).unwrap_or(0)
     }
 
     /// Whether no more is owed than one chunk within the bound makes: somebody short may bring the
