@@ -12,8 +12,9 @@ with rounds of the same until nothing compiles any more; then rounds are measure
 
 With `--rates`, an ordinary load follows: requests of 1,024 tokens in and 128 out, as a Poisson
 process, at these parts of what vLLM sustains: of the requests that end in a second while 128 are
-always under way, once all is compiled. The server `vllm` measures that, so it comes first, and the
-file keeps it. The same requests come at the same times to each server.
+always under way. The server `vllm` measures that, so it comes first, and the file keeps it. Each
+server gets other requests at this rate first, until nothing has stalled; then the same requests come
+at the same times to each.
 
 A run with the same `--json` leaves out what that file has: each number of streams and each rate of
 a server is written when it is measured. `--minutes` begins nothing that would end later, as far as
@@ -81,6 +82,7 @@ LATEST_S = 60.0
 LINGER_S = 2.0
 """How long short requests have after the long prompt is through."""
 MOST_WARM_UPS = 3
+MOST_ORDINARY_WARM_UPS = 12
 ON_GPU = (
     # One long prompt and the streams are to fit into the KV cache together.
     "--gpu-memory-utilization=0.92",
@@ -451,21 +453,25 @@ class _Bench:
         """Return how requests fare that come at random, at a part of a rate a second."""
         rate, seed = part * sustained, ("ordinary", part)
         workload = self._workload(self._options.num_ordinary, *ORDINARY_TOKENS, *seed)
-        first = self._workload(workload.num_requests // 3, *ORDINARY_TOKENS, *seed, "warm-up")
-        asyncio.run(self._poisson(first, rate))
-        logs = asyncio.run(self._poisson(workload, rate))
+        for number in range(MOST_ORDINARY_WARM_UPS):
+            warm_up = workload.seeded(*seed, "warm-up", number)
+            if not _has_stalled(self._arrivals(warm_up, rate, number)):
+                break
+        return {"rate": rate, "warm_ups": number + 1} | self._arrivals(workload, rate, -1)
+
+    def _arrivals(self, workload: Workload, rate: float, turn: int) -> Row:
+        logs = asyncio.run(self._poisson(workload, rate, turn))
         start = min(log.sent_at for log in logs)
         end = max(log.times[-1] for log in logs)
         gaps = [gap for log in logs for gap in _gaps_ms(log)]
         return {
-            "rate": rate,
             "requests_per_s": len(logs) / (end - start),
             "ttft_ms": summary([1e3 * _first_token_s(log) for log in logs]),
             "gap_ms": summary(gaps),
         }
 
-    async def _poisson(self, workload: Workload, rate: float) -> list[StreamLog]:
-        chance = random.Random(workload.num_requests)
+    async def _poisson(self, workload: Workload, rate: float, turn: int) -> list[StreamLog]:
+        chance = random.Random(f"{workload.num_requests}, {turn}")
         requests = workload.requests()
         recorder = Recorder(len(requests), lambda event: None)
         loop = asyncio.get_running_loop()

@@ -8,16 +8,17 @@ The prompts are the same in each run, so that recordings can be compared.
 
 - Each size of the ladder runs twice: the first time is for the compiler, the second one says what
   such a step takes.
-- A prompt's last chunk, and whatever is short, may have any number of tokens. Up to the largest
-  CUDA graph they are filled up to a graph's size, and nothing is compiled. Above that, the kernels
-  that choose experts (`triton_kernels`) have the number of 32s of tokens as a constant: there is
-  one for each. So one number in each 32 runs, and then the multiples of 32, for which another one
-  is compiled. Other kernels differ by what divides such numbers (16, or 4), so they are spread.
+- Short prompts may have any number of tokens. Up to the largest CUDA graph they are filled up to a
+  graph's size, and nothing is compiled. Above that, the kernels that choose experts
+  (`triton_kernels`) have the number of 32s of tokens as a constant: there is one for each. So one
+  number in each 32 runs, and then the multiples of 32, for which another one is compiled. Other
+  kernels differ by what divides such numbers (16, or 4), so they are spread.
 - That goes up to the largest size that stays within the bound, as larger ones come only when nobody
   generates. Where nothing is compiled, as in most dense models or if all is in a cache on the disk,
   a few steps show it, and the others are left out.
 """
 
+import itertools
 import random
 import time
 from collections.abc import Iterable
@@ -48,8 +49,8 @@ _SETTLING_STEPS = 3
 _LONGEST_S = 120.0
 _EVERY = 32
 """Tokens: kernels differ from one multiple of this to the next."""
-_ENOUGH = 16
-"""So many in a row that needed no compiler: the others need none either."""
+_ENOUGH = 8
+"""So many in a row that needed no compiler: the others of their octave need none either."""
 _NEARLY = 1.25
 """Of the bound: what was measured holds more than the step itself."""
 _COMPILER_S = 0.1
@@ -114,10 +115,11 @@ class _WarmUp:
                 return
             self._run_size(size)
             self.seconds[size] = self._run_size(size)
-        between, multiples = self._others()
-        # In any order: part of them may be in a cache on the disk.
-        for numbers in (between, multiples):
-            self._run_others(self._chance.sample(numbers, len(numbers)))
+        for numbers in self._others():
+            # Short prompts are more frequent, so small steps are.
+            for octave in _octaves(numbers):
+                # In any order: part of them may be in a cache on the disk.
+                self._run_others(self._chance.sample(octave, len(octave)))
 
     def _others(self) -> tuple[list[int], list[int]]:
         """Return numbers of tokens besides the sizes: between multiples of 32, and multiples."""
@@ -227,6 +229,11 @@ class _WarmUp:
 
     def _finish(self, request_ids: Iterable[str]) -> None:
         self._scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
+
+
+def _octaves(numbers: Iterable[int]) -> list[list[int]]:
+    """Return ascending numbers in groups, of which none holds one and its double."""
+    return [list(group) for _, group in itertools.groupby(numbers, lambda it: (it - 1).bit_length())]
 
 
 def _largest_graph(config: "VllmConfig") -> int:

@@ -364,8 +364,8 @@ impl Pacing {
     fn largest_filled(&self) -> usize {
         let Demand { num_decode_tokens, ref prompts, .. } = self.demand;
         let with_blocks = prompts.iter().filter(|it| it.has_blocks);
-        let num_tokens = with_blocks
-            .fold(num_decode_tokens, |sum: u32, it| sum.saturating_add(it.num_missing));
+        let num_tokens =
+            with_blocks.fold(num_decode_tokens, |sum: u32, it| sum.saturating_add(it.num_missing));
         let first = self.ladder.first_above(num_decode_tokens);
         self.ladder.last_within(num_tokens).max(first).unwrap_or(0)
     }
