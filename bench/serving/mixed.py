@@ -13,8 +13,8 @@ with rounds of the same until nothing compiles any more; then rounds are measure
 With `--rates`, an ordinary load follows: requests of 1,024 tokens in and 128 out, as a Poisson
 process, at these parts of what vLLM sustains: of the requests that end in a second while 128 are
 always under way. The server `vllm` measures that, so it comes first, and the file keeps it. Each
-server gets other requests at this rate first, until nothing has stalled; then the same requests come
-at the same times to each.
+server gets other requests at this rate first, until nothing has stalled; then the same requests
+come at the same times to each.
 
 A run with the same `--json` leaves out what that file has: each number of streams and each rate of
 a server is written when it is measured. `--minutes` begins nothing that would end later, as far as

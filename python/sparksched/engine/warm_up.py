@@ -233,7 +233,8 @@ class _WarmUp:
 
 def _octaves(numbers: Iterable[int]) -> list[list[int]]:
     """Return ascending numbers in groups, of which none holds one and its double."""
-    return [list(group) for _, group in itertools.groupby(numbers, lambda it: (it - 1).bit_length())]
+    groups = itertools.groupby(numbers, lambda it: (it - 1).bit_length())
+    return [list(group) for _, group in groups]
 
 
 def _largest_graph(config: "VllmConfig") -> int:
