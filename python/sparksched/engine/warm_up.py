@@ -19,6 +19,7 @@ The prompts are the same in each run, so that recordings can be compared.
 """
 
 import itertools
+import os
 import random
 import time
 from collections.abc import Iterable
@@ -53,6 +54,7 @@ _ENOUGH = 8
 """So many in a row that needed no compiler: the others of their octave need none either."""
 _NEARLY = 1.25
 """Of the bound: what was measured holds more than the step itself."""
+_REST = "; time was up before all had run: the next start goes on, with what it finds in %s"
 _COMPILER_S = 0.1
 """What takes so much longer than a larger step has waited for a compiler."""
 
@@ -83,7 +85,7 @@ def run(engine: "EngineCoreProc") -> None:
         warm_up.num_others,
         time.monotonic() - start,
         warm_up.longest_s,
-        "; time was up before all had run" if warm_up.is_time_up else "",
+        _REST % os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache") if warm_up.is_time_up else "",
     )
 
 
