@@ -248,6 +248,7 @@ def _measure(
                         results["sustained"][model.name] = bench.sustained_rate()
                 with budget.part("ordinary"):
                     found = bench.ordinary(part, results["sustained"][model.name])
+                    found |= {"steps": log.take()}
             except (_FailedError, OSError) as error:
                 yield f"at {part:g} of the rate: {error}"
                 continue
@@ -573,7 +574,10 @@ class _StepLog:
         self._position = 0
 
     def take(self) -> list[Row]:
-        """Return what steps took since the last call, by why they were and by size."""
+        """Return what steps took since the last call, by why they were and by size.
+
+        `as_vllm` of the largest size are those that were decided on with vLLM's own values.
+        """
         kinds = defaultdict(list)
         for step in self._new_steps():
             kinds[step["mode"], step["budget"]].append(step)
@@ -582,6 +586,7 @@ class _StepLog:
                 "mode": mode,
                 "budget": budget,
                 "steps": len(steps),
+                "as_vllm": sum(not (it["threshold"] or it["throttled"]) for it in steps),
                 "prompt_tokens": statistics.median(it["prompt_tokens"] for it in steps),
                 "ms": summary([it["ms"] for it in steps]),
                 "predicted_ms": statistics.median(it["predicted_ms"] for it in steps),
