@@ -356,8 +356,9 @@ impl Pacing {
         let with_decodes = was_long.map(|it| num_decode_tokens + it.num_missing);
         let tails = with_decodes.filter(|&it| it > self.ladder.small());
         let size = tails.min().and_then(|it| self.ladder.last_within(it));
-        let capacity = size.map(|it| self.ladder.sizes()[it].saturating_sub(num_decode_tokens));
-        capacity.filter(|&it| it > 0).map_or(room, |it| it.min(room))
+        let with_room = size.filter(|&it| self.ladder.first_above(num_decode_tokens) <= Some(it));
+        let capacity = with_room.map(|it| self.ladder.sizes()[it] - num_decode_tokens);
+        capacity.map_or(room, |it| it.min(room))
     }
 
     /// The largest size that the prompts fill; the smallest with room if they fill none.
