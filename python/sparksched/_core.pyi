@@ -216,12 +216,15 @@ class SchedulerCore:
 
         """
 
-    def pace(self, max_stall_s: float, prefill_share: float, log: str | None) -> None:
+    def pace(
+        self, max_stall_s: float, prefill_share: float, max_graph_tokens: int, log: str | None
+    ) -> None:
         """Choose the knobs of each step from now on, so that long prompts keep nobody waiting.
 
         Args:
             max_stall_s: How long a step with prompts may take while others generate, in seconds.
             prefill_share: The share of the time that prompts get while both have work.
+            max_graph_tokens: Up to so many a step with prompts runs as a CUDA graph; 0 without.
             log: A file for a line of JSON for each step while there are prompts.
 
         """

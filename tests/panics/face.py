@@ -31,7 +31,7 @@ SCHEDULER_CALLS: dict[str, Callable[[Any], object]] = {
     "add_request": lambda core: core.add_request(build_request("b"), 1.0),
     "is_waiting_for_input": lambda core: core.is_waiting_for_input("a"),
     "continue_session": lambda core: core.continue_session("a", lambda *_: None),
-    "pace": lambda core: core.pace(0.15, 0.5, None),
+    "pace": lambda core: core.pace(0.15, 0.5, 512, None),
     "warm_up_pacing": lambda core: core.warm_up_pacing(True),
     "set_pacing_time": lambda core: core.set_pacing_time(1.0),
     "pacing": lambda core: core.pacing(),

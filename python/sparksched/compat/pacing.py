@@ -63,6 +63,15 @@ def unpaceable(vllm_config: "VllmConfig") -> Unsupported | None:
     return next((rule.problem() for rule in RULES if rule.applies(vllm_config)), None)
 
 
+def max_graph_tokens(vllm_config: "VllmConfig") -> int:
+    """Return the most tokens of a step with prompts that runs as a CUDA graph; 0 without any."""
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    if vllm_config.model_config.enforce_eager or mode is None or mode.mixed_mode().name == "NONE":
+        return 0
+    return max(compilation.cudagraph_capture_sizes or (), default=0)
+
+
 class StepKnobs(NamedTuple):
     """What a step is decided with: values that vLLM's scheduler has."""
 

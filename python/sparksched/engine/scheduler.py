@@ -30,7 +30,7 @@ from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from sparksched import __version__
 from sparksched._core import SchedulerCore
-from sparksched.compat.pacing import StepKnobs, unpaceable
+from sparksched.compat.pacing import StepKnobs, max_graph_tokens, unpaceable
 from sparksched.engine import sessions
 from sparksched.engine.aux_outputs import AuxOutputs
 from sparksched.engine.block_observer import BlockObserver
@@ -234,7 +234,12 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
                 "sparksched: long prompts are not paced: %s: %s", problem.feature, problem.reason
             )
             return
-        self._core.pace(*settings)
+        self._core.pace(
+            settings.max_stall_s,
+            settings.prefill_share,
+            max_graph_tokens(self.vllm_config),
+            settings.log,
+        )
         logger.info(
             "sparksched: long prompts are paced: while others generate, a step with prompts takes"
             " %g ms at most, and such steps take %g %% of the time",

@@ -19,7 +19,6 @@ The prompts are the same in each run, so that recordings can be compared.
 """
 
 import itertools
-import os
 import random
 import time
 from collections.abc import Iterable
@@ -31,6 +30,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import RequestStatus
 
 from sparksched import environment
+from sparksched.compat.pacing import max_graph_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,10 +51,13 @@ _LONGEST_S = 120.0
 _EVERY = 32
 """Tokens: kernels differ from one multiple of this to the next."""
 _ENOUGH = 8
-"""So many in a row that needed no compiler: the others of their octave need none either."""
+"""If the last so many of an octave need no compiler, the others need none either."""
 _NEARLY = 1.25
 """Of the bound: what was measured holds more than the step itself."""
-_REST = "; time was up before all had run: the next start goes on, with what it finds in %s"
+_REST = (
+    "; time was up before all had run: the next start goes on if TRITON_CACHE_DIR is a folder that"
+    " stays"
+)
 _COMPILER_S = 0.1
 """What takes so much longer than a larger step has waited for a compiler."""
 
@@ -85,7 +88,7 @@ def run(engine: "EngineCoreProc") -> None:
         warm_up.num_others,
         time.monotonic() - start,
         warm_up.longest_s,
-        _REST % os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache") if warm_up.is_time_up else "",
+        _REST if warm_up.is_time_up else "",
     )
 
 
@@ -120,8 +123,7 @@ class _WarmUp:
         for numbers in self._others():
             # Short prompts are more frequent, so small steps are.
             for octave in _octaves(numbers):
-                # In any order: part of them may be in a cache on the disk.
-                self._run_others(self._chance.sample(octave, len(octave)))
+                self._run_octave(octave)
 
     def _others(self) -> tuple[list[int], list[int]]:
         """Return numbers of tokens besides the sizes: between multiples of 32, and multiples."""
@@ -130,22 +132,35 @@ class _WarmUp:
         limit_s = _NEARLY * max_stall_s
         within = [size for size, seconds in self.seconds.items() if seconds <= limit_s]
         least = self._num_decode_tokens(self._num_streams) + _LEAST_PROMPT + _EVERY
-        first = max(_largest_graph(self._engine.vllm_config), least) // _EVERY
+        first = max(max_graph_tokens(self._engine.vllm_config), least) // _EVERY
         last = max(within, default=0) // _EVERY
         multiples = [_EVERY * number for number in range(first + 1, last + 1)]
         # 11 has no divisor in common with 31: all remainders have their turn.
         between = [it - 1 - 11 * turn % (_EVERY - 1) for turn, it in enumerate(multiples)]
         return between, [it for it in multiples if it not in self.seconds]
 
-    def _run_others(self, numbers: list[int]) -> None:
-        num_quick = 0
-        for num_tokens in numbers:
-            if num_quick == _ENOUGH or not self._has_time():
+    def _run_octave(self, numbers: list[int]) -> None:
+        """Run a step of each of these numbers, unless all kernels are there.
+
+        The order is that of each start. If an earlier one ran out of time, its kernels are those of
+        the first numbers, so the last ones tell.
+        """
+        order = random.Random(numbers[0]).sample(numbers, len(numbers))
+        last = order[-_ENOUGH:]
+        if all(self._needs_no_compiler(it) for it in reversed(last)):
+            return
+        for num_tokens in order:
+            if not self._has_time():
                 return
-            larger = next(it for it in self.sizes if it >= num_tokens)
-            seconds = self._run_size(num_tokens)
-            num_quick = num_quick + 1 if seconds < self.seconds[larger] + _COMPILER_S else 0
-            self.num_others += 1
+            self._needs_no_compiler(num_tokens)
+
+    def _needs_no_compiler(self, num_tokens: int) -> bool:
+        """Run a step of so many tokens, if there is time."""
+        if not self._has_time():
+            return False
+        self.num_others += 1
+        larger = next(it for it in self.sizes if it >= num_tokens)
+        return self._run_size(num_tokens) < self.seconds[larger] + _COMPILER_S
 
     def _has_time(self) -> bool:
         self.is_time_up |= time.monotonic() > self._deadline
@@ -237,11 +252,3 @@ def _octaves(numbers: Iterable[int]) -> list[list[int]]:
     """Return ascending numbers in groups, of which none holds one and its double."""
     groups = itertools.groupby(numbers, lambda it: (it - 1).bit_length())
     return [list(group) for _, group in groups]
-
-
-def _largest_graph(config: "VllmConfig") -> int:
-    """Return the most tokens of a step with prompts that is run as a CUDA graph; 0 without any."""
-    mode = config.compilation_config.cudagraph_mode
-    if config.model_config.enforce_eager or mode is None or mode.mixed_mode().name == "NONE":
-        return 0
-    return max(config.compilation_config.cudagraph_capture_sizes or (), default=0)

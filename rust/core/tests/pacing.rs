@@ -86,9 +86,12 @@ struct Faults {
     drift: f64,
     /// One step of so many stands still for 0.4 s.
     stall_every: u64,
-    /// What each new number of tokens above 512 costs once, in seconds.
+    /// What each new number of tokens that no graph holds costs once, in seconds.
     compile_s: f64,
 }
+
+/// CUDA graphs hold so many tokens, if a world doesn't say otherwise.
+const GRAPH: u32 = 512;
 
 struct Chance(u64);
 
@@ -158,6 +161,7 @@ struct World {
     arrivals: VecDeque<(f64, usize, u64)>,
     lives: BTreeMap<usize, Life>,
     ids: BTreeMap<RequestIndex, usize>,
+    max_graph_tokens: u32,
     compiled: BTreeSet<u32>,
     steps: Vec<MadeStep>,
     paced: Vec<PacedStep>,
@@ -204,6 +208,7 @@ impl World {
     fn new(config: SchedulerConfig, device: Device, settings: Option<PacingSettings>) -> Self {
         let is_async = config.async_scheduling;
         let scheduler = Scheduler::new(config).expect("a sane configuration");
+        let max_graph_tokens = settings.map_or(GRAPH, |it| it.max_graph_tokens);
         let pacing = settings.map(|it| Pacing::new(it, &scheduler));
         Self {
             scheduler,
@@ -218,6 +223,7 @@ impl World {
             arrivals: VecDeque::new(),
             lives: BTreeMap::new(),
             ids: BTreeMap::new(),
+            max_graph_tokens,
             compiled: BTreeSet::new(),
             steps: Vec::new(),
             paced: Vec::new(),
@@ -297,7 +303,9 @@ impl World {
             self.run_on_device(load);
         }
         let is_idle = self.in_flight.iter().all(|it| it.scheduled.is_empty());
-        self.num_wasted += usize::from(is_idle && load.num_tokens == 0);
+        // A step that only preempts makes room for the next one.
+        let is_empty = load.num_tokens == 0 && self.scheduler.step().preempted.is_empty();
+        self.num_wasted += usize::from(is_idle && is_empty);
         let chance = &mut self.chance;
         let scheduled = self.scheduler.step().scheduled().map(|it| {
             let num_drafts = it.num_draft_tokens;
@@ -324,7 +332,7 @@ impl World {
         if stall_every > 0 && self.chance.next() * (stall_every as f64) < 1.0 {
             fault_s += 0.4;
         }
-        if load.num_tokens > 512 && self.compiled.insert(load.num_tokens) {
+        if load.num_tokens > self.max_graph_tokens && self.compiled.insert(load.num_tokens) {
             fault_s += compile_s;
         }
         let starts_at = self.free_at.max(self.now);
@@ -422,13 +430,17 @@ struct Mixed {
 }
 
 fn mixed(world: &mut World, long_tokens: usize) -> Mixed {
+    mixed_with(world, long_tokens, 100)
+}
+
+fn mixed_with(world: &mut World, long_tokens: usize, short_tokens: usize) -> Mixed {
     let start = world.now;
     let streams: Vec<_> = (0..16).map(|_| world.arrive(start, 128, 1_000_000)).collect();
     world.run_until(start + 1.0);
     let begin = world.now;
     let long = world.arrive(begin, long_tokens, 1);
     let shorts: Vec<_> =
-        (1..400).map(|it| world.arrive(begin + 0.5 * f64::from(it), 100, 4)).collect();
+        (1..400).map(|it| world.arrive(begin + 0.5 * f64::from(it), short_tokens, 4)).collect();
     while world.lives[&long].tokens_at.is_empty() && world.now < begin + 190.0 {
         world.round();
     }
@@ -456,7 +468,7 @@ fn mixed(world: &mut World, long_tokens: usize) -> Mixed {
 
 #[expect(clippy::unnecessary_wraps, reason = "beside None, for vLLM's values")]
 fn paced(max_stall_s: f64, prefill_share: f64) -> Option<PacingSettings> {
-    Some(PacingSettings { max_stall_s, prefill_share })
+    Some(PacingSettings { max_stall_s, prefill_share, max_graph_tokens: GRAPH })
 }
 
 const USUAL: Faults = Faults { jitter: 0.03, drift: 0.1, stall_every: 500, compile_s: 2.0 };
@@ -579,17 +591,41 @@ fn after_a_long_prompt(
 /// for a compiler.
 #[test]
 fn the_tail_of_a_long_prompt_compiles_nothing() {
-    let mut world = World::new(serving(), moe, paced(0.190, 0.5));
-    warm_up(&mut world);
-    world.faults = Faults { compile_s: 2.0, ..Faults::default() };
-    for long_tokens in (50_000..52_000).step_by(157) {
-        let start = world.now;
-        let it = mixed(&mut world, long_tokens);
-        let compiled = world.steps.iter().find(|it| it.starts_at >= start && it.is_faulty);
-        let compiled = compiled.map(|it| it.load);
-        assert_eq!(compiled, None, "{long_tokens} tokens");
-        assert!(it.short_max_s <= 0.5, "{} s to a short one's token", it.short_max_s);
-        end_streams(&mut world);
+    let cases = [(8_192, 512, 100), (2_048, 512, 100), (16_384, 512, 100), (8_192, 128, 20)];
+    for (max_tokens, max_graph_tokens, short_tokens) in cases {
+        let config = SchedulerConfig {
+            max_num_scheduled_tokens: max_tokens,
+            max_num_batched_tokens: max_tokens,
+            ..serving()
+        };
+        let settings = paced(0.190, 0.5).map(|it| PacingSettings { max_graph_tokens, ..it });
+        let mut world = World::new(config, moe, settings);
+        warm_up(&mut world);
+        world.faults = Faults { compile_s: 2.0, ..Faults::default() };
+        for long_tokens in (50_000..52_000).step_by(157) {
+            let start = world.now;
+            mixed_with(&mut world, long_tokens, short_tokens);
+            let mut steps = world.steps.iter().filter(|it| it.starts_at >= start);
+            let compiled = steps.find(|it| it.is_faulty).map(|it| it.load);
+            let what = format!("{max_tokens}, {max_graph_tokens}, {long_tokens} tokens");
+            assert_eq!(compiled, None, "{what}");
+            end_streams(&mut world);
+        }
+    }
+}
+
+/// A short prompt comes in beside the end of a long one as beside its middle.
+#[test]
+fn a_short_prompt_does_not_wait_for_a_tail() {
+    for (share, short_tokens, longest_s) in [(0.2, 100, 0.4), (0.5, 600, 0.4), (0.5, 1_024, 0.7)] {
+        let mut world = World::new(serving(), moe, paced(0.190, share));
+        warm_up(&mut world);
+        for long_tokens in (50_000..52_000).step_by(157) {
+            let it = mixed_with(&mut world, long_tokens, short_tokens);
+            let what = format!("{share}, {short_tokens}, {long_tokens} tokens");
+            assert!(it.short_max_s <= longest_s, "{what}: {} s", it.short_max_s);
+            end_streams(&mut world);
+        }
     }
 }
 
@@ -636,7 +672,8 @@ fn random_lives(seed: u64) -> (World, PacingSettings) {
         },
         ..serving()
     };
-    let settings = PacingSettings { max_stall_s, prefill_share: 0.2 + 0.1 * pick(7) as f64 };
+    let prefill_share = 0.2 + 0.1 * pick(7) as f64;
+    let settings = PacingSettings { max_stall_s, prefill_share, max_graph_tokens: GRAPH };
     let mut world = World::new(config, device, Some(settings));
     world.faults = USUAL;
     let mut at = 0.0;

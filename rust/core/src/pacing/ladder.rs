@@ -18,9 +18,6 @@ const FIRST_PART: u32 = 4;
 /// Tokens of prompts that a chunk has at least.
 const LEAST_ROOM: u32 = 16;
 
-/// Up to this part of the largest size, CUDA graphs hold any number of tokens, as a rule.
-const SMALL_PART: u32 = 16;
-
 /// A size that computes this part of the best one's tokens a second will do: smaller ones keep
 /// others waiting for less long.
 const GOOD_ENOUGH: f64 = 0.9;
@@ -102,11 +99,6 @@ impl Ladder {
     /// The last size that so many tokens fill.
     pub(super) fn last_within(&self, num_tokens: u32) -> Option<usize> {
         self.sizes.partition_point(|&it| it <= num_tokens).checked_sub(1)
-    }
-
-    /// A step of at most so many tokens compiles nothing, whatever their number.
-    pub(super) fn small(&self) -> u32 {
-        self.sizes[self.sizes.len() - 1] / SMALL_PART
     }
 
     /// The smallest size that holds so many tokens.

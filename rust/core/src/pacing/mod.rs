@@ -37,6 +37,8 @@ pub struct PacingSettings {
     pub max_stall_s: f64,
     /// Of the time, while prompts and decodes both have work; above 0, at most 1.
     pub prefill_share: f64,
+    /// Up to so many tokens a step with prompts runs as a CUDA graph; 0 without graphs.
+    pub max_graph_tokens: u32,
 }
 
 /// Why a step's knobs are as they are.
@@ -157,6 +159,8 @@ pub struct Pacing {
     demand: Demand,
     /// What is considered for a chunk: tokens that prompts lack.
     considered: Vec<u32>,
+    /// Tokens that the longest one of these lacks that are short.
+    longest_short: u32,
     chosen: Chosen,
     in_flight: VecDeque<InFlight>,
     chain: Chain,
@@ -196,6 +200,9 @@ const PATIENCE: std::ops::RangeInclusive<u32> = 4..=256;
 
 /// A chunk leaves at least one of so many parts of it to long prompts.
 const LEAST_OF_CHUNK: u32 = 4;
+
+/// Without CUDA graphs, what is at most this part of the largest size is not made smaller.
+const SMALL_PART: u32 = 16;
 
 /// A step is expected to take at most so many times what is allowed.
 const MOST_EXPECTED: f64 = 2.0;
@@ -239,6 +246,7 @@ impl Pacing {
             decode_times: DecodeTimes::default(),
             demand: Demand::default(),
             considered: Vec::new(),
+            longest_short: 0,
             chosen: Chosen { mode: Mode::Plain, knobs: base, num_prompts: 0, admits: false },
             in_flight: VecDeque::new(),
             chain: Chain::default(),
@@ -327,17 +335,15 @@ impl Pacing {
             }
             return self.chunk(Mode::Alone, self.ladder.sizes().len() - 1, room);
         }
-        let room = self.room_beside_tails(room);
-        let has_long = has_long || self.demand.prompts.iter().any(|it| it.num_missing > room);
-        if !has_long {
+        if !has_long && !self.demand.prompts.iter().any(|it| self.is_tail(it, room)) {
             return self.chunk(Mode::Short, largest, room);
         }
-        let best = self.best_size(limit_s, false).min(self.largest_filled());
+        let best = self.best_size(limit_s, false);
         self.full_size = self.ladder.sizes()[best];
         if self.owed_s <= 0.0 || self.is_late(best) {
             return self.chunk(Mode::Chunk, best, room);
         }
-        let may_join = |it: &Prompt| it.num_missing <= room && self.can_join(it);
+        let may_join = |it: &Prompt| self.is_short(it, room) && self.can_join(it);
         if self.is_at_most_one_ahead(best, limit_s) && self.demand.prompts.iter().any(may_join) {
             let joining = self.chunk(Mode::Join, best, room);
             if !self.is_admission_blocked || !joining.admits {
@@ -347,28 +353,25 @@ impl Pacing {
         self.decodes_alone()
     }
 
-    /// What makes a prompt a short one, so that a tail is not. In one piece, a tail would need kernels
-    /// that may not have been compiled. A piece that is small enough runs as a CUDA graph.
-    fn room_beside_tails(&self, room: u32) -> u32 {
-        let num_decode_tokens = self.demand.num_decode_tokens;
-        let running = self.demand.prompts.iter().filter(|it| it.is_running);
-        let was_long = running.filter(|it| it.num_computed + it.num_missing > room);
-        let with_decodes = was_long.map(|it| num_decode_tokens + it.num_missing);
-        let tails = with_decodes.filter(|&it| it > self.ladder.small());
-        let size = tails.min().and_then(|it| self.ladder.last_within(it));
-        let with_room = size.filter(|&it| self.ladder.first_above(num_decode_tokens) <= Some(it));
-        let capacity = with_room.map(|it| self.ladder.sizes()[it] - num_decode_tokens);
-        capacity.map_or(room, |it| it.min(room))
+    /// Whether a prompt fits into one chunk, and is no tail.
+    fn is_short(&self, prompt: &Prompt, room: u32) -> bool {
+        prompt.num_missing <= room && !self.is_tail(prompt, room)
     }
 
-    /// The largest size that the prompts fill; the smallest with room if they fill none.
-    fn largest_filled(&self) -> usize {
-        let Demand { num_decode_tokens, ref prompts, .. } = self.demand;
-        let with_blocks = prompts.iter().filter(|it| it.has_blocks);
-        let num_tokens =
-            with_blocks.fold(num_decode_tokens, |sum: u32, it| sum.saturating_add(it.num_missing));
-        let first = self.ladder.first_above(num_decode_tokens);
-        self.ladder.last_within(num_tokens).max(first).unwrap_or(0)
+    /// Whether it is what is left of a long prompt, and not so little that a CUDA graph holds it.
+    fn is_tail(&self, prompt: &Prompt, room: u32) -> bool {
+        let was_long = prompt.is_running && prompt.num_computed + prompt.num_missing > room;
+        was_long
+            && prompt.num_missing <= room
+            && self.demand.num_decode_tokens + prompt.num_missing > self.small()
+    }
+
+    /// A step of so many tokens, or less, is not made smaller.
+    fn small(&self) -> u32 {
+        match self.settings.max_graph_tokens {
+            0 => self.ladder.sizes()[self.ladder.sizes().len() - 1] / SMALL_PART,
+            num_tokens => num_tokens,
+        }
     }
 
     /// Whether no more is owed than one chunk within the bound makes: somebody short may bring the
@@ -436,14 +439,13 @@ impl Pacing {
         let num_decode_tokens = self.demand.num_decode_tokens;
         let capacity = self.ladder.sizes()[best] - num_decode_tokens;
         let admits = self.consider(mode, capacity, room);
-        let mut size = best;
-        let mut level = fill_level(&self.considered, capacity);
-        if mode == Mode::Join
-            && let Some(smaller) = self.cheap_join(best, room)
-        {
-            let capacity = self.ladder.sizes()[smaller] - num_decode_tokens;
-            (size, level) = (smaller, fill_level(&self.considered, capacity));
-        }
+        let smaller = match mode {
+            Mode::Join => self.cheap_join(best).or_else(|| self.filled(best)),
+            Mode::Chunk => self.filled(best),
+            _ => None,
+        };
+        let size = smaller.unwrap_or(best);
+        let level = fill_level(&self.considered, self.ladder.sizes()[size] - num_decode_tokens);
         let configured = self.base.long_prefill_token_threshold;
         let threshold = level.max(self.min_threshold);
         let threshold = if level == u32::MAX { 0 } else { threshold };
@@ -461,10 +463,9 @@ impl Pacing {
 
     /// The smallest size in which those who come have room, if it is known to take far less than a
     /// chunk of the best one. Else they come with such a chunk, ahead of its time.
-    fn cheap_join(&self, best: usize, room: u32) -> Option<usize> {
+    fn cheap_join(&self, best: usize) -> Option<usize> {
         let num_decode_tokens = self.demand.num_decode_tokens;
-        let shorts = self.considered.iter().filter(|&&it| it <= room);
-        let longest = shorts.max().copied().unwrap_or(0);
+        let longest = self.longest_short;
         let holds = |size: &usize| {
             let capacity = self.ladder.sizes()[*size].saturating_sub(num_decode_tokens);
             capacity > 0 && fill_level(&self.considered, capacity) >= longest
@@ -478,6 +479,19 @@ impl Pacing {
         }
     }
 
+    /// The largest size that what is considered fills, if a chunk of the best one would be left with
+    /// room. Any other number of tokens may need kernels that have not been compiled.
+    fn filled(&self, best: usize) -> Option<usize> {
+        let num_decode_tokens = self.demand.num_decode_tokens;
+        let add = |sum: u32, it: &u32| sum.saturating_add(*it);
+        let num_tokens = self.considered.iter().fold(num_decode_tokens, add);
+        if num_tokens <= self.small() || num_tokens >= self.ladder.sizes()[best] {
+            return None;
+        }
+        let size = self.ladder.last_within(num_tokens)?;
+        (Some(size) >= self.ladder.first_above(num_decode_tokens)).then_some(size)
+    }
+
     /// Collects what the prompts lack that are to have a part in a chunk; returns whether some of
     /// them wait.
     ///
@@ -488,13 +502,15 @@ impl Pacing {
         let (running, waiting): (Vec<&Prompt>, Vec<&Prompt>) =
             self.demand.prompts.iter().partition(|it| it.is_running);
         self.considered.extend(running.iter().map(|it| it.num_missing));
-        let has_long = self.demand.prompts.iter().any(|it| it.num_missing > room);
+        let has_long = self.demand.prompts.iter().any(|it| !self.is_short(it, room));
         let most = if has_long { capacity - capacity / LEAST_OF_CHUNK } else { capacity };
         // Who lacks far less than the longest one that runs doesn't wait for it, either.
         let longest = self.considered.iter().max().copied().unwrap_or(0);
         let brief = if mode == Mode::Join { 0 } else { longest / BRIEF };
-        let short_sum = self.considered.iter().filter(|&&it| it <= room).sum::<u32>();
-        let mut left = most.saturating_sub(short_sum);
+        let shorts = running.iter().filter(|it| self.is_short(it, room)).map(|it| it.num_missing);
+        let (sum, mut longest_short) =
+            shorts.fold((0, 0), |(sum, most), it| (sum + it, it.max(most)));
+        let mut left = most.saturating_sub(sum);
         let mut num_considered = 0;
         for (position, prompt) in waiting.iter().enumerate() {
             if !prompt.has_blocks && !self.considered.is_empty() {
@@ -503,6 +519,7 @@ impl Pacing {
             if prompt.num_missing <= room {
                 let Some(rest) = left.checked_sub(prompt.num_missing) else { break };
                 left = rest;
+                longest_short = longest_short.max(prompt.num_missing);
                 num_considered = position + 1;
             } else if prompt.num_missing <= brief {
                 num_considered = position + 1;
@@ -512,6 +529,7 @@ impl Pacing {
         }
         let waiting = waiting.iter().take(num_considered);
         self.considered.extend(waiting.map(|it| it.num_missing));
+        self.longest_short = longest_short;
         num_considered > 0
     }
 

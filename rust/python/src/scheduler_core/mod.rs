@@ -203,9 +203,15 @@ impl SchedulerCore {
     }
 
     #[by(stopping)]
-    #[pyo3(signature = (max_stall_s, prefill_share, log))]
-    fn pace(&mut self, max_stall_s: f64, prefill_share: f64, log: Option<&str>) -> PyResult<()> {
-        let settings = PacingSettings { max_stall_s, prefill_share };
+    #[pyo3(signature = (max_stall_s, prefill_share, max_graph_tokens, log))]
+    fn pace(
+        &mut self,
+        max_stall_s: f64,
+        prefill_share: f64,
+        max_graph_tokens: u32,
+        log: Option<&str>,
+    ) -> PyResult<()> {
+        let settings = PacingSettings { max_stall_s, prefill_share, max_graph_tokens };
         self.pacer = Some(Pacer::new(settings, log, &self.scheduler)?);
         Ok(())
     }
