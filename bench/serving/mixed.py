@@ -13,8 +13,8 @@ with rounds of the same until nothing compiles any more; then rounds are measure
 With `--rates`, an ordinary load follows: requests of 1,024 tokens in and 128 out, as a Poisson
 process, at these parts of what vLLM sustains: of the requests that end in a second while 128 are
 always under way. The server `vllm` measures that, so it comes first, and the file keeps it. Each
-server gets other requests at this rate first, until nothing has stalled; then the same requests
-come at the same times to each.
+server gets other requests at this rate first, until nothing stalls, or twelve times; then the same
+requests come at the same times to each. `has_stalled` says if kernels were still compiled.
 
 A run with the same `--json` leaves out what that file has: each number of streams and each rate of
 a server is written when it is measured. `--minutes` begins nothing that would end later, as far as
@@ -458,7 +458,8 @@ class _Bench:
             warm_up = workload.seeded(*seed, "warm-up", number)
             if not _has_stalled(self._arrivals(warm_up, rate, number)):
                 break
-        return {"rate": rate, "warm_ups": number + 1} | self._arrivals(workload, rate, -1)
+        found = self._arrivals(workload, rate, -1)
+        return {"rate": rate, "warm_ups": number + 1, "has_stalled": _has_stalled(found)} | found
 
     def _arrivals(self, workload: Workload, rate: float, turn: int) -> Row:
         logs = asyncio.run(self._poisson(workload, rate, turn))
@@ -576,7 +577,7 @@ class _StepLog:
     def take(self) -> list[Row]:
         """Return what steps took since the last call, by why they were and by size.
 
-        `as_vllm` of the largest size are those that were decided on with vLLM's own values.
+        `as_vllm`: those that neither a threshold nor throttling limits.
         """
         kinds = defaultdict(list)
         for step in self._new_steps():

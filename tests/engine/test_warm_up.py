@@ -105,12 +105,13 @@ def test_all_numbers_of_tokens_run_where_something_is_compiled_for_each(
     with paced_engine(model_directory, monkeypatch, **settings) as engine:
         executor = engine.core.model_executor
         execute = executor.execute_model
-        known: set[int] = set()
+        known: set[tuple[int, bool]] = set()
         now = 0.0
 
         def compiling(step: Any, *args: Any, **others: Any) -> Any:
             nonlocal now
-            kind = -(-step.total_num_scheduled_tokens // 32)
+            num_tokens = step.total_num_scheduled_tokens
+            kind = -(-num_tokens // 32), num_tokens % 16 == 0
             now += 0.001 if kind in known or not compiles else 1.0
             known.add(kind)
             return execute(step, *args, **others)
@@ -119,14 +120,14 @@ def test_all_numbers_of_tokens_run_where_something_is_compiled_for_each(
         clock = SimpleNamespace(monotonic=lambda: now, time=lambda: now)
         monkeypatch.setattr(warm_up, "time", clock)
         compiles = True
-        monkeypatch.setattr(warm_up, "_LONGEST_S", 26.0)
+        monkeypatch.setattr(warm_up, "_LONGEST_S", 30.0)
         with mock.patch.object(warm_up.logger, "info") as info:
             warm_up.run(engine.core)
         assert "TRITON_CACHE_DIR" in info.call_args.args[-1]
         # Each start goes on where the one before it was out of time.
-        for _ in range(2):
+        for _ in range(3):
             warm_up.run(engine.core)
-        assert set(range(3, 33)) <= known
+        assert {(it, is_multiple) for it in range(3, 33) for is_multiple in (False, True)} <= known
         monkeypatch.setattr(warm_up, "_LONGEST_S", 1e9)
         # The second time all is known: a few steps show it.
         compiles, num_before = False, len(chunks(engine))

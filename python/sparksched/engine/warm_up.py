@@ -33,7 +33,6 @@ from sparksched import environment
 from sparksched.compat.pacing import max_graph_tokens
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCoreProc
 
 logger = init_logger("vllm.sparksched")
