@@ -21,11 +21,13 @@
 //! rests on predictions for steps in flight, and is put right when they come back.
 
 mod ladder;
+mod pressure;
 mod step_times;
 
 use std::collections::VecDeque;
 
 use self::ladder::Ladder;
+use self::pressure::{Pressure, Queue};
 use self::step_times::DecodeTimes;
 use crate::scheduler::{Demand, Prompt, Scheduler, StepLoad};
 use crate::step::StepKnobs;
@@ -395,7 +397,7 @@ impl Pacing {
     /// The share that prompts are to get now.
     fn share(&self) -> f64 {
         let share = self.settings.prefill_share;
-        share + (1.0 - share) * self.pressure.level.min(1.0)
+        share + (1.0 - share) * self.pressure.level().min(1.0)
     }
 
     /// What the bound is multiplied by for short prompts: they need more time than their share.
@@ -752,63 +754,6 @@ impl Stalls {
         }
         self.longest_s = self.longest_s.max(stall_s);
         self.longest_s.max(self.before_s)
-    }
-}
-
-/// Prompts that have not been computed.
-#[derive(Clone, Copy, Debug, Default)]
-struct Queue {
-    num_prompts: u32,
-    tokens: f64,
-    /// Of those that wait, and that a step with vLLM's values would compute at once.
-    ordinary_tokens: f64,
-}
-
-/// How far share and bound give way because prompts come faster than they are computed.
-#[derive(Clone, Copy, Debug, Default)]
-struct Pressure {
-    /// Up to 1 the share gives way, above that the bound.
-    level: f64,
-    window_s: f64,
-    /// Tokens of prompts that were computed in it.
-    tokens: f64,
-    last_backlog: f64,
-}
-
-impl Pressure {
-    /// How often it is judged, in seconds of steps.
-    const WINDOW_S: f64 = 1.0;
-    /// What a queue that grows adds in a window, and one that does not takes away.
-    const STEP: f64 = 0.25;
-    /// What a queue adds that will not be through for long, whether it grows or not.
-    const LEAP: f64 = 1.0;
-    const MAX: f64 = 4.0;
-    /// At the pace of a window, ordinary prompts are to be through after so long.
-    const LONGEST_WAIT_S: f64 = 1.0;
-
-    fn note(&mut self, step: &PacedStep, queue: Queue) {
-        self.window_s += step.time_s;
-        self.tokens += f64::from(step.load.num_prompt_tokens);
-        if self.window_s < Self::WINDOW_S {
-            return;
-        }
-        let in_time = Self::LONGEST_WAIT_S * self.tokens / self.window_s;
-        let change = if queue.num_prompts < 2 {
-            -Self::STEP
-        } else if queue.ordinary_tokens > in_time {
-            Self::LEAP
-        } else if queue.tokens > self.last_backlog {
-            Self::STEP
-        } else {
-            -Self::STEP
-        };
-        let level = (self.level + change).clamp(0.0, Self::MAX);
-        *self = Self { level, last_backlog: queue.tokens, ..Self::default() };
-    }
-
-    /// What the bound is multiplied by: it doubles for each level above the first.
-    fn leniency(&self) -> f64 {
-        (self.level - 1.0).max(0.0).exp2()
     }
 }
 
