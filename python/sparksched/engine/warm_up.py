@@ -49,7 +49,7 @@ _SETTLING_STEPS = 3
 _LONGEST_S = 120.0
 _EVERY = 32
 """Tokens: kernels differ from one multiple of this to the next."""
-_ENOUGH = 8
+_ENOUGH = 7
 """If the last so many of an octave need no compiler, the others need none either."""
 _NEARLY = 1.25
 """Of the bound: what was measured holds more than the step itself."""
@@ -149,8 +149,6 @@ class _WarmUp:
         if all(self._needs_no_compiler(it) for it in reversed(last)):
             return
         for num_tokens in order:
-            if not self._has_time():
-                return
             self._needs_no_compiler(num_tokens)
 
     def _needs_no_compiler(self, num_tokens: int) -> bool:

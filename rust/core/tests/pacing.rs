@@ -303,9 +303,7 @@ impl World {
             self.run_on_device(load);
         }
         let is_idle = self.in_flight.iter().all(|it| it.scheduled.is_empty());
-        // A step that only preempts makes room for the next one.
-        let is_empty = load.num_tokens == 0 && self.scheduler.step().preempted.is_empty();
-        self.num_wasted += usize::from(is_idle && is_empty);
+        self.num_wasted += usize::from(is_idle && load.num_tokens == 0);
         let chance = &mut self.chance;
         let scheduled = self.scheduler.step().scheduled().map(|it| {
             let num_drafts = it.num_draft_tokens;

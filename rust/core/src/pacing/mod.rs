@@ -345,7 +345,7 @@ impl Pacing {
         if self.owed_s <= 0.0 || self.is_late(best) {
             return self.chunk(Mode::Chunk, best, room);
         }
-        let may_join = |it: &Prompt| self.is_short(it, room) && self.can_join(it);
+        let may_join = |it: &Prompt| it.has_blocks && self.is_short(it, room) && self.can_join(it);
         if self.is_at_most_one_ahead(best, limit_s) && self.demand.prompts.iter().any(may_join) {
             let joining = self.chunk(Mode::Join, best, room);
             if !self.is_admission_blocked || !joining.admits {
