@@ -337,7 +337,7 @@ impl Pacing {
             }
             return self.chunk(Mode::Alone, self.ladder.sizes().len() - 1, room);
         }
-        if !has_long && !self.demand.prompts.iter().any(|it| self.is_tail(it, room)) {
+        if self.demand.prompts.iter().all(|it| self.is_short(it, room)) {
             return self.chunk(Mode::Short, largest, room);
         }
         let best = self.best_size(limit_s, false);
