@@ -14,7 +14,9 @@ With `--rates`, an ordinary load follows: requests of 1,024 tokens in and 128 ou
 process, at these parts of what vLLM sustains: of the requests that end in a second while 128 are
 always under way. The server `vllm` measures that, so it comes first, and the file keeps it. Each
 server gets other requests at this rate first, until nothing stalls, or twelve times; then the same
-requests come at the same times to each. `has_stalled` says if kernels were still compiled.
+requests come at the same times to each. `silence_ms` is the longest time in which nobody got
+anything though somebody waited, and `has_stalled` says whether kernels were still compiled then. A
+single request may wait for longer: if the KV cache is full, some are preempted.
 
 A run with the same `--json` leaves out what that file has: each number of streams and each rate of
 a server is written when it is measured. `--minutes` begins nothing that would end later, as far as
@@ -456,10 +458,11 @@ class _Bench:
         workload = self._workload(self._options.num_ordinary, *ORDINARY_TOKENS, *seed)
         for number in range(MOST_ORDINARY_WARM_UPS):
             warm_up = workload.seeded(*seed, "warm-up", number)
-            if not _has_stalled(self._arrivals(warm_up, rate, number)):
+            if self._arrivals(warm_up, rate, number)["silence_ms"] <= STALL_MS:
                 break
         found = self._arrivals(workload, rate, -1)
-        return {"rate": rate, "warm_ups": number + 1, "has_stalled": _has_stalled(found)} | found
+        has_stalled = found["silence_ms"] > STALL_MS
+        return {"rate": rate, "warm_ups": number + 1, "has_stalled": has_stalled} | found
 
     def _arrivals(self, workload: Workload, rate: float, turn: int) -> Row:
         logs = asyncio.run(self._poisson(workload, rate, turn))
@@ -470,6 +473,7 @@ class _Bench:
             "requests_per_s": len(logs) / (end - start),
             "ttft_ms": summary([1e3 * _first_token_s(log) for log in logs]),
             "gap_ms": summary(gaps),
+            "silence_ms": _silence_ms(logs),
         }
 
     async def _poisson(self, workload: Workload, rate: float, turn: int) -> list[StreamLog]:
@@ -537,6 +541,15 @@ def _gaps_ms(log: StreamLog, start: float = 0.0, end: float = float("inf")) -> l
     times = [float(it) for it in log.times]
     pairs = itertools.pairwise(times)
     return [1e3 * (now - before) for before, now in pairs if start <= now <= end]
+
+
+def _silence_ms(logs: list[StreamLog]) -> float:
+    """Return the longest time in which nobody got anything though somebody waited."""
+    outputs = sorted((float(at), log.sent_at) for log in logs for at in log.times)
+    silences = (
+        now - max(before, sent_at) for (before, _), (now, sent_at) in itertools.pairwise(outputs)
+    )
+    return 1e3 * max(silences, default=0.0)
 
 
 def _has_ended(stream: StreamLog, long: StreamLog, num_tokens: int) -> bool:

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.serving import mixed
 from bench.serving.models import QWEN2_1_5B, write_shape
 from bench.serving.server import OURS, ServerError, Start
+from bench.serving.streams import StreamLog
 
 SMALL = QWEN2_1_5B | {"vocab_size": 200, "eos_token_id": 199, "bos_token_id": 199}
 TIMES = {"p50": 1.0, "p99": 2.0}
@@ -75,3 +77,18 @@ def test_what_fails_is_told_and_the_rest_is_measured(
     assert result["mixed"] == []
     assert [(it["side"], it["requests_per_s"]) for it in result["ordinary"]] == [("vllm", 1.0)]
     assert all(latest <= it <= time.monotonic() + 9 * 60 for it in deadlines)
+
+
+def test_a_compiler_holds_up_all_and_a_full_cache_one() -> None:
+    usual = [0.1 * at for at in range(100)]
+    preempted = [it for it in usual if not 3.0 < it < 6.0]
+    logs = [log_of(0.0, usual), log_of(0.05, preempted)]
+    assert mixed._silence_ms(logs) == pytest.approx(100)
+    held_up = [it for it in usual if not 4.0 < it < 5.5]
+    assert mixed._silence_ms([log_of(0.0, held_up), logs[1]]) == pytest.approx(1500)
+    # Nobody waited between these.
+    assert mixed._silence_ms([log_of(0.0, [0.5]), log_of(7.0, [7.2])]) == pytest.approx(200)
+
+
+def log_of(sent_at: float, times: list[float]) -> StreamLog:
+    return StreamLog(sent_at, np.array(times), np.ones(len(times), np.int64))

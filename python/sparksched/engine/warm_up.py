@@ -6,8 +6,8 @@ depends on the mixture. So some requests of our own decode, while prompts beside
 of each size. They pass through scheduler and executor as any others, and nobody gets their outputs.
 The prompts are the same in each run, so that recordings can be compared.
 
-- Each size of the ladder runs twice: the first time is for the compiler, the second one says what
-  such a step takes.
+- Each size of the ladder runs five times: the first time is for the compiler, the others say what
+  such a step takes. Times vary, so one would say little.
 - Short prompts may have any number of tokens. Up to the largest CUDA graph they are filled up to a
   graph's size, and nothing is compiled. Above that, the kernels that choose experts
   (`triton_kernels`) have the number of 32s of tokens as a constant: there is one for each. So one
@@ -20,6 +20,7 @@ The prompts are the same in each run, so that recordings can be compared.
 
 import itertools
 import random
+import statistics
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -46,6 +47,8 @@ _MAX_STEPS = 64
 """For one step of prompts: more are taken if blocks are short, or a threshold cuts prompts."""
 _SETTLING_STEPS = 3
 """After the last stream was admitted: its prompt is computed, and it decodes."""
+_RUNS = 5
+"""Of each size."""
 _LONGEST_S = 120.0
 _EVERY = 32
 """Tokens: kernels differ from one multiple of this to the next."""
@@ -117,8 +120,8 @@ class _WarmUp:
         for size in self.sizes:
             if not self._has_time():
                 return
-            self._run_size(size)
-            self.seconds[size] = self._run_size(size)
+            _, *seconds = [self._run_size(size) for _ in range(_RUNS)]
+            self.seconds[size] = statistics.median(seconds)
         for numbers in self._others():
             # Short prompts are more frequent, so small steps are.
             for octave in _octaves(numbers):

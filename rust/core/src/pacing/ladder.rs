@@ -39,6 +39,12 @@ const NEARLY: f64 = 0.9;
 /// How sure a chunk is to be within the bound.
 const CONFIDENCE: f64 = 0.99;
 
+/// How many times as long as expected a chunk may take at most, to fit.
+const MARGIN: std::ops::RangeInclusive<f64> = 1.03..=1.5;
+
+/// How much a chunk that was too long adds to that.
+const MARGIN_STEP: f64 = 0.05;
+
 /// What a chunk is asked for, and under which circumstances.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Query {
@@ -78,11 +84,12 @@ pub(super) struct Ladder {
 }
 
 impl Ladder {
-    pub(super) fn new(max_tokens: u32) -> Self {
+    pub(super) fn new(max_tokens: u32, max_graph_tokens: u32) -> Self {
         let halved = (0..NUM_SIZES as u32).map_while(|shift| max_tokens.checked_shr(shift));
         let mut sizes: Vec<u32> = halved.take_while(|&it| it >= SMALLEST.min(max_tokens)).collect();
         sizes.reverse();
-        let times = PromptTimes::new(sizes.len());
+        let num_in_graphs = sizes.partition_point(|&it| it <= max_graph_tokens);
+        let times = PromptTimes::new(&sizes, num_in_graphs);
         Self { sizes, times, margin: 1.05, retried: None }
     }
 
@@ -232,6 +239,16 @@ impl Ladder {
         self.times.note_step();
     }
 
+    /// Comes to rest where chunks that are barely expected to fit do so with that confidence. How
+    /// much others vary that are far below the bound says nothing, and keeps nobody waiting.
+    fn move_margin(&mut self, expected_s: f64, is_too_long: bool, limit_s: f64) {
+        let (least, most) = (*MARGIN.start(), *MARGIN.end());
+        if (expected_s..most * expected_s).contains(&limit_s) {
+            let step = if is_too_long { CONFIDENCE } else { CONFIDENCE - 1.0 };
+            self.margin = (self.margin + MARGIN_STEP * step).clamp(least, most);
+        }
+    }
+
     /// Learns what a step of so many tokens took beyond its decodes.
     pub(super) fn note(&mut self, num_tokens: u32, extra_s: f64, attention: f64, limit_s: f64) {
         let mut size = self.class_of(num_tokens);
@@ -247,10 +264,7 @@ impl Ladder {
         let counts = self.times.note(size, extra_s, attention);
         let is_exact = self.sizes[size] == num_tokens;
         if let (true, true, Some(expected_s)) = (counts, is_exact, expected_s) {
-            // Moves so that it comes to rest where chunks are below it with that confidence.
-            let step =
-                if extra_s > self.margin * expected_s { CONFIDENCE } else { CONFIDENCE - 1.0 };
-            self.margin = (self.margin + 0.02 * step).clamp(1.03, 1.5);
+            self.move_margin(expected_s, extra_s > limit_s, limit_s);
         }
         if self.retried == Some(size) {
             self.retried = None;

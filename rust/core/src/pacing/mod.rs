@@ -244,7 +244,7 @@ impl Pacing {
             settings,
             base,
             min_threshold: 1 + config.speculation.num_spec_tokens,
-            ladder: Ladder::new(max_tokens),
+            ladder: Ladder::new(max_tokens, settings.max_graph_tokens),
             decode_times: DecodeTimes::default(),
             demand: Demand::default(),
             considered: Vec::new(),
@@ -362,10 +362,7 @@ impl Pacing {
 
     /// Whether it is what is left of a long prompt, and not so little that a CUDA graph holds it.
     fn is_tail(&self, prompt: &Prompt, room: u32) -> bool {
-        let was_long = prompt.is_running && prompt.num_computed + prompt.num_missing > room;
-        was_long
-            && prompt.num_missing <= room
-            && self.demand.num_decode_tokens + prompt.num_missing > self.small()
+        is_rest(prompt, room) && self.demand.num_decode_tokens + prompt.num_missing > self.small()
     }
 
     /// A step of so many tokens, or less, is not made smaller.
@@ -444,6 +441,9 @@ impl Pacing {
         let smaller = match mode {
             Mode::Join => self.cheap_join(best).or_else(|| self.filled(best)),
             Mode::Chunk => self.filled(best),
+            Mode::Short if self.demand.prompts.iter().any(|it| is_rest(it, room)) => {
+                self.filled(best)
+            }
             _ => None,
         };
         let size = smaller.unwrap_or(best);
@@ -755,6 +755,12 @@ impl Stalls {
         self.longest_s = self.longest_s.max(stall_s);
         self.longest_s.max(self.before_s)
     }
+}
+
+/// Whether it is what is left of a long prompt, and fits into one chunk.
+fn is_rest(prompt: &Prompt, room: u32) -> bool {
+    let was_long = prompt.num_computed + prompt.num_missing > room;
+    prompt.is_running && was_long && prompt.num_missing <= room
 }
 
 /// The number of tokens that each of some prompts may have if all together are to have `capacity`:

@@ -2,8 +2,9 @@
 //!
 //! A step of decodes alone takes what the last ones took with about as many tokens. A step with
 //! prompts takes that, and more by its size: for each size of the ladder the last times are kept.
-//! What a token attends to costs as well, in proportion: that is learned over all sizes together,
-//! so that the later chunks of a long prompt are known to be dearer.
+//! What a token attends to costs as well, in proportion, so the later chunks of a long prompt are
+//! known to be dearer. That is learned over all sizes together that a CUDA graph holds, and over all
+//! others: attention runs by other kernels in a graph, which may take twice as long.
 
 /// Times of one kind that are kept.
 const WINDOW: usize = 8;
@@ -126,9 +127,37 @@ struct Size {
 pub(super) struct PromptTimes {
     sizes: Vec<Size>,
     num_steps: u64,
-    /// Of attention and time, within sizes: sums of squares and of products of the deviations.
+    /// So many sizes, the smallest, are held by CUDA graphs.
+    num_in_graphs: usize,
+    in_graphs: Slope,
+    without_graphs: Slope,
+}
+
+/// What a token that is attended to costs. Of attention and time, within sizes: sums of squares and
+/// of products of the deviations.
+#[derive(Clone, Copy, Debug)]
+struct Slope {
     attention_squares: f64,
     attention_times: f64,
+}
+
+impl Slope {
+    /// Begins as if attention of `largest` had been seen to cost nothing, so that chance doesn't
+    /// decide in the first few steps.
+    fn new(largest: f64) -> Self {
+        Self { attention_squares: largest * largest, attention_times: 0.0 }
+    }
+
+    fn note(&mut self, by_attention: f64, by_time: f64) {
+        self.attention_squares =
+            SLOPE_MEMORY * self.attention_squares + by_attention * by_attention;
+        self.attention_times = SLOPE_MEMORY * self.attention_times + by_attention * by_time;
+    }
+
+    /// Seconds for each token that a token attends to.
+    fn value(&self) -> f64 {
+        (self.attention_times / self.attention_squares).max(0.0)
+    }
 }
 
 /// How soon a size that was too slow is tried again, in steps with prompts, and how late at most:
@@ -145,22 +174,21 @@ const MEMORY: f64 = 0.9;
 const SLOPE_MEMORY: f64 = 0.99;
 
 impl PromptTimes {
-    pub(super) fn new(num_sizes: usize) -> Self {
+    /// For steps of these sizes, in ascending order, of which CUDA graphs hold the first ones.
+    pub(super) fn new(sizes: &[u32], num_in_graphs: usize) -> Self {
+        let largest = f64::from(sizes[sizes.len() - 1]).powi(2);
+        let size = Size { retry_after: *RETRY_AFTER.start(), ..Size::default() };
         Self {
-            sizes: vec![Size { retry_after: *RETRY_AFTER.start(), ..Size::default() }; num_sizes],
+            sizes: vec![size; sizes.len()],
             num_steps: 0,
-            attention_squares: 0.0,
-            attention_times: 0.0,
+            num_in_graphs,
+            in_graphs: Slope::new(largest),
+            without_graphs: Slope::new(largest),
         }
     }
 
-    /// Seconds for each token that a token attends to.
-    fn slope(&self) -> f64 {
-        if self.attention_squares > 0.0 {
-            (self.attention_times / self.attention_squares).max(0.0)
-        } else {
-            0.0
-        }
+    fn slope(&self, size: usize) -> f64 {
+        if size < self.num_in_graphs { self.in_graphs.value() } else { self.without_graphs.value() }
     }
 
     /// A step with prompts was made, of whatever size.
@@ -171,7 +199,7 @@ impl PromptTimes {
     /// Learns what a step of a size took beyond its decodes; returns whether it is no outlier.
     pub(super) fn note(&mut self, size: usize, extra_s: f64, attention: f64) -> bool {
         let expected = self.predict(size, attention);
-        let slope = self.slope();
+        let slope = self.slope(size);
         let known = &mut self.sizes[size];
         known.last_step = self.num_steps;
         known.num_tries += 1;
@@ -205,14 +233,14 @@ impl PromptTimes {
         let by_time = sample.extra_s - known.mean.extra_s;
         known.mean.attention += (1.0 - MEMORY) * by_attention;
         known.mean.extra_s += (1.0 - MEMORY) * by_time;
-        self.attention_squares =
-            SLOPE_MEMORY * self.attention_squares + by_attention * by_attention;
-        self.attention_times = SLOPE_MEMORY * self.attention_times + by_attention * by_time;
+        let is_in_graph = size < self.num_in_graphs;
+        let slope = if is_in_graph { &mut self.in_graphs } else { &mut self.without_graphs };
+        slope.note(by_attention, by_time);
     }
 
     /// What a step of a size takes beyond its decodes, in seconds; `None` if none was seen.
     pub(super) fn predict(&self, size: usize, attention: f64) -> Option<f64> {
-        let slope = self.slope();
+        let slope = self.slope(size);
         let samples = &self.sizes[size].samples;
         let rest = samples.median(|it| it.extra_s - slope * it.attention)?;
         let lately = samples.median(|it| it.extra_s)?;
