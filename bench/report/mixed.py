@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from bench.report.pairs import Row, rows_of
-from bench.report.values import count_text, dig, joined, range_text, text_of
+from bench.report.values import count_text, dig, joined, text_of
 
 Results = Mapping[str, Row]
 
@@ -49,7 +49,10 @@ STANDARD, PACING = "vllm", "paced"
 
 
 def gain(results: Results) -> Iterator[list[str]]:
-    """Yield what streams get while a long prompt is computed, if it is paced: one row."""
+    """Yield what streams get while a long prompt is computed, if it is paced: one row.
+
+    Of vLLM's rounds it is the best one, of the paced ones the worst.
+    """
     cases: dict[tuple[str, int], dict[str, Row]] = {}
     for row in (it for result in results.values() for it in rows_of(result, "mixed")):
         kind = str(row.get("side")).partition("-")[0]
@@ -58,9 +61,13 @@ def gain(results: Results) -> Iterator[list[str]]:
         sides.setdefault(side, row)
     measured = (it for it in cases.items() if {STANDARD, PACING} <= it[1].keys())
     for (model, streams), sides in itertools.islice(measured, 1):
-        rates = (
-            range_text(dig(it, "stream_tokens_per_s") for it in rows_of(sides[name], "rounds"))
+        of_rounds = (
+            [dig(it, "stream_tokens_per_s") for it in rows_of(sides[name], "rounds")]
             for name in (STANDARD, PACING)
+        )
+        rates = (
+            text_of(choose((it for it in values if it is not None), default=None))
+            for choose, values in zip((max, min), of_rounds, strict=True)
         )
         what = "tokens/s of each stream"
         yield [PACED, f"{model}, HTTP, {streams} streams", what, joined(*rates)]

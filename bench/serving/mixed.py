@@ -168,8 +168,9 @@ Cells = tuple[list[int], list[float]]
 
 
 def _begin(path: Path | None, run: Row) -> Row:
-    """Return the results so far: what the file has, if there is one."""
-    empty: Row = {"run": run, "mixed": [], "ordinary": [], "sustained": {}, "seconds": {}}
+    """Return the results so far: what the file has, if there is one, of one or more runs."""
+    empty: Row = {"run": run, "runs": [run], "mixed": [], "ordinary": []}
+    empty |= {"sustained": {}, "seconds": {}}
     if path is None or not path.exists():
         return empty
     found = json.loads(path.read_text())
@@ -178,7 +179,7 @@ def _begin(path: Path | None, run: Row) -> Row:
     for name in ("commit", "gpu", "vllm"):
         if found["run"].get(name) != run[name]:
             raise ValueError(f"{path} holds results of another {name}: {found['run'].get(name)}")
-    return empty | found | {"run": run}
+    return empty | found | {"run": run, "runs": [*found.get("runs", ()), run]}
 
 
 def _check_order(options: argparse.Namespace, results: Row) -> None:

@@ -77,6 +77,11 @@ def test_what_fails_is_told_and_the_rest_is_measured(
     assert result["mixed"] == []
     assert [(it["side"], it["requests_per_s"]) for it in result["ordinary"]] == [("vllm", 1.0)]
     assert all(latest <= it <= time.monotonic() + 9 * 60 for it in deadlines)
+    mixed.main()
+    assert len(json.loads(path.read_text())["runs"]) == 1, "nothing new was measured"
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--rates", "0.5,0.9"])
+    mixed.main()
+    assert len(json.loads(path.read_text())["runs"]) == 2
 
 
 def test_a_compiler_holds_up_all_and_a_full_cache_one() -> None:
