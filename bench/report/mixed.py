@@ -18,7 +18,13 @@ MIXED_COLUMNS = (
     "longest",
     "long one's first token, s",
 )
-ORDINARY_COLUMNS = ("model: server, load", "requests/s", "first token p50, ms", "p99")
+ORDINARY_COLUMNS = (
+    "model: server, load",
+    "requests/s",
+    "first token p50, ms",
+    "p99",
+    "longest silence, ms",
+)
 TIMER_COLUMNS = (
     "server",
     "tokens/s of a stream meanwhile",
@@ -81,6 +87,7 @@ def ordinary(results: Results) -> Iterator[list[str]]:
                 f"{row.get('model')}: {_server(row)}, {100 * row['part']:.0f} %",
                 text_of(dig(row, "requests_per_s")),
                 *(count_text(dig(row, "ttft_ms", at)) for at in ("p50", "p99")),
+                count_text(dig(row, "silence_ms")),
             ]
 
 

@@ -179,7 +179,7 @@ def _begin(path: Path | None, run: Row) -> Row:
     for name in ("commit", "gpu", "vllm"):
         if found["run"].get(name) != run[name]:
             raise ValueError(f"{path} holds results of another {name}: {found['run'].get(name)}")
-    return empty | found | {"run": run, "runs": [*found.get("runs", ()), run]}
+    return empty | found | {"run": run, "runs": [*found.get("runs", [found["run"]]), run]}
 
 
 def _check_order(options: argparse.Namespace, results: Row) -> None:
@@ -546,11 +546,14 @@ def _gaps_ms(log: StreamLog, start: float = 0.0, end: float = float("inf")) -> l
 
 def _silence_ms(logs: list[StreamLog]) -> float:
     """Return the longest time in which nobody got anything though somebody waited."""
-    outputs = sorted((float(at), log.sent_at) for log in logs for at in log.times)
-    silences = (
-        now - max(before, sent_at) for (before, _), (now, sent_at) in itertools.pairwise(outputs)
-    )
-    return 1e3 * max(silences, default=0.0)
+    waiting = sorted((log.sent_at, float(log.times[-1])) for log in logs)
+    before, longest, first = waiting[0][0], 0.0, 0
+    for now in sorted({float(at) for log in logs for at in log.times}):
+        while waiting[first][1] < now:
+            first += 1
+        longest = max(longest, now - max(before, waiting[first][0]))
+        before = now
+    return 1e3 * longest
 
 
 def _has_ended(stream: StreamLog, long: StreamLog, num_tokens: int) -> bool:

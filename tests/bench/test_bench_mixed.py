@@ -92,7 +92,10 @@ def test_a_compiler_holds_up_all_and_a_full_cache_one() -> None:
     held_up = [it for it in usual if not 4.0 < it < 5.5]
     assert mixed._silence_ms([log_of(0.0, held_up), logs[1]]) == pytest.approx(1500)
     # Nobody waited between these.
-    assert mixed._silence_ms([log_of(0.0, [0.5]), log_of(7.0, [7.2])]) == pytest.approx(200)
+    assert mixed._silence_ms([log_of(0.0, [0.2]), log_of(7.0, [7.5])]) == pytest.approx(500)
+    # Before the first output, and whoever has the next one.
+    assert mixed._silence_ms([log_of(0.0, [5.0, 5.1]), log_of(4.9, [5.2])]) == pytest.approx(5000)
+    assert mixed._silence_ms([log_of(0.9, [1.0, 7.1]), log_of(6.9, [7.0])]) == pytest.approx(6000)
 
 
 def log_of(sent_at: float, times: list[float]) -> StreamLog:

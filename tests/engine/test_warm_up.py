@@ -141,6 +141,28 @@ def test_all_numbers_of_tokens_run_where_something_is_compiled_for_each(
         assert not engine.is_busy
 
 
+def test_nothing_is_begun_once_time_is_up(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paced_engine(model_directory, monkeypatch, async_scheduling=True) as engine:
+        executor = engine.core.model_executor
+        execute = executor.execute_model
+        now, begun_at = 0.0, []
+
+        def slow(step: Any, *args: Any, **others: Any) -> Any:
+            nonlocal now
+            if step.scheduled_new_reqs and step.scheduled_cached_reqs.req_ids:
+                begun_at.append(now)
+                now += 50.0
+            return execute(step, *args, **others)
+
+        monkeypatch.setattr(executor, "execute_model", slow)
+        clock = SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+        monkeypatch.setattr(warm_up, "time", clock)
+        warm_up.run(engine.core)
+        assert begun_at == [0.0, 50.0, 100.0]
+
+
 @pytest.mark.parametrize("fails_for_ever", [False, True])
 def test_a_failure_is_one_warning(
     fails_for_ever: bool,

@@ -118,10 +118,11 @@ class _WarmUp:
         """Run whatever there is time for."""
         self._deadline = deadline
         for size in self.sizes:
-            if not self._has_time():
+            seconds = [self._run_size(size) for _ in range(_RUNS) if self._has_time()]
+            if not seconds:
                 return
-            _, *seconds = [self._run_size(size) for _ in range(_RUNS)]
-            self.seconds[size] = statistics.median(seconds)
+            # The first time is for the compiler.
+            self.seconds[size] = statistics.median(seconds[1:] or seconds)
         for numbers in self._others():
             # Short prompts are more frequent, so small steps are.
             for octave in _octaves(numbers):

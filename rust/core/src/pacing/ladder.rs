@@ -239,17 +239,19 @@ impl Ladder {
         self.times.note_step();
     }
 
-    /// Comes to rest where chunks that are barely expected to fit do so with that confidence. How
-    /// much others vary that are far below the bound says nothing, and keeps nobody waiting.
+    /// Comes to rest where steps are within the bound with that confidence. One that was too long
+    /// counts if a larger margin would have kept it out: if it was expected to fit, and barely.
     fn move_margin(&mut self, expected_s: f64, is_too_long: bool, limit_s: f64) {
         let (least, most) = (*MARGIN.start(), *MARGIN.end());
-        if (expected_s..most * expected_s).contains(&limit_s) {
-            let step = if is_too_long { CONFIDENCE } else { CONFIDENCE - 1.0 };
-            self.margin = (self.margin + MARGIN_STEP * step).clamp(least, most);
+        if !is_too_long {
+            self.margin = (self.margin - MARGIN_STEP * (1.0 - CONFIDENCE)).max(least);
+        } else if (expected_s..most * expected_s).contains(&limit_s) {
+            self.margin = (self.margin + MARGIN_STEP * CONFIDENCE).min(most);
         }
     }
 
-    /// Learns what a step of so many tokens took beyond its decodes.
+    /// Learns what a step of so many tokens took beyond its decodes; `limit_s` is without these,
+    /// too.
     pub(super) fn note(&mut self, num_tokens: u32, extra_s: f64, attention: f64, limit_s: f64) {
         let mut size = self.class_of(num_tokens);
         let mut expected_s = self.times.predict(size, attention);
@@ -270,5 +272,52 @@ impl Ladder {
             self.retried = None;
             self.times.note_retry(size, extra_s > limit_s);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Ladder, MARGIN};
+
+    const LIMIT_S: f64 = 0.2;
+
+    /// A ladder whose largest size has taken these times, one after the other.
+    fn after(num_times: usize, times_s: &[f64]) -> Ladder {
+        let mut ladder = Ladder::new(8_192, 512);
+        for time_s in times_s.iter().cycle().take(num_times) {
+            ladder.note(8_192, *time_s, 0.0, LIMIT_S);
+        }
+        ladder
+    }
+
+    #[test]
+    fn only_steps_that_barely_fit_raise_the_margin() {
+        let first = Ladder::new(8_192, 512).margin;
+        assert!(after(40, &[0.15, 0.15, 0.15, 0.25]).margin > first + 0.3);
+        // Far below the bound times may vary, and whoever doesn't fit needs no margin.
+        assert!(after(40, &[0.06, 0.06, 0.06, 0.12]).margin <= first);
+        assert!(after(40, &[0.1, 0.1, 0.1, 0.1, 0.21]).margin <= first);
+        assert!(after(40, &[0.25, 0.25, 0.25, 0.35]).margin <= first);
+    }
+
+    #[test]
+    fn steps_of_any_size_that_are_in_time_lower_the_margin() {
+        let mut ladder = after(40, &[0.15, 0.15, 0.15, 0.25]);
+        for _ in 0..1_000 {
+            ladder.note(1_024, 0.05, 0.0, LIMIT_S);
+        }
+        assert!((ladder.margin - MARGIN.start()).abs() < 1e-9, "{}", ladder.margin);
+    }
+
+    #[test]
+    fn the_largest_size_of_a_graph_is_in_it() {
+        let mut ladder = Ladder::new(8_192, 512);
+        for turn in 0..20 {
+            let attention = 1e8 * f64::from(turn);
+            ladder.note(512, 0.01 + 1e-9 * attention, attention, LIMIT_S);
+            ladder.note(1_024, 0.1, attention, LIMIT_S);
+        }
+        let other = ladder.guess(ladder.class_of(1_024), 3e9).expect("it was seen");
+        assert!(other < 0.11, "{other} s");
     }
 }

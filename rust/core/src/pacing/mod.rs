@@ -696,7 +696,7 @@ impl Pacing {
         let limit_s = self.settings.max_stall_s * self.pressure.leniency();
         // Of several one may have been held up, and nobody knows which.
         if num_steps == 1 || (is_even && extra_s < MOST_EXPECTED * limit_s) {
-            self.ladder.note(num_tokens, extra_s, attention / number, limit_s);
+            self.ladder.note(num_tokens, extra_s, attention / number, limit_s - decode_s);
         }
     }
 
@@ -757,10 +757,12 @@ impl Stalls {
     }
 }
 
-/// Whether it is what is left of a long prompt, and fits into one chunk.
+/// Whether it is what is left of a long prompt, and fits into one chunk. One whose beginning was
+/// cached is as long as the rest.
 fn is_rest(prompt: &Prompt, room: u32) -> bool {
-    let was_long = prompt.num_computed + prompt.num_missing > room;
-    prompt.is_running && was_long && prompt.num_missing <= room
+    let num_computed = prompt.num_computed.saturating_sub(prompt.num_cached);
+    let was_long = num_computed + prompt.num_missing > room;
+    was_long && prompt.num_missing <= room
 }
 
 /// The number of tokens that each of some prompts may have if all together are to have `capacity`:

@@ -3,8 +3,8 @@
 //! A step of decodes alone takes what the last ones took with about as many tokens. A step with
 //! prompts takes that, and more by its size: for each size of the ladder the last times are kept.
 //! What a token attends to costs as well, in proportion, so the later chunks of a long prompt are
-//! known to be dearer. That is learned over all sizes together that a CUDA graph holds, and over all
-//! others: attention runs by other kernels in a graph, which may take twice as long.
+//! known to be dearer. Sizes in CUDA graphs share what is learned of that, and all others do: in a
+//! graph attention has other kernels, which may be slower.
 
 /// Times of one kind that are kept.
 const WINDOW: usize = 8;
@@ -139,13 +139,14 @@ pub(super) struct PromptTimes {
 struct Slope {
     attention_squares: f64,
     attention_times: f64,
+    /// As if attention had been seen to cost nothing, so that chance doesn't decide where little
+    /// else was seen.
+    prior_squares: f64,
 }
 
 impl Slope {
-    /// Begins as if attention of `largest` had been seen to cost nothing, so that chance doesn't
-    /// decide in the first few steps.
-    fn new(largest: f64) -> Self {
-        Self { attention_squares: largest * largest, attention_times: 0.0 }
+    fn new(prior: f64) -> Self {
+        Self { attention_squares: 0.0, attention_times: 0.0, prior_squares: prior * prior }
     }
 
     fn note(&mut self, by_attention: f64, by_time: f64) {
@@ -156,7 +157,7 @@ impl Slope {
 
     /// Seconds for each token that a token attends to.
     fn value(&self) -> f64 {
-        (self.attention_times / self.attention_squares).max(0.0)
+        (self.attention_times / (self.attention_squares + self.prior_squares)).max(0.0)
     }
 }
 
@@ -170,20 +171,24 @@ const LEAST_PART: f64 = 0.7;
 /// What of a mean stays when a new value comes.
 const MEMORY: f64 = 0.9;
 
+/// A deviation of the attention of so many tokens to so many is enough to believe half of what was
+/// seen.
+const MAX_PRIOR_TOKENS: u32 = 8_192;
+
 /// What of a slope stays.
 const SLOPE_MEMORY: f64 = 0.99;
 
 impl PromptTimes {
     /// For steps of these sizes, in ascending order, of which CUDA graphs hold the first ones.
     pub(super) fn new(sizes: &[u32], num_in_graphs: usize) -> Self {
-        let largest = f64::from(sizes[sizes.len() - 1]).powi(2);
+        let prior = f64::from(sizes[sizes.len() - 1].min(MAX_PRIOR_TOKENS)).powi(2);
         let size = Size { retry_after: *RETRY_AFTER.start(), ..Size::default() };
         Self {
             sizes: vec![size; sizes.len()],
             num_steps: 0,
             num_in_graphs,
-            in_graphs: Slope::new(largest),
-            without_graphs: Slope::new(largest),
+            in_graphs: Slope::new(prior),
+            without_graphs: Slope::new(prior),
         }
     }
 
@@ -270,5 +275,37 @@ impl PromptTimes {
         let (first, last) = (*RETRY_AFTER.start(), *RETRY_AFTER.end());
         let retry_after = &mut self.sizes[size].retry_after;
         *retry_after = if is_too_slow { (2 * *retry_after).min(last) } else { first };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::PromptTimes;
+
+    /// Sizes of 512, in a graph, and 8,192: attention is dear in graphs, and costs nothing else.
+    #[test]
+    fn attention_in_graphs_says_nothing_of_other_sizes() {
+        let mut times = PromptTimes::new(&[512, 8_192], 1);
+        for turn in 0..20 {
+            let attention = 1e8 * f64::from(turn);
+            times.note(0, 0.01 + 1e-9 * attention, attention);
+            times.note(1, 0.1, attention);
+        }
+        let far = 3e9;
+        let in_graph = times.predict(0, far).expect("it was seen");
+        assert!((in_graph / 3.01 - 1.0).abs() < 0.1, "{in_graph} s");
+        let other = times.predict(1, far).expect("it was seen");
+        assert!((other / 0.1 - 1.0).abs() < 0.01, "{other} s");
+    }
+
+    #[test]
+    fn one_slow_step_after_many_equal_ones_says_little_of_attention() {
+        let mut times = PromptTimes::new(&[8_192], 0);
+        for _ in 0..100_000 {
+            times.note(0, 0.1, 1e6);
+        }
+        times.note(0, 0.2, 2e7);
+        let far = times.predict(0, 1e8).expect("it was seen");
+        assert!(far < 0.15, "{far} s");
     }
 }

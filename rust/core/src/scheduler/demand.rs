@@ -17,6 +17,8 @@ pub struct Prompt {
     pub num_missing: u32,
     /// Tokens before these.
     pub num_computed: u32,
+    /// Of these, tokens that were cached when it came in first.
+    pub num_cached: u32,
     /// It has been begun.
     pub is_running: bool,
     /// There are blocks for it besides those that running prompts still lack.
@@ -74,10 +76,13 @@ impl Scheduler {
             let num_missing = num_known.saturating_sub(request.num_computed_tokens);
             if request.is_prefill_chunk {
                 let num_computed = request.num_computed_tokens;
+                let num_cached =
+                    request.prefill_stats.as_ref().map_or(0, |it| it.num_cached_tokens());
                 demand.can_throttle &= !(forgets_adapters && request.lora_id.is_some());
                 demand.prompts.push(Prompt {
                     num_missing,
                     num_computed,
+                    num_cached,
                     is_running: true,
                     has_blocks: true,
                 });
@@ -118,6 +123,7 @@ impl Scheduler {
             demand.prompts.push(Prompt {
                 num_missing,
                 num_computed,
+                num_cached: num_computed,
                 is_running: false,
                 has_blocks,
             });
