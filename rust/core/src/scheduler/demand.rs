@@ -4,7 +4,7 @@
 use super::policy::reaches_max_tokens_in_flight;
 use super::{PauseState, Scheduler};
 use crate::ids::RequestIndex;
-use crate::request::{Request, RequestStatus};
+use crate::request::{PrefillStats, Request, RequestStatus};
 use crate::step::ScheduledRequest;
 
 /// Of the requests that wait, so many are looked at: a queue may be long.
@@ -77,7 +77,7 @@ impl Scheduler {
             if request.is_prefill_chunk {
                 let num_computed = request.num_computed_tokens;
                 let num_cached =
-                    request.prefill_stats.as_ref().map_or(0, |it| it.num_cached_tokens());
+                    request.prefill_stats.as_ref().map_or(0, PrefillStats::num_cached_tokens);
                 demand.can_throttle &= !(forgets_adapters && request.lora_id.is_some());
                 demand.prompts.push(Prompt {
                     num_missing,
