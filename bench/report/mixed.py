@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from bench.report.pairs import Row, rows_of
-from bench.report.values import count_text, dig, joined, text_of
+from bench.report.values import count_text, dig, numbers, pair_text, text_of
 
 Results = Mapping[str, Row]
 
@@ -67,16 +67,15 @@ def gain(results: Results) -> Iterator[list[str]]:
         sides.setdefault(side, row)
     measured = (it for it in cases.items() if {STANDARD, PACING} <= it[1].keys())
     for (model, streams), sides in itertools.islice(measured, 1):
-        of_rounds = (
-            [dig(it, "stream_tokens_per_s") for it in rows_of(sides[name], "rounds")]
+        rates = (
+            numbers(dig(it, "stream_tokens_per_s") for it in rows_of(sides[name], "rounds"))
             for name in (STANDARD, PACING)
         )
-        rates = (
-            text_of(choose((it for it in values if it is not None), default=None))
-            for choose, values in zip((max, min), of_rounds, strict=True)
+        best, worst = (
+            choose(it, default=None) for choose, it in zip((max, min), rates, strict=True)
         )
         what = "tokens/s of each stream"
-        yield [PACED, f"{model}, HTTP, {streams} streams", what, joined(*rates)]
+        yield [PACED, f"{model}, HTTP, {streams} streams", what, pair_text(best, worst)]
 
 
 def ordinary(results: Results) -> Iterator[list[str]]:

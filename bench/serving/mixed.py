@@ -15,8 +15,8 @@ process, at these parts of what vLLM sustains: of the requests that end in a sec
 always under way. The server `vllm` measures that, so it comes first, and the file keeps it. Each
 server gets other requests at this rate first, until nothing stalls, or twelve times; then the same
 requests come at the same times to each. `silence_ms` is the longest time in which nobody got
-anything though somebody waited, and `has_stalled` says whether kernels were still compiled then. A
-single request may wait for longer: if the KV cache is full, some are preempted.
+anything though somebody waited: above a second, kernels were still compiled then. A single request
+may wait for longer: if the KV cache is full, some are preempted.
 
 A run with the same `--json` leaves out what that file has: each number of streams and each rate of
 a server is written when it is measured. `--minutes` begins nothing that would end later, as far as
@@ -169,8 +169,8 @@ Cells = tuple[list[int], list[float]]
 
 def _begin(path: Path | None, run: Row) -> Row:
     """Return the results so far: what the file has, if there is one, of one or more runs."""
-    empty: Row = {"run": run, "runs": [run], "mixed": [], "ordinary": []}
-    empty |= {"sustained": {}, "seconds": {}}
+    lists: Row = {"runs": [run], "mixed": [], "ordinary": []}
+    empty: Row = {"run": run, **lists, "sustained": {}, "seconds": {}}
     if path is None or not path.exists():
         return empty
     found = json.loads(path.read_text())
@@ -462,8 +462,7 @@ class _Bench:
             if self._arrivals(warm_up, rate, number)["silence_ms"] <= STALL_MS:
                 break
         found = self._arrivals(workload, rate, -1)
-        has_stalled = found["silence_ms"] > STALL_MS
-        return {"rate": rate, "warm_ups": number + 1, "has_stalled": has_stalled} | found
+        return {"rate": rate, "warm_ups": number + 1} | found
 
     def _arrivals(self, workload: Workload, rate: float, turn: int) -> Row:
         logs = asyncio.run(self._poisson(workload, rate, turn))

@@ -544,11 +544,16 @@ fn contended(world: &World) -> impl Iterator<Item = &PacedStep> {
     })
 }
 
+/// What these steps took that began later.
+fn times_after(world: &World, from: f64) -> Vec<f64> {
+    let late = contended(world).filter(|it| world.steps[it.number as usize].starts_at > from);
+    late.map(|it| it.time_s).collect()
+}
+
 /// Whether 99 of 100 steps with prompts were within the bound, those aside that something else has
 /// held up.
 fn bound_is_kept(world: &World, max_stall_s: f64, from: f64) -> Result<(), String> {
-    let times = contended(world).filter(|it| world.steps[it.number as usize].starts_at > from);
-    let mut times: Vec<f64> = times.map(|it| it.time_s).collect();
+    let mut times = times_after(world, from);
     assert!(times.len() > 4, "{} steps say little", times.len());
     // What a sleep or a look at the clock takes is no part of it.
     let longest = quantile(&mut times, 0.99);
@@ -770,9 +775,7 @@ fn the_bound_is_kept_where_decodes_take_much_of_it() {
     world.run_until(start + 1.0);
     world.arrive(world.now, 390_000, 1);
     world.run_until(start + 120.0);
-    let late =
-        contended(&world).filter(|it| world.steps[it.number as usize].starts_at > start + 5.0);
-    let times: Vec<f64> = late.map(|it| it.time_s).collect();
+    let times = times_after(&world, start + 5.0);
     let num_too_long = times.iter().filter(|it| **it > max_stall_s).count();
     assert!(times.len() > 50 * num_too_long, "{num_too_long} of {}", times.len());
 }

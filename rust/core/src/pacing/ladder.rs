@@ -265,12 +265,13 @@ impl Ladder {
         }
         let counts = self.times.note(size, extra_s, attention);
         let is_exact = self.sizes[size] == num_tokens;
+        let is_too_long = extra_s > limit_s;
         if let (true, true, Some(expected_s)) = (counts, is_exact, expected_s) {
-            self.move_margin(expected_s, extra_s > limit_s, limit_s);
+            self.move_margin(expected_s, is_too_long, limit_s);
         }
         if self.retried == Some(size) {
             self.retried = None;
-            self.times.note_retry(size, extra_s > limit_s);
+            self.times.note_retry(size, is_too_long);
         }
     }
 }

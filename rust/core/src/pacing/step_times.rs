@@ -129,8 +129,8 @@ pub(super) struct PromptTimes {
     num_steps: u64,
     /// So many sizes, the smallest, are held by CUDA graphs.
     num_in_graphs: usize,
-    in_graphs: Slope,
-    without_graphs: Slope,
+    /// Of sizes without graphs, and of those in them.
+    slopes: [Slope; 2],
 }
 
 /// What a token that is attended to costs. Of attention and time, within sizes: sums of squares and
@@ -187,13 +187,17 @@ impl PromptTimes {
             sizes: vec![size; sizes.len()],
             num_steps: 0,
             num_in_graphs,
-            in_graphs: Slope::new(prior),
-            without_graphs: Slope::new(prior),
+            slopes: [Slope::new(prior); 2],
         }
     }
 
+    /// Which slope is a size's.
+    fn kind(&self, size: usize) -> usize {
+        usize::from(size < self.num_in_graphs)
+    }
+
     fn slope(&self, size: usize) -> f64 {
-        if size < self.num_in_graphs { self.in_graphs.value() } else { self.without_graphs.value() }
+        self.slopes[self.kind(size)].value()
     }
 
     /// A step with prompts was made, of whatever size.
@@ -238,9 +242,8 @@ impl PromptTimes {
         let by_time = sample.extra_s - known.mean.extra_s;
         known.mean.attention += (1.0 - MEMORY) * by_attention;
         known.mean.extra_s += (1.0 - MEMORY) * by_time;
-        let is_in_graph = size < self.num_in_graphs;
-        let slope = if is_in_graph { &mut self.in_graphs } else { &mut self.without_graphs };
-        slope.note(by_attention, by_time);
+        let kind = self.kind(size);
+        self.slopes[kind].note(by_attention, by_time);
     }
 
     /// What a step of a size takes beyond its decodes, in seconds; `None` if none was seen.
