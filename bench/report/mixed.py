@@ -106,7 +106,7 @@ def _server(row: Row) -> str:
     kind, *values = str(row.get("side")).split("-")
     if kind == "paced":
         return f"paced, {values[0]} ms, share {values[1]}"
-    if values[:1] == ["interval"]:
-        return f"vLLM, prompts each {values[1]} steps"
     name = "vLLM" if kind == "vllm" else kind
+    if values[:1] == ["interval"]:
+        name, values = f"{name}, prompts each {values[1]} steps", values[2:]
     return f"{name}, threshold {values[0]}" if values else name

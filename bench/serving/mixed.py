@@ -68,11 +68,12 @@ Row = dict[str, Any]
 SIDES = ("vllm", "vllm-1024", "vllm-2048", "sparksched", "paced-180-0.5")
 """vLLM, with a threshold; ours, paced with a stall in ms and a share.
 
-Where vLLM has `--prefill-schedule-interval`, since 0.33.0, also `vllm-interval-N`.
+Where vLLM has `--prefill-schedule-interval`, since 0.33.0, also `vllm-interval-N`, and with a
+threshold `vllm-interval-N-TOKENS`.
 """
 INTERVAL = "interval"
 
-SIDE = re.compile(r"vllm(-\d+|-interval-\d+)?|sparksched|paced-[\d.]+-[\d.]+")
+SIDE = re.compile(r"vllm(-interval-\d+)?(-\d+)?|sparksched|paced-[\d.]+-[\d.]+")
 STREAM_PROMPT_TOKENS = 128
 SHORT_PROMPT_TOKENS = 100
 SHORT_OUTPUT_TOKENS = 4
@@ -289,7 +290,7 @@ def _options() -> argparse.Namespace:
         if not SIDE.fullmatch(side):
             parser.error(
                 f"--sides: {side} is none of vllm, vllm-TOKENS, vllm-interval-STEPS,"
-                " sparksched, paced-MS-SHARE"
+                " vllm-interval-STEPS-TOKENS, sparksched, paced-MS-SHARE"
             )
     return options
 
@@ -301,7 +302,8 @@ def _start(
     arguments, environment = options.serve_args, {}
     if values[:1] == [INTERVAL]:
         arguments += f" --prefill-schedule-interval={values[1]}"
-    elif kind == "vllm" and values:
+        values = values[2:]
+    if kind == "vllm" and values:
         arguments += f" --long-prefill-token-threshold={values[0]}"
     elif kind == "paced":
         log = directory / LOG_NAME
