@@ -4,12 +4,12 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from bench.report.pairs import Row, rows_of
-from bench.report.values import count_text, dig, numbers, pair_text, text_of
+from bench.report.values import count_text, dig, numbers, pair_text, range_text, text_of
 
 Results = Mapping[str, Row]
 
 MIXED_COLUMNS = (
-    "model, streams: server, round",
+    "model, streams: server",
     "tokens/s of a stream meanwhile",
     "between outputs p50, ms",
     "p99",
@@ -18,6 +18,13 @@ MIXED_COLUMNS = (
     "longest",
     "long one's first token, s",
 )
+MIXED_PATHS = (
+    ("stream_tokens_per_s",),
+    *(("gap_ms", at) for at in ("p50", "p99", "max")),
+    *(("short_ttft_ms", at) for at in ("p50", "max")),
+    ("long_ttft_s",),
+)
+"""Of a round, as the columns have it."""
 ORDINARY_COLUMNS = (
     "model: server, load",
     "requests/s",
@@ -36,17 +43,31 @@ TIMER_COLUMNS = (
 
 
 def mixed(results: Results) -> Iterator[list[str]]:
-    """Yield each measured round of each server."""
-    for result in results.values():
-        for row in rows_of(result, "mixed"):
-            for number, found in enumerate(rows_of(row, "rounds"), start=1):
-                yield [
-                    f"{row.get('model')}, {row.get('streams')}: {_server(row)}, {number}",
-                    text_of(dig(found, "stream_tokens_per_s")),
-                    *(text_of(dig(found, "gap_ms", at)) for at in ("p50", "p99", "max")),
-                    *(count_text(dig(found, "short_ttft_ms", at)) for at in ("p50", "max")),
-                    text_of(dig(found, "long_ttft_s")),
-                ]
+    """Yield each measured server: the least and the most of its rounds.
+
+    Servers that did the same stand together, in the order in which they were measured first. After
+    them comes what streams got before the long prompt, where that was measured.
+    """
+    cases: dict[tuple[str, str], list[Row]] = {}
+    for row in (it for result in results.values() for it in rows_of(result, "mixed")):
+        model = str(row.get("model")).partition(" ")[0]
+        cases.setdefault((model, str(row.get("streams"))), []).append(row)
+    for rows in cases.values():
+        yield from map(_beside_a_long_prompt, rows)
+        for model, of_model in itertools.groupby(rows, lambda it: it.get("model")):
+            rounds = itertools.chain.from_iterable(rows_of(it, "rounds") for it in of_model)
+            before = numbers(dig(it, "before_tokens_per_s") for it in rounds)
+            if before:
+                name = f"{model}, {rows[0].get('streams')}: before the long prompt"
+                yield [name, range_text(before), *["-"] * (len(MIXED_PATHS) - 1)]
+
+
+def _beside_a_long_prompt(row: Row) -> list[str]:
+    rounds = rows_of(row, "rounds")
+    return [
+        f"{row.get('model')}, {row.get('streams')}: {_server(row)}",
+        *(range_text(dig(it, *path) for it in rounds) for path in MIXED_PATHS),
+    ]
 
 
 PACED = "A long prompt beside streams, paced"
@@ -109,4 +130,4 @@ def _server(row: Row) -> str:
     name = "vLLM" if kind == "vllm" else kind
     if values[:1] == ["interval"]:
         name, values = f"{name}, prompts each {values[1]} steps", values[2:]
-    return f"{name}, threshold {values[0]}" if values else name
+    return f"{name}, threshold {count_text(int(values[0]))}" if values else name

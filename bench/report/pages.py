@@ -32,6 +32,8 @@ SAME_PLACE = 0.001
 """Of a point in a picture: processors differ in the last digit of a logarithm."""
 RELEASE = "0.32.0"
 """Of vLLM, where nothing else is told."""
+OF_MODELS = ("cells", "streams", "mixed", "ordinary")
+"""Parts of a result whose rows have a model."""
 KEYS = (
     "model",
     "scheduler",
@@ -128,7 +130,7 @@ def _name_release(result: Row) -> None:
     """Have models of another release of vLLM than the usual one say it."""
     release = str(result["run"].get("vllm", RELEASE)).partition("+")[0]
     if release != RELEASE:
-        for row in (*rows_of(result, "cells"), *rows_of(result, "streams")):
+        for row in (it for name in OF_MODELS for it in rows_of(result, name)):
             row["model"] = f"{row.get('model')} (vLLM {release})"
 
 

@@ -593,7 +593,7 @@ BENCH_SERVED = (
     "tokens an output",
     "engine, µs a token",
     "API server",
-    "client at its limit",
+    "held up by",
 )
 TABLES = (
     Table(
@@ -644,7 +644,7 @@ TABLES = (
             "p99",
             "engine, µs a request",
             "API server",
-            "client at its limit",
+            "held up by",
         ),
         vllm_bench.embeddings,
     ),

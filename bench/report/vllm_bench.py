@@ -65,9 +65,9 @@ class Compared:
         return pair_text(*(side.figure(*path) for side in (self.stock, self.ours)))
 
     @property
-    def client_limits(self) -> str:
-        """Whether the client was the limit: its times are then not the server's."""
-        return joined(*map(_is_client_limit, (self.stock, self.ours)))
+    def held_up_by(self) -> str:
+        """What else took time on each side: the times are then not the server's alone."""
+        return joined(*map(_held_up_by, (self.stock, self.ours)))
 
     @property
     def name(self) -> str:
@@ -105,18 +105,24 @@ class Compared:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What to sort by: small models first, then as it was measured."""
+        """What to sort by: small models first, then small loads, then as it was measured."""
         model = str(self.case.get("model"))
         known = [index for index, name in enumerate(MODELS) if model.startswith(name)]
-        return (min(known, default=len(MODELS)), model)
+        load = (self.case.get(name) or 0 for name in ("rate_percent", "concurrency"))
+        return (min(known, default=len(MODELS)), model, *load)
 
 
-def _is_client_limit(side: Side) -> str:
-    found = [dig(entry, "client", "is_limit") for entry in side.rounds()]
-    known = [it for it in found if isinstance(it, bool)]
-    if not known:
+def _held_up_by(side: Side) -> str:
+    rounds = side.rounds()
+    limits = [dig(entry, "client", "is_limit") for entry in rounds]
+    found = {
+        "client": any(it is True for it in limits),
+        "compiler": any(dig(entry, "has_compiled") is True for entry in rounds),
+    }
+    names = [name for name, is_one in found.items() if is_one]
+    if not names and not any(isinstance(it, bool) for it in limits):
         return MISSING
-    return "yes" if any(known) else "no"
+    return ", ".join(names) or "nothing"
 
 
 def compared(results: Results, *commands: str) -> list[Compared]:
@@ -177,7 +183,7 @@ def _row(it: Compared) -> list[str]:
         it.pair("itl_ms", "p99"),
         it.pair("tokens_per_output"),
         *(it.pair("cpu", "us_per_token", role) for role in ROLES),
-        it.client_limits,
+        it.held_up_by,
     ]
 
 
@@ -190,7 +196,7 @@ def embeddings(results: Results) -> Iterator[list[str]]:
                 it.pair("requests_per_s"),
                 *(it.pair("e2el_ms", at) for at in ("p50", "p99")),
                 *(it.pair("cpu", "us_per_request", role) for role in ROLES),
-                it.client_limits,
+                it.held_up_by,
             ]
 
 

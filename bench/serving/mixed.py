@@ -4,6 +4,7 @@ Streams decode, then a long prompt comes, and short requests all along. Servers:
 fixed thresholds for long prompts, sparksched, and sparksched with paced prefill. Each is warmed up
 with rounds of the same until nothing compiles any more; then rounds are measured.
 
+- `before_tokens_per_s`: of each stream, in the second before the long prompt comes.
 - `stream_tokens_per_s`: of each stream, from the long prompt's arrival to its first token.
 - `gap_ms`: between the outputs of streams in that time.
 - `short_ttft_ms`, `long_ttft_s`: from sending a request to its first token.
@@ -80,6 +81,8 @@ SHORT_OUTPUT_TOKENS = 4
 LONG_OUTPUT_TOKENS = 8
 SETTLE_S = 1.5
 """For how long streams decode before the long prompt comes."""
+BEFORE_S = 1.0
+"""For how much of that it is measured what streams get by themselves."""
 LATEST_S = 60.0
 """A long prompt that takes longer will never end."""
 LINGER_S = 2.0
@@ -368,7 +371,7 @@ class _Bench:
         # Prompts of their own for each number of streams: the prefix cache is on.
         rounds = [self._round(streams, "round", streams, number) for number in numbers]
         alone = [self._alone("alone", streams, number) for number in numbers]
-        names = ("stream_tokens_per_s", "long_ttft_s", "tokens_per_s")
+        names = ("before_tokens_per_s", "stream_tokens_per_s", "long_ttft_s", "tokens_per_s")
         found: Row = {name: statistics.median(it[name] for it in rounds) for name in names}
         for name in ("gap_ms", "short_ttft_ms"):
             # A prompt may be through before anybody has waited for it.
@@ -566,12 +569,17 @@ def _evaluate(
     streams: list[StreamLog], long: StreamLog, shorts: list[StreamLog], long_tokens: int
 ) -> Row:
     start, end = long.sent_at, float(long.times[0])
-    num_tokens = sum(
-        int(log.num_tokens[(log.times >= start) & (log.times <= end)].sum()) for log in streams
+    before, num_tokens = (
+        sum(
+            int(log.num_tokens[(log.times >= since) & (log.times <= until)].sum())
+            for log in streams
+        )
+        for since, until in ((start - BEFORE_S, start), (start, end))
     )
     of_shorts = sum(SHORT_PROMPT_TOKENS + SHORT_OUTPUT_TOKENS for log in shorts if log.times.size)
     gaps = [gap for log in streams for gap in _gaps_ms(log, start, end)]
     return {
+        "before_tokens_per_s": before / BEFORE_S / len(streams),
         "stream_tokens_per_s": num_tokens / (end - start) / len(streams),
         "gap_ms": summary(gaps),
         "short_ttft_ms": summary([1e3 * _first_token_s(log) for log in shorts if log.times.size]),

@@ -100,3 +100,14 @@ def test_a_compiler_holds_up_all_and_a_full_cache_one() -> None:
 
 def log_of(sent_at: float, times: list[float]) -> StreamLog:
     return StreamLog(sent_at, np.array(times), np.ones(len(times), np.int64))
+
+
+def test_what_streams_get_before_and_beside_a_long_prompt() -> None:
+    streams = [log_of(0.0, [0.1 * at for at in range(1, 31)]) for _ in range(2)]
+    found = mixed._evaluate(streams, log_of(1.55, [2.05]), [], 100)
+    assert found["before_tokens_per_s"] == pytest.approx(10)
+    assert found["stream_tokens_per_s"] == pytest.approx(10)
+    held_up = [log_of(0.0, [0.1 * at for at in range(1, 16)]) for _ in range(2)]
+    found = mixed._evaluate(held_up, log_of(1.55, [2.05]), [], 100)
+    assert found["before_tokens_per_s"] == pytest.approx(10)
+    assert found["stream_tokens_per_s"] == 0

@@ -265,6 +265,7 @@ def test_first_tokens_of_both_sides() -> None:
 def long_prompt(side: str, *rates: float, model: str = "M") -> dict[str, Any]:
     times = {"p50": 5.0, "p99": 120.0, "max": 1500.0}
     found = {"gap_ms": times, "short_ttft_ms": times, "long_ttft_s": 13.5}
+    found["before_tokens_per_s"] = 190.0
     rounds = [found | {"stream_tokens_per_s": it} for it in rates]
     return {"model": model, "side": side, "streams": 16, "rounds": rounds}
 
@@ -276,22 +277,28 @@ def test_the_gain_of_pacing_is_the_least_of_one_model() -> None:
     assert row == ["M, HTTP, 16 streams", "tokens/s of each stream", "5.00 → 70.0"]
 
 
-def test_a_long_prompt_beside_streams_has_a_line_a_round() -> None:
-    sides = [long_prompt("vllm", 4.0), long_prompt("paced-180-0.5", 70.0, 90.0)]
+def test_a_long_prompt_beside_streams_has_a_line_a_server() -> None:
+    sides = [
+        long_prompt("vllm", 4.0),
+        long_prompt("vllm-interval-4-2048", 8.0),
+        long_prompt("paced-180-0.5", 90.0, 70.0),
+    ]
     result = {"run": {}, "mixed": sides}
-    stock, first, _ = rows("mixed", result)
-    assert stock[:2] == ["M, 16: vLLM, 1", "4.00"]
+    stock, interval, first, before = rows("mixed", result)
+    assert stock[:2] == ["M, 16: vLLM", "4.00"]
+    assert interval[0] == "M, 16: vLLM, prompts each 4 steps, threshold 2,048"
     paced = [
-        "M, 16: paced, 180 ms, share 0.5, 1",
-        "70.0",
+        "M, 16: paced, 180 ms, share 0.5",
+        "70.0 to 90.0",
         "5.00",
         "120",
         "1,500",
-        "5",
+        "5.00",
         "1,500",
         "13.5",
     ]
     assert first == paced
+    assert before == ["M, 16: before the long prompt", "190", *["-"] * 6]
     ((_, measured, _, gained),) = rows("gain", result)
     assert (measured, gained) == ("M, HTTP, 16 streams", "4.00 → 70.0")
 
@@ -403,9 +410,9 @@ def test_models_say_their_release_of_vllm_if_it_is_another(tmp_path: Path) -> No
     named = {}
     for release in ("0.32.0+cpu", "0.33.0"):
         path = tmp_path / f"{release}.json"
-        path.write_text(
-            json.dumps({"run": {"vllm": release}, "cells": [{"model": "tiny"}], "streams": []})
-        )
+        rows = {"cells": [{"model": "tiny"}], "mixed": [{"model": "small"}]}
+        path.write_text(json.dumps({"run": {"vllm": release}} | rows))
         (result,) = read_results([path], tmp_path).values()
-        named[release] = result["cells"][0]["model"]
-    assert named == {"0.32.0+cpu": "tiny", "0.33.0": "tiny (vLLM 0.33.0)"}
+        named[release] = result["cells"][0]["model"], result["mixed"][0]["model"]
+    others = ("tiny (vLLM 0.33.0)", "small (vLLM 0.33.0)")
+    assert named == {"0.32.0+cpu": ("tiny", "small"), "0.33.0": others}

@@ -238,7 +238,7 @@ def result(**changes: Any) -> Row:
     entry |= dict.fromkeys(("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"), times)
     costs = {"engine": 40.0, "API server": 60.0}
     entry["cpu"] = {"us_per_token": costs, "us_per_request": costs}
-    faster = entry | {"requests_per_s": 12.0, "client": {"is_limit": True}}
+    faster = entry | {"requests_per_s": 12.0, "client": {"is_limit": True}, "has_compiled": True}
     row = CASE.as_row() | {"model": "gpt-oss-120b", "concurrency": 256} | changes
     cells = [
         row | {"rounds": [entry]},
@@ -261,7 +261,7 @@ def test_a_row_of_vllm_bench() -> None:
         "1.00 → 1.00",
         "40.0 → 40.0",
         "60.0 → 60.0",
-        "no → yes",
+        "nothing → client, compiler",
     ]
     assert len(row) == len(BY_NAME["vllm_bench"].columns)
 
