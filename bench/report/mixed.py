@@ -17,12 +17,14 @@ MIXED_COLUMNS = (
     "short one's first token p50, ms",
     "longest",
     "long one's first token, s",
+    "all tokens/s",
 )
 MIXED_PATHS = (
     ("stream_tokens_per_s",),
     *(("gap_ms", at) for at in ("p50", "p99", "max")),
     *(("short_ttft_ms", at) for at in ("p50", "max")),
     ("long_ttft_s",),
+    ("tokens_per_s",),
 )
 """Of a round, as the columns have it."""
 ORDINARY_COLUMNS = (

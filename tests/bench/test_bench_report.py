@@ -265,7 +265,7 @@ def test_first_tokens_of_both_sides() -> None:
 def long_prompt(side: str, *rates: float, model: str = "M") -> dict[str, Any]:
     times = {"p50": 5.0, "p99": 120.0, "max": 1500.0}
     found = {"gap_ms": times, "short_ttft_ms": times, "long_ttft_s": 13.5}
-    found["before_tokens_per_s"] = 190.0
+    found |= {"before_tokens_per_s": 190.0, "tokens_per_s": 9000.0}
     rounds = [found | {"stream_tokens_per_s": it} for it in rates]
     return {"model": model, "side": side, "streams": 16, "rounds": rounds}
 
@@ -296,9 +296,10 @@ def test_a_long_prompt_beside_streams_has_a_line_a_server() -> None:
         "5.00",
         "1,500",
         "13.5",
+        "9,000",
     ]
     assert first == paced
-    assert before == ["M, 16: before the long prompt", "190", *["-"] * 6]
+    assert before == ["M, 16: before the long prompt", "190", *["-"] * 7]
     ((_, measured, _, gained),) = rows("gain", result)
     assert (measured, gained) == ("M, HTTP, 16 streams", "4.00 → 70.0")
 
