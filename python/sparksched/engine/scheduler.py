@@ -241,8 +241,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             settings.log,
         )
         logger.info(
-            "sparksched: long prompts are paced: while others generate, a step with prompts takes"
-            " %g ms at most, and such steps take %g %% of the time",
+            "sparksched: long prompts are paced: while others generate, a step with prompts is"
+            " to take %g ms at most, and such steps take %g %% of the time",
             settings.max_stall_s * 1e3,
             settings.prefill_share * 1e2,
         )
