@@ -123,7 +123,8 @@ def test_asynchronous_scheduling_is_missing_where_there_is_none(tmp_path: Path) 
 
 def test_a_run_of_two_engines_is_stopped_and_goes_on(tmp_path: Path) -> None:
     model, path = tiny_llama.write_model(tmp_path / "llama"), tmp_path / "x.json"
-    options = ("--layout", "dp2", "--concurrency", "4", "--driver", "asyncllm", "--tokens", "1024")
+    # Where processors are taken, the second API server may begin seconds after the first.
+    options = ("--layout", "dp2", "--concurrency", "4", "--driver", "asyncllm", "--tokens", "4096")
     arguments = ("--model", model, "--quick", *options, "--json", path, "--work-dir", tmp_path)
     command = [sys.executable, "-m", "bench.serving.decode", *map(str, arguments)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
