@@ -22,7 +22,6 @@ Results = Mapping[str, Row]
 ROLES = ("engine", "API server")
 SERVE, THROUGHPUT, LATENCY = "serve", "throughput", "latency"
 EMBED = "+embed"
-NOTHING, NOTHING_KNOWN = "nothing", "nothing known"
 NEAR_THE_LIMIT = "Many users, small model"
 EMBEDDINGS = "Embeddings"
 GAIN_AT_ONCE, NEAR_PERCENT = 256, 95
@@ -67,7 +66,9 @@ class Compared:
     @property
     def held_up_by(self) -> str:
         """What else took time on each side: the times are then not the server's alone."""
-        return joined(*map(_held_up_by, (self.stock, self.ours)))
+        # A front end in Rust doesn't tell whether kernels were compiled.
+        nothing = "nothing known" if self.case.get("front_end") == RUST else "nothing"
+        return joined(*(_held_up_by(side, nothing) for side in (self.stock, self.ours)))
 
     @property
     def name(self) -> str:
@@ -112,18 +113,13 @@ class Compared:
         return (min(known, default=len(MODELS)), model, *load)
 
 
-def _held_up_by(side: Side) -> str:
-    rounds = side.rounds()
-    limits = [dig(entry, "client", "is_limit") for entry in rounds]
-    found = {
-        "client": any(it is True for it in limits),
-        "compiler": any(dig(entry, "has_compiled") is True for entry in rounds),
-    }
-    names = [name for name, is_one in found.items() if is_one]
+def _held_up_by(side: Side, nothing: str) -> str:
+    limits = [dig(entry, "client", "is_limit") for entry in side.rounds()]
+    compiled = [dig(entry, "has_compiled") for entry in side.rounds()]
+    told = {"client": limits, "compiler": compiled}
+    names = [name for name, values in told.items() if True in values]
     if not names and not any(isinstance(it, bool) for it in limits):
         return MISSING
-    # A front end in Rust doesn't tell whether kernels were compiled.
-    nothing = NOTHING_KNOWN if {it.get("front_end") for it in side.cells} == {RUST} else NOTHING
     return ", ".join(names) or nothing
 
 

@@ -55,7 +55,7 @@ from bench.progress import Progress
 from bench.report.mixed import STANDARD
 from bench.report.show import show
 from bench.serving.benchmark import reason_of
-from bench.serving.evaluate import summary
+from bench.serving.evaluate import summary, tokens_between
 from bench.serving.gpus import memory_of_gpus, wait_until_free
 from bench.serving.http_load import CompletionStream, encode
 from bench.serving.models import Model, prepare
@@ -569,13 +569,8 @@ def _evaluate(
     streams: list[StreamLog], long: StreamLog, shorts: list[StreamLog], long_tokens: int
 ) -> Row:
     start, end = long.sent_at, float(long.times[0])
-    before, num_tokens = (
-        sum(
-            int(log.num_tokens[(log.times >= since) & (log.times <= until)].sum())
-            for log in streams
-        )
-        for since, until in ((start - BEFORE_S, start), (start, end))
-    )
+    before = tokens_between(streams, start - BEFORE_S, start)
+    num_tokens = tokens_between(streams, start, end)
     of_shorts = sum(SHORT_PROMPT_TOKENS + SHORT_OUTPUT_TOKENS for log in shorts if log.times.size)
     gaps = [gap for log in streams for gap in _gaps_ms(log, start, end)]
     return {
