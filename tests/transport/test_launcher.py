@@ -18,6 +18,10 @@ from sparksched.engine import launcher
 def forbidden(pid):
     raise PermissionError
 
+def say(line):
+    # Not print: without a buffer, it writes a line in two parts, and other processes come between.
+    os.write(1, f"{line}\\n".encode())
+
 def engine(kind):
     if kind == "pidfds are forbidden":
         os.pidfd_open = forbidden
@@ -25,14 +29,14 @@ def engine(kind):
         del os.pidfd_open
     stub = types.SimpleNamespace(input_queue=queue.Queue())
     launcher.watch_launcher(stub)
-    print("process", os.getpid(), flush=True)
+    say(f"process {os.getpid()}")
     if kind == "hangs":
         time.sleep(1000)
     stub.input_queue.get()
     try:
         launcher.fail(stub)
     except RuntimeError as error:
-        print(f"{kind}: {error}", flush=True)
+        say(f"{kind}: {error}")
 
 for kind in sys.argv[1:]:
     multiprocessing.get_context("fork").Process(target=engine, args=[kind]).start()
