@@ -17,6 +17,7 @@ MIXED_COLUMNS = (
     "short one's first token p50, ms",
     "longest",
     "long one's first token, s",
+    "if nobody decodes",
     "all tokens/s",
 )
 MIXED_PATHS = (
@@ -24,9 +25,10 @@ MIXED_PATHS = (
     *(("gap_ms", at) for at in ("p50", "p99", "max")),
     *(("short_ttft_ms", at) for at in ("p50", "max")),
     ("long_ttft_s",),
+    ("alone_s",),
     ("tokens_per_s",),
 )
-"""Of a round, as the columns have it."""
+"""Of a round, as the columns have it; what a round lacks is of the server."""
 ORDINARY_COLUMNS = (
     "model: server, load",
     "requests/s",
@@ -68,7 +70,7 @@ def _beside_a_long_prompt(row: Row) -> list[str]:
     rounds = rows_of(row, "rounds")
     return [
         f"{row.get('model')}, {row.get('streams')}: {_server(row)}",
-        *(range_text(dig(it, *path) for it in rounds) for path in MIXED_PATHS),
+        *(range_text(dig(row | it, *path) for it in rounds) for path in MIXED_PATHS),
     ]
 
 

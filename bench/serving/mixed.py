@@ -9,7 +9,7 @@ with rounds of the same until nothing compiles any more; then rounds are measure
 - `gap_ms`: between the outputs of streams in that time.
 - `short_ttft_ms`, `long_ttft_s`: from sending a request to its first token.
 - `tokens_per_s`: of all requests in that time, prompts included: what it costs.
-- `alone_s`: the long prompt's first token where nobody decodes.
+- `alone_s`: the long prompt's first token where nobody decodes, the median.
 
 With `--rates`, an ordinary load follows: requests of 1,024 tokens in and 128 out, as a Poisson
 process, at these parts of what vLLM sustains: of the requests that end in a second while 128 are
@@ -363,7 +363,7 @@ class _Bench:
     # ---- a long prompt beside streams ----
 
     def mixed(self, streams: int) -> Row:
-        """Return the medians of rounds, and the rounds."""
+        """Return the rounds, and how long the long prompt takes alone: the median."""
         for number in range(MOST_WARM_UPS):
             if not _has_stalled(self._round(streams, "warm-up", streams, number)):
                 break
@@ -371,17 +371,7 @@ class _Bench:
         # Prompts of their own for each number of streams: the prefix cache is on.
         rounds = [self._round(streams, "round", streams, number) for number in numbers]
         alone = [self._alone("alone", streams, number) for number in numbers]
-        names = ("before_tokens_per_s", "stream_tokens_per_s", "long_ttft_s", "tokens_per_s")
-        found: Row = {name: statistics.median(it[name] for it in rounds) for name in names}
-        for name in ("gap_ms", "short_ttft_ms"):
-            # A prompt may be through before anybody has waited for it.
-            known = [it[name] for it in rounds if "p50" in it[name]]
-            found[name] = {
-                at: statistics.median(it[at] for it in known)
-                for at in ("p50", "p99", "max")
-                if known
-            }
-        return found | {"alone_s": statistics.median(alone), "rounds": rounds}
+        return {"alone_s": statistics.median(alone), "rounds": rounds}
 
     def _round(self, num_streams: int, *seed: Any) -> Row:
         return asyncio.run(self._mixed_round(num_streams, seed))
