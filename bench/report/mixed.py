@@ -17,18 +17,17 @@ MIXED_COLUMNS = (
     "short one's first token p50, ms",
     "longest",
     "long one's first token, s",
-    "if nobody decodes",
     "all tokens/s",
+    "long one's first token if nobody decodes, s",
 )
 MIXED_PATHS = (
     ("stream_tokens_per_s",),
     *(("gap_ms", at) for at in ("p50", "p99", "max")),
     *(("short_ttft_ms", at) for at in ("p50", "max")),
     ("long_ttft_s",),
-    ("alone_s",),
     ("tokens_per_s",),
 )
-"""Of a round, as the columns have it; what a round lacks is of the server."""
+"""Of a round, as the columns have it."""
 ORDINARY_COLUMNS = (
     "model: server, load",
     "requests/s",
@@ -63,14 +62,15 @@ def mixed(results: Results) -> Iterator[list[str]]:
             before = numbers(dig(it, "before_tokens_per_s") for it in rounds)
             if before:
                 name = f"{model}, {rows[0].get('streams')}: before the long prompt"
-                yield [name, range_text(before), *["-"] * (len(MIXED_PATHS) - 1)]
+                yield [name, range_text(before), *["-"] * len(MIXED_PATHS)]
 
 
 def _beside_a_long_prompt(row: Row) -> list[str]:
     rounds = rows_of(row, "rounds")
     return [
         f"{row.get('model')}, {row.get('streams')}: {_server(row)}",
-        *(range_text(dig(row | it, *path) for it in rounds) for path in MIXED_PATHS),
+        *(range_text(dig(it, *path) for it in rounds) for path in MIXED_PATHS),
+        text_of(dig(row, "alone_s")),
     ]
 
 

@@ -296,8 +296,8 @@ def test_a_long_prompt_beside_streams_has_a_line_a_server() -> None:
         "5.00",
         "1,500",
         "13.5",
-        "4.70",
         "9,000",
+        "4.70",
     ]
     assert first == paced
     assert before == ["M, 16: before the long prompt", "190", *["-"] * 8]
