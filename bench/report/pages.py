@@ -15,7 +15,7 @@ from bench.report.marks import tables_anew
 from bench.report.pairs import Row, rows_of
 from bench.report.plots import pictures
 from bench.report.seams import with_seams
-from bench.report.tables import AGAIN, FRONT_ENDS, TABLES, Results, table_lines
+from bench.report.tables import AGAIN, FRONT_ENDS, TABLES, Results, as_markdown, table_lines
 from bench.report.unread import noted, read_parts
 from bench.serving.store import dumps
 
@@ -59,7 +59,8 @@ def written_anew() -> dict[Path, str]:
 
     Raises:
         PageError: if a page asks for a table that there is not, or that has nothing in it; if a
-            stored result is none, or if something is in two of them, which would make one figure.
+            stored result is none, or would lose what a table shows, or if something is in two of
+            them, which would make one figure.
 
     """
     results = read_stored()
@@ -78,7 +79,10 @@ def _what_is_read() -> Results:
     copy = noted(results)
     for result in copy.values():
         _name_release(result)
-    return read_parts(results, copy)
+    kept = read_parts(results, copy)
+    if as_markdown(kept) != as_markdown(results):
+        raise PageError("a table reads results without its being noted: they would be lost")
+    return kept
 
 
 def _as_stored(path: Path, svg: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from synthetic import cell, result
 
 from bench.header import ROOT
-from bench.report import pages
+from bench.report import pages, unread
 from bench.report.pages import PageError, page_anew, read_results, read_stored, written_anew
 from bench.report.plots import pictures
 from bench.report.tables import TABLES, Results, as_markdown
@@ -397,6 +398,15 @@ def test_what_no_table_reads_is_not_stored() -> None:
     assert "timeline" not in kept
     assert "compiled" not in kept["cells"][0]["rounds"][0]
     assert as_markdown({"x": kept}) == as_markdown(found)
+
+
+def test_a_table_whose_reads_are_not_noted_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = BY_NAME["mixed"]
+    unnoted = replace(table, rows=lambda results: table.rows(json.loads(json.dumps(results))))
+    others = (it for it in TABLES if it is not table)
+    monkeypatch.setattr(unread, "TABLES", (unnoted, *others))
+    with pytest.raises(PageError, match="would be lost"):
+        written_anew()
 
 
 def test_the_page_of_results_is_short() -> None:
