@@ -77,6 +77,14 @@ def _beside_a_long_prompt(row: Row) -> list[str]:
 PACED = "A long prompt beside streams, paced"
 STANDARD, PACING = "vllm", "paced"
 """Servers: vLLM, and paced prefill with any values."""
+INTERVAL = "interval"
+"""Of vLLM, where prompts are let in each so many steps."""
+
+
+def parts_of(side: str) -> tuple[str, str, list[str]]:
+    """Return what a server's name says: its kind, its interval or nothing, and other values."""
+    kind, *values = side.split("-")
+    return (kind, values[1], values[2:]) if values[:1] == [INTERVAL] else (kind, "", values)
 
 
 def gain(results: Results) -> Iterator[list[str]]:
@@ -128,10 +136,10 @@ def timer(results: Results) -> Iterator[list[str]]:
 
 
 def _server(row: Row) -> str:
-    kind, *values = str(row.get("side")).split("-")
-    if kind == "paced":
+    kind, interval, values = parts_of(str(row.get("side")))
+    if kind == PACING:
         return f"paced, {values[0]} ms, share {values[1]}"
-    name = "vLLM" if kind == "vllm" else kind
-    if values[:1] == ["interval"]:
-        name, values = f"{name}, prompts each {values[1]} steps", values[2:]
+    name = "vLLM" if kind == STANDARD else kind
+    if interval:
+        name += f", prompts each {interval} steps"
     return f"{name}, threshold {count_text(int(values[0]))}" if values else name

@@ -81,7 +81,7 @@ def _what_is_read() -> Results:
         _name_release(result)
     kept = read_parts(results, copy)
     if as_markdown(kept) != as_markdown(results):
-        raise PageError("a table reads results without its being noted: they would be lost")
+        raise PageError("what a table shows would be lost: it was read without being noted")
     return kept
 
 

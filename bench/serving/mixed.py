@@ -52,7 +52,7 @@ from typing import Any
 
 from bench.header import NO_GPU, describe_run
 from bench.progress import Progress
-from bench.report.mixed import STANDARD
+from bench.report.mixed import PACING, STANDARD, parts_of
 from bench.report.show import show
 from bench.serving.benchmark import reason_of
 from bench.serving.evaluate import summary, tokens_between
@@ -72,8 +72,6 @@ SIDES = ("vllm", "vllm-1024", "vllm-2048", "sparksched", "paced-180-0.5")
 Where vLLM has `--prefill-schedule-interval`, since 0.33.0, also `vllm-interval-N`, and with a
 threshold `vllm-interval-N-TOKENS`.
 """
-INTERVAL = "interval"
-
 SIDE = re.compile(r"vllm(-interval-\d+)?(-\d+)?|sparksched|paced-[\d.]+-[\d.]+")
 STREAM_PROMPT_TOKENS = 128
 SHORT_PROMPT_TOKENS = 100
@@ -301,14 +299,13 @@ def _options() -> argparse.Namespace:
 def _start(
     options: argparse.Namespace, model: Model, side: str, directory: Path, has_gpu: bool
 ) -> Start:
-    kind, *values = side.split("-")
+    kind, interval, values = parts_of(side)
     arguments, environment = options.serve_args, {}
-    if values[:1] == [INTERVAL]:
-        arguments += f" --prefill-schedule-interval={values[1]}"
-        values = values[2:]
-    if kind == "vllm" and values:
+    if interval:
+        arguments += f" --prefill-schedule-interval={interval}"
+    if kind == STANDARD and values:
         arguments += f" --long-prefill-token-threshold={values[0]}"
-    elif kind == "paced":
+    elif kind == PACING:
         log = directory / LOG_NAME
         log.unlink(missing_ok=True)
         environment = {
@@ -324,7 +321,7 @@ def _start(
         arguments += f" --hf-overrides={shlex.quote(override)}"
     return Start(
         model=model,
-        scheduler=STOCK if kind == "vllm" else OURS,
+        scheduler=STOCK if kind == STANDARD else OURS,
         # vLLM's CPU platform schedules synchronously, whatever it is asked for.
         mode=ASYNC if has_gpu else SYNC,
         max_num_seqs=ROOM if options.rates else max(64, 2 * max(options.streams)),

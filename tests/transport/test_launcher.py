@@ -19,7 +19,7 @@ def forbidden(pid):
     raise PermissionError
 
 def say(line):
-    # Not print: without a buffer, it writes a line in two parts, and other processes come between.
+    # Without a buffer, print writes a line in two parts, and another process may write between.
     os.write(1, f"{line}\\n".encode())
 
 def engine(kind):
