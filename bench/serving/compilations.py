@@ -18,46 +18,44 @@ def install(module: ModuleType) -> None:
 
 
 def _take_compiled(worker: Any) -> int | None:
-    """Return how many were compiled since the last call; None if that isn't known.
+    """Return how many were compiled since the last call; None without Triton.
 
     The first call begins, and so has nothing to return.
     """
     watch = getattr(worker, WATCH, None)
     if watch is None:
-        from vllm.utils import jit_monitor
-
-        # It has Triton call hooks also for kernels that Triton can't describe to them.
-        if not jit_monitor.is_active():
+        try:
+            from triton import knobs
+        except ImportError:
             return None
-        from triton import knobs
-
-        watch = Compilations(knobs.runtime)
+        watch = Compilations(knobs.compilation)
         setattr(worker, WATCH, watch)
     return watch.take()
 
 
 class Compilations:
-    """Is called by Triton after it has compiled a kernel, and calls whom it called before.
+    """Listens to Triton, and calls whom it called before.
 
-    A kernel that Triton finds on disk counts as well.
+    A kernel that Triton finds on the disk doesn't count: it is loaded within milliseconds.
     """
 
-    def __init__(self, hooks: Any) -> None:
+    def __init__(self, knobs: Any) -> None:
         """Begin.
 
         Args:
-            hooks: Triton's `knobs.runtime`.
+            knobs: Triton's `knobs.compilation`.
 
         """
         self._number = 0
-        self._after = hooks.jit_post_compile_hook
-        hooks.jit_post_compile_hook = self._note
+        self._after = knobs.listener
+        knobs.listener = self._note
 
     def take(self) -> int:
         """Return how many were compiled since the last call."""
         number, self._number = self._number, 0
         return number
 
-    def _note(self, **about: Any) -> Any:
-        self._number += 1
-        return None if self._after is None else self._after(**about)
+    def _note(self, *, cache_hit: bool, **about: Any) -> None:
+        self._number += not cache_hit
+        if self._after is not None:
+            self._after(cache_hit=cache_hit, **about)

@@ -11,56 +11,50 @@ from bench.serving.compilations import Compilations
 from bench.serving.workload import Workload
 
 
-class Triton:
-    """Compiles as Triton does, but nothing."""
+class Knobs:
+    """Triton's, of a Triton that compiles nothing."""
 
     def __init__(self) -> None:
-        self.runtime = SimpleNamespace(jit_post_compile_hook=None)
+        self.listener: Any = None
 
-    def compile(self, name: str) -> None:
-        if self.runtime.jit_post_compile_hook:
-            self.runtime.jit_post_compile_hook(key="k", fn=SimpleNamespace(name=name))
+    def compile(self, name: str, is_on_disk: bool = False) -> None:
+        if self.listener:
+            self.listener(src=name, cache_hit=is_on_disk)
 
 
 # ---- in a worker ----
 
 
-def test_what_is_compiled_is_counted_once() -> None:
-    triton = Triton()
-    found = Compilations(triton.runtime)
+def test_what_is_compiled_is_counted_once_and_what_is_on_the_disk_is_not() -> None:
+    knobs = Knobs()
+    found = Compilations(knobs)
     assert found.take() == 0
-    triton.compile("_matmul")
-    triton.compile("_topk")
+    knobs.compile("_matmul")
+    knobs.compile("_sum", is_on_disk=True)
+    knobs.compile("_topk")
     assert found.take() == 2
     assert found.take() == 0
 
 
-def test_whoever_else_is_called_by_triton_still_is() -> None:
-    triton, called = Triton(), []
-    triton.runtime.jit_post_compile_hook = lambda **about: called.append(about["fn"].name)
-    Compilations(triton.runtime)
-    triton.compile("_matmul")
-    assert called == ["_matmul"]
+def test_whoever_else_listens_to_triton_still_does() -> None:
+    knobs, called = Knobs(), []
+    knobs.listener = lambda **about: called.append(about)
+    Compilations(knobs)
+    knobs.compile("_matmul")
+    assert called == [{"src": "_matmul", "cache_hit": False}]
 
 
-def test_workers_count_what_they_compile_if_vllm_lets_triton_tell(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_count_what_they_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
-    from vllm.utils import jit_monitor
 
-    made_up = Triton()
-    monkeypatch.setattr(triton.knobs, "runtime", made_up.runtime)
+    knobs = Knobs()
+    monkeypatch.setattr(triton.knobs, "compilation", knobs)
     module: Any = ModuleType("worker_base")
     module.WorkerBase = type("WorkerBase", (), {})
     compilations.install(module)
     worker = module.WorkerBase()
-    monkeypatch.setattr(jit_monitor, "_active", False)
-    assert worker.bench_take_compiled() is None
-    assert made_up.runtime.jit_post_compile_hook is None
-    monkeypatch.setattr(jit_monitor, "_active", True)
     assert worker.bench_take_compiled() == 0
-    made_up.compile("_matmul")
+    knobs.compile("_matmul")
     assert worker.bench_take_compiled() == 1
 
 
