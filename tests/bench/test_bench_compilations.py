@@ -1,5 +1,6 @@
 """Kernels that are compiled while requests wait: counted and waited for."""
 
+import sys
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -56,6 +57,11 @@ def test_workers_count_what_they_compile(monkeypatch: pytest.MonkeyPatch) -> Non
     assert worker.bench_take_compiled() == 0
     knobs.compile("_matmul")
     assert worker.bench_take_compiled() == 1
+
+
+def test_without_triton_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert compilations._take_compiled(SimpleNamespace()) is None
 
 
 def test_an_engine_asks_all_its_workers() -> None:
