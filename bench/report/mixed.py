@@ -27,13 +27,18 @@ MIXED_PATHS = (
     ("long_ttft_s",),
     ("tokens_per_s",),
 )
-"""Of a round, as the columns have it."""
+"""Of a round, as the columns have it; so are those below."""
 ORDINARY_COLUMNS = (
     "model: server, load",
     "requests/s",
     "first token p50, ms",
     "p99",
     "longest silence, ms",
+)
+ORDINARY_PATHS = (
+    ("requests_per_s",),
+    *(("ttft_ms", at) for at in ("p50", "p99")),
+    ("silence_ms",),
 )
 TIMER_COLUMNS = (
     "server",
@@ -112,14 +117,13 @@ def gain(results: Results) -> Iterator[list[str]]:
 
 
 def ordinary(results: Results) -> Iterator[list[str]]:
-    """Yield what requests that come at random wait, at a part of the highest rate."""
+    """Yield what requests that come at random wait, at a part of the highest rate: all rounds."""
     for result in results.values():
         for row in rows_of(result, "ordinary"):
+            rounds = rows_of(row, "rounds")
             yield [
                 f"{row.get('model')}: {_server(row)}, {100 * row['part']:.0f} %",
-                text_of(dig(row, "requests_per_s")),
-                *(count_text(dig(row, "ttft_ms", at)) for at in ("p50", "p99")),
-                count_text(dig(row, "silence_ms")),
+                *(range_text(dig(it, *path) for it in rounds) for path in ORDINARY_PATHS),
             ]
 
 

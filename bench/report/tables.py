@@ -51,7 +51,7 @@ FRONT_ENDS = "front_ends/"
 ROLES = ("engine", "API server")
 SELECTIONS = (
     *("gain", "http", "asyncllm", "sync", "speculation", "two_processors"),
-    *("vllm_bench", "vllm_bench_processors", "vllm_bench_prefixes", "vllm_bench_releases"),
+    *("vllm_bench", "vllm_bench_processors", "vllm_bench_long", "vllm_bench_releases"),
 )
 """Tables of pages whose rows stand in `servers` or `vllm_bench_all`, too."""
 OF_ONE_RUN = ("--json", "--work-dir", "--minutes")
@@ -623,10 +623,10 @@ TABLES = (
         vllm_bench.on_few_processors,
     ),
     Table(
-        "vllm_bench_prefixes",
-        "`vllm bench serve`, shared prefixes",
-        ("prompts that begin alike: model, tokens, load", *BENCH_SERVED[1:]),
-        vllm_bench.shared_prefixes,
+        "vllm_bench_long",
+        "`vllm bench serve`, longer prompts",
+        ("longer prompts: model, tokens, load", *BENCH_SERVED[1:]),
+        vllm_bench.long_prompts,
     ),
     Table(
         "vllm_bench_releases",

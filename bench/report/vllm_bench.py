@@ -41,7 +41,8 @@ SELECTED: tuple[Row, ...] = tuple(
     )
 )
 """Cases for docs/results-host.md."""
-FEW: Row = {"lengths": "1024/128", "concurrency": 256}
+USUAL = "1024/128"
+FEW: Row = {"lengths": USUAL, "concurrency": 256}
 """What is compared on few processors."""
 OTHER_RELEASE = "(vLLM "
 """In the name of a model, as `bench.report.pages` writes it."""
@@ -158,9 +159,9 @@ def on_few_processors(results: Results) -> Iterator[list[str]]:
     yield from (_row(it) for it in found if it.on_all in confined)
 
 
-def shared_prefixes(results: Results) -> Iterator[list[str]]:
-    """Yield those whose requests share a part of their prompts."""
-    yield from (_row(it) for it in _served(results) if "+" in str(it.case["lengths"]))
+def long_prompts(results: Results) -> Iterator[list[str]]:
+    """Yield those with other prompts than the usual ones; they may share a part of them."""
+    yield from (_row(it) for it in _served(results) if it.case["lengths"] != USUAL)
 
 
 def other_releases(results: Results) -> Iterator[list[str]]:

@@ -12,12 +12,14 @@ with rounds of the same until nothing compiles any more; then rounds are measure
 - `alone_s`: the long prompt's first token where nobody decodes, the median.
 
 With `--rates`, an ordinary load follows: requests of 1,024 tokens in and 128 out, as a Poisson
-process, at these parts of what vLLM sustains: of the requests that end in a second while 128 are
-always under way. The server `vllm` measures that, so it comes first, and the file keeps it. Each
-server gets other requests at this rate first, until nothing stalls, or twelve times; then the same
-requests come at the same times to each. `silence_ms` is the longest time in which nobody got
+process, at these parts of what vLLM sustains: of the requests in a second, by their output tokens,
+while 128 are always under way. The server `vllm` measures that, so it comes first, and the file
+keeps it. Each server gets other requests at this rate first, until nothing stalls, or twelve times;
+then, in each round, the same requests come at the same times to each. `requests_per_s` is of all
+of a round, until the last one has ended. `silence_ms` is the longest time in which nobody got
 anything though somebody waited: above a second, kernels were still compiled then. A single request
-may wait for longer: if the KV cache is full, some are preempted.
+may wait for longer: if the KV cache is full, some are preempted. So all servers get as much memory
+for it as the first one found.
 
 A run with the same `--json` leaves out what that file has: each number of streams and each rate of
 a server is written when it is measured. `--minutes` begins nothing that would end later, as far as
@@ -46,7 +48,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +174,7 @@ Cells = tuple[list[int], list[float]]
 def _begin(path: Path | None, run: Row) -> Row:
     """Return the results so far: what the file has, if there is one, of one or more runs."""
     lists: Row = {"runs": [run], "mixed": [], "ordinary": []}
-    empty: Row = {"run": run, **lists, "sustained": {}, "seconds": {}}
+    empty: Row = {"run": run, **lists, "sustained": {}, "kv_cache_gib": {}, "seconds": {}}
     if path is None or not path.exists():
         return empty
     found = json.loads(path.read_text())
@@ -226,6 +228,7 @@ def _measure(
     directory = work_dir / side
     directory.mkdir(parents=True, exist_ok=True)
     start = _start(options, model, side, directory, results["run"]["gpu"] != NO_GPU)
+    start = replace(start, kv_cache_gib=results["kv_cache_gib"].get(model.name))
     if start.has_gpu:
         wait_until_free(memory_of_gpus)
     row = {"model": model.name, "side": side}
@@ -233,7 +236,9 @@ def _measure(
     numbers, parts = cells
     with contextlib.ExitStack() as stack:
         with budget.part("start", then="mixed" if numbers else "ordinary"):
-            bench = _Bench(stack.enter_context(serve(start, directory, budget.deadline)), options)
+            server = stack.enter_context(serve(start, directory, budget.deadline))
+        results["kv_cache_gib"][model.name] = server.kv_cache_gib
+        bench = _Bench(server, options)
         for streams in numbers:
             try:
                 with budget.part("mixed"):
@@ -279,7 +284,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rates", type=rates, default=(), metavar="PART,...")
     parser.add_argument("--num-ordinary", type=int, default=NUM_ORDINARY, metavar="N")
     parser.add_argument(
-        "--sustain", type=float, default=15.0, metavar="SECONDS", help="for what vLLM sustains"
+        "--sustain", type=float, default=20.0, metavar="SECONDS", help="for what vLLM sustains"
     )
     parser.add_argument(
         "--minutes", type=float, default=1e6, metavar="M", help="begin nothing that ends later"
@@ -419,42 +424,47 @@ class _Bench:
     # ---- an ordinary load ----
 
     def sustained_rate(self) -> float:
-        """Return how many ordinary requests end in a second while enough are under way."""
+        """Return how many ordinary requests a second are served while enough are under way."""
         seconds = self._options.sustain
-        # The first time is for kernels, and for requests to get out of step with each other.
+        # The first time is for kernels.
         _, rate = (asyncio.run(self._sustain(seconds, turn)) for turn in range(2))
         if not rate:
-            raise _FailedError(f"no request has ended in {seconds / 2:g} s: --sustain is too short")
+            raise _FailedError(f"nobody got a token in {seconds / 2:g} s: --sustain is too short")
         return rate
 
     async def _sustain(self, seconds: float, turn: int) -> float:
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        ends: list[float] = []
+        """Return the requests' worth of output tokens a second, of the second half of this time."""
+        prompt_tokens, output_tokens = ORDINARY_TOKENS
+        start = clock()
+        middle, end = start + seconds / 2, start + seconds
+        logs: list[StreamLog] = []
 
         async def keep_one_under_way(number: int) -> None:
-            turns = itertools.count()
-            while loop.time() < start + seconds:
-                await self._all(
-                    self._workload(1, *ORDINARY_TOKENS, "sustained", turn, number, next(turns))
-                )
-                ends.append(loop.time())
+            # In step, all would be computed at once, and then all decode: a few waves, no rate.
+            wanted = 1 + number * output_tokens // AT_ONCE
+            for count in itertools.count():
+                if clock() >= end:
+                    return
+                seed = ("sustained", turn, number, count)
+                logs.extend(await self._all(self._workload(1, prompt_tokens, wanted, *seed)))
+                wanted = output_tokens
 
         await asyncio.gather(*(keep_one_under_way(number) for number in range(AT_ONCE)))
-        # By the middle of it they are out of step, and at its end none is missing yet.
-        middle = start + seconds / 2
-        return sum(middle <= end < start + seconds for end in ends) / (seconds / 2)
+        return tokens_between(logs, middle, end) / output_tokens / (end - middle)
 
     def ordinary(self, part: float, sustained: float) -> Row:
         """Return how requests fare that come at random, at a part of a rate a second."""
         rate, seed = part * sustained, ("ordinary", part)
-        workload = self._workload(self._options.num_ordinary, *ORDINARY_TOKENS, *seed)
+        workload = self._workload(self._options.num_ordinary, *ORDINARY_TOKENS)
         for number in range(MOST_ORDINARY_WARM_UPS):
             warm_up = workload.seeded(*seed, "warm-up", number)
             if self._arrivals(warm_up, rate, number)["silence_ms"] <= STALL_MS:
                 break
-        found = self._arrivals(workload, rate, -1)
-        return {"rate": rate, "warm_ups": number + 1} | found
+        rounds = [
+            self._arrivals(workload.seeded(*seed, "round", turn), rate, -1 - turn)
+            for turn in range(self._options.rounds)
+        ]
+        return {"rate": rate, "warm_ups": number + 1, "rounds": rounds}
 
     def _arrivals(self, workload: Workload, rate: float, turn: int) -> Row:
         logs = asyncio.run(self._poisson(workload, rate, turn))

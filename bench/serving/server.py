@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import shlex
 import tempfile
 import time
@@ -47,6 +48,8 @@ STAGED_TOKENS = 2048
 prompts that all fit into one would leave the other stages without work."""
 FEW_GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Batch sizes for which CUDA graphs are captured: vLLM's default are many more, and take minutes"""
+MEMORY_LEFT = re.compile(r"Available KV cache memory: ([\d.]+) GiB")
+"""What each worker says on a GPU, unless it was given a size."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,12 @@ class Start:
     front_end: str = PYTHON
     extra_arguments: str = ""
     extra_environment: Mapping[str, str] = field(default_factory=dict)
+    kv_cache_gib: float | None = None
+    """Memory of each GPU for the KV cache; None: vLLM takes what it finds.
+
+    A server that compiles its kernels finds less than the next one, and so would run fewer requests
+    at once: servers that are compared get what the first one had.
+    """
 
     @property
     def label(self) -> str:
@@ -92,6 +101,12 @@ class Server:
     def port(self) -> int:
         """Where it listens."""
         return int(self.launched.base_url.rpartition(":")[2])
+
+    @property
+    def kv_cache_gib(self) -> float | None:
+        """Memory of each GPU for the KV cache; None: it isn't known, as on a CPU."""
+        found = map(float, MEMORY_LEFT.findall(self.launched.log))
+        return self.start.kv_cache_gib or min(found, default=None)
 
     def processes(self) -> list[Process]:
         """Return API servers, engines, workers if they are processes of their own, and others."""
@@ -221,6 +236,8 @@ def engine_arguments_of(start: Start) -> list[str]:
             "--gpu-memory-utilization=0.85",
             f"--compilation-config={json.dumps({'cudagraph_capture_sizes': captured})}",
         ]
+        if start.kv_cache_gib is not None:
+            arguments.append(f"--kv-cache-memory-bytes={round(start.kv_cache_gib * 2**30)}")
         if model.name == TINY:
             arguments += ["--enforce-eager", "--dtype=bfloat16"]
     else:

@@ -69,6 +69,11 @@ class Store:
         found = list(self._all("servers", {"model": model}))
         return sum(found[-1].get(it, 0.0) for it in ("start_s", "warm_up_s")) if found else 0.0
 
+    def kv_cache_gib(self, model: str) -> float | None:
+        """Return the memory that a model's servers have for the KV cache; None: not known."""
+        found = (row.get("kv_cache_gib") for row in self._all("servers", {"model": model}))
+        return next((it for it in found if it is not None), None)
+
     def _longest(self, table: str, alike: Row, what: str) -> float:
         return max((row.get(what, 0.0) for row in self._all(table, alike)), default=0.0)
 

@@ -137,6 +137,7 @@ class VllmBench:
             has_gpu=self.has_gpu,
             front_end=PYTHON if key.front_end == NO_FRONT_END else key.front_end,
             extra_arguments=self.serve_arguments,
+            kv_cache_gib=self.store.kv_cache_gib(key.model),
         )
 
     def _wait_for_gpu(self) -> None:
@@ -156,7 +157,11 @@ class VllmBench:
         self.progress.say(f"starting vllm serve: {start.label}")
         try:
             with serve(start, self.work_dir, self.deadline) as server:
-                about = {"start_s": server.start_s, "max_model_len": start.max_model_len}
+                about = {
+                    "start_s": server.start_s,
+                    "max_model_len": start.max_model_len,
+                    "kv_cache_gib": server.kv_cache_gib,
+                }
                 self.store.put("servers", key, about)
                 begun = time.monotonic()
                 self._warm_up(plan, server, cases)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,20 +35,22 @@ class Bench:
         return 2.0
 
     def ordinary(self, part: float, sustained: float) -> dict[str, Any]:
-        return {"requests_per_s": part * sustained, "ttft_ms": TIMES, "gap_ms": TIMES}
+        found = {"requests_per_s": part * sustained, "ttft_ms": TIMES, "gap_ms": TIMES}
+        return {"rounds": [found]}
 
 
 def test_what_fails_is_told_and_the_rest_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    deadlines = []
+    deadlines, memory = [], []
 
     @contextmanager
-    def serve(start: Start, work_dir: Path, deadline: float = math.inf) -> Iterator[None]:
+    def serve(start: Start, work_dir: Path, deadline: float = math.inf) -> Iterator[Any]:
         deadlines.append(deadline)
+        memory.append(start.kv_cache_gib)
         if start.scheduler == OURS:
             raise ServerError("it doesn't come up")
-        yield
+        yield SimpleNamespace(kv_cache_gib=start.kv_cache_gib or 3.05)
 
     write_shape(tmp_path / "small", SMALL)
     path = tmp_path / "x.json"
@@ -75,7 +78,9 @@ def test_what_fails_is_told_and_the_rest_is_measured(
     assert "failed: sparksched: it doesn't come up" in said
     result = json.loads(path.read_text())
     assert result["mixed"] == []
-    assert [(it["side"], it["requests_per_s"]) for it in result["ordinary"]] == [("vllm", 1.0)]
+    (ordinary,) = result["ordinary"]
+    assert (ordinary["side"], ordinary["rounds"][0]["requests_per_s"]) == ("vllm", 1.0)
+    assert memory == [None, 3.05], "the first server's share is the others'"
     assert all(latest <= it <= time.monotonic() + 9 * 60 for it in deadlines)
     mixed.main()
     assert len(json.loads(path.read_text())["runs"]) == 1, "nothing new was measured"

@@ -306,6 +306,17 @@ def test_a_long_prompt_beside_streams_has_a_line_a_server() -> None:
     assert (measured, gained) == ("M, HTTP, 16 streams", "4.00 → 70.0")
 
 
+def test_an_ordinary_load_has_the_least_and_the_most_of_its_rounds() -> None:
+    rounds = [
+        {"requests_per_s": rate, "ttft_ms": {"p50": wait, "p99": 9 * wait}, "silence_ms": 201.0}
+        for rate, wait in ((20.9, 330.0), (21.1, 310.0))
+    ]
+    row = {"model": "M", "side": "paced-200-0.5", "part": 0.95, "rounds": rounds}
+    ((*found,),) = rows("ordinary", {"run": {}, "ordinary": [row]})
+    name = "M: paced, 200 ms, share 0.5, 95 %"
+    assert found == [name, "20.9 to 21.1", "310 to 330", "2,790 to 2,970", "201"]
+
+
 def test_a_long_prompt_on_a_timer_has_a_line_a_side() -> None:
     row = {"side": "vLLM", "stream_tokens_per_s": 3.388, "long_s": 3.2429}
     row |= {"gap_p99_ms": 433.9, "short_p50_ms": 1749.8, "short_max_ms": 2750.2}

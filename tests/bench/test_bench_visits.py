@@ -23,6 +23,7 @@ from bench.serving.plan import Plan
 from bench.serving.remote import RemoteError
 from bench.serving.server import ServerError, Start
 from bench.serving.store import Store
+from testkit.server import Server as Launched
 
 MODEL = Model("gpt-oss-20b", Path("/nowhere"), SHAPES["gpt-oss-20b"], has_dummy_weights=True)
 NAME = "gpt-oss-20b, DP 2"
@@ -212,6 +213,17 @@ def test_prompts_of_many_requests_take_several_steps_with_stages() -> None:
     found = arguments("pp2")
     assert "--max-num-batched-tokens=2048" in found
     assert "--pipeline-parallel-size=2" in found
+
+
+def test_a_server_gets_the_memory_that_the_one_before_it_had(tmp_path: Path) -> None:
+    assert not any("kv-cache-memory" in it for it in arguments("1"))
+    assert f"--kv-cache-memory-bytes={3 * 2**30}" in arguments("1", kv_cache_gib=3.0)
+    log = tmp_path / "serve.log"
+    log.write_text("Available KV cache memory: 22.61 GiB\nAvailable KV cache memory: 22.5 GiB\n")
+    first = Start(MODEL, "stock", "async", 64, 2048, True)
+    process: Any = SimpleNamespace(pid=1)
+    server = server_module.Server(first, Launched("http://127.0.0.1:9", log, process), 1.0)
+    assert server.kv_cache_gib == 22.5, "of the GPU that has the least"
 
 
 def launched(

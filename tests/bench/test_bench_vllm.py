@@ -315,7 +315,8 @@ def test_few_processors_are_shown_beside_all() -> None:
 @pytest.mark.parametrize(
     ("changes", "table"),
     [
-        ({"lengths": "4096+256/128"}, "vllm_bench_prefixes"),
+        ({"lengths": "4096+256/128"}, "vllm_bench_long"),
+        ({"lengths": "8192/256"}, "vllm_bench_long"),
         ({"model": "Qwen3-0.6B (vLLM 0.33.0)"}, "vllm_bench_releases"),
     ],
 )

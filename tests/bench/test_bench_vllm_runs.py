@@ -31,6 +31,7 @@ class Simulated:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.started: list[str] = []
+        self.memory: list[float | None] = []
         self.failure: str | None = None
         self.folder = folder
         self.log = folder / "serve.log"
@@ -45,6 +46,7 @@ class Simulated:
     def serve(self, start: Start, work_dir: Path, deadline: float) -> Iterator[Server]:
         self.now += START_S
         self.started.append(start.scheduler)
+        self.memory.append(start.kv_cache_gib)
         process: Any = SimpleNamespace(pid=1)
         yield Server(start, Launched("http://127.0.0.1:9", self.log, process), START_S)
 
@@ -106,6 +108,12 @@ def test_a_case_is_measured_with_both_schedulers_or_left_for_the_next_run(
     assert simulated.now <= seconds
     assert [it["lengths"] for it in simulated.run(seconds)[6:]] == [LENGTHS[3]] * 2
     assert simulated.started == ["stock", "sparksched"] * 2
+
+
+def test_both_servers_have_as_much_memory_for_the_kv_cache(simulated: Simulated) -> None:
+    simulated.log.write_text("Available KV cache memory: 3.05 GiB\n")
+    simulated.run(3600.0)
+    assert simulated.memory == [None, 3.05]
 
 
 def test_a_command_without_a_server_is_run_with_both_schedulers_or_left_for_the_next_run(
