@@ -131,6 +131,7 @@ class Benchmark:
             layout=layout,
             front_end=key.front_end,
             extra_arguments=f"{self._share_of_memory()} {self.serve_arguments}",
+            kv_cache_gib=self.store.kv_cache_gib(key.model),
         )
 
     def _share_of_memory(self) -> str:
@@ -140,7 +141,7 @@ class Benchmark:
         return f"--gpu-memory-utilization={ALL_MEMORY / len(self.plan.schedulers):.2f}"
 
     def _describe(self, key: ServerKey, server: Server) -> None:
-        found: dict[str, Any] = {"start_s": server.start_s}
+        found: dict[str, Any] = {"start_s": server.start_s, "kv_cache_gib": server.kv_cache_gib}
         if server.remotes:
             engines = server.described["engines"]
             found |= {

@@ -11,7 +11,9 @@ stood still for half a second.
 - `output_gap_ms`, `tokens_per_s`: of the streams, while all of them decode.
 - `gpu`: for what share of the time the GPU was idle, by a trace of a round of its own.
 
-A step with a prompt in it takes longer: `--rate` times its time should be well below 1.
+A step with a prompt in it takes longer: `--rate` times its time should be well below 1. Where the
+KV cache is full, requests wait for room: give it enough with `--serve-args`. All servers get as
+much memory for it as the first one found.
 
 Each case of each server is shown, and goes into the file of `--json`, as soon as it is measured. A
 run with the same file goes on where the last one was stopped.
@@ -28,8 +30,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,11 +92,13 @@ def main() -> int:
                 progress.begin(f"{front_end} front end: {side}")
                 traces = work_dir / "traces" / f"{front_end} {side}"
                 start = _start(options, model, side, front_end, run["gpu"] != NO_GPU, traces)
+                start = replace(start, kv_cache_gib=_kv_cache_gib(cells.values()))
                 with _started(start, side, work_dir) as server:
+                    about = {"model": model.name, "kv_cache_gib": server.kv_cache_gib}
                     for case, found in _measure(server, options, left, traces):
                         cell = cells.setdefault((front_end, *case), {})
                         cell |= dict(zip(CASE, case, strict=True))
-                        cell |= {"model": model.name, "front_end": front_end, side: found}
+                        cell |= about | {"front_end": front_end, side: found}
                         show({"run": run, "joining": list(cells.values())}, options.json)
                 longest_s = max(longest_s, time.monotonic() - begun)
     return 0
@@ -105,6 +110,11 @@ def _measured_before(path: Path | None) -> dict[tuple[Any, ...], Row]:
         return {}
     rows: list[Row] = json.loads(path.read_text())["joining"]
     return {tuple(row[name] for name in ("front_end", *CASE)): row for row in rows}
+
+
+def _kv_cache_gib(cells: Iterable[Row]) -> float | None:
+    """Return the memory for the KV cache that the first server had; None: not known."""
+    return next((it["kv_cache_gib"] for it in cells if it.get("kv_cache_gib")), None)
 
 
 def _options() -> argparse.Namespace:

@@ -36,6 +36,7 @@ class Visits:
         self.path = path
         self.now = 1000.0
         self.begun: list[str] = []
+        self.memory: list[float | None] = []
         self.start_s, self.cell_s = 100.0, 40.0
         self.cores = "all"
         self.fails: Exception | None = None
@@ -54,6 +55,7 @@ class Visits:
     @contextmanager
     def serve(self, start: Start, work_dir: Path, deadline: float) -> Iterator[Any]:
         self.begun.append(f"start {start.scheduler}")
+        self.memory.append(start.kv_cache_gib)
         self.now += self.start_s
         if self.start_fails is not None:
             raise self.start_fails
@@ -61,6 +63,7 @@ class Visits:
         yield SimpleNamespace(
             start=start,
             start_s=self.start_s,
+            kv_cache_gib=start.kv_cache_gib or 22.6,
             described=described,
             remotes=[None, None],
             is_healthy=lambda: self.is_healthy,
@@ -130,8 +133,10 @@ def test_a_cell_that_would_end_too_late_is_left_for_the_next_run(visits: Visits)
     with pytest.raises(OutOfTimeError):
         visits.run(minutes=350 / 60)
     assert visits.cells() == done[:3]
+    visits.memory.clear()
     visits.run(minutes=1000)
     assert visits.begun == ["start sparksched", "cell 8"]
+    assert visits.memory == [22.6], "as much for the KV cache as vLLM's had, in an earlier run"
     assert sorted(visits.cells()) == sorted(done)
 
 
