@@ -34,6 +34,7 @@ ORDINARY_COLUMNS = (
     "first token p50, ms",
     "p99",
     "longest silence, ms",
+    "preempted",
 )
 ORDINARY_PATHS = (
     ("requests_per_s",),
@@ -124,6 +125,7 @@ def ordinary(results: Results) -> Iterator[list[str]]:
             yield [
                 f"{row.get('model')}: {_server(row)}, {100 * row['part']:.0f} %",
                 *(range_text(dig(it, *path) for it in rounds) for path in ORDINARY_PATHS),
+                range_text((dig(it, "preempted") for it in rounds), count_text),
             ]
 
 

@@ -112,7 +112,9 @@ class Side:
 
     @property
     def limit(self) -> str:
-        """Who limits: the API server's thread, the engine's host, or the GPU."""
+        """Who limits: the KV cache, the API server's thread, the engine's host, or the GPU."""
+        if any(self.each("preempted")):
+            return "KV cache"
         if {cell.get("cores") for cell in self.cells} == {"1"}:
             return "processor"
         if (median(map(_busiest_thread, self.rounds())) or 0.0) > BUSY_PERCENT:

@@ -507,6 +507,7 @@ def first_tokens(results: Results) -> Rows:
             *(_of_sides(rows, "{:.1f}", "ttft_ms", at) for at in ("p50", "p99")),
             *(_of_sides(rows, "{:.2f}", "output_gap_ms", at) for at in ("p50", "p99")),
             _of_sides(rows, "{:,.0f}", "tokens_per_s"),
+            _of_sides(rows, "{:,.0f}", "preempted"),
             _idle(rows),
         ]
 
@@ -726,6 +727,7 @@ TABLES = (
             "between outputs p50, ms",
             "p99",
             "tokens/s",
+            "preempted",
             "GPU idle, %",
         ),
         first_tokens,

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 MISSING = "missing"
@@ -64,12 +64,12 @@ def joined(stock: str, ours: str) -> str:
     return stock if is_same_word else stock + ARROW + ours
 
 
-def range_text(values: Iterable[Any]) -> str:
-    """Return the least and the most."""
+def range_text(values: Iterable[Any], text: Callable[[Any], str] = text_of) -> str:
+    """Return the least and the most, each as a text."""
     found = numbers(values)
     if not found:
         return MISSING
-    return " to ".join(dict.fromkeys((text_of(min(found)), text_of(max(found)))))
+    return " to ".join(dict.fromkeys((text(min(found)), text(max(found)))))
 
 
 def times_text(stock: Any, ours: Any) -> str:

@@ -117,7 +117,8 @@ class Compared:
 def _held_up_by(side: Side, nothing: str) -> str:
     limits = [dig(entry, "client", "is_limit") for entry in side.rounds()]
     compiled = [dig(entry, "has_compiled") for entry in side.rounds()]
-    told = {"client": limits, "compiler": compiled}
+    preempted = [bool(dig(entry, "preempted")) for entry in side.rounds()]
+    told = {"client": limits, "compiler": compiled, "KV cache": preempted}
     names = [name for name, values in told.items() if True in values]
     if not names and not any(isinstance(it, bool) for it in limits):
         return MISSING

@@ -9,6 +9,7 @@ stood still for half a second.
 
 - `ttft_ms`: from sending a joining request to its first token.
 - `output_gap_ms`, `tokens_per_s`: of the streams, while all of them decode.
+- `preempted`: requests of a round that had to give back their part of the KV cache, the most.
 - `gpu`: for what share of the time the GPU was idle, by a trace of a round of its own.
 
 A step with a prompt in it takes longer: `--rate` times its time should be well below 1. Where the
@@ -234,8 +235,10 @@ def _round(
             )
             on_running()
 
+    before = server.num_preempted()
     found = evaluate(driver.run(workload, begin_to_join))
     joined = gather([joiner], ROUND_S, lambda event: None)[0]
+    found["preempted"] = server.preempted_since(before)
     return found | {"ttft_ms": [1e3 * (log.times[0] - log.sent_at) for log in joined]}
 
 
@@ -254,6 +257,7 @@ def _summary(rounds: list[Row]) -> Row:
         "ttft_ms": summary([time_ms for it in rounds for time_ms in it["ttft_ms"]]),
         "output_gap_ms": gaps,
         "tokens_per_s": statistics.median(it["tokens_per_s"] for it in rounds),
+        "preempted": max((it["preempted"] for it in rounds), key=lambda it: it or 0),
     }
 
 

@@ -151,9 +151,11 @@ def _measure_round(
     server: Server, driver: Driver, workload: Workload, processes: list[Process]
 ) -> Row:
     watch = CpuWatch(processes)
+    before = server.num_preempted()
     _prepare(server, workload)
     logs = driver.run(workload, watch)
-    return evaluate(logs) | {"cpu": watch.evaluate(logs)}
+    about = {"cpu": watch.evaluate(logs), "preempted": server.preempted_since(before)}
+    return evaluate(logs) | about
 
 
 def _measure_steps(server: Server, driver: Driver, workload: Workload, rounds: list[Row]) -> Row:

@@ -18,8 +18,8 @@ keeps it. Each server gets other requests at this rate first, until nothing stal
 then, in each round, the same requests come at the same times to each. `requests_per_s` is of all
 of a round, until the last one has ended. `silence_ms` is the longest time in which nobody got
 anything though somebody waited: above a second, kernels were still compiled then. A single request
-may wait for longer: if the KV cache is full, some are preempted. So all servers get as much memory
-for it as the first one found.
+may wait for longer: if the KV cache is full, some are preempted (`preempted`). So all servers get
+as much memory for it as the first one found.
 
 A run with the same `--json` leaves out what that file has: each number of streams and each rate of
 a server is written when it is measured. `--minutes` begins nothing that would end later, as far as
@@ -467,6 +467,7 @@ class _Bench:
         return {"rate": rate, "warm_ups": number + 1, "rounds": rounds}
 
     def _arrivals(self, workload: Workload, rate: float, turn: int) -> Row:
+        before = self._server.num_preempted()
         logs = asyncio.run(self._poisson(workload, rate, turn))
         start = min(log.sent_at for log in logs)
         end = max(log.times[-1] for log in logs)
@@ -476,6 +477,7 @@ class _Bench:
             "ttft_ms": summary([1e3 * _first_token_s(log) for log in logs]),
             "gap_ms": summary(gaps),
             "silence_ms": _silence_ms(logs),
+            "preempted": self._server.preempted_since(before),
         }
 
     async def _poisson(self, workload: Workload, rate: float, turn: int) -> list[StreamLog]:

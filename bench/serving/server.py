@@ -48,6 +48,7 @@ STAGED_TOKENS = 2048
 prompts that all fit into one would leave the other stages without work."""
 FEW_GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Batch sizes for which CUDA graphs are captured: vLLM's default are many more, and take minutes"""
+PREEMPTIONS = "vllm:num_preemptions_total"
 MEMORY_LEFT = re.compile(r"Available KV cache memory: ([\d.]+) GiB")
 """What each worker says on a GPU, unless it was given a size."""
 
@@ -107,6 +108,18 @@ class Server:
         """Memory of each GPU for the KV cache; None: it isn't known, as on a CPU."""
         found = map(float, MEMORY_LEFT.findall(self.launched.log))
         return self.start.kv_cache_gib or min(found, default=None)
+
+    def num_preempted(self) -> int | None:
+        """Return how many requests had to give back what they had of the KV cache, so far."""
+        try:
+            return round(self.launched.metric(PREEMPTIONS))
+        except (KeyError, httpx.HTTPError):
+            return None
+
+    def preempted_since(self, before: int | None) -> int | None:
+        """Return how many more than `before`, as `num_preempted()` had it; None: it isn't told."""
+        now = self.num_preempted()
+        return None if now is None or before is None else now - before
 
     def processes(self) -> list[Process]:
         """Return API servers, engines, workers if they are processes of their own, and others."""

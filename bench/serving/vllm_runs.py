@@ -259,11 +259,13 @@ class VllmBench:
         else:
             count = num_prompts(case, rate * self.seconds)
         has_compiled(server)
+        before = server.num_preempted()
         found = self._send(server, case, rate, count, cores, number)
         if has_compiled(server):
+            before = server.num_preempted()
             found = self._send(server, case, rate, count, cores, number, "again")
             found["has_compiled"] = has_compiled(server)
-        return found
+        return found | {"preempted": server.preempted_since(before)}
 
     def _send(
         self,

@@ -132,6 +132,13 @@ def test_who_limits(
     assert rows("servers", found)[0][-1] == expected
 
 
+def test_a_kv_cache_that_is_full_limits_before_all_else() -> None:
+    found = result(cores="1")
+    set_in_rounds(found, "stock", preempted=0)
+    set_in_rounds(found, "sparksched", preempted=1)
+    assert rows("servers", found)[0][-1] == "processor → KV cache"
+
+
 def test_the_same_streams_are_counted() -> None:
     digests = {"stock": [["a", "b", "c"], ["a", "b", "x"]], "sparksched": [["a", "y", "c"]] * 2}
     found = result()
@@ -246,8 +253,8 @@ def test_first_tokens_of_both_sides() -> None:
     def side(ttft_ms: float) -> dict[str, Any]:
         gaps = {"p50": 18.0, "p99": 19.0}
         times = {"p50": ttft_ms, "p99": ttft_ms + 1}
-        trace = {"idle_percent": 2.04}
-        return {"ttft_ms": times, "output_gap_ms": gaps, "tokens_per_s": 14000.2, "gpu": trace}
+        found = {"ttft_ms": times, "output_gap_ms": gaps, "tokens_per_s": 14000.2}
+        return found | {"preempted": 3, "gpu": {"idle_percent": 2.04}}
 
     names = {"streams": 64, "model": "M", "front_end": "rust", "prompt_tokens": 128}
     case = names | {"vLLM": side(51.0), "sparksched": side(47.0)}
@@ -259,6 +266,7 @@ def test_first_tokens_of_both_sides() -> None:
         "18.00 → 18.00",
         "19.00 → 19.00",
         "14,000 → 14,000",
+        "3 → 3",
         "2.0 → 2.0",
     ]
 
@@ -308,13 +316,19 @@ def test_a_long_prompt_beside_streams_has_a_line_a_server() -> None:
 
 def test_an_ordinary_load_has_the_least_and_the_most_of_its_rounds() -> None:
     rounds = [
-        {"requests_per_s": rate, "ttft_ms": {"p50": wait, "p99": 9 * wait}, "silence_ms": 201.0}
-        for rate, wait in ((20.9, 330.0), (21.1, 310.0))
+        {
+            "requests_per_s": rate,
+            "ttft_ms": {"p50": wait, "p99": 9 * wait},
+            "silence_ms": 201.0,
+            "preempted": preempted,
+        }
+        for rate, wait, preempted in ((20.9, 330.0, 0), (21.1, 310.0, 12))
     ]
     row = {"model": "M", "side": "paced-200-0.5", "part": 0.95, "rounds": rounds}
     ((*found,),) = rows("ordinary", {"run": {}, "ordinary": [row]})
     name = "M: paced, 200 ms, share 0.5, 95 %"
-    assert found == [name, "20.9 to 21.1", "310 to 330", "2,790 to 2,970", "201"]
+    times = ["310 to 330", "2,790 to 2,970", "201"]
+    assert found == [name, "20.9 to 21.1", *times, "0 to 12"]
 
 
 def test_a_long_prompt_on_a_timer_has_a_line_a_side() -> None:

@@ -239,6 +239,7 @@ def result(**changes: Any) -> Row:
     costs = {"engine": 40.0, "API server": 60.0}
     entry["cpu"] = {"us_per_token": costs, "us_per_request": costs}
     faster = entry | {"requests_per_s": 12.0, "client": {"is_limit": True}, "has_compiled": True}
+    faster["preempted"] = 2
     row = CASE.as_row() | {"model": "gpt-oss-120b", "concurrency": 256} | changes
     cells = [
         row | {"rounds": [entry]},
@@ -261,7 +262,7 @@ def test_a_row_of_vllm_bench() -> None:
         "1.00 → 1.00",
         "40.0 → 40.0",
         "60.0 → 60.0",
-        "nothing → client, compiler",
+        "nothing → client, compiler, KV cache",
     ]
     assert len(row) == len(BY_NAME["vllm_bench"].columns)
 
