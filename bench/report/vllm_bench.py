@@ -27,7 +27,9 @@ EMBEDDINGS = "Embeddings"
 GAIN_AT_ONCE, NEAR_PERCENT = 256, 95
 """Whose rows the README has."""
 AT_ONCE = {"rate_percent": None, "front_end": PYTHON, "client": PYTHON, "cores": ALL}
-RUST_SMALL: Row = {"model": "Qwen3-0.6B", "lengths": "1024/128", "front_end": RUST, "client": RUST}
+USUAL = "1024/128"
+"""Tokens in and out of most cases."""
+RUST_SMALL: Row = {"model": "Qwen3-0.6B", "lengths": USUAL, "front_end": RUST, "client": RUST}
 SELECTED: tuple[Row, ...] = tuple(
     AT_ONCE | case
     for case in (
@@ -35,13 +37,12 @@ SELECTED: tuple[Row, ...] = tuple(
         RUST_SMALL | {"concurrency": 256},
         RUST_SMALL | {"concurrency": 1024},
         *(RUST_SMALL | {"concurrency": None, "rate_percent": part} for part in (80, 95)),
-        {"model": "Qwen2-1.5B", "lengths": "1024/128", "concurrency": 256},
-        {"model": "gpt-oss-120b", "lengths": "1024/128", "concurrency": 256},
-        {"model": "gpt-oss-120b", "lengths": "1024/128", "concurrency": None, "rate_percent": 80},
+        {"model": "Qwen2-1.5B", "lengths": USUAL, "concurrency": 256},
+        {"model": "gpt-oss-120b", "lengths": USUAL, "concurrency": 256},
+        {"model": "gpt-oss-120b", "lengths": USUAL, "concurrency": None, "rate_percent": 80},
     )
 )
 """Cases for docs/results-host.md."""
-USUAL = "1024/128"
 FEW: Row = {"lengths": USUAL, "concurrency": 256}
 """What is compared on few processors."""
 OTHER_RELEASE = "(vLLM "

@@ -238,8 +238,10 @@ def _round(
     before = server.num_preempted()
     found = evaluate(driver.run(workload, begin_to_join))
     joined = gather([joiner], ROUND_S, lambda event: None)[0]
-    found["preempted"] = server.preempted_since(before)
-    return found | {"ttft_ms": [1e3 * (log.times[0] - log.sent_at) for log in joined]}
+    return found | {
+        "ttft_ms": [1e3 * (log.times[0] - log.sent_at) for log in joined],
+        "preempted": server.preempted_since(before),
+    }
 
 
 def has_stalled(found: Row) -> bool:
