@@ -521,8 +521,8 @@ def _idle(rows: list[Row | None]) -> str:
 
 def _of_sides(rows: list[Row | None], form: str, *path: str) -> str:
     """Return a figure of each side; a run that was stopped lacks some."""
-    found = [dig(it, *path) for it in rows]
-    return ARROW.join(MISSING if it is None else form.format(it) for it in found)
+    found = (dig(it, *path) for it in rows)
+    return joined(*(MISSING if it is None else form.format(it) for it in found))
 
 
 # ---- where the engine's time is ----

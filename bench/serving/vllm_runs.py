@@ -259,13 +259,11 @@ class VllmBench:
         else:
             count = num_prompts(case, rate * self.seconds)
         has_compiled(server)
-        before = server.num_preempted()
         found = self._send(server, case, rate, count, cores, number)
         if has_compiled(server):
-            before = server.num_preempted()
             found = self._send(server, case, rate, count, cores, number, "again")
             found["has_compiled"] = has_compiled(server)
-        return found | {"preempted": server.preempted_since(before)}
+        return found
 
     def _send(
         self,
@@ -287,7 +285,9 @@ class VllmBench:
         )
         folder = server.launched.log_path.parent
         processes = server.processes()
-        return vllm_client.run(order, case.client, processes, folder, cores, self.deadline)
+        before = server.num_preempted()
+        found = vllm_client.run(order, case.client, processes, folder, cores, self.deadline)
+        return found | {"preempted": server.preempted_since(before)}
 
     # ---- engines without a server ----
 
