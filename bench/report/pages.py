@@ -12,11 +12,12 @@ from pathlib import Path
 
 from bench.header import ROOT
 from bench.report.marks import tables_anew
-from bench.report.pairs import Row, rows_of
+from bench.report.pairs import VLLM_BENCH, Row, rows_of
 from bench.report.plots import pictures
 from bench.report.seams import with_seams
 from bench.report.tables import AGAIN, FRONT_ENDS, TABLES, Results, as_markdown, table_lines
 from bench.report.unread import noted, read_parts
+from bench.report.vllm_bench import gpu_of
 from bench.serving.store import dumps
 
 STORED = ROOT / "bench/results"
@@ -151,10 +152,13 @@ def read_stored() -> Results:
         if name.startswith(AGAIN):
             continue
         for cell in rows_of(result, "cells"):
-            # Runs that compare front ends have tables of their own.
+            # Runs that compare front ends have tables of their own, and with `vllm bench` each kind
+            # of GPU has a row of its own.
             key = ", ".join(str(cell.get(it)) for it in KEYS)
             key = f"{name.startswith(FRONT_ENDS)}, {key}"
             key += f", {cell.get('front_end', 'python')}"
+            if result.get("kind") == VLLM_BENCH:
+                key += f", {gpu_of(result)}"
             if "error" not in cell and seen.setdefault(key, name) != name:
                 raise PageError(f"measured twice, in {seen[key]} and {name}: {key}")
     return results

@@ -1,9 +1,11 @@
 """Rows of the tables about `vllm bench`: on servers, for embeddings, and without a server."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.header import NO_GPU
 from bench.report.pairs import (
     ALL,
     MODELS,
@@ -15,7 +17,7 @@ from bench.report.pairs import (
     Side,
     rows_of,
 )
-from bench.report.values import MISSING, count_text, dig, joined, pair_text
+from bench.report.values import MISSING, count_text, dig, joined, pair_text, range_text
 
 Results = Mapping[str, Row]
 
@@ -24,22 +26,24 @@ SERVE, THROUGHPUT, LATENCY = "serve", "throughput", "latency"
 EMBED = "+embed"
 NEAR_THE_LIMIT = "Many users, small model"
 EMBEDDINGS = "Embeddings"
-GAIN_AT_ONCE, NEAR_PERCENT = 256, 95
-"""Whose rows the README has."""
+GAIN_AT_ONCE = 256
+"""Whose row the README has, of embeddings."""
 AT_ONCE = {"rate_percent": None, "front_end": PYTHON, "client": PYTHON, "cores": ALL}
 USUAL = "1024/128"
 """Tokens in and out of most cases."""
 RUST_SMALL: Row = {"model": "Qwen3-0.6B", "lengths": USUAL, "front_end": RUST, "client": RUST}
+NEAR_CASE: Row = {"model": "Qwen3-0.6B", "rate_percent": 95}
+"""Whose row the README has, of generated tokens."""
+LARGER: tuple[Row, ...] = tuple(
+    {"model": name, "lengths": USUAL} for name in ("Qwen2-1.5B", "gpt-oss-120b")
+)
 SELECTED: tuple[Row, ...] = tuple(
     AT_ONCE | case
     for case in (
-        RUST_SMALL | {"concurrency": 64},
-        RUST_SMALL | {"concurrency": 256},
-        RUST_SMALL | {"concurrency": 1024},
-        *(RUST_SMALL | {"concurrency": None, "rate_percent": part} for part in (80, 95)),
-        {"model": "Qwen2-1.5B", "lengths": USUAL, "concurrency": 256},
-        {"model": "gpt-oss-120b", "lengths": USUAL, "concurrency": 256},
-        {"model": "gpt-oss-120b", "lengths": USUAL, "concurrency": None, "rate_percent": 80},
+        *(RUST_SMALL | {"concurrency": count} for count in (1, 64, 256, 1024)),
+        *(RUST_SMALL | {"concurrency": None, "rate_percent": part} for part in (50, 80, 95)),
+        *(larger | {"concurrency": 256} for larger in LARGER),
+        *(larger | {"concurrency": None, "rate_percent": 80} for larger in LARGER),
     )
 )
 """Cases for docs/results-host.md."""
@@ -47,6 +51,8 @@ FEW: Row = {"lengths": USUAL, "concurrency": 256}
 """What is compared on few processors."""
 OTHER_RELEASE = "(vLLM "
 """In the name of a model, as `bench.report.pages` writes it."""
+ABOUT_GPU = re.compile(r"^NVIDIA | \d+GB.*$")
+"""What needn't be told of one: `NVIDIA H100 80GB HBM3` is an H100."""
 
 
 @dataclass
@@ -54,6 +60,8 @@ class Compared:
     """One case with vLLM's scheduler and ours."""
 
     case: Row
+    gpu: str = ""
+    """What kind it was measured on; empty: none, or not told."""
     stock: Side = field(default_factory=Side)
     ours: Side = field(default_factory=Side)
 
@@ -74,7 +82,12 @@ class Compared:
 
     @property
     def name(self) -> str:
-        """Return what to call it in a table."""
+        """Return what to call it in a table: the case, and the GPU."""
+        return ", ".join(filter(None, (self.label, self.gpu)))
+
+    @property
+    def label(self) -> str:
+        """Return what to call the case, on whatever GPU."""
         case = self.case
         rust = ", Rust front end" if case.get("front_end") == RUST else ""
         client = ", Rust client" if case.get("client") == RUST else ""
@@ -112,7 +125,7 @@ class Compared:
         model = str(self.case.get("model"))
         known = [index for index, name in enumerate(MODELS) if model.startswith(name)]
         load = (self.case.get(name) or 0 for name in ("rate_percent", "concurrency"))
-        return (min(known, default=len(MODELS)), model, *load)
+        return (min(known, default=len(MODELS)), model, *load, self.gpu)
 
 
 def _held_up_by(side: Side, nothing: str) -> str:
@@ -133,13 +146,20 @@ def compared(results: Results, *commands: str) -> list[Compared]:
     for result in results.values():
         if result.get("kind") != VLLM_BENCH:
             continue
+        gpu = gpu_of(result)
         for cell in rows_of(result, "cells"):
             if cell.get("command") in commands and "error" not in cell:
                 names = (*keys, "concurrency", "rate_percent")
                 case = {name: cell.get(name) for name in names}
-                both = found.setdefault(tuple(case.values()), Compared(case))
+                both = found.setdefault((gpu, *case.values()), Compared(case, gpu))
                 (both.stock if cell.get("scheduler") == STOCK else both.ours).cells.append(cell)
     return sorted(found.values(), key=lambda it: it.place)
+
+
+def gpu_of(result: Row) -> str:
+    """Return the kind of GPU that a result is of; empty: none, or it isn't told."""
+    found = str(dig(result, "run", "gpu") or NO_GPU).partition(",")[0]
+    return "" if found == NO_GPU else ABOUT_GPU.sub("", found)
 
 
 def all_served(results: Results) -> Iterator[list[str]]:
@@ -155,10 +175,10 @@ def selected(results: Results) -> Iterator[list[str]]:
 
 
 def on_few_processors(results: Results) -> Iterator[list[str]]:
-    """Yield those that were measured on fewer processors than there are, and on all of them."""
+    """Yield those that a GPU was measured with on few processors, and on all of them."""
     found = [it for it in _served(results) if FEW.items() <= it.case.items()]
-    confined = [it.on_all for it in found if it.case["cores"] != ALL]
-    yield from (_row(it) for it in found if it.on_all in confined)
+    confined = [(it.gpu, it.on_all) for it in found if it.case["cores"] != ALL]
+    yield from (_row(it) for it in found if (it.gpu, it.on_all) in confined)
 
 
 def long_prompts(results: Results) -> Iterator[list[str]]:
@@ -215,11 +235,22 @@ def latency(results: Results) -> Iterator[list[str]]:
 
 
 def gain(results: Results) -> Iterator[list[str]]:
-    """Yield a figure of a small model whose load is near vLLM's limit, and one of embeddings."""
-    for it in compared(results, SERVE):
-        case = it.case
-        if it.is_embedding and case["concurrency"] == GAIN_AT_ONCE:
-            yield [EMBEDDINGS, it.name, "requests/s", it.pair("requests_per_s")]
-        elif case["model"] == "Qwen3-0.6B" and case["rate_percent"] == NEAR_PERCENT:
-            first = it.pair("ttft_ms", "p99")
-            yield [NEAR_THE_LIMIT, it.name, "ms to first token, p99", first]
+    """Yield a figure of a small model whose load is near vLLM's limit, and one of embeddings.
+
+    Each has its range, if several kinds of GPU were measured.
+    """
+    found = compared(results, SERVE)
+    near = [it for it in found if NEAR_CASE.items() <= it.case.items()]
+    embeds = [it for it in found if it.is_embedding and it.case["concurrency"] == GAIN_AT_ONCE]
+    yield from _over_gpus(NEAR_THE_LIMIT, near, "ms to first token, p99", "ttft_ms", "p99")
+    yield from _over_gpus(EMBEDDINGS, embeds, "requests/s", "requests_per_s")
+
+
+def _over_gpus(
+    situation: str, found: list[Compared], change: str, *path: str
+) -> Iterator[list[str]]:
+    if found:
+        sides = zip(*((it.stock.figure(*path), it.ours.figure(*path)) for it in found), strict=True)
+        gpus = " and ".join(it.gpu for it in found if it.gpu)
+        measured = ", ".join(filter(None, (found[0].label, gpus)))
+        yield [situation, measured, change, joined(*map(range_text, sides))]

@@ -35,8 +35,8 @@ A command without a server is run with both schedulers, or with neither.
 The cases of the report, with `--least 400 --waves 2 --seconds 12 --minutes 9 --json FILE`:
 
 - loads: `--model Qwen3-0.6B --front-end rust --client rust
-  --cases 1024/128:64:256:1024:50%:80%:95%,8192/256:64:80%,4096+256/128:256`;
-  `--model gpt-oss-120b --cases 1024/128:256:80%`
+  --cases 1024/128:1:64:256:1024:50%:80%:95%,8192/256:64:80%,4096+256/128:256`;
+  `--model Qwen2-1.5B,gpt-oss-120b --cases 1024/128:256:80%`
 - few processors: `--model Qwen2-1.5B --cores all,4,2,1 --cases 1024/128:256`, and gpt-oss-20b
 - embeddings: `--model Qwen3-0.6B+embed --cases 512/1:1:64:256:1024`
 - without a server: `--model Qwen3-0.6B --no-serve --offline latency,throughput --cases 1024/128`

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +442,13 @@ def test_the_page_of_results_is_short() -> None:
     for question in page.split("\n## "):
         num_rows = sum(line.startswith("| ") for line in question.splitlines()) - 2
         assert num_rows <= 8, question.splitlines()[0]
+
+
+def test_tables_about_the_host_are_short() -> None:
+    """Each has at most eight rows, below two lines of head."""
+    lines = (ROOT / "docs/results-host.md").read_text().splitlines()
+    tables = [list(part) for is_row, part in groupby(lines, lambda it: it[:1] == "|") if is_row]
+    assert 2 < max(map(len, tables)) <= 2 + 8
 
 
 def test_models_say_their_release_of_vllm_if_it_is_another(tmp_path: Path) -> None:

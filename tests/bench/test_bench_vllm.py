@@ -1,8 +1,10 @@
 """`vllm bench`: which cases there are, what the client is told, and what is made of its figures."""
 
 import itertools
+import json
 import os
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from bench.report import pages
 from bench.report.tables import TABLES, as_markdown
-from bench.report.vllm_bench import SELECTED
 from bench.serving import threads, vllm_offline
 from bench.serving.models import SHAPES, SPACE, Model, write_shape
 from bench.serving.plan import ServerKey
@@ -328,5 +330,41 @@ def test_a_table_of_its_own(changes: Row, table: str) -> None:
     assert len(row) == len(BY_NAME[table].columns)
 
 
-def test_the_page_shows_eight_rows_at_most() -> None:
-    assert len(SELECTED) <= 8
+def on_gpu(gpu: str, first_ms: tuple[float, float], **changes: Any) -> Row:
+    """Return a result of a GPU: the latest first tokens with vLLM's scheduler and with ours."""
+    found = result(**changes)
+    found["run"] = found["run"] | {"gpu": gpu}
+    for cell, ms in zip(found["cells"], first_ms, strict=True):
+        (entry,) = cell["rounds"]
+        cell["rounds"] = [entry | {"ttft_ms": {"p50": 10.0, "p99": ms}}]
+    return found
+
+
+def test_each_kind_of_gpu_has_a_row_and_the_readme_their_range() -> None:
+    case = {"model": "Qwen3-0.6B", "concurrency": None, "rate_percent": 95}
+    found = {
+        "x.json": on_gpu("NVIDIA H100 80GB HBM3, driver 1", (900.0, 120.0), **case),
+        "y.json": on_gpu("NVIDIA H200, driver 1", (180.0, 110.0), **case),
+    }
+    label = "Qwen3-0.6B, 1,024 in, 128 out, 95 % of vLLM's rate"
+    rows = [(row[0], row[3]) for row in BY_NAME["vllm_bench_all"].rows(found)]
+    assert rows == [(f"{label}, H100", "900 → 120"), (f"{label}, H200", "180 → 110")]
+    (gain,) = BY_NAME["gain"].rows(found)
+    assert gain[1:] == [
+        f"{label}, H100 and H200",
+        "ms to first token, p99",
+        "180 to 900 → 110 to 120",
+    ]
+
+
+def test_the_same_case_of_two_kinds_of_gpu_is_not_measured_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "STORED", tmp_path)
+    for name in ("H100", "H200"):
+        found = on_gpu(f"NVIDIA {name}", (20.0, 20.0))
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    assert list(pages.read_stored()) == ["H100.json", "H200.json"]
+    shutil.copy(tmp_path / "H200.json", tmp_path / "x.json")
+    with pytest.raises(pages.PageError, match="measured twice"):
+        pages.read_stored()
