@@ -51,9 +51,9 @@ FRONT_ENDS = "front_ends/"
 ROLES = ("engine", "API server")
 SELECTIONS = (
     *("gain", "http", "asyncllm", "sync", "speculation", "two_processors"),
-    *("vllm_bench", "vllm_bench_processors", "vllm_bench_long", "vllm_bench_releases"),
+    *("vllm_bench_processors", "vllm_bench_long", "vllm_bench_releases"),
 )
-"""Tables of pages whose rows stand in `servers` or `vllm_bench_all`, too."""
+"""Tables of pages whose rows stand in `servers` or `vllm_bench`, too."""
 OF_ONE_RUN = ("--json", "--work-dir", "--minutes")
 """Options that don't change what is measured, each with a value."""
 FAILED = ("model", "scheduler", "front_end", "lengths", "cores", "concurrency", "rate_percent")
@@ -615,8 +615,7 @@ TABLES = (
     Table(
         "gpus", "On several GPUs", ("model, layout, streams x tokens", *SERVED[:6]), several_gpus
     ),
-    Table("vllm_bench", "`vllm bench serve`", BENCH_SERVED, vllm_bench.selected),
-    Table("vllm_bench_all", "`vllm bench serve`", BENCH_SERVED, vllm_bench.all_served),
+    Table("vllm_bench", "`vllm bench serve`", BENCH_SERVED, vllm_bench.served),
     Table(
         "vllm_bench_processors",
         "`vllm bench serve`, few processors",

@@ -9,7 +9,6 @@ from bench.header import NO_GPU
 from bench.report.pairs import (
     ALL,
     MODELS,
-    PYTHON,
     RUST,
     STOCK,
     VLLM_BENCH,
@@ -28,25 +27,17 @@ NEAR_THE_LIMIT = "Many users, small model"
 EMBEDDINGS = "Embeddings"
 GAIN_AT_ONCE = 256
 """Whose row the README has, of embeddings."""
-AT_ONCE = {"rate_percent": None, "front_end": PYTHON, "client": PYTHON, "cores": ALL}
 USUAL = "1024/128"
 """Tokens in and out of most cases."""
-RUST_SMALL: Row = {"model": "Qwen3-0.6B", "lengths": USUAL, "front_end": RUST, "client": RUST}
-NEAR_CASE: Row = {"model": "Qwen3-0.6B", "rate_percent": 95}
+NEAR_CASE: Row = {
+    "model": "Qwen3-0.6B",
+    "lengths": USUAL,
+    "front_end": RUST,
+    "client": RUST,
+    "cores": ALL,
+    "rate_percent": 95,
+}
 """Whose row the README has, of generated tokens."""
-LARGER: tuple[Row, ...] = tuple(
-    {"model": name, "lengths": USUAL} for name in ("Qwen2-1.5B", "gpt-oss-120b")
-)
-SELECTED: tuple[Row, ...] = tuple(
-    AT_ONCE | case
-    for case in (
-        *(RUST_SMALL | {"concurrency": count} for count in (1, 64, 256, 1024)),
-        *(RUST_SMALL | {"concurrency": None, "rate_percent": part} for part in (50, 80, 95)),
-        *(larger | {"concurrency": 256} for larger in LARGER),
-        *(larger | {"concurrency": None, "rate_percent": 80} for larger in LARGER),
-    )
-)
-"""Cases for docs/results-host.md."""
 FEW: Row = {"lengths": USUAL, "concurrency": 256}
 """What is compared on few processors."""
 OTHER_RELEASE = "(vLLM "
@@ -162,20 +153,13 @@ def gpu_of(result: Row) -> str:
     return "" if found == NO_GPU else ABOUT_GPU.sub("", found)
 
 
-def all_served(results: Results) -> Iterator[list[str]]:
+def served(results: Results) -> Iterator[list[str]]:
     """Yield all cases of `vllm bench serve` that bring tokens."""
     yield from map(_row, _served(results))
 
 
-def selected(results: Results) -> Iterator[list[str]]:
-    """Yield those that the page shows first."""
-    for it in _served(results):
-        if any(case.items() <= it.case.items() for case in SELECTED):
-            yield _row(it)
-
-
 def on_few_processors(results: Results) -> Iterator[list[str]]:
-    """Yield those that a GPU was measured with on few processors, and on all of them."""
+    """Yield those measured on few processors, each beside the same on all, of the same GPU."""
     found = [it for it in _served(results) if FEW.items() <= it.case.items()]
     confined = [(it.gpu, it.on_all) for it in found if it.case["cores"] != ALL]
     yield from (_row(it) for it in found if (it.gpu, it.on_all) in confined)

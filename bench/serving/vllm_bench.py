@@ -32,7 +32,8 @@ take longer, as far as it is known from servers and cases before. sparksched's s
 cases that vLLM's has been measured in, and vLLM's ends with as much time left as that takes.
 A command without a server is run with both schedulers, or with neither.
 
-The cases of the report, with `--least 400 --waves 2 --seconds 12 --minutes 9 --json FILE`:
+The cases of the report, with `--least 400 --waves 2 --seconds 12 --minutes 9 --json FILE`, or, on
+an H200 with the small model, `--least 200`:
 
 - loads: `--model Qwen3-0.6B --front-end rust --client rust
   --cases 1024/128:1:64:256:1024:50%:80%:95%,8192/256:64:80%,4096+256/128:256`;

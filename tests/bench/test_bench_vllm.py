@@ -272,8 +272,8 @@ def test_a_row_of_vllm_bench() -> None:
 @pytest.mark.parametrize(
     ("changes", "table", "label"),
     [
-        ({"front_end": "rust", "client": "rust"}, "vllm_bench_all", "gpt-oss-120b, Rust front end"),
-        ({"concurrency": None, "rate_percent": 95}, "vllm_bench_all", "95 % of vLLM's rate"),
+        ({"front_end": "rust", "client": "rust"}, "vllm_bench", "gpt-oss-120b, Rust front end"),
+        ({"concurrency": None, "rate_percent": 95}, "vllm_bench", "95 % of vLLM's rate"),
         ({"model": "Qwen3-0.6B+embed"}, "vllm_bench_embeddings", "Qwen3-0.6B+embed, 1,024, 256 at"),
         ({"command": "latency", "concurrency": 8}, "vllm_bench_latency", "a batch of 8"),
         ({"command": "throughput", "concurrency": None}, "vllm_bench_throughput", "128 out"),
@@ -315,6 +315,15 @@ def test_few_processors_are_shown_beside_all() -> None:
     assert not list(BY_NAME["vllm_bench_processors"].rows(measured_on("all")))
 
 
+def test_few_processors_of_one_gpu_are_not_shown_beside_another() -> None:
+    found = {
+        f"{gpu}, {cores}": on_gpu(gpu, (20.0, 20.0), cores=cores)
+        for gpu, cores in (("H100", "all"), ("H100", "2"), ("H200", "all"))
+    }
+    rows = BY_NAME["vllm_bench_processors"].rows(found)
+    assert [row[0][-4:] for row in rows] == ["H100", "H100"]
+
+
 @pytest.mark.parametrize(
     ("changes", "table"),
     [
@@ -326,7 +335,7 @@ def test_few_processors_are_shown_beside_all() -> None:
 def test_a_table_of_its_own(changes: Row, table: str) -> None:
     found = {"x.json": result(**changes), "y.json": result()}
     (row,) = BY_NAME[table].rows(found)
-    assert row in list(BY_NAME["vllm_bench_all"].rows(found))
+    assert row in list(BY_NAME["vllm_bench"].rows(found))
     assert len(row) == len(BY_NAME[table].columns)
 
 
@@ -341,15 +350,17 @@ def on_gpu(gpu: str, first_ms: tuple[float, float], **changes: Any) -> Row:
 
 
 def test_each_kind_of_gpu_has_a_row_and_the_readme_their_range() -> None:
-    case = {"model": "Qwen3-0.6B", "concurrency": None, "rate_percent": 95}
+    case: Row = {"front_end": "rust", "client": "rust", "concurrency": None, "rate_percent": 95}
+    case["model"] = "Qwen3-0.6B"
     found = {
         "x.json": on_gpu("NVIDIA H100 80GB HBM3, driver 1", (900.0, 120.0), **case),
         "y.json": on_gpu("NVIDIA H200, driver 1", (180.0, 110.0), **case),
     }
-    label = "Qwen3-0.6B, 1,024 in, 128 out, 95 % of vLLM's rate"
-    rows = [(row[0], row[3]) for row in BY_NAME["vllm_bench_all"].rows(found)]
+    of_other_lengths = on_gpu("NVIDIA H200", (1.0, 1.0), lengths="8192/256", **case)
+    label = "Qwen3-0.6B, Rust front end, Rust client, 1,024 in, 128 out, 95 % of vLLM's rate"
+    rows = [(row[0], row[3]) for row in BY_NAME["vllm_bench"].rows(found)]
     assert rows == [(f"{label}, H100", "900 → 120"), (f"{label}, H200", "180 → 110")]
-    (gain,) = BY_NAME["gain"].rows(found)
+    (gain,) = BY_NAME["gain"].rows(found | {"z.json": of_other_lengths})
     assert gain[1:] == [
         f"{label}, H100 and H200",
         "ms to first token, p99",
