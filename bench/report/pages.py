@@ -12,12 +12,11 @@ from pathlib import Path
 
 from bench.header import ROOT
 from bench.report.marks import tables_anew
-from bench.report.pairs import VLLM_BENCH, Row, rows_of
+from bench.report.pairs import VLLM_BENCH, Row, gpu_of, rows_of
 from bench.report.plots import pictures
 from bench.report.seams import with_seams
 from bench.report.tables import AGAIN, FRONT_ENDS, TABLES, Results, as_markdown, table_lines
 from bench.report.unread import noted, read_parts
-from bench.report.vllm_bench import gpu_of
 from bench.serving.store import dumps
 
 STORED = ROOT / "bench/results"

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.header import NO_GPU
 from bench.report.values import as_number, dig, median, numbers
 
 STOCK, OURS = "stock", "sparksched"
@@ -155,7 +156,7 @@ def pairs_of(results: Iterable[Row]) -> list[Pair]:
     """Return the cells of some results in pairs, in the order of tables; failures are left out."""
     found: dict[Case, Pair] = {}
     for result in results:
-        gpu = str(dig(result, "run", "gpu")).partition(",")[0]
+        gpu = gpu_of(result)
         for cell in rows_of(result, "cells"):
             case = _case(cell)
             if case is not None and "error" not in cell:
@@ -175,6 +176,12 @@ def _case(cell: Row) -> Case | None:
     front_end = str(cell.get("front_end", PYTHON))
     counts = tuple(int(it) for it in tokens)
     return Case(**texts, concurrency=count, front_end=front_end, output_tokens=counts)
+
+
+def gpu_of(result: Row) -> str:
+    """Return the kind of GPU that a result is of; empty: none, or it isn't told."""
+    kind = str(dig(result, "run", "gpu") or NO_GPU).partition(",")[0]
+    return "" if kind == NO_GPU else kind
 
 
 def visits_of(result: Row) -> Iterator[Row]:

@@ -5,15 +5,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.header import NO_GPU
 from bench.report.pairs import (
     ALL,
     MODELS,
+    PYTHON,
     RUST,
     STOCK,
     VLLM_BENCH,
     Row,
     Side,
+    gpu_of,
     rows_of,
 )
 from bench.report.values import MISSING, count_text, dig, joined, pair_text, range_text
@@ -25,8 +26,6 @@ SERVE, THROUGHPUT, LATENCY = "serve", "throughput", "latency"
 EMBED = "+embed"
 NEAR_THE_LIMIT = "Many users, small model"
 EMBEDDINGS = "Embeddings"
-GAIN_AT_ONCE = 256
-"""Whose row the README has, of embeddings."""
 USUAL = "1024/128"
 """Tokens in and out of most cases."""
 NEAR_CASE: Row = {
@@ -37,7 +36,19 @@ NEAR_CASE: Row = {
     "cores": ALL,
     "rate_percent": 95,
 }
-"""Whose row the README has, of generated tokens."""
+EMBEDDING_CASE: Row = {
+    "model": f"Qwen3-0.6B{EMBED}",
+    "lengths": "512/1",
+    "front_end": PYTHON,
+    "client": PYTHON,
+    "cores": ALL,
+    "concurrency": 256,
+}
+GAINS: tuple[tuple[str, Row, str, tuple[str, ...]], ...] = (
+    (NEAR_THE_LIMIT, NEAR_CASE, "ms to first token, p99", ("ttft_ms", "p99")),
+    (EMBEDDINGS, EMBEDDING_CASE, "requests/s", ("requests_per_s",)),
+)
+"""What the README has rows of: a situation, its case, what changes, and the figure of that."""
 FEW: Row = {"lengths": USUAL, "concurrency": 256}
 """What is compared on few processors."""
 OTHER_RELEASE = "(vLLM "
@@ -74,7 +85,12 @@ class Compared:
     @property
     def name(self) -> str:
         """Return what to call it in a table: the case, and the GPU."""
-        return ", ".join(filter(None, (self.label, self.gpu)))
+        return _listed(self.label, self.short_gpu)
+
+    @property
+    def short_gpu(self) -> str:
+        """What tells the GPU from others, for a table."""
+        return ABOUT_GPU.sub("", self.gpu)
 
     @property
     def label(self) -> str:
@@ -147,12 +163,6 @@ def compared(results: Results, *commands: str) -> list[Compared]:
     return sorted(found.values(), key=lambda it: it.place)
 
 
-def gpu_of(result: Row) -> str:
-    """Return the kind of GPU that a result is of; empty: none, or it isn't told."""
-    found = str(dig(result, "run", "gpu") or NO_GPU).partition(",")[0]
-    return "" if found == NO_GPU else ABOUT_GPU.sub("", found)
-
-
 def served(results: Results) -> Iterator[list[str]]:
     """Yield all cases of `vllm bench serve` that bring tokens."""
     yield from map(_row, _served(results))
@@ -223,18 +233,15 @@ def gain(results: Results) -> Iterator[list[str]]:
 
     Each has its range, if several kinds of GPU were measured.
     """
-    found = compared(results, SERVE)
-    near = [it for it in found if NEAR_CASE.items() <= it.case.items()]
-    embeds = [it for it in found if it.is_embedding and it.case["concurrency"] == GAIN_AT_ONCE]
-    yield from _over_gpus(NEAR_THE_LIMIT, near, "ms to first token, p99", "ttft_ms", "p99")
-    yield from _over_gpus(EMBEDDINGS, embeds, "requests/s", "requests_per_s")
+    measured = compared(results, SERVE)
+    for situation, case, change, path in GAINS:
+        found = [it for it in measured if case.items() <= it.case.items()]
+        if found:
+            figures = ((it.stock.figure(*path), it.ours.figure(*path)) for it in found)
+            changed = joined(*map(range_text, zip(*figures, strict=True)))
+            gpus = " and ".join(it.short_gpu for it in found if it.gpu)
+            yield [situation, _listed(found[0].label, gpus), change, changed]
 
 
-def _over_gpus(
-    situation: str, found: list[Compared], change: str, *path: str
-) -> Iterator[list[str]]:
-    if found:
-        sides = zip(*((it.stock.figure(*path), it.ours.figure(*path)) for it in found), strict=True)
-        gpus = " and ".join(it.gpu for it in found if it.gpu)
-        measured = ", ".join(filter(None, (found[0].label, gpus)))
-        yield [situation, measured, change, joined(*map(range_text, sides))]
+def _listed(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
