@@ -31,17 +31,19 @@ def test_decides_as_vllm_does_with_the_same_knobs(name: str, seed: int) -> None:
     assert coverage["steps with knobs of their own"] > NUM_STEPS // 4
 
 
-@pytest.mark.parametrize("left_out", ["budget", "threshold", "throttle"])
+@pytest.mark.parametrize("left_out", ["budget", "threshold", "throttle", "order"])
 def test_a_knob_that_is_left_out_is_noticed(left_out: str) -> None:
     def schedule_without(scheduler: Any, knobs: StepKnobs) -> Any:
-        budget, threshold, throttle = knobs
+        budget, threshold, throttle, order = knobs
         if left_out == "budget":
             budget = scheduler.max_num_scheduled_tokens
         elif left_out == "threshold":
             threshold = scheduler.scheduler_config.long_prefill_token_threshold
-        else:
+        elif left_out == "throttle":
             throttle = False
-        return pacing.schedule_with(scheduler, StepKnobs(budget, threshold, throttle))
+        else:
+            order = ()
+        return pacing.schedule_with(scheduler, StepKnobs(budget, threshold, throttle, order))
 
     def run() -> None:
         for seed in range(20):
@@ -67,7 +69,7 @@ def test_what_paces_prompts_is_verified(name: str) -> None:
             def __init__(self, *arguments: Any, **settings: Any) -> None:
                 super().__init__(*arguments, **settings)
                 # Whatever is drawn: some of it would not be paced otherwise.
-                self._core.pace(1e-6, 0.2, 0, None)
+                self._core.pace(1e-6, 5.0, 0, None)
                 built.append(self)
 
         return PacedScheduler

@@ -69,7 +69,7 @@ NOT_CALLED = {
     "SchedulerCore.set_pacing_time": "by a what-if of `replay` alone, in virtual time",
     "SchedulerCore.pacing": "for support: no process of vLLM's asks for it",
     "SchedulerCore.knobs": "by verification alone, beside `schedule`",
-    "SchedulerCore.chosen_knobs": "by recordings alone, beside `schedule`",
+    "SchedulerCore.are_knobs_chosen": "by recordings alone, beside `schedule`",
     "SchedulerCore.waiting_requests": "for tests: recordings ask for running requests only",
     "SchedulerCore.has_finished_requests": "vLLM's loop asks `has_requests`, which covers it",
     "StepOutputs.scheduler_stats=": "vLLM sets what is missing, and it is there if it is wanted",

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
-from sparksched.environment import MAX_STALL_BOUNDS_MS, PREFILL_SHARE_BOUNDS
+from sparksched.environment import MAX_SLOWDOWN_BOUNDS, MAX_STALL_BOUNDS_MS
 from sparksched.trace.events import TraceError
 
 DESCRIPTION: Final = """\
@@ -42,7 +42,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="what if")
     for name, metavar, bounds in (
         ("--max-stall-ms", "MS", MAX_STALL_BOUNDS_MS),
-        ("--prefill-share", "SHARE", PREFILL_SHARE_BOUNDS),
+        ("--max-slowdown", "TIMES", MAX_SLOWDOWN_BOUNDS),
     ):
         parser.add_argument(
             name, type=functools.partial(_within, *bounds), metavar=metavar, help="what if, paced"
@@ -112,7 +112,7 @@ def _answer(parsed: argparse.Namespace) -> Any:
         parsed.max_num_batched_tokens,
         parsed.scheduling_policy,
         parsed.max_stall_ms,
-        parsed.prefill_share,
+        parsed.max_slowdown,
     )
     if change == Change():
         names = ("sparksched", "vllm") if parsed.scheduler in (None, BOTH) else (parsed.scheduler,)

@@ -166,14 +166,15 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     # ---- the two calls of each step ----
 
     def schedule(
-        self, throttle_prefills: bool = False, knobs: tuple[int, int] | None = None
+        self, throttle_prefills: bool = False, knobs: tuple[int, int, tuple[str, ...]] | None = None
     ) -> SchedulerOutput:
         """Decide what the next step computes. See `SchedulerInterface.schedule`.
 
         Args:
             throttle_prefills: As there.
-            knobs: `max_num_scheduled_tokens` and `long_prefill_token_threshold` of this step, as
-                they were in another scheduler; None for what is configured or paces prompts.
+            knobs: `max_num_scheduled_tokens`, `long_prefill_token_threshold` and the order of this
+                step, as they were in another scheduler; None for what is configured or paces
+                prompts.
 
         """
         if not self._has_connectors:
@@ -200,8 +201,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     @property
     def chosen_knobs(self) -> StepKnobs | None:
         """The same, if they were chosen for this step; None for what is configured."""
-        chosen = self._core.chosen_knobs()
-        return None if chosen is None else StepKnobs(*chosen)
+        return self.knobs if self._core.are_knobs_chosen() else None
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -236,15 +236,16 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             return
         self._core.pace(
             settings.max_stall_s,
-            settings.prefill_share,
+            settings.max_slowdown,
             max_graph_tokens(self.vllm_config),
             settings.log,
         )
         logger.info(
-            "sparksched: long prompts are paced: while others generate, a step with prompts is"
-            " to take %g ms at most, and such steps take %g %% of the time",
+            "sparksched: long prompts are paced: while others generate, no step with prompts is to"
+            " take longer than %g ms, unless a prompt's first token would come more than %g times"
+            " as late as without pacing",
             settings.max_stall_s * 1e3,
-            settings.prefill_share * 1e2,
+            settings.max_slowdown,
         )
 
     @contextlib.contextmanager
@@ -263,9 +264,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     def pacing(self) -> dict[str, Any] | None:
         """Return what pacing has done so far; None if prompts aren't paced.
 
-        Keys: `sizes` (of steps with prompts, in tokens), `chunk_tokens` (tokens of prompts in the
-        last of them), `prompt_s` (seconds that they took), `contended_s` (seconds in which prompts
-        and decodes both had work), `num_decode_steps` (steps without prompts that were put in).
+        Keys: as `SchedulerCore.pacing` has them.
         """
         return self._core.pacing()
 

@@ -151,7 +151,7 @@ class Replay:
         if knobs is None:
             return self._scheduler.schedule(throttle)
         if isinstance(self._scheduler, NativeScheduler):
-            return self._scheduler.schedule(throttle, knobs)
+            return self._scheduler.schedule(throttle, (*knobs, ()))
         return schedule_with(self._scheduler, StepKnobs(*knobs, throttle))
 
     def _update(self, event: Update) -> None:

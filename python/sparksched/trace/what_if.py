@@ -17,7 +17,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from sparksched.compat.pacing import unpaceable
-from sparksched.environment import DEFAULT_MAX_STALL_MS, DEFAULT_PREFILL_SHARE, Pacing
+from sparksched.environment import DEFAULT_MAX_STALL_MS, DEFAULT_MAX_SLOWDOWN, Pacing
 from sparksched.trace.build import SPARKSCHED, Player, RequestBuilder, build_player
 from sparksched.trace.events import Settings, TraceError
 from sparksched.trace.read import Opened
@@ -38,7 +38,7 @@ class Change:
     max_num_batched_tokens: int | None = None
     scheduling_policy: Policy | None = None
     max_stall_ms: float | None = None
-    prefill_share: float | None = None
+    max_slowdown: float | None = None
     """Prompts are paced if it or the one before is there."""
 
     def apply(self, settings: Settings) -> Settings:
@@ -68,10 +68,10 @@ class Change:
     @property
     def pacing(self) -> Pacing | None:
         """How prompts are paced, as with the variables of these names."""
-        if self.max_stall_ms is None and self.prefill_share is None:
+        if self.max_stall_ms is None and self.max_slowdown is None:
             return None
         max_stall_ms = self.max_stall_ms or DEFAULT_MAX_STALL_MS
-        return Pacing(max_stall_ms / 1e3, self.prefill_share or DEFAULT_PREFILL_SHARE, None)
+        return Pacing(max_stall_ms / 1e3, self.max_slowdown or DEFAULT_MAX_SLOWDOWN, None)
 
 
 @dataclass(frozen=True)

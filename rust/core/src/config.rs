@@ -369,6 +369,7 @@ impl SchedulerConfig {
     #[must_use]
     pub fn step_knobs(&self, throttle_prefills: bool) -> StepKnobs {
         StepKnobs {
+            order: Vec::new(),
             max_num_scheduled_tokens: self.max_num_scheduled_tokens,
             long_prefill_token_threshold: self.long_prefill_token_threshold,
             throttle_prefills,

@@ -21,6 +21,7 @@ pub mod journal;
 pub mod kv_cache_group;
 pub mod kv_cache_manager;
 pub mod pacing;
+pub mod promise;
 pub mod queue_watch;
 pub mod request;
 pub mod request_queue;
@@ -42,7 +43,8 @@ pub use hooks::{ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn};
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::{BlockShortfall, KvCacheManager};
-pub use pacing::{Mode, PacedStep, Pacing, PacingReport, PacingSettings};
+pub use pacing::{Mode, LatePrompt, OverStall, PacedStep, Pacing, PacingReport, PacingSettings};
+pub use promise::{LateBy, Promise};
 pub use queue_watch::{Finding, QueueWatch};
 pub use request::{
     Event, EventKind, FetchStage, NewRequest, PrefillStats, Request, RequestStatus, SessionInput,

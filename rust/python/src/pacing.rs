@@ -7,7 +7,10 @@ use std::io::{BufWriter, Write};
 use std::time::Instant;
 
 use pyo3::prelude::*;
-use sparksched_core::{PacedStep, Pacing, PacingReport, PacingSettings, Scheduler, StepKnobs};
+use pyo3::types::PyDict;
+use sparksched_core::{
+    LatePrompt, OverStall, PacedStep, Pacing, PacingReport, PacingSettings, Scheduler, StepKnobs,
+};
 
 /// Steps whose outputs may be lost: so many are remembered.
 const MAX_IN_FLIGHT: usize = 64;
@@ -55,11 +58,12 @@ impl Pacer {
     }
 
     pub(crate) fn choose(&mut self, scheduler: &mut Scheduler) -> StepKnobs {
-        self.pacing.choose(scheduler)
+        let now = self.now();
+        self.pacing.choose(scheduler, now)
     }
 
     /// The scheduler has decided on a step.
-    pub(crate) fn note_step(&mut self, scheduler: &Scheduler) -> Option<u64> {
+    pub(crate) fn note_step(&mut self, scheduler: &mut Scheduler) -> Option<u64> {
         let now = self.now();
         self.pacing.note_step(scheduler, now)
     }
@@ -79,9 +83,9 @@ impl Pacer {
         self.in_flight.drain(..position);
         let Some((_, number)) = self.in_flight.pop_front() else { return };
         let now = self.now();
-        let step = self.pacing.note_result(number, now);
-        if let Some(step) = step.filter(|it| it.num_prompts > 0 || it.has_prompts()) {
-            self.write(&step, now);
+        let Some((step, late)) = self.pacing.note_result(number, now) else { return };
+        if step.num_prompts > 0 || step.has_prompts() {
+            self.write(&step, &late, now);
         }
     }
 
@@ -94,36 +98,60 @@ impl Pacer {
     }
 
     /// A log that can't be written ends; it is no reason to stop.
-    fn write(&mut self, step: &PacedStep, now: f64) {
+    fn write(&mut self, step: &PacedStep, late: &[LatePrompt], now: f64) {
         let Some(log) = &mut self.log else { return };
-        if write_line(log, step, now).is_err() {
+        let written = write_step(log, step, now)
+            .and_then(|()| late.iter().try_for_each(|it| write_late(log, it, step.number)));
+        if written.is_err() {
             self.log = None;
         }
     }
 }
 
-fn write_line(log: &mut impl Write, step: &PacedStep, now: f64) -> std::io::Result<()> {
-    let PacedStep { number, mode, knobs, load, num_prompts, owed_s, share, predicted_s, time_s } =
-        *step;
+/// What pacing says of itself, by name.
+pub(crate) fn named<'py>(py: Python<'py>, values: &[f64]) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    for (name, value) in PacingReport::NAMES.into_iter().zip(values) {
+        dict.set_item(name, value)?;
+    }
+    Ok(dict)
+}
+
+fn write_step(log: &mut impl Write, step: &PacedStep, now: f64) -> std::io::Result<()> {
     let ms = |seconds: f64| 1e3 * seconds;
     writeln!(
         log,
-        "{{\"step\": {number}, \"end_s\": {now:.6}, \"mode\": \"{}\", \"budget\": {}, \
-         \"threshold\": {}, \"throttled\": {}, \"tokens\": {}, \"prompt_tokens\": {}, \
-         \"decode_tokens\": {}, \"admitted\": {}, \"prompts\": {num_prompts}, \
-         \"owed_ms\": {:.2}, \"share\": {share:.3}, \"predicted_ms\": {:.2}, \"ms\": {:.2}}}",
-        mode.name(),
-        knobs.max_num_scheduled_tokens,
-        knobs.long_prefill_token_threshold,
-        knobs.throttle_prefills,
-        load.num_tokens,
-        load.num_prompt_tokens,
-        load.num_decode_tokens,
-        load.num_admitted,
-        ms(owed_s),
-        ms(predicted_s),
-        ms(time_s),
+        "{{\"step\": {}, \"end_s\": {now:.6}, \"mode\": \"{}\", \"budget\": {}, \"threshold\": {}, \
+         \"ordered\": {}, \"tokens\": {}, \"prompt_tokens\": {}, \"decode_tokens\": {}, \
+         \"admitted\": {}, \"prompts\": {}, \"share\": {:.3}, \"over_stall_for\": \"{}\", \
+         \"predicted_ms\": {:.2}, \"ms\": {:.2}}}",
+        step.number,
+        step.mode.name(),
+        step.max_num_scheduled_tokens,
+        step.long_prefill_token_threshold,
+        step.num_ordered,
+        step.load.num_tokens,
+        step.load.num_prompt_tokens,
+        step.load.num_decode_tokens,
+        step.load.num_admitted,
+        step.num_prompts,
+        step.share,
+        step.over_stall.map_or("", OverStall::name),
+        ms(step.predicted_s),
+        ms(step.time_s),
     )?;
     // Seldom enough: somebody may be reading along.
     if step.number.is_multiple_of(32) { log.flush() } else { Ok(()) }
+}
+
+fn write_late(log: &mut impl Write, late: &LatePrompt, step: u64) -> std::io::Result<()> {
+    writeln!(
+        log,
+        "{{\"late\": \"{}\", \"by\": \"{}\", \"step\": {step}, \"first_token_ms\": {:.0}, \
+         \"late_ms\": {:.0}}}",
+        if late.is_long { "long" } else { "ordinary" },
+        late.by.name(),
+        1e3 * late.time_s,
+        1e3 * late.late_s,
+    )
 }

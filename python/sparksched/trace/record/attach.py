@@ -147,7 +147,7 @@ class _RecordedMethods:
         return finished
 
     def schedule(
-        self, original: Call, throttle_prefills: bool = False, *knobs: tuple[int, int] | None
+        self, original: Call, throttle_prefills: bool = False, *knobs: Any
     ) -> Any:
         self.gates.open()
         self._recorder.before_schedule()
