@@ -168,6 +168,8 @@ struct World {
     lives: Vec<Life>,
     ids: BTreeMap<RequestIndex, usize>,
     steps: Vec<PacedStep>,
+    ends: Vec<f64>,
+    late: Vec<sparksched_core::LatePrompt>,
     num_preempted: usize,
     num_preempted_in_order: usize,
 }
@@ -210,6 +212,8 @@ impl World {
             lives: Vec::new(),
             ids: BTreeMap::new(),
             steps: Vec::new(),
+            ends: Vec::new(),
+            late: Vec::new(),
             num_preempted: 0,
             num_preempted_in_order: 0,
         };
@@ -247,6 +251,8 @@ impl World {
         pacing.end_warm_up(&self.scheduler);
         self.lives.clear();
         self.steps.clear();
+        self.ends.clear();
+        self.late.clear();
         self.start = self.now;
     }
 
@@ -328,8 +334,10 @@ impl World {
         let Some(step) = self.in_flight.pop_front() else { return };
         self.now = self.now.max(step.ends_at);
         if let (Some(pacing), Some(number)) = (&mut self.pacing, step.number) {
-            let (paced, _) = pacing.note_result(number, self.now).expect("it was made");
+            let (paced, late) = pacing.note_result(number, self.now).expect("it was made");
             self.steps.push(paced);
+            self.late.extend(late);
+            self.ends.push(self.now);
         }
         let outputs = step.scheduled.iter().map(|&(index, id, num_scheduled_tokens, samples)| {
             let is_there = self.ids.get(&index) == Some(&id);
@@ -490,6 +498,8 @@ impl Pair {
             count(&long), long.len(), long.iter().copied().fold(f64::MIN, f64::max),
             over.count(), unasked, self.paced.steps.len(), self.paced.num_preempted_in_order,
         );
+        let own = |long: bool| { let all: Vec<f64> = self.paced.late.iter().filter(|it| it.is_long == long).map(|it| it.late_s).collect(); (all.len(), all.iter().copied().fold(0.0, f64::max)) };
+        println!("  by their own promises: ordinary {:?} long {:?}", own(false), own(true));
     }
 }
 
@@ -567,11 +577,25 @@ fn explore() {
 
 #[test]
 fn debug_one() {
-    let every = |s: f64, n: usize, own, out| (0..n).map(|i| Arrival::new(2.0 + s * i as f64, own, out)).collect::<Vec<_>>();
-    let case = Case::new("8 x 60k + 300k", TIMER, 16, [every(1.0, 8, 60_000, 8), vec![Arrival::new(1.0, 300_000, 8)]].concat());
-    let world = case.run(true);
-    for (i, s) in world.steps.iter().enumerate().filter(|(i, s)| s.mode == sparksched_core::Mode::Chunk && i % 20 == 0) {
-        println!("{i} share {:.3} max {} thr {} ordered {} prompts {} ptokens {} adm {}", s.share, s.max_num_scheduled_tokens, s.long_prefill_token_threshold, s.num_ordered, s.num_prompts, s.load.num_prompt_tokens, s.load.num_admitted);
+    let what = std::env::var("CASE").unwrap_or_default();
+    let v: Vec<&str> = what.split(',').collect();
+    let device = [DENSE, MOE, STEEP, SLOW, JITTERY, TIMER].into_iter().find(|it| it.name == v[0]).unwrap();
+    let pair = Pair::new(mixture(device, v[1].parse().unwrap(), v[2].parse().unwrap(), 200.0));
+    pair.show();
+    let ordinary = v[3] == "o";
+    let first = pair.case.num_streams;
+    let times = if ordinary { 1.0 } else { SLOWDOWN };
+    let mut late: Vec<(f64, usize)> = pair.case.arrivals.iter().enumerate().filter(|(_, it)| pair.is_ordinary(it) == ordinary)
+        .map(|(it, _)| (pair.paced.lives[first + it].first_s() - times * pair.stock.lives[first + it].first_s() - 2.0 * STALL_S, it)).collect();
+    late.sort_by(|a, b| b.0.total_cmp(&a.0));
+    for &(by, it) in late.iter().take(v[4].parse().unwrap()) {
+        let life = &pair.paced.lives[first + it];
+        println!("late {by:.2}: arrival {it} at {:.2} own {} stock {:.3} paced {:.3}", pair.case.arrivals[it].at, pair.case.arrivals[it].own, pair.stock.lives[first + it].first_s(), life.first_s());
+        if !ordinary { continue }
+        for (s, end) in pair.paced.steps.iter().zip(&pair.paced.ends) {
+            if *end > life.arrived_at && *end <= life.arrived_at + life.first_s() + 1e-9 {
+                println!("   end +{:.3} {:?} took {:.3} pred {:.3} share {:.2} over {:?} max {} thr {} ordered {} prompts {} ptok {} adm {}", end - life.arrived_at, s.mode, s.time_s, s.predicted_s, s.share, s.over_stall, s.max_num_scheduled_tokens, s.long_prefill_token_threshold, s.num_ordered, s.num_prompts, s.load.num_prompt_tokens, s.load.num_admitted);
+            }
+        }
     }
-    for (i, l) in world.lives.iter().enumerate().skip(16) { println!("{i} {:.1} {:.1}", l.arrived_at - world.start, l.first_s()); }
 }

@@ -414,7 +414,7 @@ impl Pacing {
     fn promise(&mut self, prompt: &Prompt, now: f64) -> Promise {
         let Prompt { num_missing, num_computed, .. } = *prompt;
         let mut server = self.virtual_server;
-        let end = server.arrive(self.start, num_missing, num_computed, &self.full_steps());
+        let end = server.arrive(if tune("NOW", 1.0) > 0.0 { now } else { self.start }, num_missing, num_computed, &self.full_steps());
         self.virtual_server = server;
         let is_ordinary = match prompt.promise {
             Some(before) => before.is_ordinary,
@@ -516,7 +516,7 @@ impl Pacing {
         let tokens: f64 = prompts.iter().map(|it| f64::from(it.num_missing)).sum();
         let attention: f64 = prompts.iter().map(|it| f64::from(it.num_missing) * middle_of(it)).sum();
         let fits = |part: f64| self.is_within_stall(tokens / part, attention / tokens);
-        fits(1.0) || !fits(ORDINARY_STEPS)
+        fits(1.0) || !fits(tune("STEPS", ORDINARY_STEPS))
     }
 
     /// The prompts that can be computed, in the order in which they should be: ordinary ones as they
@@ -534,7 +534,7 @@ impl Pacing {
         let mut sum_s: f64 = order.iter().map(|&it| work[it]).sum();
         let is_safe = |it: &usize| {
             sum_s += work[*it];
-            sum_s <= SAFE * self.ordinary.left() * left(it)
+            sum_s <= tune("SAFE", SAFE) * self.ordinary.left() * left(it)
         };
         if !long.iter().all(is_safe) {
             long.sort_by(|one, other| left(one).total_cmp(&left(other)));
@@ -549,36 +549,54 @@ impl Pacing {
     }
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
-    /// met, or else the one with which they are missed least; the share of the time that they need,
-    /// and for whom it exceeds the bound.
+    /// met, or else the one with which they are missed least, which may be a smaller one: somebody
+    /// has waited long enough to be computed before the others. Then the share of the time that
+    /// they need, and for whom it exceeds the bound.
     fn least_chunk(&self, order: &[usize], bounded: usize) -> (usize, f64, Option<OverStall>) {
-        let (mut best, (mut share, mut who)) = (bounded, self.needed_share(order, bounded));
-        let reason = who;
-        for size in bounded + 1..=self.ladder.largest() {
+        let (mut best, (mut share, reason)) = (bounded, self.needed_share(order, bounded));
+        let first = self.ladder.first_above(self.demand.num_decode_tokens).unwrap_or(bounded);
+        let larger = bounded + 1..=self.ladder.largest();
+        for size in larger.chain((if tune("SMALL", 1.0) > 0.0 { first } else { bounded }..bounded).rev()) {
             if share <= 1.0 {
                 break;
             }
-            let (needed, by) = self.needed_share(order, size);
+            let (needed, _) = self.needed_share(order, size);
             if needed < (1.0 - WORTHWHILE) * share {
-                (best, share, who) = (size, needed, by);
+                (best, share) = (size, needed);
             }
         }
-        let _ = who;
         (best, share, reason.filter(|_| best > bounded))
+    }
+
+    /// Tokens that a step needs so that all ordinary prompts are through with it. Those that wait
+    /// come behind all that run, which may have as many tokens as they have.
+    fn ordinary_tokens(&self, order: &[usize]) -> f64 {
+        let prompts = || order.iter().map(|&it| &self.demand.prompts[it]);
+        let ordinary = || prompts().filter(|it| is_ordinary(it));
+        let sum: f64 = ordinary().map(|it| f64::from(it.num_missing)).sum();
+        let longest = ordinary().filter(|it| !it.is_running).map(|it| it.num_missing).max();
+        let beside = prompts().filter(|it| it.is_running && !is_ordinary(it));
+        let beside = beside.map(|it| f64::from(it.num_missing.min(longest.unwrap_or(0))));
+        sum + beside.sum::<f64>()
     }
 
     /// The share of the time with which all deadlines can be met by chunks of a size, and whose asks
     /// for most.
     fn needed_share(&self, order: &[usize], size: usize) -> (f64, Option<OverStall>) {
         let (mut sum_s, mut most, mut who) = (0.0, 0.0, None);
+        // They are through at the end of a step, not before.
+        let num_steps = (self.ordinary_tokens(order) / self.room(size)).max(1.0);
         for &position in order {
             let prompt = &self.demand.prompts[position];
             sum_s += self.work_s(prompt, size);
-            let (part, by) = match is_ordinary(prompt) {
-                true => (1.0, OverStall::ForOrdinary),
-                false => (self.ordinary.left(), OverStall::ForLong),
+            let (needed_s, by) = match is_ordinary(prompt) {
+                true => {
+                    let step_s = self.chunk_time_s(size, middle_of(prompt));
+                    (num_steps * step_s, OverStall::ForOrdinary)
+                }
+                false => (sum_s / self.ordinary.left(), OverStall::ForLong),
             };
-            let share = sum_s / (part * self.time_left_s(prompt));
+            let share = needed_s / self.time_left_s(prompt);
             if share > most {
                 (most, who) = (share, Some(by));
             }
@@ -860,6 +878,10 @@ impl Chosen {
         let knobs = base.clone();
         Self { mode, knobs, share: 1.0, over_stall: None, is_for_long: false, admits: false }
     }
+}
+
+fn tune(name: &str, default: f64) -> f64 {
+    std::env::var(name).map_or(default, |it| it.parse().unwrap_or(default))
 }
 
 fn is_ordinary(prompt: &Prompt) -> bool {
