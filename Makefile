@@ -371,7 +371,7 @@ $(CARGO_FUZZ) $(CARGO_DENY) $(CARGO_MUTANTS): | rust-toolchain
 	cargo install --locked --quiet --debug --root $(patsubst %/bin/,%,$(dir $@)) $(notdir $(patsubst %/bin/,%,$(dir $@)))
 
 # Rust is linted with all that tests switch on, then as users get it, and then for loom.
-LINTED := $(TEST_POINTS),sparksched-python/test-points,sparksched-fuzz/targets
+LINTED := $(TEST_POINTS),sparksched-fuzz/targets
 # What another release's lints or formatter find is shown, and fails nowhere: each has its own.
 LINTS_OF := 1.95
 ARE_OURS = $(filter $(LINTS_OF).%,$(word 2,$(shell rustc --version)))
