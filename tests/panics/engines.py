@@ -30,7 +30,6 @@ def prepare_engine(extension: Path, entry: str | None = None) -> None:
     EngineCoreProc.answer_later = answer_later
     EngineCoreProc.wake_from_thread = wake_from_thread
     EngineCoreProc.change = change
-    EngineCoreProc.differ = differ
     EngineCoreProc.fork = fork
     if entry is not None:
         arm(entry)
@@ -85,14 +84,6 @@ def change(engine: EngineCoreProc, path: str, value: Any) -> None:
     """Set an attribute of the engine, or of what it has: a utility method."""
     *owners, name = path.split(".")
     setattr(functools.reduce(getattr, owners, engine), name, value)
-
-
-def differ(engine: EngineCoreProc) -> None:
-    """Let a verified scheduler decide something else than vLLM's from now on: a utility method."""
-    from sparksched.scheduler import SparkScheduler
-    from vllm.v1.core.sched.interface import PauseState
-
-    SparkScheduler.set_pause_state(engine.scheduler, PauseState.PAUSED_ALL)
 
 
 def fork(_engine: EngineCoreProc) -> int:

@@ -140,12 +140,10 @@ METERS_CALLS: dict[str, Callable[[Any], object]] = {
     "fileno": lambda meters: meters.fileno(),
     "time_steps": lambda meters: meters.time_steps(build_core()),
     "count_queue_timeouts": lambda meters: meters.count_queue_timeouts(1),
-    "end_steps": lambda meters: meters.end_steps(),
 }
 READER_CALLS: dict[str, Callable[[Any], object]] = {
     "__new__": lambda reader: meter_reader(_core.EngineMeters(1)),
     "steps": lambda reader: reader.steps(),
-    "steps_have_ended": lambda reader: reader.steps_have_ended(),
     "rings": lambda reader: reader.rings(),
 }
 OTHER_CALLS: dict[str, Callable[[], object]] = {

@@ -26,7 +26,6 @@ STARTING = ["ClientRings.__new__", "ClientRings.ring_bytes", "ClientRings.fileno
 
 WATCHING = [
     "MeterReader.steps",
-    "MeterReader.steps_have_ended",
     "MeterReader.rings",
     "meter_bounds_s",
 ]

@@ -213,7 +213,6 @@ CASES = [
     ),
     Case("SchedulerCore.request_counts", calling("change", "publish_dp_lb_stats", True)),
     Case("SchedulerCore.kv_cache_usage", calling("change", "publish_dp_lb_stats", True)),
-    Case("EngineMeters.end_steps", calling("differ"), variables={"SPARKSCHED_VERIFY": "vllm"}),
     # The loop, because a request has waited for too long.
     Case("SchedulerCore.take_expired", another_request, settings=FULL, variables=HURRIED),
     Case("EngineMeters.count_queue_timeouts", another_request, settings=FULL, variables=HURRIED),
