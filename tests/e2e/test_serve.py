@@ -161,7 +161,8 @@ def run_server(
         model_dir,
         log_dir / "serve.log",
         scheduler=scheduler,
-        is_preloaded=True,
+        # One in which each process imports vLLM and loads the plugin by itself, as with users.
+        is_preloaded=scheduler is None or environment is not None,
         arguments=arguments,
         environment=environment,
     ) as server:
