@@ -131,6 +131,29 @@ def test_each_module_says_what_it_is(crate: Path) -> None:
         assert source.read_text().startswith("//! "), source
 
 
+def known_by_module(crate: Path) -> dict[str, set[str]]:
+    """Return which modules of a crate each of its modules names; a folder is one module."""
+    graph: dict[str, set[str]] = {}
+    for source in rust_sources(crate / "src"):
+        module = source.relative_to(crate / "src").parts[0].removesuffix(".rs")
+        code = re.sub("//.*", "", source.read_text())
+        named = set(re.findall(r"\bcrate::([a-z]\w*)", code)) - {module}
+        graph[module] = graph.get(module, set()) | named
+    return graph
+
+
+@pytest.mark.parametrize(
+    "crate", [CORE, EXTENSION, METERS, RING, SHM, WIRE, ZMTP], ids=lambda it: it.name
+)
+def test_no_module_of_a_crate_knows_itself_by_way_of_others(crate: Path) -> None:
+    TopologicalSorter(known_by_module(crate)).prepare()
+
+
+def test_only_what_looks_at_the_scheduler_knows_it() -> None:
+    graph = known_by_module(CORE)
+    assert {it for it in graph if "scheduler" in graph[it]} == {"pacing", "queue_watch"}
+
+
 def modules(package: Path = PACKAGE) -> dict[str, Path]:
     """Return a package's modules, by their names below it."""
     found = {}

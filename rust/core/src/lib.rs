@@ -8,8 +8,8 @@
 //! express; everything else is refused before this crate is reached. What the releases decide
 //! differently is in [`config::Behaviors`].
 //!
-//! Where to read first: `scheduler/policy.rs`, in the order of vLLM's own `schedule()`. The modules
-//! beside [`scheduler`] don't know it, nor each other in a circle.
+//! Where to read first: `scheduler/policy.rs`, in the order of vLLM's own `schedule()`. No modules
+//! know each other in a circle; only [`pacing`] and [`queue_watch`] know [`scheduler`].
 #![forbid(unsafe_code)]
 
 pub mod block_hash;
@@ -36,7 +36,7 @@ pub use block_hash::{BlockHash, BlockHasher, ExtraKeys, HashAlgorithm};
 pub use block_pool::BlockPool;
 pub use config::{
     Behaviors, ConfigError, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics,
-    SchedulerConfig, Speculation, StateConfig, StateMode,
+    SchedulerConfig, Speculation, StateConfig, StateMode, StepKnobs,
 };
 pub use hooks::{ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn};
 pub use ids::{BlockId, GroupId, RequestIndex};
@@ -52,6 +52,6 @@ pub use scheduler::{
     RequestOutput, ScheduledOutput, Scheduler, StepLoad,
 };
 pub use stats::{PrefixCacheStats, RequestSpecStats, SchedulerStats, SpecDecodingStats};
-pub use step::{Admission, ScheduledRequest, Step, StepKnobs};
+pub use step::{Admission, ScheduledRequest, Step};
 pub use stop::{RepetitionDetection, StopConditions, StopReason};
 pub use wait_reason::{WaitCounts, WaitReason};

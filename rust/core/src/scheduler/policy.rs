@@ -9,13 +9,13 @@
 
 use super::transfers::Hit;
 use super::{PauseState, Scheduler};
-use crate::config::Policy;
+use crate::config::{Policy, StepKnobs};
 use crate::hooks::{ExternalAllocation, GrammarState, Hooks};
 use crate::ids::RequestIndex;
 use crate::kv_cache_manager::AdmissionTerms;
 use crate::request::{EventKind, FetchStage, PrefillStats, Request, RequestStatus};
 use crate::state_group::Sequence;
-use crate::step::{Admission, ScheduledRequest, Step, StepKnobs, UNKNOWN_DRAFT};
+use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
 use crate::wait_reason::WaitReason;
 
 /// What is left of a step's allowance.

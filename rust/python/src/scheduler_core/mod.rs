@@ -19,13 +19,13 @@ use crate::aux_outputs::AuxOutputs;
 use crate::block_observer::BlockObserver;
 use crate::client_outputs::OutputWriter;
 use crate::config::scheduler_config;
+use crate::convert::ExtraKeysReader;
 use crate::convert::{
     self, EncoderStep, OtherStats, RequestView, SchedulerOutputBuilder, StepExtras,
 };
 use crate::encoder_transfer::EncoderTransfer;
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
-use crate::hasher::ExtraKeysReader;
 use crate::hooks::{Callbacks, PyHooks};
 use crate::kv_transfer::KvTransfer;
 use crate::pacing::Pacer;
