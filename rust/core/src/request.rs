@@ -274,7 +274,8 @@ pub struct Request {
     pub(crate) reports_cached_blocks: bool,
     /// What it waits for besides its turn, or was skipped for.
     pub(crate) deferred_by: Option<WaitReason>,
-    /// Until when it has to be scheduled for the first time, in seconds of the scheduler's clock.
+    /// Until when it has to be scheduled for the first time, in seconds of the scheduler's clock;
+    /// infinity if that is settled.
     pub(crate) queue_deadline: f64,
 }
 

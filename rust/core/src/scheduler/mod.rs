@@ -14,6 +14,8 @@ mod transfers;
 mod update;
 mod waits;
 
+use std::collections::BTreeSet;
+
 use crate::config::{ConfigError, RequestSpecMetrics, SchedulerConfig};
 use crate::hooks::Hooks;
 use crate::ids::RequestIndex;
@@ -65,8 +67,9 @@ pub struct Scheduler {
     deferred: WaitCounts,
     /// Why the last step admitted nobody more; `None` if nobody was left.
     held_up_by: Option<WaitReason>,
-    /// No request's time in the queue is up before that.
-    next_queue_deadline: f64,
+    /// Requests that have to be scheduled by a time, and haven't been. A time is given by its bits,
+    /// which sort as times from 0 on do.
+    queue_deadlines: BTreeSet<(u64, RequestIndex)>,
     /// Finished requests that stay until their blocks are filled or sent.
     num_kept: usize,
     /// Waiting requests that this step has skipped, out of their queues until it is decided.
@@ -108,7 +111,7 @@ impl Scheduler {
             num_waiting_for_input: 0,
             deferred: WaitCounts::default(),
             held_up_by: None,
-            next_queue_deadline: f64::INFINITY,
+            queue_deadlines: BTreeSet::new(),
             num_kept: 0,
             skipped: Vec::new(),
             pause_state: PauseState::default(),
@@ -279,11 +282,11 @@ impl Scheduler {
         if indices.is_empty() {
             return;
         }
-        let slots = &mut self.slots;
         for &index in indices {
-            if let Some(reason) = slots[index].deferred_by.take() {
+            if let Some(reason) = self.slots[index].deferred_by.take() {
                 self.deferred.remove(reason);
             }
+            self.drop_queue_deadline(index);
         }
         // Each is in one of them.
         self.waiting.remove_all(indices, &self.slots);
@@ -443,5 +446,10 @@ impl Scheduler {
         let mut deferred = WaitCounts::default();
         waiting.iter().filter_map(|it| it.deferred_by).for_each(|reason| deferred.add(reason));
         assert_eq!(deferred, self.deferred, "deferred requests are miscounted");
+        for &(bits, index) in &self.queue_deadlines {
+            let deadline = self.request(index).queue_deadline;
+            assert_eq!(deadline.to_bits(), bits, "a time to be scheduled by is not the request's");
+            assert!(waiting.iter().any(|it| it.index() == index), "a request waits no more");
+        }
     }
 }
