@@ -125,6 +125,7 @@ bench-serve: build ## measure real servers under load: make bench-serve [MODEL=t
 
 .PHONY: tables
 tables: env ## write the tables and pictures of the pages anew, from bench/results
+	$(BIN)/python -m tools.pages
 	$(BIN)/python -m bench.report
 
 # --- Checks ------------------------------------------------------------------------------
