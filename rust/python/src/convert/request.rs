@@ -4,7 +4,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
-use sparksched_core::{NewRequest, RepetitionDetection, SessionInput, StopConditions};
+use sparksched_core::{NewRequest, OrderHints, RepetitionDetection, SessionInput, StopConditions};
 
 use super::{block_hashes, token_ids};
 use crate::hasher::{self, ExtraKeysReader, Prompt};
@@ -13,6 +13,7 @@ use crate::hasher::{self, ExtraKeysReader, Prompt};
 pub(crate) fn new_request(
     request: &Bound<'_, PyAny>,
     extra_keys: &ExtraKeysReader,
+    order_hints: OrderHints,
 ) -> PyResult<NewRequest> {
     let py = request.py();
     let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
@@ -42,6 +43,7 @@ pub(crate) fn new_request(
         is_session: request.getattr(intern!(py, "resumable"))?.is_truthy()?,
         has_encoder_inputs: request.getattr(intern!(py, "mm_features"))?.is_truthy()?,
         expects_remote_prefill: expects_remote_prefill(request)?,
+        order_hints,
     })
 }
 
