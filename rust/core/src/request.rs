@@ -369,6 +369,12 @@ impl Request {
         self.tokens.len()
     }
 
+    /// Smaller is more urgent.
+    #[must_use]
+    pub fn priority(&self) -> i128 {
+        self.priority
+    }
+
     /// Tokens of the prompt.
     #[must_use]
     pub fn num_prompt_tokens(&self) -> usize {
