@@ -238,10 +238,6 @@ conformance: build ## run vLLM's own scheduler tests on sparksched
 conformance-other: build ## the same with the release that is not installed
 	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance $(ARGS)
 
-.PHONY: panics
-panics: build ## make each function of the extension panic, in engines and front ends
-	$(BIN)/pytest tests/panics
-
 .PHONY: exhaustion
 exhaustion: build ## run out of descriptors, memory and threads, at the start and later
 	$(BIN)/pytest tests/transport/test_exhaustion.py

@@ -119,6 +119,14 @@ def test_unsafe_code_is_listed_file_by_file() -> None:
     assert {file: int(count) for file, count in listed} == {k: v for k, v in found.items() if v}
 
 
+def test_what_python_can_call_is_guarded() -> None:
+    text = "\n".join(it.read_text() for it in rust_sources(EXTENSION / "src"))
+    guarded = r"^#\[entry_points(?:\(\w+\))?\]\n"
+    callable_by_python = r"#\[py(?:methods|function)\]$"
+    num_guarded = len(re.findall(guarded + callable_by_python, text, re.M))
+    assert num_guarded == len(re.findall(f"^{callable_by_python}", text, re.M)) > 10
+
+
 def test_only_convert_names_vllms_modules() -> None:
     for source in rust_sources(EXTENSION / "src"):
         if "convert" not in source.parts:
@@ -129,6 +137,29 @@ def test_only_convert_names_vllms_modules() -> None:
 def test_each_module_says_what_it_is(crate: Path) -> None:
     for source in rust_sources(crate / "src"):
         assert source.read_text().startswith("//! "), source
+
+
+def known_by_module(crate: Path) -> dict[str, set[str]]:
+    """Return which modules of a crate each of its modules names; a folder is one module."""
+    graph: dict[str, set[str]] = {}
+    for source in rust_sources(crate / "src"):
+        module = source.relative_to(crate / "src").parts[0].removesuffix(".rs")
+        code = re.sub("//.*", "", source.read_text())
+        named = set(re.findall(r"\bcrate::([a-z]\w*)", code)) - {module}
+        graph[module] = graph.get(module, set()) | named
+    return graph
+
+
+@pytest.mark.parametrize(
+    "crate", [CORE, EXTENSION, METERS, RING, SHM, WIRE, ZMTP], ids=lambda it: it.name
+)
+def test_no_module_of_a_crate_knows_itself_by_way_of_others(crate: Path) -> None:
+    TopologicalSorter(known_by_module(crate)).prepare()
+
+
+def test_only_what_looks_at_the_scheduler_knows_it() -> None:
+    graph = known_by_module(CORE)
+    assert {it for it in graph if "scheduler" in graph[it]} == {"pacing", "queue_watch"}
 
 
 def modules(package: Path = PACKAGE) -> dict[str, Path]:
