@@ -442,20 +442,20 @@ RECORDED_ENGINE: Final = Group(
     functions=(
         Seam(
             f"{_CORE}:EngineCoreProc.run_busy_loop",
-            "sparksched.trace.record.engine_end:_completing_the_recording",
+            "sparksched.record.engine_end:_completing_the_recording",
             "the recording is complete when the loop has ended: from then on a signal may end the "
             "process at any moment",
         ),
         Seam(
             f"{_CORE}:DPEngineCoreProc.run_busy_loop",
-            "sparksched.trace.record.engine_end:_completing_the_recording",
+            "sparksched.record.engine_end:_completing_the_recording",
             "the same",
         ),
     ),
     values=(
         Seam(
             "vllm.v1.structured_output:StructuredOutputManager",
-            "sparksched.trace.record.attach:record",
+            "sparksched.record.recorder:record",
             "methods of one engine's manager, and of its scheduler, are wrapped",
         ),
     ),
@@ -471,7 +471,7 @@ RECORDED_SERVER: Final = Group(
     functions=(
         Seam(
             "vllm.v1.engine.utils:get_engine_process_shutdown_timeout",
-            "sparksched.trace.record.engine_end:_giving_time",
+            "sparksched.record.engine_end:_giving_time",
             "with `--shutdown-timeout 0`, vLLM's default, an API server waits up to three seconds "
             "for its engines before it kills them",
         ),

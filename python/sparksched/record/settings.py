@@ -3,49 +3,22 @@
 import dataclasses
 import enum
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, get_args
 
 from sparksched import __version__
 from sparksched.compat import releases
-from sparksched.trace.events import Group, Settings, Speculation
+from sparksched.compat.pacing import max_graph_tokens
+from sparksched.record.events import (
+    Group,
+    SchedulerSettings,
+    Settings,
+    Speculation,
+    SpeculationAnswers,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
-GROUP_KINDS: Final = (
-    "FullAttentionSpec",
-    "HiddenStateCacheSpec",
-    "MLAAttentionSpec",
-    "ChunkedLocalAttentionSpec",
-    "CircularBufferSpec",
-    "SlidingWindowSpec",
-    "SlidingWindowMLASpec",
-)
-
-SCHEDULER_SETTINGS: Final = (
-    "async_scheduling",
-    "enable_chunked_prefill",
-    "long_prefill_token_threshold",
-    "long_prefill_token_threshold_adaptive",
-    "max_num_active_seqs",
-    "max_num_batched_tokens",
-    "max_num_scheduled_tokens",
-    "max_num_seqs",
-    "policy",
-    "prefill_schedule_interval",
-    "scheduler_reserve_full_isl",
-    "watermark",
-)
-
-SPECULATION_ANSWERS: Final = (
-    "use_dflash",
-    "use_dspark",
-    "use_eagle",
-    "use_eagle_block_drop",
-    "use_multi_module_mtp",
-    "uses_draft_model",
-)
 
 
 class UnrecordableError(ValueError):
@@ -71,6 +44,7 @@ def settings_of(
     parallel = vllm_config.parallel_config
     caching = vllm_config.cache_config
     lora = vllm_config.lora_config
+    config = vllm_config.scheduler_config
     return Settings(
         sparksched=__version__,
         vllm=releases.installed(),
@@ -83,9 +57,9 @@ def settings_of(
         num_blocks=kv_cache_config.num_blocks,
         retention_interval=kv_cache_config.prefix_cache_retention_interval,
         groups=[_group(group) for group in kv_cache_config.kv_cache_groups],
-        scheduler_config={
-            name: getattr(vllm_config.scheduler_config, name) for name in SCHEDULER_SETTINGS
-        },
+        scheduler_config=SchedulerSettings(
+            **{name: getattr(config, name) for name in SchedulerSettings.__struct_fields__}
+        ),
         enable_prefix_caching=bool(caching.enable_prefix_caching),
         hash_algorithm=caching.prefix_caching_hash_algo,
         max_model_len=model.max_model_len,
@@ -95,6 +69,7 @@ def settings_of(
         data_parallel_size=parallel.data_parallel_size,
         use_v2_model_runner=bool(vllm_config.use_v2_model_runner),
         max_loras=None if lora is None else lora.max_loras,
+        max_graph_tokens=max_graph_tokens(vllm_config),
         speculation=_speculation(vllm_config),
     )
 
@@ -116,7 +91,7 @@ def _refuse_unrecordable(vllm_config: "VllmConfig", kv_cache_config: "KVCacheCon
             raise UnrecordableError(f"{feature} takes part in scheduling")
     for group in kv_cache_config.kv_cache_groups:
         kind = type(group.kv_cache_spec).__name__
-        if kind not in GROUP_KINDS:
+        if kind not in get_args(Group.__annotations__["kind"]):
             raise UnrecordableError(f"a KV cache of the kind {kind} is scheduled in its own way")
 
 
@@ -131,7 +106,7 @@ def _group(group: "KVCacheGroupSpec") -> Group:
             fields[field.name] = value
         elif field.name == "dtype":
             fields[field.name] = str(value).removeprefix("torch.")
-    return Group(type(spec).__name__, fields, bool(group.is_eagle_group))
+    return Group(type(spec).__name__, fields, bool(group.is_eagle_group))  # type: ignore[arg-type]
 
 
 def _speculation(vllm_config: "VllmConfig") -> Speculation | None:
@@ -139,10 +114,11 @@ def _speculation(vllm_config: "VllmConfig") -> Speculation | None:
     if config is None:
         return None
     schedule = config.num_speculative_tokens_per_batch_size
+    names = SpeculationAnswers.__struct_fields__
     return Speculation(
         num_tokens=config.num_speculative_tokens,
         by_batch_size=None if not schedule else [tuple(entry) for entry in schedule],
-        answers={name: bool(getattr(config, name)()) for name in SPECULATION_ANSWERS},
+        answers=SpeculationAnswers(**{name: bool(getattr(config, name)()) for name in names}),
         max_num_new_slots=config.max_num_new_slots_for_drafting,
         fills_in=vllm_config.num_lookahead_tokens > vllm_config.num_speculative_tokens,
     )
