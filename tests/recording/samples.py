@@ -10,6 +10,7 @@ from sparksched.record.events import (
     VERSION,
     Arrive,
     Begin,
+    CacheConfig,
     Drafts,
     End,
     Event,
@@ -17,13 +18,15 @@ from sparksched.record.events import (
     Group,
     Grow,
     Knobs,
+    ModelConfig,
+    ParallelConfig,
     Pause,
     Ready,
     Reset,
-    SchedulerSettings,
+    SchedulerConfig,
     Settings,
-    Speculation,
-    SpeculationAnswers,
+    SpeculativeAnswers,
+    SpeculativeConfig,
     Step,
     Stop,
     Update,
@@ -45,6 +48,7 @@ _SCHEDULER: dict[str, Any] = {
     "max_num_seqs": 8,
     "policy": "fcfs",
     "prefill_schedule_interval": 1,
+    "runner_type": "generate",
     "scheduler_reserve_full_isl": False,
     "watermark": 0.0,
 }
@@ -59,31 +63,42 @@ _SETTINGS: dict[str, Any] = {
     "num_hash_lookahead_tokens": 0,
     "num_blocks": 64,
     "retention_interval": None,
-    "groups": [Group("FullAttentionSpec", dict(_GROUP), False)],
-    "enable_prefix_caching": True,
-    "hash_algorithm": "sha256",
-    "max_model_len": 64,
-    "runner_type": "generate",
+    "groups": [Group(kind="FullAttentionSpec", fields=dict(_GROUP), is_eagle_group=False)],
+    "parallel_config": ParallelConfig(pipeline_parallel_size=1, data_parallel_size=1),
+    "speculative_config": None,
+    "speculative_answers": None,
+    "fills_in": False,
     "uses_mrope": False,
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
     "use_v2_model_runner": False,
     "max_loras": None,
     "max_graph_tokens": 0,
-    "speculation": None,
 }
-_SPECULATION = Speculation(
-    num_tokens=2,
-    by_batch_size=[(1, 8, 2)],
-    answers=SpeculationAnswers(**dict.fromkeys(SpeculationAnswers.__struct_fields__, False)),
-    max_num_new_slots=0,
-    fills_in=False,
-)
+_SPECULATION: dict[str, Any] = {
+    "speculative_config": SpeculativeConfig(
+        num_speculative_tokens=2,
+        num_speculative_tokens_per_batch_size=[(1, 8, 2)],
+        max_num_new_slots_for_drafting=0,
+    ),
+    "speculative_answers": SpeculativeAnswers(
+        **dict.fromkeys(SpeculativeAnswers.__struct_fields__, False)
+    ),
+}
 
 
-def settings(scheduler: dict[str, Any] | None = None, **changed: Any) -> Settings:
-    config = SchedulerSettings(**(_SCHEDULER | (scheduler or {})))
-    return Settings(scheduler_config=config, **(_SETTINGS | changed))
+def settings(
+    scheduler: dict[str, Any] | None = None,
+    max_model_len: int = 64,
+    enable_prefix_caching: bool = True,
+    **changed: Any,
+) -> Settings:
+    parts = {
+        "scheduler_config": SchedulerConfig(**(_SCHEDULER | (scheduler or {}))),
+        "cache_config": CacheConfig(
+            enable_prefix_caching=enable_prefix_caching, prefix_caching_hash_algo="sha256"
+        ),
+        "model_config": ModelConfig(max_model_len=max_model_len, runner_type="generate"),
+    }
+    return Settings(**(_SETTINGS | parts | changed))
 
 
 def arrival(number: int, num_tokens: int, with_tokens: bool, **changed: Any) -> Arrive:
@@ -112,7 +127,7 @@ def every_event(with_tokens: bool) -> list[Event]:
         num_valid=[(1, 1)],
     )
     return [
-        Begin(VERSION, settings(has_tokens=with_tokens, speculation=_SPECULATION)),
+        Begin(VERSION, settings(has_tokens=with_tokens, **_SPECULATION)),
         arrival(0, 9, with_tokens),
         arrival(1, 5, with_tokens, has_grammar=True),
         Ready(1, True),

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from engine.harness import restored_vllm
 from sparksched import plugin
-from sparksched.record.events import End, Finish, Step
 from sparksched.record import write
+from sparksched.record.events import End, Finish, Step
 from sparksched.record.read import Trace
 from transport.clients import Reader, connected, endless_request, front_end, run_async
 from transport.conftest import config, model_directory

@@ -20,10 +20,10 @@ from engine.harness import (
 from sparksched.compat import configuration
 from sparksched.compat.patching import MARK
 from sparksched.compat.rule import Rule
-from sparksched.scheduler import SparkScheduler
+from sparksched.record import decisions
 from sparksched.record.events import Arrive, End, Ready, Step
 from sparksched.record.read import Trace
-from sparksched.record import decisions
+from sparksched.scheduler import SparkScheduler
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus

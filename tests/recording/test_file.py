@@ -67,7 +67,9 @@ def test_a_file_is_new_and_its_owner_s(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"SPARKTRC\2\0", b"PK\3\4 something else", gzip.compress(b"{}\n")]
+    "content",
+    [b"SPARKTRC\2\0", b"PK\3\4 something else", gzip.compress(b"{}\n", mtime=0)],
+    ids=["earlier", "other", "empty"],
 )
 def test_a_foreign_file(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "foreign"
@@ -89,15 +91,13 @@ def test_cut_off_anywhere(path: Path) -> None:
         path.write_bytes(content[:length])
         try:
             trace = Trace(path)
-        except TraceError as error:
-            assert str(error) == f"{path} is cut off behind line 0"
-            continue
-        found = list(trace.events())
+            found = list(trace.events())
+            missing = trace.missing
+        except TraceError as refused:
+            found, missing = [], str(refused)
         assert found == events[: len(found)]
-        assert trace.missing in (
-            f"{path} has no end",
-            f"{path} is cut off behind line {len(found) + 1}",
-        )
+        cut_off = [f"{path} is cut off behind line {number}" for number in (0, len(found) + 1)]
+        assert missing in (f"{path} has no end", *cut_off)
         num_found.append(len(found))
     assert num_found == sorted(num_found)
     # Some within a piece, too.
@@ -141,7 +141,7 @@ def test_damage_by_chance(tmp_path: Path) -> None:
         for with_tokens in (False, True)
     ]
     path = tmp_path / "damaged"
-    num_read = 0
+    refusals = []
     for seed in range(NUM_DAMAGED):
         rng = random.Random(seed)
         content = bytearray(rng.choice(originals))
@@ -154,10 +154,10 @@ def test_damage_by_chance(tmp_path: Path) -> None:
         path.write_bytes(content if is_packed else gzip.compress(content, 1))
         try:
             step_time(Load(str(path), partial=True))
-            num_read += 1
-        except TraceError as error:
-            assert str(path) in str(error)
-    assert 0.05 < num_read / NUM_DAMAGED < 0.7
+        except TraceError as refused:
+            refusals.append(str(refused))
+    assert 0.3 < len(refusals) / NUM_DAMAGED < 0.95
+    assert all(str(path) in refusal for refusal in refusals)
 
 
 def test_each_engine_has_a_file_of_its_own() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from engine.conftest import warnings_of_sparksched
 from engine.harness import restored_replacements
-from sparksched.record.build import RequestBuilder, build_player
+from sparksched.record import load
+from sparksched.record.build import RequestBuilder, build_scheduler
 from sparksched.record.decisions import decision_of
 from sparksched.record.events import (
     Arrive,
@@ -27,10 +28,11 @@ from sparksched.record.events import (
     Stop,
     Update,
 )
-from sparksched.record.load import Load
+from sparksched.record.keys import StandIns
 from sparksched.record.make_events import EventMaker
 from sparksched.record.recorder import Recorder, record
 from sparksched.record.settings import UnrecordableError
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
@@ -38,26 +40,31 @@ from vllm.v1.request import RequestStatus
 from testkit.worlds.draw import draw_configuration
 from testkit.worlds.world import build_world, vllm_environment
 
-from .samples import BLOCK_SIZE, ENDED, arrival, every_event, settings, write
+from .samples import BLOCK_SIZE, ENDED, arrival, settings
 from .scenarios import events, record_scenario, replayed
 
 __all__ = ["warnings_of_sparksched"]
 
 
+def attached(path: Path, scheduler: Any) -> Recorder:
+    config = scheduler.vllm_config, scheduler.kv_cache_config
+    recorder = Recorder(path, *config, BLOCK_SIZE)
+    recorder.attach(scheduler)
+    return recorder
+
+
 def recorded_scheduler(path: Path) -> tuple[Any, Recorder]:
     """Return vLLM's scheduler with a recorder."""
-    scheduler = build_player("vllm", settings()).scheduler
-    recorder = Recorder(path, scheduler.vllm_config, scheduler.kv_cache_config, BLOCK_SIZE)
-    recorder.attach(scheduler)
-    return scheduler, recorder
+    scheduler = build_scheduler("vllm", settings())
+    return scheduler, attached(path, scheduler)
 
 
-def request(folder: Path, number: int = 0, num_tokens: int = 9, **changed: Any) -> Any:
-    events = every_event(False)
-    arrivals = [arrival(it, num_tokens, False, **changed) for it in range(number + 1)]
-    events[1:-1] = arrivals
-    path = write(folder / f"request {number} {num_tokens}", events)
-    return RequestBuilder(settings(), Load(str(path))).build(number)
+def request(number: int = 0, num_tokens: int = 9, **changed: Any) -> Any:
+    coming = arrival(number, num_tokens, False, **changed)
+    tokens = StandIns(number, coming.keys, (BLOCK_SIZE,))
+    recorded = {number: load.Request(coming, False, bytearray(coming.keys))}
+    its_load: Any = SimpleNamespace(requests=recorded, tokens=lambda _: tokens)
+    return RequestBuilder(settings(), its_load).build(number)
 
 
 def serve(scheduler: Any, served: Any) -> None:
@@ -71,46 +78,44 @@ def serve(scheduler: Any, served: Any) -> None:
         scheduler.update_from_output(step, ModelRunnerOutput(ids, rows, tokens))
 
 
-def test_a_grammar_that_is_compiled_in_the_middle_of_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [None, ValueError("no grammar")], ids=["compiled", "failed"])
+def test_a_grammar_that_is_compiled_in_the_middle_of_a_step(
+    error: ValueError | None, tmp_path: Path
+) -> None:
     """Scheduler and recorder see it from the same step on, or its failure."""
-    for error in (None, ValueError("no grammar")):
-        path = tmp_path / f"trace {error}"
-        scheduler = build_player("vllm", settings()).scheduler
-        compiling: Future[object] = Future()
-        schedule = scheduler.schedule
+    path = tmp_path / "trace"
+    scheduler = build_scheduler("vllm", settings())
+    compiling: Future[object] = Future()
+    schedule = scheduler.schedule
 
-        def schedule_while_it_is_compiled(throttle_prefills: bool = False) -> Any:
-            if not compiling.done() and error is None:
-                compiling.set_result(object())
-            elif not compiling.done():
-                compiling.set_exception(error)
-            return schedule(throttle_prefills)
+    def schedule_while_it_is_compiled(throttle_prefills: bool = False) -> Any:
+        if not compiling.done() and error is None:
+            compiling.set_result(object())
+        elif not compiling.done():
+            compiling.set_exception(error)
+        return schedule(throttle_prefills)
 
-        scheduler.schedule = schedule_while_it_is_compiled
-        recorder = Recorder(path, scheduler.vllm_config, scheduler.kv_cache_config, BLOCK_SIZE)
-        recorder.attach(scheduler)
-        structured = request(tmp_path / ".", has_grammar=True, max_tokens=10 + bool(error))
-        structured.structured_output_request.grammar = compiling
-        scheduler.add_request(structured)
-        sizes = [len(scheduler.schedule().num_scheduled_tokens) for _ in range(2)]
-        scheduler.shutdown()
-        assert sizes == [0, int(error is None)]
-        kinds = [type(event) for event in events(path)]
-        assert kinds == [Arrive, Step, Ready, Step, End]
-        assert replayed(path, "sparksched").mismatch is None
+    scheduler.schedule = schedule_while_it_is_compiled
+    attached(path, scheduler)
+    structured = request(has_grammar=True)
+    structured.structured_output_request.grammar = compiling
+    scheduler.add_request(structured)
+    sizes = [len(scheduler.schedule().num_scheduled_tokens) for _ in range(2)]
+    scheduler.shutdown()
+    assert sizes == [0, int(error is None)]
+    assert [type(event) for event in events(path)] == [Arrive, Step, Ready, Step, End]
+    assert replayed(path, "sparksched").mismatch is None
 
 
 def test_drafts_that_the_model_runner_has_dropped(tmp_path: Path) -> None:
     """It may do so before drafts come for the rest of the step."""
-    scheduler = build_player("vllm", settings()).scheduler
+    scheduler = build_scheduler("vllm", settings())
     step = SchedulerOutput.make_empty()
     scheduler.schedule = lambda _: step
     scheduler.update_draft_token_ids_in_output = scheduler.update_from_output = lambda *_: {}
-    config = scheduler.vllm_config, scheduler.kv_cache_config
-    recorder = Recorder(tmp_path / "trace", *config, BLOCK_SIZE)
-    recorder.attach(scheduler)
+    recorder = attached(tmp_path / "trace", scheduler)
     for number in range(2):
-        scheduler.add_request(request(tmp_path, number))
+        scheduler.add_request(request(number))
         step.num_scheduled_tokens[f"request-{number}"] = 2
         step.scheduled_spec_decode_tokens[f"request-{number}"] = [-1]
     scheduler.schedule()
@@ -129,9 +134,9 @@ def test_a_file_that_ends_behind_any_line(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("sparksched.record.write._PIECE_BYTES", 1)
     path = tmp_path / "trace"
     scheduler, _ = recorded_scheduler(path)
-    first = request(tmp_path, max_tokens=10)
+    first = request(max_tokens=10)
     serve(scheduler, first)
-    second = request(tmp_path, 1, 19, max_tokens=10)
+    second = request(1, 19, max_tokens=10)
     second.prompt_token_ids[:] = second._all_token_ids[:] = first.all_token_ids
     second.block_hashes.clear()
     second.update_block_hashes()
@@ -149,7 +154,7 @@ def test_a_file_that_ends_behind_any_line(tmp_path: Path, monkeypatch: pytest.Mo
 def test_nothing_is_left_of_a_recorder_that_was_closed(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     scheduler, recorder = recorded_scheduler(path)
-    scheduler.add_request(request(tmp_path))
+    scheduler.add_request(request())
     scheduler.schedule()
     recorder.close()
     assert "sparksched-recorder" not in {thread.name for thread in threading.enumerate()}
@@ -166,7 +171,7 @@ def test_a_scheduler_that_nobody_shuts_down(
 ) -> None:
     """Its recording ends when it is gone, or with the program that has it in its own process."""
     monkeypatch.setenv("SPARKSCHED_RECORD", str(tmp_path / "trace"))
-    scheduler = build_player("vllm", settings()).scheduler
+    scheduler = build_scheduler("vllm", settings())
     with restored_replacements():
         record(scheduler, scheduler.vllm_config, scheduler.kv_cache_config, BLOCK_SIZE)
     scheduler.schedule()
@@ -284,21 +289,19 @@ def test_the_end_of_an_engine_waits_once(
     assert [type(event) for event in events(tmp_path / "trace")] == [End]
 
 
-def pauses(scheduler: Any, _folder: Path) -> None:
-    scheduler.set_pause_state(0)
+def pauses(scheduler: Any) -> None:
+    scheduler.set_pause_state(PauseState.UNPAUSED)
 
 
-def long_prompts(scheduler: Any, folder: Path) -> None:
-    prompt = request(folder)
-    prompt.prompt_token_ids[:] = [1] * 20_000
-    scheduler.add_request(prompt)
+def long_prompts(scheduler: Any) -> None:
+    scheduler.add_request(request(num_tokens=20_000))
 
 
-def long_steps(scheduler: Any, _folder: Path) -> None:
-    scheduler.schedule(False, SimpleNamespace())
+def long_steps(scheduler: Any) -> None:
+    scheduler.schedule()
 
 
-def long_drafts(scheduler: Any, _folder: Path) -> None:
+def long_drafts(scheduler: Any) -> None:
     scheduler.update_draft_token_ids(DraftTokenIds(["request-0"], [[1] * 60_000]))
 
 
@@ -306,7 +309,7 @@ def long_drafts(scheduler: Any, _folder: Path) -> None:
     ("call", "most"), [(pauses, 600), (long_prompts, 8), (long_steps, 8), (long_drafts, 8)]
 )
 def test_more_than_the_disk_takes(
-    call: Callable[[Any, Path], None],
+    call: Callable[[Any], None],
     most: int,
     disk: SimpleNamespace,
     tmp_path: Path,
@@ -315,21 +318,19 @@ def test_more_than_the_disk_takes(
 ) -> None:
     """What waits for the disk is bounded, in bytes, and gone with the recording."""
     monkeypatch.setattr("sparksched.record.write._MAX_BACKLOG_BYTES", 1 << 20)
-    scheduler = build_player("vllm", settings()).scheduler
+    scheduler = build_scheduler("vllm", settings())
     step = SchedulerOutput.make_empty()
     step.num_scheduled_tokens = {f"request-{number}": 1 for number in range(20_000)}
     scheduler.schedule = lambda *_: step
     scheduler.add_request = lambda _: None
-    config = scheduler.vllm_config, scheduler.kv_cache_config
-    recorder = Recorder(tmp_path / "trace", *config, BLOCK_SIZE)
-    recorder.attach(scheduler)
+    recorder = attached(tmp_path / "trace", scheduler)
     disk.is_waited_for.wait()
     num_calls = 0
     while recorder.is_recording:
-        call(scheduler, tmp_path / f"{num_calls}")
+        call(scheduler)
         num_calls += 1
         assert num_calls <= most
-    call(scheduler, tmp_path / "last")
+    call(scheduler)
     assert not recorder._writer._notes
     reason = "the disk takes less than the engine gives"
     assert recorder.problem == reason

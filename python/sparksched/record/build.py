@@ -41,24 +41,12 @@ from sparksched.engine.scheduler import NativeScheduler
 from sparksched.record.events import Arrive, Group, Settings, TraceError
 from sparksched.record.load import Load
 
-SPARKSCHED: Final = "sparksched"
 STOCK: Final = "vllm"
-SCHEDULERS: Final = (SPARKSCHED, STOCK)
 
 _RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
 
 # No weights of it are ever loaded: schedulers ask a model for little, and that is replaced.
-_MODEL: Final = {
-    "architectures": ["OPTForCausalLM"],
-    "model_type": "opt",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "word_embed_proj_dim": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "ffn_dim": 128,
-    "max_position_embeddings": 2048,
-}
+_MODEL: Final = {"architectures": ["OPTForCausalLM"], "model_type": "opt"}
 
 
 class Grammars:
@@ -84,16 +72,7 @@ class Grammars:
         return token_ids[: self.num_valid.get(request.request_id, len(token_ids))]
 
 
-@dataclass(frozen=True)
-class Player:
-    """A scheduler that replays, and what it asks."""
-
-    name: str
-    scheduler: Any
-    grammars: Grammars
-
-
-def build_player(name: str, settings: Settings) -> Player:
+def build_scheduler(name: str, settings: Settings) -> Any:
     """Build a scheduler, `sparksched` or `vllm`, of recorded settings.
 
     Raises:
@@ -102,7 +81,7 @@ def build_player(name: str, settings: Settings) -> Player:
     """
     try:
         with _model_runner(settings.use_v2_model_runner):
-            return _build_player(name, settings)
+            return _build_scheduler(name, settings)
     except TraceError:
         raise
     except Exception as error:
@@ -110,11 +89,10 @@ def build_player(name: str, settings: Settings) -> Player:
         raise TraceError(f"no scheduler can be built of these settings: {error}") from error
 
 
-def _build_player(name: str, settings: Settings) -> Player:
-    vllm_config = _vllm_config(settings)
-    if settings.enable_prefix_caching:
-        init_none_hash(get_hash_fn_by_name(settings.hash_algorithm))
-    kv_cache_config = _kv_cache_config(settings)
+def _build_scheduler(name: str, settings: Settings) -> Any:
+    vllm_config, kv_cache_config = _vllm_config(settings), _kv_cache_config(settings)
+    if settings.cache_config.enable_prefix_caching:
+        init_none_hash(get_hash_fn_by_name(settings.cache_config.prefix_caching_hash_algo))
     scheduler_cls: type[Any] = NativeScheduler
     if name == STOCK:
         scheduler_cls = compat.stock_scheduler_cls(vllm_config)
@@ -125,16 +103,14 @@ def _build_player(name: str, settings: Settings) -> Player:
             f"sparksched doesn't schedule this configuration: {problem.feature} is not supported: "
             f"{problem.reason}; replay it by vllm alone"
         )
-    grammars = Grammars()
-    scheduler = scheduler_cls(
+    return scheduler_cls(
         vllm_config=vllm_config,
         kv_cache_config=kv_cache_config,
-        structured_output_manager=grammars,
+        structured_output_manager=Grammars(),
         block_size=settings.block_size,
         hash_block_size=settings.hash_block_size,
         log_stats=True,
     )
-    return Player(name, scheduler, grammars)
 
 
 @contextmanager
@@ -151,32 +127,13 @@ def _model_runner(is_second: bool) -> Iterator[None]:
 
 
 def _vllm_config(settings: Settings) -> VllmConfig:
-    scheduler_settings = msgspec.structs.asdict(settings.scheduler_config)
-    config = _config_of_platform(settings, scheduler_settings)
-    # The platform has adjusted what it was given.
-    for name, value in scheduler_settings.items():
-        setattr(config.scheduler_config, name, value)
-    config.scheduler_config.runner_type = settings.runner_type
-    config.cache_config.block_size = settings.hash_block_size
-    config.cache_config.num_gpu_blocks = settings.num_blocks
-    config.model_config.max_model_len = settings.max_model_len
-    config.model_config.runner_type = settings.runner_type
-    if settings.uses_mrope:
-        config.model_config.hf_config.rope_parameters = {"mrope_section": [1, 1, 1]}
-    config.parallel_config.pipeline_parallel_size = settings.pipeline_parallel_size
-    config.parallel_config.data_parallel_size = settings.data_parallel_size
-    compilation = config.compilation_config
-    compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    compilation.cudagraph_capture_sizes = [settings.max_graph_tokens]
-    if settings.max_loras is not None:
-        config.lora_config = LoRAConfig(max_loras=settings.max_loras)
-    config.speculative_config = _speculative_config(settings)
-    return config
-
-
-def _config_of_platform(settings: Settings, scheduler_settings: dict[str, Any]) -> VllmConfig:
+    parts = {
+        name: msgspec.structs.asdict(getattr(settings, name))
+        for name in ("scheduler_config", "cache_config", "model_config", "parallel_config")
+    }
+    max_model_len = settings.model_config.max_model_len
     with _model_runner(False):  # the other one wants a GPU here; schedulers ask when they are built
-        return VllmConfig(
+        config = VllmConfig(
             model_config=ModelConfig(
                 model=_model_folder().name,
                 skip_tokenizer_init=True,
@@ -184,17 +141,28 @@ def _config_of_platform(settings: Settings, scheduler_settings: dict[str, Any]) 
                 max_model_len=1024,
             ),
             cache_config=CacheConfig(
+                **parts["cache_config"],
                 block_size=settings.hash_block_size,
-                enable_prefix_caching=settings.enable_prefix_caching,
-                prefix_caching_hash_algo=settings.hash_algorithm,
                 prefix_cache_retention_interval=settings.retention_interval,
             ),
             scheduler_config=SchedulerConfig(
-                **scheduler_settings,
-                max_model_len=settings.max_model_len,
-                is_encoder_decoder=False,
+                **parts["scheduler_config"], max_model_len=max_model_len, is_encoder_decoder=False
             ),
         )
+    # The platform has adjusted what it was given.
+    for part, fields in parts.items():
+        for name, value in fields.items():
+            setattr(getattr(config, part), name, value)
+    config.cache_config.block_size = settings.hash_block_size
+    config.cache_config.num_gpu_blocks = settings.num_blocks
+    if settings.uses_mrope:
+        config.model_config.hf_config.rope_parameters = {"mrope_section": [1, 1, 1]}
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    config.compilation_config.cudagraph_capture_sizes = [settings.max_graph_tokens]
+    if settings.max_loras is not None:
+        config.lora_config = LoRAConfig(max_loras=settings.max_loras)
+    config.speculative_config = _speculative_config(settings)
+    return config
 
 
 @functools.cache
@@ -213,24 +181,19 @@ class _SpeculativeConfig:
 
 
 def _speculative_config(settings: Settings) -> Any:
-    speculation = settings.speculation
-    if speculation is None:
+    if settings.speculative_config is None or settings.speculative_answers is None:
         return None
-    answers = {
-        name: functools.partial(bool, answer)
-        for name, answer in msgspec.structs.asdict(speculation.answers).items()
-    }
-    drafter = SimpleNamespace(sample_from_anchor=not speculation.fills_in)
+    answers = msgspec.structs.asdict(settings.speculative_answers)
+    methods = {name: functools.partial(bool, answer) for name, answer in answers.items()}
+    drafter = SimpleNamespace(sample_from_anchor=not settings.fills_in)
     return _SpeculativeConfig(
-        num_speculative_tokens=speculation.num_tokens,
-        num_speculative_tokens_per_batch_size=speculation.by_batch_size,
-        max_num_new_slots_for_drafting=speculation.max_num_new_slots,
+        **msgspec.structs.asdict(settings.speculative_config),
+        **methods,
         disable_lookahead_block_hashes=settings.num_hash_lookahead_tokens == 0,
         draft_model_config=SimpleNamespace(hf_config=drafter),
         # vLLM 0.33.0 asks for these two to warn of a setting, of which the replay needs no warning.
-        needs_eagle_block_drop=answers["use_eagle_block_drop"],
+        needs_eagle_block_drop=methods["use_eagle_block_drop"],
         disable_eagle_block_drop=False,
-        **answers,
     )
 
 
@@ -253,18 +216,13 @@ def _spec(group: Group) -> Any:
         if field.name in group.fields:
             value: Any = group.fields[field.name]
             if field.name == "dtype":
-                value = _dtype(str(value))
+                value = getattr(torch, str(value), None)
+                if not isinstance(value, torch.dtype):
+                    raise TraceError(f"there is no data type {group.fields['dtype']!r}")
             elif isinstance(field.default, enum.Enum):
                 value = type(field.default)(value)
             arguments[field.name] = value
     return spec_cls(**arguments)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise TraceError(f"there is no data type {name!r}")
-    return dtype
 
 
 class RequestBuilder:
@@ -274,11 +232,11 @@ class RequestBuilder:
         self._has_tokens = settings.has_tokens
         self._load = load
         self._hasher = None
-        if settings.enable_prefix_caching:
+        if settings.cache_config.enable_prefix_caching:
             looks_ahead = hasattr(VllmConfig, "num_hash_lookahead_tokens")
             self._hasher = get_request_block_hasher(
                 settings.hash_block_size,
-                get_hash_fn_by_name(settings.hash_algorithm),
+                get_hash_fn_by_name(settings.cache_config.prefix_caching_hash_algo),
                 *((settings.num_hash_lookahead_tokens,) if looks_ahead else ()),
             )
 

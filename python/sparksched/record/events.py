@@ -41,7 +41,11 @@ class TraceError(ValueError):
 # ---- settings ----
 
 
-class Group(Struct, frozen=True, forbid_unknown_fields=True):
+class _Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields have the names that they have in vLLM's configuration."""
+
+
+class Group(_Settings, frozen=True, kw_only=True):
     """A KV cache group."""
 
     kind: Literal[
@@ -58,8 +62,8 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True):
     is_eagle_group: bool
 
 
-class SchedulerSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields of vLLM's `SchedulerConfig`."""
+class SchedulerConfig(_Settings, frozen=True, kw_only=True):
+    """Of vLLM's class of that name."""
 
     async_scheduling: bool
     enable_chunked_prefill: bool
@@ -71,11 +75,41 @@ class SchedulerSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     max_num_seqs: int
     policy: str
     prefill_schedule_interval: int
+    runner_type: str
     scheduler_reserve_full_isl: bool
     watermark: float
 
 
-class SpeculationAnswers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CacheConfig(_Settings, frozen=True, kw_only=True):
+    """The same."""
+
+    enable_prefix_caching: bool
+    prefix_caching_hash_algo: str
+
+
+class ModelConfig(_Settings, frozen=True, kw_only=True):
+    """The same."""
+
+    max_model_len: Size
+    runner_type: str
+
+
+class ParallelConfig(_Settings, frozen=True, kw_only=True):
+    """The same."""
+
+    pipeline_parallel_size: Annotated[int, Meta(ge=1, le=1 << 10)]
+    data_parallel_size: Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class SpeculativeConfig(_Settings, frozen=True, kw_only=True):
+    """The same: what schedulers ask it."""
+
+    num_speculative_tokens: RowLength
+    num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None
+    max_num_new_slots_for_drafting: int
+
+
+class SpeculativeAnswers(_Settings, frozen=True, kw_only=True):
     """What methods of vLLM's `SpeculativeConfig` return."""
 
     use_dflash: bool
@@ -86,18 +120,7 @@ class SpeculationAnswers(Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     uses_draft_model: bool
 
 
-class Speculation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What schedulers ask the configuration of speculative decoding."""
-
-    num_tokens: RowLength
-    by_batch_size: list[tuple[int, int, int]] | None
-    answers: SpeculationAnswers
-    max_num_new_slots: int
-    fills_in: bool
-    """Whether a drafter that reserves a slot more than it drafts does so for a bonus query."""
-
-
-class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Settings(_Settings, frozen=True, kw_only=True):
     """What a scheduler was built from, as far as it decides anything."""
 
     sparksched: str
@@ -113,19 +136,19 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     num_blocks: Size
     retention_interval: int | None
     groups: Annotated[list[Group], Meta(max_length=64)]
-    scheduler_config: SchedulerSettings
-    enable_prefix_caching: bool
-    hash_algorithm: str
-    max_model_len: Size
-    runner_type: str
+    scheduler_config: SchedulerConfig
+    cache_config: CacheConfig
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    speculative_config: SpeculativeConfig | None
+    speculative_answers: SpeculativeAnswers | None
+    fills_in: bool
+    """Whether a drafter that reserves a slot more than it drafts does so for a bonus query."""
     uses_mrope: bool
-    pipeline_parallel_size: Annotated[int, Meta(ge=1, le=1 << 10)]
-    data_parallel_size: Annotated[int, Meta(ge=1, le=1 << 16)]
     use_v2_model_runner: bool
     max_loras: int | None
     max_graph_tokens: Count
     """The most tokens of a step with prompts that ran as a CUDA graph; 0 without any."""
-    speculation: Speculation | None
 
 
 # ---- events ----

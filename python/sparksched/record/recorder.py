@@ -172,7 +172,7 @@ class Recorder:
         self._maker = EventMaker(
             lines.append,
             segment_sizes(settings.hash_block_size, settings.num_hash_lookahead_tokens),
-            has_keys=settings.enable_prefix_caching,
+            has_keys=settings.cache_config.enable_prefix_caching,
             has_tokens=with_tokens,
         )
         self._writer = BackgroundWriter(lines, self._now, self._maker.write_growth)

@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from sparksched.compat.pacing import StepKnobs, schedule_with
 from sparksched.engine.scheduler import NativeScheduler
-from sparksched.record.build import Player, RequestBuilder, build_player
+from sparksched.record.build import Grammars, RequestBuilder, build_scheduler
 from sparksched.record.decisions import Mismatch, first_mismatch
 from sparksched.record.events import (
     UNKNOWN,
@@ -59,8 +59,8 @@ class Replay:
         self.outcome = Outcome(name)
         self._load = load
         self._has_tokens = settings.has_tokens
-        self._player: Player = build_player(name, settings)
-        self._scheduler: Any = self._player.scheduler
+        self._scheduler: Any = build_scheduler(name, settings)
+        self._grammars: Grammars = self._scheduler.structured_output_manager
         self._builder = RequestBuilder(settings, load)
         self._num_arrivals = 0
         self._ids: list[str] = []
@@ -161,7 +161,7 @@ class Replay:
             return
         output, numbers = in_flight
         self._apply_changes(event, output)
-        self._player.grammars.rejected = {self._ids[number] for number in event.rejected}
+        self._grammars.rejected = {self._ids[number] for number in event.rejected}
         runner_output = self._runner_output(event, output, numbers)
         start = time.perf_counter()
         outputs = self._scheduler.update_from_output(output, runner_output)
@@ -221,7 +221,7 @@ class Replay:
             "a request that is not there" if number == UNKNOWN else self._ids[number]
             for number in event.numbers
         ]
-        self._player.grammars.num_valid = {self._ids[it]: count for it, count in event.num_valid}
+        self._grammars.num_valid = {self._ids[it]: count for it, count in event.num_valid}
         drafts = DraftTokenIds(ids, rows)
         if event.sequence is None:
             self._scheduler.update_draft_token_ids(drafts)

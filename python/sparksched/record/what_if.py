@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 
 from sparksched.compat.pacing import unpaceable
 from sparksched.environment import DEFAULT_MAX_STALL_MS, DEFAULT_PREFILL_SHARE, Pacing
-from sparksched.record.build import SPARKSCHED, Player, RequestBuilder, build_player
+from sparksched.record.build import STOCK, RequestBuilder, build_scheduler
 from sparksched.record.events import Settings, TraceError
 from sparksched.record.load import Load, is_chunk, step_time
 
@@ -116,11 +116,12 @@ class Simulation:
         self, scheduler: str, load: Load, settings: Settings, pacing: Pacing | None = None
     ) -> None:
         self.timeline = Timeline()
-        player = build_player(scheduler, settings)
-        self._scheduler: Any = player.scheduler
+        self._scheduler: Any = build_scheduler(scheduler, settings)
         self._is_paced = pacing is not None
         if pacing is not None:
-            _pace(player, pacing)
+            if scheduler == STOCK:
+                raise TraceError("only sparksched paces prompts: --scheduler sparksched")
+            _pace(self._scheduler, pacing)
         self._builder = RequestBuilder(settings, load)
         self._load = load
         self._step_time = step_time(load)
@@ -137,8 +138,9 @@ class Simulation:
         self._served: dict[str, _Served] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._is_async = settings.scheduler_config.async_scheduling
-        self._depth = settings.pipeline_parallel_size + self._is_async
-        self._num_drafts = settings.speculation.num_tokens if settings.speculation else 0
+        self._depth = settings.parallel_config.pipeline_parallel_size + self._is_async
+        speculative = settings.speculative_config
+        self._num_drafts = speculative.num_speculative_tokens if speculative else 0
         self._num_preemptions = self._queried = self._hits = 0
 
     def run(self) -> Timeline:
@@ -339,19 +341,11 @@ class _InFlight:
         return int(self.output.total_num_scheduled_tokens)
 
 
-def _pace(player: Player, pacing: Pacing) -> None:
-    """Have a scheduler pace prompts.
-
-    Raises:
-        TraceError: if it can't.
-
-    """
-    if player.name != SPARKSCHED:
-        raise TraceError("only sparksched paces prompts: --scheduler sparksched")
-    problem = unpaceable(player.scheduler.vllm_config)
+def _pace(scheduler: Any, pacing: Pacing) -> None:
+    problem = unpaceable(scheduler.vllm_config)
     if problem is not None:
         raise TraceError(f"long prompts can't be paced: {problem.feature}: {problem.reason}")
-    player.scheduler.pace(pacing)
+    scheduler.pace(pacing)
 
 
 def what_if(scheduler: str, load: Load, change: Change) -> tuple[Timeline, Timeline]:
