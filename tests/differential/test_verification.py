@@ -5,8 +5,6 @@ That there is no false alarm, `test_differential.py` shows.
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -49,13 +47,6 @@ UNSEEN = {
     "keeps_hashes_of_discarded_tokens",
 }
 SEEN = [(flaw, name) for flaw, name in FLAWS if name in VERIFIABLE and flaw.__name__ not in UNSEEN]
-
-
-@pytest.fixture(autouse=True)
-def reproducers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder for what is recorded of differences."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
 
 
 SEEN_IN_MESSAGES = [
