@@ -15,8 +15,7 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-from sparksched.trace.record.attach import attach
-from sparksched.trace.record.copy_calls import Recorder
+from sparksched.record.recorder import Recorder
 
 from bench.header import describe_run
 from bench.micro.loads import PLAIN
@@ -100,7 +99,7 @@ def _record(engine: Engine, path: Path, with_tokens: bool) -> Recorder:
         world.hash_block_size,
         with_tokens=with_tokens,
     )
-    attach(recorder, engine.scheduler)
+    recorder.attach(engine.scheduler)
     return recorder
 
 

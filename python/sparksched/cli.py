@@ -4,8 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sparksched.commands import metrics, replay
+from sparksched.commands import metrics
 from sparksched.commands.check import command as check
+from sparksched.commands.replay import command as replay
 from sparksched.commands.top import command as top
 
 

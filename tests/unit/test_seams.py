@@ -16,7 +16,7 @@ from sparksched import environment, plugin
 from sparksched.compat import fingerprints, patching, releases, seams, source
 from sparksched.compat.seams import Group, Moment, Seam
 from sparksched.engine import hooks
-from sparksched.trace.record import engine_end
+from sparksched.record import engine_end
 
 from tools.pages import MARK, with_seams
 

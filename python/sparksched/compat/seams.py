@@ -488,19 +488,19 @@ RECORDED_ENGINE: Final = Group(
     functions=(
         Seam(
             f"{_CORE}:EngineCoreProc.run_busy_loop",
-            "sparksched.trace.record.engine_end:_completing_the_recording",
+            "sparksched.record.engine_end:_completing_the_recording",
             "completes the recording when the loop ends, before a signal may end the process",
         ),
         Seam(
             f"{_CORE}:DPEngineCoreProc.run_busy_loop",
-            "sparksched.trace.record.engine_end:_completing_the_recording",
+            "sparksched.record.engine_end:_completing_the_recording",
             "the same",
         ),
     ),
     values=(
         Seam(
             "vllm.v1.structured_output:StructuredOutputManager",
-            "sparksched.trace.record.attach:record",
+            "sparksched.record.recorder:record",
             "wraps methods of one engine's manager and scheduler",
         ),
     ),
@@ -516,7 +516,7 @@ RECORDED_SERVER: Final = Group(
     functions=(
         Seam(
             "vllm.v1.engine.utils:get_engine_process_shutdown_timeout",
-            "sparksched.trace.record.engine_end:_giving_time",
+            "sparksched.record.engine_end:_giving_time",
             "with `--shutdown-timeout 0`, vLLM's default, waits up to three seconds for engines",
         ),
     ),

@@ -11,7 +11,7 @@ import secrets
 from array import array
 from collections.abc import Iterator
 
-from sparksched.trace.events import KEY_BYTES
+from sparksched.record.events import KEY_BYTES
 
 _MAX_TOKEN = 0x7FFF_FFFF
 

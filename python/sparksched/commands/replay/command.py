@@ -2,16 +2,16 @@
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
 import math
 import sys
-from collections.abc import Iterator
 from typing import Any, Final
 
 from sparksched.environment import MAX_STALL_BOUNDS_MS, PREFILL_SHARE_BOUNDS
-from sparksched.trace.events import TraceError
+from sparksched.record.events import TraceError
 
 DESCRIPTION: Final = """\
 Gives a scheduler what a recorded one was given (SPARKSCHED_RECORD), without a GPU and without the
@@ -36,9 +36,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--partial", action="store_true", help="replay what is whole of a file without its end"
     )
-    parser.add_argument("--max-num-seqs", type=_count, metavar="N", help="what if")
-    parser.add_argument("--num-gpu-blocks", type=_count, metavar="N", help="what if")
-    parser.add_argument("--max-num-batched-tokens", type=_count, metavar="N", help="what if")
+    for name in ("--max-num-seqs", "--num-gpu-blocks", "--max-num-batched-tokens"):
+        parser.add_argument(name, type=_count, metavar="N", help="what if")
     parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="what if")
     for name, metavar, bounds in (
         ("--max-stall-ms", "MS", MAX_STALL_BOUNDS_MS),
@@ -71,12 +70,17 @@ def _within(least: float, most: float, text: str) -> float:
 
 def run(parsed: argparse.Namespace) -> int:
     """Replay, show, and return the exit status."""
+    level = logging.root.manager.disable
+    # What schedulers say of their doings is old news here.
+    logging.disable(logging.CRITICAL)
     try:
-        with contextlib.redirect_stdout(sys.stderr), _quiet():
+        with contextlib.redirect_stdout(sys.stderr):
             answer = _answer(parsed)
     except (TraceError, OSError) as error:
         print(f"sparksched replay: {error}", file=sys.stderr)
         return 2
+    finally:
+        logging.disable(level)
     if parsed.json:
         print(json.dumps(answer.data(), indent=2))
     else:
@@ -85,42 +89,24 @@ def run(parsed: argparse.Namespace) -> int:
     return status
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Have nothing logged: what schedulers say of their doings is old news here."""
-    level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(level)
-
-
 def _answer(parsed: argparse.Namespace) -> Any:
     # vLLM takes seconds to import.
-    from sparksched.trace import show
-    from sparksched.trace.read import open_trace
-    from sparksched.trace.replay import replay
-    from sparksched.trace.what_if import Change, what_if
+    from sparksched.commands.replay import show
+    from sparksched.record.load import Load
+    from sparksched.record.replay import replay
+    from sparksched.record.what_if import Change, what_if
 
-    opened = open_trace(parsed.file, partial=parsed.partial)
-    if opened.trace.missing is not None:
-        print(f"sparksched replay: {opened.trace.missing}", file=sys.stderr)
-    change = Change(
-        parsed.max_num_seqs,
-        parsed.num_gpu_blocks,
-        parsed.max_num_batched_tokens,
-        parsed.scheduling_policy,
-        parsed.max_stall_ms,
-        parsed.prefill_share,
-    )
+    load = Load(parsed.file, partial=parsed.partial)
+    if load.trace.missing is not None:
+        print(f"sparksched replay: {load.trace.missing}", file=sys.stderr)
+    change = Change(**{it.name: getattr(parsed, it.name) for it in dataclasses.fields(Change)})
     if change == Change():
         names = ("sparksched", "vllm") if parsed.scheduler in (None, BOTH) else (parsed.scheduler,)
-        return show.Comparison(opened, replay(opened, names))
+        return show.Comparison(load, replay(load, names))
     if parsed.scheduler == BOTH:
         raise TraceError("what if is asked of one scheduler: --scheduler sparksched or vllm")
-    timelines = what_if(parsed.scheduler or "sparksched", opened, change)
-    answer = show.Alternatives(opened, change, *timelines)
+    timelines = what_if(parsed.scheduler or "sparksched", load, change)
+    answer = show.Alternatives(load, change, *timelines)
     if parsed.plot is not None:
         show.draw(answer, parsed.plot)
     return answer

@@ -3,49 +3,30 @@
 import dataclasses
 import enum
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+import msgspec
 
 from sparksched import __version__
 from sparksched.compat import releases
-from sparksched.trace.events import Group, Settings, Speculation
+from sparksched.compat.pacing import max_graph_tokens
+from sparksched.record.events import (
+    CacheConfig,
+    Group,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    Settings,
+    SpeculativeAnswers,
+    SpeculativeConfig,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-GROUP_KINDS: Final = (
-    "FullAttentionSpec",
-    "HiddenStateCacheSpec",
-    "MLAAttentionSpec",
-    "ChunkedLocalAttentionSpec",
-    "CircularBufferSpec",
-    "SlidingWindowSpec",
-    "SlidingWindowMLASpec",
-)
 
-SCHEDULER_SETTINGS: Final = (
-    "async_scheduling",
-    "enable_chunked_prefill",
-    "long_prefill_token_threshold",
-    "long_prefill_token_threshold_adaptive",
-    "max_num_active_seqs",
-    "max_num_batched_tokens",
-    "max_num_scheduled_tokens",
-    "max_num_seqs",
-    "policy",
-    "prefill_schedule_interval",
-    "scheduler_reserve_full_isl",
-    "watermark",
-)
-
-SPECULATION_ANSWERS: Final = (
-    "use_dflash",
-    "use_dspark",
-    "use_eagle",
-    "use_eagle_block_drop",
-    "use_multi_module_mtp",
-    "uses_draft_model",
-)
+_Part = TypeVar("_Part", bound=msgspec.Struct)
 
 
 class UnrecordableError(ValueError):
@@ -67,9 +48,8 @@ def settings_of(
 
     """
     _refuse_unrecordable(vllm_config, kv_cache_config)
-    model = vllm_config.model_config
-    parallel = vllm_config.parallel_config
-    caching = vllm_config.cache_config
+    speculative = vllm_config.speculative_config
+    is_speculating = speculative is not None
     lora = vllm_config.lora_config
     return Settings(
         sparksched=__version__,
@@ -83,20 +63,24 @@ def settings_of(
         num_blocks=kv_cache_config.num_blocks,
         retention_interval=kv_cache_config.prefix_cache_retention_interval,
         groups=[_group(group) for group in kv_cache_config.kv_cache_groups],
-        scheduler_config={
-            name: getattr(vllm_config.scheduler_config, name) for name in SCHEDULER_SETTINGS
-        },
-        enable_prefix_caching=bool(caching.enable_prefix_caching),
-        hash_algorithm=caching.prefix_caching_hash_algo,
-        max_model_len=model.max_model_len,
-        runner_type=model.runner_type,
-        uses_mrope=bool(model.uses_mrope),
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        data_parallel_size=parallel.data_parallel_size,
+        scheduler_config=_part_of(vllm_config.scheduler_config, SchedulerConfig),
+        cache_config=_part_of(vllm_config.cache_config, CacheConfig),
+        model_config=_part_of(vllm_config.model_config, ModelConfig),
+        parallel_config=_part_of(vllm_config.parallel_config, ParallelConfig),
+        speculative_config=_part_of(speculative, SpeculativeConfig) if is_speculating else None,
+        speculative_answers=_part_of(speculative, SpeculativeAnswers) if is_speculating else None,
+        fills_in=vllm_config.num_lookahead_tokens > vllm_config.num_speculative_tokens,
+        uses_mrope=bool(vllm_config.model_config.uses_mrope),
         use_v2_model_runner=bool(vllm_config.use_v2_model_runner),
         max_loras=None if lora is None else lora.max_loras,
-        speculation=_speculation(vllm_config),
+        max_graph_tokens=max_graph_tokens(vllm_config),
     )
+
+
+def _part_of(config: Any, part: type[_Part]) -> _Part:
+    """Return the fields of a configuration that are kept; the answers of its methods, too."""
+    values = {name: getattr(config, name) for name in part.__struct_fields__}
+    return part(**{name: it() if callable(it) else it for name, it in values.items()})
 
 
 def _refuse_unrecordable(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
@@ -116,7 +100,7 @@ def _refuse_unrecordable(vllm_config: "VllmConfig", kv_cache_config: "KVCacheCon
             raise UnrecordableError(f"{feature} takes part in scheduling")
     for group in kv_cache_config.kv_cache_groups:
         kind = type(group.kv_cache_spec).__name__
-        if kind not in GROUP_KINDS:
+        if kind not in get_args(Group.__annotations__["kind"]):
             raise UnrecordableError(f"a KV cache of the kind {kind} is scheduled in its own way")
 
 
@@ -131,18 +115,5 @@ def _group(group: "KVCacheGroupSpec") -> Group:
             fields[field.name] = value
         elif field.name == "dtype":
             fields[field.name] = str(value).removeprefix("torch.")
-    return Group(type(spec).__name__, fields, bool(group.is_eagle_group))
-
-
-def _speculation(vllm_config: "VllmConfig") -> Speculation | None:
-    config = vllm_config.speculative_config
-    if config is None:
-        return None
-    schedule = config.num_speculative_tokens_per_batch_size
-    return Speculation(
-        num_tokens=config.num_speculative_tokens,
-        by_batch_size=None if not schedule else [tuple(entry) for entry in schedule],
-        answers={name: bool(getattr(config, name)()) for name in SPECULATION_ANSWERS},
-        max_num_new_slots=config.max_num_new_slots_for_drafting,
-        fills_in=vllm_config.num_lookahead_tokens > vllm_config.num_speculative_tokens,
-    )
+    kind: Any = type(spec).__name__
+    return Group(kind=kind, fields=fields, is_eagle_group=bool(group.is_eagle_group))

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from vllm.config import (
     CacheConfig,
+    CUDAGraphMode,
     LoRAConfig,
     ModelConfig,
     SchedulerConfig,
@@ -37,27 +38,15 @@ from vllm.v1.request import Request
 
 from sparksched import compat
 from sparksched.engine.scheduler import NativeScheduler
-from sparksched.trace.events import Arrive, Group, Settings, Speculation, TraceError
-from sparksched.trace.read import History
+from sparksched.record.events import Arrive, Group, Settings, TraceError
+from sparksched.record.load import Load
 
-SPARKSCHED: Final = "sparksched"
 STOCK: Final = "vllm"
-SCHEDULERS: Final = (SPARKSCHED, STOCK)
 
 _RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
 
 # No weights of it are ever loaded: schedulers ask a model for little, and that is replaced.
-_MODEL: Final = {
-    "architectures": ["OPTForCausalLM"],
-    "model_type": "opt",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "word_embed_proj_dim": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "ffn_dim": 128,
-    "max_position_embeddings": 2048,
-}
+_MODEL: Final = {"architectures": ["OPTForCausalLM"], "model_type": "opt"}
 
 
 class Grammars:
@@ -83,16 +72,7 @@ class Grammars:
         return token_ids[: self.num_valid.get(request.request_id, len(token_ids))]
 
 
-@dataclass(frozen=True)
-class Player:
-    """A scheduler that replays, and what it asks."""
-
-    name: str
-    scheduler: Any
-    grammars: Grammars
-
-
-def build_player(name: str, settings: Settings) -> Player:
+def build_scheduler(name: str, settings: Settings) -> Any:
     """Build a scheduler, `sparksched` or `vllm`, of recorded settings.
 
     Raises:
@@ -100,8 +80,8 @@ def build_player(name: str, settings: Settings) -> Player:
 
     """
     try:
-        with _environment(settings):
-            return _build_player(name, settings)
+        with _model_runner(settings.use_v2_model_runner):
+            return _build_scheduler(name, settings)
     except TraceError:
         raise
     except Exception as error:
@@ -109,11 +89,10 @@ def build_player(name: str, settings: Settings) -> Player:
         raise TraceError(f"no scheduler can be built of these settings: {error}") from error
 
 
-def _build_player(name: str, settings: Settings) -> Player:
-    vllm_config = _vllm_config(settings)
-    if settings.enable_prefix_caching:
-        init_none_hash(get_hash_fn_by_name(settings.hash_algorithm))
-    kv_cache_config = _kv_cache_config(settings)
+def _build_scheduler(name: str, settings: Settings) -> Any:
+    vllm_config, kv_cache_config = _vllm_config(settings), _kv_cache_config(settings)
+    if settings.cache_config.enable_prefix_caching:
+        init_none_hash(get_hash_fn_by_name(settings.cache_config.prefix_caching_hash_algo))
     scheduler_cls: type[Any] = NativeScheduler
     if name == STOCK:
         scheduler_cls = compat.stock_scheduler_cls(vllm_config)
@@ -124,22 +103,20 @@ def _build_player(name: str, settings: Settings) -> Player:
             f"sparksched doesn't schedule this configuration: {problem.feature} is not supported: "
             f"{problem.reason}; replay it by vllm alone"
         )
-    grammars = Grammars()
-    scheduler = scheduler_cls(
+    return scheduler_cls(
         vllm_config=vllm_config,
         kv_cache_config=kv_cache_config,
-        structured_output_manager=grammars,
+        structured_output_manager=Grammars(),
         block_size=settings.block_size,
         hash_block_size=settings.hash_block_size,
         log_stats=True,
     )
-    return Player(name, scheduler, grammars)
 
 
 @contextmanager
-def _environment(settings: Settings) -> Iterator[None]:
+def _model_runner(is_second: bool) -> Iterator[None]:
     before = os.environ.get(_RUNNER)
-    os.environ[_RUNNER] = str(int(settings.use_v2_model_runner))
+    os.environ[_RUNNER] = str(int(is_second))
     try:
         yield
     finally:
@@ -150,45 +127,42 @@ def _environment(settings: Settings) -> Iterator[None]:
 
 
 def _vllm_config(settings: Settings) -> VllmConfig:
-    cache_config = CacheConfig(
-        block_size=settings.hash_block_size,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        prefix_caching_hash_algo=settings.hash_algorithm,
-        prefix_cache_retention_interval=settings.retention_interval,
-    )
-    scheduler_config = SchedulerConfig(
-        **settings.scheduler_config,
-        max_model_len=settings.max_model_len,
-        is_encoder_decoder=False,
-    )
-    model_config = _model_config()
-    os.environ[_RUNNER] = "0"  # the other one wants a GPU here; schedulers ask when they are built
-    config = VllmConfig(
-        model_config=model_config, cache_config=cache_config, scheduler_config=scheduler_config
-    )
-    os.environ[_RUNNER] = str(int(settings.use_v2_model_runner))
+    parts = {
+        name: msgspec.structs.asdict(getattr(settings, name))
+        for name in ("scheduler_config", "cache_config", "model_config", "parallel_config")
+    }
+    max_model_len = settings.model_config.max_model_len
+    with _model_runner(False):  # the other one wants a GPU here; schedulers ask when they are built
+        config = VllmConfig(
+            model_config=ModelConfig(
+                model=_model_folder().name,
+                skip_tokenizer_init=True,
+                dtype="float16",
+                max_model_len=1024,
+            ),
+            cache_config=CacheConfig(
+                **parts["cache_config"],
+                block_size=settings.hash_block_size,
+                prefix_cache_retention_interval=settings.retention_interval,
+            ),
+            scheduler_config=SchedulerConfig(
+                **parts["scheduler_config"], max_model_len=max_model_len, is_encoder_decoder=False
+            ),
+        )
     # The platform has adjusted what it was given.
-    for name, value in settings.scheduler_config.items():
-        setattr(config.scheduler_config, name, value)
-    config.scheduler_config.runner_type = settings.runner_type
-    cache_config.block_size = settings.hash_block_size
-    cache_config.num_gpu_blocks = settings.num_blocks
-    model_config.max_model_len = settings.max_model_len
-    model_config.runner_type = settings.runner_type
+    for part, fields in parts.items():
+        for name, value in fields.items():
+            setattr(getattr(config, part), name, value)
+    config.cache_config.block_size = settings.hash_block_size
+    config.cache_config.num_gpu_blocks = settings.num_blocks
     if settings.uses_mrope:
-        model_config.hf_config.rope_parameters = {"mrope_section": [1, 1, 1]}
-    config.parallel_config.pipeline_parallel_size = settings.pipeline_parallel_size
-    config.parallel_config.data_parallel_size = settings.data_parallel_size
+        config.model_config.hf_config.rope_parameters = {"mrope_section": [1, 1, 1]}
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    config.compilation_config.cudagraph_capture_sizes = [settings.max_graph_tokens]
     if settings.max_loras is not None:
         config.lora_config = LoRAConfig(max_loras=settings.max_loras)
     config.speculative_config = _speculative_config(settings)
     return config
-
-
-def _model_config() -> ModelConfig:
-    return ModelConfig(
-        model=_model_folder().name, skip_tokenizer_init=True, dtype="float16", max_model_len=1024
-    )
 
 
 @functools.cache
@@ -207,23 +181,19 @@ class _SpeculativeConfig:
 
 
 def _speculative_config(settings: Settings) -> Any:
-    speculation: Speculation | None = settings.speculation
-    if speculation is None:
+    if settings.speculative_config is None or settings.speculative_answers is None:
         return None
-    answers = {
-        name: functools.partial(bool, answer) for name, answer in speculation.answers.items()
-    }
-    drafter = SimpleNamespace(sample_from_anchor=not speculation.fills_in)
+    answers = msgspec.structs.asdict(settings.speculative_answers)
+    methods = {name: functools.partial(bool, answer) for name, answer in answers.items()}
+    drafter = SimpleNamespace(sample_from_anchor=not settings.fills_in)
     return _SpeculativeConfig(
-        num_speculative_tokens=speculation.num_tokens,
-        num_speculative_tokens_per_batch_size=speculation.by_batch_size,
-        max_num_new_slots_for_drafting=speculation.max_num_new_slots,
+        **msgspec.structs.asdict(settings.speculative_config),
+        **methods,
         disable_lookahead_block_hashes=settings.num_hash_lookahead_tokens == 0,
         draft_model_config=SimpleNamespace(hf_config=drafter),
         # vLLM 0.33.0 asks for these two to warn of a setting, of which the replay needs no warning.
-        needs_eagle_block_drop=answers["use_eagle_block_drop"],
+        needs_eagle_block_drop=methods["use_eagle_block_drop"],
         disable_eagle_block_drop=False,
-        **answers,
     )
 
 
@@ -246,31 +216,28 @@ def _spec(group: Group) -> Any:
         if field.name in group.fields:
             value: Any = group.fields[field.name]
             if field.name == "dtype":
-                value = _dtype(str(value))
+                value = getattr(torch, str(value), None)
+                if not isinstance(value, torch.dtype):
+                    raise TraceError(f"there is no data type {group.fields['dtype']!r}")
             elif isinstance(field.default, enum.Enum):
                 value = type(field.default)(value)
             arguments[field.name] = value
     return spec_cls(**arguments)
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise TraceError(f"there is no data type {name!r}")
-    return dtype
-
-
 class RequestBuilder:
     """Builds each scheduler's own `Request`s."""
 
-    def __init__(self, settings: Settings, history: History) -> None:
-        self._settings = settings
-        self._history = history
+    def __init__(self, settings: Settings, load: Load) -> None:
+        self._has_tokens = settings.has_tokens
+        self._load = load
         self._hasher = None
-        if settings.enable_prefix_caching:
-            ahead = (settings.num_hash_lookahead_tokens,) if _hashes_look_ahead() else ()
+        if settings.cache_config.enable_prefix_caching:
+            looks_ahead = hasattr(VllmConfig, "num_hash_lookahead_tokens")
             self._hasher = get_request_block_hasher(
-                settings.hash_block_size, get_hash_fn_by_name(settings.hash_algorithm), *ahead
+                settings.hash_block_size,
+                get_hash_fn_by_name(settings.cache_config.prefix_caching_hash_algo),
+                *((settings.num_hash_lookahead_tokens,) if looks_ahead else ()),
             )
 
     def build(self, number: int, num_output_tokens: int | None = None) -> Request:
@@ -282,17 +249,9 @@ class RequestBuilder:
             TraceError: if vLLM has no such requests.
 
         """
-        try:
-            return self._build(number, num_output_tokens)
-        except ValueError as error:
-            raise TraceError(f"request {number} can't be built: {error}") from error
-
-    def _build(self, number: int, num_output_tokens: int | None) -> Request:
-        arrival = self._history.arrivals[number]
-        stop = [] if num_output_tokens is not None else self._stop_token(number)
-        prompt = arrival.prompt
-        if prompt is None:
-            prompt = self._history.tokens(number).between(0, arrival.num_prompt_tokens)
+        recorded = self._load.requests[number]
+        arrival, stops = recorded.arrival, []
+        position = arrival.num_prompt_tokens + (recorded.stop or 0)
         if num_output_tokens is not None:
             arrival = msgspec.structs.replace(
                 arrival,
@@ -303,29 +262,33 @@ class RequestBuilder:
                 repetition=None,
                 has_grammar=False,
             )
-        lora = None
-        if arrival.lora_id:
-            lora = LoRARequest(f"adapter {arrival.lora_id}", arrival.lora_id, "-")
+        elif recorded.stop is not None:
+            # What stands for the token that ended it.
+            stops = self._load.tokens(number).between(position - 1, position)
+        prompt = arrival.prompt
+        if prompt is None:
+            prompt = self._load.tokens(number).between(0, arrival.num_prompt_tokens)
+        try:
+            return self._request(arrival, list(prompt), stops)
+        except ValueError as error:
+            raise TraceError(f"request {number} can't be built: {error}") from error
+
+    def _request(self, arrival: Arrive, prompt: list[int], stops: list[int]) -> Request:
+        skips_cache = arrival.skips_cache
+        pooling = PoolingParams(task="embed", skip_reading_prefix_cache=skips_cache)
+        lora = LoRARequest(f"adapter {arrival.lora_id}", arrival.lora_id or 1, "-")
         return Request(
             request_id=arrival.request_id,
-            prompt_token_ids=list(prompt),
-            sampling_params=None if arrival.is_pooling else self._sampling(arrival, stop),
-            pooling_params=_pooling(arrival) if arrival.is_pooling else None,
+            prompt_token_ids=prompt,
+            sampling_params=None if arrival.is_pooling else self._sampling(arrival, stops),
+            pooling_params=pooling if arrival.is_pooling else None,
             client_index=arrival.client_index,
             arrival_time=arrival.arrival_time,
-            lora_request=lora,
+            lora_request=lora if arrival.lora_id else None,
             cache_salt=arrival.salt.hex() or None,
             priority=arrival.priority,
             block_hasher=self._hasher,
         )
-
-    def _stop_token(self, number: int) -> list[int]:
-        """Return what stands for the token that ended a request, if one did."""
-        stop = self._history.stops.get(number)
-        if stop is None:
-            return []
-        position = self._history.arrivals[number].num_prompt_tokens + stop
-        return self._history.tokens(number).between(position - 1, position)
 
     def _sampling(self, arrival: Arrive, stops: list[int]) -> SamplingParams:
         repetition = None
@@ -337,7 +300,7 @@ class RequestBuilder:
         params = SamplingParams(
             max_tokens=arrival.max_tokens,
             # Without tokens there is no other stop than the one that was recorded.
-            min_tokens=arrival.min_tokens if self._settings.has_tokens else 0,
+            min_tokens=arrival.min_tokens if self._has_tokens else 0,
             stop_token_ids=[*arrival.stop_token_ids, *stops],
             repetition_detection=repetition,
             structured_outputs=StructuredOutputsParams(regex=".*") if arrival.has_grammar else None,
@@ -346,11 +309,3 @@ class RequestBuilder:
         )
         params._eos_token_id = arrival.eos_token_id
         return params
-
-
-def _pooling(arrival: Arrive) -> PoolingParams:
-    return PoolingParams(task="embed", skip_reading_prefix_cache=arrival.skips_cache)
-
-
-def _hashes_look_ahead() -> bool:
-    return hasattr(VllmConfig, "num_hash_lookahead_tokens")

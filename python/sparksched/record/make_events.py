@@ -1,30 +1,28 @@
-"""Makes events of the calls that the engine's loop has noted.
+"""Completes the events of the calls that the engine's loop has noted.
 
 This runs in the writer's thread, once for each call and in their order. It keeps what no single
 call tells: numbers of requests, keys of what they have sampled, which outputs never reached them.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-import msgspec
-
-from sparksched.trace.events import (
+from sparksched.record.decisions import Decision
+from sparksched.record.events import (
     UNKNOWN,
     Arrive,
-    Difference,
     Drafts,
     Event,
     Finish,
     Grow,
-    Pause,
     Ready,
     Reset,
     Step,
     Stop,
     Update,
 )
-from sparksched.trace.tokens import Chain, KeyMaker
+from sparksched.record.keys import Chain, KeyMaker
 
 _GROWTH_BYTES: Final = 1 << 14
 _MAX_STEPS: Final = 64
@@ -36,14 +34,14 @@ class _Life:
 
     __slots__ = ("chain", "is_over", "num_prompt_tokens", "number", "repetition", "stops", "tokens")
 
-    def __init__(
-        self, number: int, num_prompt_tokens: int, chain: Chain, stops: set[int], repetition: Any
-    ) -> None:
+    def __init__(self, number: int, arrival: Arrive, chain: Chain) -> None:
         self.number = number
-        self.num_prompt_tokens = num_prompt_tokens
+        self.num_prompt_tokens = arrival.num_prompt_tokens
         self.chain = chain
-        self.stops = stops
-        self.repetition = repetition
+        self.stops = {*arrival.stop_token_ids}
+        if arrival.eos_token_id is not None:
+            self.stops.add(arrival.eos_token_id)
+        self.repetition = arrival.repetition and (*arrival.repetition, arrival.min_tokens)
         self.tokens: list[int] = []
         """What it has sampled, if repetitions may end it."""
         self.is_over = False
@@ -61,7 +59,7 @@ class _Batch:
 
 
 class EventMaker:
-    """Appends events; not thread-safe."""
+    """Completes events and appends them; not thread-safe."""
 
     def __init__(
         self,
@@ -83,40 +81,36 @@ class EventMaker:
         self._ids: list[str] | None = None
         self._batches: dict[int, _Batch] = {}
         self._last_lives: list[_Life] = []
-        self._stops: set[int] = set()
-        self._num_stops: dict[int, int] = {}
-        self._repeats = 0
+        self._stops: Counter[int] = Counter()
+        """Tokens that end a request, by how many of those that live."""
+        self._num_repeating = 0
         self._growth: dict[int, bytearray] = {}
         self._growth_bytes = 0
 
     # ---- requests ----
 
-    def arrive(self, arrival: Arrive, prompt: list[int], roots: tuple[str, str]) -> None:
-        """Complete an arrival by its number and keys. `roots` are its adapter and its salt."""
-        number, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
-        chain = Chain(self._key_maker, self._key_maker.root(*roots), self._sizes)
-        keys = chain.take(prompt) if self._has_keys else b""
-        if not self._has_keys:
-            chain.num_whole_tokens = len(prompt)
-        stops = {*arrival.stop_token_ids}
-        if arrival.eos_token_id is not None:
-            stops.add(arrival.eos_token_id)
-        repetition = arrival.repetition and (*arrival.repetition, arrival.min_tokens)
-        life = _Life(number, len(prompt), chain, stops, repetition)
+    def arrive(self, arrival: Arrive, prompt: list[int], adapter: str, salt: str) -> None:
+        """Complete an arrival by its keys, or its tokens."""
+        chain = Chain(self._key_maker, self._key_maker.root(adapter, salt), self._sizes)
+        life = _Life(self._num_arrivals, arrival, chain)
+        self._num_arrivals += 1
         before = self._lives.get(arrival.request_id)
         if before is not None:
             self._forget(before)
             self._replaced[arrival.request_id] = before
         self._lives[arrival.request_id] = life
-        self._count_stops(life, 1)
+        self._stops.update(life.stops)
+        self._num_repeating += life.repetition is not None
+        if self._has_keys:
+            arrival.keys = chain.take(prompt)
+        else:
+            chain.num_whole_tokens = len(prompt)
         if self._has_tokens:
-            salt = self._key_maker.root(roots[1]) if roots[1] else b""
-            arrival = msgspec.structs.replace(arrival, prompt=prompt, salt=salt)
+            arrival.prompt = prompt
+            arrival.salt = self._key_maker.root(salt) if salt else b""
         else:
             # What the tokens are called is nobody's business.
-            arrival = msgspec.structs.replace(
-                arrival, keys=keys, eos_token_id=None, stop_token_ids=[], repetition=None
-            )
+            arrival.eos_token_id, arrival.stop_token_ids, arrival.repetition = None, [], None
         self._append(arrival)
 
     def ready(self, request_id: str, is_compiled: bool) -> None:
@@ -125,63 +119,47 @@ class EventMaker:
         if life is not None:
             self._append(Ready(life.number, is_compiled))
 
-    def finish(self, time: float, request_ids: Sequence[str] | None, status: str) -> None:
-        """Note an end from outside."""
+    def finish(self, finish: Finish, request_ids: Sequence[str] | None) -> None:
+        """Complete an end from outside."""
         ids = list(self._lives) if request_ids is None else request_ids
-        lives = [self._lives[request_id] for request_id in ids if request_id in self._lives]
-        for life in lives:
+        for life in self._known(ids):
             life.is_over = True
-        numbers = None if request_ids is None else [life.number for life in lives]
-        self._append(Finish(time, numbers, status))
+        finish.numbers = None if request_ids is None else self._numbers(ids)
+        self._append(finish)
+
+    def _known(self, request_ids: Iterable[str]) -> list[_Life]:
+        return [self._lives[it] for it in request_ids if it in self._lives]
+
+    def _numbers(self, request_ids: Iterable[str]) -> list[int]:
+        return [life.number for life in self._known(request_ids)]
 
     def _forget(self, life: _Life) -> None:
         life.is_over = True
-        self._count_stops(life, -1)
-
-    def _count_stops(self, life: _Life, change: int) -> None:
-        """Keep what ends any request in one set, which a step's tokens are held against."""
+        self._num_repeating -= life.repetition is not None
         for token in life.stops:
-            count = self._num_stops.get(token, 0) + change
-            self._num_stops[token] = count
-            if count:
-                self._stops.add(token)
-            else:
-                del self._num_stops[token]
-                self._stops.discard(token)
-        self._repeats += change * (life.repetition is not None)
+            self._stops[token] -= 1
+            if not self._stops[token]:
+                del self._stops[token]
 
     # ---- steps ----
 
-    def step(
-        self,
-        step: Step,
-        ids: list[str],
-        new: list[tuple[str, int, Any]],
-        told: tuple[list[str], list[str], list[str]],
-    ) -> None:
-        """Complete a step by numbers. `told` are the resumed, preempted and finished requests."""
-        is_same = ids == self._ids
-        if not is_same:
-            self._ids = ids
-            self._last_lives = [self._lives[request_id] for request_id in ids]
-        resumed, preempted, finished = told
-        for request_id in preempted:
+    def step(self, step: Step, decision: Decision) -> None:
+        """Complete a step by its decision, with numbers in the place of ids."""
+        if decision.ids != self._ids:
+            self._ids = decision.ids
+            self._last_lives = [self._lives[request_id] for request_id in decision.ids]
+            step.numbers = [life.number for life in self._last_lives]
+        for request_id in decision.preempted:
             self._lose_what_follows(request_id)
         self._batches[step.sequence] = _Batch(self._last_lives)
-        numbers = None if is_same else [life.number for life in self._last_lives]
-        self._append(
-            msgspec.structs.replace(
-                step,
-                numbers=numbers,
-                new=[(self._lives[request_id].number, *rest) for request_id, *rest in new],
-                resumed=self._numbers(resumed),
-                preempted=self._numbers(preempted),
-                finished=[self._end(request_id) for request_id in finished],
-            )
-        )
-
-    def _numbers(self, request_ids: list[str]) -> list[int]:
-        return [self._lives[it].number for it in request_ids if it in self._lives]
+        step.num_tokens, step.num_drafts = decision.num_tokens, decision.num_drafts
+        step.new = [(self._lives[request_id].number, *rest) for request_id, *rest in decision.new]
+        step.new_block_ids = decision.new_block_ids  # type: ignore[assignment]
+        step.resumed = self._numbers(decision.resumed)
+        step.preempted = self._numbers(decision.preempted)
+        step.finished = [self._end(request_id) for request_id in decision.finished]
+        step.checksum = decision.checksum
+        self._append(step)
 
     def _end(self, request_id: str) -> int:
         """Return the number of a request that has ended, and forget it."""
@@ -204,24 +182,19 @@ class EventMaker:
     def update(self, update: Update, tokens: list[int], rejected: list[str]) -> None:
         """Complete an output by what requests make of it."""
         batch = self._batches.pop(update.sequence, None)
-        if batch is not None and tokens:
+        if self._has_tokens:
+            update.tokens = tokens
+        elif batch is not None and tokens:
             self._take_tokens(batch, update.num_sampled, tokens)
         # Outputs of steps before it never come: the engine has dropped them.
         for sequence in [it for it in self._batches if it < update.sequence - _MAX_STEPS]:
             del self._batches[sequence]
-        self._append(
-            msgspec.structs.replace(
-                update,
-                tokens=tokens if self._has_tokens else None,
-                rejected=self._numbers(rejected),
-            )
-        )
+        update.rejected = self._numbers(rejected)
+        self._append(update)
 
     def _take_tokens(self, batch: _Batch, counts: list[int] | None, tokens: list[int]) -> None:
-        if self._has_tokens:
-            return
-        is_plain = not self._repeats and not batch.lost and self._stops.isdisjoint(tokens)
-        if counts is None and is_plain:
+        is_plain = not self._num_repeating and not batch.lost
+        if counts is None and is_plain and self._stops.keys().isdisjoint(tokens):
             for life, token in zip(batch.lives, tokens, strict=True):
                 chain = life.chain
                 chain.tail.append(token)
@@ -232,7 +205,7 @@ class EventMaker:
         for life, count in zip(batch.lives, counts or [1] * len(batch.lives), strict=True):
             row = tokens[begin : begin + count]
             begin += count
-            if row and not life.is_over and life.number not in batch.lost:
+            if not life.is_over and life.number not in batch.lost:
                 self._take_row(life, row)
 
     def _take_row(self, life: _Life, row: list[int]) -> None:
@@ -253,12 +226,11 @@ class EventMaker:
 
         life.tokens.append(token)
         largest, smallest, count, min_tokens = life.repetition
-        if len(life.tokens) < min_tokens:
-            return False
         repetition = RepetitionDetectionParams(
             max_pattern_size=largest, min_pattern_size=smallest, min_count=count
         )
-        return bool(check_sequence_repetition(life.tokens, repetition))
+        is_long_enough = len(life.tokens) >= min_tokens
+        return is_long_enough and bool(check_sequence_repetition(life.tokens, repetition))
 
     def _grow(self, life: _Life) -> None:
         if not self._has_keys:
@@ -266,12 +238,11 @@ class EventMaker:
             life.chain.tail.clear()
             return
         keys = life.chain.close_segments()
-        if not keys:
-            return
-        self._growth.setdefault(life.number, bytearray()).extend(keys)
-        self._growth_bytes += len(keys)
-        if self._growth_bytes >= _GROWTH_BYTES:
-            self.write_growth()
+        if keys:
+            self._growth.setdefault(life.number, bytearray()).extend(keys)
+            self._growth_bytes += len(keys)
+            if self._growth_bytes >= _GROWTH_BYTES:
+                self.write_growth()
 
     def write_growth(self) -> None:
         """Write the keys that have come up since the last time."""
@@ -285,27 +256,16 @@ class EventMaker:
     def drafts(self, drafts: Drafts, request_ids: list[str], valid: list[tuple[str, int]]) -> None:
         """Complete draft tokens by numbers."""
         numbers = {it: self._lives[it].number for it in request_ids if it in self._lives}
-        self._append(
-            msgspec.structs.replace(
-                drafts,
-                numbers=[numbers.get(it, UNKNOWN) for it in request_ids],
-                tokens=drafts.tokens if self._has_tokens else None,
-                num_valid=[(numbers[it], count) for it, count in valid if it in numbers],
-            )
-        )
+        drafts.numbers = [numbers.get(it, UNKNOWN) for it in request_ids]
+        drafts.num_valid = [(numbers[it], count) for it, count in valid if it in numbers]
+        if not self._has_tokens:
+            drafts.tokens = None
+        self._append(drafts)
 
-    def reset(self, time: float, reset_running_requests: bool, running: list[str]) -> None:
+    def reset(self, reset: Reset, running: list[str]) -> None:
         """Note a reset, after which outputs of requests that ran are dropped."""
-        if reset_running_requests:
+        if reset.reset_running_requests:
             numbers = set(self._numbers(running))
             for batch in self._batches.values():
                 batch.lost |= numbers.intersection(life.number for life in batch.lives)
-        self._append(Reset(time, reset_running_requests))
-
-    def pause(self, time: float, state: int) -> None:
-        """Note a pause or its end."""
-        self._append(Pause(time, state))
-
-    def difference(self, time: float, text: str) -> None:
-        """Note what another scheduler would have done."""
-        self._append(Difference(time, text))
+        self._append(reset)

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,9 +20,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from sparksched.compat.pacing import StepKnobs, schedule_with
 from sparksched.engine.scheduler import NativeScheduler
-from sparksched.trace.build import Player, RequestBuilder, build_player
-from sparksched.trace.compare import Mismatch, first_mismatch
-from sparksched.trace.events import (
+from sparksched.record.build import Grammars, RequestBuilder, build_scheduler
+from sparksched.record.decisions import Mismatch, first_mismatch
+from sparksched.record.events import (
     UNKNOWN,
     Arrive,
     Drafts,
@@ -35,8 +36,8 @@ from sparksched.trace.events import (
     TraceError,
     Update,
 )
-from sparksched.trace.read import History, Opened
-from sparksched.trace.tokens import StandIns
+from sparksched.record.keys import StandIns
+from sparksched.record.load import Load
 
 
 @dataclass
@@ -54,13 +55,13 @@ class Outcome:
 class Replay:
     """One scheduler on its way through a trace."""
 
-    def __init__(self, name: str, settings: Settings, history: History) -> None:
+    def __init__(self, name: str, settings: Settings, load: Load) -> None:
         self.outcome = Outcome(name)
-        self._history = history
+        self._load = load
         self._has_tokens = settings.has_tokens
-        self._player: Player = build_player(name, settings)
-        self._scheduler: Any = self._player.scheduler
-        self._builder = RequestBuilder(settings, history)
+        self._scheduler: Any = build_scheduler(name, settings)
+        self._grammars: Grammars = self._scheduler.structured_output_manager
+        self._builder = RequestBuilder(settings, load)
         self._num_arrivals = 0
         self._ids: list[str] = []
         self._number_of: dict[str, int] = {}
@@ -114,7 +115,7 @@ class Replay:
     def _arrive(self, event: Arrive) -> None:
         number, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         request = self._builder.build(number)
-        stand_ins = None if self._has_tokens else self._history.tokens(number)
+        stand_ins = None if self._has_tokens else self._load.tokens(number)
         self._live[number] = _Live(request, event.num_prompt_tokens, stand_ins)
         self._ids.append(event.request_id)
         self._number_of[event.request_id] = number
@@ -147,12 +148,12 @@ class Replay:
             self._in_flight[event.sequence] = (output, self._numbers)
 
     def _decide(self, event: Step) -> SchedulerOutput:
-        throttle, knobs = event.throttle_prefills, event.knobs
-        if knobs is None:
-            return self._scheduler.schedule(throttle)
+        if event.knobs.max_num_scheduled_tokens is None:
+            return self._scheduler.schedule(event.knobs.throttle_prefills)
+        knobs = StepKnobs(**msgspec.structs.asdict(event.knobs))
         if isinstance(self._scheduler, NativeScheduler):
-            return self._scheduler.schedule(throttle, knobs)
-        return schedule_with(self._scheduler, StepKnobs(*knobs, throttle))
+            return self._scheduler.schedule(knobs.throttle_prefills, knobs[:2])
+        return schedule_with(self._scheduler, knobs)
 
     def _update(self, event: Update) -> None:
         in_flight = self._in_flight.pop(event.sequence, None)
@@ -160,7 +161,7 @@ class Replay:
             return
         output, numbers = in_flight
         self._apply_changes(event, output)
-        self._player.grammars.rejected = {self._ids[number] for number in event.rejected}
+        self._grammars.rejected = {self._ids[number] for number in event.rejected}
         runner_output = self._runner_output(event, output, numbers)
         start = time.perf_counter()
         outputs = self._scheduler.update_from_output(output, runner_output)
@@ -220,7 +221,7 @@ class Replay:
             "a request that is not there" if number == UNKNOWN else self._ids[number]
             for number in event.numbers
         ]
-        self._player.grammars.num_valid = {self._ids[it]: count for it, count in event.num_valid}
+        self._grammars.num_valid = {self._ids[it]: count for it, count in event.num_valid}
         drafts = DraftTokenIds(ids, rows)
         if event.sequence is None:
             self._scheduler.update_draft_token_ids(drafts)
@@ -260,11 +261,10 @@ class _Live:
         return self._stand_ins.between(begin, begin + count)
 
 
-def replay(opened: Opened, schedulers: Sequence[str]) -> list[Outcome]:
+def replay(load: Load, schedulers: Sequence[str]) -> list[Outcome]:
     """Replay on each scheduler, side by side: both meet the same state of the machine."""
-    settings = opened.trace.settings
-    replays = [Replay(name, settings, opened.history) for name in schedulers]
-    for event in opened.trace.events():
+    replays = [Replay(name, load.trace.settings, load) for name in schedulers]
+    for event in load.trace.events():
         for it in replays:
             if not it.is_over:
                 it.play(event)

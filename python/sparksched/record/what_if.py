@@ -8,7 +8,7 @@ and the time that grammars take to compile are left out.
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -18,12 +18,9 @@ from vllm.v1.request import RequestStatus
 
 from sparksched.compat.pacing import unpaceable
 from sparksched.environment import DEFAULT_MAX_STALL_MS, DEFAULT_PREFILL_SHARE, Pacing
-from sparksched.trace.build import SPARKSCHED, Player, RequestBuilder, build_player
-from sparksched.trace.events import Settings, TraceError
-from sparksched.trace.read import Opened
-from sparksched.trace.workload import is_chunk, step_time
-
-Policy = Literal["fcfs", "priority"]
+from sparksched.record.build import STOCK, RequestBuilder, build_scheduler
+from sparksched.record.events import Settings, TraceError
+from sparksched.record.load import Load, is_chunk, step_time
 
 _PATIENCE = 1000
 """Steps without tokens in a row, after which nothing is expected any more."""
@@ -36,34 +33,34 @@ class Change:
     max_num_seqs: int | None = None
     num_gpu_blocks: int | None = None
     max_num_batched_tokens: int | None = None
-    scheduling_policy: Policy | None = None
+    scheduling_policy: str | None = None
     max_stall_ms: float | None = None
     prefill_share: float | None = None
     """Prompts are paced if it or the one before is there."""
 
     def apply(self, settings: Settings) -> Settings:
         """Return the settings with this change, and what hangs from it."""
-        config = dict(settings.scheduler_config)
-        if self.max_num_seqs is not None:
-            config["max_num_seqs"] = self.max_num_seqs
-            if config["max_num_active_seqs"] is not None:
-                config["max_num_active_seqs"] = min(
-                    int(config["max_num_active_seqs"]), self.max_num_seqs
-                )
-        if self.max_num_batched_tokens is not None:
-            before = int(config["max_num_batched_tokens"] or 0)
-            config["max_num_batched_tokens"] = self.max_num_batched_tokens
-            if config["max_num_scheduled_tokens"] is not None:
-                # vLLM keeps some of them for drafts.
-                kept = before - int(config["max_num_scheduled_tokens"])
-                config["max_num_scheduled_tokens"] = max(self.max_num_batched_tokens - kept, 1)
-        if self.scheduling_policy is not None:
-            config["policy"] = self.scheduling_policy
-        return msgspec.structs.replace(
-            settings,
-            scheduler_config=config,
-            num_blocks=self.num_gpu_blocks or settings.num_blocks,
+        config = settings.scheduler_config
+        max_num_active, max_num_scheduled = (
+            config.max_num_active_seqs,
+            config.max_num_scheduled_tokens,
         )
+        if self.max_num_seqs is not None and max_num_active is not None:
+            max_num_active = min(max_num_active, self.max_num_seqs)
+        if self.max_num_batched_tokens is not None and max_num_scheduled is not None:
+            # vLLM keeps some of them for drafts.
+            kept = config.max_num_batched_tokens - max_num_scheduled
+            max_num_scheduled = max(self.max_num_batched_tokens - kept, 1)
+        changed = msgspec.structs.replace(
+            config,
+            max_num_seqs=self.max_num_seqs or config.max_num_seqs,
+            max_num_active_seqs=max_num_active,
+            max_num_batched_tokens=self.max_num_batched_tokens or config.max_num_batched_tokens,
+            max_num_scheduled_tokens=max_num_scheduled,
+            policy=self.scheduling_policy or config.policy,
+        )
+        num_blocks = self.num_gpu_blocks or settings.num_blocks
+        return msgspec.structs.replace(settings, scheduler_config=changed, num_blocks=num_blocks)
 
     @property
     def pacing(self) -> Pacing | None:
@@ -102,8 +99,8 @@ class Timeline:
     """How a load was served."""
 
     samples: list[Sample] = field(default_factory=list)
-    first_token_s: list[float] = field(default_factory=list)
-    """From arrival to first token, by request."""
+    first_token_s: dict[int, float] = field(default_factory=dict)
+    """From arrival to first token, by number of the request."""
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
     """Between two outputs of a request."""
     num_output_tokens: int = 0
@@ -116,36 +113,35 @@ class Simulation:
     """One scheduler, a load, and a clock that goes by steps."""
 
     def __init__(
-        self, scheduler: str, opened: Opened, settings: Settings, pacing: Pacing | None = None
+        self, scheduler: str, load: Load, settings: Settings, pacing: Pacing | None = None
     ) -> None:
         self.timeline = Timeline()
-        player = build_player(scheduler, settings)
-        self._scheduler: Any = player.scheduler
+        self._scheduler: Any = build_scheduler(scheduler, settings)
         self._is_paced = pacing is not None
         if pacing is not None:
-            _pace(player, pacing)
-        self._builder = RequestBuilder(settings, opened.history)
-        self._history = opened.history
-        workload = self._workload = opened.workload
-        self._step_time = step_time(workload)
+            if scheduler == STOCK:
+                raise TraceError("only sparksched paces prompts: --scheduler sparksched")
+            _pace(self._scheduler, pacing)
+        self._builder = RequestBuilder(settings, load)
+        self._load = load
+        self._step_time = step_time(load)
         self._now = 0.0
         self._device_free_at = 0.0
         """When the last step in flight ends."""
         self._num_idle = 0
-        numbers = range(len(workload.arrivals))
-        self._arrivals = deque(it for it in numbers if it not in workload.warm_ups)
+        numbers = [number for number, it in enumerate(load.requests) if not it.is_warm_up]
+        self._arrivals = deque(numbers)
         # Those that had been given something end with as many tokens.
-        in_vain = [(at, it) for it, at in workload.aborts.items() if self._is_in_vain(it)]
-        self._aborts = deque(sorted(in_vain))
+        in_vain = [it for it in numbers if not load.requests[it].num_outputs]
+        aborted = [(load.requests[it].aborted, it) for it in in_vain]
+        self._aborts = deque(sorted((at, it) for at, it in aborted if at is not None))
         self._served: dict[str, _Served] = {}
         self._in_flight: deque[_InFlight] = deque()
-        is_async = bool(settings.scheduler_config["async_scheduling"])
-        self._depth = settings.pipeline_parallel_size + is_async
-        self._num_drafts = settings.speculation.num_tokens if settings.speculation else 0
-        self._is_async = is_async
-        self._num_preemptions = 0
-        self._queried = 0
-        self._hits = 0
+        self._is_async = settings.scheduler_config.async_scheduling
+        self._depth = settings.parallel_config.pipeline_parallel_size + self._is_async
+        speculative = settings.speculative_config
+        self._num_drafts = speculative.num_speculative_tokens if speculative else 0
+        self._num_preemptions = self._queried = self._hits = 0
 
     def run(self) -> Timeline:
         """Serve all requests; return how it went."""
@@ -154,8 +150,8 @@ class Simulation:
             self._tell_time()
             output = self._scheduler.schedule()
             num_tokens = output.total_num_scheduled_tokens
-            self._num_preemptions += len(output.preempted_req_ids or ())
             for request_id in output.preempted_req_ids or ():
+                self._num_preemptions += 1
                 self._served[request_id].preempt()
             self._launch(output)
             if len(self._in_flight) >= self._depth or not num_tokens:
@@ -172,123 +168,112 @@ class Simulation:
     def _advance(self) -> bool:
         """Go to when something happens, if nothing is to be done; return False if nothing does."""
         if self._arrivals:
-            self._now = max(self._now, self._workload.arrivals[self._arrivals[0]])
+            self._now = max(self._now, self._load.requests[self._arrivals[0]].arrival.time)
             return True
         if self._aborts:
             self._now = max(self._now, self._aborts[0][0])
             return True
-        if self._scheduler.has_finished_requests():
-            return True
         # Pacing may be in the way for a few steps.
-        return self._is_paced and self._num_idle < _PATIENCE
-
-    def _is_in_vain(self, number: int) -> bool:
-        workload = self._workload
-        return not workload.num_outputs[number] and number not in workload.warm_ups
+        is_patient = self._is_paced and self._num_idle < _PATIENCE
+        return is_patient or bool(self._scheduler.has_finished_requests())
 
     def _tell_time(self) -> None:
         if self._is_paced:
             self._scheduler.set_pacing_time(self._now)
 
-    def _launch(self, output: SchedulerOutput) -> None:
-        """Have the device take a step behind those that it has."""
-        if output.total_num_scheduled_tokens:
-            begin = max(self._device_free_at, self._now)
-            self._device_free_at = begin + self._step_time(*_size_of(output))
-        self._in_flight.append(_InFlight(output, self._rows(output), self._device_free_at))
-
     def _let_arrive(self) -> None:
         if not (self._in_flight or self._scheduler.has_requests()):
             self._advance()
-        while self._arrivals and self._workload.arrivals[self._arrivals[0]] <= self._now:
-            number = self._arrivals.popleft()
-            num_outputs = self._workload.num_outputs[number]
-            request = self._builder.build(number, num_output_tokens=max(num_outputs, 1))
+        while self._arrivals:
+            number = self._arrivals[0]
+            recorded = self._load.requests[number]
+            if recorded.arrival.time > self._now:
+                break
+            self._arrivals.popleft()
+            request = self._builder.build(number, num_output_tokens=max(recorded.num_outputs, 1))
             self._served[request.request_id] = _Served(number, request.num_prompt_tokens)
             self._scheduler.add_request(request)
         while self._aborts and self._aborts[0][0] <= self._now:
             _, number = self._aborts.popleft()
-            request_id = self._history.arrivals[number].request_id
+            request_id = self._load.requests[number].arrival.request_id
             self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
-    def _rows(self, output: SchedulerOutput) -> list[tuple["_Served", int, bool, int]]:
-        """Return of each request: what it is, its drafts, whether it samples, and its age."""
+    def _launch(self, output: SchedulerOutput) -> None:
+        """Have the device take a step behind those that it has."""
         computed = {it.req_id: it.num_computed_tokens for it in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         rows = []
+        num_prompt_tokens = 0
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             served = self._served[request_id]
             num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            end = computed[request_id] + num_tokens
-            samples = served.schedule(end, num_drafts)
-            rows.append((served, num_drafts, samples, served.num_preemptions))
-        return rows
+            num_prompt_tokens += num_tokens if is_chunk(num_tokens, num_drafts) else 0
+            samples = served.schedule(computed[request_id] + num_tokens, num_drafts)
+            rows.append(_Row(served, num_drafts, samples, served.num_preemptions))
+        num_tokens = output.total_num_scheduled_tokens
+        if num_tokens:
+            seconds = self._step_time(num_tokens - num_prompt_tokens, num_prompt_tokens)
+            self._device_free_at = max(self._device_free_at, self._now) + seconds
+        self._in_flight.append(_InFlight(output, rows, self._device_free_at))
 
     def _take_output(self) -> None:
         step = self._in_flight.popleft()
-        output, rows = step.output, step.rows
         self._now = max(self._now, step.end)
         self._tell_time()
-        ids = list(output.num_scheduled_tokens)
-        sampled = [
-            self._sampled(served, num_drafts) if samples else []
-            for served, num_drafts, samples, _ in rows
-        ]
-        is_pooling = [self._history.arrivals[served.number].is_pooling for served, *_ in rows]
+        ids = list(step.output.num_scheduled_tokens)
+        sampled = [self._sampled(row) if row.samples else [] for row in step.rows]
+        arrivals = [self._load.requests[row.served.number].arrival for row in step.rows]
+        is_pooling = any(arrival.is_pooling for arrival in arrivals)
+        pooled = [torch.zeros(1) if row else None for row in sampled]
         runner_output = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: row for row, request_id in enumerate(ids)},
-            sampled_token_ids=[] if any(is_pooling) else sampled,
-            pooler_output=[torch.zeros(1) if row else None for row in sampled]
-            if any(is_pooling)
-            else None,
+            sampled_token_ids=[] if is_pooling else sampled,
+            pooler_output=pooled if is_pooling else None,
         )
-        for served, num_drafts, samples, age in rows:
-            served.settle(num_drafts, samples, age)
-        self._note(self._scheduler.update_from_output(output, runner_output))
+        for row in step.rows:
+            row.served.settle(row)
+        self._note(self._scheduler.update_from_output(step.output, runner_output))
         if self._num_drafts and not self._is_async:
-            self._draft(ids)
+            drafts = DraftTokenIds(ids, [[0] * self._num_drafts for _ in ids])
+            self._scheduler.update_draft_token_ids(drafts)
 
-    def _sampled(self, served: "_Served", num_drafts: int) -> list[int]:
-        served.accepted += self._workload.accepted_per_row * (num_drafts > 0)
-        num_accepted = min(int(served.accepted), num_drafts)
+    def _sampled(self, row: "_Row") -> list[int]:
+        served = row.served
+        served.accepted += self._load.accepted_per_row * (row.num_drafts > 0)
+        num_accepted = min(int(served.accepted), row.num_drafts)
         served.accepted -= num_accepted
         begin, count = served.num_output_tokens, 1 + num_accepted
-        outputs = self._workload.outputs[served.number]
+        outputs = self._load.requests[served.number].outputs
         if outputs:
             tokens = outputs[begin : begin + count]
             return tokens + [0] * (count - len(tokens))
         position = served.num_prompt_tokens + begin
-        return self._history.tokens(served.number).between(position, position + count)
-
-    def _draft(self, ids: list[str]) -> None:
-        rows = [[0] * self._num_drafts for _ in ids]
-        self._scheduler.update_draft_token_ids(DraftTokenIds(ids, rows))
+        return self._load.tokens(served.number).between(position, position + count)
 
     def _note(self, outputs: dict[int, Any]) -> None:
+        timeline = self.timeline
         for client_outputs in outputs.values():
             for it in client_outputs.outputs:
                 served = self._served[it.request_id]
                 if not served.num_output_tokens:
-                    arrival = self._workload.arrivals[served.number]
-                    self.timeline.first_token_s.append(self._now - arrival)
+                    arrival = self._load.requests[served.number].arrival
+                    timeline.first_token_s[served.number] = self._now - arrival.time
                 elif it.new_token_ids:
-                    self.timeline.gaps_s.append(self._now - served.last_at)
+                    timeline.gaps_s.append(self._now - served.last_at)
                 served.last_at = self._now
                 served.num_output_tokens += len(it.new_token_ids)
-                self.timeline.num_output_tokens += len(it.new_token_ids)
-                self.timeline.num_finished += it.finish_reason is not None
+                timeline.num_output_tokens += len(it.new_token_ids)
+                timeline.num_finished += it.finish_reason is not None
             stats = client_outputs.scheduler_stats
             if stats is not None:
                 self._queried += stats.prefix_cache_stats.queries
                 self._hits += stats.prefix_cache_stats.hits
-        running, waiting = self._scheduler.get_request_counts()
-        self.timeline.samples.append(
+        timeline.samples.append(
             Sample(
                 self._now,
-                running,
-                waiting,
+                *self._scheduler.get_request_counts(),
                 self._num_preemptions,
                 self._queried,
                 self._hits,
@@ -324,10 +309,21 @@ class _Served:
         self.num_preemptions += 1
         self._num_expected = 0
 
-    def settle(self, num_drafts: int, samples: bool, num_preemptions: int) -> None:
+    def settle(self, row: "_Row") -> None:
         """Take back what was expected of a step whose output is there."""
-        if samples and num_preemptions == self.num_preemptions:
-            self._num_expected -= 1 + num_drafts
+        if row.samples and row.num_preemptions == self.num_preemptions:
+            self._num_expected -= 1 + row.num_drafts
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A request in a step."""
+
+    served: _Served
+    num_drafts: int
+    samples: bool
+    num_preemptions: int
+    """Of the request, when the step began."""
 
 
 @dataclass(frozen=True)
@@ -335,8 +331,7 @@ class _InFlight:
     """A step whose output is not there."""
 
     output: SchedulerOutput
-    rows: list[tuple[_Served, int, bool, int]]
-    """Of each request: what it is, its drafts, whether it samples, and its age."""
+    rows: list[_Row]
     end: float
     """When it will be there."""
 
@@ -346,39 +341,20 @@ class _InFlight:
         return int(self.output.total_num_scheduled_tokens)
 
 
-def _size_of(output: SchedulerOutput) -> tuple[int, int]:
-    """Return the tokens of a step's decodes and of its prompts."""
-    drafts = output.scheduled_spec_decode_tokens
-    num_prompt_tokens = sum(
-        num_tokens
-        for request_id, num_tokens in output.num_scheduled_tokens.items()
-        if is_chunk(num_tokens, len(drafts.get(request_id, ())))
-    )
-    return output.total_num_scheduled_tokens - num_prompt_tokens, num_prompt_tokens
-
-
-def _pace(player: Player, pacing: Pacing) -> None:
-    """Have a scheduler pace prompts.
-
-    Raises:
-        TraceError: if it can't.
-
-    """
-    if player.name != SPARKSCHED:
-        raise TraceError("only sparksched paces prompts: --scheduler sparksched")
-    problem = unpaceable(player.scheduler.vllm_config)
+def _pace(scheduler: Any, pacing: Pacing) -> None:
+    problem = unpaceable(scheduler.vllm_config)
     if problem is not None:
         raise TraceError(f"long prompts can't be paced: {problem.feature}: {problem.reason}")
-    player.scheduler.pace(pacing)
+    scheduler.pace(pacing)
 
 
-def what_if(scheduler: str, opened: Opened, change: Change) -> tuple[Timeline, Timeline]:
+def what_if(scheduler: str, load: Load, change: Change) -> tuple[Timeline, Timeline]:
     """Serve a trace's load with the recorded settings, and with some of them changed.
 
     Raises:
         TraceError: if no scheduler can be built of them, or prompts can't be paced.
 
     """
-    before = Simulation(scheduler, opened, opened.trace.settings).run()
-    settings = change.apply(opened.trace.settings)
-    return before, Simulation(scheduler, opened, settings, change.pacing).run()
+    settings = load.trace.settings
+    before = Simulation(scheduler, load, settings).run()
+    return before, Simulation(scheduler, load, change.apply(settings), change.pacing).run()
