@@ -119,6 +119,14 @@ def test_unsafe_code_is_listed_file_by_file() -> None:
     assert {file: int(count) for file, count in listed} == {k: v for k, v in found.items() if v}
 
 
+def test_what_python_can_call_is_guarded() -> None:
+    text = "\n".join(it.read_text() for it in rust_sources(EXTENSION / "src"))
+    guarded = r"^#\[entry_points(?:\(\w+\))?\]\n"
+    callable_by_python = r"#\[py(?:methods|function)\]$"
+    num_guarded = len(re.findall(guarded + callable_by_python, text, re.M))
+    assert num_guarded == len(re.findall(f"^{callable_by_python}", text, re.M)) > 10
+
+
 def test_only_convert_names_vllms_modules() -> None:
     for source in rust_sources(EXTENSION / "src"):
         if "convert" not in source.parts:

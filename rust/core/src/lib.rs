@@ -20,6 +20,7 @@ pub mod ids;
 pub mod journal;
 pub mod kv_cache_group;
 pub mod kv_cache_manager;
+pub mod order;
 pub mod pacing;
 pub mod queue_watch;
 pub mod request;
@@ -45,6 +46,7 @@ pub use config::{
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::{BlockShortfall, KvCacheManager};
+pub use order::{OrderHints, OrderSettings, TenantReading, WEIGHTS};
 pub use pacing::{Mode, PacedStep, Pacing, PacingReport, PacingSettings};
 pub use queue_watch::{Finding, QueueWatch};
 pub use request::{

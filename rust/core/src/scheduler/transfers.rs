@@ -207,6 +207,7 @@ impl Scheduler {
         is_loading: bool,
         callbacks: &mut C,
     ) -> Result<bool, C::Error> {
+        self.note_ended(index);
         self.end_aux_output(index, callbacks)?;
         let mut is_kept = is_loading;
         if self.config.kv_transfer.is_some() {

@@ -6,8 +6,8 @@ use std::convert::Infallible;
 use sparksched_core::{
     AuxOutputs, Behaviors, BlockHasher, BlockId, BlockPool, EcConnector, EncoderInputs,
     ExternalAllocation, ExternalHit, Fallible, GrammarState, Grammars, HashAlgorithm,
-    JournalConfig, KvCacheGroupConfig, KvConnector, NewRequest, NextTurn, Policy, Request,
-    RequestIndex, SchedulerConfig, Sessions, Speculation, StateConfig, StopConditions,
+    JournalConfig, KvCacheGroupConfig, KvConnector, NewRequest, NextTurn, OrderHints, Policy,
+    Request, RequestIndex, SchedulerConfig, Sessions, Speculation, StateConfig, StopConditions,
 };
 
 pub const BLOCK_SIZE: u32 = 4;
@@ -83,6 +83,7 @@ pub fn new_request(id: usize, tokens: &[i32]) -> NewRequest {
         is_session: false,
         has_encoder_inputs: false,
         expects_remote_prefill: false,
+        order_hints: OrderHints::default(),
     }
 }
 
