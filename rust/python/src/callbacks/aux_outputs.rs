@@ -1,8 +1,6 @@
 //! Auxiliary output, such as routed experts: hands what the core says of requests to vLLM's
 //! `AuxOutputSchedulerConnector`.
 
-use std::sync::Arc;
-
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,8 +8,10 @@ use pyo3::types::PyDict;
 use sparksched_core::{BlockPool, GroupId, JournalConfig, Request};
 use sparksched_entry_points::entry_points;
 
-use crate::convert::{self, RequestView};
+use crate::convert;
 use crate::output_extras::OutputExtras;
+
+use super::PyCallbacks;
 
 /// What vLLM's connector may ask of the block pool: which blocks are cached. There is an answer
 /// while the core lends the pool, which is whenever it calls the connector.
@@ -51,18 +51,12 @@ pub(crate) struct AuxOutputs {
     collected: Option<Py<PyAny>>,
     /// What of that goes to clients, by request id.
     taken: OutputExtras,
-    view: Arc<RequestView>,
 }
 
 impl AuxOutputs {
-    pub(crate) fn new(
-        py: Python<'_>,
-        python: Option<Py<PyAny>>,
-        view: Arc<RequestView>,
-    ) -> PyResult<Self> {
+    pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>) -> PyResult<Self> {
         let taken = OutputExtras::new(py);
-        let mut outputs =
-            Self { connector: None, cached_blocks: None, collected: None, taken, view };
+        let mut outputs = Self { connector: None, cached_blocks: None, collected: None, taken };
         if let Some(python) = python {
             outputs.connector = Some(python.getattr(py, "connector")?);
             outputs.cached_blocks = python.getattr(py, "cached_blocks")?.extract(py)?;
@@ -94,68 +88,6 @@ impl AuxOutputs {
         Ok(Some(self.taken.take(py)?.unwrap_or_else(|| PyDict::new(py))))
     }
 
-    /// Has the connector pick what belongs to the tokens that a request has got.
-    pub(crate) fn take(&self, request: &Bound<'_, PyAny>, state: &Request) -> PyResult<()> {
-        self.view.update(request, state)?;
-        let py = request.py();
-        let arguments = (request, &self.collected);
-        let rows = self.connector(py).call_method1(intern!(py, "take_output"), arguments)?;
-        self.taken.note(request, rows)
-    }
-
-    /// Tells the connector that a request is about to lose its blocks.
-    pub(crate) fn end(
-        &self,
-        request: &Bound<'_, PyAny>,
-        state: &Request,
-        pool: &mut BlockPool,
-    ) -> PyResult<()> {
-        self.view.update(request, state)?;
-        let py = request.py();
-        self.lend(py, pool, || {
-            self.connector(py).call_method1(intern!(py, "request_finished"), (request,))
-        })?;
-        Ok(())
-    }
-
-    /// Asks where the prefix ends that there is output of.
-    pub(crate) fn max_prefix_hit(
-        &self,
-        request: &Bound<'_, PyAny>,
-        state: &Request,
-        pool: &mut BlockPool,
-    ) -> PyResult<u32> {
-        self.view.update(request, state)?;
-        let py = request.py();
-        let name = intern!(py, "max_cache_hit");
-        self.lend(py, pool, || self.connector(py).call_method1(name, (request,)))?.extract()
-    }
-
-    /// Asks how many of the tokens that a KV connector has can be taken.
-    pub(crate) fn cap_external_hit(
-        &self,
-        request: &Bound<'_, PyAny>,
-        state: &Request,
-        pool: &mut BlockPool,
-        num_local_tokens: u32,
-        num_external_tokens: i32,
-    ) -> PyResult<i32> {
-        self.view.update(request, state)?;
-        let py = request.py();
-        let arguments = (request, num_local_tokens, num_external_tokens);
-        let name = intern!(py, "cap_external_hit");
-        self.lend(py, pool, || self.connector(py).call_method1(name, arguments))?.extract()
-    }
-
-    /// Tells the connector that a KV connector begins to load a request's blocks.
-    pub(crate) fn note_load(&self, request: &Bound<'_, PyAny>, state: &Request) -> PyResult<()> {
-        self.view.update(request, state)?;
-        let py = request.py();
-        let arguments = (request, state.num_computed_tokens());
-        self.connector(py).call_method1(intern!(py, "request_loading"), arguments)?;
-        Ok(())
-    }
-
     /// Makes a call during which the connector can look blocks up.
     fn lend<T>(
         &self,
@@ -171,5 +103,53 @@ impl AuxOutputs {
             *pool = lent;
         }
         result
+    }
+}
+
+impl sparksched_core::AuxOutputs for PyCallbacks<'_, '_> {
+    fn max_prefix_hit(&mut self, request: &Request, pool: &mut BlockPool) -> PyResult<u32> {
+        let (py, object) = (self.py, self.shown(request)?);
+        let name = intern!(py, "max_cache_hit");
+        self.aux_outputs
+            .lend(py, pool, || self.aux_outputs.connector(py).call_method1(name, (object,)))?
+            .extract()
+    }
+
+    fn cap_external_hit(
+        &mut self,
+        request: &Request,
+        pool: &mut BlockPool,
+        num_local_tokens: u32,
+        num_external_tokens: i32,
+    ) -> PyResult<i32> {
+        let (py, object) = (self.py, self.shown(request)?);
+        let arguments = (object, num_local_tokens, num_external_tokens);
+        let name = intern!(py, "cap_external_hit");
+        self.aux_outputs
+            .lend(py, pool, || self.aux_outputs.connector(py).call_method1(name, arguments))?
+            .extract()
+    }
+
+    fn note_load(&mut self, request: &Request) -> PyResult<()> {
+        let (py, object) = (self.py, self.shown(request)?);
+        let arguments = (object, request.num_computed_tokens());
+        self.aux_outputs.connector(py).call_method1(intern!(py, "request_loading"), arguments)?;
+        Ok(())
+    }
+
+    fn end_aux_output(&mut self, request: &Request, pool: &mut BlockPool) -> PyResult<()> {
+        let (py, object) = (self.py, self.shown(request)?);
+        self.aux_outputs.lend(py, pool, || {
+            self.aux_outputs.connector(py).call_method1(intern!(py, "request_finished"), (object,))
+        })?;
+        Ok(())
+    }
+
+    fn take_aux_output(&mut self, request: &Request) -> PyResult<()> {
+        let (py, object) = (self.py, self.shown(request)?);
+        let arguments = (object, &self.aux_outputs.collected);
+        let rows =
+            self.aux_outputs.connector(py).call_method1(intern!(py, "take_output"), arguments)?;
+        self.aux_outputs.taken.note(object, rows)
     }
 }

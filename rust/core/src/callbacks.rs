@@ -1,4 +1,4 @@
-//! The questions that the scheduler can't answer by itself.
+//! The questions that the scheduler can't answer by itself: a trait for each owner of answers.
 
 use crate::block_pool::BlockPool;
 use crate::ids::{BlockId, RequestIndex};
@@ -45,50 +45,47 @@ pub struct ExternalAllocation {
     pub num_queried_tokens: u32,
 }
 
-/// Asked only for requests that use structured output or have encoder inputs, for streaming-input
-/// sessions, and where there is a KV or EC connector or auxiliary output is collected.
-///
-/// A `pool` that is lent comes back as it was.
-pub trait Hooks {
-    /// What a hook fails with: the step ends with it, and the scheduler is not to be used further.
+/// What a callback fails with: the step ends with it, and the scheduler is not to be used further.
+pub trait Fallible {
+    /// What its owner fails with.
     type Error;
+}
 
+/// The grammars of requests with structured output.
+#[expect(clippy::missing_errors_doc, reason = "see `Fallible`")]
+pub trait Grammars: Fallible {
     /// Whether the grammar of this waiting request is there.
-    ///
-    /// # Errors
-    /// Whatever the owner of the grammar fails with.
     fn grammar_state(&mut self, request: RequestIndex) -> Result<GrammarState, Self::Error>;
 
     /// Advances the request's grammar by the last `num_new_tokens` of its `sequence`, prompt
     /// included. `false` means that the grammar rejects them.
-    ///
-    /// # Errors
-    /// Whatever the owner of the grammar fails with.
     fn accept_tokens(
         &mut self,
         request: RequestIndex,
         sequence: &[i32],
         num_new_tokens: usize,
     ) -> Result<bool, Self::Error>;
+}
 
+/// What streaming-input sessions go on with.
+#[expect(clippy::missing_errors_doc, reason = "see `Fallible`")]
+pub trait Sessions: Fallible {
     /// What a session goes on with whose turn has ended. Its `sequence` will be cut to
     /// `num_kept_tokens` then.
-    ///
-    /// # Errors
-    /// Whatever the owner of the session's inputs fails with.
     fn next_turn(
         &mut self,
         request: RequestIndex,
         sequence: &[i32],
         num_kept_tokens: usize,
     ) -> Result<NextTurn, Self::Error>;
+}
 
+/// The encoder's budget and cache. Asked for requests that have encoder inputs.
+#[expect(clippy::missing_errors_doc, reason = "see `Fallible`")]
+pub trait EncoderInputs: Fallible {
     /// Looks which encoder inputs a request needs for `num_new_tokens` tokens behind its first
     /// `num_computed_tokens`. Returns how many tokens it can have with those that the encoder's
     /// budget and cache allow.
-    ///
-    /// # Errors
-    /// Whatever the owner of the encoder cache fails with.
     fn plan_encoder_inputs(
         &mut self,
         request: RequestIndex,
@@ -97,16 +94,10 @@ pub trait Hooks {
     ) -> Result<u32, Self::Error>;
 
     /// The request that was looked at last is part of the step: its encoder inputs are, too.
-    ///
-    /// # Errors
-    /// Whatever the owner of the encoder cache fails with.
     fn schedule_encoder_inputs(&mut self, request: &Request) -> Result<(), Self::Error>;
 
     /// The first `num_processed_tokens` tokens of a request have been computed: it doesn't need the
     /// encoder inputs in them any more.
-    ///
-    /// # Errors
-    /// Whatever the owner of the encoder cache fails with.
     fn free_processed_encoder_inputs(
         &mut self,
         request: &Request,
@@ -115,16 +106,14 @@ pub trait Hooks {
 
     /// A request leaves the step and the batch, for good or not: none of its encoder inputs is
     /// needed.
-    ///
-    /// # Errors
-    /// Whatever the owner of the encoder cache fails with.
     fn free_encoder_inputs(&mut self, request: RequestIndex) -> Result<(), Self::Error>;
+}
 
+/// A KV connector. Asked if the configuration has [`kv_transfer`](crate::SchedulerConfig::kv_transfer).
+#[expect(clippy::missing_errors_doc, reason = "see `Fallible`")]
+pub trait KvConnector: Fallible {
     /// What the KV connector has of a waiting request behind its first `num_local_tokens` tokens,
     /// no more than the request has; `None` if it is not known yet.
-    ///
-    /// # Errors
-    /// Whatever the connector fails with.
     fn find_external_hit(
         &mut self,
         request: &Request,
@@ -133,9 +122,6 @@ pub trait Hooks {
 
     /// A waiting request has got its blocks, those that the KV connector is to fill included: their
     /// owners and hashes are in the `pool`.
-    ///
-    /// # Errors
-    /// Whatever the connector fails with.
     fn note_allocation(
         &mut self,
         request: &Request,
@@ -144,27 +130,23 @@ pub trait Hooks {
     ) -> Result<(), Self::Error>;
 
     /// Whether blocks that the KV connector still sends will be free without a preemption.
-    ///
-    /// # Errors
-    /// Whatever the connector fails with.
     fn has_pending_block_frees(&mut self) -> Result<bool, Self::Error>;
 
     /// A request has ended whose computed tokens are in these blocks, by group. Returns whether the
     /// KV connector keeps them, until it says that they are sent.
-    ///
-    /// # Errors
-    /// Whatever the connector fails with.
     fn finish_request(
         &mut self,
         request: &Request,
         tables: &[&[BlockId]],
     ) -> Result<bool, Self::Error>;
+}
 
+/// An EC connector. Asked if the configuration
+/// [`transfers_encoder_outputs`](crate::SchedulerConfig::transfers_encoder_outputs).
+#[expect(clippy::missing_errors_doc, reason = "see `Fallible`")]
+pub trait EcConnector: Fallible {
     /// Whether the EC connector has brought the encoder outputs that a request needs behind its
     /// first `num_computed_tokens` tokens, as far as it is to bring any.
-    ///
-    /// # Errors
-    /// Whatever the connector fails with.
     fn has_encoder_outputs(
         &mut self,
         request: &Request,
@@ -173,15 +155,14 @@ pub trait Hooks {
 
     /// A request has ended, and what it had of encoder outputs is still there. Returns whether the
     /// EC connector keeps the request.
-    ///
-    /// # Errors
-    /// Whatever the connector fails with.
     fn end_encoder_transfer(&mut self, request: &Request) -> Result<bool, Self::Error>;
+}
 
+/// The collector of auxiliary output, such as routed experts. Asked if the configuration
+/// [`collects_aux_output`](crate::SchedulerConfig::collects_aux_output). A `pool` that is lent comes back as it was.
+#[expect(clippy::missing_errors_doc, reason = "see `Fallible`")]
+pub trait AuxOutputs: Fallible {
     /// Where the prefix of a waiting request ends that there is auxiliary output of, in tokens.
-    ///
-    /// # Errors
-    /// Whatever the collector fails with.
     fn max_prefix_hit(
         &mut self,
         request: &Request,
@@ -190,9 +171,6 @@ pub trait Hooks {
 
     /// How many of the tokens that the KV connector has behind a local hit can be taken: all or
     /// none, as there is auxiliary output of them or not.
-    ///
-    /// # Errors
-    /// Whatever the collector fails with.
     fn cap_external_hit(
         &mut self,
         request: &Request,
@@ -203,16 +181,10 @@ pub trait Hooks {
 
     /// The KV connector begins to load a waiting request's blocks, between steps; its computed
     /// tokens are those that it will have then.
-    ///
-    /// # Errors
-    /// Whatever the collector fails with.
     fn note_load(&mut self, request: &Request) -> Result<(), Self::Error>;
 
     /// A request is about to lose its blocks, for good or not: no auxiliary output of it is
     /// collected until it is scheduled again.
-    ///
-    /// # Errors
-    /// Whatever the collector fails with.
     fn end_aux_output(
         &mut self,
         request: &Request,
@@ -220,8 +192,16 @@ pub trait Hooks {
     ) -> Result<(), Self::Error>;
 
     /// A client is told of a request, which has its new tokens: auxiliary output goes with them.
-    ///
-    /// # Errors
-    /// Whatever the collector fails with.
     fn take_aux_output(&mut self, request: &Request) -> Result<(), Self::Error>;
+}
+
+/// All owners together.
+pub trait Callbacks:
+    Grammars + Sessions + EncoderInputs + KvConnector + EcConnector + AuxOutputs
+{
+}
+
+impl<T: Grammars + Sessions + EncoderInputs + KvConnector + EcConnector + AuxOutputs> Callbacks
+    for T
+{
 }

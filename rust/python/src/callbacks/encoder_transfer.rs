@@ -1,62 +1,32 @@
 //! Hands what the core says of encoder inputs to `sparksched.engine.encoder_transfer`.
 
-use std::sync::Arc;
-
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use sparksched_core::Request;
+use sparksched_core::{EcConnector, Request};
 
-use crate::convert::RequestView;
 use crate::output_extras::OutputExtras;
+
+use super::PyCallbacks;
 
 /// `EncoderTransfer`, if there is an EC connector.
 pub(crate) struct EncoderTransfer {
     python: Option<Py<PyAny>>,
     /// What the connector said of requests that ended in this call, by request id.
     params: OutputExtras,
-    view: Arc<RequestView>,
 }
 
 impl EncoderTransfer {
-    pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>, view: Arc<RequestView>) -> Self {
-        Self { python, params: OutputExtras::new(py), view }
+    pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>) -> Self {
+        Self { python, params: OutputExtras::new(py) }
     }
 
     fn python<'a, 'py>(&'a self, py: Python<'py>) -> &'a Bound<'py, PyAny> {
         self.python.as_ref().expect("the core asks only if there is a connector").bind(py)
     }
 
-    /// Brings a `Request` up to date that a connector is about to be shown, if there is one.
-    pub(crate) fn show(&self, request: &Bound<'_, PyAny>, state: &Request) -> PyResult<()> {
-        if self.python.is_some() { self.view.update(request, state) } else { Ok(()) }
-    }
-
-    /// Asks whether what a request needs is there.
-    pub(crate) fn has_outputs(
-        &self,
-        request: &Bound<'_, PyAny>,
-        state: &Request,
-        num_computed_tokens: i64,
-    ) -> PyResult<bool> {
-        self.view.update(request, state)?;
-        let py = request.py();
-        let arguments = (request, num_computed_tokens);
-        self.python(py).call_method1(intern!(py, "has_outputs"), arguments)?.is_truthy()
-    }
-
-    /// Tells the connector that a request has ended. Returns whether it keeps the request.
-    pub(crate) fn finish_request(
-        &self,
-        request: &Bound<'_, PyAny>,
-        state: &Request,
-    ) -> PyResult<bool> {
-        self.view.update(request, state)?;
-        let py = request.py();
-        let answer = self.python(py).call_method1(intern!(py, "finish_request"), (request,))?;
-        let (is_kept, params): (bool, Bound<'_, PyAny>) = answer.extract()?;
-        self.params.note(request, params)?;
-        Ok(is_kept)
+    pub(super) fn is_present(&self) -> bool {
+        self.python.is_some()
     }
 
     /// What the connector said of the requests that ended in this call, if it did.
@@ -87,5 +57,31 @@ impl EncoderTransfer {
     pub(crate) fn take_stats<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let Some(python) = &self.python else { return Ok(None) };
         python.bind(py).call_method0(intern!(py, "take_stats")).map(Some)
+    }
+}
+
+impl EcConnector for PyCallbacks<'_, '_> {
+    fn has_encoder_outputs(
+        &mut self,
+        request: &Request,
+        num_computed_tokens: i64,
+    ) -> PyResult<bool> {
+        let (py, object) = (self.py, self.shown(request)?);
+        let arguments = (object, num_computed_tokens);
+        self.encoder_transfer
+            .python(py)
+            .call_method1(intern!(py, "has_outputs"), arguments)?
+            .is_truthy()
+    }
+
+    fn end_encoder_transfer(&mut self, request: &Request) -> PyResult<bool> {
+        let (py, object) = (self.py, self.shown(request)?);
+        let answer = self
+            .encoder_transfer
+            .python(py)
+            .call_method1(intern!(py, "finish_request"), (object,))?;
+        let (is_kept, params): (bool, Bound<'_, PyAny>) = answer.extract()?;
+        self.encoder_transfer.params.note(object, params)?;
+        Ok(is_kept)
     }
 }

@@ -1,26 +1,24 @@
 //! Hands what the core says of KV transfers to `sparksched.engine.kv_transfer`, and the other way round.
 
-use std::sync::Arc;
-
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PySet, PyTuple};
 use sparksched_core::{
-    BlockId, BlockPool, ExternalAllocation, ExternalHit, FailedLoads, Request, RequestIndex,
-    Scheduler,
+    BlockId, BlockPool, ExternalAllocation, ExternalHit, FailedLoads, KvConnector, Request,
+    RequestIndex, Scheduler,
 };
 
-use crate::convert::RequestView;
 use crate::entries::Entries;
 use crate::output_extras::OutputExtras;
+
+use super::PyCallbacks;
 
 /// `KVTransfer`, if there is a KV connector.
 pub(crate) struct KvTransfer {
     python: Option<Py<PyAny>>,
     /// What connectors said of requests that ended in this call, by request id.
     params: OutputExtras,
-    view: Arc<RequestView>,
 }
 
 /// Whom a step's failed loads concern.
@@ -33,8 +31,8 @@ pub(crate) struct LoadFailures<'py> {
 }
 
 impl KvTransfer {
-    pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>, view: Arc<RequestView>) -> Self {
-        Self { python, params: OutputExtras::new(py), view }
+    pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>) -> Self {
+        Self { python, params: OutputExtras::new(py) }
     }
 
     pub(crate) fn is_present(&self) -> bool {
@@ -43,88 +41,6 @@ impl KvTransfer {
 
     fn python<'a, 'py>(&'a self, py: Python<'py>) -> &'a Bound<'py, PyAny> {
         self.python.as_ref().expect("the core asks only if there is a connector").bind(py)
-    }
-
-    /// Asks what the connector has of a request.
-    pub(crate) fn find_external_hit(
-        &self,
-        request: &Bound<'_, PyAny>,
-        state: &Request,
-        num_local_tokens: u32,
-    ) -> PyResult<Option<ExternalHit>> {
-        self.view.update(request, state)?;
-        let py = request.py();
-        let arguments = (request, num_local_tokens);
-        let answer = self.python(py).call_method1(intern!(py, "find_external_hit"), arguments)?;
-        let (num_tokens, is_async): (Option<i64>, bool) = answer.extract()?;
-        let Some(num_tokens) = num_tokens else { return Ok(None) };
-        let num_local = i64::from(num_local_tokens);
-        let num_missing = i64::from(state.num_tokens() as u32) - num_local;
-        // Less than nothing is nothing: vLLM's ExampleConnector says so of a prompt of one token.
-        let possible = Some(num_tokens.max(-num_local)).filter(|&it| it <= num_missing);
-        let num_tokens = possible.and_then(|it| i32::try_from(it).ok()).ok_or_else(|| {
-            PyValueError::new_err(format!(
-                "the KV connector has {num_tokens} tokens of request {}, which lacks {num_missing}",
-                state.id()
-            ))
-        })?;
-        Ok(Some(ExternalHit { num_tokens, is_async: is_async && num_tokens > 0 }))
-    }
-
-    /// Tells the connector which blocks a request has got.
-    pub(crate) fn note_allocation(
-        &self,
-        request: &Bound<'_, PyAny>,
-        state: &Request,
-        pool: &BlockPool,
-        allocation: ExternalAllocation,
-    ) -> PyResult<()> {
-        self.view.update(request, state)?;
-        let py = request.py();
-        let tables = self.blocks_of(py, state, pool)?;
-        let arguments = (request, tables, allocation.num_tokens, allocation.num_queried_tokens);
-        self.python(py).call_method1(intern!(py, "note_allocation"), arguments)?;
-        Ok(())
-    }
-
-    /// By group: number, owners and hash of each block.
-    fn blocks_of<'py>(
-        &self,
-        py: Python<'py>,
-        state: &Request,
-        pool: &BlockPool,
-    ) -> PyResult<Bound<'py, PyTuple>> {
-        let groups = state.groups().iter().map(|group| {
-            let blocks = group.table.iter().map(|&id| {
-                let hash = pool.key_of(id);
-                let hash = hash.map(|(hash, group)| self.view.hash_with_group(py, &hash, group));
-                (id.0, pool.ref_count(id), hash)
-            });
-            PyList::new(py, blocks.collect::<Vec<_>>())
-        });
-        PyTuple::new(py, groups.collect::<PyResult<Vec<_>>>()?)
-    }
-
-    pub(crate) fn has_pending_block_frees(&self, py: Python<'_>) -> PyResult<bool> {
-        self.python(py).call_method0(intern!(py, "has_pending_block_frees"))?.is_truthy()
-    }
-
-    /// Tells the connector that a request has ended. Returns whether it keeps the blocks.
-    pub(crate) fn finish_request(
-        &self,
-        request: &Bound<'_, PyAny>,
-        state: &Request,
-        tables: &[&[BlockId]],
-    ) -> PyResult<bool> {
-        self.view.update(request, state)?;
-        let py = request.py();
-        let tables = tables.iter().map(|table| PyList::new(py, table.iter().map(|id| id.0)));
-        let tables = PyTuple::new(py, tables.collect::<PyResult<Vec<_>>>()?)?;
-        let answer =
-            self.python(py).call_method1(intern!(py, "finish_request"), (request, tables))?;
-        let (is_kept, params): (Bound<'_, PyAny>, Bound<'_, PyAny>) = answer.extract()?;
-        self.params.note(request, params)?;
-        is_kept.is_truthy()
     }
 
     /// What the connector said of the requests that ended in this call, if it did.
@@ -182,6 +98,81 @@ impl KvTransfer {
         let counts = scheduler.num_fetches();
         let stats = self.python(py).call_method1(intern!(py, "take_stats"), (counts,))?;
         Ok(Some(stats.extract()?))
+    }
+}
+
+impl<'py> PyCallbacks<'_, 'py> {
+    /// By group: number, owners and hash of each block.
+    fn blocks_of(&self, request: &Request, pool: &BlockPool) -> PyResult<Bound<'py, PyTuple>> {
+        let py = self.py;
+        let groups = request.groups().iter().map(|group| {
+            let blocks = group.table.iter().map(|&id| {
+                let hash = pool.key_of(id);
+                let hash = hash.map(|(hash, group)| self.view.hash_with_group(py, &hash, group));
+                (id.0, pool.ref_count(id), hash)
+            });
+            PyList::new(py, blocks.collect::<Vec<_>>())
+        });
+        PyTuple::new(py, groups.collect::<PyResult<Vec<_>>>()?)
+    }
+}
+
+impl KvConnector for PyCallbacks<'_, '_> {
+    fn find_external_hit(
+        &mut self,
+        request: &Request,
+        num_local_tokens: u32,
+    ) -> PyResult<Option<ExternalHit>> {
+        let (py, object) = (self.py, self.shown(request)?);
+        let arguments = (object, num_local_tokens);
+        let answer = self
+            .kv_transfer
+            .python(py)
+            .call_method1(intern!(py, "find_external_hit"), arguments)?;
+        let (num_tokens, is_async): (Option<i64>, bool) = answer.extract()?;
+        let Some(num_tokens) = num_tokens else { return Ok(None) };
+        let num_local = i64::from(num_local_tokens);
+        let num_missing = i64::from(request.num_tokens() as u32) - num_local;
+        // Less than nothing is nothing: vLLM's ExampleConnector says so of a prompt of one token.
+        let possible = Some(num_tokens.max(-num_local)).filter(|&it| it <= num_missing);
+        let num_tokens = possible.and_then(|it| i32::try_from(it).ok()).ok_or_else(|| {
+            PyValueError::new_err(format!(
+                "the KV connector has {num_tokens} tokens of request {}, which lacks {num_missing}",
+                request.id()
+            ))
+        })?;
+        Ok(Some(ExternalHit { num_tokens, is_async: is_async && num_tokens > 0 }))
+    }
+
+    fn note_allocation(
+        &mut self,
+        request: &Request,
+        pool: &BlockPool,
+        allocation: ExternalAllocation,
+    ) -> PyResult<()> {
+        let (py, object) = (self.py, self.shown(request)?);
+        let tables = self.blocks_of(request, pool)?;
+        let arguments = (object, tables, allocation.num_tokens, allocation.num_queried_tokens);
+        self.kv_transfer.python(py).call_method1(intern!(py, "note_allocation"), arguments)?;
+        Ok(())
+    }
+
+    fn has_pending_block_frees(&mut self) -> PyResult<bool> {
+        let name = intern!(self.py, "has_pending_block_frees");
+        self.kv_transfer.python(self.py).call_method0(name)?.is_truthy()
+    }
+
+    fn finish_request(&mut self, request: &Request, tables: &[&[BlockId]]) -> PyResult<bool> {
+        let (py, object) = (self.py, self.shown(request)?);
+        let tables = tables.iter().map(|table| PyList::new(py, table.iter().map(|id| id.0)));
+        let tables = PyTuple::new(py, tables.collect::<PyResult<Vec<_>>>()?)?;
+        let answer = self
+            .kv_transfer
+            .python(py)
+            .call_method1(intern!(py, "finish_request"), (object, tables))?;
+        let (is_kept, params): (Bound<'_, PyAny>, Bound<'_, PyAny>) = answer.extract()?;
+        self.kv_transfer.params.note(object, params)?;
+        is_kept.is_truthy()
     }
 }
 

@@ -1,23 +1,26 @@
-//! The core's questions, answered by vLLM's objects.
+//! The core's questions, answered by vLLM's objects: an `impl` for each owner of answers.
+
+mod aux_outputs;
+mod encoder_transfer;
+mod kv_transfer;
 
 use pyo3::exceptions::PyException;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use sparksched_core::{
-    BlockId, BlockPool, ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn, Request,
-    RequestIndex,
+    EncoderInputs, Fallible, GrammarState, Grammars, NextTurn, Request, RequestIndex, Sessions,
 };
 
-use crate::aux_outputs::AuxOutputs;
-use crate::convert;
-use crate::convert::ExtraKeysReader;
-use crate::encoder_transfer::EncoderTransfer;
+use crate::convert::{self, ExtraKeysReader, RequestView};
 use crate::entries::Entries;
-use crate::kv_transfer::KvTransfer;
+
+pub(crate) use aux_outputs::{AuxOutputs, CachedBlocks};
+pub(crate) use encoder_transfer::EncoderTransfer;
+pub(crate) use kv_transfer::{KvTransfer, LoadFailures, LoadReport};
 
 /// The Python functions that are called for the few requests that need them.
-pub(crate) struct Callbacks {
+pub(crate) struct PythonFunctions {
     /// `accept_tokens(request, token_ids) -> bool`.
     pub(crate) accept_tokens: Py<PyAny>,
     /// `validate_tokens(request, token_ids) -> list[int]`: those before the first that the grammar
@@ -33,31 +36,49 @@ pub(crate) struct Callbacks {
 }
 
 /// Answers for the duration of one call.
-pub(crate) struct PyHooks<'a, 'py> {
+pub(crate) struct PyCallbacks<'a, 'py> {
     pub(crate) py: Python<'py>,
     pub(crate) entries: &'a Entries,
-    pub(crate) callbacks: &'a Callbacks,
+    pub(crate) functions: &'a PythonFunctions,
     pub(crate) extra_keys: &'a ExtraKeysReader,
     pub(crate) kv_transfer: &'a KvTransfer,
     pub(crate) encoder_transfer: &'a EncoderTransfer,
     pub(crate) aux_outputs: &'a AuxOutputs,
+    pub(crate) view: &'a RequestView,
     /// Why the grammars of requests can't be compiled, by id.
     pub(crate) grammar_errors: &'a Py<PyDict>,
 }
 
-impl<'py> PyHooks<'_, 'py> {
-    fn request(&self, index: RequestIndex) -> &Bound<'py, PyAny> {
+impl<'a, 'py> PyCallbacks<'a, 'py> {
+    fn request(&self, index: RequestIndex) -> &'a Bound<'py, PyAny> {
         self.entries.get(index).request.bind(self.py)
     }
 
+    /// A `Request` that somebody will look at, brought up to date.
+    fn shown(&self, request: &Request) -> PyResult<&'a Bound<'py, PyAny>> {
+        let object = self.request(request.index());
+        self.view.update(object, request)?;
+        Ok(object)
+    }
+
+    /// A `Request` of which encoder inputs come and go: an EC connector looks at it, if there is one.
+    fn seen_by_encoder(&self, request: &Request) -> PyResult<&'a Bound<'py, PyAny>> {
+        if self.encoder_transfer.is_present() {
+            return self.shown(request);
+        }
+        Ok(self.request(request.index()))
+    }
+
     fn encoder_inputs(&self) -> &Bound<'py, PyAny> {
-        self.callbacks.encoder_inputs.bind(self.py)
+        self.functions.encoder_inputs.bind(self.py)
     }
 }
 
-impl Hooks for PyHooks<'_, '_> {
+impl Fallible for PyCallbacks<'_, '_> {
     type Error = PyErr;
+}
 
+impl Grammars for PyCallbacks<'_, '_> {
     fn grammar_state(&mut self, index: RequestIndex) -> PyResult<GrammarState> {
         let py = self.py;
         let structured = self.request(index).getattr(intern!(py, "structured_output_request"))?;
@@ -85,9 +106,11 @@ impl Hooks for PyHooks<'_, '_> {
         // Reasoning parsers look at the whole sequence, the new tokens included.
         convert::sync_request_tokens(request, sequence)?;
         let tokens = PyList::new(self.py, &sequence[sequence.len() - num_new_tokens..])?;
-        self.callbacks.accept_tokens.bind(self.py).call1((request, tokens))?.is_truthy()
+        self.functions.accept_tokens.bind(self.py).call1((request, tokens))?.is_truthy()
     }
+}
 
+impl Sessions for PyCallbacks<'_, '_> {
     fn next_turn(
         &mut self,
         index: RequestIndex,
@@ -96,7 +119,7 @@ impl Hooks for PyHooks<'_, '_> {
     ) -> PyResult<NextTurn> {
         let request = self.request(index);
         convert::sync_request_tokens(request, sequence)?;
-        let next_turn = self.callbacks.next_turn.bind(self.py);
+        let next_turn = self.functions.next_turn.bind(self.py);
         let has_input: Option<bool> = next_turn.call1((request, num_kept_tokens))?.extract()?;
         Ok(match has_input {
             None => NextTurn::Pending,
@@ -106,7 +129,9 @@ impl Hooks for PyHooks<'_, '_> {
             }
         })
     }
+}
 
+impl EncoderInputs for PyCallbacks<'_, '_> {
     fn plan_encoder_inputs(
         &mut self,
         index: RequestIndex,
@@ -118,8 +143,7 @@ impl Hooks for PyHooks<'_, '_> {
     }
 
     fn schedule_encoder_inputs(&mut self, request: &Request) -> PyResult<()> {
-        let object = self.request(request.index());
-        self.encoder_transfer.show(object, request)?;
+        let object = self.seen_by_encoder(request)?;
         let arguments = (object,);
         self.encoder_inputs().call_method1(intern!(self.py, "schedule"), arguments)?;
         Ok(())
@@ -130,8 +154,7 @@ impl Hooks for PyHooks<'_, '_> {
         request: &Request,
         num_processed_tokens: u32,
     ) -> PyResult<()> {
-        let object = self.request(request.index());
-        self.encoder_transfer.show(object, request)?;
+        let object = self.seen_by_encoder(request)?;
         let arguments = (object, num_processed_tokens);
         self.encoder_inputs().call_method1(intern!(self.py, "free_processed"), arguments)?;
         Ok(())
@@ -141,73 +164,5 @@ impl Hooks for PyHooks<'_, '_> {
         let arguments = (self.request(index),);
         self.encoder_inputs().call_method1(intern!(self.py, "free"), arguments)?;
         Ok(())
-    }
-
-    fn find_external_hit(
-        &mut self,
-        request: &Request,
-        num_local_tokens: u32,
-    ) -> PyResult<Option<ExternalHit>> {
-        let object = self.request(request.index());
-        self.kv_transfer.find_external_hit(object, request, num_local_tokens)
-    }
-
-    fn note_allocation(
-        &mut self,
-        request: &Request,
-        pool: &BlockPool,
-        allocation: ExternalAllocation,
-    ) -> PyResult<()> {
-        let object = self.request(request.index());
-        self.kv_transfer.note_allocation(object, request, pool, allocation)
-    }
-
-    fn has_pending_block_frees(&mut self) -> PyResult<bool> {
-        self.kv_transfer.has_pending_block_frees(self.py)
-    }
-
-    fn finish_request(&mut self, request: &Request, tables: &[&[BlockId]]) -> PyResult<bool> {
-        self.kv_transfer.finish_request(self.request(request.index()), request, tables)
-    }
-
-    fn has_encoder_outputs(
-        &mut self,
-        request: &Request,
-        num_computed_tokens: i64,
-    ) -> PyResult<bool> {
-        let object = self.request(request.index());
-        self.encoder_transfer.has_outputs(object, request, num_computed_tokens)
-    }
-
-    fn end_encoder_transfer(&mut self, request: &Request) -> PyResult<bool> {
-        self.encoder_transfer.finish_request(self.request(request.index()), request)
-    }
-
-    fn max_prefix_hit(&mut self, request: &Request, pool: &mut BlockPool) -> PyResult<u32> {
-        self.aux_outputs.max_prefix_hit(self.request(request.index()), request, pool)
-    }
-
-    fn cap_external_hit(
-        &mut self,
-        request: &Request,
-        pool: &mut BlockPool,
-        num_local_tokens: u32,
-        num_external_tokens: i32,
-    ) -> PyResult<i32> {
-        let object = self.request(request.index());
-        let (num_local, num_external) = (num_local_tokens, num_external_tokens);
-        self.aux_outputs.cap_external_hit(object, request, pool, num_local, num_external)
-    }
-
-    fn note_load(&mut self, request: &Request) -> PyResult<()> {
-        self.aux_outputs.note_load(self.request(request.index()), request)
-    }
-
-    fn end_aux_output(&mut self, request: &Request, pool: &mut BlockPool) -> PyResult<()> {
-        self.aux_outputs.end(self.request(request.index()), request, pool)
-    }
-
-    fn take_aux_output(&mut self, request: &Request) -> PyResult<()> {
-        self.aux_outputs.take(self.request(request.index()), request)
     }
 }
