@@ -125,6 +125,7 @@ bench-serve: build ## measure real servers under load: make bench-serve [MODEL=t
 
 .PHONY: tables
 tables: env ## write the tables and pictures of the pages anew, from bench/results
+	$(BIN)/python -m tools.pages
 	$(BIN)/python -m bench.report
 
 # --- Checks ------------------------------------------------------------------------------
@@ -249,8 +250,8 @@ LOOM := -p sparksched-ring --features loom --test loom
 
 .PHONY: test-rust
 test-rust: rust-toolchain
-	cargo test --locked -p sparksched-backlog -p sparksched-core -p sparksched-wire -p sparksched-zmtp -p sparksched-ring \
-		-p sparksched-fuzz --features $(TEST_POINTS)
+	cargo test --locked --workspace --exclude sparksched-python --exclude sparksched-entry-points \
+		--features $(TEST_POINTS)
 	SPARKSCHED_LOOM_PREEMPTIONS=3 cargo test --locked $(LOOM)
 
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use sparksched_backlog::{self as backlog, Backlog, Limits};
+use sparksched_meters::Traffic;
 
 use crate::message::{self, Message, Unsendable};
-use crate::meters::Traffic;
 use crate::points::reach;
 use crate::ring::{Corrupt, Producer};
 

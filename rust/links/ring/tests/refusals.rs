@@ -37,7 +37,8 @@ use sparksched_ring::link::{End, Event};
 use sparksched_ring::outbox::Outbox;
 use sparksched_ring::points;
 use sparksched_ring::ring::{Corrupt, Ring};
-use sparksched_ring::segment::{BellPage, LAYOUT_VERSION, Segment, SegmentError};
+use sparksched_ring::segment::{BellPage, LAYOUT_VERSION, Segment};
+use sparksched_shm::ShmError;
 
 const RING_BYTES: usize = 4096;
 const MARK: &[u8] = b"SPRKRING";
@@ -643,7 +644,7 @@ fn unfit_memory_is_refused() {
     ];
     for (what, segment, ring_bytes, expected) in &cases {
         let error = answer_to(*ring_bytes, &[segment, &bell, &event]);
-        let is_unfit = matches!(error, HandshakeError::Segment(SegmentError::Unfit(_)));
+        let is_unfit = matches!(error, HandshakeError::Segment(ShmError::Unfit(_)));
         assert!(is_unfit && error.to_string().contains(expected), "{what}: {error}");
     }
     let error = answer_to(ring, &[&good, &memfd(4096, SealFlags::empty()), &event]);

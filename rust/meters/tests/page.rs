@@ -1,5 +1,4 @@
 //! The page with an engine's meters: what others see of it, and that they can't change it.
-#![cfg(not(feature = "loom"))]
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
@@ -7,13 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{Mode, OFlags, fstat, ftruncate};
 use rustix::io::{Errno, pwrite};
-use sparksched_ring::meter_page::{MeterPage, MeterView};
-use sparksched_ring::meters::{NUM_BUCKETS, RingsReading, Traffic};
-use sparksched_ring::segment::{BellPage, SegmentError};
+use sparksched_meters::{MeterPage, MeterView, NUM_BUCKETS, RingsReading, Traffic};
+use sparksched_shm::{PAGE_BYTES, ShmError};
 
 const ID: u128 = 1 << 100 | 7;
 
-fn open(fd: &impl AsFd, id: u128) -> Result<MeterView, SegmentError> {
+fn open(fd: &impl AsFd, id: u128) -> Result<MeterView, ShmError> {
     MeterView::open(std::process::id(), fd.as_fd().as_raw_fd().unsigned_abs(), id)
 }
 
@@ -67,8 +65,8 @@ fn the_page_is_there_from_the_beginning_and_nobody_else_can_write_it() {
 fn what_is_no_page_of_this_engine_is_refused() {
     let page = MeterPage::create(ID).unwrap();
     let refusal = |fd: &dyn AsFdObject| open(&fd, ID).unwrap_err().to_string();
-    let (_bell, bell) = BellPage::create().unwrap();
-    assert!(refusal(&bell).contains("another engine"));
+    let other = sparksched_shm::create("other", PAGE_BYTES).unwrap();
+    assert!(refusal(&other).contains("another engine"));
     assert!(open(&page, ID + 1).unwrap_err().to_string().contains("another engine"));
     let null = rustix::fs::open("/dev/null", OFlags::RDONLY, Mode::empty()).unwrap();
     assert!(refusal(&null).contains("sealed"));

@@ -20,10 +20,11 @@ use rustix::net::{
     recvmsg, sendmsg, socket_with,
 };
 use rustix::process::{Pid, PidfdFlags, geteuid, pidfd_open};
+use sparksched_shm::ShmError;
 
 use crate::credentials::{Credentials, peer_credentials};
 use crate::link::Peer;
-use crate::segment::{LAYOUT_VERSION, SegmentError};
+use crate::segment::LAYOUT_VERSION;
 
 /// Changes with each change of the packets.
 const PROTOCOL_VERSION: u32 = 1;
@@ -46,7 +47,7 @@ pub enum HandshakeError {
     },
     /// The memory is not to be had.
     #[error(transparent)]
-    Segment(#[from] SegmentError),
+    Segment(#[from] ShmError),
     /// Another user's process is at the other end.
     #[error("the other process belongs to user {peer}, this one to user {own}")]
     User {

@@ -14,13 +14,13 @@ macro_rules! orderings {
             $(#[$doc])*
             #[cfg(not(feature = "loom"))]
             #[inline]
-            pub(crate) const fn $name() -> Ordering {
+            pub const fn $name() -> Ordering {
                 Ordering::$ordering
             }
 
             $(#[$doc])*
             #[cfg(feature = "loom")]
-            pub(crate) fn $name() -> Ordering {
+            pub fn $name() -> Ordering {
                 weakened(stringify!($name), Ordering::$ordering)
             }
         )*
@@ -59,7 +59,7 @@ orderings! {
 
 /// A fence, unless it has been weakened to none.
 #[inline]
-pub(crate) fn fence(ordering: Ordering) {
+pub fn fence(ordering: Ordering) {
     if cfg!(not(feature = "loom")) || ordering != Ordering::Relaxed {
         crate::sync::fence(ordering);
     }

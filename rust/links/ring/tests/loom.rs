@@ -12,12 +12,12 @@ use loom::model::Builder;
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
 use sparksched_backlog::Limits;
+use sparksched_meters::{Histogram, HistogramReading};
 use sparksched_ring::bell::{Alarm, Bell};
 use sparksched_ring::message::Reader;
-use sparksched_ring::meters::{Histogram, HistogramReading};
-use sparksched_ring::order;
 use sparksched_ring::outbox::Outbox;
 use sparksched_ring::ring::{Consumer, Producer, Ring};
+use sparksched_shm::order;
 
 // ------------------------------------------------------------------------------------
 // The kernel's part, and the loops around it

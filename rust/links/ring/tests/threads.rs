@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::thread;
 
 use sparksched_backlog::Limits;
+use sparksched_meters::Histogram;
 use sparksched_ring::message::Reader;
-use sparksched_ring::meters::Histogram;
 use sparksched_ring::outbox::Outbox;
 use sparksched_ring::ring::Ring;
 

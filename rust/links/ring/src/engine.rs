@@ -8,12 +8,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use sparksched_backlog::Limits;
+use sparksched_meters::{MeterPage, RingsReading};
 
 use crate::bell::Bell;
 use crate::handshake::{self, Descriptors, HandshakeError};
 use crate::link::{End, Event, Link, Peer, WokenBy, noted_forks, sleep_on_futex};
-use crate::meter_page::MeterPage;
-use crate::meters::RingsReading;
 use crate::segment::{BellPage, MAX_RING_BYTES, MIN_RING_BYTES, Segment, Side};
 use crate::watcher::Watcher;
 use door::EngineDoor;

@@ -9,9 +9,10 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::order;
+use sparksched_shm::sync::{AtomicU32, AtomicU64, UnsafeCell};
+use sparksched_shm::{Line, order};
+
 use crate::points::reach;
-use crate::sync::{AtomicU32, AtomicU64, UnsafeCell};
 
 /// The other side's memory claims what can't be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -26,11 +27,6 @@ pub enum Corrupt {
     #[error("a message claims an impossible length")]
     Length,
 }
-
-/// A value in cache lines of its own (two: processors fetch them in pairs).
-#[derive(Debug, Default)]
-#[repr(C, align(128))]
-pub struct Line<T>(pub T);
 
 /// The positions of a ring, as they lie in shared memory. Zeroed memory is an empty, open ring.
 #[derive(Debug)]

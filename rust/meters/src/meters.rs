@@ -8,9 +8,8 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::order;
-use crate::ring::Line;
-use crate::sync::AtomicU64;
+use sparksched_shm::sync::AtomicU64;
+use sparksched_shm::{Line, order};
 
 /// Bounds of a histogram's buckets: two for each doubling, from a microsecond to four seconds.
 pub const NUM_BOUNDS: usize = 45;
@@ -99,7 +98,7 @@ pub struct Traffic {
 
 impl Traffic {
     /// Adds another client's.
-    pub(crate) fn add(&mut self, other: Self) {
+    pub fn add(&mut self, other: Self) {
         self.waiting_bytes += other.waiting_bytes;
         self.high_water_bytes = self.high_water_bytes.max(other.high_water_bytes);
         self.backlog_bytes += other.backlog_bytes;
@@ -365,6 +364,10 @@ impl Meters {
         })
     }
 }
+
+// SAFETY: all fields are atomics.
+#[cfg(not(feature = "loom"))]
+unsafe impl sparksched_shm::OfAtomics for Meters {}
 
 fn halves(id: u128) -> [u64; 2] {
     [id as u64, (id >> 64) as u64]

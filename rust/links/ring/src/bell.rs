@@ -9,9 +9,10 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::order;
+use sparksched_shm::order;
+use sparksched_shm::sync::AtomicU32;
+
 use crate::points::reach;
-use crate::sync::AtomicU32;
 
 /// The reader is awake and will look again before it sleeps.
 pub(crate) const AWAKE: u32 = 0;

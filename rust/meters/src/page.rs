@@ -9,8 +9,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use memmap2::MmapRaw;
 use rustix::fs::{Mode, OFlags, SealFlags, fcntl_add_seals};
 
+use sparksched_shm::{PAGE_BYTES, ShmError, check, create_prepared, first, mapping_of};
+
 use crate::meters::{Meters, PacingReading, RingsReading, StepsReading};
-use crate::segment::{PAGE_BYTES, SegmentError, check, create_prepared, first, mapping_of};
 
 /// The page as its engine has it.
 #[derive(Debug)]
@@ -23,8 +24,8 @@ impl MeterPage {
     /// A new page of the engine with this name. Others can map it to read, and not to write.
     ///
     /// # Errors
-    /// [`SegmentError::Unavailable`] if the system refuses.
-    pub fn create(id: u128) -> Result<Self, SegmentError> {
+    /// [`ShmError::Unavailable`] if the system refuses.
+    pub fn create(id: u128) -> Result<Self, ShmError> {
         let (map, fd) = create_prepared("sparksched-meters", PAGE_BYTES, |fd| {
             let map = mapping_of(PAGE_BYTES).map_raw(fd)?;
             // Kernels before 5.1 don't know it: there, others of this user could garble the page.
@@ -59,19 +60,19 @@ impl MeterView {
     /// The page of the engine with the name `id`, behind descriptor `fd` of process `pid`.
     ///
     /// # Errors
-    /// [`SegmentError::Unavailable`] if the system doesn't hand it over, [`SegmentError::Unfit`] if
+    /// [`ShmError::Unavailable`] if the system doesn't hand it over, [`ShmError::Unfit`] if
     /// it is something else.
-    pub fn open(pid: u32, fd: u32, id: u128) -> Result<Self, SegmentError> {
+    pub fn open(pid: u32, fd: u32, id: u128) -> Result<Self, ShmError> {
         // Whatever the descriptor may be, opening it doesn't wait.
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-        let unavailable = |source| SegmentError::Unavailable { bytes: PAGE_BYTES, source };
+        let unavailable = |source| ShmError::Unavailable { bytes: PAGE_BYTES, source };
         let file = rustix::fs::open(format!("/proc/{pid}/fd/{fd}"), flags, Mode::empty())
             .map_err(|error| unavailable(error.into()))?;
         check(file.as_fd(), PAGE_BYTES)?;
         let map = mapping_of(PAGE_BYTES).map_raw_read_only(&file).map_err(unavailable)?;
         let view = Self { map };
         if !view.meters().has_id(id) {
-            return Err(SegmentError::Unfit("it belongs to another engine"));
+            return Err(ShmError::Unfit("it belongs to another engine"));
         }
         Ok(view)
     }

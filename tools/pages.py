@@ -1,26 +1,36 @@
-"""The tables of docs/changes-in-vllm.md, from the table of seams.
+"""Writes the tables of docs/changes-in-vllm.md from the table of seams: `make tables` calls it.
 
-A page says where they are to be: after a line `<!-- seams: GROUP -->`, and after
+The page says where they are to be: after a line `<!-- seams: GROUP -->`, and after
 `<!-- seams: all -->` the one of all groups.
 """
 
 import re
+from typing import Final
 
 from sparksched.compat import seams
 from sparksched.compat.seams import Group
 from sparksched.compat.source import dotted
 
-from bench.report.marks import tables_anew
+from testkit.vllm_source import ROOT
 
-MARK = re.compile(r"<!-- seams: (\w+) -->")
+PAGE: Final = ROOT / "docs/changes-in-vllm.md"
+MARK: Final = re.compile(r"<!-- seams: (\w+) -->")
 
 
 def with_seams(text: str) -> str:
-    """Return a page's text with its tables of seams anew; KeyError names a group that isn't one."""
+    """Return a page's text with its tables anew; KeyError names a group that isn't one."""
     groups = {group.name: group for group in seams.GROUPS}
-    return tables_anew(
-        text, MARK, lambda mark: overview() if mark[1] == "all" else table(groups[mark[1]])
-    )
+    written: list[str] = []
+    is_replaced = False
+    for line in text.splitlines():
+        if is_replaced and line.startswith("|"):
+            continue
+        is_replaced = False
+        written.append(line)
+        if found := MARK.fullmatch(line):
+            written += overview() if found[1] == "all" else table(groups[found[1]])
+            is_replaced = True
+    return "\n".join(written) + "\n"
 
 
 def overview() -> list[str]:
@@ -39,11 +49,12 @@ def overview() -> list[str]:
 
 def table(group: Group) -> list[str]:
     """Return the table of one group's functions, and of the values that it sets."""
-    has_gain = any(seam.gain for seam in group.functions)
-    head = ["function or value", "what for", *(["what it gains"] if has_gain else [])]
-    rows = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
+    rows = ["| function or value | what for |", "| --- | --- |"]
     for seam in (*group.functions, *group.values):
         name = f"`{dotted(seam.target)}`" + (" (set)" if seam in group.values else "")
-        cells = [name, seam.purpose, *([seam.gain] if has_gain else [])]
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(f"| {name} | {seam.purpose}{seam.gain and f'. Gain: {seam.gain}'} |")
     return rows
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_seams(PAGE.read_text()))

@@ -11,10 +11,10 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 use rustix::thread::futex;
 use sparksched_backlog::Limits;
+use sparksched_meters::Traffic;
 
 use crate::bell::{Alarm, Bell};
 use crate::message::{Message, Reader};
-use crate::meters::Traffic;
 use crate::outbox::{Outbox, SendError, Ticket};
 use crate::ring::{Consumer, Corrupt, Producer};
 use crate::segment::{BellPage, Segment, Side};

@@ -4,8 +4,7 @@
 //! [`message`] gives the bytes limits and [`outbox`] holds what the ring has no room for. On these,
 //! [`segment`] lays out the memory that two processes share, [`handshake`] passes it from one to the
 //! other, [`link`](mod@link) is one end of it, [`watcher`] learns when the other end has died, and
-//! [`engine`] and [`client`] are what the two processes hold. [`meters`] is what an engine counts, in a
-//! page that its clients may read.
+//! [`engine`] and [`client`] are what the two processes hold.
 //!
 //! It knows nothing of Python or of what the messages say. All `unsafe` is in [`ring`],
 //! [`segment`] and `credentials`.
@@ -17,12 +16,9 @@ compile_error!("sparksched needs Linux: its rings are sealed memfds, with futexe
 
 pub mod bell;
 pub mod message;
-pub mod meters;
-pub mod order;
 pub mod outbox;
 pub mod points;
 pub mod ring;
-mod sync;
 
 #[cfg(not(feature = "loom"))]
 pub mod client;
@@ -37,8 +33,6 @@ pub mod fuzzing;
 pub mod handshake;
 #[cfg(not(feature = "loom"))]
 pub mod link;
-#[cfg(not(feature = "loom"))]
-pub mod meter_page;
 #[cfg(not(feature = "loom"))]
 pub mod segment;
 #[cfg(not(feature = "loom"))]
