@@ -147,12 +147,12 @@ PYTEST := $(BIN)/pytest
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Three at a time, each one's output whole: what compiles and runs Rust, and what runs Python, which often
-# waits. None installs sparksched again (`-o build`), which another may be about to import.
+# waits. The extension is built beside the Rust tests, for it has a profile of its own.
 .PHONY: test
-test: build ## every check before a commit; at most 12 minutes on two cores
+test: env ## every check before a commit; at most 12 minutes on two cores
 	UV="$(UV)" $(BIN)/python -m testkit.vllm_rs
 	$(OVERLAY) $(OTHER_VLLM) $(BIN)/python -m testkit.vllm_rs
-	$(MAKE) -o build -j 3 --output-sync=target test-rust test-other conformance
+	$(MAKE) -j 3 --output-sync=target build test-rust lint test-other conformance
 	$(PYTEST) $(PARALLEL)
 	$(if $(filter full,$(SCALE)),$(REST))
 
@@ -185,7 +185,7 @@ TEST_POINTS := sparksched-ring/test-points
 LOOM := -p sparksched-ring --features loom --test loom
 
 .PHONY: test-rust
-test-rust: lint ## lints, and the tests of the Rust crates
+test-rust: env ## the tests of the Rust crates
 	cargo test --locked --workspace --exclude sparksched-python --exclude sparksched-entry-points \
 		--features $(TEST_POINTS)
 	SPARKSCHED_LOOM_PREEMPTIONS=3 cargo test --locked $(LOOM)
