@@ -36,7 +36,6 @@ MAX_AHEAD = 2
 """Steps whose results the engine gets before the client has taken them. With two, an engine that is
 the faster one has always the next step's outputs ready for its client; with three, outputs of two
 steps come to be merged."""
-ALL_THREADS = "all threads"
 
 Row = dict[str, Any]
 
@@ -120,7 +119,7 @@ def _select_scheduler(setup: Setup) -> None:
     }
     os.environ.pop("VLLM_PLUGINS", None)
     os.environ.pop("VLLM_SCHEDULER", None)
-    if setup.owner != STOCK:
+    if setup.owner != STOCK and "scheduler_cls" not in setup.engine_arguments:
         os.environ["VLLM_SCHEDULER"] = "sparksched"
     os.environ |= setup.environment
 
@@ -358,8 +357,8 @@ def evaluate_streams(logs: list[StreamLog], window: Window) -> Row:
         "outputs": num_outputs,
         "merged_outputs": num_merged,
         "launch_us": percentiles([it / 1000 for it in window.engine["gaps_ns"]]),
-        "client_us": {ALL_THREADS: window.client_cpu_ns / num_all / 1000},
-        "engine_us": {ALL_THREADS: window.engine["cpu_ns"] / window.engine["tokens"] / 1000},
+        "client_us": window.client_cpu_ns / num_all / 1000,
+        "engine_us": window.engine["cpu_ns"] / window.engine["tokens"] / 1000,
     }
 
 

@@ -18,7 +18,7 @@ The two take turns in rounds. p50 and p99 of latency and the median of CPU times
 of these the tables show the median over the rounds: a burst of other work on the machine spoils one
 round.
 
-    python -m bench.micro.messages [--quick] [--json FILE]
+    python -m bench.micro.messages [--quick] [--out DIR]
 """
 
 import argparse
@@ -27,15 +27,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.header import describe_run
 from bench.micro.message_sides import RINGS, ZMQ, Log, Setup, serve
 from bench.micro.processes import BenchmarkError, Worker, in_turn, running_workers
 from bench.progress import Progress
-from bench.report.show import show
+from bench.results import Results
 
 TRANSPORTS = (ZMQ, RINGS)
 PACE_S = 0.004
@@ -215,29 +214,35 @@ def main() -> None:
     """Measure, print tables and write JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, for a first look")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where messages.csv is to be")
     arguments = parser.parse_args()
+    results = Results(arguments.out, "messages")
     try:
-        result = measure(QUICK_EFFORT if arguments.quick else EFFORT)
+        cases, idle_percent = measure(QUICK_EFFORT if arguments.quick else EFFORT)
     except BenchmarkError as error:
         sys.exit(f"error: {error}")
-    show(result, arguments.json)
+    for row in cases:
+        for transport in TRANSPORTS:
+            results.add(f"{row['group']}: {row['message']}", transport, None, row[transport])
+    for transport, shares in idle_percent.items():
+        metrics = {f"{side}_percent": share for side, share in shares.items()}
+        results.add("idle", transport, None, metrics)
+    results.show()
 
 
-def measure(effort: Effort) -> Row:
-    """Measure everything."""
+def measure(effort: Effort) -> tuple[list[Row], dict[str, dict[str, float]]]:
+    """Measure everything; return a row for each case, and what idle processes take."""
     with Progress(len(CASES) + 2) as progress:
         progress.begin("starting four processes")
         with running_pairs() as pairs:
-            result: Row = {"run": describe_run(), "effort": asdict(effort)}
-            result["cases"] = []
+            rows = []
             for case in CASES:
                 progress.begin(f"{case.group}: {case.label}")
-                result["cases"].append(measure_case(pairs, case, effort))
+                rows.append(measure_case(pairs, case, effort))
             progress.begin("idle processes")
-            result["idle_percent"] = measure_idle(pairs, effort)
-    subtract_idle(result["cases"], result["idle_percent"])
-    return result
+            idle_percent = measure_idle(pairs, effort)
+    subtract_idle(rows, idle_percent)
+    return rows, idle_percent
 
 
 if __name__ == "__main__":
