@@ -15,7 +15,7 @@ that prefixes stay cached; replies under way at its end are given up, and asked 
 A point has `agents`, `chats`, `round_s`, `warm_up_s` and `max_input`. A round's metrics, with
 `KIND` being `agent` or `chat`:
 
-- `KIND_ttft_s`; a request without a token at the end counts with what it has waited.
+- `KIND_ttft_s`
 - `KIND_gap_ms`: between outputs; `KIND_longest_gap_ms`: the longest one of each reply.
 - `KIND_tokens_per_s`: of each reply, the median.
 - `tokens_per_s`, `cached_share`, `preempted`: of the server.
@@ -44,6 +44,8 @@ AGENT, CHAT = KINDS = ("agent", "chat")
 LONGEST_PAUSE_S = 8.0
 LONGEST_OUTPUT = 1500
 CHAT_INPUT, CHAT_OUTPUT, CHAT_PAUSE_S = 300, 200, 1.0
+WAITING_S = 1.0
+"""A request without a token at the end of a round counts if it has waited so long."""
 FEWEST_REQUESTS = 3
 """Of a session of Mooncake's."""
 PREPARED_SESSIONS = 4
@@ -216,7 +218,9 @@ class _Load:
         metrics = {"tokens_per_s": tokens / (end - start)}
         for kind in KINDS:
             chosen = [it for it in replies if it.kind == kind and it.sent_at]
-            waits = [it.ttft_s if it.times else end - it.sent_at for it in chosen]
+            waits = [it.ttft_s for it in chosen if it.times]
+            silent = (end - it.sent_at for it in chosen if not it.times)
+            waits += [waited for waited in silent if waited > WAITING_S]
             gaps = [it.gaps_ms(start, end) for it in chosen]
             every = itertools.chain.from_iterable(gaps)
             longest = [max(it) for it in gaps if it]

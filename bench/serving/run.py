@@ -169,6 +169,8 @@ def read_case(options: argparse.Namespace) -> Case:
             if options.trace is None:
                 raise ValueError(f"{case.name} needs --trace FILE")
             point["trace"] = str(options.trace.resolve())
+            if CLIENT in point:
+                point[CLIENT]["dataset-path"] = point["trace"]
     if not case.points:
         raise ValueError("no point is left")
     return case
@@ -228,6 +230,7 @@ class _Run:
         print(f"{name}, {server.side.name}, {number}: {shown}", flush=True)
 
     def _warm_up(self, server: Server, point: Point) -> None:
+        point = point | {CLIENT: point["warm_up"]} if "warm_up" in point else point
         for number in range(MOST_WARM_UPS):
             self._check_time()
             before = server.num_compiled()
@@ -240,6 +243,8 @@ class _Run:
         self, server: Server, point: Point, number: int, *, is_warm_up: bool
     ) -> dict[str, float]:
         seed = zlib.crc32(f"{self.case.name} {point['name']} {number}".encode()) % 2**31
+        if point.get("empties_cache"):
+            server.empty_cache()
         before, compiled = server.threads(), server.num_compiled()
         preempted = server.counters().get("preempted")
         start = time.monotonic()

@@ -88,6 +88,11 @@ class Server:
         path = self.folder / "experts"
         return [json.loads(it) for it in path.read_text().splitlines()] if path.exists() else []
 
+    def empty_cache(self) -> None:
+        """Have it forget all prefixes: the same recording again would find all of it cached."""
+        url = f"{self.launched.base_url}/reset_prefix_cache"
+        httpx.post(url, timeout=60).raise_for_status()
+
     def counters(self) -> dict[str, float]:
         """Return counters of its `/metrics`, as far as it has them."""
         found = {}
@@ -165,6 +170,8 @@ def hooked(notes: Mapping[str, str], filler: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
         # A connection that is idle until the next request is due is not a failure.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+        # For `empty_cache`.
+        "VLLM_SERVER_DEV_MODE": "1",
         **notes,
     }
 
