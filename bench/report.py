@@ -38,7 +38,10 @@ ALIKE = ("gpu", "vllm", "filler")
 OF_ROUND = ["case", "model", "vllm", "gpu", "filler", "point", "side", "round", "metric"]
 FEWEST_ROUNDS = 2
 """Of a row on a page, if it has rounds."""
+LEAST_CHANGE = 0.02
+"""Below that nobody gains or loses."""
 MANY_STREAMS = re.compile(r"([\d,]+) streams")
+LARGE = re.compile(r"(?<![\d.,])\d{4,}")
 MISSING = "-"
 NO_FILLER = "none"
 COLOURS = {"vllm": "#D55E00", "sparksched": "#0072B2"}
@@ -74,6 +77,8 @@ class Table:
     """What of `ALIKE` the rows differ in on purpose."""
     names: dict[str, str] = field(default_factory=dict)
     """What sides are called."""
+    strip: str = ""
+    """What points begin with that is not shown."""
 
 
 def read(folder: Path) -> pd.DataFrame:
@@ -191,7 +196,8 @@ def _rows(
             of_point = of_model[of_model["point"] == point]
             if of_point.empty:
                 continue
-            label = f"{model}, {point}" if several else point
+            name = LARGE.sub(lambda it: f"{int(it[0]):,}", point.removeprefix(table.strip))
+            label = f"{model}, {name}" if several else name
             groups = [table.sides] if table.layout == "pairs" else [[it] for it in table.sides]
             for sides in groups:
                 of_sides = of_point[of_point["side"].isin(sides)]
@@ -241,6 +247,7 @@ def gains(rows: pd.DataFrame) -> list[str]:
     """Return the table of who gains: a verdict for each situation that was measured."""
     head = ["your situation", "measured", "vLLM", "sparksched", "verdict"]
     lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
+    told: set[str] = set()
     for it in tomllib.loads(TABLES.read_text())[GAIN]["rows"]:
         of_case = rows[(rows["case"] == it["case"]) & (rows["point"] == it["point"])]
         for name, value in it.get("where", {}).items():
@@ -249,8 +256,9 @@ def gains(rows: pd.DataFrame) -> list[str]:
             of_case[(of_case["side"] == side) & (of_case["metric"] == it["metric"])]["value"]
             for side in it["sides"]
         ]
-        if any(values.empty for values in both):
+        if it["situation"] in told or any(values.empty for values in both):
             continue
+        told.add(it["situation"])
         before, after = (summary(values, has_range=True) for values in both)
         cells = (it["situation"], it["what"], before, after, verdict(*both, it["better"]))
         lines.append(f"| {' | '.join(cells)} |")
@@ -258,10 +266,12 @@ def gains(rows: pd.DataFrame) -> list[str]:
 
 
 def verdict(before: pd.Series, after: pd.Series, better: str) -> str:
-    """Return whether it is a gain; ranges that overlap tell no difference."""
-    if after.min() <= before.max() and before.min() <= after.max():
+    """Return whether it is a gain: not if ranges overlap, or medians are nearly the same."""
+    change = after.median() / before.median() - 1
+    overlap = after.min() <= before.max() and before.min() <= after.max()
+    if overlap or abs(change) < LEAST_CHANGE:
         return "no difference"
-    more = after.median() > before.median()
+    more = change > 0
     return "gain" if more == (better == "more") else "loss"
 
 
@@ -353,18 +363,26 @@ def pictures(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def _draw(panel: Axes, what: dict[str, Any], rows: pd.DataFrame) -> bool:
-    """Draw a metric against the number that points begin with; return whether there is one."""
-    chosen = rows[(rows["case"] == what["case"]) & (rows["metric"] == what["metric"])]
+    """Draw a metric against the number that points begin with; return whether there is one.
+
+    Of several cases it is the first one that was measured.
+    """
+    chosen = rows[rows["metric"] == what["metric"]]
     for name, value in what.get("where", {}).items():
         chosen = chosen[chosen[name] == value]
     chosen = chosen[chosen["point"].str.fullmatch(what["points"])]
+    cases = [what["case"]] if isinstance(what["case"], str) else what["case"]
+    of_cases = (chosen[chosen["case"] == case] for case in cases)
+    chosen = next((it for it in of_cases if len(it)), chosen[:0])
+    is_drawn = False
     for side, label in what["sides"].items():
         values = chosen[chosen["side"] == side]
         numbers = values["point"].str.extract(r"^([\d,]+)")[0].str.replace(",", "").astype(float)
         grouped = values["value"].groupby(numbers)
         middle = grouped.median()
         if middle.empty:
-            return False
+            continue
+        is_drawn = True
         base = side.removesuffix("-rust")
         panel.errorbar(
             middle.index,
@@ -377,6 +395,8 @@ def _draw(panel: Axes, what: dict[str, Any], rows: pd.DataFrame) -> bool:
             capsize=3,
             label=label,
         )
+    if not is_drawn:
+        return False
     panel.set_xscale("log", base=4)
     panel.set_yscale("log")
     for axis in (panel.xaxis, panel.yaxis):

@@ -24,7 +24,7 @@ NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
 def measure(server: Server, point: dict[str, Any], seed: int) -> dict[str, float]:
     """Measure one round."""
     before = len(server.steps())
-    replies = asyncio.run(_stream(server, point, random.Random(seed)))
+    replies = asyncio.run(stream_all(server, point, random.Random(seed)))
     steps = [it for it in server.steps()[before:] if it["tokens"] == point["streams"]]
     variety = [len(set(it.ids)) / len(it.ids) for it in replies]
     metrics = {"distinct_tokens": statistics.mean(variety)}
@@ -38,7 +38,8 @@ def measure(server: Server, point: dict[str, Any], seed: int) -> dict[str, float
     return metrics
 
 
-async def _stream(server: Server, point: dict[str, Any], chance: random.Random) -> list[Reply]:
+async def stream_all(server: Server, point: dict[str, Any], chance: random.Random) -> list[Reply]:
+    """Send a point's streams at once; return what they have brought, ids among it."""
     replies = [Reply("stream") for _ in range(point["streams"])]
     model = server.model
     await asyncio.gather(

@@ -31,14 +31,14 @@ from bench.filler import FILLERS
 from bench.filler import OURS as OUR_FILLER
 from bench.models import ModelError, prepare
 from bench.results import FOLDER, NO_GPU, Results, gpu_name
-from bench.serving import agents, experts, mixed, tenants, vllm_client
+from bench.serving import agents, experts, mixed, tenants, tokens, vllm_client
 from bench.serving.client import RequestError
 from bench.serving.servers import Plan, Server, running
 from bench.sides import find_side
 from testkit.server import ServerError
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
-LOADS = {it.__name__.rpartition(".")[2]: it for it in (agents, experts, mixed, tenants)}
+LOADS = {it.__name__.rpartition(".")[2]: it for it in (agents, experts, mixed, tenants, tokens)}
 CLIENT = "client"
 """The load of points that name none: `vllm bench serve`, with the options of this key."""
 AT_ONCE = 128
@@ -65,6 +65,8 @@ class Case:
     max_model_len: int = 2048
     kv_gib: float | None = None
     filler: str = OUR_FILLER
+    cores: int | None = None
+    """CPU cores that each server has; None: all."""
     arguments: list[str] = field(default_factory=list)
 
 
@@ -102,6 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for group in groups:
             with running(group, plan, work_dir) as servers:
+                if case.cores is not None:
+                    for server in servers:
+                        server.confine(case.cores)
                 run.measure(servers)
     except OutOfTimeError:
         print("no time is left for the rest", file=sys.stderr)
