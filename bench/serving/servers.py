@@ -27,7 +27,7 @@ START_S = 540.0
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Batch sizes for which CUDA graphs are captured. vLLM's default are many more: minutes."""
 FEW_AT_ONCE = 2
-"""Servers that compile their kernels side by side."""
+"""Servers that compile their kernels side by side, each for itself."""
 PREFIX = "SPARKSCHED_BENCH_"
 COUNTERS = {
     "preempted": "vllm:num_preemptions_total",
@@ -124,22 +124,26 @@ def running(sides: Sequence[Side], plan: Plan, work_dir: Path | None) -> Iterato
     with ExitStack() as stack:
         if work_dir is None:
             work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        are_few = len(sides) <= FEW_AT_ONCE
         placed = list(zip(sides, itertools.cycle(plan.gpus or ("",)), strict=False))
 
         def enter(placed: tuple[Side, str]) -> Server:
-            return stack.enter_context(_running(*placed, plan, work_dir))
+            server = _running(*placed, plan, work_dir, compiles_alone=are_few)
+            return stack.enter_context(server)
 
         # What ends with its parent ends with the parent's thread: the threads stay until the end.
         with ThreadPoolExecutor(len(sides)) as starting:
             servers = []
-            if plan.has_gpu and len(placed) > FEW_AT_ONCE:
+            if plan.has_gpu and not are_few:
                 # The others find compiled what the first one has compiled.
                 servers.append(starting.submit(enter, placed.pop(0)).result())
             yield [*servers, *starting.map(enter, placed)]
 
 
 @contextmanager
-def _running(side: Side, gpu: str, plan: Plan, work_dir: Path) -> Iterator[Server]:
+def _running(
+    side: Side, gpu: str, plan: Plan, work_dir: Path, *, compiles_alone: bool
+) -> Iterator[Server]:
     folder = work_dir / side.name
     folder.mkdir(parents=True, exist_ok=True)
     notes = {name: folder / name.lower() for name in ("COMPILED", "EXPERTS")}
@@ -151,6 +155,8 @@ def _running(side: Side, gpu: str, plan: Plan, work_dir: Path) -> Iterator[Serve
     environment = hooked({name: str(path) for name, path in notes.items()}, plan.filler)
     if gpu:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
+    if compiles_alone:
+        environment["VLLM_CACHE_ROOT"] = str(folder / "cache")
     environment |= side.environment
     begun = time.monotonic()
     with launch(
