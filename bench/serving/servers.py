@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,9 +118,7 @@ class Server:
 def running(sides: Sequence[Side], plan: Plan, work_dir: Path | None) -> Iterator[list[Server]]:
     """Start all servers; stop them at the end.
 
-    Raises:
-        ServerError: if one doesn't come up, or runs another scheduler.
-
+    One that doesn't come up, or runs another scheduler, is told and left out.
     """
     with ExitStack() as stack:
         if work_dir is None:
@@ -127,9 +126,13 @@ def running(sides: Sequence[Side], plan: Plan, work_dir: Path | None) -> Iterato
         are_few = len(sides) <= FEW_AT_ONCE
         placed = list(zip(sides, itertools.cycle(plan.gpus or ("",)), strict=False))
 
-        def enter(placed: tuple[Side, str]) -> Server:
+        def enter(placed: tuple[Side, str]) -> Server | None:
             server = _running(*placed, plan, work_dir, compiles_alone=are_few)
-            return stack.enter_context(server)
+            try:
+                return stack.enter_context(server)
+            except ServerError as error:
+                print(f"failed: {placed[0].name}: {error}", file=sys.stderr, flush=True)
+                return None
 
         # What ends with its parent ends with the parent's thread: the threads stay until the end.
         with ThreadPoolExecutor(len(sides)) as starting:
@@ -137,7 +140,8 @@ def running(sides: Sequence[Side], plan: Plan, work_dir: Path | None) -> Iterato
             if plan.has_gpu and not are_few:
                 # The others find compiled what the first one has compiled.
                 servers.append(starting.submit(enter, placed.pop(0)).result())
-            yield [*servers, *starting.map(enter, placed)]
+            servers += starting.map(enter, placed)
+            yield [it for it in servers if it is not None]
 
 
 @contextmanager
