@@ -111,7 +111,6 @@ EFFORT := --quick
 bench: build ## what sparksched changes on this machine: make bench [OUT=bench-report] [EFFORT=]
 	rm -rf "$(OUT)"
 	$(BIN)/python -m bench.micro.steps $(EFFORT) --metrics --verify --out "$(OUT)"
-	$(BIN)/python -m bench.micro.messages $(EFFORT) --out "$(OUT)"
 	$(BIN)/python -m bench.micro.host_path $(EFFORT) --out "$(OUT)"
 	$(BIN)/python -m bench.serving decode --model tiny --points "1 stream,16" --rounds 2 --out "$(OUT)"
 	$(BIN)/python -m bench.report "$(OUT)" --out "$(OUT)/report.md"

@@ -30,8 +30,8 @@ from bench.results import COLUMNS, FOLDER, ROOT
 TABLES = ROOT / "bench" / "tables.toml"
 PICTURES = ROOT / "docs" / "plots"
 PAGES = ("README.md", *sorted(f"docs/{it.name}" for it in (ROOT / "docs").glob("*.md")))
-GAIN, PICTURE = OTHER = ("gain", "pictures")
-"""What of `bench/tables.toml` is no table of figures."""
+GAIN, PICTURE, COLUMN, NAME = OTHER = ("gain", "pictures", "columns", "names")
+"""What of `bench/tables.toml` is no table of figures; the last two are what tables refer to."""
 MARK = re.compile(r"<!-- table(, if measured)?: (\w+) -->")
 ALIKE = ("gpu", "vllm", "filler")
 """What must be the same in all of a table."""
@@ -60,10 +60,11 @@ class Table:
     """What `bench/tables.toml` says of a table."""
 
     name: str
-    case: str
+    case: list[str]
+    """The first one that was measured counts."""
     columns: dict[str, str]
     """Metrics, by what heads their columns."""
-    sides: list[str]
+    sides: list[str] = field(default_factory=lambda: ["vllm", "sparksched"])
     layout: str = "pairs"
     """`pairs`: a row a point, its cells say "A → B" of two sides; `sides`: a row a side."""
     head: str = ""
@@ -71,7 +72,7 @@ class Table:
     """The only ones, in this order; none: all."""
     models: list[str] = field(default_factory=list)
     where: dict[str, str] = field(default_factory=dict)
-    ranges: list[str] = field(default_factory=list)
+    ranges: list[str] = field(default_factory=lambda: ["tokens/s"])
     """Columns that have the least and the most of the rounds."""
     compares: list[str] = field(default_factory=list)
     """What of `ALIKE` the rows differ in on purpose."""
@@ -109,7 +110,13 @@ def read(folder: Path) -> pd.DataFrame:
 def tables() -> dict[str, Table]:
     """Return the definitions of all tables of figures, by name."""
     found = tomllib.loads(TABLES.read_text())
-    return {name: Table(name, **it) for name, it in found.items() if name not in OTHER}
+    chosen = {name: it for name, it in found.items() if name not in OTHER}
+    for it in chosen.values():
+        for what in (COLUMN, NAME):
+            if isinstance(it.get(what), str):
+                it[what] = found[what][it[what]]
+        it["case"] = [it["case"]] if isinstance(it["case"], str) else it["case"]
+    return {name: Table(name, **it) for name, it in chosen.items()}
 
 
 def lines_of(table: Table, rows: pd.DataFrame) -> list[str]:
@@ -119,13 +126,13 @@ def lines_of(table: Table, rows: pd.DataFrame) -> list[str]:
         ReportError: if it would mix what doesn't compare.
 
     """
-    chosen = rows[(rows["case"] == table.case) & rows["side"].isin(table.sides)]
-    chosen = chosen[chosen["metric"].isin(table.columns.values())]
+    chosen = rows[rows["side"].isin(table.sides) & rows["metric"].isin(table.columns.values())]
     for name, value in table.where.items():
         chosen = chosen[chosen[name] == value]
     for name, only in (("point", table.points), ("model", table.models)):
         if only:
             chosen = chosen[chosen[name].isin(only)]
+    chosen = first_case(chosen, table.case)
     if chosen.empty:
         return []
     refuse_mixture(table, chosen)
@@ -142,6 +149,12 @@ def lines_of(table: Table, rows: pd.DataFrame) -> list[str]:
         shown = [label, *cells, *([experts] if of_mixtures else [])]
         lines.append(f"| {' | '.join(shown)} |")
     return lines
+
+
+def first_case(rows: pd.DataFrame, cases: str | list[str]) -> pd.DataFrame:
+    """Return the rows of the first one of some cases that has any."""
+    of_cases = (rows[rows["case"] == it] for it in ([cases] if isinstance(cases, str) else cases))
+    return next((it for it in of_cases if len(it)), rows[:0])
 
 
 def refuse_mixture(table: Table, chosen: pd.DataFrame) -> None:
@@ -175,9 +188,9 @@ def counted(table: Table, chosen: pd.DataFrame, rows: pd.DataFrame) -> dict[tupl
         streams = MANY_STREAMS.fullmatch(key[-1])
         if key in known:
             wanted[key] = known[key]
-        elif streams and int(streams[1].replace(",", "")) in COUNTED and table.case != "experts":
+        elif streams and int(streams[1].replace(",", "")) in COUNTED and table.name != "experts":
             raise ReportError(f"table {table.name}: nobody has counted the experts of {key}")
-    return {} if table.case == "experts" else wanted
+    return {} if table.name == "experts" else wanted
 
 
 COUNTED = (16, 64)
@@ -371,9 +384,7 @@ def _draw(panel: Axes, what: dict[str, Any], rows: pd.DataFrame) -> bool:
     for name, value in what.get("where", {}).items():
         chosen = chosen[chosen[name] == value]
     chosen = chosen[chosen["point"].str.fullmatch(what["points"])]
-    cases = [what["case"]] if isinstance(what["case"], str) else what["case"]
-    of_cases = (chosen[chosen["case"] == case] for case in cases)
-    chosen = next((it for it in of_cases if len(it)), chosen[:0])
+    chosen = first_case(chosen, what["case"])
     is_drawn = False
     for side, label in what["sides"].items():
         values = chosen[chosen["side"] == side]

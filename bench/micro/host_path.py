@@ -12,9 +12,8 @@ same two.
   many of these have several tokens; the time between a step's result and the next launch; CPU time
   a token. An engine that is faster than its client has to wait for it, or outputs would pile up: it
   gets results of no more than two steps that the client has not taken.
-- `short`: requests of 1,024 tokens in and 4 out, none with a prefix in common, 256 at a time, and a
-  GPU that takes no time: requests a second, and how long their first and last tokens take. A
-  client that is slower than its engine gets all tokens of a request in one output.
+- `delivery`: from a step's result in the engine to when the client has the outputs of all streams.
+- `idle`: what both processes take of a processor while nothing is asked of them.
 
 Prompts are token ids, in the form in which vLLM's server hands them over, and so are outputs:
 nothing is tokenized or detokenized. The KV cache groups are gpt-oss's, full attention and a sliding
@@ -34,16 +33,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from bench.micro.host_path_sides import OURS, STOCK, Client, Row, Setup, serve
 from bench.micro.processes import BenchmarkError, Worker, in_turn, running_workers
-from bench.progress import Progress
 from bench.results import Results
 from bench.sides import find_side
 
 SIDES = ("vllm", "sparksched")
 STREAMS = (1, 64, 256, 1024)
 STEPS_MS = (0.0, 1.5, 4.0)
-SHORT = {"workers": 256, "prompt_tokens": 1024, "max_tokens": 4}
 
 
 @dataclass(frozen=True)
@@ -119,16 +118,13 @@ def measure(
 ) -> None:
     """Measure everything."""
     cases = [(count, step_ms) for step_ms in steps_ms for count in streams]
-    with Progress(2 + len(cases)) as progress:
-        progress.begin(f"starting {2 * len(names)} processes")
-        with running_sides(names, choose_cores()) as sides:
-            for count, step_ms in cases:
-                name = f"{count} streams, {step_ms:g} ms"
-                progress.begin(name)
-                case: Row = {"streams": count, "step_ms": step_ms}
-                measure_in_turns(results, name, sides, effort, "decode", **case)
-            progress.begin("short requests")
-            measure_in_turns(results, "short requests", sides, effort, "short_requests", **SHORT)
+    with running_sides(names, choose_cores()) as sides:
+        for count, step_ms in tqdm(cases):
+            name = f"{count} streams, {step_ms:g} ms"
+            case: Row = {"streams": count, "step_ms": step_ms}
+            measure_in_turns(results, name, sides, effort, "decode", **case)
+        for name, worker in sides.items():
+            results.add("idle", name, 0, worker.call("idle", window_s=effort.window_s))
 
 
 def measure_in_turns(

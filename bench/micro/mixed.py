@@ -20,10 +20,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from bench.micro.host_path import choose_cores
 from bench.micro.host_path_sides import OURS, POLL_S, STOCK, Client, Row, Setup, prompt_of, serve
 from bench.micro.processes import BenchmarkError, running_workers
-from bench.progress import Progress
 from bench.results import Results
 
 STEP_MS = 5.2
@@ -142,9 +143,8 @@ def main() -> int:
 def _measure(sides: list[str], long_tokens: int, rounds: int) -> list[Row]:
     rows = []
     cores = choose_cores()
-    with tempfile.TemporaryDirectory() as directory, Progress(len(sides)) as progress:
-        for name in sides:
-            progress.begin(name)
+    with tempfile.TemporaryDirectory() as directory:
+        for name in tqdm(sides):
             setup = Setup(name, Path(directory), *cores, **SIDES[name])
             with running_workers(serve, {name: (setup, MixedClient)}) as (workers, _):
                 # The first round is for what runs for the first time.

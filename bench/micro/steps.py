@@ -33,6 +33,7 @@ from typing import Any
 
 from sparksched._core import EngineMeters, StepOutputs
 from sparksched.engine.scheduler import NativeScheduler
+from tqdm import tqdm
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -41,7 +42,6 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
 from bench.micro.loads import BLOCK_SIZE, FEATURES, GPT_OSS, PLAIN, GrammarsOfNoCost, Load
-from bench.progress import Progress
 from bench.results import Results
 from testkit.worlds.candidates import CANDIDATES, BlockHasher, stock_block_hasher
 from testkit.worlds.world import World, build_world, vllm_environment
@@ -273,11 +273,9 @@ def main() -> None:
             points += _beside("verified", VERIFIED_SIDES, VERIFIED_STEPS, scale)
         if options.metrics:
             points += _beside("counted", COUNTED_SIDES, DECODE_STEPS, scale)
-        with Progress(len(points)) as progress:
-            for name, measure in points:
-                progress.begin(name)
-                for side, metrics in measure().items():
-                    results.add(name, side, None, metrics)
+        for name, measure in tqdm(points):
+            for side, metrics in measure().items():
+                results.add(name, side, None, metrics)
     results.show()
 
 

@@ -25,7 +25,6 @@ def run(folder: Path, module: str, *arguments: str) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("bench.micro.messages", ("--quick",)),
         ("bench.micro.host_path", ("--quick", "--streams=1", "--step-ms=0")),
         ("bench.micro.steps", ("--quick",)),
         ("bench.micro.recording", ("--requests=4", "--steps=50")),
