@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from sparksched import __version__
+from sparksched import __version__, compat
 from sparksched._core import SchedulerCore
 from sparksched.compat.pacing import StepKnobs, max_graph_tokens, unpaceable
 from sparksched.engine import sessions
@@ -40,9 +40,11 @@ from sparksched.engine.encoder_inputs import EncoderInputs
 from sparksched.engine.encoder_transfer import EncoderTransfer
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
+from sparksched.engine.order import hints_of
 from sparksched.engine.request_errors import refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
-from sparksched.environment import Pacing, queue_timeout_s
+from sparksched.environment import Order, Pacing, queue_timeout_s
+from sparksched.record.new_file import path_of_engine
 from sparksched.shared import queue_timeout
 
 if TYPE_CHECKING:
@@ -122,8 +124,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self._aux_outputs = self._build_aux_outputs(config)
         connectors = (self._kv_transfer, self._encoder_transfer, self._aux_outputs)
         self._has_connectors = any(connector is not None for connector in connectors)
-        self._meters: EngineMeters | None = None
         self._queue_timeout_s = queue_timeout_s()
+        self._order: Order | None = None
         self._core = SchedulerCore(
             config,
             # Functions that don't know this object: the core would keep it alive.
@@ -227,18 +229,23 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self._core.encode_outputs_for(client_index)
 
     def pace(self, settings: Pacing) -> None:
-        """Keep long prompts from holding others up from now on, unless something is in the way."""
+        """Keep long prompts from holding others up from now on, unless something is in the way.
+
+        Raises:
+            RuntimeError: if something is and `SPARKSCHED_STRICT=1`, or the log can't be created.
+
+        """
         problem = unpaceable(self.vllm_config)
         if problem is not None:
-            logger.warning(
-                "sparksched: long prompts are not paced: %s: %s", problem.feature, problem.reason
-            )
+            reason = f"long prompts are not paced: {problem.feature}: {problem.reason}"
+            compat.warn_or_raise(warning=f"sparksched: {reason}", error=f"sparksched: {reason}")
             return
+        log = settings.log and str(path_of_engine(settings.log, self.vllm_config))
         self._core.pace(
             settings.max_stall_s,
             settings.max_slowdown,
             max_graph_tokens(self.vllm_config),
-            settings.log,
+            log,
         )
         logger.info(
             "sparksched: long prompts are paced: while others generate, no step with prompts is to"
@@ -247,6 +254,12 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             settings.max_stall_s * 1e3,
             settings.max_slowdown,
         )
+
+    def order_by(self, order: Order) -> None:
+        """Give requests that arrive from now on the priorities of this order."""
+        self._core.order_by(order.kind, weights=order.weights, seconds=order.seconds)
+        self._order = order
+        logger.info("sparksched: requests come in by %s", order.kind)
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -271,12 +284,6 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     def report_to(self, meters: "EngineMeters") -> None:
         """Have each step's calls timed, and requests counted, for the metrics from now on."""
         meters.time_steps(self._core)
-        self._meters = meters
-
-    def report_no_more(self) -> None:
-        """Say in the metrics that vLLM's scheduler has taken over."""
-        if self._meters is not None:
-            self._meters.end_steps()
 
     # ---- requests ----
 
@@ -314,7 +321,10 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         session = self.requests.get(request.request_id)
         if session is None or session.streaming_queue is None:
             sessions.open_session(request)
-            self._core.add_request(request, time.monotonic(), self.time_to_wait_s(request))
+            hints = ("", None) if self._order is None else hints_of(request)
+            self._core.add_request(
+                request, time.monotonic(), self.time_to_wait_s(request), *hints
+            )
             if self.connector is not None:
                 self.connector.on_new_request(request)
         else:
@@ -341,14 +351,11 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         """Return what a watch finds, and the time of the next `take_expired`. For any thread."""
         return watch.look(self._core, now)
 
-    @property
-    def decides(self) -> bool:
-        """Whether decisions are ours: not once vLLM's scheduler has taken over."""
-        return True
-
     def refuse_unsupported_inputs(self, request: Any) -> None:
         """Raise `VLLMValidationError` for a request, or its message, that can't be served."""
         queue_timeout.own_limit_s(request.sampling_params)
+        if self._order is not None:
+            hints_of(request)
         refuse_unsupported_inputs(
             request,
             takes_encoder_inputs=self._encoder_inputs is not None,

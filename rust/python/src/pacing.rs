@@ -2,10 +2,12 @@
 //! back, and a log of them.
 
 use std::collections::VecDeque;
-use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::fs::{File, OpenOptions};
+use std::io::{BufWriter, Error, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::time::Instant;
 
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sparksched_core::{
@@ -23,17 +25,17 @@ pub(crate) struct Pacer {
     simulated_s: Option<f64>,
     /// The `SchedulerOutput` of each step that has not come back, and its number.
     in_flight: VecDeque<(Py<PyAny>, u64)>,
-    log: Option<BufWriter<File>>,
+    log: Option<Log>,
 }
 
 impl Pacer {
-    /// Paces a scheduler; `log` is the path of a file that is written anew.
+    /// Paces a scheduler; `log` is the path of a new file.
     pub(crate) fn new(
         settings: PacingSettings,
         log: Option<&str>,
         scheduler: &Scheduler,
     ) -> PyResult<Self> {
-        let log = log.map(File::create).transpose()?.map(BufWriter::new);
+        let log = log.map(Log::create).transpose()?;
         let pacing = Pacing::new(settings, scheduler);
         let epoch = Instant::now();
         Ok(Self { pacing, epoch, simulated_s: None, in_flight: VecDeque::new(), log })
@@ -97,14 +99,42 @@ impl Pacer {
         self.pacing.sizes()
     }
 
-    /// A log that can't be written ends; it is no reason to stop.
+    /// A log that can't be written ends, as does one that is full; it is no reason to stop.
     fn write(&mut self, step: &PacedStep, late: &[LatePrompt], now: f64) {
         let Some(log) = &mut self.log else { return };
-        let written = write_step(log, step, now)
-            .and_then(|()| late.iter().try_for_each(|it| write_late(log, it, step.number)));
+        let mut lines = Vec::new();
+        let written = write_step(&mut lines, step, now)
+            .and_then(|()| late.iter().try_for_each(|it| write_late(&mut lines, it, step.number)))
+            // Seldom enough: somebody may be reading along.
+            .and_then(|()| log.append(&lines, step.number.is_multiple_of(32)));
         if written.is_err() {
             self.log = None;
         }
+    }
+}
+
+/// A file that nobody else's takes the place of, up to a size.
+struct Log {
+    file: BufWriter<File>,
+    room: usize,
+}
+
+impl Log {
+    const MAX_BYTES: usize = 256 << 20;
+
+    fn create(path: &str) -> PyResult<Self> {
+        // No link is followed, and no file is overwritten.
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+        let fault = |it: Error| {
+            PyRuntimeError::new_err(format!("SPARKSCHED_PACING_LOG: {path} can't be created: {it}"))
+        };
+        Ok(Self { file: BufWriter::new(file.map_err(fault)?), room: Self::MAX_BYTES })
+    }
+
+    fn append(&mut self, lines: &[u8], flushes: bool) -> std::io::Result<()> {
+        self.room = self.room.checked_sub(lines.len()).ok_or(std::io::ErrorKind::FileTooLarge)?;
+        self.file.write_all(lines)?;
+        if flushes { self.file.flush() } else { Ok(()) }
     }
 }
 
@@ -139,9 +169,7 @@ fn write_step(log: &mut impl Write, step: &PacedStep, now: f64) -> std::io::Resu
         step.over_stall.map_or("", OverStall::name),
         ms(step.predicted_s),
         ms(step.time_s),
-    )?;
-    // Seldom enough: somebody may be reading along.
-    if step.number.is_multiple_of(32) { log.flush() } else { Ok(()) }
+    )
 }
 
 fn write_late(log: &mut impl Write, late: &LatePrompt, step: u64) -> std::io::Result<()> {
