@@ -33,8 +33,12 @@ pub struct Promise {
     pub(crate) since: f64,
     /// So much later it would be through without pacing, at the speed of that time.
     pub(crate) virtual_s: f64,
-    /// What steps took then, by the same measure as now.
-    pub(crate) level: f64,
+    /// What it lacked, and what was behind that.
+    pub(crate) num_tokens: u32,
+    /// Tokens before these.
+    pub(crate) num_computed: u32,
+    /// What these take by themselves, at the speed of that time.
+    pub(crate) work_s: f64,
     /// It fits into a step within the stall.
     pub(crate) is_ordinary: bool,
     /// It can't be kept as it was given.

@@ -83,11 +83,6 @@ impl Ladder {
         self.sizes.len() - 1
     }
 
-    /// What all times are measured by: it follows a device that becomes slower or faster.
-    pub(super) fn level(&self) -> f64 {
-        self.times.level()
-    }
-
     /// The first size that has room for prompts beside so many tokens of decodes.
     pub(super) fn first_above(&self, num_decode_tokens: u32) -> Option<usize> {
         let least = if num_decode_tokens == 0 { 1 } else { num_decode_tokens + LEAST_ROOM };
@@ -104,11 +99,6 @@ impl Ladder {
         self.sizes.partition_point(|&it| it < num_tokens).min(self.largest())
     }
 
-    /// Whether steps with so many tokens are of one size.
-    pub(super) fn is_of_one_size(&self, num_tokens: u32, others: u32) -> bool {
-        self.class_of(num_tokens) == self.class_of(others)
-    }
-
     /// Whether a step with so many tokens says what its class takes. Others say what the next
     /// smaller one takes at most.
     fn teaches(&self, num_tokens: u32) -> bool {
@@ -117,10 +107,12 @@ impl Ladder {
 
     /// What a size takes beyond its decodes, in seconds; if that was not seen, by the next larger
     /// or smaller one that was. `None` if nothing was seen. No size takes longer than smaller ones
-    /// that compute the same: else one that seldom runs could be thought too dear for ever.
+    /// of its kind that compute the same: else one that seldom runs could be thought too dear for
+    /// ever.
     pub(super) fn extra_s(&self, size: usize, attention: f64) -> Option<f64> {
         let larger = (size..self.sizes.len()).find_map(|it| self.times.predict(it, attention));
-        let in_pieces = (0..size).filter_map(|it| {
+        let pieces = (0..size).filter(|&it| self.times.are_alike(it, size));
+        let in_pieces = pieces.filter_map(|it| {
             let times = f64::from(self.sizes[size]) / f64::from(self.sizes[it]);
             self.times.predict(it, attention / times).map(|extra_s| times * extra_s)
         });

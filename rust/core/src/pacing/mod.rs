@@ -144,14 +144,12 @@ struct InFlight {
 
 /// Steps with prompts that follow each other. While one is launched the host may be too busy to
 /// look at the one before it, so only their sum is known.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Chain {
-    num_steps: u32,
-    num_tokens: u32,
+    /// Of each: its tokens, and what those of prompts attend to.
+    steps: Vec<(u32, f64)>,
+    /// What they took together beyond their decodes, in seconds.
     extra_s: f64,
-    attention: f64,
-    /// They are of one size.
-    is_even: bool,
 }
 
 /// What was chosen for the step that is being decided on.
@@ -177,7 +175,7 @@ pub struct Pacing {
     ladder: Ladder,
     decode_times: DecodeTimes,
     virtual_server: VirtualServer,
-    ordinary: OrdinaryLoad,
+    to_come: ToCome,
     demand: Demand,
     /// What decodes alone would take, in seconds.
     decode_s: f64,
@@ -212,7 +210,7 @@ const SMALL_PART: u32 = 16;
 const MOST_EXPECTED: f64 = 2.0;
 
 /// What so many steps with prompts took together says something before they end.
-const LONGEST_CHAIN: u32 = 8;
+const LONGEST_CHAIN: usize = 8;
 
 /// A step that takes so many times what was expected, and what is allowed, is an outlier.
 const OUTLIER: f64 = 2.0;
@@ -225,36 +223,48 @@ const ORDINARY_STEPS: f64 = 1.5;
 /// their rest rather than by their deadlines.
 const SAFE: f64 = 0.95;
 
+/// So many long prompts are computed at a time: those that run get a part of each step in which
+/// somebody else is admitted.
+const MAX_RUNNING: usize = 2;
+
 /// A larger chunk that meets no deadline either has to be better by this part.
 const WORTHWHILE: f64 = 0.02;
 
 /// The least time to a deadline that is counted with, in seconds.
 const SOON_S: f64 = 1e-3;
 
-/// What ordinary prompts that are still to come will need: on average as much as lately.
+/// What prompts that are still to come will need: on average as much as lately.
 #[derive(Clone, Copy, Debug, Default)]
-struct OrdinaryLoad {
-    rate: f64,
+struct ToCome {
+    of_ordinary: f64,
+    of_long: f64,
     at: f64,
 }
 
-impl OrdinaryLoad {
-    /// How long the past is that counts as lately, in seconds.
+impl ToCome {
+    /// How long the past is that counts as lately, in seconds: long prompts are few.
     const LATELY_S: f64 = 10.0;
+    const LATELY_OF_LONG_S: f64 = 30.0;
     const MOST: f64 = 0.8;
 
     fn decay(&mut self, now: f64) {
-        self.rate *= (-(now - self.at).max(0.0) / Self::LATELY_S).exp();
+        let since_s = (now - self.at).max(0.0);
+        self.of_ordinary *= (-since_s / Self::LATELY_S).exp();
+        self.of_long *= (-since_s / Self::LATELY_OF_LONG_S).exp();
         self.at = now;
     }
 
-    fn arrive(&mut self, work_s: f64) {
-        self.rate += work_s / Self::LATELY_S;
+    fn arrive(&mut self, work_s: f64, is_ordinary: bool) {
+        if is_ordinary {
+            self.of_ordinary += work_s / Self::LATELY_S;
+        } else {
+            self.of_long += work_s / Self::LATELY_OF_LONG_S;
+        }
     }
 
-    /// The part of the time that long prompts can count on.
+    /// The part of the time that those can count on who have come.
     fn left(&self) -> f64 {
-        1.0 - self.rate.min(Self::MOST)
+        1.0 - (self.of_ordinary + self.of_long).min(Self::MOST)
     }
 }
 
@@ -291,7 +301,7 @@ impl Pacing {
             ladder: Ladder::new(max_tokens, settings.max_graph_tokens),
             decode_times: DecodeTimes::default(),
             virtual_server: VirtualServer::new(),
-            ordinary: OrdinaryLoad::default(),
+            to_come: ToCome::default(),
             demand: Demand::default(),
             decode_s: 0.0,
             start: 0.0,
@@ -363,7 +373,7 @@ impl Pacing {
         self.decode_s = decode_s.unwrap_or(0.0);
         let end_of = |free_at: f64, it: &InFlight| free_at.max(it.launched_at) + it.step.predicted_s;
         self.start = self.in_flight.iter().fold(self.free_at, end_of).max(now);
-        self.ordinary.decay(now);
+        self.to_come.decay(now);
         let mut prompts = std::mem::take(&mut self.demand.prompts);
         for prompt in &mut prompts {
             if let Some(promise) = prompt.promise.as_mut().filter(|_| !prompt.may_run) {
@@ -414,21 +424,21 @@ impl Pacing {
     fn promise(&mut self, prompt: &Prompt, now: f64) -> Promise {
         let Prompt { num_missing, num_computed, .. } = *prompt;
         let mut server = self.virtual_server;
-        let end = server.arrive(if tune("NOW", 1.0) > 0.0 { now } else { self.start }, num_missing, num_computed, &self.full_steps());
+        let end = server.arrive(now, num_missing, num_computed, &self.full_steps());
         self.virtual_server = server;
         let is_ordinary = match prompt.promise {
             Some(before) => before.is_ordinary,
             None => self.is_within_stall(num_missing.into(), middle_of(prompt)),
         };
-        if is_ordinary {
-            let size = self.within_bound();
-            self.ordinary.arrive(self.work_s(prompt, size));
-        }
+        let size = self.within_bound();
+        self.to_come.arrive(self.work_s(prompt, size), is_ordinary);
         Promise {
             arrived_at: prompt.promise.map_or(now, |it| it.arrived_at),
             since: now,
             virtual_s: end - now,
-            level: self.ladder.level(),
+            num_tokens: num_missing,
+            num_computed,
+            work_s: self.full_work_s(num_missing, num_computed),
             is_ordinary,
             is_void: false,
             late_by: prompt.promise.map_or(LateBy::Steps, |it| it.late_by),
@@ -445,8 +455,18 @@ impl Pacing {
     /// When a prompt is to be through, at the speed that is known by now.
     fn deadline(&self, promise: &Promise) -> f64 {
         let times = if promise.is_ordinary { 1.0 } else { self.settings.max_slowdown };
-        let virtual_s = promise.virtual_s * self.ladder.level() / promise.level;
+        let work_s = self.full_work_s(promise.num_tokens, promise.num_computed);
+        let virtual_s = promise.virtual_s * work_s / promise.work_s;
         promise.since + times * virtual_s + self.settings.max_stall_s
+    }
+
+    /// What full steps take for so many tokens behind others, in seconds.
+    fn full_work_s(&self, num_tokens: u32, num_computed: u32) -> f64 {
+        let price = self.full_steps();
+        let (tokens, middle) =
+            (f64::from(num_tokens), f64::from(num_computed) + 0.5 * f64::from(num_tokens));
+        let num_steps = (tokens / price.room()).max(1.0);
+        num_steps * price.step_s(tokens / num_steps, tokens / num_steps * middle)
     }
 
     fn within_bound(&self) -> usize {
@@ -516,7 +536,7 @@ impl Pacing {
         let tokens: f64 = prompts.iter().map(|it| f64::from(it.num_missing)).sum();
         let attention: f64 = prompts.iter().map(|it| f64::from(it.num_missing) * middle_of(it)).sum();
         let fits = |part: f64| self.is_within_stall(tokens / part, attention / tokens);
-        fits(1.0) || !fits(tune("STEPS", ORDINARY_STEPS))
+        fits(1.0) || !fits(ORDINARY_STEPS)
     }
 
     /// The prompts that can be computed, in the order in which they should be: ordinary ones as they
@@ -534,10 +554,14 @@ impl Pacing {
         let mut sum_s: f64 = order.iter().map(|&it| work[it]).sum();
         let is_safe = |it: &usize| {
             sum_s += work[*it];
-            sum_s <= tune("SAFE", SAFE) * self.ordinary.left() * left(it)
+            sum_s <= SAFE * self.to_come.left() * left(it)
         };
         if !long.iter().all(is_safe) {
             long.sort_by(|one, other| left(one).total_cmp(&left(other)));
+        }
+        let runs = |&it: &usize| prompts[it].is_running;
+        if long.iter().filter(|it| runs(it)).count() >= MAX_RUNNING {
+            long.sort_by_key(|it| !runs(it));
         }
         order.append(&mut long);
         order
@@ -549,23 +573,25 @@ impl Pacing {
     }
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
-    /// met, or else the one with which they are missed least, which may be a smaller one: somebody
-    /// has waited long enough to be computed before the others. Then the share of the time that
-    /// they need, and for whom it exceeds the bound.
+    /// met, or else the one with which they are missed least, ordinary ones above all: it may be a
+    /// smaller one. Then the share of the time that they need, and for whom it exceeds the bound.
     fn least_chunk(&self, order: &[usize], bounded: usize) -> (usize, f64, Option<OverStall>) {
-        let (mut best, (mut share, reason)) = (bounded, self.needed_share(order, bounded));
+        let needed = |size| self.needed_shares(order, size);
+        let (mut best, (mut ordinary, mut long)) = (bounded, needed(bounded));
+        let reason = if ordinary > 1.0 { OverStall::ForOrdinary } else { OverStall::ForLong };
         let first = self.ladder.first_above(self.demand.num_decode_tokens).unwrap_or(bounded);
-        let larger = bounded + 1..=self.ladder.largest();
-        for size in larger.chain((if tune("SMALL", 1.0) > 0.0 { first } else { bounded }..bounded).rev()) {
-            if share <= 1.0 {
+        for size in (bounded + 1..=self.ladder.largest()).chain((first..bounded).rev()) {
+            if ordinary.max(long) <= 1.0 {
                 break;
             }
-            let (needed, _) = self.needed_share(order, size);
-            if needed < (1.0 - WORTHWHILE) * share {
-                (best, share) = (size, needed);
+            let (of_ordinary, of_long) = needed(size);
+            let is_better = |new: f64, old: f64| new.max(1.0) < (1.0 - WORTHWHILE) * old.max(1.0);
+            let is_worse = is_better(ordinary, of_ordinary);
+            if is_better(of_ordinary, ordinary) || (!is_worse && is_better(of_long, long)) {
+                (best, ordinary, long) = (size, of_ordinary, of_long);
             }
         }
-        (best, share, reason.filter(|_| best > bounded))
+        (best, ordinary.max(long), (best > bounded).then_some(reason))
     }
 
     /// Tokens that a step needs so that all ordinary prompts are through with it. Those that wait
@@ -580,28 +606,24 @@ impl Pacing {
         sum + beside.sum::<f64>()
     }
 
-    /// The share of the time with which all deadlines can be met by chunks of a size, and whose asks
-    /// for most.
-    fn needed_share(&self, order: &[usize], size: usize) -> (f64, Option<OverStall>) {
-        let (mut sum_s, mut most, mut who) = (0.0, 0.0, None);
+    /// The share of the time with which the deadlines of ordinary prompts, and those of long ones,
+    /// can be met by chunks of a size.
+    fn needed_shares(&self, order: &[usize], size: usize) -> (f64, f64) {
+        let (mut sum_s, mut of_ordinary, mut of_long) = (0.0, 0.0_f64, 0.0_f64);
         // They are through at the end of a step, not before.
         let num_steps = (self.ordinary_tokens(order) / self.room(size)).max(1.0);
         for &position in order {
             let prompt = &self.demand.prompts[position];
             sum_s += self.work_s(prompt, size);
-            let (needed_s, by) = match is_ordinary(prompt) {
-                true => {
-                    let step_s = self.chunk_time_s(size, middle_of(prompt));
-                    (num_steps * step_s, OverStall::ForOrdinary)
-                }
-                false => (sum_s / self.ordinary.left(), OverStall::ForLong),
-            };
-            let share = needed_s / self.time_left_s(prompt);
-            if share > most {
-                (most, who) = (share, Some(by));
+            let left_s = self.time_left_s(prompt);
+            if is_ordinary(prompt) {
+                let step_s = self.chunk_time_s(size, middle_of(prompt));
+                of_ordinary = of_ordinary.max(num_steps * step_s / left_s);
+            } else {
+                of_long = of_long.max(sum_s / self.to_come.left() / left_s);
             }
         }
-        (most, who)
+        (of_ordinary, of_long)
     }
 
     /// A step of prompts in this order, of this size at most.
@@ -850,24 +872,26 @@ impl Pacing {
         if step.mode == Mode::WarmUp && !self.ladder.sizes().contains(&num_tokens) {
             return;
         }
-        let chain = &mut self.chain;
-        chain.is_even = chain.num_steps == 0
-            || (chain.is_even && self.ladder.is_of_one_size(chain.num_tokens, num_tokens));
-        chain.num_steps += 1;
-        chain.num_tokens = num_tokens;
-        chain.extra_s += step.time_s - decode_s;
-        chain.attention += prompt_attention;
+        self.chain.steps.push((num_tokens, prompt_attention));
+        self.chain.extra_s += step.time_s - decode_s;
         let goes_on = self.in_flight.front().is_some_and(|next| next.step.has_prompts());
-        if goes_on && chain.num_steps < LONGEST_CHAIN {
+        if goes_on && self.chain.steps.len() < LONGEST_CHAIN {
             return;
         }
-        let Chain { num_steps, extra_s, attention, is_even, .. } = std::mem::take(chain);
-        let number = f64::from(num_steps);
-        let extra_s = (extra_s / number).max(0.0);
-        let limit_s = self.settings.max_stall_s;
+        let Chain { steps, extra_s } = std::mem::take(&mut self.chain);
+        let limit_s = self.settings.max_stall_s - decode_s;
+        // Each gets the part of the sum that it was expected to have.
+        let expected = steps.iter().map(|&(num_tokens, attention)| {
+            self.ladder.extra_of(num_tokens.into(), attention).unwrap_or(limit_s)
+        });
+        let expected: Vec<f64> = expected.collect();
+        let sum_s: f64 = expected.iter().sum();
         // Of several one may have been held up, and nobody knows which.
-        if num_steps == 1 || (is_even && extra_s < MOST_EXPECTED * limit_s) {
-            self.ladder.note(num_tokens, extra_s, attention / number, limit_s - decode_s);
+        if steps.len() == 1 || extra_s < MOST_EXPECTED * sum_s {
+            for ((num_tokens, attention), expected_s) in steps.into_iter().zip(expected) {
+                let extra_s = (extra_s * expected_s / sum_s).max(0.0);
+                self.ladder.note(num_tokens, extra_s, attention, limit_s);
+            }
         }
     }
 }
@@ -878,10 +902,6 @@ impl Chosen {
         let knobs = base.clone();
         Self { mode, knobs, share: 1.0, over_stall: None, is_for_long: false, admits: false }
     }
-}
-
-fn tune(name: &str, default: f64) -> f64 {
-    std::env::var(name).map_or(default, |it| it.parse().unwrap_or(default))
 }
 
 fn is_ordinary(prompt: &Prompt) -> bool {

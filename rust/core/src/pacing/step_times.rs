@@ -163,7 +163,7 @@ impl Slope {
 }
 
 /// How far the level goes towards a step's time.
-const LEVEL_STEP: f64 = 0.1;
+const LEVEL_STEP: f64 = 0.02;
 
 /// One time is at most so many times as long as expected for it, or as short.
 const MOST_OF_LEVEL: f64 = 1.5;
@@ -202,13 +202,13 @@ impl PromptTimes {
         usize::from(size < self.num_in_graphs)
     }
 
-    fn slope(&self, size: usize) -> f64 {
-        self.slopes[self.kind(size)].value()
+    /// Whether CUDA graphs hold both sizes, or neither.
+    pub(super) fn are_alike(&self, one: usize, other: usize) -> bool {
+        self.kind(one) == self.kind(other)
     }
 
-    /// What all times are multiplied by.
-    pub(super) fn level(&self) -> f64 {
-        self.level
+    fn slope(&self, size: usize) -> f64 {
+        self.slopes[self.kind(size)].value()
     }
 
     /// Learns what a step of a size took beyond its decodes; returns whether it is no outlier.
@@ -221,11 +221,16 @@ impl PromptTimes {
         if let Some(expected) = expected.filter(|it| is_known && *it > 0.0) {
             let times = (extra_s / expected).clamp(MOST_OF_LEVEL.recip(), MOST_OF_LEVEL);
             self.level *= times.powf(LEVEL_STEP);
-            if !known.num_tries.is_multiple_of(EVERY) {
-                return extra_s <= OUTLIER * expected + JITTER_S;
+            if extra_s > OUTLIER * expected + JITTER_S {
+                return false;
             }
         }
         let (extra_s, expected) = (extra_s / self.level, expected.map(|it| it / self.level));
+        if is_known && !self.sizes[size].num_tries.is_multiple_of(EVERY) {
+            self.learn_slope(size, Sample { extra_s, attention });
+            return true;
+        }
+        let known = &mut self.sizes[size];
         let sample = Sample { extra_s, attention };
         if known.num_tries == 2 && known.samples.len == 1 {
             // The first one may have been slow for another reason: the faster one counts.
