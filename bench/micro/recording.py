@@ -14,8 +14,7 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-from sparksched.trace.record.attach import attach
-from sparksched.trace.record.copy_calls import Recorder
+from sparksched.record.recorder import Recorder
 
 from bench.micro.loads import PLAIN
 from bench.micro.steps import SIDES, VOCABULARY, Engine, spread
@@ -98,7 +97,7 @@ def _record(engine: Engine, path: Path, with_tokens: bool) -> Recorder:
         world.hash_block_size,
         with_tokens=with_tokens,
     )
-    attach(recorder, engine.scheduler)
+    recorder.attach(engine.scheduler)
     return recorder
 
 

@@ -40,9 +40,10 @@ from sparksched.engine.encoder_inputs import EncoderInputs
 from sparksched.engine.encoder_transfer import EncoderTransfer
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
+from sparksched.engine.order import hints_of
 from sparksched.engine.request_errors import refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
-from sparksched.environment import Pacing, queue_timeout_s
+from sparksched.environment import Order, Pacing, queue_timeout_s
 from sparksched.shared import queue_timeout
 
 if TYPE_CHECKING:
@@ -122,8 +123,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self._aux_outputs = self._build_aux_outputs(config)
         connectors = (self._kv_transfer, self._encoder_transfer, self._aux_outputs)
         self._has_connectors = any(connector is not None for connector in connectors)
-        self._meters: EngineMeters | None = None
         self._queue_timeout_s = queue_timeout_s()
+        self._order: Order | None = None
         self._core = SchedulerCore(
             config,
             # Functions that don't know this object: the core would keep it alive.
@@ -247,6 +248,12 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             settings.prefill_share * 1e2,
         )
 
+    def order_by(self, order: Order) -> None:
+        """Give requests that arrive from now on the priorities of this order."""
+        self._core.order_by(order.kind, weights=order.weights, seconds=order.seconds)
+        self._order = order
+        logger.info("sparksched: requests come in by %s", order.kind)
+
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
         """Let steps within this have the values that are configured; pacing learns their times."""
@@ -272,12 +279,6 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     def report_to(self, meters: "EngineMeters") -> None:
         """Have each step's calls timed, and requests counted, for the metrics from now on."""
         meters.time_steps(self._core)
-        self._meters = meters
-
-    def report_no_more(self) -> None:
-        """Say in the metrics that vLLM's scheduler has taken over."""
-        if self._meters is not None:
-            self._meters.end_steps()
 
     # ---- requests ----
 
@@ -315,7 +316,10 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         session = self.requests.get(request.request_id)
         if session is None or session.streaming_queue is None:
             sessions.open_session(request)
-            self._core.add_request(request, time.monotonic(), self.time_to_wait_s(request))
+            hints = ("", None) if self._order is None else hints_of(request)
+            self._core.add_request(
+                request, time.monotonic(), self.time_to_wait_s(request), *hints
+            )
             if self.connector is not None:
                 self.connector.on_new_request(request)
         else:
@@ -342,14 +346,11 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         """Return what a watch finds, and the time of the next `take_expired`. For any thread."""
         return watch.look(self._core, now)
 
-    @property
-    def decides(self) -> bool:
-        """Whether decisions are ours: not once vLLM's scheduler has taken over."""
-        return True
-
     def refuse_unsupported_inputs(self, request: Any) -> None:
         """Raise `VLLMValidationError` for a request, or its message, that can't be served."""
         queue_timeout.own_limit_s(request.sampling_params)
+        if self._order is not None:
+            hints_of(request)
         refuse_unsupported_inputs(
             request,
             takes_encoder_inputs=self._encoder_inputs is not None,
