@@ -136,7 +136,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--minutes", type=float, default=1e6, metavar="M")
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
-    parser.add_argument("--client-cores", default="", metavar="LIST", help="as of `taskset -c`")
     default = Path("/tmp/sparksched-bench")
     parser.add_argument("--work-dir", type=Path, default=default, help="models and logs")
     return parser
@@ -253,7 +252,7 @@ class _Run:
         preempted = server.counters().get("preempted")
         start = time.monotonic()
         if CLIENT in point:
-            found = vllm_client.run(server, point[CLIENT], seed, self.options.client_cores)
+            found = vllm_client.run(server, point[CLIENT], seed)
         else:
             load = LOADS[point["load"]]
             found = load.measure(server, point | {"is_warm_up": is_warm_up}, seed)
