@@ -91,14 +91,14 @@ def read(folder: Path) -> pd.DataFrame:
     """Return the rows of all CSV files below a folder.
 
     Raises:
-        ReportError: if a file has other columns, or if two files have the same round of something.
+        ReportError: if a file lacks a column, or if two files have the same round of something.
 
     """
     frames = []
     for path in sorted(folder.rglob("*.csv")):
         frame = pd.read_csv(path, dtype=str, keep_default_na=False)
-        if list(frame.columns) != list(COLUMNS):
-            raise ReportError(f"{path} has other columns than {', '.join(COLUMNS)}")
+        if not set(COLUMNS) <= set(frame.columns):
+            raise ReportError(f"{path} lacks columns of {', '.join(COLUMNS)}")
         frames.append(frame.assign(file=str(path.relative_to(folder))))
     if not frames:
         return pd.DataFrame(columns=[*COLUMNS, "file"])
@@ -182,9 +182,6 @@ def counted(table: Table, chosen: pd.DataFrame, rows: pd.DataFrame) -> dict[tupl
     """
     found = rows[(rows["case"] == "experts") & (rows["metric"] == "experts")]
     known: dict[Any, float] = found.groupby(EXPERTS_KEY)["value"].median().to_dict()
-    told = chosen[chosen["experts"] != ""]
-    for key, group in told.groupby(EXPERTS_KEY):
-        known.setdefault(key, float(group["experts"].iloc[0]))
     wanted = {}
     mixtures = set(found["model"]) | {it for it in chosen["model"] if it.startswith("gpt-oss")}
     for key in chosen[chosen["model"].isin(mixtures)].groupby(EXPERTS_KEY).groups:
