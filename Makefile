@@ -257,18 +257,12 @@ test-rust: rust-toolchain
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.
 SECONDS := 60
 TARGET ?=
-RUST_FUZZ_TARGETS := $(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs)))
-# The reader of traces is Python, and has a mutator of its own.
-FUZZ_TARGETS := $(or $(TARGET),$(RUST_FUZZ_TARGETS) trace)
+FUZZ_TARGETS := $(or $(TARGET),$(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs))))
 
 .PHONY: fuzz
 fuzz: rust-toolchain env $(CARGO_FUZZ) ## feed what reads bytes with anything: make fuzz [SECONDS=60] [TARGET=frames]
-	if [ "$(TARGET)" != trace ]; then \
-	  rust/fuzz/cargo-fuzz.sh $(CARGO_FUZZ) build $(TARGET); \
-	  printf '%s\n' $(filter-out trace,$(FUZZ_TARGETS)) | \
-	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS); \
-	fi
-	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(SECONDS) 0)
+	rust/fuzz/cargo-fuzz.sh $(CARGO_FUZZ) build $(TARGET)
+	printf '%s\n' $(FUZZ_TARGETS) | xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS)
 
 # Larger sizes of tests that `test` runs in small, one target for each promise in docs/promises.md.
 MESSAGES := 100000000

@@ -21,10 +21,8 @@ from sparksched.record.events import (
     Stop,
     Update,
 )
-from sparksched.record.load import Load
 from sparksched.record.new_file import FULL
 from sparksched.record.read import Trace
-from sparksched.record.replay import Replay
 
 from testkit.worlds import trace as differential_trace
 from testkit.worlds.scenarios import NAMED_SETTINGS
@@ -159,18 +157,6 @@ def test_another_decision_is_found_by_name(field: str, scheduler: str, path: Pat
     assert mismatch.recorded != mismatch.replayed
 
 
-def test_a_scheduler_that_fails_is_found(path: Path) -> None:
-    load = Load(str(path))
-    failing = Replay("vllm", load.trace.settings, load)
-    failing._scheduler.schedule = mock.Mock(side_effect=ZeroDivisionError("blocks"))
-    for event in load.trace.events():
-        if not failing.is_over:
-            failing.play(event)
-    assert failing.outcome.mismatch is not None
-    assert failing.outcome.mismatch.field == "error (step)"
-    assert "ZeroDivisionError" in failing.outcome.mismatch.replayed
-
-
 # ----------------------------------------------------------------------------------------
 # What is in the file
 # ----------------------------------------------------------------------------------------
@@ -201,17 +187,6 @@ def _tokens_from(first: int) -> Any:
         return tuple(first + token % 50 for token in draw(self))
 
     return mock.patch.object(differential_trace.TraceGenerator, "_prompt", prompt)
-
-
-def test_nothing_in_the_file_can_be_looked_up(tmp_path: Path) -> None:
-    """Two recordings of the same prompts have no key in common."""
-    keys = []
-    for name in ("first", "second"):
-        record_scenario(tmp_path / name, "sync-full", 2, 20)
-        arrivals = [it for it in events(tmp_path / name) if isinstance(it, Arrive)]
-        keys.append({it.keys[at : at + 8] for it in arrivals for at in range(0, len(it.keys), 8)})
-    assert keys[0]
-    assert not keys[0] & keys[1]
 
 
 def test_the_bound_on_the_size(tmp_path: Path) -> None:

@@ -270,10 +270,12 @@ class Simulation:
             if stats is not None:
                 self._queried += stats.prefix_cache_stats.queries
                 self._hits += stats.prefix_cache_stats.hits
+        running, waiting = self._scheduler.get_request_counts()
         timeline.samples.append(
             Sample(
                 self._now,
-                *self._scheduler.get_request_counts(),
+                running,
+                waiting,
                 self._num_preemptions,
                 self._queried,
                 self._hits,
