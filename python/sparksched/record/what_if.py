@@ -20,6 +20,7 @@ from sparksched.compat.pacing import unpaceable
 from sparksched.environment import DEFAULT_MAX_STALL_MS, DEFAULT_PREFILL_SHARE, Pacing
 from sparksched.record.build import STOCK, RequestBuilder, build_scheduler
 from sparksched.record.events import Settings, TraceError
+from sparksched.record.keys import StandIns
 from sparksched.record.load import Load, is_chunk, step_time
 
 _PATIENCE = 1000
@@ -191,7 +192,8 @@ class Simulation:
                 break
             self._arrivals.popleft()
             request = self._builder.build(number, num_output_tokens=max(recorded.num_outputs, 1))
-            self._served[request.request_id] = _Served(number, request.num_prompt_tokens)
+            tokens = self._load.tokens(number)
+            self._served[request.request_id] = _Served(number, request.num_prompt_tokens, tokens)
             self._scheduler.add_request(request)
         while self._aborts and self._aborts[0][0] <= self._now:
             _, number = self._aborts.popleft()
@@ -250,7 +252,7 @@ class Simulation:
             tokens = outputs[begin : begin + count]
             return tokens + [0] * (count - len(tokens))
         position = served.num_prompt_tokens + begin
-        return self._load.tokens(served.number).between(position, position + count)
+        return served.tokens.between(position, position + count)
 
     def _note(self, outputs: dict[int, Any]) -> None:
         timeline = self.timeline
@@ -287,8 +289,9 @@ class Simulation:
 class _Served:
     """A request that is being served: when it has a token to give."""
 
-    def __init__(self, number: int, num_prompt_tokens: int) -> None:
+    def __init__(self, number: int, num_prompt_tokens: int, tokens: StandIns) -> None:
         self.number = number
+        self.tokens = tokens
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
         self.num_preemptions = 0
