@@ -74,7 +74,7 @@ def test_a_model_that_is_scheduled(model: str, capsys: pytest.CaptureFixture[str
         assert bool(finding["advice"]) == (finding["level"] != "ok"), finding
 
 
-@pytest.mark.skipif(vllm_rs.binary() is None, reason="make vllm-rs fetches it")
+@pytest.mark.skipif(vllm_rs.binary() is None, reason="make test fetches it")
 def test_the_rust_front_end_says_itself_what_it_lacks(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,9 @@ class Group:
     """Modules: as soon as one is imported, its functions are replaced, and with the first those of
     all others. If empty, the modules that have the functions."""
     moment: Moment = Moment.IMPORT
+    bypasses: bool = False
+    """Whether functions that another plugin has replaced leave it to vLLM, because ours would not
+    call them. Elsewhere they don't: what is wrapped is most often only watched."""
     any_release: bool = False
     """Whether it holds for every release, so that no fingerprint is looked at."""
     prepare: str = ""
@@ -404,6 +407,7 @@ OUTPUTS: Final = Group(
     instead="outputs are processed by vLLM's own code",
     is_on=environment.replaces_front_end,
     after=(_OUTPUT,),
+    bypasses=True,
     prepare="sparksched.api_server.output_processor:prepare",
     functions=(
         Seam(
