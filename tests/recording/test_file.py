@@ -18,9 +18,10 @@ from sparksched.record.events import (
     Update,
 )
 from sparksched.record.keys import Chain, KeyMaker, segment_sizes, tokens_of
-from sparksched.record.load import Load, step_time
+from sparksched.record.load import Load
 from sparksched.record.new_file import path_of_engine
 from sparksched.record.read import Trace
+from sparksched.record.step_time import step_time
 
 from .samples import arrival, every_event, write
 

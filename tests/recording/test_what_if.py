@@ -11,7 +11,8 @@ from sparksched.compat.pacing import max_graph_tokens
 from sparksched.engine.warm_up import PREFIX
 from sparksched.record.build import build_scheduler
 from sparksched.record.events import VERSION, Arrive, Begin, End, Event, Step, Update
-from sparksched.record.load import Load, StepTime, step_time
+from sparksched.record.load import Load
+from sparksched.record.step_time import StepTime, step_time
 from sparksched.record.what_if import Change, Timeline, what_if
 
 from .samples import ENDED, arrival, settings, write

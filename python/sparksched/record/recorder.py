@@ -116,15 +116,8 @@ class Recorder:
     It neither waits for the disk nor raises an error: a recording that can't go on ends, with a
     warning. Not thread-safe.
 
-    Args:
-        path: A file that doesn't exist yet.
-        vllm_config: What the scheduler was built from; so are the next three.
-        kv_cache_config: The same.
-        block_size: Tokens of a scheduler's block.
-        hash_block_size: Tokens of a block that is hashed; None if it is the same.
-        with_tokens: Whether prompts and outputs are written; else what stands for them.
-        max_bytes: Of the file, 65,536 or more.
-        scheduler: Which scheduler it is: the name of its class.
+    It takes what the scheduler was built from, and the name of its class. Without tokens, what
+    stands for prompts and outputs is written.
 
     Raises:
         UnrecordableError: if the scheduler decides by something that a trace has no words for.

@@ -21,7 +21,8 @@ from sparksched.environment import DEFAULT_MAX_STALL_MS, DEFAULT_PREFILL_SHARE, 
 from sparksched.record.build import STOCK, RequestBuilder, build_scheduler
 from sparksched.record.events import Settings, TraceError
 from sparksched.record.keys import StandIns
-from sparksched.record.load import Load, is_chunk, step_time
+from sparksched.record.load import Load, is_chunk
+from sparksched.record.step_time import step_time
 
 _PATIENCE = 1000
 """Steps without tokens in a row, after which nothing is expected any more."""
