@@ -10,16 +10,9 @@ from unittest import mock
 import pytest
 import scale
 from sparksched.record.events import (
-    Arrive,
-    Drafts,
     End,
-    Event,
-    Finish,
     Knobs,
-    Reset,
     Step,
-    Stop,
-    Update,
 )
 from sparksched.record.new_file import FULL
 from sparksched.record.read import Trace
@@ -81,27 +74,6 @@ def test_steps_are_decided_with_the_knobs_that_they_had(name: str, tmp_path: Pat
         step.knobs = Knobs(throttle_prefills=step.knobs.throttle_prefills)
     with mock.patch.object(Trace, "events", side_effect=lambda: iter(found)):
         assert replayed(path, "vllm").mismatch is not None, "the knobs are of no account"
-
-
-def test_the_scenarios_reach_what_is_recorded(tmp_path: Path) -> None:
-    """Each kind of event, and what is rare in them."""
-    found: list[Event] = []
-    for name in ("async-preempting", "speculating-structured", "sync-full"):
-        for seed in range(4):
-            path = tmp_path / f"{name}-{seed}"
-            record_scenario(path, name, seed, NUM_STEPS)
-            found += events(path)
-    kinds = {type(event) for event in found}
-    assert {Arrive, Step, Update, Finish, Reset, Drafts, Stop, End} <= kinds
-    steps = [event for event in found if isinstance(event, Step)]
-    assert any(step.preempted for step in steps)
-    assert any(step.num_drafts for step in steps)
-    assert any(computed for step in steps for _, computed, _ in step.new), "no prefix was found"
-    updates = [event for event in found if isinstance(event, Update)]
-    assert any(update.rejected for update in updates)
-    assert any(event.numbers is None for event in found if isinstance(event, Finish))
-    assert any(event.sequence is not None for event in found if isinstance(event, Drafts))
-    assert any(event.reset_running_requests for event in found if isinstance(event, Reset))
 
 
 # ----------------------------------------------------------------------------------------
