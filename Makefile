@@ -89,10 +89,10 @@ endef
 wheel: env ## a wheel for all Pythons from 3.11 into dist/, checked: make wheel [KIND="native other sdist"]
 	rm -rf dist
 	$(foreach kind,$(or $(KIND),native),$(WHEEL_$(kind))$(NEWLINE))
-	for wheel in $$(ls dist/*.whl 2>/dev/null); do \
-	  "$(UV)" tool run auditwheel@6.7.1 show "$$wheel" | tee /dev/stderr | grep -q manylinux_2_28; \
+	for wheel in $(if $(filter native other,$(or $(KIND),native)),dist/*.whl); do \
+	  "$(UV)" tool run auditwheel@6.8.2 show "$$wheel" | tr '\n' ' ' | grep -o 'platform tag: "manylinux_2_28.*'; \
 	done
-	"$(UV)" tool run twine@6.2.0 check --strict dist/*
+	"$(UV)" tool run twine@7.0.0 check --strict dist/*
 
 # --- Use ---------------------------------------------------------------------------------
 
