@@ -106,18 +106,15 @@ serve: build ## run vLLM with sparksched: make serve MODEL=... [ARGS=...]
 	VLLM_SCHEDULER=sparksched $(BIN)/vllm serve $(MODEL) $(ARGS)
 
 # Where `bench` leaves results and report, and how thorough it is: with EFFORT= it measures for long.
-# A file of bench.serving.decode that is there already would be gone on with, so it is removed.
 OUT := bench-report
 EFFORT := --quick
 
 define BENCH_report
-	mkdir -p "$(OUT)"
-	rm -f "$(OUT)/decode.json"
-	$(BIN)/python -m bench.micro.steps $(EFFORT) --metrics --verify --json "$(OUT)/steps.json"
-	$(BIN)/python -m bench.micro.messages $(EFFORT) --json "$(OUT)/messages.json"
-	$(BIN)/python -m bench.micro.host_path $(EFFORT) --json "$(OUT)/host_path.json"
-	$(BIN)/python -m bench.serving.decode --model tiny $(EFFORT) --concurrency 1,16 --json "$(OUT)/decode.json"
-	$(BIN)/python -m bench.report "$(OUT)"/{steps,messages,host_path,decode}.json --out "$(OUT)"
+	rm -rf "$(OUT)"
+	$(BIN)/python -m bench.micro.steps $(EFFORT) --metrics --verify --out "$(OUT)"
+	$(BIN)/python -m bench.micro.host_path $(EFFORT) --out "$(OUT)"
+	$(BIN)/python -m bench.serving decode --model tiny --points "1 stream,16" --rounds 2 --out "$(OUT)"
+	$(BIN)/python -m bench.report "$(OUT)" --out "$(OUT)/report.md"
 	@echo "The report is in $(OUT)/report.md."
 endef
 # A step's instructions, under valgrind: more than stored? ARGS=--store stores them.
