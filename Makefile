@@ -223,18 +223,12 @@ conformance: build ## vLLM's own scheduler tests on sparksched: make conformance
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.
 SECONDS := 60
 TARGET ?=
-RUST_FUZZ_TARGETS := $(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs)))
-# The reader of traces is Python, and has a mutator of its own.
-FUZZ_TARGETS := $(or $(TARGET),$(RUST_FUZZ_TARGETS) trace)
+FUZZ_TARGETS := $(or $(TARGET),$(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs))))
 
 .PHONY: fuzz
 fuzz: env $(CARGO_FUZZ) ## feed what reads bytes with anything: make fuzz [SECONDS=60] [TARGET=frames]
-	if [ "$(TARGET)" != trace ]; then \
-	  rust/fuzz/cargo-fuzz.sh $(CARGO_FUZZ) build $(TARGET); \
-	  printf '%s\n' $(filter-out trace,$(FUZZ_TARGETS)) | \
-	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS); \
-	fi
-	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(SECONDS) 0)
+	rust/fuzz/cargo-fuzz.sh $(CARGO_FUZZ) build $(TARGET)
+	printf '%s\n' $(FUZZ_TARGETS) | xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS)
 
 # Larger sizes of tests that `test` runs in small, one kind for each promise in docs/promises.md.
 RING_TESTS := cargo test --locked --release -p sparksched-ring --features test-points
