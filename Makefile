@@ -241,7 +241,7 @@ conformance-other: build ## the same with the release that is not installed
 .PHONY: exhaustion
 exhaustion: build ## run out of descriptors, memory and threads, at the start and later
 	$(BIN)/pytest tests/transport/test_exhaustion.py
-	cargo test --locked -p sparksched-ring --test memory
+	cargo test --locked -p sparksched-shm
 
 # One set of features for all crates, so that nothing is built twice: what ring needs for its tests and
 # for the fuzz targets' seeds. Loom takes the place of the standard library, so it is no part of that.
@@ -297,11 +297,11 @@ models: rust-toolchain ## more interleavings of the rings' protocol than `test` 
 .PHONY: bookkeeping
 bookkeeping: rust-toolchain ## lives of requests, all books checked after each step: make bookkeeping [OPERATIONS=...]
 	SPARKSCHED_CORE_OPERATIONS=$(OPERATIONS) \
-	  cargo test --locked --release -p sparksched-core --test bookkeeping -- --nocapture
+	  cargo test --locked --release -p sparksched-core --test scheduler bookkeeping -- --nocapture
 
 RUNS := 20
 PROPERTIES := cargo test --locked --release --quiet -p sparksched-core -p sparksched-ring \
-  --lib --test block_pool --test prefix_cache --test properties
+  --lib --test scheduler --test properties -- --skip bookkeeping
 
 .PHONY: properties
 properties: rust-toolchain ## property tests on cases drawn anew each time: make properties [RUNS=20]
@@ -331,7 +331,7 @@ SANITIZED := RUSTFLAGS="--cfg rustix_use_libc" CARGO_TARGET_DIR=target/valgrind 
 .PHONY: sanitize
 sanitize: rust-toolchain ## run tests of core, wire and rings under valgrind, which has to be installed
 	$(SANITIZED) -p sparksched-core -p sparksched-wire
-	$(SANITIZED) -p sparksched-ring --features $(TEST_POINTS) --lib --test link --test properties --test refusals
+	$(SANITIZED) -p sparksched-ring --features $(TEST_POINTS) --lib --test properties --test refusals
 
 # What needs a nightly compiler with Miri and the standard library's source, and has neither system calls nor other
 # processes. Each seed is another schedule, and other values that a weak memory may show.

@@ -47,8 +47,8 @@ SCENARIOS = (
     ("--config", "states-by-eagle", "--seeds", "0:6", "--steps", "150"),
 )
 RING = ("cargo", "test", "--locked", "--quiet", "-p", "sparksched-ring")
-QUICK = ("link", "refusals", "memory", "meters", "properties")
-SLOW = ("faults", "broken_watcher", "soak", "wake_ups")
+QUICK = ("refusals", "meters", "properties")
+SLOW = ("faults", "soak", "wake_ups")
 
 
 @dataclass(frozen=True)
