@@ -258,7 +258,7 @@ SOAK_models := cargo test --locked $(LOOM)
 OPERATIONS := 100000000
 define SOAK_bookkeeping
 	SPARKSCHED_CORE_OPERATIONS=$(OPERATIONS) \
-	  cargo test --locked --release -p sparksched-core --test bookkeeping -- --nocapture
+	  cargo test --locked --release -p sparksched-core --test scheduler bookkeeping -- --nocapture
 endef
 
 # Property tests on cases drawn anew each time.
@@ -268,7 +268,7 @@ define SOAK_properties
 	  export PROPTEST_RNG_SEED=$$((16#$$(od -An -N7 -tx1 /dev/urandom | tr -d ' '))); \
 	  echo "PROPTEST_RNG_SEED=$$PROPTEST_RNG_SEED"; \
 	  cargo test --locked --release --quiet -p sparksched-core -p sparksched-ring \
-	    --lib --test block_pool --test prefix_cache --test properties; \
+	    --lib --test scheduler --test properties -- --skip bookkeeping; \
 	done
 endef
 
@@ -287,7 +287,7 @@ VALGRIND_TESTS := RUSTFLAGS="--cfg rustix_use_libc" CARGO_TARGET_DIR=target/valg
   cargo test --locked --config 'target."cfg(unix)".runner = "$(VALGRIND)"'
 define SOAK_valgrind
 	$(VALGRIND_TESTS) -p sparksched-core -p sparksched-wire
-	$(VALGRIND_TESTS) -p sparksched-ring --features $(TEST_POINTS) --lib --test link --test properties --test refusals
+	$(VALGRIND_TESTS) -p sparksched-ring --features $(TEST_POINTS) --lib --test properties --test refusals
 endef
 
 # Two threads on a ring and a histogram under Miri, and at full speed under ThreadSanitizer. Both need a nightly
