@@ -87,6 +87,7 @@ _ASYNC_LLM: Final = "vllm.v1.engine.async_llm"
 _OUTPUT: Final = "vllm.v1.engine.output_processor"
 _SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
 _HASHES: Final = "vllm.v1.core.kv_cache_utils"
+_ARRIVAL: Final = f"{_CORE}:EngineCore.preprocess_add_request"
 _ENGINE: Final = "EngineCore"
 _API_SERVER: Final = "API server"
 
@@ -116,7 +117,7 @@ NATIVE_ENGINE: Final = Group(
     name="native_engine",
     process=_ENGINE,
     off="whatever makes the scheduler fall back",
-    gain="prompts are hashed beside the engine's loop; a request that can't be served fails alone",
+    gain="prompts are hashed beside the engine's loop",
     instead="using vLLM's own scheduler",
     is_on=_always,
     moment=Moment.NATIVE_SCHEDULER,
@@ -126,14 +127,10 @@ NATIVE_ENGINE: Final = Group(
             "sparksched.engine.hooks:_preferring_native_hasher",
             "prompts are hashed in Rust, without the GIL",
         ),
-        Seam(
-            f"{_CORE}:EngineCore.preprocess_add_request",
-            "sparksched.engine.hooks:_refusing_unsupported_requests",
-            "refuses a request that the core can't take, alone and with a message",
-        ),
     ),
     # Whose decisions the Rust core makes as well, and whose functions its callbacks use.
     relied_on=(
+        _ARRIVAL,
         _SCHEDULER,
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
         "vllm.v1.core.sched.request_queue",
@@ -169,6 +166,23 @@ NATIVE_ENGINE: Final = Group(
         f"{_SCHEDULER}._free_encoder_input",
         f"{_SCHEDULER}._make_scheduled_encoder_input_stats",
         f"{_SCHEDULER}._get_encoder_input_updates",
+    ),
+)
+
+ARRIVAL: Final = Group(
+    name="arrival",
+    process=_ENGINE,
+    off="`VLLM_SCHEDULER=vllm`",
+    gain="a request that can't be served fails alone",
+    instead="using vLLM's own scheduler and sockets",
+    is_on=_always,
+    functions=(
+        Seam(
+            _ARRIVAL,
+            "sparksched.engine.arrival:_checking_one_at_a_time",
+            "refuses a request that the core can't take, alone and with a message; reads how long "
+            "it may wait; under a lock, because rings and sockets have a thread each",
+        ),
     ),
 )
 
@@ -218,14 +232,9 @@ ENGINE_TRANSPORT: Final = Group(
             "the engine's loop receives by itself while it waits for items",
         ),
         Seam(
-            f"{_CORE}:EngineCoreProc.preprocess_add_request",
-            "sparksched.engine.core_proc:_share_between_threads",
-            "of one engine: under a lock, because rings and sockets have a thread each",
-        ),
-        Seam(
             f"{_CORE}:EngineCoreProc.tensor_ipc_receiver",
             "sparksched.engine.core_proc:_share_between_threads",
-            "the same",
+            "under a lock, because rings and sockets have a thread each",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.shutdown_state",
@@ -240,6 +249,7 @@ ENGINE_TRANSPORT: Final = Group(
         ),
     ),
     relied_on=(
+        _ARRIVAL,
         f"{_CORE}:EngineCoreProc.process_output_sockets",
         f"{_CORE}:EngineCoreProc._process_engine_step",
         f"{_CORE}:EngineCoreProc._process_input_queue",
@@ -410,6 +420,43 @@ OUTPUTS: Final = Group(
     ),
 )
 
+_RESPONSES: Final = "vllm.entrypoints.openai.responses.serving"
+
+FAILURES: Final = Group(
+    name="failures",
+    process=_API_SERVER,
+    off="`VLLM_SCHEDULER=vllm`",
+    gain="whoever waits for `/v1/responses` learns of an error",
+    instead="errors of `/v1/responses` in the background are told to nobody",
+    is_on=_always,
+    prepare="sparksched.api_server.failures:prepare",
+    functions=(
+        Seam(
+            f"{_RESPONSES}:OpenAIServingResponses._run_background_request",
+            "sparksched.api_server.failures:_failing_in_the_background",
+            "an error makes the stored response `failed`, instead of `queued` for ever",
+        ),
+        Seam(
+            f"{_RESPONSES}:OpenAIServingResponses.responses_stream_generator",
+            "sparksched.api_server.failures:_ending_with_the_error",
+            "an error becomes the event `response.failed`, instead of a broken connection",
+        ),
+        Seam(
+            f"{_RESPONSES}:OpenAIServingResponses.responses_background_stream_generator",
+            "sparksched.api_server.failures:_ending_streams_of_the_background",
+            "a stream ends with that event, instead of never",
+        ),
+    ),
+    values=(
+        Seam(
+            "vllm.entrypoints.anthropic.api_router:logger",
+            "sparksched.api_server.failures:prepare",
+            "gets a filter, as does that of `serving`: no traceback of a 503 of `/v1/messages`",
+        ),
+    ),
+    relied_on=("vllm.entrypoints.openai.responses.protocol:ResponsesResponse",),
+)
+
 METRICS_PAGE: Final = Group(
     name="metrics_page",
     process=_API_SERVER,
@@ -481,9 +528,11 @@ RECORDED_SERVER: Final = Group(
 GROUPS: Final = (
     CHOICE,
     NATIVE_ENGINE,
+    ARRIVAL,
     ENGINE_TRANSPORT,
     CLIENT_TRANSPORT,
     OUTPUTS,
+    FAILURES,
     METRICS_PAGE,
     RECORDED_ENGINE,
     RECORDED_SERVER,
