@@ -321,8 +321,14 @@ CLIENT_TRANSPORT: Final = Group(
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.shutdown",
-            "sparksched.api_server.shutdown:_telling_who_is_left",
-            "requests that are still in flight fail; in vLLM they may wait for ever",
+            "sparksched.api_server.shutdown:_answering_what_is_in_flight",
+            "one of several API servers answers its requests within `--shutdown-timeout`; what is "
+            "left then fails, where in vLLM it may wait for ever",
+        ),
+        Seam(
+            f"{_ASYNC_LLM}:AsyncLLM.check_admission",
+            "sparksched.api_server.shutdown:_refusing_requests",
+            "requests that come meanwhile get 503",
         ),
     ),
     values=(
@@ -331,6 +337,11 @@ CLIENT_TRANSPORT: Final = Group(
             "sparksched.api_server.client:_let_streams_catch_up",
             "4,096 in the environment of an API server with rings, unless a user has set it: "
             "streams catch up when outputs have piled up",
+        ),
+        Seam(
+            f"{_ASYNC_LLM}:AsyncLLM",
+            "sparksched.api_server.shutdown:_answering_what_is_in_flight",
+            "gets `sparksched_shutdown_s` when it shuts down",
         ),
         Seam(
             f"{_CLIENT}:MPClient",
@@ -357,6 +368,7 @@ CLIENT_TRANSPORT: Final = Group(
         f"{_CLIENT}:AsyncMPClient.outputs_queue",
         f"{_CLIENT}:DPLBAsyncMPClient.process_engine_outputs",
         f"{_ASYNC_LLM}:AsyncLLM.abort",
+        f"{_ASYNC_LLM}:AsyncLLM.errored",
         f"{_ASYNC_LLM}:AsyncLLM.output_handler",
         f"{_ASYNC_LLM}:AsyncLLM._run_output_handler",
         f"{_OUTPUT}:OutputProcessor.propagate_error",
