@@ -125,6 +125,7 @@ bench-serve: build ## measure real servers under load: make bench-serve [MODEL=t
 
 .PHONY: tables
 tables: env ## write the tables and pictures of the pages anew, from bench/results
+	$(BIN)/python -m tools.pages
 	$(BIN)/python -m bench.report
 
 # --- Checks ------------------------------------------------------------------------------
@@ -237,10 +238,6 @@ conformance: build ## run vLLM's own scheduler tests on sparksched
 conformance-other: build ## the same with the release that is not installed
 	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance $(ARGS)
 
-.PHONY: panics
-panics: build ## make each function of the extension panic, in engines and front ends
-	$(BIN)/pytest tests/panics
-
 .PHONY: exhaustion
 exhaustion: build ## run out of descriptors, memory and threads, at the start and later
 	$(BIN)/pytest tests/transport/test_exhaustion.py
@@ -253,8 +250,8 @@ LOOM := -p sparksched-ring --features loom --test loom
 
 .PHONY: test-rust
 test-rust: rust-toolchain
-	cargo test --locked -p sparksched-backlog -p sparksched-core -p sparksched-wire -p sparksched-zmtp -p sparksched-ring \
-		-p sparksched-fuzz --features $(TEST_POINTS)
+	cargo test --locked --workspace --exclude sparksched-python --exclude sparksched-entry-points \
+		--features $(TEST_POINTS)
 	SPARKSCHED_LOOM_PREEMPTIONS=3 cargo test --locked $(LOOM)
 
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.
@@ -371,7 +368,7 @@ $(CARGO_FUZZ) $(CARGO_DENY) $(CARGO_MUTANTS): | rust-toolchain
 	cargo install --locked --quiet --debug --root $(patsubst %/bin/,%,$(dir $@)) $(notdir $(patsubst %/bin/,%,$(dir $@)))
 
 # Rust is linted with all that tests switch on, then as users get it, and then for loom.
-LINTED := $(TEST_POINTS),sparksched-python/test-points,sparksched-fuzz/targets
+LINTED := $(TEST_POINTS),sparksched-fuzz/targets
 # What another release's lints or formatter find is shown, and fails nowhere: each has its own.
 LINTS_OF := 1.95
 ARE_OURS = $(filter $(LINTS_OF).%,$(word 2,$(shell rustc --version)))

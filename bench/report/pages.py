@@ -14,7 +14,6 @@ from bench.header import ROOT
 from bench.report.marks import tables_anew
 from bench.report.pairs import VLLM_BENCH, Row, gpu_of, rows_of
 from bench.report.plots import pictures
-from bench.report.seams import with_seams
 from bench.report.tables import AGAIN, FRONT_ENDS, TABLES, Results, as_markdown, table_lines
 from bench.report.unread import noted, read_parts
 from bench.serving.store import dumps
@@ -106,7 +105,7 @@ def page_anew(text: str, results: Results) -> str:
             raise PageError(f"there is no table, or nothing in it: {mark[0]}")
         return lines
 
-    return with_seams(tables_anew(text, MARK, lines_of))
+    return tables_anew(text, MARK, lines_of)
 
 
 def read_results(paths: list[Path], folder: Path) -> Results:

@@ -191,11 +191,40 @@ class SchedulerCore:
     def set_none_hash(self, none_hash: bytes) -> None:
         """Set the parent of each first block: vLLM's `NONE_HASH`, at most 32 bytes."""
 
-    def add_request(self, request: Any, now: float, queue_timeout_s: float | None = None) -> None:
+    def add_request(
+        self,
+        request: Any,
+        now: float,
+        queue_timeout_s: float | None = None,
+        tenant: str = "",
+        ttft_s: float | None = None,
+    ) -> None:
         """Read a `vllm.v1.request.Request` and put it into the queue.
 
-        `queue_timeout_s` is how long it may wait to be scheduled for the first time: see
-        `take_expired`.
+        Args:
+            request: After `order_by`, its `priority` is set.
+            now: Seconds of `time.monotonic`.
+            queue_timeout_s: How long it may wait to be scheduled for the first time: see
+                `take_expired`.
+            tenant: Whose it is, for `order_by`.
+            ttft_s: When its first token is due, in seconds from its arrival; None for the default.
+
+        """
+
+    def order_by(self, order: str, *, weights: dict[str, float], seconds: float) -> None:
+        """Give requests that arrive from now on their priorities. The policy must be `priority`.
+
+        Args:
+            order: `fair`, `deadline` or `aging`.
+            weights: Of tenants; others weigh 1. For `fair`.
+            seconds: To the first token of a request that doesn't say, for `deadline`; what a
+                priority of 1 counts as, for `aging`.
+
+        """
+
+    def tenants(self) -> list[tuple[str, int, int, float]]:
+        """Return tenants with requests: name, how many requests wait to be admitted, how many
+        have not ended, and tokens that those which have ended took since the tenant last had none.
         """
 
     def take_expired(self, now: float) -> list[Any]:

@@ -229,7 +229,7 @@ def fall_back() -> None:
     """Have an engine refuse what it would take."""
     from sparksched import compat
 
-    compat.unsupported_shapes = lambda: compat.Unsupported("a shape", "it is not the known one")
+    compat.unsupported_code = lambda: compat.Unsupported("a fork", "it is not the known one")
 
 
 def test_a_fallback_is_shown_with_its_reason(config: VllmConfig) -> None:
@@ -237,7 +237,7 @@ def test_a_fallback_is_shown_with_its_reason(config: VllmConfig) -> None:
         async with running_llm(config, engine) as llm:
             await generate(llm, "request", 5)
             assert info()["scheduler"] == "vllm"
-            assert info()["fallback_feature"] == "a shape"
+            assert info()["fallback_feature"] == "a fork"
             assert info()["fallback_reason"] == "it is not the known one"
             assert info()["transport"] == "shm"
             assert not ENGINE_SERIES & families()

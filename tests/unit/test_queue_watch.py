@@ -163,6 +163,21 @@ def test_who_runs_or_waits_for_a_client_is_not_told_of() -> None:
     assert "1 requests run, 1 sessions are between two turns" in described(finding(core))
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_idle_sessions_before_the_head(policy: str) -> None:
+    core = build_core(policy=policy)
+    for name in "abc":
+        core.add_request(session(name, 4), 1.0)
+    step(core)
+    core.set_pause_state(2)
+    update = StreamingUpdate.from_request(session("c", 4))
+    core.continue_session("c", lambda it, kept: sessions.continue_session(it, update, kept))
+    assert waits(core) == {"a": "session_input", "b": "session_input", "c": "turn"}
+    told = finding(core, steps=False)
+    assert told is not None
+    assert told["request_id"] == "c"
+
+
 # ----------------------------------------------------------------------------------------
 # Time in the queue
 # ----------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Where sparksched touches vLLM: every function that is replaced, and every one that is relied on.
 
 This table is the truth. The plugin replaces what it lists, `docs/changes-in-vllm.md` is written
-from it, tests delete each of its names in turn, and `sparksched.compat.drift` compares another vLLM
-with it. What each name is in each supported release, `fingerprints.json` holds.
+from it, tests delete names of each group, and `tools.drift` compares another vLLM with it.
+`fingerprints.json` holds what each name is in each supported release.
 
 A group works as a whole or not at all: if one of its names is missing, or not as in the releases
 that are known, all of it stays vLLM's.
@@ -63,8 +63,7 @@ class Group:
     any_release: bool = False
     """Whether it holds for every release, so that no fingerprint is looked at."""
     prepare: str = ""
-    """A function of ours that is called before anything is replaced. It returns what speaks against
-    that, or None."""
+    """A function of ours that is called before anything is replaced."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -88,6 +87,7 @@ _OUTPUT: Final = "vllm.v1.engine.output_processor"
 _SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
 _HASHES: Final = "vllm.v1.core.kv_cache_utils"
 _ARRIVAL: Final = f"{_CORE}:EngineCore.preprocess_add_request"
+_STATS: Final = "vllm.v1.metrics.stats"
 _ENGINE: Final = "EngineCore"
 _API_SERVER: Final = "API server"
 
@@ -113,6 +113,30 @@ CHOICE: Final = Group(
 VARIABLES: Final = "vllm.envs:environment_variables"
 """What vLLM knows its environment variables by. Ours are added, with `VLLM_SCHEDULER=vllm`, too."""
 
+SECTIONS: Final = {
+    "scheduler_config": "SchedulerConfig",
+    "cache_config": "CacheConfig",
+    "parallel_config": "ParallelConfig",
+    "model_config": "ModelConfig",
+    "speculative_config": "SpeculativeConfig",
+    "lora_config": "LoRAConfig",
+    "attention_config": "AttentionConfig",
+    "mamba_config": "MambaConfig",
+    "engram_config": "EngramConfig",
+    "observability_config": "ObservabilityConfig",
+    "structured_outputs_config": "StructuredOutputsConfig",
+    "reasoning_config": "ReasoningConfig",
+    "watermark_config": "WatermarkConfig",
+    "aux_output_config": "AuxOutputConfig",
+    "offload_config": "OffloadConfig",
+    "kv_transfer_config": "KVTransferConfig",
+    "kv_events_config": "KVEventsConfig",
+    "ec_transfer_config": "ECTransferConfig",
+    "ec_manager_config": "EncoderCacheManagerConfig",
+}
+"""Sections of vLLM's configuration that a decision could depend on, and their classes. The others
+are about devices, kernels, loading, logs."""
+
 NATIVE_ENGINE: Final = Group(
     name="native_engine",
     process=_ENGINE,
@@ -128,9 +152,9 @@ NATIVE_ENGINE: Final = Group(
             "prompts are hashed in Rust, without the GIL",
         ),
     ),
-    # Whose decisions the Rust core makes as well, and whose functions its callbacks use.
     relied_on=(
         _ARRIVAL,
+        # Whose decisions the Rust core makes as well, and whose functions its callbacks use.
         _SCHEDULER,
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
         "vllm.v1.core.sched.request_queue",
@@ -151,21 +175,39 @@ NATIVE_ENGINE: Final = Group(
         f"{_HASHES}:partial_hash_hits_enabled",
         "vllm.v1.core.kv_cache_metrics:KVCacheMetricsCollector",
         "vllm.v1.core.encoder_cache_manager:EncoderCacheManager",
-        "vllm.v1.request:Request",
-        "vllm.v1.request:StreamingUpdate",
         "vllm.v1.serial_utils:MsgpackEncoder",
         "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup",
         "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
         "vllm.v1.structured_output:StructuredOutputManager.validate_tokens",
         "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask",
         "vllm.v1.structured_output.utils:strip_speculative_padding",
-        f"{_SCHEDULER}._try_schedule_encoder_inputs",
-        f"{_SCHEDULER}._reject_on_encoder_cache_embed_mismatch",
-        f"{_SCHEDULER}._allocate_encoder_inputs",
-        f"{_SCHEDULER}._free_encoder_inputs",
-        f"{_SCHEDULER}._free_encoder_input",
-        f"{_SCHEDULER}._make_scheduled_encoder_input_stats",
-        f"{_SCHEDULER}._get_encoder_input_updates",
+        # What it reads and builds, by the positions of fields and the values of members.
+        "vllm.v1.core.sched.interface",
+        "vllm.v1.core.sched.output",
+        "vllm.v1.kv_cache_interface",
+        "vllm.v1.request",
+        "vllm.v1.outputs:ModelRunnerOutput",
+        "vllm.v1.outputs:DraftTokenIds",
+        "vllm.v1.engine:EngineCoreOutput",
+        "vllm.v1.engine:EngineCoreOutputs",
+        "vllm.v1.engine:EngineCoreEvent",
+        "vllm.v1.engine:EngineCoreEventType",
+        "vllm.v1.engine:FinishReason",
+        f"{_STATS}:SchedulerStats",
+        f"{_STATS}:BaseCacheStats",
+        f"{_STATS}:PrefixCacheStats",
+        f"{_STATS}:PrefillStats",
+        f"{_STATS}:RequestSpecDecodeMetrics",
+        "vllm.v1.spec_decode.metrics:SpecDecodingStats",
+        "vllm.distributed.kv_events:KVCacheEvent",
+        "vllm.distributed.kv_events:BlockStored",
+        "vllm.distributed.kv_events:BlockRemoved",
+        "vllm.distributed.kv_events:AllBlocksCleared",
+        # A new setting may be a new way to decide, and a new parameter a new way to stop.
+        "vllm.config:VllmConfig.*",
+        *(f"vllm.config:{cls}.*" for cls in SECTIONS.values()),
+        "vllm.sampling_params:SamplingParams.*",
+        "vllm.sampling_params:RepetitionDetectionParams.*",
     ),
 )
 
@@ -420,12 +462,14 @@ OUTPUTS: Final = Group(
     ),
     relied_on=(
         f"{_OUTPUT}:OutputProcessor",
-        f"{_OUTPUT}:RequestOutputCollector.__init__",
-        f"{_OUTPUT}:RequestOutputCollector.get_nowait",
-        "vllm.v1.metrics.stats:IterationStats.update_from_output",
+        f"{_OUTPUT}:RequestOutputCollector",
+        f"{_OUTPUT}:RequestState",
+        f"{_STATS}:IterationStats",
+        f"{_STATS}:RequestStateStats",
         "vllm.outputs:RequestOutput",
         "vllm.outputs:CompletionOutput",
-        "vllm.v1.engine.logprobs:LogprobsProcessor.update_from_output",
+        "vllm.v1.engine:EngineCoreOutput",
+        "vllm.v1.engine.logprobs:LogprobsProcessor",
         "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
         "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer",
         "vllm.v1.engine.parallel_sampling:ParentRequest.get_outputs",

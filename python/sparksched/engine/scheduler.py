@@ -40,9 +40,10 @@ from sparksched.engine.encoder_inputs import EncoderInputs
 from sparksched.engine.encoder_transfer import EncoderTransfer
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
+from sparksched.engine.order import hints_of
 from sparksched.engine.request_errors import WAIT_S, refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
-from sparksched.environment import Pacing, queue_timeout_s
+from sparksched.environment import Order, Pacing, queue_timeout_s
 
 if TYPE_CHECKING:
     from sparksched._core import EngineMeters, QueueWatch
@@ -124,6 +125,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self._meters: EngineMeters | None = None
         self.queue_timeout_s = queue_timeout_s()
         """For how long the operator lets requests wait to be scheduled, in seconds, or None."""
+        self._order: Order | None = None
         self._core = SchedulerCore(
             config,
             # Functions that don't know this object: the core would keep it alive.
@@ -247,6 +249,12 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             settings.prefill_share * 1e2,
         )
 
+    def order_by(self, order: Order) -> None:
+        """Give requests that arrive from now on the priorities of this order."""
+        self._core.order_by(order.kind, weights=order.weights, seconds=order.seconds)
+        self._order = order
+        logger.info("sparksched: requests come in by %s", order.kind)
+
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
         """Let steps within this have the values that are configured; pacing learns their times."""
@@ -315,7 +323,9 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         session = self.requests.get(request.request_id)
         if session is None or session.streaming_queue is None:
             sessions.open_session(request)
-            self._core.add_request(request, time.monotonic(), getattr(request, WAIT_S, None))
+            hints = ("", None) if self._order is None else hints_of(request)
+            wait_s = getattr(request, WAIT_S, None)
+            self._core.add_request(request, time.monotonic(), wait_s, *hints)
             if self.connector is not None:
                 self.connector.on_new_request(request)
         else:
@@ -339,6 +349,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
 
     def refuse_unsupported_inputs(self, request: Any) -> None:
         """Raise `VLLMValidationError` for a request, or its message, that can't be served."""
+        if self._order is not None:
+            hints_of(request)
         refuse_unsupported_inputs(
             request,
             takes_encoder_inputs=self._encoder_inputs is not None,

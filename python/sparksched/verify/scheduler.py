@@ -182,6 +182,8 @@ class VerifyingScheduler(NativeScheduler):
         def add_theirs(shadow: Shadow) -> list[Any]:
             own = twin.get()
             own_hashes = list(own.block_hashes)
+            # Ours may have ordered it.
+            own.priority = request.priority
             shadow.scheduler.add_request(own)
             return own_hashes
 

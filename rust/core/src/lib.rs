@@ -8,8 +8,8 @@
 //! express; everything else is refused before this crate is reached. What the releases decide
 //! differently is in [`config::Behaviors`].
 //!
-//! Where to read first: `scheduler/policy.rs`, in the order of vLLM's own `schedule()`. The modules
-//! beside [`scheduler`] don't know it, nor each other in a circle.
+//! Where to read first: `scheduler/policy.rs`, in the order of vLLM's own `schedule()`. No modules
+//! know each other in a circle; only [`pacing`] and [`queue_watch`] know [`scheduler`].
 #![forbid(unsafe_code)]
 
 pub mod block_hash;
@@ -20,6 +20,7 @@ pub mod ids;
 pub mod journal;
 pub mod kv_cache_group;
 pub mod kv_cache_manager;
+pub mod order;
 pub mod pacing;
 pub mod queue_watch;
 pub mod request;
@@ -36,12 +37,13 @@ pub use block_hash::{BlockHash, BlockHasher, ExtraKeys, HashAlgorithm};
 pub use block_pool::BlockPool;
 pub use config::{
     Behaviors, ConfigError, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics,
-    SchedulerConfig, Speculation, StateConfig, StateMode,
+    SchedulerConfig, Speculation, StateConfig, StateMode, StepKnobs,
 };
 pub use hooks::{ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn};
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::{BlockShortfall, KvCacheManager};
+pub use order::{OrderHints, OrderSettings, TenantReading, WEIGHTS};
 pub use pacing::{Mode, PacedStep, Pacing, PacingReport, PacingSettings};
 pub use queue_watch::{Finding, QueueWatch};
 pub use request::{
@@ -52,6 +54,6 @@ pub use scheduler::{
     RequestOutput, ScheduledOutput, Scheduler, StepLoad,
 };
 pub use stats::{PrefixCacheStats, RequestSpecStats, SchedulerStats, SpecDecodingStats};
-pub use step::{Admission, ScheduledRequest, Step, StepKnobs};
+pub use step::{Admission, ScheduledRequest, Step};
 pub use stop::{RepetitionDetection, StopConditions, StopReason};
 pub use wait_reason::{WaitCounts, WaitReason};

@@ -59,6 +59,19 @@ impl RequestQueue {
         one.iter().chain(other).copied().take(limit)
     }
 
+    /// The first of the requests that are wanted, in the order of [`Self::pop`]: those before it are
+    /// looked at, and no others.
+    pub fn find(
+        &self,
+        slots: &Slots,
+        is_wanted: impl Fn(RequestIndex) -> bool,
+    ) -> Option<RequestIndex> {
+        match self {
+            Self::Fcfs(queue) => queue.iter().copied().find(|&index| is_wanted(index)),
+            Self::Priority(heap) => heap.find(slots, is_wanted),
+        }
+    }
+
     /// Takes out the request that is next.
     pub fn pop(&mut self, slots: &Slots) -> Option<RequestIndex> {
         match self {
@@ -138,6 +151,25 @@ impl UrgencyHeap {
         let popped = std::mem::replace(first, last);
         self.move_down(0, slots);
         Some(popped)
+    }
+
+    /// The most urgent of the requests that are wanted. Below one of them nobody is looked at.
+    fn find(
+        &self,
+        slots: &Slots,
+        is_wanted: impl Fn(RequestIndex) -> bool,
+    ) -> Option<RequestIndex> {
+        let mut first = None;
+        let mut positions = vec![0];
+        while let Some(position) = positions.pop() {
+            let Some(&index) = self.0.get(position) else { continue };
+            if !is_wanted(index) {
+                positions.extend([2 * position + 1, 2 * position + 2]);
+            } else if first.is_none_or(|first| is_more_urgent(index, first, slots)) {
+                first = Some(index);
+            }
+        }
+        first
     }
 
     /// Makes a heap of requests in whatever order.

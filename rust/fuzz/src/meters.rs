@@ -4,8 +4,7 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use sparksched_ring::meter_page::MeterView;
-use sparksched_ring::meters::{HistogramReading, MAX_WAIT_REASONS, NUM_BUCKETS, Traffic};
+use sparksched_meters::{HistogramReading, MAX_WAIT_REASONS, MeterView, NUM_BUCKETS, Traffic};
 
 const PAGE_BYTES: usize = 4096;
 /// Where the scheduler's part and the rings' begin, in words; a flag says whether they are there.

@@ -11,9 +11,9 @@ use sparksched_core::{
 
 use crate::aux_outputs::AuxOutputs;
 use crate::convert;
+use crate::convert::ExtraKeysReader;
 use crate::encoder_transfer::EncoderTransfer;
 use crate::entries::Entries;
-use crate::hasher::ExtraKeysReader;
 use crate::kv_transfer::KvTransfer;
 
 /// The Python functions that are called for the few requests that need them.

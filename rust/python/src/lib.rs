@@ -17,7 +17,6 @@ mod links;
 mod meters;
 mod output_extras;
 mod pacing;
-mod points;
 mod queue_watch;
 mod rings;
 mod scheduler_core;
@@ -43,7 +42,5 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     rings::add_to(module)?;
     module.add_class::<sockets::PyEngineSockets>()?;
     meters::add_to(module)?;
-    #[cfg(feature = "test-points")]
-    points::add_to(module)?;
     Ok(())
 }

@@ -9,11 +9,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use sparksched_core::{PacingReport, WaitCounts, WaitReason};
 use sparksched_entry_points::entry_points;
-use sparksched_ring::meter_page::{MeterPage, MeterView};
-use sparksched_ring::meters::{
-    HistogramReading, MAX_WAIT_REASONS, NUM_BOUNDS, PacingReading, RingsReading, Traffic, bound_ns,
+use sparksched_meters::{
+    HistogramReading, MAX_WAIT_REASONS, MeterPage, MeterView, NUM_BOUNDS, PacingReading,
+    RingsReading, Traffic, bound_ns,
 };
-use sparksched_ring::segment::SegmentError;
+use sparksched_shm::ShmError;
 
 use crate::scheduler_core::SchedulerCore;
 use crate::step_timer::StepSink;
@@ -38,7 +38,7 @@ fn meter_bounds_s() -> PyResult<Vec<f64>> {
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "a function for map_err")]
-fn connection_error(error: SegmentError) -> PyErr {
+fn connection_error(error: ShmError) -> PyErr {
     PyConnectionError::new_err(error.to_string())
 }
 

@@ -14,11 +14,14 @@ mod transfers;
 mod update;
 mod waits;
 
-use crate::config::{ConfigError, RequestSpecMetrics, SchedulerConfig};
+use std::collections::BTreeSet;
+
+use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
 use crate::hooks::Hooks;
 use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
 use crate::kv_cache_manager::KvCacheManager;
+use crate::order::{Arrival, Order, OrderHints, OrderSettings, TenantReading};
 use crate::request::{
     EventKind, FetchStage, NewRequest, NumGroups, Request, RequestStatus, SessionInput,
 };
@@ -65,8 +68,9 @@ pub struct Scheduler {
     deferred: WaitCounts,
     /// Why the last step admitted nobody more; `None` if nobody was left.
     held_up_by: Option<WaitReason>,
-    /// No request's time in the queue is up before that.
-    next_queue_deadline: f64,
+    /// Requests that have to be scheduled by a time, and haven't been. A time is given by its bits,
+    /// which sort as times from 0 on do.
+    queue_deadlines: BTreeSet<(u64, RequestIndex)>,
     /// Finished requests that stay until their blocks are filled or sent.
     num_kept: usize,
     /// Waiting requests that this step has skipped, out of their queues until it is decided.
@@ -85,6 +89,8 @@ pub struct Scheduler {
     /// When somebody looked last, a prompt was running.
     had_prompts: bool,
     step: Step,
+    /// Gives arriving requests their priorities; `None` for what their clients ask for.
+    order: Option<Order>,
     /// Cuts chunks of prompts where states are to be kept.
     chunk_aligner: Option<ChunkAligner>,
     kv_transfer: KvTransfer,
@@ -108,7 +114,7 @@ impl Scheduler {
             num_waiting_for_input: 0,
             deferred: WaitCounts::default(),
             held_up_by: None,
-            next_queue_deadline: f64::INFINITY,
+            queue_deadlines: BTreeSet::new(),
             num_kept: 0,
             skipped: Vec::new(),
             pause_state: PauseState::default(),
@@ -119,6 +125,7 @@ impl Scheduler {
             last_prefill_step: None,
             had_prompts: false,
             step: Step::default(),
+            order: None,
             chunk_aligner: ChunkAligner::new(&config),
             kv_transfer: KvTransfer::default(),
             spec_decoding_stats: None,
@@ -130,10 +137,11 @@ impl Scheduler {
     ///
     /// # Panics
     /// If the request has no token.
-    pub fn add_request(&mut self, new: NewRequest, now: f64) -> RequestIndex {
+    pub fn add_request(&mut self, mut new: NewRequest, now: f64) -> RequestIndex {
         assert!(!new.tokens.is_empty(), "a request has at least one token");
         let index = self.slots.next_place();
         let expects_remote_prefill = new.expects_remote_prefill;
+        let hints = std::mem::take(&mut new.order_hints);
         let (num_tables, num_states) = (self.config.groups.len(), self.kv_cache.num_state_blocks());
         let mut request = Request::new(new, index, NumGroups { num_tables, num_states });
         if let Some(hasher) = &self.config.hasher {
@@ -148,11 +156,66 @@ impl Scheduler {
             request.record_event(EventKind::Queued, now);
         }
         self.slots.insert(request);
+        self.rank(index, &hints, now);
         self.enqueue(index);
         if expects_remote_prefill {
             self.set_fetch_stage(index, Some(FetchStage::WaitingToStart));
         }
         index
+    }
+
+    /// Has requests that arrive from now on ordered by more than vLLM's policies.
+    ///
+    /// # Panics
+    /// If the policy isn't [`Policy::Priority`], or there are requests.
+    pub fn order_by(&mut self, settings: OrderSettings) {
+        assert_eq!(self.config.policy, Policy::Priority, "the order is one of priorities");
+        assert!(self.slots.iter().next().is_none(), "the order begins with the first request");
+        self.order = Some(Order::new(settings));
+    }
+
+    /// Gives a request that has arrived its priority.
+    fn rank(&mut self, index: RequestIndex, hints: &OrderHints, now: f64) {
+        let Some(order) = &mut self.order else { return };
+        let request = &self.slots[index];
+        let num_cached = self.kv_cache.peek_prefix_hit(request);
+        let ticket = order.rank(&Arrival {
+            hints,
+            priority: request.priority,
+            time: request.arrival_time,
+            num_uncached_tokens: request.num_tokens() as u32 - num_cached,
+            max_tokens: request.stop_conditions().max_tokens,
+            now,
+        });
+        let request = &mut self.slots[index];
+        request.expected_hit = Some(num_cached);
+        request.priority = ticket.priority;
+        request.ticket = Some(Box::new(ticket));
+    }
+
+    /// Takes in that a request is part of a step, of which so many tokens were cached.
+    fn note_admitted(&mut self, index: RequestIndex, num_cached_tokens: u32, now: f64) {
+        if let (Some(order), Some(ticket)) = (&mut self.order, &mut self.slots[index].ticket) {
+            order.admit(ticket, num_cached_tokens, now);
+        }
+    }
+
+    /// Settles what a request has cost that has ended.
+    fn note_ended(&mut self, index: RequestIndex) {
+        let request = &mut self.slots[index];
+        if let (Some(order), Some(ticket)) = (&mut self.order, request.ticket.take()) {
+            let num_output_tokens = request.num_tokens() - request.num_prompt_tokens();
+            let num_tokens = match num_output_tokens {
+                0 => request.num_computed_tokens,
+                _ => request.num_tokens() as u32,
+            };
+            order.end(&ticket, num_tokens, num_output_tokens as u32);
+        }
+    }
+
+    /// The tenants that have requests, if requests are ordered.
+    pub fn tenants(&self) -> impl Iterator<Item = TenantReading> {
+        self.order.iter().flat_map(Order::tenants)
     }
 
     /// Puts a request that waits into its queue.
@@ -279,11 +342,11 @@ impl Scheduler {
         if indices.is_empty() {
             return;
         }
-        let slots = &mut self.slots;
         for &index in indices {
-            if let Some(reason) = slots[index].deferred_by.take() {
+            if let Some(reason) = self.slots[index].deferred_by.take() {
                 self.deferred.remove(reason);
             }
+            self.drop_queue_deadline(index);
         }
         // Each is in one of them.
         self.waiting.remove_all(indices, &self.slots);
@@ -443,5 +506,10 @@ impl Scheduler {
         let mut deferred = WaitCounts::default();
         waiting.iter().filter_map(|it| it.deferred_by).for_each(|reason| deferred.add(reason));
         assert_eq!(deferred, self.deferred, "deferred requests are miscounted");
+        for &(bits, index) in &self.queue_deadlines {
+            let deadline = self.request(index).queue_deadline;
+            assert_eq!(deadline.to_bits(), bits, "a time to be scheduled by is not the request's");
+            assert!(waiting.iter().any(|it| it.index() == index), "a request waits no more");
+        }
     }
 }

@@ -9,13 +9,13 @@
 
 use super::transfers::Hit;
 use super::{PauseState, Scheduler};
-use crate::config::Policy;
+use crate::config::{Policy, StepKnobs};
 use crate::hooks::{ExternalAllocation, GrammarState, Hooks};
 use crate::ids::RequestIndex;
 use crate::kv_cache_manager::AdmissionTerms;
 use crate::request::{EventKind, FetchStage, PrefillStats, Request, RequestStatus};
 use crate::state_group::Sequence;
-use crate::step::{Admission, ScheduledRequest, Step, StepKnobs, UNKNOWN_DRAFT};
+use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
 use crate::wait_reason::WaitReason;
 
 /// What is left of a step's allowance.
@@ -673,6 +673,8 @@ impl Scheduler {
             num_computed_tokens + share.num_tokens < request.num_tokens() as u32;
         self.step.has_admitted_prefill |= num_computed_tokens + 1 < request.num_tokens() as u32;
         self.pop_next();
+        self.drop_queue_deadline(index);
+        self.note_admitted(index, num_computed_tokens, now);
         self.set_fetch_stage(index, None);
         self.running.push(index);
         self.note_use_of_drafts(index, share.num_tokens);

@@ -207,6 +207,7 @@ impl Scheduler {
         is_loading: bool,
         hooks: &mut H,
     ) -> Result<bool, H::Error> {
+        self.note_ended(index);
         self.end_aux_output(index, hooks)?;
         let mut is_kept = is_loading;
         if self.config.kv_transfer.is_some() {

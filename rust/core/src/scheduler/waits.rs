@@ -5,9 +5,10 @@
 //! it stops: they wait for the same as that one.
 
 use super::{PauseState, Scheduler};
-use crate::ids::{BlockId, RequestIndex};
+use crate::ids::RequestIndex;
 use crate::kv_cache_manager::BlockShortfall;
-use crate::request::{Request, RequestStatus};
+use crate::request::RequestStatus;
+use crate::request_queue::RequestQueue;
 use crate::wait_reason::{WaitCounts, WaitReason};
 
 /// The first request of the queue that waits for the server, and not for its client.
@@ -84,9 +85,10 @@ impl Scheduler {
         if self.num_waiting() == self.deferred.by_reason()[WaitReason::SessionInput as usize] {
             return None;
         }
-        let waiting = self.waiting().into_iter();
-        let mut heads = waiting.map(|index| HeadOfQueue { index, reason: self.wait_reason(index) });
-        heads.find(|head| head.reason != WaitReason::SessionInput)
+        let waits = |index| self.wait_reason(index) != WaitReason::SessionInput;
+        let find = |queue: &RequestQueue| queue.find(&self.slots, waits);
+        let index = find(&self.kv_holding_waiting).or_else(|| find(&self.waiting))?;
+        Some(HeadOfQueue { index, reason: self.wait_reason(index) })
     }
 
     /// Who holds blocks.
@@ -99,21 +101,20 @@ impl Scheduler {
             ..BlockHolders::default()
         };
         let mut is_counted = vec![false; pool.num_blocks() as usize];
-        let mut count = |of: &dyn Fn(&Request) -> bool| {
-            let requests = self.slots.iter().filter(|request| of(request));
-            let groups = requests.flat_map(|request| &request.groups);
+        let mut count = |requests: &[RequestIndex]| {
+            let groups = requests.iter().flat_map(|&index| &self.request(index).groups);
             let blocks = groups.flat_map(|blocks| &blocks.table).filter(|id| !id.is_null());
             let new = blocks.filter(|id| !std::mem::replace(&mut is_counted[id.0 as usize], true));
             new.count() as u32
         };
-        let is_session = |request: &Request| request.status == RequestStatus::WaitingForInput;
-        holders.num_running = count(&|request| request.status == RequestStatus::Running);
-        holders.num_sessions = count(&is_session);
-        holders.num_waiting = count(&|request| !request.status.is_finished());
-        holders.num_ended = count(&|_| true);
-        let deferred = self.kv_transfer.deferred_frees.iter().flat_map(|(_, blocks)| blocks);
-        let is_held = |id: &&BlockId| !id.is_null() && !is_counted[id.0 as usize];
-        holders.num_ended += deferred.filter(is_held).count() as u32;
+        let waiting = self.kv_holding_waiting.in_order(&self.slots).into_iter();
+        let (sessions, others): (Vec<_>, Vec<_>) =
+            waiting.partition(|&it| self.request(it).status == RequestStatus::WaitingForInput);
+        holders.num_running = count(&self.running);
+        holders.num_sessions = count(&sessions);
+        holders.num_waiting = count(&others);
+        let num_of_unfinished = holders.num_running + holders.num_sessions + holders.num_waiting;
+        holders.num_ended = holders.num_blocks - holders.num_free - num_of_unfinished;
         holders
     }
 
@@ -139,27 +140,34 @@ impl Scheduler {
     /// [`Self::take_expired`].
     pub fn set_queue_deadline(&mut self, index: RequestIndex, deadline: f64) {
         self.slots[index].queue_deadline = deadline;
-        self.next_queue_deadline = self.next_queue_deadline.min(deadline);
+        self.queue_deadlines.insert((deadline.to_bits(), index));
+    }
+
+    /// Forgets how long a request may wait: it has been scheduled, or is gone.
+    pub(super) fn drop_queue_deadline(&mut self, index: RequestIndex) {
+        let deadline = std::mem::replace(&mut self.slots[index].queue_deadline, f64::INFINITY);
+        if deadline < f64::INFINITY {
+            self.queue_deadlines.remove(&(deadline.to_bits(), index));
+        }
     }
 
     /// When [`Self::take_expired`] may have something to tell; infinity for never.
     #[must_use]
     pub fn next_queue_deadline(&self) -> f64 {
-        self.next_queue_deadline
+        self.queue_deadlines.first().map_or(f64::INFINITY, |&(bits, _)| f64::from_bits(bits))
     }
 
-    /// Requests that have never been scheduled, and whose time for that is up. They are still
-    /// there: it is for the caller to end them.
+    /// Requests that have never been scheduled, and whose time for that is up: each is told once.
+    /// They are still there: it is for the caller to end them.
     pub fn take_expired(&mut self, now: f64) -> Vec<RequestIndex> {
-        if now < self.next_queue_deadline {
-            return Vec::new();
+        let mut expired = Vec::new();
+        while let Some(&(bits, index)) = self.queue_deadlines.first() {
+            if f64::from_bits(bits) > now {
+                break;
+            }
+            self.queue_deadlines.pop_first();
+            expired.push(index);
         }
-        let waits = |request: &&Request| request.last_step == 0 && !request.status.is_finished();
-        let (expired, others): (Vec<&Request>, Vec<&Request>) =
-            self.slots.iter().filter(waits).partition(|request| request.queue_deadline <= now);
-        let expired = expired.into_iter().map(Request::index).collect();
-        let deadlines = others.into_iter().map(|request| request.queue_deadline);
-        self.next_queue_deadline = deadlines.fold(f64::INFINITY, f64::min);
         expired
     }
 }

@@ -5,8 +5,8 @@ use std::convert::Infallible;
 
 use sparksched_core::{
     Behaviors, BlockHasher, BlockId, BlockPool, ExternalAllocation, ExternalHit, GrammarState,
-    HashAlgorithm, Hooks, JournalConfig, KvCacheGroupConfig, NewRequest, NextTurn, Policy, Request,
-    RequestIndex, SchedulerConfig, Speculation, StateConfig, StopConditions,
+    HashAlgorithm, Hooks, JournalConfig, KvCacheGroupConfig, NewRequest, NextTurn, OrderHints,
+    Policy, Request, RequestIndex, SchedulerConfig, Speculation, StateConfig, StopConditions,
 };
 
 pub const BLOCK_SIZE: u32 = 4;
@@ -82,6 +82,7 @@ pub fn new_request(id: usize, tokens: &[i32]) -> NewRequest {
         is_session: false,
         has_encoder_inputs: false,
         expects_remote_prefill: false,
+        order_hints: OrderHints::default(),
     }
 }
 

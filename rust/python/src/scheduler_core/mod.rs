@@ -3,6 +3,7 @@
 mod ends;
 mod outputs;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
@@ -10,8 +11,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PySet, PyString, PyTuple};
 use sparksched_core::{
-    BlockHasher, PacingSettings, PauseState, RequestIndex, RequestOutput, RequestStatus, Scheduler,
-    StepKnobs,
+    BlockHasher, OrderHints, OrderSettings, PacingSettings, PauseState, RequestIndex,
+    RequestOutput, RequestStatus, Scheduler, StepKnobs, TenantReading,
 };
 use sparksched_entry_points::entry_points;
 
@@ -19,13 +20,13 @@ use crate::aux_outputs::AuxOutputs;
 use crate::block_observer::BlockObserver;
 use crate::client_outputs::OutputWriter;
 use crate::config::scheduler_config;
+use crate::convert::ExtraKeysReader;
 use crate::convert::{
     self, EncoderStep, OtherStats, RequestView, SchedulerOutputBuilder, StepExtras,
 };
 use crate::encoder_transfer::EncoderTransfer;
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
-use crate::hasher::ExtraKeysReader;
 use crate::hooks::{Callbacks, PyHooks};
 use crate::kv_transfer::KvTransfer;
 use crate::pacing::Pacer;
@@ -49,6 +50,8 @@ pub(crate) struct SchedulerCore {
     timer: StepTimer,
     /// Chooses the knobs of each step, if prompts are paced.
     pacer: Option<Pacer>,
+    /// Requests get their priorities here.
+    is_ordered: bool,
     /// The knobs of the last step.
     knobs: StepKnobs,
     /// They were chosen for it, by whom ever, and are not just those that are configured.
@@ -124,6 +127,7 @@ impl SchedulerCore {
             guard: Guard::default(),
             timer: StepTimer::default(),
             pacer: None,
+            is_ordered: false,
             knobs,
             are_knobs_chosen: false,
             places: PyDict::new(py).unbind(),
@@ -144,15 +148,18 @@ impl SchedulerCore {
     }
 
     #[by(guarded)]
-    #[pyo3(signature = (request, now, queue_timeout_s=None))]
+    #[pyo3(signature = (request, now, queue_timeout_s=None, tenant="", ttft_s=None))]
     fn add_request(
         &mut self,
         request: &Bound<'_, PyAny>,
         now: f64,
         queue_timeout_s: Option<f64>,
+        tenant: &str,
+        ttft_s: Option<f64>,
     ) -> PyResult<()> {
         let py = request.py();
-        let new = convert::new_request(request, &self.extra_keys)?;
+        let order_hints = OrderHints { tenant: tenant.into(), ttft_s };
+        let new = convert::new_request(request, &self.extra_keys, order_hints)?;
         let entry = Entry::of(request)?;
         let id = entry.id.clone_ref(py);
         if self.places.bind(py).contains(&id)? {
@@ -161,6 +168,11 @@ impl SchedulerCore {
         let index = self.scheduler.add_request(new, now);
         if let Some(seconds) = queue_timeout_s {
             self.scheduler.set_queue_deadline(index, now + seconds);
+        }
+        if self.is_ordered {
+            // So that others decide with it, too.
+            let priority = self.scheduler.request(index).priority();
+            request.setattr(intern!(py, "priority"), priority)?;
         }
         self.entries.insert(index, entry);
         let noted = self.places.bind(py).set_item(&id, index.0);
@@ -214,6 +226,34 @@ impl SchedulerCore {
         let settings = PacingSettings { max_stall_s, prefill_share, max_graph_tokens };
         self.pacer = Some(Pacer::new(settings, log, &self.scheduler)?);
         Ok(())
+    }
+
+    #[by(stopping)]
+    #[pyo3(signature = (order, *, weights, seconds))]
+    fn order_by(
+        &mut self,
+        order: &str,
+        weights: BTreeMap<String, f64>,
+        seconds: f64,
+    ) -> PyResult<()> {
+        self.scheduler.order_by(match order {
+            "fair" => {
+                let weights = weights.into_iter().map(|(name, weight)| (name.into(), weight));
+                OrderSettings::Fair(weights.collect())
+            }
+            "deadline" => OrderSettings::Deadline(seconds),
+            "aging" => OrderSettings::Aging(seconds),
+            _ => return Err(PyValueError::new_err(format!("there is no order {order:?}"))),
+        });
+        self.is_ordered = true;
+        Ok(())
+    }
+
+    fn tenants(&self) -> PyResult<Vec<(String, usize, usize, f64)>> {
+        let reading = |it: TenantReading| {
+            (it.name.to_string(), it.num_waiting, it.num_unfinished, it.num_tokens)
+        };
+        Ok(self.scheduler.tenants().map(reading).collect())
     }
 
     #[by(stopping)]
