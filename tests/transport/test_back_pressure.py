@@ -15,7 +15,7 @@ from engine.harness import new_request
 from sparksched.api_server.errors import EngineBusyError
 from sparksched.engine import core_proc as engine_side
 from vllm.config import VllmConfig
-from vllm.v1.engine import EngineCoreRequestType, FinishReason
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackDecoder
@@ -153,25 +153,6 @@ def test_a_burst_is_not_an_overload(model_directory: Path) -> None:
 
     prepare = take_large_messages_slowly
     with front_end(**variables), running_engine(config, prepare=prepare, **variables) as engine:
-        run_async(run(engine))
-
-
-def test_where_nothing_moves_a_request_is_refused_at_once(config: VllmConfig) -> None:
-    async def run(engine: Engine) -> None:
-        async with connected(config, engine) as reader:
-            engine.signal(signal.SIGSTOP)
-            with pytest.raises(EngineBusyError):
-                await reader.add(bulky_request("half", 3 << 20))
-            with pytest.raises(EngineBusyError, match=r"it has made no room for 0\.5 s"):
-                # Nothing is awaited.
-                reader.client._send_input(EngineCoreRequestType.ADD, bulky_request("refused", 1))
-            engine.signal(signal.SIGCONT)
-            await reader.finish(["half"])
-            await reader.add(bulky_request("later", BULK))
-            await reader.finish(["later"])
-            assert sorted(reader.tokens) == ["half", "later"]
-
-    with front_end(**SMALL_RINGS), running_engine(config, **SMALL_RINGS) as engine:
         run_async(run(engine))
 
 
