@@ -38,6 +38,17 @@ forkserver.set_forkserver_preload(
 NAP_S = 1e-4
 
 
+def start() -> None:
+    """Start the first process, and wait until it has imported vLLM.
+
+    Whoever starts a process waits for that, and on a busy machine without bytecode it takes
+    minutes: no test's time may go on it.
+    """
+    process = forkserver.Process(target=gc.collect)
+    process.start()
+    process.join()
+
+
 class Command:
     """A run of a module's `main()`; like a `Popen`, as far as servers need that."""
 

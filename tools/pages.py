@@ -36,23 +36,25 @@ def with_seams(text: str) -> str:
 def overview() -> list[str]:
     """Return the table of all groups."""
     rows = [
-        "| group | functions | process | what it gains | turned off by | without it |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| group | functions | process | gain | turned off by |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for group in seams.GROUPS:
         number = str(len(group.functions))
-        cells = (group.name, number, group.process, group.gain, group.off, group.instead)
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(f"| {' | '.join((group.name, number, group.process, group.gain, group.off))} |")
     total = sum(len(group.functions) for group in seams.GROUPS)
-    return [*rows, f"| all | {total} | | | `VLLM_SCHEDULER=vllm` | |"]
+    return [*rows, f"| all | {total} | | | `VLLM_SCHEDULER=vllm` |"]
 
 
 def table(group: Group) -> list[str]:
     """Return the table of one group's functions, and of the values that it sets."""
-    rows = ["| function or value | what for |", "| --- | --- |"]
-    for seam in (*group.functions, *group.values):
-        name = f"`{dotted(seam.target)}`" + (" (set)" if seam in group.values else "")
-        rows.append(f"| {name} | {seam.purpose}{seam.gain and f'. Gain: {seam.gain}'} |")
+    rows = ["| function | what ours does |", "| --- | --- |"]
+    for seam in group.functions:
+        gain = f" (gain: {seam.gain})" if seam.gain else ""
+        rows.append(f"| `{dotted(seam.target)}` | {seam.purpose}{gain} |")
+    if group.values:
+        names = ", ".join(f"`{dotted(seam.target)}`" for seam in group.values)
+        rows.append(f"| sets | {names} |")
     return rows
 
 

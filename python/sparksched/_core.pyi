@@ -739,9 +739,6 @@ class EngineMeters:
     def count_queue_timeouts(self, count: int) -> None:
         """Count requests that have waited for too long."""
 
-    def end_steps(self) -> None:
-        """Say that the scheduler has given way to vLLM's; readers see no steps of it any more."""
-
 @final
 class MeterReader:
     """Another process's page, mapped so that it can't be written.
@@ -767,9 +764,6 @@ class MeterReader:
         `num_queue_timeouts`; `pacing`, None without it, else the present chunk, times in seconds
         and steps, as `SchedulerCore.pacing` has them.
         """
-
-    def steps_have_ended(self) -> bool:
-        """Return whether the scheduler has given way to vLLM's."""
 
     def rings(self) -> dict[str, Any] | None:
         """Return what has gone through the rings, as of a second ago; None without rings.

@@ -47,7 +47,7 @@ VARIABLES: Final = (
 
 Transport = Literal["auto", "shm", "zmq", "libzmq"]
 OrderKind = Literal["fair", "deadline", "aging"]
-Verification = Literal["sparksched", "vllm", "stop"]
+Verification = Literal["1", "stop"]
 
 _Value = TypeVar("_Value", bound=str)
 
@@ -59,13 +59,7 @@ _TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "zmq", "libzmq")
 
 _ORDERS: tuple[OrderKind, ...] = ("fair", "deadline", "aging")
 
-_DECIDERS: Final[dict[str, Verification | None]] = {
-    "0": None,
-    "1": "sparksched",
-    "sparksched": "sparksched",
-    "vllm": "vllm",
-    "stop": "stop",
-}
+_VERIFICATIONS: Final[tuple[Literal["0"] | Verification, ...]] = ("0", "1", "stop")
 
 _DEFAULT_RING_MIB = 8
 _MAX_RING_MIB = 1024
@@ -131,9 +125,9 @@ def replaces_front_end() -> bool:
 
 
 def verification() -> Verification | None:
-    """Who decides after the first difference that `SPARKSCHED_VERIFY` finds; None if it is off."""
-    value = _choice(VERIFY, "way to go on after a difference", tuple(_DECIDERS), "0")
-    return _DECIDERS[value]
+    """Whether `SPARKSCHED_VERIFY` has steps verified, and stops at a difference; None if not."""
+    value = _choice(VERIFY, "kind of verification", _VERIFICATIONS, "0")
+    return None if value == "0" else value
 
 
 def shows_metrics() -> bool:

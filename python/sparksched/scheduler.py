@@ -58,7 +58,7 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
             if (pacing := environment.pacing()) is not None:
                 scheduler.pace(pacing)
         if cls is SparkScheduler and _is_recorded():
-            from sparksched.trace.record.attach import record
+            from sparksched.record.recorder import record
 
             record(scheduler, **arguments)
         return scheduler

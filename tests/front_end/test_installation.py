@@ -53,19 +53,6 @@ def test_a_user_may_keep_vllms(value: str, expected: bool) -> None:
     assert replaced() == [expected] * len(REPLACED)
 
 
-def test_another_version_of_vllm_keeps_its_own() -> None:
-    os.environ["VLLM_SCHEDULER"] = "sparksched"
-    with mock.patch("vllm.version.__version__", "0.34.0"):
-        plugin.register()
-    assert not any(replaced())
-
-
-def test_the_known_vllm_is_known(warnings: list[str]) -> None:
-    patching.apply(seams.OUTPUTS)
-    assert all(replaced())
-    assert warnings == []
-
-
 @pytest.mark.parametrize(
     ("owner", "name"),
     [

@@ -20,17 +20,17 @@ from engine.harness import (
 from sparksched.compat import configuration
 from sparksched.compat.patching import MARK
 from sparksched.compat.rule import Rule
+from sparksched.record import decisions
+from sparksched.record.events import Arrive, End, Ready, Step
+from sparksched.record.read import Trace
 from sparksched.scheduler import SparkScheduler
-from sparksched.trace.events import Arrive, End, Ready, Step
-from sparksched.trace.read import Trace
-from sparksched.trace.record import copy_calls
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus
 
 from testkit.executor import POISON, UNRULY
 
-from .scenarios import events, replay
+from .scenarios import events, replayed
 
 __all__ = ["model_directory", "warnings_of_sparksched"]
 
@@ -97,7 +97,7 @@ def run(
 def assert_replays(path: Path) -> None:
     num_steps = sum(isinstance(event, Step) for event in events(path))
     for scheduler in ("sparksched", "vllm"):
-        outcome = replay(path, scheduler)
+        outcome = replayed(path, scheduler)
         assert outcome.mismatch is None, scheduler
         assert outcome.num_steps == num_steps > 20
 
@@ -255,7 +255,7 @@ def test_an_error_of_the_recorder_ends_the_recording_alone(
     def scenario(engine: DrivenEngine) -> None:
         engine.add(new_request("a", [1] * 20, 30))
         engine.step(2)
-        with mock.patch.object(copy_calls, "_num_drafts", side_effect=ZeroDivisionError("sums")):
+        with mock.patch.object(decisions, "num_drafts_of", side_effect=ZeroDivisionError("sums")):
             engine.step(1)
         engine.run()
 
@@ -292,4 +292,4 @@ def test_a_request_without_words_ends_the_recording(
     assert isinstance(found[-1], End)
     assert found[-1].reason == f"request special can't be recorded: {reason}"
     assert [event.request_id for event in found if isinstance(event, Arrive)] == ["plain"]
-    assert replay(path, "vllm").mismatch is None
+    assert replayed(path, "vllm").mismatch is None

@@ -88,13 +88,6 @@ _RING_COUNTERS: Final = {
 }
 
 
-_GAVE_WAY: Final = {
-    "scheduler": "vllm",
-    "fallback_feature": "SPARKSCHED_VERIFY=vllm",
-    "fallback_reason": "the schedulers differed; the engine's log says how",
-}
-
-
 @dataclass(eq=False)
 class EngineView:
     """One engine as an API server sees it."""
@@ -110,12 +103,6 @@ class EngineView:
     def labels(self) -> tuple[str, str]:
         """The values of `LABELS`."""
         return (self.model_name, self.engine)
-
-    def info_now(self) -> Mapping[str, str]:
-        """Return `info`, unless vLLM's scheduler has taken over since."""
-        if self.meters is None or not self.meters.steps_have_ended():
-            return self.info
-        return {**self.info, **_GAVE_WAY}
 
 
 # A client that was dropped is ended by the garbage collector, which may run in the midst of what
@@ -218,7 +205,7 @@ def _info_family() -> GaugeMetricFamily:
 def _info(views: Sequence[EngineView]) -> Iterator[Metric]:
     family = _info_family()
     for view in views:
-        now = view.info_now()
+        now = view.info
         values = [now[name][:MAX_LABEL_CHARACTERS] for name in INFO_LABELS]
         family.add_metric([*view.labels, *values], 1)
     if not views:

@@ -2,7 +2,7 @@
 
 A local build of a known release has its version, whatever was changed in it. So code is compared,
 by fingerprints of its source: `fingerprints.json` has those of each supported release. They don't
-show what another plugin has replaced in this process, so functions must be from vLLM's own files.
+show what another plugin has replaced in this process, so classes must be vLLM's own.
 """
 
 import inspect
@@ -51,7 +51,7 @@ def _changed(group: Group) -> str | None:
         for target in group.code:
             if target in known:
                 found = source.installed().look_up(target)
-                problem = _changed_in_this_process(target, found)
+                problem = _changed_in_this_process(group, target, found)
                 if problem is not None:
                     return problem
                 if found.fingerprint != known[target]:
@@ -65,7 +65,7 @@ def _changed(group: Group) -> str | None:
     return None
 
 
-def _changed_in_this_process(target: str, found: Found) -> str | None:
+def _changed_in_this_process(group: Group, target: str, found: Found) -> str | None:
     """Return in words what another plugin has removed or replaced: the source doesn't show it."""
     module = sys.modules.get(module_of(target))
     if module is None or _is_being_imported(module):
@@ -75,7 +75,7 @@ def _changed_in_this_process(target: str, found: Found) -> str | None:
             value = _value(module, path)
         except LookupError:
             return f"{module.__name__}.{path} is missing"
-        if not _is_vllms(value):
+        if (isinstance(value, type) or group.bypasses) and not _is_vllms(value):
             return f"{module.__name__}.{path} is not vLLM's own"
     return None
 

@@ -60,6 +60,9 @@ class Group:
     """Modules: as soon as one is imported, its functions are replaced, and with the first those of
     all others. If empty, the modules that have the functions."""
     moment: Moment = Moment.IMPORT
+    bypasses: bool = False
+    """Whether functions that another plugin has replaced leave it to vLLM, because ours would not
+    call them. Elsewhere they don't: what is wrapped is most often only watched."""
     any_release: bool = False
     """Whether it holds for every release, so that no fingerprint is looked at."""
     prepare: str = ""
@@ -249,7 +252,7 @@ ENGINE_TRANSPORT: Final = Group(
         Seam(
             f"{_CORE}:EngineCoreProc._handle_client_request",
             "sparksched.engine.core_proc:_with_notices",
-            "what happens to clients reaches the engine's loop",
+            "passes notices about clients to the engine's loop",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.shutdown",
@@ -261,17 +264,17 @@ ENGINE_TRANSPORT: Final = Group(
         Seam(
             f"{_CORE}:EngineCore",
             "sparksched.engine.context:context_of",
-            "gets `sparksched`: what our functions of one engine share",
+            "gets `sparksched`, the state that our functions share",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.output_queue",
             "sparksched.engine.clients:EngineTransport",
-            "what the engine's loop puts there is sent at once",
+            "sends what the engine's loop puts there at once",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.input_queue",
             "sparksched.engine.clients:RingTransport",
-            "the engine's loop receives by itself while it waits for items",
+            "receives while the engine's loop waits",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.tensor_ipc_receiver",
@@ -281,13 +284,13 @@ ENGINE_TRANSPORT: Final = Group(
         Seam(
             f"{_CORE}:EngineCoreProc.shutdown_state",
             "sparksched.engine.clients:EngineTransport",
-            "set when the last API server is gone: the engine stops",
+            "set when the last API server is gone, so that the engine stops",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.enable_fault_tolerance",
             "sparksched.engine.launcher:fail",
-            "set to False when the launcher is gone or our transport has failed: nobody could send "
-            "the commands that recovery waits for",
+            "set to False when the launcher is gone or our transport has failed, because nobody "
+            "could send recovery commands",
         ),
     ),
     relied_on=(
@@ -354,12 +357,12 @@ CLIENT_TRANSPORT: Final = Group(
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM._add_request",
             "sparksched.api_server.overload:_forgetting_refused_requests",
-            "a request that was not accepted is forgotten",
+            "forgets a request that was not accepted",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.check_health",
             "sparksched.api_server.overload:_checking_rings",
-            "an engine that was stopped makes `/health` answer 503",
+            "makes `/health` answer 503 when an engine is stopped",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.shutdown",
@@ -377,8 +380,7 @@ CLIENT_TRANSPORT: Final = Group(
         Seam(
             f"{VARIABLES}[VLLM_V1_OUTPUT_PROC_CHUNK_SIZE]",
             "sparksched.api_server.client:_let_streams_catch_up",
-            "4,096 in the environment of an API server with rings, unless a user has set it: "
-            "streams catch up when outputs have piled up",
+            "4,096 in API servers with rings unless the user sets it, so that streams catch up",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM",
@@ -398,7 +400,7 @@ CLIENT_TRANSPORT: Final = Group(
         Seam(
             f"{_CLIENT}:BackgroundResources.engine_dead",
             "sparksched.api_server.channel:Channel",
-            "set when the rings say that the engine is dead",
+            "set when the rings report that the engine is dead",
         ),
     ),
     relied_on=(
@@ -427,6 +429,7 @@ OUTPUTS: Final = Group(
     instead="outputs are processed by vLLM's own code",
     is_on=environment.replaces_front_end,
     after=(_OUTPUT,),
+    bypasses=True,
     prepare="sparksched.api_server.output_processor:prepare",
     functions=(
         Seam(
@@ -452,7 +455,7 @@ OUTPUTS: Final = Group(
         Seam(
             f"{_OUTPUT}:RequestOutputCollector",
             "sparksched.api_server.request_collector:prepare",
-            "gets `plain_output`, and what its consumer waits for",
+            "gets `plain_output` and what its consumer waits for",
         ),
         Seam(
             f"{_OUTPUT}:RequestState",
@@ -527,9 +530,8 @@ METRICS_PAGE: Final = Group(
         Seam(
             "prometheus_client.multiprocess:MultiProcessCollector.collect",
             "sparksched.api_server.metrics:_with_engines",
-            "the page of several API servers shows engines, too; with one API server they are "
-            "registered beside vLLM's metrics. This one is replaced under any version of vLLM, so "
-            "that the page tells that the version is not known",
+            "adds engines to the page of several API servers, under any version of vLLM; a single "
+            "API server registers them beside vLLM's metrics",
         ),
     ),
 )
@@ -545,21 +547,20 @@ RECORDED_ENGINE: Final = Group(
     functions=(
         Seam(
             f"{_CORE}:EngineCoreProc.run_busy_loop",
-            "sparksched.trace.record.engine_end:_completing_the_recording",
-            "the recording is complete when the loop has ended: from then on a signal may end the "
-            "process at any moment",
+            "sparksched.record.engine_end:_completing_the_recording",
+            "completes the recording when the loop ends, before a signal may end the process",
         ),
         Seam(
             f"{_CORE}:DPEngineCoreProc.run_busy_loop",
-            "sparksched.trace.record.engine_end:_completing_the_recording",
+            "sparksched.record.engine_end:_completing_the_recording",
             "the same",
         ),
     ),
     values=(
         Seam(
             "vllm.v1.structured_output:StructuredOutputManager",
-            "sparksched.trace.record.attach:record",
-            "methods of one engine's manager, and of its scheduler, are wrapped",
+            "sparksched.record.recorder:record",
+            "wraps methods of one engine's manager and scheduler",
         ),
     ),
 )
@@ -574,9 +575,8 @@ RECORDED_SERVER: Final = Group(
     functions=(
         Seam(
             "vllm.v1.engine.utils:get_engine_process_shutdown_timeout",
-            "sparksched.trace.record.engine_end:_giving_time",
-            "with `--shutdown-timeout 0`, vLLM's default, an API server waits up to three seconds "
-            "for its engines before it kills them",
+            "sparksched.record.engine_end:_giving_time",
+            "with `--shutdown-timeout 0`, vLLM's default, waits up to three seconds for engines",
         ),
     ),
 )

@@ -122,7 +122,6 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self._aux_outputs = self._build_aux_outputs(config)
         connectors = (self._kv_transfer, self._encoder_transfer, self._aux_outputs)
         self._has_connectors = any(connector is not None for connector in connectors)
-        self._meters: EngineMeters | None = None
         self.queue_timeout_s = queue_timeout_s()
         """For how long the operator lets requests wait to be scheduled, in seconds, or None."""
         self._order: Order | None = None
@@ -280,12 +279,6 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     def report_to(self, meters: "EngineMeters") -> None:
         """Have each step's calls timed, and requests counted, for the metrics from now on."""
         meters.time_steps(self._core)
-        self._meters = meters
-
-    def report_no_more(self) -> None:
-        """Say in the metrics that vLLM's scheduler has taken over."""
-        if self._meters is not None:
-            self._meters.end_steps()
 
     # ---- requests ----
 
@@ -341,11 +334,6 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     def look(self, watch: "QueueWatch", now: float) -> tuple[dict[str, Any] | None, float]:
         """Return what a watch finds, and the time of the next `take_expired`. For any thread."""
         return watch.look(self._core, now)
-
-    @property
-    def decides(self) -> bool:
-        """Whether decisions are ours: not once vLLM's scheduler has taken over."""
-        return True
 
     def refuse_unsupported_inputs(self, request: Any) -> None:
         """Raise `VLLMValidationError` for a request, or its message, that can't be served."""

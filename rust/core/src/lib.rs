@@ -3,7 +3,7 @@
 //!
 //! The crate knows neither Python nor the clock nor any I/O: time arrives as an argument, and the
 //! few questions that only Python can answer (is a grammar compiled, does it accept a token, what
-//! does a session go on with) go through [`Hooks`]. Decisions equal those of the `Scheduler` and
+//! does a session go on with) go through [`Callbacks`]. Decisions equal those of the `Scheduler` and
 //! `AsyncScheduler` of a release of vLLM for the configurations that [`SchedulerConfig`] can
 //! express; everything else is refused before this crate is reached. What the releases decide
 //! differently is in [`config::Behaviors`].
@@ -14,8 +14,8 @@
 
 pub mod block_hash;
 pub mod block_pool;
+pub mod callbacks;
 pub mod config;
-pub mod hooks;
 pub mod ids;
 pub mod journal;
 pub mod kv_cache_group;
@@ -35,11 +35,14 @@ pub mod wait_reason;
 
 pub use block_hash::{BlockHash, BlockHasher, ExtraKeys, HashAlgorithm};
 pub use block_pool::BlockPool;
+pub use callbacks::{
+    AuxOutputs, Callbacks, EcConnector, EncoderInputs, ExternalAllocation, ExternalHit, Fallible,
+    GrammarState, Grammars, KvConnector, NextTurn, Sessions,
+};
 pub use config::{
     Behaviors, ConfigError, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics,
     SchedulerConfig, Speculation, StateConfig, StateMode, StepKnobs,
 };
-pub use hooks::{ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn};
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::{BlockShortfall, KvCacheManager};

@@ -11,9 +11,10 @@ use std::convert::Infallible;
 
 use common::{BLOCK_SIZE, Chance, config, new_request};
 use sparksched_core::{
-    BlockId, BlockPool, ExternalAllocation, ExternalHit, GrammarState, Hooks, JournalConfig,
-    KvCacheGroupConfig, KvTransferConfig, NewRequest, NextTurn, PauseState, Policy, Request,
-    RequestIndex, RequestStatus, ScheduledOutput, Scheduler, SchedulerConfig, SessionInput,
+    AuxOutputs, BlockId, BlockPool, EcConnector, EncoderInputs, ExternalAllocation, ExternalHit,
+    Fallible, GrammarState, Grammars, JournalConfig, KvCacheGroupConfig, KvConnector,
+    KvTransferConfig, NewRequest, NextTurn, PauseState, Policy, Request, RequestIndex,
+    RequestStatus, ScheduledOutput, Scheduler, SchedulerConfig, SessionInput, Sessions,
     Speculation, StateConfig, StateMode, StepKnobs, StopConditions,
 };
 
@@ -228,9 +229,11 @@ struct Answers {
     has_pending_sends: bool,
 }
 
-impl Hooks for Answers {
+impl Fallible for Answers {
     type Error = Infallible;
+}
 
+impl Grammars for Answers {
     fn grammar_state(&mut self, _: RequestIndex) -> Result<GrammarState, Infallible> {
         Ok(self.chance.one_of(&[GrammarState::Pending, GrammarState::Ready]))
     }
@@ -238,7 +241,9 @@ impl Hooks for Answers {
     fn accept_tokens(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<bool, Infallible> {
         Ok(self.chance.percent(95))
     }
+}
 
+impl Sessions for Answers {
     fn next_turn(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<NextTurn, Infallible> {
         Ok(match self.chance.below(3) {
             0 => NextTurn::Pending,
@@ -246,7 +251,9 @@ impl Hooks for Answers {
             _ => NextTurn::Closed,
         })
     }
+}
 
+impl EncoderInputs for Answers {
     fn plan_encoder_inputs(&mut self, _: RequestIndex, _: u32, n: u32) -> Result<u32, Infallible> {
         // Encoder inputs lie in prompts: no token that is generated, and no draft, waits for one.
         let num_generated = 1 + MAX_DRAFTS;
@@ -267,7 +274,9 @@ impl Hooks for Answers {
     fn free_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
         Ok(())
     }
+}
 
+impl KvConnector for Answers {
     fn find_external_hit(
         &mut self,
         request: &Request,
@@ -302,7 +311,9 @@ impl Hooks for Answers {
     fn finish_request(&mut self, _: &Request, _: &[&[BlockId]]) -> Result<bool, Infallible> {
         Ok(self.chance.percent(30))
     }
+}
 
+impl EcConnector for Answers {
     fn has_encoder_outputs(&mut self, _: &Request, _: i64) -> Result<bool, Infallible> {
         Ok(self.chance.percent(90))
     }
@@ -310,7 +321,9 @@ impl Hooks for Answers {
     fn end_encoder_transfer(&mut self, _: &Request) -> Result<bool, Infallible> {
         Ok(self.chance.percent(20))
     }
+}
 
+impl AuxOutputs for Answers {
     fn max_prefix_hit(&mut self, _: &Request, _: &mut BlockPool) -> Result<u32, Infallible> {
         let num_blocks = self.chance.below(8) as u32;
         Ok(num_blocks * BLOCK_SIZE)

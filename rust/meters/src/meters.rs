@@ -162,14 +162,12 @@ pub const MAX_WAIT_REASONS: usize = 16;
 
 /// State of a [`StepMeter`] to which a scheduler reports.
 const REPORTS: u64 = 1;
-/// State of one to which a scheduler has reported that gave way to vLLM's.
-const ENDED: u64 = 2;
 
 /// What an engine's scheduler does.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct StepMeter {
-    /// [`REPORTS`], [`ENDED`], or anything else for no scheduler.
+    /// [`REPORTS`], or anything else for no scheduler.
     state: AtomicU64,
     /// Time in `schedule()`.
     pub schedule: Histogram,
@@ -188,17 +186,6 @@ impl StepMeter {
     /// Says that a scheduler reports from now on.
     pub fn begin(&self) {
         self.state.store(REPORTS, Relaxed);
-    }
-
-    /// Says that the scheduler has given way to vLLM's: nothing here will change any more.
-    pub fn end(&self) {
-        self.state.store(ENDED, Relaxed);
-    }
-
-    /// Whether the scheduler has given way to vLLM's.
-    #[must_use]
-    pub fn has_ended(&self) -> bool {
-        self.state.load(Relaxed) == ENDED
     }
 
     /// Says how many requests run and wait.

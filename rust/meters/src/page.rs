@@ -87,12 +87,6 @@ impl MeterView {
         self.meters().steps().read()
     }
 
-    /// Whether the scheduler has given way to vLLM's.
-    #[must_use]
-    pub fn steps_have_ended(&self) -> bool {
-        self.meters().steps().has_ended()
-    }
-
     /// What paced prefill does, if it is on.
     #[must_use]
     pub fn pacing(&self) -> Option<PacingReading> {

@@ -36,10 +36,6 @@ fn a_reader_sees_what_the_engine_counts() {
     assert_eq!((reading.update.counts[2], reading.update.sum_ns), (1, 2000));
     assert_eq!((reading.gap.counts[3], reading.gap.sum_ns), (1, 3000));
 
-    assert!(!view.steps_have_ended());
-    steps.end();
-    assert!(view.steps().is_none() && view.steps_have_ended());
-
     let to_engine =
         Traffic { waiting_bytes: 1, high_water_bytes: 2, backlog_bytes: 3, num_without_room: 4 };
     let to_client = Traffic { waiting_bytes: 5, ..to_engine };

@@ -125,11 +125,6 @@ impl PyEngineMeters {
         self.page.meters().steps().count_queue_timeouts(count);
         Ok(())
     }
-
-    fn end_steps(&self) -> PyResult<()> {
-        self.page.meters().steps().end();
-        Ok(())
-    }
 }
 
 // ----------------------------------------------------------------------------------------
@@ -167,10 +162,6 @@ impl MeterReader {
         let pacing = self.view.pacing().map(|it| pacing(py, it)).transpose()?;
         steps.set_item("pacing", pacing)?;
         Ok(Some(steps))
-    }
-
-    fn steps_have_ended(&self) -> PyResult<bool> {
-        Ok(self.view.steps_have_ended())
     }
 
     fn rings<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {

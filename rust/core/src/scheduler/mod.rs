@@ -16,8 +16,8 @@ mod waits;
 
 use std::collections::BTreeSet;
 
+use crate::callbacks::Callbacks;
 use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
-use crate::hooks::Hooks;
 use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
 use crate::kv_cache_manager::KvCacheManager;
@@ -286,13 +286,13 @@ impl Scheduler {
     /// are ignored. Returns the requests that were ended, in the given order.
     ///
     /// # Errors
-    /// What the hooks fail with; the scheduler is not to be used after that.
-    pub fn finish_requests<H: Hooks>(
+    /// What the callbacks fail with; the scheduler is not to be used after that.
+    pub fn finish_requests<C: Callbacks>(
         &mut self,
         indices: &[RequestIndex],
         status: RequestStatus,
-        hooks: &mut H,
-    ) -> Result<Vec<EndedRequest>, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<Vec<EndedRequest>, C::Error> {
         debug_assert!(status.is_finished());
         let mut running = Vec::new();
         let mut waiting = Vec::new();
@@ -317,7 +317,7 @@ impl Scheduler {
                 was == RequestStatus::WaitingForRemoteKvs && !request.transfer.has_arrived;
             let events = std::mem::take(&mut request.events);
             self.num_waiting_for_input -= usize::from(was == RequestStatus::WaitingForInput);
-            let is_kept = self.end_request(index, is_loading, hooks)?;
+            let is_kept = self.end_request(index, is_loading, callbacks)?;
             if !is_kept {
                 self.vacate(index);
             }

@@ -1,5 +1,5 @@
 //! Two threads at the two ends of a ring and of a histogram, without a system call: what Miri can run
-//! (`make miri`), and the compiler's sanitizer of threads (`make tsan`). Loom's models try more
+//! (`make soak KIND=miri`), and the compiler's sanitizer of threads (`make soak KIND=tsan`). Loom's models try more
 //! interleavings; here are the real atomics and the real copies.
 #![cfg(not(feature = "loom"))]
 

@@ -16,19 +16,15 @@ use sparksched_core::{
 };
 use sparksched_entry_points::entry_points;
 
-use crate::aux_outputs::AuxOutputs;
 use crate::block_observer::BlockObserver;
+use crate::callbacks::{AuxOutputs, EncoderTransfer, KvTransfer, PyCallbacks, PythonFunctions};
 use crate::client_outputs::OutputWriter;
 use crate::config::scheduler_config;
-use crate::convert::ExtraKeysReader;
 use crate::convert::{
-    self, EncoderStep, OtherStats, RequestView, SchedulerOutputBuilder, StepExtras,
+    self, EncoderStep, ExtraKeysReader, OtherStats, RequestView, SchedulerOutputBuilder, StepExtras,
 };
-use crate::encoder_transfer::EncoderTransfer;
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
-use crate::hooks::{Callbacks, PyHooks};
-use crate::kv_transfer::KvTransfer;
 use crate::pacing::Pacer;
 use crate::snapshot;
 use crate::step_timer::{StepSink, StepTimer};
@@ -39,13 +35,13 @@ pub(crate) struct SchedulerCore {
     entries: Entries,
     scheduler_output_builder: SchedulerOutputBuilder,
     output_writer: OutputWriter,
-    callbacks: Callbacks,
+    functions: PythonFunctions,
     extra_keys: ExtraKeysReader,
     block_observer: BlockObserver,
     kv_transfer: KvTransfer,
     encoder_transfer: EncoderTransfer,
     aux_outputs: AuxOutputs,
-    request_view: Arc<RequestView>,
+    request_view: RequestView,
     guard: Guard,
     timer: StepTimer,
     /// Chooses the knobs of each step, if prompts are paced.
@@ -105,13 +101,13 @@ impl SchedulerCore {
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
         let knobs = scheduler.config().step_knobs(false);
         let digest_len = scheduler.config().hasher.as_ref().map(BlockHasher::digest_len);
-        let request_view = Arc::new(RequestView::import(py, digest_len)?);
+        let request_view = RequestView::import(py, digest_len)?;
         Ok(Self {
             scheduler,
             entries: Entries::default(),
             scheduler_output_builder: SchedulerOutputBuilder::import(py, uses_mrope)?,
             output_writer: OutputWriter::import(py, encode_part)?,
-            callbacks: Callbacks {
+            functions: PythonFunctions {
                 accept_tokens,
                 validate_tokens,
                 next_turn,
@@ -120,9 +116,9 @@ impl SchedulerCore {
             },
             extra_keys: ExtraKeysReader(extra_keys),
             block_observer: BlockObserver(block_observer),
-            kv_transfer: KvTransfer::new(py, kv_transfer, Arc::clone(&request_view)),
-            encoder_transfer: EncoderTransfer::new(py, encoder_transfer, Arc::clone(&request_view)),
-            aux_outputs: AuxOutputs::new(py, aux_outputs, Arc::clone(&request_view))?,
+            kv_transfer: KvTransfer::new(py, kv_transfer),
+            encoder_transfer: EncoderTransfer::new(py, encoder_transfer),
+            aux_outputs: AuxOutputs::new(py, aux_outputs)?,
             request_view,
             guard: Guard::default(),
             timer: StepTimer::default(),
@@ -311,8 +307,8 @@ impl SchedulerCore {
         let started = self.timer.start();
         self.choose_knobs(throttle_prefills, knobs)?;
         let chosen = self.knobs;
-        let (scheduler, mut hooks) = self.split(py);
-        let decided = scheduler.schedule(chosen, now, &mut hooks).map(|_| ());
+        let (scheduler, mut callbacks) = self.split(py);
+        let decided = scheduler.schedule(chosen, now, &mut callbacks).map(|_| ());
         let output = self.tell_step(py, decided)?;
         self.timer.note_schedule(started);
         Ok(output)
@@ -330,8 +326,8 @@ impl SchedulerCore {
         self.timer.begin_decision();
         self.choose_knobs(throttle_prefills, knobs)?;
         let chosen = self.knobs;
-        let (scheduler, mut hooks) = self.split(py);
-        let decided = scheduler.decide(chosen, now, &mut hooks);
+        let (scheduler, mut callbacks) = self.split(py);
+        let decided = scheduler.decide(chosen, now, &mut callbacks);
         let output = self.tell_step(py, decided)?;
         // Requests as they are before the step counts as computed. Last: the encoder's side leaves
         // counters of its own in `Request` objects.
@@ -429,8 +425,8 @@ impl SchedulerCore {
 
     #[by(guarded)]
     fn preempt_running(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
-        let (scheduler, mut hooks) = self.split(py);
-        let preempted = scheduler.preempt_running(now, &mut hooks);
+        let (scheduler, mut callbacks) = self.split(py);
+        let preempted = scheduler.preempt_running(now, &mut callbacks);
         for index in self.or_stop(preempted)? {
             let told = self.preempted_req_ids.bind(py).add(&self.entries.get(index).id);
             self.or_stop(told)?;
@@ -678,7 +674,7 @@ impl SchedulerCore {
         let take = |set: &mut Py<PySet>| -> PyResult<Bound<'py, PySet>> {
             Ok(std::mem::replace(set, PySet::empty(py)?.unbind()).into_bound(py))
         };
-        let encoder_inputs = self.callbacks.encoder_inputs.bind(py);
+        let encoder_inputs = self.functions.encoder_inputs.bind(py);
         let encoder = if encoder_inputs.is_none() {
             None
         } else {
@@ -706,7 +702,7 @@ impl SchedulerCore {
         }
         let request = self.entries.get(index).request.bind(draft_token_ids.py());
         convert::sync_request_tokens(request, state.tokens())?;
-        let validate = self.callbacks.validate_tokens.bind(request.py());
+        let validate = self.functions.validate_tokens.bind(request.py());
         Ok(validate.call1((request, draft_token_ids))?.cast_into()?)
     }
 
@@ -723,18 +719,19 @@ impl SchedulerCore {
     }
 
     /// The core, and the answers to its questions.
-    fn split<'a, 'py>(&'a mut self, py: Python<'py>) -> (&'a mut Scheduler, PyHooks<'a, 'py>) {
-        let hooks = PyHooks {
+    fn split<'a, 'py>(&'a mut self, py: Python<'py>) -> (&'a mut Scheduler, PyCallbacks<'a, 'py>) {
+        let callbacks = PyCallbacks {
             py,
             entries: &self.entries,
-            callbacks: &self.callbacks,
+            functions: &self.functions,
             extra_keys: &self.extra_keys,
             kv_transfer: &self.kv_transfer,
             encoder_transfer: &self.encoder_transfer,
             aux_outputs: &self.aux_outputs,
+            view: &self.request_view,
             grammar_errors: &self.grammar_errors,
         };
-        (&mut self.scheduler, hooks)
+        (&mut self.scheduler, callbacks)
     }
 
     /// An error that leaves the core and what is known of it apart is the last one.
