@@ -28,10 +28,10 @@ from sparksched.api_server.errors import EngineBusyError
 from sparksched.shared import queue_timeout
 from vllm import LLM
 from vllm.config import VllmConfig
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.entrypoints.launchers import run_batch
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
