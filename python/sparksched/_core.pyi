@@ -761,7 +761,7 @@ class MeterReader:
         """
 
     def tenants(self) -> list[tuple[str, int, int]] | None:
-        """Return the tenants with the most requests, up to 20, and the others as one without a name.
+        """Return up to 20 tenants with the most requests, and the others as one without a name.
 
         Each is a name, how many of its requests were never scheduled, and how many have not ended.
         None if requests aren't ordered.
