@@ -31,7 +31,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from testkit.executor import UNRULY, engine_config
+from testkit.device import UNRULY
+from testkit.executor import engine_config
 
 from .harness import (
     ASYNC_SCHEDULING,

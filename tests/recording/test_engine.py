@@ -28,7 +28,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus
 
-from testkit.executor import POISON, UNRULY
+from testkit.device import POISON, UNRULY
 
 from .scenarios import events, replay
 
