@@ -7,7 +7,8 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON_VERSION ?= 3.11
 ARGS ?=
 VLLM ?=
-ARM ?=
+# Which part of a target: see the comment above each that has several.
+KIND ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,7 +28,12 @@ unexport CONDA_PREFIX
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+define NEWLINE
+
+
+endef
 
 # --- Environment and build ---------------------------------------------------------------
 
@@ -48,49 +54,45 @@ $(CURDIR)/.uv/bin/uv:
 	python3 -m venv --without-pip .uv
 	python3 -m pip --python .uv/bin/python install --quiet uv
 
-.PHONY: rust-toolchain
-rust-toolchain:
-	@command -v cargo >/dev/null && command -v rustc >/dev/null || { \
-	  echo "cargo and rustc 1.88 or newer are needed: install them from https://rustup.rs" >&2; \
-	  exit 1; }
-
 .PHONY: build
-build: rust-toolchain env ## build the Rust extension and install sparksched into .venv
+build: env ## build the Rust extension and install sparksched into .venv
 	PATH="$(dir $(UV)):$$PATH" $(BIN)/maturin develop --locked --release --uv --quiet
 
-# Zig links against an old glibc, whatever this machine has, and maturin checks what the wheel then needs
-# of it. manylinux_2_28 is vLLM's own tag. At the end the wheel is imported where nothing else is installed.
+# Zig links against an old glibc, whatever this machine has; manylinux_2_28 is vLLM's own tag. At the end the
+# wheel is imported where nothing else is installed. The other processor's standard library is rustup's, or
+# else Debian's, and its wheel is imported under emulation.
 WHEEL_TOOLS := --with ziglang==0.17.1 maturin@1.16.0
 BUILD_WHEEL = "$(UV)" tool run $(WHEEL_TOOLS) build --locked --release --zig --compatibility manylinux_2_28 --out dist
 ALONE = env -u PYO3_PYTHON -u VIRTUAL_ENV "$(UV)" run --no-project --isolated --python $(BIN)/python
-
-.PHONY: wheel
-wheel: rust-toolchain env ## build one wheel for all Pythons from 3.11, into dist/, and check it
-	rm -rf dist
-	$(BUILD_WHEEL)
-	$(BIN)/python -m tests.wheels dist/*.whl
-	$(ALONE) --with dist/*.whl python -c "import sparksched._core"
-
-# The other processor's standard library is rustup's, or else Debian's.
 OTHER := $(if $(filter aarch64,$(shell uname -m)),x86_64,aarch64)
 OTHER_TARGET := $(OTHER)-unknown-linux-gnu
 
-.PHONY: wheels
-wheels: wheel ## the same for x86-64 and aarch64; the other one is imported under emulation
+define WHEEL_native
+	$(BUILD_WHEEL)
+	$(ALONE) --with "$$(echo dist/*_$$(uname -m).whl)" python -c "import sparksched._core"
+endef
+define WHEEL_other
 	if rustup target add $(OTHER_TARGET); then \
 	  $(BUILD_WHEEL) --target $(OTHER_TARGET); \
 	else \
 	  echo "rustup can't add $(OTHER_TARGET): Debian's compiler for it is used instead" >&2; \
 	  testkit/arm.sh wheel dist; \
 	fi
-	$(BIN)/python -m tests.wheels dist/*.whl
 	testkit/arm.sh import dist/*_$(OTHER).whl
-
-.PHONY: sdist
-sdist: env ## build the source distribution, into dist/, and from it what a wheel would be
-	rm -f dist/*.tar.gz
+endef
+define WHEEL_sdist
 	"$(UV)" tool run $(lastword $(WHEEL_TOOLS)) sdist --out dist
 	$(ALONE) --with dist/*.tar.gz python -c "import sparksched._core"
+endef
+
+.PHONY: wheel
+wheel: env ## a wheel for all Pythons from 3.11 into dist/, checked: make wheel [KIND="native other sdist"]
+	rm -rf dist
+	$(foreach kind,$(or $(KIND),native),$(WHEEL_$(kind))$(NEWLINE))
+	for wheel in $(if $(filter native other,$(or $(KIND),native)),dist/*.whl); do \
+	  "$(UV)" tool run auditwheel@6.8.2 show "$$wheel" | tr '\n' ' ' | grep -o 'platform tag: "manylinux_2_28.*'; \
+	done
+	"$(UV)" tool run twine@7.0.0 check --strict dist/*
 
 # --- Use ---------------------------------------------------------------------------------
 
@@ -104,33 +106,34 @@ serve: build ## run vLLM with sparksched: make serve MODEL=... [ARGS=...]
 	VLLM_SCHEDULER=sparksched $(BIN)/vllm serve $(MODEL) $(ARGS)
 
 # Where `bench` leaves results and report, and how thorough it is: with EFFORT= it measures for long.
-# A file of bench.serving.decode that is there already would be gone on with, so it is removed.
 OUT := bench-report
 EFFORT := --quick
 
-.PHONY: bench
-bench: build ## what sparksched changes on this machine: make bench [OUT=bench-report] [EFFORT=]
-	mkdir -p "$(OUT)"
-	rm -f "$(OUT)/decode.json"
-	$(BIN)/python -m bench.micro.steps $(EFFORT) --metrics --verify --json "$(OUT)/steps.json"
-	$(BIN)/python -m bench.micro.messages $(EFFORT) --json "$(OUT)/messages.json"
-	$(BIN)/python -m bench.micro.host_path $(EFFORT) --json "$(OUT)/host_path.json"
-	$(BIN)/python -m bench.serving.decode --model tiny $(EFFORT) --concurrency 1,16 --json "$(OUT)/decode.json"
-	$(BIN)/python -m bench.report "$(OUT)"/{steps,messages,host_path,decode}.json --out "$(OUT)"
+define BENCH_report
+	rm -rf "$(OUT)"
+	$(BIN)/python -m bench.micro.steps $(EFFORT) --metrics --verify --out "$(OUT)"
+	$(BIN)/python -m bench.micro.host_path $(EFFORT) --out "$(OUT)"
+	$(BIN)/python -m bench.serving decode --model tiny --points "1 stream,16" --rounds 2 --out "$(OUT)"
+	$(BIN)/python -m bench.report "$(OUT)" --out "$(OUT)/report.md"
 	@echo "The report is in $(OUT)/report.md."
+endef
+# A step's instructions, under valgrind: more than stored? ARGS=--store stores them.
+BENCH_instructions = $(BIN)/python -m bench.micro.instructions $(ARGS)
 
-.PHONY: bench-serve
-bench-serve: build ## measure real servers under load: make bench-serve [MODEL=tiny] [ARGS=...]
-	$(BIN)/python -m bench.serving.decode --model $(or $(MODEL),tiny) $(ARGS)
+.PHONY: bench
+bench: build ## what sparksched changes on this machine: make bench [KIND=report|instructions] [OUT=bench-report] [EFFORT=]
+	$(BENCH_$(or $(KIND),report))
 
 .PHONY: tables
 tables: env ## write the tables and pictures of the pages anew, from bench/results
+	$(BIN)/python -m tools.pages
 	$(BIN)/python -m bench.report
 
 # --- Checks ------------------------------------------------------------------------------
 
 # The release that is not installed: its Python sources, over the CPU build of the installed one.
 OTHER_VLLM := 0.33.0
+OVERLAY = UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay
 
 # Bytecode is written: otherwise a dozen processes would each compile the same Python.
 unexport PYTHONDONTWRITEBYTECODE
@@ -141,110 +144,37 @@ PYTEST := $(BIN)/pytest
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Three at a time, each one's output whole: what compiles and runs Rust, and what runs Python, which often
-# waits. None installs sparksched again (`-o build`), which another may be about to import.
+# waits. The extension is built beside the Rust tests, for it has a profile of its own.
 .PHONY: test
-test: build vllm-rs ## every check before a commit: lints, types, tests, real servers; 15 minutes
-	$(MAKE) -o build -j 3 --output-sync=target test-of-rust test-other conformance conformance-other
+test: env ## every check before a commit; a quarter of an hour on two cores
+	UV="$(UV)" $(BIN)/python -m testkit.vllm_rs
+	$(OVERLAY) $(OTHER_VLLM) $(BIN)/python -m testkit.vllm_rs
+	$(MAKE) -j 3 --output-sync=target build test-rust lint test-other conformance
 	$(PYTEST) $(PARALLEL)
+	$(if $(filter full,$(SCALE)),$(REST))
 
-.PHONY: test-of-rust
-test-of-rust:
-	$(MAKE) -o build lint test-rust
-
-.PHONY: test-all
-test-all: build ## every check in full size, and the verdict into docs/promises.md; 90 minutes; ARM=1: test-arm, too
-	$(BIN)/python -m tests.last_run test-all $(MAKE) test-full
-
-.PHONY: test-full
-test-full:
-	SCALE=full $(MAKE) test
-	SCALE=full UNFORKED=1 $(PYTEST) $(PARALLEL) tests/e2e
-	$(MAKE) deny alerts fuzz
-	$(MAKE) soak MESSAGES=10000000 WAKE_UPS=1000000
-	$(MAKE) faults KILLS=4500 STOPS=50
-	$(MAKE) models
-	$(MAKE) bookkeeping OPERATIONS=10000000
-	$(MAKE) properties RUNS=5
-	$(if $(ARM),$(MAKE) test-arm)
-
-# Needs no .venv: nothing of this machine's own processor is tested.
-.PHONY: test-arm
-test-arm: rust-toolchain ## Rust and Python tests for aarch64 under emulation, as root on Debian; an hour
-	python3 -m tests.last_run test-arm testkit/arm.sh test
-
-.PHONY: alerts
-alerts: ## promtool on the example of alerts
-	@command -v promtool > /dev/null || { echo "promtool is missing: apt-get install prometheus"; exit 1; }
+# What only `test-all` runs.
+define REST
+	UNFORKED=1 $(PYTEST) $(PARALLEL) tests/e2e
 	promtool check rules examples/prometheus-alerts.yml
+	$(MAKE) audit ARGS="licenses bans sources"
+	$(MAKE) fuzz
+	$(MAKE) soak KIND=rings MESSAGES=10000000 WAKE_UPS=1000000
+	$(MAKE) soak KIND=faults KILLS=4500 STOPS=50
+	$(MAKE) soak KIND=models
+	$(MAKE) soak KIND=bookkeeping OPERATIONS=10000000
+	$(MAKE) soak KIND=properties RUNS=5
+endef
+export SCALE
 
 .PHONY: test-fast
-test-fast: lint ## what needs no process of vLLM: lints, types, Rust's and Python's unit tests; 3 minutes
+test-fast: lint ## lints, types, and what needs no process of vLLM; 3 minutes
 	cargo test --locked -p sparksched-core -p sparksched-wire
 	$(PYTEST) $(PARALLEL) tests/unit tests/front_end tests/top
 
-.PHONY: test-wheel
-test-wheel: env ## tests on a wheel in the place of what `make build` builds: make test-wheel WHEEL=...
-	"$(UV)" pip install --python $(BIN)/python --no-deps --reinstall "$(WHEEL)"
-	$(PYTEST) $(PARALLEL) tests/unit tests/differential tests/e2e/test_offline.py
-
-.PHONY: test-bench
-test-bench: build ## the benchmarks' own tests, and a short run of each; 5 minutes
-	SCALE=full $(PYTEST) tests/bench
-
-# Commands take their time to start: only `test-all` runs theirs with both releases.
-OF_RELEASE := release$(if $(filter full,$(SCALE)),, and not command)
-
-.PHONY: test-other
-test-other: build ## what depends on vLLM's release, with the one that is not installed
-	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:1 --steps 100
-	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(PYTEST) -m "$(OF_RELEASE)"
-
-.PHONY: finding-seeds
-finding-seeds: build ## look anew for the scenario that shows each planted error
-	rm -f .found-seeds
-	SPARKSCHED_FINDING_SEEDS=$(CURDIR)/.found-seeds $(PYTEST) $(PARALLEL) tests/differential -k planted
-	UV="$(UV)" SPARKSCHED_FINDING_SEEDS=$(CURDIR)/.found-seeds \
-	  $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(PYTEST) tests/differential/test_releases.py
-	PYTHONPATH=tests $(BIN)/python -m differential.finding < .found-seeds
-	rm .found-seeds
-
-.PHONY: vllm-rs
-vllm-rs: env ## fetch both releases' Rust front end for tests: 326 MB each, of which 60 MB stay
-	UV="$(UV)" $(BIN)/python -m testkit.vllm_rs
-	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m testkit.vllm_rs
-
-.PHONY: soak-engine
-soak-engine: build ## very many requests, and nothing left of them: make soak-engine [REQUESTS=288000]
-	SPARKSCHED_SOAK_REQUESTS=$(or $(REQUESTS),288000) $(BIN)/pytest -s tests/transport/test_engine_soak.py
-
-.PHONY: slow-client
-slow-client: build ## a front end that reads nothing, or slowly: make slow-client [SECONDS=60]
-	SPARKSCHED_SLOW_CLIENT_S=$(SECONDS) $(BIN)/pytest -s tests/transport/test_slow_client.py
-
-.PHONY: overload
-overload: build ## a queue of large requests, and all of it aborted: make overload [REQUESTS=10000]
-	SPARKSCHED_OVERLOAD_REQUESTS=$(or $(REQUESTS),10000) $(BIN)/pytest -s tests/transport/test_overload.py
-
-.PHONY: differential
-differential: build ## compare with a release of vLLM: make differential VLLM=0.33.0 [ARGS=...]
-	UV="$(UV)" $(BIN)/python -m tests.differential $(if $(VLLM),--vllm $(VLLM)) $(ARGS)
-
-.PHONY: conformance
-conformance: build ## run vLLM's own scheduler tests on sparksched
-	UV="$(UV)" $(BIN)/python -m tests.conformance $(ARGS)
-
-.PHONY: conformance-other
-conformance-other: build ## the same with the release that is not installed
-	UV="$(UV)" $(BIN)/python -m testkit.vllm_overlay $(OTHER_VLLM) $(BIN)/python -m tests.conformance $(ARGS)
-
-.PHONY: panics
-panics: build ## make each function of the extension panic, in engines and front ends
-	$(BIN)/pytest tests/panics
-
-.PHONY: exhaustion
-exhaustion: build ## run out of descriptors, memory and threads, at the start and later
-	$(BIN)/pytest tests/transport/test_exhaustion.py
-	cargo test --locked -p sparksched-ring --test memory
+.PHONY: test-all
+test-all: build ## every check in full size, and the verdict into docs/promises.md; 90 minutes
+	$(BIN)/python -m tests.last_run test-all $(MAKE) test SCALE=full
 
 # One set of features for all crates, so that nothing is built twice: what ring needs for its tests and
 # for the fuzz targets' seeds. Loom takes the place of the standard library, so it is no part of that.
@@ -252,126 +182,151 @@ TEST_POINTS := sparksched-ring/test-points
 LOOM := -p sparksched-ring --features loom --test loom
 
 .PHONY: test-rust
-test-rust: rust-toolchain
-	cargo test --locked -p sparksched-backlog -p sparksched-core -p sparksched-wire -p sparksched-zmtp -p sparksched-ring \
-		-p sparksched-fuzz --features $(TEST_POINTS)
+test-rust: env ## the tests of the Rust crates
+	cargo test --locked --workspace --exclude sparksched-python --exclude sparksched-entry-points \
+		--features $(TEST_POINTS)
 	SPARKSCHED_LOOM_PREEMPTIONS=3 cargo test --locked $(LOOM)
+
+# Commands take their time to start: only `test-all` runs theirs with both releases.
+OF_RELEASE := release$(if $(filter full,$(SCALE)),, and not command)
+
+define OTHER_vllm
+	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:1 --steps 100
+	$(OVERLAY) $(OTHER_VLLM) $(PYTEST) -m "$(OF_RELEASE)"
+	$(MAKE) -o build conformance VLLM=$(OTHER_VLLM)
+endef
+# As root on Debian, under emulation, for an hour.
+define OTHER_arm
+	python3 -m tests.last_run test-arm testkit/arm.sh test
+endef
+# In the place of what `make build` builds.
+define OTHER_wheel
+	"$(UV)" pip install --python $(BIN)/python --no-deps --reinstall "$(WHEEL)"
+	$(PYTEST) $(PARALLEL) tests/unit tests/differential tests/e2e/test_offline.py
+endef
+define OTHER_bench
+	SCALE=full $(PYTEST) tests/bench
+endef
+
+.PHONY: test-other
+test-other: $(if $(filter arm wheel,$(KIND)),env,build) ## vLLM's other release: make test-other [KIND=vllm|arm|wheel|bench] [WHEEL=...]
+	$(OTHER_$(or $(KIND),vllm))
+
+.PHONY: differential
+differential: build ## compare with a release of vLLM: make differential [VLLM=0.33.0] [ARGS=...]
+	UV="$(UV)" $(BIN)/python -m tests.differential $(if $(VLLM),--vllm $(VLLM)) $(ARGS)
+
+.PHONY: conformance
+conformance: build ## vLLM's own scheduler tests on sparksched: make conformance [VLLM=0.33.0] [ARGS=--update]
+	$(if $(VLLM),$(OVERLAY) $(VLLM),UV="$(UV)") $(BIN)/python -m tests.conformance $(ARGS)
 
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.
 SECONDS := 60
 TARGET ?=
-RUST_FUZZ_TARGETS := $(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs)))
-# The reader of traces is Python, and has a mutator of its own.
-FUZZ_TARGETS := $(or $(TARGET),$(RUST_FUZZ_TARGETS) trace)
+FUZZ_TARGETS := $(or $(TARGET),$(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs))))
 
 .PHONY: fuzz
-fuzz: rust-toolchain env $(CARGO_FUZZ) ## feed what reads bytes with anything: make fuzz [SECONDS=60] [TARGET=frames]
-	if [ "$(TARGET)" != trace ]; then \
-	  rust/fuzz/cargo-fuzz.sh $(CARGO_FUZZ) build $(TARGET); \
-	  printf '%s\n' $(filter-out trace,$(FUZZ_TARGETS)) | \
-	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS); \
-	fi
-	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(SECONDS) 0)
+fuzz: env $(CARGO_FUZZ) ## feed what reads bytes with anything: make fuzz [SECONDS=60] [TARGET=frames]
+	rust/fuzz/cargo-fuzz.sh $(CARGO_FUZZ) build $(TARGET)
+	printf '%s\n' $(FUZZ_TARGETS) | xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS)
 
-# Larger sizes of tests that `test` runs in small, one target for each promise in docs/promises.md.
+# Larger sizes of tests that `test` runs in small, one kind for each promise in docs/promises.md.
+RING_TESTS := cargo test --locked --release -p sparksched-ring --features test-points
+
+# Messages and wake-ups between processes.
 MESSAGES := 100000000
 WAKE_UPS := 10000000
+define SOAK_rings
+	SPARKSCHED_SOAK_MESSAGES=$(MESSAGES) $(RING_TESTS) --test soak -- --nocapture
+	SPARKSCHED_WAKE_UPS=$(WAKE_UPS) $(RING_TESTS) --test wake_ups -- --nocapture --test-threads=1
+endef
+
+# Processes that are killed and stopped at any moment.
 KILLS := 10000
 STOPS := 200
 LONGEST_STOP_S := 30
-OPERATIONS := 100000000
 KILLS_A_ROUND := 45
-RING_TESTS := cargo test --locked --release -p sparksched-ring --features test-points
-
-.PHONY: soak
-soak: rust-toolchain ## messages and wake-ups between processes: make soak [MESSAGES=...] [WAKE_UPS=...]
-	SPARKSCHED_SOAK_MESSAGES=$(MESSAGES) $(RING_TESTS) --test soak -- --nocapture
-	SPARKSCHED_WAKE_UPS=$(WAKE_UPS) $(RING_TESTS) --test wake_ups -- --nocapture --test-threads=1
-
-.PHONY: faults
-faults: rust-toolchain ## kill and stop processes at any moment: make faults [KILLS=...] [STOPS=...]
+define SOAK_faults
 	SPARKSCHED_FAULT_ROUNDS=$$((($(KILLS) + $(KILLS_A_ROUND) - 1) / $(KILLS_A_ROUND))) \
 	  SPARKSCHED_LONG_STOPS=$(STOPS) SPARKSCHED_LONGEST_STOP_S=$(LONGEST_STOP_S) $(RING_TESTS) --test faults -- --nocapture
+endef
 
-.PHONY: models
-models: rust-toolchain ## more interleavings of the rings' protocol than `test` tries
-	cargo test --locked $(LOOM)
+# More interleavings of the rings' protocol.
+SOAK_models := cargo test --locked $(LOOM)
 
-.PHONY: bookkeeping
-bookkeeping: rust-toolchain ## lives of requests, all books checked after each step: make bookkeeping [OPERATIONS=...]
+# Lives of requests, all books checked after each operation.
+OPERATIONS := 100000000
+define SOAK_bookkeeping
 	SPARKSCHED_CORE_OPERATIONS=$(OPERATIONS) \
-	  cargo test --locked --release -p sparksched-core --test bookkeeping -- --nocapture
+	  cargo test --locked --release -p sparksched-core --test scheduler bookkeeping -- --nocapture
+endef
 
+# Property tests on cases drawn anew each time.
 RUNS := 20
-PROPERTIES := cargo test --locked --release --quiet -p sparksched-core -p sparksched-ring \
-  --lib --test block_pool --test prefix_cache --test properties
-
-.PHONY: properties
-properties: rust-toolchain ## property tests on cases drawn anew each time: make properties [RUNS=20]
+define SOAK_properties
 	for run in $$(seq $(RUNS)); do \
 	  export PROPTEST_RNG_SEED=$$((16#$$(od -An -N7 -tx1 /dev/urandom | tr -d ' '))); \
 	  echo "PROPTEST_RNG_SEED=$$PROPTEST_RNG_SEED"; \
-	  $(PROPERTIES); \
+	  cargo test --locked --release --quiet -p sparksched-core -p sparksched-ring \
+	    --lib --test scheduler --test properties -- --skip bookkeeping; \
 	done
+endef
 
-# Which mutants are drawn, and how many: the same for the same code, so that what survives can be compared.
-MUTANTS := 60
-MUTANTS_SEED := 28
+# Engines: very many requests; a client that reads nothing, or slowly; a queue of large requests, all aborted;
+# no descriptors, memory or threads left.
+SOAK_engine = SPARKSCHED_SOAK_REQUESTS=$(or $(REQUESTS),288000) $(PYTEST) -s tests/transport/test_engine_soak.py
+SOAK_slow-client = SPARKSCHED_SLOW_CLIENT_S=$(SECONDS) $(PYTEST) -s tests/transport/test_slow_client.py
+SOAK_overload = SPARKSCHED_OVERLOAD_REQUESTS=$(or $(REQUESTS),10000) $(PYTEST) -s tests/transport/test_overload.py
 
-.PHONY: mutants
-mutants: env rust-toolchain $(CARGO_MUTANTS) ## change the Rust code in small ways: do tests notice? make mutants [MUTANTS=60]
-	$(BIN)/python -m tests.mutants --cargo-mutants $(CARGO_MUTANTS) \
-	  --count $(MUTANTS) --seed $(MUTANTS_SEED) $(ARGS)
-
-# What finds wrong accesses and leaks without a nightly compiler. It has no vDSO, from which rustix would
+# Valgrind finds wrong accesses and leaks without a nightly compiler. It has no vDSO, from which rustix would
 # take the time, and is so slow that the tests do less of the same.
 VALGRIND := valgrind --quiet --error-exitcode=99 \
   --leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite
-SANITIZED := RUSTFLAGS="--cfg rustix_use_libc" CARGO_TARGET_DIR=target/valgrind TERM=dumb \
+VALGRIND_TESTS := RUSTFLAGS="--cfg rustix_use_libc" CARGO_TARGET_DIR=target/valgrind TERM=dumb \
   PROPTEST_CASES=32 SPARKSCHED_CORE_OPERATIONS=10000 \
   cargo test --locked --config 'target."cfg(unix)".runner = "$(VALGRIND)"'
+define SOAK_valgrind
+	$(VALGRIND_TESTS) -p sparksched-core -p sparksched-wire
+	$(VALGRIND_TESTS) -p sparksched-ring --features $(TEST_POINTS) --lib --test properties --test refusals
+endef
 
-.PHONY: sanitize
-sanitize: rust-toolchain ## run tests of core, wire and rings under valgrind, which has to be installed
-	$(SANITIZED) -p sparksched-core -p sparksched-wire
-	$(SANITIZED) -p sparksched-ring --features $(TEST_POINTS) --lib --test link --test properties --test refusals
-
-# What needs a nightly compiler with Miri and the standard library's source, and has neither system calls nor other
-# processes. Each seed is another schedule, and other values that a weak memory may show.
+# Two threads on a ring and a histogram under Miri, and at full speed under ThreadSanitizer. Both need a nightly
+# compiler with Miri and the standard library's source: that has to be built for ThreadSanitizer, too, or its own
+# synchronisation is taken for none. Each seed of Miri is another schedule, and other values that a weak memory
+# may show.
 NIGHTLY := +nightly
 MIRI_SEEDS := 0..4
-
-.PHONY: miri
-miri: rust-toolchain ## two threads on a ring and a histogram, under Miri: make miri [MIRI_SEEDS=0..4]
+define SOAK_miri
 	MIRIFLAGS="-Zmiri-many-seeds=$(MIRI_SEEDS)" CARGO_TARGET_DIR=target/miri \
 	  cargo $(NIGHTLY) miri test --locked -p sparksched-ring --test threads
-
-# The standard library has to be built for it, too, or its own synchronisation is taken for none.
-HOST := $(shell uname -m)-unknown-linux-gnu
-
-.PHONY: tsan
-tsan: rust-toolchain ## the same two threads, at full speed, under ThreadSanitizer; needs what miri needs
+endef
+define SOAK_tsan
 	RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan \
-	  cargo $(NIGHTLY) test --locked -Zbuild-std --target $(HOST) -p sparksched-ring --test threads
+	  cargo $(NIGHTLY) test --locked -Zbuild-std --target $(shell uname -m)-unknown-linux-gnu \
+	  -p sparksched-ring --test threads
+endef
 
-.PHONY: instructions
-instructions: rust-toolchain env ## count a step's instructions, under valgrind: more than stored? [ARGS=--store]
-	$(BIN)/python -m bench.micro.instructions $(ARGS)
+SOAKS := rings faults models bookkeeping properties engine slow-client overload valgrind miri tsan
 
-.PHONY: deny
-deny: rust-toolchain $(CARGO_DENY) ## check the licences and sources of all crates
-	$(CARGO_DENY) --locked check licenses bans sources
+.PHONY: soak
+soak: build ## larger sizes, sanitizers: make soak KIND=rings|faults|models|bookkeeping|properties|engine|slow-client|overload|valgrind|miri|tsan
+	@test -n "$(filter $(KIND),$(SOAKS))" || { echo "make soak KIND=: one of $(SOAKS)" >&2; exit 2; }
+	$(SOAK_$(KIND))
+
+.PHONY: mutants
+mutants: env $(CARGO_MUTANTS) ## small changes of the Rust code: do tests notice? make mutants [ARGS="--shard 0/40"]
+	SPARKSCHED_CORE_OPERATIONS=200000 $(CARGO_MUTANTS) mutants --workspace --output target $(ARGS)
 
 .PHONY: audit
-audit: rust-toolchain $(CARGO_DENY) ## look for known weaknesses of all crates; fetches RustSec's list of them
-	$(CARGO_DENY) --locked check advisories
+audit: $(CARGO_DENY) ## licences, sources and known weaknesses of all crates: make audit [ARGS=advisories]
+	$(CARGO_DENY) --locked check $(ARGS)
 
 # Pinned, not among the user's own programs, and built for a few short runs.
-$(CARGO_FUZZ) $(CARGO_DENY) $(CARGO_MUTANTS): | rust-toolchain
+$(CARGO_FUZZ) $(CARGO_DENY) $(CARGO_MUTANTS):
 	cargo install --locked --quiet --debug --root $(patsubst %/bin/,%,$(dir $@)) $(notdir $(patsubst %/bin/,%,$(dir $@)))
 
-# Rust is linted with all that tests switch on, then as users get it, and then for loom.
-LINTED := $(TEST_POINTS),sparksched-python/test-points,sparksched-fuzz/targets
+# Rust is linted with all that tests switch on, and then for loom.
+LINTED := $(TEST_POINTS),sparksched-fuzz/targets
 # What another release's lints or formatter find is shown, and fails nowhere: each has its own.
 LINTS_OF := 1.95
 ARE_OURS = $(filter $(LINTS_OF).%,$(word 2,$(shell rustc --version)))
@@ -382,7 +337,6 @@ OR_SAY_SO = $(if $(ARE_OURS),,|| echo "lint: Rust $(LINTS_OF) decides; with this
 lint: build ## formatting, lints and types, of Rust and Python; workflows
 	cargo fmt --all --check $(OR_SAY_SO)
 	cargo clippy --locked --workspace --all-targets --features $(LINTED) -- $(DENY_WARNINGS)
-	cargo clippy --locked -p sparksched-python -- $(DENY_WARNINGS)
 	cargo clippy --locked $(LOOM) -- $(DENY_WARNINGS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -390,8 +344,3 @@ lint: build ## formatting, lints and types, of Rust and Python; workflows
 	MYPYPATH=python $(BIN)/stubtest --mypy-config-file pyproject.toml sparksched._core
 	$(BIN)/actionlint -shellcheck= -pyflakes= .github/workflows/*.yml
 	$(BIN)/zizmor --quiet --offline .github
-
-.PHONY: clean
-clean: ## remove what was built; .venv stays
-	rm -rf target dist .demo .conformance .pytest_cache .mypy_cache .ruff_cache .hypothesis python/sparksched/*.so
-	find bench python testkit tests -name __pycache__ -prune -exec rm -rf {} +

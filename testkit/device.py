@@ -290,8 +290,9 @@ class Device:
             return None
         count = max(it or 0 for it in wanted)
         rows = [_scores(tokens[0] if tokens else 0, count) for tokens in sampled]
-        token_ids, logprobs = (np.array(it) for it in zip(*rows, strict=True))
-        return LogprobsLists(token_ids, logprobs, np.ones(len(rows), np.int64))
+        token_ids = np.array([token_ids for token_ids, _ in rows], np.int32)
+        logprobs = np.array([logprobs for _, logprobs in rows], np.float32)
+        return LogprobsLists(token_ids, logprobs, np.ones(len(rows), np.int32))
 
     def _owed(self, request_id: str) -> LogprobsTensors | None:
         sequence = self._sequences[request_id]

@@ -26,7 +26,7 @@ def binary() -> Path | None:
 def variables() -> dict[str, str]:
     """Return what has `vllm serve` use it; it must have been fetched."""
     path = binary()
-    assert path is not None, "make vllm-rs"
+    assert path is not None, "make test fetches it"
     return {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(path)}
 
 

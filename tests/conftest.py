@@ -18,7 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Read when vLLM is imported, which preloaded servers don't do again.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-LONG = ("e2e", "panics", "transport")
+LONG = ("e2e", "transport")
 """Folders whose tests start processes, and take minutes: they come first."""
 
 

@@ -1,35 +1,50 @@
-"""Puts the benchmark's probes into a vLLM server, without a change to vLLM.
+"""Puts what the benchmark needs into the processes of a vLLM server, without a change to vLLM.
 
-Python imports a module of this name when it starts, if its directory is on PYTHONPATH. With
-SPARKSCHED_BENCH_CONTROL=PATH in the environment, vLLM's API server then listens at that Unix socket
-for what the benchmark wants, and its engine can note its steps; with SPARKSCHED_DEMO_PROBE=FILE
-each call of a scheduler adds a line to FILE. The child of the process that SPARKSCHED_BENCH_PARENT
-names ends with it: a server that outlives a killed benchmark would keep the GPU. Without any of
-these nothing happens.
+Python imports a module of this name when it starts, if its directory is on PYTHONPATH. Without the
+variables nothing happens:
+
+- SPARKSCHED_BENCH_PARENT=PID: the child of this process ends with it. A server that outlived a
+  killed benchmark would keep the GPU.
+- SPARKSCHED_BENCH_FILLER=bench: random weights are those of `bench.filler`.
+- SPARKSCHED_BENCH_COMPILED=FILE, SPARKSCHED_BENCH_EXPERTS=FILE: see `bench.worker_notes`.
+- SPARKSCHED_DEMO_PROBE=FILE: each call of a scheduler adds a line; see `bench.demo_probe`.
 """
 
 import ctypes
+import functools
 import os
 import signal
 import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+PREFIX = "SPARKSCHED_BENCH_"
 
 
 def _install() -> None:
-    if os.environ.get("SPARKSCHED_BENCH_PARENT") == str(os.getppid()):
+    if os.environ.get(f"{PREFIX}PARENT") == str(os.getppid()):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    address = os.environ.get("SPARKSCHED_BENCH_CONTROL")
+    filler, compiled, experts = (
+        os.environ.get(PREFIX + name) for name in ("FILLER", "COMPILED", "EXPERTS")
+    )
     steps = os.environ.get("SPARKSCHED_DEMO_PROBE")
-    if not address and not steps:
+    if not (filler or compiled or experts or steps):
         return
     # At the end: nothing in the repository may come before what is installed.
     sys.path.append(str(Path(__file__).resolve().parents[2]))
-    from bench import demo_probe, injection
+    from sparksched.compat.patching import after_import
 
-    if address:
-        injection.install(address)
+    from bench import demo_probe, worker_notes
+    from bench import filler as weights
+
+    if filler == weights.OURS:
+        after_import(weights.LOADER, weights.install)
+    if compiled:
+        note = functools.partial(worker_notes.note_compilations, path=Path(compiled))
+        after_import(worker_notes.WORKER, note)
+    if experts:
+        note = functools.partial(worker_notes.note_experts, path=Path(experts))
+        after_import(worker_notes.LOADER, note)
     if steps:
         demo_probe.install(steps)
 

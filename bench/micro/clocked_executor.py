@@ -80,9 +80,12 @@ _EMPTY_STEP = _Ready(EMPTY_MODEL_RUNNER_OUTPUT)
 class _Step:
     """As much of a launched step's `Future` as the engine uses."""
 
-    __slots__ = ("_end_ns", "_executor", "_is_marked", "_output")
+    __slots__ = ("_end_ns", "_executor", "_is_marked", "_output", "_token")
 
-    def __init__(self, executor: "ClockedExecutor", output: ModelRunnerOutput, end_ns: int) -> None:
+    def __init__(
+        self, executor: "ClockedExecutor", output: ModelRunnerOutput, token: int, end_ns: int
+    ) -> None:
+        self._token = token
         self._executor = executor
         self._output = output
         self._end_ns = end_ns
@@ -98,7 +101,7 @@ class _Step:
             now_ns = time.perf_counter_ns()
         if self._is_marked and self._executor.is_marked:
             now_ns = self._executor.wait_for_marker()
-        self._executor.result_ns = now_ns
+        self._executor.note_result(self._token, now_ns)
         return self._output
 
 
@@ -124,6 +127,8 @@ class ClockedExecutor(FakeExecutor):
         self._end_ns = 0
         self._launched: SchedulerOutput | None = None
         self._gaps_ns: deque[int] = deque(maxlen=NUM_GAPS)
+        self._results_ns: dict[int, int] = {}
+        """When the engine got each step's result in a window, by the token of the step."""
         self._num_missing: dict[str, int] = {}
         """Tokens to compute, of requests whose prompt is not computed to its end."""
         self._ids: list[str] = []
@@ -142,6 +147,11 @@ class ClockedExecutor(FakeExecutor):
         return [1 << 40]
 
     # ---- steps ----
+
+    def note_result(self, token: int, now_ns: int) -> None:
+        """Note that the engine has a step's result now."""
+        self.result_ns = now_ns
+        self._results_ns[token] = now_ns
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Start the timer of a step."""
@@ -187,7 +197,7 @@ class ClockedExecutor(FakeExecutor):
         if self._num_missing:
             self._leave_out_prompts(step, sampled)
         output = ModelRunnerOutput(self._ids, self._rows, sampled)
-        return _Step(self, output, self._end_ns)
+        return _Step(self, output, token, self._end_ns)
 
     def _follow_prompts(self, step: SchedulerOutput) -> None:
         """Take notice of requests that came or ended."""
@@ -280,6 +290,7 @@ class ClockedExecutor(FakeExecutor):
     def on_start_record(self) -> None:
         """Begin a window."""
         self._gaps_ns.clear()
+        self._results_ns.clear()
         self._num_tokens = 0
         self._cpu_ns = time.process_time_ns()
 
@@ -289,7 +300,8 @@ class ClockedExecutor(FakeExecutor):
         A delay lies between a step's result and the next step's launch. Times are in nanoseconds.
         """
         cpu_ns = time.process_time_ns() - self._cpu_ns
-        return {"tokens": self._num_tokens, "cpu_ns": cpu_ns, "gaps_ns": list(self._gaps_ns)}
+        found = {"tokens": self._num_tokens, "cpu_ns": cpu_ns, "gaps_ns": list(self._gaps_ns)}
+        return found | {"results_ns": dict(self._results_ns)}
 
 
 def _wake_in_time() -> None:

@@ -1,49 +1,48 @@
 """What does the host take for a token when the GPU is only a timer? Stock vLLM and sparksched.
 
-Two sides take turns in the same run: an `AsyncLLM` in a process of its own with vLLM's scheduler
-and sockets, and one with ours. Engines are vLLM's, in processes of their own, asynchronous, with
-statistics and prefix caching. Their executor samples a token a step after a time that is given
-(`bench.micro.clocked_executor`). On both sides all threads of the client run on one processor and
-all of the engine on another, the same two.
+The sides take turns in the same run: an `AsyncLLM` in a process of its own with vLLM's scheduler
+and sockets, and one with ours; with `--sides`, any of `bench/sides.toml`, such as our parts.
+Engines are vLLM's, in processes of their own, asynchronous, with statistics and prefix caching.
+Their executor samples a token a step after a time that is given (`bench.micro.clocked_executor`).
+On all sides all threads of the client run on one processor and all of the engine on another, the
+same two.
 
 - `decode`: streams that neither begin nor end in the window of time that is measured. Tokens a
   second that clients get; the time between outputs as the consumer of `generate()` sees it, and how
   many of these have several tokens; the time between a step's result and the next launch; CPU time
   a token. An engine that is faster than its client has to wait for it, or outputs would pile up: it
   gets results of no more than two steps that the client has not taken.
-- `short`: requests of 1,024 tokens in and 4 out, none with a prefix in common, 256 at a time, and a
-  GPU that takes no time: requests a second, and how long their first and last tokens take. A
-  client that is slower than its engine gets all tokens of a request in one output.
+- `delivery`: from a step's result in the engine to when the client has the outputs of all streams.
+- `idle`: what both processes take of a processor while nothing is asked of them.
 
 Prompts are token ids, in the form in which vLLM's server hands them over, and so are outputs:
 nothing is tokenized or detokenized. The KV cache groups are gpt-oss's, full attention and a sliding
-window of 128 tokens, in blocks of 16. Each figure is the median over rounds.
+window of 128 tokens, in blocks of 16.
 
-    python -m bench.micro.host_path [--quick] [--json FILE] [--streams N,...] [--step-ms T,...]
+    python -m bench.micro.host_path [--quick] [--out DIR] [--streams N,...] [--step-ms T,...]
+        [--sides A,...]
 """
 
 import argparse
-import itertools
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.header import describe_run
+from tqdm import tqdm
+
 from bench.micro.host_path_sides import OURS, STOCK, Client, Row, Setup, serve
 from bench.micro.processes import BenchmarkError, Worker, in_turn, running_workers
-from bench.progress import Progress
-from bench.report.show import show
+from bench.results import Results
+from bench.sides import find_side
 
-SIDES = (STOCK, OURS)
+SIDES = ("vllm", "sparksched")
 STREAMS = (1, 64, 256, 1024)
 STEPS_MS = (0.0, 1.5, 4.0)
-SHORT = {"workers": 256, "prompt_tokens": 1024, "max_tokens": 4}
 
 
 @dataclass(frozen=True)
@@ -63,18 +62,25 @@ QUICK_EFFORT = Effort(rounds=1, warm_up_s=0.3, window_s=1.0)
 
 
 @contextmanager
-def running_sides(
-    cores: tuple[int, int],
-) -> Iterator[tuple[dict[str, Worker], dict[str, Row]]]:
-    """Start the clients of all sides, and their engines; yield them and what they are."""
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        running_workers(
-            serve,
-            {name: (Setup(name, Path(directory), *cores), Client) for name in SIDES},
-        ) as running,
-    ):
-        yield running
+def running_sides(names: tuple[str, ...], cores: tuple[int, int]) -> Iterator[dict[str, Worker]]:
+    """Start the clients of all sides, and their engines."""
+    with tempfile.TemporaryDirectory() as directory:
+        wanted = {it: (_setup(it, Path(directory), cores), Client) for it in names}
+        with running_workers(serve, wanted) as (workers, _):
+            yield workers
+
+
+def _setup(name: str, directory: Path, cores: tuple[int, int]) -> Setup:
+    side = find_side(name)
+    arguments = dict(it.removeprefix("--").split("=") for it in side.arguments)
+    return Setup(
+        name,
+        directory,
+        *cores,
+        scheduler=OURS if side.is_ours else STOCK,
+        engine_arguments={it.replace("-", "_"): value for it, value in arguments.items()},
+        environment=side.environment,
+    )
 
 
 def choose_cores() -> tuple[int, int]:
@@ -103,65 +109,75 @@ def _threads_of_core(cpu: int) -> set[int]:
 # ---- measurements ----
 
 
-def measure(effort: Effort, streams: tuple[int, ...], steps_ms: tuple[float, ...]) -> Row:
+def measure(
+    results: Results,
+    effort: Effort,
+    names: tuple[str, ...],
+    streams: tuple[int, ...],
+    steps_ms: tuple[float, ...],
+) -> None:
     """Measure everything."""
-    cores = choose_cores()
-    with Progress(2 + len(steps_ms) * len(streams)) as progress:
-        progress.begin("starting four processes")
-        with running_sides(cores) as (sides, found):
-            result: Row = {"run": describe_run(), "effort": asdict(effort), "sides": found}
-            result["decode"] = []
-            for step_ms, count in itertools.product(steps_ms, streams):
-                progress.begin(f"streams: {count:,}, steps of {step_ms:g} ms")
-                case = {"streams": count, "step_ms": step_ms}
-                result["decode"].append(case | measure_in_turns(sides, effort, "decode", **case))
-            progress.begin("short requests")
-            result["short"] = SHORT | measure_in_turns(sides, effort, "short_requests", **SHORT)
-    return result
+    cases = [(count, step_ms) for step_ms in steps_ms for count in streams]
+    with running_sides(names, choose_cores()) as sides:
+        for count, step_ms in tqdm(cases):
+            name = f"{count} streams, {step_ms:g} ms"
+            case: Row = {"streams": count, "step_ms": step_ms}
+            measure_in_turns(results, name, sides, effort, "decode", **case)
+        for name, worker in sides.items():
+            results.add("idle", name, 0, worker.call("idle", window_s=effort.window_s))
 
 
-def measure_in_turns(sides: dict[str, Worker], effort: Effort, command: str, **case: Any) -> Row:
-    """Measure the sides in an order that changes with each round; return the medians."""
+def measure_in_turns(
+    results: Results,
+    point: str,
+    sides: dict[str, Worker],
+    effort: Effort,
+    command: str,
+    **case: Any,
+) -> None:
+    """Measure the sides in an order that changes with each round."""
     times = {"warm_up_s": effort.warm_up_s, "window_s": effort.window_s}
-    rows: dict[str, list[Row]] = {name: [] for name in sides}
     for number in range(effort.rounds):
         for name in in_turn(sides, number):
-            rows[name].append(sides[name].call(command, **case, **times))
-    return {name: _median(found) for name, found in rows.items()}
+            found = sides[name].call(command, **case, **times)
+            results.add(point, name, number, dict(_flat(found)))
 
 
-def _median(rows: list[Row]) -> Row:
-    """Return the median of each figure."""
-    result: Row = {}
-    for key, first in rows[0].items():
-        values = [row[key] for row in rows]
-        result[key] = _median(values) if isinstance(first, dict) else statistics.median(values)
-    return result
+def _flat(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield metrics: those of a group are named after it."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}_")
+        else:
+            yield f"{prefix}{name}", value
 
 
 # ---- report ----
 
 
 def main() -> None:
-    """Measure, print tables and write JSON."""
+    """Measure, print a table and write CSV."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one short round, for a first look")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where CASE.csv is to be")
+    parser.add_argument("--case", default="host_path", metavar="CASE", help="what rows call it")
     only: Row = {"metavar": "N,...", "help": "only these"}
-    parser.add_argument("--streams", type=_numbers(int), default=STREAMS, **only)
-    parser.add_argument("--step-ms", type=_numbers(float), default=STEPS_MS, **only)
-    arguments = parser.parse_args()
-    effort = QUICK_EFFORT if arguments.quick else EFFORT
+    parser.add_argument("--sides", type=_list_of(str), default=SIDES, metavar="A,...")
+    parser.add_argument("--streams", type=_list_of(int), default=STREAMS, **only)
+    parser.add_argument("--step-ms", type=_list_of(float), default=STEPS_MS, **only)
+    options = parser.parse_args()
+    results = Results(options.out, options.case)
+    effort = QUICK_EFFORT if options.quick else EFFORT
     try:
-        result = measure(effort, arguments.streams, arguments.step_ms)
+        measure(results, effort, options.sides, options.streams, options.step_ms)
     except BenchmarkError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    show(result, arguments.json)
+    results.show()
 
 
-def _numbers(kind: type) -> Any:
+def _list_of(kind: type) -> Any:
     return lambda text: tuple(kind(part) for part in text.split(",") if part)
 
 

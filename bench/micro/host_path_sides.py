@@ -36,7 +36,6 @@ MAX_AHEAD = 2
 """Steps whose results the engine gets before the client has taken them. With two, an engine that is
 the faster one has always the next step's outputs ready for its client; with three, outputs of two
 steps come to be merged."""
-ALL_THREADS = "all threads"
 
 Row = dict[str, Any]
 
@@ -67,14 +66,8 @@ class StreamLog:
 
     times_ns: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class ShortLog:
-    """When a short request was sent, and when its outputs were there."""
-
-    sent_ns: int
-    times_ns: list[int]
+    tokens: list[int] = field(default_factory=list)
+    """The last one of each output: of the marker alone."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +113,7 @@ def _select_scheduler(setup: Setup) -> None:
     }
     os.environ.pop("VLLM_PLUGINS", None)
     os.environ.pop("VLLM_SCHEDULER", None)
-    if setup.owner != STOCK:
+    if setup.owner != STOCK and "scheduler_cls" not in setup.engine_arguments:
         os.environ["VLLM_SCHEDULER"] = "sparksched"
     os.environ |= setup.environment
 
@@ -239,6 +232,7 @@ class Client:
             log.times_ns.append(clock_ns())
             num_tokens = len(output.outputs[0].token_ids)
             log.num_tokens.append(num_tokens)
+            log.tokens.append(output.outputs[0].token_ids[-1])
             os.write(self._pipe, b"t" * num_tokens)
         _fail_early(log)
 
@@ -290,34 +284,11 @@ class Client:
         while not await self._llm.reset_prefix_cache():
             await asyncio.sleep(POLL_S)  # a step after the aborts is still to come
 
-    # ---- short requests ----
-
-    async def short_requests(
-        self, workers: int, prompt_tokens: int, max_tokens: int, warm_up_s: float, window_s: float
-    ) -> Row:
-        """Have workers send one short request after the other, with a GPU that takes no time."""
-        await self._ask_engine("set_step_ms", 0)
-        logs: list[ShortLog] = []
-        tail = prompt_of(0, prompt_tokens)["prompt_token_ids"]
-        async with self._running(self._work(tail, max_tokens, logs) for _ in range(workers)):
-            await asyncio.sleep(warm_up_s)
-            window = await self._window(window_s)
-        await self._clean_up()
-        return evaluate_short(logs, window, max_tokens)
-
-    async def _work(self, tail: list[int], max_tokens: int, logs: list[ShortLog]) -> None:
-        params = self._params(max_tokens)
-        while True:
-            number = next(self._numbers)
-            # Another first block is enough to have no prefix in common.
-            prompt = _rendered([number % VOCABULARY, number // VOCABULARY, *tail[2:]])
-            sent_ns, times_ns, num_tokens = clock_ns(), [], 0
-            async for output in self._llm.generate(prompt, params, f"short-{number}"):
-                times_ns.append(clock_ns())
-                num_tokens += len(output.outputs[0].token_ids)
-            if num_tokens != max_tokens:
-                raise RuntimeError(f"request {number} has got {num_tokens} of {max_tokens} tokens")
-            logs.append(ShortLog(sent_ns, times_ns))
+    async def idle(self, window_s: float) -> Row:
+        """Return what both processes take of a processor while nobody asks for anything."""
+        window = await self._window(window_s)
+        nanoseconds = {"client": window.client_cpu_ns, "engine": window.engine["cpu_ns"]}
+        return {f"{it}_percent": ns / window.seconds / 1e7 for it, ns in nanoseconds.items()}
 
 
 clock_ns = time.perf_counter_ns
@@ -352,32 +323,21 @@ def evaluate_streams(logs: list[StreamLog], window: Window) -> Row:
                 num_merged += num_tokens > 1
                 num_all += num_tokens
                 gaps_ms.append((now_ns - before_ns) / 1e6)
+    marker, results_ns = logs[-1], window.engine["results_ns"]
+    delivered_us = [
+        (at - results_ns[token]) / 1000
+        for at, token in zip(marker.times_ns, marker.tokens, strict=True)
+        if token in results_ns and at < window.end_ns
+    ]
     return {
         "tokens_per_s": num_all / window.seconds,
+        "delivery_us": percentiles(delivered_us),
         "output_gap_ms": percentiles(gaps_ms),
         "outputs": num_outputs,
         "merged_outputs": num_merged,
         "launch_us": percentiles([it / 1000 for it in window.engine["gaps_ns"]]),
-        "client_us": {ALL_THREADS: window.client_cpu_ns / num_all / 1000},
-        "engine_us": {ALL_THREADS: window.engine["cpu_ns"] / window.engine["tokens"] / 1000},
-    }
-
-
-def evaluate_short(logs: list[ShortLog], window: Window, max_tokens: int) -> Row:
-    """Return what the requests got that ended in a window.
-
-    An output may have all tokens of a request: there may be no time between outputs to tell.
-    """
-    ended = [log for log in logs if window.start_ns <= log.times_ns[-1] < window.end_ns]
-    first, last = (
-        percentiles([(log.times_ns[at] - log.sent_ns) / 1e6 for log in ended]) for at in (0, -1)
-    )
-    num_outputs = sum(len(log.times_ns) for log in ended)
-    return {
-        "requests_per_s": len(ended) / window.seconds,
-        "first_token_ms": first,
-        "last_token_ms": last,
-        "tokens_per_output": max_tokens * len(ended) / num_outputs,
+        "client_us": window.client_cpu_ns / num_all / 1000,
+        "engine_us": window.engine["cpu_ns"] / window.engine["tokens"] / 1000,
     }
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.header import ROOT
+from bench.results import ROOT
 
 PARTS = ("schedule", "update_from_output", "message")
 REQUESTS = (1, 64, 256)

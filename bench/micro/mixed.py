@@ -6,7 +6,7 @@ Sides are vLLM, vLLM with a fixed threshold for long prompts, and sparksched wit
 each is an `AsyncLLM` with an engine of its own, as in `bench.micro.host_path`, and has the machine
 to itself while it is measured. Each figure is the median over rounds.
 
-    python -m bench.micro.mixed [--quick] [--json FILE]
+    python -m bench.micro.mixed [--quick] [--out DIR]
 """
 
 import argparse
@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.header import describe_run
+from tqdm import tqdm
+
 from bench.micro.host_path import choose_cores
 from bench.micro.host_path_sides import OURS, POLL_S, STOCK, Client, Row, Setup, prompt_of, serve
 from bench.micro.processes import BenchmarkError, running_workers
-from bench.progress import Progress
-from bench.report.show import show
+from bench.results import Results
 
 STEP_MS = 5.2
 PROMPT_MS = 19.0
@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument(
         "--sides", type=lambda it: it.split("|"), default=list(SIDES), metavar="A|B"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where mixed_timer.csv is to be")
     options = parser.parse_args()
     long_tokens, rounds = (16_000, 1) if options.quick else (LONG_TOKENS, 3)
     try:
@@ -130,17 +130,21 @@ def main() -> int:
     except BenchmarkError as error:
         print(error, file=sys.stderr)
         return 1
-    run = describe_run() | {"options": " ".join(sys.argv[1:])}
-    show({"run": run, "mixed_timer": rows}, options.json)
+    results = Results(options.out, "mixed_timer")
+    for row in rows:
+        metrics = {
+            name: value for name, value in row.items() if name not in ("side", "long_tokens")
+        }
+        results.add(f"{row['long_tokens']} tokens", row["side"], None, metrics)
+    results.show()
     return 0
 
 
 def _measure(sides: list[str], long_tokens: int, rounds: int) -> list[Row]:
     rows = []
     cores = choose_cores()
-    with tempfile.TemporaryDirectory() as directory, Progress(len(sides)) as progress:
-        for name in sides:
-            progress.begin(name)
+    with tempfile.TemporaryDirectory() as directory:
+        for name in tqdm(sides):
             setup = Setup(name, Path(directory), *cores, **SIDES[name])
             with running_workers(serve, {name: (setup, MixedClient)}) as (workers, _):
                 # The first round is for what runs for the first time.

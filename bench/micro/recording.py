@@ -4,24 +4,21 @@ Each step is followed by a pause in the place of the GPU's work: then the record
 `99th p.` is the 99th percentile of `schedule()` and `update_from_output()` together, `processor`
 the time of all threads a step, that of the benchmark's own model among it.
 
-    python -m bench.micro.recording [--requests 64,256] [--steps 2000] [--json FILE]
+    python -m bench.micro.recording [--requests 64,256] [--steps 2000] [--out DIR]
 """
 
 import argparse
 import tempfile
 import time
-from dataclasses import asdict
 from operator import add
 from pathlib import Path
 from typing import Any
 
-from sparksched.trace.record.attach import attach
-from sparksched.trace.record.copy_calls import Recorder
+from sparksched.record.recorder import Recorder
 
-from bench.header import describe_run
 from bench.micro.loads import PLAIN
-from bench.micro.steps import SIDES, VOCABULARY, Engine, Spread
-from bench.report.show import show
+from bench.micro.steps import SIDES, VOCABULARY, Engine, spread
+from bench.results import Results
 from testkit.worlds.world import vllm_environment
 
 GPU_S = 0.005
@@ -66,8 +63,8 @@ class Subject:
         schedule, update = self._engine.schedule_times, self._engine.update_times
         steps = sorted(map(add, schedule, update))
         return {
-            "schedule_us": asdict(Spread.of(schedule)),
-            "update_us": asdict(Spread.of(update)),
+            **spread("schedule", schedule),
+            **spread("update", update),
             "step_p99_us": steps[int(0.99 * len(steps))] / 1000,
             "processor_us": self._processor_s * 1e6 / len(steps),
             "bytes_a_step": (self._num_bytes() - self._num_bytes_before) / len(steps),
@@ -100,7 +97,7 @@ def _record(engine: Engine, path: Path, with_tokens: bool) -> Recorder:
         world.hash_block_size,
         with_tokens=with_tokens,
     )
-    attach(recorder, engine.scheduler)
+    recorder.attach(engine.scheduler)
     return recorder
 
 
@@ -109,15 +106,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", default="64,256", help="running requests")
     parser.add_argument("--steps", type=int, default=2000, help="of each kind")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where recording.csv is to be")
     arguments = parser.parse_args()
-    results = []
+    results = Results(arguments.out, "recording")
     with vllm_environment(PLAIN.configuration):
         for side in SIDES:
             for num_requests in map(int, arguments.requests.split(",")):
                 for kind, result in measure(side, num_requests, arguments.steps).items():
-                    results.append({"side": side, "requests": num_requests, "kind": kind} | result)
-    show({"run": describe_run(), "recording": results}, arguments.json)
+                    results.add(f"{num_requests}, {kind}", side, None, result)
+    results.show()
 
 
 if __name__ == "__main__":

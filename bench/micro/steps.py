@@ -17,7 +17,7 @@ The KV cache groups are gpt-oss's: full attention and a sliding window of 128 to
 Objects passed in and out are those that vLLM's engine passes and consumes; statistics are on, and
 ours also counts for `/metrics`.
 
-    python -m bench.micro.steps [--quick] [--verify] [--metrics] [--json FILE]
+    python -m bench.micro.steps [--quick] [--verify] [--metrics] [--out DIR]
 """
 
 import argparse
@@ -27,12 +27,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sparksched._core import EngineMeters, StepOutputs
 from sparksched.engine.scheduler import NativeScheduler
+from tqdm import tqdm
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -40,16 +41,16 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
-from bench.header import describe_run
 from bench.micro.loads import BLOCK_SIZE, FEATURES, GPT_OSS, PLAIN, GrammarsOfNoCost, Load
-from bench.progress import Progress
-from bench.report.show import show
+from bench.results import Results
 from testkit.worlds.candidates import CANDIDATES, BlockHasher, stock_block_hasher
 from testkit.worlds.world import World, build_world, vllm_environment
 
-SIDES = ("stock", "sparksched")
-VERIFIED_SIDES = ("stock", "verifying")
+SIDES = ("vllm", "sparksched")
+VERIFIED_SIDES = ("vllm", "verifying")
 UNCOUNTED = "sparksched without metrics"
+CANDIDATE = {"vllm": "stock", UNCOUNTED: "sparksched"}
+"""What the test kit calls a side."""
 COUNTED_SIDES = (UNCOUNTED, "sparksched")
 VOCABULARY = 200_000
 DECODE_STEPS = {1: 1000, 8: 400, 64: 200, 256: 100, 1024: 60}
@@ -57,25 +58,18 @@ DECODE_STEPS = {1: 1000, 8: 400, 64: 200, 256: 100, 1024: 60}
 FEATURE_STEPS = {64: 100, 256: 60, 1024: 30}
 VERIFIED_STEPS = {1: 400, 64: 100, 256: 60}
 PROMPTS = (1024, 8192)
+Metrics = dict[str, float]
 STEPS_IN_A_ROW = 20
 """Steps before it is the other side's turn: one side's objects don't evict the other's from the
 processor's caches in each step, and slow phases of the machine still hit both."""
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A distribution of times, in microseconds."""
-
-    median: float
-    p10: float
-    p90: float
-
-    @classmethod
-    def of(cls, nanoseconds: list[int]) -> "Spread":
-        """Summarise measured times."""
-        ordered = sorted(nanoseconds)
-        at = lambda share: ordered[min(int(share * len(ordered)), len(ordered) - 1)] / 1000  # noqa: E731
-        return cls(statistics.median(ordered) / 1000, at(0.1), at(0.9))
+def spread(name: str, nanoseconds: list[int]) -> Metrics:
+    """Return the median of times, and where a tenth and nine tenths of them are."""
+    ordered = sorted(nanoseconds)
+    at = lambda share: ordered[min(int(share * len(ordered)), len(ordered) - 1)] / 1000  # noqa: E731
+    found = {f"{name}_us": statistics.median(ordered) / 1000}
+    return found | {f"{name}_us_p10": at(0.1), f"{name}_us_p90": at(0.9)}
 
 
 class Engine:
@@ -84,7 +78,7 @@ class Engine:
     def __init__(self, side: str, load: Load = PLAIN) -> None:
         self.load = load
         self.world: World = build_world(load.configuration)
-        scheduler_class = CANDIDATES[side.partition(" ")[0]](load.configuration)
+        scheduler_class = CANDIDATES[CANDIDATE.get(side, side)](load.configuration)
         manager = (
             GrammarsOfNoCost()
             if load.has_grammars
@@ -157,7 +151,7 @@ def _message_writer(scheduler: SchedulerInterface) -> Callable[[Any], Any]:
 
 
 def _block_hasher(side: str, world: World) -> BlockHasher | None:
-    if side == "stock":
+    if side == "vllm":
         return stock_block_hasher(world)
     from sparksched.engine.hooks import native_block_hasher
 
@@ -173,8 +167,8 @@ def measure_decode(
     num_steps: int,
     load: Load = PLAIN,
     sides: tuple[str, ...] = SIDES,
-) -> dict[str, Any]:
-    """Time a step of `num_requests` generating requests."""
+) -> dict[str, Metrics]:
+    """Return by side what a step of `num_requests` generating requests takes."""
     engines = _decoding_engines(num_requests, load, sides)
     with _heap_as_in_the_engine():
         for number in range(1 + num_steps // STEPS_IN_A_ROW):
@@ -187,8 +181,7 @@ def measure_decode(
                     engine.message_times.clear()
     for engine in engines.values():
         engine.scheduler.shutdown()
-    result = {side: _decode_times(engine) for side, engine in engines.items()}
-    return {"feature": load.name, "requests": num_requests} | result
+    return {side: _decode_times(engine) for side, engine in engines.items()}
 
 
 def _decoding_engines(num_requests: int, load: Load, sides: tuple[str, ...]) -> dict[str, Engine]:
@@ -205,14 +198,12 @@ def _decoding_engines(num_requests: int, load: Load, sides: tuple[str, ...]) -> 
     return engines
 
 
-def _decode_times(engine: Engine) -> dict[str, Any]:
+def _decode_times(engine: Engine) -> Metrics:
     parts = (engine.schedule_times, engine.update_times, engine.message_times)
-    return {
-        "schedule_us": asdict(Spread.of(engine.schedule_times)),
-        "update_us": asdict(Spread.of(engine.update_times)),
-        "message_us": asdict(Spread.of(engine.message_times)),
-        "step_us": asdict(Spread.of([sum(times) for times in zip(*parts, strict=True)])),
-    }
+    names = ("schedule", "update", "message")
+    found = [spread(name, times) for name, times in zip(names, parts, strict=True)]
+    found.append(spread("step", [sum(times) for times in zip(*parts, strict=True)]))
+    return dict(itertools.chain.from_iterable(it.items() for it in found))
 
 
 class _heap_as_in_the_engine:
@@ -229,8 +220,8 @@ class _heap_as_in_the_engine:
 # ---- prefill ----
 
 
-def measure_prefill(num_tokens: int, cached: bool, rounds: int) -> dict[str, Any]:
-    """Time one request from its arrival in the engine to its first token."""
+def measure_prefill(num_tokens: int, cached: bool, rounds: int) -> dict[str, Metrics]:
+    """Return by side what one request takes from its arrival in the engine to its first token."""
     engines = {side: Engine(side) for side in SIDES}
     times: dict[str, list[int]] = {side: [] for side in SIDES}
     prompts = {side: _prompts(num_tokens, cached) for side in SIDES}
@@ -240,8 +231,7 @@ def measure_prefill(num_tokens: int, cached: bool, rounds: int) -> dict[str, Any
                 taken = _prefill(engine, f"request-{number}", next(prompts[side]))
                 if number >= 2:  # the first ones fill the cache and warm up
                     times[side].append(taken)
-    result = {side: asdict(Spread.of(times[side])) for side in SIDES}
-    return {"tokens": num_tokens, "prefix_cached": cached} | result
+    return {side: spread("request", times[side]) for side in SIDES}
 
 
 def _prompts(num_tokens: int, cached: bool) -> Iterator[list[int]]:
@@ -268,49 +258,48 @@ def _prefill(engine: Engine, request_id: str, prompt: list[int]) -> int:
 
 
 def main() -> None:
-    """Measure, print tables and write JSON."""
+    """Measure, print a table and write CSV."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, for a first look")
     parser.add_argument("--verify", action="store_true", help="also what verification costs")
     parser.add_argument("--metrics", action="store_true", help="also what counting costs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
-    arguments = parser.parse_args()
-    scale = 1 if arguments.quick else 5
-    result = measure(scale)
-    if arguments.verify:
-        result["verified"] = measure_beside(VERIFIED_SIDES, "verified", VERIFIED_STEPS, scale)
-    if arguments.metrics:
-        result["counted"] = measure_beside(COUNTED_SIDES, "counted", DECODE_STEPS, scale)
-    show(result, arguments.json)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where steps.csv is to be")
+    options = parser.parse_args()
+    scale = 1 if options.quick else 5
+    results = Results(options.out, "steps")
+    with vllm_environment(GPT_OSS):
+        points = list(_points(scale))
+        if options.verify:
+            points += _beside("verified", VERIFIED_SIDES, VERIFIED_STEPS, scale)
+        if options.metrics:
+            points += _beside("counted", COUNTED_SIDES, DECODE_STEPS, scale)
+        for name, measure in tqdm(points):
+            for side, metrics in measure().items():
+                results.add(name, side, None, metrics)
+    results.show()
 
 
-def measure(scale: int) -> dict[str, Any]:
-    """Measure everything, with `scale` times the fewest repetitions."""
-    result: dict[str, Any] = {"run": describe_run(), "decode": [], "features": [], "prefill": []}
-    num_cases = len(DECODE_STEPS) + len(FEATURES) * len(FEATURE_STEPS) + 2 * len(PROMPTS)
-    with Progress(num_cases) as progress, vllm_environment(GPT_OSS):
-        for count, steps in DECODE_STEPS.items():
-            progress.begin(f"decode, {count} requests")
-            result["decode"].append(measure_decode(count, scale * steps))
-        for load, (count, steps) in itertools.product(FEATURES, FEATURE_STEPS.items()):
-            progress.begin(f"{load.name}, {count} requests")
-            result["features"].append(measure_decode(count, scale * steps, load))
-        for tokens, cached in itertools.product(PROMPTS, (False, True)):
-            progress.begin(f"prefill, {tokens} tokens")
-            result["prefill"].append(measure_prefill(tokens, cached, scale * 10))
-    return result
+Point = tuple[str, Callable[[], dict[str, Metrics]]]
+"""Its name, and what measures it."""
 
 
-def measure_beside(
-    sides: tuple[str, ...], what: str, steps_by_count: dict[int, int], scale: int
-) -> list[dict[str, Any]]:
-    """Measure what a step costs in another way, beside the way that it is compared with."""
-    with Progress(len(steps_by_count)) as progress, vllm_environment(GPT_OSS):
-        rows = []
-        for count, steps in steps_by_count.items():
-            progress.begin(f"{what}, {count} requests")
-            rows.append(measure_decode(count, scale * steps, sides=sides))
-        return rows
+def _points(scale: int) -> Iterator[Point]:
+    """Yield what is measured, with `scale` times the fewest repetitions."""
+    for count, steps in DECODE_STEPS.items():
+        yield f"{count}", partial(measure_decode, count, scale * steps)
+    for load, (count, steps) in itertools.product(FEATURES, FEATURE_STEPS.items()):
+        yield f"{load.name}: {count}", partial(measure_decode, count, scale * steps, load)
+    for tokens, cached in itertools.product(PROMPTS, (False, True)):
+        name = f"prompt of {tokens}" + (", prefix cached" if cached else "")
+        yield name, partial(measure_prefill, tokens, cached, scale * 10)
+
+
+def _beside(
+    what: str, sides: tuple[str, ...], steps_by_count: dict[int, int], scale: int
+) -> Iterator[Point]:
+    """Yield what a step costs in another way, beside the way that it is compared with."""
+    for count, steps in steps_by_count.items():
+        yield f"{what}: {count}", partial(measure_decode, count, scale * steps, sides=sides)
 
 
 if __name__ == "__main__":

@@ -191,11 +191,35 @@ class SchedulerCore:
     def set_none_hash(self, none_hash: bytes) -> None:
         """Set the parent of each first block: vLLM's `NONE_HASH`, at most 32 bytes."""
 
-    def add_request(self, request: Any, now: float, queue_timeout_s: float | None = None) -> None:
+    def add_request(
+        self,
+        request: Any,
+        now: float,
+        queue_timeout_s: float | None = None,
+        tenant: str = "",
+        ttft_s: float | None = None,
+    ) -> None:
         """Read a `vllm.v1.request.Request` and put it into the queue.
 
-        `queue_timeout_s` is how long it may wait to be scheduled for the first time: see
-        `take_expired`.
+        Args:
+            request: After `order_by`, its `priority` is set.
+            now: Seconds of `time.monotonic`.
+            queue_timeout_s: How long it may wait to be scheduled for the first time: see
+                `take_expired`.
+            tenant: Whose it is, for `order_by`.
+            ttft_s: When its first token is due, in seconds from its arrival; None for the default.
+
+        """
+
+    def order_by(self, order: str, *, weights: dict[str, float], seconds: float) -> None:
+        """Give requests that arrive from now on their priorities. The policy must be `priority`.
+
+        Args:
+            order: `fair`, `deadline` or `aging`.
+            weights: Of tenants; others weigh 1. For `fair`.
+            seconds: To the first token of a request that doesn't say, for `deadline`; what a
+                priority of 1 counts as, for `aging`.
+
         """
 
     def take_expired(self, now: float) -> list[Any]:
@@ -710,9 +734,6 @@ class EngineMeters:
     def count_queue_timeouts(self, count: int) -> None:
         """Count requests that have waited for too long."""
 
-    def end_steps(self) -> None:
-        """Say that the scheduler has given way to vLLM's; readers see no steps of it any more."""
-
 @final
 class MeterReader:
     """Another process's page, mapped so that it can't be written.
@@ -739,8 +760,11 @@ class MeterReader:
         and steps, as `SchedulerCore.pacing` has them.
         """
 
-    def steps_have_ended(self) -> bool:
-        """Return whether the scheduler has given way to vLLM's."""
+    def tenants(self) -> list[tuple[str, int, int]] | None:
+        """Return tenants with requests: name, how many have never been scheduled, how many have not
+        ended. The 20 with the most requests come first, and the rest as one without a name. None
+        if requests aren't ordered.
+        """
 
     def rings(self) -> dict[str, Any] | None:
         """Return what has gone through the rings, as of a second ago; None without rings.

@@ -4,8 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sparksched.commands import metrics, replay, verify
+from sparksched.commands import metrics
 from sparksched.commands.check import command as check
+from sparksched.commands.replay import command as replay
 from sparksched.commands.top import command as top
 
 
@@ -17,7 +18,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check.add_to(commands)
     replay.add_to(commands)
-    verify.add_to(commands)
     top.add_to(commands)
     metrics.add_to(commands)
     parsed = parser.parse_args(arguments)

@@ -19,6 +19,10 @@ METRICS = "SPARKSCHED_METRICS"
 MAX_STALL_MS = "SPARKSCHED_MAX_STALL_MS"
 PREFILL_SHARE = "SPARKSCHED_PREFILL_SHARE"
 PACING_LOG = "SPARKSCHED_PACING_LOG"
+ORDER = "SPARKSCHED_ORDER"
+WEIGHTS = "SPARKSCHED_WEIGHTS"
+DEFAULT_TTFT_S = "SPARKSCHED_DEFAULT_TTFT_S"
+AGING_S = "SPARKSCHED_AGING_S"
 
 VARIABLES: Final = (
     SCHEDULER,
@@ -34,11 +38,16 @@ VARIABLES: Final = (
     MAX_STALL_MS,
     PREFILL_SHARE,
     PACING_LOG,
+    ORDER,
+    WEIGHTS,
+    DEFAULT_TTFT_S,
+    AGING_S,
 )
 """The names of all of them."""
 
 Transport = Literal["auto", "shm", "zmq", "libzmq"]
-Verification = Literal["sparksched", "vllm", "stop"]
+OrderKind = Literal["fair", "deadline", "aging"]
+Verification = Literal["1", "stop"]
 
 _Value = TypeVar("_Value", bound=str)
 
@@ -48,13 +57,9 @@ _KNOWN_SCHEDULERS = (_VLLM, _SPARKSCHED)
 
 _TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "zmq", "libzmq")
 
-_DECIDERS: Final[dict[str, Verification | None]] = {
-    "0": None,
-    "1": "sparksched",
-    "sparksched": "sparksched",
-    "vllm": "vllm",
-    "stop": "stop",
-}
+_ORDERS: tuple[OrderKind, ...] = ("fair", "deadline", "aging")
+
+_VERIFICATIONS: Final[tuple[Literal["0"] | Verification, ...]] = ("0", "1", "stop")
 
 _DEFAULT_RING_MIB = 8
 _MAX_RING_MIB = 1024
@@ -70,6 +75,11 @@ DEFAULT_MAX_STALL_MS = 200.0
 MAX_STALL_BOUNDS_MS = (1.0, 60_000.0)
 DEFAULT_PREFILL_SHARE = 0.5
 PREFILL_SHARE_BOUNDS = (0.05, 1.0)
+
+DEFAULT_DEFAULT_TTFT_S = 10.0
+DEFAULT_AGING_S = 10.0
+_ORDER_SECONDS_BOUNDS = (0.001, 86_400.0)
+WEIGHT_BOUNDS = (0.01, 1000.0)
 
 DEFAULT_RECORD_BYTES = 256 << 20
 _MIN_RECORD_BYTES = 1 << 16
@@ -115,9 +125,9 @@ def replaces_front_end() -> bool:
 
 
 def verification() -> Verification | None:
-    """Who decides after the first difference that `SPARKSCHED_VERIFY` finds; None if it is off."""
-    value = _choice(VERIFY, "way to go on after a difference", tuple(_DECIDERS), "0")
-    return _DECIDERS[value]
+    """Whether `SPARKSCHED_VERIFY` has steps verified, and stops at a difference; None if not."""
+    value = _choice(VERIFY, "kind of verification", _VERIFICATIONS, "0")
+    return None if value == "0" else value
 
 
 def shows_metrics() -> bool:
@@ -173,6 +183,54 @@ def pacing() -> Pacing | None:
     if not os.environ.get(MAX_STALL_MS) and not os.environ.get(PREFILL_SHARE):
         return None
     return Pacing(max_stall_ms / 1e3, share, log)
+
+
+class Order(NamedTuple):
+    """In which order requests come in."""
+
+    kind: OrderKind
+    weights: dict[str, float]
+    """Of tenants; others weigh 1. For `fair`."""
+    seconds: float
+    """To the first token, for `deadline`; that a priority of 1 counts as, for `aging`."""
+
+
+def order() -> Order | None:
+    """In which order requests come in: `SPARKSCHED_ORDER`; None for vLLM's.
+
+    Raises:
+        ValueError: for an unknown order, or a weight or time that isn't within its bounds.
+
+    """
+    weights = _weights()
+    seconds = {
+        "deadline": _number(
+            DEFAULT_TTFT_S, "a number of seconds", DEFAULT_DEFAULT_TTFT_S, _ORDER_SECONDS_BOUNDS
+        ),
+        "aging": _number(AGING_S, "a number of seconds", DEFAULT_AGING_S, _ORDER_SECONDS_BOUNDS),
+    }
+    if not os.environ.get(ORDER):
+        return None
+    kind = _choice(ORDER, "order", _ORDERS, _ORDERS[0])
+    return Order(kind, weights, seconds.get(kind, 0.0))
+
+
+def _weights() -> dict[str, float]:
+    """Return what tenants weigh: `SPARKSCHED_WEIGHTS=gold=4,free=1`."""
+    weights = {}
+    for part in filter(None, os.environ.get(WEIGHTS, "").split(",")):
+        name, _, number = part.rpartition("=")
+        least, most = WEIGHT_BOUNDS
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            weights[name] = math.nan
+        if not name or not least <= weights[name] <= most:
+            raise ValueError(
+                f"{WEIGHTS} has {part!r}, which is not NAME=WEIGHT with a weight from {least:g}"
+                f" to {most:g}"
+            )
+    return weights
 
 
 @dataclass(frozen=True)
@@ -292,6 +350,7 @@ READERS: Final[tuple[Callable[[], object], ...]] = (
     stuck_after_s,
     queue_timeout_s,
     pacing,
+    order,
     recording,
 )
 """All that read a variable: each raises a ValueError that names what is wrong with it."""

@@ -53,10 +53,12 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
         scheduler = super().__call__(**arguments) if chosen is cls else chosen(**arguments)
         if hooks is not None and isinstance(scheduler, NativeScheduler):
             hooks.prepare_engine(scheduler)
+            if (order := environment.order()) is not None:
+                scheduler.order_by(order)
             if (pacing := environment.pacing()) is not None:
                 scheduler.pace(pacing)
         if cls is SparkScheduler and _is_recorded():
-            from sparksched.trace.record.attach import record
+            from sparksched.record.recorder import record
 
             record(scheduler, **arguments)
         return scheduler
@@ -79,8 +81,13 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
             vllm_config, kv_cache_config, block_size, hash_block_size
         )
         if problem is None:
+            if environment.order() is not None:
+                # An order is one of priorities; vLLM's other policy has none.
+                vllm_config.scheduler_config.policy = "priority"
             return verifying_cls(cls, vllm_config)
         compat.refuse(problem)
+        if environment.order() is not None:
+            compat.warn("sparksched: requests are not ordered: vLLM's own scheduler runs")
         if environment.pacing() is not None:
             compat.warn("sparksched: long prompts are not paced: vLLM's own scheduler runs")
         return compat.stock_scheduler_cls(vllm_config)

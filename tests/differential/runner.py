@@ -211,6 +211,7 @@ class LockstepEngine:
         broadcast: bool,
         encoded: bool,
         with_knobs: bool,
+        ordered: bool,
     ) -> None:
         self.step_number = 0
         self.operations: deque[str] = deque(maxlen=25)
@@ -220,6 +221,7 @@ class LockstepEngine:
         self.broadcast = broadcast
         self.encoded = encoded
         self.with_knobs = with_knobs
+        self.ordered = ordered
         self._clock = FakeClock()
         self._trace = TraceGenerator(configuration, seed)
         self._model = FakeModel(seed, self._trace)
@@ -486,12 +488,18 @@ class LockstepEngine:
 
     def _arrive(self, plan: RequestPlan) -> None:
         self._coverage["request ids used again"] += plan.request_id in self._finished_request_ids
-        requests = [side.build_request(plan) for side in self.sides]
+        theirs, ours = requests = [side.build_request(plan) for side in self.sides]
         self._expect_equal("block hashes", [request.block_hashes for request in requests])
-        self._both(
-            f"add_request({plan.request_id})",
-            lambda side: side.scheduler.add_request(requests[side.index]),
-        )
+
+        def add(side: Side) -> None:
+            if self.ordered and side.index == 0:
+                # An order decides it: the same goes to vLLM's side.
+                self.sides[1].scheduler.add_request(ours)
+                theirs.priority = ours.priority
+            if not self.ordered or side.index == 0:
+                side.scheduler.add_request(requests[side.index])
+
+        self._both(f"add_request({plan.request_id})", add)
         if plan.aborted_on_arrival:
             self._finish((plan.request_id,), RequestStatus.FINISHED_ABORTED)
 
@@ -751,13 +759,14 @@ def run_scenario(
     broadcast: bool = False,
     encoded: bool = False,
     with_knobs: bool = False,
+    ordered: bool = False,
 ) -> None:
     """Run one seeded scenario; raise `SchedulersDiffer` with all that reproduces it.
 
     If `broadcast`, steps are pickled and unpickled, as executors do for workers in other processes.
     If `encoded`, the candidate writes its outputs as messages, and these are compared with what
     vLLM's encoder makes of the reference's, byte for byte. If `with_knobs`, each step is decided
-    with a budget and a threshold of its own.
+    with a budget and a threshold of its own. If `ordered`, the candidate decides the priorities.
     """
     configuration = draw_configuration(configuration_name, seed)
     with vllm_environment(configuration):
@@ -770,6 +779,7 @@ def run_scenario(
             broadcast,
             encoded,
             with_knobs,
+            ordered,
         )
         try:
             engine.run(num_steps)

@@ -6,9 +6,6 @@ one the messages for clients, with `SPARKSCHED_VERIFY` beside, which must raise 
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import pytest
 from scale import FULL
 from sparksched.compat import releases
@@ -428,12 +425,6 @@ class CoveredScenarios:
 @pytest.fixture(scope="module")
 def covered() -> CoveredScenarios:
     return CoveredScenarios()
-
-
-@pytest.fixture(autouse=True)
-def _reproducers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let verification record its differences where pytest looks after the files."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "seed"), SCENARIOS)

@@ -1,27 +1,24 @@
-"""Each step may be decided with a budget and a threshold of its own: each configuration once."""
+"""Each step may be decided with a budget and a threshold of its own."""
 
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 from scale import FULL
-from sparksched.compat import pacing
-from sparksched.compat.pacing import StepKnobs
 
 from testkit.worlds.candidates import sparksched_scheduler_class, verifying_scheduler_class
 from testkit.worlds.configuration import Configuration
 from testkit.worlds.scenarios import NAMED_SETTINGS, is_verifiable
 
-from . import runner
-from .runner import Coverage, SchedulersDiffer, run_scenario
+from .runner import Coverage, run_scenario
 
 NUM_SEEDS = 6 if FULL else 1
+NAMES = list(NAMED_SETTINGS)[:: 1 if FULL else 3]
 NUM_STEPS = 120
 
 
-@pytest.mark.parametrize("name", NAMED_SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_decides_as_vllm_does_with_the_same_knobs(name: str, seed: int) -> None:
     coverage = Coverage()
@@ -29,29 +26,6 @@ def test_decides_as_vllm_does_with_the_same_knobs(name: str, seed: int) -> None:
         name, 100 + seed, NUM_STEPS, sparksched_scheduler_class, coverage=coverage, with_knobs=True
     )
     assert coverage["steps with knobs of their own"] > NUM_STEPS // 4
-
-
-@pytest.mark.parametrize("left_out", ["budget", "threshold", "throttle"])
-def test_a_knob_that_is_left_out_is_noticed(left_out: str) -> None:
-    def schedule_without(scheduler: Any, knobs: StepKnobs) -> Any:
-        budget, threshold, throttle = knobs
-        if left_out == "budget":
-            budget = scheduler.max_num_scheduled_tokens
-        elif left_out == "threshold":
-            threshold = scheduler.scheduler_config.long_prefill_token_threshold
-        else:
-            throttle = False
-        return pacing.schedule_with(scheduler, StepKnobs(budget, threshold, throttle))
-
-    def run() -> None:
-        for seed in range(20):
-            run_scenario("async-full", seed, NUM_STEPS, sparksched_scheduler_class, with_knobs=True)
-
-    with (
-        mock.patch.object(runner, "schedule_with", schedule_without),
-        pytest.raises(SchedulersDiffer),
-    ):
-        run()
 
 
 @pytest.mark.release

@@ -1,6 +1,6 @@
 """vLLM's Rust front end before an engine of ours: users can't tell it from vLLM's own.
 
-`make vllm-rs` fetches it; it is not part of vLLM's CPU build.
+`make test` fetches it; it is not part of vLLM's CPU build.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from .test_serve import SCHEMA, VOCAB_SIZE
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(vllm_rs.binary() is None, reason="make vllm-rs fetches it"),
+    pytest.mark.skipif(vllm_rs.binary() is None, reason="make test fetches it"),
 ]
 
 NUM_REQUESTS = 32

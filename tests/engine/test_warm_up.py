@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from recording.scenarios import replay
+from recording.scenarios import replayed
 from sparksched.engine import warm_up
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, EventPublisherFactory
@@ -86,7 +86,7 @@ def test_it_is_verified_and_recorded_and_told_as_any_steps(
     events = [it for call in publisher.publish.call_args_list for it in call.args[0].events]
     cleared = [isinstance(it, AllBlocksCleared) for it in events]
     assert 0 < cleared.index(True) < len(events) - 1, "what was stored is gone for who looks on"
-    assert replay(tmp_path / "trace", "vllm").mismatch is None
+    assert replayed(tmp_path / "trace", "vllm").mismatch is None
 
 
 def test_prompts_may_be_no_longer_than_the_model_allows(

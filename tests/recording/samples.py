@@ -1,103 +1,116 @@
-"""Small traces, made without a scheduler: each kind of event, and sound in all that is checked."""
+"""Small traces, made without a scheduler: each kind of event."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from sparksched.trace.events import (
+from sparksched.record.events import (
     KEY_BYTES,
+    VERSION,
     Arrive,
     Begin,
-    Difference,
+    CacheConfig,
     Drafts,
     End,
     Event,
     Finish,
     Group,
     Grow,
+    Knobs,
+    ModelConfig,
+    ParallelConfig,
     Pause,
     Ready,
     Reset,
+    SchedulerConfig,
     Settings,
-    Speculation,
+    SpeculativeAnswers,
+    SpeculativeConfig,
     Step,
     Stop,
     Update,
 )
-from sparksched.trace.file import TraceFile
+from sparksched.record.write import Lines
 
 BLOCK_SIZE = 4
+ENDED = "the engine was shut down"
+
+_GROUP = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": "float32"}
+_SCHEDULER: dict[str, Any] = {
+    "async_scheduling": False,
+    "enable_chunked_prefill": True,
+    "long_prefill_token_threshold": 0,
+    "long_prefill_token_threshold_adaptive": False,
+    "max_num_active_seqs": None,
+    "max_num_batched_tokens": 64,
+    "max_num_scheduled_tokens": None,
+    "max_num_seqs": 8,
+    "policy": "fcfs",
+    "prefill_schedule_interval": 1,
+    "runner_type": "generate",
+    "scheduler_reserve_full_isl": False,
+    "watermark": 0.0,
+}
+_SETTINGS: dict[str, Any] = {
+    "sparksched": "0.1.0",
+    "vllm": "0.32.0",
+    "scheduler": "SparkScheduler",
+    "started": 1.5,
+    "has_tokens": False,
+    "block_size": BLOCK_SIZE,
+    "hash_block_size": BLOCK_SIZE,
+    "num_hash_lookahead_tokens": 0,
+    "num_blocks": 64,
+    "retention_interval": None,
+    "groups": [Group(kind="FullAttentionSpec", fields=dict(_GROUP), is_eagle_group=False)],
+    "parallel_config": ParallelConfig(pipeline_parallel_size=1, data_parallel_size=1),
+    "speculative_config": None,
+    "speculative_answers": None,
+    "fills_in": False,
+    "uses_mrope": False,
+    "use_v2_model_runner": False,
+    "max_loras": None,
+    "max_graph_tokens": 0,
+}
+_SPECULATION: dict[str, Any] = {
+    "speculative_config": SpeculativeConfig(
+        num_speculative_tokens=2,
+        num_speculative_tokens_per_batch_size=[(1, 8, 2)],
+        max_num_new_slots_for_drafting=0,
+    ),
+    "speculative_answers": SpeculativeAnswers(
+        **dict.fromkeys(SpeculativeAnswers.__struct_fields__, False)
+    ),
+}
 
 
-def settings(**changed: Any) -> Settings:
-    fields: dict[str, Any] = {
-        "sparksched": "0.1.0",
-        "vllm": "0.32.0",
-        "scheduler": "SparkScheduler",
-        "started": 1.5,
-        "has_tokens": False,
-        "block_size": BLOCK_SIZE,
-        "hash_block_size": BLOCK_SIZE,
-        "num_hash_lookahead_tokens": 0,
-        "num_blocks": 64,
-        "retention_interval": None,
-        "groups": [Group("FullAttentionSpec", group_fields(), False)],
-        "scheduler_config": {
-            "async_scheduling": False,
-            "enable_chunked_prefill": True,
-            "long_prefill_token_threshold": 0,
-            "long_prefill_token_threshold_adaptive": False,
-            "max_num_active_seqs": None,
-            "max_num_batched_tokens": 64,
-            "max_num_scheduled_tokens": None,
-            "max_num_seqs": 8,
-            "policy": "fcfs",
-            "prefill_schedule_interval": 1,
-            "scheduler_reserve_full_isl": False,
-            "watermark": 0.0,
-        },
-        "enable_prefix_caching": True,
-        "hash_algorithm": "sha256",
-        "max_model_len": 64,
-        "runner_type": "generate",
-        "uses_mrope": False,
-        "pipeline_parallel_size": 1,
-        "data_parallel_size": 1,
-        "use_v2_model_runner": False,
-        "max_loras": None,
-        "speculation": None,
+def settings(
+    scheduler: dict[str, Any] | None = None,
+    max_model_len: int = 64,
+    enable_prefix_caching: bool = True,
+    **changed: Any,
+) -> Settings:
+    parts = {
+        "scheduler_config": SchedulerConfig(**(_SCHEDULER | (scheduler or {}))),
+        "cache_config": CacheConfig(
+            enable_prefix_caching=enable_prefix_caching, prefix_caching_hash_algo="sha256"
+        ),
+        "model_config": ModelConfig(max_model_len=max_model_len, runner_type="generate"),
     }
-    return Settings(**(fields | changed))
-
-
-def group_fields() -> dict[str, int | bool | str | None]:
-    return {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": "float32"}
-
-
-SPECULATION = Speculation(2, [(1, 8, 2)], {"use_eagle": False}, 0, False)
+    return Settings(**(_SETTINGS | parts | changed))
 
 
 def arrival(number: int, num_tokens: int, with_tokens: bool, **changed: Any) -> Arrive:
     fields: dict[str, Any] = {
         "time": number / 10,
         "request_id": f"request-{number}",
-        "client_index": 0,
         "arrival_time": float(number),
-        "priority": 0,
         "num_prompt_tokens": num_tokens,
         "keys": b"" if with_tokens else b"k" * (num_tokens // BLOCK_SIZE * KEY_BYTES),
         "prompt": list(range(num_tokens)) if with_tokens else None,
-        "salt": b"",
         "max_tokens": 16,
-        "min_tokens": 0,
         "eos_token_id": 2 if with_tokens else None,
-        "stop_token_ids": [],
-        "repetition": None,
-        "has_grammar": False,
-        "is_pooling": False,
-        "lora_id": 0,
-        "skips_cache": False,
     }
     return Arrive(**(fields | changed))
 
@@ -106,33 +119,48 @@ def every_event(with_tokens: bool) -> list[Event]:
     """Return a trace in which each kind of event is, at least once."""
     tokens = [7, 8] if with_tokens else None
     grown: list[Event] = [] if with_tokens else [Grow([(0, b"g" * KEY_BYTES)]), Stop(1, 3)]
+    drafts = Drafts(
+        numbers=[0, -1],
+        num_drafts=[2, 0],
+        num_padding=[1, 0],
+        tokens=[5, -1] if with_tokens else None,
+        num_valid=[(1, 1)],
+    )
     return [
-        Begin(settings(has_tokens=with_tokens, speculation=SPECULATION)),
+        Begin(VERSION, settings(has_tokens=with_tokens, **_SPECULATION)),
         arrival(0, 9, with_tokens),
         arrival(1, 5, with_tokens, has_grammar=True),
         Ready(1, True),
-        Step(0, 0.1, 20.0, False, [0, 1], [9, 5], None, [(0, 0, [[1, 2, 3]])], [], [], [], [], 7),
-        Drafts(None, [0, -1], [2, 0], [1, 0], [5, -1] if with_tokens else None, [(1, 1)]),
+        Step(0, 0.1, 20.0, numbers=[0, 1], num_tokens=[9, 5], new=[(0, 0, [[1, 2, 3]])]),
+        drafts,
         Update(0, 0.2, 30.0, None, tokens, None, [9, 4], [0, 0], [1]),
-        Step(1, 0.3, 20.0, True, None, None, [1, 0], [], [None, [[4]]], [0], [1], [], 8),
-        Update(1, 0.4, 30.0, [2, 0], tokens, [True, False], None, None, []),
+        Step(
+            1,
+            0.3,
+            20.0,
+            Knobs(8, 4, True),
+            num_drafts=[1, 0],
+            new_block_ids=[None, [[4]]],
+            resumed=[0],
+            preempted=[1],
+        ),
+        Update(1, 0.4, 30.0, [2, 0], tokens, [True, False]),
         *grown,
         Reset(0.5, True),
         Pause(0.6, 1),
         Finish(0.7, [0], "FINISHED_ABORTED"),
         Finish(0.8, None, "FINISHED_ERROR"),
-        Difference(0.9, "one block more"),
-        End(1.0, "the engine was shut down"),
+        End(1.0, ENDED),
     ]
 
 
-def write(path: Path, events: list[Event], frame_sizes: int = 4) -> Path:
-    """Write a trace with so many events in each frame."""
-    file = TraceFile(path, 1 << 26)
+def write(path: Path, events: list[Event], piece: int = 4) -> Path:
+    """Write a trace with so many events in each piece."""
+    lines = Lines(path, 1 << 26)
     for number, event in enumerate(events):
-        file.append(event)
-        if number % frame_sizes == frame_sizes - 1:
-            file.flush()
-    file.flush()
-    file.close(None)
+        lines.append(event)
+        if number % piece == piece - 1:
+            lines.flush()
+    lines.flush()
+    lines.close(None)
     return path

@@ -7,11 +7,11 @@ from typing import Any
 from unittest import mock
 
 from differential.runner import run_scenario
-from sparksched.trace.events import Event
-from sparksched.trace.read import History, Trace
-from sparksched.trace.record.attach import attach
-from sparksched.trace.record.copy_calls import Recorder
-from sparksched.trace.replay import Outcome, Replay
+from sparksched.record.events import Event
+from sparksched.record.load import Load
+from sparksched.record.read import Trace
+from sparksched.record.recorder import Recorder
+from sparksched.record.replay import Outcome, replay
 
 from testkit.worlds import candidates, world
 
@@ -23,9 +23,8 @@ def record_scenario(
     num_steps: int,
     *,
     candidate: str = "sparksched",
-    with_tokens: bool = False,
-    max_bytes: int = 64 << 20,
     with_knobs: bool = False,
+    **settings: Any,
 ) -> None:
     """Run a scenario and record one of its schedulers."""
     build = world.World.build_scheduler
@@ -43,11 +42,10 @@ def record_scenario(
                 self.kv_cache_config,
                 self.scheduler_block_size,
                 self.hash_block_size,
-                with_tokens=with_tokens,
-                max_bytes=max_bytes,
                 scheduler=scheduler_class.__name__,
+                **settings,
             )
-            attach(recorder, scheduler)
+            recorder.attach(scheduler)
             recorders.append(recorder)
         return scheduler
 
@@ -61,18 +59,12 @@ def record_scenario(
     assert recorders[0].problem is None or "reached its size" in recorders[0].problem
 
 
-def replay(path: Path, scheduler: str, *, lacks_end: bool = False) -> Outcome:
+def replayed(path: Path, scheduler: str, *, lacks_end: bool = False) -> Outcome:
     """Replay a trace on one scheduler, up to its end or the first difference."""
-    trace = Trace(path)
-    history = History(trace.settings, trace.events())
-    replay = Replay(scheduler, trace.settings, history)
-    for event in trace.events():
-        replay.play(event)
-        if replay.is_over:
-            break
-    replay.shutdown()
-    assert (trace.missing is not None) == lacks_end
-    return replay.outcome
+    load = Load(str(path), partial=lacks_end)
+    assert (load.trace.missing is not None) == lacks_end
+    (outcome,) = replay(load, [scheduler])
+    return outcome
 
 
 def events(path: Path) -> list[Event]:

@@ -1,28 +1,31 @@
 """What the reader makes of files that are cut off, damaged, foreign, or from the future."""
 
-import itertools
+import gzip
+import os
 import random
 import stat
-import struct
 from pathlib import Path
+from types import SimpleNamespace
 
-import msgspec
 import pytest
-from sparksched.trace.events import Arrive, Event, Step, TraceError
-from sparksched.trace.file import (
-    FRAME_HEADER_BYTES,
-    HEADER_BYTES,
-    MAGIC,
-    MAX_FRAME_BYTES,
-    pack_frame,
+from sparksched.record.events import (
+    MAX_LINE_BYTES,
+    VERSION,
+    Event,
+    Pause,
+    Step,
+    TraceError,
+    Update,
 )
-from sparksched.trace.read import Trace
-from sparksched.trace.tokens import Chain, KeyMaker, segment_sizes, tokens_of
+from sparksched.record.keys import Chain, KeyMaker, segment_sizes, tokens_of
+from sparksched.record.load import Load
+from sparksched.record.new_file import path_of_engine
+from sparksched.record.read import Trace
+from sparksched.record.step_time import step_time
 
-from . import mutations
 from .samples import arrival, every_event, write
 
-NUM_MUTATIONS = 3000
+NUM_DAMAGED = 500
 
 
 @pytest.fixture(name="path")
@@ -30,13 +33,9 @@ def _path(tmp_path: Path) -> Path:
     return write(tmp_path / "trace", every_event(False))
 
 
-def read(path: Path) -> list[Event]:
-    return list(Trace(path).events())
-
-
 def refusal(path: Path) -> str:
     with pytest.raises(TraceError) as caught:
-        read(path)
+        Load(str(path), partial=True)
     assert str(caught.value).startswith(str(path))
     return str(caught.value).removeprefix(f"{path} ")
 
@@ -50,160 +49,115 @@ def test_what_is_written_is_read(with_tokens: bool, tmp_path: Path) -> None:
     assert trace.missing is None
 
 
-def test_nobody_else_may_read_it(path: Path) -> None:
+def test_a_file_is_new_and_its_owner_s(path: Path, tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_a_file_that_is_there_is_left_alone(path: Path) -> None:
     content = path.read_bytes()
-    with pytest.raises(FileExistsError):
-        write(path, every_event(False))
-    assert path.read_bytes() == content
-
-
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    with pytest.raises(FileExistsError):
-        write(tmp_path / "link", every_event(False))
+    for taken in (path, tmp_path / "link"):
+        with pytest.raises(FileExistsError):
+            write(taken, every_event(False))
+    assert path.read_bytes() == content
     assert not (tmp_path / "target").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\3\4 something else", MAGIC[:-1]])
+@pytest.mark.parametrize(
+    "content",
+    [b"SPARKTRC\2\0", b"PK\3\4 something else", gzip.compress(b"{}\n", mtime=0)],
+    ids=["earlier", "other", "empty"],
+)
 def test_a_foreign_file(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "foreign"
     path.write_bytes(content)
-    assert refusal(path) == "is not a trace: it doesn't begin with sparksched's mark"
+    assert refusal(path).startswith("is not a trace: ")
 
 
-def test_the_version_before_is_read(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(MAGIC + struct.pack("<H", 1) + content[HEADER_BYTES:])
-    assert read(path) == every_event(False)[1:]
-
-
-def test_a_newer_version(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(MAGIC + struct.pack("<H", 3) + content[HEADER_BYTES:])
-    expected = "has version 3 of the format, and this sparksched reads versions 1 to 2"
-    assert refusal(path) == expected
+def test_a_newer_version(tmp_path: Path) -> None:
+    path = tmp_path / "newer"
+    path.write_bytes(gzip.compress(b'{"event": "begin", "version": %d}\n' % (VERSION + 1)))
+    assert refusal(path) == "has version 2 of the format, and this sparksched reads version 1"
 
 
 def test_cut_off_anywhere(path: Path) -> None:
-    """What is left is read up to the last whole frame, and it is said where that ends."""
-    content = path.read_bytes()
-    ends = [position for position, _ in mutations.frames(content)] + [len(content)]
-    whole = read(path)
-    for length in range(ends[1], len(content)):
+    """What is left is read up to the last whole line, and it is said where that ends."""
+    content, events = path.read_bytes(), every_event(False)[1:]
+    num_found = []
+    for length in range(len(content)):
         path.write_bytes(content[:length])
-        trace = Trace(path)
-        events = list(trace.events())
-        assert events == whole[: len(events)]
-        last = max(end for end in ends if end <= length)
-        expected = (
-            f"{path} has no end: what came behind its last frame is missing"
-            if length == last
-            else f"{path} is cut off in the frame at byte {last}: the rest is missing"
-        )
-        assert trace.missing == expected
-    for length in range(len(MAGIC), ends[1]):
-        path.write_bytes(content[:length])
-        is_whole = length == HEADER_BYTES
-        assert refusal(path).startswith(
-            "is damaged: it doesn't begin" if is_whole else "is cut off"
-        )
+        try:
+            trace = Trace(path)
+            found = list(trace.events())
+            missing = trace.missing
+        except TraceError as refused:
+            found, missing = [], str(refused)
+        assert found == events[: len(found)]
+        cut_off = [f"{path} is cut off behind line {number}" for number in (0, len(found) + 1)]
+        assert missing in (f"{path} has no end", *cut_off)
+        num_found.append(len(found))
+    assert num_found == sorted(num_found)
+    # Some within a piece, too.
+    assert len(set(num_found)) > len(events) / 4 + 1
 
 
-def test_each_damaged_byte_is_noticed(path: Path) -> None:
-    content = path.read_bytes()
-    frames = [position for position, _ in mutations.frames(content)]
-    for position in range(HEADER_BYTES, len(content)):
-        damaged = bytearray(content)
-        damaged[position] ^= 0x55
-        path.write_bytes(damaged)
-        frame = max(it for it in frames if it <= position)
-        trace_or_refusal = _refusal_or_missing(path)
-        assert f"frame at byte {frame}" in trace_or_refusal
-
-
-def _refusal_or_missing(path: Path) -> str:
-    try:
-        trace = Trace(path)
-        list(trace.events())
-    except TraceError as error:
-        return str(error)
-    assert trace.missing is not None
-    return trace.missing
-
-
-def test_a_frame_that_unpacks_to_more_than_it_says(path: Path) -> None:
-    header = path.read_bytes()[:HEADER_BYTES]
-    bomb = bytearray(pack_frame(bytes(MAX_FRAME_BYTES)))
-    lying = struct.pack("<II", len(bomb) - FRAME_HEADER_BYTES, 100)
-    checksum = struct.pack("<I", zlib_checksum(lying, bytes(bomb[FRAME_HEADER_BYTES:])))
-    path.write_bytes(header + lying + checksum + bytes(bomb[FRAME_HEADER_BYTES:]))
-    assert refusal(path).endswith("the frame at byte 10 has another length inside")
-
-
-def zlib_checksum(lengths: bytes, packed: bytes) -> int:
-    import zlib
-
-    return zlib.crc32(lengths + packed)
-
-
-NONSENSE: dict[str, Event | None] = {
-    "names a request that has not arrived": Step(
-        2, 1.0, 1.0, False, [5], None, None, [], [], [], [], [], 0
-    ),
-    "has steps that don't follow each other": Step(
-        7, 1.0, 1.0, False, [0], None, None, [], [], [], [], [], 0
-    ),
-    "schedules a request twice": Step(
-        2, 1.0, 1.0, False, [0, 0], None, None, [], [], [], [], [], 0
-    ),
-    "has other rows than its step": Step(
-        2, 1.0, 1.0, False, [0], [1, 1], None, [], [], [], [], [], 0
-    ),
-    "has a prompt of impossible length": arrival(2, 65, False),
-    "has a prompt with other keys": arrival(2, 9, False, keys=b"12345678"),
-    "has an arrival at no time": arrival(2, 9, False, arrival_time=float("nan")),
-    "happens at no time": arrival(2, 9, False, time=float("inf")),
-    "begins once more": None,
+NONSENSE: dict[str, list[Event]] = {
+    "list index out of range": [Step(2, 1.0, numbers=[5])],
+    "KeyError(7)": [Update(7, 1.0)],
+    "zip()": [Step(2, 1.0, numbers=[0]), Update(2, 1.0, 1.0, [1, 1])],
+    "a prompt of impossible length": [arrival(2, 65, False)],
+    "another beginning": every_event(False)[:1],
+    "line 17 is behind the end": every_event(False)[-1:],
+    "`$.sequence`": [Step(-1, 1.0)],
+    "`$.time`": [Step(2, float("inf"))],
+    "`$.state`": [Pause(1.0, 3)],
 }
 
 
 @pytest.mark.parametrize("problem", NONSENSE)
 def test_events_that_make_no_sense(problem: str, tmp_path: Path) -> None:
     events = every_event(False)
-    events.insert(-1, NONSENSE[problem] or events[0])
-    assert refusal(write(tmp_path / "trace", events, 1)).endswith(problem)
+    events[-1:-1] = NONSENSE[problem]
+    said = refusal(write(tmp_path / "trace", events))
+    assert said.startswith("is damaged: line 1")
+    assert problem in said
 
 
-def test_nothing_follows_the_end(tmp_path: Path) -> None:
-    events = every_event(False)
-    path = write(tmp_path / "trace", [*events, events[-1]])
-    assert refusal(path).endswith("goes on behind the end")
-
-
-def test_a_file_of_another_kind_of_events(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace", every_event(False)[:1])
+@pytest.mark.parametrize("filling", [b"\0", b"\n", b'{"event":"end"}\n'])
+def test_what_unpacks_to_much_more(filling: bytes, path: Path) -> None:
+    """No more than a line is held in memory."""
     with path.open("ab") as file:
-        file.write(pack_frame(msgspec.msgpack.encode([[99, "what will be"]])))
-    assert "holds no events" in refusal(path)
+        file.write(gzip.compress(filling * (4 * MAX_LINE_BYTES // len(filling)), 1))
+    assert refusal(path).startswith("is damaged: line ")
 
 
 def test_damage_by_chance(tmp_path: Path) -> None:
-    """`make fuzz TARGET=trace` goes on for longer."""
-    num_files, num_read = mutations.run(tmp_path, range(NUM_MUTATIONS))
-    assert num_files == NUM_MUTATIONS
-    # Some of the damage is to what may have any value: the checks behind the checksums are reached.
-    assert 0.02 < num_read / num_files < 0.5
+    """Whatever stands in a file, it is read or refused, by name."""
+    originals = [
+        write(tmp_path / f"{with_tokens}", every_event(with_tokens)).read_bytes()
+        for with_tokens in (False, True)
+    ]
+    path = tmp_path / "damaged"
+    refusals = []
+    for seed in range(NUM_DAMAGED):
+        rng = random.Random(seed)
+        content = bytearray(rng.choice(originals))
+        is_packed = rng.random() < 0.2
+        if not is_packed:
+            # Behind the checksums.
+            content = bytearray(gzip.decompress(content))
+        at = rng.randrange(len(content))
+        content[at : at + rng.choice((1, 1, 5))] = rng.choice((b"", b"9", b"-", b"[", b'"', b"\n"))
+        path.write_bytes(content if is_packed else gzip.compress(content, 1))
+        try:
+            step_time(Load(str(path), partial=True))
+        except TraceError as refused:
+            refusals.append(str(refused))
+    assert 0.3 < len(refusals) / NUM_DAMAGED < 0.95
+    assert all(str(path) in refusal for refusal in refusals)
 
 
-def test_damage_is_another_in_each_run_or_as_one_wishes() -> None:
-    """What goes on for hours in portions is to be as much as in one run."""
-    one, other = (next(mutations.seeds_from(0)) for _ in range(2))
-    assert one != other
-    assert list(itertools.islice(mutations.seeds_from(7), 3)) == [7, 8, 9]
+@pytest.mark.parametrize(("index", "name"), [(0, "trace-{}"), (2, "trace-{}.2")])
+def test_each_engine_has_a_file_of_its_own(index: int, name: str) -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=index))
+    assert path_of_engine("trace-%p", config) == Path(name.format(os.getpid()))
 
 
 # ----------------------------------------------------------------------------------------
@@ -221,50 +175,23 @@ def test_keys_are_equal_as_far_as_tokens_are(num_lookahead_tokens: int) -> None:
     whole = Chain(maker, root, sizes).take(tokens)
     piecemeal = Chain(maker, root, sizes)
     assert b"".join(piecemeal.take([token]) for token in tokens) == whole
+    ends = [sum((sizes * 64)[: number + 1]) for number in range(len(whole) // 8)]
     for position in range(64):
         other = list(tokens)
         other[position] += 1
         keys = Chain(maker, root, sizes).take(other)
-        equal = len(_common(keys, whole)) // 8
-        ends = [sum((sizes * 64)[: number + 1]) for number in range(len(whole) // 8)]
-        assert equal == sum(end <= position for end in ends)
-        # Nor is anything equal behind the first difference, though the tokens are.
-        rest = [(keys[at : at + 8], whole[at : at + 8]) for at in range(8 * equal, len(keys), 8)]
-        assert all(one != other for one, other in rest)
+        # Nothing is equal behind the first difference, though the tokens are.
+        are_equal = [keys[at : at + 8] == whole[at : at + 8] for at in range(0, len(keys), 8)]
+        assert are_equal == [end <= position for end in ends]
 
 
-def _common(first: bytes, second: bytes) -> bytes:
-    pairs = zip(first, second, strict=True)
-    length = next((at for at, (one, other) in enumerate(pairs) if one != other), len(first))
-    return first[: length // 8 * 8]
-
-
-def test_keys_of_two_files_have_nothing_in_common() -> None:
-    tokens = list(range(16))
-    keys = [
-        Chain(maker, maker.root("", ""), (8,)).take(tokens) for maker in (KeyMaker(), KeyMaker())
-    ]
-    assert keys[0][:8] != keys[1][:8]
-
-
-def test_another_adapter_or_salt_is_another_prefix() -> None:
+def test_another_file_adapter_or_salt_is_another_prefix() -> None:
     maker = KeyMaker()
     roots = {maker.root(*parts) for parts in (("", ""), ("a", ""), ("", "a"), ("a", "a"))}
-    assert len(roots) == 4
+    assert len({*roots, KeyMaker().root("", "")}) == 5
 
 
 def test_stand_ins_follow_from_keys() -> None:
     assert tokens_of(b"12345678", 16) == tokens_of(b"12345678", 16)
     assert tokens_of(b"12345678", 16) != tokens_of(b"12345679", 16)
     assert all(0 <= token < 2**31 for token in tokens_of(b"12345678", 4096))
-
-
-def test_the_largest_prompt_of_a_frame_is_read(tmp_path: Path) -> None:
-    events = every_event(True)
-    begin = events[0]
-    longest = msgspec.structs.replace(begin.settings, max_model_len=1 << 21)  # type: ignore[union-attr]
-    events[0] = msgspec.structs.replace(begin, settings=longest)
-    events[2] = arrival(1, 1 << 20, True)
-    found = read(write(tmp_path / "trace", events))
-    assert isinstance(found[1], Arrive)
-    assert found[1].num_prompt_tokens == 1 << 20

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 from sparksched import cli
+from sparksched.compat.pacing import max_graph_tokens
 from sparksched.engine.warm_up import PREFIX
-from sparksched.trace.events import Arrive, Begin, End, Event, Step, Update
-from sparksched.trace.read import Opened, open_trace
-from sparksched.trace.what_if import Change, Timeline, what_if
-from sparksched.trace.workload import StepTime, step_time
+from sparksched.record.build import build_scheduler
+from sparksched.record.events import VERSION, Arrive, Begin, End, Event, Step, Update
+from sparksched.record.load import Load
+from sparksched.record.step_time import StepTime, step_time
+from sparksched.record.what_if import Change, Timeline, what_if
 
-from .samples import arrival, settings, write
+from .samples import ENDED, arrival, settings, write
 
 BUDGET = 8192
 TIME = StepTime(5e-3, 1e-4, 20e-3, 50e-6)
@@ -28,13 +30,13 @@ SHORT = [(12.2 + 0.3 * it, 100, 5) for it in range(4)]
 
 def day(*, is_async: bool) -> list[Event]:
     """Return a day as vLLM would have served it, with an engine's warm-up before it."""
-    config = settings().scheduler_config | {
+    config = {
         "max_num_batched_tokens": BUDGET,
         "max_num_seqs": 64,
         "async_scheduling": is_async,
     }
     changed: dict[str, Any] = {"max_model_len": 1 << 17, "num_blocks": 1 << 15}
-    begin = Begin(settings(scheduler_config=config, enable_prefix_caching=False, **changed))
+    begin = Begin(VERSION, settings(config, enable_prefix_caching=False, **changed))
     load = sorted([*STREAMS, LONG, *SHORT])
     events: list[Event] = [begin, came(0, 0.0, BUDGET, 1, f"{PREFIX}0")]
     events += step(0, 0.0, WARM_UP_S, [0], [BUDGET], [1])
@@ -66,7 +68,7 @@ def day(*, is_async: bool) -> list[Event]:
                 del owed[number], missing[number]
         now += seconds
         sequence += 1
-    return [*events, End(now, "the engine was shut down")]
+    return [*events, End(now, ENDED)]
 
 
 def came(number: int, at: float, num_prompt: int, num_output: int, request_id: str) -> Arrive:
@@ -84,18 +86,18 @@ def step(
     sampled: list[int],
 ) -> list[Event]:
     return [
-        Step(sequence, begin, 20.0, False, numbers, num_tokens, None, [], [], [], [], [], 0),
-        Update(sequence, begin + seconds, 30.0, sampled, None, None, None, None, []),
+        Step(sequence, begin, 20.0, numbers=numbers, num_tokens=num_tokens),
+        Update(sequence, begin + seconds, 30.0, sampled),
     ]
 
 
-def opened(folder: Path, *, is_async: bool = False) -> Opened:
-    return open_trace(str(write(folder / "day", day(is_async=is_async), 400)), partial=False)
+def loaded(folder: Path, *, is_async: bool = False) -> Load:
+    return Load(str(write(folder / "day", day(is_async=is_async), 400)))
 
 
 def test_the_fit_gives_back_what_steps_took(tmp_path: Path) -> None:
     """However long some of them were held up, and the warm-up's."""
-    fitted = step_time(opened(tmp_path).workload)
+    fitted = step_time(loaded(tmp_path))
     for num_decode_tokens in (1, 4, 12, 16):
         for num_prompt_tokens in (0, 100, 1024, BUDGET):
             size = num_decode_tokens, num_prompt_tokens
@@ -105,7 +107,7 @@ def test_the_fit_gives_back_what_steps_took(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_pacing_shortens_the_longest_gap(tmp_path: Path, is_async: bool) -> None:
-    a_day = opened(tmp_path, is_async=is_async)
+    a_day = loaded(tmp_path, is_async=is_async)
     before, after = what_if("sparksched", a_day, Change(max_stall_ms=100, prefill_share=0.5))
     num_requests = len(STREAMS) + 1 + len(SHORT)
     for it in (before, after):
@@ -116,7 +118,11 @@ def test_pacing_shortens_the_longest_gap(tmp_path: Path, is_async: bool) -> None
     assert max(after.gaps_s) < whole / 2
     assert p99(after) < 0.11
     # The long prompt pays for it.
-    assert max(before.first_token_s) < max(after.first_token_s) < 6 * max(before.first_token_s)
+    assert longest(before) < longest(after) < 6 * longest(before)
+
+
+def longest(timeline: Timeline) -> float:
+    return max(timeline.first_token_s.values())
 
 
 def p99(timeline: Timeline) -> float:
@@ -124,8 +130,14 @@ def p99(timeline: Timeline) -> float:
     return gaps[int(0.99 * len(gaps))]
 
 
+def test_graphs_are_those_of_the_recorded_engine() -> None:
+    for size in (0, 512):
+        scheduler = build_scheduler("sparksched", settings(max_graph_tokens=size))
+        assert max_graph_tokens(scheduler.vllm_config) == size
+
+
 def test_who_can_not_pace_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(opened(tmp_path).trace.path)
+    file = str(loaded(tmp_path).trace.path)
     assert cli.main(["replay", file, "--max-stall-ms=100", "--scheduler=vllm"]) == 2
     assert "only sparksched paces prompts" in capsys.readouterr().err
     whole = write(tmp_path / "whole", day_without_chunks(), 400)
@@ -136,5 +148,4 @@ def test_who_can_not_pace_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def day_without_chunks() -> list[Event]:
-    config = settings().scheduler_config | {"enable_chunked_prefill": False}
-    return [Begin(settings(scheduler_config=config)), End(1.0, "the engine was shut down")]
+    return [Begin(VERSION, settings({"enable_chunked_prefill": False})), End(1.0, ENDED)]

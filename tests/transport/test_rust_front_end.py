@@ -1,6 +1,6 @@
 """vLLM's Rust front end at the other end of the sockets of an engine: a stub, or one without a GPU.
 
-`make vllm-rs` fetches it. With real engines: `tests/e2e/test_rust_front_end.py`.
+`make test` fetches it. With real engines: `tests/e2e/test_rust_front_end.py`.
 """
 
 import json
@@ -37,7 +37,7 @@ from .test_push_sockets import Waiting, until
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.skipif(vllm_rs.binary() is None, reason="make vllm-rs fetches it"),
+    pytest.mark.skipif(vllm_rs.binary() is None, reason="make test fetches it"),
 ]
 
 NUM_STREAMS = 64

@@ -85,15 +85,15 @@ def our_log() -> Iterator[Formatted]:
 
 
 async def ask(llm: AsyncLLM, request_id: str, max_tokens: int, **settings: Any) -> str:
-    """Send the marked prompt; return the error that its user sees, if there is one."""
+    """Send the marked prompt; return the error that its user sees, or why its output ends so."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **settings)
     prompt = {"prompt_token_ids": PROMPT, "prompt": TEXT, "cache_salt": SALT}
     try:
-        async for _ in llm.generate(prompt, params, request_id):
-            pass
+        async for output in llm.generate(prompt, params, request_id):
+            (completion,) = output.outputs
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return ""
+    return completion.finish_reason or ""
 
 
 async def serve_and_refuse(llm: AsyncLLM) -> list[str]:

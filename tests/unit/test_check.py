@@ -1,7 +1,5 @@
 """`sparksched check`, on machines of all kinds."""
 
-import argparse
-import importlib.metadata
 import json
 import os
 import pty
@@ -15,14 +13,13 @@ from unittest import mock
 import pytest
 from engine.harness import restored_vllm
 from sparksched import _core, cli
-from sparksched.commands.check import backends, front_end, machine, serving
+from sparksched.commands.check import front_end, machine, serving
 from sparksched.commands.check.finding import Level
 from sparksched.compat import releases
 from vllm.platforms.cpu import CpuPlatform
 
 from testkit import vllm_rs
 from testkit.executor import write_model_directory
-from testkit.tiny_gpt_oss import write_model
 
 pytestmark = pytest.mark.release
 
@@ -33,11 +30,6 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model_directory(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("gpt-oss")))
 
 
 @pytest.fixture(autouse=True)
@@ -74,27 +66,25 @@ def test_a_model_that_is_scheduled(model: str, capsys: pytest.CaptureFixture[str
     assert found["scheduler"]["text"].startswith("sparksched, in Rust")
     assert found["transport"]["text"].startswith("shared memory, 2 rings of 8 MiB")
     assert "7 requests at once" in found["prompts"]["text"]
-    assert found["front end"]["text"] == "vLLM's, in Python"
+    assert found["front end"]["text"].startswith("vLLM's, in Python")
     # On a machine without a GPU, and everything else said nevertheless.
     assert found["GPU"]["level"] == "warning"
-    assert {"model", "CUDA graphs", "back ends"} <= set(found)
+    assert {"model", "CUDA graphs"} <= set(found)
     for finding in found.values():
         assert bool(finding["advice"]) == (finding["level"] != "ok"), finding
 
 
-@pytest.mark.skipif(vllm_rs.binary() is None, reason="make vllm-rs fetches it")
+@pytest.mark.skipif(vllm_rs.binary() is None, reason="make test fetches it")
 def test_the_rust_front_end_says_itself_what_it_lacks(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is recommended where the Python one is the limit, and where it takes the arguments."""
-    arguments = (model, "--dtype=float32", "--max-num-seqs=256")
+    arguments = (model, "--dtype=float32")
     lacking = (*arguments, "--root-path=/a", "--response-role=b")
     monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", str(vllm_rs.binary()))
     _, found = check(capsys, *arguments)
-    assert "is the limit with 256 streams" in found["front end"]["text"]
-    assert "set VLLM_USE_RUST_FRONTEND=1, unless" in found["front end"]["advice"]
+    assert "its Rust one is faster: VLLM_USE_RUST_FRONTEND=1, but" in found["front end"]["text"]
     _, found = check(capsys, *lacking)
-    assert "doesn't know --response-role, --root-path" in found["front end"]["advice"]
+    assert "can't be had: vllm-rs doesn't know --resp" in found["front end"]["text"]
 
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     status, found = check(capsys, *arguments)
@@ -106,14 +96,6 @@ def test_the_rust_front_end_says_itself_what_it_lacks(
     status, found = check(capsys, *lacking)
     assert status == 1
     assert "doesn't know --response-role, --root-path" in found["front end"]["text"]
-
-
-def test_a_rust_front_end_that_is_missing(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", "/nowhere/vllm-rs")
-    _, found = check(capsys, model, "--dtype=float32", "--max-num-seqs=256")
-    assert found["front end"]["advice"].startswith("vLLM's Rust front end is faster, but vllm-rs")
 
 
 def test_what_a_rust_front_end_says_is_shown_without_values(
@@ -146,24 +128,9 @@ def test_a_rust_front_end_that_does_not_answer_has_its_arguments_kept_to_itself(
     assert "secret" not in str(found)
 
 
-def test_few_tokens_leave_time_for_the_python_front_end() -> None:
-    """Streams of a large model, by what its steps read."""
-    config = mock.Mock()
-    config.scheduler_config.max_num_seqs = 256
-    config.model_config.max_model_len = 4096
-    config.parallel_config.data_parallel_size = 1
-    parsed = argparse.Namespace(api_server_count=None)
-    with mock.patch("vllm.v1.metrics.perf.ModelMetrics") as metrics:
-        metrics.return_value.get_read_bytes.return_value = 60e9
-        assert front_end.most_tokens_per_s(config) == pytest.approx(256 * 3.35e12 / 60e9)
-        assert front_end.finding(config, parsed).text == "vLLM's, in Python"
-        metrics.return_value.get_read_bytes.side_effect = NotImplementedError
-        assert front_end.most_tokens_per_s(config) is None
-
-
 @pytest.mark.parametrize(
     ("max_num_seqs", "num_drafts", "level"),
-    [(64, 0, Level.OK), (65, 0, Level.WARNING), (16, 3, Level.OK), (17, 3, Level.WARNING)],
+    [(64, 0, Level.OK), (65, 0, Level.WARNING), (17, 3, Level.WARNING)],
 )
 def test_graphs_are_to_hold_all_who_decode(
     max_num_seqs: int, num_drafts: int, level: Level
@@ -269,36 +236,11 @@ def test_arguments_that_vllm_does_not_know(model: str, capsys: pytest.CaptureFix
     assert "--no-such-argument" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("VLLM_SCHEDULER", "sparkshed"),
-        ("SPARKSCHED_STRICT", "maybe"),
-        ("SPARKSCHED_TRANSPORT", "tcp"),
-        ("SPARKSCHED_FRONT_END", "rust"),
-        ("SPARKSCHED_VERIFY", "yes"),
-        ("SPARKSCHED_RING_MIB", "0"),
-        ("SPARKSCHED_STUCK_AFTER_S", "soon"),
-        ("SPARKSCHED_QUEUE_TIMEOUT_S", "0"),
-        ("SPARKSCHED_MAX_STALL_MS", "0"),
-        ("SPARKSCHED_PREFILL_SHARE", "60"),
-        ("SPARKSCHED_PACING_LOG", "/no/such/folder/log"),
-    ],
-)
-def test_wrong_variables(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch.dict(os.environ, {name: value}):
-        status, found = check(capsys)
-    assert status == 1
-    assert f"{name}='{value}'" in found["environment"]["text"]
-
-
-def test_a_wrong_variable_is_named_with_a_model_too(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_variable(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`tests/unit/test_plugin.py` has all of them."""
     for scheduler in ("sparksched", ""):
-        with mock.patch.dict(
-            os.environ, {"VLLM_SCHEDULER": scheduler, "SPARKSCHED_TRANSPORT": "tcp"}
-        ):
+        variables = {"VLLM_SCHEDULER": scheduler, "SPARKSCHED_TRANSPORT": "tcp"}
+        with mock.patch.dict(os.environ, variables):
             status, found = check(capsys, model)
         assert status == 1
         assert "SPARKSCHED_TRANSPORT='tcp'" in found["environment"]["text"]
@@ -347,7 +289,7 @@ def test_no_shared_memory(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "said", "advice"),
     [
         ([], "asynchronous: a step is prepared", ""),
-        (["--no-async-scheduling"], "synchronous: the GPU waits", "leave --no-async-scheduling"),
+        (["--no-async-scheduling"], "synchronous: the GPU waits", "drop --no-async-scheduling"),
         (["--runner=pooling"], "synchronous: so vLLM serves pooling models", ""),
         (
             ['--speculative-config={"method":"ngram","num_speculative_tokens":2}'],
@@ -385,70 +327,6 @@ def test_the_mode_on_a_processor(model: str, capsys: pytest.CaptureFixture[str])
 
 
 # ----------------------------------------------------------------------------------------
-# Back ends
-# ----------------------------------------------------------------------------------------
-
-
-def test_back_ends_are_those_that_vllm_would_choose(
-    model: str, gpt_oss: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert check(capsys, model)[1]["back ends"]["text"] == "attention: CPU_ATTN"
-    # Half of its layers have sliding windows, for which the same is chosen.
-    assert check(capsys, gpt_oss)[1]["back ends"]["text"] == "attention: CPU_ATTN; experts: CPU"
-
-
-MOVED = dict.fromkeys(
-    (
-        "vllm.v1.attention.selector",
-        "vllm.model_executor.layers.fused_moe.oracle.unquantized",
-    )
-)
-
-
-@pytest.mark.parametrize(
-    "stand_in",
-    [
-        mock.patch.dict(sys.modules, MOVED),
-        mock.patch.object(CpuPlatform, "is_unspecified", return_value=True),
-    ],
-    ids=["selectors-have-moved", "no-device"],
-)
-def test_back_ends_that_vllm_can_not_be_asked_for(
-    stand_in: Any, gpt_oss: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The rest is said."""
-    with stand_in:
-        status, found = check(capsys, gpt_oss)
-    assert status == 0
-    text = f"attention: {backends.BY_VLLM}; experts: {backends.BY_VLLM}"
-    assert found["back ends"]["text"] == text
-
-
-@pytest.mark.parametrize(
-    ("attention", "said"),
-    [
-        ("FLASHINFER", "1.2.3, which these back ends use"),
-        ("FLASH_ATTN", "1.2.3, not used by these back ends"),
-        (backends.BY_VLLM, f"1.2.3; whether it is used is {backends.BY_VLLM}"),
-    ],
-)
-def test_whether_flashinfer_is_used(
-    attention: str, said: str, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    version = importlib.metadata.version
-
-    def with_flashinfer(name: str) -> str:
-        return "1.2.3" if name == "flashinfer-python" else version(name)
-
-    with (
-        mock.patch.object(backends, "attention", return_value=attention),
-        mock.patch("importlib.metadata.version", with_flashinfer),
-    ):
-        _, found = check(capsys, model)
-    assert found["FlashInfer"]["text"] == said
-
-
-# ----------------------------------------------------------------------------------------
 # Containers
 # ----------------------------------------------------------------------------------------
 
@@ -461,10 +339,9 @@ def test_a_container_with_few_processors(tmp_path: Path) -> None:
     assert found.text == "the container is allowed the time of 1.5"
 
 
-@pytest.mark.parametrize("content", ["max 100000\n", "nonsense", None])
-def test_a_container_with_all_processors(content: str | None, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "cpu.max").write_text(content)
+@pytest.mark.parametrize("content", ["max 100000\n", "nonsense"])
+def test_a_container_with_all_processors(content: str, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text(content)
     with mock.patch("os.sched_getaffinity", return_value=set(range(8))):
         found = machine.processors(tmp_path)
     assert (found.level, found.text) == (Level.OK, "8 may be used")

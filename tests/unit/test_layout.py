@@ -12,12 +12,14 @@ import sparksched
 from sparksched import _core
 
 ROOT = Path(__file__).resolve().parents[2]
-BACKLOG = ROOT / "rust/backlog"
+BACKLOG = ROOT / "rust/links/backlog"
 CORE = ROOT / "rust/core"
 FUZZ = ROOT / "rust/fuzz"
-RING = ROOT / "rust/ring"
+METERS = ROOT / "rust/meters"
+RING = ROOT / "rust/links/ring"
+SHM = ROOT / "rust/shm"
 WIRE = ROOT / "rust/wire"
-ZMTP = ROOT / "rust/zmtp"
+ZMTP = ROOT / "rust/links/zmtp"
 EXTENSION = ROOT / "rust/python"
 PACKAGE = ROOT / "python/sparksched"
 TESTKIT = ROOT / "testkit"
@@ -42,19 +44,22 @@ def rust_sources(folder: Path) -> list[Path]:
     return sources
 
 
-@pytest.mark.parametrize("crate", [CORE, RING, ZMTP], ids=["core", "ring", "zmtp"])
-def test_core_ring_and_zmtp_know_no_python_and_not_each_other(crate: Path) -> None:
-    allowed = set() if crate == CORE else {"sparksched-backlog"}
+@pytest.mark.parametrize(
+    ("crate", "known"),
+    [
+        (CORE, set()),
+        (WIRE, {"core"}),
+        (BACKLOG, set()),
+        (SHM, set()),
+        (METERS, {"shm"}),
+        (RING, {"backlog", "meters", "shm"}),
+        (ZMTP, {"backlog"}),
+    ],
+    ids=lambda it: it.name if isinstance(it, Path) else "",
+)
+def test_a_crate_knows_no_python_and_only_these(crate: Path, known: set[str]) -> None:
     found = {name for name in dependencies(crate) if name.startswith(("pyo3", "sparksched"))}
-    assert found <= allowed
-
-
-def test_limits_of_what_waits_need_no_other_crate() -> None:
-    assert not dependencies(BACKLOG)
-
-
-def test_wire_knows_the_core_alone() -> None:
-    assert dependencies(WIRE) == {"rmp", "sparksched-core"}
+    assert found == {f"sparksched-{name}" for name in known}
 
 
 def test_the_version_is_the_workspaces() -> None:
@@ -68,11 +73,11 @@ def test_the_version_is_the_workspaces() -> None:
 def test_a_plain_cargo_test_leaves_the_extension_out() -> None:
     workspace = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]
     assert sorted(workspace["default-members"]) == [
-        "rust/backlog",
         "rust/core",
-        "rust/ring",
+        "rust/links/*",
+        "rust/meters",
+        "rust/shm",
         "rust/wire",
-        "rust/zmtp",
     ]
 
 
@@ -94,12 +99,10 @@ def test_there_is_no_unsafe_code(crate: Path) -> None:
         assert "#![forbid(unsafe_code)]" in (forbidding / "src/lib.rs").read_text()
 
 
-def test_unsafe_code_of_the_rings_is_in_three_files_and_has_reasons() -> None:
-    for source in rust_sources(RING / "src"):
-        text = source.read_text()
-        if source.name not in ("ring.rs", "segment.rs", "credentials.rs"):
-            assert not re.search(r"\bunsafe\s*(\{|fn|impl)", text), source
-        lines = text.splitlines()
+@pytest.mark.parametrize("crate", [METERS, RING, SHM], ids=["meters", "ring", "shm"])
+def test_unsafe_code_has_reasons(crate: Path) -> None:
+    for source in rust_sources(crate / "src"):
+        lines = source.read_text().splitlines()
         for number, line in enumerate(lines):
             if re.search(r"\bunsafe\s*(\{|impl)", line):
                 before = [before.strip() for before in lines[max(number - 4, 0) : number]]
@@ -116,16 +119,47 @@ def test_unsafe_code_is_listed_file_by_file() -> None:
     assert {file: int(count) for file, count in listed} == {k: v for k, v in found.items() if v}
 
 
+def test_what_python_can_call_is_guarded() -> None:
+    text = "\n".join(it.read_text() for it in rust_sources(EXTENSION / "src"))
+    guarded = r"^#\[entry_points(?:\(\w+\))?\]\n"
+    callable_by_python = r"#\[py(?:methods|function)\]$"
+    num_guarded = len(re.findall(guarded + callable_by_python, text, re.M))
+    assert num_guarded == len(re.findall(f"^{callable_by_python}", text, re.M)) > 10
+
+
 def test_only_convert_names_vllms_modules() -> None:
     for source in rust_sources(EXTENSION / "src"):
         if "convert" not in source.parts:
             assert '"vllm.' not in source.read_text(), source
 
 
-@pytest.mark.parametrize("crate", [CORE, RING, WIRE, ZMTP], ids=["core", "ring", "wire", "zmtp"])
+@pytest.mark.parametrize("crate", [CORE, METERS, RING, SHM, WIRE, ZMTP], ids=lambda it: it.name)
 def test_each_module_says_what_it_is(crate: Path) -> None:
     for source in rust_sources(crate / "src"):
         assert source.read_text().startswith("//! "), source
+
+
+def known_by_module(crate: Path) -> dict[str, set[str]]:
+    """Return which modules of a crate each of its modules names; a folder is one module."""
+    graph: dict[str, set[str]] = {}
+    for source in rust_sources(crate / "src"):
+        module = source.relative_to(crate / "src").parts[0].removesuffix(".rs")
+        code = re.sub("//.*", "", source.read_text())
+        named = set(re.findall(r"\bcrate::([a-z]\w*)", code)) - {module}
+        graph[module] = graph.get(module, set()) | named
+    return graph
+
+
+@pytest.mark.parametrize(
+    "crate", [CORE, EXTENSION, METERS, RING, SHM, WIRE, ZMTP], ids=lambda it: it.name
+)
+def test_no_module_of_a_crate_knows_itself_by_way_of_others(crate: Path) -> None:
+    TopologicalSorter(known_by_module(crate)).prepare()
+
+
+def test_only_what_looks_at_the_scheduler_knows_it() -> None:
+    graph = known_by_module(CORE)
+    assert {it for it in graph if "scheduler" in graph[it]} == {"pacing", "queue_watch"}
 
 
 def modules(package: Path = PACKAGE) -> dict[str, Path]:

@@ -256,21 +256,6 @@ def test_of_two_engines_with_the_same_labels_each_goes_alone(shown: list[EngineV
     assert 'transport="shm"' in generate_latest(registry).decode()
 
 
-def test_a_scheduler_that_gave_way_shows_no_steps(meters: Any, shown: list[EngineView]) -> None:
-    core = build_core()
-    meters.time_steps(core)
-    core.add_request(build_request(), 1.0)
-    step(core)
-    shown.append(EngineView("model", "0", INFO, reader_of(meters)))
-    registry = registry_with(shown[0])
-    assert 'scheduler="sparksched"' in generate_latest(registry).decode()
-    meters.end_steps()
-    text = generate_latest(registry).decode()
-    assert 'scheduler="vllm"' in text
-    assert 'fallback_feature="SPARKSCHED_VERIFY=vllm"' in text
-    assert "requests_running" not in text
-
-
 def test_series_can_be_asked_for_by_name(meters: Any, shown: list[EngineView]) -> None:
     core = build_core()
     meters.time_steps(core)
@@ -299,9 +284,6 @@ def test_every_series_is_described(shown: list[EngineView]) -> None:
             counts = {"num_running": 1, "num_waiting": 1, "num_queue_timeouts": 1}
             others = {"waiting_for": {"blocks": 1}, "pacing": pacing}
             return dict.fromkeys(names, times) | counts | others
-
-        def steps_have_ended(self) -> bool:
-            return False
 
         def rings(self) -> dict[str, Any]:
             keys = ("waiting_bytes", "high_water_bytes", "backlog_bytes", "num_without_room")

@@ -143,8 +143,7 @@ VALUES: list[tuple[Callable[[], object], str, dict[str | None, object]]] = [
     (
         environment.verification,
         "SPARKSCHED_VERIFY",
-        {None: None, "": None, "0": None, "1": "sparksched", "sparksched": "sparksched"}
-        | {"vllm": "vllm", "stop": "stop"},
+        {None: None, "": None, "0": None, "1": "1", "stop": "stop"},
     ),
 ]
 
@@ -172,10 +171,7 @@ def test_unknown_scheduler(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-NO_VERIFICATION = (
-    "names no known way to go on after a difference; "
-    "allowed are '0', '1', 'sparksched', 'vllm' and 'stop'"
-)
+NO_VERIFICATION = "names no known kind of verification; allowed are '0', '1' and 'stop'"
 NO_FRONT_END = "names no known front end; allowed are 'vllm' and 'sparksched'"
 NO_TRANSPORT = "names no known transport; allowed are 'auto', 'shm', 'zmq' and 'libzmq'"
 NO_SWITCH = "is not a switch; allowed are '0' and '1'"
@@ -194,27 +190,15 @@ NO_WAIT = "is not a number of seconds from 0.1 to 86400"
     [
         ("SPARKSCHED_STRICT", "yes", NO_SWITCH),
         ("SPARKSCHED_FRONT_END", "rust", NO_FRONT_END),
-        ("SPARKSCHED_VERIFY", "yes", NO_VERIFICATION),
-        ("SPARKSCHED_VERIFY", "STOP", NO_VERIFICATION),
-        ("SPARKSCHED_VERIFY", " 1", NO_VERIFICATION),
+        ("SPARKSCHED_VERIFY", "vllm", NO_VERIFICATION),
         ("SPARKSCHED_TRANSPORT", "tcp", NO_TRANSPORT),
-        ("SPARKSCHED_TRANSPORT", "SHM", NO_TRANSPORT),
-        ("SPARKSCHED_TRANSPORT", " ", NO_TRANSPORT),
         ("SPARKSCHED_RING_MIB", "0", NO_MIB),
         ("SPARKSCHED_RING_MIB", "1025", NO_MIB),
-        ("SPARKSCHED_RING_MIB", "-1", NO_MIB),
-        ("SPARKSCHED_RING_MIB", "1.5", NO_MIB),
         ("SPARKSCHED_RING_MIB", "8M", NO_MIB),
-        ("SPARKSCHED_RING_MIB", "²", NO_MIB),
-        ("SPARKSCHED_STUCK_AFTER_S", "0", NO_SECONDS),
-        ("SPARKSCHED_STUCK_AFTER_S", "-1", NO_SECONDS),
         ("SPARKSCHED_STUCK_AFTER_S", "3601", NO_SECONDS),
         ("SPARKSCHED_STUCK_AFTER_S", "nan", NO_SECONDS),
-        ("SPARKSCHED_STUCK_AFTER_S", "inf", NO_SECONDS),
         ("SPARKSCHED_STUCK_AFTER_S", "10s", NO_SECONDS),
         ("SPARKSCHED_QUEUE_TIMEOUT_S", "0", NO_WAIT),
-        ("SPARKSCHED_QUEUE_TIMEOUT_S", "86401", NO_WAIT),
-        ("SPARKSCHED_QUEUE_TIMEOUT_S", "nan", NO_WAIT),
         ("SPARKSCHED_QUEUE_TIMEOUT_S", "30s", NO_WAIT),
         (
             "SPARKSCHED_RECORD",
@@ -225,7 +209,6 @@ NO_WAIT = "is not a number of seconds from 0.1 to 86400"
         ("SPARKSCHED_RECORD", "trace,token", NO_OPTION.format("token")),
         ("SPARKSCHED_RECORD", "trace,bytes=65535", NO_BYTES),
         ("SPARKSCHED_RECORD", "trace,tokens,bytes=1e9", NO_BYTES),
-        ("SPARKSCHED_RECORD", "trace,bytes=-1", NO_BYTES),
         ("SPARKSCHED_RECORD", "trace,bytes=" + "9" * 5000, NO_BYTES),
     ],
 )
@@ -245,17 +228,6 @@ def test_wrong_values_are_reported_by_register(
 # ----------------------------------------------------------------------------------------
 
 
-def test_saying_off_is_no_unknown_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm.envs
-
-    monkeypatch.setattr(vllm.envs, "environment_variables", dict(vllm.envs.environment_variables))
-    monkeypatch.setattr(vllm.envs, "compile_factors", vllm.envs.compile_factors)
-    monkeypatch.setenv("VLLM_SCHEDULER", "vllm")
-    plugin.register()
-    assert "VLLM_SCHEDULER" in vllm.envs.environment_variables
-    assert "VLLM_SCHEDULER" not in vllm.envs.compile_factors()
-
-
 @pytest.mark.parametrize("value", ["", "vllm"])
 def test_unselected_imports_nothing(value: str) -> None:
     run_python(
@@ -266,25 +238,6 @@ def test_unselected_imports_nothing(value: str) -> None:
         "& sys.modules.keys()\n",
         VLLM_SCHEDULER=value,
     )
-
-
-def test_unselected_changes_nothing(vllm_restored: None) -> None:
-    import vllm.envs
-    from vllm.config.scheduler import SchedulerConfig
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    def state() -> tuple[object, ...]:
-        return (
-            SchedulerConfig.get_scheduler_cls,
-            OutputProcessor.process_outputs,
-            vllm.envs.compile_factors,
-            dict(vllm.envs.environment_variables),
-            list(sys.meta_path),
-        )
-
-    before = state()
-    plugin.register()
-    assert state() == before
 
 
 # ----------------------------------------------------------------------------------------
@@ -302,17 +255,6 @@ def test_missing_extension_is_a_clear_error(
     assert "unset VLLM_SCHEDULER" in str(error.value)
 
 
-def test_register_twice_is_register_once(registered: None) -> None:
-    from vllm.config.scheduler import SchedulerConfig
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    functions = SchedulerConfig.get_scheduler_cls, OutputProcessor.process_outputs
-    finders = list(sys.meta_path)
-    plugin.register()
-    assert (SchedulerConfig.get_scheduler_cls, OutputProcessor.process_outputs) == functions
-    assert sys.meta_path == finders
-
-
 def test_vllm_knows_the_variable(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.envs
     from vllm.platforms import current_platform
@@ -322,20 +264,6 @@ def test_vllm_knows_the_variable(registered: None, monkeypatch: pytest.MonkeyPat
             monkeypatch.delenv(name)
     current_platform.validate_environ(hard_fail=True)
     assert vllm.envs.VLLM_SCHEDULER == "sparksched"
-
-
-def test_vllm_knows_the_variable_with_cached_variables(
-    vllm_restored: None, stubs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import vllm.envs
-
-    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
-    vllm.envs.enable_envs_cache()
-    try:
-        plugin.register()
-        assert vllm.envs.VLLM_SCHEDULER == "sparksched"
-    finally:
-        vllm.envs.disable_envs_cache()
 
 
 def test_compilation_cache_is_shared_with_stock(
@@ -477,21 +405,6 @@ def test_a_module_is_changed_when_it_comes_later(
     patching.after_import("late_module", change)  # now there is nothing to wait for
     assert module.Late().method() == 2
     monkeypatch.delitem(sys.modules, "late_module")
-
-
-def test_a_module_is_changed_in_more_than_one_way(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "much_changed_module.py").write_text("changes = []\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    for name in ("first", "second"):
-        patching.after_import(
-            "much_changed_module", lambda module, name=name: module.changes.append(name)
-        )
-    module = importlib.import_module("much_changed_module")
-    assert module.changes == ["first", "second"]
-    monkeypatch.delitem(sys.modules, "much_changed_module")
 
 
 def test_register_replaces_functions_that_keep_their_signatures(

@@ -13,23 +13,17 @@ from typing import Any
 import pytest
 from engine.harness import restored_vllm
 from sparksched import environment, plugin
-from sparksched.compat import drift, fingerprints, patching, releases, seams, source
+from sparksched.compat import fingerprints, patching, releases, seams, source
 from sparksched.compat.seams import Group, Moment, Seam
 from sparksched.engine import hooks
-from sparksched.trace.record import engine_end
+from sparksched.record import engine_end
 
-from bench.report.seams import MARK, with_seams
+from tools.pages import MARK, with_seams
 
 pytestmark = pytest.mark.release
 
 FUNCTIONS = [(group, seam) for group in seams.GROUPS for seam in group.functions]
 ANY_RELEASE = [group for group in seams.GROUPS if group.any_release]
-RELIED_ON = [
-    (group, target)
-    for group in seams.GROUPS
-    for target in group.relied_on
-    if ":" in target and target in fingerprints.KNOWN[releases.installed()]
-]
 VLLM_SCHEDULER = (seams.CHOICE, seams.NATIVE_ENGINE)
 """Groups without which vLLM's own scheduler serves."""
 
@@ -156,15 +150,10 @@ def test_a_module_that_is_still_being_imported_lacks_nothing(
     assert fingerprints.difference(seams.CLIENT_TRANSPORT) is None
 
 
-@pytest.mark.parametrize(("group", "seam"), FUNCTIONS, ids=name_of)
-def test_ours_exists(group: Group, seam: Seam) -> None:
-    assert callable(patching._ours(seam.by))
-
-
-@pytest.mark.parametrize("group", seams.GROUPS, ids=name_of)
-def test_what_sets_a_value_exists(group: Group) -> None:
-    for seam in group.values:
-        assert callable(patching._ours(seam.by)), seam
+def test_ours_exist() -> None:
+    for group in seams.GROUPS:
+        for seam in (*group.functions, *group.values):
+            assert callable(patching._ours(seam.by)), seam
 
 
 # ----------------------------------------------------------------------------------------
@@ -172,21 +161,17 @@ def test_what_sets_a_value_exists(group: Group) -> None:
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("group", "seam"), FUNCTIONS, ids=name_of)
-@pytest.mark.parametrize("mode", ["vllm", "sparksched"])
+@pytest.mark.parametrize("group", seams.GROUPS, ids=name_of)
 def test_a_name_that_is_missing_leaves_its_group_to_vllm(
-    mode: str, group: Group, seam: Seam, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+    group: Group, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
-    delete(monkeypatch, seam.target)
-    start(mode)
-    if mode == "vllm":
-        assert replaced() == set()
-        assert warnings == []
-        return
-    assert replaced() == expected(without=group) - sharing(seam.target)
-    assert len(warnings) == len(groups_that_need(seam.target))
+    target = group.functions[-1].target
+    delete(monkeypatch, target)
+    start("sparksched")
+    assert replaced() == expected(without=group) - sharing(target)
+    assert len(warnings) == len(groups_that_need(target))
     # It may be inherited from another one of the group, which is named then.
-    name = seam.target.rpartition(".")[2].rpartition(":")[2]
+    name = target.rpartition(".")[2].rpartition(":")[2]
     assert all(warning.endswith(f".{name} is missing") for warning in warnings)
 
 
@@ -199,32 +184,21 @@ def sharing(target: str) -> set[str]:
     return {seam.target for group in groups_that_need(target) for seam in group.functions}
 
 
-OWNERS = sorted(
-    {seam.target.rpartition(".")[0] for _, seam in FUNCTIONS if "." in seam.target.split(":")[1]}
-)
-
-
-@pytest.mark.parametrize("owner", OWNERS)
-@pytest.mark.parametrize("mode", ["vllm", "sparksched"])
 def test_an_owner_that_is_missing_leaves_its_groups_to_vllm(
-    mode: str, owner: str, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
+    owner = "vllm.v1.engine.core:EngineCoreProc"
     module, name = patching.owner_of(owner)
     monkeypatch.delattr(module, name)
-    start(mode)
-    left = {
-        seam.target
-        for group, seam in FUNCTIONS
-        if any(f"{it}.".startswith(f"{owner}.") for it in group.code)
-    }
+    start("sparksched")
+    left = {seam.target for seam in (*seams.ENGINE_TRANSPORT.functions,)}
     assert replaced() & left == set()
-    assert bool(warnings) is (mode == "sparksched")
+    assert warnings
     assert all(source.dotted(owner) in warning for warning in warnings)
 
 
-@pytest.mark.parametrize("mode", ["vllm", "sparksched"])
 def test_vllm_without_its_table_of_variables(
-    mode: str, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     import vllm.envs
 
@@ -250,37 +224,36 @@ def test_code_that_differs_leaves_its_group_to_vllm(
         assert warning.endswith(f"{source.dotted(target)} is not that of vLLM {release}")
 
 
-@pytest.mark.parametrize("group", seams.GROUPS, ids=name_of)
-def test_strict_makes_it_an_error(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    delete(monkeypatch, group.functions[0].target)
-    missing = source.dotted(group.functions[0].target)
+def test_strict_makes_it_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = seams.CLIENT_TRANSPORT.functions[0].target
+    delete(monkeypatch, target)
+    missing = source.dotted(target)
     with pytest.raises(RuntimeError, match=f"{missing}.*SPARKSCHED_STRICT=1 makes this an error"):
         start("sparksched", SPARKSCHED_STRICT="1")
 
 
-@pytest.mark.parametrize(("group", "target"), RELIED_ON, ids=name_of)
-def test_a_function_that_is_relied_on_and_missing_leaves_its_group_to_vllm(
-    group: Group, target: str, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+@pytest.mark.parametrize(
+    "target", ["vllm.v1.core.sched.output:SchedulerOutput", "vllm.config:CacheConfig"]
+)
+def test_a_class_that_another_plugin_has_replaced_runs_vllms_scheduler(
+    target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not source.installed().look_up(target).is_definition:
-        pytest.skip("an instance has it")
-    delete(monkeypatch, target)
-    problem = fingerprints.difference(group)
-    # A part of what is relied on may be relied on, too.
+    """Its source is still there as it is known."""
+    owner, name = patching.owner_of(target)
+    monkeypatch.setattr(owner, name, type(name, (getattr(owner, name),), {}))
+    problem = fingerprints.unsupported_code()
     assert problem is not None
-    assert problem.endswith(" is missing")
+    assert problem.reason == f"{source.dotted(target)} is not vLLM's own"
 
 
-@pytest.mark.parametrize("target", [it for it in seams.NATIVE_ENGINE.code if "Scheduler._" in it])
 def test_a_fork_without_a_private_function_runs_vllms_scheduler(
-    target: str, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
-    """Our modules take these when they are imported: that must not happen."""
-    if target not in fingerprints.KNOWN[releases.installed()]:
-        pytest.skip("a later release has it")
+    """Our modules take it when they are imported: that must not happen."""
     for name in [it for it in sys.modules if it.startswith("sparksched.")]:
         if name.split(".")[1] in ("engine", "scheduler"):
             monkeypatch.delitem(sys.modules, name)
+    target = "vllm.v1.core.sched.scheduler:Scheduler._free_encoder_inputs"
     delete(monkeypatch, target)
     os.environ["VLLM_SCHEDULER"] = "sparksched"
     plugin.register()
@@ -389,6 +362,17 @@ def vllm_of(tmp_path: Any) -> Any:
     return write
 
 
+def test_fields_are_those_of_a_class_and_its_bases(vllm_of: Any) -> None:
+    def fingerprint(code: str) -> str:
+        found: str = vllm_of(code).look_up("vllm.thing:Thing.*").fingerprint
+        return found
+
+    code = "class Base:\n    a: int = 1\nclass Thing(Base):\n    b: int = 2\n    def c(self): 3\n"
+    assert fingerprint(code.replace("3", "4")) == fingerprint(code)
+    for field in ("a: int = 1", "b: int = 2"):
+        assert fingerprint(code.replace(field, f"{field}\n    new: int = 0")) != fingerprint(code)
+
+
 @pytest.mark.parametrize("target", ["vllm.thing:Thing.method", "vllm.thing:Thing", "vllm.thing"])
 def test_a_fingerprint_is_that_of_the_code(vllm_of: Any, target: str) -> None:
     fingerprint = vllm_of(CODE).look_up(target).fingerprint
@@ -441,58 +425,3 @@ def test_each_switch_is_a_variable_of_ours() -> None:
     for group in seams.GROUPS:
         for name in re.findall(r"`(\w+)", group.off):
             assert name in environment.VARIABLES, group
-
-
-# ----------------------------------------------------------------------------------------
-# drift
-# ----------------------------------------------------------------------------------------
-
-
-def test_drift_finds_nothing_between_a_release_and_itself(capsys: Any) -> None:
-    assert drift.main(["installed", "installed"]) == 0
-    assert capsys.readouterr().out == "Nothing has changed.\n"
-
-
-@pytest.fixture
-def changed_vllm(tmp_path: Path) -> Path:
-    """Copy what the table names of vLLM, changed in one way of each kind."""
-    folder = source.installed().folder
-    modules = {folder / "__init__.py"}
-    for path in (*folder.glob("config/*.py"), *folder.glob("v1/**/*.py"), *folder.glob("*.py")):
-        modules.add(path)
-    for path in modules:
-        copy = tmp_path / "vllm-fork" / path.relative_to(folder.parent)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(path.read_bytes())
-    knob = "    num_invalid_spec_tokens:"
-    for name, before, after in (
-        ("v1/engine/core.py", "def _make_ready_response(", "def _make_readiness("),
-        ("v1/core/sched/scheduler.py", "def schedule(", "def schedule(self): ...\n    def old("),
-        ("v1/core/sched/output.py", knob, f"    new_knob: int = 7\n{knob}"),
-        ("config/lora.py", "    max_loras:", "    new_setting: int = 8\n    max_loras:"),
-        ("sampling_params.py", "class RequestOutputKind(", "class OtherKind("),
-    ):
-        path = tmp_path / "vllm-fork/vllm" / name
-        text = path.read_text()
-        assert before in text, name
-        path.write_text(text.replace(before, after, 1))
-    return tmp_path / "vllm-fork"
-
-
-def test_drift_lists_each_kind_of_change(changed_vllm: Path, capsys: Any) -> None:
-    assert drift.main(["installed", str(changed_vllm), "--diff"]) == 1
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    core = "vllm.v1.engine.core.EngineCoreProc"
-    assert f"{core}._make_ready_response (engine_transport): gone" in lines
-    scheduler = "vllm.v1.core.sched.scheduler.Scheduler (native_engine)"
-    assert f"{scheduler}: changed: schedule; new: old" in lines
-    assert "+    def schedule(self):" in lines
-    assert "vllm.v1.core.sched.output.SchedulerOutput: new: new_knob = 7" in lines
-    assert "lora_config: new: new_setting = 8" in lines
-    assert "lora_config: new_setting is not in the allow-list" in lines
-    assert "vllm.sampling_params.RequestOutputKind" in lines
-
-
-def test_drift_says_that_there_is_no_vllm(tmp_path: Path, capsys: Any) -> None:
-    assert drift.main(["installed", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"drift: there is no vLLM in {tmp_path}\n"

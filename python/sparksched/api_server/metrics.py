@@ -58,6 +58,15 @@ _WAITING_FOR: Final = (
     "sparksched:waiting_requests",
     "Requests that wait to be scheduled, by what they wait for.",
 )
+_TENANTS_WAITING: Final = (
+    "sparksched:tenant_waiting_requests",
+    "Requests that have never been scheduled, of the 20 tenants with the most requests; the rest"
+    " have an empty name. With SPARKSCHED_ORDER.",
+)
+_TENANTS_UNFINISHED: Final = (
+    "sparksched:tenant_unfinished_requests",
+    "The same, of requests that have not ended.",
+)
 _QUEUE_TIMEOUTS: Final = (
     "sparksched:queue_timeouts",
     "Requests that ended because they had waited too long to be scheduled.",
@@ -88,13 +97,6 @@ _RING_COUNTERS: Final = {
 }
 
 
-_GAVE_WAY: Final = {
-    "scheduler": "vllm",
-    "fallback_feature": "SPARKSCHED_VERIFY=vllm",
-    "fallback_reason": "the schedulers differed; the engine's log says how",
-}
-
-
 @dataclass(eq=False)
 class EngineView:
     """One engine as an API server sees it."""
@@ -110,12 +112,6 @@ class EngineView:
     def labels(self) -> tuple[str, str]:
         """The values of `LABELS`."""
         return (self.model_name, self.engine)
-
-    def info_now(self) -> Mapping[str, str]:
-        """Return `info`, unless vLLM's scheduler has taken over since."""
-        if self.meters is None or not self.meters.steps_have_ended():
-            return self.info
-        return {**self.info, **_GAVE_WAY}
 
 
 # A client that was dropped is ended by the garbage collector, which may run in the midst of what
@@ -193,7 +189,8 @@ class EngineCollector(Collector):
 
     def describe(self) -> list[Metric]:
         """Name all series, also those that aren't there yet: a request may ask for some by name."""
-        return [_info_family(), *_step_families([]), *_ring_families([])]
+        families = (_step_families([]), _tenant_families([]), _ring_families([]))
+        return [_info_family(), *itertools.chain(*families)]
 
     def collect(self) -> Iterator[Metric]:
         """Read each engine's page. An error here must not take vLLM's own metrics away."""
@@ -218,7 +215,7 @@ def _info_family() -> GaugeMetricFamily:
 def _info(views: Sequence[EngineView]) -> Iterator[Metric]:
     family = _info_family()
     for view in views:
-        now = view.info_now()
+        now = view.info
         values = [now[name][:MAX_LABEL_CHARACTERS] for name in INFO_LABELS]
         family.add_metric([*view.labels, *values], 1)
     if not views:
@@ -241,6 +238,11 @@ def _families(views: Sequence[EngineView]) -> Iterator[Metric]:
     rings = [(view, found) for view, it in readings if it is not None and (found := it.rings())]
     if steps:
         yield from _step_families(steps)
+    tenants = [
+        (view, found) for view, it in readings if it is not None and (found := it.tenants())
+    ]
+    if tenants:
+        yield from _tenant_families(tenants)
     if rings:
         yield from _ring_families(rings)
 
@@ -276,6 +278,22 @@ def _queue_families(readings: _Readings) -> Iterator[Metric]:
         counter.add_metric(view.labels, reading["num_queue_timeouts"])
     yield gauge
     yield counter
+
+
+def _tenant_families(readings: _Readings) -> Iterator[Metric]:
+    waiting = GaugeMetricFamily(*_TENANTS_WAITING, labels=(*LABELS, "tenant"))
+    unfinished = GaugeMetricFamily(*_TENANTS_UNFINISHED, labels=(*LABELS, "tenant"))
+    for view, tenants in readings:
+        # Two long names may begin alike, and then are one here.
+        sums: dict[str, tuple[int, int]] = {}
+        for name, num_waiting, num_unfinished in tenants:
+            before = sums.get(name, (0, 0))
+            sums[name] = (before[0] + num_waiting, before[1] + num_unfinished)
+        for name, (num_waiting, num_unfinished) in sums.items():
+            waiting.add_metric([*view.labels, name], num_waiting)
+            unfinished.add_metric([*view.labels, name], num_unfinished)
+    yield waiting
+    yield unfinished
 
 
 def _pacing_families(readings: _Readings) -> Iterator[Metric]:

@@ -15,29 +15,25 @@ would have made of it, in new objects as there. There is one exception: a stream
 all that waits for it are plain outputs of one index. Then the loop merges the next output into
 these, without an object of its own and without `RequestOutput.add`.
 
-The loop relies on the shape of vLLM's objects, and bypasses some of vLLM's functions. If a shape is
-not the known one, or somebody else has replaced one of these functions, everything stays vLLM's.
+The loop relies on the shape of vLLM's objects, and bypasses some of vLLM's functions. The table of
+seams names both. If one is not as it is known, everything stays vLLM's.
 """
 
 import functools
-import inspect
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
-import vllm
+import torch
+from vllm.exceptions import GenerationError
 from vllm.logger import init_logger
-from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestError, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.metrics.stats import IterationStats, RequestStateStats
+from vllm.v1.metrics.stats import IterationStats
 
-from sparksched import compat
 from sparksched.api_server import request_collector as collector
 from sparksched.api_server.errors import QueueTimeoutError
 from sparksched.compat import patching
@@ -55,6 +51,9 @@ logger = init_logger("vllm.sparksched")
 # To look up a member of an enumeration takes longer than anything else in the loop.
 _DELTA: Final = RequestOutputKind.DELTA
 _FINAL_ONLY: Final = RequestOutputKind.FINAL_ONLY
+_ERROR: Final = FinishReason.ERROR
+
+EMPTY_CPU_TENSOR: Final = torch.empty(0, device="cpu")
 
 
 # ----------------------------------------------------------------------------------------
@@ -62,16 +61,13 @@ _FINAL_ONLY: Final = RequestOutputKind.FINAL_ONLY
 # ----------------------------------------------------------------------------------------
 
 
-def prepare() -> str | None:
-    """Return what is not as the loop relies on it; if that is nothing, make room for its state."""
+def prepare() -> None:
+    """Make room for the loop's state in vLLM's objects."""
     from vllm.v1.engine import output_processor
 
-    problem = _first_difference(output_processor)
-    if problem is None:
-        output_processor.RequestState.sparksched_is_plain = False
-        output_processor.RequestState.sparksched_extends_output = False
-        collector.prepare(output_processor.RequestOutputCollector)
-    return problem
+    output_processor.RequestState.sparksched_is_plain = False
+    output_processor.RequestState.sparksched_extends_output = False
+    collector.prepare(output_processor.RequestOutputCollector)
 
 
 # ----------------------------------------------------------------------------------------
@@ -127,8 +123,8 @@ def _looping_over_plain_outputs(  # noqa: PLR0915
                 or output.num_nans_in_logits
                 or not (state.sparksched_is_plain or _becomes_plain(state, put))
             ):
-                if output.stop_reason == QUEUE_TIMEOUT and state.queue is not None:
-                    reqs_to_abort += _give_up(self, state, iteration_stats)
+                if output.finish_reason is _ERROR and _is_failure(state, output):
+                    reqs_to_abort += _give_up(self, state, output, iteration_stats, request_outputs)
                     continue
                 processed = original(
                     self, [output], engine_core_timestamp, iteration_stats, weight_version
@@ -292,17 +288,29 @@ def _finish_at_stop_string(
     return request_output
 
 
+def _is_failure(state: "RequestState", output: EngineCoreOutput) -> bool:
+    """Return whether an output is the end of a request in an error that vLLM can't tell of.
+
+    vLLM 0.32.0 knows no reason but one. A pooling request without a result would end its loop.
+    """
+    if output.stop_reason == QUEUE_TIMEOUT and state.queue is not None:
+        return True
+    has_result = output.pooling_output is not None or output.mm_cache_miss_hashes
+    return state.detokenizer is None and not has_result
+
+
 def _give_up(
     processor: "OutputProcessor",
     state: "RequestState",
+    output: EngineCoreOutput,
     iteration_stats: IterationStats | None,
+    request_outputs: list[RequestOutput | PoolingRequestOutput],
 ) -> list[str]:
-    """Fail the stream of a request that waited too long; return the ids that are to be aborted.
+    """Fail a request and tell whoever waits for it; return the ids that are to be aborted.
 
     Of a request with `n` outputs all are failed: an HTTP answer is of all of them.
     """
-    # Without statistics vLLM doesn't keep when it came.
-    waited_s = None if state.stats is None else time.time() - state.stats.arrival_time
+    error = _error_of(state, output)
     processor._update_stats_from_finished(state, FinishReason.ERROR, iteration_stats)
     aborted: list[str] = []
     if state.parent_req is None:
@@ -310,56 +318,26 @@ def _give_up(
     else:
         aborted = processor.abort_requests([state.parent_req.request_id], internal=True)
         aborted.remove(state.request_id)
-    # Last: it takes the place of whatever waits there.
-    state.queue.put(QueueTimeoutError(waited_s))
+    if state.queue is not None:
+        # Last: it takes the place of whatever waits there.
+        state.queue.put(error)
+    else:
+        why = RequestError(
+            str(output.stop_reason), str(error), retryable=isinstance(error, QueueTimeoutError)
+        )
+        empty = state._new_pooling_output(EMPTY_CPU_TENSOR)
+        request_outputs.append(
+            state._new_request_output(state.external_req_id, [empty], finished=True, error=why)
+        )
     return aborted
 
 
-# ----------------------------------------------------------------------------------------
-# What all this relies on
-# ----------------------------------------------------------------------------------------
-
-
-def _first_difference(module: ModuleType) -> str | None:
-    """Compare vLLM's functions and classes with the known ones; return what differs, or None."""
-    vllm_folder = str(Path(vllm.__file__).parent)
-    for owner, names in _functions_bypassed(module):
-        for name in names.split():
-            code = getattr(getattr(owner, name), "__code__", None)
-            if code is None or not code.co_filename.startswith(vllm_folder):
-                return f"{owner.__name__}.{name} is not vLLM's own"
-    for class_name, found in _shapes(module):
-        if found != compat.known_names(class_name):
-            return f"{class_name.rpartition('.')[2]} is not as sparksched knows it"
-    return None
-
-
-def _functions_bypassed(module: ModuleType) -> Iterator[tuple[type[Any], str]]:
-    yield module.OutputProcessor, "process_outputs _update_stats_from_output"
-    yield module.RequestState, "make_request_output _new_request_output _new_completion_output"
-    yield module.RequestOutputCollector, "__init__ put get get_nowait"
-    yield RequestOutput, "add"
-    yield IterationStats, "update_from_output"
-    yield LogprobsProcessor, "update_from_output"
-    yield IncrementalDetokenizer, "update get_next_output_text"
-    yield ParentRequest, "get_outputs"
-
-
-def _shapes(module: ModuleType) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield classes by their full names, with their real attributes or parameters."""
-    parameters = inspect.signature(module.RequestState).parameters.values()
-    required = [it.name for it in parameters if it.default is it.empty]
-    state = module.RequestState(**{**dict.fromkeys(required), "prompt_token_ids": []})
-    collector = module.RequestOutputCollector(_DELTA, "")
-    yield "vllm.v1.engine.EngineCoreOutput", EngineCoreOutput.__struct_fields__
-    yield "vllm.v1.engine.output_processor.RequestState", tuple(vars(state))
-    yield "vllm.v1.engine.logprobs.LogprobsProcessor", _parameters_of(LogprobsProcessor)
-    yield "vllm.v1.metrics.stats.RequestStateStats", _parameters_of(RequestStateStats)
-    yield "vllm.v1.metrics.stats.IterationStats", tuple(vars(IterationStats()))
-    yield "vllm.outputs.CompletionOutput", _parameters_of(CompletionOutput)
-    yield "vllm.outputs.RequestOutput", _parameters_of(RequestOutput)
-    yield "vllm.v1.engine.output_processor.RequestOutputCollector", tuple(vars(collector))
-
-
-def _parameters_of(cls: type[Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(cls).parameters)
+def _error_of(state: "RequestState", output: EngineCoreOutput) -> GenerationError:
+    if output.stop_reason == QUEUE_TIMEOUT:
+        # Without statistics vLLM doesn't keep when it came.
+        return QueueTimeoutError(
+            None if state.stats is None else time.time() - state.stats.arrival_time
+        )
+    why = getattr(output, "error", None)  # since vLLM 0.33.0
+    error: GenerationError = GenerationError() if why is None else why.to_exception()
+    return error

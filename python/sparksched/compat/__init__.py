@@ -4,11 +4,12 @@ Support is an allow-list. Everything here answers one question, "may the native 
 run?", with None for yes or with an `Unsupported` that names the first thing in the way.
 vLLM's modules are imported only inside the functions that look at them.
 
-Here is what a check that has failed leads to. `shapes` compares vLLM's structures with those of
-`known_shapes`, `fingerprints` compares its code,
-`configuration` and `kv_cache` have a rule for each feature that is left out.
+Here is what a check that has failed leads to. `fingerprints` compares vLLM's code with that of the
+releases that are known, `configuration` and `kv_cache` have a rule for each feature that is left
+out.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from sparksched import environment
@@ -22,7 +23,6 @@ from sparksched.compat.kv_cache import (
     unsupported_kv_cache,
 )
 from sparksched.compat.rule import Unsupported
-from sparksched.compat.shapes import known_names, resolve, unsupported_shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,16 +34,15 @@ __all__ = [
     "eagle_groups",
     "first_unsupported",
     "has_drafter_groups",
-    "known_names",
     "note_refusal",
     "refuse",
     "refused",
     "room_for_extra_keys",
     "stock_scheduler_cls",
     "unsupported_before_loading",
+    "unsupported_code",
     "unsupported_config",
     "unsupported_kv_cache",
-    "unsupported_shapes",
     "unsupported_version",
     "unsupported_vllm",
     "warn",
@@ -74,8 +73,7 @@ def unsupported_vllm() -> Unsupported | None:
     Before this says None, the native scheduler must not be imported: it takes functions of vLLM's
     that another vLLM may not have.
     """
-    # In this order, because each check leans on what the one before it has established.
-    return unsupported_version() or unsupported_shapes() or unsupported_code()
+    return unsupported_version() or unsupported_code()
 
 
 def unsupported_version() -> Unsupported | None:
@@ -138,13 +136,15 @@ def stock_scheduler_cls(vllm_config: "VllmConfig") -> type[Any]:
     """Return the scheduler that vLLM chooses for this configuration if nobody asks for another."""
     is_diffusion = vllm_config.diffusion_config is not None
     is_async = bool(vllm_config.scheduler_config.async_scheduling)
-    return resolve(_STOCK_SCHEDULERS[is_diffusion, is_async])
+    module, _, name = _STOCK_SCHEDULERS[is_diffusion, is_async].partition(":")
+    cls: type[Any] = getattr(importlib.import_module(module), name)
+    return cls
 
 
 # By whether the model is a diffusion model, and whether scheduling is asynchronous.
 _STOCK_SCHEDULERS: Final = {
-    (False, False): "vllm.v1.core.sched.scheduler.Scheduler",
-    (False, True): "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
-    (True, False): "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler",
-    (True, True): "vllm.v1.core.sched.diffusion_scheduler.DiffusionAsyncScheduler",
+    (False, False): "vllm.v1.core.sched.scheduler:Scheduler",
+    (False, True): "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+    (True, False): "vllm.v1.core.sched.diffusion_scheduler:DiffusionScheduler",
+    (True, True): "vllm.v1.core.sched.diffusion_scheduler:DiffusionAsyncScheduler",
 }

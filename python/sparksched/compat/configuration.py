@@ -1,10 +1,11 @@
 """The configurations that sparksched leaves to vLLM's own scheduler."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Final
 
 from sparksched.compat import releases
 from sparksched.compat.rule import TOO_MANY, Rule, Unsupported
-from sparksched.compat.settings import unknown_setting
+from sparksched.compat.seams import SECTIONS
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -146,4 +147,18 @@ def unsupported_config(vllm_config: "VllmConfig") -> Unsupported | None:
     for rule in CONFIG_RULES:
         if rule.applies(vllm_config):
             return rule.problem()
-    return unknown_setting(vllm_config)
+    return _foreign_section(vllm_config)
+
+
+def _foreign_section(vllm_config: "VllmConfig") -> Unsupported | None:
+    """Find a section whose class isn't vLLM's: it may have settings that sparksched doesn't know.
+
+    Plugins put such ones there. Fingerprints are of vLLM's own classes.
+    """
+    for section in SECTIONS:
+        cls = type(getattr(vllm_config, section))
+        if dataclasses.is_dataclass(cls) and not cls.__module__.startswith("vllm."):
+            return Unsupported(
+                f"{cls.__name__} as {section}", "sparksched knows the settings of vLLM's class only"
+            )
+    return None

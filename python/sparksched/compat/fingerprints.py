@@ -1,9 +1,11 @@
 """Whether the code that sparksched replaces or relies on is that of a release that it knows.
 
 A local build of a known release has its version, whatever was changed in it. So code is compared,
-by fingerprints of its source: `fingerprints.json` has those of each supported release.
+by fingerprints of its source: `fingerprints.json` has those of each supported release. They don't
+show what another plugin has replaced in this process, so classes must be vLLM's own.
 """
 
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -13,7 +15,7 @@ from typing import Any, Final
 from sparksched.compat import releases, source
 from sparksched.compat.rule import Unsupported
 from sparksched.compat.seams import NATIVE_ENGINE, Group
-from sparksched.compat.source import MissingError, dotted, module_of
+from sparksched.compat.source import MARK, Found, MissingError, dotted, module_of
 
 KNOWN: Final[Mapping[str, Mapping[str, str]]] = json.loads(
     (resources.files(__package__) / "fingerprints.json").read_text()
@@ -49,8 +51,9 @@ def _changed(group: Group) -> str | None:
         for target in group.code:
             if target in known:
                 found = source.installed().look_up(target)
-                if found.is_definition and not _is_there(target):
-                    raise MissingError(dotted(target))
+                problem = _changed_in_this_process(group, target, found)
+                if problem is not None:
+                    return problem
                 if found.fingerprint != known[target]:
                     return f"{dotted(target)} is not that of vLLM {release}"
         for seam in group.values:
@@ -62,19 +65,58 @@ def _changed(group: Group) -> str | None:
     return None
 
 
+def _changed_in_this_process(group: Group, target: str, found: Found) -> str | None:
+    """Return in words what another plugin has removed or replaced: the source doesn't show it."""
+    module = sys.modules.get(module_of(target))
+    if module is None or _is_being_imported(module):
+        return None
+    for path in found.definitions:
+        try:
+            value = _value(module, path)
+        except LookupError:
+            return f"{module.__name__}.{path} is missing"
+        if (isinstance(value, type) or group.bypasses) and not _is_vllms(value):
+            return f"{module.__name__}.{path} is not vLLM's own"
+    return None
+
+
 def _is_there(target: str) -> bool:
     """Return whether a module has something, if the process has imported the module."""
-    owner: Any = sys.modules.get(module_of(target))
-    path = target.partition(":")[2]
-    if owner is None or _is_being_imported(owner) or not path:
+    module = sys.modules.get(module_of(target))
+    if module is None or _is_being_imported(module):
         return True
+    try:
+        _value(module, target.partition(":")[2])
+    except LookupError:
+        return False
+    return True
+
+
+def _value(owner: Any, path: str) -> Any:
+    """Return what is at a path, as a class keeps it; raise LookupError if nothing is."""
+    value = owner
     for name in path.split("."):
         # Each class has some names from `object`.
-        places = owner.__mro__[:-1] if isinstance(owner, type) else (owner,)
-        if not any(name in vars(place) for place in places):
-            return False
-        owner = getattr(owner, name)
-    return True
+        places = value.__mro__[:-1] if isinstance(value, type) else (value,)
+        place = next((it for it in places if name in vars(it)), None)
+        if place is None:
+            raise LookupError(path)
+        value = vars(place)[name]
+    return value
+
+
+def _is_vllms(value: Any) -> bool:
+    if isinstance(value, type):
+        return value.__module__.startswith("vllm.")
+    if isinstance(value, property):
+        value = value.fget
+    function = getattr(value, "__func__", getattr(value, "func", value))
+    function = getattr(function, MARK, function)
+    if not hasattr(function, "__code__"):  # cached, for one
+        function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    # Some are made by the decorator of a class.
+    return code is not None and code.co_filename.startswith((str(source.installed().folder), "<"))
 
 
 def _is_being_imported(module: Any) -> bool:

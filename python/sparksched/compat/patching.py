@@ -12,15 +12,12 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 from sparksched import compat
 from sparksched.compat import fingerprints, source
 from sparksched.compat.seams import Group, Seam
-from sparksched.compat.source import module_of
-
-MARK: Final = "__sparksched__"
-"""An attribute of every function of vLLM's that has been replaced: the original."""
+from sparksched.compat.source import MARK, module_of
 
 Function = Callable[..., Any]
 
@@ -75,9 +72,9 @@ def _replace_in(group: Group, module: ModuleType) -> None:
         return
     problem = fingerprints.difference(group)
     try:
-        if problem is None and group.prepare and module.__name__ == group.modules[0]:
-            problem = _ours(group.prepare)()
         if problem is None:
+            if group.prepare and module.__name__ == group.modules[0]:
+                _ours(group.prepare)()
             for seam in due:
                 owner, name = owner_of(seam.target)
                 replace(owner, name, _ours(seam.by))

@@ -1,8 +1,8 @@
 """Where sparksched touches vLLM: every function that is replaced, and every one that is relied on.
 
 This table is the truth. The plugin replaces what it lists, `docs/changes-in-vllm.md` is written
-from it, tests delete each of its names in turn, and `sparksched.compat.drift` compares another vLLM
-with it. What each name is in each supported release, `fingerprints.json` holds.
+from it, tests delete names of each group, and `tools.drift` compares another vLLM with it.
+`fingerprints.json` holds what each name is in each supported release.
 
 A group works as a whole or not at all: if one of its names is missing, or not as in the releases
 that are known, all of it stays vLLM's.
@@ -60,11 +60,13 @@ class Group:
     """Modules: as soon as one is imported, its functions are replaced, and with the first those of
     all others. If empty, the modules that have the functions."""
     moment: Moment = Moment.IMPORT
+    bypasses: bool = False
+    """Whether functions that another plugin has replaced leave it to vLLM, because ours would not
+    call them. Elsewhere they don't: what is wrapped is most often only watched."""
     any_release: bool = False
     """Whether it holds for every release, so that no fingerprint is looked at."""
     prepare: str = ""
-    """A function of ours that is called before anything is replaced. It returns what speaks against
-    that, or None."""
+    """A function of ours that is called before anything is replaced."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -87,6 +89,8 @@ _ASYNC_LLM: Final = "vllm.v1.engine.async_llm"
 _OUTPUT: Final = "vllm.v1.engine.output_processor"
 _SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
 _HASHES: Final = "vllm.v1.core.kv_cache_utils"
+_ARRIVAL: Final = f"{_CORE}:EngineCore.preprocess_add_request"
+_STATS: Final = "vllm.v1.metrics.stats"
 _ENGINE: Final = "EngineCore"
 _API_SERVER: Final = "API server"
 
@@ -112,11 +116,35 @@ CHOICE: Final = Group(
 VARIABLES: Final = "vllm.envs:environment_variables"
 """What vLLM knows its environment variables by. Ours are added, with `VLLM_SCHEDULER=vllm`, too."""
 
+SECTIONS: Final = {
+    "scheduler_config": "SchedulerConfig",
+    "cache_config": "CacheConfig",
+    "parallel_config": "ParallelConfig",
+    "model_config": "ModelConfig",
+    "speculative_config": "SpeculativeConfig",
+    "lora_config": "LoRAConfig",
+    "attention_config": "AttentionConfig",
+    "mamba_config": "MambaConfig",
+    "engram_config": "EngramConfig",
+    "observability_config": "ObservabilityConfig",
+    "structured_outputs_config": "StructuredOutputsConfig",
+    "reasoning_config": "ReasoningConfig",
+    "watermark_config": "WatermarkConfig",
+    "aux_output_config": "AuxOutputConfig",
+    "offload_config": "OffloadConfig",
+    "kv_transfer_config": "KVTransferConfig",
+    "kv_events_config": "KVEventsConfig",
+    "ec_transfer_config": "ECTransferConfig",
+    "ec_manager_config": "EncoderCacheManagerConfig",
+}
+"""Sections of vLLM's configuration that a decision could depend on, and their classes. The others
+are about devices, kernels, loading, logs."""
+
 NATIVE_ENGINE: Final = Group(
     name="native_engine",
     process=_ENGINE,
     off="whatever makes the scheduler fall back",
-    gain="prompts are hashed beside the engine's loop; a request that can't be served fails alone",
+    gain="prompts are hashed beside the engine's loop",
     instead="using vLLM's own scheduler",
     is_on=_always,
     moment=Moment.NATIVE_SCHEDULER,
@@ -126,14 +154,10 @@ NATIVE_ENGINE: Final = Group(
             "sparksched.engine.hooks:_preferring_native_hasher",
             "prompts are hashed in Rust, without the GIL",
         ),
-        Seam(
-            f"{_CORE}:EngineCore.preprocess_add_request",
-            "sparksched.engine.hooks:_refusing_unsupported_requests",
-            "refuses a request that the core can't take, alone and with a message",
-        ),
     ),
-    # Whose decisions the Rust core makes as well, and whose functions its callbacks use.
     relied_on=(
+        _ARRIVAL,
+        # Whose decisions the Rust core makes as well, and whose functions its callbacks use.
         _SCHEDULER,
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
         "vllm.v1.core.sched.request_queue",
@@ -154,21 +178,56 @@ NATIVE_ENGINE: Final = Group(
         f"{_HASHES}:partial_hash_hits_enabled",
         "vllm.v1.core.kv_cache_metrics:KVCacheMetricsCollector",
         "vllm.v1.core.encoder_cache_manager:EncoderCacheManager",
-        "vllm.v1.request:Request",
-        "vllm.v1.request:StreamingUpdate",
         "vllm.v1.serial_utils:MsgpackEncoder",
         "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup",
         "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
         "vllm.v1.structured_output:StructuredOutputManager.validate_tokens",
         "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask",
         "vllm.v1.structured_output.utils:strip_speculative_padding",
-        f"{_SCHEDULER}._try_schedule_encoder_inputs",
-        f"{_SCHEDULER}._reject_on_encoder_cache_embed_mismatch",
-        f"{_SCHEDULER}._allocate_encoder_inputs",
-        f"{_SCHEDULER}._free_encoder_inputs",
-        f"{_SCHEDULER}._free_encoder_input",
-        f"{_SCHEDULER}._make_scheduled_encoder_input_stats",
-        f"{_SCHEDULER}._get_encoder_input_updates",
+        # What it reads and builds, by the positions of fields and the values of members.
+        "vllm.v1.core.sched.interface",
+        "vllm.v1.core.sched.output",
+        "vllm.v1.kv_cache_interface",
+        "vllm.v1.request",
+        "vllm.v1.outputs:ModelRunnerOutput",
+        "vllm.v1.outputs:DraftTokenIds",
+        "vllm.v1.engine:EngineCoreOutput",
+        "vllm.v1.engine:EngineCoreOutputs",
+        "vllm.v1.engine:EngineCoreEvent",
+        "vllm.v1.engine:EngineCoreEventType",
+        "vllm.v1.engine:FinishReason",
+        f"{_STATS}:SchedulerStats",
+        f"{_STATS}:BaseCacheStats",
+        f"{_STATS}:PrefixCacheStats",
+        f"{_STATS}:PrefillStats",
+        f"{_STATS}:RequestSpecDecodeMetrics",
+        "vllm.v1.spec_decode.metrics:SpecDecodingStats",
+        "vllm.distributed.kv_events:KVCacheEvent",
+        "vllm.distributed.kv_events:BlockStored",
+        "vllm.distributed.kv_events:BlockRemoved",
+        "vllm.distributed.kv_events:AllBlocksCleared",
+        # A new setting may be a new way to decide, and a new parameter a new way to stop.
+        "vllm.config:VllmConfig.*",
+        *(f"vllm.config:{cls}.*" for cls in SECTIONS.values()),
+        "vllm.sampling_params:SamplingParams.*",
+        "vllm.sampling_params:RepetitionDetectionParams.*",
+    ),
+)
+
+ARRIVAL: Final = Group(
+    name="arrival",
+    process=_ENGINE,
+    off="`VLLM_SCHEDULER=vllm`",
+    gain="a request that can't be served fails alone",
+    instead="using vLLM's own scheduler and sockets",
+    is_on=_always,
+    functions=(
+        Seam(
+            _ARRIVAL,
+            "sparksched.engine.arrival:_checking_one_at_a_time",
+            "refuses a request that the core can't take, alone and with a message; reads how long "
+            "it may wait; under a lock, because rings and sockets have a thread each",
+        ),
     ),
 )
 
@@ -193,7 +252,7 @@ ENGINE_TRANSPORT: Final = Group(
         Seam(
             f"{_CORE}:EngineCoreProc._handle_client_request",
             "sparksched.engine.core_proc:_with_notices",
-            "what happens to clients reaches the engine's loop",
+            "passes notices about clients to the engine's loop",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.shutdown",
@@ -205,41 +264,37 @@ ENGINE_TRANSPORT: Final = Group(
         Seam(
             f"{_CORE}:EngineCore",
             "sparksched.engine.context:context_of",
-            "gets `sparksched`: what our functions of one engine share",
+            "gets `sparksched`, the state that our functions share",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.output_queue",
             "sparksched.engine.clients:EngineTransport",
-            "what the engine's loop puts there is sent at once",
+            "sends what the engine's loop puts there at once",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.input_queue",
             "sparksched.engine.clients:RingTransport",
-            "the engine's loop receives by itself while it waits for items",
-        ),
-        Seam(
-            f"{_CORE}:EngineCoreProc.preprocess_add_request",
-            "sparksched.engine.core_proc:_share_between_threads",
-            "of one engine: under a lock, because rings and sockets have a thread each",
+            "receives while the engine's loop waits",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.tensor_ipc_receiver",
             "sparksched.engine.core_proc:_share_between_threads",
-            "the same",
+            "under a lock, because rings and sockets have a thread each",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.shutdown_state",
             "sparksched.engine.clients:EngineTransport",
-            "set when the last API server is gone: the engine stops",
+            "set when the last API server is gone, so that the engine stops",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.enable_fault_tolerance",
             "sparksched.engine.launcher:fail",
-            "set to False when the launcher is gone or our transport has failed: nobody could send "
-            "the commands that recovery waits for",
+            "set to False when the launcher is gone or our transport has failed, because nobody "
+            "could send recovery commands",
         ),
     ),
     relied_on=(
+        _ARRIVAL,
         f"{_CORE}:EngineCoreProc.process_output_sockets",
         f"{_CORE}:EngineCoreProc._process_engine_step",
         f"{_CORE}:EngineCoreProc._process_input_queue",
@@ -302,25 +357,35 @@ CLIENT_TRANSPORT: Final = Group(
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM._add_request",
             "sparksched.api_server.overload:_forgetting_refused_requests",
-            "a request that was not accepted is forgotten",
+            "forgets a request that was not accepted",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.check_health",
             "sparksched.api_server.overload:_checking_rings",
-            "an engine that was stopped makes `/health` answer 503",
+            "makes `/health` answer 503 when an engine is stopped",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.shutdown",
-            "sparksched.api_server.shutdown:_telling_who_is_left",
-            "requests that are still in flight fail; in vLLM they may wait for ever",
+            "sparksched.api_server.shutdown:_answering_what_is_in_flight",
+            "one of several API servers answers its requests within `--shutdown-timeout`; what is "
+            "left then fails, where in vLLM it may wait for ever",
+        ),
+        Seam(
+            f"{_ASYNC_LLM}:AsyncLLM.check_admission",
+            "sparksched.api_server.shutdown:_refusing_requests",
+            "requests that come meanwhile get 503",
         ),
     ),
     values=(
         Seam(
             f"{VARIABLES}[VLLM_V1_OUTPUT_PROC_CHUNK_SIZE]",
             "sparksched.api_server.client:_let_streams_catch_up",
-            "4,096 in the environment of an API server with rings, unless a user has set it: "
-            "streams catch up when outputs have piled up",
+            "4,096 in API servers with rings unless the user sets it, so that streams catch up",
+        ),
+        Seam(
+            f"{_ASYNC_LLM}:AsyncLLM",
+            "sparksched.api_server.shutdown:_answering_what_is_in_flight",
+            "gets `sparksched_shutdown_s` when it shuts down",
         ),
         Seam(
             f"{_CLIENT}:MPClient",
@@ -335,7 +400,7 @@ CLIENT_TRANSPORT: Final = Group(
         Seam(
             f"{_CLIENT}:BackgroundResources.engine_dead",
             "sparksched.api_server.channel:Channel",
-            "set when the rings say that the engine is dead",
+            "set when the rings report that the engine is dead",
         ),
     ),
     relied_on=(
@@ -347,6 +412,7 @@ CLIENT_TRANSPORT: Final = Group(
         f"{_CLIENT}:AsyncMPClient.outputs_queue",
         f"{_CLIENT}:DPLBAsyncMPClient.process_engine_outputs",
         f"{_ASYNC_LLM}:AsyncLLM.abort",
+        f"{_ASYNC_LLM}:AsyncLLM.errored",
         f"{_ASYNC_LLM}:AsyncLLM.output_handler",
         f"{_ASYNC_LLM}:AsyncLLM._run_output_handler",
         f"{_OUTPUT}:OutputProcessor.propagate_error",
@@ -363,6 +429,7 @@ OUTPUTS: Final = Group(
     instead="outputs are processed by vLLM's own code",
     is_on=environment.replaces_front_end,
     after=(_OUTPUT,),
+    bypasses=True,
     prepare="sparksched.api_server.output_processor:prepare",
     functions=(
         Seam(
@@ -388,7 +455,7 @@ OUTPUTS: Final = Group(
         Seam(
             f"{_OUTPUT}:RequestOutputCollector",
             "sparksched.api_server.request_collector:prepare",
-            "gets `plain_output`, and what its consumer waits for",
+            "gets `plain_output` and what its consumer waits for",
         ),
         Seam(
             f"{_OUTPUT}:RequestState",
@@ -398,16 +465,55 @@ OUTPUTS: Final = Group(
     ),
     relied_on=(
         f"{_OUTPUT}:OutputProcessor",
-        f"{_OUTPUT}:RequestOutputCollector.__init__",
-        f"{_OUTPUT}:RequestOutputCollector.get_nowait",
-        "vllm.v1.metrics.stats:IterationStats.update_from_output",
+        f"{_OUTPUT}:RequestOutputCollector",
+        f"{_OUTPUT}:RequestState",
+        f"{_STATS}:IterationStats",
+        f"{_STATS}:RequestStateStats",
         "vllm.outputs:RequestOutput",
         "vllm.outputs:CompletionOutput",
-        "vllm.v1.engine.logprobs:LogprobsProcessor.update_from_output",
+        "vllm.v1.engine:EngineCoreOutput",
+        "vllm.v1.engine.logprobs:LogprobsProcessor",
         "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
         "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer",
         "vllm.v1.engine.parallel_sampling:ParentRequest.get_outputs",
     ),
+)
+
+_RESPONSES: Final = "vllm.entrypoints.openai.responses.serving"
+
+FAILURES: Final = Group(
+    name="failures",
+    process=_API_SERVER,
+    off="`VLLM_SCHEDULER=vllm`",
+    gain="whoever waits for `/v1/responses` learns of an error",
+    instead="errors of `/v1/responses` in the background are told to nobody",
+    is_on=_always,
+    prepare="sparksched.api_server.failures:prepare",
+    functions=(
+        Seam(
+            f"{_RESPONSES}:OpenAIServingResponses._run_background_request",
+            "sparksched.api_server.failures:_failing_in_the_background",
+            "an error makes the stored response `failed`, instead of `queued` for ever",
+        ),
+        Seam(
+            f"{_RESPONSES}:OpenAIServingResponses.responses_stream_generator",
+            "sparksched.api_server.failures:_ending_with_the_error",
+            "an error becomes the event `response.failed`, instead of a broken connection",
+        ),
+        Seam(
+            f"{_RESPONSES}:OpenAIServingResponses.responses_background_stream_generator",
+            "sparksched.api_server.failures:_ending_streams_of_the_background",
+            "a stream ends with that event, instead of never",
+        ),
+    ),
+    values=(
+        Seam(
+            "vllm.entrypoints.anthropic.api_router:logger",
+            "sparksched.api_server.failures:prepare",
+            "gets a filter, as does that of `serving`: no traceback of a 503 of `/v1/messages`",
+        ),
+    ),
+    relied_on=("vllm.entrypoints.openai.responses.protocol:ResponsesResponse",),
 )
 
 METRICS_PAGE: Final = Group(
@@ -424,9 +530,8 @@ METRICS_PAGE: Final = Group(
         Seam(
             "prometheus_client.multiprocess:MultiProcessCollector.collect",
             "sparksched.api_server.metrics:_with_engines",
-            "the page of several API servers shows engines, too; with one API server they are "
-            "registered beside vLLM's metrics. This one is replaced under any version of vLLM, so "
-            "that the page tells that the version is not known",
+            "adds engines to the page of several API servers, under any version of vLLM; a single "
+            "API server registers them beside vLLM's metrics",
         ),
     ),
 )
@@ -442,21 +547,20 @@ RECORDED_ENGINE: Final = Group(
     functions=(
         Seam(
             f"{_CORE}:EngineCoreProc.run_busy_loop",
-            "sparksched.trace.record.engine_end:_completing_the_recording",
-            "the recording is complete when the loop has ended: from then on a signal may end the "
-            "process at any moment",
+            "sparksched.record.engine_end:_completing_the_recording",
+            "completes the recording when the loop ends, before a signal may end the process",
         ),
         Seam(
             f"{_CORE}:DPEngineCoreProc.run_busy_loop",
-            "sparksched.trace.record.engine_end:_completing_the_recording",
+            "sparksched.record.engine_end:_completing_the_recording",
             "the same",
         ),
     ),
     values=(
         Seam(
             "vllm.v1.structured_output:StructuredOutputManager",
-            "sparksched.trace.record.attach:record",
-            "methods of one engine's manager, and of its scheduler, are wrapped",
+            "sparksched.record.recorder:record",
+            "wraps methods of one engine's manager and scheduler",
         ),
     ),
 )
@@ -471,9 +575,8 @@ RECORDED_SERVER: Final = Group(
     functions=(
         Seam(
             "vllm.v1.engine.utils:get_engine_process_shutdown_timeout",
-            "sparksched.trace.record.engine_end:_giving_time",
-            "with `--shutdown-timeout 0`, vLLM's default, an API server waits up to three seconds "
-            "for its engines before it kills them",
+            "sparksched.record.engine_end:_giving_time",
+            "with `--shutdown-timeout 0`, vLLM's default, waits up to three seconds for engines",
         ),
     ),
 )
@@ -481,9 +584,11 @@ RECORDED_SERVER: Final = Group(
 GROUPS: Final = (
     CHOICE,
     NATIVE_ENGINE,
+    ARRIVAL,
     ENGINE_TRANSPORT,
     CLIENT_TRANSPORT,
     OUTPUTS,
+    FAILURES,
     METRICS_PAGE,
     RECORDED_ENGINE,
     RECORDED_SERVER,

@@ -2,11 +2,11 @@
 
 A *target* is a module's name, or that, a colon and a path in it: `vllm.v1.request:Request`. In a
 class its bases are looked at, too, and what its methods set on `self`. `[NAME]` behind a path is an
-entry of the dictionary that is written there.
+entry of the dictionary that is written there; `.*` behind a class stands for the fields that it
+declares, inherited ones first, without its methods.
 """
 
 import ast
-import copy
 import functools
 import hashlib
 import importlib.util
@@ -32,6 +32,10 @@ def dotted(target: str) -> str:
     return target.replace(":", ".")
 
 
+MARK: Final = "__sparksched__"
+"""An attribute of every function of vLLM's that has been replaced: the original."""
+
+
 class MissingError(LookupError):
     """vLLM doesn't have what it was asked for; the message is its name."""
 
@@ -42,8 +46,9 @@ class Found(NamedTuple):
     fingerprint: str
     """Stays the same as long as the code does, whatever Python reads it: docstrings, comments and
     the layout are no part of it."""
-    is_definition: bool
-    """Whether it is a function or a class, which can be looked up without an instance."""
+    definitions: tuple[str, ...]
+    """Paths of the functions and classes in it, its own first: a process has these without an
+    instance."""
 
 
 class Sources:
@@ -78,7 +83,7 @@ class Sources:
         if not path:
             return module, [*self.module(module).body]
         path, _, key = path.removesuffix("]").partition("[")
-        first, *rest = path.split(".")
+        first, *rest = path.removesuffix(".*").split(".")
         module, found = self._global(module, first)
         for name in rest:
             owner = found[-1] if found else None
@@ -88,6 +93,8 @@ class Sources:
                 else (module, [])
             )
         made: list[ast.AST] = _entries(found, key) if key else [*found]
+        if path.endswith(".*") and made:
+            made = list(self._fields(module, found[-1]))
         if not made:
             raise MissingError(dotted(target))
         return module, made
@@ -96,18 +103,18 @@ class Sources:
         """Return what is known of a target; raise MissingError if it isn't there."""
         if target not in self._found:
             found = self.find(target)
-            self._found[target] = Found(fingerprint(found), isinstance(found[-1], _Definition))
+            self._found[target] = Found(fingerprint(found), tuple(_definitions(target, found)))
         return self._found[target]
 
     def forget_trees(self) -> None:
         """Free the syntax trees, which take far more memory than their text."""
         self._modules.clear()
 
-    def code(self, target: str) -> list[str]:
-        """Return a target's code in lines, without docstrings and comments."""
-        without = _WithoutDocstrings()
-        code = (ast.unparse(without.visit(copy.deepcopy(it))) for it in self.find(target))
-        return [line for text in code for line in text.splitlines()]
+    def _fields(self, module: str, cls: ast.stmt) -> Iterator[ast.AST]:
+        if isinstance(cls, ast.ClassDef):
+            for base_module, base in reversed(list(self.bases(module, cls))):
+                yield from self._fields(base_module, base)
+            yield from (it for it in cls.body if isinstance(it, ast.AnnAssign))
 
     def bases(self, module: str, cls: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
         """Yield the classes of vLLM's that a class is made of, with their modules."""
@@ -191,6 +198,26 @@ def with_conditional(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield statement
 
 
+def _definitions(target: str, found: Sequence[ast.AST]) -> Iterator[str]:
+    path = target.partition(":")[2]
+    if path.endswith(".*"):
+        yield path.removesuffix(".*")
+    elif not path:
+        yield from _defined_in([it for it in found if isinstance(it, ast.stmt)], "")
+    elif isinstance(found[-1], _Definition):
+        yield path
+        if isinstance(found[-1], ast.ClassDef):
+            yield from _defined_in(found[-1].body, f"{path}.")
+
+
+def _defined_in(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, _Definition):
+            yield f"{prefix}{node.name}"
+            if isinstance(node, ast.ClassDef):
+                yield from _defined_in(node.body, f"{prefix}{node.name}.")
+
+
 def _set_on_self(cls: ast.ClassDef, name: str) -> Iterator[ast.stmt]:
     for statement in ast.walk(cls):
         if isinstance(statement, ast.stmt):
@@ -224,11 +251,13 @@ def _assigned_to(statement: ast.stmt) -> list[ast.expr]:
 
 def fingerprint(code: Sequence[ast.AST]) -> str:
     """Return what stays the same as long as the code does, whatever Python has read it."""
-    digest = hashlib.sha256("\0".join(_words([*code])).encode()).hexdigest()
-    return digest[:16]
+    words: list[str] = []
+    _add_words([*code], words)
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
-def _is_docstring(node: object) -> bool:
+def is_docstring(node: object) -> bool:
+    """Return whether a statement is nothing but a text."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
@@ -236,25 +265,20 @@ def _is_docstring(node: object) -> bool:
     )
 
 
-def _words(node: object) -> Iterator[str]:
-    """Yield what a syntax tree is made of. Python's own `dump` differs between its versions."""
+def _add_words(node: object, words: list[str]) -> None:
+    """Add what a syntax tree is made of. Python's own `dump` differs between its versions."""
     if isinstance(node, list):
-        yield "["
+        words.append("[")
         for it in node:
-            if not _is_docstring(it):
-                yield from _words(it)
-        yield "]"
+            if not is_docstring(it):
+                _add_words(it, words)
+        words.append("]")
     elif isinstance(node, ast.AST):
-        yield type(node).__name__
+        words.append(type(node).__name__)
         for field in node._fields:
             value = getattr(node, field, None)
             if field not in _IGNORED_FIELDS and value is not None and value != []:
-                yield field
-                yield from _words(value)
+                words.append(field)
+                _add_words(value, words)
     else:
-        yield repr(node)
-
-
-class _WithoutDocstrings(ast.NodeTransformer):
-    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        return ast.Pass() if _is_docstring(node) else node
+        words.append(repr(node))

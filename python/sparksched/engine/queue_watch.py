@@ -54,7 +54,7 @@ class QueueWatch:
     def _run(self) -> None:
         pause_s = self._pause_s
         try:
-            while self._scheduler.decides:
+            while True:
                 time.sleep(pause_s)
                 pause_s = self._look(time.monotonic())
         except Exception:

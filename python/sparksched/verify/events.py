@@ -5,7 +5,7 @@ from vllm.distributed.kv_events import EventBatch, EventPublisher
 
 
 class NotedEvents(EventPublisher):  # type: ignore[misc]
-    """Keeps what it is given until it is known whose decision counts; then that is published."""
+    """Publishes what it is given, if there is a publisher, and notes it to be compared."""
 
     def __init__(self, publisher: EventPublisher | None = None) -> None:
         super().__init__()
@@ -13,10 +13,10 @@ class NotedEvents(EventPublisher):  # type: ignore[misc]
         self._batches: list[EventBatch] | None = []
 
     def publish(self, events: EventBatch) -> None:
-        """Note a batch, or publish it if nothing is noted any more."""
+        """Publish a batch, and note it unless that is over."""
         if self._batches is not None:
             self._batches.append(events)
-        elif self._publisher is not None:
+        if self._publisher is not None:
             self._publisher.publish(events)
 
     def take(self) -> list[EventBatch]:
@@ -26,9 +26,9 @@ class NotedEvents(EventPublisher):  # type: ignore[misc]
             self._batches = []
         return batches
 
-    def publish_only(self, publisher: EventPublisher | None) -> None:
-        """Pass everything on from now on, and keep nothing."""
-        self._publisher, self._batches = publisher, None
+    def forget(self) -> None:
+        """Note nothing from now on."""
+        self._batches = None
 
     def shutdown(self) -> None:
         """Stop publishing."""

@@ -6,7 +6,7 @@ difference.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +57,6 @@ class AskedManager:
         self.manager = manager
         self.answers: deque[tuple[Question, Any]] = deque()
         self._keeps_answers = True
-        self.recorded: Callable[[str, Any], Any] = lambda _, method: method
-        """Returns a method whose calls are recorded, if somebody does that."""
 
     def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
         """Advance a grammar."""
@@ -88,7 +86,7 @@ class AskedManager:
 
     def _ask(self, call: str, request: Request, token_ids: list[int]) -> Any:
         question = Question.of(call, request, token_ids)
-        answer = self.recorded(call, getattr(self.manager, call))(request, token_ids)
+        answer = getattr(self.manager, call)(request, token_ids)
         if request.use_structured_output and self._keeps_answers:
             self.answers.append((question, answer))
         return answer
@@ -106,8 +104,6 @@ class RepeatingManager:
 
     def __init__(self, asked: AskedManager) -> None:
         self._asked = asked
-        self._repeats = True
-        self._astray: set[str] = set()
         self.unexpected: tuple[Question | None, Question | None] | None = None
         """The first question that differs, vLLM's and ours, since this was last taken."""
 
@@ -115,20 +111,11 @@ class RepeatingManager:
         """Advance a grammar, or say that it has been."""
         if not request.use_structured_output:
             return True
-        if request.request_id in self._astray:
-            return False
-        if not self._repeats:
-            return self._asked.accept_tokens(request, new_token_ids)
         question = Question.of("accept_tokens", request, new_token_ids)
-        if self._is_next(question):
-            return bool(self._asked.answers.popleft()[1])
-        self._astray.add(request.request_id)
-        return False
+        return self._is_next(question) and bool(self._asked.answers.popleft()[1])
 
     def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
         """Cut draft tokens before the first that the grammar rejects."""
-        if not self._repeats:
-            return self._asked.validate_tokens(request, spec_tokens)
         if request.use_structured_output:
             question = Question.of("validate_tokens", request, spec_tokens)
             if self._is_next(question):
@@ -139,8 +126,8 @@ class RepeatingManager:
         self, requests: dict[str, Request], request_ids: list[str], drafts: dict[str, list[int]]
     ) -> Any:
         """Compute what the grammars allow."""
-        bitmask, is_repeated = None, self._repeats
-        for request_id in request_ids if self._repeats else ():
+        bitmask, is_repeated = None, True
+        for request_id in request_ids:
             question = Question.of(
                 "grammar_bitmask", requests[request_id], drafts.get(request_id, ())
             )
@@ -164,16 +151,5 @@ class RepeatingManager:
         unexpected, self.unexpected = self.unexpected, None
         if answers and unexpected is None:
             unexpected = (None, answers[0][0])
-        # These grammars went on without vLLM's scheduler.
-        self._astray.update(it.request_id for it, _ in answers if it.call == "accept_tokens")
         answers.clear()
         return unexpected
-
-    def ask_from_now_on(self) -> None:
-        """Have the grammars answer vLLM's scheduler, which is the only one from now on.
-
-        A request whose grammar has gone astray is ended with an error when it gets its next tokens.
-        It asks by way of ours, as which the answers are recorded.
-        """
-        self._repeats = False
-        self._asked.forget_answers()

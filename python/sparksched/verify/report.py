@@ -10,9 +10,8 @@ from sparksched.verify.shown import shown
 
 logger = init_logger("vllm.sparksched")
 
-_GOING_ON: Final = {
-    "sparksched": "going on with sparksched's scheduler, without verification",
-    "vllm": "going on with vLLM's own scheduler",
+_GOING_ON: Final[dict[environment.Verification, str]] = {
+    "1": "going on without verification",
     "stop": "stopping the engine",
 }
 
@@ -27,13 +26,13 @@ class VerificationFailedError(RuntimeError):
     """Nothing is verified any more, and the engine was to stop at a difference."""
 
 
-def announce(stock: Any, goes_on: environment.Verification) -> None:
+def announce(stock: Any, verification: environment.Verification) -> None:
     """Say at the start what happens and what it costs."""
     logger.info(
         "sparksched: vLLM's %s verifies each step, which makes steps slower than with vLLM alone. "
         "After a difference: %s.",
         type(stock).__name__,
-        _GOING_ON[goes_on],
+        _GOING_ON[verification],
     )
 
 
@@ -48,39 +47,30 @@ def note_progress(num_steps: int) -> None:
         summarise(num_steps)
 
 
-def report(found: str, how_to_see: str, goes_on: environment.Verification) -> None:
-    """Log a difference, and where it is recorded; raise an error if the engine is to stop.
+def report(found: str, verification: environment.Verification) -> None:
+    """Log a difference; raise an error if the engine is to stop.
 
     Raises:
-        SchedulersDifferError: if `goes_on` is "stop".
+        SchedulersDifferError: if `verification` is "stop".
 
     """
-    logger.error("sparksched: %s; %s; %s.", found, how_to_see, _GOING_ON[goes_on])
-    if goes_on == "vllm":
-        logger.warning(
-            "sparksched: nobody looks any more whether the queue moves, and requests wait in it as "
-            "long as it takes"
-        )
-    if goes_on == "stop":
+    logger.error("sparksched: %s; %s.", found, _GOING_ON[verification])
+    if verification == "stop":
         raise SchedulersDifferError(
             f"{found} ({environment.VERIFY}=stop ends the engine at the first difference)"
         )
 
 
-def note_failure(what: str, error: Exception) -> None:
-    """Log an error that is of verification, and of neither scheduler."""
-    logger.error("sparksched: verification has failed: %s.", what, exc_info=error)
-
-
-def report_failure(error: Exception, goes_on: environment.Verification) -> None:
-    """Log that nothing is verified any more; raise an error if the engine is to stop.
+def report_failure(error: Exception, verification: environment.Verification) -> None:
+    """Log an error that is of neither scheduler; raise one if the engine is to stop.
 
     Raises:
-        VerificationFailedError: if `goes_on` is "stop".
+        VerificationFailedError: if `verification` is "stop".
 
     """
-    note_failure(_GOING_ON["stop" if goes_on == "stop" else "sparksched"], error)
-    if goes_on == "stop":
+    going_on = _GOING_ON[verification]
+    logger.error("sparksched: verification has failed: %s.", going_on, exc_info=error)
+    if verification == "stop":
         raise VerificationFailedError(
             f"{type(error).__name__} in verification ({environment.VERIFY}=stop ends the engine)"
         ) from error

@@ -1,7 +1,7 @@
 """`VerifyingScheduler`: ours and vLLM's in lockstep, until they differ.
 
 Each call of the engine goes to ours, then to vLLM's, which has requests, steps and answers of
-grammars of its own. The engine gets ours; after a difference, that of the side that goes on.
+grammars of its own. The engine gets what ours returns.
 """
 
 import copy
@@ -31,7 +31,6 @@ from sparksched.verify.events import NotedEvents
 from sparksched.verify.grammars import AskedManager
 from sparksched.verify.outcome import Outcome, outcome_of
 from sparksched.verify.outputs import IGNORED_FIELDS, difference_of_outputs
-from sparksched.verify.reproducer import NO_RECORDING, Reproducer
 from sparksched.verify.shadow import CopyError, Shadow, ids_and_clients
 
 Result = TypeVar("Result")
@@ -52,8 +51,8 @@ def _difference_of_ended(
 class VerifyingScheduler(NativeScheduler):
     """Schedules as `NativeScheduler`, and has vLLM's own scheduler check each step.
 
-    `SPARKSCHED_VERIFY` says who goes on after the first difference. Nothing is compared after it,
-    nor after an error of verification itself: then ours goes on.
+    After the first difference, and after an error of verification itself, ours goes on alone, or
+    the engine stops: as `SPARKSCHED_VERIFY` says.
 
     Raises:
         SchedulersDifferError: from the call in which they differ, if the engine is to stop.
@@ -83,9 +82,8 @@ class VerifyingScheduler(NativeScheduler):
             include_finished_set,
             log_stats,
         )
-        self._goes_on = environment.verification() or "stop"
+        self._verification = environment.verification() or "stop"
         self._num_steps = 0
-        self._vllm_decides = False
         self._shadow: Shadow | None = Shadow(
             vllm_config,
             grammars,
@@ -97,16 +95,11 @@ class VerifyingScheduler(NativeScheduler):
             log_stats=log_stats,
         )
         """vLLM's side; None once ours goes on alone."""
-        self._reproducer = Reproducer(
-            self, vllm_config, kv_cache_config, block_size, self.hash_block_size
-        )
-        self._recorded = grammars.recorded = self._reproducer.recorded
-        report.announce(self._shadow.scheduler, self._goes_on)
+        report.announce(self._shadow.scheduler, self._verification)
 
     def _block_observer(self, config: dict[str, Any]) -> BlockObserver | None:
         # Before anything has been told who publishes.
-        self._publisher = self._kv_event_publisher
-        self._kv_event_publisher = self._events = NotedEvents(self._publisher)
+        self._kv_event_publisher = self._events = NotedEvents(self._kv_event_publisher)
         return super()._block_observer(config)
 
     # ---- the two calls of each step ----
@@ -116,26 +109,21 @@ class VerifyingScheduler(NativeScheduler):
     ) -> SchedulerOutput:
         """Decide what the next step computes. See `NativeScheduler.schedule`."""
         self._num_steps += 1
-        ours = self._recorded("schedule", super().schedule)
+        ours = super().schedule
         return self._both(
             "schedule()",
             lambda: ours(throttle_prefills, knobs),
-            lambda shadow: shadow.schedule(
-                throttle_prefills, None if self._vllm_decides else self.knobs
-            ),
+            lambda shadow: shadow.schedule(throttle_prefills, self.knobs),
             agreed=self._agreed_on_step,
         )
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take in what a step brought. See `NativeScheduler.update_from_output`.
-
-        Once vLLM's scheduler decides, all clients get `EngineCoreOutputs`.
-        """
+        """Take in what a step brought. See `NativeScheduler.update_from_output`."""
         # Schedulers cut it.
         twin = self._copied(lambda _: copy_of_runner_output(model_runner_output))
-        ours = self._recorded("update_from_output", super().update_from_output)
+        ours = super().update_from_output
         return self._both(
             "update_from_output()",
             lambda: ours(scheduler_output, model_runner_output),
@@ -143,36 +131,13 @@ class VerifyingScheduler(NativeScheduler):
             compare=difference_of_outputs,
         )
 
-    def encode_outputs_for(self, client_index: int) -> None:
-        """Have a client get messages, as long as ours decides."""
-        if self._vllm is None:
-            super().encode_outputs_for(client_index)
-
     # ---- requests ----
-
-    @property
-    def requests(self) -> dict[str, Request]:
-        """Requests that are not finished, by id."""
-        return super().requests if self._vllm is None else self._vllm.requests
-
-    @property
-    def running(self) -> list[Request]:
-        """Requests that run, in their order: a new list."""
-        return super().running if self._vllm is None else list(self._vllm.running)
-
-    @property
-    def waiting(self) -> list[Request]:
-        """Requests that wait, the next to be admitted first: a new list."""
-        if self._vllm is None:
-            return super().waiting
-        return [*self._vllm.kv_holding_waiting, *self._vllm.waiting]
 
     def add_request(self, request: Request) -> None:
         """Put a request into the queue. See `NativeScheduler.add_request`."""
-        # Before ours has changed anything of it. A copy that fails ends the recording: what is
-        # recorded is asked for after it.
+        # Before ours has changed anything of it.
         twin = self._copied(lambda shadow: shadow.copy_of_request(request))
-        ours = self._recorded("add_request", super().add_request)
+        ours = super().add_request
         hashes = list(request.block_hashes)
 
         def add_ours() -> list[Any]:
@@ -182,6 +147,8 @@ class VerifyingScheduler(NativeScheduler):
         def add_theirs(shadow: Shadow) -> list[Any]:
             own = twin.get()
             own_hashes = list(own.block_hashes)
+            # Ours may have ordered it.
+            own.priority = request.priority
             shadow.scheduler.add_request(own)
             return own_hashes
 
@@ -191,7 +158,7 @@ class VerifyingScheduler(NativeScheduler):
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
         """End requests from outside. See `NativeScheduler.finish_requests`."""
-        ours = self._recorded("finish_requests", super().finish_requests)
+        ours = super().finish_requests
         # Both go through the ids. A set has to stay the one that it is: its order counts.
         ids = request_ids
         if ids is not None and not isinstance(ids, str | set | list | tuple):
@@ -202,15 +169,6 @@ class VerifyingScheduler(NativeScheduler):
             lambda shadow: shadow.scheduler.finish_requests(ids, finished_status),
             compare=_difference_of_ended,
         )
-
-    @property
-    def decides(self) -> bool:
-        """Whether decisions are ours: not once vLLM's scheduler has taken over."""
-        return self._vllm is None
-
-    def take_expired(self) -> list[Request]:
-        """Return requests whose time in the queue is up: none once vLLM's scheduler decides."""
-        return super().take_expired() if self.decides else []
 
     def get_num_unfinished_requests(self) -> int:
         """Count the requests that have work to do in the current pause state."""
@@ -246,7 +204,7 @@ class VerifyingScheduler(NativeScheduler):
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the draft tokens for the next step, as far as grammars accept them."""
         twin = self._copied(lambda _: copy.deepcopy(draft_token_ids))
-        ours = self._recorded("update_draft_token_ids", super().update_draft_token_ids)
+        ours = super().update_draft_token_ids
         self._both(
             "update_draft_token_ids()",
             lambda: ours(draft_token_ids),
@@ -258,9 +216,7 @@ class VerifyingScheduler(NativeScheduler):
     ) -> None:
         """Put draft tokens in the place of a scheduled step's placeholders."""
         twin = self._copied(lambda _: copy.deepcopy(draft_token_ids))
-        ours = self._recorded(
-            "update_draft_token_ids_in_output", super().update_draft_token_ids_in_output
-        )
+        ours = super().update_draft_token_ids_in_output
         before = copy.copy(scheduler_output.scheduled_spec_decode_tokens)
 
         def update_ours() -> dict[str, Any]:
@@ -273,10 +229,7 @@ class VerifyingScheduler(NativeScheduler):
             shadow.scheduler.update_draft_token_ids_in_output(twin.get(), own)
             return _drafts_of(own)
 
-        decided = self._both("update_draft_token_ids_in_output()", update_ours, update_theirs)
-        # The workers get the step as it is now.
-        scheduler_output.scheduled_spec_decode_tokens = decided["scheduled_spec_decode_tokens"]
-        scheduler_output.num_invalid_spec_tokens = decided["num_invalid_spec_tokens"]
+        self._both("update_draft_token_ids_in_output()", update_ours, update_theirs)
 
     # ---- the cache, pauses, statistics ----
 
@@ -288,7 +241,7 @@ class VerifyingScheduler(NativeScheduler):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Forget all cached prefixes. See `NativeScheduler.reset_prefix_cache`."""
-        ours = self._recorded("reset_prefix_cache", super().reset_prefix_cache)
+        ours = super().reset_prefix_cache
         return self._both(
             "reset_prefix_cache()",
             lambda: ours(reset_running_requests, reset_connector),
@@ -301,14 +254,9 @@ class VerifyingScheduler(NativeScheduler):
         """Forget all encoder outputs, as after an update of the weights."""
         self._ask_both("reset_encoder_cache", super().reset_encoder_cache)
 
-    @property
-    def pause_state(self) -> PauseState:
-        """Whether requests are scheduled."""
-        return super().pause_state if self._vllm is None else self._vllm.pause_state
-
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Stop or resume scheduling."""
-        ours = self._recorded("set_pause_state", super().set_pause_state)
+        ours = super().set_pause_state
         self._both(
             "set_pause_state()",
             lambda: ours(pause_state),
@@ -319,37 +267,15 @@ class VerifyingScheduler(NativeScheduler):
         """Return the current statistics, or None if they are off; prefix cache counters restart."""
         return self._ask_both("make_stats", super().make_stats)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return our state as plain data, as long as it is ours that decides.
-
-        Raises:
-            RuntimeError: once vLLM's scheduler decides.
-
-        """
-        if self._vllm is not None:
-            raise RuntimeError("vLLM's own scheduler decides: its state has another form")
-        return super().snapshot()
-
     def shutdown(self) -> None:
         """Stop publishing KV cache events; say what was verified."""
         try:
-            if not self._is_over:
+            if self._shadow is not None:
                 report.summarise(self._num_steps)
-            self._reproducer.close()
         finally:
             super().shutdown()
 
     # ---- both, and what becomes of a difference ----
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether one side has gone on alone."""
-        return self._shadow is None or self._vllm_decides
-
-    @property
-    def _vllm(self) -> Any:
-        """VLLM's scheduler once it decides, else None."""
-        return self._shadow.scheduler if self._shadow is not None and self._vllm_decides else None
 
     def _ask_both(self, method: str, ours: Callable[[], Result]) -> Result:
         def theirs(shadow: Shadow) -> Result:
@@ -370,25 +296,17 @@ class VerifyingScheduler(NativeScheduler):
         shadow = self._shadow
         if shadow is None:
             return ours()
-        if self._vllm_decides:
-            return theirs(shadow)
         candidate, reference = outcome_of(ours), outcome_of(lambda: theirs(shadow))
         events = shadow.events.take(), self._events.take()
-        outcomes = reference, candidate
 
-        def difference() -> Difference | None:
-            found = self._difference(shadow, call, outcomes, events, compare)
+        def difference() -> str | None:
+            found = self._difference(shadow, call, (reference, candidate), events, compare)
             if found is None and agreed is not None and candidate.error is None:
                 agreed(shadow, candidate.get(), reference.get())
-            return found
+            return None if found is None else report.describe(found, self._num_steps - 1)
 
-        self._settle(shadow, outcome_of(difference))
-        decided, decided_events = (
-            (reference, events[0]) if self._vllm_decides else (candidate, events[1])
-        )
-        for batch in decided_events:
-            self._publisher.publish(batch)
-        return decided.get()
+        self._settle(outcome_of(difference))
+        return candidate.get()
 
     def _agreed_on_step(
         self, shadow: Shadow, ours: SchedulerOutput, theirs: SchedulerOutput
@@ -424,55 +342,21 @@ class VerifyingScheduler(NativeScheduler):
         if self._shadow is None:
             return Outcome(None)
         copied = outcome_of(functools.partial(copy_for, self._shadow))
-        if copied.error is not None and not self._vllm_decides:
-            self._fail(copied.error)
+        if copied.error is not None:
+            self._settle(Outcome(None, copied.error))
         return copied
 
-    def _settle(self, shadow: Shadow, found: Outcome[Difference | None]) -> None:
-        """Let one side go on alone if there is a difference, or if nobody can say."""
-        if found.error is None and found.value is not None and self._goes_on == "vllm":
-            taken_over = outcome_of(lambda: shadow.take_over(self._publisher))
-            found = Outcome(found.value, taken_over.error)
-        if found.error is not None:
-            self._fail(found.error)
-        elif found.value is not None:
-            self._report(found.value)
-
-    def _report(self, difference: Difference) -> None:
-        """Report a difference, and let one side go on alone."""
-        self._vllm_decides = self._goes_on == "vllm"
-        if self._vllm_decides:
-            self.report_no_more()
-            self._events.publish_only(self._publisher)
-        else:
-            self._go_on_with_ours()
-        step = self._num_steps - 1
-        path = f"the schedulers differ in step {step} at {difference.path}"
-        found = _in_words(lambda: report.describe(difference, step), otherwise=path)
-        where = _in_words(lambda: self._reproducer.keep(found), otherwise=NO_RECORDING)
-        if self._goes_on == "stop":
-            # Nothing is scheduled any more, and soon the process is gone.
-            self._reproducer.close()
-        report.report(found, where, self._goes_on)
-
-    def _fail(self, error: Exception) -> None:
-        """End verification for an error that is of neither scheduler."""
-        self._go_on_with_ours()
-        self._reproducer.discard()
-        report.report_failure(error, self._goes_on)
-
-    def _go_on_with_ours(self) -> None:
+    def _settle(self, found: Outcome[str | None]) -> None:
+        """Let ours go on alone if there is a difference, or if nobody can say."""
+        if found.error is None and found.value is None:
+            return
         self._shadow = None
-        self._events.publish_only(self._publisher)
+        self._events.forget()
         self.structured_output_manager.forget_answers()
-
-
-def _in_words(say: Callable[[], str], otherwise: str) -> str:
-    said = outcome_of(say)
-    if said.error is not None:
-        report.note_failure("a difference can't be described or recorded", said.error)
-        return otherwise
-    return said.get()
+        if found.error is not None:
+            report.report_failure(found.error, self._verification)
+        elif found.value is not None:
+            report.report(found.value, self._verification)
 
 
 def _drafts_of(output: SchedulerOutput) -> dict[str, Any]:

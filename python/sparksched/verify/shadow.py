@@ -50,7 +50,6 @@ class Shadow:
         self.scheduler.kv_event_publisher = self.events
         self._vllm_config = vllm_config
         self._hash_block_size = hash_block_size
-        self._is_alone = False
         self._steps: dict[int, tuple[weakref.ref[SchedulerOutput], SchedulerOutput]] = {}
 
     @cached_property
@@ -60,7 +59,7 @@ class Shadow:
     def copy_of_request(self, request: Request) -> Request:
         """Return this side's own request, hashed by vLLM."""
         own = copy_of_request(request, self._block_hasher)
-        if request.use_structured_output and not self._is_alone:
+        if request.use_structured_output:
             own.structured_output_request = GrammarAsSeen(request.structured_output_request)
         return own
 
@@ -104,21 +103,6 @@ class Shadow:
     def get_grammar_bitmask(self, output: SchedulerOutput) -> GrammarOutput | None:
         """Compute what grammars allow in a step."""
         return self.scheduler.get_grammar_bitmask(self.own(output))
-
-    # ---- after a difference ----
-
-    def take_over(self, publisher: Any) -> None:
-        """Serve alone from now on.
-
-        The workers have followed decisions on which both sides agreed, so there is nothing to undo.
-        """
-        self._is_alone = True
-        self.grammars.ask_from_now_on()
-        self.events.publish_only(publisher)
-        for request in self.scheduler.requests.values():
-            structured = request.structured_output_request
-            if isinstance(structured, GrammarAsSeen):
-                request.structured_output_request = structured.original
 
 
 def _without_publisher(vllm_config: VllmConfig) -> VllmConfig:

@@ -4,7 +4,6 @@ use std::fmt;
 
 use crate::block_hash::BlockHasher;
 use crate::journal::JournalConfig;
-use crate::step::StepKnobs;
 
 /// In which order requests wait, and which one is preempted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -262,6 +261,18 @@ pub struct SchedulerConfig {
     pub transfers_encoder_outputs: bool,
     /// Workers collect more of a step than tokens, such as the experts that tokens were routed to.
     pub collects_aux_output: bool,
+}
+
+/// What may be chosen anew before each step: values that vLLM's scheduler has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepKnobs {
+    /// Most tokens that the step may schedule; at most what is configured.
+    pub max_num_scheduled_tokens: u32,
+    /// Most tokens of one request when there are others; 0 is no limit.
+    pub long_prefill_token_threshold: u32,
+    /// Prompts are held back while others generate, unless they could not all be admitted the last
+    /// time.
+    pub throttle_prefills: bool,
 }
 
 /// A configuration that contradicts itself.

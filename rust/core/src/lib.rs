@@ -3,23 +3,24 @@
 //!
 //! The crate knows neither Python nor the clock nor any I/O: time arrives as an argument, and the
 //! few questions that only Python can answer (is a grammar compiled, does it accept a token, what
-//! does a session go on with) go through [`Hooks`]. Decisions equal those of the `Scheduler` and
+//! does a session go on with) go through [`Callbacks`]. Decisions equal those of the `Scheduler` and
 //! `AsyncScheduler` of a release of vLLM for the configurations that [`SchedulerConfig`] can
 //! express; everything else is refused before this crate is reached. What the releases decide
 //! differently is in [`config::Behaviors`].
 //!
-//! Where to read first: `scheduler/policy.rs`, in the order of vLLM's own `schedule()`. The modules
-//! beside [`scheduler`] don't know it, nor each other in a circle.
+//! Where to read first: `scheduler/policy.rs`, in the order of vLLM's own `schedule()`. No modules
+//! know each other in a circle; only [`pacing`] and [`queue_watch`] know [`scheduler`].
 #![forbid(unsafe_code)]
 
 pub mod block_hash;
 pub mod block_pool;
+pub mod callbacks;
 pub mod config;
-pub mod hooks;
 pub mod ids;
 pub mod journal;
 pub mod kv_cache_group;
 pub mod kv_cache_manager;
+pub mod order;
 pub mod pacing;
 pub mod queue_watch;
 pub mod request;
@@ -34,14 +35,18 @@ pub mod wait_reason;
 
 pub use block_hash::{BlockHash, BlockHasher, ExtraKeys, HashAlgorithm};
 pub use block_pool::BlockPool;
+pub use callbacks::{
+    AuxOutputs, Callbacks, EcConnector, EncoderInputs, ExternalAllocation, ExternalHit, Fallible,
+    GrammarState, Grammars, KvConnector, NextTurn, Sessions,
+};
 pub use config::{
     Behaviors, ConfigError, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics,
-    SchedulerConfig, Speculation, StateConfig, StateMode,
+    SchedulerConfig, Speculation, StateConfig, StateMode, StepKnobs,
 };
-pub use hooks::{ExternalAllocation, ExternalHit, GrammarState, Hooks, NextTurn};
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::{BlockShortfall, KvCacheManager};
+pub use order::{OrderHints, OrderSettings, TenantReading, WEIGHTS};
 pub use pacing::{Mode, PacedStep, Pacing, PacingReport, PacingSettings};
 pub use queue_watch::{Finding, QueueWatch};
 pub use request::{
@@ -52,6 +57,6 @@ pub use scheduler::{
     RequestOutput, ScheduledOutput, Scheduler, StepLoad,
 };
 pub use stats::{PrefixCacheStats, RequestSpecStats, SchedulerStats, SpecDecodingStats};
-pub use step::{Admission, ScheduledRequest, Step, StepKnobs};
+pub use step::{Admission, ScheduledRequest, Step};
 pub use stop::{RepetitionDetection, StopConditions, StopReason};
 pub use wait_reason::{WaitCounts, WaitReason};

@@ -4,6 +4,7 @@ use smallvec::SmallVec;
 
 use crate::block_hash::{BlockHash, BlockHasher, ExtraKeys};
 use crate::ids::{BlockId, RequestIndex};
+use crate::order::{OrderHints, Ticket};
 use crate::state_group::StateBlocks;
 use crate::stats::RequestSpecStats;
 use crate::stop::{StopConditions, StopReason};
@@ -163,6 +164,8 @@ pub struct NewRequest {
     pub has_encoder_inputs: bool,
     /// Its client says that another engine has computed its prompt.
     pub expects_remote_prefill: bool,
+    /// What it says of its place in the order, if requests are ordered.
+    pub order_hints: OrderHints,
 }
 
 /// What a session goes on with.
@@ -277,6 +280,8 @@ pub struct Request {
     /// Until when it has to be scheduled for the first time, in seconds of the scheduler's clock;
     /// infinity if that is settled.
     pub(crate) queue_deadline: f64,
+    /// Its place in the order, if requests are ordered.
+    pub(crate) ticket: Option<Box<Ticket>>,
 }
 
 /// What a request keeps of how many KV cache groups.
@@ -325,6 +330,7 @@ impl Request {
             expected_hit: None,
             deferred_by: None,
             queue_deadline: f64::INFINITY,
+            ticket: None,
             last_step: 0,
             events: Vec::new(),
             prefill_stats: Some(PrefillStats::default()),
@@ -362,6 +368,12 @@ impl Request {
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.tokens.len()
+    }
+
+    /// Smaller is more urgent.
+    #[must_use]
+    pub fn priority(&self) -> i128 {
+        self.priority
     }
 
     /// Tokens of the prompt.

@@ -3,17 +3,7 @@
 use crate::ids::{BlockId, RequestIndex};
 use crate::request::Request;
 
-/// What may be chosen anew before each step: values that vLLM's scheduler has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StepKnobs {
-    /// Most tokens that the step may schedule; at most what is configured.
-    pub max_num_scheduled_tokens: u32,
-    /// Most tokens of one request when there are others; 0 is no limit.
-    pub long_prefill_token_threshold: u32,
-    /// Prompts are held back while others generate, unless they could not all be admitted the last
-    /// time.
-    pub throttle_prefills: bool,
-}
+pub use crate::config::StepKnobs;
 
 /// How a request that was not running came into the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

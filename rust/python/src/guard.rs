@@ -1,18 +1,16 @@
 //! Panics become exceptions that vLLM's engine understands.
 //!
 //! `PyO3`'s own `PanicException` is a `BaseException`: the engine would not catch it and its clients
-//! would never be told. So `#[entry_points]` has each function that Python calls run in [`enter`] or
-//! a relative of it. Not so: fields that `PyO3` reads and writes by itself, the end of an object, whose panic `PyO3` reports
-//! as Python does an error in `__del__`, and the import of the module. A panic or a failed callback in
-//! the middle of a step leaves the scheduler in an unknown state, so after one it refuses to go on;
-//! requests can still be ended.
+//! would never be told. So `#[entry_points]` runs each function that Python calls in [`enter`] or in a
+//! method that calls [`catch_panics`]. Not guarded: fields that `PyO3` reads and writes by itself, the
+//! end of an object, whose panic `PyO3` reports as Python does an error in `__del__`, and the import of
+//! the module. A panic or a failed callback in the middle of a step leaves the scheduler in an unknown
+//! state, so it refuses to go on after one; requests can still be ended.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-
-use crate::points::{self, Moment};
 
 /// Remembers what broke the scheduler.
 #[derive(Debug, Default)]
@@ -54,12 +52,6 @@ pub(crate) fn catch_panics<T>(
     entry: &'static str,
     call: impl FnOnce() -> PyResult<T>,
 ) -> PyResult<PyResult<T>> {
-    let call = || {
-        points::reach(entry, Moment::Beginning);
-        let called = call();
-        points::reach(entry, Moment::End);
-        called
-    };
     catch_unwind(AssertUnwindSafe(call)).map_err(|payload| {
         let text = payload
             .downcast_ref::<String>()

@@ -1,23 +1,19 @@
 //! The Python extension `sparksched._core`: the scheduler of `sparksched-core` behind vLLM's
 //! objects. Thin: decisions are made in the core, objects are read and built in [`convert`].
 
-mod aux_outputs;
 mod block_observer;
+mod callbacks;
 mod client_outputs;
 mod config;
 mod convert;
-mod encoder_transfer;
 mod entries;
 mod frames;
 mod guard;
 mod hasher;
-mod hooks;
-mod kv_transfer;
 mod links;
 mod meters;
 mod output_extras;
 mod pacing;
-mod points;
 mod queue_watch;
 mod rings;
 mod scheduler_core;
@@ -35,7 +31,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(hasher::read_prompt, module)?)?;
     module.add_class::<scheduler_core::SchedulerCore>()?;
     module.add_class::<queue_watch::PyQueueWatch>()?;
-    module.add_class::<aux_outputs::CachedBlocks>()?;
+    module.add_class::<callbacks::CachedBlocks>()?;
     module.add_class::<convert::StepOutputs>()?;
     module.add_function(wrap_pyfunction!(convert::encode_like_scheduler, module)?)?;
     module.add_class::<frames::RingMessage>()?;
@@ -43,7 +39,5 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     rings::add_to(module)?;
     module.add_class::<sockets::PyEngineSockets>()?;
     meters::add_to(module)?;
-    #[cfg(feature = "test-points")]
-    points::add_to(module)?;
     Ok(())
 }

@@ -7,13 +7,13 @@ use std::time::Duration;
 use pyo3::exceptions::PyConnectionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use sparksched_core::{PacingReport, WaitCounts, WaitReason};
+use sparksched_core::{PacingReport, TenantReading, WaitCounts, WaitReason};
 use sparksched_entry_points::entry_points;
-use sparksched_ring::meter_page::{MeterPage, MeterView};
-use sparksched_ring::meters::{
-    HistogramReading, MAX_WAIT_REASONS, NUM_BOUNDS, PacingReading, RingsReading, Traffic, bound_ns,
+use sparksched_meters::{
+    HistogramReading, MAX_TENANTS, MAX_WAIT_REASONS, MeterPage, MeterView, NUM_BOUNDS,
+    PacingReading, RingsReading, Traffic, bound_ns,
 };
-use sparksched_ring::segment::SegmentError;
+use sparksched_shm::ShmError;
 
 use crate::scheduler_core::SchedulerCore;
 use crate::step_timer::StepSink;
@@ -38,7 +38,7 @@ fn meter_bounds_s() -> PyResult<Vec<f64>> {
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "a function for map_err")]
-fn connection_error(error: SegmentError) -> PyErr {
+fn connection_error(error: ShmError) -> PyErr {
     PyConnectionError::new_err(error.to_string())
 }
 
@@ -78,6 +78,32 @@ impl StepSink for PageSink {
 
     fn set_waits(&self, counts: &WaitCounts) {
         self.0.meters().steps().set_waits(counts.by_reason());
+    }
+
+    fn set_tenants(&self, mut tenants: Vec<TenantReading>) {
+        if tenants.len() > MAX_TENANTS {
+            let fewer = |it: &TenantReading| std::cmp::Reverse(it.num_unfinished);
+            tenants.select_nth_unstable_by_key(MAX_TENANTS, fewer);
+        }
+        let reading = |it: &TenantReading| sparksched_meters::TenantReading {
+            name: it.name.to_string(),
+            num_waiting: it.num_waiting as u64,
+            num_unfinished: it.num_unfinished as u64,
+        };
+        let (largest, rest) = tenants.split_at(MAX_TENANTS.min(tenants.len()));
+        let mut told: Vec<_> = largest.iter().map(reading).collect();
+        if !rest.is_empty() {
+            let others =
+                rest.iter().map(reading).reduce(|sum, it| sparksched_meters::TenantReading {
+                    name: String::new(),
+                    num_waiting: sum.num_waiting + it.num_waiting,
+                    num_unfinished: sum.num_unfinished + it.num_unfinished,
+                });
+            told.extend(
+                others.map(|it| sparksched_meters::TenantReading { name: String::new(), ..it }),
+            );
+        }
+        self.0.meters().tenants().set(&told);
     }
 
     fn set_pacing(&self, report: &PacingReport) {
@@ -125,11 +151,6 @@ impl PyEngineMeters {
         self.page.meters().steps().count_queue_timeouts(count);
         Ok(())
     }
-
-    fn end_steps(&self) -> PyResult<()> {
-        self.page.meters().steps().end();
-        Ok(())
-    }
 }
 
 // ----------------------------------------------------------------------------------------
@@ -169,8 +190,10 @@ impl MeterReader {
         Ok(Some(steps))
     }
 
-    fn steps_have_ended(&self) -> PyResult<bool> {
-        Ok(self.view.steps_have_ended())
+    fn tenants(&self) -> PyResult<Option<Vec<(String, u64, u64)>>> {
+        let triple =
+            |it: sparksched_meters::TenantReading| (it.name, it.num_waiting, it.num_unfinished);
+        Ok(self.view.tenants().map(|tenants| tenants.into_iter().map(triple).collect()))
     }
 
     fn rings<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {

@@ -1,4 +1,4 @@
-//! Steps of an unchanged batch, for `make instructions`: callgrind counts what [`schedule`],
+//! Steps of an unchanged batch, for `make bench KIND=instructions`: callgrind counts what [`schedule`],
 //! [`update_from_output`] and [`message`] execute. The argument is the number of requests; the
 //! number of steps is printed.
 

@@ -1,4 +1,4 @@
-"""Which front end there would be, what it lacks for these arguments, and whether another is better.
+"""Which front end there would be, and what vLLM's Rust one lacks for these arguments.
 
 vLLM's Rust front end says itself which arguments it doesn't know: it is asked, without anything to
 serve.
@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import vllm
 import vllm.envs
@@ -18,21 +18,9 @@ import vllm.envs
 from sparksched.commands.check.finding import Finding, ok, problem, warning
 from sparksched.commands.check.quotes import HIDDEN
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 USE_RUST: Final = "VLLM_USE_RUST_FRONTEND"
 REFUSED_REQUESTS: Final = "it refuses n above 1, use_beam_search and suffix"
 """What `vllm-rs` of both releases says of requests."""
-
-PYTHON_TOKENS_PER_S: Final = 60_000
-"""About what one Python front end has brought at most, on the fastest machines measured."""
-MEMORY_BYTES_PER_S: Final = 3.35e12
-"""What an H100 reads of its memory: no step is shorter than what it reads takes."""
-MIN_STEP_S: Final = 0.002
-"""About what the shortest steps have taken that were measured there, of whatever model."""
-CONTEXT_TOKENS: Final = 1024
-"""Of each stream, for what a step reads."""
 
 _ANSWER_S: Final = 20.0
 _NO_DESCRIPTOR: Final = "999999"
@@ -43,9 +31,9 @@ _REFUSED: Final = 2
 """The exit status with arguments that `vllm-rs` doesn't take."""
 
 
-def finding(config: "VllmConfig", parsed: argparse.Namespace) -> Finding:
+def finding(parsed: argparse.Namespace) -> Finding:
     """Look at the front end of a server with these arguments of `vllm serve`."""
-    return _rust(parsed) if vllm.envs.VLLM_USE_RUST_FRONTEND else _python(config, parsed)
+    return _rust(parsed) if vllm.envs.VLLM_USE_RUST_FRONTEND else _python(parsed)
 
 
 def _rust(parsed: argparse.Namespace) -> Finding:
@@ -59,43 +47,15 @@ def _rust(parsed: argparse.Namespace) -> Finding:
     return ok(topic, f"vLLM's, in Rust; {REFUSED_REQUESTS}")
 
 
-def _python(config: "VllmConfig", parsed: argparse.Namespace) -> Finding:
-    topic = "front end"
-    servers = parsed.api_server_count or config.parallel_config.data_parallel_size
-    streams = config.scheduler_config.max_num_seqs
-    tokens_per_s = most_tokens_per_s(config)
-    if tokens_per_s is None or tokens_per_s <= servers * PYTHON_TOKENS_PER_S:
-        return ok(topic, "vLLM's, in Python")
-    text = (
-        f"vLLM's, in Python, which is the limit with {streams:,} streams: it brings about "
-        f"{PYTHON_TOKENS_PER_S:,} tokens/s at most, a GPU up to {tokens_per_s:,.0f}"
-    )
+def _python(parsed: argparse.Namespace) -> Finding:
     refusal = why_not_rust(parsed)
     if refusal is not None:
-        return warning(topic, text, f"vLLM's Rust front end is faster, but {refusal}")
-    return warning(topic, text, f"set {USE_RUST}=1, unless requests need more: {REFUSED_REQUESTS}")
-
-
-def most_tokens_per_s(config: "VllmConfig") -> float | None:
-    """Return what an engine makes at most, by what vLLM says that a step reads; None: unknown.
-
-    A GPU may make much less. Speculative decoding may make more.
-    """
-    from vllm.v1.metrics.perf import ExecutionContext, ModelMetrics
-
-    streams = config.scheduler_config.max_num_seqs
-    context = ExecutionContext()
-    for _ in range(streams):
-        length = min(CONTEXT_TOKENS, config.model_config.max_model_len)
-        context.add(1, length, is_prefill=False)
-    try:
-        step_bytes: int = ModelMetrics(config).get_read_bytes(context)
-    except Exception:  # of a model that vLLM can't estimate
-        return None
-    if not step_bytes:
-        return None
-    num_tokens: int = streams * config.parallel_config.data_parallel_size
-    return num_tokens / max(MIN_STEP_S, step_bytes / MEMORY_BYTES_PER_S)
+        return ok("front end", f"vLLM's, in Python; its Rust one can't be had: {refusal}")
+    return ok(
+        "front end",
+        f"vLLM's, in Python; for hundreds of streams its Rust one is faster: {USE_RUST}=1, "
+        f"but {REFUSED_REQUESTS}",
+    )
 
 
 def why_not_rust(parsed: argparse.Namespace) -> str | None:

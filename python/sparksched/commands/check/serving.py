@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib.metadata
 import io
 import sys
 import uuid
@@ -13,7 +12,7 @@ import pydantic
 import vllm.envs
 
 from sparksched import compat, environment, plugin
-from sparksched.commands.check import backends, front_end
+from sparksched.commands.check import front_end
 from sparksched.commands.check.finding import ArgumentError, Finding, ok, problem, warning
 from sparksched.commands.check.quotes import without_quotes
 from sparksched.compat.pacing import unpaceable
@@ -44,17 +43,15 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
     yield _scheduler(config)
     if environment.verification() is not None:
         yield _verification(config)
-    yield front_end.finding(config, parsed)
+    yield front_end.finding(parsed)
     yield _transport(config)
     yield _asynchronous(config, asked.async_scheduling)
     yield _prompts(config)
     yield _pacing(config)
+    yield _order()
     yield _queue()
     yield _parallelism(config)
     yield _graphs(config)
-    chosen = _backends(config)
-    yield chosen
-    yield _flashinfer(chosen.text)
 
 
 def _engine_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, "AsyncEngineArgs"]:
@@ -177,7 +174,7 @@ def _asynchronous(config: "VllmConfig", asked: bool | None) -> Finding:
         "synchronous: the GPU waits while a step is prepared",
         "vLLM chose that for these arguments; its log says why when it serves"
         if asked is None
-        else "leave --no-async-scheduling away, unless something needs it",
+        else "drop --no-async-scheduling, unless something needs it",
     )
 
 
@@ -230,6 +227,19 @@ def _pacing(config: "VllmConfig") -> Finding:
     )
 
 
+def _order() -> Finding:
+    order = environment.order()
+    if order is None:
+        return ok("order", "as --scheduling-policy says")
+    how = {
+        "fair": "fair between tenants"
+        + "".join(f", {name} weighs {weight:g}" for name, weight in order.weights.items()),
+        "deadline": f"by deadline, {order.seconds:g} s to the first token unless it says ttft_s",
+        "aging": f"by priority; a priority of 1 counts as {order.seconds:g} s of waiting",
+    }
+    return ok("order", how[order.kind])
+
+
 def _queue() -> Finding:
     seconds = environment.queue_timeout_s()
     if seconds is None:
@@ -277,23 +287,3 @@ def _graphs(config: "VllmConfig") -> Finding:
             "raise --max-cudagraph-capture-size, or lower --max-num-seqs",
         )
     return ok(topic, mode.name)
-
-
-def _backends(config: "VllmConfig") -> Finding:
-    text = f"attention: {backends.attention(config)}"
-    if config.model_config.is_moe:
-        text += f"; experts: {backends.experts(config)}"
-    return ok("back ends", text)
-
-
-def _flashinfer(chosen: str) -> Finding:
-    topic = "FlashInfer"
-    try:
-        version = importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        return ok(topic, "not installed: vLLM does without")
-    if "flashinfer" in chosen.lower():
-        return ok(topic, f"{version}, which these back ends use")
-    if backends.BY_VLLM in chosen:
-        return ok(topic, f"{version}; whether it is used is {backends.BY_VLLM}")
-    return ok(topic, f"{version}, not used by these back ends")

@@ -6,60 +6,60 @@
 
 use super::Scheduler;
 use super::transfers::Hit;
-use crate::hooks::Hooks;
+use crate::callbacks::AuxOutputs;
 use crate::ids::RequestIndex;
 
 impl Scheduler {
     /// The most tokens that a hit in the prefix cache may have.
-    pub(super) fn max_prefix_hit<H: Hooks>(
+    pub(super) fn max_prefix_hit<C: AuxOutputs>(
         &mut self,
         index: RequestIndex,
-        hooks: &mut H,
-    ) -> Result<u32, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<u32, C::Error> {
         if !self.config.behaviors.caps_hits_to_aux_output {
             return Ok(u32::MAX);
         }
-        hooks.max_prefix_hit(&self.slots[index], self.kv_cache.pool_mut())
+        callbacks.max_prefix_hit(&self.slots[index], self.kv_cache.pool_mut())
     }
 
     /// Leaves tokens to be computed that a KV connector has, but without auxiliary output.
-    pub(super) fn cap_external_hit<H: Hooks>(
+    pub(super) fn cap_external_hit<C: AuxOutputs>(
         &mut self,
         index: RequestIndex,
         mut hit: Hit,
-        hooks: &mut H,
-    ) -> Result<Hit, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<Hit, C::Error> {
         if !self.config.behaviors.caps_hits_to_aux_output || self.config.kv_transfer.is_none() {
             return Ok(hit);
         }
         let (request, pool) = (&self.slots[index], self.kv_cache.pool_mut());
         let external = &mut hit.external;
         external.num_tokens =
-            hooks.cap_external_hit(request, pool, hit.local.num_tokens, external.num_tokens)?;
+            callbacks.cap_external_hit(request, pool, hit.local.num_tokens, external.num_tokens)?;
         external.is_async &= external.num_tokens > 0;
         Ok(hit)
     }
 
     /// Tells that a KV connector begins to load a request's blocks.
-    pub(super) fn note_load<H: Hooks>(
+    pub(super) fn note_load<C: AuxOutputs>(
         &self,
         index: RequestIndex,
-        hooks: &mut H,
-    ) -> Result<(), H::Error> {
+        callbacks: &mut C,
+    ) -> Result<(), C::Error> {
         if self.config.behaviors.caps_hits_to_aux_output {
-            hooks.note_load(self.request(index))?;
+            callbacks.note_load(self.request(index))?;
         }
         Ok(())
     }
 
     /// Tells that a request is about to lose its blocks.
-    pub(super) fn end_aux_output<H: Hooks>(
+    pub(super) fn end_aux_output<C: AuxOutputs>(
         &mut self,
         index: RequestIndex,
-        hooks: &mut H,
-    ) -> Result<(), H::Error> {
+        callbacks: &mut C,
+    ) -> Result<(), C::Error> {
         if self.config.collects_aux_output {
-            hooks.end_aux_output(&self.slots[index], self.kv_cache.pool_mut())?;
+            callbacks.end_aux_output(&self.slots[index], self.kv_cache.pool_mut())?;
         }
         Ok(())
     }

@@ -3,21 +3,21 @@
 //! freed.
 
 use super::Scheduler;
-use crate::hooks::Hooks;
+use crate::callbacks::EcConnector;
 use crate::request::Request;
 
 impl Scheduler {
     /// Whether an encoder output is still in transit that a request needs behind its first
     /// `num_computed_tokens` tokens.
-    pub(super) fn awaits_encoder_outputs<H: Hooks>(
+    pub(super) fn awaits_encoder_outputs<C: EcConnector>(
         &self,
         request: &Request,
         num_computed_tokens: i64,
-        hooks: &mut H,
-    ) -> Result<bool, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<bool, C::Error> {
         if !self.config.transfers_encoder_outputs || !request.has_encoder_inputs {
             return Ok(false);
         }
-        Ok(!hooks.has_encoder_outputs(request, num_computed_tokens)?)
+        Ok(!callbacks.has_encoder_outputs(request, num_computed_tokens)?)
     }
 }

@@ -16,11 +16,12 @@ mod waits;
 
 use std::collections::BTreeSet;
 
-use crate::config::{ConfigError, RequestSpecMetrics, SchedulerConfig};
-use crate::hooks::Hooks;
+use crate::callbacks::Callbacks;
+use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
 use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
 use crate::kv_cache_manager::KvCacheManager;
+use crate::order::{Arrival, Order, OrderHints, OrderSettings, TenantReading};
 use crate::request::{
     EventKind, FetchStage, NewRequest, NumGroups, Request, RequestStatus, SessionInput,
 };
@@ -88,6 +89,8 @@ pub struct Scheduler {
     /// When somebody looked last, a prompt was running.
     had_prompts: bool,
     step: Step,
+    /// Gives arriving requests their priorities; `None` for what their clients ask for.
+    order: Option<Order>,
     /// Cuts chunks of prompts where states are to be kept.
     chunk_aligner: Option<ChunkAligner>,
     kv_transfer: KvTransfer,
@@ -122,6 +125,7 @@ impl Scheduler {
             last_prefill_step: None,
             had_prompts: false,
             step: Step::default(),
+            order: None,
             chunk_aligner: ChunkAligner::new(&config),
             kv_transfer: KvTransfer::default(),
             spec_decoding_stats: None,
@@ -133,10 +137,11 @@ impl Scheduler {
     ///
     /// # Panics
     /// If the request has no token.
-    pub fn add_request(&mut self, new: NewRequest, now: f64) -> RequestIndex {
+    pub fn add_request(&mut self, mut new: NewRequest, now: f64) -> RequestIndex {
         assert!(!new.tokens.is_empty(), "a request has at least one token");
         let index = self.slots.next_place();
         let expects_remote_prefill = new.expects_remote_prefill;
+        let hints = std::mem::take(&mut new.order_hints);
         let (num_tables, num_states) = (self.config.groups.len(), self.kv_cache.num_state_blocks());
         let mut request = Request::new(new, index, NumGroups { num_tables, num_states });
         if let Some(hasher) = &self.config.hasher {
@@ -151,11 +156,72 @@ impl Scheduler {
             request.record_event(EventKind::Queued, now);
         }
         self.slots.insert(request);
+        self.rank(index, &hints, now);
         self.enqueue(index);
         if expects_remote_prefill {
             self.set_fetch_stage(index, Some(FetchStage::WaitingToStart));
         }
         index
+    }
+
+    /// Has requests that arrive from now on ordered by more than vLLM's policies.
+    ///
+    /// # Panics
+    /// If the policy isn't [`Policy::Priority`], or there are requests.
+    pub fn order_by(&mut self, settings: OrderSettings) {
+        assert_eq!(self.config.policy, Policy::Priority, "the order is one of priorities");
+        assert!(self.slots.iter().next().is_none(), "the order begins with the first request");
+        self.order = Some(Order::new(settings));
+    }
+
+    /// Gives a request that has arrived its priority.
+    fn rank(&mut self, index: RequestIndex, hints: &OrderHints, now: f64) {
+        let Some(order) = &mut self.order else { return };
+        let request = &self.slots[index];
+        let num_cached = self.kv_cache.peek_prefix_hit(request);
+        let ticket = order.rank(&Arrival {
+            hints,
+            priority: request.priority,
+            time: request.arrival_time,
+            num_uncached_tokens: request.num_tokens() as u32 - num_cached,
+            max_tokens: request.stop_conditions().max_tokens,
+            now,
+        });
+        let request = &mut self.slots[index];
+        request.expected_hit = Some(num_cached);
+        request.priority = ticket.priority;
+        request.ticket = Some(Box::new(ticket));
+    }
+
+    /// Takes in that a request is part of a step, of which so many tokens were cached.
+    fn note_admitted(&mut self, index: RequestIndex, num_cached_tokens: u32, now: f64) {
+        if let (Some(order), Some(ticket)) = (&mut self.order, &mut self.slots[index].ticket) {
+            order.admit(ticket, num_cached_tokens, now);
+        }
+    }
+
+    /// Settles what a request has cost that has ended.
+    fn note_ended(&mut self, index: RequestIndex) {
+        let request = &mut self.slots[index];
+        if let (Some(order), Some(ticket)) = (&mut self.order, request.ticket.take()) {
+            let num_output_tokens = request.num_tokens() - request.num_prompt_tokens();
+            let num_tokens = match num_output_tokens {
+                0 => request.num_computed_tokens,
+                _ => request.num_tokens() as u32,
+            };
+            order.end(&ticket, num_tokens, num_output_tokens as u32);
+        }
+    }
+
+    /// Whether requests get their priorities here.
+    #[must_use]
+    pub fn is_ordered(&self) -> bool {
+        self.order.is_some()
+    }
+
+    /// The tenants that have requests, if requests are ordered.
+    pub fn tenants(&self) -> impl Iterator<Item = TenantReading> {
+        self.order.iter().flat_map(Order::tenants)
     }
 
     /// Puts a request that waits into its queue.
@@ -226,13 +292,13 @@ impl Scheduler {
     /// are ignored. Returns the requests that were ended, in the given order.
     ///
     /// # Errors
-    /// What the hooks fail with; the scheduler is not to be used after that.
-    pub fn finish_requests<H: Hooks>(
+    /// What the callbacks fail with; the scheduler is not to be used after that.
+    pub fn finish_requests<C: Callbacks>(
         &mut self,
         indices: &[RequestIndex],
         status: RequestStatus,
-        hooks: &mut H,
-    ) -> Result<Vec<EndedRequest>, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<Vec<EndedRequest>, C::Error> {
         debug_assert!(status.is_finished());
         let mut running = Vec::new();
         let mut waiting = Vec::new();
@@ -257,7 +323,7 @@ impl Scheduler {
                 was == RequestStatus::WaitingForRemoteKvs && !request.transfer.has_arrived;
             let events = std::mem::take(&mut request.events);
             self.num_waiting_for_input -= usize::from(was == RequestStatus::WaitingForInput);
-            let is_kept = self.end_request(index, is_loading, hooks)?;
+            let is_kept = self.end_request(index, is_loading, callbacks)?;
             if !is_kept {
                 self.vacate(index);
             }

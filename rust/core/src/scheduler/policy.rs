@@ -9,13 +9,13 @@
 
 use super::transfers::Hit;
 use super::{PauseState, Scheduler};
-use crate::config::Policy;
-use crate::hooks::{ExternalAllocation, GrammarState, Hooks};
+use crate::callbacks::{Callbacks, EncoderInputs, ExternalAllocation, GrammarState, Grammars};
+use crate::config::{Policy, StepKnobs};
 use crate::ids::RequestIndex;
 use crate::kv_cache_manager::AdmissionTerms;
 use crate::request::{EventKind, FetchStage, PrefillStats, Request, RequestStatus};
 use crate::state_group::Sequence;
-use crate::step::{Admission, ScheduledRequest, Step, StepKnobs, UNKNOWN_DRAFT};
+use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
 use crate::wait_reason::WaitReason;
 
 /// What is left of a step's allowance.
@@ -90,14 +90,14 @@ impl Scheduler {
     /// [`Self::decide`] and [`Self::update_after_schedule`].
     ///
     /// # Errors
-    /// What the hooks fail with; the scheduler is not to be used after that.
-    pub fn schedule<H: Hooks>(
+    /// What the callbacks fail with; the scheduler is not to be used after that.
+    pub fn schedule<C: Callbacks>(
         &mut self,
         knobs: StepKnobs,
         now: f64,
-        hooks: &mut H,
-    ) -> Result<&Step, H::Error> {
-        self.decide(knobs, now, hooks)?;
+        callbacks: &mut C,
+    ) -> Result<&Step, C::Error> {
+        self.decide(knobs, now, callbacks)?;
         self.update_after_schedule();
         Ok(&self.step)
     }
@@ -107,16 +107,16 @@ impl Scheduler {
     /// `now` is the time for events.
     ///
     /// # Errors
-    /// What the hooks fail with; the scheduler is not to be used after that.
+    /// What the callbacks fail with; the scheduler is not to be used after that.
     ///
     /// # Panics
     /// In debug builds, if the knobs allow more tokens than the configuration.
-    pub fn decide<H: Hooks>(
+    pub fn decide<C: Callbacks>(
         &mut self,
         knobs: StepKnobs,
         now: f64,
-        hooks: &mut H,
-    ) -> Result<(), H::Error> {
+        callbacks: &mut C,
+    ) -> Result<(), C::Error> {
         debug_assert!(knobs.max_num_scheduled_tokens <= self.config.max_num_scheduled_tokens);
         self.current_step += 1;
         self.step.clear();
@@ -131,14 +131,14 @@ impl Scheduler {
         }
         let limits = self.step_limits(knobs, now);
 
-        self.schedule_running(&mut budget, &limits, hooks)?;
+        self.schedule_running(&mut budget, &limits, callbacks)?;
         self.note_loras();
         if self.pause_state == PauseState::PausedAll {
             self.held_up_by = Some(WaitReason::Pause);
         } else if !self.step.preempted.is_empty() {
             self.held_up_by = Some(WaitReason::Blocks);
         } else {
-            self.schedule_waiting(&mut budget, &limits, hooks)?;
+            self.schedule_waiting(&mut budget, &limits, callbacks)?;
         }
         self.kv_cache.end_step(&mut self.step);
         self.sum_up_step();
@@ -190,23 +190,23 @@ impl Scheduler {
     }
 
     /// First the requests that run, in their order.
-    fn schedule_running<H: Hooks>(
+    fn schedule_running<C: Callbacks>(
         &mut self,
         budget: &mut Budget,
         limits: &StepLimits,
-        hooks: &mut H,
-    ) -> Result<(), H::Error> {
+        callbacks: &mut C,
+    ) -> Result<(), C::Error> {
         let mut position = 0;
         while position < self.running.len() && !budget.is_spent() {
             let index = self.running[position];
-            let num_tokens = self.num_tokens_to_run(index, budget, limits, hooks)?;
+            let num_tokens = self.num_tokens_to_run(index, budget, limits, callbacks)?;
             if num_tokens == 0 {
                 // Those behind it may still run: not strictly first come, first served.
                 position += 1;
                 continue;
             }
             let at = &mut position;
-            if !self.allocate_or_preempt(index, num_tokens, at, budget, limits.now, hooks)? {
+            if !self.allocate_or_preempt(index, num_tokens, at, budget, limits.now, callbacks)? {
                 let has_left = self.request(index).status == RequestStatus::Preempted;
                 if has_left && self.config.behaviors.continues_after_self_preemption {
                     // So `position` is that of the next one.
@@ -215,7 +215,7 @@ impl Scheduler {
                 break;
             }
             if self.request(index).has_encoder_inputs {
-                hooks.schedule_encoder_inputs(self.request(index))?;
+                callbacks.schedule_encoder_inputs(self.request(index))?;
             }
             self.note_use_of_drafts(index, num_tokens);
             let mut scheduled = self.scheduled(index, num_tokens);
@@ -229,13 +229,13 @@ impl Scheduler {
     }
 
     /// Tokens that a running request gets; 0 if it has to sit this step out.
-    fn num_tokens_to_run<H: Hooks>(
+    fn num_tokens_to_run<C: Callbacks>(
         &self,
         index: RequestIndex,
         budget: &Budget,
         limits: &StepLimits,
-        hooks: &mut H,
-    ) -> Result<u32, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<u32, C::Error> {
         let request = self.request(index);
         if reaches_max_tokens_in_flight(request)
             || self.current_step < request.next_decode_step
@@ -245,7 +245,7 @@ impl Scheduler {
         }
         let num_settled =
             i64::from(request.num_computed_tokens) - i64::from(request.num_output_placeholders);
-        if self.awaits_encoder_outputs(request, num_settled, hooks)? {
+        if self.awaits_encoder_outputs(request, num_settled, callbacks)? {
             return Ok(0);
         }
         let num_known =
@@ -258,7 +258,7 @@ impl Scheduler {
             .saturating_sub(request.num_computed_tokens + self.config.num_sampled_tokens_per_step);
         let num_tokens = limits.cap(num_new).min(budget.available()).min(until_max_model_len);
         let num_tokens = self.align_chunk(request, request.num_computed_tokens, num_tokens, limits);
-        self.fit_to_drafter_and_encoder(index, request.num_computed_tokens, num_tokens, hooks)
+        self.fit_to_drafter_and_encoder(index, request.num_computed_tokens, num_tokens, callbacks)
     }
 
     /// Shortens a chunk of a prompt so that it ends where recurrent states are kept.
@@ -279,17 +279,17 @@ impl Scheduler {
     }
 
     /// Shortens a chunk to what the encoder can provide, and to where a drafter can go on.
-    fn fit_to_drafter_and_encoder<H: Hooks>(
+    fn fit_to_drafter_and_encoder<C: EncoderInputs>(
         &self,
         index: RequestIndex,
         num_computed_tokens: u32,
         num_tokens: u32,
-        hooks: &mut H,
-    ) -> Result<u32, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<u32, C::Error> {
         let request = self.request(index);
         let mut num_tokens = num_tokens;
         if request.has_encoder_inputs {
-            num_tokens = hooks.plan_encoder_inputs(index, num_computed_tokens, num_tokens)?;
+            num_tokens = callbacks.plan_encoder_inputs(index, num_computed_tokens, num_tokens)?;
         }
         Ok(self.reserve_prefill_lookahead(request, num_computed_tokens, num_tokens))
     }
@@ -362,22 +362,22 @@ impl Scheduler {
     /// Finds blocks for a running request, at the expense of less urgent ones if it must be and if
     /// that brings blocks at once. Returns whether the request can run; `position` follows it when
     /// others leave before it.
-    fn allocate_or_preempt<H: Hooks>(
+    fn allocate_or_preempt<C: Callbacks>(
         &mut self,
         index: RequestIndex,
         num_tokens: u32,
         position: &mut usize,
         budget: &mut Budget,
         now: f64,
-        hooks: &mut H,
-    ) -> Result<bool, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<bool, C::Error> {
         loop {
             let request = &mut self.slots[index];
             if self.kv_cache.extend_slots(request, num_tokens) {
                 return Ok(true);
             }
             let kv_transfer = self.config.kv_transfer;
-            if kv_transfer.is_some() && hooks.has_pending_block_frees()? {
+            if kv_transfer.is_some() && callbacks.has_pending_block_frees()? {
                 return Ok(false);
             }
             let victim_at = self.least_urgent();
@@ -386,7 +386,7 @@ impl Scheduler {
             }
             let victim = self.remove_from_step(victim_at, position, budget);
             let drop_stale_output = kv_transfer.is_some_and(|config| config.requires_kv_delivery);
-            self.preempt(victim, now, drop_stale_output, hooks)?;
+            self.preempt(victim, now, drop_stale_output, callbacks)?;
             self.step.preempted.push(victim);
             if victim == index {
                 return Ok(false);
@@ -428,13 +428,13 @@ impl Scheduler {
     }
 
     /// Then the requests that wait, until one can't be admitted.
-    fn schedule_waiting<H: Hooks>(
+    fn schedule_waiting<C: Callbacks>(
         &mut self,
         budget: &mut Budget,
         limits: &StepLimits,
-        hooks: &mut H,
-    ) -> Result<(), H::Error> {
-        let admitted = self.admit_waiting(budget, limits, hooks);
+        callbacks: &mut C,
+    ) -> Result<(), C::Error> {
+        let admitted = self.admit_waiting(budget, limits, callbacks);
         // Back to the front, in their order.
         while let Some(index) = self.skipped.pop() {
             let (queue, slots) = self.queue_of(index);
@@ -446,12 +446,12 @@ impl Scheduler {
         admitted
     }
 
-    fn admit_waiting<H: Hooks>(
+    fn admit_waiting<C: Callbacks>(
         &mut self,
         budget: &mut Budget,
         limits: &StepLimits,
-        hooks: &mut H,
-    ) -> Result<(), H::Error> {
+        callbacks: &mut C,
+    ) -> Result<(), C::Error> {
         self.held_up_by = Some(WaitReason::TokenBudget);
         while !budget.is_spent() {
             let Some(index) = self.next_to_admit() else {
@@ -461,10 +461,10 @@ impl Scheduler {
             let num_active = self.running.len() + self.num_waiting_for_input;
             let turn = if num_active >= self.config.max_num_active_reqs {
                 Turn::Stop(WaitReason::MaxNumSeqs)
-            } else if let Some(reason) = self.not_ready(index, hooks)? {
+            } else if let Some(reason) = self.not_ready(index, callbacks)? {
                 Turn::Skip(reason)
             } else {
-                self.admit(index, budget, limits, hooks)?
+                self.admit(index, budget, limits, callbacks)?
             };
             match turn {
                 Turn::Admit => {}
@@ -493,14 +493,14 @@ impl Scheduler {
     }
 
     /// What a waiting request waits for besides its turn; `None` for nothing.
-    fn not_ready<H: Hooks>(
+    fn not_ready<C: Grammars>(
         &mut self,
         index: RequestIndex,
-        hooks: &mut H,
-    ) -> Result<Option<WaitReason>, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<Option<WaitReason>, C::Error> {
         let request = &mut self.slots[index];
         if request.status == RequestStatus::WaitingForGrammar {
-            if hooks.grammar_state(index)? != GrammarState::Ready {
+            if callbacks.grammar_state(index)? != GrammarState::Ready {
                 return Ok(Some(WaitReason::Grammar));
             }
             request.status = RequestStatus::Waiting;
@@ -539,33 +539,34 @@ impl Scheduler {
     }
 
     /// Admits the request at the head of the queue, if that can be.
-    fn admit<H: Hooks>(
+    fn admit<C: Callbacks>(
         &mut self,
         index: RequestIndex,
         budget: &mut Budget,
         limits: &StepLimits,
-        hooks: &mut H,
-    ) -> Result<Turn, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<Turn, C::Error> {
         let looks_up = self.request(index).num_computed_tokens == 0;
-        let hit = if looks_up { self.find_hit(index, hooks)? } else { Some(Hit::default()) };
+        let hit = if looks_up { self.find_hit(index, callbacks)? } else { Some(Hit::default()) };
         let Some(hit) = hit else { return Ok(Turn::Skip(WaitReason::KvLookup)) };
         let request = self.request(index);
         let num_computed_tokens = request.num_computed_tokens + hit.num_tokens();
-        if self.awaits_encoder_outputs(request, num_computed_tokens.into(), hooks)? {
+        if self.awaits_encoder_outputs(request, num_computed_tokens.into(), callbacks)? {
             return Ok(Turn::Skip(WaitReason::EncoderLoad));
         }
         if looks_up {
             self.note_hit(index, &hit);
         }
         if hit.external.is_async {
-            if !self.allocate_admitted(index, hit, 0, looks_up, hooks)? {
+            if !self.allocate_admitted(index, hit, 0, looks_up, callbacks)? {
                 return Ok(Turn::Stop(WaitReason::Blocks));
             }
             self.begin_load(index, num_computed_tokens);
-            self.note_load(index, hooks)?;
+            self.note_load(index, callbacks)?;
             return Ok(Turn::Skip(WaitReason::KvLoad));
         }
-        let share = self.share_of_admitted(index, num_computed_tokens, budget, limits, hooks)?;
+        let share =
+            self.share_of_admitted(index, num_computed_tokens, budget, limits, callbacks)?;
         let share = match share {
             Ok(share) => share,
             Err(reason) => return Ok(Turn::Stop(reason)),
@@ -574,36 +575,36 @@ impl Scheduler {
             let turn = if self.config.behaviors.skips_held_up { Turn::Skip } else { Turn::Stop };
             return Ok(turn(WaitReason::Encoder));
         }
-        if !self.allocate_admitted(index, hit, share.num_tokens, looks_up, hooks)? {
+        if !self.allocate_admitted(index, hit, share.num_tokens, looks_up, callbacks)? {
             return Ok(Turn::Stop(WaitReason::Blocks));
         }
         self.run(index, num_computed_tokens, &share, limits.now);
         self.step.has_sync_kv_loads |= hit.external.num_tokens > 0;
         budget.take(share.num_tokens);
         if self.request(index).has_encoder_inputs {
-            hooks.schedule_encoder_inputs(self.request(index))?;
+            callbacks.schedule_encoder_inputs(self.request(index))?;
         }
         Ok(Turn::Admit)
     }
 
     /// Looks what of a request need not be computed. `None` if that is not known yet.
-    fn find_hit<H: Hooks>(
+    fn find_hit<C: Callbacks>(
         &mut self,
         index: RequestIndex,
-        hooks: &mut H,
-    ) -> Result<Option<Hit>, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<Option<Hit>, C::Error> {
         let request = &mut self.slots[index];
         if let Some(hasher) = &self.config.hasher {
             request.refresh_hashes(hasher);
         }
-        let max_tokens = self.max_prefix_hit(index, hooks)?;
+        let max_tokens = self.max_prefix_hit(index, callbacks)?;
         let request = &mut self.slots[index];
         let local = self.kv_cache.find_prefix_hit(request, max_tokens);
         request.shared_prefix_boundary = local.shared_prefix_boundary;
-        let Some(external) = self.find_external_hit(index, local, hooks)? else {
+        let Some(external) = self.find_external_hit(index, local, callbacks)? else {
             return Ok(None);
         };
-        self.cap_external_hit(index, Hit { local, external }, hooks).map(Some)
+        self.cap_external_hit(index, Hit { local, external }, callbacks).map(Some)
     }
 
     /// Notes what a request that was looked up need not compute.
@@ -614,14 +615,14 @@ impl Scheduler {
     }
 
     /// Finds blocks for a waiting request and its hit. Returns whether there were enough.
-    fn allocate_admitted<H: Hooks>(
+    fn allocate_admitted<C: Callbacks>(
         &mut self,
         index: RequestIndex,
         hit: Hit,
         num_tokens: u32,
         looks_up: bool,
-        hooks: &mut H,
-    ) -> Result<bool, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<bool, C::Error> {
         let is_load = hit.external.is_async;
         let terms = AdmissionTerms {
             hit: hit.local,
@@ -633,7 +634,7 @@ impl Scheduler {
         let request = &mut self.slots[index];
         if !self.kv_cache.allocate_slots(request, num_tokens, terms) {
             if request.has_encoder_inputs {
-                hooks.free_encoder_inputs(index)?;
+                callbacks.free_encoder_inputs(index)?;
             }
             return Ok(false);
         }
@@ -643,7 +644,7 @@ impl Scheduler {
                 num_tokens: hit.external.num_tokens,
                 num_queried_tokens: if looks_up { num_asked } else { 0 },
             };
-            hooks.note_allocation(request, self.kv_cache.pool(), allocation)?;
+            callbacks.note_allocation(request, self.kv_cache.pool(), allocation)?;
         }
         if self.config.log_stats && looks_up {
             self.kv_cache.record_prefix_cache_stats(request, hit.local.num_tokens);
@@ -674,6 +675,7 @@ impl Scheduler {
         self.step.has_admitted_prefill |= num_computed_tokens + 1 < request.num_tokens() as u32;
         self.pop_next();
         self.drop_queue_deadline(index);
+        self.note_admitted(index, num_computed_tokens, now);
         self.set_fetch_stage(index, None);
         self.running.push(index);
         self.note_use_of_drafts(index, share.num_tokens);
@@ -684,14 +686,14 @@ impl Scheduler {
 
     /// What a request gets of the step that admits it, or why it and those behind it have to wait.
     /// It gets no tokens if the encoder or a drafter holds it up.
-    fn share_of_admitted<H: Hooks>(
+    fn share_of_admitted<C: Callbacks>(
         &self,
         index: RequestIndex,
         num_computed_tokens: u32,
         budget: &Budget,
         limits: &StepLimits,
-        hooks: &mut H,
-    ) -> Result<Result<Share, WaitReason>, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<Result<Share, WaitReason>, C::Error> {
         let request = self.request(index);
         let num_missing = request.num_tokens() as u32 - num_computed_tokens;
         if limits.defer_prefills && num_missing > 1 {
@@ -725,7 +727,7 @@ impl Scheduler {
             num_tokens = 1;
         }
         share.num_tokens =
-            self.fit_to_drafter_and_encoder(index, num_computed_tokens, num_tokens, hooks)?;
+            self.fit_to_drafter_and_encoder(index, num_computed_tokens, num_tokens, callbacks)?;
         Ok(Ok(share))
     }
 
@@ -753,19 +755,19 @@ impl Scheduler {
 
     /// Takes the blocks of a running request away and puts it back into the queue. It must have
     /// left `running` already.
-    fn preempt<H: Hooks>(
+    fn preempt<C: Callbacks>(
         &mut self,
         index: RequestIndex,
         now: f64,
         drop_stale_output: bool,
-        hooks: &mut H,
-    ) -> Result<(), H::Error> {
+        callbacks: &mut C,
+    ) -> Result<(), C::Error> {
         debug_assert_eq!(self.request(index).status, RequestStatus::Running);
-        self.end_aux_output(index, hooks)?;
+        self.end_aux_output(index, callbacks)?;
         self.free_blocks(index);
         let request = &mut self.slots[index];
         if request.has_encoder_inputs {
-            hooks.free_encoder_inputs(index)?;
+            callbacks.free_encoder_inputs(index)?;
         }
         request.transfer.is_inflight_prefill = false;
         request.status = RequestStatus::Preempted;
@@ -832,16 +834,16 @@ impl Scheduler {
     /// dropped. Returns them, the last one to run first.
     ///
     /// # Errors
-    /// What the hooks fail with; the scheduler is not to be used after that.
-    pub fn preempt_running<H: Hooks>(
+    /// What the callbacks fail with; the scheduler is not to be used after that.
+    pub fn preempt_running<C: Callbacks>(
         &mut self,
         now: f64,
-        hooks: &mut H,
-    ) -> Result<Vec<RequestIndex>, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<Vec<RequestIndex>, C::Error> {
         // From the last to the first, so that they queue in their order.
         let preempted: Vec<RequestIndex> = self.running.drain(..).rev().collect();
         for &index in &preempted {
-            self.preempt(index, now, true, hooks)?;
+            self.preempt(index, now, true, callbacks)?;
         }
         // They may run again in the very next step, but not as a continuation.
         self.has_previous_batch = false;

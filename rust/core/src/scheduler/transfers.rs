@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use smallvec::SmallVec;
 
 use super::Scheduler;
-use crate::hooks::{ExternalHit, Hooks};
+use crate::callbacks::{Callbacks, ExternalHit, KvConnector};
 use crate::ids::{BlockId, RequestIndex};
 use crate::kv_cache_manager::PrefixHit;
 use crate::request::{Event, FetchStage, Request, RequestStatus};
@@ -67,17 +67,17 @@ pub struct FailedLoads {
 
 impl Scheduler {
     /// Asks the connector what it has of a request. `None` if that is not known yet.
-    pub(super) fn find_external_hit<H: Hooks>(
+    pub(super) fn find_external_hit<C: KvConnector>(
         &self,
         index: RequestIndex,
         local: PrefixHit,
-        hooks: &mut H,
-    ) -> Result<Option<ExternalHit>, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<Option<ExternalHit>, C::Error> {
         if self.config.kv_transfer.is_none() {
             return Ok(Some(ExternalHit::default()));
         }
         let request = self.request(index);
-        let hit = hooks.find_external_hit(request, local.num_tokens)?;
+        let hit = callbacks.find_external_hit(request, local.num_tokens)?;
         if request.skip_reading_prefix_cache {
             return Ok(Some(ExternalHit::default()));
         }
@@ -201,23 +201,24 @@ impl Scheduler {
     /// Ends a request that has left the queues: its status says how. Returns whether it is kept.
     ///
     /// A request that `is_loading` is kept in any case: its blocks are being written.
-    pub(super) fn end_request<H: Hooks>(
+    pub(super) fn end_request<C: Callbacks>(
         &mut self,
         index: RequestIndex,
         is_loading: bool,
-        hooks: &mut H,
-    ) -> Result<bool, H::Error> {
-        self.end_aux_output(index, hooks)?;
+        callbacks: &mut C,
+    ) -> Result<bool, C::Error> {
+        self.note_ended(index);
+        self.end_aux_output(index, callbacks)?;
         let mut is_kept = is_loading;
         if self.config.kv_transfer.is_some() {
             self.set_fetch_stage(index, None);
-            is_kept |= self.hand_over_blocks(index, hooks)?;
+            is_kept |= self.hand_over_blocks(index, callbacks)?;
         }
         if self.config.transfers_encoder_outputs {
-            is_kept |= hooks.end_encoder_transfer(self.request(index))?;
+            is_kept |= callbacks.end_encoder_transfer(self.request(index))?;
         }
         if self.request(index).has_encoder_inputs {
-            hooks.free_encoder_inputs(index)?;
+            callbacks.free_encoder_inputs(index)?;
         }
         if is_kept {
             self.num_kept += 1;
@@ -231,11 +232,11 @@ impl Scheduler {
 
     /// Lets the connector have a look at the blocks of a request that has ended. Returns whether it
     /// keeps them for a while.
-    fn hand_over_blocks<H: Hooks>(
+    fn hand_over_blocks<C: KvConnector>(
         &mut self,
         index: RequestIndex,
-        hooks: &mut H,
-    ) -> Result<bool, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<bool, C::Error> {
         let Self { slots, kv_cache, config, .. } = self;
         let request = &mut slots[index];
         request.transfer.is_inflight_prefill = false;
@@ -244,7 +245,7 @@ impl Scheduler {
         let groups = request.groups.iter();
         let tables: SmallVec<[&[BlockId]; 4]> =
             groups.map(|it| &it.table[..num_blocks.min(it.table.len())]).collect();
-        hooks.finish_request(request, &tables)
+        callbacks.finish_request(request, &tables)
     }
 
     /// Whether no step in flight writes the request's blocks, as far as that matters.

@@ -2,8 +2,8 @@
 //! `check_stop()` and, for asynchronous scheduling, `v1/core/sched/async_scheduler.py`.
 
 use super::Scheduler;
+use crate::callbacks::{Callbacks, NextTurn, Sessions};
 use crate::config::{RequestSpecMetrics, SchedulerConfig};
-use crate::hooks::{Hooks, NextTurn};
 use crate::ids::RequestIndex;
 use crate::kv_cache_manager::KvCacheManager;
 use crate::request::{Event, PrefillStats, Request, RequestStatus};
@@ -85,16 +85,16 @@ impl Scheduler {
     /// `outputs`, in the order of `scheduled`.
     ///
     /// # Errors
-    /// What the hooks fail with; the scheduler is not to be used after that.
+    /// What the callbacks fail with; the scheduler is not to be used after that.
     ///
     /// # Panics
     /// If more stale output comes back than was in flight.
-    pub fn update_from_output<'a, H: Hooks>(
+    pub fn update_from_output<'a, C: Callbacks>(
         &mut self,
         scheduled: impl Iterator<Item = ScheduledOutput<'a>>,
-        hooks: &mut H,
+        callbacks: &mut C,
         outputs: &mut Vec<RequestOutput>,
-    ) -> Result<(), H::Error> {
+    ) -> Result<(), C::Error> {
         outputs.clear();
         self.spec_decoding_stats = None;
         let mut all_stopped = Stopped::default();
@@ -106,7 +106,7 @@ impl Scheduler {
             let Some(index) = scheduled.index else { continue };
             let Some(request) = self.get(index) else { continue };
             let was_running = request.status == RequestStatus::Running;
-            let Some(advance) = self.advance_request(index, &scheduled, hooks)? else {
+            let Some(advance) = self.advance_request(index, &scheduled, callbacks)? else {
                 continue;
             };
             let Advance { num_new_tokens, stopped } = advance;
@@ -114,12 +114,12 @@ impl Scheduler {
                 continue;
             }
             if self.config.collects_aux_output {
-                hooks.take_aux_output(self.request(index))?;
+                callbacks.take_aux_output(self.request(index))?;
             }
             let mut news = self.take_news(index);
             if stopped {
                 let news = news.as_mut().expect("that a request has stopped is news");
-                self.stop(index, was_running, news, &mut all_stopped, hooks)?;
+                self.stop(index, was_running, news, &mut all_stopped, callbacks)?;
             }
             outputs.push(RequestOutput { index, position, num_new_tokens, news });
         }
@@ -135,15 +135,15 @@ impl Scheduler {
     }
 
     /// Ends a request that has stopped, or the turn of a session. Completes its news.
-    fn stop<H: Hooks>(
+    fn stop<C: Callbacks>(
         &mut self,
         index: RequestIndex,
         was_running: bool,
         news: &mut RequestNews,
         all_stopped: &mut Stopped,
-        hooks: &mut H,
-    ) -> Result<(), H::Error> {
-        let stays = !self.end_turn(index, was_running, hooks)?;
+        callbacks: &mut C,
+    ) -> Result<(), C::Error> {
+        let stays = !self.end_turn(index, was_running, callbacks)?;
         let requeues_last = self.config.behaviors.requeues_sessions_last;
         if was_running {
             all_stopped.running.push(index);
@@ -159,7 +159,7 @@ impl Scheduler {
             return Ok(());
         }
         news.is_over = true;
-        news.is_kept = self.end_request(index, false, hooks)?;
+        news.is_kept = self.end_request(index, false, callbacks)?;
         if !news.is_kept {
             all_stopped.leaving.push(index);
         }
@@ -167,12 +167,12 @@ impl Scheduler {
     }
 
     /// Settles one request's share of the step; `None` if what it brought does not count.
-    fn advance_request<H: Hooks>(
+    fn advance_request<C: Callbacks>(
         &mut self,
         index: RequestIndex,
         scheduled: &ScheduledOutput<'_>,
-        hooks: &mut H,
-    ) -> Result<Option<Advance>, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<Option<Advance>, C::Error> {
         let Self { config, kv_cache, slots, spec_decoding_stats, .. } = self;
         let request = &mut slots[index];
         request.num_in_flight_tokens -= i64::from(scheduled.num_scheduled_tokens);
@@ -191,7 +191,7 @@ impl Scheduler {
         if request.has_encoder_inputs {
             let num_processed =
                 request.num_computed_tokens.saturating_sub(request.num_output_placeholders);
-            hooks.free_processed_encoder_inputs(request, num_processed)?;
+            callbacks.free_processed_encoder_inputs(request, num_processed)?;
         }
         let sampled_tokens = scheduled.sampled_tokens;
         let mut advance = append_tokens(request, config, kv_cache, sampled_tokens, is_stale);
@@ -202,7 +202,7 @@ impl Scheduler {
         }
         if advance.num_new_tokens > 0
             && request.use_structured_output
-            && !hooks.accept_tokens(index, request.tokens(), advance.num_new_tokens)?
+            && !callbacks.accept_tokens(index, request.tokens(), advance.num_new_tokens)?
         {
             request.status = RequestStatus::FinishedError;
             request.is_session = false;
@@ -243,12 +243,12 @@ impl Scheduler {
 
     /// Lets a session that has stopped go on, now or when its next input comes. Returns whether
     /// the request is over.
-    fn end_turn<H: Hooks>(
+    fn end_turn<C: Sessions>(
         &mut self,
         index: RequestIndex,
         was_running: bool,
-        hooks: &mut H,
-    ) -> Result<bool, H::Error> {
+        callbacks: &mut C,
+    ) -> Result<bool, C::Error> {
         let request = &mut self.slots[index];
         if !request.is_session {
             return Ok(true);
@@ -259,7 +259,7 @@ impl Scheduler {
         request.drafts.clear();
         request.drop_stale_output = true;
         request.num_stale_output_tokens = request.num_in_flight_tokens;
-        match hooks.next_turn(index, request.tokens(), request.num_kept_tokens())? {
+        match callbacks.next_turn(index, request.tokens(), request.num_kept_tokens())? {
             NextTurn::Closed => return Ok(true),
             NextTurn::Pending => self.await_input(index),
             NextTurn::Input(input) => self.take_input(index, input),

@@ -4,9 +4,10 @@
 use std::convert::Infallible;
 
 use sparksched_core::{
-    Behaviors, BlockHasher, BlockId, BlockPool, ExternalAllocation, ExternalHit, GrammarState,
-    HashAlgorithm, Hooks, JournalConfig, KvCacheGroupConfig, NewRequest, NextTurn, Policy, Request,
-    RequestIndex, SchedulerConfig, Speculation, StateConfig, StopConditions,
+    AuxOutputs, Behaviors, BlockHasher, BlockId, BlockPool, EcConnector, EncoderInputs,
+    ExternalAllocation, ExternalHit, Fallible, GrammarState, Grammars, HashAlgorithm,
+    JournalConfig, KvCacheGroupConfig, KvConnector, NewRequest, NextTurn, OrderHints, Policy,
+    Request, RequestIndex, SchedulerConfig, Sessions, Speculation, StateConfig, StopConditions,
 };
 
 pub const BLOCK_SIZE: u32 = 4;
@@ -82,6 +83,7 @@ pub fn new_request(id: usize, tokens: &[i32]) -> NewRequest {
         is_session: false,
         has_encoder_inputs: false,
         expects_remote_prefill: false,
+        order_hints: OrderHints::default(),
     }
 }
 
@@ -93,9 +95,11 @@ pub struct Answers {
     pub external_hit: ExternalHit,
 }
 
-impl Hooks for Answers {
+impl Fallible for Answers {
     type Error = Infallible;
+}
 
+impl Grammars for Answers {
     fn grammar_state(&mut self, _: RequestIndex) -> Result<GrammarState, Infallible> {
         Ok(GrammarState::Ready)
     }
@@ -103,11 +107,15 @@ impl Hooks for Answers {
     fn accept_tokens(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<bool, Infallible> {
         Ok(true)
     }
+}
 
+impl Sessions for Answers {
     fn next_turn(&mut self, _: RequestIndex, _: &[i32], _: usize) -> Result<NextTurn, Infallible> {
         Ok(if self.has_next_turn { NextTurn::Pending } else { NextTurn::Closed })
     }
+}
 
+impl EncoderInputs for Answers {
     fn plan_encoder_inputs(&mut self, _: RequestIndex, _: u32, n: u32) -> Result<u32, Infallible> {
         Ok(n)
     }
@@ -123,7 +131,9 @@ impl Hooks for Answers {
     fn free_encoder_inputs(&mut self, _: RequestIndex) -> Result<(), Infallible> {
         Ok(())
     }
+}
 
+impl KvConnector for Answers {
     fn find_external_hit(
         &mut self,
         _: &Request,
@@ -148,7 +158,9 @@ impl Hooks for Answers {
     fn finish_request(&mut self, _: &Request, _: &[&[BlockId]]) -> Result<bool, Infallible> {
         Ok(false)
     }
+}
 
+impl EcConnector for Answers {
     fn has_encoder_outputs(&mut self, _: &Request, _: i64) -> Result<bool, Infallible> {
         Ok(true)
     }
@@ -156,7 +168,9 @@ impl Hooks for Answers {
     fn end_encoder_transfer(&mut self, _: &Request) -> Result<bool, Infallible> {
         Ok(false)
     }
+}
 
+impl AuxOutputs for Answers {
     fn max_prefix_hit(&mut self, _: &Request, _: &mut BlockPool) -> Result<u32, Infallible> {
         Ok(u32::MAX)
     }

@@ -5,6 +5,7 @@
 
 mod encoder_check;
 mod engine_outputs;
+mod prompt;
 mod request;
 mod request_view;
 mod runner_output;
@@ -21,7 +22,8 @@ pub(crate) use encoder_check::encode_like_scheduler;
 pub(crate) use engine_outputs::{
     EngineOutputTypes, OtherStats, kv_cache_usage, set_transfer_params,
 };
-pub(crate) use request::{new_request, prompt, session_input, sync_request_tokens};
+pub(crate) use prompt::{ExtraKeysReader, HASHED_PROMPT, Prompt, leave_prompt, prompt};
+pub(crate) use request::{new_request, session_input, sync_request_tokens};
 pub(crate) use request_view::RequestView;
 pub(crate) use runner_output::{RareOutputs, SampledTokens, sampled_lists, sampled_tokens};
 pub(crate) use scheduler_output::{

@@ -1,18 +1,17 @@
 //! `Request`: read once when it arrives, and brought up to date for the few that look at it later.
 
-use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
-use sparksched_core::{NewRequest, RepetitionDetection, SessionInput, StopConditions};
+use sparksched_core::{NewRequest, OrderHints, RepetitionDetection, SessionInput, StopConditions};
 
-use super::{block_hashes, token_ids};
-use crate::hasher::{self, ExtraKeysReader, Prompt};
+use super::{ExtraKeysReader, prompt, token_ids};
 
 /// Reads a `Request` as it arrives. `block_hashes` of its prompt are taken as they are.
 pub(crate) fn new_request(
     request: &Bound<'_, PyAny>,
     extra_keys: &ExtraKeysReader,
+    order_hints: OrderHints,
 ) -> PyResult<NewRequest> {
     let py = request.py();
     let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
@@ -42,6 +41,7 @@ pub(crate) fn new_request(
         is_session: request.getattr(intern!(py, "resumable"))?.is_truthy()?,
         has_encoder_inputs: request.getattr(intern!(py, "mm_features"))?.is_truthy()?,
         expects_remote_prefill: expects_remote_prefill(request)?,
+        order_hints,
     })
 }
 
@@ -92,26 +92,6 @@ fn reports_cached_blocks(request: &Bound<'_, PyAny>) -> PyResult<bool> {
         Some(mode) => mode.eq(intern!(py, "full")),
         None => Ok(false),
     }
-}
-
-/// The request's tokens, at least one, and the hashes of their blocks that there are.
-pub(crate) fn prompt(request: &Bound<'_, PyAny>, extra_keys: &ExtraKeysReader) -> PyResult<Prompt> {
-    let py = request.py();
-    let tokens = request.getattr(intern!(py, "_all_token_ids"))?;
-    let tokens = tokens.cast::<PyList>()?;
-    if let Some(prompt) = hasher::take_hashed_prompt(request, tokens.len())? {
-        return Ok(prompt);
-    }
-    if tokens.is_empty() {
-        let id = request.getattr(intern!(py, "request_id"))?;
-        return Err(PyValueError::new_err(format!("request {id} has an empty prompt")));
-    }
-    let hashes = request.getattr(intern!(py, "block_hashes"))?;
-    Ok(Prompt {
-        tokens: token_ids(tokens)?,
-        block_hashes: block_hashes(&hashes)?,
-        extra_keys: extra_keys.read(request)?,
-    })
 }
 
 fn stop_conditions(

@@ -39,8 +39,8 @@ impl SchedulerCore {
         for id in ids.try_iter()? {
             indices.extend(self.place(&id?)?);
         }
-        let (scheduler, mut hooks) = self.split(ids.py());
-        let ended = scheduler.finish_requests(&indices, status, &mut hooks);
+        let (scheduler, mut callbacks) = self.split(ids.py());
+        let ended = scheduler.finish_requests(&indices, status, &mut callbacks);
         self.or_stop(ended)
     }
 

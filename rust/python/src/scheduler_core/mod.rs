@@ -3,6 +3,7 @@
 mod ends;
 mod outputs;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
@@ -10,24 +11,20 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PySet, PyString, PyTuple};
 use sparksched_core::{
-    BlockHasher, PacingSettings, PauseState, RequestIndex, RequestOutput, RequestStatus, Scheduler,
-    StepKnobs,
+    BlockHasher, OrderHints, OrderSettings, PacingSettings, PauseState, RequestIndex,
+    RequestOutput, RequestStatus, Scheduler, StepKnobs, TenantReading,
 };
 use sparksched_entry_points::entry_points;
 
-use crate::aux_outputs::AuxOutputs;
 use crate::block_observer::BlockObserver;
+use crate::callbacks::{AuxOutputs, EncoderTransfer, KvTransfer, PyCallbacks, PythonFunctions};
 use crate::client_outputs::OutputWriter;
 use crate::config::scheduler_config;
 use crate::convert::{
-    self, EncoderStep, OtherStats, RequestView, SchedulerOutputBuilder, StepExtras,
+    self, EncoderStep, ExtraKeysReader, OtherStats, RequestView, SchedulerOutputBuilder, StepExtras,
 };
-use crate::encoder_transfer::EncoderTransfer;
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
-use crate::hasher::ExtraKeysReader;
-use crate::hooks::{Callbacks, PyHooks};
-use crate::kv_transfer::KvTransfer;
 use crate::pacing::Pacer;
 use crate::snapshot;
 use crate::step_timer::{StepSink, StepTimer};
@@ -38,13 +35,13 @@ pub(crate) struct SchedulerCore {
     entries: Entries,
     scheduler_output_builder: SchedulerOutputBuilder,
     output_writer: OutputWriter,
-    callbacks: Callbacks,
+    functions: PythonFunctions,
     extra_keys: ExtraKeysReader,
     block_observer: BlockObserver,
     kv_transfer: KvTransfer,
     encoder_transfer: EncoderTransfer,
     aux_outputs: AuxOutputs,
-    request_view: Arc<RequestView>,
+    request_view: RequestView,
     guard: Guard,
     timer: StepTimer,
     /// Chooses the knobs of each step, if prompts are paced.
@@ -102,13 +99,13 @@ impl SchedulerCore {
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
         let knobs = scheduler.config().step_knobs(false);
         let digest_len = scheduler.config().hasher.as_ref().map(BlockHasher::digest_len);
-        let request_view = Arc::new(RequestView::import(py, digest_len)?);
+        let request_view = RequestView::import(py, digest_len)?;
         Ok(Self {
             scheduler,
             entries: Entries::default(),
             scheduler_output_builder: SchedulerOutputBuilder::import(py, uses_mrope)?,
             output_writer: OutputWriter::import(py, encode_part)?,
-            callbacks: Callbacks {
+            functions: PythonFunctions {
                 accept_tokens,
                 validate_tokens,
                 next_turn,
@@ -117,9 +114,9 @@ impl SchedulerCore {
             },
             extra_keys: ExtraKeysReader(extra_keys),
             block_observer: BlockObserver(block_observer),
-            kv_transfer: KvTransfer::new(py, kv_transfer, Arc::clone(&request_view)),
-            encoder_transfer: EncoderTransfer::new(py, encoder_transfer, Arc::clone(&request_view)),
-            aux_outputs: AuxOutputs::new(py, aux_outputs, Arc::clone(&request_view))?,
+            kv_transfer: KvTransfer::new(py, kv_transfer),
+            encoder_transfer: EncoderTransfer::new(py, encoder_transfer),
+            aux_outputs: AuxOutputs::new(py, aux_outputs)?,
             request_view,
             guard: Guard::default(),
             timer: StepTimer::default(),
@@ -144,15 +141,18 @@ impl SchedulerCore {
     }
 
     #[by(guarded)]
-    #[pyo3(signature = (request, now, queue_timeout_s=None))]
+    #[pyo3(signature = (request, now, queue_timeout_s=None, tenant="", ttft_s=None))]
     fn add_request(
         &mut self,
         request: &Bound<'_, PyAny>,
         now: f64,
         queue_timeout_s: Option<f64>,
+        tenant: &str,
+        ttft_s: Option<f64>,
     ) -> PyResult<()> {
         let py = request.py();
-        let new = convert::new_request(request, &self.extra_keys)?;
+        let order_hints = OrderHints { tenant: tenant.into(), ttft_s };
+        let new = convert::new_request(request, &self.extra_keys, order_hints)?;
         let entry = Entry::of(request)?;
         let id = entry.id.clone_ref(py);
         if self.places.bind(py).contains(&id)? {
@@ -161,6 +161,11 @@ impl SchedulerCore {
         let index = self.scheduler.add_request(new, now);
         if let Some(seconds) = queue_timeout_s {
             self.scheduler.set_queue_deadline(index, now + seconds);
+        }
+        if self.scheduler.is_ordered() {
+            // So that others decide with it, too.
+            let priority = self.scheduler.request(index).priority();
+            request.setattr(intern!(py, "priority"), priority)?;
         }
         self.entries.insert(index, entry);
         let noted = self.places.bind(py).set_item(&id, index.0);
@@ -213,6 +218,26 @@ impl SchedulerCore {
     ) -> PyResult<()> {
         let settings = PacingSettings { max_stall_s, prefill_share, max_graph_tokens };
         self.pacer = Some(Pacer::new(settings, log, &self.scheduler)?);
+        Ok(())
+    }
+
+    #[by(stopping)]
+    #[pyo3(signature = (order, *, weights, seconds))]
+    fn order_by(
+        &mut self,
+        order: &str,
+        weights: BTreeMap<String, f64>,
+        seconds: f64,
+    ) -> PyResult<()> {
+        self.scheduler.order_by(match order {
+            "fair" => {
+                let weights = weights.into_iter().map(|(name, weight)| (name.into(), weight));
+                OrderSettings::Fair(weights.collect())
+            }
+            "deadline" => OrderSettings::Deadline(seconds),
+            "aging" => OrderSettings::Aging(seconds),
+            _ => return Err(PyValueError::new_err(format!("there is no order {order:?}"))),
+        });
         Ok(())
     }
 
@@ -271,8 +296,8 @@ impl SchedulerCore {
         let started = self.timer.start();
         self.choose_knobs(throttle_prefills, knobs)?;
         let chosen = self.knobs;
-        let (scheduler, mut hooks) = self.split(py);
-        let decided = scheduler.schedule(chosen, now, &mut hooks).map(|_| ());
+        let (scheduler, mut callbacks) = self.split(py);
+        let decided = scheduler.schedule(chosen, now, &mut callbacks).map(|_| ());
         let output = self.tell_step(py, decided)?;
         self.timer.note_schedule(started);
         Ok(output)
@@ -290,8 +315,8 @@ impl SchedulerCore {
         self.timer.begin_decision();
         self.choose_knobs(throttle_prefills, knobs)?;
         let chosen = self.knobs;
-        let (scheduler, mut hooks) = self.split(py);
-        let decided = scheduler.decide(chosen, now, &mut hooks);
+        let (scheduler, mut callbacks) = self.split(py);
+        let decided = scheduler.decide(chosen, now, &mut callbacks);
         let output = self.tell_step(py, decided)?;
         // Requests as they are before the step counts as computed. Last: the encoder's side leaves
         // counters of its own in `Request` objects.
@@ -389,8 +414,8 @@ impl SchedulerCore {
 
     #[by(guarded)]
     fn preempt_running(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
-        let (scheduler, mut hooks) = self.split(py);
-        let preempted = scheduler.preempt_running(now, &mut hooks);
+        let (scheduler, mut callbacks) = self.split(py);
+        let preempted = scheduler.preempt_running(now, &mut callbacks);
         for index in self.or_stop(preempted)? {
             let told = self.preempted_req_ids.bind(py).add(&self.entries.get(index).id);
             self.or_stop(told)?;
@@ -638,7 +663,7 @@ impl SchedulerCore {
         let take = |set: &mut Py<PySet>| -> PyResult<Bound<'py, PySet>> {
             Ok(std::mem::replace(set, PySet::empty(py)?.unbind()).into_bound(py))
         };
-        let encoder_inputs = self.callbacks.encoder_inputs.bind(py);
+        let encoder_inputs = self.functions.encoder_inputs.bind(py);
         let encoder = if encoder_inputs.is_none() {
             None
         } else {
@@ -666,7 +691,7 @@ impl SchedulerCore {
         }
         let request = self.entries.get(index).request.bind(draft_token_ids.py());
         convert::sync_request_tokens(request, state.tokens())?;
-        let validate = self.callbacks.validate_tokens.bind(request.py());
+        let validate = self.functions.validate_tokens.bind(request.py());
         Ok(validate.call1((request, draft_token_ids))?.cast_into()?)
     }
 
@@ -683,18 +708,19 @@ impl SchedulerCore {
     }
 
     /// The core, and the answers to its questions.
-    fn split<'a, 'py>(&'a mut self, py: Python<'py>) -> (&'a mut Scheduler, PyHooks<'a, 'py>) {
-        let hooks = PyHooks {
+    fn split<'a, 'py>(&'a mut self, py: Python<'py>) -> (&'a mut Scheduler, PyCallbacks<'a, 'py>) {
+        let callbacks = PyCallbacks {
             py,
             entries: &self.entries,
-            callbacks: &self.callbacks,
+            functions: &self.functions,
             extra_keys: &self.extra_keys,
             kv_transfer: &self.kv_transfer,
             encoder_transfer: &self.encoder_transfer,
             aux_outputs: &self.aux_outputs,
+            view: &self.request_view,
             grammar_errors: &self.grammar_errors,
         };
-        (&mut self.scheduler, hooks)
+        (&mut self.scheduler, callbacks)
     }
 
     /// An error that leaves the core and what is known of it apart is the last one.

@@ -7,9 +7,9 @@ use pyo3::types::{PyDict, PyList, PySet};
 use sparksched_core::{RequestIndex, RequestOutput, RequestStatus, ScheduledOutput, Scheduler};
 
 use super::SchedulerCore;
+use crate::callbacks::{LoadFailures, LoadReport};
 use crate::client_outputs::{ClientDict, ClientOutputs, StepResult};
 use crate::convert::{self, OtherStats, RareOutputs};
-use crate::kv_transfer::{LoadFailures, LoadReport};
 
 impl SchedulerCore {
     /// Has the core take in what the model runner brought; builds what the clients are told.
@@ -58,8 +58,8 @@ impl SchedulerCore {
         });
         self.aux_outputs.begin_update(model_runner_output)?;
         let mut outputs = std::mem::take(&mut self.outputs);
-        let (scheduler, mut hooks) = self.split(py);
-        let updated = scheduler.update_from_output(scheduled, &mut hooks, &mut outputs);
+        let (scheduler, mut callbacks) = self.split(py);
+        let updated = scheduler.update_from_output(scheduled, &mut callbacks, &mut outputs);
         self.or_stop(updated)?;
         result.transfer_params = self.kv_transfer.take_params(py)?;
         result.encoder_transfer_params = self.encoder_transfer.take_params(py)?;
@@ -74,7 +74,7 @@ impl SchedulerCore {
         &self,
         scheduler_output: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let compute = self.callbacks.step_perf_stats.as_ref();
+        let compute = self.functions.step_perf_stats.as_ref();
         compute.map(|it| it.bind(scheduler_output.py()).call1((scheduler_output,))).transpose()
     }
 
@@ -253,7 +253,7 @@ impl SchedulerCore {
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let py = grammar_errors.py();
         let mut others = Vec::new();
-        let encoder_inputs = self.callbacks.encoder_inputs.bind(py);
+        let encoder_inputs = self.functions.encoder_inputs.bind(py);
         if !encoder_inputs.is_none() {
             let mismatches = encoder_inputs.call_method0(intern!(py, "take_mismatches"))?;
             others.extend(mismatches.is_truthy()?.then_some(mismatches));

@@ -1,0 +1,1 @@
+"""`sparksched replay`."""

@@ -1,0 +1,154 @@
+"""What a trace says of the load: its requests, their tokens, its steps and how long they took."""
+
+import itertools
+from dataclasses import dataclass, field
+
+from sparksched.engine.warm_up import PREFIX as WARM_UP_PREFIX
+from sparksched.record.events import (
+    Arrive,
+    Begin,
+    Event,
+    Finish,
+    Grow,
+    Step,
+    Stop,
+    TraceError,
+    Update,
+)
+from sparksched.record.keys import StandIns, segment_sizes
+from sparksched.record.read import Trace
+
+UNFINISHED = (
+    "The process that recorded it was probably killed, or had no room on its disk, or still runs. "
+    "--partial replays what is whole."
+)
+
+
+@dataclass
+class Request:
+    """What becomes of a request to its last token."""
+
+    arrival: Arrive
+    is_warm_up: bool
+    """It is an engine's own: nobody waited for it."""
+    keys: bytearray
+    num_outputs: int = 0
+    """Tokens that were sampled."""
+    outputs: list[int] = field(default_factory=list)
+    """These, if the trace has tokens."""
+    stop: int | None = None
+    """How many tokens had been sampled with the one that ended it, if one did."""
+    aborted: float | None = None
+    """When it was ended from outside."""
+
+
+class Load:
+    """A trace that has been read once.
+
+    Raises:
+        TraceError: for no trace, a damaged one, or one without its end unless `partial`.
+        OSError: if the file can't be read.
+
+    """
+
+    def __init__(self, path: str, *, partial: bool = False) -> None:
+        self.trace = Trace(path)
+        settings = self.trace.settings
+        self._sizes = segment_sizes(settings.hash_block_size, settings.num_hash_lookahead_tokens)
+        self.requests: list[Request] = []
+        """By number."""
+        self.step_sizes: list[tuple[int, int]] = []
+        """Tokens of decodes and of prompts of each step that was executed."""
+        self.step_s: list[float] = []
+        """How long these took, from the output of the step before or their own beginning."""
+        self.schedule_us: list[float] = []
+        self.update_us: list[float] = []
+        self.seconds = 0.0
+        self._rows: list[Request] = []
+        self._in_flight: dict[int, tuple[Step, list[Request]]] = {}
+        self._last_update = 0.0
+        self._num_drafted_rows = 0
+        self._num_accepted = 0
+        self._read()
+        if self.trace.missing is not None and not partial:
+            raise TraceError(f"{self.trace.missing}. {UNFINISHED}")
+
+    @property
+    def accepted_per_row(self) -> float:
+        """How many drafts are accepted where there are some, on average."""
+        return self._num_accepted / max(self._num_drafted_rows, 1)
+
+    def tokens(self, number: int) -> StandIns:
+        """Return what stands for a request's tokens."""
+        return StandIns(number, bytes(self.requests[number].keys), self._sizes)
+
+    def _read(self) -> None:
+        try:
+            for event in self.trace.events():
+                self.seconds = max(self.seconds, getattr(event, "time", 0.0))
+                self._take(event)
+        except (LookupError, ValueError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceError(
+                f"{self.trace.path} is damaged: line {self.trace.line} doesn't go with those"
+                f" before it: {error!r}"
+            ) from None
+
+    def _take(self, event: Event) -> None:
+        """Take in an event. A number that no request or step has, or another one of rows, fails."""
+        match event:
+            case Begin():
+                raise ValueError("another beginning")
+            case Arrive():
+                if event.num_prompt_tokens > self.trace.settings.model_config.max_model_len:
+                    raise ValueError("a prompt of impossible length")
+                is_warm_up = event.request_id.startswith(WARM_UP_PREFIX)
+                self.requests.append(Request(event, is_warm_up, bytearray(event.keys)))
+            case Grow(grown):
+                for number, keys in grown:
+                    self.requests[number].keys += keys
+            case Stop(number, num_output_tokens):
+                self.requests[number].stop = num_output_tokens
+            case Finish(at, ended):
+                for number in range(len(self.requests)) if ended is None else ended:
+                    request = self.requests[number]
+                    request.aborted = at if request.aborted is None else request.aborted
+            case Step():
+                if event.numbers is not None:
+                    self._rows = [self.requests[number] for number in event.numbers]
+                self.schedule_us.append(event.duration_us)
+                self._in_flight[event.sequence] = (event, self._rows)
+            case Update():
+                self._take_output(event, *self._in_flight.pop(event.sequence))
+            case _:
+                pass
+
+    def _take_output(self, update: Update, step: Step, rows: list[Request]) -> None:
+        self.update_us.append(update.duration_us)
+        tokens = iter(update.tokens or ())
+        counts = [1] * len(rows) if update.num_sampled is None else update.num_sampled
+        for row, (request, count) in enumerate(zip(rows, counts, strict=bool(counts))):
+            request.num_outputs += count
+            request.outputs += itertools.islice(tokens, count)
+            if step.num_drafts is not None and step.num_drafts[row] and count:
+                self._num_drafted_rows += 1
+                self._num_accepted += count - 1
+        if rows and not any(request.is_warm_up for request in rows):
+            self.step_sizes.append(_size_of(step, len(rows)))
+            self.step_s.append(max(update.time - max(step.time, self._last_update), 0.0))
+        self._last_update = update.time
+
+
+def _size_of(step: Step, num_rows: int) -> tuple[int, int]:
+    num_tokens = step.num_tokens or [1] * num_rows
+    num_drafts = step.num_drafts or [0] * num_rows
+    num_decode_tokens = sum(
+        it for it, drafts in zip(num_tokens, num_drafts, strict=True) if not is_chunk(it, drafts)
+    )
+    return num_decode_tokens, sum(num_tokens) - num_decode_tokens
+
+
+def is_chunk(num_tokens: int, num_drafts: int) -> bool:
+    """Whether so many tokens of a request are of its prompt, or are computed once more."""
+    return num_tokens > 1 + num_drafts

@@ -1,0 +1,377 @@
+"""The recorder beside an engine's loop: what it sees, what it drops, and disks that hang."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine.conftest import warnings_of_sparksched
+from engine.harness import restored_replacements
+from sparksched.record import load
+from sparksched.record.build import RequestBuilder, build_scheduler
+from sparksched.record.decisions import decision_of
+from sparksched.record.events import (
+    Arrive,
+    End,
+    Event,
+    Finish,
+    Ready,
+    Reset,
+    Step,
+    Stop,
+    Update,
+)
+from sparksched.record.keys import StandIns
+from sparksched.record.make_events import EventMaker
+from sparksched.record.recorder import Recorder, record
+from sparksched.record.settings import UnrecordableError
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
+
+from testkit.worlds.draw import draw_configuration
+from testkit.worlds.world import build_world, vllm_environment
+
+from .samples import BLOCK_SIZE, ENDED, arrival, settings
+from .scenarios import events, record_scenario, replayed
+
+__all__ = ["warnings_of_sparksched"]
+
+
+def attached(path: Path, scheduler: Any) -> Recorder:
+    config = scheduler.vllm_config, scheduler.kv_cache_config
+    recorder = Recorder(path, *config, BLOCK_SIZE)
+    recorder.attach(scheduler)
+    return recorder
+
+
+def recorded_scheduler(path: Path) -> tuple[Any, Recorder]:
+    """Return vLLM's scheduler with a recorder."""
+    scheduler = build_scheduler("vllm", settings())
+    return scheduler, attached(path, scheduler)
+
+
+def request(number: int = 0, num_tokens: int = 9, **changed: Any) -> Any:
+    coming = arrival(number, num_tokens, False, **changed)
+    tokens = StandIns(number, coming.keys, (BLOCK_SIZE,))
+    recorded = {number: load.Request(coming, False, bytearray(coming.keys))}
+    its_load: Any = SimpleNamespace(requests=recorded, tokens=lambda _: tokens)
+    return RequestBuilder(settings(), its_load).build(number)
+
+
+def serve(scheduler: Any, served: Any) -> None:
+    """Serve a request alone."""
+    scheduler.add_request(served)
+    while not served.is_finished():
+        step = scheduler.schedule()
+        ids = list(step.num_scheduled_tokens)
+        rows = {request_id: row for row, request_id in enumerate(ids)}
+        tokens = [[served.num_tokens] for _ in ids]
+        scheduler.update_from_output(step, ModelRunnerOutput(ids, rows, tokens))
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no grammar")], ids=["compiled", "failed"])
+def test_a_grammar_that_is_compiled_in_the_middle_of_a_step(
+    error: ValueError | None, tmp_path: Path
+) -> None:
+    """Scheduler and recorder see it from the same step on, or its failure."""
+    path = tmp_path / "trace"
+    scheduler = build_scheduler("vllm", settings())
+    compiling: Future[object] = Future()
+    schedule = scheduler.schedule
+
+    def schedule_while_it_is_compiled(throttle_prefills: bool = False) -> Any:
+        if not compiling.done() and error is None:
+            compiling.set_result(object())
+        elif not compiling.done():
+            compiling.set_exception(error)
+        return schedule(throttle_prefills)
+
+    scheduler.schedule = schedule_while_it_is_compiled
+    attached(path, scheduler)
+    structured = request(has_grammar=True)
+    structured.structured_output_request.grammar = compiling
+    scheduler.add_request(structured)
+    sizes = [len(scheduler.schedule().num_scheduled_tokens) for _ in range(2)]
+    scheduler.shutdown()
+    assert sizes == [0, int(error is None)]
+    assert [type(event) for event in events(path)] == [Arrive, Step, Ready, Step, End]
+    assert replayed(path, "sparksched").mismatch is None
+
+
+def test_drafts_that_the_model_runner_has_dropped(tmp_path: Path) -> None:
+    """It may do so before drafts come for the rest of the step."""
+    scheduler = build_scheduler("vllm", settings())
+    step = SchedulerOutput.make_empty()
+    scheduler.schedule = lambda _: step
+    scheduler.update_draft_token_ids_in_output = scheduler.update_from_output = lambda *_: {}
+    recorder = attached(tmp_path / "trace", scheduler)
+    for number in range(2):
+        scheduler.add_request(request(number))
+        step.num_scheduled_tokens[f"request-{number}"] = 2
+        step.scheduled_spec_decode_tokens[f"request-{number}"] = [-1]
+    scheduler.schedule()
+    del step.scheduled_spec_decode_tokens["request-1"]
+    scheduler.update_draft_token_ids_in_output(DraftTokenIds(["request-0"], [[5]]), step)
+    ids = list(step.num_scheduled_tokens)
+    rows = {request_id: row for row, request_id in enumerate(ids)}
+    scheduler.update_from_output(step, ModelRunnerOutput(ids, rows, [[6], [6]]))
+    recorder.close()
+    (update,) = [event for event in events(tmp_path / "trace") if isinstance(event, Update)]
+    assert update.num_drafts == [1, 0]
+
+
+def test_a_file_that_ends_behind_any_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step depends on what comes later, such as the keys of outputs that a prompt contains."""
+    monkeypatch.setattr("sparksched.record.write._PIECE_BYTES", 1)
+    path = tmp_path / "trace"
+    scheduler, _ = recorded_scheduler(path)
+    first = request(max_tokens=10)
+    serve(scheduler, first)
+    second = request(1, 19, max_tokens=10)
+    second.prompt_token_ids[:] = second._all_token_ids[:] = first.all_token_ids
+    second.block_hashes.clear()
+    second.update_block_hashes()
+    serve(scheduler, second)
+    scheduler.shutdown()
+    found = events(path)
+    assert [hit for it in found if isinstance(it, Step) for _, hit, _ in it.new] == [0, 16]
+    content = path.read_bytes()
+    for end in (it for it in range(len(content)) if content[it : it + 3] == b"\x1f\x8b\x08"):
+        if end:
+            path.write_bytes(content[:end])
+            assert replayed(path, "vllm", lacks_end=True).mismatch is None, end
+
+
+def test_nothing_is_left_of_a_recorder_that_was_closed(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    scheduler, recorder = recorded_scheduler(path)
+    scheduler.add_request(request())
+    scheduler.schedule()
+    recorder.close()
+    assert "sparksched-recorder" not in {thread.name for thread in threading.enumerate()}
+    size = path.stat().st_size
+    # The scheduler goes on, and so does whoever calls it.
+    assert not recorder.is_recording
+    scheduler.schedule()
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert path.stat().st_size == size
+
+
+def test_a_scheduler_that_nobody_shuts_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its recording ends when it is gone, or with the program that has it in its own process."""
+    monkeypatch.setenv("SPARKSCHED_RECORD", str(tmp_path / "trace"))
+    scheduler = build_scheduler("vllm", settings())
+    with restored_replacements():
+        record(scheduler, scheduler.vllm_config, scheduler.kv_cache_config, BLOCK_SIZE)
+    scheduler.schedule()
+    del scheduler
+    gc.collect()
+    assert [type(event) for event in events(tmp_path / "trace")] == [Step, End]
+
+
+# ----------------------------------------------------------------------------------------
+# What becomes of a step's outputs
+# ----------------------------------------------------------------------------------------
+
+STOP = 7
+
+
+class Story:
+    """Calls of an engine, told to what makes events of them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.maker = EventMaker(self.events.append, (BLOCK_SIZE,), has_keys=True, has_tokens=False)
+        self._num_arrivals = 0
+        self._num_steps = 0
+
+    def arrive(self) -> str:
+        arriving = arrival(self._num_arrivals, 5, True, stop_token_ids=[STOP])
+        self._num_arrivals += 1
+        self.maker.arrive(arriving, [1] * 5, "", "")
+        return arriving.request_id
+
+    def step(self, *request_ids: str, preempted: tuple[str, ...] = ()) -> int:
+        step = Step(self._num_steps, 0.0)
+        self._num_steps += 1
+        output = SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = dict.fromkeys(request_ids, 1)
+        output.preempted_req_ids = set(preempted)
+        self.maker.step(step, decision_of(output))
+        return step.sequence
+
+    def take(self, sequence: int) -> None:
+        self.maker.update(Update(sequence, 0.0), [STOP], [])
+
+    @property
+    def stops(self) -> list[Stop]:
+        return [event for event in self.events if isinstance(event, Stop)]
+
+
+def test_outputs_behind_a_reset_are_dropped() -> None:
+    """Also if the request is preempted once more before they have come."""
+    story = Story()
+    request_id = story.arrive()
+    before = story.step(request_id)
+    story.maker.reset(Reset(0.0, True), [request_id])
+    # It runs again, and is preempted, in the place of which others run.
+    again = story.step(request_id, preempted=(request_id,))
+    story.step(preempted=(request_id,))
+    story.take(before)
+    story.take(again)
+    assert story.stops == []
+
+
+def test_an_output_that_never_comes_drops_no_others() -> None:
+    """A step is lost; later, one request is reset, and then preempted for want of blocks."""
+    story = Story()
+    story.step(story.arrive())
+    story.maker.finish(Finish(0.0, None, "FINISHED_ABORTED"), None)
+    request_id = story.arrive()
+    before = story.step(request_id)
+    story.maker.reset(Reset(0.0, True), [request_id])
+    story.step(preempted=(request_id,))
+    story.take(before)
+    assert story.stops == []
+    sequence = story.step(request_id)
+    story.step(preempted=(request_id,))
+    story.take(sequence)
+    assert story.stops == [Stop(1, 1)]
+
+
+# ----------------------------------------------------------------------------------------
+# Disks that hang
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="disk")
+def _disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Have the writer's thread wait for the disk, from its first turn on, until an event."""
+    disk = SimpleNamespace(is_waited_for=threading.Event(), goes_on=threading.Event())
+    write = os.write
+
+    def write_late(descriptor: int, content: bytes) -> int:
+        if threading.current_thread().name == "sparksched-recorder":
+            disk.is_waited_for.set()
+            disk.goes_on.wait()
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", write_late)
+    monkeypatch.setattr("sparksched.record.write._FLUSH_S", 0.0)
+    yield disk
+    disk.goes_on.set()
+
+
+def test_the_end_of_an_engine_waits_once(
+    disk: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not written by then is said, not waited for again."""
+    _, recorder = recorded_scheduler(tmp_path / "trace")
+    disk.is_waited_for.wait()
+    monkeypatch.setattr("sparksched.record.write._CLOSE_S", 0.01)
+    assert not recorder.close()
+    assert recorder.problem == "the disk has not taken all of it within 0.01 s"
+    monkeypatch.setattr("sparksched.record.write._CLOSE_S", 1e6)
+    assert not recorder.close()
+    disk.goes_on.set()
+    recorder._writer._thread.join()
+    assert [type(event) for event in events(tmp_path / "trace")] == [End]
+
+
+def pauses(scheduler: Any) -> None:
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def long_prompts(scheduler: Any) -> None:
+    scheduler.add_request(request(num_tokens=20_000))
+
+
+def long_steps(scheduler: Any) -> None:
+    scheduler.schedule()
+
+
+def long_drafts(scheduler: Any) -> None:
+    scheduler.update_draft_token_ids(DraftTokenIds(["request-0"], [[1] * 60_000]))
+
+
+@pytest.mark.parametrize(
+    ("call", "most"), [(pauses, 600), (long_prompts, 8), (long_steps, 8), (long_drafts, 8)]
+)
+def test_more_than_the_disk_takes(
+    call: Callable[[Any], None],
+    most: int,
+    disk: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings_of_sparksched: list[str],
+) -> None:
+    """What waits for the disk is bounded, in bytes, and gone with the recording."""
+    monkeypatch.setattr("sparksched.record.write._MAX_BACKLOG_BYTES", 1 << 20)
+    scheduler = build_scheduler("vllm", settings())
+    step = SchedulerOutput.make_empty()
+    step.num_scheduled_tokens = {f"request-{number}": 1 for number in range(20_000)}
+    scheduler.schedule = lambda *_: step
+    scheduler.add_request = lambda _: None
+    recorder = attached(tmp_path / "trace", scheduler)
+    disk.is_waited_for.wait()
+    num_calls = 0
+    while recorder.is_recording:
+        call(scheduler)
+        num_calls += 1
+        assert num_calls <= most
+    call(scheduler)
+    assert not recorder._writer._notes
+    reason = "the disk takes less than the engine gives"
+    assert recorder.problem == reason
+    (warning,) = warnings_of_sparksched
+    assert warning.endswith(f"serving goes on: {reason}")
+    disk.goes_on.set()
+    recorder.close()
+    end = events(tmp_path / "trace")[-1]
+    assert end == End(end.time, reason)  # type: ignore[union-attr]
+
+
+# ----------------------------------------------------------------------------------------
+# What a trace has no words for
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"), [("offloading", "a KV connector"), ("ec-connector", "an EC connector")]
+)
+def test_configurations_without_words(name: str, feature: str, tmp_path: Path) -> None:
+    configuration = draw_configuration(name, 0)
+    with vllm_environment(configuration):
+        world = build_world(configuration)
+        with pytest.raises(UnrecordableError, match=f"{feature} takes part in scheduling"):
+            Recorder(tmp_path / "trace", world.vllm_config, world.kv_cache_config, 16)
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("sync-multimodal", "it has images or the like"),
+        ("sync-sessions", "it is a session, whose input goes on"),
+    ],
+)
+def test_requests_without_words(name: str, reason: str, tmp_path: Path) -> None:
+    """What was recorded before them can be replayed."""
+    path = tmp_path / "trace"
+    record_scenario(path, name, 1, 60)
+    end = events(path)[-1]
+    assert isinstance(end, End)
+    assert end.reason.endswith(f"can't be recorded: {reason}")
+    assert end.reason != ENDED
+    assert replayed(path, "sparksched").mismatch is None
