@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 from sparksched import cli
+from sparksched.compat.pacing import max_graph_tokens
 from sparksched.engine.warm_up import PREFIX
+from sparksched.record.build import build_scheduler
 from sparksched.record.events import VERSION, Arrive, Begin, End, Event, Step, Update
-from sparksched.record.load import Load, StepTime, step_time
+from sparksched.record.load import Load
+from sparksched.record.step_time import StepTime, step_time
 from sparksched.record.what_if import Change, Timeline, what_if
 
 from .samples import ENDED, arrival, settings, write
@@ -127,12 +130,18 @@ def p99(timeline: Timeline) -> float:
     return gaps[int(0.99 * len(gaps))]
 
 
+def test_graphs_are_those_of_the_recorded_engine() -> None:
+    for size in (0, 512):
+        scheduler = build_scheduler("sparksched", settings(max_graph_tokens=size))
+        assert max_graph_tokens(scheduler.vllm_config) == size
+
+
 def test_who_can_not_pace_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(loaded(tmp_path).trace.path)
     assert cli.main(["replay", file, "--max-stall-ms=100", "--scheduler=vllm"]) == 2
     assert "only sparksched paces prompts" in capsys.readouterr().err
     whole = write(tmp_path / "whole", day_without_chunks(), 400)
-    assert cli.main(["replay", str(whole), "--prefill-share=0.5"]) == 2
+    assert cli.main(["replay", str(whole), "--max-slowdown=2.5"]) == 2
     assert "--no-enable-chunked-prefill: prompts are to be computed at once" in (
         capsys.readouterr().err
     )

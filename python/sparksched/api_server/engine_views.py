@@ -8,13 +8,7 @@ from vllm.version import __version__ as vllm_version
 from sparksched import __version__, _core, environment
 from sparksched.api_server import metrics
 from sparksched.api_server.metrics import EngineView
-from sparksched.shared.offer import (
-    EngineReport,
-    MetersOffer,
-    Offer,
-    host_identity,
-    pid_namespace,
-)
+from sparksched.shared.offer import EngineReport, MetersOffer, pid_namespace
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import MPClient
@@ -36,34 +30,44 @@ def show_engines(client: "MPClient", ranks_on_rings: set[int]) -> list[EngineVie
     views = []
     for engine, offer in client.sparksched_offers.items():
         rank = int.from_bytes(engine, "little")
+        transport = "shm" if rank in ranks_on_rings else "zmq"
         report = _NO_PLUGIN if offer is None else offer.engine
-        info = {
-            "scheduler": report.scheduler,
-            "transport": "shm" if rank in ranks_on_rings else "zmq",
-            "version": __version__,
-            "vllm_version": vllm_version,
-            "fallback_feature": report.fallback_feature,
-            "fallback_reason": report.fallback_reason,
-        }
-        views.append(EngineView(model_name, str(rank), info, _open_meters(rank, offer)))
+        views.append(view_of(report, model_name, str(rank), transport))
     # Last, so that none is shown for good if there is an error before.
     for view in views:
         metrics.show(view)
     return views
 
 
-def _open_meters(rank: int, offer: Offer | None) -> "_core.MeterReader | None":
-    if offer is None or offer.engine.meters is None:
-        return None
-    try:
-        return _open(offer, offer.engine.meters)
-    except (ConnectionError, OverflowError) as error:
-        logger.info("sparksched: no metrics from within engine %d: %s", rank, error)
-        return None
+def view_of(
+    report: EngineReport,
+    model_name: str,
+    engine: str,
+    transport: str,
+    *,
+    version: str = __version__,
+    vllm_version: str = vllm_version,
+) -> EngineView:
+    """Return what is shown of the engine of this rank; the versions are its own."""
+    info = {
+        "scheduler": report.scheduler,
+        "transport": transport,
+        "version": version,
+        "vllm_version": vllm_version,
+        "fallback_feature": report.fallback_feature,
+        "fallback_reason": report.fallback_reason,
+    }
+    meters = None
+    if report.meters is not None:
+        try:
+            meters = _open(report.meters)
+        except (ConnectionError, OverflowError) as error:
+            logger.info("sparksched: no metrics from within engine %s: %s", engine, error)
+    return EngineView(model_name, engine, info, meters)
 
 
-def _open(offer: Offer, meters: MetersOffer) -> "_core.MeterReader":
-    if offer.host != host_identity() or meters.pid_namespace != pid_namespace():
+def _open(meters: MetersOffer) -> "_core.MeterReader":
+    if meters.pid_namespace != pid_namespace():
         raise ConnectionError("it runs on another host, or in another container")
     if meters.version != __version__:
         raise ConnectionError(f"it has version {meters.version} of sparksched")

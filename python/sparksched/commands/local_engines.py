@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from sparksched import __version__, _core
+from sparksched.api_server.engine_views import view_of
 from sparksched.api_server.metrics import EngineCollector, EngineView
 from sparksched.shared.card import EngineCard, find
 
@@ -48,22 +48,11 @@ def key(card: EngineCard) -> tuple[int, bytes]:
 
 
 def _view(card: EngineCard) -> EngineView:
-    info = {
-        "scheduler": card.report.scheduler,
-        "transport": card.transport,
-        "version": card.version,
-        "vllm_version": card.vllm_version,
-        "fallback_feature": card.report.fallback_feature,
-        "fallback_reason": card.report.fallback_reason,
-    }
-    return EngineView(card.model_name, card.engine, info, _open_meters(card))
-
-
-def _open_meters(card: EngineCard) -> "_core.MeterReader | None":
-    meters = card.report.meters
-    if meters is None or meters.version != __version__:
-        return None
-    try:
-        return _core.MeterReader(pid=meters.pid, fd=meters.fd, id=int.from_bytes(meters.id))
-    except (ConnectionError, OverflowError):
-        return None
+    return view_of(
+        card.report,
+        card.model_name,
+        card.engine,
+        card.transport,
+        version=card.version,
+        vllm_version=card.vllm_version,
+    )

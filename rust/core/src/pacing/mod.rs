@@ -470,11 +470,13 @@ impl Pacing {
     }
 
     fn within_bound(&self) -> usize {
-        let first = self.demand.prompts.iter().find(|it| it.may_run);
+        // Whoever is in it: the dearest decides.
+        let prompts = self.demand.prompts.iter().filter(|it| it.may_run);
+        let context = prompts.map(|it| it.num_computed).max().unwrap_or(0);
         self.ladder.within_bound(&Query {
             num_decode_tokens: self.demand.num_decode_tokens,
             decode_s: self.decode_s,
-            context: first.map_or(0.0, |it| it.num_computed.into()),
+            context: context.into(),
             limit_s: self.settings.max_stall_s,
         })
     }
