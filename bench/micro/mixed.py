@@ -36,8 +36,8 @@ LONG_TOKENS = 60_000
 SHORT_TOKENS = 100
 SHORT_EVERY_S = 0.5
 SETTLE_S = 0.5
-MAX_STALL_MS = 120
-PREFILL_SHARE = 0.5
+MAX_STALL_MS = 200
+MAX_SLOWDOWN = 2.5
 
 THRESHOLD = "vLLM, threshold 1,024"
 PACED = "sparksched, paced"
@@ -52,7 +52,7 @@ SIDES: dict[str, Row] = {
         "scheduler": OURS,
         "environment": {
             "SPARKSCHED_MAX_STALL_MS": str(MAX_STALL_MS),
-            "SPARKSCHED_PREFILL_SHARE": str(PREFILL_SHARE),
+            "SPARKSCHED_MAX_SLOWDOWN": str(MAX_SLOWDOWN),
         },
     },
 }

@@ -19,9 +19,7 @@ RULES: Final = (
     Rule(
         "data-parallel engines of a mixture of experts",
         "they step together, and none may choose for itself",
-        lambda config: (
-            config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
-        ),
+        lambda config: config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe,
     ),
     Rule(
         "pipeline parallelism",

@@ -371,7 +371,8 @@ impl Pacing {
         }
         let decode_s = self.decode_times.predict(self.demand.num_decode_tokens);
         self.decode_s = decode_s.unwrap_or(0.0);
-        let end_of = |free_at: f64, it: &InFlight| free_at.max(it.launched_at) + it.step.predicted_s;
+        let end_of =
+            |free_at: f64, it: &InFlight| free_at.max(it.launched_at) + it.step.predicted_s;
         self.start = self.in_flight.iter().fold(self.free_at, end_of).max(now);
         self.to_come.decay(now);
         let mut prompts = std::mem::take(&mut self.demand.prompts);
@@ -518,9 +519,8 @@ impl Pacing {
         let order = self.order();
         let bounded = self.within_bound();
         let (size, share, over_stall) = self.least_chunk(&order, bounded);
-        let is_urgent = |it: &Prompt| {
-            is_ordinary(it) && (it.is_running || !self.is_admission_blocked)
-        };
+        let is_urgent =
+            |it: &Prompt| is_ordinary(it) && (it.is_running || !self.is_admission_blocked);
         let owed_s = self.chunk_s * (1.0 - share) / share.max(1e-6) - self.since_chunk_s;
         if !order.iter().any(|&it| is_urgent(&prompts[it])) && owed_s > 0.0 && share < 1.0 {
             return Chosen { share, ..self.decodes_alone(scheduler) };
@@ -536,7 +536,8 @@ impl Pacing {
         }
         // What is not known to stay outside counts.
         let tokens: f64 = prompts.iter().map(|it| f64::from(it.num_missing)).sum();
-        let attention: f64 = prompts.iter().map(|it| f64::from(it.num_missing) * middle_of(it)).sum();
+        let attention: f64 =
+            prompts.iter().map(|it| f64::from(it.num_missing) * middle_of(it)).sum();
         let fits = |part: f64| self.is_within_stall(tokens / part, attention / tokens);
         fits(1.0) || !fits(ORDINARY_STEPS)
     }
@@ -635,13 +636,10 @@ impl Pacing {
         let is_for_long = !order.iter().all(|&it| is_ordinary(&prompts[it]));
         let size = if is_for_long { self.filled(order, size) } else { size };
         let capacity = self.ladder.sizes()[size] - num_decode_tokens;
-        let (running, waiting): (Vec<usize>, Vec<usize>) = self
-            .served(order, capacity)
-            .into_iter()
-            .partition(|&it| prompts[it].is_running);
-        let others = order.iter().copied().filter(|it| {
-            prompts[*it].is_running && !running.contains(it)
-        });
+        let (running, waiting): (Vec<usize>, Vec<usize>) =
+            self.served(order, capacity).into_iter().partition(|&it| prompts[it].is_running);
+        let others =
+            order.iter().copied().filter(|it| prompts[*it].is_running && !running.contains(it));
         let running: Vec<usize> = running.iter().copied().chain(others).collect();
         let mut knobs = self.base.clone();
         knobs.max_num_scheduled_tokens = self.ladder.sizes()[size];
@@ -689,8 +687,7 @@ impl Pacing {
             }
             num_tokens
         };
-        waiting.is_empty()
-            || parts(&mut running.iter().chain(waiting)) >= parts(&mut order.iter())
+        waiting.is_empty() || parts(&mut running.iter().chain(waiting)) >= parts(&mut order.iter())
     }
 
     /// The threshold of a step, given what each prompt may have and what is configured.

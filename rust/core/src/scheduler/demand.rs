@@ -3,8 +3,8 @@
 
 use super::policy::reaches_max_tokens_in_flight;
 use super::{PauseState, Scheduler};
-use crate::ids::RequestIndex;
 use crate::config::Policy;
+use crate::ids::RequestIndex;
 use crate::promise::Promise;
 use crate::request::{ExpectedHit, Request, RequestStatus};
 use crate::step::ScheduledRequest;
@@ -187,7 +187,8 @@ impl Scheduler {
         let smallest = self.config.group_block_sizes.iter().min().copied().unwrap_or(1);
         let num_tokens = max_num_tokens + self.config.speculation.num_lookahead_tokens;
         let partial = MAX_PARTIAL_BLOCKS * self.running.len() as u32;
-        let num_blocks = self.config.groups.len() as u32 * (num_tokens.div_ceil(smallest) + partial);
+        let num_blocks =
+            self.config.groups.len() as u32 * (num_tokens.div_ceil(smallest) + partial);
         self.config.policy == Policy::Fcfs && num_blocks <= self.kv_cache.pool().num_free()
     }
 
