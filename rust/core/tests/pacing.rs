@@ -428,6 +428,11 @@ impl Pair {
     /// Whether a step with this prompt alone stays within the stall.
     fn is_ordinary(&self, arrival: &Arrival) -> bool {
         let Case { device, stall_s, num_streams, .. } = &self.case;
+        // Who comes first with a prefix computes it for all.
+        let first = self.case.arrivals.iter().find(|it| it.prefix > 0);
+        if first.is_some_and(|it| it.at.to_bits() == arrival.at.to_bits()) {
+            return false;
+        }
         let tokens = arrival.own as f64;
         let load = StepLoad {
             num_tokens: arrival.own as u32,
@@ -726,7 +731,7 @@ fn an_ordinary_load_costs_nothing() {
         println!("{rate} on {}: {late:?}, {ours} ({stock}) tokens", device.name);
         assert!(ours as f64 >= 0.97 * stock as f64, "{rate} on {}: {ours}, {stock}", device.name);
         // At 16/s it is loaded by 96 %.
-        let most = if rate == 16.0 { 40 } else { 2 };
+        let most = if rate > 15.0 && device.name == "timer" { 40 } else { 2 };
         assert!(1_000 * late.num_ordinary_late <= most * late.num_ordinary, "{rate}: {late:?}");
     }
     let one_token = |it| Arrival { out: 1, ..it };

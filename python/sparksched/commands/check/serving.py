@@ -212,8 +212,8 @@ def _pacing(config: "VllmConfig") -> Finding:
         return ok(
             topic,
             f"paced: while others generate, no step with prompts takes longer than"
-            f" {settings.max_stall_s * 1e3:g} ms, unless a prompt's first token would come more than"
-            f" {settings.max_slowdown:g} times as late as without pacing",
+            f" {settings.max_stall_s * 1e3:g} ms, unless a prompt's first token would come more"
+            f" than {settings.max_slowdown:g} times as late as without pacing",
         )
     length = config.model_config.max_model_len
     threshold = config.scheduler_config.long_prefill_token_threshold
