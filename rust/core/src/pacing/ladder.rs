@@ -130,12 +130,9 @@ impl Ladder {
         Some(below + part * (above - below))
     }
 
-    /// The size of a chunk within the bound, which must have room.
-    ///
-    /// # Panics
-    /// If no size has.
+    /// The size of a chunk within the bound; the largest if none has room.
     pub(super) fn within_bound(&self, query: &Query) -> usize {
-        let first = self.first_above(query.num_decode_tokens).expect("a size with room");
+        let first = self.first_above(query.num_decode_tokens).unwrap_or(self.largest());
         let Some(fitting) = (first..self.sizes.len()).rev().find(|&it| self.fits(it, query)) else {
             return self.smaller(first, query);
         };
@@ -172,7 +169,7 @@ impl Ladder {
     fn most_efficient(&self, first: usize, query: &Query) -> usize {
         let speed = |size: usize| {
             let time_s = self.time(size, query).filter(|_| self.fits(size, query))?;
-            Some(f64::from(self.sizes[size] - query.num_decode_tokens) / time_s)
+            Some(f64::from(self.sizes[size].saturating_sub(query.num_decode_tokens)) / time_s)
         };
         let mut sizes = first..self.sizes.len();
         let best = sizes.clone().filter_map(speed).fold(0.0, f64::max);
