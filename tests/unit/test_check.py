@@ -210,8 +210,8 @@ def test_long_prompts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said({}, *long, threshold)[0] == "ok"
     level, text = said(paced, short)
     assert (level, text[:5]) == ("ok", "paced")
-    assert "0.15 s" in text
-    assert "50%" in text
+    assert "150 ms" in text
+    assert "2.5 times" in text
     level, text = said(paced, short, "--no-enable-chunked-prefill")
     assert level == "warning"
     assert "chunked-prefill" in text

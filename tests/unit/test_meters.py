@@ -280,7 +280,8 @@ def test_every_series_is_described(shown: list[EngineView]) -> None:
         def steps(self) -> dict[str, Any]:
             times = ([1] * (len(_core.meter_bounds_s()) + 1), 1.0)
             names = ("schedule", "update_from_output", "step_gap")
-            pacing = {key: 1 for key, *_ in collector._PACING}
+            promises = [key for _, keys in collector._PROMISES for key in keys.values()]
+            pacing = dict.fromkeys([*promises, *(key for key, *_ in collector._PACING)], 1)
             counts = {"num_running": 1, "num_waiting": 1, "num_queue_timeouts": 1}
             others = {"waiting_for": {"blocks": 1}, "pacing": pacing}
             return dict.fromkeys(names, times) | counts | others
