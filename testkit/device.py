@@ -151,8 +151,9 @@ def _salt_of(params: SamplingParams) -> int:
 
 
 def _sampling_of(params: SamplingParams) -> list[Any]:
-    values = (getattr(params, name) for name in _SAMPLING)
-    # vLLM's Rust front end has them in single precision.
+    # vLLM's Rust front end has numbers in single precision, and biases in whatever order.
+    values = [getattr(params, name) for name in _SAMPLING]
+    values = [sorted(it.items()) if isinstance(it, dict) else it for it in values]
     return [round(it, 5) if isinstance(it, float) else it for it in values]
 
 
