@@ -238,9 +238,7 @@ def _families(views: Sequence[EngineView]) -> Iterator[Metric]:
     rings = [(view, found) for view, it in readings if it is not None and (found := it.rings())]
     if steps:
         yield from _step_families(steps)
-    tenants = [
-        (view, found) for view, it in readings if it is not None and (found := it.tenants())
-    ]
+    tenants = [(view, found) for view, it in readings if it is not None and (found := it.tenants())]
     if tenants:
         yield from _tenant_families(tenants)
     if rings:
