@@ -89,10 +89,10 @@ endef
 wheel: env ## a wheel for all Pythons from 3.11 into dist/, checked: make wheel [KIND="native other sdist"]
 	rm -rf dist
 	$(foreach kind,$(or $(KIND),native),$(WHEEL_$(kind))$(NEWLINE))
-	for wheel in $$(ls dist/*.whl 2>/dev/null); do \
-	  "$(UV)" tool run auditwheel@6.7.1 show "$$wheel" | tee /dev/stderr | grep -q manylinux_2_28; \
+	for wheel in $(if $(filter native other,$(or $(KIND),native)),dist/*.whl); do \
+	  "$(UV)" tool run auditwheel@6.8.2 show "$$wheel" | tr '\n' ' ' | grep -o 'platform tag: "manylinux_2_28.*'; \
 	done
-	"$(UV)" tool run twine@6.2.0 check --strict dist/*
+	"$(UV)" tool run twine@7.0.0 check --strict dist/*
 
 # --- Use ---------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Three at a time, each one's output whole: what compiles and runs Rust, and what runs Python, which often
 # waits. The extension is built beside the Rust tests, for it has a profile of its own.
 .PHONY: test
-test: env ## every check before a commit; at most 12 minutes on two cores
+test: env ## every check before a commit; a quarter of an hour on two cores
 	UV="$(UV)" $(BIN)/python -m testkit.vllm_rs
 	$(OVERLAY) $(OTHER_VLLM) $(BIN)/python -m testkit.vllm_rs
 	$(MAKE) -j 3 --output-sync=target build test-rust lint test-other conformance
@@ -223,18 +223,12 @@ conformance: build ## vLLM's own scheduler tests on sparksched: make conformance
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.
 SECONDS := 60
 TARGET ?=
-RUST_FUZZ_TARGETS := $(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs)))
-# The reader of traces is Python, and has a mutator of its own.
-FUZZ_TARGETS := $(or $(TARGET),$(RUST_FUZZ_TARGETS) trace)
+FUZZ_TARGETS := $(or $(TARGET),$(basename $(notdir $(wildcard rust/fuzz/fuzz_targets/*.rs))))
 
 .PHONY: fuzz
 fuzz: env $(CARGO_FUZZ) ## feed what reads bytes with anything: make fuzz [SECONDS=60] [TARGET=frames]
-	if [ "$(TARGET)" != trace ]; then \
-	  rust/fuzz/cargo-fuzz.sh $(CARGO_FUZZ) build $(TARGET); \
-	  printf '%s\n' $(filter-out trace,$(FUZZ_TARGETS)) | \
-	    xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS); \
-	fi
-	$(if $(filter trace,$(FUZZ_TARGETS)),PYTHONPATH=python $(BIN)/python -m tests.recording.mutations $(SECONDS) 0)
+	rust/fuzz/cargo-fuzz.sh $(CARGO_FUZZ) build $(TARGET)
+	printf '%s\n' $(FUZZ_TARGETS) | xargs -P 2 -I{} rust/fuzz/run.sh $(CARGO_FUZZ) {} $(SECONDS)
 
 # Larger sizes of tests that `test` runs in small, one kind for each promise in docs/promises.md.
 RING_TESTS := cargo test --locked --release -p sparksched-ring --features test-points

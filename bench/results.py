@@ -6,7 +6,7 @@
 | side | the server: a name of `bench/sides.toml` |
 | round | a number; empty: of no round |
 | metric, value | a name with its unit, and a number |
-| model, filler, experts | `experts`: how many of a layer a decode step read, where it was counted |
+| model, filler | and whose random weights it had: `bench`, `vllm` or `none` |
 | vllm, commit, gpu, cpu, cores, date | where and with what it ran |
 """
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "bench" / "results"
 NO_GPU = "none"
 KEY = ("case", "point", "side", "round", "metric", "value")
-SUBJECT = ("model", "filler", "experts")
+SUBJECT = ("model", "filler")
 PLACE = ("vllm", "commit", "gpu", "cpu", "cores", "date")
 COLUMNS = (*KEY, *SUBJECT, *PLACE)
 
@@ -39,7 +39,7 @@ class Results:
         Args:
             folder: It is made; rows that the file has stay.
             case: What is measured.
-            subject: Values of `model`, `filler` and `experts`.
+            subject: Values of `model` and `filler`.
 
         """
         self.rows: list[dict[str, Any]] = []

@@ -12,15 +12,12 @@ adds to it. The exit status is 1 if a point has failed, 3 if --minutes were too 
 """
 
 import argparse
-import csv
-import itertools
 import json
-import statistics
 import sys
 import time
 import tomllib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ import httpx
 from bench.filler import FILLERS
 from bench.filler import OURS as OUR_FILLER
 from bench.models import ModelError, prepare
-from bench.results import FOLDER, NO_GPU, Results, gpu_name
+from bench.results import NO_GPU, Results, gpu_name
 from bench.serving import agents, experts, mixed, tenants, tokens, vllm_client
 from bench.serving.client import RequestError
 from bench.serving.servers import Plan, Server, running
@@ -136,7 +133,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--minutes", type=float, default=1e6, metavar="M")
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more for `vllm serve`")
-    parser.add_argument("--client-cores", default="", metavar="LIST", help="as of `taskset -c`")
     default = Path("/tmp/sparksched-bench")
     parser.add_argument("--work-dir", type=Path, default=default, help="models and logs")
     return parser
@@ -217,19 +213,12 @@ class _Run:
                 start = time.monotonic()
                 metrics = self._round(server, point, number, is_warm_up=False)
                 longest_s = max(longest_s, time.monotonic() - start)
-                self._write(name, server, point, number, metrics)
+                self._write(name, server, number, metrics)
 
-    def _write(
-        self, name: str, server: Server, point: Point, number: int, metrics: dict[str, float]
-    ) -> None:
+    def _write(self, name: str, server: Server, number: int, metrics: dict[str, float]) -> None:
         model = server.model
         filler = server.filler if model.has_dummy_weights else WITHOUT_WEIGHTS
-        subject = {"filler": filler}
-        if model.is_mixture and "streams" in point:
-            vllm = self.results.same["vllm"]
-            counted = known_experts(self.options.out, model.name, filler, vllm, point["streams"])
-            subject["experts"] = "" if counted is None else f"{counted:.3g}"
-        self.results.add(name, server.side.name, number, metrics, **subject)
+        self.results.add(name, server.side.name, number, metrics, filler=filler)
         shown = ", ".join(f"{it} {value:.4g}" for it, value in metrics.items())
         print(f"{name}, {server.side.name}, {number}: {shown}", flush=True)
 
@@ -253,7 +242,7 @@ class _Run:
         preempted = server.counters().get("preempted")
         start = time.monotonic()
         if CLIENT in point:
-            found = vllm_client.run(server, point[CLIENT], seed, self.options.client_cores)
+            found = vllm_client.run(server, point[CLIENT], seed)
         else:
             load = LOADS[point["load"]]
             found = load.measure(server, point | {"is_warm_up": is_warm_up}, seed)
@@ -280,7 +269,7 @@ class _Run:
             # The first time is for kernels.
             *_, found = (vllm_client.run(server, options, 10**6 + turn) for turn in range(2))
             self.sustained = found["requests_per_s"]
-            self._write("sustained", server, {}, 0, found)
+            self._write("sustained", server, 0, found)
             if path is not None:
                 path.write_text(f"{self.sustained}")
         return self.sustained
@@ -308,20 +297,6 @@ def _wait_for(path: Path) -> float:
 def in_turn(servers: list[Server], number: int) -> list[Server]:
     """Return the servers in the order of a round: forth and back."""
     return servers if number % 2 == 0 else servers[::-1]
-
-
-def known_experts(
-    folder: Path | None, model: str, filler: str, vllm: str, streams: int
-) -> float | None:
-    """Return how many experts of a layer a step reads, as the case `experts` has counted it."""
-    paths = [it / "experts.csv" for it in (folder, FOLDER) if it is not None]
-    rows: Iterator[dict[str, str]] = itertools.chain.from_iterable(
-        csv.DictReader(it.open()) for it in paths if it.exists()
-    )
-    wanted = {"model": model, "filler": filler, "vllm": vllm, "metric": "experts"}
-    wanted["point"] = f"{streams} streams"
-    found = [float(row["value"]) for row in rows if wanted.items() <= row.items()]
-    return statistics.median(found) if found else None
 
 
 if __name__ == "__main__":

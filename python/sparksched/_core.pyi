@@ -222,11 +222,6 @@ class SchedulerCore:
 
         """
 
-    def tenants(self) -> list[tuple[str, int, int, float]]:
-        """Return tenants with requests: name, how many requests wait to be admitted, how many
-        have not ended, and tokens that those which have ended took since the tenant last had none.
-        """
-
     def take_expired(self, now: float) -> list[Any]:
         """Return the requests that have never been scheduled and whose time for that is up."""
 
@@ -763,6 +758,12 @@ class MeterReader:
         `num_running` and `num_waiting` requests; `waiting_for`, these by reason;
         `num_queue_timeouts`; `pacing`, None without it, else the present chunk, times in seconds
         and steps, as `SchedulerCore.pacing` has them.
+        """
+
+    def tenants(self) -> list[tuple[str, int, int]] | None:
+        """Return tenants with requests: name, how many have never been scheduled, how many have not
+        ended. The 20 with the most requests come first, and the rest as one without a name. None
+        if requests aren't ordered.
         """
 
     def rings(self) -> dict[str, Any] | None:

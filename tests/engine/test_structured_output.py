@@ -81,16 +81,6 @@ def test_a_grammar_that_does_not_compile(async_scheduling: bool, model_directory
 
 
 @ASYNC_SCHEDULING
-def test_the_only_grammar_does_not_compile(async_scheduling: bool, model_directory: Path) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        engine.add(structured_request("broken", [3] * 40, regex=UNCLOSED))
-        engine.run()
-
-    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
-    assert record.finish_reasons == {"broken": FinishReason.ERROR}
-
-
-@ASYNC_SCHEDULING
 def test_a_grammar_that_is_ready_late(async_scheduling: bool, model_directory: Path) -> None:
     def scenario(engine: DrivenEngine) -> None:
         engine.add(new_request("free", [2] * 20, ignore_eos=True))

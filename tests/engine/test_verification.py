@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from sparksched.trace.read import History, Trace
-from sparksched.trace.replay import Replay
+from sparksched.record.load import Load
+from sparksched.record.replay import replay
 from sparksched.verify.events import NotedEvents
 from sparksched.verify.report import SchedulersDifferError, VerificationFailedError
 from sparksched.verify.scheduler import VerifyingScheduler
@@ -396,13 +396,8 @@ def lose_events(scheduler: Any, batch: int) -> None:
 
 def step_that_differs(path: Path, scheduler: str) -> int | None:
     """Replay a recording on a scheduler; return the first step that it decides differently."""
-    trace = Trace(path)
-    replay = Replay(scheduler, trace.settings, History(trace.settings, trace.events()))
-    for event in trace.events():
-        if not replay.is_over:
-            replay.play(event)
-    replay.shutdown()
-    return replay.outcome.mismatch and replay.outcome.mismatch.step
+    (outcome,) = replay(Load(str(path)), [scheduler])
+    return outcome.mismatch and outcome.mismatch.step
 
 
 def test_a_recording_beside_verification(

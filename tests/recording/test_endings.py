@@ -6,7 +6,6 @@ import asyncio
 import functools
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,18 +128,6 @@ def test_signalled_while_it_ends(
     serve(scenario, functools.partial(wait_at_the_end, folder))
     assert_whole(path)
     assert any(event.numbers is None for event in events(path) if isinstance(event, Finish))
-
-
-def test_signalled_again_and_again(path: Path, serve: Callable[..., None]) -> None:
-    async def scenario(engine: Engine, _reader: Reader) -> None:
-        with suppress(ProcessLookupError):
-            while engine.process.is_alive():
-                for number in SIGNALS:
-                    engine.signal(number)
-                    await asyncio.sleep(0.001)
-
-    serve(scenario)
-    assert_whole(path)
 
 
 def test_killed_once_its_failure_is_known(path: Path, serve: Callable[..., None]) -> None:

@@ -20,17 +20,17 @@ from engine.harness import (
 from sparksched.compat import configuration
 from sparksched.compat.patching import MARK
 from sparksched.compat.rule import Rule
-from sparksched.record import decisions
-from sparksched.record.events import Arrive, End, Ready, Step
+from sparksched.record import recorder
+from sparksched.record.events import End, Ready, Step
 from sparksched.record.read import Trace
 from sparksched.scheduler import SparkScheduler
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.request import RequestStatus
 
 from testkit.executor import POISON, UNRULY
 
-from .scenarios import events, replayed
+from .samples import ENDED
+from .scenarios import replayed
 
 __all__ = ["model_directory", "warnings_of_sparksched"]
 
@@ -41,7 +41,7 @@ SMALL_POOL = {"num_gpu_blocks_override": 40}
 @pytest.fixture(name="path")
 def _path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "trace"
-    monkeypatch.setenv("SPARKSCHED_RECORD", str(path))
+    monkeypatch.setenv("SPARKSCHED_RECORD", f"{path},bytes=65536")
     return path
 
 
@@ -53,8 +53,11 @@ def _warnings(_logging_is_configured: None, warnings_of_sparksched: list[str]) -
 @pytest.fixture(scope="module")
 def _logging_is_configured(model_directory: Path) -> None:
     """Build an engine: the first one of a process gives vLLM's loggers new handlers."""
-    with running_engine(Choice.STOCK, model_directory, async_scheduling=True):
-        pass
+    with running_engine(Choice.STOCK, model_directory, async_scheduling=True) as engine:
+        # Nor is anything replaced, unless it is asked for.
+        assert "schedule" not in vars(engine.core.scheduler)
+        assert "accept_tokens" not in vars(engine.core.structured_output_manager)
+        assert not hasattr(EngineCoreProc.run_busy_loop, MARK)
 
 
 def serve_some(engine: DrivenEngine) -> None:
@@ -79,27 +82,17 @@ def serve_some(engine: DrivenEngine) -> None:
 
 
 def serve_many(engine: DrivenEngine) -> None:
-    """Serve enough for several frames."""
+    """Serve enough for several pieces of a file."""
     for number in range(40):
         engine.add(new_request(f"{number}", [number + 1] * 40, 60, ignore_eos=True))
         engine.step(4)
     engine.run()
 
 
-def run(
-    choice: Choice, model: Path, scenario: Callable[[DrivenEngine], None] = serve_some, **rest: Any
-) -> Record:
-    with running_engine(choice, model, **rest) as engine:
+def run(model: Path, scenario: Callable[[DrivenEngine], None], is_async: bool) -> Record:
+    with running_engine(Choice.PLUGIN, model, async_scheduling=is_async) as engine:
         scenario(engine)
     return engine.record
-
-
-def assert_replays(path: Path) -> None:
-    num_steps = sum(isinstance(event, Step) for event in events(path))
-    for scheduler in ("sparksched", "vllm"):
-        outcome = replayed(path, scheduler)
-        assert outcome.mismatch is None, scheduler
-        assert outcome.num_steps == num_steps > 20
 
 
 @ASYNC_SCHEDULING
@@ -113,8 +106,7 @@ def test_an_engine(
     model_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if with_tokens:
-        monkeypatch.setenv("SPARKSCHED_RECORD", f"{path},tokens")
+    monkeypatch.setenv("SPARKSCHED_RECORD", f"{path}{',tokens' * with_tokens}")
     rules = (EVERYTHING,) if fallback else configuration.CONFIG_RULES
     with (
         mock.patch.object(configuration, "CONFIG_RULES", rules),
@@ -128,49 +120,13 @@ def test_an_engine(
     assert trace.settings.has_tokens == with_tokens
     assert trace.settings.scheduler == type(engine.core.scheduler).__name__
     found = list(trace.events())
-    assert found[-1] == End(found[-1].time, "the engine was shut down")  # type: ignore[union-attr]
+    assert found[-1] == End(found[-1].time, ENDED)  # type: ignore[union-attr]
     assert sum(isinstance(event, Ready) for event in found) == 2
-    assert_replays(path)
-
-
-def test_a_second_turn_finds_the_first(path: Path, model_directory: Path) -> None:
-    """What was generated is known again when it comes back as a prompt: by its keys alone."""
-
-    def two_turns(engine: DrivenEngine) -> None:
-        engine.add(new_request("first", [1] * 20, 60, ignore_eos=True))
-        engine.run()
-        first = engine.record.tokens["first"]
-        engine.add(new_request("second", [1] * 20 + first, 30, ignore_eos=True))
-        engine.run()
-
-    keeps_all = {"prefix_cache_retention_interval": 16}
-    run(Choice.PLUGIN, model_directory, two_turns, async_scheduling=True, **keeps_all)
-    hits = [hit for event in events(path) if isinstance(event, Step) for _, hit, _ in event.new]
-    assert hits == [0, 64]
-    assert_replays(path)
-
-
-@ASYNC_SCHEDULING
-def test_a_recorded_engine_does_the_same(
-    async_scheduling: bool,
-    path: Path,
-    model_directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    recorded = run(Choice.PLUGIN, model_directory, async_scheduling=async_scheduling)
-    assert path.exists()
-    monkeypatch.delenv("SPARKSCHED_RECORD")
-    plain = run(Choice.PLUGIN, model_directory, async_scheduling=async_scheduling)
-    assert recorded.tokens == plain.tokens
-    assert recorded.outputs == plain.outputs
-    assert recorded.steps == plain.steps
-
-
-def test_nothing_is_replaced_unless_it_is_asked_for(model_directory: Path) -> None:
-    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
-        assert "schedule" not in vars(engine.core.scheduler)
-        assert "accept_tokens" not in vars(engine.core.structured_output_manager)
-        assert not hasattr(EngineCoreProc.run_busy_loop, MARK)
+    num_steps = sum(isinstance(event, Step) for event in found)
+    for scheduler in ("sparksched", "vllm"):
+        outcome = replayed(path, scheduler)
+        assert outcome.mismatch is None, scheduler
+        assert outcome.num_steps == num_steps > 20
 
 
 # ----------------------------------------------------------------------------------------
@@ -181,18 +137,8 @@ def test_nothing_is_replaced_unless_it_is_asked_for(model_directory: Path) -> No
 def test_a_file_that_is_there_is_an_error(path: Path, model_directory: Path) -> None:
     path.write_text("mine")
     with pytest.raises(RuntimeError, match=r"trace can't be created: File exists"):
-        run(Choice.PLUGIN, model_directory, async_scheduling=True)
+        run(model_directory, serve_some, is_async=True)
     assert path.read_text() == "mine"
-
-
-def test_each_engine_process_may_have_a_file_of_its_own(
-    path: Path,
-    model_directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SPARKSCHED_RECORD", f"{path}-%p")
-    run(Choice.PLUGIN, model_directory, async_scheduling=True)
-    assert_replays(path.with_name(f"trace-{os.getpid()}"))
 
 
 @pytest.mark.parametrize("room", [0, 700, 4000])
@@ -204,7 +150,7 @@ def test_a_full_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No request is lost, and what the file has replays."""
-    monkeypatch.setenv("SPARKSCHED_RECORD", f"{path},bytes=65536")
+    monkeypatch.setattr("sparksched.record.write._PIECE_BYTES", 2048)
     written = 0
     write = os.write
 
@@ -212,84 +158,53 @@ def test_a_full_disk(
         nonlocal written
         if os.readlink(f"/proc/self/fd/{descriptor}") != str(path):
             return write(descriptor, content)
-        content = content[: room + HEADER - written]
+        content = content[: room - written]
         if not content:
             raise OSError(errno.ENOSPC, "No space left on device")
         written += len(content)
         return write(descriptor, content)
 
     with mock.patch.object(os, "write", write_some):
-        record = run(Choice.PLUGIN, model_directory, serve_many, async_scheduling=True)
+        record = run(model_directory, serve_many, is_async=True)
     monkeypatch.delenv("SPARKSCHED_RECORD")
-    plain = run(Choice.PLUGIN, model_directory, serve_many, async_scheduling=True)
+    plain = run(model_directory, serve_many, is_async=True)
     assert record.tokens == plain.tokens
+    assert record.steps == plain.steps
     (warning,) = [it for it in warnings if "recording" in it]
     assert "the recording has ended, serving goes on: OSError" in warning
     assert "No space left on device" in warning
     if room >= 4000:
         trace = Trace(path)
         assert sum(isinstance(event, Step) for event in trace.events()) > 10
-        assert trace.missing is not None
-        assert "no end" in trace.missing, "a part of a frame was left"
-
-
-HEADER = 10
+        assert trace.missing == f"{path} has no end", "a part of a piece was left"
 
 
 def test_an_engine_that_ends_in_an_error(path: Path, model_directory: Path) -> None:
     """It ends with the error that it would have ended with, and the file with what led to it."""
-    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
+
+    def scenario(engine: DrivenEngine) -> None:
         engine.add(new_request("poisoned", [POISON] * 20, 30))
         with pytest.raises(KeyError, match="poisoned"):
             engine.run()
+
+    run(model_directory, scenario, is_async=False)
     trace = Trace(path)
     assert sum(isinstance(event, Step) for event in trace.events()) == 2
     assert trace.missing is None
 
 
 def test_an_error_of_the_recorder_ends_the_recording_alone(
-    path: Path,
-    model_directory: Path,
-    warnings: list[str],
+    path: Path, model_directory: Path, warnings: list[str]
 ) -> None:
     def scenario(engine: DrivenEngine) -> None:
         engine.add(new_request("a", [1] * 20, 30))
         engine.step(2)
-        with mock.patch.object(decisions, "num_drafts_of", side_effect=ZeroDivisionError("sums")):
+        with mock.patch.object(recorder, "decision_of", side_effect=ZeroDivisionError("sums")):
             engine.step(1)
         engine.run()
 
-    record = run(Choice.PLUGIN, model_directory, scenario, async_scheduling=False)
+    record: Any = run(model_directory, scenario, is_async=False)
     assert record.finish_reasons.keys() == {"a"}
     (warning,) = warnings
     assert warning.endswith("serving goes on: ZeroDivisionError: sums")
-
-
-UNRECORDABLE = {
-    "it is a session, whose input goes on": {"resumable": True},
-}
-
-
-@pytest.mark.parametrize("reason", UNRECORDABLE)
-def test_a_request_without_words_ends_the_recording(
-    reason: str,
-    path: Path,
-    model_directory: Path,
-    warnings: list[str],
-) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        engine.add(new_request("plain", [1] * 20, 30, ignore_eos=True))
-        engine.step(3)
-        engine.add(new_request("special", [2] * 20, 3, **UNRECORDABLE[reason]))
-        engine.step(8)
-        engine.core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-        engine.run()
-
-    run(Choice.PLUGIN, model_directory, scenario, async_scheduling=False)
-    (warning,) = warnings
-    assert f"request special can't be recorded: {reason}" in warning
-    found = events(path)
-    assert isinstance(found[-1], End)
-    assert found[-1].reason == f"request special can't be recorded: {reason}"
-    assert [event.request_id for event in found if isinstance(event, Arrive)] == ["plain"]
-    assert replayed(path, "vllm").mismatch is None
+    assert Trace(path).settings.scheduler == "SparkScheduler"

@@ -10,21 +10,12 @@ from unittest import mock
 import pytest
 import scale
 from sparksched.record.events import (
-    Arrive,
-    Drafts,
     End,
-    Event,
-    Finish,
     Knobs,
-    Reset,
     Step,
-    Stop,
-    Update,
 )
-from sparksched.record.load import Load
 from sparksched.record.new_file import FULL
 from sparksched.record.read import Trace
-from sparksched.record.replay import Replay
 
 from testkit.worlds import trace as differential_trace
 from testkit.worlds.scenarios import NAMED_SETTINGS
@@ -85,27 +76,6 @@ def test_steps_are_decided_with_the_knobs_that_they_had(name: str, tmp_path: Pat
         assert replayed(path, "vllm").mismatch is not None, "the knobs are of no account"
 
 
-def test_the_scenarios_reach_what_is_recorded(tmp_path: Path) -> None:
-    """Each kind of event, and what is rare in them."""
-    found: list[Event] = []
-    for name in ("async-preempting", "speculating-structured", "sync-full"):
-        for seed in range(4):
-            path = tmp_path / f"{name}-{seed}"
-            record_scenario(path, name, seed, NUM_STEPS)
-            found += events(path)
-    kinds = {type(event) for event in found}
-    assert {Arrive, Step, Update, Finish, Reset, Drafts, Stop, End} <= kinds
-    steps = [event for event in found if isinstance(event, Step)]
-    assert any(step.preempted for step in steps)
-    assert any(step.num_drafts for step in steps)
-    assert any(computed for step in steps for _, computed, _ in step.new), "no prefix was found"
-    updates = [event for event in found if isinstance(event, Update)]
-    assert any(update.rejected for update in updates)
-    assert any(event.numbers is None for event in found if isinstance(event, Finish))
-    assert any(event.sequence is not None for event in found if isinstance(event, Drafts))
-    assert any(event.reset_running_requests for event in found if isinstance(event, Reset))
-
-
 # ----------------------------------------------------------------------------------------
 # What is found
 # ----------------------------------------------------------------------------------------
@@ -159,18 +129,6 @@ def test_another_decision_is_found_by_name(field: str, scheduler: str, path: Pat
     assert mismatch.recorded != mismatch.replayed
 
 
-def test_a_scheduler_that_fails_is_found(path: Path) -> None:
-    load = Load(str(path))
-    failing = Replay("vllm", load.trace.settings, load)
-    failing._scheduler.schedule = mock.Mock(side_effect=ZeroDivisionError("blocks"))
-    for event in load.trace.events():
-        if not failing.is_over:
-            failing.play(event)
-    assert failing.outcome.mismatch is not None
-    assert failing.outcome.mismatch.field == "error (step)"
-    assert "ZeroDivisionError" in failing.outcome.mismatch.replayed
-
-
 # ----------------------------------------------------------------------------------------
 # What is in the file
 # ----------------------------------------------------------------------------------------
@@ -201,17 +159,6 @@ def _tokens_from(first: int) -> Any:
         return tuple(first + token % 50 for token in draw(self))
 
     return mock.patch.object(differential_trace.TraceGenerator, "_prompt", prompt)
-
-
-def test_nothing_in_the_file_can_be_looked_up(tmp_path: Path) -> None:
-    """Two recordings of the same prompts have no key in common."""
-    keys = []
-    for name in ("first", "second"):
-        record_scenario(tmp_path / name, "sync-full", 2, 20)
-        arrivals = [it for it in events(tmp_path / name) if isinstance(it, Arrive)]
-        keys.append({it.keys[at : at + 8] for it in arrivals for at in range(0, len(it.keys), 8)})
-    assert keys[0]
-    assert not keys[0] & keys[1]
 
 
 def test_the_bound_on_the_size(tmp_path: Path) -> None:

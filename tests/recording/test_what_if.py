@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 from sparksched import cli
+from sparksched.compat.pacing import max_graph_tokens
 from sparksched.engine.warm_up import PREFIX
+from sparksched.record.build import build_scheduler
 from sparksched.record.events import VERSION, Arrive, Begin, End, Event, Step, Update
-from sparksched.record.load import Load, StepTime, step_time
+from sparksched.record.load import Load
+from sparksched.record.step_time import StepTime, step_time
 from sparksched.record.what_if import Change, Timeline, what_if
 
 from .samples import ENDED, arrival, settings, write
@@ -125,6 +128,12 @@ def longest(timeline: Timeline) -> float:
 def p99(timeline: Timeline) -> float:
     gaps = sorted(timeline.gaps_s)
     return gaps[int(0.99 * len(gaps))]
+
+
+def test_graphs_are_those_of_the_recorded_engine() -> None:
+    for size in (0, 512):
+        scheduler = build_scheduler("sparksched", settings(max_graph_tokens=size))
+        assert max_graph_tokens(scheduler.vllm_config) == size
 
 
 def test_who_can_not_pace_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

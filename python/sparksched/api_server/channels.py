@@ -80,6 +80,8 @@ class Channels:
     def __init__(self, channels: "dict[bytes, Channel]") -> None:
         self.channels = channels
         """By the identity that vLLM's sockets know the engine by."""
+        self.is_draining = False
+        """Whether the client waits for its last answers: then engines may say goodbye."""
         self._shown: list[ShownEngine] = []
 
     def show_metrics_of(self, client: "MPClient") -> None:

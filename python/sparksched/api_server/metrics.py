@@ -58,6 +58,15 @@ _WAITING_FOR: Final = (
     "sparksched:waiting_requests",
     "Requests that wait to be scheduled, by what they wait for.",
 )
+_TENANTS_WAITING: Final = (
+    "sparksched:tenant_waiting_requests",
+    "Requests that have never been scheduled, of the 20 tenants with the most requests; the rest"
+    " have an empty name. With SPARKSCHED_ORDER.",
+)
+_TENANTS_UNFINISHED: Final = (
+    "sparksched:tenant_unfinished_requests",
+    "The same, of requests that have not ended.",
+)
 _QUEUE_TIMEOUTS: Final = (
     "sparksched:queue_timeouts",
     "Requests that ended because they had waited too long to be scheduled.",
@@ -180,7 +189,8 @@ class EngineCollector(Collector):
 
     def describe(self) -> list[Metric]:
         """Name all series, also those that aren't there yet: a request may ask for some by name."""
-        return [_info_family(), *_step_families([]), *_ring_families([])]
+        families = (_step_families([]), _tenant_families([]), _ring_families([]))
+        return [_info_family(), *itertools.chain(*families)]
 
     def collect(self) -> Iterator[Metric]:
         """Read each engine's page. An error here must not take vLLM's own metrics away."""
@@ -228,6 +238,9 @@ def _families(engines: Sequence[ShownEngine]) -> Iterator[Metric]:
     rings = [(engine, found) for engine, it in readings if it is not None and (found := it.rings())]
     if steps:
         yield from _step_families(steps)
+    tenants = [(view, found) for view, it in readings if it is not None and (found := it.tenants())]
+    if tenants:
+        yield from _tenant_families(tenants)
     if rings:
         yield from _ring_families(rings)
 
@@ -263,6 +276,22 @@ def _queue_families(readings: _Readings) -> Iterator[Metric]:
         counter.add_metric(engine.labels, reading["num_queue_timeouts"])
     yield gauge
     yield counter
+
+
+def _tenant_families(readings: _Readings) -> Iterator[Metric]:
+    waiting = GaugeMetricFamily(*_TENANTS_WAITING, labels=(*LABELS, "tenant"))
+    unfinished = GaugeMetricFamily(*_TENANTS_UNFINISHED, labels=(*LABELS, "tenant"))
+    for view, tenants in readings:
+        # Two long names may begin alike, and then are one here.
+        sums: dict[str, tuple[int, int]] = {}
+        for name, num_waiting, num_unfinished in tenants:
+            before = sums.get(name, (0, 0))
+            sums[name] = (before[0] + num_waiting, before[1] + num_unfinished)
+        for name, (num_waiting, num_unfinished) in sums.items():
+            waiting.add_metric([*view.labels, name], num_waiting)
+            unfinished.add_metric([*view.labels, name], num_unfinished)
+    yield waiting
+    yield unfinished
 
 
 def _pacing_families(readings: _Readings) -> Iterator[Metric]:

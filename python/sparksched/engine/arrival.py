@@ -1,115 +1,60 @@
-"""What the native scheduler changes in the engine around it.
+"""What happens to a request where it arrives in an engine.
 
-It replaces two functions of `vllm.v1.engine.core`, and only in a process that has built a native
-scheduler. One makes the function that hashes prompts. The other turns an arriving message into a
-`Request`: this is the last place where a request can be refused without harm to others.
-
-The engine's constructor builds the scheduler, and then asks for a hasher without naming scheduler
-or engine. So the thread keeps what the hasher needs, from the one call to the other.
+This is the last place where it can be refused without harm to others: an error here ends this
+request alone, one from the scheduler would end the engine.
 """
 
 import functools
-import sys
-import threading
-import weakref
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.request import Request
-
-from sparksched._core import NativeBlockHasher, read_prompt
-from sparksched.compat import patching, seams
+from sparksched import environment
+from sparksched._core import read_prompt
+from sparksched.compat import patching
 from sparksched.engine.context import context_of
-from sparksched.engine.extra_keys import extra_keys_writer
-from sparksched.engine.request_errors import refuse_limited_time
-from sparksched.engine.scheduler import NativeScheduler
+from sparksched.engine.request_errors import WAIT_S, refuse_limited_time
+from sparksched.shared import queue_timeout
 
-BlockHasher = Callable[[Request], list[bytes]]
-
-_ENGINE_MODULE = "vllm.v1.engine.core"
+if TYPE_CHECKING:
+    from sparksched.engine.scheduler import NativeScheduler
 
 
-class _Pending(threading.local):
-    """The scheduler whose engine is being built in this thread, and has not asked for a hasher."""
-
-    scheduler: "weakref.ref[NativeScheduler] | None" = None
-
-
-_pending = _Pending()
-
-
-def native_block_hasher(
-    algorithm: str, block_size: int, num_lookahead_tokens: int = 0
-) -> BlockHasher:
-    """Return a drop-in for what vLLM's `get_request_block_hasher` returns.
-
-    `kv_cache_utils.NONE_HASH` must have been set by `init_none_hash`.
-
-    Args:
-        algorithm: A value of `prefix_caching_hash_algo`.
-        block_size: Tokens a block.
-        num_lookahead_tokens: Tokens behind a block that its hash covers as well.
-
-    """
-    return NativeBlockHasher(
-        algorithm,
-        block_size,
-        kv_cache_utils.NONE_HASH,
-        extra_keys=extra_keys_writer(algorithm, block_size, num_lookahead_tokens),
-        num_lookahead_tokens=num_lookahead_tokens,
-    )
-
-
-def forget_pending_scheduler() -> None:
-    """Forget a scheduler whose engine never asked for a hasher: another one is being built."""
-    _pending.scheduler = None
-
-
-def prepare_engine(scheduler: NativeScheduler) -> None:
-    """Replace the two functions, if an engine is what has had this scheduler built."""
-    if _ENGINE_MODULE not in sys.modules:
-        return
-    if scheduler.vllm_config.cache_config.enable_prefix_caching:
-        _pending.scheduler = weakref.ref(scheduler)
-    patching.apply(seams.NATIVE_ENGINE)
-
-
-def _preferring_native_hasher(original: patching.Function) -> patching.Function:
-    @functools.wraps(original)
-    def get_request_block_hasher(
-        hash_block_size: int,
-        caching_hash_fn: Callable[[Any], bytes],
-        *lookahead: int,  # `num_hash_lookahead_tokens`, where vLLM has that
-    ) -> BlockHasher:
-        # The engine asks once, right after it has built its scheduler and in the same thread.
-        pending, _pending.scheduler = _pending.scheduler, None
-        scheduler = None if pending is None else pending()
-        if scheduler is not None and scheduler.hash_block_size == hash_block_size:
-            algorithm = scheduler.vllm_config.cache_config.prefix_caching_hash_algo
-            if get_hash_fn_by_name(algorithm) is caching_hash_fn:
-                scheduler.set_none_hash(kv_cache_utils.NONE_HASH)
-                return native_block_hasher(algorithm, hash_block_size, *lookahead)
-        hasher: BlockHasher = original(hash_block_size, caching_hash_fn, *lookahead)
-        return hasher
-
-    return get_request_block_hasher
-
-
-def _refusing_unsupported_requests(original: patching.Function) -> patching.Function:
+def _checking_one_at_a_time(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
     def preprocess_add_request(self: Any, request: Any) -> Any:
-        # The front end has refused it already, unless it runs without the plugin. An error here
-        # ends this request alone; one from the scheduler would end the engine.
-        scheduler = context_of(self).scheduler
-        if scheduler is None:
-            return original(self, request)
-        scheduler.refuse_unsupported_inputs(request)
-        if not hasattr(self, "input_queue"):  # no process, and no loop, of its own
-            refuse_limited_time(request, scheduler.time_to_wait_s(request))
-        preprocessed = original(self, request)
-        read_prompt(preprocessed[0], extra_keys=scheduler.extra_keys)
-        return preprocessed
+        context = context_of(self)
+        # vLLM means this for one thread. Rings and sockets have one each.
+        with context.arrival:
+            scheduler = context.scheduler
+            if scheduler is None:
+                return original(self, request)
+            scheduler.refuse_unsupported_inputs(request)
+            wait_s = _time_to_wait_s(scheduler, request)
+            if not hasattr(self, "input_queue"):  # no process, and no loop, of its own
+                refuse_limited_time(request, wait_s)
+            preprocessed = original(self, request)
+            setattr(preprocessed[0], WAIT_S, wait_s)
+            read_prompt(preprocessed[0], extra_keys=scheduler.extra_keys)
+            return preprocessed
 
     return preprocess_add_request
+
+
+def _time_to_wait_s(scheduler: "NativeScheduler", request: Any) -> float | None:
+    """Return for how long a request may wait; None for ever.
+
+    Raises:
+        QueueTimeoutArgumentError: if it says itself for how long, but not in seconds.
+
+    """
+    limits = (scheduler.queue_timeout_s, queue_timeout.own_limit_s(request.sampling_params))
+    if request.sampling_params is None and not _pooling_is_told():
+        return None
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _pooling_is_told() -> bool:
+    """Return whether a front end survives that a pooling request ends without a result.
+
+    vLLM 0.32.0's own loop over outputs ends with it, and then the server.
+    """
+    return queue_timeout.outputs_say_why() or environment.replaces_front_end()

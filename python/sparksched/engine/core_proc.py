@@ -137,7 +137,6 @@ def _closing_rings(original: patching.Function) -> patching.Function:
 
 def _share_between_threads(engine: "EngineCoreProc") -> None:
     """Let both input threads use what vLLM means for one: some clients may stay on ZMQ."""
-    engine.preprocess_add_request = _one_at_a_time(engine.preprocess_add_request)
     if engine.tensor_ipc_receiver is not None:
         engine.tensor_ipc_receiver = _one_at_a_time(engine.tensor_ipc_receiver)
 

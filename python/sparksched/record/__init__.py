@@ -4,5 +4,5 @@ Recording: `recorder` copies what each call of a scheduler was given and decided
 own, `write` has `make_events` turn the copies into `events`, and writes these to a `file`.
 
 Replaying: `read` gives the events back, `load` sums them up, `build` builds schedulers and requests
-from them; `replay` compares each decision with the recorded one, `what_if` changes the settings.
+from them; `replay` compares decisions, `what_if` changes settings and takes `step_time` as given.
 """

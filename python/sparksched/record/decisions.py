@@ -72,15 +72,7 @@ class Mismatch:
 def first_mismatch(
     recorded: Step, numbers: Sequence[int], ids: Sequence[str], output: "SchedulerOutput"
 ) -> Mismatch | None:
-    """Return the first part of a decision that is another than the recorded one.
-
-    Args:
-        recorded: The step as it was decided then.
-        numbers: Its requests, also if they are those of the step before.
-        ids: Of all requests so far, by number.
-        output: The decision now.
-
-    """
+    """Compare a decision with the recorded one; `ids` are those of all requests, by number."""
     now = decision_of(output)
     then: dict[str, Any] = {
         "ids": [ids[number] for number in numbers],

@@ -59,7 +59,7 @@ class Chain:
 
     @property
     def num_tokens(self) -> int:
-        """All that are known."""
+        """Return how many are known."""
         return self.num_whole_tokens + len(self.tail)
 
     def take(self, tokens: list[int]) -> bytes:

@@ -1,10 +1,7 @@
-"""What a trace says of the load: its requests, their tokens, and how long steps took."""
+"""What a trace says of the load: its requests, their tokens, its steps and how long they took."""
 
 import itertools
 from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
 
 from sparksched.engine.warm_up import PREFIX as WARM_UP_PREFIX
 from sparksched.record.events import (
@@ -25,8 +22,6 @@ UNFINISHED = (
     "The process that recorded it was probably killed, or had no room on its disk, or still runs. "
     "--partial replays what is whole."
 )
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -157,74 +152,3 @@ def _size_of(step: Step, num_rows: int) -> tuple[int, int]:
 def is_chunk(num_tokens: int, num_drafts: int) -> bool:
     """Whether so many tokens of a request are of its prompt, or are computed once more."""
     return num_tokens > 1 + num_drafts
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """How long a step takes, by what is in it: fitted to those of a trace."""
-
-    seconds: float
-    seconds_a_decode_token: float
-    seconds_with_prompts: float
-    """More for a step that computes prompts, however little of them."""
-    seconds_a_prompt_token: float
-
-    def __call__(self, num_decode_tokens: int, num_prompt_tokens: int) -> float:
-        """Return seconds."""
-        return (
-            self.seconds
-            + self.seconds_a_decode_token * num_decode_tokens
-            + self.seconds_with_prompts * (num_prompt_tokens > 0)
-            + self.seconds_a_prompt_token * num_prompt_tokens
-        )
-
-
-_GUESS = StepTime(0.01, 0.0, 0.0, 0.0)
-"""For a trace without steps."""
-_KINDS_AN_OCTAVE = 4
-"""Steps whose sizes are nearer to each other than that are of one kind."""
-_NUM_FITS = 10
-_LEAST_ERROR_S = 1e-5
-"""All that is nearer counts as much."""
-
-
-def step_time(load: Load) -> StepTime:
-    """Fit to the median of each kind of step.
-
-    By least squares, again and again: kinds that are far off, as of steps that waited for a kernel
-    to be compiled, count less and less. What would come out negative is taken to cost nothing.
-    """
-    if not load.step_s:
-        return _GUESS
-    columns, times, counts = _kinds(load)
-    weights = counts
-    for _ in range(_NUM_FITS):
-        fitted = _fit(columns * np.sqrt(weights)[:, None], times * np.sqrt(weights))
-        weights = counts / np.maximum(np.abs(columns @ fitted - times), _LEAST_ERROR_S)
-    return StepTime(*(float(value) for value in fitted)) if fitted.any() else _GUESS
-
-
-def _kinds(load: Load) -> tuple[Floats, Floats, Floats]:
-    """Return what is in each kind of step, its median time, and how many there are of it."""
-    sizes = np.array(load.step_sizes, dtype=float)
-    times = np.array(load.step_s)
-    keys = np.round(_KINDS_AN_OCTAVE * np.log2(np.maximum(sizes, 0.5)))
-    _, kinds, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
-    members = np.split(np.argsort(kinds.ravel(), kind="stable"), np.cumsum(counts)[:-1])
-    middle = np.array([[*sizes[its].mean(axis=0), np.median(times[its])] for its in members])
-    decodes, prompts, medians = middle.T
-    columns = np.column_stack([np.ones(len(middle)), decodes, prompts > 0, prompts])
-    return columns, medians, counts.astype(float)
-
-
-def _fit(columns: Floats, times: Floats) -> Floats:
-    """Return by least squares what each column costs, nothing being less than nothing."""
-    used = list(range(columns.shape[1]))
-    fitted = np.zeros(columns.shape[1])
-    while used:
-        solution = np.linalg.lstsq(columns[:, used], times, rcond=None)[0]
-        if (solution >= 0).all():
-            fitted[used] = solution
-            break
-        used = [it for it, value in zip(used, solution, strict=True) if value >= 0]
-    return fitted

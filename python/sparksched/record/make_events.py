@@ -153,7 +153,7 @@ class EventMaker:
             self._lose_what_follows(request_id)
         self._batches[step.sequence] = _Batch(self._last_lives)
         step.num_tokens, step.num_drafts = decision.num_tokens, decision.num_drafts
-        step.new = [(self._lives[request_id].number, *rest) for request_id, *rest in decision.new]
+        step.new = [(self._lives[it].number, computed, ids) for it, computed, ids in decision.new]
         step.new_block_ids = decision.new_block_ids  # type: ignore[assignment]
         step.resumed = self._numbers(decision.resumed)
         step.preempted = self._numbers(decision.preempted)

@@ -74,9 +74,10 @@ class Trace:
 
     def _event(self, number: int, line: bytes) -> Event:
         try:
-            return _decode(line)
+            event: Event = _decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise TraceError(f"{self.path} is damaged: line {number}: {error}") from None
+        return event
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield whole lines with their numbers, from 1."""

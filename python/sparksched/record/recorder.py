@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
@@ -63,9 +63,8 @@ _NUM_LISTS: Final = 4
 """Of a step's events that may hold an item for each of its requests."""
 _NOT_YET: Final[Future[Any]] = Future()
 """In the place of a grammar that nobody is to see before the next step."""
+
 Call = Callable[..., Any]
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 def record(
@@ -111,40 +110,14 @@ def record(
     logger.info("sparksched: recording the scheduler to %s, %s", path, what)
 
 
-def _never_fails(
-    method: Callable[Concatenate["Recorder", _Arguments], _Result],
-) -> Callable[Concatenate["Recorder", _Arguments], _Result | None]:
-    """Do nothing when the recording is over; have an error end it, and nothing else."""
-
-    @functools.wraps(method)
-    def call(
-        self: "Recorder", *arguments: _Arguments.args, **settings: _Arguments.kwargs
-    ) -> _Result | None:
-        if self.is_recording:
-            try:
-                return method(self, *arguments, **settings)
-            except Exception as error:
-                self.give_up(f"{type(error).__name__}: {error}")
-        return None
-
-    return call
-
-
 class Recorder:
     """Writes the calls of one scheduler to a file that only its owner may read.
 
     It neither waits for the disk nor raises an error: a recording that can't go on ends, with a
     warning. Not thread-safe.
 
-    Args:
-        path: A file that doesn't exist yet.
-        vllm_config: What the scheduler was built from; so are the next three.
-        kv_cache_config: The same.
-        block_size: Tokens of a scheduler's block.
-        hash_block_size: Tokens of a block that is hashed; None if it is the same.
-        with_tokens: Whether prompts and outputs are written; else what stands for them.
-        max_bytes: Of the file, 65,536 or more.
-        scheduler: Which scheduler it is: the name of its class.
+    It takes what the scheduler was built from, and the name of its class. Without tokens, what
+    stands for prompts and outputs is written.
 
     Raises:
         UnrecordableError: if the scheduler decides by something that a trace has no words for.
@@ -176,14 +149,17 @@ class Recorder:
             has_tokens=with_tokens,
         )
         self._writer = BackgroundWriter(lines, self._now, self._maker.write_growth)
-        self._writer.note(lines.append, Begin(VERSION, settings))
-        self._append = lines.append
+        self._note, self._append = self._writer.note, lines.append
+        self._note(lines.append, Begin(VERSION, settings))
         self._num_steps = 0
         self._in_flight: dict[int, tuple[SchedulerOutput, int, Decision]] = {}
         self._compiling: list[tuple[str, Any, Any]] = []
         self._rejected: list[str] = []
         self._valid: list[tuple[str, int]] = []
+        self._scheduler: Callable[[], Any] = lambda: None
         self._depth = 0
+        self._seconds = 0.0
+        """What the last call took."""
 
     @property
     def is_recording(self) -> bool:
@@ -197,18 +173,21 @@ class Recorder:
 
     def attach(self, scheduler: Any) -> None:
         """See all that a scheduler is asked from now on, until its `shutdown()`."""
+        self._scheduler = weakref.ref(scheduler)
         for name in _METHODS:
-            original = getattr(scheduler, name)
-            replacement = functools.partial(getattr(self, f"_{name}"), scheduler, original)
-            setattr(scheduler, name, self._unless_nested(original, replacement))
+            before, after = (getattr(self, f"_{it}_{name}", None) for it in ("before", "after"))
+            setattr(scheduler, name, self._recorded(getattr(scheduler, name), before, after))
         manager = scheduler.structured_output_manager
         for name in ("accept_tokens", "validate_tokens"):
             replacement = functools.partial(getattr(self, f"_{name}"), getattr(manager, name))
             setattr(manager, name, replacement)
         engine_end.call_at_the_end(scheduler, self.close)
 
-    def _unless_nested(self, original: Call, replacement: Call) -> Call:
-        """Leave what the scheduler asks of itself to the scheduler."""
+    def _recorded(self, original: Call, before: Call | None, after: Call | None) -> Call:
+        """Return a method that takes note of a call, but not of what the scheduler asks itself.
+
+        `after` is given what `before` has returned, or else the result.
+        """
 
         @functools.wraps(original)
         def call(*arguments: Any, **settings: Any) -> Any:
@@ -216,11 +195,26 @@ class Recorder:
                 return original(*arguments, **settings)
             self._depth += 1
             try:
-                return replacement(*arguments, **settings)
+                taken = self._try(before, *arguments, **settings)
+                start = time.perf_counter()
+                result = original(*arguments, **settings)
+                self._seconds = time.perf_counter() - start
+                self._try(after, result if taken is None else taken, *arguments, **settings)
             finally:
                 self._depth -= 1
+            return result
 
         return call
+
+    def _try(self, note: Call | None, *arguments: Any, **settings: Any) -> Any:
+        """Take note; have an error end the recording, and nothing else."""
+        if note is None:
+            return None
+        try:
+            return note(*arguments, **settings)
+        except Exception as error:
+            self.give_up(f"{type(error).__name__}: {error}")
+            return None
 
     def give_up(self, reason: str) -> None:
         """End the recording for a reason, which is logged and written. Serving goes on."""
@@ -241,22 +235,18 @@ class Recorder:
 
     # ---- requests ----
 
-    def _add_request(self, _scheduler: Any, original: Call, request: Any) -> None:
+    def _before_add_request(self, request: "Request") -> None:
         # Before the scheduler: it may refuse the id, and then the engine ends.
-        self._note_arrival(request)
-        original(request)
-
-    @_never_fails
-    def _note_arrival(self, request: "Request") -> None:
+        if not self.is_recording:
+            return
         try:
             arrival = _arrival(request, self._now())
         except UnrecordableError as error:
             self.give_up(f"request {request.request_id} can't be recorded: {error}")
             return
         adapter = "" if request.lora_request is None else request.lora_request.lora_name
-        prompt = request.prompt_token_ids
-        salt = request.cache_salt or ""
-        self._writer.note(self._maker.arrive, arrival, prompt, adapter, salt, num_items=len(prompt))
+        prompt, salt = request.prompt_token_ids, request.cache_salt or ""
+        self._note(self._maker.arrive, arrival, prompt, adapter, salt, num_items=len(prompt))
         structured = request.structured_output_request
         if structured is not None:
             compiling = structured._grammar
@@ -265,7 +255,7 @@ class Recorder:
                 structured._grammar = _NOT_YET
             self._compiling.append((request.request_id, structured, compiling))
 
-    def _show_grammars(self) -> None:
+    def _before_schedule(self, *_arguments: Any, **_settings: Any) -> None:
         """Let the scheduler see the grammars that are compiled, from this step on."""
         waiting, self._compiling = self._compiling, []
         for request_id, structured, compiling in waiting:
@@ -275,88 +265,46 @@ class Recorder:
                 self._compiling.append((request_id, structured, compiling))
             else:
                 is_compiled = not isinstance(structured.grammar, Exception)
-                self._writer.note(self._maker.ready, request_id, is_compiled)
+                self._note(self._maker.ready, request_id, is_compiled)
 
-    def _finish_requests(
-        self, _scheduler: Any, original: Call, request_ids: Any, finished_status: Any
-    ) -> Any:
-        if request_ids is not None and not isinstance(request_ids, str | set | list | tuple):
-            request_ids = list(request_ids)
-        finished = original(request_ids, finished_status)
-        self._note_finish(request_ids, finished_status)
-        return finished
-
-    @_never_fails
-    def _note_finish(
-        self, request_ids: str | Iterable[str] | None, status: "RequestStatus"
+    def _after_finish_requests(
+        self, _: object, request_ids: str | Iterable[str] | None, finished_status: "RequestStatus"
     ) -> None:
         if isinstance(request_ids, str):
-            ids: list[str] | None = [request_ids]
-        else:
-            # The order in which the scheduler goes through them: that of the same set.
-            ids = None if request_ids is None else list(set(request_ids))
-        finish = Finish(self._now(), None, status.name)
-        self._writer.note(self._maker.finish, finish, ids, num_items=len(ids or ()))
+            request_ids = [request_ids]
+        # The order in which the scheduler goes through them: that of the same set.
+        ids = None if request_ids is None else list(set(request_ids))
+        finish: Any = Finish(self._now(), None, finished_status.name)
+        self._note(self._maker.finish, finish, ids, num_items=len(ids or ()))
 
     # ---- steps ----
 
-    def _schedule(
-        self, scheduler: Any, original: Call, throttle_prefills: bool = False, *knobs: Any
-    ) -> Any:
-        if self._compiling:
-            self._show_grammars()
-        start = time.perf_counter()
-        output = original(throttle_prefills, *knobs)
-        seconds = time.perf_counter() - start
-        self._note_step(
-            output, seconds, throttle_prefills, getattr(scheduler, "chosen_knobs", None)
-        )
-        return output
-
-    @_never_fails
-    def _note_step(
-        self,
-        output: "SchedulerOutput",
-        seconds: float,
-        throttle_prefills: bool,
-        chosen: StepKnobs | None,
+    def _after_schedule(
+        self, output: "SchedulerOutput", throttle_prefills: bool = False, *_knobs: Any
     ) -> None:
         """Copy a step before anybody else changes it."""
+        if not self.is_recording:
+            return
         decision = decision_of(output)
+        chosen: StepKnobs | None = getattr(self._scheduler(), "chosen_knobs", None)
         knobs = Knobs(**chosen._asdict()) if chosen else Knobs(throttle_prefills=throttle_prefills)
-        step = Step(self._num_steps, self._now(), round(seconds * 1e6, 1), knobs)
+        step = Step(self._num_steps, self._now(), round(self._seconds * 1e6, 1), knobs)
         num_items = _NUM_LISTS * len(decision.ids) + len(bytes(decision.new_block_ids))
         num_items += sum(len(group) for *_, groups in decision.new for group in groups)
-        self._writer.note(self._maker.step, step, decision, num_items=num_items)
+        self._note(self._maker.step, step, decision, num_items=num_items)
         self._in_flight[id(output)] = (output, self._num_steps, decision)
         self._num_steps += 1
         while len(self._in_flight) > _MAX_IN_FLIGHT:
             # The engine has dropped it: its output will never arrive.
             del self._in_flight[next(iter(self._in_flight))]
 
-    def _update_from_output(
-        self,
-        _scheduler: Any,
-        original: Call,
-        scheduler_output: "SchedulerOutput",
-        model_runner_output: "ModelRunnerOutput",
-    ) -> Any:
-        self._rejected = []
-        taken = self._take_output(scheduler_output, model_runner_output)
-        start = time.perf_counter()
-        outputs = original(scheduler_output, model_runner_output)
-        seconds = time.perf_counter() - start
-        if taken is not None:
-            self._note_update(*taken, seconds)
-        return outputs
-
-    @_never_fails
-    def _take_output(
+    def _before_update_from_output(
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
     ) -> tuple[Update, list[int]] | None:
         """Copy a step's output before the scheduler, which shortens its lists."""
+        self._rejected = []
         in_flight = self._in_flight.pop(id(scheduler_output), None)
-        if in_flight is None:
+        if in_flight is None or not self.is_recording:
             return None
         _, sequence, before = in_flight
         ids = list(scheduler_output.num_scheduled_tokens)
@@ -376,11 +324,12 @@ class Recorder:
         )
         return update, list(chain.from_iterable(rows))
 
-    @_never_fails
-    def _note_update(self, update: Update, tokens: list[int], seconds: float) -> None:
-        update.time, update.duration_us = self._now(), round(seconds * 1e6, 1)
-        num_items = _NUM_LISTS * len(update.num_sampled or ()) + len(tokens)
-        self._writer.note(self._maker.update, update, tokens, self._rejected, num_items=num_items)
+    def _after_update_from_output(self, taken: Any, *_arguments: Any) -> None:
+        if isinstance(taken, tuple):
+            update, tokens = taken
+            update.time, update.duration_us = self._now(), round(self._seconds * 1e6, 1)
+            num_items = _NUM_LISTS * len(update.num_sampled or ()) + len(tokens)
+            self._note(self._maker.update, update, tokens, self._rejected, num_items=num_items)
 
     def _accept_tokens(self, original: Call, request: Any, token_ids: list[int]) -> bool:
         accepted = bool(original(request, token_ids))
@@ -390,20 +339,9 @@ class Recorder:
 
     # ---- draft tokens ----
 
-    def _update_draft_token_ids(
-        self, _scheduler: Any, original: Call, drafts: "DraftTokenIds", *output: "SchedulerOutput"
-    ) -> None:
-        taken = self._take_drafts(drafts, *output)
-        original(drafts, *output)
-        if taken is not None:
-            num_items = _NUM_LISTS * len(drafts.req_ids) + len(taken.tokens or ())
-            ids = list(drafts.req_ids)
-            self._writer.note(self._maker.drafts, taken, ids, self._valid, num_items=num_items)
-
-    _update_draft_token_ids_in_output = _update_draft_token_ids
-
-    @_never_fails
-    def _take_drafts(self, drafts: "DraftTokenIds", *output: "SchedulerOutput") -> Drafts | None:
+    def _before_update_draft_token_ids(
+        self, drafts: "DraftTokenIds", *output: "SchedulerOutput"
+    ) -> Drafts | None:
         """Copy drafts before the scheduler, which shortens their lists."""
         self._valid = []
         in_flight = self._in_flight.get(id(output[0])) if output else None
@@ -417,6 +355,17 @@ class Recorder:
             tokens=list(chain.from_iterable(rows)),
         )
 
+    def _after_update_draft_token_ids(
+        self, taken: Drafts | None, drafts: "DraftTokenIds", *_output: "SchedulerOutput"
+    ) -> None:
+        if taken is not None:
+            ids = list(drafts.req_ids)
+            num_items = _NUM_LISTS * len(ids) + len(taken.tokens or ())
+            self._note(self._maker.drafts, taken, ids, self._valid, num_items=num_items)
+
+    _before_update_draft_token_ids_in_output = _before_update_draft_token_ids
+    _after_update_draft_token_ids_in_output = _after_update_draft_token_ids
+
     def _validate_tokens(self, original: Call, request: Any, token_ids: list[int]) -> list[int]:
         valid: list[int] = original(request, token_ids)
         if request.use_structured_output:
@@ -425,29 +374,18 @@ class Recorder:
 
     # ---- the rest ----
 
-    def _reset_prefix_cache(
-        self,
-        scheduler: Any,
-        original: Call,
-        reset_running_requests: bool = False,
-        reset_connector: bool = False,
-    ) -> bool:
-        running = [it.request_id for it in scheduler.running] if reset_running_requests else []
-        try:
-            return bool(original(reset_running_requests, reset_connector))
-        finally:
-            reset = Reset(self._now(), reset_running_requests)
-            self._writer.note(self._maker.reset, reset, running, num_items=len(running))
+    def _before_reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> None:
+        ids = [it.request_id for it in self._scheduler().running] if reset_running_requests else []
+        reset = Reset(self._now(), reset_running_requests)
+        self._note(self._maker.reset, reset, ids, num_items=len(ids))
 
-    def _set_pause_state(self, _scheduler: Any, original: Call, pause_state: Any) -> None:
-        original(pause_state)
-        self._writer.note(self._append, Pause(self._now(), int(pause_state)))
+    def _before_set_pause_state(self, pause_state: Any) -> None:
+        self._note(self._append, Pause(self._now(), int(pause_state)))
 
-    def _shutdown(self, _scheduler: Any, original: Call) -> None:
-        try:
-            original()
-        finally:
-            self.close()
+    def _before_shutdown(self) -> None:
+        self.close()
 
 
 def _arrival(request: "Request", now: float) -> Arrive:

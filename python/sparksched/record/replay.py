@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -76,35 +77,15 @@ class Replay:
 
     def play(self, event: Event) -> None:
         """Do what was done then; compare, if it is a step. An error is a mismatch, too."""
+        call = type(event).__name__.lower()
         try:
-            self._play(event)
+            getattr(self, f"_{call}", lambda _: None)(event)
         except TraceError:
             raise
         except Exception as error:
             # Of a scheduler, and of any kind: it may be what the trace was recorded for.
-            step, call = self.outcome.num_steps, type(event).__name__.lower()
+            step = self.outcome.num_steps
             self.outcome.mismatch = Mismatch(step, f"error ({call})", "none", repr(error))
-
-    def _play(self, event: Event) -> None:
-        match event:
-            case Arrive():
-                self._arrive(event)
-            case Ready(number, is_compiled):
-                self._live[number].compile(is_compiled)
-            case Step():
-                self._step(event)
-            case Update():
-                self._update(event)
-            case Finish(_, numbers, status):
-                self._finish(numbers, RequestStatus[status])
-            case Reset(_, reset_running_requests):
-                self._reset(reset_running_requests)
-            case Pause(_, state):
-                self._scheduler.set_pause_state(PauseState(state))
-            case Drafts():
-                self._take_drafts(event)
-            case _:
-                pass
 
     def shutdown(self) -> None:
         """Give back what the scheduler holds."""
@@ -121,18 +102,22 @@ class Replay:
         self._number_of[event.request_id] = number
         self._scheduler.add_request(request)
 
-    def _finish(self, numbers: list[int] | None, status: RequestStatus) -> None:
-        if numbers is None:
-            self._scheduler.finish_requests(None, status)
-            return
-        # One by one: a set of them might have another order here.
-        for number in numbers:
-            self._scheduler.finish_requests(self._ids[number], status)
+    def _ready(self, event: Ready) -> None:
+        self._live[event.number].compile(event.is_compiled)
 
-    def _reset(self, reset_running_requests: bool) -> None:
+    def _finish(self, event: Finish) -> None:
+        # One by one: a set of them might have another order here.
+        everybody = [None] if event.numbers is None else map(self._ids.__getitem__, event.numbers)
+        for request_id in everybody:
+            self._scheduler.finish_requests(request_id, RequestStatus[event.status])
+
+    def _reset(self, event: Reset) -> None:
         # As then: the engine tells who asked for it, and goes on.
         with contextlib.suppress(RuntimeError):
-            self._scheduler.reset_prefix_cache(reset_running_requests)
+            self._scheduler.reset_prefix_cache(event.reset_running_requests)
+
+    def _pause(self, event: Pause) -> None:
+        self._scheduler.set_pause_state(PauseState(event.state))
 
     # ---- steps ----
 
@@ -189,14 +174,13 @@ class Replay:
     ) -> ModelRunnerOutput:
         ids = list(output.num_scheduled_tokens)
         counts = [1] * len(ids) if event.num_sampled is None else event.num_sampled
-        rows: list[list[int]] = []
-        begin = 0
-        for number, count in zip(numbers, counts, strict=False):
-            if event.tokens is not None:
-                rows.append(event.tokens[begin : begin + count])
-                begin += count
-            else:
-                rows.append(self._live[number].next_tokens(count))
+        tokens = iter(event.tokens or ())
+        rows = [
+            list(islice(tokens, count))
+            if self._has_tokens
+            else self._live[number].next_tokens(count)
+            for number, count in zip(numbers, counts, strict=False)
+        ]
         pooled = None
         if event.pooled is not None:
             pooled = [torch.zeros(1) if is_there else None for is_there in event.pooled]
@@ -207,16 +191,15 @@ class Replay:
             pooler_output=pooled,
         )
 
-    def _take_drafts(self, event: Drafts) -> None:
-        rows: list[list[int]] = []
-        begin = 0
-        for count, num_padding in zip(event.num_drafts, event.num_padding, strict=True):
-            if event.tokens is not None:
-                rows.append(event.tokens[begin : begin + count])
-                begin += count
-            else:
-                num_real = max(count - num_padding, 0)
-                rows.append([0] * num_real + [-1] * (count - num_real))
+    def _drafts(self, event: Drafts) -> None:
+        tokens = iter(event.tokens or ())
+        paddings = zip(event.num_drafts, event.num_padding, strict=True)
+        rows = [
+            list(islice(tokens, count))
+            if self._has_tokens
+            else [0] * (count - num_padding) + [-1] * num_padding
+            for count, num_padding in paddings
+        ]
         ids = [
             "a request that is not there" if number == UNKNOWN else self._ids[number]
             for number in event.numbers

@@ -20,7 +20,9 @@ from sparksched.compat.pacing import unpaceable
 from sparksched.environment import DEFAULT_MAX_STALL_MS, DEFAULT_PREFILL_SHARE, Pacing
 from sparksched.record.build import STOCK, RequestBuilder, build_scheduler
 from sparksched.record.events import Settings, TraceError
-from sparksched.record.load import Load, is_chunk, step_time
+from sparksched.record.keys import StandIns
+from sparksched.record.load import Load, is_chunk
+from sparksched.record.step_time import step_time
 
 _PATIENCE = 1000
 """Steps without tokens in a row, after which nothing is expected any more."""
@@ -191,7 +193,8 @@ class Simulation:
                 break
             self._arrivals.popleft()
             request = self._builder.build(number, num_output_tokens=max(recorded.num_outputs, 1))
-            self._served[request.request_id] = _Served(number, request.num_prompt_tokens)
+            tokens = self._load.tokens(number)
+            self._served[request.request_id] = _Served(number, request.num_prompt_tokens, tokens)
             self._scheduler.add_request(request)
         while self._aborts and self._aborts[0][0] <= self._now:
             _, number = self._aborts.popleft()
@@ -250,7 +253,7 @@ class Simulation:
             tokens = outputs[begin : begin + count]
             return tokens + [0] * (count - len(tokens))
         position = served.num_prompt_tokens + begin
-        return self._load.tokens(served.number).between(position, position + count)
+        return served.tokens.between(position, position + count)
 
     def _note(self, outputs: dict[int, Any]) -> None:
         timeline = self.timeline
@@ -270,10 +273,12 @@ class Simulation:
             if stats is not None:
                 self._queried += stats.prefix_cache_stats.queries
                 self._hits += stats.prefix_cache_stats.hits
+        running, waiting = self._scheduler.get_request_counts()
         timeline.samples.append(
             Sample(
                 self._now,
-                *self._scheduler.get_request_counts(),
+                running,
+                waiting,
                 self._num_preemptions,
                 self._queried,
                 self._hits,
@@ -285,8 +290,9 @@ class Simulation:
 class _Served:
     """A request that is being served: when it has a token to give."""
 
-    def __init__(self, number: int, num_prompt_tokens: int) -> None:
+    def __init__(self, number: int, num_prompt_tokens: int, tokens: StandIns) -> None:
         self.number = number
+        self.tokens = tokens
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
         self.num_preemptions = 0

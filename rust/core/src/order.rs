@@ -78,8 +78,6 @@ pub struct TenantReading {
     pub num_waiting: usize,
     /// Requests that have not ended.
     pub num_unfinished: usize,
-    /// Tokens that its requests have cost, prompts and outputs, since it last had none.
-    pub num_tokens: f64,
 }
 
 /// Gives arriving requests their priorities.
@@ -178,7 +176,6 @@ impl Order {
             name: Arc::clone(name),
             num_waiting: it.num_waiting,
             num_unfinished: it.num_unfinished,
-            num_tokens: it.num_tokens,
         })
     }
 }
@@ -208,7 +205,6 @@ struct Tenant {
     mean_output: f64,
     num_waiting: usize,
     num_unfinished: usize,
-    num_tokens: f64,
 }
 
 impl Tenant {
@@ -258,7 +254,6 @@ impl Tenants {
             mean_output,
             num_waiting: 0,
             num_unfinished: 0,
-            num_tokens: 0.0,
         });
         tenant.num_waiting += 1;
         tenant.num_unfinished += 1;
@@ -275,7 +270,6 @@ impl Tenants {
         self.num_unfinished -= 1;
         let Some(tenant) = self.by_name.get_mut(&ticket.tenant) else { return };
         tenant.num_unfinished -= 1;
-        tenant.num_tokens += actual;
         let correction = virtual_cost(actual - ticket.cost, tenant.weight);
         tenant.finish = tenant.finish.saturating_add(correction);
         if ticket.num_cached_tokens.is_some() {

@@ -11,7 +11,7 @@ use rustix::fs::{Mode, OFlags, SealFlags, fcntl_add_seals};
 
 use sparksched_shm::{PAGE_BYTES, ShmError, check, create_prepared, first, mapping_of};
 
-use crate::meters::{Meters, PacingReading, RingsReading, StepsReading};
+use crate::meters::{Meters, PacingReading, RingsReading, StepsReading, TenantReading};
 
 /// The page as its engine has it.
 #[derive(Debug)]
@@ -91,6 +91,13 @@ impl MeterReader {
     #[must_use]
     pub fn pacing(&self) -> Option<PacingReading> {
         self.meters().pacing().read()
+    }
+
+    /// The tenants that have requests, if requests are ordered.
+    #[must_use]
+    pub fn tenants(&self) -> Option<Vec<TenantReading>> {
+        // Somebody may be writing; nobody does so for long.
+        (0..3).find_map(|_| self.meters().tenants().read())
     }
 
     /// What goes through the rings, if there are any.

@@ -7,11 +7,11 @@ use std::time::Duration;
 use pyo3::exceptions::PyConnectionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use sparksched_core::{PacingReport, WaitCounts, WaitReason};
+use sparksched_core::{PacingReport, TenantReading, WaitCounts, WaitReason};
 use sparksched_entry_points::entry_points;
 use sparksched_meters::{
-    HistogramReading, MAX_WAIT_REASONS, MeterPage, MeterReader, NUM_BOUNDS, PacingReading,
-    RingsReading, Traffic, bound_ns,
+    HistogramReading, MAX_TENANTS, MAX_WAIT_REASONS, MeterPage, MeterReader, NUM_BOUNDS,
+    PacingReading, RingsReading, Traffic, bound_ns,
 };
 use sparksched_shm::ShmError;
 
@@ -78,6 +78,32 @@ impl StepSink for PageSink {
 
     fn set_waits(&self, counts: &WaitCounts) {
         self.0.meters().steps().set_waits(counts.by_reason());
+    }
+
+    fn set_tenants(&self, mut tenants: Vec<TenantReading>) {
+        if tenants.len() > MAX_TENANTS {
+            let fewer = |it: &TenantReading| std::cmp::Reverse(it.num_unfinished);
+            tenants.select_nth_unstable_by_key(MAX_TENANTS, fewer);
+        }
+        let reading = |it: &TenantReading| sparksched_meters::TenantReading {
+            name: it.name.to_string(),
+            num_waiting: it.num_waiting as u64,
+            num_unfinished: it.num_unfinished as u64,
+        };
+        let (largest, rest) = tenants.split_at(MAX_TENANTS.min(tenants.len()));
+        let mut told: Vec<_> = largest.iter().map(reading).collect();
+        if !rest.is_empty() {
+            let others =
+                rest.iter().map(reading).reduce(|sum, it| sparksched_meters::TenantReading {
+                    name: String::new(),
+                    num_waiting: sum.num_waiting + it.num_waiting,
+                    num_unfinished: sum.num_unfinished + it.num_unfinished,
+                });
+            told.extend(
+                others.map(|it| sparksched_meters::TenantReading { name: String::new(), ..it }),
+            );
+        }
+        self.0.meters().tenants().set(&told);
     }
 
     fn set_pacing(&self, report: &PacingReport) {
@@ -162,6 +188,12 @@ impl PyMeterReader {
         let pacing = self.reader.pacing().map(|it| pacing(py, it)).transpose()?;
         steps.set_item("pacing", pacing)?;
         Ok(Some(steps))
+    }
+
+    fn tenants(&self) -> PyResult<Option<Vec<(String, u64, u64)>>> {
+        let triple =
+            |it: sparksched_meters::TenantReading| (it.name, it.num_waiting, it.num_unfinished);
+        Ok(self.reader.tenants().map(|tenants| tenants.into_iter().map(triple).collect()))
     }
 
     fn rings<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {

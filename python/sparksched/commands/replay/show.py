@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sparksched.record.events import TraceError
-from sparksched.record.load import Load, step_time
+from sparksched.record.load import Load
 from sparksched.record.replay import Outcome
+from sparksched.record.step_time import step_time
 from sparksched.record.what_if import Change, Sample, Timeline
 
 PIPED_WIDTH: Final = 120

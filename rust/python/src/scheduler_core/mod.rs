@@ -46,8 +46,6 @@ pub(crate) struct SchedulerCore {
     timer: StepTimer,
     /// Chooses the knobs of each step, if prompts are paced.
     pacer: Option<Pacer>,
-    /// Requests get their priorities here.
-    is_ordered: bool,
     /// The knobs of the last step.
     knobs: StepKnobs,
     /// They were chosen for it, by whom ever, and are not just those that are configured.
@@ -123,7 +121,6 @@ impl SchedulerCore {
             guard: Guard::default(),
             timer: StepTimer::default(),
             pacer: None,
-            is_ordered: false,
             knobs,
             are_knobs_chosen: false,
             places: PyDict::new(py).unbind(),
@@ -165,7 +162,7 @@ impl SchedulerCore {
         if let Some(seconds) = queue_timeout_s {
             self.scheduler.set_queue_deadline(index, now + seconds);
         }
-        if self.is_ordered {
+        if self.scheduler.is_ordered() {
             // So that others decide with it, too.
             let priority = self.scheduler.request(index).priority();
             request.setattr(intern!(py, "priority"), priority)?;
@@ -241,15 +238,7 @@ impl SchedulerCore {
             "aging" => OrderSettings::Aging(seconds),
             _ => return Err(PyValueError::new_err(format!("there is no order {order:?}"))),
         });
-        self.is_ordered = true;
         Ok(())
-    }
-
-    fn tenants(&self) -> PyResult<Vec<(String, usize, usize, f64)>> {
-        let reading = |it: TenantReading| {
-            (it.name.to_string(), it.num_waiting, it.num_unfinished, it.num_tokens)
-        };
-        Ok(self.scheduler.tenants().map(reading).collect())
     }
 
     #[by(stopping)]
