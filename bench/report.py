@@ -102,14 +102,19 @@ def read(folder: Path) -> pd.DataFrame:
         frames.append(frame.assign(file=str(path.relative_to(folder))))
     if not frames:
         return pd.DataFrame(columns=[*COLUMNS, "file"])
-    rows = pd.concat(frames, ignore_index=True)
-    rows["value"] = pd.to_numeric(rows["value"])
+    rows = as_frame(pd.concat(frames, ignore_index=True))
     twice = rows[rows.duplicated(OF_ROUND, keep=False)]
     if len(twice):
         first = twice.iloc[0]
         files = ", ".join(sorted(set(twice[twice["point"] == first["point"]]["file"])))
         raise ReportError(f"measured twice: {first['case']}, {first['point']}, in {files}")
     return rows
+
+
+def as_frame(rows: Any) -> pd.DataFrame:
+    """Return rows as a table whose values are numbers."""
+    frame = pd.DataFrame(rows, columns=None if isinstance(rows, pd.DataFrame) else [*COLUMNS])
+    return frame.fillna("").assign(value=pd.to_numeric(frame["value"]))
 
 
 def tables() -> dict[str, Table]:

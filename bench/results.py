@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,16 +68,10 @@ class Results:
                 csv.DictWriter(file, COLUMNS).writerows(added)
 
     def show(self) -> None:
-        """Print the medians over the rounds: a line for each metric of a point, a column a side."""
-        values: dict[tuple[str, str], dict[str, list[float]]] = {}
-        for row in self.rows:
-            of_sides = values.setdefault((row["point"], row["metric"]), {})
-            of_sides.setdefault(row["side"], []).append(float(row["value"]))
-        sides = list(dict.fromkeys(row["side"] for row in self.rows))
-        print(f"{'':<60}" + "".join(f"{side:>24}" for side in sides))
-        for (point, metric), of_sides in values.items():
-            shown = (f"{median(of_sides[it]):.4g}" if it in of_sides else "" for it in sides)
-            print(f"{point + ': ' + metric:<60}" + "".join(f"{it:>24}" for it in shown))
+        """Print all of it."""
+        from bench.report import as_frame, whole_report
+
+        print(whole_report(as_frame(self.rows)))
 
 
 def describe_run() -> dict[str, Any]:

@@ -761,9 +761,10 @@ class MeterReader:
         """
 
     def tenants(self) -> list[tuple[str, int, int]] | None:
-        """Return tenants with requests: name, how many have never been scheduled, how many have not
-        ended. The 20 with the most requests come first, and the rest as one without a name. None
-        if requests aren't ordered.
+        """Return up to 20 tenants with the most requests, and the others as one without a name.
+
+        Each is a name, how many of its requests were never scheduled, and how many have not ended.
+        None if requests aren't ordered.
         """
 
     def rings(self) -> dict[str, Any] | None:

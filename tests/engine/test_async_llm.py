@@ -1,6 +1,7 @@
 """`AsyncLLM` and an engine process of its own: streams, a shutdown, and a fatal error."""
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -14,7 +15,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from testkit.executor import EOS_TOKEN_ID, POISON, engine_args, sampled_token
+from testkit.device import EOS_TOKEN_ID, POISON, continuation
+from testkit.executor import engine_args
 
 from .harness import restored_vllm
 
@@ -39,10 +41,8 @@ def prompt_of(index: int) -> list[int]:
 
 def expected_tokens(prompt: list[int], max_tokens: int) -> list[int]:
     """Return what a request must be given, whoever schedules it."""
-    tokens: list[int] = []
-    while len(tokens) < max_tokens and EOS_TOKEN_ID not in tokens:
-        tokens.append(sampled_token(prompt, len(prompt) + len(tokens)))
-    return tokens
+    tokens = list(itertools.islice(continuation(prompt), max_tokens))
+    return tokens[: tokens.index(EOS_TOKEN_ID) + 1] if EOS_TOKEN_ID in tokens else tokens
 
 
 async def stream(

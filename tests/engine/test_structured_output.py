@@ -8,7 +8,7 @@ from typing import Any
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
-from testkit.executor import EOS_TOKEN_ID, UNRULY
+from testkit.device import EOS_TOKEN_ID, UNRULY
 
 from .harness import ASYNC_SCHEDULING, DrivenEngine, new_request, run_both
 

@@ -111,7 +111,7 @@ def test_drafts_that_the_model_runner_has_dropped(tmp_path: Path) -> None:
     """It may do so before drafts come for the rest of the step."""
     scheduler = build_scheduler("vllm", settings())
     step = SchedulerOutput.make_empty()
-    scheduler.schedule = lambda _: step
+    scheduler.schedule = lambda *_: step
     scheduler.update_draft_token_ids_in_output = scheduler.update_from_output = lambda *_: {}
     recorder = attached(tmp_path / "trace", scheduler)
     for number in range(2):

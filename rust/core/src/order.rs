@@ -127,6 +127,7 @@ impl Order {
                 (queue.enter(number, arrival, ttft_s), num_prompt_tokens)
             }
             Rule::Aging { s_per_priority } => {
+                #[expect(clippy::cast_precision_loss, reason = "exact within these bounds")]
                 let priority = arrival.priority.clamp(-MOST_URGENT, MOST_URGENT) as f64;
                 (micros(arrival.time + priority * *s_per_priority), cost)
             }
@@ -208,6 +209,7 @@ struct Tenant {
 }
 
 impl Tenant {
+    #[expect(clippy::cast_precision_loss, reason = "a limit of tokens, or none to speak of")]
     fn expected_output(&self, max_tokens: u64) -> f64 {
         self.mean_output.min(max_tokens as f64)
     }
@@ -323,11 +325,11 @@ impl DeadlineQueue {
         self.pass_time(arrival.now);
         let num_tokens = f64::from(arrival.num_uncached_tokens);
         let mut deadline = micros(arrival.time + ttft_s);
-        if let Some(speed) = self.speed() {
-            if !self.fits(deadline, ttft_s * speed - num_tokens) {
-                let fcfs_s = (self.num_tokens + num_tokens) / speed;
-                deadline = micros(arrival.time + fcfs_s + ttft_s);
-            }
+        if let Some(speed) = self.speed()
+            && !self.fits(deadline, ttft_s * speed - num_tokens)
+        {
+            let fcfs_s = (self.num_tokens + num_tokens) / speed;
+            deadline = micros(arrival.time + fcfs_s + ttft_s);
         }
         self.waiting.insert((deadline, number), num_tokens);
         self.num_tokens += num_tokens;

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PySet, PyString, PyTuple};
 use sparksched_core::{
     BlockHasher, OrderHints, OrderSettings, PacingSettings, PauseState, RequestIndex,
-    RequestOutput, RequestStatus, Scheduler, StepKnobs, TenantReading,
+    RequestOutput, RequestStatus, Scheduler, StepKnobs,
 };
 use sparksched_entry_points::entry_points;
 
