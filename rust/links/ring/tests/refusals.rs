@@ -294,7 +294,7 @@ static NUM_SHUT: AtomicU64 = AtomicU64::new(0);
 fn strangers_are_turned_away_at_once() {
     const NUM_STRANGERS: usize = 1000;
     // Descriptors run out in a process of their own, so no other test's engine counts here.
-    let _ = points::HOOK.set(|point| {
+    let _ = points::LISTENER.set(|point| {
         if point == points::SHUT {
             NUM_SHUT.fetch_add(1, Relaxed);
         }
