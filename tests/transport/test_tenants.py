@@ -38,6 +38,7 @@ def test_a_burst_of_one_tenant_delays_no_other(model_directory: Path) -> None:
             first = asyncio.create_task(stream(llm, "first", ENDLESS, tenant="burst"))
             await until(lambda: page_of(engine).total("sparksched:requests_running"))
             later = []
+            waiting = "sparksched:tenant_waiting_requests"
             for number in range(8):
                 later.append(asyncio.create_task(stream(llm, f"burst-{number}", 4, tenant="burst")))
             await until(lambda: page_of(engine).total("sparksched:requests_waiting") == 8)
