@@ -64,8 +64,9 @@ impl Server {
     }
 
     fn add(&mut self, id: usize, coming: &Coming) {
-        let tokens: Vec<i32> =
-            (0..coming.num_prompt_tokens).map(|at| (id * 1000 + at) as i32).collect();
+        let tokens: Vec<i32> = (0..coming.num_prompt_tokens)
+            .map(|at| i32::try_from(id * 1000 + at).unwrap())
+            .collect();
         let request = NewRequest {
             priority: coming.priority,
             arrival_time: 1e9 + coming.at,
