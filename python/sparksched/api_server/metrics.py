@@ -239,7 +239,7 @@ def _families(engines: Sequence[ShownEngine]) -> Iterator[Metric]:
     if steps:
         yield from _step_families(steps)
     tenants = [
-        (engine, found) for engine, it in readings if it is not None and (found := it.tenants())
+        (engine, counts) for engine, it in readings if it is not None and (counts := it.tenants())
     ]
     if tenants:
         yield from _tenant_families(tenants)
