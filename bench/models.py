@@ -3,8 +3,6 @@
 A shape is the configuration of a published model, so nothing is downloaded. Its tokenizer is made
 up here, of the right size: text is made of tokens as in a real server, and each token has a text.
 `tiny` has weights of its own, and runs on a CPU, as `moe-small` does.
-
-`NAME+ngram` speculates with n-grams.
 """
 
 import itertools
@@ -16,12 +14,6 @@ from typing import Any
 
 SHAPES = Path(__file__).with_suffix("")
 TINY = "tiny"
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 3,
-    "prompt_lookup_min": 2,
-    "prompt_lookup_max": 4,
-}
 CONSONANTS, VOWELS = "bcdfghjklmnprstvz", "aeiou"
 SPACE = "Ġ"
 """How a byte-level tokenizer writes a space."""
@@ -39,8 +31,6 @@ class Model:
     directory: Path
     config: dict[str, Any]
     has_dummy_weights: bool
-    speculation: dict[str, Any] | None = None
-    """vLLM's `--speculative-config`."""
 
     @property
     def vocab_size(self) -> int:
@@ -60,26 +50,22 @@ def prepare(name: str, work_dir: Path) -> Model:
         ModelError: if it is neither.
 
     """
-    target, plus, method = name.partition("+")
-    if plus and method != "ngram":
-        raise ModelError(f"{name}: {method} is not ngram")
-    speculation = NGRAM if plus else None
-    shape = SHAPES / f"{target}.json"
-    if target == TINY:
+    shape = SHAPES / f"{name}.json"
+    if name == TINY:
         from testkit.tiny_gpt_oss import write_model
 
         directory = write_model(work_dir / "models" / TINY)
     elif shape.exists():
-        directory = work_dir / "models" / target
+        directory = work_dir / "models" / name
         _write_shape(directory, json.loads(shape.read_text()))
-    elif (Path(target) / "config.json").is_file():
-        directory = Path(target).resolve()
+    elif (Path(name) / "config.json").is_file():
+        directory = Path(name).resolve()
     else:
         known = sorted([TINY, *(it.stem for it in SHAPES.glob("*.json"))])
         raise ModelError(f"{name} has no config.json, and is none of {', '.join(known)}")
     config = json.loads((directory / "config.json").read_text())
     has_weights = any(itertools.chain(directory.glob("*.safetensors"), directory.glob("*.bin")))
-    return Model(Path(name).name, directory, config, not has_weights, speculation)
+    return Model(Path(name).name, directory, config, not has_weights)
 
 
 def _write_shape(directory: Path, config: dict[str, Any]) -> None:

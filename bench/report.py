@@ -11,11 +11,12 @@ and says which; of a mixture of experts it also says how many of a layer a step 
 """
 
 import argparse
+import itertools
 import re
 import sys
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,19 @@ from bench.results import COLUMNS, FOLDER, ROOT
 TABLES = ROOT / "bench" / "tables.toml"
 PICTURES = ROOT / "docs" / "plots"
 PAGES = ("README.md", *sorted(f"docs/{it.name}" for it in (ROOT / "docs").glob("*.md")))
-GAIN, PICTURE, COLUMN, NAME = OTHER = ("gain", "pictures", "columns", "names")
-"""What of `bench/tables.toml` is no table of figures; the last two are what tables refer to."""
+GAIN = "gain"
 MARK = re.compile(r"<!-- table(, if measured)?: (\w+) -->")
 ALIKE = ("gpu", "vllm", "filler")
 """What must be the same in all of a table."""
 OF_ROUND = ["case", "model", "vllm", "gpu", "filler", "point", "side", "round", "metric"]
+EXPERTS_KEY = ["model", "filler", "vllm", "point"]
+"""What decides how many experts a step reads."""
 FEWEST_ROUNDS = 2
 """Of a row on a page, if it has rounds."""
 LEAST_CHANGE = 0.02
 """Below that nobody gains or loses."""
+COUNTED = (16, 64)
+"""Streams whose experts the case `experts` counts."""
 MANY_STREAMS = re.compile(r"([\d,]+) streams")
 LARGE = re.compile(r"(?<![\d.,])\d{4,}")
 MISSING = "-"
@@ -78,6 +82,7 @@ class Table:
     """What of `ALIKE` the rows differ in on purpose."""
     names: dict[str, str] = field(default_factory=dict)
     """What sides are called."""
+    fewest_rounds: int = FEWEST_ROUNDS
     strip: str = ""
     """What points begin with that is not shown."""
 
@@ -86,19 +91,19 @@ def read(folder: Path) -> pd.DataFrame:
     """Return the rows of all CSV files below a folder.
 
     Raises:
-        ReportError: if a file has other columns, or if two files have the same round of something.
+        ReportError: if a file lacks a column, or if two files have the same round of something.
 
     """
     frames = []
     for path in sorted(folder.rglob("*.csv")):
         frame = pd.read_csv(path, dtype=str, keep_default_na=False)
-        if list(frame.columns) != list(COLUMNS):
-            raise ReportError(f"{path} has other columns than {', '.join(COLUMNS)}")
+        if not set(COLUMNS) <= set(frame.columns):
+            raise ReportError(f"{path} lacks columns of {', '.join(COLUMNS)}")
+        frame = frame[frame["case"] != "case"]  # files that were put together have several heads
         frames.append(frame.assign(file=str(path.relative_to(folder))))
     if not frames:
         return pd.DataFrame(columns=[*COLUMNS, "file"])
-    rows = pd.concat(frames, ignore_index=True)
-    rows["value"] = pd.to_numeric(rows["value"])
+    rows = as_frame(pd.concat(frames, ignore_index=True))
     twice = rows[rows.duplicated(OF_ROUND, keep=False)]
     if len(twice):
         first = twice.iloc[0]
@@ -107,16 +112,21 @@ def read(folder: Path) -> pd.DataFrame:
     return rows
 
 
+def as_frame(rows: Any) -> pd.DataFrame:
+    """Return rows as a table whose values are numbers."""
+    frame = pd.DataFrame(rows, columns=None if isinstance(rows, pd.DataFrame) else [*COLUMNS])
+    return frame.fillna("").assign(value=pd.to_numeric(frame["value"]))
+
+
 def tables() -> dict[str, Table]:
     """Return the definitions of all tables of figures, by name."""
     found = tomllib.loads(TABLES.read_text())
-    chosen = {name: it for name, it in found.items() if name not in OTHER}
-    for it in chosen.values():
-        for what in (COLUMN, NAME):
-            if isinstance(it.get(what), str):
-                it[what] = found[what][it[what]]
+    for name, it in found["tables"].items():
+        it["columns"] = found["columns"][it.get("columns", name)]
+        if isinstance(it.get("names"), str):
+            it["names"] = found["names"][it["names"]]
         it["case"] = [it["case"]] if isinstance(it["case"], str) else it["case"]
-    return {name: Table(name, **it) for name, it in chosen.items()}
+    return {name: Table(name, **it) for name, it in found["tables"].items()}
 
 
 def lines_of(table: Table, rows: pd.DataFrame) -> list[str]:
@@ -136,6 +146,9 @@ def lines_of(table: Table, rows: pd.DataFrame) -> list[str]:
     if chosen.empty:
         return []
     refuse_mixture(table, chosen)
+    known = set(chosen["metric"])
+    columns = {name: metric for name, metric in table.columns.items() if metric in known}
+    table = replace(table, columns=columns)
     of_mixtures = counted(table, chosen, rows)
     alike = chosen.iloc[0]
     where = [alike["gpu"] if alike["gpu"] != "none" else ""]
@@ -145,10 +158,7 @@ def lines_of(table: Table, rows: pd.DataFrame) -> list[str]:
     if of_mixtures:
         head.append("experts a layer and step")
     lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
-    for label, cells, experts in _rows(table, chosen, of_mixtures):
-        shown = [label, *cells, *([experts] if of_mixtures else [])]
-        lines.append(f"| {' | '.join(shown)} |")
-    return lines
+    return lines + [f"| {' | '.join(it)} |" for it in _rows(table, chosen, of_mixtures)]
 
 
 def first_case(rows: pd.DataFrame, cases: str | list[str]) -> pd.DataFrame:
@@ -164,7 +174,7 @@ def refuse_mixture(table: Table, chosen: pd.DataFrame) -> None:
         if name not in table.compares and len(values) > 1:
             raise ReportError(f"table {table.name}: {name} is {' and '.join(sorted(values))}")
     rounds = chosen[chosen["round"] != ""].groupby(["model", "point", "side"])["round"].nunique()
-    few = rounds[rounds < FEWEST_ROUNDS]
+    few = rounds[rounds < table.fewest_rounds]
     if len(few):
         raise ReportError(f"table {table.name}: too few rounds of {', '.join(few.index[0])}")
 
@@ -177,14 +187,10 @@ def counted(table: Table, chosen: pd.DataFrame, rows: pd.DataFrame) -> dict[tupl
 
     """
     found = rows[(rows["case"] == "experts") & (rows["metric"] == "experts")]
-    keys = ["model", "filler", "vllm", "point"]
-    known: dict[Any, float] = found.groupby(keys)["value"].median().to_dict()
-    told = chosen[chosen["experts"] != ""]
-    for key, group in told.groupby(keys):
-        known.setdefault(key, float(group["experts"].iloc[0]))
+    known: dict[Any, float] = found.groupby(EXPERTS_KEY)["value"].median().to_dict()
     wanted = {}
     mixtures = set(found["model"]) | {it for it in chosen["model"] if it.startswith("gpt-oss")}
-    for key in chosen[chosen["model"].isin(mixtures)].groupby(keys).groups:
+    for key in chosen[chosen["model"].isin(mixtures)].groupby(EXPERTS_KEY).groups:
         streams = MANY_STREAMS.fullmatch(key[-1])
         if key in known:
             wanted[key] = known[key]
@@ -193,39 +199,33 @@ def counted(table: Table, chosen: pd.DataFrame, rows: pd.DataFrame) -> dict[tupl
     return {} if table.name == "experts" else wanted
 
 
-COUNTED = (16, 64)
-"""Streams whose experts the case `experts` counts."""
-
-
 def _rows(
     table: Table, chosen: pd.DataFrame, experts: dict[tuple[str, ...], float]
-) -> Iterable[tuple[str, list[str], str]]:
-    """Yield what each row begins with, its cells, and its experts."""
-    several = chosen["model"].nunique() > 1
+) -> Iterable[list[str]]:
+    """Yield the cells of each row: what it is of, its metrics, and the experts if there are any."""
     models = table.models or list(dict.fromkeys(chosen["model"]))
-    for model in models:
-        of_model = chosen[chosen["model"] == model]
-        for point in table.points or list(dict.fromkeys(of_model["point"])):
-            of_point = of_model[of_model["point"] == point]
-            if of_point.empty:
+    releases = sorted(set(chosen["vllm"]))
+    points = table.points or list(dict.fromkeys(chosen["point"]))
+    pairs = table.layout == "pairs"
+    has_one_point = chosen["point"].nunique() == chosen["model"].nunique() == len(releases) == 1
+    for model, release, point in itertools.product(models, releases, points):
+        mine = (chosen["model"] == model) & (chosen["vllm"] == release) & (chosen["point"] == point)
+        name = LARGE.sub(lambda it: f"{int(it[0]):,}", point.removeprefix(table.strip))
+        label = f"{model}, {name}" if chosen["model"].nunique() > 1 else name
+        label += f", vLLM {release}" if len(releases) > 1 else ""
+        for sides in [table.sides] if pairs else [[it] for it in table.sides]:
+            found = chosen[mine & chosen["side"].isin(sides)]
+            if found.empty:
                 continue
-            name = LARGE.sub(lambda it: f"{int(it[0]):,}", point.removeprefix(table.strip))
-            label = f"{model}, {name}" if several else name
-            groups = [table.sides] if table.layout == "pairs" else [[it] for it in table.sides]
-            for sides in groups:
-                of_sides = of_point[of_point["side"].isin(sides)]
-                if of_sides.empty:
-                    continue
-                cells = [
-                    _cell(of_sides, metric, sides, has_range=name in table.ranges)
-                    for name, metric in table.columns.items()
-                ]
-                side = table.names.get(sides[0], sides[0])
-                alone = chosen["point"].nunique() == 1 and not several
-                named = label if table.layout == "pairs" else side if alone else f"{label}: {side}"
-                first = of_sides.iloc[0]
-                key = tuple(first[it] for it in ("model", "filler", "vllm", "point"))
-                yield named, cells, f"{experts[key]:.3g}" if key in experts else MISSING
+            cells = [
+                _cell(found, metric, sides, has_range=name in table.ranges)
+                for name, metric in table.columns.items()
+            ]
+            side = {"vllm": "vLLM", **table.names}.get(sides[0], sides[0])
+            head = label if pairs else side if has_one_point else f"{label}: {side}"
+            keys = {tuple(key) for key in found[EXPERTS_KEY].to_numpy()}
+            counts = [f"{experts[key]:.3g}" for key in sorted(keys & experts.keys(), reverse=True)]
+            yield [head, *cells, *([" → ".join(counts) or MISSING] if experts else [])]
 
 
 def _cell(rows: pd.DataFrame, metric: str, sides: Sequence[str], *, has_range: bool) -> str:
@@ -363,7 +363,7 @@ def pictures(rows: pd.DataFrame) -> dict[str, str]:
         }
     )
     drawn = {}
-    for name, panels in tomllib.loads(TABLES.read_text())[PICTURE].items():
+    for name, panels in tomllib.loads(TABLES.read_text())["pictures"].items():
         figure = Figure(figsize=(5 * len(panels), 3.8), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False).flat
         if all(_draw(panel, it, rows) for panel, it in zip(axes, panels, strict=True)):

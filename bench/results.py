@@ -6,7 +6,7 @@
 | side | the server: a name of `bench/sides.toml` |
 | round | a number; empty: of no round |
 | metric, value | a name with its unit, and a number |
-| model, filler, experts | `experts`: how many of a layer a decode step read, where it was counted |
+| model, filler | and whose random weights it had: `bench`, `vllm` or `none` |
 | vllm, commit, gpu, cpu, cores, date | where and with what it ran |
 """
 
@@ -18,14 +18,13 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "bench" / "results"
 NO_GPU = "none"
 KEY = ("case", "point", "side", "round", "metric", "value")
-SUBJECT = ("model", "filler", "experts")
+SUBJECT = ("model", "filler")
 PLACE = ("vllm", "commit", "gpu", "cpu", "cores", "date")
 COLUMNS = (*KEY, *SUBJECT, *PLACE)
 
@@ -39,7 +38,7 @@ class Results:
         Args:
             folder: It is made; rows that the file has stay.
             case: What is measured.
-            subject: Values of `model`, `filler` and `experts`.
+            subject: Values of `model` and `filler`.
 
         """
         self.rows: list[dict[str, Any]] = []
@@ -69,16 +68,10 @@ class Results:
                 csv.DictWriter(file, COLUMNS).writerows(added)
 
     def show(self) -> None:
-        """Print the medians over the rounds: a line for each metric of a point, a column a side."""
-        values: dict[tuple[str, str], dict[str, list[float]]] = {}
-        for row in self.rows:
-            of_sides = values.setdefault((row["point"], row["metric"]), {})
-            of_sides.setdefault(row["side"], []).append(float(row["value"]))
-        sides = list(dict.fromkeys(row["side"] for row in self.rows))
-        print(f"{'':<60}" + "".join(f"{side:>24}" for side in sides))
-        for (point, metric), of_sides in values.items():
-            shown = (f"{median(of_sides[it]):.4g}" if it in of_sides else "" for it in sides)
-            print(f"{point + ': ' + metric:<60}" + "".join(f"{it:>24}" for it in shown))
+        """Print all of it."""
+        from bench.report import as_frame, whole_report
+
+        print(whole_report(as_frame(self.rows)))
 
 
 def describe_run() -> dict[str, Any]:
@@ -113,12 +106,14 @@ def gpu_name() -> str:
 
 
 def _commit() -> str:
-    """Return the commit, marked if files differ; outside of a checkout SPARKSCHED_COMMIT."""
+    """Return what SPARKSCHED_COMMIT says, for a copy; else the commit, marked if files differ."""
+    if named := os.environ.get("SPARKSCHED_COMMIT"):
+        return named
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", ".", ":!bench/results")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SPARKSCHED_COMMIT", "unknown")
+        return "unknown"
     return f"{commit}-dirty" if changed else commit
 
 

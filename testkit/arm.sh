@@ -192,8 +192,8 @@ part_pages() {
     local image=$MACHINE/image log=$ROOTS/machine.log kernel
     rm -rf "$BUILDER/target/pages" "$image"
     mkdir -p "$BUILDER/target/pages" "$image"/{bin,dev,lib,proc,sys,tmp}
-    cargo_test "cp -t /target/pages" --package=sparksched-{zmtp,ring,meters} --features sparksched-ring/test-points --lib \
-        --test link --test memory --test page --test properties --test refusals >/dev/null
+    cargo_test "cp -t /target/pages" --package=sparksched-{zmtp,ring,meters,shm} --features sparksched-ring/test-points --lib \
+        --test page --test properties --test refusals >/dev/null
     mv "$BUILDER/target/pages" "$image/tests"
     cp "$MACHINE/usr/bin/busybox" "$image/bin/"
     cp "$MACHINE"/usr/lib/aarch64-linux-gnu/lib{c,m,gcc_s}.so.* "$MACHINE"/usr/lib/ld-linux-aarch64.so.1 "$image/lib/"

@@ -5,10 +5,9 @@ The engine process of an `AsyncLLM` imports this module by its name: it depends 
 
 import copy
 import json
-import zlib
-from collections.abc import Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass
+import pickle
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,12 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from .device import EOS_TOKEN_ID, VOCAB_SIZE, Device
 
 BLOCK_SIZE = 16
 SLIDING_WINDOW = 40
@@ -27,22 +28,15 @@ NUM_BLOCKS = 256
 MAX_MODEL_LEN = 256
 
 END_OF_TEXT = "<|endoftext|>"
-EOS_TOKEN_ID = 256  # after the 256 single bytes
-VOCAB_SIZE = EOS_TOKEN_ID + 1
-ANYTHING = 0  # a token that no grammar of the tests allows
-NUM_TOKENS_TO_EOS = 24  # one sampled token in so many ends its request
-
-POISON = 250
-"""As the first token of a prompt: the executor forgets the request in its second output."""
-
-UNRULY = 251
-"""As the first token of a prompt: the executor overlooks what the grammar allows, once."""
 
 ASYNC_SCHEDULING = "async_scheduling"
 
+STEP_S = 0.001
+"""How long an `AsynchronousExecutor` takes for a step."""
+
 
 class FakeExecutor(Executor):  # type: ignore[misc]
-    """Reports the KV cache of gpt-oss and samples what `FakeModel` says.
+    """Reports the KV cache of gpt-oss and computes and samples on a `Device`.
 
     It runs in the engine's own process and finishes each step at once, so that a run is determined
     by the order of the engine's calls. All that the engine asked for is kept: see `steps`.
@@ -55,7 +49,7 @@ class FakeExecutor(Executor):  # type: ignore[misc]
         # The CPU platform has switched it off; the engine has not looked at it yet.
         wanted = self.vllm_config.additional_config[ASYNC_SCHEDULING]
         self.scheduler_config.async_scheduling = wanted
-        self._model = FakeModel()
+        self.device: Device
         self._executing: list[SchedulerOutput] = []
         self.steps: list[SchedulerOutput] = []
         self.bitmasks: list[tuple[list[str], list[list[int]]] | None] = []
@@ -85,7 +79,7 @@ class FakeExecutor(Executor):  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         self.note_step(scheduler_output)
-        self._model.update(scheduler_output)
+        self.device.execute(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return _finished(EMPTY_MODEL_RUNNER_OUTPUT, non_block)
         self._executing.append(scheduler_output)
@@ -93,7 +87,7 @@ class FakeExecutor(Executor):  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
         allowed = _allowed_tokens(grammar_output)
-        output = self._model.sample(self._executing.pop(0), allowed)
+        output = self.device.sample(self._executing.pop(0), allowed)
         self.note_sample(grammar_output, output)
         return _finished(output, non_block)
 
@@ -117,6 +111,9 @@ class FakeExecutor(Executor):  # type: ignore[misc]
             return [("generate",)]
         if method == "compile_or_warm_up_model":
             return []
+        if method == "initialize_from_config":
+            # Those of a pipeline's stages have the same groups, of other layers.
+            self.device = Device(args[0][0])
         self.calls.append(method)
         return [None]
 
@@ -125,6 +122,38 @@ class FakeExecutor(Executor):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Do nothing: there are no workers."""
+
+
+class AsynchronousExecutor(FakeExecutor):
+    """Computes in a thread of its own, beside the engine's loop, as a GPU does.
+
+    What the engine asks for is packed at once: vLLM uses the buffer of a grammar's bitmask again.
+    """
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self._thread = ThreadPoolExecutor(1, "device")
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        return self._ask(self._execute, scheduler_output, non_block)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
+        return self._ask(super().sample_tokens, grammar_output, non_block)
+
+    def _ask(self, carry_out: Any, request: object, non_block: bool) -> Any:
+        message = pickle.dumps(request)
+        answer = self._thread.submit(lambda: carry_out(pickle.loads(message)))
+        return answer if non_block else answer.result()
+
+    def _execute(self, step: SchedulerOutput) -> Any:
+        time.sleep(STEP_S)
+        return super().execute_model(step)
+
+    def note_step(self, step: SchedulerOutput) -> None:
+        """Keep nothing: servers live for long."""
+
+    def note_sample(self, grammar_output: GrammarOutput | None, output: ModelRunnerOutput) -> None:
+        """Keep nothing."""
 
 
 def _finished(result: Any, non_block: bool) -> Any:
@@ -152,113 +181,6 @@ def _allowed_tokens(output: GrammarOutput | None) -> dict[str, list[int]]:
     return {
         request_id: np.flatnonzero(row).tolist() for request_id, row in zip(ids, rows, strict=True)
     }
-
-
-@dataclass
-class _Sequence:
-    """What a model runner keeps of a request."""
-
-    prompt: list[int]
-    sampled: list[int]
-
-    def __post_init__(self) -> None:
-        self.seed = _seed_of(self.prompt)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.sampled)
-
-
-class FakeModel:
-    """Samples tokens that depend on nothing but the prompt, the position and the grammar."""
-
-    def __init__(self) -> None:
-        self._sequences: dict[str, _Sequence] = {}
-
-    @property
-    def num_sequences(self) -> int:
-        """Requests that it knows of."""
-        return len(self._sequences)
-
-    def tokens_of(self, request_id: str) -> list[int]:
-        """Return a request's prompt and what has been sampled behind it."""
-        sequence = self._sequences[request_id]
-        return sequence.prompt + sequence.sampled
-
-    def update(self, step: SchedulerOutput) -> None:
-        """Take notice of requests that ended, came or came back."""
-        for request_id in step.finished_req_ids:
-            self._sequences.pop(request_id, None)
-        for new in step.scheduled_new_reqs:
-            self._sequences[new.req_id] = self._new_sequence(new)
-        cached = step.scheduled_cached_reqs
-        for request_id, num_output_tokens in zip(
-            cached.req_ids, cached.num_output_tokens, strict=True
-        ):
-            if request_id in cached.resumed_req_ids:
-                del self._sequences[request_id].sampled[num_output_tokens:]
-
-    def sample(self, step: SchedulerOutput, allowed: dict[str, list[int]]) -> ModelRunnerOutput:
-        """Return one token for each request whose known tokens are all computed by this step."""
-        request_ids = [it for it in step.num_scheduled_tokens if not self._is_forgotten(it)]
-        ends = ends_of_computed_tokens(step)
-        return ModelRunnerOutput(
-            req_ids=request_ids,
-            req_id_to_index={request_id: row for row, request_id in enumerate(request_ids)},
-            sampled_token_ids=[
-                self._sample_one(request_id, ends[request_id], allowed.get(request_id))
-                for request_id in request_ids
-            ],
-        )
-
-    @staticmethod
-    def _new_sequence(new: NewRequestData) -> _Sequence:
-        # A prompt of vectors counts as one of zeros: what is sampled behind it is beside the point.
-        prompt = list(new.prompt_token_ids or [0] * new.prompt_len)
-        # Model Runner V2 gets a resumed request as a new one, with what it had been given.
-        return _Sequence(prompt, (new.prefill_token_ids or prompt)[len(prompt) :])
-
-    def _is_forgotten(self, request_id: str) -> bool:
-        sequence = self._sequences[request_id]
-        return sequence.prompt[0] == POISON and bool(sequence.sampled)
-
-    def _sample_one(self, request_id: str, end: int, allowed: list[int] | None) -> list[int]:
-        sequence = self._sequences[request_id]
-        if end < sequence.num_tokens:
-            return []
-        assert end == sequence.num_tokens, "the scheduler counts on a token that was not sampled"
-        is_overlooked = sequence.prompt[0] == UNRULY and len(sequence.sampled) == 2
-        token_id = ANYTHING if is_overlooked else _token_of(sequence.seed, end, allowed)
-        sequence.sampled.append(token_id)
-        return [token_id]
-
-
-def ends_of_computed_tokens(step: SchedulerOutput) -> dict[str, int]:
-    """Return for each request how many of its tokens are computed after the step."""
-    cached = step.scheduled_cached_reqs
-    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    starts |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-    return {
-        request_id: starts[request_id] + num_tokens
-        for request_id, num_tokens in step.num_scheduled_tokens.items()
-    }
-
-
-def sampled_token(prompt: Iterable[int], position: int) -> int:
-    """Return the token that the model puts at a position behind a prompt."""
-    return _token_of(_seed_of(prompt), position, allowed=None)
-
-
-def _seed_of(prompt: Iterable[int]) -> int:
-    """Return what a prompt decides of all its tokens: long texts shouldn't cost its length each."""
-    return zlib.crc32(f"{list(prompt)}".encode())
-
-
-def _token_of(seed: int, position: int, allowed: list[int] | None) -> int:
-    number = zlib.crc32(f"/{position}".encode(), seed)
-    if allowed is not None:
-        return allowed[number % len(allowed)]
-    return EOS_TOKEN_ID if number % NUM_TOKENS_TO_EOS == 0 else number % EOS_TOKEN_ID
 
 
 MIXTURE: dict[str, Any] = {

@@ -12,7 +12,8 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
-from .executor import FakeExecutor, FakeModel, ends_of_computed_tokens
+from .device import Device, ends_of_computed_tokens
+from .executor import FakeExecutor
 
 
 class PipelineExecutor(FakeExecutor):
@@ -64,7 +65,7 @@ class PipelineExecutor(FakeExecutor):
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         output: ModelRunnerOutput | None = super().execute_model(step)
         self._first_stage.update(step)
-        self._first_stage.check(step, self._model)
+        self._first_stage.check(step, self.device)
         return output
 
     def _sample(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
@@ -124,13 +125,13 @@ class FirstStage:
             sampled = zip(output.req_ids, output.sampled_token_ids, strict=True)
             self._on_the_way[-1].update(sampled)
 
-    def check(self, step: SchedulerOutput, model: FakeModel) -> None:
+    def check(self, step: SchedulerOutput, device: Device) -> None:
         """Fail if a token to be computed isn't known here, or isn't what was sampled."""
         for request_id, end in ends_of_computed_tokens(step).items():
             start = end - step.num_scheduled_tokens[request_id]
             known = self._tokens[request_id][start:end]
             assert len(known) == end - start, f"{request_id}: a token has not arrived yet"
-            assert known == model.tokens_of(request_id)[start:end], f"{request_id}: another token"
+            assert known == device.tokens_of(request_id)[start:end], f"{request_id}: another token"
 
     def _be_told(self, step: SchedulerOutput) -> None:
         cached = step.scheduled_cached_reqs

@@ -248,26 +248,11 @@ class Client:
         self, coroutines: Iterable[Coroutine[Any, Any, None]]
     ) -> AsyncIterator[None]:
         """Run tasks in the background, and cancel them at the end; if one fails, so does all."""
-        tasks = [asyncio.create_task(it) for it in coroutines]
-        owner = asyncio.current_task()
-        assert owner is not None
-
-        def give_up(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and task.exception() is not None:
-                owner.cancel()
-
-        for task in tasks:
-            task.add_done_callback(give_up)
-        try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(it) for it in coroutines]
             yield
-        finally:
             for task in tasks:
-                task.remove_done_callback(give_up)
                 task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            for result in results:
-                if isinstance(result, Exception):
-                    raise result
 
     async def _window(self, window_s: float) -> Window:
         await self._ask_engine("start_record")

@@ -27,6 +27,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ def _message_writer(scheduler: SchedulerInterface) -> Callable[[Any], Any]:
 def _block_hasher(side: str, world: World) -> BlockHasher | None:
     if side == "vllm":
         return stock_block_hasher(world)
-    from sparksched.engine.hooks import native_block_hasher
+    from sparksched.engine.hashing import native_block_hasher
 
     algorithm = world.configuration.prefix_caching_hash_algo
     return native_block_hasher(algorithm, world.hash_block_size)
@@ -206,15 +207,13 @@ def _decode_times(engine: Engine) -> Metrics:
     return dict(itertools.chain.from_iterable(it.items() for it in found))
 
 
-class _heap_as_in_the_engine:
-    """Long-lived objects are out of the collector's sight, as vLLM arranges after its start."""
-
-    def __enter__(self) -> None:
-        gc.collect()
-        gc.freeze()
-
-    def __exit__(self, *_: object) -> None:
-        gc.unfreeze()
+@contextmanager
+def _heap_as_in_the_engine() -> Iterator[None]:
+    """Keep long-lived objects out of the collector's sight, as vLLM does after its start."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 # ---- prefill ----

@@ -208,15 +208,12 @@ def engine_arguments(plan: Plan) -> list[str]:
         if plan.max_model_len > longest:  # random weights say as little at any position
             override = {"max_position_embeddings": plan.max_model_len}
             given.append(f"--hf-overrides={json.dumps(override)}")
-    if model.speculation is not None:
-        given.append(f"--speculative-config={json.dumps(model.speculation)}")
     if not plan.has_gpu:
         given.append(f"--max-num-batched-tokens={max(4096, plan.max_num_seqs)}")
     elif "--enforce-eager" not in plan.arguments:
         # Also of a step in which a request joins those that decode.
         sizes = {it for it in GRAPHS if it < 2 * plan.max_num_seqs} | {plan.max_num_seqs}
-        per_request = 1 + (model.speculation or {}).get("num_speculative_tokens", 0)
-        captured = {"cudagraph_capture_sizes": sorted(per_request * it for it in sizes)}
+        captured = {"cudagraph_capture_sizes": sorted(sizes)}
         given.append(f"--compilation-config={json.dumps(captured)}")
     if plan.has_gpu and model.name == TINY:
         given.append("--dtype=bfloat16")

@@ -23,14 +23,13 @@ PERCENTILES = ("50", "90", "99")
 FIGURES = ("ttft", "tpot", "itl")
 
 
-def run(server: Server, options: Mapping[str, Any], seed: int, cores: str = "") -> dict[str, float]:
+def run(server: Server, options: Mapping[str, Any], seed: int) -> dict[str, float]:
     """Have the client send requests to a server; return metrics of its result.
 
     Args:
         server: Its model and its address.
         options: More of `vllm bench serve`, by name.
         seed: Of its prompts.
-        cores: The processors that it is to use, as `taskset -c` takes them; all if it is empty.
 
     Raises:
         RequestError: if it fails, or one of its requests has.
@@ -53,7 +52,7 @@ def run(server: Server, options: Mapping[str, Any], seed: int, cores: str = "") 
         "result-filename": result.name,
         **options,
     }
-    command = [*(["taskset", "-c", cores] if cores else []), *client(), "bench", "serve"]
+    command = [*client(), "bench", "serve"]
     command += [f"--{name}={value}" for name, value in given.items() if value is not True]
     command += [f"--{name}" for name, value in given.items() if value is True]
     command += ["--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]

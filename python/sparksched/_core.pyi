@@ -222,11 +222,6 @@ class SchedulerCore:
 
         """
 
-    def tenants(self) -> list[tuple[str, int, int, float]]:
-        """Return tenants with requests: name, how many requests wait to be admitted, how many
-        have not ended, and tokens that those which have ended took since the tenant last had none.
-        """
-
     def take_expired(self, now: float) -> list[Any]:
         """Return the requests that have never been scheduled and whose time for that is up."""
 
@@ -763,6 +758,13 @@ class MeterReader:
         `num_running` and `num_waiting` requests; `waiting_for`, these by reason;
         `num_queue_timeouts`; `pacing`, None without it, else the present chunk, times in seconds
         and steps, as `SchedulerCore.pacing` has them.
+        """
+
+    def tenants(self) -> list[tuple[str, int, int]] | None:
+        """Return up to 20 tenants with the most requests, and the others as one without a name.
+
+        Each is a name, how many of its requests were never scheduled, and how many have not ended.
+        None if requests aren't ordered.
         """
 
     def rings(self) -> dict[str, Any] | None:

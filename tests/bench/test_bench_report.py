@@ -7,7 +7,6 @@ import pytest
 
 from bench import report
 from bench.results import FOLDER, Results
-from bench.serving.run import known_experts
 
 SIDES = ["vllm", "sparksched"]
 TABLE = report.Table("decode", ["decode"], {"tokens/s": "tokens_per_s"}, head="streams")
@@ -20,7 +19,6 @@ def made_up(
     file: str = "a",
     model: str = "gpt-oss-120b",
     filler: str = "bench",
-    experts: str = "51",
     rounds: int = 3,
 ) -> None:
     results = Results(folder / file, "decode", model=model)
@@ -28,15 +26,18 @@ def made_up(
     for number in range(rounds):
         for side, value in zip(SIDES, values, strict=True):
             metrics = {"tokens_per_s": value + number}
-            results.add("16 streams", side, number, metrics, filler=filler, experts=experts)
+            results.add("16 streams", side, number, metrics, filler=filler)
 
 
 def test_a_row_has_median_range_place_and_experts(tmp_path: Path) -> None:
     made_up(tmp_path)
+    results = Results(tmp_path, "experts", model="gpt-oss-120b")
+    results.same |= {"vllm": "0.33.0"}
+    results.add("16 streams", "any", 0, {"experts": 50.6}, filler="bench")
     assert report.lines_of(TABLE, report.read(tmp_path)) == [
         "| NVIDIA H200, vLLM 0.33.0: streams | tokens/s | experts a layer and step |",
         "| --- | --- | --- |",
-        "| 16 streams | 101 (100 to 102) → 201 (200 to 202) | 51 |",
+        "| 16 streams | 101 (100 to 102) → 201 (200 to 202) | 50.6 |",
     ]
 
 
@@ -48,19 +49,9 @@ def test_fillers_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_experts_that_nobody_has_counted_are_no_row(tmp_path: Path) -> None:
-    made_up(tmp_path, experts="")
+    made_up(tmp_path)
     with pytest.raises(report.ReportError, match="nobody has counted the experts"):
         report.lines_of(TABLE, report.read(tmp_path))
-
-
-def test_experts_are_found_in_results_of_their_own(tmp_path: Path) -> None:
-    made_up(tmp_path, experts="")
-    results = Results(tmp_path, "experts", model="gpt-oss-120b")
-    results.same |= {"vllm": "0.33.0"}
-    results.add("16 streams", "any", 0, {"experts": 50.4}, filler="bench")
-    assert report.lines_of(TABLE, report.read(tmp_path))[-1].endswith("| 50.4 |")
-    assert known_experts(tmp_path, "gpt-oss-120b", "bench", "0.33.0", 16) == 50.4
-    assert known_experts(tmp_path, "gpt-oss-120b", "vllm", "0.33.0", 16) is None
 
 
 def test_one_round_is_no_row(tmp_path: Path) -> None:

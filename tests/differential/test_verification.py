@@ -14,17 +14,27 @@ from sparksched import compat
 
 from testkit.worlds.candidates import verifying_scheduler_class
 
-from .runner import SchedulersDiffer
-from .test_harness_catches import Ends, Outputs, State, Steps, run_scenarios
+from .runner import SchedulersDiffer, run_scenario
+from .test_harness_catches import NUM_STEPS, Ends, Outputs, State, Steps
 
 
 @pytest.mark.parametrize("encoded", [False, True], ids=["objects", "messages"])
 @pytest.mark.parametrize(
-    ("mistake", "name"),
-    [(Steps, "sync-full"), (State, "sync-full"), (Ends, "sync-full"), (Outputs, "async-full")],
+    ("mistake", "name", "seed"),
+    [
+        (Steps, "sync-full", 0),
+        (State, "sync-full", 0),
+        (Ends, "sync-full", 3),
+        (Outputs, "async-full", 6),
+    ],
 )
 def test_a_mistake_is_found(
-    mistake: type, name: str, encoded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mistake: type,
+    name: str,
+    seed: int,
+    encoded: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is in vLLM's scheduler here, which is the same to a comparison."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -37,4 +47,4 @@ def test_a_mistake_is_found(
         ),
         pytest.raises(SchedulersDiffer, match="SchedulersDifferError"),
     ):
-        run_scenarios(name, verifying_scheduler_class, encoded)
+        run_scenario(name, seed, NUM_STEPS, verifying_scheduler_class, encoded=encoded)

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from testkit.server import CPU_ENVIRONMENT, Server, serve
+from testkit.server import Server, serve
 from testkit.streaming import Completion, Prompt, mixed_prompts, stream_all, stream_chunks
 from testkit.tiny_gpt_oss import write_model
 
@@ -319,92 +317,3 @@ def tracebacks(observed: Observed) -> set[str]:
                     names.add(text.split(":")[0].rsplit(".", 1)[-1])
                     break
     return names
-
-
-# ----------------------------------------------------------------------------------------
-# Two API servers
-# ----------------------------------------------------------------------------------------
-
-
-def observe_two(server: Server) -> Observed:
-    """Send requests to both API servers, and kill one of them in the end."""
-    wait_until(lambda: "(ApiServer_1 pid=" in server.log, "for the second API server")
-    observed = Observed(streams=stream_mixed(server))
-    server.wait_until_idle()
-    observed.ends = asyncio.run(kill_in_mid_stream(server, process_named(server, "ApiServer_1")))
-    return observed
-
-
-@pytest.fixture(scope="module")
-def two(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
-    directory = tmp_path_factory.mktemp("two")
-    arguments = ("--api-server-count=2",)
-    return run_server(model_dir, directory, observe_two, over_rings=True, arguments=arguments)
-
-
-@pytest.mark.full
-def test_two_api_servers(two: Observed, stock: Observed) -> None:
-    """A server that loses one of them ends as a whole; stock ends with the same status."""
-    assert outcomes(two) == outcomes(stock)
-    for index in range(2):
-        assert len(re.findall(rf"API server {index} \(process \d+\) uses", two.log)) == 1
-    assert len(two.ends) == NUM_ENDLESS
-    assert "complete" not in two.ends
-    assert two.status == 1
-
-
-# ----------------------------------------------------------------------------------------
-# Without a server
-# ----------------------------------------------------------------------------------------
-
-OFFLINE = """
-import json, sys
-from vllm import LLM, SamplingParams
-
-if __name__ == "__main__":
-    llm = LLM(
-        sys.argv[1],
-        dtype="float32",
-        enforce_eager=True,
-        block_size=32,
-        max_model_len=512,
-        max_num_seqs=16,
-        max_num_batched_tokens=256,
-    )
-    params = SamplingParams(temperature=0, max_tokens=24)
-    texts = [[(7 * i + j) % 400 for j in range(5 + 20 * i)] for i in range(8)]
-    prompts = [{"prompt_token_ids": text} for text in texts]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    print("RESULT", json.dumps([list(it.outputs[0].token_ids) for it in outputs]))
-"""
-
-
-def generate_offline(model_dir: Path, directory: Path, **variables: str) -> tuple[Any, str]:
-    script = directory / "offline.py"
-    script.write_text(OFFLINE)
-    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
-    completed = subprocess.run(
-        [sys.executable, str(script), str(model_dir)],
-        env={**inherited, **CPU_ENVIRONMENT, **variables},
-        cwd=directory,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert completed.returncode == 0, completed.stdout
-    assert "Traceback" not in completed.stdout
-    (line,) = [line for line in completed.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT ")), completed.stdout
-
-
-@pytest.mark.full
-def test_offline_generation_is_equal(model_dir: Path, tmp_path: Path) -> None:
-    # In one process, because each other one takes half a minute to import vLLM.
-    stock, _ = generate_offline(model_dir, tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    ours, log = generate_offline(model_dir, tmp_path, VLLM_SCHEDULER="sparksched", **OVER_RINGS)
-    assert ours == stock
-    assert "messages to engine 0 go through shared memory" in log
-    assert "scheduling in Rust" in log
-    ours_in_log = [line for line in log.splitlines() if "sparksched" in line]
-    assert not [line for line in ours_in_log if "WARNING" in line or "ERROR" in line]

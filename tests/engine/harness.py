@@ -25,7 +25,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 
-from testkit.executor import EOS_TOKEN_ID, engine_config
+from testkit.device import EOS_TOKEN_ID
+from testkit.executor import engine_config
 
 GRAMMAR_TIMEOUT_S = 60
 CLOSING_TIMEOUT_S = 60

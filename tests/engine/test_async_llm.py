@@ -1,6 +1,7 @@
-"""`AsyncLLM` and an engine process of its own: streams, prefix hits, pauses, and a fatal error."""
+"""`AsyncLLM` and an engine process of its own: streams, a shutdown, and a fatal error."""
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -14,7 +15,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from testkit.executor import EOS_TOKEN_ID, POISON, engine_args, sampled_token
+from testkit.device import EOS_TOKEN_ID, POISON, continuation
+from testkit.executor import engine_args
 
 from .harness import restored_vllm
 
@@ -31,7 +33,6 @@ class Stream:
 
     token_ids: list[int]
     finish_reason: str | None
-    num_cached_tokens: int | None
 
 
 def prompt_of(index: int) -> list[int]:
@@ -40,10 +41,8 @@ def prompt_of(index: int) -> list[int]:
 
 def expected_tokens(prompt: list[int], max_tokens: int) -> list[int]:
     """Return what a request must be given, whoever schedules it."""
-    tokens: list[int] = []
-    while len(tokens) < max_tokens and EOS_TOKEN_ID not in tokens:
-        tokens.append(sampled_token(prompt, len(prompt) + len(tokens)))
-    return tokens
+    tokens = list(itertools.islice(continuation(prompt), max_tokens))
+    return tokens[: tokens.index(EOS_TOKEN_ID) + 1] if EOS_TOKEN_ID in tokens else tokens
 
 
 async def stream(
@@ -52,12 +51,11 @@ async def stream(
     params = SamplingParams(
         max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA, detokenize=False, **settings
     )
-    seen = Stream([], None, None)
+    seen = Stream([], None)
     async for output in llm.generate({"prompt_token_ids": prompt}, params, request_id):
         (completion,) = output.outputs
         seen.token_ids.extend(completion.token_ids)
         seen.finish_reason = completion.finish_reason
-        seen.num_cached_tokens = output.num_cached_tokens
     return seen
 
 
@@ -75,36 +73,6 @@ async def check_streams(llm: AsyncLLM) -> None:
         stopped = seen.token_ids[-1] == EOS_TOKEN_ID
         assert seen.finish_reason == ("stop" if stopped else "length")
     assert {seen.finish_reason for seen in streams} == {"stop", "length"}
-
-
-async def check_prefix_cache(llm: AsyncLLM) -> None:
-    prompt = [3] * 100
-    num_cached = [
-        (await stream(llm, f"cached-{index}", prompt, 4)).num_cached_tokens for index in range(2)
-    ]
-    assert num_cached == [0, 96]
-    assert await llm.reset_prefix_cache()
-    assert (await stream(llm, "uncached", prompt, 4)).num_cached_tokens == 0
-
-
-async def check_abort(llm: AsyncLLM) -> None:
-    """Let a client go away: it takes its request with it and leaves the others alone."""
-    params = SamplingParams(max_tokens=200, ignore_eos=True, detokenize=False)
-    leaving = llm.generate({"prompt_token_ids": [5] * 20}, params, "leaves")
-    await anext(leaving)
-    other = asyncio.create_task(stream(llm, "stays", prompt_of(3), 40))
-    await leaving.aclose()
-    assert (await other).token_ids == expected_tokens(prompt_of(3), 40)
-
-
-async def check_pause(llm: AsyncLLM) -> None:
-    for mode in ("keep", "wait", "abort"):
-        await llm.pause_generation(mode=mode)
-        assert await llm.is_paused()
-        queued = asyncio.create_task(stream(llm, f"queued-{mode}", prompt_of(2), 10))
-        await asyncio.sleep(0)
-        await llm.resume_generation()
-        assert (await queued).token_ids == expected_tokens(prompt_of(2), 10)
 
 
 async def check_death(llm: AsyncLLM) -> None:
@@ -156,9 +124,6 @@ async def check_shutdown(llm: AsyncLLM) -> None:
 async def live_and_die(model_directory: Path, async_scheduling: bool) -> None:
     async with running_llm(model_directory, async_scheduling=async_scheduling) as llm:
         await in_time(check_streams(llm))
-        await in_time(check_prefix_cache(llm))
-        await in_time(check_abort(llm))
-        await in_time(check_pause(llm))
         await in_time(check_death(llm))
 
 

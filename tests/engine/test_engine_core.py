@@ -125,20 +125,6 @@ def test_aborts(async_scheduling: bool, model_directory: Path) -> None:
 
 
 @ASYNC_SCHEDULING
-def test_all_requests_aborted_in_flight(async_scheduling: bool, model_directory: Path) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        add_long_requests(engine, "a", "b")
-        engine.step(3)
-        engine.core.abort_requests(["a", "b"])
-        engine.run()
-        add_long_requests(engine, "a")  # ids may come again
-        engine.run()
-
-    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
-    assert record.finish_reasons == {"a": FinishReason.LENGTH}
-
-
-@ASYNC_SCHEDULING
 def test_abort_immediately(async_scheduling: bool, model_directory: Path) -> None:
     def scenario(engine: DrivenEngine) -> None:
         add_long_requests(engine, "stays")

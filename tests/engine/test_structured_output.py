@@ -8,7 +8,7 @@ from typing import Any
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
-from testkit.executor import EOS_TOKEN_ID, UNRULY
+from testkit.device import EOS_TOKEN_ID, UNRULY
 
 from .harness import ASYNC_SCHEDULING, DrivenEngine, new_request, run_both
 
@@ -78,16 +78,6 @@ def test_a_grammar_that_does_not_compile(async_scheduling: bool, model_directory
     assert record.tokens["broken-0"] == []
     assert reasons["free"] == FinishReason.LENGTH
     assert re.fullmatch(REGEX, text_of(record.tokens["regex"]))
-
-
-@ASYNC_SCHEDULING
-def test_the_only_grammar_does_not_compile(async_scheduling: bool, model_directory: Path) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        engine.add(structured_request("broken", [3] * 40, regex=UNCLOSED))
-        engine.run()
-
-    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
-    assert record.finish_reasons == {"broken": FinishReason.ERROR}
 
 
 @ASYNC_SCHEDULING

@@ -91,14 +91,6 @@ def test_a_users_chunk_size_is_left_alone(new_event_loop: NewEventLoop) -> None:
     assert max(len(outputs) for outputs in seen.values()) == NUM_STEPS
 
 
-@EVENT_LOOPS
-def test_without_rings_the_chunks_are_vllms(new_event_loop: NewEventLoop) -> None:
-    with mock.patch.dict(os.environ):
-        os.environ.pop(CHUNK_SIZE, None)
-        seen = seen_streams(new_event_loop, engines=0)
-    assert max(len(outputs) for outputs in seen.values()) == NUM_STEPS
-
-
 # ----------------------------------------------------------------------------------------
 # Turns
 # ----------------------------------------------------------------------------------------

@@ -120,12 +120,6 @@ def test_streams_take_many_outputs_before_a_collection(new_event_loop: NewEventL
     assert num_collections <= 2 * NUM_STEPS
 
 
-@EVENT_LOOPS
-def test_few_outputs_change_nothing(new_event_loop: NewEventLoop) -> None:
-    thresholds, _ = seen_by_streams(new_event_loop, 128)
-    assert thresholds == {USUAL}
-
-
 def long_names(number: int) -> list[str]:
     """Return ids of requests, as long as those of vLLM's OpenAI server."""
     return [f"chatcmpl-{index:041}" for index in range(number)]
@@ -208,24 +202,6 @@ def test_closing_ends_it(new_event_loop: NewEventLoop) -> None:
     run(new_event_loop, closing_scene())
 
 
-async def closed_channel_scene() -> None:
-    """Close a channel that has just received outputs."""
-    server = Server()
-    await server.start()
-    server.send(long_names(129))
-    while server.client.outputs_queue.empty():
-        await turns(1)
-    assert is_raised()
-    server.channel.close()
-    assert gc.get_threshold() == USUAL
-    server.rings.close()
-
-
-@EVENT_LOOPS
-def test_a_channel_that_is_closed_ends_it(new_event_loop: NewEventLoop) -> None:
-    run(new_event_loop, closed_channel_scene())
-
-
 @pytest.mark.parametrize("youngest", [0, RAISED + 1, 2 * RAISED])
 def test_users_who_want_fewer_collections_get_what_they_have_set(youngest: int) -> None:
     gc.set_threshold(youngest, *USUAL[1:])
@@ -243,14 +219,6 @@ def test_users_who_want_none_get_none() -> None:
     assert gc.get_threshold() == USUAL
     assert not gc.isenabled()
     reader.close()
-
-
-def test_what_is_set_meanwhile_stays() -> None:
-    reader = LaterCollections()
-    reader.begin()
-    gc.set_threshold(5000, *USUAL[1:])
-    reader.close()
-    assert gc.get_threshold() == (5000, *USUAL[1:])
 
 
 class MeddledGC:
@@ -309,24 +277,3 @@ def test_raised_thresholds_that_were_saved_and_set_again_do_not_stay() -> None:
     reader.begin()
     reader.close()
     assert gc.get_threshold() == USUAL
-
-
-async def failing_scene() -> None:
-    """Let decoding fail by what no handler of errors catches."""
-    server = Server()
-    await server.start()
-    with mock.patch.object(server.channel, "_deliver", side_effect=KeyboardInterrupt):
-        for _ in range(2):
-            server.send(long_names(129))
-            with pytest.raises(KeyboardInterrupt):
-                server.channel._on_event()
-    assert is_raised()
-    await turns(3)
-    assert gc.get_threshold() == USUAL
-    server.channel.close()
-    server.rings.close()
-
-
-@EVENT_LOOPS
-def test_a_failure_ends_it(new_event_loop: NewEventLoop) -> None:
-    run(new_event_loop, failing_scene())

@@ -27,7 +27,7 @@ from sparksched.scheduler import SparkScheduler
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.core import EngineCoreProc
 
-from testkit.executor import POISON, UNRULY
+from testkit.device import POISON, UNRULY
 
 from .samples import ENDED
 from .scenarios import replayed

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.metrics.stats import SchedulerStats
 
-from testkit.executor import EOS_TOKEN_ID, sampled_token
+from testkit.device import EOS_TOKEN_ID, continuation
 
 from .engines import (
     Engine,
@@ -306,10 +307,9 @@ def prompt_of(index: int, length: int | None = None) -> list[int]:
 
 def expected_tokens(prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:
     """Return what a request must be given, whoever schedules it and however it travels."""
-    tokens: list[int] = []
-    while len(tokens) < max_tokens and (ignore_eos or EOS_TOKEN_ID not in tokens):
-        tokens.append(sampled_token(prompt, len(prompt) + len(tokens)))
-    return tokens
+    tokens = list(itertools.islice(continuation(prompt), max_tokens))
+    ends = EOS_TOKEN_ID in tokens and not ignore_eos
+    return tokens[: tokens.index(EOS_TOKEN_ID) + 1] if ends else tokens
 
 
 def endless_request(request_id: str, **settings: Any) -> EngineCoreRequest:

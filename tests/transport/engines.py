@@ -141,7 +141,7 @@ class FrugalExecutor(PacedExecutor):
         return longest_gap_s
 
     def on_count_sequences(self) -> int:
-        return self._model.num_sequences
+        return self.device.num_sequences
 
 
 class GarblingEncoder(MsgpackEncoder):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sparksched.api_server.errors import ShuttingDownError
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -219,3 +220,49 @@ def test_what_waits_for_room_ends_if_the_engine_is_drained(model_directory: Path
         assert engine.wait_for_exit() == 0
 
     play(make_config(model_directory, shutdown_timeout=60), scenario, **SMALL_RINGS)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_two_api_servers_answer_what_is_in_flight_before_they_end(
+    model_directory: Path, transport: str
+) -> None:
+    """With vLLM's own `AsyncLLM.shutdown` no request that is in flight here would ever end.
+
+    A signal to the whole process group reaches the engine, too: it drains itself meanwhile.
+    """
+    config = make_config(model_directory, shutdown_timeout=60)
+
+    async def run(engine: Engine) -> None:
+        async with (
+            running_llm(config, engine, 0, count=2) as one,
+            running_llm(config, engine, 1, count=2) as two,
+        ):
+            both = one, two
+            asked = [asyncio.create_task(ask(it, "long", 2000)) for it in both for _ in range(2)]
+            while len(await two.engine_core.call_utility_async("unfinished_requests")) < 4:
+                await asyncio.sleep(0.01)
+            ends = [asyncio.create_task(asyncio.to_thread(it.shutdown, 60)) for it in both]
+            while not all(hasattr(it, "sparksched_shutdown_s") for it in both):
+                await asyncio.sleep(0)
+            engine.signal(signal.SIGTERM)
+            for count in (1, 2):
+                with pytest.raises(ShuttingDownError):
+                    await ask(one, "late", 4, n=count)
+            assert await asyncio.gather(*asked) == [(2000, "length")] * len(asked)
+            await asyncio.gather(*ends)
+        assert engine.wait_for_exit() == 0
+
+    variables = {"SPARKSCHED_TRANSPORT": transport}
+    with front_end(**variables), running_engine(config, num_clients=2, **variables) as engine:
+        run_async(run(engine))
+        assert "ERROR" not in engine.log
+
+
+def test_who_is_not_answered_in_time_is_told(config: VllmConfig) -> None:
+    async def scenario(llm: AsyncLLM, _: Engine) -> None:
+        (endless,) = await ask_endlessly(llm, 1)
+        await asyncio.to_thread(llm.shutdown, 0.5)
+        with pytest.raises(EngineDeadError):
+            await endless
+
+    play(config, scenario, **SHM)

@@ -15,9 +15,8 @@ from engine.harness import new_request
 from sparksched.api_server.errors import EngineBusyError
 from sparksched.engine import core_proc as engine_side
 from vllm.config import VllmConfig
-from vllm.v1.engine import EngineCoreRequestType, FinishReason
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from .clients import (
@@ -153,25 +152,6 @@ def test_a_burst_is_not_an_overload(model_directory: Path) -> None:
 
     prepare = take_large_messages_slowly
     with front_end(**variables), running_engine(config, prepare=prepare, **variables) as engine:
-        run_async(run(engine))
-
-
-def test_where_nothing_moves_a_request_is_refused_at_once(config: VllmConfig) -> None:
-    async def run(engine: Engine) -> None:
-        async with connected(config, engine) as reader:
-            engine.signal(signal.SIGSTOP)
-            with pytest.raises(EngineBusyError):
-                await reader.add(bulky_request("half", 3 << 20))
-            with pytest.raises(EngineBusyError, match=r"it has made no room for 0\.5 s"):
-                # Nothing is awaited.
-                reader.client._send_input(EngineCoreRequestType.ADD, bulky_request("refused", 1))
-            engine.signal(signal.SIGCONT)
-            await reader.finish(["half"])
-            await reader.add(bulky_request("later", BULK))
-            await reader.finish(["later"])
-            assert sorted(reader.tokens) == ["half", "later"]
-
-    with front_end(**SMALL_RINGS), running_engine(config, **SMALL_RINGS) as engine:
         run_async(run(engine))
 
 
@@ -314,52 +294,6 @@ SMALL_BACKLOG = 1 << 16
 
 def allow_a_small_backlog() -> None:
     engine_side.MAX_BACKLOG_BYTES = SMALL_BACKLOG
-
-
-def ring_backlog(self: EngineCoreProc) -> int:
-    """Return what waits for the first client: a utility method."""
-    return self.sparksched.transport._links.backlog_bytes(0)
-
-
-def show_a_small_backlog() -> None:
-    allow_a_small_backlog()
-    EngineCoreProc.ring_backlog = ring_backlog
-
-
-def test_a_client_that_reads_slowly(config: VllmConfig) -> None:
-    """Far more waits for it than may for one that reads nothing, and it loses nothing."""
-    lengths = {f"slow-{index}": 3000 + 50 * index for index in range(30)}
-
-    async def run(engine: Engine) -> None:
-        async with (
-            connected(config, engine, 0, count=2) as slow,
-            connected(config, engine, 1, count=2) as other,
-        ):
-            for request_id, length in lengths.items():
-                await slow.add(new_request(request_id, prompt_of(1), length, ignore_eos=True))
-            await slow.begin(*lengths)
-            await other.call_executor("set_step_s", 0.0)
-            ear = Ear(slow)
-            ear.close()
-            # It takes something now and then, long before it counts as one that reads nothing.
-            while await other.call("ring_backlog") <= 2 * SMALL_BACKLOG:
-                await asyncio.sleep(1.0)
-                ear.listen()
-            ear.open()
-            await slow.finish(lengths)
-            for request_id, length in lengths.items():
-                assert slow.tokens[request_id] == expected_tokens(
-                    prompt_of(1), length, ignore_eos=True
-                )
-                assert slow.finishes[request_id] == [FinishReason.LENGTH]
-            assert not engine.log_lines("takes no messages")
-
-    variables = {**SMALL_RINGS, "SPARKSCHED_STUCK_AFTER_S": "10"}
-    with (
-        front_end(**variables),
-        running_engine(config, num_clients=2, prepare=show_a_small_backlog, **variables) as engine,
-    ):
-        run_async(run(engine))
 
 
 def test_a_client_that_reads_nothing(config: VllmConfig) -> None:

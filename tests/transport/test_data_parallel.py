@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from engine.harness import new_request
 from vllm.config import VllmConfig
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import DPAsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -35,9 +34,9 @@ from .clients import (
     transport_log,
 )
 from .conftest import MAX_MODEL_LEN, make_config
-from .engines import child_processes, forkserver_pid, send_signal, wait_until
+from .engines import send_signal
 from .launched import Launch, launched
-from .test_death import begun, check_all_fail, check_that_nothing_is_served, streams_of
+from .test_death import begun, check_that_nothing_is_served, streams_of
 from .test_staying_on_zmq import live_elsewhere
 from .test_streams import TRANSPORTS, check_streams, stream
 
@@ -46,8 +45,6 @@ pytestmark = pytest.mark.timeout(180)
 SHM = {"SPARKSCHED_TRANSPORT": "shm"}
 THEIRS = {f"theirs-{index}": ENDLESS for index in range(4)}
 RANKS = (0, 1)
-LONG = 600
-"""So many tokens take a second or more."""
 
 
 @pytest.fixture(scope="module")
@@ -249,75 +246,6 @@ def test_waves_of_two_clients(mixture_directory: Path) -> None:
 
 def are_at_rest(client: Any, wave: int) -> bool:
     return client.current_wave > wave and not client.engines_running
-
-
-def long_request(request_id: str, **settings: Any) -> EngineCoreRequest:
-    """Return a request that outlasts a call that is made at its first token, as a rule."""
-    return new_request(request_id, prompt_of(1), LONG, ignore_eos=True, **settings)
-
-
-def test_a_pause_of_engines_that_step_together(mixture_directory: Path) -> None:
-    """What runs stands still, what comes waits, and all of it ends once one client resumes."""
-    with front_end(**SHM):
-        config = balanced_config(mixture_directory)
-
-    async def run(launch: Launch) -> None:
-        async with two_clients(config, launch) as readers:
-            begun_ids = [f"begun-{index}" for index in range(2)]
-            for rank, (reader, request_id) in enumerate(zip(readers, begun_ids, strict=True)):
-                await reader.add(long_request(request_id, data_parallel_rank=rank))
-            for reader, request_id in zip(readers, begun_ids, strict=True):
-                await reader.begin(request_id)
-            await readers[0].call("pause_scheduler", "keep", False)
-            later = [[f"later-{index}-to-{rank}" for rank in RANKS] for index in range(2)]
-            for reader, ids in zip(readers, later, strict=True):
-                await reader.add(
-                    *(long_request(it, data_parallel_rank=rank) for rank, it in enumerate(ids))
-                )
-            for reader in readers:
-                # Behind the additions and behind all outputs, in each ring.
-                assert (
-                    await reader.client.call_utility_all_async("is_scheduler_paused") == [True] * 2
-                )
-            unfinished = await unfinished_by_rank(readers[1])
-            # On a machine that stood still, those that had begun may have ended before the pause.
-            waiting = [[it for it in ids if it not in begun_ids] for ids in unfinished]
-            assert waiting == [[ids[rank] for ids in later] for rank in RANKS]
-            assert all(reader.tokens.keys() <= set(begun_ids) for reader in readers)
-            await readers[1].call("resume_scheduler")
-            for reader, request_id, ids in zip(readers, begun_ids, later, strict=True):
-                await reader.finish([request_id, *ids])
-                assert set(map(len, reader.finishes.values())) == {1}
-                for tokens in reader.tokens.values():
-                    assert tokens == expected_tokens(prompt_of(1), LONG, ignore_eos=True)
-
-    with front_end(**SHM), launched([config], num_clients=2, **SHM) as (launch,):
-        run_async(run(launch))
-
-
-@pytest.mark.parametrize("killed", RANKS)
-def test_an_engine_of_a_mixture_dies(killed: int, mixture_directory: Path) -> None:
-    """Each client's requests fail once; the other engine, which waits for it, can be ended."""
-    with front_end(**SHM):
-        config = balanced_config(mixture_directory)
-
-    async def run(launch: Launch) -> None:
-        with child_client(config, launch, 0, 2, THEIRS, **SHM) as other:
-            async with running_llm(config, launch, 1, count=2) as llm:
-                streams = await streams_of(llm)
-                await begun(other)
-                launch.processes[killed].kill()
-                async with asyncio.timeout(TIMEOUT_S):
-                    await check_all_fail(llm, streams)
-            outcomes = await asyncio.to_thread(other.receive)
-            assert [ends for _, *ends in outcomes.values()] == [["EngineDeadError"]] * len(THEIRS)
-            other.process.join(TIMEOUT_S)
-            assert other.process.exitcode == 0
-
-    with front_end(**SHM), launched([config], num_clients=2, **SHM) as (launch,):
-        run_async(run(launch))
-        launch.stop()
-        wait_until(lambda: not child_processes(forkserver_pid()), what="for the other engine")
 
 
 # ----------------------------------------------------------------------------------------

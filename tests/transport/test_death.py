@@ -172,26 +172,6 @@ def test_every_request_fails_with_a_killed_engine(config: VllmConfig, logged: li
     ]
 
 
-def test_every_request_fails_with_a_failing_step(config: VllmConfig, logged: list[str]) -> None:
-    """The engine says so itself before it ends."""
-
-    async def run(engine: Engine) -> None:
-        with child_client(config, engine, 0, 2, THEIRS, **SHM) as other:
-            async with running_llm(config, engine, 1, count=2) as llm:
-                streams = await streams_of(llm)
-                await begun(other)
-                await llm.collective_rpc("fail")
-                await check_all_fail(llm, streams)
-                assert engine.wait_for_exit() == 1
-            outcomes = await asyncio.to_thread(other.receive)
-            assert [ends for _, *ends in outcomes.values()] == [["EngineDeadError"]] * len(THEIRS)
-
-    with front_end(**SHM), running_engine(config, num_clients=2, **SHM) as engine:
-        run_async(run(engine))
-        assert "RuntimeError: this step fails" in engine.log
-    assert [line for line in logged if line.startswith("ERROR")] == []
-
-
 def read_for_ever(client: SyncMPClient) -> None:
     while True:
         client.get_output()

@@ -30,23 +30,6 @@ HUGE_BYTES = 64 << 20
 HEADER_BYTES = 40  # of a message of one frame
 
 
-def test_abort_in_mid_stream(config: VllmConfig) -> None:
-    async def scenario(reader: Reader) -> None:
-        await reader.add(*(endless_request(f"endless-{index}") for index in range(4)))
-        await reader.begin(*(f"endless-{index}" for index in range(4)))
-        await reader.add(new_request("other", prompt_of(3), 200, ignore_eos=True))
-        await reader.client.abort_requests_async(["endless-0", "endless-2", "unknown"])
-        await reader.finish(["other"])
-        assert reader.tokens["other"] == expected_tokens(prompt_of(3), 200, ignore_eos=True)
-        assert sorted(await reader.unfinished()) == [("endless-1", 0), ("endless-3", 0)]
-        num_tokens = {it: len(reader.tokens[it]) for it in reader.tokens}
-        await reader.until(lambda: len(reader.tokens["endless-1"]) > num_tokens["endless-1"] + 10)
-        assert len(reader.tokens["endless-0"]) == num_tokens["endless-0"]
-        assert list(reader.finishes) == ["other"]
-
-    play(scenario, config)
-
-
 def test_utility_calls(config: VllmConfig) -> None:
     async def scenario(reader: Reader) -> list[Any]:
         client = reader.client
@@ -94,14 +77,6 @@ def test_a_utility_call_that_raises(config: VllmConfig) -> None:
     assert messages[0] == "Call to collective_rpc method failed: an ünusual text"
 
 
-def test_many_utility_calls_at_once(config: VllmConfig) -> None:
-    async def scenario(reader: Reader) -> None:
-        results = await asyncio.gather(*(reader.call_executor("echo", i) for i in range(500)))
-        assert results == list(range(500))
-
-    play(scenario, config)
-
-
 def twice(executor: object, value: Fraction) -> Fraction:
     return 2 * value
 
@@ -119,17 +94,6 @@ def test_pickled_arguments_and_results(config: VllmConfig) -> None:
 
     results = play_both(scenario, config, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     assert results == [[Fraction(2, 3)], Fraction(2, 7), "ValueError('pickled')", "<i8"]
-
-
-def test_statistics(config: VllmConfig) -> None:
-    async def scenario(reader: Reader) -> None:
-        await reader.add(endless_request("endless"))
-        await reader.until(lambda: any(it.num_running_reqs == 1 for it in reader.stats))
-        await reader.client.abort_requests_async(["endless"])
-        await reader.add(new_request("last", prompt_of(1), 1))
-        await reader.until(lambda: reader.stats[-1].num_running_reqs == 0)
-
-    play(scenario, config)
 
 
 # ----------------------------------------------------------------------------------------
@@ -198,16 +162,6 @@ def test_messages_larger_than_the_ring(config: VllmConfig) -> None:
         assert tokens == expected_tokens(prompt_of(1), len(tokens), ignore_eos=True)
 
     play(scenario, config, SPARKSCHED_RING_MIB="1")
-
-
-def test_array_larger_than_the_ring(config: VllmConfig) -> None:
-    num_items = HUGE_BYTES // 8
-
-    async def scenario(reader: Reader) -> None:
-        array = await reader.call_executor("make_array", num_items)
-        np.testing.assert_array_equal(array, np.arange(num_items))
-
-    play(scenario, config, SPARKSCHED_RING_MIB="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
 
 
 def test_messages_of_just_the_size_of_the_ring(config: VllmConfig) -> None:

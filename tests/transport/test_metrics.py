@@ -344,32 +344,6 @@ def test_nothing_is_shown_if_that_is_asked_for(config: VllmConfig) -> None:
         assert len(engine.log_lines("this engine schedules with sparksched")) == 1
 
 
-def label_values() -> set[str]:
-    """Return the values of all labels, but for bounds of histograms and reasons to wait."""
-    return {
-        label
-        for family in REGISTRY.collect()
-        if family.name.startswith("sparksched:")
-        for sample in family.samples
-        for name, label in sample.labels.items()
-        if name not in {"le", "reason"}
-    }
-
-
-def test_no_label_is_a_secret(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-
-    async def run(engine: Engine) -> None:
-        async with running_llm(config, engine) as llm:
-            await generate(llm, "a-request-id-that-nobody-else-may-see", 5)
-            values = label_values()
-            assert values <= {*info().values(), "to_engine", "to_client"}
-            assert not any("secret" in it or "request-id" in it for it in values)
-
-    with front_end(), running_engine(config) as engine:
-        run_async(run(engine))
-
-
 # ----------------------------------------------------------------------------------------
 # Lines in the log
 # ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ side: none is asserted. `SPARKSCHED_OVERLOAD_REQUESTS` says how many requests.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from testkit.executor import sampled_token
+from testkit.device import continuation
 
 from .clients import ENDLESS, Reader, connected, endless_request, front_end, run_async, running_llm
 from .conftest import make_config
@@ -81,7 +82,7 @@ async def stream(llm: AsyncLLM, request_id: str, prompt: list[int], max_tokens: 
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
-    return [sampled_token(prompt, len(prompt) + position) for position in range(count)]
+    return list(itertools.islice(continuation(prompt), count))
 
 
 @dataclass

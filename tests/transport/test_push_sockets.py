@@ -238,26 +238,6 @@ def test_until_a_peer_has_shaken_hands_others_may_come(tmp_path: Path) -> None:
         assert it.events[0] == (0, None)
 
 
-NONSENSE = {
-    "it doesn't speak ZMTP": b"GET / HTTP/1.1\r\n\r\n",
-    "it speaks version 1 of ZMTP": GREETING[:10] + b"\x01",
-    "it uses another security mechanism than NULL": GREETING.replace(b"NULL", b"CURV"),
-    "it is not a PULL socket": GREETING + READY.replace(b"PULL", b"PUSH"),
-    "it has refused the connection": GREETING + b"\x04\x07\x05ERROR\x00",
-    "it sends what no PULL socket sends": GREETING + READY + b"\x00\x05hello",
-    "it sends a malformed command": GREETING + b"\x06" + b"\xff" * 8,
-}
-
-
-@pytest.mark.parametrize("reason", NONSENSE)
-def test_nonsense_ends_the_connection(reason: str, tmp_path: Path) -> None:
-    with listening(tmp_path / "out") as listener, waiting(f"ipc://{tmp_path}/out") as it:
-        with accepted(listener) as peer:
-            peer.send(NONSENSE[reason])
-            until(lambda: (0, reason) in it.events)
-        assert it.sockets.is_deserted
-
-
 def test_one_peer_does_not_concern_another(tmp_path: Path) -> None:
     addresses = [f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b"]
     with pulling(addresses[0]) as first, waiting(*addresses, idle=1000, most=1000) as it:
@@ -285,11 +265,3 @@ def test_no_descriptors_stay(address: str) -> None:
     it.end()
     del it
     until(lambda: descriptors() <= before)
-
-
-def test_clients_elsewhere_have_no_socket() -> None:
-    with waiting("tcp://192.0.2.1:5555", "ipc:///tmp/nobody") as it:
-        assert not it.sockets.is_attached(0)
-        assert it.sockets.is_attached(1)
-        with pytest.raises(RuntimeError, match="there is no link to client 0"):
-            it.send(b"x")

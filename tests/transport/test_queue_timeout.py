@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 from engine.harness import new_request
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
-from sparksched.api_server.errors import EngineBusyError, QueueTimeoutError, TryAgainError
+from sparksched.api_server.errors import QueueTimeoutError
 from sparksched.commands import local_engines
 from sparksched.commands.top.page import Page, parse
 from sparksched.shared import queue_timeout
@@ -121,29 +119,3 @@ def test_the_operators_limit_is_verified(model_directory: Path) -> None:
     with front_end(**variables), running_engine(config, **variables) as engine:
         run_async(run(engine))
         assert "the schedulers differ" not in engine.log
-
-
-@pytest.mark.parametrize(
-    ("error", "retry_after", "text"),
-    [
-        (QueueTimeoutError(2.4), "3", "The request has waited for 2.4 s in the engine's queue"),
-        (QueueTimeoutError(0.2), "1", "The request has waited for 0.2 s in the engine's queue"),
-        (QueueTimeoutError(None), "60", "The request has waited in the engine's queue"),
-        (EngineBusyError(600.0), "60", "The engine takes no more messages: it has made no room"),
-    ],
-)
-def test_the_answer_over_http(error: TryAgainError, retry_after: str, text: str) -> None:
-    """VLLM's handlers of errors have its class, and the header that only FastAPI's sets."""
-    from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-
-    app = FastAPI()
-    init_exception_handler(app)
-
-    @app.get("/")
-    async def give_up() -> None:
-        raise error
-
-    answer = TestClient(app).get("/")
-    assert answer.status_code == 503
-    assert answer.headers["Retry-After"] == retry_after
-    assert answer.json()["detail"].startswith(text)

@@ -3,6 +3,7 @@
 `make test` fetches it. With real engines: `tests/e2e/test_rust_front_end.py`.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from testkit import vllm_rs
+from testkit import tiny_llama, vllm_rs
 from testkit.tiny_gpt_oss import write_model
 
 from .clients import ENDLESS
@@ -189,6 +190,28 @@ def test_it_is_told_that_the_engine_is_dead(stub: Stub) -> None:
     client.join(60)
     assert answers[0].status_code >= 500, answers[0].text
     until(lambda: not stub.is_healthy())
+
+
+def test_a_request_that_fails_in_the_engine(tmp_path: Path) -> None:
+    """Whoever waits is told. vLLM 0.32.0's Rust front end has neither messages nor responses."""
+    model = tiny_llama.write_model(tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    tokenizer["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    ways = {
+        "/v1/completions": {"prompt": [1]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "ba"}]},
+    }
+    with ExitStack() as stack, ThreadPoolExecutor(1) as clients:
+        stub = Stub(model, tmp_path, stack)
+        for (path, body), stream in itertools.product(ways.items(), (False, True)):
+            whole = {"model": "tiny", "max_tokens": 4, "stream": stream, **body}
+            asked = clients.submit(httpx.post, stub.url + path, json=whole, timeout=60)
+            request_id = stub.take_request()
+            stub.step([EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)])
+            answer = asked.result()
+            assert answer.status_code == (200 if stream else 500)
+            assert '"error":{"message":"Internal server error"' in answer.text
 
 
 NUM_STOPPED = 32

@@ -25,7 +25,7 @@ from .clients import (
     prompt_of,
     run_async,
 )
-from .engines import Engine, running_engine, wait_until
+from .engines import Engine, running_engine
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -198,53 +198,6 @@ def test_refused_strangers(packet: bytes, reason: str, config: VllmConfig) -> No
             assert await reader.call("is_sleeping") is False
             async with connected(config, engine, 1, count=2) as other:
                 assert await other.call("is_sleeping") is False
-
-    with front_end(SPARKSCHED_TRANSPORT="shm"), running_engine(config, num_clients=2) as engine:
-        run_async(run(engine))
-
-
-def test_client_of_an_engine_that_refuses() -> None:
-    reason = "the other process runs sparksched 9.9.9, this one sparksched 9.9.8"
-    name = f"sparksched-test-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                connection, _ = listener.accept()
-                connection.recv(4096)
-                connection.send(b"SPRKRING\x01" + reason.encode())
-                connection.recv(4096)
-            finally:
-                os._exit(0)
-        with pytest.raises(ConnectionError, match="the engine refuses: the other process runs"):
-            _core.ClientRings(name, client_index=0, stuck_after_s=1.0)
-        os.waitpid(pid, 0)
-    with pytest.raises(ConnectionError, match="the engine can't be reached"):
-        _core.ClientRings(name, client_index=0, stuck_after_s=1.0)
-
-
-@pytest.mark.skipif(not IS_ROOT, reason="only root can become somebody else")
-def test_strangers_of_another_user(config: VllmConfig) -> None:
-    async def run(engine: Engine) -> None:
-        async with connected(config, engine, 0, count=2) as reader:
-            name = await reader.call("ring_name")
-            pid = os.fork()
-            if pid == 0:
-                answer = b"?"
-                try:
-                    os.setuid(NOBODY)
-                    answer = knock(name, hello(_core.__version__))
-                except ConnectionError:
-                    answer = b""
-                finally:
-                    os._exit(len(answer))
-            wait_until(lambda: os.waitpid(pid, os.WNOHANG) == (pid, 0), what="for the stranger")
-            engine.wait_for_line("refused a connection")
-            (line,) = engine.log_lines("refused a connection")
-            assert f"the other process belongs to user {NOBODY}, this one to user 0" in line
-            assert await reader.call("is_sleeping") is False
 
     with front_end(SPARKSCHED_TRANSPORT="shm"), running_engine(config, num_clients=2) as engine:
         run_async(run(engine))

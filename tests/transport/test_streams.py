@@ -131,26 +131,6 @@ def test_streams_of_a_client_without_a_loop(
 
 
 @TRANSPORTS
-def test_streams_of_two_clients_of_one_engine(transport: str, config: VllmConfig) -> None:
-    async def run(engine: Engine) -> None:
-        async with (
-            connected(config, engine, 0, count=2) as first,
-            connected(config, engine, 1, count=2) as second,
-        ):
-            await asyncio.gather(stream(first, "first"), stream(second, "second"))
-            for reader, other in [(first, "second"), (second, "first")]:
-                assert_transport(reader, transport)
-                check_streams(reader.tokens, reader.finishes)
-                assert not any(it.startswith(other) for it in reader.tokens)
-
-    with (
-        front_end(SPARKSCHED_TRANSPORT=transport),
-        running_engine(config, num_clients=2, SPARKSCHED_TRANSPORT=transport) as engine,
-    ):
-        run_async(run(engine))
-
-
-@TRANSPORTS
 @pytest.mark.parametrize("changes", [{}, MIXTURE], ids=["dense", "mixture"])
 def test_streams_of_one_client_of_two_engines(
     changes: dict[str, Any], transport: str, tmp_path: Path

@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from testkit.executor import EOS_TOKEN_ID, sampled_token
+from testkit.device import EOS_TOKEN_ID, continuation
 
 TIMEOUT_S = 60.0
 NUM_PREFIXES = 8
@@ -83,8 +84,7 @@ class Plan:
         )
         stops = {*self.stop_token_ids, *([] if self.ignore_eos else [EOS_TOKEN_ID])}
         tokens: list[int] = []
-        while len(tokens) < self.max_tokens:
-            token = sampled_token(self.prompt, len(self.prompt) + len(tokens))
+        for token in itertools.islice(continuation(self.prompt), self.max_tokens):
             tokens.append(token)
             if detokenizer.update([token], token in stops) or token in stops:
                 return tokens, "stop"

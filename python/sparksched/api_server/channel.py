@@ -76,8 +76,12 @@ class Channel:
 
     def _handle_end(self, end: "_core.RingEnd") -> None:
         client = self._client()
-        if client is None or not client._finalizer.alive:
-            self._has_ended = True  # this side is closing down itself
+        transport = getattr(self._resources, "sparksched_rings", None)
+        is_drained = end.is_goodbye and transport is not None and transport.is_draining
+        if client is None or not client._finalizer.alive or is_drained:
+            # This side is closing down itself. An engine that was told to end as well has answered
+            # its requests; others may still be answering.
+            self._has_ended = True
             return
         log = logger.info if end.is_goodbye else logger.error
         log("sparksched: engine %d is gone: %s", self.rank, end.reason)

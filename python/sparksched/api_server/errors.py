@@ -44,3 +44,10 @@ class QueueTimeoutError(TryAgainError):
     def __init__(self, waited_s: float | None) -> None:
         after_s = _MAX_RETRY_AFTER_S if waited_s is None else waited_s
         super().__init__(queue_timeout.message(waited_s), after_s)
+
+
+class ShuttingDownError(TryAgainError):
+    """A request that comes while an API server answers its last ones."""
+
+    def __init__(self, after_s: float) -> None:
+        super().__init__("The server is shutting down. Please try again later.", after_s)

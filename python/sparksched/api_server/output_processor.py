@@ -24,8 +24,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+import torch
+from vllm.exceptions import GenerationError
 from vllm.logger import init_logger
-from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestError, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -49,6 +51,9 @@ logger = init_logger("vllm.sparksched")
 # To look up a member of an enumeration takes longer than anything else in the loop.
 _DELTA: Final = RequestOutputKind.DELTA
 _FINAL_ONLY: Final = RequestOutputKind.FINAL_ONLY
+_ERROR: Final = FinishReason.ERROR
+
+EMPTY_CPU_TENSOR: Final = torch.empty(0, device="cpu")
 
 
 # ----------------------------------------------------------------------------------------
@@ -118,8 +123,8 @@ def _looping_over_plain_outputs(  # noqa: PLR0915
                 or output.num_nans_in_logits
                 or not (state.sparksched_is_plain or _becomes_plain(state, put))
             ):
-                if output.stop_reason == QUEUE_TIMEOUT and state.queue is not None:
-                    reqs_to_abort += _give_up(self, state, iteration_stats)
+                if output.finish_reason is _ERROR and _is_failure(state, output):
+                    reqs_to_abort += _give_up(self, state, output, iteration_stats, request_outputs)
                     continue
                 processed = original(
                     self, [output], engine_core_timestamp, iteration_stats, weight_version
@@ -283,17 +288,29 @@ def _finish_at_stop_string(
     return request_output
 
 
+def _is_failure(state: "RequestState", output: EngineCoreOutput) -> bool:
+    """Return whether an output is the end of a request in an error that vLLM can't tell of.
+
+    vLLM 0.32.0 knows no reason but one. A pooling request without a result would end its loop.
+    """
+    if output.stop_reason == QUEUE_TIMEOUT and state.queue is not None:
+        return True
+    has_result = output.pooling_output is not None or output.mm_cache_miss_hashes
+    return state.detokenizer is None and not has_result
+
+
 def _give_up(
     processor: "OutputProcessor",
     state: "RequestState",
+    output: EngineCoreOutput,
     iteration_stats: IterationStats | None,
+    request_outputs: list[RequestOutput | PoolingRequestOutput],
 ) -> list[str]:
-    """Fail the stream of a request that waited too long; return the ids that are to be aborted.
+    """Fail a request and tell whoever waits for it; return the ids that are to be aborted.
 
     Of a request with `n` outputs all are failed: an HTTP answer is of all of them.
     """
-    # Without statistics vLLM doesn't keep when it came.
-    waited_s = None if state.stats is None else time.time() - state.stats.arrival_time
+    error = _error_of(state, output)
     processor._update_stats_from_finished(state, FinishReason.ERROR, iteration_stats)
     aborted: list[str] = []
     if state.parent_req is None:
@@ -301,6 +318,26 @@ def _give_up(
     else:
         aborted = processor.abort_requests([state.parent_req.request_id], internal=True)
         aborted.remove(state.request_id)
-    # Last: it takes the place of whatever waits there.
-    state.queue.put(QueueTimeoutError(waited_s))
+    if state.queue is not None:
+        # Last: it takes the place of whatever waits there.
+        state.queue.put(error)
+    else:
+        why = RequestError(
+            str(output.stop_reason), str(error), retryable=isinstance(error, QueueTimeoutError)
+        )
+        empty = state._new_pooling_output(EMPTY_CPU_TENSOR)
+        request_outputs.append(
+            state._new_request_output(state.external_req_id, [empty], finished=True, error=why)
+        )
     return aborted
+
+
+def _error_of(state: "RequestState", output: EngineCoreOutput) -> GenerationError:
+    if output.stop_reason == QUEUE_TIMEOUT:
+        # Without statistics vLLM doesn't keep when it came.
+        return QueueTimeoutError(
+            None if state.stats is None else time.time() - state.stats.arrival_time
+        )
+    why = getattr(output, "error", None)  # since vLLM 0.33.0
+    error: GenerationError = GenerationError() if why is None else why.to_exception()
+    return error

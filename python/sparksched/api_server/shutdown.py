@@ -1,26 +1,42 @@
-"""Fails each request that is in flight when the engine is shut down.
+"""How an API server shuts down: what is in flight is answered, what comes is refused.
 
-vLLM's `AsyncLLM.shutdown()` has its client report a dead engine, and then cancels the task that
-would tell the requests. If the task is cancelled first, they wait for ever.
+vLLM's `handle_shutdown` (`entrypoints/launchers/launcher.py`) calls `AsyncLLM.shutdown` first, in a
+thread. An API server that has started its engines itself waits there for the engines, and these for
+their requests. One of several API servers waits for nobody: it would close its sockets at once, and
+lose all answers that are in flight, whatever `--shutdown-timeout` says. Here it waits for them.
+
+In the end vLLM's client reports a dead engine, and then cancels the task that would tell the
+requests. If the task is cancelled first, they wait for ever. Here they are told.
 """
 
+import asyncio
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from sparksched.api_server.errors import ShuttingDownError
 from sparksched.compat import patching
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+_LOOK_EACH_S: Final = 0.05
 
-def _telling_who_is_left(original: patching.Function) -> patching.Function:
+_TELLING_S: Final = 1.0
+"""Before the launcher kills API servers, so long at most is left to tell who was not answered."""
+
+
+def _answering_what_is_in_flight(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
-    def shutdown(self: "AsyncLLM", *args: Any, **kwargs: Any) -> None:
+    def shutdown(self: "AsyncLLM", timeout: float | None = None) -> None:
+        if timeout:
+            self.sparksched_shutdown_s = timeout
+            _wait_for_answers(self, timeout)
         try:
-            original(self, *args, **kwargs)
+            original(self, timeout=timeout)
         finally:
             # There is none before the first request.
             handler = getattr(self, "output_handler", None)
@@ -31,3 +47,38 @@ def _telling_who_is_left(original: patching.Function) -> patching.Function:
                     )
 
     return shutdown
+
+
+def _refusing_requests(original: patching.Function) -> patching.Function:
+    @functools.wraps(original)
+    def check_admission(self: "AsyncLLM", *args: Any, **kwargs: Any) -> None:
+        shutdown_s = getattr(self, "sparksched_shutdown_s", None)
+        if shutdown_s is not None:
+            raise ShuttingDownError(shutdown_s)
+        original(self, *args, **kwargs)
+
+    return check_admission
+
+
+def _wait_for_answers(llm: "AsyncLLM", timeout_s: float) -> None:
+    """Wait until each request has its answer, but not to the last moment."""
+    resources = getattr(getattr(llm, "engine_core", None), "resources", None)
+    if resources is None or resources.engine_manager is not None or _is_in_event_loop():
+        return
+    rings = getattr(resources, "sparksched_rings", None)
+    if rings is not None:
+        rings.is_draining = True
+    give_up_at = time.monotonic() + timeout_s - min(_TELLING_S, timeout_s / 10)
+    while llm.output_processor.has_unfinished_requests() and not llm.errored:
+        if time.monotonic() >= give_up_at:
+            return
+        time.sleep(_LOOK_EACH_S)
+
+
+def _is_in_event_loop() -> bool:
+    """Return whether to wait would keep the answers from being made."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -89,6 +89,7 @@ _ASYNC_LLM: Final = "vllm.v1.engine.async_llm"
 _OUTPUT: Final = "vllm.v1.engine.output_processor"
 _SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
 _HASHES: Final = "vllm.v1.core.kv_cache_utils"
+_ARRIVAL: Final = f"{_CORE}:EngineCore.preprocess_add_request"
 _STATS: Final = "vllm.v1.metrics.stats"
 _ENGINE: Final = "EngineCore"
 _API_SERVER: Final = "API server"
@@ -143,23 +144,19 @@ NATIVE_ENGINE: Final = Group(
     name="native_engine",
     process=_ENGINE,
     off="whatever makes the scheduler fall back",
-    gain="prompts are hashed beside the engine's loop; a request that can't be served fails alone",
+    gain="prompts are hashed beside the engine's loop",
     instead="using vLLM's own scheduler",
     is_on=_always,
     moment=Moment.NATIVE_SCHEDULER,
     functions=(
         Seam(
             f"{_CORE}:get_request_block_hasher",
-            "sparksched.engine.hooks:_preferring_native_hasher",
+            "sparksched.engine.hashing:_preferring_native_hasher",
             "prompts are hashed in Rust, without the GIL",
-        ),
-        Seam(
-            f"{_CORE}:EngineCore.preprocess_add_request",
-            "sparksched.engine.hooks:_refusing_unsupported_requests",
-            "refuses a request that the core can't take, alone and with a message",
         ),
     ),
     relied_on=(
+        _ARRIVAL,
         # Whose decisions the Rust core makes as well, and whose functions its callbacks use.
         _SCHEDULER,
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
@@ -217,6 +214,23 @@ NATIVE_ENGINE: Final = Group(
     ),
 )
 
+ARRIVAL: Final = Group(
+    name="arrival",
+    process=_ENGINE,
+    off="`VLLM_SCHEDULER=vllm`",
+    gain="a request that can't be served fails alone",
+    instead="using vLLM's own scheduler and sockets",
+    is_on=_always,
+    functions=(
+        Seam(
+            _ARRIVAL,
+            "sparksched.engine.arrival:_checking_one_at_a_time",
+            "refuses a request that the core can't take, alone and with a message; reads how long "
+            "it may wait; under a lock, because rings and sockets have a thread each",
+        ),
+    ),
+)
+
 ENGINE_TRANSPORT: Final = Group(
     name="engine_transport",
     process=_ENGINE,
@@ -254,27 +268,22 @@ ENGINE_TRANSPORT: Final = Group(
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.output_queue",
-            "sparksched.engine.clients:EngineTransport",
+            "sparksched.engine.links:ClientLinks",
             "sends what the engine's loop puts there at once",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.input_queue",
-            "sparksched.engine.clients:RingTransport",
+            "sparksched.engine.links:RingLinks",
             "receives while the engine's loop waits",
-        ),
-        Seam(
-            f"{_CORE}:EngineCoreProc.preprocess_add_request",
-            "sparksched.engine.core_proc:_share_between_threads",
-            "per engine: takes a lock, because rings and sockets have a thread each",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.tensor_ipc_receiver",
             "sparksched.engine.core_proc:_share_between_threads",
-            "the same",
+            "under a lock, because rings and sockets have a thread each",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.shutdown_state",
-            "sparksched.engine.clients:EngineTransport",
+            "sparksched.engine.links:ClientLinks",
             "set when the last API server is gone, so that the engine stops",
         ),
         Seam(
@@ -285,6 +294,7 @@ ENGINE_TRANSPORT: Final = Group(
         ),
     ),
     relied_on=(
+        _ARRIVAL,
         f"{_CORE}:EngineCoreProc.process_output_sockets",
         f"{_CORE}:EngineCoreProc._process_engine_step",
         f"{_CORE}:EngineCoreProc._process_input_queue",
@@ -356,8 +366,14 @@ CLIENT_TRANSPORT: Final = Group(
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.shutdown",
-            "sparksched.api_server.shutdown:_telling_who_is_left",
-            "fails requests in flight, which may hang in vLLM",
+            "sparksched.api_server.shutdown:_answering_what_is_in_flight",
+            "one of several API servers answers its requests within `--shutdown-timeout`; what is "
+            "left then fails, where in vLLM it may wait for ever",
+        ),
+        Seam(
+            f"{_ASYNC_LLM}:AsyncLLM.check_admission",
+            "sparksched.api_server.shutdown:_refusing_requests",
+            "requests that come meanwhile get 503",
         ),
     ),
     values=(
@@ -365,6 +381,11 @@ CLIENT_TRANSPORT: Final = Group(
             f"{VARIABLES}[VLLM_V1_OUTPUT_PROC_CHUNK_SIZE]",
             "sparksched.api_server.client:_let_streams_catch_up",
             "4,096 in API servers with rings unless the user sets it, so that streams catch up",
+        ),
+        Seam(
+            f"{_ASYNC_LLM}:AsyncLLM",
+            "sparksched.api_server.shutdown:_answering_what_is_in_flight",
+            "gets `sparksched_shutdown_s` when it shuts down",
         ),
         Seam(
             f"{_CLIENT}:MPClient",
@@ -391,6 +412,7 @@ CLIENT_TRANSPORT: Final = Group(
         f"{_CLIENT}:AsyncMPClient.outputs_queue",
         f"{_CLIENT}:DPLBAsyncMPClient.process_engine_outputs",
         f"{_ASYNC_LLM}:AsyncLLM.abort",
+        f"{_ASYNC_LLM}:AsyncLLM.errored",
         f"{_ASYNC_LLM}:AsyncLLM.output_handler",
         f"{_ASYNC_LLM}:AsyncLLM._run_output_handler",
         f"{_OUTPUT}:OutputProcessor.propagate_error",
@@ -455,6 +477,43 @@ OUTPUTS: Final = Group(
         "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer",
         "vllm.v1.engine.parallel_sampling:ParentRequest.get_outputs",
     ),
+)
+
+_RESPONSES: Final = "vllm.entrypoints.openai.responses.serving"
+
+FAILURES: Final = Group(
+    name="failures",
+    process=_API_SERVER,
+    off="`VLLM_SCHEDULER=vllm`",
+    gain="whoever waits for `/v1/responses` learns of an error",
+    instead="errors of `/v1/responses` in the background are told to nobody",
+    is_on=_always,
+    prepare="sparksched.api_server.failures:prepare",
+    functions=(
+        Seam(
+            f"{_RESPONSES}:OpenAIServingResponses._run_background_request",
+            "sparksched.api_server.failures:_failing_in_the_background",
+            "an error makes the stored response `failed`, instead of `queued` for ever",
+        ),
+        Seam(
+            f"{_RESPONSES}:OpenAIServingResponses.responses_stream_generator",
+            "sparksched.api_server.failures:_ending_with_the_error",
+            "an error becomes the event `response.failed`, instead of a broken connection",
+        ),
+        Seam(
+            f"{_RESPONSES}:OpenAIServingResponses.responses_background_stream_generator",
+            "sparksched.api_server.failures:_ending_streams_of_the_background",
+            "a stream ends with that event, instead of never",
+        ),
+    ),
+    values=(
+        Seam(
+            "vllm.entrypoints.anthropic.api_router:logger",
+            "sparksched.api_server.failures:prepare",
+            "gets a filter, as does that of `serving`: no traceback of a 503 of `/v1/messages`",
+        ),
+    ),
+    relied_on=("vllm.entrypoints.openai.responses.protocol:ResponsesResponse",),
 )
 
 METRICS_PAGE: Final = Group(
@@ -525,9 +584,11 @@ RECORDED_SERVER: Final = Group(
 GROUPS: Final = (
     CHOICE,
     NATIVE_ENGINE,
+    ARRIVAL,
     ENGINE_TRANSPORT,
     CLIENT_TRANSPORT,
     OUTPUTS,
+    FAILURES,
     METRICS_PAGE,
     RECORDED_ENGINE,
     RECORDED_SERVER,

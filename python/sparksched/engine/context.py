@@ -3,10 +3,11 @@
 vLLM loads plugins within its engine's constructor. So the constructor can't be replaced any more,
 and it tells neither the scheduler nor the hasher which engine they belong to. The first function of
 ours that gets the engine as an argument makes the context; that is after construction. What the
-scheduler tells the hasher before that goes through the thread: see `hooks`.
+scheduler tells the hasher before that goes through the thread: see `hashing`.
 """
 
 import sys
+import threading
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class EngineContext:
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = _if_native(scheduler)
         """The engine's scheduler, if it is native or verified; None if it is vLLM's own."""
+        self.arrival = threading.Lock()
+        """Held while a request is prepared."""
         self.offer: Offer | None = None
         """What the engine tells its clients; None until its input thread starts."""
         self.transport: Transport | None = None

@@ -1,14 +1,17 @@
-"""Which requests the engine refuses where they arrive, and why.
+"""Which requests the engine refuses where they arrive, why, and how long others may wait.
 
 Since vLLM 0.33.0 the client gets the reason. Before, it only learns that its request has failed.
 """
 
-from typing import Any
+from typing import Any, Final
 
 from vllm.exceptions import VLLMValidationError
 
 from sparksched.environment import QUEUE_TIMEOUT_S
 from sparksched.shared import queue_timeout
+
+WAIT_S: Final = "sparksched_wait_s"
+"""An attribute of vLLM's `Request`: for how many seconds it may wait to be scheduled, or None."""
 
 
 class UnsupportedRequestError(VLLMValidationError, ValueError):  # type: ignore[misc]

@@ -40,11 +40,10 @@ from sparksched.engine.encoder_inputs import EncoderInputs
 from sparksched.engine.encoder_transfer import EncoderTransfer
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
-from sparksched.engine.order import hints_of
-from sparksched.engine.request_errors import refuse_unsupported_inputs
+from sparksched.engine.request_errors import WAIT_S, refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
 from sparksched.environment import Order, Pacing, queue_timeout_s
-from sparksched.shared import queue_timeout
+from sparksched.shared.order import hints_of
 
 if TYPE_CHECKING:
     from sparksched._core import EngineMeters, QueueWatch
@@ -123,7 +122,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self._aux_outputs = self._build_aux_outputs(config)
         connectors = (self._kv_transfer, self._encoder_transfer, self._aux_outputs)
         self._has_connectors = any(connector is not None for connector in connectors)
-        self._queue_timeout_s = queue_timeout_s()
+        self.queue_timeout_s = queue_timeout_s()
+        """For how long the operator lets requests wait to be scheduled, in seconds, or None."""
         self._order: Order | None = None
         self._core = SchedulerCore(
             config,
@@ -317,23 +317,12 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         if session is None or session.streaming_queue is None:
             sessions.open_session(request)
             hints = ("", None) if self._order is None else hints_of(request)
-            self._core.add_request(
-                request, time.monotonic(), self.time_to_wait_s(request), *hints
-            )
+            wait_s = getattr(request, WAIT_S, None)
+            self._core.add_request(request, time.monotonic(), wait_s, *hints)
             if self.connector is not None:
                 self.connector.on_new_request(request)
         else:
             self._continue_session(session, StreamingUpdate.from_request(request))
-
-    def time_to_wait_s(self, request: Any) -> float | None:
-        """Return for how long a request, or its message, may wait to be scheduled; None for ever.
-
-        Raises:
-            QueueTimeoutArgumentError: if it says itself for how long, but not in seconds.
-
-        """
-        limits = (self._queue_timeout_s, queue_timeout.own_limit_s(request.sampling_params))
-        return min((limit for limit in limits if limit is not None), default=None)
 
     def take_expired(self) -> list[Request]:
         """Return requests that have never been scheduled, and whose time for that is up.
@@ -348,7 +337,6 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
 
     def refuse_unsupported_inputs(self, request: Any) -> None:
         """Raise `VLLMValidationError` for a request, or its message, that can't be served."""
-        queue_timeout.own_limit_s(request.sampling_params)
         if self._order is not None:
             hints_of(request)
         refuse_unsupported_inputs(

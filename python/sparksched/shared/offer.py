@@ -120,19 +120,20 @@ def read_offer(payload: bytes) -> tuple[int, Offer | None]:
 @functools.cache
 def host_identity() -> str:
     """Name the host and its network namespace: abstract names are known within these."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/net")
-    except OSError:
-        # Without /proc nothing is known to be local.
-        return f"process {os.getpid()}"
-    return f"{boot_id} {namespace}"
+    return _namespace("net")
 
 
 @functools.cache
 def pid_namespace() -> str:
-    """Name the namespace in which process ids of this process's family mean something."""
+    """Name the host and the namespace in which process ids of this family mean something."""
+    return _namespace("pid")
+
+
+def _namespace(kind: str) -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
+        # Without /proc nothing is known to be local.
         return f"process {os.getpid()}"
+    return f"{boot_id} {namespace}"

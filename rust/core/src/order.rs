@@ -78,8 +78,6 @@ pub struct TenantReading {
     pub num_waiting: usize,
     /// Requests that have not ended.
     pub num_unfinished: usize,
-    /// Tokens that its requests have cost, prompts and outputs, since it last had none.
-    pub num_tokens: f64,
 }
 
 /// Gives arriving requests their priorities.
@@ -129,6 +127,7 @@ impl Order {
                 (queue.enter(number, arrival, ttft_s), num_prompt_tokens)
             }
             Rule::Aging { s_per_priority } => {
+                #[expect(clippy::cast_precision_loss, reason = "exact within these bounds")]
                 let priority = arrival.priority.clamp(-MOST_URGENT, MOST_URGENT) as f64;
                 (micros(arrival.time + priority * *s_per_priority), cost)
             }
@@ -178,7 +177,6 @@ impl Order {
             name: Arc::clone(name),
             num_waiting: it.num_waiting,
             num_unfinished: it.num_unfinished,
-            num_tokens: it.num_tokens,
         })
     }
 }
@@ -208,10 +206,10 @@ struct Tenant {
     mean_output: f64,
     num_waiting: usize,
     num_unfinished: usize,
-    num_tokens: f64,
 }
 
 impl Tenant {
+    #[expect(clippy::cast_precision_loss, reason = "a limit of tokens, or none to speak of")]
     fn expected_output(&self, max_tokens: u64) -> f64 {
         self.mean_output.min(max_tokens as f64)
     }
@@ -258,7 +256,6 @@ impl Tenants {
             mean_output,
             num_waiting: 0,
             num_unfinished: 0,
-            num_tokens: 0.0,
         });
         tenant.num_waiting += 1;
         tenant.num_unfinished += 1;
@@ -275,7 +272,6 @@ impl Tenants {
         self.num_unfinished -= 1;
         let Some(tenant) = self.by_name.get_mut(&ticket.tenant) else { return };
         tenant.num_unfinished -= 1;
-        tenant.num_tokens += actual;
         let correction = virtual_cost(actual - ticket.cost, tenant.weight);
         tenant.finish = tenant.finish.saturating_add(correction);
         if ticket.num_cached_tokens.is_some() {
@@ -329,11 +325,11 @@ impl DeadlineQueue {
         self.pass_time(arrival.now);
         let num_tokens = f64::from(arrival.num_uncached_tokens);
         let mut deadline = micros(arrival.time + ttft_s);
-        if let Some(speed) = self.speed() {
-            if !self.fits(deadline, ttft_s * speed - num_tokens) {
-                let fcfs_s = (self.num_tokens + num_tokens) / speed;
-                deadline = micros(arrival.time + fcfs_s + ttft_s);
-            }
+        if let Some(speed) = self.speed()
+            && !self.fits(deadline, ttft_s * speed - num_tokens)
+        {
+            let fcfs_s = (self.num_tokens + num_tokens) / speed;
+            deadline = micros(arrival.time + fcfs_s + ttft_s);
         }
         self.waiting.insert((deadline, number), num_tokens);
         self.num_tokens += num_tokens;

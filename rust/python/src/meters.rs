@@ -7,11 +7,11 @@ use std::time::Duration;
 use pyo3::exceptions::PyConnectionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use sparksched_core::{PacingReport, WaitCounts, WaitReason};
+use sparksched_core::{PacingReport, TenantReading, WaitCounts, WaitReason};
 use sparksched_entry_points::entry_points;
 use sparksched_meters::{
-    HistogramReading, MAX_WAIT_REASONS, MeterPage, MeterView, NUM_BOUNDS, PacingReading,
-    RingsReading, Traffic, bound_ns,
+    HistogramReading, MAX_TENANTS, MAX_WAIT_REASONS, MeterPage, MeterReader, NUM_BOUNDS,
+    PacingReading, RingsReading, Traffic, bound_ns,
 };
 use sparksched_shm::ShmError;
 
@@ -20,7 +20,7 @@ use crate::step_timer::StepSink;
 
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyEngineMeters>()?;
-    module.add_class::<MeterReader>()?;
+    module.add_class::<PyMeterReader>()?;
     module.add_function(wrap_pyfunction!(meter_bounds_s, module)?)
 }
 
@@ -80,6 +80,32 @@ impl StepSink for PageSink {
         self.0.meters().steps().set_waits(counts.by_reason());
     }
 
+    fn set_tenants(&self, mut tenants: Vec<TenantReading>) {
+        if tenants.len() > MAX_TENANTS {
+            let fewer = |it: &TenantReading| std::cmp::Reverse(it.num_unfinished);
+            tenants.select_nth_unstable_by_key(MAX_TENANTS, fewer);
+        }
+        let reading = |it: &TenantReading| sparksched_meters::TenantReading {
+            name: it.name.to_string(),
+            num_waiting: it.num_waiting as u64,
+            num_unfinished: it.num_unfinished as u64,
+        };
+        let (largest, rest) = tenants.split_at(MAX_TENANTS.min(tenants.len()));
+        let mut told: Vec<_> = largest.iter().map(reading).collect();
+        if !rest.is_empty() {
+            let others =
+                rest.iter().map(reading).reduce(|sum, it| sparksched_meters::TenantReading {
+                    name: String::new(),
+                    num_waiting: sum.num_waiting + it.num_waiting,
+                    num_unfinished: sum.num_unfinished + it.num_unfinished,
+                });
+            told.extend(
+                others.map(|it| sparksched_meters::TenantReading { name: String::new(), ..it }),
+            );
+        }
+        self.0.meters().tenants().set(&told);
+    }
+
     fn set_pacing(&self, report: &PacingReport) {
         self.0.meters().pacing().set(PacingReading {
             chunk_tokens: report.chunk_tokens.into(),
@@ -131,22 +157,22 @@ impl PyEngineMeters {
 // The readers' side
 // ----------------------------------------------------------------------------------------
 
-#[pyclass(module = "sparksched._core", frozen)]
-struct MeterReader {
-    view: MeterView,
+#[pyclass(name = "MeterReader", module = "sparksched._core", frozen)]
+struct PyMeterReader {
+    reader: MeterReader,
 }
 
 #[entry_points(MeterReader)]
 #[pymethods]
-impl MeterReader {
+impl PyMeterReader {
     #[new]
     #[pyo3(signature = (*, pid, fd, id))]
     fn new(pid: u32, fd: u32, id: u128) -> PyResult<Self> {
-        Ok(Self { view: MeterView::open(pid, fd, id).map_err(connection_error)? })
+        Ok(Self { reader: MeterReader::open(pid, fd, id).map_err(connection_error)? })
     }
 
     fn steps<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        let Some(reading) = self.view.steps() else { return Ok(None) };
+        let Some(reading) = self.reader.steps() else { return Ok(None) };
         let steps = PyDict::new(py);
         steps.set_item("schedule", histogram(py, &reading.schedule)?)?;
         steps.set_item("update_from_output", histogram(py, &reading.update)?)?;
@@ -159,13 +185,19 @@ impl MeterReader {
         }
         steps.set_item("waiting_for", waiting_for)?;
         steps.set_item("num_queue_timeouts", reading.num_queue_timeouts)?;
-        let pacing = self.view.pacing().map(|it| pacing(py, it)).transpose()?;
+        let pacing = self.reader.pacing().map(|it| pacing(py, it)).transpose()?;
         steps.set_item("pacing", pacing)?;
         Ok(Some(steps))
     }
 
+    fn tenants(&self) -> PyResult<Option<Vec<(String, u64, u64)>>> {
+        let triple =
+            |it: sparksched_meters::TenantReading| (it.name, it.num_waiting, it.num_unfinished);
+        Ok(self.reader.tenants().map(|tenants| tenants.into_iter().map(triple).collect()))
+    }
+
     fn rings<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        let Some(reading) = self.view.rings() else { return Ok(None) };
+        let Some(reading) = self.reader.rings() else { return Ok(None) };
         let RingsReading { to_engine, to_client, num_rescues, num_lost } = reading;
         let rings = PyDict::new(py);
         rings.set_item("to_engine", traffic(py, to_engine)?)?;

@@ -6,7 +6,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sparksched_core::{PacingReport, Scheduler, WaitCounts};
+use sparksched_core::{PacingReport, Scheduler, TenantReading, WaitCounts};
+
+/// There may be many tenants: they are looked at once in so long.
+const TENANTS_EACH: Duration = Duration::from_secs(1);
 
 /// Where times and counts go.
 pub(crate) trait StepSink: Send + Sync {
@@ -20,6 +23,8 @@ pub(crate) trait StepSink: Send + Sync {
     fn set_requests(&self, num_running: usize, num_waiting: usize);
     /// So many wait for what.
     fn set_waits(&self, counts: &WaitCounts);
+    /// These tenants have requests.
+    fn set_tenants(&self, tenants: Vec<TenantReading>);
     /// So paced prefill stands.
     fn set_pacing(&self, report: &PacingReport);
 }
@@ -33,6 +38,8 @@ pub(crate) struct StepTimer {
     sink: Option<Arc<dyn StepSink>>,
     /// What was reported last.
     waits: WaitCounts,
+    /// When tenants were reported last.
+    tenants_at: Option<Instant>,
     /// When the last update ended, if it left work and no step was scheduled since.
     updated_at: Option<Instant>,
     /// When the step that is being decided in several calls began.
@@ -92,6 +99,10 @@ impl StepTimer {
         if waits != self.waits {
             sink.set_waits(&waits);
             self.waits = waits;
+        }
+        if scheduler.is_ordered() && self.tenants_at.is_none_or(|at| at.elapsed() >= TENANTS_EACH) {
+            sink.set_tenants(scheduler.tenants().collect());
+            self.tenants_at = Some(Instant::now());
         }
         if self.updated_at.is_some() && scheduler.num_unfinished_requests() <= 0 {
             self.updated_at = None;

@@ -116,3 +116,23 @@ pub fn first<T: OfAtomics>(map: &MmapRaw) -> &T {
     // `T` consists of atomics. One that may only be read is only handed to who only loads.
     unsafe { &*map.as_ptr().cast::<T>() }
 }
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::ftruncate;
+
+    use super::*;
+
+    /// Also where a page is larger than what is asked for, or ends in the middle of it.
+    #[test]
+    fn all_of_it_is_allocated_when_it_is_made() {
+        for bytes in [PAGE_BYTES, 3 * PAGE_BYTES, (1 << 16) + PAGE_BYTES, 16 << 20] {
+            let fd = create("sparksched-test", bytes).unwrap();
+            let stat = fstat(&fd).unwrap();
+            assert_eq!(stat.st_size.cast_unsigned(), bytes as u64);
+            assert!(stat.st_blocks * 512 >= stat.st_size, "{} blocks", stat.st_blocks);
+            // And nobody can take it away again.
+            assert_eq!(ftruncate(&fd, 0), Err(Errno::PERM));
+        }
+    }
+}

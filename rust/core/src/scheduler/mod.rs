@@ -213,6 +213,12 @@ impl Scheduler {
         }
     }
 
+    /// Whether requests get their priorities here.
+    #[must_use]
+    pub fn is_ordered(&self) -> bool {
+        self.order.is_some()
+    }
+
     /// The tenants that have requests, if requests are ordered.
     pub fn tenants(&self) -> impl Iterator<Item = TenantReading> {
         self.order.iter().flat_map(Order::tenants)

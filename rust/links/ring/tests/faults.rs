@@ -19,7 +19,7 @@ use common::{
 use rustix::io::FdFlags;
 use rustix::process::{Pid, Signal, getpid, kill_process};
 use sparksched_ring::client::ClientRings;
-use sparksched_ring::engine::{EngineEvent, EngineRings};
+use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
 use sparksched_ring::link::{End, Event};
 use sparksched_ring::points;
 
@@ -91,7 +91,7 @@ static OCCURRENCES: AtomicU64 = AtomicU64::new(0);
 static IS_ARMED: AtomicBool = AtomicBool::new(true);
 
 fn meet_fate(point: &str) {
-    let fate = FATE.get().expect("set before the hook");
+    let fate = FATE.get().expect("set before the listener");
     let is_it = point == fate.point && IS_ARMED.load(Relaxed);
     if is_it && OCCURRENCES.fetch_add(1, Relaxed) + 1 == fate.occurrence {
         kill_process(getpid(), fate.signal).unwrap();
@@ -130,7 +130,7 @@ fn child_main() {
     };
     let fate = Fate { point: variable("POINT"), occurrence: number("OCCURRENCE"), signal };
     assert!(FATE.set(fate).is_ok());
-    points::HOOK.set(meet_fate).unwrap();
+    points::LISTENER.set(meet_fate).unwrap();
     let task = Task {
         name: variable("NAME"),
         total: number("TOTAL"),
@@ -742,4 +742,66 @@ fn a_child_with_copies_of_the_descriptors_hides_no_end() {
         engine.close(Duration::ZERO);
     }
     holdings.assert_unchanged("after clients with children");
+}
+
+// ------------------------------------------------------------------------------------
+// A watcher thread that panics
+// ------------------------------------------------------------------------------------
+
+/// A watcher makes a round in a fraction of this.
+const WATCHED_EVERY: Duration = Duration::from_secs(1);
+
+static PANICS: AtomicBool = AtomicBool::new(false);
+
+/// Of all watchers of this process one at a time panics.
+fn panic_when_armed(point: &str) {
+    assert!(point != points::WATCHING || !PANICS.swap(false, Relaxed), "a test wants this panic");
+}
+
+fn its_end(client: &ClientRings) -> Option<End> {
+    client.receive(64).into_iter().find_map(|event| match event {
+        Event::End(end) => Some(end),
+        _ => None,
+    })
+}
+
+/// Nobody would learn of a death any more, so its links end.
+#[test]
+fn links_end_with_the_thread_that_watches_them() {
+    let _deadline = Deadline::after(LAST_RESORT, "broken watchers");
+    let _turn = turn();
+    points::LISTENER.set(panic_when_armed).unwrap();
+    let holdings = Holdings::now();
+    for _ in 0..4 {
+        let name = fresh_name("broken-watcher");
+        let options = EngineOptions { stuck_after: WATCHED_EVERY, ..engine_options(2, RING_BYTES) };
+        let engine = listen(&name, options);
+        let client = connect(&name, &client_options(0), || false).unwrap();
+        // Whichever of the two it is that panics: both sides see the end, and neither a death.
+        PANICS.store(true, Relaxed);
+        let mut of_client = None;
+        until("the client sees an end", || {
+            of_client = of_client.or_else(|| its_end(&client));
+            of_client.is_some()
+        });
+        let mut of_engine = None;
+        until("the engine sees an end", || {
+            for event in engine.receive(Some(Duration::from_millis(1))) {
+                if let EngineEvent::Link { event: Event::End(end), .. } = event {
+                    of_engine = Some(end);
+                }
+            }
+            of_engine.is_some()
+        });
+        let ends = (of_client.unwrap(), of_engine.unwrap());
+        assert!(
+            matches!(ends, (End::HungUp, End::Closed) | (End::Closed, End::HungUp)),
+            "{ends:?}"
+        );
+        if of_engine == Some(End::HungUp) {
+            // Nobody could be watched: nobody is let in.
+            assert!(ClientRings::connect(&name, client_options(1)).is_err());
+        }
+    }
+    holdings.assert_unchanged("after broken watchers");
 }

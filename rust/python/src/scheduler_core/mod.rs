@@ -1,7 +1,7 @@
 //! `SchedulerCore`: the core scheduler with the Python objects that belong to its requests.
 
 mod ends;
-mod outputs;
+mod update;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,19 +12,19 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PySet, PyString, PyTuple};
 use sparksched_core::{
     BlockHasher, OrderHints, OrderSettings, PacingSettings, PauseState, RequestIndex,
-    RequestOutput, RequestStatus, Scheduler, StepKnobs, TenantReading,
+    RequestOutput, RequestStatus, Scheduler, StepKnobs,
 };
 use sparksched_entry_points::entry_points;
 
 use crate::block_observer::BlockObserver;
 use crate::callbacks::{AuxOutputs, EncoderTransfer, KvTransfer, PyCallbacks, PythonFunctions};
-use crate::client_outputs::OutputWriter;
 use crate::config::scheduler_config;
 use crate::convert::{
     self, EncoderStep, ExtraKeysReader, OtherStats, RequestView, SchedulerOutputBuilder, StepExtras,
 };
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
+use crate::message_writer::MessageWriter;
 use crate::pacing::Pacer;
 use crate::snapshot;
 use crate::step_timer::{StepSink, StepTimer};
@@ -34,7 +34,7 @@ pub(crate) struct SchedulerCore {
     scheduler: Scheduler,
     entries: Entries,
     scheduler_output_builder: SchedulerOutputBuilder,
-    output_writer: OutputWriter,
+    message_writer: MessageWriter,
     functions: PythonFunctions,
     extra_keys: ExtraKeysReader,
     block_observer: BlockObserver,
@@ -46,8 +46,6 @@ pub(crate) struct SchedulerCore {
     timer: StepTimer,
     /// Chooses the knobs of each step, if prompts are paced.
     pacer: Option<Pacer>,
-    /// Requests get their priorities here.
-    is_ordered: bool,
     /// The knobs of the last step.
     knobs: StepKnobs,
     /// They were chosen for it, by whom ever, and are not just those that are configured.
@@ -106,7 +104,7 @@ impl SchedulerCore {
             scheduler,
             entries: Entries::default(),
             scheduler_output_builder: SchedulerOutputBuilder::import(py, uses_mrope)?,
-            output_writer: OutputWriter::import(py, encode_part)?,
+            message_writer: MessageWriter::import(py, encode_part)?,
             functions: PythonFunctions {
                 accept_tokens,
                 validate_tokens,
@@ -123,7 +121,6 @@ impl SchedulerCore {
             guard: Guard::default(),
             timer: StepTimer::default(),
             pacer: None,
-            is_ordered: false,
             knobs,
             are_knobs_chosen: false,
             places: PyDict::new(py).unbind(),
@@ -165,7 +162,7 @@ impl SchedulerCore {
         if let Some(seconds) = queue_timeout_s {
             self.scheduler.set_queue_deadline(index, now + seconds);
         }
-        if self.is_ordered {
+        if self.scheduler.is_ordered() {
             // So that others decide with it, too.
             let priority = self.scheduler.request(index).priority();
             request.setattr(intern!(py, "priority"), priority)?;
@@ -241,15 +238,7 @@ impl SchedulerCore {
             "aging" => OrderSettings::Aging(seconds),
             _ => return Err(PyValueError::new_err(format!("there is no order {order:?}"))),
         });
-        self.is_ordered = true;
         Ok(())
-    }
-
-    fn tenants(&self) -> PyResult<Vec<(String, usize, usize, f64)>> {
-        let reading = |it: TenantReading| {
-            (it.name.to_string(), it.num_waiting, it.num_unfinished, it.num_tokens)
-        };
-        Ok(self.scheduler.tenants().map(reading).collect())
     }
 
     #[by(stopping)]
@@ -419,7 +408,7 @@ impl SchedulerCore {
 
     #[by(stopping)]
     fn encode_outputs_for(&mut self, client_index: i64) -> PyResult<()> {
-        self.output_writer.encode_for(client_index);
+        self.message_writer.encode_for(client_index);
         Ok(())
     }
 
@@ -454,7 +443,7 @@ impl SchedulerCore {
             kv_transfer: self.kv_transfer.take_stats(py, &self.scheduler)?,
             encoder_transfer: None,
         };
-        let types = &self.output_writer.types;
+        let types = &self.message_writer.types;
         types.scheduler_stats(py, &stats, &others).map(Some)
     }
 

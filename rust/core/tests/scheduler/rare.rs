@@ -1,8 +1,6 @@
 //! Decisions that hang on one token or one block, which random lives seldom come to.
 
-mod common;
-
-use common::{Answers, config, new_request};
+use crate::common::{Answers, config, new_request};
 use sparksched_core::{
     ExternalHit, KvCacheGroupConfig, KvTransferConfig, NewRequest, RequestStatus, ScheduledOutput,
     Scheduler, SchedulerConfig, SessionInput, Speculation, StopConditions,

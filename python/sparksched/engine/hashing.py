@@ -1,8 +1,7 @@
 """What the native scheduler changes in the engine around it.
 
-It replaces two functions of `vllm.v1.engine.core`, and only in a process that has built a native
-scheduler. One makes the function that hashes prompts. The other turns an arriving message into a
-`Request`: this is the last place where a request can be refused without harm to others.
+It replaces `vllm.v1.engine.core.get_request_block_hasher`, and only in a process that has built a
+native scheduler. Requests are checked where they arrive: see `arrival`.
 
 The engine's constructor builds the scheduler, and then asks for a hasher without naming scheduler
 or engine. So the thread keeps what the hasher needs, from the one call to the other.
@@ -19,11 +18,9 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from sparksched._core import NativeBlockHasher, read_prompt
+from sparksched._core import NativeBlockHasher
 from sparksched.compat import patching, seams
-from sparksched.engine.context import context_of
 from sparksched.engine.extra_keys import extra_keys_writer
-from sparksched.engine.request_errors import refuse_limited_time
 from sparksched.engine.scheduler import NativeScheduler
 
 BlockHasher = Callable[[Request], list[bytes]]
@@ -68,12 +65,15 @@ def forget_pending_scheduler() -> None:
 
 
 def prepare_engine(scheduler: NativeScheduler) -> None:
-    """Replace the two functions, if an engine is what has had this scheduler built."""
+    """Replace functions of the engine, if one is what has had this scheduler built."""
     if _ENGINE_MODULE not in sys.modules:
         return
     if scheduler.vllm_config.cache_config.enable_prefix_caching:
         _pending.scheduler = weakref.ref(scheduler)
     patching.apply(seams.NATIVE_ENGINE)
+    patching.apply(
+        seams.ARRIVAL
+    )  # it is done before, unless the scheduler is asked for by its name
 
 
 def _preferring_native_hasher(original: patching.Function) -> patching.Function:
@@ -95,21 +95,3 @@ def _preferring_native_hasher(original: patching.Function) -> patching.Function:
         return hasher
 
     return get_request_block_hasher
-
-
-def _refusing_unsupported_requests(original: patching.Function) -> patching.Function:
-    @functools.wraps(original)
-    def preprocess_add_request(self: Any, request: Any) -> Any:
-        # The front end has refused it already, unless it runs without the plugin. An error here
-        # ends this request alone; one from the scheduler would end the engine.
-        scheduler = context_of(self).scheduler
-        if scheduler is None:
-            return original(self, request)
-        scheduler.refuse_unsupported_inputs(request)
-        if not hasattr(self, "input_queue"):  # no process, and no loop, of its own
-            refuse_limited_time(request, scheduler.time_to_wait_s(request))
-        preprocessed = original(self, request)
-        read_prompt(preprocessed[0], extra_keys=scheduler.extra_keys)
-        return preprocessed
-
-    return preprocess_add_request

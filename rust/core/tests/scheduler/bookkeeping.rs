@@ -4,12 +4,10 @@
 //!
 //! `SPARKSCHED_CORE_OPERATIONS` says how many operations, `SPARKSCHED_CORE_SEED` where they begin.
 
-mod common;
-
 use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
 
-use common::{BLOCK_SIZE, Chance, config, new_request};
+use crate::common::{BLOCK_SIZE, Chance, config, new_request};
 use sparksched_core::{
     AuxOutputs, BlockId, BlockPool, EcConnector, EncoderInputs, ExternalAllocation, ExternalHit,
     Fallible, GrammarState, Grammars, JournalConfig, KvCacheGroupConfig, KvConnector,

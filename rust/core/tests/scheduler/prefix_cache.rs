@@ -1,9 +1,7 @@
 //! Prefix hits against their definition: the longest prefix that every group can go on from, found
 //! by trying all lengths.
 
-mod common;
-
-use common::{Answers, BLOCK_SIZE, config, new_request};
+use crate::common::{Answers, BLOCK_SIZE, config, new_request};
 use proptest::prelude::*;
 use sparksched_core::{GroupId, KvCacheGroupConfig, ScheduledOutput, Scheduler, StateMode};
 
