@@ -279,7 +279,7 @@ def test_a_storm_before_the_rust_front_end(
     ]
     variables = vllm_rs.variables()
     # Nobody resets what runs, so blocks alone have to be scarce.
-    with serving(model, tmp_path / "log", num_blocks=60, environment=variables) as server:
+    with serving(model, tmp_path / "log", num_blocks=70, environment=variables) as server:
         chosen = [wanted[at] for at in known]
         answers = asyncio.run(ask_all(server, chosen, is_storm=True, resets=False))
         check(server, chosen, answers, [in_peace[at] for at in known], with_text=False)
