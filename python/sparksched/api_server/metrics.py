@@ -238,7 +238,9 @@ def _families(engines: Sequence[ShownEngine]) -> Iterator[Metric]:
     rings = [(engine, found) for engine, it in readings if it is not None and (found := it.rings())]
     if steps:
         yield from _step_families(steps)
-    tenants = [(view, found) for view, it in readings if it is not None and (found := it.tenants())]
+    tenants = [
+        (engine, found) for engine, it in readings if it is not None and (found := it.tenants())
+    ]
     if tenants:
         yield from _tenant_families(tenants)
     if rings:
@@ -281,15 +283,15 @@ def _queue_families(readings: _Readings) -> Iterator[Metric]:
 def _tenant_families(readings: _Readings) -> Iterator[Metric]:
     waiting = GaugeMetricFamily(*_TENANTS_WAITING, labels=(*LABELS, "tenant"))
     unfinished = GaugeMetricFamily(*_TENANTS_UNFINISHED, labels=(*LABELS, "tenant"))
-    for view, tenants in readings:
+    for engine, tenants in readings:
         # Two long names may begin alike, and then are one here.
         sums: dict[str, tuple[int, int]] = {}
         for name, num_waiting, num_unfinished in tenants:
             before = sums.get(name, (0, 0))
             sums[name] = (before[0] + num_waiting, before[1] + num_unfinished)
         for name, (num_waiting, num_unfinished) in sums.items():
-            waiting.add_metric([*view.labels, name], num_waiting)
-            unfinished.add_metric([*view.labels, name], num_unfinished)
+            waiting.add_metric([*engine.labels, name], num_waiting)
+            unfinished.add_metric([*engine.labels, name], num_unfinished)
     yield waiting
     yield unfinished
 
