@@ -1,7 +1,8 @@
 """Who waits while a long prompt is computed, if the GPU is only a timer? Stock vLLM and sparksched.
 
-Streams decode, a long prompt comes, and short requests all along. A step takes 5.2 ms, 19 ms more
-with prompts in it, and 50 µs more for each token of them: about what a mixture of experts takes.
+Streams decode while prompts come: a long one and short ones, one of 60,000 tokens each 8 s beside
+requests of 500 at random, or ten of 20,000 at once. A step takes 5.2 ms, 19 ms more with prompts in
+it, and 50 µs more for each token of them: about what a mixture of experts takes.
 Sides are vLLM, vLLM with a fixed threshold for long prompts, and sparksched with paced prefill;
 each is an `AsyncLLM` with an engine of its own, as in `bench.micro.host_path`, and has the machine
 to itself while it is measured. Each figure is the median over rounds.
@@ -13,12 +14,11 @@ import argparse
 import asyncio
 import itertools
 import math
-import statistics
+import random
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -33,14 +33,42 @@ PROMPT_TOKEN_US = 50.0
 
 NUM_STREAMS = 16
 LONG_TOKENS = 60_000
-SHORT_TOKENS = 100
-SHORT_EVERY_S = 0.5
 SETTLE_S = 0.5
-MAX_STALL_MS = 120
-PREFILL_SHARE = 0.5
+MAX_SLOWDOWN = 2.5
+
+Load = list[tuple[float, int]]
+"""When a prompt comes, in seconds, and its tokens."""
+
+
+def _one_long(tokens: int) -> Load:
+    return [(0.0, tokens), *((0.5 * turn, 100) for turn in range(1, 7))]
+
+
+def _each_8_s() -> Load:
+    chance, at, load = random.Random(1), 0.0, [(8.0 * turn, LONG_TOKENS) for turn in range(4)]
+    while (at := at + chance.expovariate(3)) < 30:
+        load.append((at, 500))
+    return sorted(load)
+
+
+LOADS: dict[str, Load] = {
+    f"{LONG_TOKENS} tokens": _one_long(LONG_TOKENS),
+    "60,000 each 8 s, 3/s of 500": _each_8_s(),
+    "ten of 20,000 at once": [(0.0, 20_000)] * 10,
+}
 
 THRESHOLD = "vLLM, threshold 1,024"
 PACED = "sparksched, paced"
+PACED_50_MS = "sparksched, paced, 50 ms"
+
+
+def _paced(max_stall_ms: int) -> dict[str, str]:
+    return {
+        "SPARKSCHED_MAX_STALL_MS": str(max_stall_ms),
+        "SPARKSCHED_MAX_SLOWDOWN": str(MAX_SLOWDOWN),
+    }
+
+
 SIDES: dict[str, Row] = {
     STOCK: {"scheduler": STOCK},
     THRESHOLD: {
@@ -48,50 +76,48 @@ SIDES: dict[str, Row] = {
         "engine_arguments": {"long_prefill_token_threshold": 1024},
     },
     OURS: {"scheduler": OURS},
-    PACED: {
-        "scheduler": OURS,
-        "environment": {
-            "SPARKSCHED_MAX_STALL_MS": str(MAX_STALL_MS),
-            "SPARKSCHED_PREFILL_SHARE": str(PREFILL_SHARE),
-        },
-    },
+    PACED: {"scheduler": OURS, "environment": _paced(200)},
+    PACED_50_MS: {"scheduler": OURS, "environment": _paced(50)},
 }
 
 
 class MixedClient(Client):
     """Sends the load."""
 
-    async def mixed(self, number: int, long_tokens: int) -> Row:
+    async def mixed(self, number: int, load: Load) -> Row:
         """Make one round; return what it was like for whom."""
         await self._ask_engine("set_step_ms", STEP_MS)
         await self._ask_engine("set_prompt_times", PROMPT_MS, PROMPT_TOKEN_US)
         times: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
-        first_s: list[float] = []
         async with self._running(self._note(it, times[it], number) for it in range(NUM_STREAMS)):
             while not all(times):
                 await asyncio.sleep(POLL_S)
             await asyncio.sleep(SETTLE_S)
             start = time.perf_counter()
-            long = asyncio.ensure_future(self._first_token(f"long-{number}", long_tokens, 1))
-            shorts = []
-            while not long.done():
-                await asyncio.wait([long], timeout=SHORT_EVERY_S)
-                if not long.done():
-                    name = f"short-{number}-{len(shorts)}"
-                    shorts.append(asyncio.ensure_future(self._first_token(name, SHORT_TOKENS, 4)))
-            end = start + await long
-            first_s = await asyncio.gather(*shorts)
+            come = [self._come(start + at, tokens) for at, tokens in load]
+            first_s = await asyncio.gather(*come)
+            end = time.perf_counter()
         await self._ask_engine("set_prompt_times", 0.0, 0.0)
         await self._clean_up()
         inside = [[at for at in it if start <= at <= end] for it in times]
         gaps = [now - before for it in inside for before, now in itertools.pairwise(it)]
-        return {
+        most = max(tokens for _, tokens in load)
+        long_s = [it for it, (_, tokens) in zip(first_s, load, strict=True) if tokens == most]
+        short_s = [it for it, (_, tokens) in zip(first_s, load, strict=True) if tokens < most]
+        row = {
             "stream_tokens_per_s": sum(map(len, inside)) / NUM_STREAMS / (end - start),
             "gap_p99_ms": 1e3 * _quantile(gaps, 0.99),
-            "short_p50_ms": 1e3 * _quantile(first_s, 0.5),
-            "short_max_ms": 1e3 * max(first_s, default=math.nan),
-            "long_s": end - start,
+            "gap_max_ms": 1e3 * max(gaps),
+            "long_s": max(long_s),
         }
+        if short_s:
+            quantiles = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+            row |= {f"short_{it}_ms": 1e3 * _quantile(short_s, at) for it, at in quantiles.items()}
+        return row
+
+    async def _come(self, at: float, num_tokens: int) -> float:
+        await asyncio.sleep(at - time.perf_counter())
+        return await self._first_token(f"prompt-{next(self._numbers)}", num_tokens, 4)
 
     async def _note(self, stream: int, times: list[float], number: int) -> None:
         prompt = prompt_of(1_000 * number + stream, 128)
@@ -124,37 +150,31 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where mixed_timer.csv is to be")
     options = parser.parse_args()
-    long_tokens, rounds = (16_000, 1) if options.quick else (LONG_TOKENS, 3)
+    loads, rounds = ({"16000 tokens": _one_long(16_000)}, 1) if options.quick else (LOADS, 3)
+    results = Results(options.out, "mixed_timer")
     try:
-        rows = _measure(options.sides, long_tokens, rounds)
+        _measure(options.sides, loads, rounds, results)
     except BenchmarkError as error:
         print(error, file=sys.stderr)
         return 1
-    results = Results(options.out, "mixed_timer")
-    for row in rows:
-        metrics = {
-            name: value for name, value in row.items() if name not in ("side", "long_tokens")
-        }
-        results.add(f"{row['long_tokens']} tokens", row["side"], None, metrics)
     results.show()
     return 0
 
 
-def _measure(sides: list[str], long_tokens: int, rounds: int) -> list[Row]:
-    rows = []
+def _measure(sides: list[str], loads: dict[str, Load], rounds: int, results: Results) -> None:
     cores = choose_cores()
     with tempfile.TemporaryDirectory() as directory:
         for name in tqdm(sides):
             setup = Setup(name, Path(directory), *cores, **SIDES[name])
             with running_workers(serve, {name: (setup, MixedClient)}) as (workers, _):
                 # The first round is for what runs for the first time.
-                found = [
-                    workers[name].call("mixed", number=number, long_tokens=long_tokens)
-                    for number in range(rounds + 1)
-                ][1:]
-            row: dict[str, Any] = {"side": name, "long_tokens": long_tokens}
-            rows.append(row | {it: statistics.median(one[it] for one in found) for it in found[0]})
-    return rows
+                workers[name].call("mixed", number=0, load=_one_long(16_000))
+                number = 0
+                for point, load in loads.items():
+                    for turn in range(rounds):
+                        number += 1
+                        row = workers[name].call("mixed", number=number, load=load)
+                        results.add(point, name, turn, row)
 
 
 if __name__ == "__main__":

@@ -241,13 +241,13 @@ class SchedulerCore:
         """
 
     def pace(
-        self, max_stall_s: float, prefill_share: float, max_graph_tokens: int, log: str | None
+        self, max_stall_s: float, max_slowdown: float, max_graph_tokens: int, log: str | None
     ) -> None:
         """Choose the knobs of each step from now on, so that long prompts keep nobody waiting.
 
         Args:
             max_stall_s: How long a step with prompts may take while others generate, in seconds.
-            prefill_share: The share of the time that prompts get while both have work.
+            max_slowdown: How many times as late as without pacing a long prompt may come; from 1.
             max_graph_tokens: Up to so many a step with prompts runs as a CUDA graph; 0 without.
             log: A file for a line of JSON for each step while there are prompts.
 
@@ -270,36 +270,49 @@ class SchedulerCore:
     def pacing(self) -> dict[str, Any] | None:
         """Return what pacing has done so far; None if it is off.
 
-        `sizes` and `chunk_tokens` are in tokens, `prompt_s` and `contended_s` in seconds,
-        `num_decode_steps` counts steps of decodes alone that were put in.
+        `sizes` (of steps with prompts) and `chunk_tokens` (of prompts in the last one beside
+        decodes) are in tokens. In seconds: `prompt_s` (of steps with prompts beside decodes),
+        `contended_s` (while both had work) and `longest_stall_s` (of the last minute).
+        `num_decode_steps` counts steps of decodes alone that were put in, `num_late_by_preemption`,
+        `num_late_by_waiting` and `num_late_by_steps` prompts that came later than promised,
+        `num_over_for_ordinary`, `num_over_for_long` and `num_over_unexpected` steps over the stall.
+        `slowdown_p50` and `slowdown_max`: how many times as late as without pacing long prompts of
+        the last minute came; 0 without any.
         """
 
-    def knobs(self) -> tuple[int, int, bool]:
+    def knobs(self) -> tuple[int, int, bool, tuple[str, ...]]:
         """Return what the last step was decided with.
 
         They are vLLM's `max_num_scheduled_tokens`, `long_prefill_token_threshold` and
-        `throttle_prefills`.
+        `throttle_prefills`, and the ids of requests that were put in another order.
         """
 
-    def chosen_knobs(self) -> tuple[int, int, bool] | None:
-        """Return the same, if the last step had knobs of its own; else None."""
+    def are_knobs_chosen(self) -> bool:
+        """Return whether the last step had knobs of its own."""
 
     def schedule(
-        self, throttle_prefills: bool, now: float, knobs: tuple[int, int] | None = None
+        self,
+        throttle_prefills: bool,
+        now: float,
+        knobs: tuple[int, int, tuple[str, ...]] | None = None,
     ) -> Any:
         """Decide the next step and return its `SchedulerOutput`.
 
         Args:
             throttle_prefills: As in `SchedulerInterface.schedule`.
             now: Seconds of `time.monotonic()`.
-            knobs: `max_num_scheduled_tokens`, at most what is configured, and
-                `long_prefill_token_threshold`, for this step; None for those that are configured
-                or that pacing chooses.
+            knobs: `max_num_scheduled_tokens`, at most what is configured,
+                `long_prefill_token_threshold`, and the ids of requests that go to the end of the
+                running list or the front of the queue, for this step; None for what is configured
+                or what pacing chooses.
 
         """
 
     def decide(
-        self, throttle_prefills: bool, now: float, knobs: tuple[int, int] | None = None
+        self,
+        throttle_prefills: bool,
+        now: float,
+        knobs: tuple[int, int, tuple[str, ...]] | None = None,
     ) -> Any:
         """Decide the next step and bring all `Request` objects up to date, as they are before it.
 

@@ -17,6 +17,7 @@ VERIFY = "SPARKSCHED_VERIFY"
 RECORD = "SPARKSCHED_RECORD"
 METRICS = "SPARKSCHED_METRICS"
 MAX_STALL_MS = "SPARKSCHED_MAX_STALL_MS"
+MAX_SLOWDOWN = "SPARKSCHED_MAX_SLOWDOWN"
 PREFILL_SHARE = "SPARKSCHED_PREFILL_SHARE"
 PACING_LOG = "SPARKSCHED_PACING_LOG"
 ORDER = "SPARKSCHED_ORDER"
@@ -36,6 +37,7 @@ VARIABLES: Final = (
     RECORD,
     METRICS,
     MAX_STALL_MS,
+    MAX_SLOWDOWN,
     PREFILL_SHARE,
     PACING_LOG,
     ORDER,
@@ -73,8 +75,8 @@ MAX_QUEUE_TIMEOUT_S = 86_400.0
 
 DEFAULT_MAX_STALL_MS = 200.0
 MAX_STALL_BOUNDS_MS = (1.0, 60_000.0)
-DEFAULT_PREFILL_SHARE = 0.5
-PREFILL_SHARE_BOUNDS = (0.05, 1.0)
+DEFAULT_MAX_SLOWDOWN = 2.5
+MAX_SLOWDOWN_BOUNDS = (1.0, 100.0)
 
 DEFAULT_DEFAULT_TTFT_S = 10.0
 DEFAULT_AGING_S = 10.0
@@ -93,8 +95,8 @@ class Pacing(NamedTuple):
 
     max_stall_s: float
     """How long a step with prompts may take while others generate."""
-    prefill_share: float
-    """The share of the time that prompts get while both have work."""
+    max_slowdown: float
+    """How many times as late as without pacing a long prompt's first token may come."""
     log: str | None
     """A file for what was decided in each step."""
 
@@ -166,23 +168,28 @@ def queue_timeout_s() -> float | None:
 
 
 def pacing() -> Pacing | None:
-    """How long prompts are paced; None if neither `SPARKSCHED_MAX_STALL_MS` nor the share is set.
+    """How long prompts are paced; None if neither stall nor slowdown is set.
 
     Raises:
-        ValueError: for a value that is no number within its bounds, or a log for which there is no
-            folder.
+        ValueError: for a value that is no number within its bounds, a log for which there is no
+            folder, or `SPARKSCHED_PREFILL_SHARE`.
 
     """
+    if os.environ.get(PREFILL_SHARE):
+        raise ValueError(
+            f"{PREFILL_SHARE} is no longer a setting: {MAX_SLOWDOWN} says how many times as late as"
+            " without pacing a long prompt's first token may come, and the share follows from it"
+        )
     max_stall_ms = _number(
         MAX_STALL_MS, "a number of milliseconds", DEFAULT_MAX_STALL_MS, MAX_STALL_BOUNDS_MS
     )
-    share = _number(
-        PREFILL_SHARE, "a share of the time", DEFAULT_PREFILL_SHARE, PREFILL_SHARE_BOUNDS
+    max_slowdown = _number(
+        MAX_SLOWDOWN, "a number of times", DEFAULT_MAX_SLOWDOWN, MAX_SLOWDOWN_BOUNDS
     )
     log = _new_file(PACING_LOG)
-    if not os.environ.get(MAX_STALL_MS) and not os.environ.get(PREFILL_SHARE):
+    if not os.environ.get(MAX_STALL_MS) and not os.environ.get(MAX_SLOWDOWN):
         return None
-    return Pacing(max_stall_ms / 1e3, share, log)
+    return Pacing(max_stall_ms / 1e3, max_slowdown, log)
 
 
 class Order(NamedTuple):

@@ -40,6 +40,7 @@ class TraceGenerator:
         self._configuration = configuration
         self._rng = rng = random.Random(f"trace/{configuration.name}/{seed}")
         self._knob_rng = random.Random(f"knobs/{configuration.name}/{seed}")
+        self._order_rng = random.Random(f"order/{configuration.name}/{seed}")
         self._num_arrivals = 0
         self._clock = 0.0
         self._paused_until: int | None = None
@@ -116,7 +117,14 @@ class TraceGenerator:
             return StepKnobs(
                 budget, scheduler.scheduler_config.long_prefill_token_threshold, throttle
             )
-        return StepKnobs(budget, threshold, throttle or holds_back)
+        return StepKnobs(budget, threshold, throttle or holds_back, self._order(scheduler))
+
+    def _order(self, scheduler: Any) -> tuple[str, ...]:
+        """Draw some of the requests, in whatever order."""
+        if self._order_rng.random() < 0.5:
+            return ()
+        requests = [it.request_id for it in (*scheduler.running, *scheduler.waiting)]
+        return tuple(self._order_rng.sample(requests, self._order_rng.randint(0, len(requests))))
 
     def runner_order(self, request_ids: Sequence[str]) -> list[str]:
         """Draw the order in which the model runner holds the scheduled requests."""

@@ -139,7 +139,7 @@ class Side:
         if isinstance(knobs, bool):
             output = self.scheduler.schedule(knobs)
         elif isinstance(self.scheduler, NativeScheduler):
-            output = self.scheduler.schedule(knobs.throttle_prefills, knobs[:2])
+            output = self.scheduler.schedule(knobs.throttle_prefills, knobs.for_ours())
         else:
             output = schedule_with(self.scheduler, knobs)
         if not broadcast:

@@ -108,7 +108,7 @@ def test_the_fit_gives_back_what_steps_took(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_pacing_shortens_the_longest_gap(tmp_path: Path, is_async: bool) -> None:
     a_day = loaded(tmp_path, is_async=is_async)
-    before, after = what_if("sparksched", a_day, Change(max_stall_ms=100, prefill_share=0.5))
+    before, after = what_if("sparksched", a_day, Change(max_stall_ms=100, max_slowdown=2.5))
     num_requests = len(STREAMS) + 1 + len(SHORT)
     for it in (before, after):
         assert (it.num_finished, it.num_stuck) == (num_requests, 0)
@@ -141,7 +141,7 @@ def test_who_can_not_pace_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["replay", file, "--max-stall-ms=100", "--scheduler=vllm"]) == 2
     assert "only sparksched paces prompts" in capsys.readouterr().err
     whole = write(tmp_path / "whole", day_without_chunks(), 400)
-    assert cli.main(["replay", str(whole), "--prefill-share=0.5"]) == 2
+    assert cli.main(["replay", str(whole), "--max-slowdown=2.5"]) == 2
     assert "--no-enable-chunked-prefill: prompts are to be computed at once" in (
         capsys.readouterr().err
     )

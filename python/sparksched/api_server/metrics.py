@@ -72,11 +72,27 @@ _QUEUE_TIMEOUTS: Final = (
     "Requests that ended because they had waited too long to be scheduled.",
 )
 _PACING: Final = (
-    ("chunk_tokens", GaugeMetricFamily, "Tokens of prompts in the present chunk."),
+    ("chunk_tokens", GaugeMetricFamily, "Tokens of prompts in the last step beside streams."),
     ("longest_stall_s", GaugeMetricFamily, "Longest step with prompts beside streams, lately."),
     ("prompt_s", CounterMetricFamily, "Seconds of steps with prompts while others generated."),
     ("contended_s", CounterMetricFamily, "Seconds in which prompts and decodes had work."),
     ("num_decode_steps", CounterMetricFamily, "Steps of decodes alone that were put in."),
+    ("slowdown_p50", GaugeMetricFamily, "Times as late as without pacing: long prompts, lately."),
+    ("slowdown_max", GaugeMetricFamily, "The most of these."),
+)
+_PROMISES: Final = (
+    (
+        ("sparksched:paced_late_prompts", "Prompts that came later than promised.", "reason"),
+        {it: f"num_late_by_{it}" for it in ("preemption", "waiting", "steps")},
+    ),
+    (
+        ("sparksched:paced_steps_over_stall", "Steps that took longer than the stall.", "reason"),
+        {
+            "ordinary": "num_over_for_ordinary",
+            "long": "num_over_for_long",
+            "unexpected": "num_over_unexpected",
+        },
+    ),
 )
 _RING_GAUGES: Final = {
     "waiting_bytes": ("sparksched:ring_waiting_bytes", "Bytes in the rings that are to be read."),
@@ -306,6 +322,13 @@ def _pacing_families(readings: _Readings) -> Iterator[Metric]:
                 family.add_metric(engine.labels, pacing[key])
         if family.samples or not readings:
             yield family
+    for (metric, text, label), keys in _PROMISES:
+        counter = CounterMetricFamily(metric, text, labels=(*LABELS, label))
+        for view, reading in readings:
+            for reason, key in keys.items() if reading["pacing"] is not None else ():
+                counter.add_metric([*view.labels, reason], reading["pacing"][key])
+        if counter.samples or not readings:
+            yield counter
 
 
 def _ring_families(readings: _Readings) -> Iterator[Metric]:

@@ -1,7 +1,8 @@
 """Where long prompts can't be paced, and what pacing chooses in vLLM's own scheduler."""
 
 import contextlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sparksched.compat.rule import Rule, Unsupported
@@ -18,7 +19,7 @@ RULES: Final = (
     Rule(
         "data-parallel engines of a mixture of experts",
         "they step together, and none may choose for itself",
-        lambda config: config.parallel_config.data_parallel_size > 1,
+        lambda config: config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe,
     ),
     Rule(
         "pipeline parallelism",
@@ -78,14 +79,49 @@ class StepKnobs(NamedTuple):
     max_num_scheduled_tokens: int
     long_prefill_token_threshold: int
     throttle_prefills: bool
+    order: tuple[str, ...] = ()
+    """Ids of requests that go to the end of the running list, or the front of the queue."""
+
+    def for_ours(self) -> tuple[int, int, tuple[str, ...]]:
+        """Return what our scheduler takes besides `throttle_prefills`."""
+        return self.max_num_scheduled_tokens, self.long_prefill_token_threshold, self.order
 
 
 def schedule_with(scheduler: Any, knobs: StepKnobs) -> Any:
     """Have vLLM's own scheduler decide on a step with these values; return its output."""
     with _set(scheduler, "max_num_scheduled_tokens", knobs.max_num_scheduled_tokens):
         threshold = knobs.long_prefill_token_threshold
-        with _set(scheduler.scheduler_config, "long_prefill_token_threshold", threshold):
+        with (
+            _set(scheduler.scheduler_config, "long_prefill_token_threshold", threshold),
+            _in_order(scheduler, knobs.order),
+        ):
             return scheduler.schedule(knobs.throttle_prefills)
+
+
+@contextlib.contextmanager
+def _in_order(scheduler: Any, order: tuple[str, ...]) -> Iterator[None]:
+    """Have these requests go last of those that run and first of those that wait.
+
+    Afterwards each is back in its place. A queue by priority has no front, and stays as it is.
+    """
+    place = {request_id: number for number, request_id in enumerate(order)}
+    running, waiting = list(scheduler.running), scheduler.waiting
+    scheduler.running.sort(key=lambda it: place.get(it.request_id, -1))
+    queue = list(waiting) if isinstance(waiting, deque) else []
+    if queue:
+        _sort(waiting, lambda it: place.get(it.request_id, len(place)))
+    yield
+    before = {id(it): number for number, it in enumerate(running)}
+    scheduler.running.sort(key=lambda it: before.get(id(it), len(before)))
+    if queue:
+        before = {id(it): number for number, it in enumerate(queue)}
+        _sort(waiting, lambda it: before.get(id(it), -1))
+
+
+def _sort(queue: deque[Any], key: Callable[[Any], int]) -> None:
+    ordered = sorted(queue, key=key)
+    queue.clear()
+    queue.extend(ordered)
 
 
 @contextlib.contextmanager

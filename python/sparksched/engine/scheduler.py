@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from sparksched import __version__
+from sparksched import __version__, compat
 from sparksched._core import SchedulerCore
 from sparksched.compat.pacing import StepKnobs, max_graph_tokens, unpaceable
 from sparksched.engine import sessions
@@ -43,6 +43,7 @@ from sparksched.engine.kv_transfer import KVTransfer
 from sparksched.engine.request_errors import WAIT_S, refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
 from sparksched.environment import Order, Pacing, queue_timeout_s
+from sparksched.record.new_file import path_of_engine
 from sparksched.shared.order import hints_of
 
 if TYPE_CHECKING:
@@ -167,14 +168,15 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     # ---- the two calls of each step ----
 
     def schedule(
-        self, throttle_prefills: bool = False, knobs: tuple[int, int] | None = None
+        self, throttle_prefills: bool = False, knobs: tuple[int, int, tuple[str, ...]] | None = None
     ) -> SchedulerOutput:
         """Decide what the next step computes. See `SchedulerInterface.schedule`.
 
         Args:
             throttle_prefills: As there.
-            knobs: `max_num_scheduled_tokens` and `long_prefill_token_threshold` of this step, as
-                they were in another scheduler; None for what is configured or paces prompts.
+            knobs: `max_num_scheduled_tokens`, `long_prefill_token_threshold` and the order of this
+                step, as they were in another scheduler; None for what is configured or paces
+                prompts.
 
         """
         if not self._has_connectors:
@@ -201,8 +203,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     @property
     def chosen_knobs(self) -> StepKnobs | None:
         """The same, if they were chosen for this step; None for what is configured."""
-        chosen = self._core.chosen_knobs()
-        return None if chosen is None else StepKnobs(*chosen)
+        return self.knobs if self._core.are_knobs_chosen() else None
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -228,24 +229,30 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self._core.encode_outputs_for(client_index)
 
     def pace(self, settings: Pacing) -> None:
-        """Keep long prompts from holding others up from now on, unless something is in the way."""
+        """Keep long prompts from holding others up from now on, unless something is in the way.
+
+        Raises:
+            RuntimeError: if something is and `SPARKSCHED_STRICT=1`, or the log can't be created.
+
+        """
         problem = unpaceable(self.vllm_config)
         if problem is not None:
-            logger.warning(
-                "sparksched: long prompts are not paced: %s: %s", problem.feature, problem.reason
-            )
+            reason = f"long prompts are not paced: {problem.feature}: {problem.reason}"
+            compat.warn_or_raise(warning=f"sparksched: {reason}", error=f"sparksched: {reason}")
             return
+        log = settings.log and str(path_of_engine(settings.log, self.vllm_config))
         self._core.pace(
             settings.max_stall_s,
-            settings.prefill_share,
+            settings.max_slowdown,
             max_graph_tokens(self.vllm_config),
-            settings.log,
+            log,
         )
         logger.info(
-            "sparksched: long prompts are paced: while others generate, a step with prompts is"
-            " to take %g ms at most, and such steps take %g %% of the time",
+            "sparksched: long prompts are paced: while others generate, no step with prompts is to"
+            " take longer than %g ms, unless a prompt's first token would come more than %g times"
+            " as late as without pacing",
             settings.max_stall_s * 1e3,
-            settings.prefill_share * 1e2,
+            settings.max_slowdown,
         )
 
     def order_by(self, order: Order) -> None:
@@ -270,9 +277,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     def pacing(self) -> dict[str, Any] | None:
         """Return what pacing has done so far; None if prompts aren't paced.
 
-        Keys: `sizes` (of steps with prompts, in tokens), `chunk_tokens` (tokens of prompts in the
-        last of them), `prompt_s` (seconds that they took), `contended_s` (seconds in which prompts
-        and decodes both had work), `num_decode_steps` (steps without prompts that were put in).
+        Keys: as `SchedulerCore.pacing` has them.
         """
         return self._core.pacing()
 

@@ -211,6 +211,7 @@ class Knobs(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     max_num_scheduled_tokens: Count | None = None
     long_prefill_token_threshold: Count | None = None
     throttle_prefills: bool = False
+    order: tuple[str, ...] = ()
 
 
 class Step(_Event):

@@ -137,7 +137,7 @@ class Replay:
             return self._scheduler.schedule(event.knobs.throttle_prefills)
         knobs = StepKnobs(**msgspec.structs.asdict(event.knobs))
         if isinstance(self._scheduler, NativeScheduler):
-            return self._scheduler.schedule(knobs.throttle_prefills, knobs[:2])
+            return self._scheduler.schedule(knobs.throttle_prefills, knobs.for_ours())
         return schedule_with(self._scheduler, knobs)
 
     def _update(self, event: Update) -> None:

@@ -17,7 +17,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from sparksched.compat.pacing import unpaceable
-from sparksched.environment import DEFAULT_MAX_STALL_MS, DEFAULT_PREFILL_SHARE, Pacing
+from sparksched.environment import DEFAULT_MAX_SLOWDOWN, DEFAULT_MAX_STALL_MS, Pacing
 from sparksched.record.build import STOCK, RequestBuilder, build_scheduler
 from sparksched.record.events import Settings, TraceError
 from sparksched.record.keys import StandIns
@@ -37,7 +37,7 @@ class Change:
     max_num_batched_tokens: int | None = None
     scheduling_policy: str | None = None
     max_stall_ms: float | None = None
-    prefill_share: float | None = None
+    max_slowdown: float | None = None
     """Prompts are paced if it or the one before is there."""
 
     def apply(self, settings: Settings) -> Settings:
@@ -67,10 +67,10 @@ class Change:
     @property
     def pacing(self) -> Pacing | None:
         """How prompts are paced, as with the variables of these names."""
-        if self.max_stall_ms is None and self.prefill_share is None:
+        if self.max_stall_ms is None and self.max_slowdown is None:
             return None
         max_stall_ms = self.max_stall_ms or DEFAULT_MAX_STALL_MS
-        return Pacing(max_stall_ms / 1e3, self.prefill_share or DEFAULT_PREFILL_SHARE, None)
+        return Pacing(max_stall_ms / 1e3, self.max_slowdown or DEFAULT_MAX_SLOWDOWN, None)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class VerifyingScheduler(NativeScheduler):
     # ---- the two calls of each step ----
 
     def schedule(
-        self, throttle_prefills: bool = False, knobs: tuple[int, int] | None = None
+        self, throttle_prefills: bool = False, knobs: tuple[int, int, tuple[str, ...]] | None = None
     ) -> SchedulerOutput:
         """Decide what the next step computes. See `NativeScheduler.schedule`."""
         self._num_steps += 1

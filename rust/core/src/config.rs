@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::block_hash::BlockHasher;
+use crate::ids::RequestIndex;
 use crate::journal::JournalConfig;
 
 /// In which order requests wait, and which one is preempted first.
@@ -264,7 +265,7 @@ pub struct SchedulerConfig {
 }
 
 /// What may be chosen anew before each step: values that vLLM's scheduler has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepKnobs {
     /// Most tokens that the step may schedule; at most what is configured.
     pub max_num_scheduled_tokens: u32,
@@ -273,6 +274,10 @@ pub struct StepKnobs {
     /// Prompts are held back while others generate, unless they could not all be admitted the last
     /// time.
     pub throttle_prefills: bool,
+    /// For this step alone, these requests go to the end of the running list or to the front of the
+    /// queue, wherever they are, in this order; afterwards each is back in its place. A queue by
+    /// priority stays as it is.
+    pub order: Vec<RequestIndex>,
 }
 
 /// A configuration that contradicts itself.
@@ -380,6 +385,7 @@ impl SchedulerConfig {
     #[must_use]
     pub fn step_knobs(&self, throttle_prefills: bool) -> StepKnobs {
         StepKnobs {
+            order: Vec::new(),
             max_num_scheduled_tokens: self.max_num_scheduled_tokens,
             long_prefill_token_threshold: self.long_prefill_token_threshold,
             throttle_prefills,

@@ -22,6 +22,7 @@ pub mod kv_cache_group;
 pub mod kv_cache_manager;
 pub mod order;
 pub mod pacing;
+pub mod promise;
 pub mod queue_watch;
 pub mod request;
 pub mod request_queue;
@@ -47,7 +48,8 @@ pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::{BlockShortfall, KvCacheManager};
 pub use order::{OrderHints, OrderSettings, TenantReading, WEIGHTS};
-pub use pacing::{Mode, PacedStep, Pacing, PacingReport, PacingSettings};
+pub use pacing::{LatePrompt, Mode, OverStall, PacedStep, Pacing, PacingReport, PacingSettings};
+pub use promise::{LateBy, Promise};
 pub use queue_watch::{Finding, QueueWatch};
 pub use request::{
     Event, EventKind, FetchStage, NewRequest, PrefillStats, Request, RequestStatus, SessionInput,

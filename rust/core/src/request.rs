@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 use crate::block_hash::{BlockHash, BlockHasher, ExtraKeys};
 use crate::ids::{BlockId, RequestIndex};
 use crate::order::{OrderHints, Ticket};
+use crate::promise::Promise;
 use crate::state_group::StateBlocks;
 use crate::stats::RequestSpecStats;
 use crate::stop::{StopConditions, StopReason};
@@ -272,7 +273,9 @@ pub struct Request {
     /// End of a prefix shared with others that some groups had to compute again; 0 for none.
     pub(crate) shared_prefix_boundary: u32,
     /// Tokens that the prefix cache had of it when somebody looked; no decision rests on it.
-    pub(crate) expected_hit: Option<u32>,
+    pub(crate) expected_hit: Option<ExpectedHit>,
+    /// What pacing has promised it; no decision rests on it.
+    pub(crate) promise: Option<Promise>,
     pub(crate) skip_reading_prefix_cache: bool,
     pub(crate) reports_cached_blocks: bool,
     /// What it waits for besides its turn, or was skipped for.
@@ -282,6 +285,14 @@ pub struct Request {
     pub(crate) queue_deadline: f64,
     /// Its place in the order, if requests are ordered.
     pub(crate) ticket: Option<Box<Ticket>>,
+}
+
+/// What the prefix cache had of a request when somebody looked.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpectedHit {
+    pub(crate) num_tokens: u32,
+    /// Blocks of it that others hold: the request needs no free ones in their place.
+    pub(crate) num_held_blocks: u32,
 }
 
 /// What a request keeps of how many KV cache groups.
@@ -328,6 +339,7 @@ impl Request {
             num_preemptions: 0,
             shared_prefix_boundary: 0,
             expected_hit: None,
+            promise: None,
             deferred_by: None,
             queue_deadline: f64::INFINITY,
             ticket: None,

@@ -96,6 +96,36 @@ impl RequestQueue {
         }
     }
 
+    /// Puts these requests at the front, in their order; others aside. Returns the queue as it was,
+    /// or nothing if it stays: by urgency there is no front.
+    pub fn bring_forward(&mut self, first: &[RequestIndex]) -> Vec<RequestIndex> {
+        let Self::Fcfs(queue) = self else { return Vec::new() };
+        let mut moved: Vec<RequestIndex> =
+            first.iter().copied().filter(|it| queue.contains(it)).collect();
+        if moved.is_empty() {
+            return moved;
+        }
+        let before = queue.iter().copied().collect();
+        queue.retain(|it| !moved.contains(it));
+        while let Some(index) = moved.pop() {
+            queue.push_front(index);
+        }
+        before
+    }
+
+    /// Puts those that are still there back where they were; others stay in front of them.
+    pub fn put_back(&mut self, before: &[RequestIndex]) {
+        let Self::Fcfs(queue) = self else { return };
+        if before.is_empty() {
+            return;
+        }
+        let mut left: Vec<RequestIndex> = queue.iter().copied().collect();
+        left.sort_unstable();
+        let stayed = before.iter().filter(|it| left.binary_search(it).is_ok());
+        queue.retain(|it| !before.contains(it));
+        queue.extend(stayed);
+    }
+
     /// Takes out the given requests, those that are not there aside.
     pub fn remove_all(&mut self, indices: &[RequestIndex], slots: &Slots) {
         let mut leaving = indices.to_vec();

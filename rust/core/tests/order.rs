@@ -83,7 +83,7 @@ impl Server {
 
     fn step(&mut self) {
         let knobs = self.scheduler.config().step_knobs(false);
-        let Ok(step) = self.scheduler.schedule(knobs, self.now, &mut Answers::default());
+        let Ok(step) = self.scheduler.schedule(&knobs, self.now, &mut Answers::default());
         let scheduled: Vec<_> = step.scheduled().copied().collect();
         self.now += STEP_S;
         let mut outputs = Vec::new();

@@ -240,20 +240,11 @@ pub struct StepsReading {
     pub num_queue_timeouts: u64,
 }
 
-/// What paced prefill does, if it is on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PacingReading {
-    /// Tokens of prompts in the present chunk.
-    pub chunk_tokens: u64,
-    /// Time of steps with prompts while others generated.
-    pub prompt_us: u64,
-    /// Time of all steps while prompts and decodes both had work.
-    pub contended_us: u64,
-    /// Steps of decodes alone that were put in.
-    pub num_decode_steps: u64,
-    /// The longest step with prompts while others generated, lately.
-    pub longest_stall_us: u64,
-}
+/// What paced prefill says of itself; the writer and the reader know what is what.
+pub type PacingReading = [f64; MAX_PACING_VALUES];
+
+/// Values of paced prefill, at most.
+pub const MAX_PACING_VALUES: usize = 15;
 
 /// Where paced prefill says how it stands.
 #[derive(Debug, Default)]
@@ -261,34 +252,23 @@ pub struct PacingReading {
 pub struct PacingMeter {
     /// 1 once something was said.
     is_there: AtomicU64,
-    chunk_tokens: AtomicU64,
-    prompt_us: AtomicU64,
-    contended_us: AtomicU64,
-    num_decode_steps: AtomicU64,
-    longest_stall_us: AtomicU64,
+    values: [AtomicU64; MAX_PACING_VALUES],
 }
 
 impl PacingMeter {
     /// Says how it stands.
-    pub fn set(&self, reading: PacingReading) {
-        self.chunk_tokens.store(reading.chunk_tokens, Relaxed);
-        self.prompt_us.store(reading.prompt_us, Relaxed);
-        self.contended_us.store(reading.contended_us, Relaxed);
-        self.num_decode_steps.store(reading.num_decode_steps, Relaxed);
-        self.longest_stall_us.store(reading.longest_stall_us, Relaxed);
+    pub fn set(&self, reading: &[f64]) {
+        for (to, value) in self.values.iter().zip(reading) {
+            to.store(value.to_bits(), Relaxed);
+        }
         self.is_there.store(1, Relaxed);
     }
 
     /// All of it, if anything was said.
     #[must_use]
     pub fn read(&self) -> Option<PacingReading> {
-        (self.is_there.load(Relaxed) == 1).then(|| PacingReading {
-            chunk_tokens: self.chunk_tokens.load(Relaxed),
-            prompt_us: self.prompt_us.load(Relaxed),
-            contended_us: self.contended_us.load(Relaxed),
-            num_decode_steps: self.num_decode_steps.load(Relaxed),
-            longest_stall_us: self.longest_stall_us.load(Relaxed),
-        })
+        let value = |it: usize| f64::from_bits(self.values[it].load(Relaxed));
+        (self.is_there.load(Relaxed) == 1).then(|| std::array::from_fn(value))
     }
 }
 

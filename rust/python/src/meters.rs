@@ -11,10 +11,11 @@ use sparksched_core::{PacingReport, TenantReading, WaitCounts, WaitReason};
 use sparksched_entry_points::entry_points;
 use sparksched_meters::{
     HistogramReading, MAX_TENANTS, MAX_WAIT_REASONS, MeterPage, MeterReader, NUM_BOUNDS,
-    PacingReading, RingsReading, Traffic, bound_ns,
+    RingsReading, Traffic, bound_ns,
 };
 use sparksched_shm::ShmError;
 
+use crate::pacing;
 use crate::scheduler_core::SchedulerCore;
 use crate::step_timer::StepSink;
 
@@ -47,11 +48,6 @@ fn connection_error(error: ShmError) -> PyErr {
 // ----------------------------------------------------------------------------------------
 
 const _: () = assert!(WaitReason::COUNT <= MAX_WAIT_REASONS);
-
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "never below 0")]
-fn us(seconds: f64) -> u64 {
-    (1e6 * seconds) as u64
-}
 
 struct PageSink(Arc<MeterPage>);
 
@@ -107,13 +103,7 @@ impl StepSink for PageSink {
     }
 
     fn set_pacing(&self, report: &PacingReport) {
-        self.0.meters().pacing().set(PacingReading {
-            chunk_tokens: report.chunk_tokens.into(),
-            prompt_us: us(report.prompt_s),
-            contended_us: us(report.contended_s),
-            num_decode_steps: report.num_decode_steps,
-            longest_stall_us: us(report.longest_stall_s),
-        });
+        self.0.meters().pacing().set(&report.values());
     }
 }
 
@@ -185,7 +175,7 @@ impl PyMeterReader {
         }
         steps.set_item("waiting_for", waiting_for)?;
         steps.set_item("num_queue_timeouts", reading.num_queue_timeouts)?;
-        let pacing = self.reader.pacing().map(|it| pacing(py, it)).transpose()?;
+        let pacing = self.reader.pacing().map(|it| pacing::named(py, &it)).transpose()?;
         steps.set_item("pacing", pacing)?;
         Ok(Some(steps))
     }
@@ -206,16 +196,6 @@ impl PyMeterReader {
         rings.set_item("num_clients_lost", num_lost)?;
         Ok(Some(rings))
     }
-}
-
-fn pacing(py: Python<'_>, reading: PacingReading) -> PyResult<Bound<'_, PyDict>> {
-    let dict = PyDict::new(py);
-    dict.set_item("chunk_tokens", reading.chunk_tokens)?;
-    dict.set_item("prompt_s", seconds(reading.prompt_us.saturating_mul(1_000)))?;
-    dict.set_item("contended_s", seconds(reading.contended_us.saturating_mul(1_000)))?;
-    dict.set_item("num_decode_steps", reading.num_decode_steps)?;
-    dict.set_item("longest_stall_s", seconds(reading.longest_stall_us.saturating_mul(1_000)))?;
-    Ok(dict)
 }
 
 fn histogram<'py>(

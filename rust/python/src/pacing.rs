@@ -2,12 +2,17 @@
 //! back, and a log of them.
 
 use std::collections::VecDeque;
-use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::fs::{File, OpenOptions};
+use std::io::{BufWriter, Error, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::time::Instant;
 
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use sparksched_core::{PacedStep, Pacing, PacingReport, PacingSettings, Scheduler, StepKnobs};
+use pyo3::types::PyDict;
+use sparksched_core::{
+    LatePrompt, OverStall, PacedStep, Pacing, PacingReport, PacingSettings, Scheduler, StepKnobs,
+};
 
 /// Steps whose outputs may be lost: so many are remembered.
 const MAX_IN_FLIGHT: usize = 64;
@@ -20,17 +25,17 @@ pub(crate) struct Pacer {
     simulated_s: Option<f64>,
     /// The `SchedulerOutput` of each step that has not come back, and its number.
     in_flight: VecDeque<(Py<PyAny>, u64)>,
-    log: Option<BufWriter<File>>,
+    log: Option<Log>,
 }
 
 impl Pacer {
-    /// Paces a scheduler; `log` is the path of a file that is written anew.
+    /// Paces a scheduler; `log` is the path of a new file.
     pub(crate) fn new(
         settings: PacingSettings,
         log: Option<&str>,
         scheduler: &Scheduler,
     ) -> PyResult<Self> {
-        let log = log.map(File::create).transpose()?.map(BufWriter::new);
+        let log = log.map(Log::create).transpose()?;
         let pacing = Pacing::new(settings, scheduler);
         let epoch = Instant::now();
         Ok(Self { pacing, epoch, simulated_s: None, in_flight: VecDeque::new(), log })
@@ -55,11 +60,12 @@ impl Pacer {
     }
 
     pub(crate) fn choose(&mut self, scheduler: &mut Scheduler) -> StepKnobs {
-        self.pacing.choose(scheduler)
+        let now = self.now();
+        self.pacing.choose(scheduler, now)
     }
 
     /// The scheduler has decided on a step.
-    pub(crate) fn note_step(&mut self, scheduler: &Scheduler) -> Option<u64> {
+    pub(crate) fn note_step(&mut self, scheduler: &mut Scheduler) -> Option<u64> {
         let now = self.now();
         self.pacing.note_step(scheduler, now)
     }
@@ -79,9 +85,9 @@ impl Pacer {
         self.in_flight.drain(..position);
         let Some((_, number)) = self.in_flight.pop_front() else { return };
         let now = self.now();
-        let step = self.pacing.note_result(number, now);
-        if let Some(step) = step.filter(|it| it.num_prompts > 0 || it.has_prompts()) {
-            self.write(&step, now);
+        let Some((step, late)) = self.pacing.note_result(number, now) else { return };
+        if step.num_prompts > 0 || step.has_prompts() {
+            self.write(&step, &late, now);
         }
     }
 
@@ -93,37 +99,87 @@ impl Pacer {
         self.pacing.sizes()
     }
 
-    /// A log that can't be written ends; it is no reason to stop.
-    fn write(&mut self, step: &PacedStep, now: f64) {
+    /// A log that can't be written ends, as does one that is full; it is no reason to stop.
+    fn write(&mut self, step: &PacedStep, late: &[LatePrompt], now: f64) {
         let Some(log) = &mut self.log else { return };
-        if write_line(log, step, now).is_err() {
+        let mut lines = Vec::new();
+        let written = write_step(&mut lines, step, now)
+            .and_then(|()| late.iter().try_for_each(|it| write_late(&mut lines, it, step.number)))
+            // Seldom enough: somebody may be reading along.
+            .and_then(|()| log.append(&lines, step.number.is_multiple_of(32)));
+        if written.is_err() {
             self.log = None;
         }
     }
 }
 
-fn write_line(log: &mut impl Write, step: &PacedStep, now: f64) -> std::io::Result<()> {
-    let PacedStep { number, mode, knobs, load, num_prompts, owed_s, share, predicted_s, time_s } =
-        *step;
+/// A file that nobody else's takes the place of, up to a size.
+struct Log {
+    file: BufWriter<File>,
+    room: usize,
+}
+
+impl Log {
+    const MAX_BYTES: usize = 256 << 20;
+
+    fn create(path: &str) -> PyResult<Self> {
+        // No link is followed, and no file is overwritten.
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+        let fault = |it: Error| {
+            PyRuntimeError::new_err(format!("SPARKSCHED_PACING_LOG: {path} can't be created: {it}"))
+        };
+        Ok(Self { file: BufWriter::new(file.map_err(fault)?), room: Self::MAX_BYTES })
+    }
+
+    fn append(&mut self, lines: &[u8], flushes: bool) -> std::io::Result<()> {
+        self.room = self.room.checked_sub(lines.len()).ok_or(std::io::ErrorKind::FileTooLarge)?;
+        self.file.write_all(lines)?;
+        if flushes { self.file.flush() } else { Ok(()) }
+    }
+}
+
+/// What pacing says of itself, by name.
+pub(crate) fn named<'py>(py: Python<'py>, values: &[f64]) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    for (name, value) in PacingReport::NAMES.into_iter().zip(values) {
+        dict.set_item(name, value)?;
+    }
+    Ok(dict)
+}
+
+fn write_step(log: &mut impl Write, step: &PacedStep, now: f64) -> std::io::Result<()> {
     let ms = |seconds: f64| 1e3 * seconds;
     writeln!(
         log,
-        "{{\"step\": {number}, \"end_s\": {now:.6}, \"mode\": \"{}\", \"budget\": {}, \
-         \"threshold\": {}, \"throttled\": {}, \"tokens\": {}, \"prompt_tokens\": {}, \
-         \"decode_tokens\": {}, \"admitted\": {}, \"prompts\": {num_prompts}, \
-         \"owed_ms\": {:.2}, \"share\": {share:.3}, \"predicted_ms\": {:.2}, \"ms\": {:.2}}}",
-        mode.name(),
-        knobs.max_num_scheduled_tokens,
-        knobs.long_prefill_token_threshold,
-        knobs.throttle_prefills,
-        load.num_tokens,
-        load.num_prompt_tokens,
-        load.num_decode_tokens,
-        load.num_admitted,
-        ms(owed_s),
-        ms(predicted_s),
-        ms(time_s),
-    )?;
-    // Seldom enough: somebody may be reading along.
-    if step.number.is_multiple_of(32) { log.flush() } else { Ok(()) }
+        "{{\"step\": {}, \"end_s\": {now:.6}, \"mode\": \"{}\", \"budget\": {}, \"threshold\": {}, \
+         \"ordered\": {}, \"tokens\": {}, \"prompt_tokens\": {}, \"decode_tokens\": {}, \
+         \"admitted\": {}, \"prompts\": {}, \"share\": {:.3}, \"over_stall_for\": \"{}\", \
+         \"predicted_ms\": {:.2}, \"ms\": {:.2}}}",
+        step.number,
+        step.mode.name(),
+        step.max_num_scheduled_tokens,
+        step.long_prefill_token_threshold,
+        step.num_ordered,
+        step.load.num_tokens,
+        step.load.num_prompt_tokens,
+        step.load.num_decode_tokens,
+        step.load.num_admitted,
+        step.num_prompts,
+        step.share,
+        step.over_stall.map_or("", OverStall::name),
+        ms(step.predicted_s),
+        ms(step.time_s),
+    )
+}
+
+fn write_late(log: &mut impl Write, late: &LatePrompt, step: u64) -> std::io::Result<()> {
+    writeln!(
+        log,
+        "{{\"late\": \"{}\", \"by\": \"{}\", \"step\": {step}, \"first_token_ms\": {:.0}, \
+         \"late_ms\": {:.0}}}",
+        if late.is_long { "long" } else { "ordinary" },
+        late.by.name(),
+        1e3 * late.time_s,
+        1e3 * late.late_s,
+    )
 }

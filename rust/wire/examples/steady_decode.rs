@@ -45,7 +45,7 @@ fn main() {
 #[inline(never)]
 fn schedule(scheduler: &mut Scheduler) {
     let knobs = scheduler.config().step_knobs(false);
-    let Ok(_) = scheduler.schedule(knobs, 0.0, &mut Answers::default());
+    let Ok(_) = scheduler.schedule(&knobs, 0.0, &mut Answers::default());
 }
 
 #[inline(never)]
@@ -121,6 +121,6 @@ fn scheduler_of(num_requests: usize) -> Scheduler {
 /// Computes all prompts, so that every request decodes from then on.
 fn first_step(scheduler: &mut Scheduler) -> Vec<ScheduledRequest> {
     let knobs = scheduler.config().step_knobs(false);
-    let Ok(step) = scheduler.schedule(knobs, 0.0, &mut Answers::default());
+    let Ok(step) = scheduler.schedule(&knobs, 0.0, &mut Answers::default());
     step.scheduled().copied().collect()
 }

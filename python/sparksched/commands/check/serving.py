@@ -207,12 +207,13 @@ def _pacing(config: "VllmConfig") -> Finding:
     way = "" if in_the_way is None else f"{in_the_way.feature}: {in_the_way.reason}"
     if settings is not None:
         if in_the_way is not None:
-            without = f"unset {environment.MAX_STALL_MS} and {environment.PREFILL_SHARE}"
+            without = f"unset {environment.MAX_STALL_MS} and {environment.MAX_SLOWDOWN}"
             return warning(topic, f"not paced: {way}", without)
         return ok(
             topic,
-            f"paced: while others generate, a step with prompts takes {settings.max_stall_s:g} s"
-            f" at most, and such steps take {settings.prefill_share:.0%} of the time",
+            f"paced: while others generate, no step with prompts takes longer than"
+            f" {settings.max_stall_s * 1e3:g} ms, unless a prompt's first token would come more"
+            f" than {settings.max_slowdown:g} times as late as without pacing",
         )
     length = config.model_config.max_model_len
     threshold = config.scheduler_config.long_prefill_token_threshold

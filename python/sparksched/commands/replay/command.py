@@ -10,7 +10,7 @@ import math
 import sys
 from typing import Any, Final
 
-from sparksched.environment import MAX_STALL_BOUNDS_MS, PREFILL_SHARE_BOUNDS
+from sparksched.environment import MAX_SLOWDOWN_BOUNDS, MAX_STALL_BOUNDS_MS
 from sparksched.record.events import TraceError
 
 DESCRIPTION: Final = """\
@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="what if")
     for name, metavar, bounds in (
         ("--max-stall-ms", "MS", MAX_STALL_BOUNDS_MS),
-        ("--prefill-share", "SHARE", PREFILL_SHARE_BOUNDS),
+        ("--max-slowdown", "TIMES", MAX_SLOWDOWN_BOUNDS),
     ):
         parser.add_argument(
             name, type=functools.partial(_within, *bounds), metavar=metavar, help="what if, paced"

@@ -12,7 +12,7 @@ use crate::config::{KvCacheGroupConfig, SchedulerConfig, StateConfig};
 use crate::ids::{BlockId, GroupId};
 use crate::journal::{Entry, Journal, StoredBlocks};
 use crate::kv_cache_group::{KvCacheGroup, Lookup};
-use crate::request::Request;
+use crate::request::{ExpectedHit, Request};
 use crate::state_group::{KeySet, StateBlocks};
 use crate::stats::PrefixCacheStats;
 
@@ -227,14 +227,17 @@ impl KvCacheManager {
         PrefixHit { num_tokens, shared_prefix_boundary }
     }
 
-    /// How many tokens of a request's prefix are cached, without telling anybody of the look.
-    pub(crate) fn peek_prefix_hit(&mut self, request: &Request) -> u32 {
+    /// What of a request's prefix is cached, without telling anybody of the look.
+    pub(crate) fn peek_prefix_hit(&mut self, request: &Request) -> ExpectedHit {
         self.hits.iter_mut().for_each(Vec::clear);
         if !self.reads_prefix_cache(request) {
-            return 0;
+            return ExpectedHit { num_tokens: 0, num_held_blocks: 0 };
         }
         let max_tokens = request.num_tokens().saturating_sub(1) as u32;
-        self.find_longest_hit(request, max_tokens).0
+        let num_tokens = self.find_longest_hit(request, max_tokens).0;
+        let blocks = self.hits.iter().flatten();
+        let is_held = |id: &&BlockId| !id.is_null() && self.pool.ref_count(**id) > 0;
+        ExpectedHit { num_tokens, num_held_blocks: blocks.filter(is_held).count() as u32 }
     }
 
     /// The length that all groups agree on, and the longest that one of them has, in tokens.

@@ -1,44 +1,54 @@
-//! Paced prefill: long prompts are computed in chunks that keep others waiting no longer than is
-//! allowed, and between chunks come steps of decodes alone, so that prompts get their share of the
-//! time. It mirrors nothing in vLLM: it chooses values that vLLM's scheduler has, [`StepKnobs`],
-//! before each step, and the policy decides with them as vLLM's would.
+//! Paced prefill: before each step it chooses values that vLLM's scheduler has, [`StepKnobs`], so
+//! that two promises are kept. It mirrors nothing in vLLM, and decides nothing: the policy decides
+//! with these values as vLLM's would.
 //!
-//! - A **chunk** is a step with prompts. Its size, decodes included, is from a short ladder, since
-//!   kernels are compiled for each size. The best one is as large as pays within the stall that is
-//!   allowed. The threshold is chosen so that all prompts together fill it: those that lack less
-//!   than the threshold are computed to their end, the others get equal parts. A **tail**, what is
-//!   left of a long prompt, is computed in such sizes, too, until little is left.
-//! - A prompt that fits into one chunk is **short**. It comes in at once, as with vLLM: in a small
-//!   step if that is known to be cheap, else with the next chunk, ahead of its time.
-//! - A chunk on behalf of long prompts comes only when what it **owes** is paid: after a chunk of
-//!   150 ms and with a share of 0.6, 100 ms without one.
-//! - Nobody generates: vLLM's values. No prompt: vLLM's values.
-//! - Prompts come faster than they are computed: the share **gives way**, and then the bound on the
-//!   size of chunks. It does so by and by while the queue grows, and at once if ordinary prompts
-//!   wait in it for long, since chunks may be so small that they would never be through.
+//! 1. No step with prompts takes longer than the stall that is allowed while others generate,
+//! 2. unless a prompt would come too late: no prompt's first token comes more than so many times as
+//!    late as it would without pacing, and one stall. A prompt that fits into a step within the
+//!    stall is **ordinary**: it comes no later than without pacing, and one stall.
 //!
-//! With asynchronous scheduling a step is chosen while the one before it runs, so what is owed
-//! rests on predictions for steps in flight, and is put right when they come back.
+//! A [virtual server](virtual_server) computes the same prompts as vLLM would without pacing, and so
+//! gives each its deadline. Before each step the calculation is made anew, from what is left to
+//! compute: the **order**, ordinary prompts as they came, then long ones; the least **chunk** of the
+//! [ladder], from the one within the stall upward, and with it the least **share** of the time, with
+//! which all deadlines can be met. After a chunk for long prompts come steps of decodes alone, until
+//! decodes have had the rest of the time.
+//!
+//! Each decision is vLLM's where nobody generates, where no prompt is there, where all prompts are
+//! ordinary and fit into one step, and where they are ordinary and so many that small steps would
+//! keep the last ones waiting.
+//!
+//! An order holds for one step and only where no request can lose its blocks in it, so that those
+//! who do are vLLM's victims. Under the priority policy the order is vLLM's.
+//!
+//! With asynchronous scheduling a step is chosen while the one before it runs, so time is predicted
+//! for steps in flight, and put right when they come back.
 
 mod ladder;
-mod pressure;
+mod report;
 mod step_times;
+mod virtual_server;
 
 use std::collections::VecDeque;
 
-use self::ladder::Ladder;
-use self::pressure::{Pressure, Queue};
+use self::ladder::{Ladder, Query};
+use self::report::Reporter;
 use self::step_times::DecodeTimes;
+use self::virtual_server::{StepPrice, VirtualServer};
+use crate::promise::{LateBy, Promise};
 use crate::scheduler::{Demand, Prompt, Scheduler, StepLoad};
 use crate::step::StepKnobs;
+
+pub use self::report::{LatePrompt, OverStall, PacingReport};
 
 /// What an operator chooses.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PacingSettings {
     /// No step with prompts is to take longer while others generate, in seconds.
     pub max_stall_s: f64,
-    /// Of the time, while prompts and decodes both have work; above 0, at most 1.
-    pub prefill_share: f64,
+    /// A long prompt's first token is to come at most so many times as late as without pacing; at
+    /// least 1.
+    pub max_slowdown: f64,
     /// Up to so many tokens a step with prompts runs as a CUDA graph; 0 without graphs.
     pub max_graph_tokens: u32,
 }
@@ -49,17 +59,15 @@ pub enum Mode {
     /// There is no prompt: vLLM's values.
     #[default]
     Plain,
-    /// Nobody generates: the whole budget.
+    /// Nobody generates: vLLM's values.
     Alone,
-    /// All prompts are short: they come in within the bound.
-    Short,
-    /// A chunk of long prompts is due; short ones come with it.
+    /// All prompts are ordinary, and none would be served better: vLLM's values.
+    Ordinary,
+    /// A chunk of prompts.
     Chunk,
-    /// A chunk is not due, but somebody short has come.
-    Join,
-    /// Decodes alone.
+    /// Decodes alone: they are owed time.
     Decode,
-    /// Smaller chunks get nobody on: vLLM's values.
+    /// Chunks get nobody on: vLLM's values.
     Unpaced,
     /// Before the first request: vLLM's values. What steps take is learned.
     WarmUp,
@@ -72,9 +80,8 @@ impl Mode {
         match self {
             Self::Plain => "plain",
             Self::Alone => "alone",
-            Self::Short => "short",
+            Self::Ordinary => "ordinary",
             Self::Chunk => "chunk",
-            Self::Join => "join",
             Self::Decode => "decode",
             Self::Unpaced => "unpaced",
             Self::WarmUp => "warm-up",
@@ -89,16 +96,22 @@ pub struct PacedStep {
     pub number: u64,
     /// Why its knobs are as they are.
     pub mode: Mode,
-    /// The knobs.
-    pub knobs: StepKnobs,
+    /// Most tokens that it could have.
+    pub max_num_scheduled_tokens: u32,
+    /// Most tokens of one request; 0 is no limit.
+    pub long_prefill_token_threshold: u32,
+    /// Requests that were put in another order.
+    pub num_ordered: usize,
     /// What it holds.
     pub load: StepLoad,
     /// Prompts that ran or waited.
     pub num_prompts: usize,
-    /// What was owed to those who generate before it, in seconds.
-    pub owed_s: f64,
-    /// The share that prompts are to get, which may have given way.
+    /// Long prompts are served: decodes are owed time after it.
+    pub is_for_long: bool,
+    /// The share of the time that deadlines asked for.
     pub share: f64,
+    /// For whose deadline it is larger than what the stall allows.
+    pub over_stall: Option<OverStall>,
     /// How long it was expected to take, in seconds.
     pub predicted_s: f64,
     /// How long it took, in seconds; 0 until it is back.
@@ -111,42 +124,45 @@ impl PacedStep {
     pub fn has_prompts(&self) -> bool {
         self.load.num_prompt_tokens > 0 && self.mode != Mode::Decode
     }
+
+    /// Whether it was put in for those who generate.
+    #[must_use]
+    pub fn is_of_decodes_alone(&self) -> bool {
+        self.mode == Mode::Decode
+    }
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct InFlight {
     step: PacedStep,
     /// Of the prediction, what decodes alone would take.
     decode_s: f64,
     launched_at: f64,
+    /// What those were promised whose prompts end with it.
+    promises: Vec<Promise>,
 }
 
 /// Steps with prompts that follow each other. While one is launched the host may be too busy to
 /// look at the one before it, so only their sum is known.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Chain {
-    num_steps: u32,
-    num_tokens: u32,
+    /// Of each: its tokens, and what those of prompts attend to.
+    steps: Vec<(u32, f64)>,
+    /// What they took together beyond their decodes, in seconds.
     extra_s: f64,
-    attention: f64,
-    /// They are of one size.
-    is_even: bool,
 }
 
-/// What is known of the time since the last report.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct PacingReport {
-    /// Tokens of prompts in the present chunk.
-    pub chunk_tokens: u32,
-    /// Time of steps with prompts while others generated, in seconds, in all.
-    pub prompt_s: f64,
-    /// Time of all steps while prompts and decodes had work, in seconds, in all.
-    pub contended_s: f64,
-    /// Steps of decodes alone that were put in, in all.
-    pub num_decode_steps: u64,
-    /// The longest step with prompts while others generated, of the half or whole minute before the
-    /// last step.
-    pub longest_stall_s: f64,
+/// What was chosen for the step that is being decided on.
+#[derive(Clone, Debug)]
+struct Chosen {
+    mode: Mode,
+    knobs: StepKnobs,
+    share: f64,
+    over_stall: Option<OverStall>,
+    /// It serves a long prompt: decodes are owed time after it.
+    is_for_long: bool,
+    /// Somebody is to come in.
+    admits: bool,
 }
 
 /// Chooses the knobs of each step.
@@ -158,50 +174,34 @@ pub struct Pacing {
     min_threshold: u32,
     ladder: Ladder,
     decode_times: DecodeTimes,
+    virtual_server: VirtualServer,
+    to_come: ToCome,
     demand: Demand,
-    /// What is considered for a chunk: tokens that prompts lack.
-    considered: Vec<u32>,
-    /// Tokens that the longest one of these lacks that are short.
-    longest_short: u32,
+    /// What decodes alone would take, in seconds.
+    decode_s: f64,
+    /// When the next step begins.
+    start: f64,
     chosen: Chosen,
     in_flight: VecDeque<InFlight>,
     chain: Chain,
     next_number: u64,
-    /// When the device had, or will have, nothing else to do.
+    /// When the device had nothing else to do.
     free_at: f64,
-    /// Time without chunks that those who generate are still to get, in seconds.
-    owed_s: f64,
-    /// Tokens of the present chunk, decodes included.
-    full_size: u32,
-    /// Time since a long prompt last got a chunk, in seconds.
+    /// How long the last chunk for long prompts took, in seconds.
+    chunk_s: f64,
+    /// How long decodes have had the device since then, in seconds.
     since_chunk_s: f64,
-    /// Short ones could not be admitted though there was room in the step.
+    /// Somebody could not be admitted though there was room in the step.
     is_admission_blocked: bool,
     /// Steps in a row that should have computed prompts and did not.
     num_fruitless: u32,
     patience: u32,
-    /// The part of the time that short prompts took lately, by themselves, while others generated.
-    short_part: f64,
-    pressure: Pressure,
     is_warming_up: bool,
-    report: PacingReport,
-    stalls: Stalls,
-}
-
-/// What was chosen for the step that is being decided on.
-#[derive(Clone, Copy, Debug)]
-struct Chosen {
-    mode: Mode,
-    knobs: StepKnobs,
-    num_prompts: usize,
-    admits: bool,
+    reporter: Reporter,
 }
 
 /// So many fruitless steps end in one with vLLM's values; then twice as many, up to the last.
 const PATIENCE: std::ops::RangeInclusive<u32> = 4..=256;
-
-/// A chunk leaves at least one of so many parts of it to long prompts.
-const LEAST_OF_CHUNK: u32 = 4;
 
 /// Without CUDA graphs, what is at most this part of the largest size is not made smaller.
 const SMALL_PART: u32 = 16;
@@ -210,28 +210,83 @@ const SMALL_PART: u32 = 16;
 const MOST_EXPECTED: f64 = 2.0;
 
 /// What so many steps with prompts took together says something before they end.
-const LONGEST_CHAIN: u32 = 8;
-
-/// A prompt is brief beside one that lacks so many times as much.
-const BRIEF: u32 = 4;
-
-/// A late chunk comes at last after so many times its period, whatever else has come in.
-const LATEST: f64 = 2.0;
+const LONGEST_CHAIN: usize = 8;
 
 /// A step that takes so many times what was expected, and what is allowed, is an outlier.
 const OUTLIER: f64 = 2.0;
 
-/// Most that is owed, in times of what a chunk within the bound makes.
-const MOST_OWED: f64 = 2.0;
+/// More of ordinary prompts alone than so many steps within the stall hold is left to vLLM: small
+/// steps would cost the last ones more than they give.
+const ORDINARY_STEPS: f64 = 1.5;
 
-/// A step for somebody short pays if it takes at most this part of a chunk's time.
-const CHEAP: f64 = 0.4;
+/// Long prompts are to need at most this part of the time that they have, so that they may go by
+/// their rest rather than by their deadlines.
+const SAFE: f64 = 0.95;
 
-/// How long the past is that counts as lately, in seconds.
-const RECENT_S: f64 = 1.0;
+/// So many long prompts are computed at a time: those that run get a part of each step in which
+/// somebody else is admitted.
+const MAX_RUNNING: usize = 2;
 
-/// How fast the bound gives way to short prompts that need more than their share.
-const LENIENCY: f64 = 16.0;
+/// A larger chunk that meets no deadline either has to be better by this part.
+const WORTHWHILE: f64 = 0.02;
+
+/// The least time to a deadline that is counted with, in seconds.
+const SOON_S: f64 = 1e-3;
+
+/// What prompts that are still to come will need: on average as much as lately.
+#[derive(Clone, Copy, Debug, Default)]
+struct ToCome {
+    of_ordinary: f64,
+    of_long: f64,
+    at: f64,
+}
+
+impl ToCome {
+    /// How long the past is that counts as lately, in seconds: long prompts are few.
+    const LATELY_S: f64 = 10.0;
+    const LATELY_OF_LONG_S: f64 = 30.0;
+    const MOST: f64 = 0.8;
+
+    fn decay(&mut self, now: f64) {
+        let since_s = (now - self.at).max(0.0);
+        self.of_ordinary *= (-since_s / Self::LATELY_S).exp();
+        self.of_long *= (-since_s / Self::LATELY_OF_LONG_S).exp();
+        self.at = now;
+    }
+
+    fn arrive(&mut self, work_s: f64, is_ordinary: bool) {
+        if is_ordinary {
+            self.of_ordinary += work_s / Self::LATELY_S;
+        } else {
+            self.of_long += work_s / Self::LATELY_OF_LONG_S;
+        }
+    }
+
+    /// The part of the time that those can count on who have come.
+    fn left(&self) -> f64 {
+        1.0 - (self.of_ordinary + self.of_long).min(Self::MOST)
+    }
+}
+
+/// What vLLM's steps take: they hold as many tokens as are configured.
+struct FullSteps<'a> {
+    ladder: &'a Ladder,
+    num_decode_tokens: f64,
+    decode_s: f64,
+    room: f64,
+    unknown_s: f64,
+}
+
+impl StepPrice for FullSteps<'_> {
+    fn room(&self) -> f64 {
+        self.room
+    }
+
+    fn step_s(&self, num_tokens: f64, attention: f64) -> f64 {
+        let extra_s = self.ladder.extra_of(self.num_decode_tokens + num_tokens, attention);
+        self.decode_s + extra_s.unwrap_or(self.unknown_s)
+    }
+}
 
 impl Pacing {
     /// Chooses for a scheduler of this configuration, where nothing has been learned.
@@ -242,29 +297,27 @@ impl Pacing {
         let max_tokens = config.max_num_scheduled_tokens.min(config.max_num_batched_tokens);
         Self {
             settings,
-            base,
             min_threshold: 1 + config.speculation.num_spec_tokens,
             ladder: Ladder::new(max_tokens, settings.max_graph_tokens),
             decode_times: DecodeTimes::default(),
+            virtual_server: VirtualServer::new(),
+            to_come: ToCome::default(),
             demand: Demand::default(),
-            considered: Vec::new(),
-            longest_short: 0,
-            chosen: Chosen { mode: Mode::Plain, knobs: base, num_prompts: 0, admits: false },
+            decode_s: 0.0,
+            start: 0.0,
+            chosen: Chosen::unpaced(Mode::Plain, &base),
+            base,
             in_flight: VecDeque::new(),
             chain: Chain::default(),
             next_number: 0,
             free_at: f64::NEG_INFINITY,
-            owed_s: 0.0,
-            full_size: 0,
+            chunk_s: 0.0,
             since_chunk_s: 0.0,
             is_admission_blocked: false,
             num_fruitless: 0,
             patience: *PATIENCE.start(),
-            short_part: 0.0,
-            pressure: Pressure::default(),
             is_warming_up: false,
-            report: PacingReport::default(),
-            stalls: Stalls::default(),
+            reporter: Reporter::default(),
         }
     }
 
@@ -289,275 +342,407 @@ impl Pacing {
         self.ladder.sizes()
     }
 
-    /// Totals so far, and the present chunk.
+    /// Totals so far, and what holds at present.
     #[must_use]
     pub fn report(&self) -> PacingReport {
-        self.report
+        self.reporter.report()
     }
 
-    /// Chooses the knobs of the next step.
-    pub fn choose(&mut self, scheduler: &mut Scheduler) -> StepKnobs {
-        if self.is_warming_up {
+    /// Chooses the knobs of the next step at `now`, in seconds.
+    pub fn choose(&mut self, scheduler: &mut Scheduler, now: f64) -> StepKnobs {
+        self.chosen = if self.is_warming_up {
             self.demand.prompts.clear();
-            let knobs = self.base;
-            self.chosen = Chosen { mode: Mode::WarmUp, knobs, num_prompts: 0, admits: false };
-            return knobs;
-        }
+            Chosen::unpaced(Mode::WarmUp, &self.base)
+        } else {
+            self.look(scheduler, now);
+            self.choice(scheduler)
+        };
+        self.chosen.knobs.clone()
+    }
+
+    /// Looks what is asked of the next step, and gives those their promises who have come.
+    fn look(&mut self, scheduler: &mut Scheduler, now: f64) {
+        self.demand.prompts.clear();
         if scheduler.may_have_prompts() {
             scheduler.survey(&mut self.demand);
-        } else {
-            self.demand.prompts.clear();
         }
-        self.chosen = self.choice();
-        self.chosen.knobs
+        if self.demand.prompts.is_empty() {
+            return;
+        }
+        let decode_s = self.decode_times.predict(self.demand.num_decode_tokens);
+        self.decode_s = decode_s.unwrap_or(0.0);
+        let end_of =
+            |free_at: f64, it: &InFlight| free_at.max(it.launched_at) + it.step.predicted_s;
+        self.start = self.in_flight.iter().fold(self.free_at, end_of).max(now);
+        self.to_come.decay(now);
+        let mut prompts = std::mem::take(&mut self.demand.prompts);
+        for prompt in &mut prompts {
+            if let Some(promise) = prompt.promise.as_mut().filter(|_| !prompt.may_run) {
+                promise.hold_up();
+                scheduler.set_promise(prompt.index, *promise);
+            }
+        }
+        let is_new = |it: &Prompt| it.may_run && it.promise.is_none_or(|it| it.is_void);
+        if prompts.iter().any(is_new) {
+            let left_s = self.work_left_s(prompts.iter().filter(|it| it.may_run && !is_new(it)));
+            self.virtual_server.limit(self.start + left_s);
+            for prompt in prompts.iter_mut().filter(|it| is_new(it)) {
+                let promise = self.promise(prompt, now);
+                scheduler.set_promise(prompt.index, promise);
+                prompt.promise = Some(promise);
+            }
+        }
+        self.demand.prompts = prompts;
     }
 
-    fn choice(&mut self) -> Chosen {
-        let knobs = self.base;
-        let unpaced = |mode, num_prompts| Chosen { mode, knobs, num_prompts, admits: false };
-        let num_prompts = self.demand.prompts.len();
+    fn full_steps(&self) -> FullSteps<'_> {
+        let (budget, num_decode_tokens) =
+            (self.base.max_num_scheduled_tokens, self.demand.num_decode_tokens);
+        FullSteps {
+            ladder: &self.ladder,
+            num_decode_tokens: num_decode_tokens.into(),
+            decode_s: self.decode_s,
+            room: budget.saturating_sub(num_decode_tokens).max(budget.div_ceil(8)).into(),
+            unknown_s: self.settings.max_stall_s,
+        }
+    }
+
+    /// What vLLM's steps would take for what these prompts lack, in seconds.
+    fn work_left_s<'a>(&self, prompts: impl Iterator<Item = &'a Prompt>) -> f64 {
+        let add = |(tokens, attention): (f64, f64), it: &Prompt| {
+            let (missing, middle) = (f64::from(it.num_missing), middle_of(it));
+            (tokens + missing, attention + missing * middle)
+        };
+        let (tokens, attention) = prompts.fold((0.0, 0.0), add);
+        let price = self.full_steps();
+        let num_steps = (tokens / price.room()).ceil();
+        if num_steps == 0.0 {
+            return 0.0;
+        }
+        num_steps * price.step_s(tokens / num_steps, attention / num_steps)
+    }
+
+    fn promise(&mut self, prompt: &Prompt, now: f64) -> Promise {
+        let Prompt { num_missing, num_computed, .. } = *prompt;
+        let mut server = self.virtual_server;
+        let end = server.arrive(now, num_missing, num_computed, &self.full_steps());
+        self.virtual_server = server;
+        let is_ordinary = match prompt.promise {
+            Some(before) => before.is_ordinary,
+            None => self.is_within_stall(num_missing.into(), middle_of(prompt)),
+        };
+        let size = self.within_bound();
+        self.to_come.arrive(self.work_s(prompt, size), is_ordinary);
+        Promise {
+            arrived_at: prompt.promise.map_or(now, |it| it.arrived_at),
+            since: now,
+            virtual_s: end - now,
+            num_tokens: num_missing,
+            num_computed,
+            work_s: self.full_work_s(num_missing, num_computed),
+            is_ordinary,
+            is_void: false,
+            late_by: prompt.promise.map_or(LateBy::Steps, |it| it.late_by),
+        }
+    }
+
+    /// Whether a step with so many tokens of prompts stays within the stall.
+    fn is_within_stall(&self, num_tokens: f64, context: f64) -> bool {
+        let price = self.full_steps();
+        num_tokens <= price.room()
+            && price.step_s(num_tokens, num_tokens * context) <= self.settings.max_stall_s
+    }
+
+    /// When a prompt is to be through, at the speed that is known by now.
+    fn deadline(&self, promise: &Promise) -> f64 {
+        let times = if promise.is_ordinary { 1.0 } else { self.settings.max_slowdown };
+        let work_s = self.full_work_s(promise.num_tokens, promise.num_computed);
+        let virtual_s = promise.virtual_s * work_s / promise.work_s;
+        promise.since + times * virtual_s + self.settings.max_stall_s
+    }
+
+    /// What full steps take for so many tokens behind others, in seconds.
+    fn full_work_s(&self, num_tokens: u32, num_computed: u32) -> f64 {
+        let price = self.full_steps();
+        let (tokens, middle) =
+            (f64::from(num_tokens), f64::from(num_computed) + 0.5 * f64::from(num_tokens));
+        let num_steps = (tokens / price.room()).max(1.0);
+        num_steps * price.step_s(tokens / num_steps, tokens / num_steps * middle)
+    }
+
+    fn within_bound(&self) -> usize {
+        // Whoever is in it: the dearest decides.
+        let prompts = self.demand.prompts.iter().filter(|it| it.may_run);
+        let context = prompts.map(|it| it.num_computed).max().unwrap_or(0);
+        self.ladder.within_bound(&Query {
+            num_decode_tokens: self.demand.num_decode_tokens,
+            decode_s: self.decode_s,
+            context: context.into(),
+            limit_s: self.settings.max_stall_s,
+        })
+    }
+
+    /// What a chunk of a size takes that attends to `context` tokens, in seconds.
+    fn chunk_time_s(&self, size: usize, context: f64) -> f64 {
+        let extra_s = self.ladder.extra_s(size, self.room(size) * context);
+        self.decode_s + extra_s.unwrap_or(self.settings.max_stall_s)
+    }
+
+    /// Tokens of prompts in a chunk of a size.
+    fn room(&self, size: usize) -> f64 {
+        self.ladder.sizes()[size].saturating_sub(self.demand.num_decode_tokens).max(1).into()
+    }
+
+    /// What is left of a prompt, in seconds of chunks of a size.
+    fn work_s(&self, prompt: &Prompt, size: usize) -> f64 {
+        let num_chunks = f64::from(prompt.num_missing) / self.room(size);
+        num_chunks * self.chunk_time_s(size, middle_of(prompt))
+    }
+
+    fn choice(&mut self, scheduler: &Scheduler) -> Chosen {
+        let prompts = &self.demand.prompts;
         let num_decode_tokens = self.demand.num_decode_tokens;
-        if num_prompts == 0 {
-            return unpaced(Mode::Plain, 0);
+        if prompts.is_empty() {
+            return Chosen::unpaced(Mode::Plain, &self.base);
+        }
+        if num_decode_tokens == 0 {
+            (self.chunk_s, self.since_chunk_s) = (0.0, 0.0);
+            return Chosen::unpaced(Mode::Alone, &self.base);
         }
         let is_stuck = self.num_fruitless >= self.patience;
         if is_stuck || self.ladder.first_above(num_decode_tokens).is_none() {
-            return unpaced(Mode::Unpaced, num_prompts);
+            return Chosen::unpaced(Mode::Unpaced, &self.base);
         }
-        let limit_s = self.settings.max_stall_s * self.pressure.leniency();
-        let short_limit_s = limit_s.max(self.settings.max_stall_s * self.leniency());
-        let largest = self.best_size(short_limit_s, true);
-        let room = self.ladder.sizes()[largest] - num_decode_tokens;
-        let has_long = self.demand.prompts.iter().any(|it| it.num_missing > room);
-        if num_decode_tokens == 0 {
-            self.owed_s = 0.0;
-            let has_short = self.demand.prompts.iter().any(|it| it.num_missing <= room);
-            if !has_long || !has_short {
-                return unpaced(Mode::Alone, num_prompts);
-            }
-            return self.chunk(Mode::Alone, self.ladder.sizes().len() - 1, room);
+        if self.is_left_to_vllm() {
+            return Chosen::unpaced(Mode::Ordinary, &self.base);
         }
-        if self.demand.prompts.iter().all(|it| self.is_short(it, room)) {
-            return self.chunk(Mode::Short, largest, room);
+        let order = self.order();
+        let bounded = self.within_bound();
+        let (size, share, over_stall) = self.least_chunk(&order, bounded);
+        let is_urgent =
+            |it: &Prompt| is_ordinary(it) && (it.is_running || !self.is_admission_blocked);
+        let owed_s = self.chunk_s * (1.0 - share) / share.max(1e-6) - self.since_chunk_s;
+        if !order.iter().any(|&it| is_urgent(&prompts[it])) && owed_s > 0.0 && share < 1.0 {
+            return Chosen { share, ..self.decodes_alone(scheduler) };
         }
-        let best = self.best_size(limit_s, false);
-        self.full_size = self.ladder.sizes()[best];
-        if self.owed_s <= 0.0 || self.is_late(best) {
-            return self.chunk(Mode::Chunk, best, room);
+        Chosen { share, over_stall, ..self.chunk(scheduler, &order, size) }
+    }
+
+    /// Whether all prompts are ordinary, and a step within the stall holds them, or far more wait.
+    fn is_left_to_vllm(&self) -> bool {
+        let prompts = &self.demand.prompts;
+        if !prompts.iter().all(|it| is_ordinary(it) || !it.may_run) {
+            return false;
         }
-        let may_join = |it: &Prompt| it.has_blocks && self.is_short(it, room) && self.can_join(it);
-        if self.is_at_most_one_ahead(best, limit_s) && self.demand.prompts.iter().any(may_join) {
-            let joining = self.chunk(Mode::Join, best, room);
-            if !self.is_admission_blocked || !joining.admits {
-                return joining;
-            }
-        }
-        self.decodes_alone()
+        // What is not known to stay outside counts.
+        let tokens: f64 = prompts.iter().map(|it| f64::from(it.num_missing)).sum();
+        let attention: f64 =
+            prompts.iter().map(|it| f64::from(it.num_missing) * middle_of(it)).sum();
+        let fits = |part: f64| self.is_within_stall(tokens / part, attention / tokens);
+        fits(1.0) || !fits(ORDINARY_STEPS)
     }
 
-    /// Whether a prompt fits into one chunk, and is no tail.
-    fn is_short(&self, prompt: &Prompt, room: u32) -> bool {
-        prompt.num_missing <= room && !self.is_tail(prompt, room)
-    }
-
-    /// Whether it is what is left of a long prompt, and not so little that a CUDA graph holds it.
-    fn is_tail(&self, prompt: &Prompt, room: u32) -> bool {
-        is_rest(prompt, room) && self.demand.num_decode_tokens + prompt.num_missing > self.small()
-    }
-
-    /// A step of so many tokens, or less, is not made smaller.
-    fn small(&self) -> u32 {
-        match self.settings.max_graph_tokens {
-            0 => self.ladder.sizes()[self.ladder.sizes().len() - 1] / SMALL_PART,
-            num_tokens => num_tokens,
-        }
-    }
-
-    /// Whether no more is owed than one chunk within the bound makes: somebody short may bring the
-    /// next one forward.
-    fn is_at_most_one_ahead(&self, best: usize, limit_s: f64) -> bool {
-        let share = self.share();
-        let chunk_s = self.predict(best).min(limit_s);
-        self.owed_s <= 1.1 * chunk_s * (1.0 - share) / share
-    }
-
-    fn can_join(&self, prompt: &Prompt) -> bool {
-        prompt.is_running || !self.is_admission_blocked
-    }
-
-    /// Whether short prompts have kept a long one waiting for too long.
-    fn is_late(&self, best: usize) -> bool {
-        let period = self.predict(best) / self.share();
-        self.since_chunk_s > LATEST * period
-    }
-
-    /// The share that prompts are to get now.
-    fn share(&self) -> f64 {
-        let share = self.settings.prefill_share;
-        share + (1.0 - share) * self.pressure.level().min(1.0)
-    }
-
-    /// What the bound is multiplied by for short prompts: they need more time than their share.
-    fn leniency(&self) -> f64 {
-        let share = self.settings.prefill_share;
-        let excess = (self.short_part - share) / (1.0 - share).max(0.01);
-        1.0 + LENIENCY * excess.max(0.0)
-    }
-
-    fn best_size(&mut self, limit_s: f64, wants_largest: bool) -> usize {
-        let demand = &self.demand;
-        let decode_s = self.decode_times.predict(demand.num_decode_tokens).unwrap_or(0.0);
-        // The one who waits longest decides.
-        let first = demand.prompts.first();
-        let context = first.map_or(0.0, |it| f64::from(it.num_computed));
-        let num_missing =
-            demand.prompts.iter().fold(0, |sum: u32, it| sum.saturating_add(it.num_missing));
-        let query = ladder::Query {
-            num_decode_tokens: demand.num_decode_tokens,
-            num_prompt_tokens: num_missing,
-            decode_s,
-            context,
-            limit_s,
-            wants_largest,
+    /// The prompts that can be computed, in the order in which they should be: ordinary ones as they
+    /// came, then long ones by what is left of them, or by their deadlines if one would be late.
+    fn order(&self) -> Vec<usize> {
+        let prompts = &self.demand.prompts;
+        let candidates = (0..prompts.len()).filter(|&it| prompts[it].promise.is_some());
+        let candidates = candidates.filter(|&it| prompts[it].may_run);
+        let (mut order, mut long): (Vec<usize>, Vec<usize>) =
+            candidates.partition(|&it| is_ordinary(&prompts[it]));
+        let size = self.within_bound();
+        let work: Vec<f64> = prompts.iter().map(|it| self.work_s(it, size)).collect();
+        let left = |&it: &usize| self.time_left_s(&prompts[it]);
+        long.sort_by(|&one, &other| work[one].total_cmp(&work[other]));
+        let mut sum_s: f64 = order.iter().map(|&it| work[it]).sum();
+        let is_safe = |it: &usize| {
+            sum_s += work[*it];
+            sum_s <= SAFE * self.to_come.left() * left(it)
         };
-        self.ladder.best(&query)
-    }
-
-    /// What a chunk of a size is expected to take now, in seconds.
-    fn predict(&self, size: usize) -> f64 {
-        let num_decode_tokens = self.demand.num_decode_tokens;
-        let decode_s = self.decode_times.predict(num_decode_tokens).unwrap_or(0.0);
-        let context = self.demand.prompts.first().map_or(0.0, |it| f64::from(it.num_computed));
-        let room = f64::from(self.ladder.sizes()[size].saturating_sub(num_decode_tokens));
-        let extra_s = self.ladder.guess(size, room * (context + 0.5 * room));
-        decode_s + extra_s.unwrap_or(self.settings.max_stall_s)
-    }
-
-    /// A step with prompts, of the best size at most; `room` is what makes a prompt a short one.
-    fn chunk(&mut self, mode: Mode, best: usize, room: u32) -> Chosen {
-        let num_decode_tokens = self.demand.num_decode_tokens;
-        let capacity = self.ladder.sizes()[best] - num_decode_tokens;
-        let admits = self.consider(mode, capacity, room);
-        let smaller = match mode {
-            Mode::Join => self.cheap_join(best).or_else(|| self.filled(best)),
-            Mode::Chunk => self.filled(best),
-            Mode::Short if self.demand.prompts.iter().any(|it| is_rest(it, room)) => {
-                self.filled(best)
-            }
-            _ => None,
-        };
-        let size = smaller.unwrap_or(best);
-        let level = fill_level(&self.considered, self.ladder.sizes()[size] - num_decode_tokens);
-        let configured = self.base.long_prefill_token_threshold;
-        let threshold = level.max(self.min_threshold);
-        let threshold = if level == u32::MAX { 0 } else { threshold };
-        let threshold = match (threshold, configured) {
-            (0, other) | (other, 0) => other,
-            (one, other) => one.min(other),
-        };
-        let knobs = StepKnobs {
-            max_num_scheduled_tokens: self.ladder.sizes()[size],
-            long_prefill_token_threshold: threshold,
-            throttle_prefills: false,
-        };
-        Chosen { mode, knobs, num_prompts: self.demand.prompts.len(), admits }
-    }
-
-    /// The smallest size in which those who come have room, if it is known to take far less than a
-    /// chunk of the best one. Else they come with such a chunk, ahead of its time.
-    fn cheap_join(&self, best: usize) -> Option<usize> {
-        let num_decode_tokens = self.demand.num_decode_tokens;
-        let longest = self.longest_short;
-        let holds = |size: &usize| {
-            let capacity = self.ladder.sizes()[*size].saturating_sub(num_decode_tokens);
-            capacity > 0 && fill_level(&self.considered, capacity) >= longest
-        };
-        let size = (0..best).find(holds)?;
-        let tokens = f64::from(self.ladder.sizes()[size]);
-        let most_s = CHEAP * self.predict(best);
-        match self.ladder.known(size, tokens * tokens) {
-            Some(time_s) => (time_s <= most_s).then_some(size),
-            None => self.ladder.is_stale(size).then_some(size),
+        if !long.iter().all(is_safe) {
+            long.sort_by(|one, other| left(one).total_cmp(&left(other)));
         }
-    }
-
-    /// The largest size that what is considered fills, if a chunk of the best one would be left with
-    /// room. Any other number of tokens may need kernels that have not been compiled.
-    fn filled(&self, best: usize) -> Option<usize> {
-        let num_decode_tokens = self.demand.num_decode_tokens;
-        let add = |sum: u32, it: &u32| sum.saturating_add(*it);
-        let num_tokens = self.considered.iter().fold(num_decode_tokens, add);
-        if num_tokens <= self.small() || num_tokens >= self.ladder.sizes()[best] {
-            return None;
+        let runs = |&it: &usize| prompts[it].is_running;
+        if long.iter().filter(|it| runs(it)).count() >= MAX_RUNNING {
+            long.sort_by_key(|it| !runs(it));
         }
-        let size = self.ladder.last_within(num_tokens)?;
-        (Some(size) >= self.ladder.first_above(num_decode_tokens)).then_some(size)
+        order.append(&mut long);
+        order
     }
 
-    /// Collects what the prompts lack that are to have a part in a chunk; returns whether some of
-    /// them wait.
-    ///
-    /// Prompts that run are in it anyway. Of those that wait, as many as fit and are short, and those
-    /// that are brief beside one that runs; long ones that wait before them have to come in as well.
-    fn consider(&mut self, mode: Mode, capacity: u32, room: u32) -> bool {
-        self.considered.clear();
-        let (running, waiting): (Vec<&Prompt>, Vec<&Prompt>) =
-            self.demand.prompts.iter().partition(|it| it.is_running);
-        self.considered.extend(running.iter().map(|it| it.num_missing));
-        let has_long = self.demand.prompts.iter().any(|it| !self.is_short(it, room));
-        let most = if has_long { capacity - capacity / LEAST_OF_CHUNK } else { capacity };
-        // Who lacks far less than the longest one that runs doesn't wait for it, either.
-        let longest = self.considered.iter().max().copied().unwrap_or(0);
-        let brief = if mode == Mode::Join { 0 } else { longest / BRIEF };
-        let shorts = running.iter().filter(|it| self.is_short(it, room)).map(|it| it.num_missing);
-        let (sum, mut longest_short) =
-            shorts.fold((0, 0), |(sum, most), it| (sum + it, it.max(most)));
-        let mut left = most.saturating_sub(sum);
-        let mut num_considered = 0;
-        for (position, prompt) in waiting.iter().enumerate() {
-            if !prompt.has_blocks && !self.considered.is_empty() {
+    /// The time to a prompt's deadline.
+    fn time_left_s(&self, prompt: &Prompt) -> f64 {
+        prompt.promise.map_or(f64::INFINITY, |it| self.deadline(&it) - self.start).max(SOON_S)
+    }
+
+    /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
+    /// met, or else the one with which they are missed least, ordinary ones above all: it may be a
+    /// smaller one. Then the share of the time that they need, and for whom it exceeds the bound.
+    fn least_chunk(&self, order: &[usize], bounded: usize) -> (usize, f64, Option<OverStall>) {
+        let needed = |size| self.needed_shares(order, size);
+        let (mut best, (mut ordinary, mut long)) = (bounded, needed(bounded));
+        let reason = if ordinary > 1.0 { OverStall::ForOrdinary } else { OverStall::ForLong };
+        let first = self.ladder.first_above(self.demand.num_decode_tokens).unwrap_or(bounded);
+        for size in (bounded + 1..=self.ladder.largest()).chain((first..bounded).rev()) {
+            if ordinary.max(long) <= 1.0 {
                 break;
             }
-            if prompt.num_missing <= room {
-                let Some(rest) = left.checked_sub(prompt.num_missing) else { break };
-                left = rest;
-                longest_short = longest_short.max(prompt.num_missing);
-                num_considered = position + 1;
-            } else if prompt.num_missing <= brief {
-                num_considered = position + 1;
-            } else if running.is_empty() && position == 0 && mode != Mode::Join {
-                num_considered = 1;
+            let (of_ordinary, of_long) = needed(size);
+            let is_better = |new: f64, old: f64| new.max(1.0) < (1.0 - WORTHWHILE) * old.max(1.0);
+            let is_worse = is_better(ordinary, of_ordinary);
+            if is_better(of_ordinary, ordinary) || (!is_worse && is_better(of_long, long)) {
+                (best, ordinary, long) = (size, of_ordinary, of_long);
             }
         }
-        let waiting = waiting.iter().take(num_considered);
-        self.considered.extend(waiting.map(|it| it.num_missing));
-        self.longest_short = longest_short;
-        num_considered > 0
+        (best, ordinary.max(long), (best > bounded).then_some(reason))
     }
 
-    /// A step without prompts. Where throttling doesn't hold them back, each gets no more tokens
-    /// than one that generates, and nothing is left for those that wait.
-    fn decodes_alone(&self) -> Chosen {
-        let mut knobs = self.base;
+    /// Tokens that a step needs so that all ordinary prompts are through with it. Those that wait
+    /// come behind all that run, which may have as many tokens as they have.
+    fn ordinary_tokens(&self, order: &[usize]) -> f64 {
+        let prompts = || order.iter().map(|&it| &self.demand.prompts[it]);
+        let ordinary = || prompts().filter(|it| is_ordinary(it));
+        let sum: f64 = ordinary().map(|it| f64::from(it.num_missing)).sum();
+        let longest = ordinary().filter(|it| !it.is_running).map(|it| it.num_missing).max();
+        let beside = prompts().filter(|it| it.is_running && !is_ordinary(it));
+        let beside = beside.map(|it| f64::from(it.num_missing.min(longest.unwrap_or(0))));
+        sum + beside.sum::<f64>()
+    }
+
+    /// The share of the time with which the deadlines of ordinary prompts, and those of long ones,
+    /// can be met by chunks of a size.
+    fn needed_shares(&self, order: &[usize], size: usize) -> (f64, f64) {
+        let (mut sum_s, mut of_ordinary, mut of_long) = (0.0, 0.0_f64, 0.0_f64);
+        // They are through at the end of a step, not before.
+        let num_steps = (self.ordinary_tokens(order) / self.room(size)).max(1.0);
+        for &position in order {
+            let prompt = &self.demand.prompts[position];
+            sum_s += self.work_s(prompt, size);
+            let left_s = self.time_left_s(prompt);
+            if is_ordinary(prompt) {
+                let step_s = self.chunk_time_s(size, middle_of(prompt));
+                of_ordinary = of_ordinary.max(num_steps * step_s / left_s);
+            } else {
+                of_long = of_long.max(sum_s / self.to_come.left() / left_s);
+            }
+        }
+        (of_ordinary, of_long)
+    }
+
+    /// A step of prompts in this order, of this size at most.
+    fn chunk(&self, scheduler: &Scheduler, order: &[usize], size: usize) -> Chosen {
+        let prompts = &self.demand.prompts;
+        let num_decode_tokens = self.demand.num_decode_tokens;
+        let is_for_long = !order.iter().all(|&it| is_ordinary(&prompts[it]));
+        let size = if is_for_long { self.filled(order, size) } else { size };
+        let capacity = self.ladder.sizes()[size] - num_decode_tokens;
+        let (running, waiting): (Vec<usize>, Vec<usize>) =
+            self.served(order, capacity).into_iter().partition(|&it| prompts[it].is_running);
+        let others =
+            order.iter().copied().filter(|it| prompts[*it].is_running && !running.contains(it));
+        let running: Vec<usize> = running.iter().copied().chain(others).collect();
+        let mut knobs = self.base.clone();
+        knobs.max_num_scheduled_tokens = self.ladder.sizes()[size];
+        let can_order = scheduler.can_be_reordered(knobs.max_num_scheduled_tokens);
+        if can_order {
+            knobs.order = running.iter().chain(&waiting).map(|&it| prompts[it].index).collect();
+        }
+        if !can_order || !self.is_served_behind(&running, &waiting, order, capacity) {
+            let lacking: Vec<u32> =
+                running.iter().chain(&waiting).map(|&it| prompts[it].num_missing).collect();
+            knobs.long_prefill_token_threshold = self.threshold(fill_level(&lacking, capacity));
+        }
+        let admits = !waiting.is_empty();
+        Chosen { mode: Mode::Chunk, knobs, is_for_long, admits, share: 0.0, over_stall: None }
+    }
+
+    /// Those whose turn it is if all are served in this order.
+    fn served(&self, order: &[usize], capacity: u32) -> Vec<usize> {
+        let mut left = capacity;
+        let has_turn = |&&it: &&usize| {
+            let is_served = left > 0;
+            left = left.saturating_sub(self.demand.prompts[it].num_missing);
+            is_served
+        };
+        order.iter().take_while(has_turn).copied().collect()
+    }
+
+    /// Whether those who wait get as much behind all who run as they would in their order: vLLM
+    /// looks at those who run first.
+    fn is_served_behind(
+        &self,
+        running: &[usize],
+        waiting: &[usize],
+        order: &[usize],
+        capacity: u32,
+    ) -> bool {
+        let parts = |order: &mut dyn Iterator<Item = &usize>| {
+            let mut left = capacity;
+            let mut num_tokens = 0;
+            for &it in order {
+                let prompt = &self.demand.prompts[it];
+                let part = prompt.num_missing.min(left);
+                left -= part;
+                num_tokens += if prompt.is_running { 0 } else { part };
+            }
+            num_tokens
+        };
+        waiting.is_empty() || parts(&mut running.iter().chain(waiting)) >= parts(&mut order.iter())
+    }
+
+    /// The threshold of a step, given what each prompt may have and what is configured.
+    fn threshold(&self, level: u32) -> u32 {
+        let threshold = if level == u32::MAX { 0 } else { level.max(self.min_threshold) };
+        match (threshold, self.base.long_prefill_token_threshold) {
+            (0, other) | (other, 0) => other,
+            (one, other) => one.min(other),
+        }
+    }
+
+    /// The largest size that what is left fills, if a chunk of `size` would be left with room: any
+    /// other number of tokens may need kernels that have not been compiled.
+    fn filled(&self, order: &[usize], size: usize) -> usize {
+        let num_decode_tokens = self.demand.num_decode_tokens;
+        let add = |sum: u32, &it: &usize| sum.saturating_add(self.demand.prompts[it].num_missing);
+        let num_tokens = order.iter().fold(num_decode_tokens, add);
+        let small = match self.settings.max_graph_tokens {
+            0 => self.base.max_num_scheduled_tokens / SMALL_PART,
+            num_tokens => num_tokens,
+        };
+        if num_tokens <= small || num_tokens >= self.ladder.sizes()[size] {
+            return size;
+        }
+        let filled = self.ladder.last_within(num_tokens);
+        filled.filter(|&it| Some(it) >= self.ladder.first_above(num_decode_tokens)).unwrap_or(size)
+    }
+
+    /// A step without prompts. Where throttling doesn't hold them back, those who run go last, and
+    /// nothing is left for them; where they can't, each gets no more tokens than one that generates.
+    fn decodes_alone(&self, scheduler: &Scheduler) -> Chosen {
+        let mut knobs = self.base.clone();
+        let num_decode_tokens = self.demand.num_decode_tokens;
         if self.demand.can_throttle {
             knobs.throttle_prefills = true;
+        } else if scheduler.can_be_reordered(num_decode_tokens) {
+            knobs.max_num_scheduled_tokens = num_decode_tokens;
+            let running = self.demand.prompts.iter().filter(|it| it.is_running);
+            knobs.order = running.map(|it| it.index).collect();
         } else {
             let threshold = self.min_threshold;
             let running = self.demand.prompts.iter().filter(|it| it.is_running);
             let num_prompt_tokens: u32 = running.map(|it| it.num_missing.min(threshold)).sum();
-            let num_tokens = self.demand.num_decode_tokens + num_prompt_tokens;
+            let num_tokens = num_decode_tokens + num_prompt_tokens;
             knobs.max_num_scheduled_tokens = num_tokens.min(knobs.max_num_scheduled_tokens);
             knobs.long_prefill_token_threshold = threshold;
         }
-        let num_prompts = self.demand.prompts.len();
-        Chosen { mode: Mode::Decode, knobs, num_prompts, admits: false }
+        Chosen { knobs, ..Chosen::unpaced(Mode::Decode, &self.base) }
     }
 
     /// Takes in what was decided with the knobs that were chosen last, at `now`, in seconds;
     /// returns the step's number, by which its result is told. A step without tokens has none.
-    pub fn note_step(&mut self, scheduler: &Scheduler, now: f64) -> Option<u64> {
-        let chosen = self.chosen;
-        let load = if chosen.mode == Mode::Plain && scheduler.step().admitted.is_empty() {
+    pub fn note_step(&mut self, scheduler: &mut Scheduler, now: f64) -> Option<u64> {
+        let mode = self.chosen.mode;
+        let load = if mode == Mode::Plain && scheduler.step().admitted.is_empty() {
             let num_tokens = scheduler.step().total_num_tokens;
             StepLoad { num_tokens, num_decode_tokens: num_tokens, ..StepLoad::default() }
         } else {
@@ -567,84 +752,75 @@ impl Pacing {
         if load.num_tokens == 0 {
             return None;
         }
+        let mut promises = Vec::new();
+        if load.num_prompt_tokens > 0 {
+            scheduler.take_promises(&mut promises);
+        }
         let decode_s = match load.num_decode_tokens {
             0 => 0.0,
             num_tokens => self.decode_times.predict(num_tokens).unwrap_or(0.0),
         };
         let mut step = PacedStep {
             number: self.next_number,
-            mode: chosen.mode,
-            knobs: chosen.knobs,
+            mode,
+            max_num_scheduled_tokens: self.chosen.knobs.max_num_scheduled_tokens,
+            long_prefill_token_threshold: self.chosen.knobs.long_prefill_token_threshold,
+            num_ordered: self.chosen.knobs.order.len(),
             load,
-            num_prompts: chosen.num_prompts,
-            owed_s: self.owed_s,
-            share: self.share(),
+            num_prompts: self.demand.prompts.len(),
+            is_for_long: self.chosen.is_for_long,
+            share: self.chosen.share,
+            over_stall: self.chosen.over_stall,
             predicted_s: decode_s,
             time_s: 0.0,
         };
         if step.has_prompts() {
-            let class = self.ladder.class_of(load.num_tokens);
-            let guess = self.ladder.guess(class, load.prompt_attention);
+            let guess = self.ladder.extra_of(load.num_tokens.into(), load.prompt_attention);
             // What was seen may have been another's fault.
             let most_s = MOST_EXPECTED * self.settings.max_stall_s;
-            step.predicted_s += guess.unwrap_or(self.settings.max_stall_s).min(most_s);
-            self.ladder.note_step();
+            step.predicted_s += guess.unwrap_or(most_s);
         }
         self.owe(&step, step.predicted_s);
         self.next_number += 1;
-        self.in_flight.push_back(InFlight { step, decode_s, launched_at: now });
+        self.in_flight.push_back(InFlight { step, decode_s, launched_at: now, promises });
         Some(step.number)
     }
 
     fn note_progress(&mut self, load: &StepLoad) {
-        let chosen = self.chosen;
-        let wants_prompts = matches!(chosen.mode, Mode::Short | Mode::Chunk | Mode::Join);
+        let wants_prompts = self.chosen.mode == Mode::Chunk;
         if load.num_prompt_tokens > 0 && wants_prompts {
             self.num_fruitless = 0;
             self.patience = *PATIENCE.start();
         } else if wants_prompts {
             self.num_fruitless += 1;
-        } else if chosen.mode == Mode::Unpaced {
+        } else if self.chosen.mode == Mode::Unpaced {
             self.num_fruitless = 0;
             self.patience = (2 * self.patience).min(*PATIENCE.end());
         }
-        if load.num_admitted > 0 || chosen.mode == Mode::Chunk {
+        if load.num_admitted > 0 {
             self.is_admission_blocked = false;
-        } else if chosen.admits {
+        } else if self.chosen.admits {
             self.is_admission_blocked = true;
         }
     }
 
-    /// Counts `time_s` of a step in what is owed. Nothing is saved up: what is owed is never below
-    /// nothing, and never more than what one chunk makes.
+    /// Counts a step in what decodes are owed. Nothing is saved up: what counts is the last chunk,
+    /// and the time since.
     fn owe(&mut self, step: &PacedStep, time_s: f64) {
-        let share = step.share;
-        let ratio = (1.0 - share) / share;
-        let limit_s = self.settings.max_stall_s * self.pressure.leniency() * ratio;
-        let is_contended = step.load.num_decode_tokens > 0;
-        self.owed_s += match step.has_prompts() {
-            true if is_contended => time_s * ratio,
-            true => 0.0,
-            false => -time_s,
-        };
-        self.owed_s = self.owed_s.clamp(0.0, MOST_OWED * limit_s);
-        let is_small =
-            step.mode == Mode::Join && step.knobs.max_num_scheduled_tokens < self.full_size;
-        if step.has_prompts() && !is_small {
-            self.since_chunk_s = 0.0;
-        } else if step.num_prompts > 0 {
-            self.since_chunk_s = (self.since_chunk_s + time_s).max(0.0);
-        } else {
-            self.since_chunk_s = 0.0;
+        let is_contended = step.load.num_decode_tokens > 0 && step.num_prompts > 0;
+        if step.has_prompts() && step.is_for_long {
+            (self.chunk_s, self.since_chunk_s) = (if is_contended { time_s } else { 0.0 }, 0.0);
+        } else if !step.has_prompts() {
+            self.since_chunk_s += time_s;
         }
     }
 
-    /// Takes in that a step has come back at `now`, in seconds; returns what it was. Steps before it
-    /// that did not come back are lost.
-    pub fn note_result(&mut self, number: u64, now: f64) -> Option<PacedStep> {
+    /// Takes in that a step has come back at `now`, in seconds; returns what it was, and who came
+    /// later with it than promised. Steps before it that did not come back are lost.
+    pub fn note_result(&mut self, number: u64, now: f64) -> Option<(PacedStep, Vec<LatePrompt>)> {
         let position = self.in_flight.iter().position(|it| it.step.number == number)?;
         let lost = self.in_flight.drain(..position).count();
-        let InFlight { mut step, decode_s, launched_at } = self.in_flight.pop_front()?;
+        let InFlight { mut step, decode_s, launched_at, promises } = self.in_flight.pop_front()?;
         let started_at = if lost > 0 { launched_at } else { self.free_at.max(launched_at) };
         let mut time_s = (now - started_at).max(0.0);
         // While a chunk is launched the host may be too busy to look at the step before it.
@@ -658,111 +834,82 @@ impl Pacing {
         if !is_late {
             self.learn(&step, decode_s);
         }
+        self.correct_what_is_owed(&step);
+        self.reporter.note_step(&step, now, self.settings.max_stall_s);
+        let late = promises.iter().filter_map(|promise| {
+            let deadline = self.deadline(promise);
+            self.reporter.note_prompt(promise, deadline, now)
+        });
+        let late = late.collect();
+        Some((step, late))
+    }
+
+    /// What is owed rests on predictions as long as steps are in flight.
+    fn correct_what_is_owed(&mut self, step: &PacedStep) {
+        if self.in_flight.iter().any(|it| it.step.is_for_long) || step.num_prompts == 0 {
+            return;
+        }
         // What something else has held up is nobody's fault.
-        let is_outlier = time_s > OUTLIER * step.predicted_s.max(self.settings.max_stall_s);
-        let counted_s = if is_outlier { step.predicted_s } else { time_s };
-        self.owe(&step, counted_s - step.predicted_s);
-        self.sum_up(&step);
-        let is_stall = step.load.num_decode_tokens > 0 && step.has_prompts();
-        self.report.longest_stall_s = self.stalls.note(now, if is_stall { time_s } else { 0.0 });
-        Some(step)
+        let is_outlier = step.time_s > OUTLIER * step.predicted_s.max(self.settings.max_stall_s);
+        let excess_s = if is_outlier { 0.0 } else { step.time_s - step.predicted_s };
+        if step.is_for_long && step.load.num_decode_tokens > 0 {
+            self.chunk_s += excess_s;
+        } else if !step.has_prompts() {
+            self.since_chunk_s += excess_s;
+        }
     }
 
     fn learn(&mut self, step: &PacedStep, decode_s: f64) {
         if !step.has_prompts() {
-            self.decode_times.note(step.load.num_decode_tokens, step.time_s);
+            if step.load.num_prompt_tokens == 0 {
+                self.decode_times.note(step.load.num_decode_tokens, step.time_s);
+            }
             return;
         }
         let StepLoad { num_tokens, prompt_attention, .. } = step.load;
-        let size = self.ladder.class_of(num_tokens);
         // Other sizes run then, too, and most of them wait for a compiler.
-        if step.mode == Mode::WarmUp && num_tokens != self.ladder.sizes()[size] {
+        if step.mode == Mode::WarmUp && !self.ladder.sizes().contains(&num_tokens) {
             return;
         }
-        let chain = &mut self.chain;
-        chain.is_even = chain.num_steps == 0
-            || (chain.is_even && self.ladder.class_of(chain.num_tokens) == size);
-        chain.num_steps += 1;
-        chain.num_tokens = num_tokens;
-        chain.extra_s += step.time_s - decode_s;
-        chain.attention += prompt_attention;
+        self.chain.steps.push((num_tokens, prompt_attention));
+        self.chain.extra_s += step.time_s - decode_s;
         let goes_on = self.in_flight.front().is_some_and(|next| next.step.has_prompts());
-        if goes_on && chain.num_steps < LONGEST_CHAIN {
+        if goes_on && self.chain.steps.len() < LONGEST_CHAIN {
             return;
         }
-        let Chain { num_steps, extra_s, attention, is_even, .. } = std::mem::take(chain);
-        let number = f64::from(num_steps);
-        let extra_s = (extra_s / number).max(0.0);
-        let limit_s = self.settings.max_stall_s * self.pressure.leniency();
+        let Chain { steps, extra_s } = std::mem::take(&mut self.chain);
+        let limit_s = self.settings.max_stall_s - decode_s;
+        // Each gets the part of the sum that it was expected to have.
+        let expected = steps.iter().map(|&(num_tokens, attention)| {
+            self.ladder.extra_of(num_tokens.into(), attention).unwrap_or(limit_s)
+        });
+        let expected: Vec<f64> = expected.collect();
+        let sum_s: f64 = expected.iter().sum();
         // Of several one may have been held up, and nobody knows which.
-        if num_steps == 1 || (is_even && extra_s < MOST_EXPECTED * limit_s) {
-            self.ladder.note(num_tokens, extra_s, attention / number, limit_s - decode_s);
-        }
-    }
-
-    fn sum_up(&mut self, step: &PacedStep) {
-        let is_contended = step.load.num_decode_tokens > 0 && step.num_prompts > 0;
-        if is_contended {
-            self.report.contended_s += step.time_s;
-            if step.has_prompts() {
-                self.report.prompt_s += step.time_s;
-                self.report.chunk_tokens = step.load.num_prompt_tokens;
-            } else {
-                self.report.num_decode_steps += u64::from(step.mode == Mode::Decode);
+        if steps.len() == 1 || extra_s < MOST_EXPECTED * sum_s {
+            for ((num_tokens, attention), expected_s) in steps.into_iter().zip(expected) {
+                let extra_s = (extra_s * expected_s / sum_s).max(0.0);
+                self.ladder.note(num_tokens, extra_s, attention, limit_s);
             }
         }
-        if step.load.num_decode_tokens > 0 {
-            let target = f64::from(u8::from(step.has_prompts() && step.mode == Mode::Short));
-            let weight = 1.0 - (-step.time_s / RECENT_S).exp();
-            self.short_part += weight * (target - self.short_part);
-        }
-        self.pressure.note(step, self.queue());
-    }
-
-    /// The prompts that time would help: not those that wait for blocks.
-    fn queue(&self) -> Queue {
-        let mut queue = Queue::default();
-        for prompt in self.demand.prompts.iter().filter(|it| it.has_blocks) {
-            let missing = f64::from(prompt.num_missing);
-            queue.num_prompts += 1;
-            queue.tokens += missing;
-            if !prompt.is_running && prompt.num_missing <= self.base.max_num_scheduled_tokens {
-                queue.ordinary_tokens += missing;
-            }
-        }
-        queue
     }
 }
 
-/// The longest stall of this half minute and of the one before.
-#[derive(Clone, Copy, Debug, Default)]
-struct Stalls {
-    began_at: f64,
-    before_s: f64,
-    longest_s: f64,
-}
-
-impl Stalls {
-    const PERIOD_S: f64 = 30.0;
-
-    /// Takes in a stall that ended at `now`; returns the longest one.
-    fn note(&mut self, now: f64, stall_s: f64) -> f64 {
-        let since_s = now - self.began_at;
-        if since_s >= Self::PERIOD_S {
-            let before_s = if since_s < 2.0 * Self::PERIOD_S { self.longest_s } else { 0.0 };
-            *self = Self { began_at: now, before_s, longest_s: 0.0 };
-        }
-        self.longest_s = self.longest_s.max(stall_s);
-        self.longest_s.max(self.before_s)
+impl Chosen {
+    /// vLLM's values, in its order.
+    fn unpaced(mode: Mode, base: &StepKnobs) -> Self {
+        let knobs = base.clone();
+        Self { mode, knobs, share: 1.0, over_stall: None, is_for_long: false, admits: false }
     }
 }
 
-/// Whether it is what is left of a long prompt, and fits into one chunk. One whose beginning was
-/// cached is as long as the rest.
-fn is_rest(prompt: &Prompt, room: u32) -> bool {
-    let num_computed = prompt.num_computed.saturating_sub(prompt.num_cached);
-    let was_long = num_computed + prompt.num_missing > room;
-    was_long && prompt.num_missing <= room
+fn is_ordinary(prompt: &Prompt) -> bool {
+    prompt.promise.is_some_and(|it| it.is_ordinary)
+}
+
+/// What the middle of what a prompt lacks attends to, in tokens.
+fn middle_of(prompt: &Prompt) -> f64 {
+    f64::from(prompt.num_computed) + 0.5 * f64::from(prompt.num_missing)
 }
 
 /// The number of tokens that each of some prompts may have if all together are to have `capacity`:

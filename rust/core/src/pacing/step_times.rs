@@ -5,6 +5,10 @@
 //! What a token attends to costs as well, in proportion, so the later chunks of a long prompt are
 //! known to be dearer. Sizes in CUDA graphs share what is learned of that, and all others do: in a
 //! graph attention has other kernels, which may be slower.
+//!
+//! A device that becomes slower or faster does so for all sizes, also for those that have not run
+//! since. So all times share one factor, the level, and what is kept of sizes is relative to it: the
+//! level follows each step, what is kept of a size only some.
 
 /// Times of one kind that are kept.
 const WINDOW: usize = 8;
@@ -116,17 +120,14 @@ struct Size {
     num_tries: u32,
     /// Means over all samples, newer ones weigh more.
     mean: Sample,
-    /// Number of the last step with prompts that had this size.
-    last_step: u64,
-    /// After so many others it is worth another try.
-    retry_after: u64,
 }
 
 /// How long steps with prompts take, by their size.
 #[derive(Clone, Debug)]
 pub(super) struct PromptTimes {
     sizes: Vec<Size>,
-    num_steps: u64,
+    /// What all times are multiplied by.
+    level: f64,
     /// So many sizes, the smallest, are held by CUDA graphs.
     num_in_graphs: usize,
     /// Of sizes without graphs, and of those in them.
@@ -161,9 +162,15 @@ impl Slope {
     }
 }
 
-/// How soon a size that was too slow is tried again, in steps with prompts, and how late at most:
-/// one of a hundred may take too long.
-const RETRY_AFTER: std::ops::RangeInclusive<u64> = 128..=2048;
+/// How far the level goes towards a step's time.
+const LEVEL_STEP: f64 = 0.02;
+
+/// One time is at most so many times as long as expected for it, or as short.
+const MOST_OF_LEVEL: f64 = 1.5;
+
+/// What is kept of a size that is known follows one of so many steps: else it would take from the
+/// level what is true for all sizes.
+const EVERY: u32 = 4;
 
 /// A step takes at least this part of what its size took lately, whatever it attends to.
 const LEAST_PART: f64 = 0.7;
@@ -182,10 +189,9 @@ impl PromptTimes {
     /// For steps of these sizes, in ascending order, of which CUDA graphs hold the first ones.
     pub(super) fn new(sizes: &[u32], num_in_graphs: usize) -> Self {
         let prior = f64::from(sizes[sizes.len() - 1].min(MAX_PRIOR_TOKENS)).powi(2);
-        let size = Size { retry_after: *RETRY_AFTER.start(), ..Size::default() };
         Self {
-            sizes: vec![size; sizes.len()],
-            num_steps: 0,
+            sizes: vec![Size::default(); sizes.len()],
+            level: 1.0,
             num_in_graphs,
             slopes: [Slope::new(prior); 2],
         }
@@ -196,13 +202,13 @@ impl PromptTimes {
         usize::from(size < self.num_in_graphs)
     }
 
-    fn slope(&self, size: usize) -> f64 {
-        self.slopes[self.kind(size)].value()
+    /// Whether CUDA graphs hold both sizes, or neither.
+    pub(super) fn are_alike(&self, one: usize, other: usize) -> bool {
+        self.kind(one) == self.kind(other)
     }
 
-    /// A step with prompts was made, of whatever size.
-    pub(super) fn note_step(&mut self) {
-        self.num_steps += 1;
+    fn slope(&self, size: usize) -> f64 {
+        self.slopes[self.kind(size)].value()
     }
 
     /// Learns what a step of a size took beyond its decodes; returns whether it is no outlier.
@@ -210,8 +216,21 @@ impl PromptTimes {
         let expected = self.predict(size, attention);
         let slope = self.slope(size);
         let known = &mut self.sizes[size];
-        known.last_step = self.num_steps;
         known.num_tries += 1;
+        let is_known = known.samples.len == WINDOW;
+        if let Some(expected) = expected.filter(|it| is_known && *it > 0.0) {
+            let times = (extra_s / expected).clamp(MOST_OF_LEVEL.recip(), MOST_OF_LEVEL);
+            self.level *= times.powf(LEVEL_STEP);
+            if extra_s > OUTLIER * expected + JITTER_S {
+                return false;
+            }
+        }
+        let (extra_s, expected) = (extra_s / self.level, expected.map(|it| it / self.level));
+        if is_known && !self.sizes[size].num_tries.is_multiple_of(EVERY) {
+            self.learn_slope(size, Sample { extra_s, attention });
+            return true;
+        }
+        let known = &mut self.sizes[size];
         let sample = Sample { extra_s, attention };
         if known.num_tries == 2 && known.samples.len == 1 {
             // The first one may have been slow for another reason: the faster one counts.
@@ -253,7 +272,7 @@ impl PromptTimes {
         let rest = samples.median(|it| it.extra_s - slope * it.attention)?;
         let lately = samples.median(|it| it.extra_s)?;
         // However much a prompt's beginning is cheaper than its end.
-        Some((rest + slope * attention).max(LEAST_PART * lately))
+        Some(self.level * (rest + slope * attention).max(LEAST_PART * lately))
     }
 
     /// Whether a size has been seen often enough to rely on it, given that `limit_s` is not too
@@ -265,19 +284,6 @@ impl PromptTimes {
             1 => known.num_tries > 1 || known.samples.values[0].extra_s <= limit_s,
             _ => true,
         }
-    }
-
-    /// Whether a size that was found too slow long ago deserves another look.
-    pub(super) fn is_stale(&self, size: usize) -> bool {
-        let known = &self.sizes[size];
-        self.num_steps - known.last_step > known.retry_after
-    }
-
-    /// A size was tried that had been too slow, and was again or not.
-    pub(super) fn note_retry(&mut self, size: usize, is_too_slow: bool) {
-        let (first, last) = (*RETRY_AFTER.start(), *RETRY_AFTER.end());
-        let retry_after = &mut self.sizes[size].retry_after;
-        *retry_after = if is_too_slow { (2 * *retry_after).min(last) } else { first };
     }
 }
 

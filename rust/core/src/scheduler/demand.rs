@@ -3,26 +3,35 @@
 
 use super::policy::reaches_max_tokens_in_flight;
 use super::{PauseState, Scheduler};
+use crate::config::Policy;
 use crate::ids::RequestIndex;
-use crate::request::{PrefillStats, Request, RequestStatus};
+use crate::promise::Promise;
+use crate::request::{ExpectedHit, Request, RequestStatus};
 use crate::step::ScheduledRequest;
+use crate::wait_reason::WaitReason;
 
 /// Of the requests that wait, so many are looked at: a queue may be long.
-const MAX_WAITING: usize = 64;
+const MAX_WAITING: usize = 1_024;
+
+/// Blocks that a running request may want of each group in a step, beside those for its tokens.
+const MAX_PARTIAL_BLOCKS: u32 = 2;
 
 /// A prompt, or what a preempted request has to compute again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct Prompt {
+    /// Whose it is.
+    pub index: RequestIndex,
     /// Tokens that are to be computed, those that the prefix cache is expected to have left out.
     pub num_missing: u32,
     /// Tokens before these.
     pub num_computed: u32,
-    /// Of these, tokens that were cached when it came in first.
-    pub num_cached: u32,
     /// It has been begun.
     pub is_running: bool,
-    /// There are blocks for it besides those that running prompts still lack.
-    pub has_blocks: bool,
+    /// It runs, or nothing is known to keep it from coming in: it has a place, and there are blocks
+    /// for it besides those that running prompts still lack.
+    pub may_run: bool,
+    /// What it was promised.
+    pub promise: Option<Promise>,
 }
 
 /// What the requests ask of the next step.
@@ -30,7 +39,8 @@ pub struct Prompt {
 pub struct Demand {
     /// Tokens that those who generate want, drafts included.
     pub num_decode_tokens: u32,
-    /// Prompts: first those that run, then those that wait and may be admitted, in their order.
+    /// Prompts: first those that run, then those that wait, in their order, up to the first that
+    /// keeps those behind it waiting.
     pub prompts: Vec<Prompt>,
     /// `throttle_prefills` would hold prompts back.
     pub can_throttle: bool,
@@ -75,16 +85,14 @@ impl Scheduler {
             let num_known = request.num_tokens() as u32 + request.num_output_placeholders;
             let num_missing = num_known.saturating_sub(request.num_computed_tokens);
             if request.is_prefill_chunk {
-                let num_computed = request.num_computed_tokens;
-                let num_cached =
-                    request.prefill_stats.as_ref().map_or(0, PrefillStats::num_cached_tokens);
                 demand.can_throttle &= !(forgets_adapters && request.lora_id.is_some());
                 demand.prompts.push(Prompt {
+                    index,
                     num_missing,
-                    num_computed,
-                    num_cached,
+                    num_computed: request.num_computed_tokens,
                     is_running: true,
-                    has_blocks: true,
+                    may_run: true,
+                    promise: request.promise,
                 });
             } else if !reaches_max_tokens_in_flight(request) {
                 demand.num_decode_tokens += num_missing + request.drafts.len() as u32;
@@ -96,11 +104,11 @@ impl Scheduler {
 
     fn survey_waiting(&mut self, demand: &mut Demand) {
         let num_active = self.running.len() + self.num_waiting_for_input;
-        let num_places = self.config.max_num_active_reqs.saturating_sub(num_active);
-        let limit = num_places.min(MAX_WAITING);
-        if limit == 0 || self.num_waiting() == 0 || self.pause_state == PauseState::PausedAll {
+        let mut num_places = self.config.max_num_active_reqs.saturating_sub(num_active);
+        if self.num_waiting() == 0 || self.pause_state == PauseState::PausedAll {
             return;
         }
+        let limit = MAX_WAITING;
         let takes_new = self.pause_state == PauseState::Unpaused;
         let new = self.waiting.roughly_first(if takes_new { limit } else { 0 });
         let indices: Vec<RequestIndex> =
@@ -113,20 +121,27 @@ impl Scheduler {
             if status.is_blocked() && status != RequestStatus::WaitingForGrammar {
                 continue;
             }
-            let num_computed = self.num_expected_computed(index);
+            let hit = self.expected_hit(index);
             let request = self.request(index);
             let num_tokens = request.num_tokens() as u32;
+            let num_missing = num_tokens.saturating_sub(hit.num_tokens).max(1);
             let num_blocks = self.kv_cache.num_missing_blocks(request, num_tokens);
-            let has_blocks = num_blocks <= num_free;
-            num_free = num_free.saturating_sub(num_blocks);
-            let num_missing = num_tokens.saturating_sub(num_computed).max(1);
+            let num_blocks = num_blocks.saturating_sub(hit.num_held_blocks);
+            let has_room = num_blocks <= num_free && num_places > 0;
+            let was_skipped = request.deferred_by.is_some_and(|it| it != WaitReason::Turn);
             demand.prompts.push(Prompt {
+                index,
                 num_missing,
-                num_computed,
-                num_cached: num_computed,
+                num_computed: hit.num_tokens,
                 is_running: false,
-                has_blocks,
+                may_run: has_room && !was_skipped,
+                promise: request.promise,
             });
+            if !has_room {
+                break;
+            }
+            num_free -= num_blocks;
+            num_places -= 1;
         }
     }
 
@@ -144,12 +159,13 @@ impl Scheduler {
         self.running.iter().map(lacking).sum()
     }
 
-    /// Tokens of a waiting request that need not be computed: looked up once, so it may be more by
-    /// the time of its turn.
-    fn num_expected_computed(&mut self, index: RequestIndex) -> u32 {
+    /// What of a waiting request need not be computed: looked up once, so it may be more by the time
+    /// of its turn.
+    fn expected_hit(&mut self, index: RequestIndex) -> ExpectedHit {
         let request = &self.slots[index];
         if request.num_computed_tokens > 0 {
-            return request.num_computed_tokens;
+            let num_tokens = request.num_computed_tokens;
+            return ExpectedHit { num_tokens, num_held_blocks: 0 };
         }
         if let Some(expected) = request.expected_hit {
             return expected;
@@ -157,6 +173,34 @@ impl Scheduler {
         let expected = self.kv_cache.peek_prefix_hit(request);
         self.slots[index].expected_hit = Some(expected);
         expected
+    }
+
+    /// Notes what a request was promised.
+    pub(crate) fn set_promise(&mut self, index: RequestIndex, promise: Promise) {
+        self.slots[index].promise = Some(promise);
+    }
+
+    /// Whether a step of so many tokens may be decided on in another order: where nobody can lose
+    /// blocks, the order doesn't say whose they would be.
+    #[must_use]
+    pub(crate) fn can_be_reordered(&self, max_num_tokens: u32) -> bool {
+        let smallest = self.config.group_block_sizes.iter().min().copied().unwrap_or(1);
+        let num_tokens = max_num_tokens + self.config.speculation.num_lookahead_tokens;
+        let partial = MAX_PARTIAL_BLOCKS * self.running.len() as u32;
+        let num_blocks =
+            self.config.groups.len() as u32 * (num_tokens.div_ceil(smallest) + partial);
+        self.config.policy == Policy::Fcfs && num_blocks <= self.kv_cache.pool().num_free()
+    }
+
+    /// Takes what those were promised whose prompts end with the step that was decided on last.
+    pub(crate) fn take_promises(&mut self, kept: &mut Vec<Promise>) {
+        for scheduled in self.step.scheduled() {
+            let request = &mut self.slots[scheduled.index];
+            let end = scheduled.num_computed_tokens + scheduled.num_tokens;
+            if end as usize >= request.num_tokens() {
+                kept.extend(request.promise.take().filter(|_| scheduled.num_output_tokens == 0));
+            }
+        }
     }
 
     /// What the step holds that was decided on last.

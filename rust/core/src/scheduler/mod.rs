@@ -178,17 +178,17 @@ impl Scheduler {
     fn rank(&mut self, index: RequestIndex, hints: &OrderHints, now: f64) {
         let Some(order) = &mut self.order else { return };
         let request = &self.slots[index];
-        let num_cached = self.kv_cache.peek_prefix_hit(request);
+        let hit = self.kv_cache.peek_prefix_hit(request);
         let ticket = order.rank(&Arrival {
             hints,
             priority: request.priority,
             time: request.arrival_time,
-            num_uncached_tokens: request.num_tokens() as u32 - num_cached,
+            num_uncached_tokens: request.num_tokens() as u32 - hit.num_tokens,
             max_tokens: request.stop_conditions().max_tokens,
             now,
         });
         let request = &mut self.slots[index];
-        request.expected_hit = Some(num_cached);
+        request.expected_hit = Some(hit);
         request.priority = ticket.priority;
         request.ticket = Some(Box::new(ticket));
     }

@@ -18,6 +18,13 @@ use crate::state_group::Sequence;
 use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
 use crate::wait_reason::WaitReason;
 
+/// Lists as they were before an order; empty without one.
+#[derive(Default)]
+struct Places {
+    running: Vec<RequestIndex>,
+    waiting: Vec<RequestIndex>,
+}
+
 /// What is left of a step's allowance.
 struct Budget {
     /// Tokens that may still be scheduled.
@@ -93,7 +100,7 @@ impl Scheduler {
     /// What the callbacks fail with; the scheduler is not to be used after that.
     pub fn schedule<C: Callbacks>(
         &mut self,
-        knobs: StepKnobs,
+        knobs: &StepKnobs,
         now: f64,
         callbacks: &mut C,
     ) -> Result<&Step, C::Error> {
@@ -113,7 +120,7 @@ impl Scheduler {
     /// In debug builds, if the knobs allow more tokens than the configuration.
     pub fn decide<C: Callbacks>(
         &mut self,
-        knobs: StepKnobs,
+        knobs: &StepKnobs,
         now: f64,
         callbacks: &mut C,
     ) -> Result<(), C::Error> {
@@ -130,6 +137,7 @@ impl Scheduler {
             budget.tokens = 0;
         }
         let limits = self.step_limits(knobs, now);
+        let places = self.put_in_order(&knobs.order);
 
         self.schedule_running(&mut budget, &limits, callbacks)?;
         self.note_loras();
@@ -140,9 +148,36 @@ impl Scheduler {
         } else {
             self.schedule_waiting(&mut budget, &limits, callbacks)?;
         }
+        self.put_back(places);
         self.kv_cache.end_step(&mut self.step);
         self.sum_up_step();
         Ok(())
+    }
+
+    /// Has the requests of an order go last of those that run and first of those that wait, until
+    /// [`Self::put_back`].
+    fn put_in_order(&mut self, order: &[RequestIndex]) -> Places {
+        if order.is_empty() {
+            return Places::default();
+        }
+        let running = self.running.clone();
+        let runs = |&&index: &&RequestIndex| running.contains(&index);
+        self.running.retain(|index| !order.contains(index));
+        self.running.extend(order.iter().filter(runs));
+        Places { running, waiting: self.waiting.bring_forward(order) }
+    }
+
+    /// Those who were moved and have not left go back to their places.
+    fn put_back(&mut self, places: Places) {
+        let Places { mut running, waiting } = places;
+        if !running.is_empty() {
+            let num_left = self.running.len() - self.step.admitted.len();
+            if num_left < running.len() {
+                running.retain(|&index| self.request(index).status == RequestStatus::Running);
+            }
+            self.running[..num_left].copy_from_slice(&running);
+        }
+        self.waiting.put_back(&waiting);
     }
 
     /// What follows from the requests of the step taken together.
@@ -158,7 +193,7 @@ impl Scheduler {
         };
     }
 
-    fn step_limits(&self, knobs: StepKnobs, now: f64) -> StepLimits {
+    fn step_limits(&self, knobs: &StepKnobs, now: f64) -> StepLimits {
         let is_generating = |&index: &RequestIndex| !self.request(index).is_prefill_chunk;
         let defer_prefills = (knobs.throttle_prefills || self.is_soon_after_prefill())
             && !self.prefill_capacity_bound
@@ -780,6 +815,7 @@ impl Scheduler {
         request.num_stale_output_tokens = request.num_in_flight_tokens;
         request.num_output_placeholders = 0;
         request.expected_hit = None;
+        request.promise.iter_mut().for_each(|it| it.preempt());
         request.num_preemptions += 1;
         if self.config.log_stats {
             request.record_event(EventKind::Preempted, now);

@@ -430,7 +430,7 @@ impl World {
         self.answers.has_pending_sends =
             self.scheduler.num_kept_requests() > 0 && self.chance.percent(30);
         let knobs = random_knobs(self.scheduler.config(), &mut self.chance);
-        let Ok(step) = self.scheduler.schedule(knobs, 0.0, &mut self.answers);
+        let Ok(step) = self.scheduler.schedule(&knobs, 0.0, &mut self.answers);
         let num_tokens = step.total_num_tokens;
         let scheduled: Vec<_> = step.scheduled().copied().collect();
         assert!(num_tokens <= knobs.max_num_scheduled_tokens);

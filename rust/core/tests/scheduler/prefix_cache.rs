@@ -10,7 +10,7 @@ fn serve(scheduler: &mut Scheduler, id: usize, tokens: &[i32]) {
     let index = scheduler.add_request(new_request(id, tokens), 0.0);
     while scheduler.get(index).is_some() {
         let knobs = scheduler.config().step_knobs(false);
-        let Ok(step) = scheduler.schedule(knobs, 0.0, &mut Answers::default());
+        let Ok(step) = scheduler.schedule(&knobs, 0.0, &mut Answers::default());
         let scheduled: Vec<_> = step.scheduled().copied().collect();
         let sampled: Vec<Vec<i32>> = scheduled
             .iter()
@@ -140,7 +140,7 @@ fn a_circular_buffer_is_one_block_for_all_of_a_request() {
         let mut scheduler = Scheduler::new(small).unwrap();
         let index = scheduler.add_request(new_request(0, &prompt), 0.0);
         let knobs = scheduler.config().step_knobs(false);
-        let Ok(step) = scheduler.schedule(knobs, 0.0, &mut Answers::default());
+        let Ok(step) = scheduler.schedule(&knobs, 0.0, &mut Answers::default());
         let num_scheduled = step.scheduled().count();
         let tables = scheduler.request(index).groups().iter().map(|group| group.table.len());
         (num_scheduled, tables.collect::<Vec<_>>())
@@ -156,7 +156,7 @@ fn a_request_that_does_not_fit_takes_no_blocks() {
     let mut scheduler = Scheduler::new(small).unwrap();
     let index = scheduler.add_request(new_request(0, &[5; 40]), 0.0);
     let knobs = scheduler.config().step_knobs(false);
-    let Ok(step) = scheduler.schedule(knobs, 0.0, &mut Answers::default());
+    let Ok(step) = scheduler.schedule(&knobs, 0.0, &mut Answers::default());
     assert_eq!(step.scheduled().count(), 0, "40 tokens don't fit into 3 blocks of 4");
     assert!(scheduler.request(index).groups()[0].table.is_empty());
     assert_eq!(scheduler.kv_cache().pool().num_free(), 3);

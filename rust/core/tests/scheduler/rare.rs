@@ -25,7 +25,7 @@ fn request_for(max_tokens: u64, id: usize, tokens: &[i32]) -> NewRequest {
 /// Makes a step in which every request samples these tokens; returns how many tokens each got.
 fn step(scheduler: &mut Scheduler, answers: &mut Answers, sampled: &[i32]) -> Vec<u32> {
     let knobs = scheduler.config().step_knobs(false);
-    let Ok(step) = scheduler.schedule(knobs, 0.0, answers);
+    let Ok(step) = scheduler.schedule(&knobs, 0.0, answers);
     let scheduled: Vec<_> = step.scheduled().copied().collect();
     let outputs = scheduled.iter().map(|it| ScheduledOutput {
         index: Some(it.index),

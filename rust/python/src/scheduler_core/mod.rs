@@ -25,9 +25,12 @@ use crate::convert::{
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
 use crate::message_writer::MessageWriter;
-use crate::pacing::Pacer;
+use crate::pacing::{self, Pacer};
 use crate::snapshot;
 use crate::step_timer::{StepSink, StepTimer};
+
+/// `max_num_scheduled_tokens`, `long_prefill_token_threshold` and an order, by id.
+type ToldKnobs<'py> = (u32, u32, Bound<'py, PyTuple>);
 
 #[pyclass(module = "sparksched._core")]
 pub(crate) struct SchedulerCore {
@@ -48,6 +51,8 @@ pub(crate) struct SchedulerCore {
     pacer: Option<Pacer>,
     /// The knobs of the last step.
     knobs: StepKnobs,
+    /// Of these, the ids of the requests that were put in another order.
+    order: Py<PyTuple>,
     /// They were chosen for it, by whom ever, and are not just those that are configured.
     are_knobs_chosen: bool,
     /// `request_id` to place.
@@ -122,6 +127,7 @@ impl SchedulerCore {
             timer: StepTimer::default(),
             pacer: None,
             knobs,
+            order: PyTuple::empty(py).unbind(),
             are_knobs_chosen: false,
             places: PyDict::new(py).unbind(),
             requests: PyDict::new(py).unbind(),
@@ -208,15 +214,15 @@ impl SchedulerCore {
     }
 
     #[by(stopping)]
-    #[pyo3(signature = (max_stall_s, prefill_share, max_graph_tokens, log))]
+    #[pyo3(signature = (max_stall_s, max_slowdown, max_graph_tokens, log))]
     fn pace(
         &mut self,
         max_stall_s: f64,
-        prefill_share: f64,
+        max_slowdown: f64,
         max_graph_tokens: u32,
         log: Option<&str>,
     ) -> PyResult<()> {
-        let settings = PacingSettings { max_stall_s, prefill_share, max_graph_tokens };
+        let settings = PacingSettings { max_stall_s, max_slowdown, max_graph_tokens };
         self.pacer = Some(Pacer::new(settings, log, &self.scheduler)?);
         Ok(())
     }
@@ -260,28 +266,23 @@ impl SchedulerCore {
 
     fn pacing<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let Some(pacer) = &self.pacer else { return Ok(None) };
-        let report = pacer.report();
-        let dict = PyDict::new(py);
+        let dict = pacing::named(py, &pacer.report().values())?;
         dict.set_item("sizes", pacer.sizes())?;
-        dict.set_item("chunk_tokens", report.chunk_tokens)?;
-        dict.set_item("prompt_s", report.prompt_s)?;
-        dict.set_item("contended_s", report.contended_s)?;
-        dict.set_item("num_decode_steps", report.num_decode_steps)?;
-        dict.set_item("longest_stall_s", report.longest_stall_s)?;
         Ok(Some(dict))
     }
 
-    fn knobs(&self) -> PyResult<(u32, u32, bool)> {
-        let knobs = self.knobs;
+    fn knobs<'py>(&self, py: Python<'py>) -> PyResult<(u32, u32, bool, Bound<'py, PyTuple>)> {
+        let knobs = &self.knobs;
         Ok((
             knobs.max_num_scheduled_tokens,
             knobs.long_prefill_token_threshold,
             knobs.throttle_prefills,
+            self.order.bind(py).clone(),
         ))
     }
 
-    fn chosen_knobs(&self) -> PyResult<Option<(u32, u32, bool)>> {
-        self.are_knobs_chosen.then(|| self.knobs()).transpose()
+    fn are_knobs_chosen(&self) -> PyResult<bool> {
+        Ok(self.are_knobs_chosen)
     }
 
     #[by(guarded)]
@@ -291,13 +292,13 @@ impl SchedulerCore {
         py: Python<'py>,
         throttle_prefills: bool,
         now: f64,
-        knobs: Option<(u32, u32)>,
+        knobs: Option<ToldKnobs<'_>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let started = self.timer.start();
-        self.choose_knobs(throttle_prefills, knobs)?;
-        let chosen = self.knobs;
+        self.choose_knobs(py, throttle_prefills, knobs)?;
+        let chosen = self.knobs.clone();
         let (scheduler, mut callbacks) = self.split(py);
-        let decided = scheduler.schedule(chosen, now, &mut callbacks).map(|_| ());
+        let decided = scheduler.schedule(&chosen, now, &mut callbacks).map(|_| ());
         let output = self.tell_step(py, decided)?;
         self.timer.note_schedule(started);
         Ok(output)
@@ -310,13 +311,13 @@ impl SchedulerCore {
         py: Python<'py>,
         throttle_prefills: bool,
         now: f64,
-        knobs: Option<(u32, u32)>,
+        knobs: Option<ToldKnobs<'_>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         self.timer.begin_decision();
-        self.choose_knobs(throttle_prefills, knobs)?;
-        let chosen = self.knobs;
+        self.choose_knobs(py, throttle_prefills, knobs)?;
+        let chosen = self.knobs.clone();
         let (scheduler, mut callbacks) = self.split(py);
-        let decided = scheduler.decide(chosen, now, &mut callbacks);
+        let decided = scheduler.decide(&chosen, now, &mut callbacks);
         let output = self.tell_step(py, decided)?;
         // Requests as they are before the step counts as computed. Last: the encoder's side leaves
         // counters of its own in `Request` objects.
@@ -614,7 +615,7 @@ impl SchedulerCore {
         decided: PyResult<()>,
     ) -> PyResult<Bound<'py, PyAny>> {
         self.or_stop(decided)?;
-        let number = self.pacer.as_mut().and_then(|it| it.note_step(&self.scheduler));
+        let number = self.pacer.as_mut().and_then(|it| it.note_step(&mut self.scheduler));
         let told = self.show_journal(py).and_then(|()| self.scheduler_output(py));
         let output = self.or_stop(told)?;
         if let (Some(pacer), Some(number)) = (&mut self.pacer, number) {
@@ -625,25 +626,48 @@ impl SchedulerCore {
 
     /// Chooses what the next step is decided with: what it is told, or what paces prompts, or what
     /// is configured.
-    fn choose_knobs(&mut self, throttle_prefills: bool, told: Option<(u32, u32)>) -> PyResult<()> {
+    fn choose_knobs(
+        &mut self,
+        py: Python<'_>,
+        throttle_prefills: bool,
+        told: Option<ToldKnobs<'_>>,
+    ) -> PyResult<()> {
         let configured = self.scheduler.config().step_knobs(throttle_prefills);
+        let most = configured.max_num_scheduled_tokens;
         self.are_knobs_chosen = told.is_some() || self.pacer.is_some();
         self.knobs = match (told, &mut self.pacer) {
-            (Some((max_num_scheduled_tokens, long_prefill_token_threshold)), _) => StepKnobs {
-                max_num_scheduled_tokens,
-                long_prefill_token_threshold,
-                throttle_prefills,
-            },
+            (Some((max_num_scheduled_tokens, long_prefill_token_threshold, order)), _) => {
+                let order = self.places_of(&order)?;
+                StepKnobs {
+                    max_num_scheduled_tokens,
+                    long_prefill_token_threshold,
+                    throttle_prefills,
+                    order,
+                }
+            }
             (None, Some(pacer)) if !throttle_prefills => pacer.choose(&mut self.scheduler),
             (None, _) => configured,
         };
-        if self.knobs.max_num_scheduled_tokens > configured.max_num_scheduled_tokens {
+        if self.knobs.max_num_scheduled_tokens > most {
             return Err(PyValueError::new_err(format!(
-                "a step may have {} tokens at most, not {}",
-                configured.max_num_scheduled_tokens, self.knobs.max_num_scheduled_tokens
+                "a step may have {most} tokens at most, not {}",
+                self.knobs.max_num_scheduled_tokens
             )));
         }
+        let ids = self.knobs.order.iter().map(|&it| &self.entries.get(it).id);
+        self.order = PyTuple::new(py, ids)?.unbind();
         Ok(())
+    }
+
+    /// Where these requests are, each once; those that have ended aside.
+    fn places_of(&self, ids: &Bound<'_, PyTuple>) -> PyResult<Vec<RequestIndex>> {
+        let mut places = Vec::with_capacity(ids.len());
+        for id in ids {
+            if let Some(place) = self.place(&id)?.filter(|it| !places.contains(it)) {
+                places.push(place);
+            }
+        }
+        Ok(places)
     }
 
     /// Brings all `Request` objects up to date.

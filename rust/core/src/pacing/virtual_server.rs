@@ -1,0 +1,59 @@
+//! When prompts would be through without pacing.
+
+/// What steps take, as far as a virtual server is concerned.
+pub(super) trait StepPrice {
+    /// Tokens of prompts that a step holds.
+    fn room(&self) -> f64;
+    /// What a step takes that holds so many, in seconds; each times what it attends to as well.
+    fn step_s(&self, num_tokens: f64, attention: f64) -> f64;
+}
+
+/// Computes prompts as vLLM would: first come, first served, as many in a step as it holds.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct VirtualServer {
+    /// When it would be through with all that have come.
+    end: f64,
+    /// Its last step, which those who come join while it has not begun.
+    num_tokens: f64,
+    attention: f64,
+}
+
+impl VirtualServer {
+    pub(super) fn new() -> Self {
+        Self { end: f64::NEG_INFINITY, num_tokens: 0.0, attention: 0.0 }
+    }
+
+    /// It is through by then: what is really left would be.
+    pub(super) fn limit(&mut self, end: f64) {
+        self.end = self.end.min(end);
+    }
+
+    /// Takes a prompt in at `now`, with tokens to be computed behind others; returns when it would
+    /// be through with it.
+    pub(super) fn arrive(
+        &mut self,
+        now: f64,
+        num_missing: u32,
+        num_computed: u32,
+        price: &impl StepPrice,
+    ) -> f64 {
+        let mut last_s = price.step_s(self.num_tokens, self.attention);
+        if self.num_tokens == 0.0 || self.end - last_s < now {
+            self.end = self.end.max(now);
+            (self.num_tokens, self.attention, last_s) = (0.0, 0.0, 0.0);
+        }
+        let (mut left, mut position) = (f64::from(num_missing), f64::from(num_computed));
+        loop {
+            let part = left.min(price.room() - self.num_tokens);
+            self.num_tokens += part;
+            self.attention += part * (position + 0.5 * part);
+            let step_s = price.step_s(self.num_tokens, self.attention);
+            self.end += step_s - last_s;
+            (left, position) = (left - part, position + part);
+            if left <= 0.0 {
+                return self.end;
+            }
+            (self.num_tokens, self.attention, last_s) = (0.0, 0.0, 0.0);
+        }
+    }
+}

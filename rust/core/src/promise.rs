@@ -1,0 +1,62 @@
+//! What pacing has promised a request about its first token. No decision of the scheduler rests on
+//! it; it is here because it comes and goes with its request.
+
+/// Why a prompt came later than promised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LateBy {
+    /// It lost its blocks to others.
+    Preemption,
+    /// It could not come in: for want of blocks, of a place, of an adapter's.
+    Waiting,
+    /// Steps took longer than expected, or too many had to be in time.
+    Steps,
+}
+
+impl LateBy {
+    /// Its name in logs and metrics.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Preemption => "preemption",
+            Self::Waiting => "waiting",
+            Self::Steps => "steps",
+        }
+    }
+}
+
+/// When a prompt is to be through. Times are those of pacing, in seconds.
+#[derive(Clone, Copy, Debug)]
+pub struct Promise {
+    /// When it was first seen.
+    pub(crate) arrived_at: f64,
+    /// From when on it could be computed.
+    pub(crate) since: f64,
+    /// So much later it would be through without pacing, at the speed of that time.
+    pub(crate) virtual_s: f64,
+    /// What it lacked, and what was behind that.
+    pub(crate) num_tokens: u32,
+    /// Tokens before these.
+    pub(crate) num_computed: u32,
+    /// What these take by themselves, at the speed of that time.
+    pub(crate) work_s: f64,
+    /// It fits into a step within the stall.
+    pub(crate) is_ordinary: bool,
+    /// It can't be kept as it was given.
+    pub(crate) is_void: bool,
+    /// What would be the reason if it came too late.
+    pub(crate) late_by: LateBy,
+}
+
+impl Promise {
+    /// It has to be computed again.
+    pub(crate) fn preempt(&mut self) {
+        self.is_void = true;
+        self.late_by = LateBy::Preemption;
+    }
+
+    /// It can't come in.
+    pub(crate) fn hold_up(&mut self) {
+        self.is_void = true;
+        self.late_by = LateBy::Waiting;
+    }
+}
