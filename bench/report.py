@@ -99,6 +99,7 @@ def read(folder: Path) -> pd.DataFrame:
         frame = pd.read_csv(path, dtype=str, keep_default_na=False)
         if not set(COLUMNS) <= set(frame.columns):
             raise ReportError(f"{path} lacks columns of {', '.join(COLUMNS)}")
+        frame = frame[frame["case"] != "case"]  # files that were put together have several heads
         frames.append(frame.assign(file=str(path.relative_to(folder))))
     if not frames:
         return pd.DataFrame(columns=[*COLUMNS, "file"])

@@ -106,12 +106,14 @@ def gpu_name() -> str:
 
 
 def _commit() -> str:
-    """Return the commit, marked if files differ; outside of a checkout SPARKSCHED_COMMIT."""
+    """Return what SPARKSCHED_COMMIT says, for a copy; else the commit, marked if files differ."""
+    if named := os.environ.get("SPARKSCHED_COMMIT"):
+        return named
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", ".", ":!bench/results")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SPARKSCHED_COMMIT", "unknown")
+        return "unknown"
     return f"{commit}-dirty" if changed else commit
 
 

@@ -11,7 +11,7 @@ all behind it.
 import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -146,8 +146,15 @@ class _Sequence:
 
 def _salt_of(params: SamplingParams) -> int:
     """Return what changes each sampled token; 0 for parameters that say nothing of it."""
-    told, usual = ([getattr(it, name) for name in _SAMPLING] for it in (params, SamplingParams()))
+    told, usual = map(_sampling_of, (params, SamplingParams()))
     return 0 if told == usual else zlib.crc32(repr(told).encode())
+
+
+def _sampling_of(params: SamplingParams) -> list[Any]:
+    # vLLM's Rust front end has numbers in single precision, and biases in whatever order.
+    values = [getattr(params, name) for name in _SAMPLING]
+    values = [sorted(it.items()) if isinstance(it, dict) else it for it in values]
+    return [round(it, 5) if isinstance(it, float) else it for it in values]
 
 
 class Device:

@@ -154,7 +154,7 @@ def _message_writer(scheduler: SchedulerInterface) -> Callable[[Any], Any]:
 def _block_hasher(side: str, world: World) -> BlockHasher | None:
     if side == "vllm":
         return stock_block_hasher(world)
-    from sparksched.engine.hooks import native_block_hasher
+    from sparksched.engine.hashing import native_block_hasher
 
     algorithm = world.configuration.prefix_caching_hash_algo
     return native_block_hasher(algorithm, world.hash_block_size)

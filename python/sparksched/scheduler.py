@@ -16,11 +16,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from sparksched import compat, environment
 
 if TYPE_CHECKING or compat.unsupported_vllm() is None:
-    from sparksched.engine import hooks
+    from sparksched.engine import hashing
     from sparksched.engine.scheduler import NativeScheduler
 else:
     # vLLM's own will be chosen. Ours takes functions of vLLM's that this one may not have.
-    hooks, NativeScheduler = None, SchedulerInterface
+    hashing, NativeScheduler = None, SchedulerInterface
 
 
 class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
@@ -37,8 +37,8 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> SchedulerInterface:
-        if hooks is not None:
-            hooks.forget_pending_scheduler()
+        if hashing is not None:
+            hashing.forget_pending_scheduler()
         arguments = {
             "vllm_config": vllm_config,
             "kv_cache_config": kv_cache_config,
@@ -51,8 +51,8 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
         }
         chosen = cls.choose(vllm_config, kv_cache_config, block_size, hash_block_size)
         scheduler = super().__call__(**arguments) if chosen is cls else chosen(**arguments)
-        if hooks is not None and isinstance(scheduler, NativeScheduler):
-            hooks.prepare_engine(scheduler)
+        if hashing is not None and isinstance(scheduler, NativeScheduler):
+            hashing.prepare_engine(scheduler)
             if (order := environment.order()) is not None:
                 scheduler.order_by(order)
             if (pacing := environment.pacing()) is not None:

@@ -70,7 +70,7 @@ def candidate_block_hasher(world: World, scheduler_class: SchedulerClass) -> Blo
     is_native = scheduler_class.__module__.startswith("sparksched.")
     if not (is_native and configuration.native_block_hasher and configuration.needs_block_hashes):
         return stock_block_hasher(world)
-    from sparksched.engine.hooks import native_block_hasher
+    from sparksched.engine.hashing import native_block_hasher
 
     return native_block_hasher(
         configuration.prefix_caching_hash_algo, world.hash_block_size, *world.hash_lookahead

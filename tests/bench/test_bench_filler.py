@@ -16,6 +16,7 @@ def filled() -> torch.nn.Module:
         "embed_tokens": torch.zeros(64, WIDTH),
         "norm": torch.zeros(WIDTH),
         "router": torch.zeros(32, WIDTH),
+        "other_router": torch.zeros(32, WIDTH),
         "router_bias": torch.ones(32),
         "w13_weight": packed,
         "w13_weight_scale": torch.zeros(4, WIDTH, WIDTH // 32, dtype=torch.uint8),
@@ -47,6 +48,7 @@ def test_tokens_spread_over_experts() -> None:
     model = filled()
     assert torch.equal(model.norm, torch.ones(WIDTH))
     assert not model.router_bias.any()
+    assert not torch.equal(model.router, model.other_router)
     hidden = torch.nn.functional.rms_norm(model.embed_tokens, (WIDTH,))
     chosen = (hidden @ model.router.T).topk(4).indices
     # 64 tokens by chance: 32 x (1 - (1 - 4/32)^64), all but 0.006 of them

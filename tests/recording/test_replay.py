@@ -146,6 +146,8 @@ def test_prompts_and_outputs_are_not_in_the_file(tmp_path: Path) -> None:
         content = gzip.decompress(path.read_bytes())
         sizes[with_tokens] = sum(content.count(mark) for mark in marks)
         assert b"pepper" not in content
+        for field in (b"prompt", b"tokens", b"eos_token_id", b"stop_token_ids"):
+            assert (b'"%s":' % field in content) == with_tokens
         assert replayed(path, "sparksched").mismatch is None
     assert sizes[False] == 0
     assert sizes[True] > 100

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from sparksched.commands.top.interval import Interval, Paced, between, quantile
 from sparksched.commands.top.page import Page, PageError, address, parse
-from sparksched.commands.top.view import WIDTH, duration, number, render, size
+from sparksched.commands.top.screen import WIDTH, duration, number, render, size
 
 from .servers import recorded, without_sparksched
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engine.harness import new_request
 from sparksched import _core, plugin
-from sparksched.engine import output as engine_side
+from sparksched.engine import output_queue as engine_side
 from vllm.config import VllmConfig
 from vllm.v1.serial_utils import MsgpackEncoder
 

@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from sparksched.engine import hooks, output, scheduler
+from sparksched.engine import hashing, output_queue, scheduler
 from vllm.config import VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -52,13 +52,13 @@ class PanickingExecutor(PacedExecutor):
 
 def panic_when_told() -> None:
     log_everything()
-    output.MsgpackEncoder = PanickingEncoder
+    output_queue.MsgpackEncoder = PanickingEncoder
 
 
 def panic_at_salts() -> None:
     """Let the hashing of requests panic that have a salt."""
     log_everything()
-    hooks.extra_keys_writer = lambda *_: lambda _request: bool(Panicking())
+    hashing.extra_keys_writer = lambda *_: lambda _request: bool(Panicking())
 
 
 def panic_at_start() -> None:

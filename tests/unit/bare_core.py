@@ -272,7 +272,7 @@ LOOKAHEADS = (0, 1, 2, 3) if releases.is_since("0.33.0") else (0,)
 def stock_block_hasher(
     algorithm: str, block_size: int, num_lookahead_tokens: int = 0
 ) -> BlockHasher:
-    """Return vLLM's own; `native_block_hasher` of `engine.hooks` is ours."""
+    """Return vLLM's own; `native_block_hasher` of `engine.hashing` is ours."""
     lookahead = (num_lookahead_tokens,) if num_lookahead_tokens else ()
     hash_function = get_hash_fn_by_name(algorithm)
     return kv_cache_utils.get_request_block_hasher(block_size, hash_function, *lookahead)

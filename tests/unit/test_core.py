@@ -14,7 +14,7 @@ import pytest
 import torch
 from sparksched._core import NativeBlockHasher, SchedulerCore, read_prompt
 from sparksched.engine import config as engine_config
-from sparksched.engine import hooks, sessions
+from sparksched.engine import hashing, sessions
 from unit.bare_core import (
     BLOCK_SIZE,
     CHUNKED,
@@ -891,7 +891,7 @@ def test_hashes_equal_vllms(algorithm: str, block_size: int) -> None:
         growth = [random_tokens(rng, count) for count in (1, block_size, 1, 2 * block_size + 1)]
         native, stock = (
             hashes_while_growing(build(algorithm, block_size), prompt, growth)
-            for build in (hooks.native_block_hasher, stock_block_hasher)
+            for build in (hashing.native_block_hasher, stock_block_hasher)
         )
         assert native == stock
         assert len(stock[-1]) == (length + sum(map(len, growth))) // block_size

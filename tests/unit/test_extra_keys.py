@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparksched.engine import hooks
+from sparksched.engine import hashing
 from sparksched.engine.extra_keys import extra_keys_writer
 from unit.bare_core import (
     BLOCK_SIZE,
@@ -50,7 +50,7 @@ def both_hashes(algorithm: str, block_size: int, **settings: Any) -> tuple[Any, 
             hashes_while_growing(build(algorithm, block_size, lookahead), **arguments)
             for lookahead in LOOKAHEADS
         ]
-        for build in (hooks.native_block_hasher, stock_block_hasher)
+        for build in (hashing.native_block_hasher, stock_block_hasher)
     )
     num_tokens = len(arguments["prompt"]) + sum(map(len, arguments["growth"]))
     for lookahead, hashes in zip(LOOKAHEADS, stock, strict=True):
@@ -196,7 +196,7 @@ def test_longest_keys(algorithm: str, block_size: int, build: Callable[..., Any]
     prompt = [2**31 - 1] * (2 * block_size)  # the longest tokens
     native, stock = (
         build(longest, prompt=prompt, block_hasher=hasher(algorithm, block_size)).block_hashes
-        for hasher in (hooks.native_block_hasher, stock_block_hasher)
+        for hasher in (hashing.native_block_hasher, stock_block_hasher)
     )
     assert native == stock
     assert len(stock) == 2
@@ -212,14 +212,14 @@ def test_longest_keys(algorithm: str, block_size: int, build: Callable[..., Any]
             longest + 1,
             request_id="long",
             prompt=prompt,
-            block_hasher=hooks.native_block_hasher(algorithm, block_size),
+            block_hasher=hashing.native_block_hasher(algorithm, block_size),
         )
 
 
 def test_keys_that_cannot_be_serialised() -> None:
     """Pickle takes half a surrogate pair, CBOR doesn't: neither here nor in vLLM."""
     kv_cache_utils.init_none_hash(get_hash_fn_by_name("sha256"))
-    for build in (hooks.native_block_hasher, stock_block_hasher):
+    for build in (hashing.native_block_hasher, stock_block_hasher):
         request = build_request(cache_salt="\ud800", block_hasher=build("sha256", BLOCK_SIZE))
         assert len(request.block_hashes) == 2
         with pytest.raises(UnicodeEncodeError):

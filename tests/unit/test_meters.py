@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from sparksched import _core, compat
 from sparksched.api_server import metrics as collector
-from sparksched.api_server.metrics import EngineCollector, EngineView
+from sparksched.api_server.metrics import EngineCollector, ShownEngine
 from unit.bare_core import build_core, build_request, callbacks, core_config, step
 from vllm.v1.request import RequestStatus
 
@@ -39,16 +39,16 @@ def counts(reading: dict[str, Any]) -> list[int]:
 
 
 @pytest.fixture
-def shown() -> Iterator[list[EngineView]]:
+def shown() -> Iterator[list[ShownEngine]]:
     """Hide what is shown meanwhile."""
-    views: list[EngineView] = []
+    views: list[ShownEngine] = []
     yield views
     for view in views:
         collector.hide(view)
     collector.unregister()
 
 
-def registry_with(view: EngineView) -> CollectorRegistry:
+def registry_with(view: ShownEngine) -> CollectorRegistry:
     registry = CollectorRegistry()
     collector.show(view)
     registry.register(EngineCollector())
@@ -134,7 +134,7 @@ def hostile_page(content: bytes) -> int:
 
 
 @pytest.mark.parametrize("fill", [0, 1, 0x7F, 0xFF])
-def test_whatever_a_page_says_becomes_numbers(fill: int, shown: list[EngineView]) -> None:
+def test_whatever_a_page_says_becomes_numbers(fill: int, shown: list[ShownEngine]) -> None:
     halves = struct.pack("<QQ", ID & (1 << 64) - 1, ID >> 64)
     content = bytearray([fill] * PAGE_BYTES)
     content[:16] = halves
@@ -145,7 +145,7 @@ def test_whatever_a_page_says_becomes_numbers(fill: int, shown: list[EngineView]
     try:
         reader = _core.MeterReader(pid=os.getpid(), fd=fd, id=ID)
         assert (reader.steps() is None) == (fill == 0)
-        shown.append(EngineView("m", "0", INFO, reader))
+        shown.append(ShownEngine("m", "0", INFO, reader))
         text = generate_latest(registry_with(shown[0])).decode()
     finally:
         os.close(fd)
@@ -174,12 +174,12 @@ def test_what_is_no_page_is_refused(meters: Any) -> None:
 # ----------------------------------------------------------------------------------------
 
 
-def test_series_say_what_was_counted(meters: Any, shown: list[EngineView]) -> None:
+def test_series_say_what_was_counted(meters: Any, shown: list[ShownEngine]) -> None:
     core = build_core()
     meters.time_steps(core)
     core.add_request(build_request(), 1.0)
     step(core)
-    shown.append(EngineView("model", "3", INFO, reader_of(meters)))
+    shown.append(ShownEngine("model", "3", INFO, reader_of(meters)))
     samples = samples_of(generate_latest(registry_with(shown[0])).decode())
     labels = ("engine=3", "model_name=model")
     for name in ("schedule", "update_from_output"):
@@ -192,9 +192,9 @@ def test_series_say_what_was_counted(meters: Any, shown: list[EngineView]) -> No
     assert len(bounds) == len(_core.meter_bounds_s()) + 1
 
 
-def test_no_label_is_long_and_the_later_engine_wins(shown: list[EngineView]) -> None:
+def test_no_label_is_long_and_the_later_engine_wins(shown: list[ShownEngine]) -> None:
     for reason in ("x" * 5000, "short"):
-        shown.append(EngineView("model", "0", INFO | {"fallback_reason": reason}, None))
+        shown.append(ShownEngine("model", "0", INFO | {"fallback_reason": reason}, None))
         text = generate_latest(registry_with(shown[-1])).decode()
         assert text.count("sparksched:info{") == 1
         assert reason[: collector.MAX_LABEL_CHARACTERS] in text
@@ -210,7 +210,7 @@ def collect_a_client_while_reading(registry: CollectorRegistry, num_allocations:
         def __init__(self) -> None:
             self.itself = self
 
-    view = EngineView("model", str(num_allocations), INFO, None)
+    view = ShownEngine("model", str(num_allocations), INFO, None)
     collector.show(view)
     weakref.finalize(Client(), collector.hide, view)
     gc.set_threshold(num_allocations)
@@ -222,9 +222,9 @@ def collect_a_client_while_reading(registry: CollectorRegistry, num_allocations:
 
 
 def test_a_client_that_is_collected_while_engines_are_read_hides_its_own(
-    shown: list[EngineView],
+    shown: list[ShownEngine],
 ) -> None:
-    shown.append(EngineView("kept", "0", INFO, None))
+    shown.append(ShownEngine("kept", "0", INFO, None))
     registry = registry_with(shown[0])
     found: list[int] = []
 
@@ -247,8 +247,8 @@ def test_a_client_that_is_collected_while_engines_are_read_hides_its_own(
     assert 'model_name="model"' not in generate_latest(registry).decode()
 
 
-def test_of_two_engines_with_the_same_labels_each_goes_alone(shown: list[EngineView]) -> None:
-    shown.extend(EngineView("model", "0", INFO | {"transport": it}, None) for it in ("shm", "zmq"))
+def test_of_two_engines_with_the_same_labels_each_goes_alone(shown: list[ShownEngine]) -> None:
+    shown.extend(ShownEngine("model", "0", INFO | {"transport": it}, None) for it in ("shm", "zmq"))
     registry = registry_with(shown[0])
     collector.show(shown[1])
     assert 'transport="zmq"' in generate_latest(registry).decode()
@@ -256,14 +256,14 @@ def test_of_two_engines_with_the_same_labels_each_goes_alone(shown: list[EngineV
     assert 'transport="shm"' in generate_latest(registry).decode()
 
 
-def test_series_can_be_asked_for_by_name(meters: Any, shown: list[EngineView]) -> None:
+def test_series_can_be_asked_for_by_name(meters: Any, shown: list[ShownEngine]) -> None:
     core = build_core()
     meters.time_steps(core)
     core.add_request(build_request(), 1.0)
     step(core)
     registry = CollectorRegistry()
     registry.register(EngineCollector())
-    shown.append(EngineView("model", "0", INFO, reader_of(meters)))
+    shown.append(ShownEngine("model", "0", INFO, reader_of(meters)))
     collector.show(shown[0])
     wanted = {
         "sparksched:info",
@@ -275,7 +275,7 @@ def test_series_can_be_asked_for_by_name(meters: Any, shown: list[EngineView]) -
     assert {name for name, *_ in found} == wanted - {"sparksched:rescues_total"}
 
 
-def test_every_series_is_described(shown: list[EngineView]) -> None:
+def test_every_series_is_described(shown: list[ShownEngine]) -> None:
     class Full:
         def steps(self) -> dict[str, Any]:
             times = ([1] * (len(_core.meter_bounds_s()) + 1), 1.0)
@@ -291,13 +291,16 @@ def test_every_series_is_described(shown: list[EngineView]) -> None:
             directions = dict.fromkeys(("to_engine", "to_client"), dict.fromkeys(keys, 1))
             return {**directions, "num_rescues": 1, "num_clients_lost": 1}
 
+        def tenants(self) -> list[tuple[str, int, int]]:
+            return [("tenant", 1, 1)]
+
     described = {it.name for it in EngineCollector().describe()}
-    shown.append(EngineView("model", "0", INFO, Full()))  # type: ignore[arg-type]
+    shown.append(ShownEngine("model", "0", INFO, Full()))  # type: ignore[arg-type]
     collector.show(shown[0])
     assert {it.name for it in EngineCollector().collect()} == described
 
 
-def test_engines_are_shown_while_others_change_the_registry(shown: list[EngineView]) -> None:
+def test_engines_are_shown_while_others_change_the_registry(shown: list[ShownEngine]) -> None:
     """Whoever looked through the registry's collectors would find others among them meanwhile."""
 
     class Changing(dict[Any, Any]):
@@ -307,7 +310,7 @@ def test_engines_are_shown_while_others_change_the_registry(shown: list[EngineVi
     before = REGISTRY._collector_to_names
     REGISTRY._collector_to_names = Changing(before)
     try:
-        shown.append(EngineView("model", "0", INFO, None))
+        shown.append(ShownEngine("model", "0", INFO, None))
         collector.show(shown[0])
         collector.show(shown[0])
         added = set(REGISTRY._collector_to_names.keys()) - set(before.keys())
@@ -317,7 +320,7 @@ def test_engines_are_shown_while_others_change_the_registry(shown: list[EngineVi
         REGISTRY._collector_to_names = before
 
 
-def test_an_error_takes_nothing_of_vllms_away(shown: list[EngineView]) -> None:
+def test_an_error_takes_nothing_of_vllms_away(shown: list[ShownEngine]) -> None:
     class Broken:
         def steps(self) -> None:
             raise RuntimeError("no steps today")
@@ -331,7 +334,7 @@ def test_an_error_takes_nothing_of_vllms_away(shown: list[EngineView]) -> None:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("vllm.sparksched").addHandler(handler)
     try:
-        shown.append(EngineView("model", "0", INFO, Broken()))  # type: ignore[arg-type]
+        shown.append(ShownEngine("model", "0", INFO, Broken()))  # type: ignore[arg-type]
         registry = registry_with(shown[0])
         registry.register(Other())  # type: ignore[arg-type]
         text = generate_latest(registry).decode()

@@ -15,7 +15,7 @@ from engine.harness import restored_vllm
 from sparksched import environment, plugin
 from sparksched.compat import fingerprints, patching, releases, seams, source
 from sparksched.compat.seams import Group, Moment, Seam
-from sparksched.engine import hooks
+from sparksched.engine import hashing
 from sparksched.record import engine_end
 
 from tools.pages import MARK, with_seams
@@ -75,7 +75,7 @@ def start(mode: str, **variables: str) -> None:
     plugin.register()
     if mode == "sparksched" and chosen_class() == "SparkScheduler":
         cache_config = SimpleNamespace(enable_prefix_caching=False)
-        hooks.prepare_engine(
+        hashing.prepare_engine(
             SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache_config))
         )  # type: ignore[arg-type]
     if mode == "sparksched":

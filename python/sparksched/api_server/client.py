@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.v1.engine import EngineCoreRequestType
 
 from sparksched.api_server.async_channel import MAX_OUTPUTS, SENT, AsyncChannel
-from sparksched.api_server.connection import connect_all
+from sparksched.api_server.channels import connect_all
 from sparksched.compat import patching
 from sparksched.shared.offer import read_offer
 

@@ -114,7 +114,7 @@ _RING_COUNTERS: Final = {
 
 
 @dataclass(eq=False)
-class EngineView:
+class ShownEngine:
     """One engine as an API server sees it."""
 
     model_name: str
@@ -135,23 +135,23 @@ class EngineView:
 # So there is none, and each access is one operation of the dictionary, which allocates nothing
 # that could start a collection and runs no Python. Its keys are compared by identity for the same
 # reason: whoever hides its own needs not look whether another has come in its place.
-_shown: dict[EngineView, None] = {}
+_shown: dict[ShownEngine, None] = {}
 
 
-def show(view: EngineView) -> None:
+def show(engine: ShownEngine) -> None:
     """Show an engine from now on; of several with the same labels the last one is shown."""
     register()
-    _shown[view] = None
+    _shown[engine] = None
 
 
-def hide(view: EngineView) -> None:
+def hide(engine: ShownEngine) -> None:
     """Show an engine no longer. Any thread may call this, and so may the garbage collector."""
-    _shown.pop(view, None)
+    _shown.pop(engine, None)
 
 
-def _shown_views() -> list[EngineView]:
-    views = {view.labels: view for view in list(_shown)}
-    return [views[labels] for labels in sorted(views)]
+def _shown_engines() -> list[ShownEngine]:
+    engines = {engine.labels: engine for engine in list(_shown)}
+    return [engines[labels] for labels in sorted(engines)]
 
 
 def prepare() -> None:
@@ -197,11 +197,11 @@ def unregister() -> None:
 
 
 class EngineCollector(Collector):
-    """The engines that `views` returns: all that are shown, unless it says otherwise."""
+    """The engines that `engines` returns: all that are shown, unless it says otherwise."""
 
-    def __init__(self, views: Callable[[], list[EngineView]] | None = None) -> None:
-        self._views = views or _shown_views
-        self._is_of_server = views is None
+    def __init__(self, engines: Callable[[], list[ShownEngine]] | None = None) -> None:
+        self._engines = engines or _shown_engines
+        self._is_of_server = engines is None
 
     def describe(self) -> list[Metric]:
         """Name all series, also those that aren't there yet: a request may ask for some by name."""
@@ -211,9 +211,9 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Read each engine's page. An error here must not take vLLM's own metrics away."""
         try:
-            views = self._views()
-            info = list(_info(views)) if views or self._is_of_server else []
-            families = [*info, *_families(views)]
+            engines = self._engines()
+            info = list(_info(engines)) if engines or self._is_of_server else []
+            families = [*info, *_families(engines)]
         except Exception:
             logger.exception("sparksched: its metrics can't be shown")
             return
@@ -228,13 +228,13 @@ def _info_family() -> GaugeMetricFamily:
     )
 
 
-def _info(views: Sequence[EngineView]) -> Iterator[Metric]:
+def _info(engines: Sequence[ShownEngine]) -> Iterator[Metric]:
     family = _info_family()
-    for view in views:
-        now = view.info
+    for engine in engines:
+        now = engine.info
         values = [now[name][:MAX_LABEL_CHARACTERS] for name in INFO_LABELS]
-        family.add_metric([*view.labels, *values], 1)
-    if not views:
+        family.add_metric([*engine.labels, *values], 1)
+    if not engines:
         unsupported = compat.unsupported_version()
         if unsupported is None:
             return
@@ -248,20 +248,22 @@ def _labels_without_engine(unsupported: "Unsupported") -> list[str]:
     return ["", "", "vllm", "zmq", __version__, vllm_version, *about]
 
 
-def _families(views: Sequence[EngineView]) -> Iterator[Metric]:
-    readings = [(view, view.meters) for view in views]
-    steps = [(view, found) for view, it in readings if it is not None and (found := it.steps())]
-    rings = [(view, found) for view, it in readings if it is not None and (found := it.rings())]
+def _families(engines: Sequence[ShownEngine]) -> Iterator[Metric]:
+    readings = [(engine, engine.meters) for engine in engines]
+    steps = [(engine, found) for engine, it in readings if it is not None and (found := it.steps())]
+    rings = [(engine, found) for engine, it in readings if it is not None and (found := it.rings())]
     if steps:
         yield from _step_families(steps)
-    tenants = [(view, found) for view, it in readings if it is not None and (found := it.tenants())]
+    tenants = [
+        (engine, counts) for engine, it in readings if it is not None and (counts := it.tenants())
+    ]
     if tenants:
         yield from _tenant_families(tenants)
     if rings:
         yield from _ring_families(rings)
 
 
-_Readings = Sequence[tuple[EngineView, Any]]
+_Readings = Sequence[tuple[ShownEngine, Any]]
 
 
 def _step_families(readings: _Readings) -> Iterator[Metric]:
@@ -269,15 +271,15 @@ def _step_families(readings: _Readings) -> Iterator[Metric]:
     bounds = [repr(bound) for bound in _core.meter_bounds_s()] if readings else []
     for name, text in _HISTOGRAMS.items():
         histogram = HistogramMetricFamily(f"sparksched:{name}_seconds", text, labels=LABELS)
-        for view, reading in readings:
+        for engine, reading in readings:
             counts, sum_s = reading[name]
             buckets = list(zip([*bounds, "+Inf"], itertools.accumulate(counts), strict=True))
-            histogram.add_metric(view.labels, buckets, sum_s)
+            histogram.add_metric(engine.labels, buckets, sum_s)
         yield histogram
     for name, text in _REQUESTS.items():
         gauge = GaugeMetricFamily(f"sparksched:requests_{name}", text, labels=LABELS)
-        for view, reading in readings:
-            gauge.add_metric(view.labels, reading[f"num_{name}"])
+        for engine, reading in readings:
+            gauge.add_metric(engine.labels, reading[f"num_{name}"])
         yield gauge
     yield from _queue_families(readings)
     yield from _pacing_families(readings)
@@ -286,10 +288,10 @@ def _step_families(readings: _Readings) -> Iterator[Metric]:
 def _queue_families(readings: _Readings) -> Iterator[Metric]:
     gauge = GaugeMetricFamily(*_WAITING_FOR, labels=(*LABELS, "reason"))
     counter = CounterMetricFamily(*_QUEUE_TIMEOUTS, labels=LABELS)
-    for view, reading in readings:
+    for engine, reading in readings:
         for reason, count in reading["waiting_for"].items():
-            gauge.add_metric([*view.labels, reason], count)
-        counter.add_metric(view.labels, reading["num_queue_timeouts"])
+            gauge.add_metric([*engine.labels, reason], count)
+        counter.add_metric(engine.labels, reading["num_queue_timeouts"])
     yield gauge
     yield counter
 
@@ -297,15 +299,15 @@ def _queue_families(readings: _Readings) -> Iterator[Metric]:
 def _tenant_families(readings: _Readings) -> Iterator[Metric]:
     waiting = GaugeMetricFamily(*_TENANTS_WAITING, labels=(*LABELS, "tenant"))
     unfinished = GaugeMetricFamily(*_TENANTS_UNFINISHED, labels=(*LABELS, "tenant"))
-    for view, tenants in readings:
+    for engine, tenants in readings:
         # Two long names may begin alike, and then are one here.
         sums: dict[str, tuple[int, int]] = {}
         for name, num_waiting, num_unfinished in tenants:
             before = sums.get(name, (0, 0))
             sums[name] = (before[0] + num_waiting, before[1] + num_unfinished)
         for name, (num_waiting, num_unfinished) in sums.items():
-            waiting.add_metric([*view.labels, name], num_waiting)
-            unfinished.add_metric([*view.labels, name], num_unfinished)
+            waiting.add_metric([*engine.labels, name], num_waiting)
+            unfinished.add_metric([*engine.labels, name], num_unfinished)
     yield waiting
     yield unfinished
 
@@ -315,9 +317,9 @@ def _pacing_families(readings: _Readings) -> Iterator[Metric]:
         name = key.removeprefix("num_").removesuffix("_s")
         unit = "_seconds" if key.endswith("_s") else ""
         family = family_class(f"sparksched:paced_{name}{unit}", text, labels=LABELS)
-        for view, reading in readings:
+        for engine, reading in readings:
             if (pacing := reading["pacing"]) is not None:
-                family.add_metric(view.labels, pacing[key])
+                family.add_metric(engine.labels, pacing[key])
         if family.samples or not readings:
             yield family
     for (metric, text, label), keys in _PROMISES:
@@ -334,9 +336,9 @@ def _ring_families(readings: _Readings) -> Iterator[Metric]:
     directions = ("to_engine", "to_client")
     for key, (name, text) in _RING_GAUGES.items():
         gauge = GaugeMetricFamily(name, text, labels=labels)
-        for view, reading in readings:
+        for engine, reading in readings:
             for direction in directions:
-                gauge.add_metric([*view.labels, direction], reading[direction][key])
+                gauge.add_metric([*engine.labels, direction], reading[direction][key])
         yield gauge
     counter = CounterMetricFamily(
         "sparksched:back_pressure_events",
@@ -345,21 +347,21 @@ def _ring_families(readings: _Readings) -> Iterator[Metric]:
         "large message.",
         labels=labels,
     )
-    for view, reading in readings:
+    for engine, reading in readings:
         for direction in directions:
             count = reading[direction]["num_without_room"]
-            counter.add_metric([*view.labels, direction], count)
+            counter.add_metric([*engine.labels, direction], count)
     yield counter
     gauge = GaugeMetricFamily(
         "sparksched:backlog_bytes",
         "Bytes of messages to API servers that wait for room in a ring.",
         labels=LABELS,
     )
-    for view, reading in readings:
-        gauge.add_metric(view.labels, reading["to_client"]["backlog_bytes"])
+    for engine, reading in readings:
+        gauge.add_metric(engine.labels, reading["to_client"]["backlog_bytes"])
     yield gauge
     for key, (name, text) in _RING_COUNTERS.items():
         counter = CounterMetricFamily(name, text, labels=LABELS)
-        for view, reading in readings:
-            counter.add_metric(view.labels, reading[key])
+        for engine, reading in readings:
+            counter.add_metric(engine.labels, reading[key])
         yield counter

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMServerError
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from sparksched import environment
 from sparksched.api_server.errors import EngineBusyError
 from sparksched.compat import patching
 from sparksched.shared import queue_timeout
+from sparksched.shared.order import hints_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -29,6 +31,8 @@ class EngineStuckError(EngineDeadError):  # type: ignore[misc]
 
 
 def _forgetting_refused_requests(original: patching.Function) -> patching.Function:
+    is_ordered = environment.order() is not None
+
     @functools.wraps(original)
     async def add_request(
         self: "AsyncLLM",
@@ -37,6 +41,8 @@ def _forgetting_refused_requests(original: patching.Function) -> patching.Functi
         **kwargs: Any,
     ) -> None:
         queue_timeout.own_limit_s(request.sampling_params)
+        if is_ordered:
+            hints_of(request)
         try:
             await original(self, request, *args, **kwargs)
         except (EngineBusyError, RuntimeError, asyncio.CancelledError):

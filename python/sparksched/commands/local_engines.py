@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from sparksched.api_server.engine_views import view_of
-from sparksched.api_server.metrics import EngineCollector, EngineView
+from sparksched.api_server.metrics import EngineCollector, ShownEngine
+from sparksched.api_server.shown_engines import shown_engine
 from sparksched.shared.card import EngineCard, find
 
 
@@ -30,14 +30,14 @@ class LocalEngines:
 
     def __init__(self, wanted: Callable[[EngineCard], bool] = _any) -> None:
         self._wanted = wanted
-        self._views: dict[tuple[int, bytes], EngineView] = {}
+        self._engines: dict[tuple[int, bytes], ShownEngine] = {}
 
-    def __call__(self) -> list[EngineView]:
+    def __call__(self) -> list[ShownEngine]:
         """Return those that run now. Of several with the same labels the last one is shown."""
         cards = filter(self._wanted, find())
-        views = {key(card): self._views.get(key(card)) or _view(card) for card in cards}
-        self._views = views
-        by_labels = {view.labels: view for view in views.values()}
+        engines = {key(card): self._engines.get(key(card)) or _shown(card) for card in cards}
+        self._engines = engines
+        by_labels = {engine.labels: engine for engine in engines.values()}
         return [by_labels[labels] for labels in sorted(by_labels)]
 
 
@@ -47,8 +47,8 @@ def key(card: EngineCard) -> tuple[int, bytes]:
     return card.pid, b"" if meters is None else meters.id
 
 
-def _view(card: EngineCard) -> EngineView:
-    return view_of(
+def _shown(card: EngineCard) -> ShownEngine:
+    return shown_engine(
         card.report,
         card.model_name,
         card.engine,

@@ -151,7 +151,7 @@ NATIVE_ENGINE: Final = Group(
     functions=(
         Seam(
             f"{_CORE}:get_request_block_hasher",
-            "sparksched.engine.hooks:_preferring_native_hasher",
+            "sparksched.engine.hashing:_preferring_native_hasher",
             "prompts are hashed in Rust, without the GIL",
         ),
     ),
@@ -268,12 +268,12 @@ ENGINE_TRANSPORT: Final = Group(
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.output_queue",
-            "sparksched.engine.clients:EngineTransport",
+            "sparksched.engine.links:ClientLinks",
             "sends what the engine's loop puts there at once",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.input_queue",
-            "sparksched.engine.clients:RingTransport",
+            "sparksched.engine.links:RingLinks",
             "receives while the engine's loop waits",
         ),
         Seam(
@@ -283,7 +283,7 @@ ENGINE_TRANSPORT: Final = Group(
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.shutdown_state",
-            "sparksched.engine.clients:EngineTransport",
+            "sparksched.engine.links:ClientLinks",
             "set when the last API server is gone, so that the engine stops",
         ),
         Seam(

@@ -1,6 +1,6 @@
 """What runs in the process of vLLM's EngineCore.
 
-`scheduler` is the native scheduler. Its core calls the modules around it, and `hooks` serves the
+`scheduler` is the native scheduler. Its core calls the modules around it, and `hashing` serves the
 engine's hasher and errors. `core_proc` changes vLLM's engine process: it offers rings. `clients`
 handles what happens to the clients that take them. `input` receives and `output` sends. `sockets`
 sends to clients that stay on ZMQ.

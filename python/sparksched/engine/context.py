@@ -3,7 +3,7 @@
 vLLM loads plugins within its engine's constructor. So the constructor can't be replaced any more,
 and it tells neither the scheduler nor the hasher which engine they belong to. The first function of
 ours that gets the engine as an argument makes the context; that is after construction. What the
-scheduler tells the hasher before that goes through the thread: see `hooks`.
+scheduler tells the hasher before that goes through the thread: see `hashing`.
 """
 
 import sys

@@ -11,11 +11,11 @@ from vllm.logger import init_logger
 from sparksched import __version__, _core, environment
 from sparksched.compat import patching
 from sparksched.engine import launcher, meters, warm_up
-from sparksched.engine.clients import RingTransport
 from sparksched.engine.context import context_of
+from sparksched.engine.links import RingLinks
 from sparksched.engine.notices import Notice
 from sparksched.engine.queue_watch import QueueWatch
-from sparksched.engine.sockets import SocketTransport, sockets_to_clients
+from sparksched.engine.sockets import SocketLinks, sockets_to_clients
 from sparksched.shared import card
 from sparksched.shared.offer import (
     MAX_BACKLOG_BYTES,
@@ -74,13 +74,13 @@ def _start_transport(engine: "EngineCoreProc", num_clients: int) -> None:
         engine.input_queue.put_nowait((Notice.WARM_UP, None))
     if rings is not None:
         _share_between_threads(engine)
-        ring_transport = RingTransport(engine, rings)
-        context.transport = ring_transport
-        ring_transport.start()
+        ring_links = RingLinks(engine, rings)
+        context.transport = ring_links
+        ring_links.start()
     elif (sockets := sockets_to_clients(engine)) is not None:
-        socket_transport = SocketTransport(engine, sockets)
-        context.transport = socket_transport
-        socket_transport.start()
+        socket_links = SocketLinks(engine, sockets)
+        context.transport = socket_links
+        socket_links.start()
     if context.scheduler is not None:
         context.queue_watch = QueueWatch(engine, context.scheduler, context.meters)
         context.queue_watch.start()

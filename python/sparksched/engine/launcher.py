@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from vllm.logger import init_logger
 
-from sparksched.engine.clients import others_step_with
+from sparksched.engine.links import others_step_with
 from sparksched.engine.notices import Notice
 
 if TYPE_CHECKING:

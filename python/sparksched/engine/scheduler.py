@@ -40,11 +40,11 @@ from sparksched.engine.encoder_inputs import EncoderInputs
 from sparksched.engine.encoder_transfer import EncoderTransfer
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
-from sparksched.engine.order import hints_of
 from sparksched.engine.request_errors import WAIT_S, refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
 from sparksched.environment import Order, Pacing, queue_timeout_s
 from sparksched.record.new_file import path_of_engine
+from sparksched.shared.order import hints_of
 
 if TYPE_CHECKING:
     from sparksched._core import EngineMeters, QueueWatch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from sparksched import _core, environment
-from sparksched.engine.clients import EngineTransport
+from sparksched.engine.links import ClientLinks
 from sparksched.engine.notices import Notice
 from sparksched.shared.offer import MAX_BACKLOG_BYTES, MAX_SLOW_BACKLOG_BYTES
 
@@ -42,7 +42,7 @@ def sockets_to_clients(engine: "EngineCoreProc") -> "_core.EngineSockets | None"
     return sockets if all(map(sockets.is_attached, range(len(addresses)))) else None
 
 
-class SocketTransport(EngineTransport):
+class SocketLinks(ClientLinks):
     """Sockets of ours for outputs; vLLM's for requests."""
 
     def __init__(self, engine: "EngineCoreProc", sockets: "_core.EngineSockets") -> None:

@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -172,21 +171,14 @@ def _model_folder() -> "tempfile.TemporaryDirectory[str]":
     return folder
 
 
-@dataclass(init=False)
-class _SpeculativeConfig:
-    """As much of vLLM's as a scheduler asks for; it has no fields, so no setting is unknown."""
-
-    def __init__(self, **answers: Any) -> None:
-        vars(self).update(answers)
-
-
 def _speculative_config(settings: Settings) -> Any:
+    """Return as much of vLLM's as a scheduler asks for."""
     if settings.speculative_config is None or settings.speculative_answers is None:
         return None
     answers = msgspec.structs.asdict(settings.speculative_answers)
     methods = {name: functools.partial(bool, answer) for name, answer in answers.items()}
     drafter = SimpleNamespace(sample_from_anchor=not settings.fills_in)
-    return _SpeculativeConfig(
+    return SimpleNamespace(
         **msgspec.structs.asdict(settings.speculative_config),
         **methods,
         disable_lookahead_block_hashes=settings.num_hash_lookahead_tokens == 0,

@@ -21,6 +21,8 @@ class Decision(msgspec.Struct):
     """What a `Step` says, with ids in the place of numbers."""
 
     ids: list[str]
+    counts: list[int]
+    """Tokens of each."""
     num_tokens: list[int] | None
     num_drafts: list[int] | None
     new: list[tuple[str, int, BlockIds]]
@@ -37,6 +39,7 @@ def decision_of(output: "SchedulerOutput") -> Decision:
     counts = list(output.num_scheduled_tokens.values())
     return Decision(
         list(output.num_scheduled_tokens),
+        counts,
         None if counts.count(1) == len(counts) else counts,
         num_drafts_of(output),
         [
@@ -81,7 +84,7 @@ def first_mismatch(
     }
     for name in ("resumed", "preempted", "finished"):
         then[name] = sorted(ids[number] for number in getattr(recorded, name))
-    for name in ("finished", "preempted", *Decision.__struct_fields__):
+    for name in ("finished", "preempted", "ids", *Decision.__struct_fields__[2:]):
         before, after = then.get(name, getattr(recorded, name, None)), getattr(now, name)
         if before != after:
             return Mismatch(recorded.sequence, name, _shown(before), _shown(after))

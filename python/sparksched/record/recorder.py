@@ -61,6 +61,7 @@ _METHODS: Final = (
 )
 _NUM_LISTS: Final = 4
 """Of a step's events that may hold an item for each of its requests."""
+_KNOBS: Final = {throttled: Knobs(throttle_prefills=throttled) for throttled in (False, True)}
 _NOT_YET: Final[Future[Any]] = Future()
 """In the place of a grammar that nobody is to see before the next step."""
 
@@ -194,27 +195,30 @@ class Recorder:
             if self._depth:
                 return original(*arguments, **settings)
             self._depth += 1
+            taken = None
             try:
-                taken = self._try(before, *arguments, **settings)
+                if before is not None:
+                    try:
+                        taken = before(*arguments, **settings)
+                    except Exception as error:
+                        self._fail(error)
                 start = time.perf_counter()
                 result = original(*arguments, **settings)
                 self._seconds = time.perf_counter() - start
-                self._try(after, result if taken is None else taken, *arguments, **settings)
+                if after is not None:
+                    try:
+                        after(result if taken is None else taken, *arguments, **settings)
+                    except Exception as error:
+                        self._fail(error)
             finally:
                 self._depth -= 1
             return result
 
         return call
 
-    def _try(self, note: Call | None, *arguments: Any, **settings: Any) -> Any:
-        """Take note; have an error end the recording, and nothing else."""
-        if note is None:
-            return None
-        try:
-            return note(*arguments, **settings)
-        except Exception as error:
-            self.give_up(f"{type(error).__name__}: {error}")
-            return None
+    def _fail(self, error: Exception) -> None:
+        """Have an error of ours end the recording, and nothing else."""
+        self.give_up(f"{type(error).__name__}: {error}")
 
     def give_up(self, reason: str) -> None:
         """End the recording for a reason, which is logged and written. Serving goes on."""
@@ -257,6 +261,8 @@ class Recorder:
 
     def _before_schedule(self, *_arguments: Any, **_settings: Any) -> None:
         """Let the scheduler see the grammars that are compiled, from this step on."""
+        if not self._compiling:
+            return
         waiting, self._compiling = self._compiling, []
         for request_id, structured, compiling in waiting:
             if structured._grammar is _NOT_YET and compiling.done():
@@ -287,10 +293,11 @@ class Recorder:
             return
         decision = decision_of(output)
         chosen: StepKnobs | None = getattr(self._scheduler(), "chosen_knobs", None)
-        knobs = Knobs(**chosen._asdict()) if chosen else Knobs(throttle_prefills=throttle_prefills)
+        knobs = Knobs(**chosen._asdict()) if chosen else _KNOBS[throttle_prefills]
         step = Step(self._num_steps, self._now(), round(self._seconds * 1e6, 1), knobs)
         num_items = _NUM_LISTS * len(decision.ids) + len(bytes(decision.new_block_ids))
-        num_items += sum(len(group) for *_, groups in decision.new for group in groups)
+        if decision.new:
+            num_items += sum(len(group) for *_, groups in decision.new for group in groups)
         self._note(self._maker.step, step, decision, num_items=num_items)
         self._in_flight[id(output)] = (output, self._num_steps, decision)
         self._num_steps += 1
@@ -319,7 +326,7 @@ class Recorder:
             0.0,
             num_sampled=None if rows and lengths.count(1) == len(lengths) else lengths,
             pooled=[pooled[row_of[it]] is not None for it in ids] if pooled else None,
-            num_tokens=None if counts == (before.num_tokens or [1] * len(ids)) else counts,
+            num_tokens=None if counts == before.counts else counts,
             num_drafts=None if drafts == before.num_drafts else drafts or [0] * len(ids),
         )
         return update, list(chain.from_iterable(rows))

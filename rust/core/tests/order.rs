@@ -4,6 +4,7 @@
 mod common;
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use common::{Answers, Chance, config, new_request};
 use sparksched_core::{
@@ -63,8 +64,9 @@ impl Server {
     }
 
     fn add(&mut self, id: usize, coming: &Coming) {
-        let tokens: Vec<i32> =
-            (0..coming.num_prompt_tokens).map(|at| (id * 1000 + at) as i32).collect();
+        let tokens: Vec<i32> = (0..coming.num_prompt_tokens)
+            .map(|at| i32::try_from(id * 1000 + at).unwrap())
+            .collect();
         let request = NewRequest {
             priority: coming.priority,
             arrival_time: 1e9 + coming.at,
@@ -87,7 +89,10 @@ impl Server {
         let mut outputs = Vec::new();
         for it in &scheduled {
             let tenant = self.requests[&it.index].1.tenant;
-            *self.tokens.entry((tenant, self.now as u64)).or_default() += u64::from(it.num_tokens);
+            *self
+                .tokens
+                .entry((tenant, Duration::from_secs_f64(self.now).as_secs()))
+                .or_default() += u64::from(it.num_tokens);
             let num_known = it.num_computed_tokens + it.num_tokens;
             let is_sampled = num_known as usize >= self.scheduler.request(it.index).num_tokens();
             outputs.push(ScheduledOutput {
@@ -131,10 +136,10 @@ impl Server {
         self
     }
 
-    fn tokens_of(&self, tenant: &str, seconds: std::ops::Range<u64>) -> u64 {
+    fn tokens_of(&self, tenant: &str, seconds: std::ops::Range<u64>) -> f64 {
         let of_tenant =
             self.tokens.iter().filter(|((name, at), _)| *name == tenant && seconds.contains(at));
-        of_tenant.map(|(_, count)| count).sum()
+        f64::from(u32::try_from(of_tenant.map(|(_, count)| count).sum::<u64>()).unwrap())
     }
 
     fn longest_wait(&self, tenant: &str) -> f64 {
@@ -143,9 +148,9 @@ impl Server {
     }
 }
 
-fn fair(weights: &[(&str, f64)]) -> Option<OrderSettings> {
+fn fair(weights: &[(&str, f64)]) -> OrderSettings {
     let weights = weights.iter().map(|&(name, weight)| (name.into(), weight)).collect();
-    Some(OrderSettings::Fair(weights))
+    OrderSettings::Fair(weights)
 }
 
 /// A tenant that always has requests waiting: many at once, of random sizes.
@@ -166,10 +171,10 @@ fn tenants_that_always_wait_get_their_shares() {
             // One has short requests, the other long ones: tokens count, not requests.
             let mut arrivals = backlog("gold", chance, &[16, 24, 200]);
             arrivals.extend(backlog("free", chance, &[100, 160, 200]));
-            let server = Server::new(fair(&[("gold", gold_weight)])).live(arrivals, 21.0);
+            let server = Server::new(Some(fair(&[("gold", gold_weight)]))).live(arrivals, 21.0);
             for seconds in [1..11, 11..21] {
-                let gold = server.tokens_of("gold", seconds.clone()) as f64;
-                let free = server.tokens_of("free", seconds) as f64;
+                let gold = server.tokens_of("gold", seconds.clone());
+                let free = server.tokens_of("free", seconds);
                 let got = gold / (gold + free);
                 assert!((got - share).abs() < 0.05, "weight {gold_weight}, seed {seed}: {got}");
             }
@@ -182,7 +187,7 @@ fn a_tenant_that_was_idle_waits_for_nobodys_backlog() {
     let mut arrivals = vec![coming(0.0, "burst"); 200];
     arrivals.extend((0..8).map(|second| coming(0.5 + f64::from(second), "quiet")));
     let vllms = Server::new(None).live(arrivals.clone(), 15.0);
-    let ours = Server::new(fair(&[])).live(arrivals, 15.0);
+    let ours = Server::new(Some(fair(&[]))).live(arrivals, 15.0);
     assert!(vllms.longest_wait("quiet") > 2.0, "{}", vllms.longest_wait("quiet"));
     // For a place of the four, whose requests take 20 steps at most.
     assert!(ours.longest_wait("quiet") < 0.3, "{}", ours.longest_wait("quiet"));
@@ -195,7 +200,7 @@ fn a_tenant_that_was_idle_waits_for_nobodys_backlog() {
 /// What was asked for and not taken is given back: aborted requests cost their tenant nothing.
 #[test]
 fn aborted_requests_cost_their_tenant_nothing() {
-    let mut server = Server::new(fair(&[]));
+    let mut server = Server::new(Some(fair(&[])));
     // So that somebody always waits.
     (0..50).for_each(|id| server.add(id, &coming(0.0, "other")));
     (50..100).for_each(|id| server.add(id, &coming(0.0, "rash")));
@@ -211,7 +216,7 @@ fn aborted_requests_cost_their_tenant_nothing() {
 
 #[test]
 fn ten_thousand_tenants_are_served_in_turn_and_forgotten() {
-    let mut server = Server::new(fair(&[]));
+    let mut server = Server::new(Some(fair(&[])));
     let names: Vec<&'static str> =
         (0..10_000).map(|number| &*format!("tenant\u{0}{number}").leak()).collect();
     for (id, name) in names.iter().enumerate() {
@@ -258,7 +263,7 @@ fn low_priorities_age() {
 /// Ten years of a busy server: the clock neither overflows nor forgets who is next.
 #[test]
 fn virtual_time_does_not_overflow() {
-    let mut server = Server::new(fair(&[("light", 0.01)]));
+    let mut server = Server::new(Some(fair(&[("light", 0.01)])));
     let huge = |tenant| Coming { num_output_tokens: u64::MAX, ..coming(f64::MAX, tenant) };
     let many = Coming { priority: i128::MAX, ..huge("light") };
     (0..100).for_each(|id| server.add(id, &many));

@@ -4,7 +4,7 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use sparksched_meters::{HistogramReading, MAX_WAIT_REASONS, MeterView, NUM_BUCKETS, Traffic};
+use sparksched_meters::{HistogramReading, MAX_WAIT_REASONS, MeterReader, NUM_BUCKETS, Traffic};
 
 const PAGE_BYTES: usize = 4096;
 /// Where the scheduler's part and the rings' begin, in words; a flag says whether they are there.
@@ -36,12 +36,12 @@ pub fn check(content: &[u8]) {
     let words: Vec<_> =
         page.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect();
     let memory = memory_with(&page);
-    let open = |id| MeterView::open(std::process::id(), memory.as_raw_fd().unsigned_abs(), id);
+    let open = |id| MeterReader::open(std::process::id(), memory.as_raw_fd().unsigned_abs(), id);
 
     let id = u128::from(words[1]) << 64 | u128::from(words[0]);
     assert!(open(id ^ 1).is_err(), "another engine's page is taken");
-    let view = open(id).unwrap();
-    let steps = view.steps();
+    let reader = open(id).unwrap();
+    let steps = reader.steps();
     assert_eq!(steps.is_some(), words[STEPS] == 1);
     if let Some(steps) = steps {
         let part = |index: usize| &words[STEPS + 1 + index * (1 + NUM_BUCKETS)..];
@@ -52,7 +52,7 @@ pub fn check(content: &[u8]) {
         assert_eq!(steps.waiting_for, part(3)[2..2 + MAX_WAIT_REASONS]);
         assert_eq!(steps.num_queue_timeouts, part(3)[2 + MAX_WAIT_REASONS]);
     }
-    let rings = view.rings();
+    let rings = reader.rings();
     assert_eq!(rings.is_some(), words[RINGS] == 1);
     if let Some(rings) = rings {
         check_traffic(rings.to_engine, &words[RINGS + 1..]);

@@ -9,4 +9,4 @@ mod page;
 
 pub use meters::*;
 #[cfg(not(feature = "loom"))]
-pub use page::{MeterPage, MeterView};
+pub use page::{MeterPage, MeterReader};

@@ -52,11 +52,11 @@ impl AsFd for MeterPage {
 
 /// The page as others have it, who can't write it.
 #[derive(Debug)]
-pub struct MeterView {
+pub struct MeterReader {
     map: MmapRaw,
 }
 
-impl MeterView {
+impl MeterReader {
     /// The page of the engine with the name `id`, behind descriptor `fd` of process `pid`.
     ///
     /// # Errors
@@ -70,11 +70,11 @@ impl MeterView {
             .map_err(|error| unavailable(error.into()))?;
         check(file.as_fd(), PAGE_BYTES)?;
         let map = mapping_of(PAGE_BYTES).map_raw_read_only(&file).map_err(unavailable)?;
-        let view = Self { map };
-        if !view.meters().has_id(id) {
+        let reader = Self { map };
+        if !reader.meters().has_id(id) {
             return Err(ShmError::Unfit("it belongs to another engine"));
         }
-        Ok(view)
+        Ok(reader)
     }
 
     fn meters(&self) -> &Meters {

@@ -4,20 +4,20 @@ use std::os::fd::{AsFd, AsRawFd};
 
 use rustix::fs::{Mode, OFlags, fstat, ftruncate};
 use rustix::io::{Errno, pwrite};
-use sparksched_meters::{MeterPage, MeterView, RingsReading, Traffic};
+use sparksched_meters::{MeterPage, MeterReader, RingsReading, Traffic};
 use sparksched_shm::{PAGE_BYTES, ShmError};
 
 const ID: u128 = 1 << 100 | 7;
 
-fn open(fd: &impl AsFd, id: u128) -> Result<MeterView, ShmError> {
-    MeterView::open(std::process::id(), fd.as_fd().as_raw_fd().unsigned_abs(), id)
+fn open(fd: &impl AsFd, id: u128) -> Result<MeterReader, ShmError> {
+    MeterReader::open(std::process::id(), fd.as_fd().as_raw_fd().unsigned_abs(), id)
 }
 
 #[test]
 fn a_reader_sees_what_the_engine_counts() {
     let page = MeterPage::create(ID).unwrap();
-    let view = open(&page, ID).unwrap();
-    assert_eq!((view.steps(), view.rings()), (None, None));
+    let reader = open(&page, ID).unwrap();
+    assert_eq!((reader.steps(), reader.rings()), (None, None));
 
     let steps = page.meters().steps();
     steps.begin();
@@ -27,7 +27,7 @@ fn a_reader_sees_what_the_engine_counts() {
     steps.set_requests(4, 5);
     steps.set_waits(&[3, 2]);
     steps.count_queue_timeouts(6);
-    let reading = view.steps().unwrap();
+    let reading = reader.steps().unwrap();
     assert_eq!((reading.num_running, reading.num_waiting), (4, 5));
     assert_eq!((&reading.waiting_for[..3], reading.num_queue_timeouts), (&[3, 2, 0][..], 6));
     assert_eq!((reading.schedule.counts[0], reading.schedule.sum_ns), (1, 1000));
@@ -39,7 +39,7 @@ fn a_reader_sees_what_the_engine_counts() {
     let to_client = Traffic { waiting_bytes: 5, ..to_engine };
     let rings = RingsReading { to_engine, to_client, num_rescues: 6, num_lost: 7 };
     page.meters().set_rings(rings);
-    assert_eq!(view.rings(), Some(rings));
+    assert_eq!(reader.rings(), Some(rings));
 }
 
 #[test]
@@ -66,8 +66,8 @@ fn what_is_no_page_of_this_engine_is_refused() {
     assert!(refusal(&null).contains("sealed"));
     let (pipe, _writer) = rustix::pipe::pipe().unwrap();
     assert!(refusal(&pipe).contains("sealed"), "and opening it doesn't wait for a writer");
-    assert!(MeterView::open(std::process::id(), 1 << 20, ID).is_err());
-    assert!(MeterView::open(u32::MAX, 0, ID).is_err());
+    assert!(MeterReader::open(std::process::id(), 1 << 20, ID).is_err());
+    assert!(MeterReader::open(u32::MAX, 0, ID).is_err());
 }
 
 trait AsFdObject: AsFd {}

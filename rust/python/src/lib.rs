@@ -3,7 +3,6 @@
 
 mod block_observer;
 mod callbacks;
-mod client_outputs;
 mod config;
 mod convert;
 mod entries;
@@ -11,10 +10,11 @@ mod frames;
 mod guard;
 mod hasher;
 mod links;
+mod message_writer;
 mod meters;
-mod output_extras;
 mod pacing;
 mod queue_watch;
+mod request_extras;
 mod rings;
 mod scheduler_core;
 mod snapshot;

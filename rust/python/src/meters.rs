@@ -10,7 +10,7 @@ use pyo3::types::{PyDict, PyList};
 use sparksched_core::{PacingReport, TenantReading, WaitCounts, WaitReason};
 use sparksched_entry_points::entry_points;
 use sparksched_meters::{
-    HistogramReading, MAX_TENANTS, MAX_WAIT_REASONS, MeterPage, MeterView, NUM_BOUNDS,
+    HistogramReading, MAX_TENANTS, MAX_WAIT_REASONS, MeterPage, MeterReader, NUM_BOUNDS,
     RingsReading, Traffic, bound_ns,
 };
 use sparksched_shm::ShmError;
@@ -21,7 +21,7 @@ use crate::step_timer::StepSink;
 
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyEngineMeters>()?;
-    module.add_class::<MeterReader>()?;
+    module.add_class::<PyMeterReader>()?;
     module.add_function(wrap_pyfunction!(meter_bounds_s, module)?)
 }
 
@@ -147,22 +147,22 @@ impl PyEngineMeters {
 // The readers' side
 // ----------------------------------------------------------------------------------------
 
-#[pyclass(module = "sparksched._core", frozen)]
-struct MeterReader {
-    view: MeterView,
+#[pyclass(name = "MeterReader", module = "sparksched._core", frozen)]
+struct PyMeterReader {
+    reader: MeterReader,
 }
 
 #[entry_points(MeterReader)]
 #[pymethods]
-impl MeterReader {
+impl PyMeterReader {
     #[new]
     #[pyo3(signature = (*, pid, fd, id))]
     fn new(pid: u32, fd: u32, id: u128) -> PyResult<Self> {
-        Ok(Self { view: MeterView::open(pid, fd, id).map_err(connection_error)? })
+        Ok(Self { reader: MeterReader::open(pid, fd, id).map_err(connection_error)? })
     }
 
     fn steps<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        let Some(reading) = self.view.steps() else { return Ok(None) };
+        let Some(reading) = self.reader.steps() else { return Ok(None) };
         let steps = PyDict::new(py);
         steps.set_item("schedule", histogram(py, &reading.schedule)?)?;
         steps.set_item("update_from_output", histogram(py, &reading.update)?)?;
@@ -175,7 +175,7 @@ impl MeterReader {
         }
         steps.set_item("waiting_for", waiting_for)?;
         steps.set_item("num_queue_timeouts", reading.num_queue_timeouts)?;
-        let pacing = self.view.pacing().map(|it| pacing::named(py, &it)).transpose()?;
+        let pacing = self.reader.pacing().map(|it| pacing::named(py, &it)).transpose()?;
         steps.set_item("pacing", pacing)?;
         Ok(Some(steps))
     }
@@ -183,11 +183,11 @@ impl MeterReader {
     fn tenants(&self) -> PyResult<Option<Vec<(String, u64, u64)>>> {
         let triple =
             |it: sparksched_meters::TenantReading| (it.name, it.num_waiting, it.num_unfinished);
-        Ok(self.view.tenants().map(|tenants| tenants.into_iter().map(triple).collect()))
+        Ok(self.reader.tenants().map(|tenants| tenants.into_iter().map(triple).collect()))
     }
 
     fn rings<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        let Some(reading) = self.view.rings() else { return Ok(None) };
+        let Some(reading) = self.reader.rings() else { return Ok(None) };
         let RingsReading { to_engine, to_client, num_rescues, num_lost } = reading;
         let rings = PyDict::new(py);
         rings.set_item("to_engine", traffic(py, to_engine)?)?;

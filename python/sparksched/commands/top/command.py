@@ -17,7 +17,7 @@ from rich.text import Text
 
 from sparksched.commands.top.interval import Interval, between
 from sparksched.commands.top.page import NoAnswerError, Page, PageError, address, fetch, parse
-from sparksched.commands.top.view import WIDTH, render, render_servers
+from sparksched.commands.top.screen import WIDTH, render, render_servers
 
 if TYPE_CHECKING:
     from sparksched.commands.top.servers import Server

@@ -26,7 +26,7 @@ pub const SHUT: &str = "shut";
 
 /// What to do on reaching a point.
 #[cfg(feature = "test-points")]
-pub static HOOK: std::sync::OnceLock<fn(&str)> = std::sync::OnceLock::new();
+pub static LISTENER: std::sync::OnceLock<fn(&str)> = std::sync::OnceLock::new();
 
 /// Marks a point; does nothing unless a fault test listens.
 #[cfg(feature = "test-points")]
@@ -35,8 +35,8 @@ pub(crate) fn reach(point: &str) {
         ALL.contains(&point) || [WATCHING, SHUT].contains(&point),
         "{point} is not listed"
     );
-    if let Some(hook) = HOOK.get() {
-        hook(point);
+    if let Some(listener) = LISTENER.get() {
+        listener(point);
     }
 }
 

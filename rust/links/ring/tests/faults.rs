@@ -91,7 +91,7 @@ static OCCURRENCES: AtomicU64 = AtomicU64::new(0);
 static IS_ARMED: AtomicBool = AtomicBool::new(true);
 
 fn meet_fate(point: &str) {
-    let fate = FATE.get().expect("set before the hook");
+    let fate = FATE.get().expect("set before the listener");
     let is_it = point == fate.point && IS_ARMED.load(Relaxed);
     if is_it && OCCURRENCES.fetch_add(1, Relaxed) + 1 == fate.occurrence {
         kill_process(getpid(), fate.signal).unwrap();
@@ -130,7 +130,7 @@ fn child_main() {
     };
     let fate = Fate { point: variable("POINT"), occurrence: number("OCCURRENCE"), signal };
     assert!(FATE.set(fate).is_ok());
-    points::HOOK.set(meet_fate).unwrap();
+    points::LISTENER.set(meet_fate).unwrap();
     let task = Task {
         name: variable("NAME"),
         total: number("TOTAL"),
@@ -770,7 +770,7 @@ fn its_end(client: &ClientRings) -> Option<End> {
 fn links_end_with_the_thread_that_watches_them() {
     let _deadline = Deadline::after(LAST_RESORT, "broken watchers");
     let _turn = turn();
-    points::HOOK.set(panic_when_armed).unwrap();
+    points::LISTENER.set(panic_when_armed).unwrap();
     let holdings = Holdings::now();
     for _ in 0..4 {
         let name = fresh_name("broken-watcher");

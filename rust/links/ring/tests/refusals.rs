@@ -16,7 +16,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use common::{
-    Chance, Deadline, Kid, LAST_RESORT, PATIENCE, ROLE, client_options, connect, engine_options,
+    Deadline, Kid, LAST_RESORT, PATIENCE, ROLE, client_options, connect, engine_options,
     fresh_name, listen, until, variable,
 };
 use rustix::event::{EventfdFlags, eventfd};
@@ -45,8 +45,6 @@ const MARK: &[u8] = b"SPRKRING";
 /// Where the positions lie in a segment: those of the ring to the engine, then of that to the client.
 const TAIL: u64 = 0;
 const HEAD: u64 = 128;
-const PRODUCER_WAITS: u64 = 256;
-const CLOSED: u64 = 384;
 const TO_CLIENT: u64 = 512;
 const DATA: u64 = 4096;
 
@@ -294,7 +292,7 @@ static NUM_SHUT: AtomicU64 = AtomicU64::new(0);
 fn strangers_are_turned_away_at_once() {
     const NUM_STRANGERS: usize = 1000;
     // Descriptors run out in a process of their own, so no other test's engine counts here.
-    let _ = points::HOOK.set(|point| {
+    let _ = points::LISTENER.set(|point| {
         if point == points::SHUT {
             NUM_SHUT.fetch_add(1, Relaxed);
         }

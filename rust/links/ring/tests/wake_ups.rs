@@ -151,7 +151,7 @@ fn play(engine: &EngineRings, total: u64, max_bytes: u64) {
 fn no_wake_up_is_lost(total: u64, max_bytes: u64) {
     let what = format!("{total} messages of up to {max_bytes} bytes and as many answers");
     let _deadline = Deadline::after(limit(), &what);
-    points::HOOK.get_or_init(|| attend);
+    points::LISTENER.get_or_init(|| attend);
     let engine = Rc::new(listen(&fresh_name("wake-ups"), engine_options(1, RING_BYTES)));
     let variables = [
         ("NAME", engine.name().to_owned()),

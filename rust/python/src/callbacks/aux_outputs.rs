@@ -9,7 +9,7 @@ use sparksched_core::{BlockPool, GroupId, JournalConfig, Request};
 use sparksched_entry_points::entry_points;
 
 use crate::convert;
-use crate::output_extras::OutputExtras;
+use crate::request_extras::RequestExtras;
 
 use super::PyCallbacks;
 
@@ -50,12 +50,12 @@ pub(crate) struct AuxOutputs {
     /// What the workers collected in the step that is being taken in.
     collected: Option<Py<PyAny>>,
     /// What of that goes to clients, by request id.
-    taken: OutputExtras,
+    taken: RequestExtras,
 }
 
 impl AuxOutputs {
     pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>) -> PyResult<Self> {
-        let taken = OutputExtras::new(py);
+        let taken = RequestExtras::new(py);
         let mut outputs = Self { connector: None, cached_blocks: None, collected: None, taken };
         if let Some(python) = python {
             outputs.connector = Some(python.getattr(py, "connector")?);

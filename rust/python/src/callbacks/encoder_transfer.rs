@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sparksched_core::{EcConnector, Request};
 
-use crate::output_extras::OutputExtras;
+use crate::request_extras::RequestExtras;
 
 use super::PyCallbacks;
 
@@ -13,12 +13,12 @@ use super::PyCallbacks;
 pub(crate) struct EncoderTransfer {
     python: Option<Py<PyAny>>,
     /// What the connector said of requests that ended in this call, by request id.
-    params: OutputExtras,
+    params: RequestExtras,
 }
 
 impl EncoderTransfer {
     pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>) -> Self {
-        Self { python, params: OutputExtras::new(py) }
+        Self { python, params: RequestExtras::new(py) }
     }
 
     fn python<'a, 'py>(&'a self, py: Python<'py>) -> &'a Bound<'py, PyAny> {

@@ -10,7 +10,7 @@ use sparksched_core::{
 };
 
 use crate::entries::Entries;
-use crate::output_extras::OutputExtras;
+use crate::request_extras::RequestExtras;
 
 use super::PyCallbacks;
 
@@ -18,7 +18,7 @@ use super::PyCallbacks;
 pub(crate) struct KvTransfer {
     python: Option<Py<PyAny>>,
     /// What connectors said of requests that ended in this call, by request id.
-    params: OutputExtras,
+    params: RequestExtras,
 }
 
 /// Whom a step's failed loads concern.
@@ -32,7 +32,7 @@ pub(crate) struct LoadFailures<'py> {
 
 impl KvTransfer {
     pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>) -> Self {
-        Self { python, params: OutputExtras::new(py) }
+        Self { python, params: RequestExtras::new(py) }
     }
 
     pub(crate) fn is_present(&self) -> bool {

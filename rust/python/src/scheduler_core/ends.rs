@@ -17,7 +17,7 @@ impl SchedulerCore {
         status: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
         let py = status.py();
-        let status = self.output_writer.types.statuses.parse(status)?;
+        let status = self.message_writer.types.statuses.parse(status)?;
         let requests = PyList::empty(py);
         for ended in self.end_requests(ids, status)? {
             let told = requests.append(&self.entries.get(ended.index).request);
@@ -54,7 +54,7 @@ impl SchedulerCore {
         is_kept: bool,
     ) -> PyResult<()> {
         let entry = self.entries.get(index);
-        let member = self.output_writer.types.statuses.member(status);
+        let member = self.message_writer.types.statuses.member(status);
         entry.request.bind(py).setattr(intern!(py, "status"), member)?;
         self.finished_req_ids.bind(py).add(&entry.id)?;
         if let Some(by_client) = &self.finished_by_client {
@@ -81,7 +81,7 @@ impl SchedulerCore {
         status: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
         let py = status.py();
-        self.output_writer.types.statuses.parse(status)?;
+        self.message_writer.types.statuses.parse(status)?;
         let requests = self.requests.bind(py).values();
         for request in &requests {
             request.setattr(intern!(py, "status"), status)?;

@@ -1,7 +1,7 @@
 //! `SchedulerCore`: the core scheduler with the Python objects that belong to its requests.
 
 mod ends;
-mod outputs;
+mod update;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,13 +18,13 @@ use sparksched_entry_points::entry_points;
 
 use crate::block_observer::BlockObserver;
 use crate::callbacks::{AuxOutputs, EncoderTransfer, KvTransfer, PyCallbacks, PythonFunctions};
-use crate::client_outputs::OutputWriter;
 use crate::config::scheduler_config;
 use crate::convert::{
     self, EncoderStep, ExtraKeysReader, OtherStats, RequestView, SchedulerOutputBuilder, StepExtras,
 };
 use crate::entries::{Entries, Entry};
 use crate::guard::{Guard, catch_panics};
+use crate::message_writer::MessageWriter;
 use crate::pacing::{self, Pacer};
 use crate::snapshot;
 use crate::step_timer::{StepSink, StepTimer};
@@ -37,7 +37,7 @@ pub(crate) struct SchedulerCore {
     scheduler: Scheduler,
     entries: Entries,
     scheduler_output_builder: SchedulerOutputBuilder,
-    output_writer: OutputWriter,
+    message_writer: MessageWriter,
     functions: PythonFunctions,
     extra_keys: ExtraKeysReader,
     block_observer: BlockObserver,
@@ -109,7 +109,7 @@ impl SchedulerCore {
             scheduler,
             entries: Entries::default(),
             scheduler_output_builder: SchedulerOutputBuilder::import(py, uses_mrope)?,
-            output_writer: OutputWriter::import(py, encode_part)?,
+            message_writer: MessageWriter::import(py, encode_part)?,
             functions: PythonFunctions {
                 accept_tokens,
                 validate_tokens,
@@ -409,7 +409,7 @@ impl SchedulerCore {
 
     #[by(stopping)]
     fn encode_outputs_for(&mut self, client_index: i64) -> PyResult<()> {
-        self.output_writer.encode_for(client_index);
+        self.message_writer.encode_for(client_index);
         Ok(())
     }
 
@@ -444,7 +444,7 @@ impl SchedulerCore {
             kv_transfer: self.kv_transfer.take_stats(py, &self.scheduler)?,
             encoder_transfer: None,
         };
-        let types = &self.output_writer.types;
+        let types = &self.message_writer.types;
         types.scheduler_stats(py, &stats, &others).map(Some)
     }
 

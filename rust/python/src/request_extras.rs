@@ -6,9 +6,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// One kind of such objects, collected in this call, by request id.
-pub(crate) struct OutputExtras(Py<PyDict>);
+pub(crate) struct RequestExtras(Py<PyDict>);
 
-impl OutputExtras {
+impl RequestExtras {
     pub(crate) fn new(py: Python<'_>) -> Self {
         Self(PyDict::new(py).unbind())
     }

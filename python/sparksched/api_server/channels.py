@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from sparksched import _core, environment
-from sparksched.api_server import engine_views, metrics
+from sparksched.api_server import metrics, shown_engines
 from sparksched.api_server.async_channel import AsyncChannel
 from sparksched.api_server.channel import Channel
-from sparksched.api_server.metrics import EngineView
+from sparksched.api_server.metrics import ShownEngine
 from sparksched.api_server.sync_channel import SyncChannel
 from sparksched.shared.offer import Offer, host_identity
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.sparksched.transport")
 
 
-def connect_all(client: "MPClient") -> "ClientTransport":
+def connect_all(client: "MPClient") -> "Channels":
     """Connect to the engines that offer rings; say which ones stay on ZMQ, and why."""
     # Only the asyncio client has more than one engine, or is one of several.
     is_async = hasattr(client, "_ensure_output_queue_task")
     make_channel = AsyncChannel if is_async else SyncChannel
     client_index = getattr(client, "client_index", 0)
-    transport = ClientTransport({})
+    found = Channels({})
     try:
         for engine, offer in client.sparksched_offers.items():
             rank = int.from_bytes(engine, "little")
             rings = _connect_or_explain(rank, offer, client_index)
             if rings is not None:
-                transport.channels[engine] = make_channel(client, rank, rings)
+                found.channels[engine] = make_channel(client, rank, rings)
     except BaseException:
-        transport.close()
+        found.close()
         raise
-    return transport
+    return found
 
 
 def _connect_or_explain(
@@ -74,7 +74,7 @@ def _connect(offer: Offer | None, client_index: int) -> "_core.ClientRings":
     )
 
 
-class ClientTransport:
+class Channels:
     """A client's rings to all its engines."""
 
     def __init__(self, channels: "dict[bytes, Channel]") -> None:
@@ -82,7 +82,7 @@ class ClientTransport:
         """By the identity that vLLM's sockets know the engine by."""
         self.is_draining = False
         """Whether the client waits for its last answers: then engines may say goodbye."""
-        self._views: list[EngineView] = []
+        self._shown: list[ShownEngine] = []
 
     def show_metrics_of(self, client: "MPClient") -> None:
         """Show the client's engines in vLLM's metrics, as long as this is open.
@@ -91,7 +91,7 @@ class ClientTransport:
         """
         ranks = {channel.rank for channel in self.channels.values()}
         try:
-            self._views = engine_views.show_engines(client, ranks)
+            self._shown = shown_engines.show_engines(client, ranks)
         except Exception:
             logger.exception("sparksched: there will be no metrics of engines")
 
@@ -110,8 +110,8 @@ class ClientTransport:
 
     def close(self) -> None:
         """Say goodbye to all engines. Any thread may call this."""
-        while self._views:
-            metrics.hide(self._views.pop())
+        while self._shown:
+            metrics.hide(self._shown.pop())
         for channel in self.channels.values():
             try:
                 channel.close()

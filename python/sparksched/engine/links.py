@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from sparksched import _core
 from sparksched.engine.input import RingInput
 from sparksched.engine.notices import Notice
-from sparksched.engine.output import EngineOutput
+from sparksched.engine.output_queue import OutputQueue
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
@@ -19,13 +19,13 @@ _LINGER_S = 4.0
 """How long an engine that stops waits for clients to take their last messages, as over ZMQ."""
 
 
-class EngineTransport:
+class ClientLinks:
     """An engine's links to all its clients."""
 
     def __init__(self, engine: "EngineCoreProc", links: "_core.EngineLinks") -> None:
         self._engine = engine
         self._links = links
-        self._output = EngineOutput(engine, links)
+        self._output = OutputQueue(engine, links)
         engine.output_queue = self._output
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class EngineTransport:
         self._engine.shutdown_state = EngineShutdownState.REQUESTED
 
 
-class RingTransport(EngineTransport):
+class RingLinks(ClientLinks):
     """Rings in both directions."""
 
     def __init__(self, engine: "EngineCoreProc", rings: "_core.EngineRings") -> None:

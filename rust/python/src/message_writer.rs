@@ -47,7 +47,7 @@ impl TransferParams<'_> {
 }
 
 /// How outputs are written.
-pub(crate) struct OutputWriter {
+pub(crate) struct MessageWriter {
     pub(crate) types: Arc<EngineOutputTypes>,
     /// Clients that get messages.
     encoded_clients: Vec<i64>,
@@ -71,7 +71,7 @@ enum Pending<'a> {
 #[derive(Default)]
 pub(crate) struct ClientOutputs<'py>(Vec<(i64, Written<'py>)>);
 
-impl OutputWriter {
+impl MessageWriter {
     pub(crate) fn import(py: Python<'_>, encode_part: Py<PyAny>) -> PyResult<Self> {
         let types = Arc::new(EngineOutputTypes::import(py)?);
         Ok(Self { types, encoded_clients: Vec::new(), encode_part })
@@ -268,7 +268,7 @@ impl<'py> ClientOutputs<'py> {
     /// Adds an `EngineCoreOutput`.
     pub(crate) fn append(
         &mut self,
-        writer: &OutputWriter,
+        writer: &MessageWriter,
         client: i64,
         output: &Bound<'py, PyAny>,
     ) -> PyResult<()> {
@@ -287,7 +287,7 @@ impl<'py> ClientOutputs<'py> {
     pub(crate) fn into_dict(
         self,
         py: Python<'py>,
-        writer: &OutputWriter,
+        writer: &MessageWriter,
     ) -> PyResult<ClientDict<'py>> {
         let dict = ClientDict(PyDict::new(py));
         for (client, written) in self.0 {
@@ -305,7 +305,7 @@ impl<'py> ClientDict<'py> {
         &self,
         client: i64,
         written: Written<'py>,
-        writer: &OutputWriter,
+        writer: &MessageWriter,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = self.0.py();
         let outputs = match written {
@@ -320,7 +320,7 @@ impl<'py> ClientDict<'py> {
     }
 
     /// A client's outputs, created if it has none in this step.
-    fn outputs_of(&self, client: i64, writer: &OutputWriter) -> PyResult<Bound<'py, PyAny>> {
+    fn outputs_of(&self, client: i64, writer: &MessageWriter) -> PyResult<Bound<'py, PyAny>> {
         match self.0.get_item(client)? {
             Some(outputs) => Ok(outputs),
             None => self.insert(client, writer.empty(self.0.py(), client)?, writer),
@@ -332,7 +332,7 @@ impl<'py> ClientDict<'py> {
         &self,
         client: i64,
         ids: &Bound<'py, PySet>,
-        writer: &OutputWriter,
+        writer: &MessageWriter,
     ) -> PyResult<()> {
         let outputs = self.outputs_of(client, writer)?;
         outputs.setattr(intern!(ids.py(), "finished_requests"), ids)
@@ -343,7 +343,7 @@ impl<'py> ClientDict<'py> {
         &self,
         stats: SchedulerStats,
         others: &OtherStats<'py>,
-        writer: &OutputWriter,
+        writer: &MessageWriter,
     ) -> PyResult<()> {
         let outputs = match self.0.iter().next() {
             Some((_, outputs)) => outputs,

@@ -7,7 +7,7 @@ from vllm.version import __version__ as vllm_version
 
 from sparksched import __version__, _core, environment
 from sparksched.api_server import metrics
-from sparksched.api_server.metrics import EngineView
+from sparksched.api_server.metrics import ShownEngine
 from sparksched.shared.offer import EngineReport, MetersOffer, pid_namespace
 
 if TYPE_CHECKING:
@@ -22,24 +22,24 @@ _NO_PLUGIN = EngineReport(
 )
 
 
-def show_engines(client: "MPClient", ranks_on_rings: set[int]) -> list[EngineView]:
+def show_engines(client: "MPClient", ranks_on_rings: set[int]) -> list[ShownEngine]:
     """Show the engines of a client in the metrics, until `metrics.hide` is called."""
     if not environment.shows_metrics():
         return []
     model_name = str(client.vllm_config.model_config.served_model_name)
-    views = []
+    shown = []
     for engine, offer in client.sparksched_offers.items():
         rank = int.from_bytes(engine, "little")
         transport = "shm" if rank in ranks_on_rings else "zmq"
         report = _NO_PLUGIN if offer is None else offer.engine
-        views.append(view_of(report, model_name, str(rank), transport))
+        shown.append(shown_engine(report, model_name, str(rank), transport))
     # Last, so that none is shown for good if there is an error before.
-    for view in views:
-        metrics.show(view)
-    return views
+    for it in shown:
+        metrics.show(it)
+    return shown
 
 
-def view_of(
+def shown_engine(
     report: EngineReport,
     model_name: str,
     engine: str,
@@ -47,7 +47,7 @@ def view_of(
     *,
     version: str = __version__,
     vllm_version: str = vllm_version,
-) -> EngineView:
+) -> ShownEngine:
     """Return what is shown of the engine of this rank; the versions are its own."""
     info = {
         "scheduler": report.scheduler,
@@ -63,7 +63,7 @@ def view_of(
             meters = _open(report.meters)
         except (ConnectionError, OverflowError) as error:
             logger.info("sparksched: no metrics from within engine %s: %s", engine, error)
-    return EngineView(model_name, engine, info, meters)
+    return ShownEngine(model_name, engine, info, meters)
 
 
 def _open(meters: MetersOffer) -> "_core.MeterReader":

@@ -8,8 +8,8 @@ use sparksched_core::{RequestIndex, RequestOutput, RequestStatus, ScheduledOutpu
 
 use super::SchedulerCore;
 use crate::callbacks::{LoadFailures, LoadReport};
-use crate::client_outputs::{ClientDict, ClientOutputs, StepResult};
 use crate::convert::{self, OtherStats, RareOutputs};
+use crate::message_writer::{ClientDict, ClientOutputs, StepResult};
 
 impl SchedulerCore {
     /// Has the core take in what the model runner brought; builds what the clients are told.
@@ -120,13 +120,13 @@ impl SchedulerCore {
         report: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
         self.show_journal(py)?;
-        let mut written = self.output_writer.write(py, &self.entries, result, outputs)?;
+        let mut written = self.message_writer.write(py, &self.entries, result, outputs)?;
         self.forget_finished(py, outputs)?;
         self.append_errors(py, failed_ids, &mut written)?;
         let events = report.map(|report| self.settle_transfers(report)).transpose()?;
         self.encoder_transfer.update(result.model_runner_output)?;
         self.block_observer.publish(py, events)?;
-        let by_client = written.into_dict(py, &self.output_writer)?;
+        let by_client = written.into_dict(py, &self.message_writer)?;
         self.add_common_fields(&by_client, result)?;
         Ok(by_client.0)
     }
@@ -212,13 +212,13 @@ impl SchedulerCore {
         let status = RequestStatus::FinishedError;
         for ended in self.end_requests(&errors, status)? {
             let entry = self.entries.get(ended.index);
-            let types = &self.output_writer.types;
+            let types = &self.message_writer.types;
             let reason = types.statuses.finish_reason(status);
             let output = types.failure(py, entry, reason, &ended.events)?;
             if let Some(error) = grammar_errors.get_item(&entry.id)? {
                 types.set_grammar_error(&output, &error)?;
             }
-            written.append(&self.output_writer, entry.client_index, &output)?;
+            written.append(&self.message_writer, entry.client_index, &output)?;
             self.note_end(py, ended.index, status, ended.is_kept)?;
         }
         self.kv_transfer.take_params(py)?;
@@ -233,7 +233,7 @@ impl SchedulerCore {
         errors: &Bound<'py, PyDict>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let set = errors.py().get_type::<PySet>();
-        if self.output_writer.types.tells_errors() {
+        if self.message_writer.types.tells_errors() {
             // They are kept in a dictionary.
             return set.call1((errors,));
         }
@@ -281,7 +281,7 @@ impl SchedulerCore {
         if let Some(finished) = &self.finished_by_client {
             let finished = finished.bind(py);
             for (client, ids) in finished.iter() {
-                by_client.set_finished(client.extract()?, ids.cast()?, &self.output_writer)?;
+                by_client.set_finished(client.extract()?, ids.cast()?, &self.message_writer)?;
             }
             finished.clear();
         }
@@ -295,7 +295,7 @@ impl SchedulerCore {
                 encoder_transfer: self.encoder_transfer.take_stats(py)?,
             };
             let stats = self.scheduler.take_stats();
-            by_client.set_stats(stats, &others, &self.output_writer)?;
+            by_client.set_stats(stats, &others, &self.message_writer)?;
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 """Sends the engine's outputs to its clients.
 
-Read `EngineOutput` beside vLLM's `process_output_sockets`, in `vllm/v1/engine/core.py`.
+Read `OutputQueue` beside vLLM's `process_output_sockets`, in `vllm/v1/engine/core.py`.
 """
 
 import queue
@@ -26,7 +26,7 @@ _DROPPED_AT_A_TIME = 1 << 20
 """Bytes of messages to a client, on their way from its backlog to nowhere."""
 
 
-class EngineOutput:
+class OutputQueue:
     """Stands in for the engine's output queue.
 
     Messages to clients that have a ring, or a socket of ours, are sent at once; the others go on to
