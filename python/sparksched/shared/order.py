@@ -30,7 +30,8 @@ def hints_of(request: Any) -> OrderHints:
     """Read whose a request is, and when its first token is due.
 
     The tenant is the first of these that the request has: `vllm_xargs.tenant`, its LoRA adapter,
-    a digest of its cache salt, and its session, which a gateway can set by the header `X-Session-ID`.
+    a digest of its cache salt, and its session, which a gateway can set by the header
+    `X-Session-ID`.
 
     Args:
         request: A `Request`, or its `EngineCoreRequest`.
