@@ -121,7 +121,8 @@ impl Ladder {
 
     /// What a step of any number of tokens takes beyond its decodes, in seconds.
     pub(super) fn extra_of(&self, num_tokens: f64, attention: f64) -> Option<f64> {
-        let size = self.class_of(num_tokens as u32);
+        let holds = |&it: &u32| f64::from(it) >= num_tokens;
+        let size = self.sizes.iter().position(holds).unwrap_or(self.largest());
         let above = self.extra_s(size, attention)?;
         let Some(below) = size.checked_sub(1) else { return Some(above) };
         let (least, most) = (f64::from(self.sizes[below]), f64::from(self.sizes[size]));

@@ -815,7 +815,9 @@ impl Scheduler {
         request.num_stale_output_tokens = request.num_in_flight_tokens;
         request.num_output_placeholders = 0;
         request.expected_hit = None;
-        request.promise.iter_mut().for_each(|it| it.preempt());
+        if let Some(promise) = &mut request.promise {
+            promise.preempt();
+        }
         request.num_preemptions += 1;
         if self.config.log_stats {
             request.record_event(EventKind::Preempted, now);
