@@ -636,11 +636,9 @@ fn a_wrong_model_is_mended() {
 /// Where blocks are few, nobody loses more of them than with vLLM.
 #[test]
 fn a_small_cache_is_no_reason_to_preempt() {
-    for num_blocks in [8_000] {
-        // Streams without end would take all blocks.
-        let late = lives_at(0.4, |case| (case.num_blocks, case.num_streams) = (num_blocks, 0));
-        println!("{num_blocks}: {late:?}");
-    }
+    // Streams without end would take all blocks.
+    let late = lives_at(0.4, |case| (case.num_blocks, case.num_streams) = (8_000, 0));
+    println!("{late:?}");
 }
 
 /// A prompt of so many tokens each so many seconds.
@@ -722,7 +720,8 @@ fn loads_that_are_meant_to_break_it() {
                 "each 8 s, 12/s" | "1 ms" => gaps(&pair.stock),
                 _ => (1.1 * stall_s).max(0.09),
             };
-            assert!(!(gaps(&pair.paced) > most_s), "{name} on {}", device.name);
+            let has_gaps = num_streams > 0;
+            assert!(!has_gaps || gaps(&pair.paced) <= most_s, "{name} on {}", device.name);
         }
     }
 }

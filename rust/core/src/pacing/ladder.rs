@@ -227,15 +227,15 @@ mod tests {
     #[test]
     fn only_steps_that_barely_fit_raise_the_margin() {
         let first = Ladder::new(8_192, 512).margin;
-        assert!(after(40, &[0.15, 0.15, 0.15, 0.25]).margin > first + 0.3);
+        assert!(after(60, &[0.15, 0.15, 0.15, 0.15, 0.25]).margin > first + 0.3);
         // Far below the bound times may vary, and whoever doesn't fit needs no margin.
         assert!(after(40, &[0.06, 0.06, 0.06, 0.12]).margin <= first);
-        assert!(after(40, &[0.25, 0.25, 0.25, 0.35]).margin <= first);
+        assert!(after(60, &[0.25, 0.25, 0.25, 0.25, 0.35]).margin <= first);
     }
 
     #[test]
     fn steps_of_any_size_that_are_in_time_lower_the_margin() {
-        let mut ladder = after(40, &[0.15, 0.15, 0.15, 0.25]);
+        let mut ladder = after(60, &[0.15, 0.15, 0.15, 0.15, 0.25]);
         for _ in 0..1_000 {
             ladder.note(1_024, 0.05, 0.0, LIMIT_S);
         }
