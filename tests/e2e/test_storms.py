@@ -24,7 +24,7 @@ from testkit.streaming import Prompt, stream_chunks
 
 from .test_serve import CHOICES, PATTERN, SCHEMA
 
-pytestmark = [pytest.mark.e2e, pytest.mark.release, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 NUM_REQUESTS = scale.size("SPARKSCHED_STORM_REQUESTS", short=120, full=2000)
 SEED = scale.size("SPARKSCHED_STORM_SEED", short=0, full=0, minimum=0)

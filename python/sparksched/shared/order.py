@@ -3,6 +3,7 @@
 The order itself is in `rust/core/src/order.rs`.
 """
 
+import hashlib
 from typing import Any, Final, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
@@ -29,7 +30,8 @@ def hints_of(request: Any) -> OrderHints:
     """Read whose a request is, and when its first token is due.
 
     The tenant is the first of these that the request has: `vllm_xargs.tenant`, its LoRA adapter,
-    its cache salt, and its session, which a gateway can set by the header `X-Session-ID`.
+    a digest of its cache salt, and its session, which a gateway can set by the header
+    `X-Session-ID`.
 
     Args:
         request: A `Request`, or its `EngineCoreRequest`.
@@ -49,7 +51,10 @@ def _tenant(request: Any, arguments: dict[str, Any]) -> str:
         adapter = request.lora_request
         if adapter is not None:
             return str(adapter.lora_name)
-        return str(request.cache_salt or getattr(request, "session_id", None) or "")
+        if request.cache_salt:
+            # A salt is a secret, and a tenant's name is a label of metrics.
+            return f"salt-{hashlib.sha256(request.cache_salt.encode()).hexdigest()[:12]}"
+        return str(getattr(request, "session_id", None) or "")
     if not isinstance(tenant, str) or not 0 < len(tenant) <= _MAX_CHARACTERS:
         raise VLLMValidationError(
             f"{TENANT_ARGUMENT} in vllm_xargs is not a text of 1 to {_MAX_CHARACTERS} characters",
