@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+from engine.harness import restored_vllm
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -14,7 +15,7 @@ from testkit.worlds.world import build_world, vllm_environment
 
 def test_a_scheduler_and_its_requests_are_collected() -> None:
     configuration = draw_configuration("async-hybrid", 0)
-    with vllm_environment(configuration):
+    with restored_vllm(), vllm_environment(configuration):
         world = build_world(configuration)
         manager = StructuredOutputManager(world.vllm_config)
         scheduler = world.build_scheduler(CANDIDATES["sparksched"](configuration), manager)
