@@ -3,10 +3,8 @@
 //! formula says.
 
 #![expect(
-    clippy::cast_possible_wrap,
     clippy::cast_precision_loss,
     clippy::cast_sign_loss,
-    clippy::struct_field_names,
     reason = "numbers of tokens and steps are small"
 )]
 
