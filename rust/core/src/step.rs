@@ -3,8 +3,6 @@
 use crate::ids::{BlockId, RequestIndex};
 use crate::request::Request;
 
-pub use crate::config::StepKnobs;
-
 /// How a request that was not running came into the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {

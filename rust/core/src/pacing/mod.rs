@@ -35,9 +35,9 @@ use self::ladder::{Ladder, Query};
 use self::report::Reporter;
 use self::step_times::DecodeTimes;
 use self::virtual_server::{StepPrice, VirtualServer};
+use crate::config::StepKnobs;
 use crate::promise::{LateBy, Promise};
 use crate::scheduler::{Demand, Prompt, Scheduler, StepLoad};
-use crate::step::StepKnobs;
 
 pub use self::report::{LatePrompt, OverStall, PacingReport};
 
