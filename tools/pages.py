@@ -1,7 +1,7 @@
-"""Writes the tables of docs/changes-in-vllm.md from the table of seams: `make tables` calls it.
+"""Writes the lists of docs/changes-in-vllm.md from the table of seams: `make tables` calls it.
 
 The page says where they are to be: after a line `<!-- seams: GROUP -->`, and after
-`<!-- seams: all -->` the one of all groups.
+`<!-- seams: all -->` the table of all groups.
 """
 
 import re
@@ -18,17 +18,17 @@ MARK: Final = re.compile(r"<!-- seams: (\w+) -->")
 
 
 def with_seams(text: str) -> str:
-    """Return a page's text with its tables anew; KeyError names a group that isn't one."""
+    """Return a page's text with its lists anew; KeyError names a group that isn't one."""
     groups = {group.name: group for group in seams.GROUPS}
     written: list[str] = []
     is_replaced = False
     for line in text.splitlines():
-        if is_replaced and line.startswith("|"):
+        if is_replaced and line.startswith(("|", "- ")):
             continue
         is_replaced = False
         written.append(line)
         if found := MARK.fullmatch(line):
-            written += overview() if found[1] == "all" else table(groups[found[1]])
+            written += overview() if found[1] == "all" else listed(groups[found[1]])
             is_replaced = True
     return "\n".join(written) + "\n"
 
@@ -46,15 +46,15 @@ def overview() -> list[str]:
     return [*rows, f"| all | {total} | | | `VLLM_SCHEDULER=vllm` |"]
 
 
-def table(group: Group) -> list[str]:
-    """Return the table of one group's functions, and of the values that it sets."""
-    rows = ["| function | what ours does |", "| --- | --- |"]
+def listed(group: Group) -> list[str]:
+    """Return the list of one group's functions, and of the values that it sets."""
+    rows = []
     for seam in group.functions:
         gain = f" (gain: {seam.gain})" if seam.gain else ""
-        rows.append(f"| `{dotted(seam.target)}` | {seam.purpose}{gain} |")
+        rows.append(f"- `{dotted(seam.target)}`: {seam.purpose}{gain}")
     if group.values:
         names = ", ".join(f"`{dotted(seam.target)}`" for seam in group.values)
-        rows.append(f"| sets | {names} |")
+        rows.append(f"- Sets {names}")
     return rows
 
 
