@@ -92,11 +92,11 @@ _HASHES: Final = "vllm.v1.core.kv_cache_utils"
 _ARRIVAL: Final = f"{_CORE}:EngineCore.preprocess_add_request"
 _STATS: Final = "vllm.v1.metrics.stats"
 _ENGINE: Final = "EngineCore"
-_API_SERVER: Final = "API server"
+_API_SERVER: Final = "API servers"
 
 CHOICE: Final = Group(
     name="choice",
-    process="all",
+    process="all processes",
     off="`VLLM_SCHEDULER=vllm`",
     gain="decisions are made in Rust",
     instead="using vLLM's own scheduler",
@@ -234,7 +234,7 @@ ARRIVAL: Final = Group(
 ENGINE_TRANSPORT: Final = Group(
     name="engine_transport",
     process=_ENGINE,
-    off="`SPARKSCHED_TRANSPORT=libzmq`; the engine still ends with its launcher",
+    off="`SPARKSCHED_TRANSPORT=libzmq`; the engine still stops without its launcher",
     gain="the engine loop sends and receives; what waits for a client is bounded",
     instead="messages of this engine go through vLLM's own sockets",
     is_on=_always,
@@ -367,8 +367,8 @@ CLIENT_TRANSPORT: Final = Group(
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.shutdown",
             "sparksched.api_server.shutdown:_answering_what_is_in_flight",
-            "one of several API servers answers its requests within `--shutdown-timeout`; the rest "
-            "fails, where vLLM may leave it waiting forever",
+            "with several API servers, answers requests within `--shutdown-timeout`; the rest fails, "
+            "where vLLM may leave it waiting forever",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.check_admission",
@@ -435,7 +435,7 @@ OUTPUTS: Final = Group(
         Seam(
             f"{_OUTPUT}:RequestOutputCollector.put",
             "sparksched.api_server.request_collector:_waking_the_consumer",
-            "streams wait on a future, without an event",
+            "lets streams wait on a future, not an event",
             "part of what API servers save, with the next one",
         ),
         Seam(
@@ -492,17 +492,17 @@ FAILURES: Final = Group(
         Seam(
             f"{_RESPONSES}:OpenAIServingResponses._run_background_request",
             "sparksched.api_server.failures:_failing_in_the_background",
-            "an error makes the stored response `failed`; in vLLM it stays `queued`",
+            "marks the stored response `failed` on an error; in vLLM it stays `queued`",
         ),
         Seam(
             f"{_RESPONSES}:OpenAIServingResponses.responses_stream_generator",
             "sparksched.api_server.failures:_ending_with_the_error",
-            "an error becomes the event `response.failed`; vLLM breaks the connection",
+            "sends an error as the event `response.failed`; vLLM breaks the connection",
         ),
         Seam(
             f"{_RESPONSES}:OpenAIServingResponses.responses_background_stream_generator",
             "sparksched.api_server.failures:_ending_streams_of_the_background",
-            "a stream ends with that event; in vLLM it never ends",
+            "ends the stream with that event; in vLLM it never ends",
         ),
     ),
     values=(
@@ -538,7 +538,7 @@ METRICS_PAGE: Final = Group(
 RECORDED_ENGINE: Final = Group(
     name="recorded_engine",
     process=_ENGINE,
-    off="without `SPARKSCHED_RECORD`",
+    off="no `SPARKSCHED_RECORD`",
     gain="recordings are complete",
     instead="a signal may end the engine before its recording is complete",
     is_on=_always,
@@ -567,7 +567,7 @@ RECORDED_ENGINE: Final = Group(
 RECORDED_SERVER: Final = Group(
     name="recorded_server",
     process=_API_SERVER,
-    off="without `SPARKSCHED_RECORD`",
+    off="no `SPARKSCHED_RECORD`",
     gain="recordings are complete",
     instead="the API server may end its engines before their recordings are complete",
     is_on=lambda: environment.recording() is not None,
