@@ -367,8 +367,8 @@ CLIENT_TRANSPORT: Final = Group(
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.shutdown",
             "sparksched.api_server.shutdown:_answering_what_is_in_flight",
-            "with several API servers, answers requests within `--shutdown-timeout`; the rest fails, "
-            "where vLLM may leave it waiting forever",
+            "with several API servers, answers requests within `--shutdown-timeout`; others fail, "
+            "where vLLM may leave them waiting forever",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.check_admission",
