@@ -1,7 +1,7 @@
 """Measures how long a tenant waits whose neighbour floods the server.
 
-Tenant `flood` sends `flood` requests at once. Tenant `steady` sends one each second meanwhile. Outputs
-have `output` tokens, give or take half. Each request names its tenant in `vllm_xargs`; where the
+Tenant `flood` sends `flood` requests at once. Tenant `steady` sends one each second meanwhile. An
+output has `output` tokens, give or take half. Requests name their tenant in `vllm_xargs`; where the
 operator sets priorities by hand (`vllm-priority`), those of `steady` come first. A round's metrics:
 
 - `steady_ttft_ms`, `flood_ttft_ms`: from sending a request to its first token.
