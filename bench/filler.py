@@ -1,7 +1,7 @@
 """Random weights under which a model's steps cost what they cost with trained ones.
 
-The filler of vLLM 0.32.0 (`--load-format dummy`) makes steps of mixture-of-experts models too cheap.
-It leaves packed weights at zero, and the weights of norms near it, so that the router's bias alone
+The filler of vLLM 0.32.0 (`--load-format dummy`) makes mixture-of-experts models too fast. It
+leaves packed weights at zero, and the weights of norms near it, so that the router's bias alone
 decides: each token of a step takes the same experts, and the step reads 4 of 128 where 16 tokens
 should read about 51. Greedy decoding repeats one token for ever. The filler of 0.33.0 has neither
 fault with gpt-oss-120b (case `experts` counts); this one gives both releases the same weights.
