@@ -2,8 +2,9 @@
 
 Streams decode while prompts come: a long one and short ones, one of 60,000 tokens each 8 s beside
 requests of 500 at random, or ten of 20,000 at once; or one tenant's burst of prompts of 1,024
-beside another tenant's request of 500 each second (`tenants_timer`). A step takes 5.2 ms, 19 ms more with prompts in
-it, and 50 µs more for each token of them: about what a mixture of experts takes.
+beside another tenant's request of 500 each second (`tenants_timer`). A step takes 5.2 ms, 19 ms
+more with prompts in it, and 50 µs more for each token of them: about what a mixture of experts
+takes.
 Sides are vLLM, vLLM with a fixed threshold for long prompts, and sparksched with paced prefill;
 each is an `AsyncLLM` with an engine of its own, as in `bench.micro.host_path`, and has the machine
 to itself while it is measured. Each figure is the median over rounds.
@@ -88,14 +89,11 @@ SIDES: dict[str, Row] = {
     PACED_50_MS: {"scheduler": OURS, "environment": _paced(50)},
 }
 FAIR = {"SPARKSCHED_ORDER": "fair"}
-BY_HAND = "priority"
-"""The policy of a side where short prompts have the priority before long ones."""
+BY_HAND = {"scheduling_policy": "priority"}
+"""Of a side where short prompts have the priority before long ones."""
 TENANT_SIDES: dict[str, Row] = {
     STOCK: SIDES[STOCK],
-    "vLLM, priorities by hand": {
-        "scheduler": STOCK,
-        "engine_arguments": {"scheduling_policy": BY_HAND},
-    },
+    "vLLM, priorities by hand": {"scheduler": STOCK, "engine_arguments": BY_HAND},
     OURS: SIDES[OURS],
     f"{OURS}, fair": {"scheduler": OURS, "environment": FAIR},
     f"{OURS}, fair and paced": {"scheduler": OURS, "environment": FAIR | _paced(200)},
@@ -138,8 +136,20 @@ class MixedClient(Client):
         return row
 
     async def _come(self, at: float, num_tokens: int, is_long: bool) -> float:
+        """Send a request at a time; return after how many seconds its first token came."""
         await asyncio.sleep(at - time.perf_counter())
-        return await self._first_token(f"prompt-{next(self._numbers)}", num_tokens, is_long)
+        number = next(self._numbers)
+        prompt = prompt_of(number + 1_000_000, num_tokens)
+        params = self._params(4)
+        params.extra_args = {"tenant": "long" if is_long else "short"}
+        by_hand = self._setup.engine_arguments == BY_HAND
+        priority = int(by_hand and is_long)
+        start, first = time.perf_counter(), math.nan
+        sent = self._llm.generate(prompt, params, f"prompt-{number}", priority=priority)
+        async for output in sent:
+            if output.outputs[0].token_ids and math.isnan(first):
+                first = time.perf_counter() - start
+        return first
 
     async def _note(self, stream: int, times: list[float], number: int) -> None:
         prompt = prompt_of(1_000 * number + stream, 128)
@@ -147,19 +157,6 @@ class MixedClient(Client):
             prompt, self._params(self._max_tokens), f"stream-{number}-{stream}"
         ):
             times.append(time.perf_counter())
-
-    async def _first_token(self, name: str, num_tokens: int, is_long: bool) -> float:
-        """Send a request to its end; return after how many seconds its first token came."""
-        prompt = prompt_of(next(self._numbers) + 1_000_000, num_tokens)
-        params = self._params(4)
-        params.extra_args = {"tenant": "long" if is_long else "short"}
-        by_hand = self._setup.engine_arguments.get("scheduling_policy") == BY_HAND
-        start, first = time.perf_counter(), math.nan
-        sent = self._llm.generate(prompt, params, name, priority=int(by_hand and is_long))
-        async for output in sent:
-            if output.outputs[0].token_ids and math.isnan(first):
-                first = time.perf_counter() - start
-        return first
 
 
 def _quantile(values: list[float], part: float) -> float:
