@@ -382,7 +382,6 @@ impl SchedulerConfig {
     }
 
     /// The knobs of a step for which nobody has chosen others.
-    #[must_use]
     pub fn step_knobs(&self, throttle_prefills: bool) -> StepKnobs {
         StepKnobs {
             order: Vec::new(),

@@ -72,13 +72,11 @@ pub struct Journal {
 
 impl Journal {
     /// An empty journal.
-    #[must_use]
     pub fn new(config: JournalConfig) -> Self {
         Self { config, entries: Vec::new() }
     }
 
     /// What is noted.
-    #[must_use]
     pub fn config(&self) -> JournalConfig {
         self.config
     }

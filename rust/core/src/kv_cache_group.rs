@@ -42,7 +42,6 @@ impl KvCacheGroup {
     /// Leading tokens that the next token does not attend to.
     ///
     /// With a window of 4 and 7 tokens computed, token 7 attends to tokens 4 to 7: 4 are skipped.
-    #[must_use]
     pub fn num_skipped_tokens(&self, num_computed_tokens: u32) -> u32 {
         match self.config {
             KvCacheGroupConfig::FullAttention | KvCacheGroupConfig::CircularBuffer => 0,
@@ -71,7 +70,6 @@ impl KvCacheGroup {
     }
 
     /// Leading blocks without a token that the next one attends to.
-    #[must_use]
     pub fn num_skipped_blocks(&self, num_computed_tokens: u32) -> usize {
         (self.num_skipped_tokens(num_computed_tokens) / self.block_size) as usize
     }

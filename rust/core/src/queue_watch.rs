@@ -53,7 +53,6 @@ pub enum Finding {
 
 impl QueueWatch {
     /// A watch that tells of requests that are the head for `after_s` seconds.
-    #[must_use]
     pub fn new(after_s: f64) -> Self {
         Self { after_s, head: None, is_told: false, last_told: None }
     }

@@ -42,7 +42,6 @@ pub enum RequestStatus {
 
 impl RequestStatus {
     /// Whether the request is done.
-    #[must_use]
     pub fn is_finished(self) -> bool {
         !matches!(
             self,
@@ -56,7 +55,6 @@ impl RequestStatus {
     }
 
     /// Whether a request waits for something besides its turn.
-    #[must_use]
     pub fn is_blocked(self) -> bool {
         matches!(self, Self::WaitingForGrammar | Self::WaitingForInput | Self::WaitingForRemoteKvs)
     }
@@ -97,7 +95,6 @@ pub struct PrefillStats {
 
 impl PrefillStats {
     /// Tokens that were not computed.
-    #[must_use]
     pub fn num_cached_tokens(&self) -> u32 {
         self.num_local_cached_tokens.saturating_add_signed(self.num_external_cached_tokens)
     }
@@ -206,7 +203,6 @@ impl GroupBlocks {
     }
 
     /// Blocks that the last allocation added.
-    #[must_use]
     pub fn new_blocks(&self) -> &[BlockId] {
         &self.table[self.new_from as usize..]
     }
@@ -353,145 +349,121 @@ impl Request {
     }
 
     /// The id that the client gave.
-    #[must_use]
     pub fn id(&self) -> &str {
         &self.id
     }
 
     /// Its place.
-    #[must_use]
     pub fn index(&self) -> RequestIndex {
         self.index
     }
 
     /// Prompt and output.
-    #[must_use]
     pub fn tokens(&self) -> &[i32] {
         &self.tokens
     }
 
     /// What was generated.
-    #[must_use]
     pub fn output_tokens(&self) -> &[i32] {
         &self.tokens[self.num_prompt_tokens..]
     }
 
     /// Tokens of prompt and output.
-    #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.tokens.len()
     }
 
     /// Smaller is more urgent.
-    #[must_use]
     pub fn priority(&self) -> i128 {
         self.priority
     }
 
     /// Tokens of the prompt.
-    #[must_use]
     pub fn num_prompt_tokens(&self) -> usize {
         self.num_prompt_tokens
     }
 
     /// Tokens generated.
-    #[must_use]
     pub fn num_output_tokens(&self) -> usize {
         self.tokens.len() - self.num_prompt_tokens
     }
 
     /// Where it is in its life.
-    #[must_use]
     pub fn status(&self) -> RequestStatus {
         self.status
     }
 
     /// Tokens with KV in the cache, counted as soon as they are scheduled.
-    #[must_use]
     pub fn num_computed_tokens(&self) -> u32 {
         self.num_computed_tokens
     }
 
     /// Output tokens that scheduled steps will bring.
-    #[must_use]
     pub fn num_output_placeholders(&self) -> u32 {
         self.num_output_placeholders
     }
 
     /// Draft tokens to be verified by the next step.
-    #[must_use]
     pub fn drafts(&self) -> &[i32] {
         &self.drafts
     }
 
     /// The first step that may compute its next token.
-    #[must_use]
     pub fn next_decode_step(&self) -> u64 {
         self.next_decode_step
     }
 
     /// How its drafts fared, if that is wanted for each request.
-    #[must_use]
     pub fn spec_stats(&self) -> Option<&RequestSpecStats> {
         self.spec_stats.as_deref()
     }
 
     /// Tokens of steps whose output has not come back.
-    #[must_use]
     pub fn num_in_flight_tokens(&self) -> i64 {
         self.num_in_flight_tokens
     }
 
     /// Tokens in flight that were scheduled before the last preemption.
-    #[must_use]
     pub fn num_stale_output_tokens(&self) -> i64 {
         self.num_stale_output_tokens
     }
 
     /// Whether the next output that comes back belongs to an earlier life and is dropped.
-    #[must_use]
     pub fn drops_stale_output(&self) -> bool {
         self.num_stale_output_tokens > 0 && self.drop_stale_output
     }
 
     /// What happened to it since its last output.
-    #[must_use]
     pub fn events(&self) -> &[Event] {
         &self.events
     }
 
     /// How often its blocks were taken away.
-    #[must_use]
     pub fn num_preemptions(&self) -> u32 {
         self.num_preemptions
     }
 
     /// The adapter that it is computed with.
-    #[must_use]
     pub fn lora_id(&self) -> Option<i64> {
         self.lora_id
     }
 
     /// Number of the last step that it was part of; 0 if it was part of none.
-    #[must_use]
     pub fn last_step(&self) -> u64 {
         self.last_step
     }
 
     /// Whether the last step left a part of the prompt.
-    #[must_use]
     pub fn is_prefill_chunk(&self) -> bool {
         self.is_prefill_chunk
     }
 
     /// Whether its prompt has images or the like.
-    #[must_use]
     pub fn has_encoder_inputs(&self) -> bool {
         self.has_encoder_inputs
     }
 
     /// End of a prefix shared with others that some groups had to compute again; 0 for none.
-    #[must_use]
     pub fn shared_prefix_boundary(&self) -> u32 {
         self.shared_prefix_boundary
     }
@@ -504,7 +476,6 @@ impl Request {
     }
 
     /// Whether it holds blocks while it waits.
-    #[must_use]
     pub fn holds_blocks(&self) -> bool {
         // A load that failed has taken back what counted as computed, and still has its blocks.
         self.num_computed_tokens > 0 || self.status == RequestStatus::WaitingForRemoteKvs
@@ -512,7 +483,6 @@ impl Request {
 
     /// Tokens of a session that stay when its next input comes: those that are computed. The last
     /// one that was sampled is none of them.
-    #[must_use]
     pub fn num_kept_tokens(&self) -> usize {
         match self.num_computed_tokens {
             // It was preempted in the meantime.
@@ -522,19 +492,16 @@ impl Request {
     }
 
     /// Whether a grammar restricts its tokens.
-    #[must_use]
     pub fn use_structured_output(&self) -> bool {
         self.use_structured_output
     }
 
     /// Its blocks, by KV cache group.
-    #[must_use]
     pub fn groups(&self) -> &[GroupBlocks] {
         &self.groups
     }
 
     /// Hashes of its full blocks.
-    #[must_use]
     pub fn block_hashes(&self) -> &[BlockHash] {
         &self.block_hashes
     }

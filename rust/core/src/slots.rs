@@ -18,7 +18,6 @@ pub struct Slots {
 
 impl Slots {
     /// The place of the request that comes next.
-    #[must_use]
     pub fn next_place(&self) -> RequestIndex {
         self.free.last().copied().unwrap_or(RequestIndex(self.requests.len() as u32))
     }
@@ -38,7 +37,6 @@ impl Slots {
     }
 
     /// The request at a place, if there is one.
-    #[must_use]
     pub fn get(&self, index: RequestIndex) -> Option<&Request> {
         self.requests.get(index.index())?.as_ref()
     }

@@ -117,7 +117,6 @@ impl Step {
     }
 
     /// Draft tokens that a request of this step verifies.
-    #[must_use]
     pub fn draft_tokens(&self, scheduled: &ScheduledRequest) -> &[i32] {
         &self.drafts[scheduled.first_draft as usize..][..scheduled.num_draft_tokens as usize]
     }

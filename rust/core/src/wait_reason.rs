@@ -55,7 +55,6 @@ impl WaitReason {
     ];
 
     /// The name by which it is shown.
-    #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::Turn => "turn",
@@ -82,13 +81,11 @@ pub struct WaitCounts([usize; WaitReason::COUNT]);
 
 impl WaitCounts {
     /// All of them.
-    #[must_use]
     pub fn total(&self) -> usize {
         self.0.iter().sum()
     }
 
     /// By reason, in the order of [`WaitReason::ALL`].
-    #[must_use]
     pub fn by_reason(&self) -> &[usize; WaitReason::COUNT] {
         &self.0
     }

@@ -22,7 +22,6 @@ const FIRST_EXPONENT: u32 = 10;
 ///
 /// # Panics
 /// If `index` is not below [`NUM_BOUNDS`].
-#[must_use]
 pub fn bound_ns(index: usize) -> u64 {
     assert!(index < NUM_BOUNDS, "bucket {index} has no bound");
     let power = 1 << (FIRST_EXPONENT as usize + index / 2);
@@ -73,7 +72,6 @@ impl Histogram {
     }
 
     /// What was counted so far.
-    #[must_use]
     pub fn read(&self) -> HistogramReading {
         // A fence, and no stronger loads: on memory that can't be written, as a reader has it, Rust
         // promises relaxed ones only.
@@ -207,7 +205,6 @@ impl StepMeter {
     }
 
     /// All of it, if a scheduler reports.
-    #[must_use]
     pub fn read(&self) -> Option<StepsReading> {
         (self.state.load(Relaxed) == REPORTS).then(|| StepsReading {
             schedule: self.schedule.read(),
@@ -265,7 +262,6 @@ impl PacingMeter {
     }
 
     /// All of it, if anything was said.
-    #[must_use]
     pub fn read(&self) -> Option<PacingReading> {
         let value = |it: usize| f64::from_bits(self.values[it].load(Relaxed));
         (self.is_there.load(Relaxed) == 1).then(|| std::array::from_fn(value))
@@ -328,7 +324,6 @@ impl TenantsMeter {
     }
 
     /// All of them, if requests are ordered and nobody writes at the moment.
-    #[must_use]
     pub fn read(&self) -> Option<Vec<TenantReading>> {
         let length = self.length.load(Relaxed);
         let num_tenants = usize::try_from(length.checked_sub(1)?).ok()?;
@@ -395,19 +390,16 @@ impl Meters {
     }
 
     /// Paced prefill's part.
-    #[must_use]
     pub fn pacing(&self) -> &PacingMeter {
         &self.pacing.0
     }
 
     /// The part of an order of requests.
-    #[must_use]
     pub fn tenants(&self) -> &TenantsMeter {
         &self.tenants.0
     }
 
     /// The scheduler's part.
-    #[must_use]
     pub fn steps(&self) -> &StepMeter {
         &self.steps.0
     }
@@ -423,7 +415,6 @@ impl Meters {
     }
 
     /// What goes through the rings, if there are any.
-    #[must_use]
     pub fn rings(&self) -> Option<RingsReading> {
         let meter = &self.rings.0;
         (meter.is_there.load(Relaxed) == 1).then(|| RingsReading {

@@ -112,7 +112,6 @@ struct Demand {
 
 impl KvCacheManager {
     /// A manager whose blocks are all free.
-    #[must_use]
     pub fn new(config: &SchedulerConfig) -> Self {
         // Groups that are looked up together drop their last block together.
         let is_eagle = |id: u32| {
@@ -166,7 +165,6 @@ impl KvCacheManager {
     }
 
     /// The blocks themselves.
-    #[must_use]
     pub fn pool(&self) -> &BlockPool {
         &self.pool
     }
@@ -206,7 +204,6 @@ impl KvCacheManager {
     }
 
     /// Whether the prefix cache is asked for this request.
-    #[must_use]
     pub fn reads_prefix_cache(&self, request: &Request) -> bool {
         self.enable_caching && !request.skip_reading_prefix_cache
     }
@@ -644,7 +641,6 @@ impl KvCacheManager {
     }
 
     /// Tokens of the request's prefix that are in the cache, in all groups.
-    #[must_use]
     pub fn num_cached_tokens(&self, request: &Request) -> u32 {
         let groups = self.groups.iter().zip(&request.groups).filter_map(|(group, blocks)| {
             let mut tokens = blocks.table.iter().rev().map(|&id| self.pool.hash_num_tokens(id));

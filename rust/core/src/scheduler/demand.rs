@@ -63,7 +63,6 @@ pub struct StepLoad {
 
 impl Scheduler {
     /// Whether a prompt runs or waits: whether [`Self::survey`] has something to find.
-    #[must_use]
     pub fn may_have_prompts(&self) -> bool {
         self.num_waiting() > 0
             || self.step.has_prefill
@@ -182,7 +181,6 @@ impl Scheduler {
 
     /// Whether a step of so many tokens may be decided on in another order: where nobody can lose
     /// blocks, the order doesn't say whose they would be.
-    #[must_use]
     pub(crate) fn can_be_reordered(&self, max_num_tokens: u32) -> bool {
         let smallest = self.config.group_block_sizes.iter().min().copied().unwrap_or(1);
         let num_tokens = max_num_tokens + self.config.speculation.num_lookahead_tokens;
@@ -204,7 +202,6 @@ impl Scheduler {
     }
 
     /// What the step holds that was decided on last.
-    #[must_use]
     pub fn step_load(&self) -> StepLoad {
         let step = &self.step;
         let mut load = StepLoad {

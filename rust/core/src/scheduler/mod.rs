@@ -214,7 +214,6 @@ impl Scheduler {
     }
 
     /// Whether requests get their priorities here.
-    #[must_use]
     pub fn is_ordered(&self) -> bool {
         self.order.is_some()
     }
@@ -383,7 +382,6 @@ impl Scheduler {
     }
 
     /// Whether requests are scheduled.
-    #[must_use]
     pub fn pause_state(&self) -> PauseState {
         self.pause_state
     }
@@ -397,43 +395,36 @@ impl Scheduler {
     ///
     /// # Panics
     /// If there is none.
-    #[must_use]
     pub fn request(&self, index: RequestIndex) -> &Request {
         &self.slots[index]
     }
 
     /// The request at a place, if there is one.
-    #[must_use]
     pub fn get(&self, index: RequestIndex) -> Option<&Request> {
         self.slots.get(index)
     }
 
     /// What the last call of [`Self::schedule`] decided.
-    #[must_use]
     pub fn step(&self) -> &Step {
         &self.step
     }
 
     /// The configuration.
-    #[must_use]
     pub fn config(&self) -> &SchedulerConfig {
         &self.config
     }
 
     /// The blocks.
-    #[must_use]
     pub fn kv_cache(&self) -> &KvCacheManager {
         &self.kv_cache
     }
 
     /// Requests that run, in their order.
-    #[must_use]
     pub fn running(&self) -> &[RequestIndex] {
         &self.running
     }
 
     /// Requests that wait, in their order.
-    #[must_use]
     pub fn waiting(&self) -> Vec<RequestIndex> {
         let mut waiting = self.kv_holding_waiting.in_order(&self.slots);
         waiting.extend(self.waiting.in_order(&self.slots));
@@ -441,13 +432,11 @@ impl Scheduler {
     }
 
     /// Requests that wait.
-    #[must_use]
     pub fn num_waiting(&self) -> usize {
         self.waiting.len() + self.num_kv_holding()
     }
 
     /// Of these, the ones that hold blocks: the first.
-    #[must_use]
     pub fn num_kv_holding(&self) -> usize {
         self.kv_holding_waiting.len()
     }
@@ -456,7 +445,6 @@ impl Scheduler {
     ///
     /// As vLLM counts them: while new requests wait, sessions without input are taken off that were
     /// not counted if they hold no blocks. It may be less than none then.
-    #[must_use]
     pub fn num_unfinished_requests(&self) -> i64 {
         let num_waiting = match self.pause_state {
             PauseState::Unpaused => self.num_waiting(),

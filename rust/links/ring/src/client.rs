@@ -71,14 +71,12 @@ impl ClientRings {
     }
 
     /// The link itself: sending is its business.
-    #[must_use]
     pub fn link(&self) -> &Link {
         &self.link
     }
 
     /// Becomes readable when there is something to receive, or room to send; an event loop waits
     /// for it and then calls [`Self::receive`].
-    #[must_use]
     pub fn event_fd(&self) -> BorrowedFd<'_> {
         self.link.client_event()
     }

@@ -261,13 +261,11 @@ impl EngineRings {
 
     /// How often a wait without a time limit found something to receive that nobody had rung for
     /// within a second: a client was stopped or died before it could. Otherwise a wake-up was lost.
-    #[must_use]
     pub fn num_rescues(&self) -> u64 {
         self.shared.num_rescues.load(Relaxed)
     }
 
     /// How many clients have gone without a goodbye: they died, or what they sent made no sense.
-    #[must_use]
     pub fn num_lost(&self) -> u64 {
         self.shared.num_lost.load(Relaxed)
     }
@@ -280,13 +278,11 @@ impl EngineRings {
     }
 
     /// The name under which clients find this engine.
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
     /// The link to a client that has come.
-    #[must_use]
     pub fn link(&self, client: u32) -> Option<&Arc<Link>> {
         self.shared.places.get(client as usize)?.link.get()
     }
@@ -346,13 +342,11 @@ impl EngineRings {
     }
 
     /// Whether [`Self::close`] was called.
-    #[must_use]
     pub fn is_closed(&self) -> bool {
         self.shared.is_closed.load(Relaxed)
     }
 
     /// Whether each client that there will be has come, and has gone.
-    #[must_use]
     pub fn is_deserted(&self) -> bool {
         self.shared.places.iter().all(|place| place.link.get().is_some_and(|link| link.is_gone()))
     }

@@ -220,13 +220,11 @@ impl Link {
     }
 
     /// The process at the other end.
-    #[must_use]
     pub fn peer_pid(&self) -> i32 {
         self.peer.pid
     }
 
     /// Bytes of each ring.
-    #[must_use]
     pub fn ring_bytes(&self) -> usize {
         self.segment.ring_bytes()
     }
@@ -309,7 +307,6 @@ impl Link {
     }
 
     /// How many bytes have come that [`Self::receive`] would copy.
-    #[must_use]
     pub fn readable_bytes(&self) -> usize {
         // A ring that can't be read has nothing to copy.
         lock(&self.inbox).ring.readable().unwrap_or(0)
@@ -409,19 +406,16 @@ impl Link {
     }
 
     /// All messages with lower tickets are in the ring, or were taken back.
-    #[must_use]
     pub fn sent_before(&self) -> Ticket {
         lock(&self.outbox).sent_before()
     }
 
     /// Bytes of messages that are kept because the ring is full.
-    #[must_use]
     pub fn backlog_bytes(&self) -> usize {
         lock(&self.outbox).waiting_bytes()
     }
 
     /// For how long nothing of what waits has found room in the ring; `None` if nothing waits.
-    #[must_use]
     pub fn without_room_for(&self) -> Option<Duration> {
         lock(&self.outbox).without_room_for()
     }
@@ -458,13 +452,11 @@ impl Link {
     }
 
     /// Whether the other side is gone, or has said that it goes.
-    #[must_use]
     pub fn is_gone(&self) -> bool {
         self.is_peer_gone.load(Relaxed)
     }
 
     /// How long the other process hasn't run, if that is longer than it may be.
-    #[must_use]
     pub fn stuck_for(&self) -> Option<Duration> {
         let stuck_ms = self.stuck_ms.load(Relaxed);
         (stuck_ms > 0).then(|| Duration::from_millis(stuck_ms))

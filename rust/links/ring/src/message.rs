@@ -119,7 +119,6 @@ impl Reader {
     }
 
     /// Whether a part of a message has arrived.
-    #[must_use]
     pub fn is_in_message(&self) -> bool {
         !self.head.is_empty()
     }

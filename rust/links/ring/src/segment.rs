@@ -101,7 +101,6 @@ impl Segment {
     }
 
     /// The bytes of each ring.
-    #[must_use]
     pub fn ring_bytes(&self) -> usize {
         self.ring_bytes
     }
@@ -180,7 +179,6 @@ impl BellPage {
     }
 
     /// The bell.
-    #[must_use]
     pub fn bell(&self) -> &Bell {
         first(&self.map)
     }

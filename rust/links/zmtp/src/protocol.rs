@@ -63,7 +63,6 @@ pub enum Said {
 }
 
 /// The header of a frame of a message.
-#[must_use]
 pub fn frame_header(len: usize, has_more: bool) -> Header {
     let more = if has_more { MORE } else { 0 };
     let mut bytes = [0; MAX_HEADER_BYTES];
@@ -87,14 +86,12 @@ pub struct Header {
 
 impl Header {
     /// Its bytes.
-    #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
 }
 
 /// What follows the greeting: this side is a PUSH socket.
-#[must_use]
 pub fn ready() -> Vec<u8> {
     const BODY: &[u8] = b"\x05READY\x0bSocket-Type\0\0\0\x04PUSH";
     let mut command = vec![COMMAND, BODY.len() as u8];
@@ -103,7 +100,6 @@ pub fn ready() -> Vec<u8> {
 }
 
 /// The answer to a PING with this context.
-#[must_use]
 pub fn pong(context: &[u8]) -> Vec<u8> {
     /// As the specification has it.
     const MAX_CONTEXT_BYTES: usize = 16;
@@ -157,7 +153,6 @@ impl Reader {
     }
 
     /// Whether the peer has finished its handshake.
-    #[must_use]
     pub fn is_ready(&self) -> bool {
         self.phase == Phase::Messages
     }

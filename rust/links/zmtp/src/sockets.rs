@@ -38,13 +38,11 @@ impl PushSockets {
     }
 
     /// The socket to a client, if it is on this host.
-    #[must_use]
     pub fn socket(&self, client: u32) -> Option<&Push> {
         self.sockets.get(client as usize)?.as_ref()
     }
 
     /// Whether there are clients on this host, and all of them have gone.
-    #[must_use]
     pub fn is_deserted(&self) -> bool {
         self.sockets.iter().all(|socket| socket.as_ref().is_some_and(Push::is_gone))
     }
