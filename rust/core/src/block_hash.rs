@@ -39,7 +39,6 @@ impl BlockHash {
         words
     }
 
-    /// The hash with these words.
     pub fn from_words(words: HashWords) -> Self {
         let mut hash = Self([0; MAX_HASH_LEN]);
         for (bytes, word) in hash.0.as_chunks_mut().0.iter_mut().zip(words) {
@@ -74,7 +73,6 @@ impl HashAlgorithm {
         }
     }
 
-    /// Bytes of its digests.
     pub const fn digest_len(self) -> usize {
         match self {
             Self::Sha256 | Self::Sha256Cbor => 32,
@@ -190,7 +188,6 @@ impl BlockHasher {
         end.is_some_and(|end| end.is_multiple_of(self.block_size))
     }
 
-    /// Bytes of a digest.
     pub fn digest_len(&self) -> usize {
         self.algorithm.digest_len()
     }

@@ -16,7 +16,6 @@ use crate::journal::{Entry as JournalEntry, Journal, JournalConfig};
 /// Stands for 'no block' in the threaded lists; the pool is smaller than this.
 const NONE: u32 = u32::MAX;
 
-/// Who uses a block.
 #[derive(Clone, Debug)]
 struct Block {
     /// Requests that have this block in a table.
@@ -224,7 +223,6 @@ impl BlockPool {
         self.contents.num_tokens[id.index()]
     }
 
-    /// What the block is cached as, if it is.
     pub fn key_of(&self, id: BlockId) -> Option<(BlockHash, GroupId)> {
         self.contents.is_cached(id.0).then(|| self.contents.key(id.0))
     }
@@ -326,7 +324,6 @@ impl BlockPool {
         self.contents.link_same(first, entry);
     }
 
-    /// Whether a block can be found by this key.
     pub(crate) fn has_key(&self, id: BlockId, hash: &BlockHash, group: GroupId) -> bool {
         let contents = &self.contents;
         contents.is_cached(id.0)

@@ -34,7 +34,6 @@ pub(crate) struct Lookup<'a> {
     pub(crate) max_tokens: u32,
     /// The last block found does not count.
     pub(crate) drop_last: bool,
-    /// The groups that must all have it.
     pub(crate) groups: &'a [u32],
 }
 

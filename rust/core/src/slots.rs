@@ -17,7 +17,6 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// The place of the request that comes next.
     pub fn next_place(&self) -> RequestIndex {
         self.free.last().copied().unwrap_or(RequestIndex(self.requests.len() as u32))
     }
@@ -46,7 +45,6 @@ impl Slots {
         self.requests.get_mut(index.index())?.as_mut()
     }
 
-    /// All requests, by their places.
     pub fn iter(&self) -> impl Iterator<Item = &Request> {
         self.requests.iter().flatten()
     }

@@ -34,7 +34,6 @@ pub enum WaitReason {
 }
 
 impl WaitReason {
-    /// How many there are.
     pub const COUNT: usize = 14;
     /// All of them, in the order of [`WaitCounts`].
     pub const ALL: [Self; Self::COUNT] = [
@@ -54,7 +53,6 @@ impl WaitReason {
         Self::SessionInput,
     ];
 
-    /// The name by which it is shown.
     pub fn name(self) -> &'static str {
         match self {
             Self::Turn => "turn",
@@ -80,7 +78,6 @@ impl WaitReason {
 pub struct WaitCounts([usize; WaitReason::COUNT]);
 
 impl WaitCounts {
-    /// All of them.
     pub fn total(&self) -> usize {
         self.0.iter().sum()
     }

@@ -49,7 +49,6 @@ pub struct Histogram {
     buckets: [AtomicU64; NUM_BUCKETS],
 }
 
-/// A histogram at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistogramReading {
     /// How often, by bucket.
@@ -84,7 +83,6 @@ impl Histogram {
 /// What goes through the rings of all clients, in one direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Bytes that wait in the rings.
     pub waiting_bytes: u64,
     /// The most that has waited in one ring.
     pub high_water_bytes: u64,
@@ -186,7 +184,6 @@ impl StepMeter {
         self.state.store(REPORTS, Relaxed);
     }
 
-    /// Says how many requests run and wait.
     pub fn set_requests(&self, num_running: u64, num_waiting: u64) {
         self.num_running.store(num_running, Relaxed);
         self.num_waiting.store(num_waiting, Relaxed);
@@ -229,7 +226,6 @@ pub struct StepsReading {
     pub gap: HistogramReading,
     /// Requests that run.
     pub num_running: u64,
-    /// Requests that wait.
     pub num_waiting: u64,
     /// Of these, by reason; the writer and the reader know which.
     pub waiting_for: [u64; MAX_WAIT_REASONS],
@@ -240,7 +236,6 @@ pub struct StepsReading {
 /// What paced prefill says of itself; the writer and the reader know what is what.
 pub type PacingReading = [f64; MAX_PACING_VALUES];
 
-/// Values of paced prefill, at most.
 pub const MAX_PACING_VALUES: usize = 15;
 
 /// Where paced prefill says how it stands.
@@ -253,7 +248,6 @@ pub struct PacingMeter {
 }
 
 impl PacingMeter {
-    /// Says how it stands.
     pub fn set(&self, reading: &[f64]) {
         for (to, value) in self.values.iter().zip(reading) {
             to.store(value.to_bits(), Relaxed);

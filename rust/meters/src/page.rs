@@ -13,7 +13,6 @@ use sparksched_shm::{PAGE_BYTES, ShmError, check, create_prepared, first, mappin
 
 use crate::meters::{Meters, PacingReading, RingsReading, StepsReading, TenantReading};
 
-/// The page as its engine has it.
 #[derive(Debug)]
 pub struct MeterPage {
     map: MmapRaw,

@@ -19,11 +19,8 @@ pub(crate) trait StepSink: Send + Sync {
     fn updated(&self, time: Duration);
     /// So long after an update, with work left, came the next `schedule()`.
     fn waited(&self, time: Duration);
-    /// So many requests run and wait.
     fn set_requests(&self, num_running: usize, num_waiting: usize);
-    /// So many wait for what.
     fn set_waits(&self, counts: &WaitCounts);
-    /// These tenants have requests.
     fn set_tenants(&self, tenants: Vec<TenantReading>);
     /// So paced prefill stands.
     fn set_pacing(&self, report: &PacingReport);
@@ -47,7 +44,6 @@ pub(crate) struct StepTimer {
 }
 
 impl StepTimer {
-    /// Reports to this sink from now on.
     pub(crate) fn report_to(&mut self, sink: Arc<dyn StepSink>) {
         *self = Self { sink: Some(sink), ..Self::default() };
     }

@@ -26,7 +26,6 @@ pub enum ShmError {
     Unavailable {
         /// How much was asked for.
         bytes: usize,
-        /// What the system says.
         source: std::io::Error,
     },
     /// What was received is not sealed, or has another size than was said.

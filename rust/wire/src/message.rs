@@ -23,7 +23,6 @@ const REPETITION: &str = "repetition_detected";
 pub struct RequestId(Box<[u8]>);
 
 impl RequestId {
-    /// Encodes an id.
     pub fn new(id: &str) -> Self {
         let mut writer = Writer::new(Vec::with_capacity(id.len() + 5));
         writer.str(id);
@@ -34,7 +33,6 @@ impl RequestId {
 /// One request's share of a message.
 #[derive(Clone, Copy, Debug)]
 pub struct Output<'a> {
-    /// Which request.
     pub request_id: &'a RequestId,
     /// The tokens that its client is to get.
     pub new_token_ids: &'a [i32],

@@ -19,7 +19,6 @@ const MAX_PARTIAL_BLOCKS: u32 = 2;
 /// A prompt, or what a preempted request has to compute again.
 #[derive(Clone, Copy, Debug)]
 pub struct Prompt {
-    /// Whose it is.
     pub index: RequestIndex,
     /// Tokens that are to be computed, those that the prefix cache is expected to have left out.
     pub num_missing: u32,
@@ -30,7 +29,6 @@ pub struct Prompt {
     /// It runs, or nothing is known to keep it from coming in: it has a place, and there are blocks
     /// for it besides those that running prompts still lack.
     pub may_run: bool,
-    /// What it was promised.
     pub promise: Option<Promise>,
 }
 
@@ -174,7 +172,6 @@ impl Scheduler {
         expected
     }
 
-    /// Notes what a request was promised.
     pub(crate) fn set_promise(&mut self, index: RequestIndex, promise: Promise) {
         self.slots[index].promise = Some(promise);
     }

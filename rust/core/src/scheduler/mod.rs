@@ -302,7 +302,7 @@ impl Scheduler {
         let mut running = Vec::new();
         let mut waiting = Vec::new();
         for &index in indices {
-            match self.get(index).map(Request::status) {
+            match self.get(index).map(|it| it.status) {
                 Some(RequestStatus::Running) => running.push(index),
                 Some(status) if !status.is_finished() => waiting.push(index),
                 _ => {}
@@ -409,12 +409,10 @@ impl Scheduler {
         &self.step
     }
 
-    /// The configuration.
     pub fn config(&self) -> &SchedulerConfig {
         &self.config
     }
 
-    /// The blocks.
     pub fn kv_cache(&self) -> &KvCacheManager {
         &self.kv_cache
     }
@@ -431,7 +429,6 @@ impl Scheduler {
         waiting
     }
 
-    /// Requests that wait.
     pub fn num_waiting(&self) -> usize {
         self.waiting.len() + self.num_kv_holding()
     }

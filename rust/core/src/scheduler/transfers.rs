@@ -14,7 +14,7 @@ use super::Scheduler;
 use crate::callbacks::{Callbacks, ExternalHit, KvConnector};
 use crate::ids::{BlockId, RequestIndex};
 use crate::kv_cache_manager::PrefixHit;
-use crate::request::{Event, FetchStage, Request, RequestStatus};
+use crate::request::{Event, FetchStage, RequestStatus};
 
 /// The scheduler's part in transfers.
 #[derive(Clone, Debug, Default)]
@@ -152,7 +152,7 @@ impl Scheduler {
 
     /// Whether a request waits for blocks to be filled, or is finished and kept.
     pub fn is_receiving_or_kept(&self, index: RequestIndex) -> bool {
-        let status = self.get(index).map(Request::status);
+        let status = self.get(index).map(|it| it.status);
         status == Some(RequestStatus::WaitingForRemoteKvs) || self.is_kept(index)
     }
 

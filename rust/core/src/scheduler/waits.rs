@@ -14,9 +14,7 @@ use crate::wait_reason::{WaitCounts, WaitReason};
 /// The first request of the queue that waits for the server, and not for its client.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HeadOfQueue {
-    /// Which one.
     pub index: RequestIndex,
-    /// What it waits for.
     pub reason: WaitReason,
 }
 
@@ -56,7 +54,6 @@ impl Scheduler {
         }
     }
 
-    /// How many requests wait for what.
     pub fn wait_counts(&self) -> WaitCounts {
         let mut counts = self.deferred;
         let num_others = self.num_waiting() - counts.total();
@@ -64,7 +61,6 @@ impl Scheduler {
         counts
     }
 
-    /// What a request waits for.
     pub fn wait_reason(&self, index: RequestIndex) -> WaitReason {
         self.request(index).deferred_by.unwrap_or_else(|| self.reason_of_others())
     }
@@ -88,7 +84,6 @@ impl Scheduler {
         Some(HeadOfQueue { index, reason: self.wait_reason(index) })
     }
 
-    /// Who holds blocks.
     pub fn block_holders(&self) -> BlockHolders {
         let pool = self.kv_cache.pool();
         let mut holders = BlockHolders {

@@ -41,7 +41,6 @@ pub enum EngineEvent {
     Attached {
         /// Its index.
         client: u32,
-        /// Its process.
         pid: i32,
     },
     /// Something came that was not let in.
@@ -50,7 +49,6 @@ pub enum EngineEvent {
     Link {
         /// The client's index.
         client: u32,
-        /// What happened.
         event: Event,
     },
 }
@@ -341,7 +339,6 @@ impl EngineRings {
         self.shared.wake();
     }
 
-    /// Whether [`Self::close`] was called.
     pub fn is_closed(&self) -> bool {
         self.shared.is_closed.load(Relaxed)
     }

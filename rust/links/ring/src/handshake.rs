@@ -39,12 +39,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 pub enum HandshakeError {
     /// The system refuses a call.
     #[error("{what}: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// What the system says.
-        source: std::io::Error,
-    },
+    System { what: &'static str, source: std::io::Error },
     /// The memory is not to be had.
     #[error(transparent)]
     Segment(#[from] ShmError),
@@ -59,7 +54,6 @@ pub enum HandshakeError {
     /// The other end speaks another version.
     #[error("the other process runs sparksched {peer}, this one sparksched {own}")]
     Version {
-        /// Their version.
         peer: String,
         /// Our version.
         own: String,

@@ -74,7 +74,6 @@ pub enum End {
 /// What happened on a link.
 #[derive(Debug)]
 pub enum Event {
-    /// A message has arrived.
     Message(Message),
     /// The other process hasn't run for this long.
     Stuck(Duration),
@@ -224,7 +223,6 @@ impl Link {
         self.peer.pid
     }
 
-    /// Bytes of each ring.
     pub fn ring_bytes(&self) -> usize {
         self.segment.ring_bytes()
     }

@@ -24,7 +24,6 @@ const KIND: usize = 4;
 /// Where a header's checksum lies.
 const CHECK: Range<usize> = HEADER_BYTES - CHECK_BYTES..HEADER_BYTES;
 
-/// A message as it was received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Message {
     /// What kind of message it is; only sender and receiver know the kinds.

@@ -197,7 +197,6 @@ impl Outbox {
         self.first_forgotten.or(waiting).unwrap_or(self.next_ticket)
     }
 
-    /// Whether nothing waits.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }

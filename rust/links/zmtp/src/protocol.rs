@@ -20,7 +20,6 @@ pub const GREETING_BYTES: usize = 64;
 /// The most bytes of a command that are understood: they hold a few names.
 pub const MAX_COMMAND_BYTES: usize = 4096;
 
-/// The most bytes of a frame's header.
 pub const MAX_HEADER_BYTES: usize = 9;
 
 const MORE: u8 = 1;
@@ -53,7 +52,6 @@ pub enum ProtocolError {
     Malformed,
 }
 
-/// What a peer has said.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Said {
     /// The handshake is over: messages may be sent.
@@ -62,7 +60,6 @@ pub enum Said {
     Ping(Vec<u8>),
 }
 
-/// The header of a frame of a message.
 pub fn frame_header(len: usize, has_more: bool) -> Header {
     let more = if has_more { MORE } else { 0 };
     let mut bytes = [0; MAX_HEADER_BYTES];
@@ -77,7 +74,6 @@ pub fn frame_header(len: usize, has_more: bool) -> Header {
     Header { bytes, len }
 }
 
-/// A frame's header.
 #[derive(Clone, Copy, Debug)]
 pub struct Header {
     bytes: [u8; MAX_HEADER_BYTES],
@@ -85,7 +81,6 @@ pub struct Header {
 }
 
 impl Header {
-    /// Its bytes.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }

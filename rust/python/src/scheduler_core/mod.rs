@@ -170,7 +170,7 @@ impl SchedulerCore {
         }
         if self.scheduler.is_ordered() {
             // So that others decide with it, too.
-            let priority = self.scheduler.request(index).priority();
+            let priority = self.scheduler.request(index).priority;
             request.setattr(intern!(py, "priority"), priority)?;
         }
         self.entries.insert(index, entry);
@@ -187,7 +187,7 @@ impl SchedulerCore {
 
     fn is_waiting_for_input(&self, request_id: &Bound<'_, PyAny>) -> PyResult<bool> {
         let request = self.place(request_id)?.and_then(|index| self.scheduler.get(index));
-        Ok(request.is_some_and(|it| it.status() == RequestStatus::WaitingForInput))
+        Ok(request.is_some_and(|it| it.status == RequestStatus::WaitingForInput))
     }
 
     #[by(guarded)]
@@ -200,7 +200,7 @@ impl SchedulerCore {
         let unknown = || PyValueError::new_err(format!("there is no session {request_id}"));
         let index = self.place(request_id)?.ok_or_else(unknown)?;
         let state = self.scheduler.request(index);
-        if state.status() != RequestStatus::WaitingForInput {
+        if state.status != RequestStatus::WaitingForInput {
             return Err(unknown());
         }
         let num_kept_tokens = state.num_kept_tokens();
@@ -367,11 +367,11 @@ impl SchedulerCore {
         for (id, tokens) in request_ids.iter().zip(draft_token_ids) {
             // The request may have ended since.
             let Some(index) = self.place(&id)? else { continue };
-            if self.scheduler.request(index).status().is_finished() {
+            if self.scheduler.request(index).status.is_finished() {
                 continue;
             }
             drafts.clear();
-            if !self.scheduler.request(index).is_prefill_chunk() {
+            if !self.scheduler.request(index).is_prefill_chunk {
                 let tokens = self.without_invalid_drafts(index, tokens.cast_into()?)?;
                 convert::extend_token_ids(&tokens, &mut drafts)?;
             }
@@ -514,7 +514,7 @@ impl SchedulerCore {
         let ids = PyList::empty(request_ids.py());
         for (id, _) in request_ids {
             let request = self.place(&id)?.and_then(|index| self.scheduler.get(index));
-            if request.is_some_and(|it| it.use_structured_output() && !it.is_prefill_chunk()) {
+            if request.is_some_and(|it| it.use_structured_output && !it.is_prefill_chunk) {
                 ids.append(id)?;
             }
         }
@@ -710,7 +710,7 @@ impl SchedulerCore {
         draft_token_ids: Bound<'py, PyList>,
     ) -> PyResult<Bound<'py, PyList>> {
         let state = self.scheduler.request(index);
-        if !state.use_structured_output() {
+        if !state.use_structured_output {
             return Ok(draft_token_ids);
         }
         let request = self.entries.get(index).request.bind(draft_token_ids.py());
