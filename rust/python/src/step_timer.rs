@@ -1,30 +1,15 @@
 //! Times the calls of each step, if somebody wants to know.
 //!
-//! It takes four looks at the clock a step. What is timed goes to a [`StepSink`]: the page that API
-//! servers read, on platforms that have it.
+//! It takes four looks at the clock a step. What is timed goes to the page that API servers read.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sparksched_core::{PacingReport, Scheduler, TenantReading, WaitCounts};
+use sparksched_meters::{MAX_TENANTS, MeterPage, StepMeter};
 
 /// There may be many tenants: they are looked at once in so long.
 const TENANTS_EACH: Duration = Duration::from_secs(1);
-
-/// Where times and counts go.
-pub(crate) trait StepSink: Send + Sync {
-    /// `schedule()` has taken so long.
-    fn scheduled(&self, time: Duration);
-    /// `update_from_output()` has taken so long.
-    fn updated(&self, time: Duration);
-    /// So long after an update, with work left, came the next `schedule()`.
-    fn waited(&self, time: Duration);
-    fn set_requests(&self, num_running: usize, num_waiting: usize);
-    fn set_waits(&self, counts: &WaitCounts);
-    fn set_tenants(&self, tenants: Vec<TenantReading>);
-    /// So paced prefill stands.
-    fn set_pacing(&self, report: &PacingReport);
-}
 
 /// What the time of one step's call is taken with; nothing if nobody wants it.
 #[derive(Clone, Copy, Default)]
@@ -32,7 +17,7 @@ pub(crate) struct Started(Option<Instant>);
 
 #[derive(Default)]
 pub(crate) struct StepTimer {
-    sink: Option<Arc<dyn StepSink>>,
+    page: Option<Arc<MeterPage>>,
     /// What was reported last.
     waits: WaitCounts,
     /// When tenants were reported last.
@@ -44,21 +29,28 @@ pub(crate) struct StepTimer {
 }
 
 impl StepTimer {
-    pub(crate) fn report_to(&mut self, sink: Arc<dyn StepSink>) {
-        *self = Self { sink: Some(sink), ..Self::default() };
+    /// Reports there from now on.
+    pub(crate) fn report_to(&mut self, page: Arc<MeterPage>) {
+        page.meters().steps().begin();
+        *self = Self { page: Some(page), ..Self::default() };
+    }
+
+    fn meter(&self) -> Option<&StepMeter> {
+        self.page.as_ref().map(|page| page.meters().steps())
     }
 
     pub(crate) fn start(&self) -> Started {
-        Started(self.sink.as_ref().map(|_| Instant::now()))
+        Started(self.page.as_ref().map(|_| Instant::now()))
     }
 
     /// A step was scheduled, from `started` to now.
     pub(crate) fn note_schedule(&mut self, started: Started) {
-        let (Some(sink), Some(began)) = (&self.sink, started.0) else { return };
-        sink.scheduled(began.elapsed());
-        if let Some(updated_at) = self.updated_at.take() {
-            sink.waited(began.duration_since(updated_at));
+        let (Some(meter), Some(began)) = (self.meter(), started.0) else { return };
+        meter.schedule.observe(ns(began.elapsed()));
+        if let Some(updated_at) = self.updated_at {
+            meter.gap.observe(ns(began.duration_since(updated_at)));
         }
+        self.updated_at = None;
     }
 
     /// The first of the calls that decide on a step together begins.
@@ -74,34 +66,59 @@ impl StepTimer {
 
     /// A step's outcome was taken in, from `started` to now.
     pub(crate) fn note_update(&mut self, started: Started) {
-        let (Some(sink), Some(began)) = (&self.sink, started.0) else { return };
+        let (Some(meter), Some(began)) = (self.meter(), started.0) else { return };
         let now = Instant::now();
-        sink.updated(now.duration_since(began));
+        meter.update.observe(ns(now.duration_since(began)));
         self.updated_at = Some(now);
     }
 
     /// A step came back, and prompts are paced.
     pub(crate) fn note_pacing(&self, report: &PacingReport) {
-        if let Some(sink) = &self.sink {
-            sink.set_pacing(report);
+        if let Some(page) = &self.page {
+            page.meters().pacing().set(&report.values());
         }
     }
 
     /// Something may have changed. An engine with nothing to do waits for requests: that is no gap.
     pub(crate) fn note_requests(&mut self, scheduler: &Scheduler) {
-        let Some(sink) = &self.sink else { return };
-        sink.set_requests(scheduler.running().len(), scheduler.num_waiting());
+        let Some(page) = &self.page else { return };
+        let meter = page.meters().steps();
+        meter.set_requests(scheduler.running().len() as u64, scheduler.num_waiting() as u64);
         let waits = scheduler.wait_counts();
         if waits != self.waits {
-            sink.set_waits(&waits);
+            meter.set_waits(waits.by_reason());
             self.waits = waits;
         }
         if scheduler.is_ordered() && self.tenants_at.is_none_or(|at| at.elapsed() >= TENANTS_EACH) {
-            sink.set_tenants(scheduler.tenants().collect());
+            set_tenants(page, scheduler.tenants().collect());
             self.tenants_at = Some(Instant::now());
         }
         if self.updated_at.is_some() && scheduler.num_unfinished_requests() <= 0 {
             self.updated_at = None;
         }
     }
+}
+
+fn ns(time: Duration) -> u64 {
+    time.as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
+/// Says which tenants have requests: the largest, and the others as one without a name.
+fn set_tenants(page: &MeterPage, mut tenants: Vec<TenantReading>) {
+    if tenants.len() > MAX_TENANTS {
+        let fewer = |it: &TenantReading| std::cmp::Reverse(it.num_unfinished);
+        tenants.select_nth_unstable_by_key(MAX_TENANTS, fewer);
+    }
+    let (largest, others) = tenants.split_at(MAX_TENANTS.min(tenants.len()));
+    let told = |name: &str, tenants: &[TenantReading]| sparksched_meters::TenantReading {
+        name: name.to_owned(),
+        num_waiting: tenants.iter().map(|it| it.num_waiting as u64).sum(),
+        num_unfinished: tenants.iter().map(|it| it.num_unfinished as u64).sum(),
+    };
+    let mut all: Vec<_> =
+        largest.iter().map(|it| told(&it.name, std::slice::from_ref(it))).collect();
+    if !others.is_empty() {
+        all.push(told("", others));
+    }
+    page.meters().tenants().set(&all);
 }

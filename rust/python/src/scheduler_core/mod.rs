@@ -15,6 +15,7 @@ use sparksched_core::{
     RequestOutput, RequestStatus, Scheduler, StepKnobs,
 };
 use sparksched_entry_points::entry_points;
+use sparksched_meters::MeterPage;
 
 use crate::block_observer::BlockObserver;
 use crate::callbacks::{AuxOutputs, EncoderTransfer, KvTransfer, PyCallbacks, PythonFunctions};
@@ -27,7 +28,7 @@ use crate::guard::{Guard, catch_panics};
 use crate::message_writer::MessageWriter;
 use crate::pacing::{self, Pacer};
 use crate::snapshot;
-use crate::step_timer::{StepSink, StepTimer};
+use crate::step_timer::StepTimer;
 
 /// `max_num_scheduled_tokens`, `long_prefill_token_threshold` and an order, by id.
 type ToldKnobs<'py> = (u32, u32, Bound<'py, PyTuple>);
@@ -565,8 +566,8 @@ impl SchedulerCore {
     }
 
     /// Reports the time of each step's calls, and how many requests there are, from now on.
-    pub(crate) fn report_steps_to(&mut self, sink: Arc<dyn StepSink>) {
-        self.timer.report_to(sink);
+    pub(crate) fn report_steps_to(&mut self, page: Arc<MeterPage>) {
+        self.timer.report_to(page);
         self.timer.note_requests(&self.scheduler);
     }
 
