@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -12,7 +12,7 @@ use sparksched_meters::{MeterPage, RingsReading};
 
 use crate::bell::Bell;
 use crate::handshake::{self, Descriptors, HandshakeError};
-use crate::link::{End, Event, Link, Peer, WokenBy, noted_forks, sleep_on_futex};
+use crate::link::{End, Event, Link, Peer, WokenBy, lock, noted_forks, sleep_on_futex};
 use crate::segment::{BellPage, MAX_RING_BYTES, MIN_RING_BYTES, Segment, Side};
 use crate::watcher::Watcher;
 use door::EngineDoor;
@@ -83,7 +83,7 @@ struct Shared {
 
 impl Shared {
     fn report(&self, event: EngineEvent) {
-        self.arrivals.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+        lock(&self.arrivals).push(event);
         self.wake();
     }
 
@@ -165,7 +165,7 @@ impl Shared {
     /// Uses a link from now on, unless the engine has closed meanwhile.
     fn place(&self, client: u32, link: Link) -> Result<Arc<Link>, HandshakeError> {
         let pid = link.peer_pid();
-        let mut arrivals = self.arrivals.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut arrivals = lock(&self.arrivals);
         // Under the lock: whoever closes the links after this finds this one among them.
         if self.is_closed.load(Relaxed) {
             return Err(HandshakeError::Refused("it has closed".to_owned()));
@@ -351,9 +351,7 @@ impl EngineRings {
     fn collect(&self) -> Vec<EngineEvent> {
         /// Of each client in turn, so that none starves the others.
         const MAX_MESSAGES: usize = 64;
-        let mut events = std::mem::take(
-            &mut *self.shared.arrivals.lock().unwrap_or_else(PoisonError::into_inner),
-        );
+        let mut events = std::mem::take(&mut *lock(&self.shared.arrivals));
         for (client, link) in self.shared.links() {
             let received = link.receive(MAX_MESSAGES);
             if matches!(received.last(), Some(Event::End(end)) if *end != End::Closed) {
@@ -365,8 +363,7 @@ impl EngineRings {
     }
 
     fn has_events(&self) -> bool {
-        let arrivals = self.shared.arrivals.lock();
-        !arrivals.unwrap_or_else(PoisonError::into_inner).is_empty()
+        !lock(&self.shared.arrivals).is_empty()
             || self.shared.links().any(|(_, link)| link.has_events())
     }
 
@@ -378,7 +375,7 @@ impl EngineRings {
         }
         {
             // Under the lock: no link comes after this that isn't closed below.
-            let _arrivals = self.shared.arrivals.lock().unwrap_or_else(PoisonError::into_inner);
+            let _arrivals = lock(&self.shared.arrivals);
             if self.shared.is_closed.swap(true, Relaxed) {
                 return;
             }
@@ -389,7 +386,7 @@ impl EngineRings {
         {
             std::thread::sleep(Duration::from_millis(1));
         }
-        self.watcher.lock().unwrap_or_else(PoisonError::into_inner).stop();
+        lock(&self.watcher).stop();
         for (_, link) in self.shared.links() {
             link.close();
         }

@@ -233,10 +233,9 @@ fn send_packet(
 /// Waits until there is something to receive, time is up, or something else ends the wait.
 fn wait_for_packet(socket: BorrowedFd<'_>, deadline: Instant) {
     let left = deadline.saturating_duration_since(Instant::now());
-    let timeout =
-        Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+    let timeout = Timespec::try_from(left).ok();
     // If it fails, for want of memory or because of a signal, the caller looks again.
-    let _ = poll(&mut [PollFd::from_borrowed_fd(socket, PollFlags::IN)], Some(&timeout));
+    let _ = poll(&mut [PollFd::from_borrowed_fd(socket, PollFlags::IN)], timeout.as_ref());
 }
 
 fn receive_packet(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Vec<OwnedFd>), HandshakeError> {

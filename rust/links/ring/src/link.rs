@@ -132,12 +132,9 @@ pub(crate) enum WokenBy {
 
 /// Sleeps until the bell is rung or time is up. The bell must say "asleep".
 pub(crate) fn sleep_on_futex(bell: &Bell, timeout: Duration) -> WokenBy {
-    let timeout = futex::Timespec {
-        tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
+    let timeout = futex::Timespec::try_from(timeout).ok();
     // Returns at once if the bell was rung meanwhile.
-    match futex::wait(&bell.0, futex::Flags::empty(), crate::bell::ASLEEP, Some(&timeout)) {
+    match futex::wait(&bell.0, futex::Flags::empty(), crate::bell::ASLEEP, timeout.as_ref()) {
         Err(Errno::INTR) => WokenBy::Signal,
         Err(Errno::TIMEDOUT) => WokenBy::Time,
         _ => WokenBy::Other,
@@ -169,7 +166,7 @@ pub struct Link {
     forks: u64,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // A panic in this crate is a bug that leaves at worst a message half written, which the reader
     // detects.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
