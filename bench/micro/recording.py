@@ -24,16 +24,16 @@ from testkit.worlds.world import vllm_environment
 GPU_S = 0.005
 WARM_UP_STEPS = 30
 STEPS_A_TURN = 50
-KINDS = {"off": None, "without tokens": False, "with tokens": True}
+KINDS = {"off": False, "without tokens": True}
 
 
 class Subject:
     """A scheduler of generating requests, recorded in one of the ways."""
 
-    def __init__(self, side: str, num_requests: int, path: Path, with_tokens: bool | None) -> None:
+    def __init__(self, side: str, num_requests: int, path: Path, is_recorded: bool) -> None:
         self._path = path
         self._engine = Engine(side)
-        self._recorder = None if with_tokens is None else _record(self._engine, path, with_tokens)
+        self._recorder = _record(self._engine, path) if is_recorded else None
         self._processor_s = 0.0
         for number in range(num_requests):
             prompt = [self._engine.random.randrange(VOCABULARY) for _ in range(128 + number % 64)]
@@ -78,8 +78,8 @@ def measure(side: str, num_requests: int, num_steps: int) -> dict[str, dict[str,
     """Time the steps of so many generating requests, by kind: in turns, on the same machine."""
     with tempfile.TemporaryDirectory() as folder:
         subjects = {
-            kind: Subject(side, num_requests, Path(folder) / kind, with_tokens)
-            for kind, with_tokens in KINDS.items()
+            kind: Subject(side, num_requests, Path(folder) / kind, is_recorded)
+            for kind, is_recorded in KINDS.items()
         }
         for _ in range(max(num_steps // STEPS_A_TURN, 1)):
             for subject in subjects.values():
@@ -87,7 +87,7 @@ def measure(side: str, num_requests: int, num_steps: int) -> dict[str, dict[str,
         return {kind: subject.result() for kind, subject in subjects.items()}
 
 
-def _record(engine: Engine, path: Path, with_tokens: bool) -> Recorder:
+def _record(engine: Engine, path: Path) -> Recorder:
     world = engine.world
     recorder = Recorder(
         path,
@@ -95,7 +95,6 @@ def _record(engine: Engine, path: Path, with_tokens: bool) -> Recorder:
         world.kv_cache_config,
         world.scheduler_block_size,
         world.hash_block_size,
-        with_tokens=with_tokens,
     )
     recorder.attach(engine.scheduler)
     return recorder
