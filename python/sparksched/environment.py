@@ -19,7 +19,6 @@ RECORD = "SPARKSCHED_RECORD"
 METRICS = "SPARKSCHED_METRICS"
 MAX_STALL_MS = "SPARKSCHED_MAX_STALL_MS"
 MAX_SLOWDOWN = "SPARKSCHED_MAX_SLOWDOWN"
-PREFILL_SHARE = "SPARKSCHED_PREFILL_SHARE"
 PACING_LOG = "SPARKSCHED_PACING_LOG"
 ORDER = "SPARKSCHED_ORDER"
 WEIGHTS = "SPARKSCHED_WEIGHTS"
@@ -39,7 +38,6 @@ VARIABLES: Final = (
     METRICS,
     MAX_STALL_MS,
     MAX_SLOWDOWN,
-    PREFILL_SHARE,
     PACING_LOG,
     ORDER,
     WEIGHTS,
@@ -172,15 +170,10 @@ def pacing() -> Pacing | None:
     """How long prompts are paced; None if neither stall nor slowdown is set.
 
     Raises:
-        ValueError: for a value that is no number within its bounds, a log for which there is no
-            folder, or `SPARKSCHED_PREFILL_SHARE`.
+        ValueError: for a value that is no number within its bounds, or a log for which there is no
+            folder.
 
     """
-    if os.environ.get(PREFILL_SHARE):
-        raise ValueError(
-            f"{PREFILL_SHARE} is no longer a setting: {MAX_SLOWDOWN} says how many times as late as"
-            " without pacing a long prompt's first token may come, and the share follows from it"
-        )
     max_stall_ms = _number(
         MAX_STALL_MS, "a number of milliseconds", DEFAULT_MAX_STALL_MS, MAX_STALL_BOUNDS_MS
     )

@@ -312,12 +312,6 @@ def test_an_old_container_with_few_processors(tmp_path: Path) -> None:
     assert machine.processors(tmp_path).text == "the container is allowed the time of 0.5"
 
 
-def test_a_container_with_little_memory(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text(f"{2 << 30}\n")
-    found = machine.memory(tmp_path)
-    assert (found.level, found.text) == (Level.WARNING, "the container is allowed 2.0 GiB")
-
-
 # ----------------------------------------------------------------------------------------
 # What is printed
 # ----------------------------------------------------------------------------------------
