@@ -305,13 +305,6 @@ def test_a_container_with_all_processors(content: str, tmp_path: Path) -> None:
     assert (found.level, found.text) == (Level.OK, "8 may be used")
 
 
-def test_an_old_container_with_few_processors(tmp_path: Path) -> None:
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("50000\n")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert machine.processors(tmp_path).text == "the container is allowed the time of 0.5"
-
-
 # ----------------------------------------------------------------------------------------
 # What is printed
 # ----------------------------------------------------------------------------------------

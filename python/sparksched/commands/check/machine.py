@@ -137,11 +137,4 @@ def _cpu_quota(cgroup: Path) -> float | None:
         quota, period = (cgroup / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
-        pass
-    try:  # version 1 of control groups
-        quota_us = int((cgroup / "cpu/cpu.cfs_quota_us").read_text())
-        return (
-            quota_us / int((cgroup / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
-        )
-    except (OSError, ValueError):
         return None
