@@ -40,10 +40,10 @@ from sparksched.engine.encoder_inputs import EncoderInputs
 from sparksched.engine.encoder_transfer import EncoderTransfer
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
-from sparksched.engine.request_errors import WAIT_S, refuse_unsupported_inputs
+from sparksched.engine.request_errors import HINTS, WAIT_S, refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
 from sparksched.environment import Order, Pacing, file_of_engine, queue_timeout_s
-from sparksched.shared.order import hints_of
+from sparksched.shared.order import OrderHints, hints_of
 
 if TYPE_CHECKING:
     from sparksched._core import EngineMeters, QueueWatch
@@ -321,7 +321,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         session = self.requests.get(request.request_id)
         if session is None or session.streaming_queue is None:
             sessions.open_session(request)
-            hints = ("", None) if self._order is None else hints_of(request)
+            hints = getattr(request, HINTS, None) or self.order_hints(request)
             wait_s = getattr(request, WAIT_S, None)
             self._core.add_request(request, time.monotonic(), wait_s, *hints)
             if self.connector is not None:
@@ -340,10 +340,17 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         """Return what a watch finds, and the time of the next `take_expired`. For any thread."""
         return watch.look(self._core, now)
 
+    def order_hints(self, request: Any) -> OrderHints:
+        """Return what a request, or its message, says of its place in the order, if there is one.
+
+        Raises:
+            VLLMValidationError: if it says something else.
+
+        """
+        return OrderHints("", None) if self._order is None else hints_of(request)
+
     def refuse_unsupported_inputs(self, request: Any) -> None:
         """Raise `VLLMValidationError` for a request, or its message, that can't be served."""
-        if self._order is not None:
-            hints_of(request)
         refuse_unsupported_inputs(
             request,
             takes_encoder_inputs=self._encoder_inputs is not None,
