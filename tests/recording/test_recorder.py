@@ -29,7 +29,7 @@ from sparksched.record.events import (
     Update,
 )
 from sparksched.record.keys import StandIns
-from sparksched.record.make_events import EventMaker
+from sparksched.record.make_events import Ends, EventMaker
 from sparksched.record.recorder import Recorder, record
 from sparksched.record.settings import UnrecordableError
 from vllm.v1.core.sched.interface import PauseState
@@ -60,7 +60,7 @@ def recorded_scheduler(path: Path) -> tuple[Any, Recorder]:
 
 
 def request(number: int = 0, num_tokens: int = 9, **changed: Any) -> Any:
-    coming = arrival(number, num_tokens, False, **changed)
+    coming = arrival(number, num_tokens, **changed)
     tokens = StandIns(number, coming.keys, (BLOCK_SIZE,))
     recorded = {number: load.Request(coming, False, bytearray(coming.keys))}
     its_load: Any = SimpleNamespace(requests=recorded, tokens=lambda _: tokens)
@@ -192,14 +192,14 @@ class Story:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.maker = EventMaker(self.events.append, (BLOCK_SIZE,), has_keys=True, has_tokens=False)
+        self.maker = EventMaker(self.events.append, (BLOCK_SIZE,), has_keys=True)
         self._num_arrivals = 0
         self._num_steps = 0
 
     def arrive(self) -> str:
-        arriving = arrival(self._num_arrivals, 5, True, stop_token_ids=[STOP])
+        arriving = arrival(self._num_arrivals, 5)
         self._num_arrivals += 1
-        self.maker.arrive(arriving, [1] * 5, "", "")
+        self.maker.arrive(arriving, Ends(frozenset({STOP}), None, 0), [1] * 5, "", "")
         return arriving.request_id
 
     def step(self, *request_ids: str, preempted: tuple[str, ...] = ()) -> int:
@@ -301,13 +301,7 @@ def long_steps(scheduler: Any) -> None:
     scheduler.schedule()
 
 
-def long_drafts(scheduler: Any) -> None:
-    scheduler.update_draft_token_ids(DraftTokenIds(["request-0"], [[1] * 60_000]))
-
-
-@pytest.mark.parametrize(
-    ("call", "most"), [(pauses, 600), (long_prompts, 8), (long_steps, 8), (long_drafts, 8)]
-)
+@pytest.mark.parametrize(("call", "most"), [(pauses, 600), (long_prompts, 8), (long_steps, 8)])
 def test_more_than_the_disk_takes(
     call: Callable[[Any], None],
     most: int,

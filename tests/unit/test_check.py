@@ -13,12 +13,11 @@ from unittest import mock
 import pytest
 from engine.harness import restored_vllm
 from sparksched import _core, cli
-from sparksched.commands.check import front_end, machine, serving
+from sparksched.commands.check import machine, serving
 from sparksched.commands.check.finding import Level
 from sparksched.compat import releases
 from vllm.platforms.cpu import CpuPlatform
 
-from testkit import vllm_rs
 from testkit.executor import write_model_directory
 
 pytestmark = pytest.mark.release
@@ -74,18 +73,10 @@ def test_a_model_that_is_scheduled(model: str, capsys: pytest.CaptureFixture[str
         assert bool(finding["advice"]) == (finding["level"] != "ok"), finding
 
 
-@pytest.mark.skipif(vllm_rs.binary() is None, reason="make test fetches it")
-def test_the_rust_front_end_says_itself_what_it_lacks(
+def test_the_rust_front_end(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = (model, "--dtype=float32")
-    lacking = (*arguments, "--root-path=/a", "--response-role=b")
-    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", str(vllm_rs.binary()))
-    _, found = check(capsys, *arguments)
-    assert "its Rust one is faster: VLLM_USE_RUST_FRONTEND=1, but" in found["front end"]["text"]
-    _, found = check(capsys, *lacking)
-    assert "can't be had: vllm-rs doesn't know --resp" in found["front end"]["text"]
-
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     status, found = check(capsys, *arguments)
     assert (status, found["front end"]["level"]) == (0, "ok")
@@ -93,39 +84,6 @@ def test_the_rust_front_end_says_itself_what_it_lacks(
     assert "straight from the engine" in found["transport"]["text"]
     _, found = check(capsys, *arguments, "--api-server-count=2")
     assert "ignores --api-server-count" in found["front end"]["text"]
-    status, found = check(capsys, *lacking)
-    assert status == 1
-    assert "doesn't know --response-role, --root-path" in found["front end"]["text"]
-
-
-def test_what_a_rust_front_end_says_is_shown_without_values(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    binary = tmp_path / "vllm-rs"
-    arguments = '{"a":"secret"}'
-    said = f"invalid value '{arguments}' for '--args-json <JSON>': string \"secret\" at line 1"
-    binary.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{said}\nEND\nexit 2\n")
-    binary.chmod(0o755)
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", str(binary))
-    status, found = check(capsys, model, "--dtype=float32")
-    assert status == 1
-    assert "refuses the arguments: string (hidden) at line 1" in found["front end"]["text"]
-    assert "secret" not in str(found)
-
-
-def test_a_rust_front_end_that_does_not_answer_has_its_arguments_kept_to_itself(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    binary = tmp_path / "vllm-rs"
-    binary.write_text("#!/bin/sh\nexec sleep 60\n")
-    binary.chmod(0o755)
-    monkeypatch.setattr(front_end, "_ANSWER_S", 0.1)
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", str(binary))
-    _, found = check(capsys, model, "--dtype=float32", "--response-role=secret")
-    assert "vllm-rs can't be asked: no answer within 0.1 s" in str(found)
-    assert "secret" not in str(found)
 
 
 @pytest.mark.parametrize(
@@ -345,19 +303,6 @@ def test_a_container_with_all_processors(content: str, tmp_path: Path) -> None:
     with mock.patch("os.sched_getaffinity", return_value=set(range(8))):
         found = machine.processors(tmp_path)
     assert (found.level, found.text) == (Level.OK, "8 may be used")
-
-
-def test_an_old_container_with_few_processors(tmp_path: Path) -> None:
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("50000\n")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert machine.processors(tmp_path).text == "the container is allowed the time of 0.5"
-
-
-def test_a_container_with_little_memory(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text(f"{2 << 30}\n")
-    found = machine.memory(tmp_path)
-    assert (found.level, found.text) == (Level.WARNING, "the container is allowed 2.0 GiB")
 
 
 # ----------------------------------------------------------------------------------------

@@ -178,8 +178,8 @@ NO_SWITCH = "is not a switch; allowed are '0' and '1'"
 NO_MIB = "is not a whole number from 1 to 1024"
 NO_BYTES = f": 'bytes' is not a number from {1 << 16} to {1 << 40}"
 NO_OPTION = (
-    "has an unknown option {!r}; allowed behind the file, which has no comma in its name, are "
-    "',tokens' and ',bytes=N'"
+    "has an unknown option {!r}; allowed behind the file, which has no comma in its name, is "
+    "',bytes=N'"
 )
 NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
 NO_WAIT = "is not a number of seconds from 0.1 to 86400"
@@ -208,7 +208,7 @@ NO_WAIT = "is not a number of seconds from 0.1 to 86400"
         ("SPARKSCHED_RECORD", "/tmp", "names no file that can be written"),
         ("SPARKSCHED_RECORD", "trace,token", NO_OPTION.format("token")),
         ("SPARKSCHED_RECORD", "trace,bytes=65535", NO_BYTES),
-        ("SPARKSCHED_RECORD", "trace,tokens,bytes=1e9", NO_BYTES),
+        ("SPARKSCHED_RECORD", "trace,bytes=1e9", NO_BYTES),
         ("SPARKSCHED_RECORD", "trace,bytes=" + "9" * 5000, NO_BYTES),
     ],
 )

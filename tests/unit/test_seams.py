@@ -16,7 +16,6 @@ from sparksched import environment, plugin
 from sparksched.compat import fingerprints, patching, releases, seams, source
 from sparksched.compat.seams import Group, Moment, Seam
 from sparksched.engine import hashing
-from sparksched.record import engine_end
 
 from tools.pages import LIST, with_seams
 
@@ -78,8 +77,6 @@ def start(mode: str, **variables: str) -> None:
         hashing.prepare_engine(
             SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache_config))
         )  # type: ignore[arg-type]
-    if mode == "sparksched":
-        engine_end.prepare_engine()
 
 
 def chosen_class() -> str:
@@ -153,7 +150,7 @@ def test_a_module_that_is_still_being_imported_lacks_nothing(
 def test_ours_exist() -> None:
     for group in seams.GROUPS:
         for seam in (*group.functions, *group.values):
-            assert callable(patching._ours(seam.by)), seam
+            assert callable(patching._ours(group, seam.by)), seam
 
 
 # ----------------------------------------------------------------------------------------
@@ -288,7 +285,7 @@ def test_what_was_replaced_is_given_back_if_a_later_module_lacks_a_name(
 
 
 def test_a_module_that_is_missing(monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
-    group = seams.RECORDED_SERVER
+    group = seams.ARRIVAL
     (module,) = group.modules
     monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(source.Sources, "has_module", lambda self, name: name != module)

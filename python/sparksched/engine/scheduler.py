@@ -42,8 +42,7 @@ from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
 from sparksched.engine.request_errors import HINTS, WAIT_S, refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
-from sparksched.environment import Order, Pacing, queue_timeout_s
-from sparksched.record.new_file import path_of_engine
+from sparksched.environment import Order, Pacing, file_of_engine, queue_timeout_s
 from sparksched.shared.order import OrderHints, hints_of
 
 if TYPE_CHECKING:
@@ -240,7 +239,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             reason = f"long prompts are not paced: {problem.feature}: {problem.reason}"
             compat.warn_or_raise(warning=f"sparksched: {reason}", error=f"sparksched: {reason}")
             return
-        log = settings.log and str(path_of_engine(settings.log, self.vllm_config))
+        index = self.vllm_config.parallel_config.data_parallel_index
+        log = settings.log and str(file_of_engine(settings.log, index))
         self._core.pace(
             settings.max_stall_s,
             settings.max_slowdown,
@@ -348,6 +348,15 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     def look(self, watch: "QueueWatch", now: float) -> tuple[dict[str, Any] | None, float]:
         """Return what a watch finds, and the time of the next `take_expired`. For any thread."""
         return watch.look(self._core, now)
+
+    def order_hints(self, request: Any) -> OrderHints:
+        """Return what a request, or its message, says of its place in the order, if there is one.
+
+        Raises:
+            VLLMValidationError: if it says something else.
+
+        """
+        return OrderHints("", None) if self._order is None else hints_of(request)
 
     def refuse_unsupported_inputs(self, request: Any) -> None:
         """Raise `VLLMValidationError` for a request, or its message, that can't be served."""
