@@ -8,11 +8,11 @@ from sparksched.commands.top.interval import Interval, Paced, between, quantile
 from sparksched.commands.top.page import Page, PageError, address, parse
 from sparksched.commands.top.screen import WIDTH, duration, number, render, size
 
-from .servers import recorded, without_sparksched
+from .servers import page_of, without_sparksched
 
 
 def pages(first: str = "idle", last: str = "busy") -> tuple[Page, Page]:
-    return parse(recorded(first), 10.0), parse(recorded(last), 12.0)
+    return parse(page_of(first), 10.0), parse(page_of(last), 12.0)
 
 
 def busy_interval() -> Interval:
@@ -47,7 +47,7 @@ def test_nothing_happens_in_an_idle_interval() -> None:
 
 
 def paced_page(prompt_s: float, contended_s: float, num_decode_steps: int) -> str:
-    return recorded("busy") + "".join(
+    return page_of("busy") + "".join(
         f'sparksched:paced_{name}{{engine="0"}} {value}\n'
         for name, value in (
             ("chunk_tokens", 2032),
@@ -82,7 +82,7 @@ def test_a_server_that_was_started_again_has_no_rates() -> None:
 
 
 def test_engines_are_added_up() -> None:
-    one = recorded("busy")
+    one = page_of("busy")
     series = [line for line in one.splitlines() if line and not line.startswith("#")]
     two = parse(one + "\n".join(line.replace('engine="0"', 'engine="1"') for line in series), 1.0)
     single = parse(one, 1.0)
@@ -98,7 +98,7 @@ def test_engines_are_added_up() -> None:
 
 def test_a_server_without_sparksched_has_vllms_part() -> None:
     stock = [
-        parse(without_sparksched(recorded(name)), at) for name, at in (("idle", 1), ("busy", 2))
+        parse(without_sparksched(page_of(name)), at) for name, at in (("idle", 1), ("busy", 2))
     ]
     interval = between(*stock)
     assert not interval.has_sparksched
