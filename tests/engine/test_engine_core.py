@@ -1,5 +1,6 @@
 """The same requests through vLLM's `EngineCore` over both schedulers: the same of everything."""
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -103,84 +104,70 @@ def add_long_requests(engine: DrivenEngine, *names: str) -> None:
         engine.add(new_request(name, [index + 1] * 50, max_tokens=30, ignore_eos=True))
 
 
+def aborts(engine: DrivenEngine) -> None:
+    add_long_requests(engine, "stays", "between", "in-flight", "twice", "waits")
+    engine.step(4)
+    engine.core.abort_requests(["between", "unknown"])
+    engine.step(2)
+    # What the input thread does: the abort acts while a step is being executed.
+    engine.core.aborts_queue.put_nowait(["in-flight", "twice"])
+    engine.core.aborts_queue.put_nowait("twice")
+    engine.step()
+    engine.core.abort_requests(["twice"])
+    add_long_requests(engine, "never-runs", "between")  # ids may come again
+    engine.core.abort_requests(["never-runs"])
+    engine.run()
+
+
 @ASYNC_SCHEDULING
 def test_aborts(async_scheduling: bool, model_directory: Path) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        add_long_requests(engine, "stays", "between", "in-flight", "twice", "waits")
-        engine.step(4)
-        engine.core.abort_requests(["between", "unknown"])
-        engine.step(2)
-        # What the input thread does: the abort acts while a step is being executed.
-        engine.core.aborts_queue.put_nowait(["in-flight", "twice"])
-        engine.core.aborts_queue.put_nowait("twice")
-        engine.step()
-        engine.core.abort_requests(["twice"])
-        add_long_requests(engine, "never-runs")
-        engine.core.abort_requests(["never-runs"])
-        engine.run()
-
-    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
-    assert set(record.finish_reasons) == {"stays", "waits"}
+    record = run_both(aborts, model_directory, async_scheduling=async_scheduling)
+    assert set(record.finish_reasons) == {"stays", "waits", "between"}
     assert len(record.tokens["in-flight"]) < 30
 
 
-@ASYNC_SCHEDULING
-def test_abort_immediately(async_scheduling: bool, model_directory: Path) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        add_long_requests(engine, "stays")
-        engine.step(2)
-        rejected = new_request("rejected", [3] * 40)
-        rejected.abort_immediately = True
-        engine.add(rejected)
-        engine.note(sorted(engine.core.scheduler.requests))
-        engine.note(engine.core.scheduler.get_request_counts())
-        engine.run()
-
-    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
-    assert record.answers[0] == ["stays"]
-    assert "rejected" not in record.tokens
+def resets(engine: DrivenEngine) -> None:
+    add_long_requests(engine, "a", "b")
+    engine.step(4)
+    engine.note(engine.core.reset_prefix_cache())
+    engine.step(2)
+    engine.note(engine.core.reset_prefix_cache(reset_running_requests=True))
+    engine.note(engine.core.scheduler.get_request_counts())
+    engine.run()
+    engine.note(engine.core.reset_prefix_cache(reset_connector=True))
+    engine.note(engine.core.reset_prefix_cache())
+    add_long_requests(engine, "c")
+    engine.run()
 
 
 @ASYNC_SCHEDULING
 def test_reset_prefix_cache(async_scheduling: bool, model_directory: Path) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        add_long_requests(engine, "a", "b")
-        engine.step(4)
-        engine.note(engine.core.reset_prefix_cache())
-        engine.step(2)
-        engine.note(engine.core.reset_prefix_cache(reset_running_requests=True))
-        engine.note(engine.core.scheduler.get_request_counts())
-        engine.run()
-        engine.note(engine.core.reset_prefix_cache(reset_connector=True))
-        engine.note(engine.core.reset_prefix_cache())
-        add_long_requests(engine, "c")
-        engine.run()
-
-    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
+    record = run_both(resets, model_directory, async_scheduling=async_scheduling)
     assert record.answers[:2] == [False, True]
     assert record.finish_reasons == dict.fromkeys("abc", FinishReason.LENGTH)
 
 
+def pauses(engine: DrivenEngine, mode: str = "keep", clear_cache: bool = False) -> None:
+    add_long_requests(engine, "a", "b")
+    engine.step(4)
+    engine.core.pause_scheduler(mode, clear_cache=clear_cache)
+    engine.note(engine.core.is_scheduler_paused())
+    add_long_requests(engine, "queued")
+    engine.note(engine.core.scheduler.has_unfinished_requests())
+    engine.note(engine.core.scheduler.get_num_unfinished_requests())
+    engine.step(4)
+    engine.note(engine.core.scheduler.get_request_counts())
+    engine.core.resume_scheduler()
+    engine.note(engine.core.is_scheduler_paused())
+    engine.run()
+
+
 @ASYNC_SCHEDULING
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-@pytest.mark.parametrize("clear_cache", [False, True])
+@pytest.mark.parametrize(("mode", "clear_cache"), [("keep", True), ("abort", False)])
 def test_pause_and_resume(
     mode: str, clear_cache: bool, async_scheduling: bool, model_directory: Path
 ) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        add_long_requests(engine, "a", "b")
-        engine.step(4)
-        engine.core.pause_scheduler(mode, clear_cache=clear_cache)
-        engine.note(engine.core.is_scheduler_paused())
-        add_long_requests(engine, "queued")
-        engine.note(engine.core.scheduler.has_unfinished_requests())
-        engine.note(engine.core.scheduler.get_num_unfinished_requests())
-        engine.step(4)
-        engine.note(engine.core.scheduler.get_request_counts())
-        engine.core.resume_scheduler()
-        engine.note(engine.core.is_scheduler_paused())
-        engine.run()
-
+    scenario = functools.partial(pauses, mode=mode, clear_cache=clear_cache)
     record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
     ended = {"queued"} if mode == "abort" else {"a", "b", "queued"}
     assert set(record.finish_reasons) == ended

@@ -40,18 +40,19 @@ def text_of(token_ids: list[int]) -> str:
     return "".join(alphabet[token_id] for token_id in token_ids if token_id != EOS_TOKEN_ID)
 
 
+def grammars(engine: DrivenEngine) -> None:
+    engine.add(structured_request("regex", [1] * 20, regex=REGEX))
+    engine.add(new_request("free", [2] * 120, max_tokens=30, ignore_eos=True))
+    engine.step(3)
+    engine.add(structured_request("choice", [3] * 40, grammar=choice_grammar(COLOURS)))
+    engine.add(structured_request("json", [4] * 100, json=SCHEMA))
+    engine.add(structured_request("cut", [5] * 20, max_tokens=4, regex=REGEX))
+    engine.run()
+
+
 @ASYNC_SCHEDULING
 def test_grammars_of_all_kinds(async_scheduling: bool, model_directory: Path) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        engine.add(structured_request("regex", [1] * 20, regex=REGEX))
-        engine.add(new_request("free", [2] * 120, max_tokens=30, ignore_eos=True))
-        engine.step(3)
-        engine.add(structured_request("choice", [3] * 40, grammar=choice_grammar(COLOURS)))
-        engine.add(structured_request("json", [4] * 100, json=SCHEMA))
-        engine.add(structured_request("cut", [5] * 20, max_tokens=4, regex=REGEX))
-        engine.run()
-
-    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
+    record = run_both(grammars, model_directory, async_scheduling=async_scheduling)
     assert re.fullmatch(REGEX, text_of(record.tokens["regex"]))
     assert text_of(record.tokens["choice"]) in COLOURS
     assert re.match(REGEX[:8], text_of(record.tokens["cut"]))
