@@ -432,6 +432,7 @@ NAMED_SETTINGS |= (
     | _STATE_SETTINGS
     | _CIRCULAR_SETTINGS
     | _RANDOM_SETTINGS
+    | {"lora-kv-events": {"enable_prefix_caching": True, "lora": True, "kv_events": True}}
 )
 
 _CONNECTORS = {"connector", "ec_connector", "example_connector", "offloading"}
