@@ -1,8 +1,6 @@
 """`sparksched replay`: what it prints, on a terminal and to programs, and what it refuses."""
 
 import json
-import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -154,17 +152,6 @@ def test_one_request_at_a_time(
     assert after["finished requests"] == pytest.approx(before["finished requests"], rel=0.1)
 
 
-def test_other_sizes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    num_blocks = Trace(path).settings.num_blocks
-    counts = []
-    for factor in (8, 1):
-        answer = data(capsys, path, f"--num-gpu-blocks={num_blocks * factor}")
-        counts.append(answer["changed"]["summary"]["preemptions"])
-    assert counts[0] == 0 < counts[1], "fewer blocks are more preemptions"
-    answer = data(capsys, path, "--max-num-batched-tokens=4096", "--num-gpu-blocks=4096")
-    assert len(answer["changed"]["samples"]) < len(answer["as_recorded"]["samples"])
-
-
 def test_a_pool_that_is_too_small(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With which vLLM would not start: the simulation ends and says so."""
     status, printed, _ = ask(capsys, path, "--num-gpu-blocks=2")
@@ -188,12 +175,3 @@ def test_a_plot(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     status, _, error = ask(capsys, path, "--max-num-seqs=1", "--plot", tmp_path / "plot.doc")
     assert status == 2
     assert "no image can be written to" in error
-
-
-def test_piped(path: Path) -> None:
-    command = [sys.executable, "-m", "sparksched.cli", "replay", path, "--max-num-seqs=1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    assert "\x1b" not in done.stdout
-    assert "--max-num-seqs 1" in done.stdout
-    assert re.search(r"prefix cache hit rate +│ +[\d.]+% +│ +[\d.]+%", done.stdout)
