@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 from sparksched.commands.top.interval import Interval, Paced, between, quantile
 from sparksched.commands.top.page import Page, PageError, address, parse
-from sparksched.commands.top.screen import WIDTH, duration, number, render, size
+from sparksched.commands.top.screen import WIDTH, render
 
-from .servers import page_of, without_sparksched
+from .servers import page_of
 
 
 def pages(first: str = "idle", last: str = "busy") -> tuple[Page, Page]:
@@ -37,13 +37,6 @@ def test_counters_become_rates() -> None:
     assert interval.rings["to_engine"] is not None
     assert interval.rings["to_engine"].high_water_bytes > 0
     assert interval.model_names == ["tiny"]
-
-
-def test_nothing_happens_in_an_idle_interval() -> None:
-    interval = between(*pages("busy", "busy"))
-    assert interval.generation_tokens_per_s == 0
-    assert interval.steps["schedule"] is not None
-    assert interval.steps["schedule"].p50_s is None
 
 
 def paced_page(prompt_s: float, contended_s: float, num_decode_steps: int) -> str:
@@ -96,17 +89,6 @@ def test_engines_are_added_up() -> None:
     assert len(between(two, two).engines) == 2
 
 
-def test_a_server_without_sparksched_has_vllms_part() -> None:
-    stock = [
-        parse(without_sparksched(page_of(name)), at) for name, at in (("idle", 1), ("busy", 2))
-    ]
-    interval = between(*stock)
-    assert not interval.has_sparksched
-    assert interval.generation_tokens_per_s
-    assert set(interval.steps.values()) == {None}
-    assert set(interval.rings.values()) == {None}
-
-
 def test_quantiles_are_those_of_prometheus() -> None:
     assert quantile({1.0: 0, 2.0: 10, math.inf: 10}, 0.5) == 1.5
     assert quantile({1.0: 4, 2.0: 4, 4.0: 8, math.inf: 8}, 0.5) == 1.0
@@ -154,14 +136,3 @@ def test_addresses_are_completed(given: str, expected: str) -> None:
 def test_what_is_no_address_is_refused(given: str) -> None:
     with pytest.raises(ValueError, match=r"URL|[Pp]ort"):
         address(given)
-
-
-def test_numbers_are_short() -> None:
-    assert [number(it) for it in (None, 0, 3.0, 3.14, 1234.5)] == ["-", "0", "3", "3.1", "1,234"]
-    assert [duration(it) for it in (None, 1.5, 0.0123, 4.56e-6)] == [
-        "-",
-        "1.5 s",
-        "12.3 ms",
-        "4.56 us",
-    ]
-    assert [size(it) for it in (None, 0, 2048, 3 << 30)] == ["-", "0 B", "2 KiB", "3 GiB"]
