@@ -1,8 +1,6 @@
 """`sparksched replay`: what it prints, on a terminal and to programs, and what it refuses."""
 
 import json
-import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -145,17 +143,6 @@ def test_one_request_at_a_time(
     before, after = answer["as_recorded"]["summary"], answer["changed"]["summary"]
     # A client that had been given nothing may lose patience, or not.
     assert after["finished requests"] == pytest.approx(before["finished requests"], rel=0.1)
-
-
-def test_other_sizes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    num_blocks = Trace(path).settings.num_blocks
-    counts = []
-    for factor in (8, 1):
-        answer = data(capsys, path, f"--num-gpu-blocks={num_blocks * factor}")
-        counts.append(answer["changed"]["summary"]["preemptions"])
-    assert counts[0] == 0 < counts[1], "fewer blocks are more preemptions"
-    answer = data(capsys, path, "--max-num-batched-tokens=4096", "--num-gpu-blocks=4096")
-    assert len(answer["changed"]["samples"]) < len(answer["as_recorded"]["samples"])
 
 
 def test_a_pool_that_is_too_small(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

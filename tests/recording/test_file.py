@@ -17,7 +17,7 @@ from sparksched.record.events import (
     TraceError,
     Update,
 )
-from sparksched.record.keys import Chain, KeyMaker, segment_sizes, tokens_of
+from sparksched.record.keys import Chain, KeyMaker, segment_sizes
 from sparksched.record.load import Load
 from sparksched.record.read import Trace
 from sparksched.record.step_time import step_time
@@ -56,17 +56,6 @@ def test_a_file_is_new_and_its_owner_s(path: Path, tmp_path: Path) -> None:
             write(taken, every_event())
     assert path.read_bytes() == content
     assert not (tmp_path / "target").exists()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"SPARKTRC\2\0", b"PK\3\4 something else", gzip.compress(b"{}\n", mtime=0)],
-    ids=["earlier", "other", "empty"],
-)
-def test_a_foreign_file(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "foreign"
-    path.write_bytes(content)
-    assert refusal(path).startswith("is not a trace: ")
 
 
 def test_a_newer_version(tmp_path: Path) -> None:
@@ -177,15 +166,3 @@ def test_keys_are_equal_as_far_as_tokens_are(num_lookahead_tokens: int) -> None:
         # Nothing is equal behind the first difference, though the tokens are.
         are_equal = [keys[at : at + 8] == whole[at : at + 8] for at in range(0, len(keys), 8)]
         assert are_equal == [end <= position for end in ends]
-
-
-def test_another_file_adapter_or_salt_is_another_prefix() -> None:
-    maker = KeyMaker()
-    roots = {maker.root(*parts) for parts in (("", ""), ("a", ""), ("", "a"), ("a", "a"))}
-    assert len({*roots, KeyMaker().root("", "")}) == 5
-
-
-def test_stand_ins_follow_from_keys() -> None:
-    assert tokens_of(b"12345678", 16) == tokens_of(b"12345678", 16)
-    assert tokens_of(b"12345678", 16) != tokens_of(b"12345679", 16)
-    assert all(0 <= token < 2**31 for token in tokens_of(b"12345678", 4096))
