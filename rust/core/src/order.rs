@@ -20,16 +20,13 @@ use crate::ids::RequestIndex;
 /// What an operator chooses.
 #[derive(Clone, Debug, PartialEq)]
 pub enum OrderSettings {
-    /// By tenant; a tenant that isn't named here weighs 1. Weights are in [`WEIGHTS`].
+    /// By tenant; a tenant that isn't named here weighs 1. Weights are from 0.01 to 1000.
     Fair(BTreeMap<Box<str>, f64>),
     /// By deadline. A request that doesn't say has so many seconds to its first token.
     Deadline(f64),
     /// A priority of 1 counts as so many seconds of waiting.
     Aging(f64),
 }
-
-/// What a tenant may weigh.
-pub const WEIGHTS: std::ops::RangeInclusive<f64> = 0.01..=1000.0;
 
 /// What a request says of its place in the order.
 #[derive(Clone, Debug, Default)]
