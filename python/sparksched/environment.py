@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeVar
@@ -77,10 +78,9 @@ MAX_STALL_BOUNDS_MS = (1.0, 60_000.0)
 DEFAULT_MAX_SLOWDOWN = 2.5
 MAX_SLOWDOWN_BOUNDS = (1.0, 100.0)
 
-DEFAULT_DEFAULT_TTFT_S = 10.0
-DEFAULT_AGING_S = 10.0
-_ORDER_SECONDS_BOUNDS = (0.001, 86_400.0)
-WEIGHT_BOUNDS = (0.01, 1000.0)
+_DEFAULT_ORDER_S = 10.0
+_ORDER_BOUNDS_S = (0.001, 86_400.0)
+_WEIGHT_BOUNDS = (0.01, 1000.0)
 
 DEFAULT_RECORD_BYTES = 256 << 20
 _MIN_RECORD_BYTES = 1 << 16
@@ -205,10 +205,8 @@ def order() -> Order | None:
     """
     weights = _weights()
     seconds = {
-        "deadline": _number(
-            DEFAULT_TTFT_S, "a number of seconds", DEFAULT_DEFAULT_TTFT_S, _ORDER_SECONDS_BOUNDS
-        ),
-        "aging": _number(AGING_S, "a number of seconds", DEFAULT_AGING_S, _ORDER_SECONDS_BOUNDS),
+        kind: _number(name, "a number of seconds", _DEFAULT_ORDER_S, _ORDER_BOUNDS_S)
+        for kind, name in (("deadline", DEFAULT_TTFT_S), ("aging", AGING_S))
     }
     if not os.environ.get(ORDER):
         return None
@@ -218,20 +216,16 @@ def order() -> Order | None:
 
 def _weights() -> dict[str, float]:
     """Return what tenants weigh: `SPARKSCHED_WEIGHTS=gold=4,free=1`."""
-    weights = {}
-    for part in filter(None, os.environ.get(WEIGHTS, "").split(",")):
-        name, _, number = part.rpartition("=")
-        least, most = WEIGHT_BOUNDS
-        try:
-            weights[name] = float(number)
-        except ValueError:
-            weights[name] = math.nan
-        if not name or not least <= weights[name] <= most:
-            raise ValueError(
-                f"{WEIGHTS} has {part!r}, which is not NAME=WEIGHT with a weight from {least:g}"
-                f" to {most:g}"
-            )
-    return weights
+    value = os.environ.get(WEIGHTS, "")
+    least, most = _WEIGHT_BOUNDS
+    pairs = [part.rpartition("=") for part in value.split(",") if part]
+    with suppress(ValueError):
+        weights = {name: float(number) for name, _, number in pairs}
+        if all(name and least <= weight <= most for name, weight in weights.items()):
+            return weights
+    raise ValueError(
+        f"{WEIGHTS}={value!r} is not a list of NAME=WEIGHT with weights from {least:g} to {most:g}"
+    )
 
 
 @dataclass(frozen=True)

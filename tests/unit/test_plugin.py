@@ -163,6 +163,8 @@ NO_OPTION = (
 )
 NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
 NO_WAIT = "is not a number of seconds from 0.1 to 86400"
+NO_WEIGHTS = "is not a list of NAME=WEIGHT with weights from 0.01 to 1000"
+NO_ORDER = "names no known order; allowed are 'fair', 'deadline' and 'aging'"
 
 
 @pytest.mark.parametrize(
@@ -182,6 +184,11 @@ NO_WAIT = "is not a number of seconds from 0.1 to 86400"
         ("SPARKSCHED_STUCK_AFTER_S", "10s", NO_SECONDS),
         ("SPARKSCHED_QUEUE_TIMEOUT_S", "0", NO_WAIT),
         ("SPARKSCHED_QUEUE_TIMEOUT_S", "30s", NO_WAIT),
+        ("SPARKSCHED_ORDER", "fifo", NO_ORDER),
+        ("SPARKSCHED_WEIGHTS", "gold=4,free=0", NO_WEIGHTS),
+        ("SPARKSCHED_WEIGHTS", "gold=nan", NO_WEIGHTS),
+        ("SPARKSCHED_WEIGHTS", "gold", NO_WEIGHTS),
+        ("SPARKSCHED_AGING_S", "0", "is not a number of seconds from 0.001 to 86400"),
         (
             "SPARKSCHED_RECORD",
             "/no/such/place/trace",

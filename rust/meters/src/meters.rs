@@ -263,27 +263,22 @@ impl PacingMeter {
 }
 
 /// Bytes of the longest text.
-pub const MAX_TEXT_BYTES: usize = 8 * TEXT_WORDS;
-const TEXT_WORDS: usize = 240;
+pub const MAX_TEXT_BYTES: usize = size_of::<TextWords>();
+
+/// In rows, because longer arrays have no default.
+type TextWords = [[AtomicU64; 16]; 15];
 
 /// A text, which makes sense as a whole only.
 ///
 /// The reader can't hold the writer up: so a sum over all words goes with them, and a reader that
 /// finds another one looks again.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C)]
 pub struct TextMeter {
     /// Its bytes, plus 1; 0 for none.
     length: AtomicU64,
-    words: [AtomicU64; TEXT_WORDS],
+    words: TextWords,
     sum: AtomicU64,
-}
-
-impl Default for TextMeter {
-    fn default() -> Self {
-        let words = std::array::from_fn(|_| AtomicU64::new(0));
-        Self { length: AtomicU64::new(0), words, sum: AtomicU64::new(0) }
-    }
 }
 
 impl TextMeter {
@@ -293,7 +288,7 @@ impl TextMeter {
         let length = bytes.len() as u64 + 1;
         self.length.store(length, Relaxed);
         let mut sum = add_to_sum(FIRST_SUM, length);
-        for (word, bytes) in self.words.iter().zip(bytes.chunks(8)) {
+        for (word, bytes) in self.words.as_flattened().iter().zip(bytes.chunks(8)) {
             let value = bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte));
             sum = add_to_sum(sum, value);
             word.store(value, Relaxed);
@@ -305,8 +300,8 @@ impl TextMeter {
     pub fn read(&self) -> Option<String> {
         let length = self.length.load(Relaxed);
         let num_bytes = usize::try_from(length.checked_sub(1)?).ok()?;
-        let words = self.words.get(..num_bytes.div_ceil(8))?.iter().map(|it| it.load(Relaxed));
-        let words: Vec<u64> = words.collect();
+        let words = self.words.as_flattened().get(..num_bytes.div_ceil(8))?;
+        let words: Vec<u64> = words.iter().map(|it| it.load(Relaxed)).collect();
         let sum = words.iter().fold(add_to_sum(FIRST_SUM, length), |sum, it| add_to_sum(sum, *it));
         let mut bytes: Vec<u8> = words.into_iter().flat_map(u64::to_le_bytes).collect();
         bytes.truncate(num_bytes);
@@ -416,7 +411,7 @@ mod tests {
             meter.set(text);
             assert_eq!(meter.read().as_deref(), Some(text));
         }
-        meter.words[3].store(7, Relaxed);
+        meter.words[0][3].store(7, Relaxed);
         assert_eq!(meter.read(), None);
     }
 
