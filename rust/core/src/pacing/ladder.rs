@@ -111,12 +111,8 @@ impl Ladder {
     /// ever.
     pub(super) fn extra_s(&self, size: usize, attention: f64) -> Option<f64> {
         let larger = (size..self.sizes.len()).find_map(|it| self.times.predict(it, attention));
-        let pieces = (0..size).filter(|&it| self.times.are_alike(it, size));
-        let in_pieces = pieces.filter_map(|it| {
-            let times = f64::from(self.sizes[size]) / f64::from(self.sizes[it]);
-            self.times.predict(it, attention / times).map(|extra_s| times * extra_s)
-        });
-        larger.into_iter().chain(in_pieces).reduce(f64::min)
+        let smaller = || (0..size).rev().find_map(|it| self.times.predict(it, attention));
+        larger.or_else(smaller)
     }
 
     /// What a step of any number of tokens takes beyond its decodes, in seconds.
