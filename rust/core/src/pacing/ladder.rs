@@ -106,9 +106,7 @@ impl Ladder {
     }
 
     /// What a size takes beyond its decodes, in seconds; if that was not seen, by the next larger
-    /// or smaller one that was. `None` if nothing was seen. No size takes longer than smaller ones
-    /// of its kind that compute the same: else one that seldom runs could be thought too dear for
-    /// ever.
+    /// or smaller one that was. `None` if nothing was seen.
     pub(super) fn extra_s(&self, size: usize, attention: f64) -> Option<f64> {
         let larger = (size..self.sizes.len()).find_map(|it| self.times.predict(it, attention));
         let smaller = || (0..size).rev().find_map(|it| self.times.predict(it, attention));

@@ -430,7 +430,6 @@ impl Pacing {
             Some(before) => before.is_ordinary,
             None => self.is_within_stall(num_missing.into(), middle_of(prompt)),
         };
-        if std::env::var("DBG").is_ok() && !is_ordinary { println!("  PROMISE now {now:.2} missing {num_missing} virtual {:.3} own work {:.3} end of ve {:.3} decodes {} decode_s {:.4}", end - now, self.full_work_s(num_missing, num_computed), end, self.demand.num_decode_tokens, self.decode_s); }
         let size = self.within_bound();
         self.to_come.arrive(self.work_s(prompt, size), is_ordinary);
         Promise {
@@ -543,7 +542,8 @@ impl Pacing {
     }
 
     /// The prompts that can be computed, in the order in which they should be: ordinary ones as they
-    /// came, then long ones by what is left of them, or by their deadlines if one would be late.
+    /// came, then long ones by what is left of them; all by their deadlines if a long one would be
+    /// late so.
     fn order(&self) -> Vec<usize> {
         let prompts = &self.demand.prompts;
         let candidates = (0..prompts.len()).filter(|&it| prompts[it].promise.is_some());
@@ -603,18 +603,6 @@ impl Pacing {
         (best, ordinary.max(long), (best > bounded).then_some(reason))
     }
 
-    /// Tokens that a step needs so that all ordinary prompts are through with it. Those that wait
-    /// come behind all that run, which may have as many tokens as they have.
-    fn ordinary_tokens(&self, order: &[usize]) -> f64 {
-        let prompts = || order.iter().map(|&it| &self.demand.prompts[it]);
-        let ordinary = || prompts().filter(|it| is_ordinary(it));
-        let sum: f64 = ordinary().map(|it| f64::from(it.num_missing)).sum();
-        let longest = ordinary().filter(|it| !it.is_running).map(|it| it.num_missing).max();
-        let beside = prompts().filter(|it| it.is_running && !is_ordinary(it));
-        let beside = beside.map(|it| f64::from(it.num_missing.min(longest.unwrap_or(0))));
-        sum + beside.sum::<f64>()
-    }
-
     /// The share of the time with which the deadlines of ordinary prompts, and those of long ones,
     /// can be met by chunks of a size.
     fn needed_shares(&self, order: &[usize], size: usize) -> (f64, f64) {
@@ -658,7 +646,8 @@ impl Pacing {
                 let served = || running.iter().chain(&waiting[..num_admitted]);
                 let lacking: Vec<u32> = served().map(|&it| prompts[it].num_missing).collect();
                 let level = fill_level(&lacking, capacity);
-                let ends = |it: &usize| !is_ordinary(&prompts[*it]) || prompts[*it].num_missing <= level;
+                let ends =
+                    |it: &usize| !is_ordinary(&prompts[*it]) || prompts[*it].num_missing <= level;
                 if num_admitted <= 1 || served().all(ends) {
                     break level;
                 }
