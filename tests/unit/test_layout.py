@@ -27,8 +27,8 @@ TESTKIT = ROOT / "testkit"
 SIDES = {
     "engine": ("api_server", "commands", "verify"),
     "api_server": ("engine", "commands", "verify"),
-    "shared": ("engine", "api_server", "commands", "verify", "trace"),
-    "compat": ("engine", "api_server", "shared", "commands", "verify", "trace"),
+    "shared": ("engine", "api_server", "commands", "verify", "record"),
+    "compat": ("engine", "api_server", "shared", "commands", "verify", "record"),
 }
 """What runs in one process, or must be the same in both: what it may not import of the package."""
 

@@ -92,11 +92,11 @@ _HASHES: Final = "vllm.v1.core.kv_cache_utils"
 _ARRIVAL: Final = f"{_CORE}:EngineCore.preprocess_add_request"
 _STATS: Final = "vllm.v1.metrics.stats"
 _ENGINE: Final = "EngineCore"
-_API_SERVER: Final = "API server"
+_API_SERVER: Final = "API servers"
 
 CHOICE: Final = Group(
     name="choice",
-    process="all",
+    process="all processes",
     off="`VLLM_SCHEDULER=vllm`",
     gain="decisions are made in Rust",
     instead="using vLLM's own scheduler",
@@ -143,8 +143,8 @@ are about devices, kernels, loading, logs."""
 NATIVE_ENGINE: Final = Group(
     name="native_engine",
     process=_ENGINE,
-    off="whatever makes the scheduler fall back",
-    gain="prompts are hashed beside the engine's loop",
+    off="a fallback",
+    gain="prompts are hashed outside the engine loop",
     instead="using vLLM's own scheduler",
     is_on=_always,
     moment=Moment.NATIVE_SCHEDULER,
@@ -152,7 +152,7 @@ NATIVE_ENGINE: Final = Group(
         Seam(
             f"{_CORE}:get_request_block_hasher",
             "sparksched.engine.hashing:_preferring_native_hasher",
-            "prompts are hashed in Rust, without the GIL",
+            "hashes prompts in Rust, without the GIL",
         ),
     ),
     relied_on=(
@@ -225,8 +225,8 @@ ARRIVAL: Final = Group(
         Seam(
             _ARRIVAL,
             "sparksched.engine.arrival:_checking_one_at_a_time",
-            "refuses a request that the core can't take, alone and with a message; reads how long "
-            "it may wait; under a lock, because rings and sockets have a thread each",
+            "refuses a request that the core can't take, with a message; reads its time limit; "
+            "takes a lock, because rings and sockets have a thread each",
         ),
     ),
 )
@@ -234,15 +234,15 @@ ARRIVAL: Final = Group(
 ENGINE_TRANSPORT: Final = Group(
     name="engine_transport",
     process=_ENGINE,
-    off="`SPARKSCHED_TRANSPORT=libzmq`, but for the end with the launcher",
-    gain="the engine's loop sends and receives by itself; what waits for a client is bounded",
+    off="`SPARKSCHED_TRANSPORT=libzmq`; the engine still stops without its launcher",
+    gain="the engine loop sends and receives; what waits for a client is bounded",
     instead="messages of this engine go through vLLM's own sockets",
     is_on=_always,
     functions=(
         Seam(
             f"{_CORE}:EngineCoreProc.process_input_sockets",
             "sparksched.engine.core_proc:_with_rings",
-            "makes the engine's rings",
+            "creates the engine's rings",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc._make_ready_response",
@@ -252,7 +252,7 @@ ENGINE_TRANSPORT: Final = Group(
         Seam(
             f"{_CORE}:EngineCoreProc._handle_client_request",
             "sparksched.engine.core_proc:_with_notices",
-            "passes notices about clients to the engine's loop",
+            "passes notices about clients to the engine loop",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.shutdown",
@@ -269,12 +269,12 @@ ENGINE_TRANSPORT: Final = Group(
         Seam(
             f"{_CORE}:EngineCoreProc.output_queue",
             "sparksched.engine.links:ClientLinks",
-            "sends what the engine's loop puts there at once",
+            "sends at once what the engine loop puts there",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.input_queue",
             "sparksched.engine.links:RingLinks",
-            "receives while the engine's loop waits",
+            "receives while the engine loop waits",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.tensor_ipc_receiver",
@@ -314,7 +314,7 @@ ENGINE_TRANSPORT: Final = Group(
 CLIENT_TRANSPORT: Final = Group(
     name="client_transport",
     process=_API_SERVER,
-    off="`SPARKSCHED_TRANSPORT=zmq`, but for requests that a shutdown leaves behind",
+    off="`SPARKSCHED_TRANSPORT=zmq`; requests still get an answer at shutdown",
     gain="the event loop reads a step without a thread or a socket; requests of a dead engine fail",
     instead="messages to engines go through vLLM's own sockets",
     is_on=_always,
@@ -342,12 +342,12 @@ CLIENT_TRANSPORT: Final = Group(
         Seam(
             f"{_CLIENT}:AsyncMPClient._send_input",
             "sparksched.api_server.client:_sending_async",
-            "sends requests and aborts; a balancing client forgets a request that was not sent",
+            "sends requests and aborts; a load balancer forgets a request that was not sent",
         ),
         Seam(
             f"{_CLIENT}:AsyncMPClient._send_input_message",
             "sparksched.api_server.client:_sending_calls",
-            "sends calls",
+            "sends utility calls",
         ),
         Seam(
             f"{_CLIENT}:SyncMPClient._send_input",
@@ -367,13 +367,13 @@ CLIENT_TRANSPORT: Final = Group(
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.shutdown",
             "sparksched.api_server.shutdown:_answering_what_is_in_flight",
-            "one of several API servers answers its requests within `--shutdown-timeout`; what is "
-            "left then fails, where in vLLM it may wait for ever",
+            "with several API servers, answers requests within `--shutdown-timeout`; others fail, "
+            "where vLLM may leave them waiting forever",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.check_admission",
             "sparksched.api_server.shutdown:_refusing_requests",
-            "requests that come meanwhile get 503",
+            "answers 503 meanwhile",
         ),
     ),
     values=(
@@ -425,7 +425,7 @@ OUTPUTS: Final = Group(
     name="outputs",
     process=_API_SERVER,
     off="`SPARKSCHED_FRONT_END=vllm`",
-    gain="a token costs an API server less",
+    gain="API servers need less CPU time per token",
     instead="outputs are processed by vLLM's own code",
     is_on=environment.replaces_front_end,
     after=(_OUTPUT,),
@@ -435,8 +435,8 @@ OUTPUTS: Final = Group(
         Seam(
             f"{_OUTPUT}:RequestOutputCollector.put",
             "sparksched.api_server.request_collector:_waking_the_consumer",
-            "a stream waits without an event",
-            "a fifth of an API server's CPU time a token, with the next one",
+            "lets streams wait on a future, not an event",
+            "part of what API servers save, with the next one",
         ),
         Seam(
             f"{_OUTPUT}:RequestOutputCollector.get",
@@ -446,9 +446,8 @@ OUTPUTS: Final = Group(
         Seam(
             f"{_OUTPUT}:OutputProcessor.process_outputs",
             "sparksched.api_server.output_processor:_looping_over_plain_outputs",
-            "plain outputs in one flat loop, which also writes them into one that waits for its "
-            "stream",
-            "most of what a token costs an API server less",
+            "handles plain outputs in one flat loop, and appends to those that still wait",
+            "most of what API servers save",
         ),
     ),
     values=(
@@ -485,7 +484,7 @@ FAILURES: Final = Group(
     name="failures",
     process=_API_SERVER,
     off="`VLLM_SCHEDULER=vllm`",
-    gain="whoever waits for `/v1/responses` learns of an error",
+    gain="errors of `/v1/responses` reach the client",
     instead="errors of `/v1/responses` in the background are told to nobody",
     is_on=_always,
     prepare="sparksched.api_server.failures:prepare",
@@ -493,17 +492,17 @@ FAILURES: Final = Group(
         Seam(
             f"{_RESPONSES}:OpenAIServingResponses._run_background_request",
             "sparksched.api_server.failures:_failing_in_the_background",
-            "an error makes the stored response `failed`, instead of `queued` for ever",
+            "marks the stored response `failed` on an error; in vLLM it stays `queued`",
         ),
         Seam(
             f"{_RESPONSES}:OpenAIServingResponses.responses_stream_generator",
             "sparksched.api_server.failures:_ending_with_the_error",
-            "an error becomes the event `response.failed`, instead of a broken connection",
+            "sends an error as the event `response.failed`; vLLM breaks the connection",
         ),
         Seam(
             f"{_RESPONSES}:OpenAIServingResponses.responses_background_stream_generator",
             "sparksched.api_server.failures:_ending_streams_of_the_background",
-            "a stream ends with that event, instead of never",
+            "ends the stream with that event; in vLLM it never ends",
         ),
     ),
     values=(
@@ -520,7 +519,7 @@ METRICS_PAGE: Final = Group(
     name="metrics_page",
     process=_API_SERVER,
     off="`SPARKSCHED_METRICS=0`",
-    gain="`/metrics` shows engines",
+    gain="`/metrics` has our series",
     instead="there will be no metrics of engines",
     is_on=environment.shows_metrics,
     after=("vllm.entrypoints.serve.instrumentator.metrics",),
@@ -530,8 +529,8 @@ METRICS_PAGE: Final = Group(
         Seam(
             "prometheus_client.multiprocess:MultiProcessCollector.collect",
             "sparksched.api_server.metrics:_with_engines",
-            "adds engines to the page of several API servers, under any version of vLLM; a single "
-            "API server registers them beside vLLM's metrics",
+            "adds our series with several API servers, under any version of vLLM; a single one "
+            "registers them beside vLLM's",
         ),
     ),
 )
@@ -539,7 +538,7 @@ METRICS_PAGE: Final = Group(
 RECORDED_ENGINE: Final = Group(
     name="recorded_engine",
     process=_ENGINE,
-    off="without `SPARKSCHED_RECORD`",
+    off="no `SPARKSCHED_RECORD`",
     gain="recordings are complete",
     instead="a signal may end the engine before its recording is complete",
     is_on=_always,
@@ -548,7 +547,7 @@ RECORDED_ENGINE: Final = Group(
         Seam(
             f"{_CORE}:EngineCoreProc.run_busy_loop",
             "sparksched.record.engine_end:_completing_the_recording",
-            "completes the recording when the loop ends, before a signal may end the process",
+            "completes the recording when the loop ends, before a signal can end the process",
         ),
         Seam(
             f"{_CORE}:DPEngineCoreProc.run_busy_loop",
@@ -568,7 +567,7 @@ RECORDED_ENGINE: Final = Group(
 RECORDED_SERVER: Final = Group(
     name="recorded_server",
     process=_API_SERVER,
-    off="without `SPARKSCHED_RECORD`",
+    off="no `SPARKSCHED_RECORD`",
     gain="recordings are complete",
     instead="the API server may end its engines before their recordings are complete",
     is_on=lambda: environment.recording() is not None,
@@ -576,7 +575,7 @@ RECORDED_SERVER: Final = Group(
         Seam(
             "vllm.v1.engine.utils:get_engine_process_shutdown_timeout",
             "sparksched.record.engine_end:_giving_time",
-            "with `--shutdown-timeout 0`, vLLM's default, waits up to three seconds for engines",
+            "waits up to three seconds for engines with `--shutdown-timeout 0`, vLLM's default",
         ),
     ),
 )

@@ -11,7 +11,7 @@ use rustix::fs::{Mode, OFlags, SealFlags, fcntl_add_seals};
 
 use sparksched_shm::{PAGE_BYTES, ShmError, check, create_prepared, first, mapping_of};
 
-use crate::meters::{Meters, PacingReading, RingsReading, StepsReading, TenantReading};
+use crate::meters::{Meters, PacingReading, RingsReading, StepsReading};
 
 /// The page as its engine has it.
 #[derive(Debug)]
@@ -93,9 +93,9 @@ impl MeterReader {
         self.meters().pacing().read()
     }
 
-    /// The tenants that have requests, if requests are ordered.
+    /// The tenants that have requests, if requests are ordered: a line each.
     #[must_use]
-    pub fn tenants(&self) -> Option<Vec<TenantReading>> {
+    pub fn tenants(&self) -> Option<String> {
         // Somebody may be writing; nobody does so for long.
         (0..3).find_map(|_| self.meters().tenants().read())
     }

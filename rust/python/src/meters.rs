@@ -1,5 +1,6 @@
 //! The page with an engine's meters as Python sees it: `EngineMeters` writes, `MeterReader` reads.
 
+use std::cmp::Reverse;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,10 +8,10 @@ use std::time::Duration;
 use pyo3::exceptions::PyConnectionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use sparksched_core::{PacingReport, TenantReading, WaitCounts, WaitReason};
+use sparksched_core::{PacingReport, WaitCounts, WaitReason};
 use sparksched_entry_points::entry_points;
 use sparksched_meters::{
-    HistogramReading, MAX_TENANTS, MAX_WAIT_REASONS, MeterPage, MeterReader, NUM_BOUNDS,
+    HistogramReading, MAX_TEXT_BYTES, MAX_WAIT_REASONS, MeterPage, MeterReader, NUM_BOUNDS,
     RingsReading, Traffic, bound_ns,
 };
 use sparksched_shm::ShmError;
@@ -26,6 +27,11 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 const NS_PER_S: f64 = 1e9;
+
+/// Tenants that are told of by name, and bytes of it: with two counts each, they fit into the page.
+const MAX_TENANTS: usize = 20;
+const MAX_NAME_BYTES: usize = 48;
+const _: () = assert!((MAX_TENANTS + 1) * (MAX_NAME_BYTES + "\n".len() + 2 * 21) <= MAX_TEXT_BYTES);
 
 #[expect(clippy::cast_precision_loss, reason = "exact for years")]
 fn seconds(ns: u64) -> f64 {
@@ -76,30 +82,21 @@ impl StepSink for PageSink {
         self.0.meters().steps().set_waits(counts.by_reason());
     }
 
-    fn set_tenants(&self, mut tenants: Vec<TenantReading>) {
+    fn set_tenants(&self, mut tenants: Vec<(&str, usize, usize)>) {
         if tenants.len() > MAX_TENANTS {
-            let fewer = |it: &TenantReading| std::cmp::Reverse(it.num_unfinished);
-            tenants.select_nth_unstable_by_key(MAX_TENANTS, fewer);
+            tenants.select_nth_unstable_by_key(MAX_TENANTS, |&(_, _, count)| Reverse(count));
+            let sum = |sum: (usize, usize), it: (&str, usize, usize)| (sum.0 + it.1, sum.1 + it.2);
+            let (num_waiting, num_unfinished) = tenants.drain(MAX_TENANTS..).fold((0, 0), sum);
+            tenants.push(("", num_waiting, num_unfinished));
         }
-        let reading = |it: &TenantReading| sparksched_meters::TenantReading {
-            name: it.name.to_string(),
-            num_waiting: it.num_waiting as u64,
-            num_unfinished: it.num_unfinished as u64,
-        };
-        let (largest, rest) = tenants.split_at(MAX_TENANTS.min(tenants.len()));
-        let mut told: Vec<_> = largest.iter().map(reading).collect();
-        if !rest.is_empty() {
-            let others =
-                rest.iter().map(reading).reduce(|sum, it| sparksched_meters::TenantReading {
-                    name: String::new(),
-                    num_waiting: sum.num_waiting + it.num_waiting,
-                    num_unfinished: sum.num_unfinished + it.num_unfinished,
-                });
-            told.extend(
-                others.map(|it| sparksched_meters::TenantReading { name: String::new(), ..it }),
-            );
+        let mut text = String::new();
+        for (name, num_waiting, num_unfinished) in tenants {
+            let end =
+                (0..=MAX_NAME_BYTES.min(name.len())).rev().find(|&it| name.is_char_boundary(it));
+            let name = name[..end.unwrap_or(0)].replace(char::is_control, " ");
+            text += &format!("{num_waiting} {num_unfinished} {name}\n");
         }
-        self.0.meters().tenants().set(&told);
+        self.0.meters().tenants().set(&text);
     }
 
     fn set_pacing(&self, report: &PacingReport) {
@@ -152,6 +149,14 @@ struct PyMeterReader {
     reader: MeterReader,
 }
 
+/// Reads a line of `set_tenants`.
+fn tenant_of(line: &str) -> Option<(String, u64, u64)> {
+    let mut parts = line.splitn(3, ' ');
+    let mut count = || parts.next()?.parse().ok();
+    let (num_waiting, num_unfinished) = (count()?, count()?);
+    Some((parts.next()?.to_owned(), num_waiting, num_unfinished))
+}
+
 #[entry_points(MeterReader)]
 #[pymethods]
 impl PyMeterReader {
@@ -181,9 +186,7 @@ impl PyMeterReader {
     }
 
     fn tenants(&self) -> PyResult<Option<Vec<(String, u64, u64)>>> {
-        let triple =
-            |it: sparksched_meters::TenantReading| (it.name, it.num_waiting, it.num_unfinished);
-        Ok(self.reader.tenants().map(|tenants| tenants.into_iter().map(triple).collect()))
+        Ok(self.reader.tenants().and_then(|text| text.lines().map(tenant_of).collect()))
     }
 
     fn rings<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sparksched_core::{PacingReport, Scheduler, TenantReading, WaitCounts};
+use sparksched_core::{PacingReport, Scheduler, WaitCounts};
 
 /// There may be many tenants: they are looked at once in so long.
 const TENANTS_EACH: Duration = Duration::from_secs(1);
@@ -23,8 +23,8 @@ pub(crate) trait StepSink: Send + Sync {
     fn set_requests(&self, num_running: usize, num_waiting: usize);
     /// So many wait for what.
     fn set_waits(&self, counts: &WaitCounts);
-    /// These tenants have requests.
-    fn set_tenants(&self, tenants: Vec<TenantReading>);
+    /// These tenants have requests: how many were never scheduled, and how many have not ended.
+    fn set_tenants(&self, tenants: Vec<(&str, usize, usize)>);
     /// So paced prefill stands.
     fn set_pacing(&self, report: &PacingReport);
 }

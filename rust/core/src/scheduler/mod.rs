@@ -21,7 +21,7 @@ use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
 use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
 use crate::kv_cache_manager::KvCacheManager;
-use crate::order::{Arrival, Order, OrderHints, OrderSettings, TenantReading};
+use crate::order::{Arrival, Order, OrderHints, OrderSettings};
 use crate::request::{
     EventKind, FetchStage, NewRequest, NumGroups, Request, RequestStatus, SessionInput,
 };
@@ -180,6 +180,7 @@ impl Scheduler {
         let request = &self.slots[index];
         let hit = self.kv_cache.peek_prefix_hit(request);
         let ticket = order.rank(&Arrival {
+            index,
             hints,
             priority: request.priority,
             time: request.arrival_time,
@@ -219,8 +220,9 @@ impl Scheduler {
         self.order.is_some()
     }
 
-    /// The tenants that have requests, if requests are ordered.
-    pub fn tenants(&self) -> impl Iterator<Item = TenantReading> {
+    /// The tenants that have requests, if requests are ordered; of each, how many were never
+    /// scheduled, and how many have not ended.
+    pub fn tenants(&self) -> impl Iterator<Item = (&str, usize, usize)> {
         self.order.iter().flat_map(Order::tenants)
     }
 
