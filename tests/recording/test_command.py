@@ -153,12 +153,3 @@ def test_a_pool_that_is_too_small(path: Path, capsys: pytest.CaptureFixture[str]
     status, _, error = ask(capsys, path, "--num-gpu-blocks=2", "--scheduler=both")
     assert status == 2
     assert "--scheduler sparksched or vllm" in error
-
-
-def test_piped(path: Path) -> None:
-    command = [sys.executable, "-m", "sparksched.cli", "replay", path, "--max-num-seqs=1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    assert "\x1b" not in done.stdout
-    assert "--max-num-seqs 1" in done.stdout
-    assert re.search(r"prefix cache hit rate +│ +[\d.]+% +│ +[\d.]+%", done.stdout)

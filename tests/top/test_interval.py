@@ -74,7 +74,7 @@ def test_the_largest_tenants_have_a_line() -> None:
         "": (0, 40),
         **{f"t{n}": (0, 2) for n in (1, 2)},
     }
-    page = recorded("busy") + "".join(
+    page = page_of("busy") + "".join(
         f'sparksched:tenant_{what}_requests{{engine="{engine}",tenant="{name}"}} {it[place]}\n'
         for name, it in (counts | {"tiny": (0, 1)}).items()
         for place, what in enumerate(("waiting", "unfinished"))

@@ -349,15 +349,6 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         """Return what a watch finds, and the time of the next `take_expired`. For any thread."""
         return watch.look(self._core, now)
 
-    def order_hints(self, request: Any) -> OrderHints:
-        """Return what a request, or its message, says of its place in the order, if there is one.
-
-        Raises:
-            VLLMValidationError: if it says something else.
-
-        """
-        return OrderHints("", None) if self._order is None else hints_of(request)
-
     def refuse_unsupported_inputs(self, request: Any) -> None:
         """Raise `VLLMValidationError` for a request, or its message, that can't be served."""
         refuse_unsupported_inputs(
