@@ -1,7 +1,6 @@
 """`sparksched replay`: what it prints, on a terminal and to programs, and what it refuses."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
