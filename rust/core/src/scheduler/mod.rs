@@ -248,8 +248,10 @@ impl Scheduler {
     pub fn continue_session(&mut self, index: RequestIndex, input: SessionInput) {
         assert_eq!(self.request(index).status, RequestStatus::WaitingForInput);
         self.num_waiting_for_input -= 1;
-        // It stays where it is in its queue.
         self.take_input(index, input);
+        // It is in one of them.
+        self.waiting.note_arrival(index, &self.slots);
+        self.kv_holding_waiting.note_arrival(index, &self.slots);
     }
 
     /// Gives a session its next input, wherever it is.
