@@ -27,7 +27,7 @@ from sparksched.record.recorder import Recorder, record
 from sparksched.record.settings import UnrecordableError
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from testkit.worlds.draw import draw_configuration
 from testkit.worlds.world import build_world, vllm_environment
@@ -52,7 +52,7 @@ def recorded_scheduler(path: Path) -> tuple[Any, Recorder]:
 
 
 def request(number: int = 0, num_tokens: int = 9, **changed: Any) -> Any:
-    coming = arrival(number, num_tokens, False, **changed)
+    coming = arrival(number, num_tokens, **changed)
     tokens = StandIns(number, coming.keys, (BLOCK_SIZE,))
     recorded = {number: load.Request(coming, False, bytearray(coming.keys))}
     its_load: Any = SimpleNamespace(requests=recorded, tokens=lambda _: tokens)
@@ -164,13 +164,7 @@ def long_steps(scheduler: Any) -> None:
     scheduler.schedule()
 
 
-def long_drafts(scheduler: Any) -> None:
-    scheduler.update_draft_token_ids(DraftTokenIds(["request-0"], [[1] * 60_000]))
-
-
-@pytest.mark.parametrize(
-    ("call", "most"), [(pauses, 600), (long_prompts, 8), (long_steps, 8), (long_drafts, 8)]
-)
+@pytest.mark.parametrize(("call", "most"), [(pauses, 600), (long_prompts, 8), (long_steps, 8)])
 def test_more_than_the_disk_takes(
     call: Callable[[Any], None],
     most: int,

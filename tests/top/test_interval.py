@@ -67,6 +67,31 @@ def test_paced_prefill_has_a_line() -> None:
     assert busy_interval().paced is None
 
 
+def test_the_largest_tenants_have_a_line() -> None:
+    counts = {
+        "gold": (1, 3),
+        "x" * 48: (190, 198),
+        "": (0, 40),
+        **{f"t{n}": (0, 2) for n in (1, 2)},
+    }
+    page = page_of("busy") + "".join(
+        f'sparksched:tenant_{what}_requests{{engine="{engine}",tenant="{name}"}} {it[place]}\n'
+        for name, it in (counts | {"tiny": (0, 1)}).items()
+        for place, what in enumerate(("waiting", "unfinished"))
+        for engine in (0, 1)
+    )
+    interval = between(*[parse(page, 10.0)] * 2)
+    assert next(iter(interval.tenants.items())) == ("x" * 48, (380, 396))
+    assert list(interval.tenants) == ["x" * 48, "", "gold", "t1", "t2"]
+    console = Console(width=WIDTH)
+    with console.capture() as capture:
+        console.print(render("a server", interval))
+    lines = [it.split() for it in capture.get().splitlines()]
+    assert ["others", "0", "80"] in lines
+    assert ["gold", "2", "6"] in lines
+    assert busy_interval().tenants == {}
+
+
 def test_a_server_that_was_started_again_has_no_rates() -> None:
     interval = between(*pages("busy", "idle"))
     assert interval.generation_tokens_per_s is None

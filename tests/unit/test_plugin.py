@@ -158,11 +158,13 @@ NO_SWITCH = "is not a switch; allowed are '0' and '1'"
 NO_MIB = "is not a whole number from 1 to 1024"
 NO_BYTES = f": 'bytes' is not a number from {1 << 16} to {1 << 40}"
 NO_OPTION = (
-    "has an unknown option {!r}; allowed behind the file, which has no comma in its name, are "
-    "',tokens' and ',bytes=N'"
+    "has an unknown option {!r}; allowed behind the file, which has no comma in its name, is "
+    "',bytes=N'"
 )
 NO_SECONDS = "is not a number of seconds from 0.1 to 3600"
 NO_WAIT = "is not a number of seconds from 0.1 to 86400"
+NO_WEIGHTS = "is not a list of NAME=WEIGHT with weights from 0.01 to 1000"
+NO_ORDER = "names no known order; allowed are 'fair', 'deadline' and 'aging'"
 
 
 @pytest.mark.parametrize(
@@ -182,6 +184,11 @@ NO_WAIT = "is not a number of seconds from 0.1 to 86400"
         ("SPARKSCHED_STUCK_AFTER_S", "10s", NO_SECONDS),
         ("SPARKSCHED_QUEUE_TIMEOUT_S", "0", NO_WAIT),
         ("SPARKSCHED_QUEUE_TIMEOUT_S", "30s", NO_WAIT),
+        ("SPARKSCHED_ORDER", "fifo", NO_ORDER),
+        ("SPARKSCHED_WEIGHTS", "gold=4,free=0", NO_WEIGHTS),
+        ("SPARKSCHED_WEIGHTS", "gold=nan", NO_WEIGHTS),
+        ("SPARKSCHED_WEIGHTS", "gold", NO_WEIGHTS),
+        ("SPARKSCHED_AGING_S", "0", "is not a number of seconds from 0.001 to 86400"),
         (
             "SPARKSCHED_RECORD",
             "/no/such/place/trace",
@@ -190,7 +197,7 @@ NO_WAIT = "is not a number of seconds from 0.1 to 86400"
         ("SPARKSCHED_RECORD", "/tmp", "names no file that can be written"),
         ("SPARKSCHED_RECORD", "trace,token", NO_OPTION.format("token")),
         ("SPARKSCHED_RECORD", "trace,bytes=65535", NO_BYTES),
-        ("SPARKSCHED_RECORD", "trace,tokens,bytes=1e9", NO_BYTES),
+        ("SPARKSCHED_RECORD", "trace,bytes=1e9", NO_BYTES),
         ("SPARKSCHED_RECORD", "trace,bytes=" + "9" * 5000, NO_BYTES),
     ],
 )

@@ -16,7 +16,6 @@ from sparksched import plugin
 from sparksched.compat import fingerprints, patching, releases, seams, source
 from sparksched.compat.seams import Group, Moment, Seam
 from sparksched.engine import hashing
-from sparksched.record import engine_end
 
 from tools.pages import LIST, with_seams
 
@@ -72,8 +71,6 @@ def start(mode: str, **variables: str) -> None:
         hashing.prepare_engine(
             SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache_config))
         )  # type: ignore[arg-type]
-    if mode == "sparksched":
-        engine_end.prepare_engine()
 
 
 def chosen_class() -> str:

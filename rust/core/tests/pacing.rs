@@ -14,9 +14,9 @@ use std::collections::{BTreeMap, VecDeque};
 
 use common::{Answers, config, new_request};
 use sparksched_core::{
-    BlockHasher, HashAlgorithm, KvCacheGroupConfig, Mode, NewRequest, PacedStep, Pacing,
-    PacingSettings, RequestIndex, RequestStatus, ScheduledOutput, Scheduler, SchedulerConfig,
-    StepLoad, StopConditions,
+    BlockHasher, HashAlgorithm, KvCacheGroupConfig, Mode, NewRequest, OrderHints, OrderSettings,
+    PacedStep, Pacing, PacingSettings, Policy, RequestIndex, RequestStatus, ScheduledOutput,
+    Scheduler, SchedulerConfig, StepLoad, StopConditions,
 };
 
 const MS: f64 = 1e-3;
@@ -195,7 +195,10 @@ fn serving(device: &Device, num_blocks: u32) -> SchedulerConfig {
 
 impl World {
     fn new(config: SchedulerConfig, device: Device, settings: Option<PacingSettings>) -> Self {
-        let scheduler = Scheduler::new(config).expect("a sane configuration");
+        let mut scheduler = Scheduler::new(config).expect("a sane configuration");
+        if scheduler.config().policy == Policy::Priority {
+            scheduler.order_by(OrderSettings::Fair(BTreeMap::new()));
+        }
         let pacing = settings.map(|it| Pacing::new(it, &scheduler));
         let mut world = Self {
             scheduler,
@@ -265,15 +268,16 @@ impl World {
             }
             self.arrivals.pop_front();
             let Arrival { at, prefix, own, out, priority } = arrival;
-            let own = (0..own).map(|it| token(10 + (it + 7 * id) % 50_000));
             let mut tokens = vec![8; prefix];
-            tokens.extend(own);
+            tokens.extend((0..own).map(|it| token(10 + (it + 7 * id) % 50_000)));
             if prefix == 0 {
                 tokens[0] = token(60_000 + id);
             }
             let stop = StopConditions { max_tokens: out, ..StopConditions::default() };
-            let arrival_time = at;
-            let request = NewRequest { stop, arrival_time, priority, ..new_request(id, &tokens) };
+            // Prompts of one length are a tenant's, where it counts.
+            let order_hints = OrderHints { tenant: own.to_string().into(), ttft_s: None };
+            let base = new_request(id, &tokens);
+            let request = NewRequest { stop, arrival_time: at, priority, order_hints, ..base };
             let index = self.scheduler.add_request(request, self.now);
             self.ids.insert(index, id);
         }
@@ -316,7 +320,7 @@ impl World {
             self.free_at = self.free_at.max(self.now) + jitter * self.device.step_s(&load, is_even);
         }
         let scheduled = self.scheduler.step().scheduled().map(|it| {
-            let samples = !self.scheduler.request(it.index).is_prefill_chunk();
+            let samples = !self.scheduler.request(it.index).is_prefill_chunk;
             (it.index, self.ids[&it.index], it.num_tokens, samples)
         });
         let scheduled = scheduled.collect();
@@ -380,6 +384,7 @@ struct Case {
     arrivals: Vec<Arrival>,
     num_blocks: u32,
     stall_s: f64,
+    is_fair: bool,
 }
 
 impl Case {
@@ -387,7 +392,8 @@ impl Case {
         let mut arrivals = arrivals;
         arrivals.sort_by(|one, other| one.at.total_cmp(&other.at));
         let name = name.to_owned();
-        Self { name, device, num_streams, arrivals, num_blocks: 60_000, stall_s: STALL_S }
+        let (num_blocks, stall_s, is_fair) = (60_000, STALL_S, false);
+        Self { name, device, num_streams, arrivals, num_blocks, stall_s, is_fair }
     }
 
     fn run(&self, is_paced: bool) -> World {
@@ -396,7 +402,8 @@ impl Case {
             max_slowdown: SLOWDOWN,
             max_graph_tokens: 512,
         };
-        let config = serving(&self.device, self.num_blocks);
+        let mut config = serving(&self.device, self.num_blocks);
+        config.policy = if self.is_fair { Policy::Priority } else { Policy::Fcfs };
         let mut world = World::new(config, self.device, is_paced.then_some(settings));
         for _ in 0..self.num_streams {
             world.arrive(Arrival::new(0.0, 64, 1_000_000));
@@ -750,4 +757,29 @@ fn an_ordinary_load_costs_nothing() {
         world.lives.iter().map(|it| (1e6 * it.first_s()).round() as i64).collect()
     };
     assert_eq!(firsts(&alone.paced), firsts(&alone.stock));
+}
+
+/// Fair between tenants and paced, both promises hold: a tenant's burst of long prompts delays neither
+/// the short ones of another nor the streams.
+#[test]
+fn a_burst_delays_no_other_tenant_and_no_stream() {
+    const SHORT: usize = 500;
+    let arrivals = [every(0.0, 40, 8_000), every(1.0, 15, SHORT)].concat();
+    for device in [TIMER, MOE] {
+        let fcfs = Case::new("a tenant's burst", device, 16, arrivals.clone());
+        let fair = Pair::new(Case { is_fair: true, ..fcfs.clone() });
+        let longest_s = |world: &World| {
+            let lives = world.lives[fcfs.num_streams..].iter().zip(&fcfs.arrivals);
+            lives.filter(|(_, it)| it.own == SHORT).map(|(it, _)| it.first_s()).fold(0.0, f64::max)
+        };
+        let waits = [&fcfs.run(false), &fair.stock, &fair.paced].map(longest_s);
+        println!("{}: the longest waits are {waits:?} s", device.name);
+        fair.check();
+        assert!(waits[0] > 10.0, "{}: {waits:?}", device.name);
+        assert!(waits[1] < 2.0, "{}: {waits:?}", device.name);
+        assert!(waits[2] < 2.0, "{}: {waits:?}", device.name);
+        let gap_s = quantile(Pair::gaps(&fair.paced).collect(), 0.99);
+        assert!(gap_s <= 1.1 * STALL_S, "{}: {gap_s}", device.name);
+        assert_eq!(fair.late().long_late, 0, "{}: {:?}", device.name, fair.late());
+    }
 }
