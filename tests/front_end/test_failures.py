@@ -43,7 +43,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from testkit.executor import FakeExecutor, engine_config, write_model_directory
 
-PATIENCE_S = 0.5
+PATIENCE_S = {"vllm": 0.5, "sparksched": 60}
 """How long a background stream without an end is read: only vLLM's own has none."""
 
 
@@ -159,7 +159,8 @@ async def over_http(llm: AsyncLLM, args: Namespace, path: str, options: dict[str
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         try:
-            async with asyncio.timeout(PATIENCE_S if "background" in options else None):
+            patience_s = PATIENCE_S[os.environ["VLLM_SCHEDULER"]]
+            async with asyncio.timeout(patience_s if "background" in options else None):
                 answer = await client.post(path, json={"model": "tiny", **BODIES[path], **options})
         except TimeoutError:
             return "no end"
