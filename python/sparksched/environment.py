@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeVar
 
 SCHEDULER = "VLLM_SCHEDULER"
@@ -19,7 +20,6 @@ RECORD = "SPARKSCHED_RECORD"
 METRICS = "SPARKSCHED_METRICS"
 MAX_STALL_MS = "SPARKSCHED_MAX_STALL_MS"
 MAX_SLOWDOWN = "SPARKSCHED_MAX_SLOWDOWN"
-PREFILL_SHARE = "SPARKSCHED_PREFILL_SHARE"
 PACING_LOG = "SPARKSCHED_PACING_LOG"
 ORDER = "SPARKSCHED_ORDER"
 WEIGHTS = "SPARKSCHED_WEIGHTS"
@@ -39,7 +39,6 @@ VARIABLES: Final = (
     METRICS,
     MAX_STALL_MS,
     MAX_SLOWDOWN,
-    PREFILL_SHARE,
     PACING_LOG,
     ORDER,
     WEIGHTS,
@@ -171,15 +170,10 @@ def pacing() -> Pacing | None:
     """How long prompts are paced; None if neither stall nor slowdown is set.
 
     Raises:
-        ValueError: for a value that is no number within its bounds, a log for which there is no
-            folder, or `SPARKSCHED_PREFILL_SHARE`.
+        ValueError: for a value that is no number within its bounds, or a log for which there is no
+            folder.
 
     """
-    if os.environ.get(PREFILL_SHARE):
-        raise ValueError(
-            f"{PREFILL_SHARE} is no longer a setting: {MAX_SLOWDOWN} says how many times as late as"
-            " without pacing a long prompt's first token may come, and the share follows from it"
-        )
     max_stall_ms = _number(
         MAX_STALL_MS, "a number of milliseconds", DEFAULT_MAX_STALL_MS, MAX_STALL_BOUNDS_MS
     )
@@ -240,14 +234,12 @@ class Recording:
 
     path: str
     """The file that the scheduler is recorded to."""
-    with_tokens: bool = False
-    """Whether prompts and outputs are in it."""
     max_bytes: int = DEFAULT_RECORD_BYTES
     """Where it ends, and serving goes on."""
 
 
 def recording() -> Recording | None:
-    """Return what is to be recorded: `SPARKSCHED_RECORD=FILE[,tokens][,bytes=N]`; None for nothing.
+    """Return what is to be recorded: `SPARKSCHED_RECORD=FILE[,bytes=N]`; None for nothing.
 
     Raises:
         ValueError: if the file's folder is not there or not to be written to, or for an option
@@ -259,19 +251,21 @@ def recording() -> Recording | None:
         return None
     path, *options = value.split(",")
     _refuse_no_new_file(RECORD, value, path)
-    with_tokens, max_bytes = False, DEFAULT_RECORD_BYTES
+    max_bytes = DEFAULT_RECORD_BYTES
     for option in options:
         name, _, number = option.partition("=")
-        if option == "tokens":
-            with_tokens = True
-        elif name == "bytes":
-            max_bytes = _record_bytes(value, number)
-        else:
+        if name != "bytes":
             raise ValueError(
                 f"{RECORD}={value!r} has an unknown option {option!r}; allowed behind the file, "
-                "which has no comma in its name, are ',tokens' and ',bytes=N'"
+                "which has no comma in its name, is ',bytes=N'"
             )
-    return Recording(path, with_tokens, max_bytes)
+        max_bytes = _record_bytes(value, number)
+    return Recording(path, max_bytes)
+
+
+def file_of_engine(name: str, index: int) -> Path:
+    """Return the path of an engine's own file: all but the first of several add their index."""
+    return Path(name.replace("%p", str(os.getpid())) + (f".{index}" if index else ""))
 
 
 def _record_bytes(value: str, number: str) -> int:

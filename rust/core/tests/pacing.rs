@@ -320,7 +320,7 @@ impl World {
             self.free_at = self.free_at.max(self.now) + jitter * self.device.step_s(&load, is_even);
         }
         let scheduled = self.scheduler.step().scheduled().map(|it| {
-            let samples = !self.scheduler.request(it.index).is_prefill_chunk();
+            let samples = !self.scheduler.request(it.index).is_prefill_chunk;
             (it.index, self.ids[&it.index], it.num_tokens, samples)
         });
         let scheduled = scheduled.collect();

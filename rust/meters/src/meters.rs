@@ -22,7 +22,6 @@ const FIRST_EXPONENT: u32 = 10;
 ///
 /// # Panics
 /// If `index` is not below [`NUM_BOUNDS`].
-#[must_use]
 pub fn bound_ns(index: usize) -> u64 {
     assert!(index < NUM_BOUNDS, "bucket {index} has no bound");
     let power = 1 << (FIRST_EXPONENT as usize + index / 2);
@@ -50,7 +49,6 @@ pub struct Histogram {
     buckets: [AtomicU64; NUM_BUCKETS],
 }
 
-/// A histogram at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistogramReading {
     /// How often, by bucket.
@@ -73,7 +71,6 @@ impl Histogram {
     }
 
     /// What was counted so far.
-    #[must_use]
     pub fn read(&self) -> HistogramReading {
         // A fence, and no stronger loads: on memory that can't be written, as a reader has it, Rust
         // promises relaxed ones only.
@@ -86,7 +83,6 @@ impl Histogram {
 /// What goes through the rings of all clients, in one direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Bytes that wait in the rings.
     pub waiting_bytes: u64,
     /// The most that has waited in one ring.
     pub high_water_bytes: u64,
@@ -188,7 +184,6 @@ impl StepMeter {
         self.state.store(REPORTS, Relaxed);
     }
 
-    /// Says how many requests run and wait.
     pub fn set_requests(&self, num_running: u64, num_waiting: u64) {
         self.num_running.store(num_running, Relaxed);
         self.num_waiting.store(num_waiting, Relaxed);
@@ -207,7 +202,6 @@ impl StepMeter {
     }
 
     /// All of it, if a scheduler reports.
-    #[must_use]
     pub fn read(&self) -> Option<StepsReading> {
         (self.state.load(Relaxed) == REPORTS).then(|| StepsReading {
             schedule: self.schedule.read(),
@@ -232,7 +226,6 @@ pub struct StepsReading {
     pub gap: HistogramReading,
     /// Requests that run.
     pub num_running: u64,
-    /// Requests that wait.
     pub num_waiting: u64,
     /// Of these, by reason; the writer and the reader know which.
     pub waiting_for: [u64; MAX_WAIT_REASONS],
@@ -243,7 +236,6 @@ pub struct StepsReading {
 /// What paced prefill says of itself; the writer and the reader know what is what.
 pub type PacingReading = [f64; MAX_PACING_VALUES];
 
-/// Values of paced prefill, at most.
 pub const MAX_PACING_VALUES: usize = 15;
 
 /// Where paced prefill says how it stands.
@@ -256,7 +248,6 @@ pub struct PacingMeter {
 }
 
 impl PacingMeter {
-    /// Says how it stands.
     pub fn set(&self, reading: &[f64]) {
         for (to, value) in self.values.iter().zip(reading) {
             to.store(value.to_bits(), Relaxed);
@@ -265,7 +256,6 @@ impl PacingMeter {
     }
 
     /// All of it, if anything was said.
-    #[must_use]
     pub fn read(&self) -> Option<PacingReading> {
         let value = |it: usize| f64::from_bits(self.values[it].load(Relaxed));
         (self.is_there.load(Relaxed) == 1).then(|| std::array::from_fn(value))
@@ -307,7 +297,6 @@ impl TextMeter {
     }
 
     /// It, if something was said and nobody writes at the moment.
-    #[must_use]
     pub fn read(&self) -> Option<String> {
         let length = self.length.load(Relaxed);
         let num_bytes = usize::try_from(length.checked_sub(1)?).ok()?;
@@ -354,19 +343,16 @@ impl Meters {
     }
 
     /// Paced prefill's part.
-    #[must_use]
     pub fn pacing(&self) -> &PacingMeter {
         &self.pacing.0
     }
 
     /// The tenants that have requests, if requests are ordered: a line each.
-    #[must_use]
     pub fn tenants(&self) -> &TextMeter {
         &self.tenants.0
     }
 
     /// The scheduler's part.
-    #[must_use]
     pub fn steps(&self) -> &StepMeter {
         &self.steps.0
     }
@@ -382,7 +368,6 @@ impl Meters {
     }
 
     /// What goes through the rings, if there are any.
-    #[must_use]
     pub fn rings(&self) -> Option<RingsReading> {
         let meter = &self.rings.0;
         (meter.is_there.load(Relaxed) == 1).then(|| RingsReading {
