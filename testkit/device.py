@@ -225,16 +225,11 @@ class Device:
     def _encode(self, step: SchedulerOutput) -> None:
         """Keep in mind which images the encoder's cache holds; their values are in `_images`."""
         self._encoded.difference_update(step.free_encoder_mm_hashes)
-        # vLLM 0.32.0 has none.
-        for request_id, updates in getattr(step, "encoder_input_updates", {}).items():
-            for index, data in updates.items():
-                self._sequences[request_id].features[index].data = data
+        # Not looked at: whether an image has data. What a prefix hit covers comes without any, and
+        # is encoded all the same if its request is preempted and the hit is gone by then.
         for request_id, indices in step.scheduled_encoder_inputs.items():
-            for index in indices:
-                feature = self._sequences[request_id].features[index]
-                if feature.data is None:
-                    raise WrongSlotError(f"{request_id}: image {index} has no data to encode")
-                self._encoded.add(feature.identifier)
+            features = self._sequences[request_id].features
+            self._encoded.update(features[index].identifier for index in indices)
 
     def _write(self, request_id: str, start: int, end: int) -> None:
         sequence = self._sequences[request_id]
