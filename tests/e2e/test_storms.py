@@ -357,7 +357,7 @@ def storm(
     with_text: bool = True,
 ) -> None:
     """Ask for some of what is wanted; compare each answer with that in peace."""
-    wanted, in_peace = ([everything[at] for at in known] for everything in (wanted, in_peace))
+    wanted, in_peace = [wanted[at] for at in known], [in_peace[at] for at in known]
     answers = asyncio.run(ask_all(server, wanted, is_storm=True, resets=resets))
     assert server.runs_sparksched
     server.wait_until_idle()
