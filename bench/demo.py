@@ -16,7 +16,7 @@ from types import FrameType
 from bench.cpu import ENGINE, FRONT_END, Threads
 from testkit.server import Server, ServerError, serve
 from testkit.streaming import Completion, Prompt, mixed_prompts, stream_all
-from testkit.tiny_gpt_oss import write_model
+from testkit.tiny_models import write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK_DIR = ROOT / ".demo"

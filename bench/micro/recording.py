@@ -22,20 +22,20 @@ from testkit.worlds.world import vllm_environment
 
 GPU_S = 0.005
 STEPS_A_TURN = 50
-KINDS = {"off": None, "without tokens": False, "with tokens": True}
+KINDS = {"off": False, "without tokens": True}
 
 
 class Subject:
     """A scheduler of generating requests, recorded in one of the ways."""
 
-    def __init__(self, side: str, num_requests: int, path: Path, with_tokens: bool | None) -> None:
+    def __init__(self, side: str, num_requests: int, path: Path, is_recorded: bool) -> None:
         self.engine = engine = Engine(side)
         self._path, self._recorder, self._processor_s = path, None, 0.0
-        if with_tokens is not None:
+        if is_recorded:
             world = engine.world
             config = (world.vllm_config, world.kv_cache_config)
             sizes = (world.scheduler_block_size, world.hash_block_size)
-            self._recorder = Recorder(path, *config, *sizes, with_tokens=with_tokens)
+            self._recorder = Recorder(path, *config, *sizes)
             self._recorder.attach(engine.scheduler)
         engine.start_decoding(num_requests)
         self.run()  # warms up
@@ -73,8 +73,8 @@ def measure(side: str, num_requests: int, num_steps: int) -> dict[str, Metrics]:
     """Time the steps of so many generating requests, by kind: in turns, on the same machine."""
     with tempfile.TemporaryDirectory() as folder:
         subjects = {
-            kind: Subject(side, num_requests, Path(folder) / kind, with_tokens)
-            for kind, with_tokens in KINDS.items()
+            kind: Subject(side, num_requests, Path(folder) / kind, is_recorded)
+            for kind, is_recorded in KINDS.items()
         }
         for _ in range(max(num_steps // STEPS_A_TURN, 1)):
             for subject in subjects.values():

@@ -17,8 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".conformance"
 
 # The files of `tests/v1/core` that are about the scheduler, or call parts of it. The others are
-# about the KV cache manager, its parts and the encoder cache alone, or need a real model; and
-# test_priority_scheduler_random.py takes minutes a test, of 20,000 steps, on vLLM's scheduler, too.
+# about the KV cache manager, its parts and the encoder cache alone, or need a real model.
 FILES = (
     "test_scheduler.py",
     "test_async_scheduler.py",
@@ -27,6 +26,7 @@ FILES = (
     "test_output.py",
     "test_prefix_replay.py",
     "test_priority_preemption_bug.py",
+    "test_priority_scheduler_random.py",
     "test_repetition_detection.py",
     "test_swa_inflight_window_free.py",
     "test_worker_slot_overflow.py",

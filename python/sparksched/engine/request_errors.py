@@ -14,7 +14,7 @@ WAIT_S: Final = "sparksched_wait_s"
 """An attribute of vLLM's `Request`: for how many seconds it may wait to be scheduled, or None."""
 
 HINTS: Final = "sparksched_order_hints"
-"""An attribute of vLLM's `Request`: what it says of its place in the order."""
+"""The same: what it has said of its place in the order, read where it has arrived."""
 
 
 class UnsupportedRequestError(VLLMValidationError, ValueError):  # type: ignore[misc]

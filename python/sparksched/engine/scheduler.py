@@ -42,8 +42,7 @@ from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
 from sparksched.engine.request_errors import HINTS, WAIT_S, refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
-from sparksched.environment import Order, Pacing, queue_timeout_s
-from sparksched.record.new_file import path_of_engine
+from sparksched.environment import Order, Pacing, file_of_engine, queue_timeout_s
 from sparksched.shared.order import OrderHints, hints_of
 
 if TYPE_CHECKING:
@@ -240,7 +239,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             reason = f"long prompts are not paced: {problem.feature}: {problem.reason}"
             compat.warn_or_raise(warning=f"sparksched: {reason}", error=f"sparksched: {reason}")
             return
-        log = settings.log and str(path_of_engine(settings.log, self.vllm_config))
+        index = self.vllm_config.parallel_config.data_parallel_index
+        log = settings.log and str(file_of_engine(settings.log, index))
         self._core.pace(
             settings.max_stall_s,
             settings.max_slowdown,

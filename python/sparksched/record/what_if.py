@@ -255,13 +255,8 @@ class Simulation:
         served.accepted += self._load.accepted_per_row * (row.num_drafts > 0)
         num_accepted = min(int(served.accepted), row.num_drafts)
         served.accepted -= num_accepted
-        begin, count = served.num_output_tokens, 1 + num_accepted
-        outputs = self._load.requests[served.number].outputs
-        if outputs:
-            tokens = outputs[begin : begin + count]
-            return tokens + [0] * (count - len(tokens))
-        position = served.num_prompt_tokens + begin
-        return served.tokens.between(position, position + count)
+        position = served.num_prompt_tokens + served.num_output_tokens
+        return served.tokens.between(position, position + 1 + num_accepted)
 
     def _note(self, outputs: dict[int, Any]) -> None:
         timeline = self.timeline

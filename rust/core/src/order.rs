@@ -20,16 +20,13 @@ use crate::ids::RequestIndex;
 /// What an operator chooses.
 #[derive(Clone, Debug, PartialEq)]
 pub enum OrderSettings {
-    /// By tenant; a tenant that isn't named here weighs 1. Weights are in [`WEIGHTS`].
+    /// By tenant; a tenant that isn't named here weighs 1. Weights are from 0.01 to 1000.
     Fair(BTreeMap<Box<str>, f64>),
     /// By deadline. A request that doesn't say has so many seconds to its first token.
     Deadline(f64),
     /// A priority of 1 counts as so many seconds of waiting.
     Aging(f64),
 }
-
-/// What a tenant may weigh.
-pub const WEIGHTS: std::ops::RangeInclusive<f64> = 0.01..=1000.0;
 
 /// What a request says of its place in the order.
 #[derive(Clone, Debug, Default)]
@@ -292,5 +289,47 @@ impl DeadlineQueue {
             self.served_tokens *= kept;
             self.served_s = kept * self.served_s + passed_s;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A request that costs 1,000 tokens.
+    fn rank(order: &mut Order, number: u32, tenant: &str) -> Ticket {
+        let hints = OrderHints { tenant: tenant.into(), ttft_s: None };
+        order.rank(&Arrival {
+            index: RequestIndex(number),
+            hints: &hints,
+            priority: 0,
+            time: 0.0,
+            num_uncached_tokens: 1_000,
+            max_tokens: 0,
+            now: 0.0,
+        })
+    }
+
+    #[test]
+    fn priorities_fit_into_64_bits_after_ten_years() {
+        let mut order = Order::new(OrderSettings::Fair([("light".into(), 0.01)].into()));
+        let first = rank(&mut order, 0, "light");
+        // Of 100,000 tokens a second, all of this tenant.
+        order.virtual_time = virtual_cost(1e5 * 3_653.0 * 86_400.0, 0.01);
+        let [second, third] = [1, 2].map(|number| rank(&mut order, number, "light").priority);
+        assert!(first.priority < second && second < third, "{second}, {third}");
+        assert!(i64::try_from(third).is_ok(), "{third}");
+    }
+
+    #[test]
+    fn tenants_are_forgotten_while_somebody_waits() {
+        let mut order = Order::new(OrderSettings::Fair(BTreeMap::new()));
+        rank(&mut order, 0, "waits");
+        for number in 1..10_000 {
+            let mut ticket = rank(&mut order, number, &number.to_string());
+            order.admit(&mut ticket, 0, 0.0);
+            order.end(&ticket, 1_000, 0);
+        }
+        assert!(order.tenants.len() <= FIRST_SWEEP, "{}", order.tenants.len());
     }
 }

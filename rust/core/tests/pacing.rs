@@ -320,7 +320,7 @@ impl World {
             self.free_at = self.free_at.max(self.now) + jitter * self.device.step_s(&load, is_even);
         }
         let scheduled = self.scheduler.step().scheduled().map(|it| {
-            let samples = !self.scheduler.request(it.index).is_prefill_chunk();
+            let samples = !self.scheduler.request(it.index).is_prefill_chunk;
             (it.index, self.ids[&it.index], it.num_tokens, samples)
         });
         let scheduled = scheduled.collect();
@@ -733,7 +733,8 @@ fn loads_that_are_meant_to_break_it() {
                 "each 8 s, 12/s" | "1 ms" => gaps(&pair.stock),
                 // That is 78 % of what this device can.
                 "each 8 s, 3/s" if device.name != "timer" => 1.2 * stall_s,
-                _ => (1.1 * stall_s).max(0.09),
+                // A stall below the price of a step gives way to the deadline.
+                _ => (1.1 * stall_s).max(if device.name == "timer" { 0.09 } else { 0.1 }),
             };
             let has_long_gap = gaps(&pair.paced) > most_s;
             assert!(!has_long_gap, "{name} on {}", device.name);
@@ -783,7 +784,7 @@ fn a_burst_delays_no_other_tenant_and_no_stream() {
         fair.check();
         assert!(waits[0] > 10.0, "{}: {waits:?}", device.name);
         assert!(waits[1] < 2.0, "{}: {waits:?}", device.name);
-        assert!(waits[2] < 2.0, "{}: {waits:?}", device.name);
+        assert!(waits[2] < waits[1] + 2.0 * STALL_S, "{}: {waits:?}", device.name);
         let gap_s = quantile(Pair::gaps(&fair.paced).collect(), 0.99);
         assert!(gap_s <= 1.1 * STALL_S, "{}: {gap_s}", device.name);
         assert_eq!(fair.late().long_late, 0, "{}: {:?}", device.name, fair.late());

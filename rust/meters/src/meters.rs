@@ -22,7 +22,6 @@ const FIRST_EXPONENT: u32 = 10;
 ///
 /// # Panics
 /// If `index` is not below [`NUM_BOUNDS`].
-#[must_use]
 pub fn bound_ns(index: usize) -> u64 {
     assert!(index < NUM_BOUNDS, "bucket {index} has no bound");
     let power = 1 << (FIRST_EXPONENT as usize + index / 2);
@@ -50,7 +49,6 @@ pub struct Histogram {
     buckets: [AtomicU64; NUM_BUCKETS],
 }
 
-/// A histogram at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistogramReading {
     /// How often, by bucket.
@@ -73,7 +71,6 @@ impl Histogram {
     }
 
     /// What was counted so far.
-    #[must_use]
     pub fn read(&self) -> HistogramReading {
         // A fence, and no stronger loads: on memory that can't be written, as a reader has it, Rust
         // promises relaxed ones only.
@@ -86,7 +83,6 @@ impl Histogram {
 /// What goes through the rings of all clients, in one direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Bytes that wait in the rings.
     pub waiting_bytes: u64,
     /// The most that has waited in one ring.
     pub high_water_bytes: u64,
@@ -188,7 +184,6 @@ impl StepMeter {
         self.state.store(REPORTS, Relaxed);
     }
 
-    /// Says how many requests run and wait.
     pub fn set_requests(&self, num_running: u64, num_waiting: u64) {
         self.num_running.store(num_running, Relaxed);
         self.num_waiting.store(num_waiting, Relaxed);
@@ -207,7 +202,6 @@ impl StepMeter {
     }
 
     /// All of it, if a scheduler reports.
-    #[must_use]
     pub fn read(&self) -> Option<StepsReading> {
         (self.state.load(Relaxed) == REPORTS).then(|| StepsReading {
             schedule: self.schedule.read(),
@@ -232,7 +226,6 @@ pub struct StepsReading {
     pub gap: HistogramReading,
     /// Requests that run.
     pub num_running: u64,
-    /// Requests that wait.
     pub num_waiting: u64,
     /// Of these, by reason; the writer and the reader know which.
     pub waiting_for: [u64; MAX_WAIT_REASONS],
@@ -243,7 +236,6 @@ pub struct StepsReading {
 /// What paced prefill says of itself; the writer and the reader know what is what.
 pub type PacingReading = [f64; MAX_PACING_VALUES];
 
-/// Values of paced prefill, at most.
 pub const MAX_PACING_VALUES: usize = 15;
 
 /// Where paced prefill says how it stands.
@@ -256,7 +248,6 @@ pub struct PacingMeter {
 }
 
 impl PacingMeter {
-    /// Says how it stands.
     pub fn set(&self, reading: &[f64]) {
         for (to, value) in self.values.iter().zip(reading) {
             to.store(value.to_bits(), Relaxed);
@@ -265,7 +256,6 @@ impl PacingMeter {
     }
 
     /// All of it, if anything was said.
-    #[must_use]
     pub fn read(&self) -> Option<PacingReading> {
         let value = |it: usize| f64::from_bits(self.values[it].load(Relaxed));
         (self.is_there.load(Relaxed) == 1).then(|| std::array::from_fn(value))
@@ -273,27 +263,22 @@ impl PacingMeter {
 }
 
 /// Bytes of the longest text.
-pub const MAX_TEXT_BYTES: usize = 8 * TEXT_WORDS;
-const TEXT_WORDS: usize = 240;
+pub const MAX_TEXT_BYTES: usize = size_of::<TextWords>();
+
+/// In rows, because longer arrays have no default.
+type TextWords = [[AtomicU64; 16]; 15];
 
 /// A text, which makes sense as a whole only.
 ///
 /// The reader can't hold the writer up: so a sum over all words goes with them, and a reader that
 /// finds another one looks again.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C)]
 pub struct TextMeter {
     /// Its bytes, plus 1; 0 for none.
     length: AtomicU64,
-    words: [AtomicU64; TEXT_WORDS],
+    words: TextWords,
     sum: AtomicU64,
-}
-
-impl Default for TextMeter {
-    fn default() -> Self {
-        let words = std::array::from_fn(|_| AtomicU64::new(0));
-        Self { length: AtomicU64::new(0), words, sum: AtomicU64::new(0) }
-    }
 }
 
 impl TextMeter {
@@ -303,7 +288,7 @@ impl TextMeter {
         let length = bytes.len() as u64 + 1;
         self.length.store(length, Relaxed);
         let mut sum = add_to_sum(FIRST_SUM, length);
-        for (word, bytes) in self.words.iter().zip(bytes.chunks(8)) {
+        for (word, bytes) in self.words.as_flattened().iter().zip(bytes.chunks(8)) {
             let value = bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte));
             sum = add_to_sum(sum, value);
             word.store(value, Relaxed);
@@ -312,12 +297,11 @@ impl TextMeter {
     }
 
     /// It, if something was said and nobody writes at the moment.
-    #[must_use]
     pub fn read(&self) -> Option<String> {
         let length = self.length.load(Relaxed);
         let num_bytes = usize::try_from(length.checked_sub(1)?).ok()?;
-        let words = self.words.get(..num_bytes.div_ceil(8))?.iter().map(|it| it.load(Relaxed));
-        let words: Vec<u64> = words.collect();
+        let words = self.words.as_flattened().get(..num_bytes.div_ceil(8))?;
+        let words: Vec<u64> = words.iter().map(|it| it.load(Relaxed)).collect();
         let sum = words.iter().fold(add_to_sum(FIRST_SUM, length), |sum, it| add_to_sum(sum, *it));
         let mut bytes: Vec<u8> = words.into_iter().flat_map(u64::to_le_bytes).collect();
         bytes.truncate(num_bytes);
@@ -359,19 +343,16 @@ impl Meters {
     }
 
     /// Paced prefill's part.
-    #[must_use]
     pub fn pacing(&self) -> &PacingMeter {
         &self.pacing.0
     }
 
     /// The tenants that have requests, if requests are ordered: a line each.
-    #[must_use]
     pub fn tenants(&self) -> &TextMeter {
         &self.tenants.0
     }
 
     /// The scheduler's part.
-    #[must_use]
     pub fn steps(&self) -> &StepMeter {
         &self.steps.0
     }
@@ -387,7 +368,6 @@ impl Meters {
     }
 
     /// What goes through the rings, if there are any.
-    #[must_use]
     pub fn rings(&self) -> Option<RingsReading> {
         let meter = &self.rings.0;
         (meter.is_there.load(Relaxed) == 1).then(|| RingsReading {
@@ -431,7 +411,7 @@ mod tests {
             meter.set(text);
             assert_eq!(meter.read().as_deref(), Some(text));
         }
-        meter.words[3].store(7, Relaxed);
+        meter.words[0][3].store(7, Relaxed);
         assert_eq!(meter.read(), None);
     }
 

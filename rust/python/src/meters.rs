@@ -1,24 +1,21 @@
 //! The page with an engine's meters as Python sees it: `EngineMeters` writes, `MeterReader` reads.
 
-use std::cmp::Reverse;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
-use std::time::Duration;
 
 use pyo3::exceptions::PyConnectionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use sparksched_core::{PacingReport, WaitCounts, WaitReason};
+use sparksched_core::WaitReason;
 use sparksched_entry_points::entry_points;
 use sparksched_meters::{
-    HistogramReading, MAX_TEXT_BYTES, MAX_WAIT_REASONS, MeterPage, MeterReader, NUM_BOUNDS,
-    RingsReading, Traffic, bound_ns,
+    HistogramReading, MAX_WAIT_REASONS, MeterPage, MeterReader, NUM_BOUNDS, RingsReading, Traffic,
+    bound_ns,
 };
 use sparksched_shm::ShmError;
 
 use crate::pacing;
 use crate::scheduler_core::SchedulerCore;
-use crate::step_timer::StepSink;
 
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyEngineMeters>()?;
@@ -27,11 +24,6 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 const NS_PER_S: f64 = 1e9;
-
-/// Tenants that are told of by name, and bytes of it: with two counts each, they fit into the page.
-const MAX_TENANTS: usize = 20;
-const MAX_NAME_BYTES: usize = 48;
-const _: () = assert!((MAX_TENANTS + 1) * (MAX_NAME_BYTES + "\n".len() + 2 * 21) <= MAX_TEXT_BYTES);
 
 #[expect(clippy::cast_precision_loss, reason = "exact for years")]
 fn seconds(ns: u64) -> f64 {
@@ -54,55 +46,6 @@ fn connection_error(error: ShmError) -> PyErr {
 // ----------------------------------------------------------------------------------------
 
 const _: () = assert!(WaitReason::COUNT <= MAX_WAIT_REASONS);
-
-struct PageSink(Arc<MeterPage>);
-
-fn ns(time: Duration) -> u64 {
-    time.as_nanos().try_into().unwrap_or(u64::MAX)
-}
-
-impl StepSink for PageSink {
-    fn scheduled(&self, time: Duration) {
-        self.0.meters().steps().schedule.observe(ns(time));
-    }
-
-    fn updated(&self, time: Duration) {
-        self.0.meters().steps().update.observe(ns(time));
-    }
-
-    fn waited(&self, time: Duration) {
-        self.0.meters().steps().gap.observe(ns(time));
-    }
-
-    fn set_requests(&self, num_running: usize, num_waiting: usize) {
-        self.0.meters().steps().set_requests(num_running as u64, num_waiting as u64);
-    }
-
-    fn set_waits(&self, counts: &WaitCounts) {
-        self.0.meters().steps().set_waits(counts.by_reason());
-    }
-
-    fn set_tenants(&self, mut tenants: Vec<(&str, usize, usize)>) {
-        if tenants.len() > MAX_TENANTS {
-            tenants.select_nth_unstable_by_key(MAX_TENANTS, |&(_, _, count)| Reverse(count));
-            let sum = |sum: (usize, usize), it: (&str, usize, usize)| (sum.0 + it.1, sum.1 + it.2);
-            let (num_waiting, num_unfinished) = tenants.drain(MAX_TENANTS..).fold((0, 0), sum);
-            tenants.push(("", num_waiting, num_unfinished));
-        }
-        let mut text = String::new();
-        for (name, num_waiting, num_unfinished) in tenants {
-            let end =
-                (0..=MAX_NAME_BYTES.min(name.len())).rev().find(|&it| name.is_char_boundary(it));
-            let name = name[..end.unwrap_or(0)].replace(char::is_control, " ");
-            text += &format!("{num_waiting} {num_unfinished} {name}\n");
-        }
-        self.0.meters().tenants().set(&text);
-    }
-
-    fn set_pacing(&self, report: &PacingReport) {
-        self.0.meters().pacing().set(&report.values());
-    }
-}
 
 #[pyclass(name = "EngineMeters", module = "sparksched._core", frozen)]
 pub(crate) struct PyEngineMeters {
@@ -129,8 +72,7 @@ impl PyEngineMeters {
     }
 
     fn time_steps(&self, scheduler: &Bound<'_, SchedulerCore>) -> PyResult<()> {
-        self.page.meters().steps().begin();
-        scheduler.try_borrow_mut()?.report_steps_to(Arc::new(PageSink(self.page())));
+        scheduler.try_borrow_mut()?.report_steps_to(self.page());
         Ok(())
     }
 

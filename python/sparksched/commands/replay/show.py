@@ -10,7 +10,6 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from sparksched.record.events import TraceError
 from sparksched.record.load import Load
 from sparksched.record.replay import Outcome
 from sparksched.record.step_time import step_time
@@ -41,7 +40,6 @@ def _about(load: Load) -> dict[str, Any]:
         "recorded_scheduler": settings.scheduler,
         "vllm": settings.vllm,
         "sparksched": settings.sparksched,
-        "has_tokens": settings.has_tokens,
         "seconds": round(load.seconds, 3),
         "requests": len(load.requests),
         "steps": len(load.schedule_us),
@@ -267,33 +265,3 @@ def _data_of(timeline: Timeline) -> dict[str, Any]:
         "stuck_requests": timeline.num_stuck,
         "samples": [dataclasses.asdict(sample) for sample in timeline.samples],
     }
-
-
-def draw(answer: Alternatives, path: str) -> None:
-    """Write an image. matplotlib is not required: without it, say that it is missing.
-
-    Raises:
-        TraceError: if matplotlib doesn't know what kind of image it is to be.
-        OSError: if it can't be written.
-
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("sparksched replay: no plot: matplotlib is not installed", file=sys.stderr)
-        return
-    figure = Figure(figsize=(9, 10), layout="constrained")
-    panels = figure.subplots(len(_OVER_TIME), sharex=True)
-    for panel, (name, (_, read)) in zip(panels, _OVER_TIME.items(), strict=True):
-        for timeline, label in ((answer.before, "as recorded"), (answer.after, answer.name)):
-            samples = timeline.samples
-            times, values = [it.time for it in samples], [read(it) for it in samples]
-            panel.step(times, values, where="post", label=label)
-        panel.set(ylabel=name)
-        panel.set_ylim(bottom=0)
-    panels[0].legend()
-    panels[-1].set(xlabel="seconds")
-    try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise TraceError(f"no image can be written to {path}: {error}") from None
