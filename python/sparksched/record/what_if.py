@@ -24,6 +24,8 @@ from sparksched.record.keys import StandIns
 from sparksched.record.load import Load, is_chunk
 from sparksched.record.step_time import step_time
 
+_OVER_STALL = ("for ordinary", "for long", "unexpected")
+
 _PATIENCE = 1000
 """Steps without tokens in a row, after which nothing is expected any more."""
 
@@ -109,6 +111,8 @@ class Timeline:
     num_finished: int = 0
     num_stuck: int = 0
     """Requests that could never run: they don't fit."""
+    steps_over_stall: dict[str, int] = field(default_factory=dict)
+    """Paced steps with prompts that took longer than the stall, by whose deadline asked for it."""
 
 
 class Simulation:
@@ -164,6 +168,10 @@ class Simulation:
             if self._num_idle and not self._advance():
                 break
         self.timeline.num_stuck = sum(self._scheduler.get_request_counts())
+        if self._is_paced:
+            report = self._scheduler.pacing()
+            over = {it: f"num_over_{it.replace(' ', '_')}" for it in _OVER_STALL}
+            self.timeline.steps_over_stall = {it: int(report[name]) for it, name in over.items()}
         self._scheduler.shutdown()
         return self.timeline
 

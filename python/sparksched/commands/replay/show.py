@@ -165,7 +165,7 @@ class Alternatives:
             "step_time": dataclasses.asdict(step_time(self.load)),
             "as_recorded": _data_of(self.before),
             "changed": _data_of(self.after),
-        }
+        } | ({"promises": self._promises} if self.change.pacing else {})
 
     def show(self) -> None:
         """Print the two in sum, and over time."""
@@ -182,8 +182,33 @@ class Alternatives:
         for name, text in _ROWS.items():
             table.add_row(name, text.format(before[name]), text.format(after[name]))
         out.print(table, self._over_time())
+        if self.change.pacing:
+            out.print(
+                "Promises: {late_prompts:,} of {prompts:,} first tokens come more than"
+                " {max_slowdown:g} times as late, and a stall; {steps_over_stall:,} steps with"
+                " prompts take longer than {max_stall_s:g} s, {unasked_steps:,} of them for no"
+                " deadline.".format(**self._promises)
+            )
         if self.after.num_stuck:
             out.print(f"{self.after.num_stuck:,} requests would never have run: they don't fit.")
+
+    @property
+    def _promises(self) -> dict[str, float]:
+        """Return what became of both: late is who comes late beside the load as recorded."""
+        pacing = self.change.pacing
+        assert pacing is not None
+        before, after = self.before.first_token_s, self.after.first_token_s
+        paired = [(before[it], after[it]) for it in before.keys() & after.keys()]
+        latest = [(pacing.max_slowdown * stock + pacing.max_stall_s, it) for stock, it in paired]
+        over = self.after.steps_over_stall
+        return {
+            "max_stall_s": pacing.max_stall_s,
+            "max_slowdown": pacing.max_slowdown,
+            "prompts": len(paired),
+            "late_prompts": sum(it > deadline for deadline, it in latest),
+            "steps_over_stall": sum(over.values()),
+            "unasked_steps": over["unexpected"],
+        }
 
     def _over_time(self) -> Table:
         table = Table("at", *_OVER_TIME, title="as recorded → changed", title_justify="left")

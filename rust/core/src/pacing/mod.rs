@@ -12,7 +12,7 @@
 //! compute: the **order**, ordinary prompts as they came, then long ones; the least **chunk** of the
 //! [ladder], from the one within the stall upward, and with it the least **share** of the time, with
 //! which all deadlines can be met. After a chunk for long prompts come steps of decodes alone, until
-//! decodes have had the rest of the time.
+//! decodes have had the rest of the time, unless somebody waits for blocks or a place.
 //!
 //! Each decision is vLLM's where nobody generates, where no prompt is there, where all prompts are
 //! ordinary and fit into one step, and where they are ordinary and so many that small steps would
@@ -520,8 +520,11 @@ impl Pacing {
         let (size, share, over_stall) = self.least_chunk(&order, bounded);
         let is_urgent =
             |it: &Prompt| is_ordinary(it) && (it.is_running || !self.is_admission_blocked);
+        // The sooner those who hold blocks are through, the sooner others come in.
+        let is_blocked = prompts.iter().any(|it| !it.may_run);
         let owed_s = self.chunk_s * (1.0 - share) / share.max(1e-6) - self.since_chunk_s;
-        if !order.iter().any(|&it| is_urgent(&prompts[it])) && owed_s > 0.0 && share < 1.0 {
+        let is_in_hurry = is_blocked || order.iter().any(|&it| is_urgent(&prompts[it]));
+        if !is_in_hurry && owed_s > 0.0 && share < 1.0 {
             return Chosen { share, ..self.decodes_alone(scheduler) };
         }
         Chosen { share, over_stall, ..self.chunk(scheduler, &order, size) }

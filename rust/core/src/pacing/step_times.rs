@@ -287,7 +287,17 @@ impl PromptTimes {
 
 #[cfg(test)]
 mod tests {
-    use super::PromptTimes;
+    use super::{DecodeTimes, PromptTimes};
+
+    #[test]
+    fn decodes_take_what_the_most_similar_number_took() {
+        let mut times = DecodeTimes::default();
+        assert_eq!(times.predict(5), None);
+        times.note(16, 0.01);
+        assert_eq!(times.predict(5), Some(0.01));
+        times.note(4, 0.005);
+        assert_eq!((times.predict(5), times.predict(15)), (Some(0.005), Some(0.01)));
+    }
 
     /// Sizes of 512, in a graph, and 8,192: attention is dear in graphs, and costs nothing else.
     #[test]
