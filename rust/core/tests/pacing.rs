@@ -726,7 +726,8 @@ fn loads_that_are_meant_to_break_it() {
                 pair.check();
             }
             assert_eq!(late.long_late, 0, "{name} on {}: {late:?}", device.name);
-            let most = (late.num_ordinary / 50).max(2);
+            // Who comes while the shared prefix is still computed finds less of it cached.
+            let most = if name == "a shared prefix" { 3 } else { (late.num_ordinary / 50).max(2) };
             assert!(late.ordinary_late <= most, "{name}: {late:?}");
             // At 12/s it is loaded by 85 %: deadlines ask for more than the stall.
             let most_s = match name {
