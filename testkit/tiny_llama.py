@@ -29,10 +29,10 @@ ADAPTED = {
 }
 
 
-def write_model(directory: Path) -> Path:
+def write_model(directory: Path, **tokenizer: Any) -> Path:
     """Write the configuration, the tokenizer and the weights; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    vocabulary = write_tokenizer(directory, MAX_POSITIONS)
+    vocabulary = write_tokenizer(directory, MAX_POSITIONS, **tokenizer)
     write_json(directory / "config.json", _config(vocabulary))
     write_json(directory / "generation_config.json", {"eos_token_id": vocabulary[END_OF_TEXT]})
     save_file(_weights(vocabulary), str(directory / "model.safetensors"), {"format": "pt"})

@@ -1,6 +1,7 @@
 """The tokenizer of the tiny models: all single bytes, and syllables."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ CONSONANTS = "bcdfghjklmnprstvz"
 VOWELS = "aeiou"
 
 
-def write_tokenizer(directory: Path, max_positions: int) -> dict[str, int]:
+def write_tokenizer(
+    directory: Path, max_positions: int, more_tokens: Sequence[str] = (), **config: Any
+) -> dict[str, int]:
     """Write a model's tokenizer; return its vocabulary."""
     vocabulary, merges = _vocabulary()
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    tokenizer.add_tokens(list(more_tokens))
     tokenizer.save(str(directory / "tokenizer.json"))
     write_json(
         directory / "tokenizer_config.json",
@@ -26,9 +30,10 @@ def write_tokenizer(directory: Path, max_positions: int) -> dict[str, int]:
             "eos_token": END_OF_TEXT,
             "pad_token": END_OF_TEXT,
             "model_max_length": max_positions,
+            **config,
         },
     )
-    return vocabulary
+    return dict(tokenizer.get_vocab())
 
 
 def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
