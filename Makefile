@@ -125,7 +125,7 @@ bench: build ## what sparksched changes on this machine: make bench [KIND=report
 	$(BENCH_$(or $(KIND),report))
 
 .PHONY: tables
-tables: env ## write the tables and pictures of the pages anew, from bench/results
+tables: env ## write the tables, lists and pictures of the pages anew
 	$(BIN)/python -m tools.pages
 	$(BIN)/python -m bench.report
 

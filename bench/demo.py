@@ -1,24 +1,22 @@
-"""Shows on a laptop, in minutes, what sparksched is: the same answers at a lower cost per step.
+"""Shows on a laptop, in minutes, what sparksched is: the same answers at a lower cost.
 
 Starts `vllm serve` with a tiny random-weight gpt-oss on the CPU, once with vLLM's own scheduler
 and once with sparksched, streams the same completions from both, compares them token for token,
-and shows what each call of either scheduler took inside the live engine.
+and shows what processor time a token took in the engine and in the API server.
 """
 
 import asyncio
-import json
-import os
 import signal
-import statistics
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from testkit.server import ServerError, serve
+from bench.cpu import ENGINE, FRONT_END, Threads
+from testkit.server import Server, ServerError, serve
 from testkit.streaming import Completion, Prompt, mixed_prompts, stream_all
-from testkit.tiny_gpt_oss import write_model
+from testkit.tiny_models import write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK_DIR = ROOT / ".demo"
@@ -26,23 +24,16 @@ TIMEOUT_S = 300
 NUM_STREAMS = 128
 STEADY_TOKENS = 128
 VOCAB_SIZE = 400  # ids below this are in the tiny model's vocabulary
-CALLS = ("schedule", "update_from_output")
+ROLES = {ENGINE: "engine", FRONT_END: "API server"}
 
 
 @dataclass(frozen=True)
 class Side:
     """What was seen of one server."""
 
-    scheduler: str
     completions: list[Completion]
-    call_us: dict[str, float]
-    """CPU time of the calls: medians over the steps in which every stream had a token."""
-    num_steps: int
-
-    @property
-    def step_us(self) -> float:
-        """Both calls together."""
-        return sum(self.call_us.values())
+    cpu: dict[str, float]
+    """What the threads took while as many streams ran as there are places."""
 
 
 def main() -> int:
@@ -75,60 +66,47 @@ def _run_side(model_dir: Path, scheduler: str | None) -> Side:
     begun = time.monotonic()
     label = scheduler or "its own scheduler"
     print(f"  vllm serve with {label:<17}  starting (a minute or so) ...", end="", flush=True)
-    folder = WORK_DIR / (scheduler or "vllm")
-    folder.mkdir(parents=True, exist_ok=True)
-    steps_path = folder / "steps.jsonl"
-    steps_path.unlink(missing_ok=True)
-    search_path = [str(ROOT / "bench" / "hooks"), os.environ.get("PYTHONPATH", "")]
     with serve(
         model_dir,
-        folder / "serve.log",
+        WORK_DIR / f"{scheduler or 'vllm'}.log",
         scheduler=scheduler,
         arguments=(f"--max-num-seqs={NUM_STREAMS}", "--max-num-batched-tokens=1024"),
-        environment={
-            "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
-            "SPARKSCHED_DEMO_PROBE": str(steps_path),
-        },
     ) as server:
         if server.runs_sparksched != (scheduler is not None):
             raise ServerError(f"the server runs another scheduler; see {server.log_path}")
         print(" streaming ...", end="", flush=True)
-        completions = _stream(server.base_url, server.model)
+        side = _stream(server)
     print(f" done, {time.monotonic() - begun:.0f} s", flush=True)
-    records = [json.loads(line) for line in steps_path.read_text().splitlines()]
-    steady = [it for it in records if it["num_requests"] == it["num_tokens"] == NUM_STREAMS]
-    times = {call: [it["cpu_us"] for it in steady if it["call"] == call] for call in CALLS}
-    medians = {call: statistics.median(found) for call, found in times.items()}
-    return Side(records[-1]["scheduler"], completions, medians, min(map(len, times.values())))
+    return side
 
 
-def _stream(base_url: str, model: str) -> list[Completion]:
+def _stream(server: Server) -> Side:
     """Stream mixed requests, then as many of equal length: a steady batch for the timings."""
     mixed = mixed_prompts(NUM_STREAMS, vocab_size=VOCAB_SIZE)
     steady = [
         Prompt([index % VOCAB_SIZE, 1, 2, 3], STEADY_TOKENS, {"ignore_eos": True})
         for index in range(NUM_STREAMS)
     ]
-    completions = asyncio.run(stream_all(base_url, model, mixed))
-    return completions + asyncio.run(stream_all(base_url, model, steady))
+    completions = asyncio.run(stream_all(server.base_url, server.model, mixed))
+    before, begun = Threads.of(server.process.pid), time.monotonic()
+    completions += asyncio.run(stream_all(server.base_url, server.model, steady))
+    now, seconds = Threads.of(server.process.pid), time.monotonic() - begun
+    return Side(completions, now.since(before, seconds, NUM_STREAMS * STEADY_TOKENS))
 
 
 def _report(stock: Side, ours: Side) -> int:
     print(f"\n  {'':<34}{'vllm':>16}{'sparksched':>16}{'ratio':>10}")
-    rows = {f"{call}(), µs of CPU": (stock.call_us[call], ours.call_us[call]) for call in CALLS}
-    rows["both, µs of CPU"] = (stock.step_us, ours.step_us)
-    for label, (before, after) in rows.items():
+    for role, name in ROLES.items():
+        before, after = (it.cpu[f"cpu_{role}_us_per_token"] for it in (stock, ours))
+        label = f"{name}, µs of CPU a token"
         print(f"  {label:<34}{before:>16.1f}{after:>16.1f}{before / after:>9.1f}x")
-    print(f"  {'class in the engine':<34}{stock.scheduler:>16}{ours.scheduler:>16}")
-    print(f"  {'steady steps timed':<34}{stock.num_steps:>16}{ours.num_steps:>16}\n")
     pairs = list(zip(stock.completions, ours.completions, strict=True))
     differing = [index for index, (a, b) in enumerate(pairs) if a.outcome != b.outcome]
     if differing:
-        print(f"  ✗ {len(differing)} of {len(pairs)} token streams differ: {differing[:10]}\n")
+        print(f"\n  ✗ {len(differing)} of {len(pairs)} token streams differ: {differing[:10]}\n")
     else:
-        print(f"  ✓ {len(pairs)} of {len(pairs)} token streams are identical, token for token.\n")
-    print("  The model runs on this machine's CPU, too, and takes most of each step.")
-    print("  On a GPU a step lasts a few milliseconds, and the scheduler's part weighs more.")
+        print(f"\n  ✓ {len(pairs)} of {len(pairs)} token streams are identical, token for token.\n")
+    print("  The model runs on this machine's CPU, too, in a process of its own.")
     return 1 if differing else 0
 
 

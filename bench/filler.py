@@ -1,10 +1,10 @@
 """Random weights under which a model's steps cost what they cost with trained ones.
 
-vLLM's filler (`--load-format dummy`) makes steps of mixture-of-experts models too cheap. With
-0.32.0 it leaves packed weights at zero, and the weights of norms near it, so that the router's bias
-alone decides: each token of a step takes the same experts, and the step reads 4 of 128 where
-16 tokens should read about 51. With both releases each tensor has the same random numbers, and
-greedy decoding repeats one token for ever.
+The filler of vLLM 0.32.0 (`--load-format dummy`) makes mixture-of-experts models too fast. It
+leaves packed weights at zero, and the weights of norms near it, so that the router's bias alone
+decides: each token of a step takes the same experts, and the step reads 4 of 128 where 16 tokens
+should read about 51. Greedy decoding repeats one token for ever. The filler of 0.33.0 has neither
+fault with gpt-oss-120b (case `experts` counts); this one gives both releases the same weights.
 
 Here norms are ones, biases are zeros, and matrices are normal with a variance of one over what they
 sum up, each from a seed of its own name. So activations have a plausible size, experts differ, and

@@ -52,7 +52,7 @@ def prepare(name: str, work_dir: Path) -> Model:
     """
     shape = SHAPES / f"{name}.json"
     if name == TINY:
-        from testkit.tiny_gpt_oss import write_model
+        from testkit.tiny_models import write_model
 
         directory = write_model(work_dir / "models" / TINY)
     elif shape.exists():

@@ -48,7 +48,7 @@ MANY_STREAMS = re.compile(r"([\d,]+) streams")
 LARGE = re.compile(r"(?<![\d.,])\d{4,}")
 MISSING = "-"
 NO_FILLER = "none"
-COLOURS = {"vllm": "#D55E00", "sparksched": "#0072B2"}
+COLOURS = {"vllm": "#D55E00", "sparksched": "#0072B2", "other": "#009E73"}
 """Okabe and Ito's: they remain different for the colour-blind."""
 NUMBER = re.compile(r"-?\d+\.\d+")
 SAME_PLACE = 0.001
@@ -366,7 +366,8 @@ def pictures(rows: pd.DataFrame) -> dict[str, str]:
     for name, panels in tomllib.loads(TABLES.read_text())["pictures"].items():
         figure = Figure(figsize=(5 * len(panels), 3.8), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False).flat
-        if all(_draw(panel, it, rows) for panel, it in zip(axes, panels, strict=True)):
+        draw = [_draw_bars if "metrics" in it else _draw for it in panels]
+        if all(it(*its, rows) for it, *its in zip(draw, axes, panels, strict=True)):
             target = StringIO()
             figure.savefig(target, format="svg", bbox_inches="tight", metadata={"Date": None})
             # Matplotlib leaves spaces at the ends of lines.
@@ -399,7 +400,7 @@ def _draw(panel: Axes, what: dict[str, Any], rows: pd.DataFrame) -> bool:
             middle.index,
             middle,
             yerr=[middle - grouped.min(), grouped.max() - middle],
-            color=COLOURS.get(base, "#009E73"),
+            color=COLOURS.get(base, COLOURS["other"]),
             linestyle=":" if side.endswith("-rust") else "-",
             marker="o" if base == "vllm" else "s",
             markersize=4,
@@ -416,6 +417,27 @@ def _draw(panel: Axes, what: dict[str, Any], rows: pd.DataFrame) -> bool:
     panel.set_xlabel(what["x"])
     panel.legend(fontsize=8.5)
     return True
+
+
+def _draw_bars(panel: Axes, what: dict[str, Any], rows: pd.DataFrame) -> bool:
+    """Draw metrics of one point, a bar for each side; return whether there are any."""
+    chosen = rows[(rows["case"] == what["case"]) & (rows["point"] == what["points"])]
+    height = 0.8 / len(what["metrics"])
+    for number, (metric, label) in enumerate(what["metrics"].items()):
+        grouped = chosen[chosen["metric"] == metric].groupby("side")["value"]
+        found = grouped.agg(["median", "min", "max"]).reindex(list(what["sides"])) / 1000
+        middle = found["median"]
+        error = [middle - found["min"], found["max"] - middle]
+        places = [height * number + it for it in range(len(middle))]
+        colour = list(COLOURS.values())[number % len(COLOURS)]
+        panel.barh(places, middle, height, xerr=error, color=colour, capsize=3, label=label)
+    panel.set_yticks([it + 0.4 - height / 2 for it in range(len(what["sides"]))])
+    panel.set_yticklabels(what["sides"].values())
+    panel.invert_yaxis()
+    panel.set_title(what["title"], loc="left", fontsize=10)
+    panel.set_xlabel(what["x"])
+    panel.legend(fontsize=8.5)
+    return not chosen.empty
 
 
 def _unless_alike(stored: str, drawn: str) -> str:

@@ -252,7 +252,7 @@ run_pytest() { # ARGUMENT...
     rm -rf "$GUEST$site"/sparksched*
     python3 -m zipfile -e "$ROOTS"/dist/*.whl "$GUEST$site"
     inside "$GUEST" "python3 -m pytest -p no:cacheprovider $*" \
-        PYTHONHASHSEED=0 SPARKSCHED_TEST_PATIENCE=$PATIENCE SCALE="${SCALE_OF_PART:-}" \
+        PYTHONHASHSEED=0 SPARKSCHED_TEST_PATIENCE=$PATIENCE \
         VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1
 }
 
@@ -264,8 +264,8 @@ part_differential() {
     run_pytest -q "${PARALLEL[@]}" tests/differential/test_differential.py tests/differential/test_reused_id.py
 }
 
-# vLLM with its own scheduler, and with ours in a process behind rings.
-part_engine() { SCALE_OF_PART=full run_pytest -v tests/e2e/test_rings.py -k offline; }
+# vLLM with its own scheduler, and with ours.
+part_engine() { run_pytest -v tests/e2e/test_offline.py -k vectors; }
 
 test_parts() {
     local part

@@ -49,7 +49,7 @@ _SAMPLING: Final = (
 
 
 class WrongSlotError(RuntimeError):
-    """The KV cache doesn't hold what a step needs."""
+    """The KV cache, or the encoder's, doesn't hold what a step needs."""
 
 
 def continuation(prompt: Iterable[int]) -> Iterator[int]:
@@ -99,6 +99,7 @@ class _Sequence:
         self.set_tables(new.block_ids)
         lora = new.lora_request
         self._first = 0 if lora is None else zlib.crc32(lora.lora_name.encode())
+        self.features = new.mm_features
         self._images = {
             feature.mm_position.offset + at: zlib.crc32(f"{feature.identifier}/{at}".encode())
             for feature in new.mm_features
@@ -170,6 +171,7 @@ class Device:
         self._marks = [np.uint32(zlib.crc32(b"group %d" % index)) for index in range(len(specs))]
         self._blocks = np.zeros((config.num_blocks, max(self._block_sizes)), np.uint32)
         self._sequences: dict[str, _Sequence] = {}
+        self._encoded: set[str] = set()
 
     @property
     def num_sequences(self) -> int:
@@ -184,7 +186,7 @@ class Device:
         """Take notice of requests that ended, came or came back, and compute the step's tokens.
 
         Raises:
-            WrongSlotError: if the KV cache doesn't hold what it should.
+            WrongSlotError: if a cache doesn't hold what it should.
 
         """
         for request_id in step.finished_req_ids:
@@ -192,6 +194,7 @@ class Device:
         for new in step.scheduled_new_reqs:
             self._sequences[new.req_id] = _Sequence(new)
         self._update_cached(step)
+        self._encode(step)
         if step.new_block_ids_to_zero:
             self._blocks[step.new_block_ids_to_zero] = 0
         for copy in step.kv_cache_block_copies or ():
@@ -219,8 +222,24 @@ class Device:
             elif block_ids is not None:
                 sequence.extend_tables(block_ids)
 
+    def _encode(self, step: SchedulerOutput) -> None:
+        """Keep in mind which images the encoder's cache holds; their values are in `_images`."""
+        self._encoded.difference_update(step.free_encoder_mm_hashes)
+        # Not looked at: whether an image has data. What a prefix hit covers comes without any, and
+        # is encoded all the same if its request is preempted and the hit is gone by then.
+        for request_id, indices in step.scheduled_encoder_inputs.items():
+            features = self._sequences[request_id].features
+            self._encoded.update(features[index].identifier for index in indices)
+
     def _write(self, request_id: str, start: int, end: int) -> None:
         sequence = self._sequences[request_id]
+        for feature in sequence.features:
+            offset, length = feature.mm_position.offset, feature.mm_position.length
+            is_needed = offset < end and start < offset + length
+            if is_needed and feature.identifier not in self._encoded:
+                raise WrongSlotError(
+                    f"{request_id}: the image at {offset} is not encoded for {start} to {end}"
+                )
         slots = sequence.slots(end)[start:]
         positions = np.arange(start, end)
         for group, block_size in enumerate(self._block_sizes):

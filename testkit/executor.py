@@ -9,7 +9,7 @@ import pickle
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -86,6 +86,8 @@ class FakeExecutor(Executor):  # type: ignore[misc]
         return _finished(None, non_block)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
+        if not self._executing:
+            return _finished(None, non_block)  # vLLM then asks why `execute_model` has failed
         allowed = _allowed_tokens(grammar_output)
         output = self.device.sample(self._executing.pop(0), allowed)
         self.note_sample(grammar_output, output)
@@ -215,8 +217,41 @@ def write_model_directory(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def _write_byte_tokenizer(path: Path) -> None:
-    """Write a tokenizer whose tokens are the single bytes and the end of the text."""
+IMAGE: Final = "<image>"
+IMAGE_SIZE: Final = 84
+"""In pixels, both ways."""
+
+
+def write_model_that_sees(directory: Path, **changes: Any) -> Path:
+    """Write the same of a LLaVA, for which an image is 36 tokens, more than two blocks."""
+    write_model_directory(directory, vocab_size=VOCAB_SIZE + 1, **changes)
+    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    patches = {"patch_size": 14, "vision_feature_select_strategy": "default"}
+    config_path = directory / "config.json"
+    text_config = json.loads(config_path.read_text())
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "torch_dtype": "float32",
+        "image_token_index": VOCAB_SIZE,
+        "text_config": text_config,
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "image_size": IMAGE_SIZE,
+            "patch_size": 14,
+        },
+    }
+    preprocessor = {"image_processor_type": "CLIPImageProcessor", "crop_size": size, "size": size}
+    processor = patches | {"processor_class": "LlavaProcessor", "num_additional_image_tokens": 1}
+    config_path.write_text(json.dumps(config))
+    (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    (directory / "processor_config.json").write_text(json.dumps(processor))
+    _write_byte_tokenizer(directory / "tokenizer.json", IMAGE)
+    return directory
+
+
+def _write_byte_tokenizer(path: Path, *others: str) -> None:
+    """Write a tokenizer whose tokens are the single bytes, the end of the text, and others."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -224,7 +259,7 @@ def _write_byte_tokenizer(path: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    tokenizer.add_special_tokens([AddedToken(it, special=True) for it in (END_OF_TEXT, *others)])
     tokenizer.save(str(path))
 
 

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
@@ -20,6 +20,7 @@ class Prompt:
     content: str | list[int] | list[list[int]]
     max_tokens: int
     extra: dict[str, Any] = field(default_factory=dict)
+    path: ClassVar[str] = "/v1/completions"
 
     def body(self, model: str) -> dict[str, Any]:
         """Return the JSON body of a greedy, streamed completion request."""
@@ -97,7 +98,7 @@ async def stream_chunks(
     client: httpx.AsyncClient, model: str, prompt: Prompt
 ) -> AsyncGenerator[dict[str, Any]]:
     """Yield the server-sent events of one completion; leaving the loop early disconnects."""
-    async with client.stream("POST", "/v1/completions", json=prompt.body(model)) as response:
+    async with client.stream("POST", prompt.path, json=prompt.body(model)) as response:
         if response.is_error:
             body = (await response.aread()).decode(errors="replace")
             raise RuntimeError(f"the server answered {response.status_code}: {body}")

@@ -1,7 +1,6 @@
-"""Writes the tables of docs/changes-in-vllm.md from the table of seams: `make tables` calls it.
+"""Writes the lists of docs/changes-in-vllm.md from the table of seams: `make tables` calls it.
 
-The page says where they are to be: after a line `<!-- seams: GROUP -->`, and after
-`<!-- seams: all -->` the one of all groups.
+The page says where they are to be: after a line `<!-- seams: GROUP -->`.
 """
 
 import re
@@ -14,47 +13,28 @@ from sparksched.compat.source import dotted
 from testkit.vllm_source import ROOT
 
 PAGE: Final = ROOT / "docs/changes-in-vllm.md"
-MARK: Final = re.compile(r"<!-- seams: (\w+) -->")
+LIST: Final = re.compile(r"<!-- seams: (\w+) -->\n(?:In .*\n\n)?(?:- .*\n)*")
 
 
 def with_seams(text: str) -> str:
-    """Return a page's text with its tables anew; KeyError names a group that isn't one."""
+    """Return a page's text with its lists anew; KeyError names a group that isn't one."""
     groups = {group.name: group for group in seams.GROUPS}
-    written: list[str] = []
-    is_replaced = False
-    for line in text.splitlines():
-        if is_replaced and line.startswith("|"):
-            continue
-        is_replaced = False
-        written.append(line)
-        if found := MARK.fullmatch(line):
-            written += overview() if found[1] == "all" else table(groups[found[1]])
-            is_replaced = True
-    return "\n".join(written) + "\n"
+
+    def anew(found: re.Match[str]) -> str:
+        return "\n".join([f"<!-- seams: {found[1]} -->", *listed(groups[found[1]]), ""])
+
+    return LIST.sub(anew, text)
 
 
-def overview() -> list[str]:
-    """Return the table of all groups."""
-    rows = [
-        "| group | functions | process | gain | turned off by |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for group in seams.GROUPS:
-        number = str(len(group.functions))
-        rows.append(f"| {' | '.join((group.name, number, group.process, group.gain, group.off))} |")
-    total = sum(len(group.functions) for group in seams.GROUPS)
-    return [*rows, f"| all | {total} | | | `VLLM_SCHEDULER=vllm` |"]
-
-
-def table(group: Group) -> list[str]:
-    """Return the table of one group's functions, and of the values that it sets."""
-    rows = ["| function | what ours does |", "| --- | --- |"]
+def listed(group: Group) -> list[str]:
+    """Return what a group is good for, its functions, and the values that it sets."""
+    rows = [f"In {group.process}. Gain: {group.gain}. Turned off by: {group.off}.", ""]
     for seam in group.functions:
         gain = f" (gain: {seam.gain})" if seam.gain else ""
-        rows.append(f"| `{dotted(seam.target)}` | {seam.purpose}{gain} |")
+        rows.append(f"- `{dotted(seam.target)}`: {seam.purpose}{gain}")
     if group.values:
         names = ", ".join(f"`{dotted(seam.target)}`" for seam in group.values)
-        rows.append(f"| sets | {names} |")
+        rows.append(f"- Sets {names}")
     return rows
 
 

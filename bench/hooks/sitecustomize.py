@@ -7,7 +7,6 @@ variables nothing happens:
   killed benchmark would keep the GPU.
 - SPARKSCHED_BENCH_FILLER=bench: random weights are those of `bench.filler`.
 - SPARKSCHED_BENCH_COMPILED=FILE, SPARKSCHED_BENCH_EXPERTS=FILE: see `bench.worker_notes`.
-- SPARKSCHED_DEMO_PROBE=FILE: each call of a scheduler adds a line; see `bench.demo_probe`.
 """
 
 import ctypes
@@ -27,15 +26,14 @@ def _install() -> None:
     filler, compiled, experts = (
         os.environ.get(PREFIX + name) for name in ("FILLER", "COMPILED", "EXPERTS")
     )
-    steps = os.environ.get("SPARKSCHED_DEMO_PROBE")
-    if not (filler or compiled or experts or steps):
+    if not (filler or compiled or experts):
         return
     # At the end: nothing in the repository may come before what is installed.
     sys.path.append(str(Path(__file__).resolve().parents[2]))
     from sparksched.compat.patching import after_import
 
-    from bench import demo_probe, worker_notes
     from bench import filler as weights
+    from bench import worker_notes
 
     if filler == weights.OURS:
         after_import(weights.LOADER, weights.install)
@@ -45,8 +43,6 @@ def _install() -> None:
     if experts:
         note = functools.partial(worker_notes.note_experts, path=Path(experts))
         after_import(worker_notes.LOADER, note)
-    if steps:
-        demo_probe.install(steps)
 
 
 _install()

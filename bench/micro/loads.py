@@ -99,12 +99,13 @@ class Load:
     num_adapters: int = 0
     has_grammars: bool = False
     block_size: int = BLOCK_SIZE
+    policy: str = "fcfs"
 
     @property
     def configuration(self) -> Configuration:
         """The engine's."""
         features = () if self.feature is None else (self.feature,)
-        return replace(GPT_OSS, block_size=self.block_size, features=features)
+        return replace(GPT_OSS, block_size=self.block_size, features=features, policy=self.policy)
 
     def request(
         self, request_id: str, prompt: list[int], max_tokens: int, hasher: BlockHasher | None

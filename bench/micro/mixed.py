@@ -1,13 +1,15 @@
-"""Who waits while a long prompt is computed, if the GPU is only a timer? Stock vLLM and sparksched.
+"""Who waits for whose prompts, if the GPU is only a timer? Stock vLLM and sparksched.
 
 Streams decode while prompts come: a long one and short ones, one of 60,000 tokens each 8 s beside
-requests of 500 at random, or ten of 20,000 at once. A step takes 5.2 ms, 19 ms more with prompts in
-it, and 50 µs more for each token of them: about what a mixture of experts takes.
+requests of 500 at random, or ten of 20,000 at once; or one tenant's burst of prompts of 1,024
+beside another tenant's request of 500 each second (`tenants_timer`). A step takes 5.2 ms, 19 ms
+more with prompts in it, and 50 µs more for each token of them: about what a mixture of experts
+takes.
 Sides are vLLM, vLLM with a fixed threshold for long prompts, and sparksched with paced prefill;
 each is an `AsyncLLM` with an engine of its own, as in `bench.micro.host_path`, and has the machine
 to itself while it is measured. Each figure is the median over rounds.
 
-    python -m bench.micro.mixed [--quick] [--out DIR]
+    python -m bench.micro.mixed [--case tenants_timer] [--sides A|B] [--quick] [--out DIR]
 """
 
 import argparse
@@ -51,11 +53,18 @@ def _each_8_s() -> Load:
     return sorted(load)
 
 
+def _burst(number: int, tokens: int = 1024) -> Load:
+    seconds = math.ceil(number * tokens * PROMPT_TOKEN_US / 1e6)
+    return [(0.0, tokens)] * number + [(0.5 + at, 500) for at in range(seconds)]
+
+
 LOADS: dict[str, Load] = {
     f"{LONG_TOKENS} tokens": _one_long(LONG_TOKENS),
     "60,000 each 8 s, 3/s of 500": _each_8_s(),
     "ten of 20,000 at once": [(0.0, 20_000)] * 10,
 }
+
+BURSTS = {f"{it} at once, 1/s of 500": _burst(it) for it in (25, 100, 400)}
 
 THRESHOLD = "vLLM, threshold 1,024"
 PACED = "sparksched, paced"
@@ -79,6 +88,17 @@ SIDES: dict[str, Row] = {
     PACED: {"scheduler": OURS, "environment": _paced(200)},
     PACED_50_MS: {"scheduler": OURS, "environment": _paced(50)},
 }
+FAIR = {"SPARKSCHED_ORDER": "fair"}
+BY_HAND = {"scheduling_policy": "priority"}
+"""Of a side where short prompts have the priority before long ones."""
+TENANT_SIDES: dict[str, Row] = {
+    STOCK: SIDES[STOCK],
+    "vLLM, priorities by hand": {"scheduler": STOCK, "engine_arguments": BY_HAND},
+    OURS: SIDES[OURS],
+    f"{OURS}, fair": {"scheduler": OURS, "environment": FAIR},
+    f"{OURS}, fair and paced": {"scheduler": OURS, "environment": FAIR | _paced(200)},
+}
+CASES = {"mixed_timer": (LOADS, SIDES), "tenants_timer": (BURSTS, TENANT_SIDES)}
 
 
 class MixedClient(Client):
@@ -94,14 +114,14 @@ class MixedClient(Client):
                 await asyncio.sleep(POLL_S)
             await asyncio.sleep(SETTLE_S)
             start = time.perf_counter()
-            come = [self._come(start + at, tokens) for at, tokens in load]
+            most = max(tokens for _, tokens in load)
+            come = [self._come(start + at, tokens, tokens == most) for at, tokens in load]
             first_s = await asyncio.gather(*come)
             end = time.perf_counter()
         await self._ask_engine("set_prompt_times", 0.0, 0.0)
         await self._clean_up()
         inside = [[at for at in it if start <= at <= end] for it in times]
         gaps = [now - before for it in inside for before, now in itertools.pairwise(it)]
-        most = max(tokens for _, tokens in load)
         long_s = [it for it, (_, tokens) in zip(first_s, load, strict=True) if tokens == most]
         short_s = [it for it, (_, tokens) in zip(first_s, load, strict=True) if tokens < most]
         row = {
@@ -115,9 +135,21 @@ class MixedClient(Client):
             row |= {f"short_{it}_ms": 1e3 * _quantile(short_s, at) for it, at in quantiles.items()}
         return row
 
-    async def _come(self, at: float, num_tokens: int) -> float:
+    async def _come(self, at: float, num_tokens: int, is_long: bool) -> float:
+        """Send a request at a time; return after how many seconds its first token came."""
         await asyncio.sleep(at - time.perf_counter())
-        return await self._first_token(f"prompt-{next(self._numbers)}", num_tokens, 4)
+        number = next(self._numbers)
+        prompt = prompt_of(number + 1_000_000, num_tokens)
+        params = self._params(4)
+        params.extra_args = {"tenant": "long" if is_long else "short"}
+        by_hand = self._setup.engine_arguments == BY_HAND
+        priority = int(by_hand and is_long)
+        start, first = time.perf_counter(), math.nan
+        sent = self._llm.generate(prompt, params, f"prompt-{number}", priority=priority)
+        async for output in sent:
+            if output.outputs[0].token_ids and math.isnan(first):
+                first = time.perf_counter() - start
+        return first
 
     async def _note(self, stream: int, times: list[float], number: int) -> None:
         prompt = prompt_of(1_000 * number + stream, 128)
@@ -125,15 +157,6 @@ class MixedClient(Client):
             prompt, self._params(self._max_tokens), f"stream-{number}-{stream}"
         ):
             times.append(time.perf_counter())
-
-    async def _first_token(self, name: str, num_tokens: int, max_tokens: int) -> float:
-        """Send a request to its end; return after how many seconds its first token came."""
-        prompt = prompt_of(next(self._numbers) + 1_000_000, num_tokens)
-        start, first = time.perf_counter(), math.nan
-        async for output in self._llm.generate(prompt, self._params(max_tokens), name):
-            if output.outputs[0].token_ids and math.isnan(first):
-                first = time.perf_counter() - start
-        return first
 
 
 def _quantile(values: list[float], part: float) -> float:
@@ -145,15 +168,18 @@ def main() -> int:
     """Measure, print a table and write JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one round of a shorter prompt")
-    parser.add_argument(
-        "--sides", type=lambda it: it.split("|"), default=list(SIDES), metavar="A|B"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where mixed_timer.csv is to be")
+    parser.add_argument("--case", choices=CASES, default="mixed_timer")
+    parser.add_argument("--sides", type=lambda it: it.split("|"), metavar="A|B")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where CASE.csv is to be")
     options = parser.parse_args()
-    loads, rounds = ({"16000 tokens": _one_long(16_000)}, 1) if options.quick else (LOADS, 3)
-    results = Results(options.out, "mixed_timer")
+    loads, sides = CASES[options.case]
+    if options.quick:
+        loads, options.rounds = {"16000 tokens": _one_long(16_000)}, 1
+    results = Results(options.out, options.case)
+    chosen = {it: sides[it] for it in options.sides or sides}
     try:
-        _measure(options.sides, loads, rounds, results)
+        _measure(chosen, loads, options.rounds, results)
     except BenchmarkError as error:
         print(error, file=sys.stderr)
         return 1
@@ -161,11 +187,11 @@ def main() -> int:
     return 0
 
 
-def _measure(sides: list[str], loads: dict[str, Load], rounds: int, results: Results) -> None:
+def _measure(sides: dict[str, Row], loads: dict[str, Load], rounds: int, results: Results) -> None:
     cores = choose_cores()
     with tempfile.TemporaryDirectory() as directory:
-        for name in tqdm(sides):
-            setup = Setup(name, Path(directory), *cores, **SIDES[name])
+        for name, side in tqdm(sides.items()):
+            setup = Setup(name, Path(directory), *cores, **side)
             with running_workers(serve, {name: (setup, MixedClient)}) as (workers, _):
                 # The first round is for what runs for the first time.
                 workers[name].call("mixed", number=0, load=_one_long(16_000))

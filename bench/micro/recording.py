@@ -1,8 +1,8 @@
 """What does it cost to record a scheduler? Steps with and without a recorder, in one process.
 
 Each step is followed by a pause in the place of the GPU's work: then the recorder's thread writes.
-`99th p.` is the 99th percentile of `schedule()` and `update_from_output()` together, `processor`
-the time of all threads a step, that of the benchmark's own model among it.
+`step_p99_us` is the 99th percentile of `schedule()` and `update_from_output()` together,
+`processor_us` the time of all threads a step, that of the benchmark's own model among it.
 
     python -m bench.micro.recording [--requests 64,256] [--steps 2000] [--out DIR]
 """
@@ -12,55 +12,50 @@ import tempfile
 import time
 from operator import add
 from pathlib import Path
-from typing import Any
 
 from sparksched.record.recorder import Recorder
 
 from bench.micro.loads import PLAIN
-from bench.micro.steps import SIDES, VOCABULARY, Engine, spread
+from bench.micro.steps import SIDES, Engine, Metrics, spread
 from bench.results import Results
 from testkit.worlds.world import vllm_environment
 
 GPU_S = 0.005
-WARM_UP_STEPS = 30
 STEPS_A_TURN = 50
-KINDS = {"off": None, "without tokens": False, "with tokens": True}
+KINDS = {"off": False, "without tokens": True}
 
 
 class Subject:
     """A scheduler of generating requests, recorded in one of the ways."""
 
-    def __init__(self, side: str, num_requests: int, path: Path, with_tokens: bool | None) -> None:
-        self._path = path
-        self._engine = Engine(side)
-        self._recorder = None if with_tokens is None else _record(self._engine, path, with_tokens)
-        self._processor_s = 0.0
-        for number in range(num_requests):
-            prompt = [self._engine.random.randrange(VOCABULARY) for _ in range(128 + number % 64)]
-            self._engine.scheduler.add_request(
-                self._engine.request(f"request-{number}", prompt, 10**6)
-            )
-        while self._engine.scheduler.get_request_counts()[0] < num_requests:
-            self._engine.step()
-        self.run(WARM_UP_STEPS)
-        self._engine.schedule_times.clear()
-        self._engine.update_times.clear()
+    def __init__(self, side: str, num_requests: int, path: Path, is_recorded: bool) -> None:
+        self.engine = engine = Engine(side)
+        self._path, self._recorder, self._processor_s = path, None, 0.0
+        if is_recorded:
+            world = engine.world
+            config = (world.vllm_config, world.kv_cache_config)
+            sizes = (world.scheduler_block_size, world.hash_block_size)
+            self._recorder = Recorder(path, *config, *sizes)
+            self._recorder.attach(engine.scheduler)
+        engine.start_decoding(num_requests)
+        self.run()  # warms up
+        engine.forget_times()
         self._processor_s = 0.0
         self._num_bytes_before = self._num_bytes()
 
-    def run(self, num_steps: int) -> None:
+    def run(self) -> None:
         """Go on for some steps."""
         start = time.process_time()
-        for _ in range(num_steps):
-            self._engine.step()
+        for _ in range(STEPS_A_TURN):
+            self.engine.step()
             time.sleep(GPU_S)
         self._processor_s += time.process_time() - start
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Metrics:
         """End the recording, and say what a step has cost."""
         if self._recorder is not None:
             self._recorder.close()
-        schedule, update = self._engine.schedule_times, self._engine.update_times
+        schedule, update = self.engine.schedule_times, self.engine.update_times
         steps = sorted(map(add, schedule, update))
         return {
             **spread("schedule", schedule),
@@ -74,31 +69,17 @@ class Subject:
         return 0 if self._recorder is None else self._path.stat().st_size
 
 
-def measure(side: str, num_requests: int, num_steps: int) -> dict[str, dict[str, Any]]:
+def measure(side: str, num_requests: int, num_steps: int) -> dict[str, Metrics]:
     """Time the steps of so many generating requests, by kind: in turns, on the same machine."""
     with tempfile.TemporaryDirectory() as folder:
         subjects = {
-            kind: Subject(side, num_requests, Path(folder) / kind, with_tokens)
-            for kind, with_tokens in KINDS.items()
+            kind: Subject(side, num_requests, Path(folder) / kind, is_recorded)
+            for kind, is_recorded in KINDS.items()
         }
         for _ in range(max(num_steps // STEPS_A_TURN, 1)):
             for subject in subjects.values():
-                subject.run(STEPS_A_TURN)
+                subject.run()
         return {kind: subject.result() for kind, subject in subjects.items()}
-
-
-def _record(engine: Engine, path: Path, with_tokens: bool) -> Recorder:
-    world = engine.world
-    recorder = Recorder(
-        path,
-        world.vllm_config,
-        world.kv_cache_config,
-        world.scheduler_block_size,
-        world.hash_block_size,
-        with_tokens=with_tokens,
-    )
-    recorder.attach(engine.scheduler)
-    return recorder
 
 
 def main() -> None:

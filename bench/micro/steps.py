@@ -1,6 +1,6 @@
 """What does a step cost the host? vLLM's scheduler and ours, side by side in one process.
 
-Three questions, each answered for both schedulers in the same run and in alternation:
+Four questions, each answered for both schedulers in the same run and in alternation:
 
 - `decode`: time of `schedule()`, of `update_from_output()` and of making the outputs a message, per
   step, by running requests, in vLLM's asynchronous engine loop (a step is scheduled before the
@@ -9,6 +9,8 @@ Three questions, each answered for both schedulers in the same run and in altern
 - `features`: the same, if all requests speculate, have a grammar, or an adapter. What grammars cost
   by themselves is left out: it is the same for both.
 - `prefill`: time to hash, admit and prefill one request, with and without its prefix cached.
+- `arrival`: time of `add_request()` alone, by priority, while each of some tenants has
+  a request that waits; ours also with an order that is fair between them (docs/order.md).
 
 With `--verify` also what a step costs that vLLM's scheduler verifies (docs/verify.md), with
 `--metrics` what counting for `/metrics` has part in it (docs/metrics.md).
@@ -34,6 +36,8 @@ from typing import Any
 
 from sparksched._core import EngineMeters, StepOutputs
 from sparksched.engine.scheduler import NativeScheduler
+from sparksched.environment import Order
+from sparksched.shared.order import TENANT_ARGUMENT
 from tqdm import tqdm
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -50,7 +54,8 @@ from testkit.worlds.world import World, build_world, vllm_environment
 SIDES = ("vllm", "sparksched")
 VERIFIED_SIDES = ("vllm", "verifying")
 UNCOUNTED = "sparksched without metrics"
-CANDIDATE = {"vllm": "stock", UNCOUNTED: "sparksched"}
+FAIR = "sparksched, fair"
+CANDIDATE = {"vllm": "stock", UNCOUNTED: "sparksched", FAIR: "sparksched"}
 """What the test kit calls a side."""
 COUNTED_SIDES = (UNCOUNTED, "sparksched")
 VOCABULARY = 200_000
@@ -59,6 +64,7 @@ DECODE_STEPS = {1: 1000, 8: 400, 64: 200, 256: 100, 1024: 60}
 FEATURE_STEPS = {64: 100, 256: 60, 1024: 30}
 VERIFIED_STEPS = {1: 400, 64: 100, 256: 60}
 PROMPTS = (1024, 8192)
+TENANTS = (1, 10_000)
 Metrics = dict[str, float]
 STEPS_IN_A_ROW = 20
 """Steps before it is the other side's turn: one side's objects don't evict the other's from the
@@ -98,10 +104,28 @@ class Engine:
         self._frames = _message_writer(self.scheduler)
         if isinstance(self.scheduler, NativeScheduler) and side != UNCOUNTED:
             self.scheduler.report_to(EngineMeters(0))
+        if side == FAIR:
+            self.scheduler.order_by(Order("fair", {}, 0.0))
 
     def request(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:
         """Build a request as the engine does, its prompt hashed."""
         return self.load.request(request_id, prompt, max_tokens, self.hasher)
+
+    def start_decoding(self, num_requests: int) -> None:
+        """Take steps until so many requests generate."""
+        source = random.Random(1)
+        for number in range(num_requests):
+            # Of different lengths: requests need new blocks in different steps.
+            length = source.randrange(128, 128 + 4 * BLOCK_SIZE)
+            prompt = [source.randrange(VOCABULARY) for _ in range(length)]
+            self.scheduler.add_request(self.request(f"request-{number}", prompt, 10**6))
+        while self.scheduler.get_request_counts()[0] < num_requests:
+            self.step()
+
+    def forget_times(self) -> None:
+        """Begin to time anew."""
+        for times in (self.schedule_times, self.update_times, self.message_times):
+            times.clear()
 
     def step(self) -> None:
         """Schedule a step, then take in the output of the one before."""
@@ -170,33 +194,19 @@ def measure_decode(
     sides: tuple[str, ...] = SIDES,
 ) -> dict[str, Metrics]:
     """Return by side what a step of `num_requests` generating requests takes."""
-    engines = _decoding_engines(num_requests, load, sides)
+    engines = {side: Engine(side, load) for side in sides}
+    for engine in engines.values():
+        engine.start_decoding(num_requests)
     with _heap_as_in_the_engine():
         for number in range(1 + num_steps // STEPS_IN_A_ROW):
             for engine in engines.values():
                 for _ in range(STEPS_IN_A_ROW):
                     engine.step()
                 if number == 0:  # the first turn warms up
-                    engine.schedule_times.clear()
-                    engine.update_times.clear()
-                    engine.message_times.clear()
+                    engine.forget_times()
     for engine in engines.values():
         engine.scheduler.shutdown()
     return {side: _decode_times(engine) for side, engine in engines.items()}
-
-
-def _decoding_engines(num_requests: int, load: Load, sides: tuple[str, ...]) -> dict[str, Engine]:
-    engines = {side: Engine(side, load) for side in sides}
-    for engine in engines.values():
-        prompt_source = random.Random(1)
-        for number in range(num_requests):
-            # Of different lengths: requests need new blocks in different steps.
-            length = prompt_source.randrange(128, 128 + 4 * BLOCK_SIZE)
-            prompt = [prompt_source.randrange(VOCABULARY) for _ in range(length)]
-            engine.scheduler.add_request(engine.request(f"request-{number}", prompt, 10**6))
-        while engine.scheduler.get_request_counts()[0] < num_requests:
-            engine.step()
-    return engines
 
 
 def _decode_times(engine: Engine) -> Metrics:
@@ -245,12 +255,32 @@ def _prefill(engine: Engine, request_id: str, prompt: list[int]) -> int:
     start = time.perf_counter_ns()
     engine.scheduler.add_request(engine.request(request_id, prompt, max_tokens=1))
     taken = time.perf_counter_ns() - start
-    engine.schedule_times.clear()
-    engine.update_times.clear()
+    engine.forget_times()
     while engine.scheduler.has_requests():
         engine.step()
     engine.drain()
     return taken + sum(engine.schedule_times) + sum(engine.update_times)
+
+
+# ---- arrival ----
+
+
+def measure_arrival(num_tenants: int, rounds: int) -> dict[str, Metrics]:
+    """Return by side what it takes to put one more request into the queue."""
+    by_priority, sides = Load("priorities", policy="priority"), (*SIDES, FAIR)
+    engines = {side: Engine(side, by_priority) for side in sides}
+    times: dict[str, list[int]] = {side: [] for side in sides}
+    prompts = _prompts(128, cached=False)
+    with _heap_as_in_the_engine():
+        for number in range(num_tenants + rounds):
+            prompt, tenant = next(prompts), f"tenant-{number % num_tenants}"
+            for side, engine in engines.items():
+                request = engine.request(f"request-{number}", prompt, max_tokens=128)
+                request.sampling_params.extra_args = {TENANT_ARGUMENT: tenant}
+                start = time.perf_counter_ns()
+                engine.scheduler.add_request(request)
+                times[side].append(time.perf_counter_ns() - start)
+    return {side: spread("arrival", found[num_tenants:]) for side, found in times.items()}
 
 
 # ---- report ----
@@ -291,6 +321,8 @@ def _points(scale: int) -> Iterator[Point]:
     for tokens, cached in itertools.product(PROMPTS, (False, True)):
         name = f"prompt of {tokens}" + (", prefix cached" if cached else "")
         yield name, partial(measure_prefill, tokens, cached, scale * 10)
+    for tenants in TENANTS:
+        yield f"arrival: {tenants} waiting", partial(measure_arrival, tenants, scale * 200)
 
 
 def _beside(

@@ -27,8 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 540.0
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Batch sizes for which CUDA graphs are captured. vLLM's default are many more: minutes."""
-FEW_AT_ONCE = 2
-"""Servers that compile their kernels side by side, each for itself."""
 PREFIX = "SPARKSCHED_BENCH_"
 COUNTERS = {
     "preempted": "vllm:num_preemptions_total",
@@ -123,11 +121,10 @@ def running(sides: Sequence[Side], plan: Plan, work_dir: Path | None) -> Iterato
     with ExitStack() as stack:
         if work_dir is None:
             work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        are_few = len(sides) <= FEW_AT_ONCE
         placed = list(zip(sides, itertools.cycle(plan.gpus or ("",)), strict=False))
 
         def enter(placed: tuple[Side, str]) -> Server | None:
-            server = _running(*placed, plan, work_dir, compiles_alone=are_few)
+            server = _running(*placed, plan, work_dir)
             try:
                 return stack.enter_context(server)
             except ServerError as error:
@@ -137,17 +134,16 @@ def running(sides: Sequence[Side], plan: Plan, work_dir: Path | None) -> Iterato
         # What ends with its parent ends with the parent's thread: the threads stay until the end.
         with ThreadPoolExecutor(len(sides)) as starting:
             servers = []
-            if plan.has_gpu and not are_few:
-                # The others find compiled what the first one has compiled.
+            if plan.has_gpu:
+                # The others find compiled what the first one has compiled. Side by side two of
+                # gpt-oss-120b also run out of memory: weights take more of it while they load.
                 servers.append(starting.submit(enter, placed.pop(0)).result())
             servers += starting.map(enter, placed)
             yield [it for it in servers if it is not None]
 
 
 @contextmanager
-def _running(
-    side: Side, gpu: str, plan: Plan, work_dir: Path, *, compiles_alone: bool
-) -> Iterator[Server]:
+def _running(side: Side, gpu: str, plan: Plan, work_dir: Path) -> Iterator[Server]:
     folder = work_dir / side.name
     folder.mkdir(parents=True, exist_ok=True)
     notes = {name: folder / name.lower() for name in ("COMPILED", "EXPERTS")}
@@ -159,8 +155,7 @@ def _running(
     environment = hooked({name: str(path) for name, path in notes.items()}, plan.filler)
     if gpu:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
-    if compiles_alone:
-        environment["VLLM_CACHE_ROOT"] = str(folder / "cache")
+    environment["VLLM_CACHE_ROOT"] = str(work_dir / "cache")
     environment |= side.environment
     begun = time.monotonic()
     with launch(

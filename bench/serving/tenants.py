@@ -1,10 +1,11 @@
 """Measures how long a tenant waits whose neighbour floods the server.
 
-Tenant `flood` sends `flood` requests at once. Tenant `steady` sends one each second meanwhile. Each
-request names its tenant in `vllm_xargs`; where the operator sets priorities by hand
-(`vllm-priority`), those of `steady` come first. A round's metrics:
+Tenant `flood` sends `flood` requests at once. Tenant `steady` sends one each second meanwhile. An
+output has `output` tokens, give or take half. Requests name their tenant in `vllm_xargs`; where the
+operator sets priorities by hand (`vllm-priority`), those of `steady` come first. A round's metrics:
 
 - `steady_ttft_ms`, `flood_ttft_ms`: from sending a request to its first token.
+- `steady_gap_ms`: between outputs of the steady tenant's requests.
 - `requests_per_s`, `tokens_per_s`: of both tenants, until the last request has ended.
 """
 
@@ -37,11 +38,12 @@ async def _measure(
         reply = Reply(tenant)
         replies.append(reply)
         prompt = random_prompt(chance, server.model.vocab_size, point["input"])
+        max_tokens = chance.randint(point["output"] // 2, point["output"] * 3 // 2)
         more: dict[str, Any] = {"vllm_xargs": {"tenant": tenant}}
         if by_hand:
             more["priority"] = PRIORITIES[tenant]
         return asyncio.create_task(
-            complete(server.port, server.model.name, prompt, point["output"], reply, **more)
+            complete(server.port, server.model.name, prompt, max_tokens, reply, **more)
         )
 
     began = time.perf_counter()
@@ -57,4 +59,6 @@ async def _measure(
     for tenant in (FLOOD, STEADY):
         waits = [1e3 * it.ttft_s for it in replies if it.kind == tenant]
         metrics |= percentiles(f"{tenant}_ttft_ms", waits, 50, 99)
+    gaps = [gap for it in replies if it.kind == STEADY for gap in it.gaps_ms()]
+    metrics |= percentiles(f"{STEADY}_gap_ms", gaps, 50, 99)
     return metrics

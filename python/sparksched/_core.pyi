@@ -132,7 +132,8 @@ class CachedBlocks:
 class SchedulerCore:
     """The scheduler's state in Rust. `sparksched.scheduler.SparkScheduler` is its public face.
 
-    Times are seconds of `time.monotonic`. After an internal error the methods that schedule, add or
+    Methods without a docstring do what `NativeScheduler`'s of that name do. Times are seconds of
+    `time.monotonic`. After an internal error the methods that schedule, add or
     end requests, and `has_requests`, raise RuntimeError, but for `finish_requests(None, status)`.
     A panic in any function of this module is a RuntimeError that says where; one in a method that
     changes state is an internal error.
@@ -222,9 +223,7 @@ class SchedulerCore:
 
         """
 
-    def take_expired(self, now: float) -> list[Any]:
-        """Return the requests that have never been scheduled and whose time for that is up."""
-
+    def take_expired(self, now: float) -> list[Any]: ...
     def is_waiting_for_input(self, request_id: str) -> bool:
         """Return whether a session has stopped and has no more input."""
 
@@ -298,14 +297,9 @@ class SchedulerCore:
     ) -> Any:
         """Decide the next step and return its `SchedulerOutput`.
 
-        Args:
-            throttle_prefills: As in `SchedulerInterface.schedule`.
-            now: Seconds of `time.monotonic()`.
-            knobs: `max_num_scheduled_tokens`, at most what is configured,
-                `long_prefill_token_threshold`, and the ids of requests that go to the end of the
-                running list or the front of the queue, for this step; None for what is configured
-                or what pacing chooses.
-
+        `knobs` are `max_num_scheduled_tokens`, at most what is configured,
+        `long_prefill_token_threshold`, and the ids of requests that go to the end of the running
+        list or the front of the queue; None for what is configured or what pacing chooses.
         """
 
     def decide(
@@ -347,9 +341,7 @@ class SchedulerCore:
         It is the very list if the request has no grammar.
         """
 
-    def encode_outputs_for(self, client_index: int) -> None:
-        """Have a client get `StepOutputs` from now on."""
-
+    def encode_outputs_for(self, client_index: int) -> None: ...
     def finish_requests(self, request_ids: Iterable[str] | None, status: Any) -> list[Any]:
         """End requests with a finished `RequestStatus`, in this order; return the `Request`s."""
 
@@ -359,28 +351,12 @@ class SchedulerCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes unless a block is in use; return whether that was done."""
 
-    def make_stats(self) -> Any | None:
-        """Return `SchedulerStats`, or None if statistics are off."""
-
-    def has_requests(self) -> bool:
-        """Return whether a step has anything to do or to tell.
-
-        Raises:
-            RuntimeError: after an internal error, so that an engine ends that has nothing to do.
-
-        """
-
-    def has_unfinished_requests(self) -> bool:
-        """Return whether a request has work to do in the current pause state."""
-
-    def has_finished_requests(self) -> bool:
-        """Return whether requests ended since the last step, or are kept by a KV connector."""
-
+    def make_stats(self) -> Any | None: ...
+    def has_requests(self) -> bool: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def has_finished_requests(self) -> bool: ...
     def num_unfinished_requests(self) -> int:
-        """Count the requests that have work to do in the current pause state, as vLLM does.
-
-        Less than 0 if new requests are paused and sessions without input hold no blocks.
-        """
+        """Count requests as `NativeScheduler.get_num_unfinished_requests` does."""
 
     def request_counts(self) -> tuple[int, int]:
         """Count running and waiting requests."""
@@ -394,9 +370,7 @@ class SchedulerCore:
     def kv_cache_usage(self) -> float:
         """Return the share of blocks in use, 0 to 1."""
 
-    def num_used_blocks(self) -> int:
-        """Count the blocks in use, without the null block."""
-
+    def num_used_blocks(self) -> int: ...
     def pause_state(self) -> int:
         """Return the value of `PauseState`."""
 
@@ -406,9 +380,7 @@ class SchedulerCore:
     def structured_output_request_ids(self, request_ids: dict[str, int]) -> list[str]:
         """Return the ids that use structured output and sample a token in their last step."""
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as plain data; see `SparkScheduler.snapshot`."""
-
+    def snapshot(self) -> dict[str, Any]: ...
     def check_invariants(self) -> None:
         """Walk the whole state; RuntimeError at the first contradiction."""
 

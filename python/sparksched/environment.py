@@ -3,7 +3,9 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeVar
 
 SCHEDULER = "VLLM_SCHEDULER"
@@ -18,7 +20,6 @@ RECORD = "SPARKSCHED_RECORD"
 METRICS = "SPARKSCHED_METRICS"
 MAX_STALL_MS = "SPARKSCHED_MAX_STALL_MS"
 MAX_SLOWDOWN = "SPARKSCHED_MAX_SLOWDOWN"
-PREFILL_SHARE = "SPARKSCHED_PREFILL_SHARE"
 PACING_LOG = "SPARKSCHED_PACING_LOG"
 ORDER = "SPARKSCHED_ORDER"
 WEIGHTS = "SPARKSCHED_WEIGHTS"
@@ -38,7 +39,6 @@ VARIABLES: Final = (
     METRICS,
     MAX_STALL_MS,
     MAX_SLOWDOWN,
-    PREFILL_SHARE,
     PACING_LOG,
     ORDER,
     WEIGHTS,
@@ -78,10 +78,9 @@ MAX_STALL_BOUNDS_MS = (1.0, 60_000.0)
 DEFAULT_MAX_SLOWDOWN = 2.5
 MAX_SLOWDOWN_BOUNDS = (1.0, 100.0)
 
-DEFAULT_DEFAULT_TTFT_S = 10.0
-DEFAULT_AGING_S = 10.0
-_ORDER_SECONDS_BOUNDS = (0.001, 86_400.0)
-WEIGHT_BOUNDS = (0.01, 1000.0)
+_DEFAULT_ORDER_S = 10.0
+_ORDER_BOUNDS_S = (0.001, 86_400.0)
+_WEIGHT_BOUNDS = (0.01, 1000.0)
 
 DEFAULT_RECORD_BYTES = 256 << 20
 _MIN_RECORD_BYTES = 1 << 16
@@ -171,15 +170,10 @@ def pacing() -> Pacing | None:
     """How long prompts are paced; None if neither stall nor slowdown is set.
 
     Raises:
-        ValueError: for a value that is no number within its bounds, a log for which there is no
-            folder, or `SPARKSCHED_PREFILL_SHARE`.
+        ValueError: for a value that is no number within its bounds, or a log for which there is no
+            folder.
 
     """
-    if os.environ.get(PREFILL_SHARE):
-        raise ValueError(
-            f"{PREFILL_SHARE} is no longer a setting: {MAX_SLOWDOWN} says how many times as late as"
-            " without pacing a long prompt's first token may come, and the share follows from it"
-        )
     max_stall_ms = _number(
         MAX_STALL_MS, "a number of milliseconds", DEFAULT_MAX_STALL_MS, MAX_STALL_BOUNDS_MS
     )
@@ -211,10 +205,8 @@ def order() -> Order | None:
     """
     weights = _weights()
     seconds = {
-        "deadline": _number(
-            DEFAULT_TTFT_S, "a number of seconds", DEFAULT_DEFAULT_TTFT_S, _ORDER_SECONDS_BOUNDS
-        ),
-        "aging": _number(AGING_S, "a number of seconds", DEFAULT_AGING_S, _ORDER_SECONDS_BOUNDS),
+        kind: _number(name, "a number of seconds", _DEFAULT_ORDER_S, _ORDER_BOUNDS_S)
+        for kind, name in (("deadline", DEFAULT_TTFT_S), ("aging", AGING_S))
     }
     if not os.environ.get(ORDER):
         return None
@@ -224,20 +216,16 @@ def order() -> Order | None:
 
 def _weights() -> dict[str, float]:
     """Return what tenants weigh: `SPARKSCHED_WEIGHTS=gold=4,free=1`."""
-    weights = {}
-    for part in filter(None, os.environ.get(WEIGHTS, "").split(",")):
-        name, _, number = part.rpartition("=")
-        least, most = WEIGHT_BOUNDS
-        try:
-            weights[name] = float(number)
-        except ValueError:
-            weights[name] = math.nan
-        if not name or not least <= weights[name] <= most:
-            raise ValueError(
-                f"{WEIGHTS} has {part!r}, which is not NAME=WEIGHT with a weight from {least:g}"
-                f" to {most:g}"
-            )
-    return weights
+    value = os.environ.get(WEIGHTS, "")
+    least, most = _WEIGHT_BOUNDS
+    pairs = [part.rpartition("=") for part in value.split(",") if part]
+    with suppress(ValueError):
+        weights = {name: float(number) for name, _, number in pairs}
+        if all(name and least <= weight <= most for name, weight in weights.items()):
+            return weights
+    raise ValueError(
+        f"{WEIGHTS}={value!r} is not a list of NAME=WEIGHT with weights from {least:g} to {most:g}"
+    )
 
 
 @dataclass(frozen=True)
@@ -246,14 +234,12 @@ class Recording:
 
     path: str
     """The file that the scheduler is recorded to."""
-    with_tokens: bool = False
-    """Whether prompts and outputs are in it."""
     max_bytes: int = DEFAULT_RECORD_BYTES
     """Where it ends, and serving goes on."""
 
 
 def recording() -> Recording | None:
-    """Return what is to be recorded: `SPARKSCHED_RECORD=FILE[,tokens][,bytes=N]`; None for nothing.
+    """Return what is to be recorded: `SPARKSCHED_RECORD=FILE[,bytes=N]`; None for nothing.
 
     Raises:
         ValueError: if the file's folder is not there or not to be written to, or for an option
@@ -265,19 +251,21 @@ def recording() -> Recording | None:
         return None
     path, *options = value.split(",")
     _refuse_no_new_file(RECORD, value, path)
-    with_tokens, max_bytes = False, DEFAULT_RECORD_BYTES
+    max_bytes = DEFAULT_RECORD_BYTES
     for option in options:
         name, _, number = option.partition("=")
-        if option == "tokens":
-            with_tokens = True
-        elif name == "bytes":
-            max_bytes = _record_bytes(value, number)
-        else:
+        if name != "bytes":
             raise ValueError(
                 f"{RECORD}={value!r} has an unknown option {option!r}; allowed behind the file, "
-                "which has no comma in its name, are ',tokens' and ',bytes=N'"
+                "which has no comma in its name, is ',bytes=N'"
             )
-    return Recording(path, with_tokens, max_bytes)
+        max_bytes = _record_bytes(value, number)
+    return Recording(path, max_bytes)
+
+
+def file_of_engine(name: str, index: int) -> Path:
+    """Return the path of an engine's own file: all but the first of several add their index."""
+    return Path(name.replace("%p", str(os.getpid())) + (f".{index}" if index else ""))
 
 
 def _record_bytes(value: str, number: str) -> int:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import random
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,12 +22,12 @@ from vllm.distributed.aux_output_connector.connector import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from .configuration import Configuration
 from .connector import request_state
 from .events import RequestPlan
-from .feature import Feature, FeatureSettings, LoggedFeature
+from .feature import Feature, FeatureSettings, LoggedFeature, Step
 
 _BUILDERS = ("vllm.v1.core.sched.scheduler", "sparksched.engine.aux_outputs")
 """Modules that construct the connector, by the name that they have it under."""
@@ -39,17 +37,11 @@ _BUILDERS = ("vllm.v1.core.sched.scheduler", "sparksched.engine.aux_outputs")
 class AuxOutputsSettings(FeatureSettings):
     """They are collected."""
 
-    @classmethod
-    def draw(
-        cls, _rng: random.Random, _configuration: Configuration, _scenario: Mapping[str, Any]
-    ) -> AuxOutputsSettings:
-        return cls()
-
     def configure(self, vllm_config: Any) -> None:
         vllm_config.aux_output_config.enable_return_routed_experts = True
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return AuxOutputs(configuration, seed, coverage)
+    def start(self, configuration: Configuration, seed: int) -> Feature:
+        return AuxOutputs(configuration, seed)
 
 
 class RecordingAuxConnector(AuxOutputSchedulerConnector):  # type: ignore[misc]
@@ -108,8 +100,8 @@ class RecordingCappingConnector(RecordingAuxConnector):
 class AuxOutputs(LoggedFeature):
     """The worker of both sides."""
 
-    def __init__(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> None:
-        super().__init__(configuration, seed, coverage)
+    def __init__(self, configuration: Configuration, seed: int) -> None:
+        super().__init__(configuration, seed)
         # By a number that a request gets each time that it is admitted: how many tokens' experts
         # have been told.
         self._num_told: list[int] = []
@@ -141,20 +133,14 @@ class AuxOutputs(LoggedFeature):
         sampling = dict(plan.sampling) | {"routed_experts_prompt_start": start}
         return dataclasses.replace(plan, sampling=tuple(sampling.items()))
 
-    def complete_output(
-        self,
-        _step_number: int,
-        scheduler_output: SchedulerOutput,
-        _requests: Mapping[str, Request],
-        output: ModelRunnerOutput,
-    ) -> ModelRunnerOutput:
-        metadata = scheduler_output.aux_output_connector_metadata
+    def complete_output(self, step: Step, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        metadata = step.scheduled.aux_output_connector_metadata
         assert metadata is not None
         self._begin_step(metadata)
         if not output.req_ids:
             return output
         # Which tokens these are is known when they are sampled.
-        numbers = {it: self._numbers[it] for it in scheduler_output.num_scheduled_tokens}
+        numbers = {it: self._numbers[it] for it in step.scheduled.num_scheduled_tokens}
         return dataclasses.replace(output, aux_output_connector_output=numbers)
 
     def _begin_step(self, metadata: AuxOutputConnectorMetadata) -> None:
@@ -188,31 +174,4 @@ class AuxOutputs(LoggedFeature):
             if output.req_ids:
                 output.aux_output_connector_output = copy.deepcopy(collected)
 
-    # What is compared, and what was reached.
-
-    def _cover(self, call: str, details: list[Any]) -> None:
-        coverage = self.coverage
-        match call, details:
-            case "take_output", [_, _, rows]:
-                coverage["experts: of a prompt"] += rows is not None and len(rows) > 1
-                coverage["experts: of single tokens"] += rows is not None and len(rows) == 1
-                coverage["experts: of no token"] += rows is None or not len(rows)
-            case "request_finished", [{"status": status}]:
-                is_preempted = status == RequestStatus.RUNNING.name
-                coverage["experts: requests that are preempted"] += is_preempted
-                coverage["experts: requests that end"] += not is_preempted
-            case "build_connector_meta", [output, _, metadata]:
-                others = metadata.block_hashes.keys() - output.num_scheduled_tokens
-                coverage["experts: hashes of scheduled requests"] += bool(
-                    metadata.block_hashes.keys() - others
-                )
-                coverage["experts: hashes of others"] += bool(others)
-            case "reset", []:
-                coverage["experts: resets"] += 1
-            case "max_cache_hit", [_, num_tokens]:
-                coverage["experts: prefixes that are known"] += num_tokens > 0
-            case "cap_external_hit", [_, _, num_external, num_tokens]:
-                coverage["experts: external hits that are taken"] += num_tokens > 0
-                coverage["experts: external hits that are left"] += num_tokens < num_external
-            case "request_loading", _:
-                coverage["experts: loads"] += 1
+    # What is compared.

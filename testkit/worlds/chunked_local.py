@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec
-from vllm.v1.request import Request
 
 from .configuration import Configuration
-from .feature import Feature, FeatureSettings
+from .feature import FeatureSettings
 
 
 @dataclass(frozen=True)
@@ -61,47 +58,3 @@ class ChunkedLocalSettings(FeatureSettings):
                     dtype=torch.float32,
                     attention_chunk_size=chunk_size,
                 )
-
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return ChunkedLocal(configuration, seed, coverage, self)
-
-
-class ChunkedLocal(Feature):
-    """Counts what chunks change in prefix hits and block tables."""
-
-    def __init__(
-        self,
-        configuration: Configuration,
-        seed: int,
-        coverage: Counter[str],
-        settings: ChunkedLocalSettings,
-    ) -> None:
-        super().__init__(configuration, seed, coverage)
-        self._chunk_sizes = settings.chunk_sizes
-
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        coverage = self.coverage
-        for new_request in output.scheduled_new_reqs:
-            num_hit_tokens = new_request.num_computed_tokens
-            if num_hit_tokens == 0:
-                continue
-            num_hit_blocks = num_hit_tokens // self.configuration.block_size
-            hit_blocks = [block_ids[:num_hit_blocks] for block_ids in new_request.block_ids]
-            held_blocks = [
-                block_ids
-                for block_ids, size in zip(hit_blocks, self._chunk_sizes, strict=True)
-                if size is not None
-            ]
-            coverage["chunked local: hits"] += 1
-            coverage["chunked local: hits within a chunk"] += any(map(any, held_blocks))
-            coverage["chunked local: hits without a block"] += not any(map(any, hit_blocks))
-            coverage["chunked local: hits that skip chunks"] += any(
-                0 in block_ids for block_ids in held_blocks
-            )
-
-    def snapshot(self, _scheduler: Any) -> dict[str, Any]:
-        sizes = [size for size in self._chunk_sizes if size is not None]
-        is_aligned = all(size % self.configuration.block_size == 0 for size in sizes)
-        kind = "aligned" if is_aligned else "unaligned"
-        self.coverage[f"chunked local: snapshots with {kind} chunks"] += 1
-        return {}

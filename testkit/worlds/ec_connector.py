@@ -19,11 +19,11 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from .configuration import Configuration
 from .connector import request_state
-from .feature import Feature, FeatureSettings, LoggedFeature
+from .feature import Feature, FeatureSettings, LoggedFeature, Step
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class ECConnectorSettings(FeatureSettings):
             engine_id="differential",
         )
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return ECConnector(configuration, seed, coverage, self)
+    def start(self, configuration: Configuration, seed: int) -> Feature:
+        return ECConnector(configuration, seed, self)
 
 
 @dataclass
@@ -189,13 +189,9 @@ class ECConnector(LoggedFeature):
     """The workers of both sides, which have little to say."""
 
     def __init__(
-        self,
-        configuration: Configuration,
-        seed: int,
-        coverage: Counter[str],
-        settings: ECConnectorSettings,
+        self, configuration: Configuration, seed: int, settings: ECConnectorSettings
     ) -> None:
-        super().__init__(configuration, seed, coverage)
+        super().__init__(configuration, seed)
         self._settings = settings
         self._seed = f"EC connector/{configuration.name}/{seed}"
 
@@ -205,45 +201,14 @@ class ECConnector(LoggedFeature):
         yield
         assert RecordingECConnector.next_settings is None, "a scheduler builds its connector"
 
-    def complete_output(
-        self,
-        step_number: int,
-        _scheduler_output: SchedulerOutput,
-        _requests: Mapping[str, Request],
-        output: ModelRunnerOutput,
-    ) -> ModelRunnerOutput:
+    def complete_output(self, step: Step, output: ModelRunnerOutput) -> ModelRunnerOutput:
         if self.rng.random() < 0.7:
             return output
-        stats = ECStats({"transferred": step_number}) if self.rng.random() < 0.5 else None
+        stats = ECStats({"transferred": step.number}) if self.rng.random() < 0.5 else None
         report = ECConnectorOutput(finished_recving={"image-0"}, ec_connector_stats=stats)
         return dataclasses.replace(output, ec_connector_output=report)
 
-    # What is compared, and what was reached.
-
-    def _cover(self, call: str, details: list[Any]) -> None:
-        coverage = self.coverage
-        match call, details:
-            case "has_cache_item", [_, answer]:
-                coverage["EC transfer: inputs found elsewhere"] += answer
-            case "ensure_cache_available", [request, _, answer]:
-                is_running = request["status"] == RequestStatus.RUNNING.name
-                coverage["EC transfer: waiting requests held up"] += not answer and not is_running
-                coverage["EC transfer: running requests held up"] += not answer and is_running
-            case "take_unavailable_requests", [request_ids]:
-                coverage["EC transfer: requests given up"] += len(request_ids)
-            case "request_finished", [_, (is_kept, _)]:
-                coverage["EC transfer: requests that are kept"] += is_kept
-            case "update_state_after_alloc" | "update_state_after_free", _:
-                coverage[f"EC transfer: {call}"] += 1
+    # What is compared.
 
     def snapshot(self, scheduler: Any) -> dict[str, Any]:
         return {"EC connector": type(scheduler.get_ec_connector()).__name__}
-
-    def cover_outputs(self, outputs: Any, requests: Mapping[str, Request]) -> None:
-        for client_outputs in outputs.values():
-            stats = client_outputs.scheduler_stats
-            self.coverage["EC transfer: statistics"] += bool(stats and stats.ec_connector_stats)
-            for output in client_outputs.outputs:
-                self.coverage["EC transfer: outputs with parameters"] += bool(
-                    output.ec_transfer_params
-                )

@@ -9,20 +9,17 @@ import functools
 import random
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm.config import KVTransferConfig
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
 
 from .configuration import Configuration
 from .events import Arrive, Event, LoseInFlightSteps
-from .feature import Feature, FeatureSettings
+from .feature import Feature, FeatureSettings, Step
 
 
 @functools.cache
@@ -55,9 +52,9 @@ class ExampleConnectorSettings(FeatureSettings):
         )
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
+    def start(self, configuration: Configuration, seed: int) -> Feature:
         shutil.rmtree(self.folder, ignore_errors=True)
-        return ExampleConnectorFeature(configuration, seed, coverage)
+        return ExampleConnectorFeature(configuration, seed)
 
 
 class ExampleConnectorFeature(Feature):
@@ -76,17 +73,9 @@ class ExampleConnectorFeature(Feature):
                 return len(plan.prompt_token_ids) > 1
         return True
 
-    def complete_output(
-        self,
-        _step_number: int,
-        scheduler_output: SchedulerOutput,
-        _requests: Mapping[str, Request],
-        output: ModelRunnerOutput,
-    ) -> ModelRunnerOutput:
-        assert scheduler_output.kv_connector_metadata is not None
-        for request in scheduler_output.kv_connector_metadata.requests:
-            self.coverage["example connector: stores"] += request.is_store
-            self.coverage["example connector: loads"] += not request.is_store
+    def complete_output(self, step: Step, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        assert step.scheduled.kv_connector_metadata is not None
+        for request in step.scheduled.kv_connector_metadata.requests:
             if request.is_store:
                 self._connector._generate_filename_debug(
                     "layer", request.token_ids, request.mm_hashes

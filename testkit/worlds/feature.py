@@ -10,27 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from .configuration import Configuration
 from .events import Event, RequestPlan, SchedulerView
-
-
-def stats_of(outputs: Mapping[int, EngineCoreOutputs]) -> Iterator[SchedulerStats]:
-    """Yield the statistics of a step, which go to one client at most."""
-    for client_outputs in outputs.values():
-        if client_outputs.scheduler_stats is not None:
-            yield client_outputs.scheduler_stats
 
 
 def with_extra_args(plan: RequestPlan, **extra: Any) -> RequestPlan:
@@ -40,11 +31,25 @@ def with_extra_args(plan: RequestPlan, **extra: Any) -> RequestPlan:
     return dataclasses.replace(plan, sampling=tuple(sampling.items()))
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step that the model runner has executed, and the reference's requests by then."""
+
+    number: int
+    scheduled: SchedulerOutput
+    requests: Mapping[str, Request]
+
+
 class FeatureSettings:
     """How a configuration uses one feature."""
 
     needs_block_hashes = False
     """Whether prompts are hashed even if there is no prefix cache."""
+
+    @classmethod
+    def draw(cls, _rng: random.Random, _configuration: Configuration, _scenario: Any) -> Any:
+        """Return settings for a scenario."""
+        return cls()
 
     def configure(self, vllm_config: Any) -> None:
         """Adjust one side's own copy of the configuration."""
@@ -60,9 +65,9 @@ class FeatureSettings:
         """Return variables of the process that a scenario runs with."""
         return {}
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
+    def start(self, configuration: Configuration, seed: int) -> Feature:
         """Begin a scenario."""
-        raise NotImplementedError
+        return Feature(configuration, seed)
 
 
 class Feature:
@@ -71,9 +76,8 @@ class Feature:
     samples_tokens = True
     """Whether the model samples, so that the engine asks for grammar bitmasks."""
 
-    def __init__(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> None:
+    def __init__(self, configuration: Configuration, seed: int) -> None:
         self.configuration = configuration
-        self.coverage = coverage
         self.rng = random.Random(f"{type(self).__name__}/{configuration.name}/{seed}")
 
     # Around the schedulers.
@@ -107,22 +111,13 @@ class Feature:
         """Return whether vLLM survives an event just now."""
         return True
 
-    def complete_output(
-        self,
-        _step_number: int,
-        _scheduler_output: SchedulerOutput,
-        _requests: Mapping[str, Request],
-        output: ModelRunnerOutput,
-    ) -> ModelRunnerOutput:
+    def complete_output(self, step: Step, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Add to what the model runner returns for a step."""
         return output
 
     def throttles_prefills(self, _step_number: int) -> bool:
         """Return whether the engine puts off prefills in a step."""
         return False
-
-    def before_schedule(self, requests: Mapping[str, Request]) -> None:
-        """Look at the reference's requests before a step is scheduled."""
 
     def after_schedule(
         self, step_number: int, scheduler_outputs: Sequence[SchedulerOutput]
@@ -143,10 +138,10 @@ class Feature:
         """Return what the model runner proposes for the steps to come."""
         return None
 
-    # What is compared, and what was reached.
+    # What is compared.
 
     def watch(self, _scheduler: Any) -> None:
-        """Prepare to count what the reference goes through."""
+        """Look at the reference when it is built."""
 
     def told(self, _side: int) -> Any:
         """Return what a side told others than its caller since it was last asked."""
@@ -156,73 +151,59 @@ class Feature:
         """Return the part of a scheduler's state that the feature adds."""
         return {}
 
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Count the situations that a step of the reference has reached."""
-
-    def cover_proposal(self, requests: Mapping[str, Request]) -> None:
-        """Count the situations that draft tokens have met."""
-
-    def cover_update(
-        self,
-        output: SchedulerOutput,
-        runner_output: ModelRunnerOutput,
-        requests: Mapping[str, Request],
-    ) -> None:
-        """Count the situations that the reference is about to learn of."""
-
-    def cover_outputs(
-        self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]
-    ) -> None:
-        """Count the situations that the outputs of a step show."""
-
 
 class LoggedFeature(Feature):
     """A feature whose connectors note each call in a log, one for each side."""
 
-    def __init__(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> None:
-        super().__init__(configuration, seed, coverage)
+    def __init__(self, configuration: Configuration, seed: int) -> None:
+        super().__init__(configuration, seed)
         self._logs: tuple[list[tuple[Any, ...]], ...] = ([], [])
 
     def told(self, side: int) -> Any:
         log = list(self._logs[side])
         self._logs[side].clear()
-        if side == 0:
-            for call, *details in log:
-                self._cover(call, details)
         return log
 
-    def _cover(self, call: str, details: list[Any]) -> None:
-        """Count the situations that a call of the reference's has reached."""
-        raise NotImplementedError
+
+def _each(name: str) -> Any:
+    """Return a hook that calls the one of each feature, and ignores what they return."""
+
+    def call(self: Features, *arguments: Any) -> None:
+        for feature in self._features:
+            getattr(feature, name)(*arguments)
+
+    return call
+
+
+def _each_entered(name: str) -> Any:
+    """Return a hook that enters what the one of each feature returns."""
+
+    @contextmanager
+    def enter(self: Features, argument: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            for feature in self._features:
+                stack.enter_context(getattr(feature, name)(argument))
+            yield
+
+    return enter
 
 
 class Features(Feature):
     """All features of a configuration, as one."""
 
-    def __init__(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> None:
-        super().__init__(configuration, seed, coverage)
+    def __init__(self, configuration: Configuration, seed: int) -> None:
+        super().__init__(configuration, seed)
         self._features = [
-            settings.start(configuration, seed, coverage) for settings in configuration.features
+            settings.start(configuration, seed) for settings in configuration.features
         ]
         self.samples_tokens = all(feature.samples_tokens for feature in self._features)
 
-    @contextmanager
-    def while_building(self, side: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            for feature in self._features:
-                stack.enter_context(feature.while_building(side))
-            yield
-
-    @contextmanager
-    def while_running(self, clock: Callable[[], float]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for feature in self._features:
-                stack.enter_context(feature.while_running(clock))
-            yield
-
-    def before_call(self, side: int) -> None:
-        for feature in self._features:
-            feature.before_call(side)
+    while_building = _each_entered("while_building")
+    while_running = _each_entered("while_running")
+    before_call = _each("before_call")
+    after_schedule = _each("after_schedule")
+    after_sampling = _each("after_sampling")
+    before_update = _each("before_update")
 
     def plan_request(self, plan: RequestPlan) -> RequestPlan:
         for feature in self._features:
@@ -230,10 +211,8 @@ class Features(Feature):
         return plan
 
     def request_arguments(self, plan: RequestPlan) -> dict[str, Any]:
-        arguments: dict[str, Any] = {}
-        for feature in self._features:
-            arguments |= feature.request_arguments(plan)
-        return arguments
+        found = (feature.request_arguments(plan) for feature in self._features)
+        return {name: value for arguments in found for name, value in arguments.items()}
 
     def events_before_step(self, view: SchedulerView) -> Sequence[Event]:
         return [event for feature in self._features for event in feature.events_before_step(view)]
@@ -241,41 +220,13 @@ class Features(Feature):
     def allows(self, event: Event) -> bool:
         return all(feature.allows(event) for feature in self._features)
 
-    def complete_output(
-        self,
-        step_number: int,
-        scheduler_output: SchedulerOutput,
-        requests: Mapping[str, Request],
-        output: ModelRunnerOutput,
-    ) -> ModelRunnerOutput:
+    def complete_output(self, step: Step, output: ModelRunnerOutput) -> ModelRunnerOutput:
         for feature in self._features:
-            output = feature.complete_output(step_number, scheduler_output, requests, output)
+            output = feature.complete_output(step, output)
         return output
 
     def throttles_prefills(self, step_number: int) -> bool:
         return any(feature.throttles_prefills(step_number) for feature in self._features)
-
-    def before_schedule(self, requests: Mapping[str, Request]) -> None:
-        for feature in self._features:
-            feature.before_schedule(requests)
-
-    def after_schedule(
-        self, step_number: int, scheduler_outputs: Sequence[SchedulerOutput]
-    ) -> None:
-        for feature in self._features:
-            feature.after_schedule(step_number, scheduler_outputs)
-
-    def after_sampling(
-        self, step_number: int, scheduler_output: SchedulerOutput, request_ids: Sequence[str]
-    ) -> None:
-        for feature in self._features:
-            feature.after_sampling(step_number, scheduler_output, request_ids)
-
-    def before_update(
-        self, outputs: Sequence[ModelRunnerOutput], requests: Mapping[str, Request]
-    ) -> None:
-        for feature in self._features:
-            feature.before_update(outputs, requests)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         proposals = [feature.take_draft_token_ids() for feature in self._features]
@@ -289,30 +240,5 @@ class Features(Feature):
         return [feature.told(side) for feature in self._features]
 
     def snapshot(self, scheduler: Any) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        for feature in self._features:
-            state |= feature.snapshot(scheduler)
-        return state
-
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        for feature in self._features:
-            feature.cover_schedule(output, requests)
-
-    def cover_proposal(self, requests: Mapping[str, Request]) -> None:
-        for feature in self._features:
-            feature.cover_proposal(requests)
-
-    def cover_update(
-        self,
-        output: SchedulerOutput,
-        runner_output: ModelRunnerOutput,
-        requests: Mapping[str, Request],
-    ) -> None:
-        for feature in self._features:
-            feature.cover_update(output, runner_output, requests)
-
-    def cover_outputs(
-        self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]
-    ) -> None:
-        for feature in self._features:
-            feature.cover_outputs(outputs, requests)
+        states = (feature.snapshot(scheduler) for feature in self._features)
+        return {name: value for state in states for name, value in state.items()}

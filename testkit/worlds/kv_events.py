@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,15 +12,10 @@ from unittest import mock
 
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
     EventBatch,
     EventPublisher,
     EventPublisherFactory,
 )
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
 
 from .configuration import Configuration
 from .events import RequestPlan
@@ -50,8 +44,8 @@ class KVEventsSettings(FeatureSettings):
     def environment(self) -> dict[str, str]:
         return {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": str(int(self.integer_hashes))}
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return KVEventsFeature(configuration, seed, coverage)
+    def start(self, configuration: Configuration, seed: int) -> Feature:
+        return KVEventsFeature(configuration, seed)
 
 
 class EventRecorder(EventPublisher):  # type: ignore[misc]
@@ -96,8 +90,8 @@ class EventRecorder(EventPublisher):  # type: ignore[misc]
 class KVEventsFeature(Feature):
     """Records what each side publishes; gives requests sessions and ways of reporting."""
 
-    def __init__(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> None:
-        super().__init__(configuration, seed, coverage)
+    def __init__(self, configuration: Configuration, seed: int) -> None:
+        super().__init__(configuration, seed)
         self._recorders: dict[int, EventRecorder] = {}
         self._session_share = self.rng.choice([0.0, 0.5, 1.0])
         self._full_report_share = self.rng.choice([0.0, 0.3, 0.3, 1.0])
@@ -138,45 +132,7 @@ class KVEventsFeature(Feature):
         return {"session_id": plan.session_id}
 
     def told(self, side: int) -> Any:
-        told = self._recorders[side].take()
-        if side == 0:
-            for batch in told["published"]:
-                self._cover_batch(batch)
-        return told
+        return self._recorders[side].take()
 
     def snapshot(self, scheduler: Any) -> dict[str, Any]:
         return {"publisher config": scheduler.get_kv_event_publisher_config()}
-
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        for new_request in output.scheduled_new_reqs:
-            request = requests[new_request.req_id]
-            self.coverage["events: hits that are reported"] += (
-                new_request.num_computed_tokens > 0
-                and getattr(request, "kv_cache_report_mode", None) == "full"
-            )
-
-    def _cover_batch(self, batch: EventBatch) -> None:
-        coverage = self.coverage
-        coverage["events: batches"] += 1
-        coverage[f"events: batches under {self.configuration.prefix_caching_hash_algo}"] += 1
-        for event in batch.events:
-            if isinstance(event, BlockStored):
-                self._cover_stored(event)
-            elif isinstance(event, BlockRemoved):
-                coverage["events: removed"] += 1
-            elif isinstance(event, AllBlocksCleared):
-                coverage["events: all cleared"] += 1
-
-    def _cover_stored(self, event: BlockStored) -> None:
-        coverage = self.coverage
-        coverage["events: stored"] += 1
-        coverage["events: stored after a parent"] += event.parent_block_hash is not None
-        coverage["events: stored with a salt"] += any(event.extra_keys or ())
-        coverage["events: stored for a session"] += event.session_id is not None
-        # Of a sliding window, the blocks that no hit can need are not stored.
-        coverage["events: stored, but without any block"] += not event.block_hashes
-        coverage["events: stored, but not all blocks"] += (
-            0 < len(event.block_hashes) < (len(event.token_ids) // max(event.block_size, 1))
-        )
-        for block_hash in event.block_hashes[:1]:
-            coverage[f"events: hashes of type {type(block_hash).__name__}"] += 1

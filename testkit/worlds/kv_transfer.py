@@ -9,14 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import KVTransferConfig
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -24,7 +22,7 @@ from . import connector
 from .configuration import Configuration
 from .connector import Behaviour, Load, Partner, TransferStats
 from .events import Event, Finish, LoseInFlightSteps, RequestPlan, SchedulerView
-from .feature import Feature, FeatureSettings, with_extra_args
+from .feature import Feature, FeatureSettings, Step, with_extra_args
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,8 @@ class KVTransferSettings(FeatureSettings):
         )
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = not self.supports_hybrid
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return KVTransfer(configuration, seed, coverage, self)
+    def start(self, configuration: Configuration, seed: int) -> Feature:
+        return KVTransfer(configuration, seed, self)
 
 
 @dataclass
@@ -100,13 +98,9 @@ class KVTransfer(Feature):
     """The workers of both sides, which do the same."""
 
     def __init__(
-        self,
-        configuration: Configuration,
-        seed: int,
-        coverage: Counter[str],
-        settings: KVTransferSettings,
+        self, configuration: Configuration, seed: int, settings: KVTransferSettings
     ) -> None:
-        super().__init__(configuration, seed, coverage)
+        super().__init__(configuration, seed)
         self._settings = settings
         partner_seed = f"connector/{configuration.name}/{seed}"
         self._partners = [Partner(partner_seed, settings.behaviour) for _ in range(2)]
@@ -136,22 +130,16 @@ class KVTransfer(Feature):
             return []
         return [Finish((self.rng.choice(loading),), RequestStatus.FINISHED_ABORTED)]
 
-    def complete_output(
-        self,
-        step_number: int,
-        scheduler_output: SchedulerOutput,
-        requests: Mapping[str, Request],
-        output: ModelRunnerOutput,
-    ) -> ModelRunnerOutput:
+    def complete_output(self, step: Step, output: ModelRunnerOutput) -> ModelRunnerOutput:
         report = KVConnectorOutput(finished_sending=set(), finished_recving=set())
-        self._start_loads(step_number, requests, report)
-        self._start_sends(step_number, scheduler_output.finished_req_ids)
-        for load in _take_due(self._loads, step_number):
-            self._finish_load(load, requests, report)
-        for send in _take_due(self._sends, step_number):
+        self._start_loads(step.number, step.requests, report)
+        self._start_sends(step.number, step.scheduled.finished_req_ids)
+        for load in _take_due(self._loads, step.number):
+            self._finish_load(load, step.requests, report)
+        for send in _take_due(self._sends, step.number):
             report.finished_sending.add(send.request_id)
         if self._settings.behaviour.has_stats and self.rng.random() < 0.5:
-            report.kv_connector_stats = TransferStats({"transferred": step_number})
+            report.kv_connector_stats = TransferStats({"transferred": step.number})
         if report.is_empty() and self.rng.random() < 0.7:
             report = self.rng.choice([None, KVConnectorOutput()])
         # A step without tokens has an output that all such steps share.
@@ -171,7 +159,6 @@ class KVTransfer(Feature):
                 self._loads.append(_Transfer(load.request_id, due_step, fails, bad_block_ids))
             elif bad_block_ids and requests[load.request_id].status == RequestStatus.RUNNING:
                 report.invalid_block_ids.update(bad_block_ids)
-                self.coverage["transfer: synchronous loads that fail"] += 1
 
     def _draw_bad_blocks(self, load: Load) -> tuple[int, ...]:
         """Draw the blocks by which a failure is reported; none of them if it is by request."""
@@ -199,65 +186,17 @@ class KVTransfer(Feature):
         is_waiting = requests[load.request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS
         if load.bad_block_ids and is_waiting:
             report.invalid_block_ids.update(load.bad_block_ids)
-            self.coverage["transfer: loads that fail by blocks"] += 1
         elif not load.bad_block_ids:
             report.failed_recving.add(load.request_id)
-            self.coverage["transfer: loads that fail by request"] += 1
 
-    # What is compared, and what was reached.
+    # What is compared.
 
     def told(self, side: int) -> Any:
-        log = self._partners[side].take_log()
-        if side == 0:
-            for call, *details in log:
-                cover = _COVER.get(call)
-                if cover is not None:
-                    cover(self.coverage, *details)
-        return log
+        return self._partners[side].take_log()
 
     def snapshot(self, scheduler: Any) -> dict[str, Any]:
         assert scheduler.connector is scheduler.get_kv_connector()
         return {"connector": type(scheduler.connector).__name__}
-
-    def watch(self, scheduler: Any) -> None:
-        self._reference = scheduler
-
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        coverage, scheduler = self.coverage, self._reference
-        coverage["transfer: steps with synchronous loads"] += output.has_sync_kv_loads
-        coverage["transfer: steps with deferred frees"] += bool(scheduler.deferred_frees)
-        coverage["transfer: steps while blocks are sent"] += bool(self._partners[0].sending)
-        coverage["transfer: steps for the connector alone"] += (
-            not requests and scheduler.connector.has_pending_push_work()
-        )
-        is_starved = output.total_num_scheduled_tokens == 0 and scheduler.running
-        coverage["transfer: steps in which all that run wait for blocks"] += bool(
-            is_starved and scheduler.connector.has_pending_block_frees()
-        )
-
-    def cover_outputs(self, outputs: Any, requests: Mapping[str, Request]) -> None:
-        for client_outputs in outputs.values():
-            stats = client_outputs.scheduler_stats
-            if stats is not None:
-                self._cover_stats(stats)
-            for output in client_outputs.outputs:
-                params = output.kv_transfer_params or {}
-                self.coverage["transfer: outputs with parameters"] += bool(params)
-                self.coverage["transfer: outputs with the prefill's hits"] += (
-                    "remote_prefill_cached_tokens" in params
-                )
-                self.coverage["transfer: requests failed by a load"] += (
-                    requests[output.request_id].status == RequestStatus.FINISHED_ERROR
-                    and not requests[output.request_id].use_structured_output
-                )
-
-    def _cover_stats(self, stats: Any) -> None:
-        for stage, count in stats.num_kv_fetch_reqs_by_stage.items():
-            self.coverage[f"transfer: requests counted as {stage}"] += count
-        data = stats.kv_connector_stats or {}
-        self.coverage["transfer: statistics of both sides"] += len(data) > 1
-        hits = stats.connector_prefix_cache_stats
-        self.coverage["transfer: sources of hits"] += len(hits.hits_by_source) if hits else 0
 
 
 def _take_due(transfers: list[_Transfer], step_number: int) -> list[_Transfer]:
@@ -275,53 +214,3 @@ def copy_output(output: ModelRunnerOutput) -> ModelRunnerOutput:
     fields = [] if report is None else dataclasses.fields(report)
     members = [getattr(report, it.name) for it in fields]
     return copy.deepcopy(output, {id(it): it for it in members if isinstance(it, set)})
-
-
-def _cover_match(
-    coverage: Counter[str],
-    request: dict[str, Any],
-    num_local: int,
-    answer: tuple[int | None, bool],
-) -> None:
-    num_external, is_async = answer
-    if num_external is None:
-        coverage["transfer: matches not known yet"] += 1
-    else:
-        coverage["transfer: matches"] += num_external > 0
-        coverage["transfer: matches beyond a local hit"] += num_external > 0 and num_local > 0
-        coverage["transfer: asynchronous matches of all tokens"] += (
-            is_async and num_local + num_external == request["num_tokens"]
-        )
-
-
-def _cover_allocation(coverage: Counter[str], request: dict[str, Any], *details: Any) -> None:
-    if details[-1]:
-        coverage["transfer: loads"] += 1
-        coverage["transfer: loads for preempted requests"] += request["num_preemptions"] > 0
-
-
-def _cover_end(
-    coverage: Counter[str],
-    request: dict[str, Any],
-    _block_ids: Any,
-    answer: tuple[bool, Any],
-) -> None:
-    coverage["transfer: ends"] += 1
-    coverage["transfer: ends that delay the free"] += answer[0]
-    coverage["transfer: ends by abort that delay the free"] += (
-        answer[0] and request["status"] == RequestStatus.FINISHED_ABORTED.name
-    )
-
-
-def _cover_report(coverage: Counter[str], report: KVConnectorOutput) -> None:
-    coverage["transfer: loads that end"] += len(report.finished_recving or ())
-    coverage["transfer: sends that end"] += len(report.finished_sending or ())
-
-
-_COVER: dict[str, Callable[..., None]] = {
-    "get_num_new_matched_tokens": _cover_match,
-    "update_state_after_alloc": _cover_allocation,
-    "request_finished": _cover_end,
-    "request_finished_all_groups": _cover_end,
-    "update_connector_output": _cover_report,
-}

@@ -6,8 +6,7 @@ import copy
 import dataclasses
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,6 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request, RequestStatus
 
 from .configuration import Configuration
 from .events import Call, Event, ItemPlan, RequestPlan, SchedulerView
@@ -77,21 +74,17 @@ class MultimodalSettings(FeatureSettings):
             model_config.hf_config.rope_parameters = {"mrope_section": [1, 1, 1]}
         assert model_config.uses_mrope == self.uses_mrope
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return Multimodal(configuration, seed, coverage, self)
+    def start(self, configuration: Configuration, seed: int) -> Feature:
+        return Multimodal(configuration, seed, self)
 
 
 class Multimodal(Feature):
     """Puts images into prompts: the same few, at the same places, again and again."""
 
     def __init__(
-        self,
-        configuration: Configuration,
-        seed: int,
-        coverage: Counter[str],
-        settings: MultimodalSettings,
+        self, configuration: Configuration, seed: int, settings: MultimodalSettings
     ) -> None:
-        super().__init__(configuration, seed, coverage)
+        super().__init__(configuration, seed)
         self._settings = settings
         rng = self.rng
         self._share = rng.choice([0.3, 0.8, 1.0])
@@ -167,10 +160,9 @@ class Multimodal(Feature):
     def events_before_step(self, _view: SchedulerView) -> Sequence[Event]:
         if self.rng.random() >= self._reset_rate:
             return []
-        self.coverage["multimodal: resets of the encoder cache"] += 1
         return [Call("reset_encoder_cache()", lambda scheduler: scheduler.reset_encoder_cache())]
 
-    # What is compared, and what was reached.
+    # What is compared.
 
     def snapshot(self, scheduler: Any) -> dict[str, Any]:
         manager = scheduler.encoder_cache_manager
@@ -187,81 +179,6 @@ class Multimodal(Feature):
                 "num_freeable_slots": manager.num_freeable_slots,
             }
         }
-
-    def watch(self, scheduler: Any) -> None:
-        manager, coverage = scheduler.encoder_cache_manager, self.coverage
-
-        def cover_can_allocate(can: bool, _request: Request, _input_id: int, *_: int) -> None:
-            coverage["multimodal: inputs that find no room"] += not can
-
-        def cover_check(is_cached: bool, request: Request, _input_id: int) -> None:
-            coverage["multimodal: inputs found in the cache"] += is_cached
-
-        def cover_schedule(result: Any, request: Request, _: int, wanted: int, *__: Any) -> None:
-            _, num_new_tokens, _, _, duplicates = result
-            coverage["multimodal: inputs twice in a step"] += len(duplicates)
-            coverage["multimodal: chunks cut by an input"] += 0 < num_new_tokens < wanted
-            coverage["multimodal: requests held up by an input"] += num_new_tokens == 0
-            coverage["multimodal: waiting requests held up, that keep inputs"] += (
-                num_new_tokens == 0
-                and request.status != RequestStatus.RUNNING
-                and bool(manager.get_cached_input_ids(request))
-            )
-
-        def cover_free(_result: None, request: Request) -> None:
-            coverage["multimodal: waiting requests that give back inputs"] += request.status in (
-                RequestStatus.WAITING,
-                RequestStatus.PREEMPTED,
-            )
-
-        def cover_order(input_ids: set[int], _request: Request) -> None:
-            coverage["multimodal: inputs that a set holds out of order"] += list(
-                input_ids
-            ) != sorted(input_ids)
-
-        _watch(manager, "can_allocate", cover_can_allocate)
-        _watch(manager, "check_and_update_cache", cover_check)
-        _watch(manager, "free", cover_free)
-        _watch(manager, "get_cached_input_ids", cover_order)
-        _watch(scheduler, "_try_schedule_encoder_inputs", cover_schedule)
-
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        coverage = self.coverage
-        coverage["multimodal: inputs scheduled"] += sum(
-            map(len, output.scheduled_encoder_inputs.values())
-        )
-        coverage["multimodal: inputs evicted"] += len(output.free_encoder_mm_hashes)
-        coverage["multimodal: statistics of inputs"] += (
-            output.scheduled_encoder_input_stats is not None
-        )
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            request = requests[request_id]
-            coverage["multimodal: text requests scheduled"] += not request.mm_features
-            end = request.num_computed_tokens
-            for feature in request.mm_features:
-                first = feature.mm_position.offset
-                last = first + feature.mm_position.length
-                coverage["multimodal: chunks that begin in an input"] += (
-                    first < end - num_tokens < last
-                )
-                coverage["multimodal: chunks that end in an input"] += first < end < last
-        for new_request in output.scheduled_new_reqs:
-            coverage["multimodal: inputs stripped of their data"] += sum(
-                stripped is not feature
-                for stripped, feature in zip(
-                    new_request.mm_features, requests[new_request.req_id].mm_features, strict=True
-                )
-            )
-
-    def cover_outputs(self, outputs: Any, requests: Mapping[str, Request]) -> None:
-        for client_outputs in outputs.values():
-            for output in client_outputs.outputs:
-                request = requests[output.request_id]
-                self.coverage["multimodal: requests with mismatched inputs"] += (
-                    request.status == RequestStatus.FINISHED_ERROR
-                    and not output.new_token_ids
-                    and not request.use_structured_output
-                )
 
 
 def _build_feature(plan: ItemPlan) -> MultiModalFeatureSpec:
@@ -291,15 +208,3 @@ def _build_data(plan: ItemPlan) -> MultiModalKwargsItem | None:
             for name in names
         }
     )
-
-
-def _watch(owner: Any, name: str, see: Callable[..., None]) -> None:
-    """Have `see` called with the result and the arguments of each call of a method."""
-    method = getattr(owner, name)
-
-    def watched(*arguments: Any, **named: Any) -> Any:
-        result = method(*arguments, **named)
-        see(result, *arguments)
-        return result
-
-    setattr(owner, name, watched)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
 
 from .configuration import Configuration
 from .events import Arrive, Event, LoseInFlightSteps, RequestPlan, ResetPrefixCache
-from .feature import Feature, FeatureSettings, stats_of
+from .feature import Feature, FeatureSettings, Step
 
 # What vLLM rounds a chunk of the tiny blocks here up to.
 _CHUNK_BYTES = 4096
@@ -78,8 +75,8 @@ class OffloadingSettings(FeatureSettings):
         )
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return Offloading(configuration, seed, coverage, self)
+    def start(self, configuration: Configuration, seed: int) -> Feature:
+        return Offloading(configuration, seed, self)
 
 
 @dataclass
@@ -96,13 +93,9 @@ class Offloading(Feature):
     """The workers of both sides, which copy nothing, but take their time for it."""
 
     def __init__(
-        self,
-        configuration: Configuration,
-        seed: int,
-        coverage: Counter[str],
-        settings: OffloadingSettings,
+        self, configuration: Configuration, seed: int, settings: OffloadingSettings
     ) -> None:
-        super().__init__(configuration, seed, coverage)
+        super().__init__(configuration, seed)
         self._slowest_step = 8 if settings.is_slow else 1
         self._jobs: list[_Job] = []
         self._request_ids: set[str] = set()
@@ -123,25 +116,18 @@ class Offloading(Feature):
         self._request_ids.add(plan.request_id)
         return plan
 
-    def complete_output(
-        self,
-        step_number: int,
-        scheduler_output: SchedulerOutput,
-        _requests: Mapping[str, Request],
-        output: ModelRunnerOutput,
-    ) -> ModelRunnerOutput:
-        metadata = scheduler_output.kv_connector_metadata
+    def complete_output(self, step: Step, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        metadata = step.scheduled.kv_connector_metadata
         assert isinstance(metadata, OffloadingConnectorMetadata)
-        self._cover(metadata)
         for job_id, job in metadata.load_jobs.items():
-            due_step = step_number + self.rng.randint(0, self._slowest_step)
+            due_step = step.number + self.rng.randint(0, self._slowest_step)
             self._jobs.append(_Job(job_id, due_step, job.req_id))
         for job_id in metadata.store_jobs:
             # They are submitted with the next step.
-            due_step = step_number + 1 + self.rng.randint(0, self._slowest_step)
+            due_step = step.number + 1 + self.rng.randint(0, self._slowest_step)
             self._jobs.append(_Job(job_id, due_step, None))
         flushed = metadata.jobs_to_flush or set()
-        done = [it for it in self._jobs if it.due_step <= step_number or it.job_id in flushed]
+        done = [it for it in self._jobs if it.due_step <= step.number or it.job_id in flushed]
         self._jobs = [it for it in self._jobs if it not in done]
         if not done:
             return output
@@ -151,22 +137,3 @@ class Offloading(Feature):
             kv_connector_worker_meta=OffloadingWorkerMetadata({it.job_id: 1 for it in done}),
         )
         return dataclasses.replace(output, kv_connector_output=report)
-
-    def _cover(self, metadata: OffloadingConnectorMetadata) -> None:
-        coverage = self.coverage
-        coverage["offloading: loads"] += len(metadata.load_jobs)
-        coverage["offloading: stores"] += len(metadata.store_jobs)
-        coverage["offloading: jobs that are flushed"] += len(metadata.jobs_to_flush or ())
-
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        self.coverage["offloading: steps for the connector alone"] += (
-            not requests and not output.finished_req_ids
-        )
-
-    def cover_outputs(self, outputs: Any, requests: Mapping[str, Request]) -> None:
-        for stats in stats_of(outputs):
-            self.coverage["offloading: statistics"] += bool(stats.kv_connector_stats)
-            hits = stats.connector_prefix_cache_stats
-            self.coverage["offloading: tokens loaded from the host"] += (
-                sum(hits.hits_by_source.values()) if hits else 0
-            )

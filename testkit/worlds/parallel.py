@@ -5,13 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
 
 from .configuration import Configuration
 from .feature import Feature, FeatureSettings
@@ -46,40 +42,6 @@ class PipelineSettings(FeatureSettings):
     def configure(self, vllm_config: Any) -> None:
         vllm_config.parallel_config.pipeline_parallel_size = self.num_stages
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return Pipeline(configuration, seed, coverage)
-
-
-class Pipeline(Feature):
-    """Counts what only happens with several steps in flight."""
-
-    def __init__(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> None:
-        super().__init__(configuration, seed, coverage)
-        self._step_number = 0
-
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        coverage = self.coverage
-        self._step_number += 1
-        new_token_ids = output.scheduled_cached_reqs.new_token_ids
-        coverage["pipeline: steps that bring tokens to the first stage"] += any(new_token_ids)
-        coverage["pipeline: steps that bring parts of a prompt"] += any(
-            len(token_ids) > 1 for token_ids in new_token_ids
-        )
-        for request_id, request in requests.items():
-            was_scheduled = request_id in output.num_scheduled_tokens
-            in_flight_tokens = request.num_in_flight_tokens
-            in_flight_tokens -= output.num_scheduled_tokens.get(request_id, 0)
-            coverage["pipeline: scheduled again while in flight"] += (
-                was_scheduled and in_flight_tokens > 0
-            )
-            coverage["pipeline: not scheduled while in flight"] += (
-                not was_scheduled and in_flight_tokens > 0
-            )
-            # Decodes of a request keep a distance of as many steps as there are stages.
-            coverage["pipeline: decodes that wait for their turn"] += (
-                not was_scheduled and self._step_number < request.next_decode_eligible_step
-            )
-
 
 @dataclass(frozen=True)
 class DataParallelSettings(FeatureSettings):
@@ -111,35 +73,16 @@ class DataParallelSettings(FeatureSettings):
         vllm_config.model_config.model_arch_config = architecture
         assert vllm_config.model_config.is_moe
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return DataParallel(configuration, seed, coverage, self.prefill_schedule_interval)
+    def start(self, configuration: Configuration, seed: int) -> Feature:
+        return DataParallel(configuration, seed, self.prefill_schedule_interval)
 
 
 class DataParallel(Feature):
     """Lets prefills begin in some steps only, which all engines count alike."""
 
-    def __init__(
-        self, configuration: Configuration, seed: int, coverage: Counter[str], interval: int
-    ) -> None:
-        super().__init__(configuration, seed, coverage)
+    def __init__(self, configuration: Configuration, seed: int, interval: int) -> None:
+        super().__init__(configuration, seed)
         self._interval = interval
-        self._throttles = False
 
     def throttles_prefills(self, step_number: int) -> bool:
-        self._throttles = step_number % self._interval != 0
-        return self._throttles
-
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        has_new_request = bool(output.scheduled_new_reqs)
-        self.coverage["data parallel: throttled steps"] += self._throttles
-        self.coverage["data parallel: new requests in spite of that"] += (
-            self._throttles and has_new_request
-        )
-        self.coverage["data parallel: new requests in their steps"] += (
-            self._interval > 1 and not self._throttles and has_new_request
-        )
-        self.coverage["data parallel: chunks that are put off"] += sum(
-            self._throttles and request.is_prefill_chunk and request.num_in_flight_tokens == 0
-            for request in requests.values()
-            if request.request_id not in output.num_scheduled_tokens
-        )
+        return step_number % self._interval != 0

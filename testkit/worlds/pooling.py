@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 import random
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.pooling_params import PoolingParams
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from .configuration import Configuration
 from .events import Call, Event, RequestPlan, SchedulerView
-from .feature import Feature, FeatureSettings
+from .feature import Feature, FeatureSettings, Step
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,8 @@ class PoolingSettings(FeatureSettings):
         vllm_config.model_config.runner_type = "pooling"
         vllm_config.scheduler_config.runner_type = "pooling"
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return Pooling(configuration, seed, coverage, self)
+    def start(self, configuration: Configuration, seed: int) -> Feature:
+        return Pooling(configuration, seed, self)
 
 
 class Pooling(Feature):
@@ -64,14 +61,8 @@ class Pooling(Feature):
 
     samples_tokens = False
 
-    def __init__(
-        self,
-        configuration: Configuration,
-        seed: int,
-        coverage: Counter[str],
-        settings: PoolingSettings,
-    ) -> None:
-        super().__init__(configuration, seed, coverage)
+    def __init__(self, configuration: Configuration, seed: int, settings: PoolingSettings) -> None:
+        super().__init__(configuration, seed)
         self._settings = settings
         self._reset_rate = self.rng.choice([0.0, 0.1, 0.3])
 
@@ -103,13 +94,7 @@ class Pooling(Feature):
             Call("reset_prefix_cache(True)", lambda scheduler: scheduler.reset_prefix_cache(True))
         ]
 
-    def complete_output(
-        self,
-        step_number: int,
-        _scheduler_output: SchedulerOutput,
-        requests: Mapping[str, Request],
-        output: ModelRunnerOutput,
-    ) -> ModelRunnerOutput:
+    def complete_output(self, step: Step, output: ModelRunnerOutput) -> ModelRunnerOutput:
         if not output.req_ids:
             return output
         return dataclasses.replace(
@@ -122,49 +107,11 @@ class Pooling(Feature):
             num_nans_in_logits=None,
             pooler_output=[
                 None
-                if requests[request_id].is_prefill_chunk
-                else _pooled(step_number, requests[request_id])
+                if step.requests[request_id].is_prefill_chunk
+                else _pooled(step.number, step.requests[request_id])
                 for request_id in output.req_ids
             ],
         )
-
-    # What was reached.
-
-    def cover_update(
-        self,
-        _output: SchedulerOutput,
-        runner_output: ModelRunnerOutput,
-        requests: Mapping[str, Request],
-    ) -> None:
-        for request_id, pooled in zip(
-            runner_output.req_ids, runner_output.pooler_output or (), strict=True
-        ):
-            request = requests.get(request_id)
-            if pooled is None:
-                self.coverage["pooling: steps that leave a prompt unfinished"] += 1
-            elif request is not None and request.status == RequestStatus.PREEMPTED:
-                fate = "dropped" if request.drop_stale_output else "delivered"
-                self.coverage[f"pooling: outputs of preempted requests {fate}"] += 1
-
-    def cover_outputs(
-        self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]
-    ) -> None:
-        for client_outputs in outputs.values():
-            for output in client_outputs.outputs:
-                if output.pooling_output is None:
-                    continue
-                request = requests[output.request_id]
-                coverage = self.coverage
-                coverage["pooling: outputs"] += 1
-                coverage["pooling: outputs for whole contexts"] += (
-                    request.num_tokens == self.configuration.max_model_len
-                )
-                coverage["pooling: outputs that skip the cache"] += (
-                    request.skip_reading_prefix_cache
-                )
-                coverage["pooling: outputs after a prefix hit"] += (
-                    output.prefill_stats is not None and output.prefill_stats.num_cached_tokens > 0
-                )
 
 
 def _pooled(step_number: int, request: Request) -> torch.Tensor:

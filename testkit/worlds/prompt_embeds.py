@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
 
 from .configuration import Configuration
 from .events import RequestPlan
@@ -35,21 +32,17 @@ class PromptEmbedsSettings(FeatureSettings):
     def configure(self, vllm_config: Any) -> None:
         vllm_config.model_config.enable_prompt_embeds = True
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return PromptEmbeds(configuration, seed, coverage, self)
+    def start(self, configuration: Configuration, seed: int) -> Feature:
+        return PromptEmbeds(configuration, seed, self)
 
 
 class PromptEmbeds(Feature):
     """Turns prompts into vectors, each made of its token: prefixes in common stay in common."""
 
     def __init__(
-        self,
-        configuration: Configuration,
-        seed: int,
-        coverage: Counter[str],
-        settings: PromptEmbedsSettings,
+        self, configuration: Configuration, seed: int, settings: PromptEmbedsSettings
     ) -> None:
-        super().__init__(configuration, seed, coverage)
+        super().__init__(configuration, seed)
         self._settings = settings
         self._arguments_of: dict[str, dict[str, Any]] = {}
 
@@ -57,29 +50,17 @@ class PromptEmbeds(Feature):
         drawn, pure_share = self.rng.random(), self._settings.pure_share
         if drawn < pure_share:
             arguments = {"prompt_token_ids": None, "prompt_embeds": _vectors(plan)}
-            self.coverage["embeddings: prompts of vectors"] += 1
         elif drawn < pure_share + self._settings.mixed_share:
             # Where vectors begin and end has no relation to where blocks do.
             is_token = [position // 7 % 2 == 0 for position in range(len(plan.prompt_token_ids))]
             arguments = {"prompt_embeds": _vectors(plan), "prompt_is_token_ids": is_token}
-            self.coverage["embeddings: prompts of vectors and tokens"] += not all(is_token)
         else:
             arguments = {}
-            self.coverage["embeddings: prompts of tokens"] += 1
         self._arguments_of[plan.request_id] = arguments
         return plan
 
     def request_arguments(self, plan: RequestPlan) -> dict[str, Any]:
         return dict(self._arguments_of[plan.request_id])
-
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        for new in output.scheduled_new_reqs:
-            if new.prompt_embeds is None:
-                continue
-            is_hit = new.num_computed_tokens > 0
-            is_resumed = requests[new.req_id].num_preemptions > 0
-            self.coverage["embeddings: hits"] += is_hit and not is_resumed
-            self.coverage["embeddings: told again after a preemption"] += is_resumed
 
 
 def _vectors(plan: RequestPlan) -> torch.Tensor:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sparksched.compat import releases
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -48,8 +45,8 @@ class SessionSettings(FeatureSettings):
         )
         return dataclasses.replace(configuration, features=features)
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return Sessions(configuration, seed, coverage, self)
+    def start(self, configuration: Configuration, seed: int) -> Feature:
+        return Sessions(configuration, seed, self)
 
 
 @dataclass
@@ -66,14 +63,8 @@ class _Session:
 class Sessions(Feature):
     """The clients of sessions."""
 
-    def __init__(
-        self,
-        configuration: Configuration,
-        seed: int,
-        coverage: Counter[str],
-        settings: SessionSettings,
-    ) -> None:
-        super().__init__(configuration, seed, coverage)
+    def __init__(self, configuration: Configuration, seed: int, settings: SessionSettings) -> None:
+        super().__init__(configuration, seed)
         self._settings = settings
         is_speculating = any(isinstance(it, SpeculationSettings) for it in configuration.features)
         self._shortest_chunk = 1
@@ -87,7 +78,6 @@ class Sessions(Feature):
             # it.
             self._shortest_chunk = 6
         self._sessions: dict[str, _Session] = {}
-        self._drafted_ids: set[str] = set()
 
     def plan_request(self, plan: RequestPlan) -> RequestPlan:
         self._sessions.pop(plan.request_id, None)
@@ -103,7 +93,6 @@ class Sessions(Feature):
         )
         num_tokens = len(plan.prompt_token_ids) + _LONGEST_TURN
         self._sessions[plan.request_id] = _Session(plan, num_tokens)
-        self.coverage["sessions: begun"] += 1
         return plan
 
     def _turn(self, sampling: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
@@ -138,23 +127,19 @@ class Sessions(Feature):
         is_idle = status == RequestStatus.WAITING_FOR_STREAMING_REQ
         if step_number - session.latest_step > _PATIENCE or (is_idle and self.rng.random() < 0.02):
             session.latest_step = step_number
-            self.coverage[f"sessions: given up while {status.name}"] += 1
             return [Finish((session.plan.request_id,), RequestStatus.FINISHED_ABORTED)]
         rate = self._settings.chunk_rate * (1.0 if is_idle else 0.2)
         if session.is_closed or self.rng.random() >= rate:
             return []
         session.latest_step = step_number
-        events = [self._next_input(session, status)]
+        events = [self._next_input(session)]
         if not session.is_closed and self.rng.random() < 0.2:
-            # By the time of the second one, the first has ended the idleness.
-            after_chunk = RequestStatus.WAITING if is_idle else status
-            events.append(self._next_input(session, after_chunk))
+            events.append(self._next_input(session))
         return events
 
-    def _next_input(self, session: _Session, status: RequestStatus) -> Event:
+    def _next_input(self, session: _Session) -> Event:
         """Draw the next chunk of a session, or its end."""
         rng = self.rng
-        situation = f"while {status.name}"
         plan = dataclasses.replace(
             session.plan, arrival_time=session.plan.arrival_time + rng.choice([0.0, 0.5, 1.5])
         )
@@ -164,7 +149,6 @@ class Sessions(Feature):
         )
         if longest_chunk < self._shortest_chunk or rng.random() < 0.15:
             session.is_closed = True
-            self.coverage[f"sessions: closed {situation}"] += 1
             return Continue(dataclasses.replace(plan, prompt_token_ids=(0,), resumable=False))
         num_tokens = rng.randint(self._shortest_chunk, longest_chunk)
         session.plan = dataclasses.replace(
@@ -175,7 +159,6 @@ class Sessions(Feature):
             aborted_on_arrival=False,
         )
         session.num_reserved_tokens += num_tokens + _LONGEST_TURN
-        self.coverage[f"sessions: continued {situation}"] += 1
         return Continue(session.plan)
 
     def before_update(
@@ -197,57 +180,3 @@ class Sessions(Feature):
                 if row is not None and output.sampled_token_ids:
                     output.sampled_token_ids[row] = []
                     output.prompt_logprobs_dict.pop(request_id, None)
-
-    # What was reached.
-
-    def before_schedule(self, requests: Mapping[str, Request]) -> None:
-        self._drafted_ids = {
-            request_id
-            for request_id, request in requests.items()
-            if request.status == RequestStatus.WAITING and request.spec_token_ids
-        }
-
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        coverage = self.coverage
-        for new_request in output.scheduled_new_reqs:
-            request = requests[new_request.req_id]
-            is_session = request.streaming_queue is not None
-            coverage["sessions: resumed with their blocks"] += (
-                is_session
-                and request.prefill_stats is None
-                and request.num_computed_tokens > output.num_scheduled_tokens[request.request_id]
-            )
-            coverage["sessions: scheduled with draft tokens of the turn before"] += (
-                request.request_id in self._drafted_ids
-            )
-        coverage["sessions: preempted"] += sum(
-            requests[request_id].streaming_queue is not None
-            for request_id in output.preempted_req_ids
-            if request_id in requests
-        )
-        num_idle = sum(
-            request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
-            for request in requests.values()
-        )
-        configuration = self.configuration
-        most_active = configuration.max_num_active_seqs or configuration.max_num_seqs
-        coverage["sessions: idle ones in all slots"] += 0 < most_active <= num_idle
-
-    def cover_outputs(
-        self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]
-    ) -> None:
-        coverage = self.coverage
-        for client_outputs in outputs.values():
-            for output in client_outputs.outputs:
-                request = requests.get(output.request_id)
-                if output.finish_reason is None or request is None or not request.resumable:
-                    continue
-                is_idle = request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
-                goes_on = request.status == RequestStatus.WAITING
-                coverage["sessions: turns that end in idleness"] += is_idle
-                coverage["sessions: turns with the next chunk at hand"] += goes_on
-                coverage["sessions: last turns"] += request.is_finished()
-                coverage["sessions: turns that end with output in flight"] += (
-                    request.num_stale_output_tokens > 0
-                )
-                coverage[f"sessions: turns that end by {output.finish_reason}"] += 1

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import random
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,14 +19,12 @@ from typing import Any
 import numpy as np
 from vllm.config import SpeculativeConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
-from vllm.v1.request import Request
 
 from .configuration import Configuration
 from .events import GrammarPlan, RequestPlan
-from .feature import Feature, FeatureSettings
+from .feature import Feature, FeatureSettings, Step
 
 _EAGLE_LIKE = ("eagle", "eagle3", "mtp")
 _PADDING = -1
@@ -157,8 +154,8 @@ class SpeculationSettings(FeatureSettings):
                 )
         groups[-1].is_eagle_group = self.flags_last_group and self.drops_eagle_block
 
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return Speculation(configuration, seed, coverage, self)
+    def start(self, configuration: Configuration, seed: int) -> Feature:
+        return Speculation(configuration, seed, self)
 
 
 def _draw_schedule(
@@ -178,18 +175,12 @@ class Speculation(Feature):
     """The drafter, and what the model makes of its tokens."""
 
     def __init__(
-        self,
-        configuration: Configuration,
-        seed: int,
-        coverage: Counter[str],
-        settings: SpeculationSettings,
+        self, configuration: Configuration, seed: int, settings: SpeculationSettings
     ) -> None:
-        super().__init__(configuration, seed, coverage)
+        super().__init__(configuration, seed)
         self._seed = seed
         self._settings = settings
         self._proposed: DraftTokenIds | None = None
-        self._num_planned: dict[str, int] = {}
-        self._num_sampled: dict[str, int] = {}
 
     def plan_request(self, plan: RequestPlan) -> RequestPlan:
         rng = self.rng
@@ -206,11 +197,6 @@ class Speculation(Feature):
 
     # The model and its drafter.
 
-    def before_schedule(self, requests: Mapping[str, Request]) -> None:
-        self._num_planned = {
-            request_id: len(request.spec_token_ids) for request_id, request in requests.items()
-        }
-
     def after_schedule(
         self, step_number: int, scheduler_outputs: Sequence[SchedulerOutput]
     ) -> None:
@@ -220,26 +206,18 @@ class Speculation(Feature):
             draw = self._hash("shortened", step_number, request_id)
             if draw % 16:
                 continue
-            self.coverage["speculation: drafts that the runner shortened"] += 1
             num_valid = draw // 16 % max(len(drafts), 1)
-            self._num_planned.pop(request_id, None)
             for output in scheduler_outputs:
                 if num_valid:
                     output.scheduled_spec_decode_tokens[request_id] = drafts[:num_valid]
                 else:
                     del output.scheduled_spec_decode_tokens[request_id]
 
-    def complete_output(
-        self,
-        step_number: int,
-        scheduler_output: SchedulerOutput,
-        requests: Mapping[str, Request],
-        output: ModelRunnerOutput,
-    ) -> ModelRunnerOutput:
+    def complete_output(self, step: Step, output: ModelRunnerOutput) -> ModelRunnerOutput:
         for request_id, sampled in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+            drafts = step.scheduled.scheduled_spec_decode_tokens.get(request_id, ())
             if sampled:
-                sampled.extend(self._accepted(step_number, request_id, len(drafts)))
+                sampled.extend(self._accepted(step.number, request_id, len(drafts)))
         if output.logprobs is not None:
             output.logprobs = _logprobs_by_token(output.logprobs, output.sampled_token_ids)
         return output
@@ -294,98 +272,6 @@ class Speculation(Feature):
 
     def _hash(self, *parts: object) -> int:
         return zlib.crc32(repr((self._seed, "drafter", *parts)).encode())
-
-    # What was reached.
-
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        coverage = self.coverage
-        drafts = output.scheduled_spec_decode_tokens
-        fresh_ids = {new_request.req_id for new_request in output.scheduled_new_reqs}
-        fresh_ids |= output.scheduled_cached_reqs.resumed_req_ids
-        coverage["speculation: steps with draft tokens"] += bool(drafts)
-        coverage["speculation: padded decodes"] += len(fresh_ids & drafts.keys())
-        coverage["speculation: drafts cut by a budget"] += sum(
-            len(drafts.get(request_id, ())) < self._num_planned.get(request_id, 0)
-            for request_id in output.scheduled_cached_reqs.req_ids
-        )
-        coverage["speculation: fewer tokens for the batch size"] += (
-            output.num_spec_tokens_to_schedule < self._settings.num_tokens
-        )
-        lookahead = self._settings.num_prefill_lookahead
-        coverage["speculation: chunks that spare the lookahead"] += sum(
-            lookahead > 1
-            and requests[request_id].is_prefill_chunk
-            and requests[request_id].num_tokens - requests[request_id].num_computed_tokens
-            == lookahead
-            for request_id in output.num_scheduled_tokens
-        )
-        coverage["speculation: preempted with draft tokens"] += sum(
-            self._num_planned.get(request_id, 0) > 0 for request_id in output.preempted_req_ids
-        )
-
-    def cover_update(
-        self,
-        output: SchedulerOutput,
-        runner_output: ModelRunnerOutput,
-        requests: Mapping[str, Request],
-    ) -> None:
-        coverage = self.coverage
-        self._num_sampled = {}
-        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
-            sampled = runner_output.sampled_token_ids[runner_output.req_id_to_index[request_id]]
-            if not drafts or not sampled:
-                continue
-            self._num_sampled[request_id] = len(sampled)
-            num_rejected = len(drafts) + 1 - len(sampled)
-            coverage["speculation: accepted tokens"] += len(sampled) - 1
-            coverage["speculation: rejected tokens"] += num_rejected
-            coverage["speculation: drafts accepted whole"] += num_rejected == 0
-            request = requests.get(request_id)
-            if request is not None and request.num_stale_output_tokens > 0 and num_rejected > 0:
-                fate = "dropped" if request.drop_stale_output else "delivered"
-                coverage[f"speculation: stale rejections {fate}"] += 1
-        invalid_tokens = output.num_invalid_spec_tokens or {}
-        coverage["speculation: scheduled tokens that a grammar refused"] += len(invalid_tokens)
-
-    def cover_outputs(
-        self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]
-    ) -> None:
-        coverage = self.coverage
-        for client_outputs in outputs.values():
-            stats = client_outputs.scheduler_stats
-            coverage["speculation: statistics"] += bool(stats and stats.spec_decoding_stats)
-            for output in client_outputs.outputs:
-                num_tokens = len(output.new_token_ids)
-                coverage["speculation: outputs with several tokens"] += num_tokens > 1
-                coverage["speculation: outputs with logprobs of several tokens"] += (
-                    num_tokens > 1 and output.new_logprobs is not None
-                )
-                coverage["speculation: stops before the last token"] += (
-                    output.finish_reason is not None
-                    and num_tokens < self._num_sampled.get(output.request_id, 0)
-                )
-                metrics = output.spec_decode_metrics
-                coverage["speculation: metrics of a request"] += bool(metrics)
-                coverage["speculation: metrics of a request's steps"] += bool(
-                    metrics and metrics.per_step_accepted
-                )
-
-    def cover_proposal(self, requests: Mapping[str, Request]) -> None:
-        coverage = self.coverage
-        assert self._proposed is not None
-        for request_id, drafts in zip(
-            self._proposed.req_ids, self._proposed.draft_token_ids, strict=True
-        ):
-            request = requests.get(request_id)
-            if request is None:
-                coverage["speculation: drafts for finished requests"] += bool(drafts)
-            elif request.is_prefill_chunk:
-                coverage["speculation: drafts for prefill chunks"] += bool(drafts)
-            else:
-                coverage["speculation: empty drafts"] += not drafts
-                coverage["speculation: drafts that a grammar cut"] += len(
-                    request.spec_token_ids
-                ) < len(drafts)
 
 
 def _logprobs_by_token(logprobs: LogprobsLists, sampled: Sequence[list[int]]) -> LogprobsLists:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from sparksched.compat import releases
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     FullAttentionSpec,
@@ -25,10 +23,9 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request
 
 from .configuration import Configuration
-from .feature import Feature, FeatureSettings
+from .feature import FeatureSettings
 from .speculation import SpeculationSettings
 
 
@@ -242,56 +239,3 @@ class StateSettings(FeatureSettings):
         if kind == "circular":
             return CircularBufferSpec(**shape)
         return (MLAAttentionSpec if kind == "latent" else FullAttentionSpec)(**shape)
-
-    def start(self, configuration: Configuration, seed: int, coverage: Counter[str]) -> Feature:
-        return States(configuration, seed, coverage, self)
-
-
-class States(Feature):
-    """Counts what states and circular buffers go through."""
-
-    def __init__(
-        self,
-        configuration: Configuration,
-        seed: int,
-        coverage: Counter[str],
-        settings: StateSettings,
-    ) -> None:
-        super().__init__(configuration, seed, coverage)
-        self._settings = settings
-        self._managers: Sequence[Any] = ()
-        self._rings = [id for id, (kind, _) in enumerate(settings.groups) if kind == "circular"]
-
-    def watch(self, scheduler: Any) -> None:
-        self._managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-
-    def cover_schedule(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        coverage, mode = self.coverage, self._settings.mode
-        coverage[f"states: steps in mode {mode}"] += 1
-        coverage["states: blocks to be zeroed"] += len(output.new_block_ids_to_zero or ())
-        coverage["states: blocks to be copied"] += len(output.kv_cache_block_copies or ())
-        for request in output.scheduled_new_reqs:
-            num_hit_tokens = request.num_computed_tokens
-            coverage["states: hits"] += num_hit_tokens > 0
-            within = num_hit_tokens % self._settings.block_size != 0
-            coverage["states: hits within a block"] += within and self._settings.mode == "align"
-        if self._rings:
-            self._cover_rings(output)
-        for manager in self._managers:
-            coverage["states: checkpoints"] += len(getattr(manager, "_checkpoints", ()))
-        for request in requests.values():
-            coverage["states: junctions"] += request.shared_prefix_boundary > 0
-
-    def _cover_rings(self, output: SchedulerOutput) -> None:
-        coverage = self.coverage
-        for request in output.scheduled_new_reqs:
-            coverage["circular: given"] += sum(len(request.block_ids[id]) for id in self._rings)
-            coverage["circular: given beside a hit"] += request.num_computed_tokens > 0
-        coverage["circular: taken from the preempted"] += len(output.preempted_req_ids)
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            is_resumed = request_id in cached.resumed_req_ids
-            coverage["circular: given to the resumed"] += is_resumed
-            coverage["circular: kept while others grow"] += bool(block_ids) and not is_resumed
-        to_zero = output.new_block_ids_to_zero
-        coverage["circular: left as they are while others are zeroed"] += bool(to_zero)

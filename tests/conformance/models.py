@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
-from testkit import tiny_llama
+from testkit import tiny_models
 from testkit.worlds.opt_config import OPT_CONFIG
 
 _OPT = OPT_CONFIG | {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
@@ -179,7 +179,9 @@ def write_tiny_llamas(folder: Path) -> Path:
     """Write models that can be computed, found as those of `write_models()`."""
     words = (*_WORDS, *(f"<{number}>" for number in range(_NUM_OTHER_WORDS)))
     for name in _LLAMAS:
-        tiny_llama.write_model(folder / name, more_tokens=words, chat_template=_CHAT_TEMPLATE)
+        tiny_models.write_model(
+            folder / name, "llama", more_tokens=words, chat_template=_CHAT_TEMPLATE
+        )
     return folder
 
 

@@ -45,5 +45,5 @@ def _reasons(name: str) -> str:
         if _row_of(file) == name
     )
     if name == "v1/core":
-        return f"{reasons.total()} tests change a scheduler's inside"
+        return f"{reasons.total()} tests modify the scheduler's internals"
     return "; ".join(f"{number}: {reason}" for reason, number in reasons.items())

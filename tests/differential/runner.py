@@ -12,6 +12,7 @@ import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,7 @@ from vllm.sampling_params import (
 )
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -53,7 +54,7 @@ from testkit.worlds.events import (
     SetPauseState,
     TakeStats,
 )
-from testkit.worlds.feature import Features
+from testkit.worlds.feature import Features, Step
 from testkit.worlds.kv_transfer import copy_output
 from testkit.worlds.model import (
     FakeClock,
@@ -67,9 +68,11 @@ from testkit.worlds.world import SchedulerClass, World, build_world, vllm_enviro
 
 from .state import snapshot
 
-Coverage = Counter[str]
+Reached = Counter[str]
+"""How often a field of vLLM's structures was not empty, and a request in some status."""
 
 _MAX_CLIENTS = 16
+_CAN_BE_EMPTY = (bool, int, float, str, list, tuple, dict, set)
 
 _MOST_TIMES_STOCK = 1.05
 """How much larger what workers get may be. Pickle writes an object once that it meets twice, and
@@ -206,8 +209,7 @@ class LockstepEngine:
         configuration: Configuration,
         seed: int,
         candidate: CandidateChooser,
-        coverage: Coverage,
-        snapshot_interval: int,
+        reached: Reached,
         broadcast: bool,
         encoded: bool,
         with_knobs: bool,
@@ -216,8 +218,7 @@ class LockstepEngine:
         self.step_number = 0
         self.operations: deque[str] = deque(maxlen=25)
         self._configuration = configuration
-        self._coverage = coverage
-        self._snapshot_interval = snapshot_interval
+        self._reached = reached
         self.broadcast = broadcast
         self.encoded = encoded
         self.with_knobs = with_knobs
@@ -225,7 +226,7 @@ class LockstepEngine:
         self._clock = FakeClock()
         self._trace = TraceGenerator(configuration, seed)
         self._model = FakeModel(seed, self._trace)
-        self._features = Features(configuration, seed, coverage)
+        self._features = Features(configuration, seed)
         self.sides = (
             _build_side(0, configuration, stock_scheduler_class(configuration), self._features),
             _build_side(1, configuration, candidate(configuration), self._features),
@@ -288,8 +289,7 @@ class LockstepEngine:
         if executed and not self._configuration.async_scheduling:
             self._update_draft_token_ids()
         self._compare_counters()
-        if self.step_number % self._snapshot_interval == 0:
-            self._compare_snapshots()
+        self._compare_snapshots()
 
     def _step(self) -> bool:
         """Return whether the model was executed."""
@@ -310,7 +310,6 @@ class LockstepEngine:
             elif step.scheduler_outputs[0].pending_structured_output_tokens:
                 # Its grammar state depends on tokens that have not been processed yet.
                 deferred_step = step
-                self._coverage["sampling deferred for a grammar"] += 1
             else:
                 self._take_grammar_bitmask(step)
                 self._queue.append(step)
@@ -340,18 +339,12 @@ class LockstepEngine:
         knobs: StepKnobs | bool = throttle
         if self.with_knobs:
             knobs = self._trace.knobs(throttle, self._reference)
-            self._coverage["steps with knobs of their own"] += 1
-        running_before = list(self._reference.running)
-        self._features.before_schedule(self._reference.requests)
         outputs = self._both("schedule()", self._deciding(knobs))
         self._features.after_schedule(self.step_number, outputs)
         requests = self._reference.requests
         runner_output = self._model.run(self.step_number, outputs[0], requests)
-        runner_output = self._features.complete_output(
-            self.step_number, outputs[0], requests, runner_output
-        )
-        self._cover_schedule(outputs[0], running_before)
-        self._features.cover_schedule(outputs[0], requests)
+        step = Step(self.step_number, outputs[0], requests)
+        runner_output = self._features.complete_output(step, runner_output)
         for output in outputs:
             _consume_block_ids(output)
         return ScheduledStep(outputs, [runner_output, copy_output(runner_output)])
@@ -376,11 +369,10 @@ class LockstepEngine:
         return decide
 
     def _take_grammar_bitmask(self, step: ScheduledStep) -> None:
-        bitmasks = self._both(
+        self._both(
             "get_grammar_bitmask()",
             lambda side: side.scheduler.get_grammar_bitmask(step.scheduler_outputs[side.index]),
         )
-        self._coverage["grammar bitmasks"] += bitmasks[0] is not None
         # The engine samples now.
         self._features.after_sampling(
             self.step_number, step.scheduler_outputs[0], step.runner_outputs[0].req_ids
@@ -395,7 +387,6 @@ class LockstepEngine:
             lambda side: side.scheduler.update_draft_token_ids(copy.deepcopy(proposed)),
         )
         self._compare_observations()
-        self._features.cover_proposal(self._reference.requests)
 
     def _update_draft_token_ids_of(self, step: ScheduledStep) -> None:
         """Put what the drafter has proposed by now into a step that waits for a grammar."""
@@ -415,7 +406,6 @@ class LockstepEngine:
         aborts = self._trace.aborts_during_step(self)
         if aborts is not None:
             self._apply(aborts)
-            self._coverage["aborts while the model runs"] += 1
 
     def _update_from_output(self, step: ScheduledStep) -> None:
         # What the scheduler returned must not have changed since, but for the one list that is
@@ -425,10 +415,8 @@ class LockstepEngine:
             step.scheduler_outputs,
             ignored_fields=("prefill_token_ids",),
         )
-        self._cover_stale_outputs(step)
         requests = dict(self._reference.requests)
         self._features.before_update(step.runner_outputs, requests)
-        self._features.cover_update(step.scheduler_outputs[0], step.runner_outputs[0], requests)
         outputs: list[dict[int, Any]] = []
 
         def update(side: Side) -> dict[int, Any]:
@@ -440,6 +428,13 @@ class LockstepEngine:
             return self._as_told(outputs[-1])
 
         self._both("update_from_output()", update)
+        note(self._reached, [step.scheduler_outputs[0], outputs[0]])
+        self._finished_request_ids.extend(
+            output.request_id
+            for client_outputs in outputs[0].values()
+            for output in client_outputs.outputs
+            if output.finish_reason is not None
+        )
         self._compare_observations()
         self._expect_equal("ModelRunnerOutput after update_from_output()", step.runner_outputs)
         # The engine's output thread may read them while the next step is under way.
@@ -449,8 +444,6 @@ class LockstepEngine:
         self._previous_outputs = outputs
         for scheduler_output in step.scheduler_outputs:
             _use_up(scheduler_output)
-        self._cover_outputs(outputs[0], requests)
-        self._features.cover_outputs(outputs[0], requests)
 
     def _as_told(self, outputs: dict[int, Any]) -> dict[int, Any]:
         """Return outputs in the form that is compared: themselves, or the messages of them."""
@@ -471,14 +464,12 @@ class LockstepEngine:
             case Continue(plan):
                 self._arrive(plan)
             case Finish(request_ids, status):
-                self._cover_finish(event)
                 self._finish(request_ids, status)
             case ResetPrefixCache(reset_running, reset_connector):
                 self._reset_prefix_cache(reset_running, reset_connector)
             case SetPauseState(state):
                 self._both(f"set_pause_state({state.name})", lambda side: _pause(side, state))
             case LoseInFlightSteps():
-                self._coverage["steps whose output was lost"] += len(self._queue)
                 self._finish(None, RequestStatus.FINISHED_ABORTED)
                 self._queue.clear()
             case TakeStats():
@@ -487,7 +478,6 @@ class LockstepEngine:
                 self._both(operation, lambda side: call(side.scheduler))
 
     def _arrive(self, plan: RequestPlan) -> None:
-        self._coverage["request ids used again"] += plan.request_id in self._finished_request_ids
         theirs, ours = requests = [side.build_request(plan) for side in self.sides]
         self._expect_equal("block hashes", [request.block_hashes for request in requests])
 
@@ -513,15 +503,10 @@ class LockstepEngine:
         self._finished_request_ids.extend(request_id for request_id, _ in finished[0])
 
     def _reset_prefix_cache(self, reset_running: bool, reset_connector: bool) -> None:
-        num_running = len(self._reference.running)
-        results = self._both(
+        self._both(
             f"reset_prefix_cache({reset_running}, {reset_connector})",
             lambda side: _reset(side, reset_running, reset_connector),
         )
-        if reset_running and num_running:
-            self._coverage["resets that preempt running requests"] += 1
-        outcome = {True: "succeed", False: "fail"}.get(results[0], "end in an exception")
-        self._coverage[f"resets that {outcome}"] += 1
 
     # Comparison.
 
@@ -542,9 +527,9 @@ class LockstepEngine:
             raise SchedulersDiffer(str(difference)) from error
         results = [reference, candidate]
         self._expect_equal(operation, results)
-        self._expect_equal(
-            f"what {operation} told others", [self._features.told(side) for side in (0, 1)]
-        )
+        told = [self._features.told(side) for side in (0, 1)]
+        self._expect_equal(f"what {operation} told others", told)
+        note(self._reached, told[0])
         return results
 
     def _expect_equal(
@@ -584,129 +569,36 @@ class LockstepEngine:
             for side in self.sides
         ]
         self._expect_equal("snapshot", snapshots)
-        self._cover_snapshot(snapshots[0])
+        note(self._reached, [request.status for request in self._reference.requests.values()])
 
     def _compare_broadcast_sizes(self) -> None:
         stock, ours = (side.num_broadcast_bytes for side in self.sides)
         if ours > _MOST_TIMES_STOCK * stock:
             raise SchedulersDiffer(str(Difference("bytes broadcast to workers", stock, ours)))
 
-    # Coverage: which situations the scenario has reached, read from the reference side.
 
-    def _cover_schedule(self, output: SchedulerOutput, running_before: list[Request]) -> None:
-        coverage, requests = self._coverage, self._reference.requests
-        coverage["steps"] += 1
-        coverage["empty steps"] += output.total_num_scheduled_tokens == 0
-        if self._reference.pause_state != PauseState.UNPAUSED:
-            coverage[f"steps while {self._reference.pause_state.name}"] += 1
-        coverage["preemptions"] += len(output.preempted_req_ids)
-        self._cover_preemptions(output.preempted_req_ids, running_before)
-        self._cover_prefill_threshold(output)
-        coverage["prefill chunks"] += sum(
-            requests[request_id].is_prefill_chunk for request_id in output.num_scheduled_tokens
-        )
-        coverage["resumptions"] += len(output.scheduled_cached_reqs.resumed_req_ids)
-        for new_request in output.scheduled_new_reqs:
-            coverage["prefix cache hits"] += new_request.num_computed_tokens > 0
-            coverage["resumptions"] += requests[new_request.req_id].num_preemptions > 0
-        coverage["requests that wait for a grammar"] += len(
-            self.request_ids_with_status(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
-        )
+def fields_of(cls: type[Any]) -> list[str]:
+    """Return the names of the fields of one of vLLM's structures, if it is one."""
+    return list(getattr(cls, "__struct_fields__", getattr(cls, "__dataclass_fields__", ())))
 
-    def _cover_preemptions(
-        self, preempted_ids: set[str], running_before: Sequence[Request]
-    ) -> None:
-        survivors = {id(request) for request in self._reference.running}
-        for index, request in enumerate(running_before):
-            if request.request_id not in preempted_ids:
-                continue
-            ahead_of_survivor = any(id(other) in survivors for other in running_before[index + 1 :])
-            self._coverage["preemptions ahead of a running request"] += ahead_of_survivor
-            self._coverage["preemptions between equal requests"] += ahead_of_survivor and any(
-                (other.priority, other.arrival_time) == (request.priority, request.arrival_time)
-                for other in running_before[index + 1 :]
-            )
 
-    def _cover_prefill_threshold(self, output: SchedulerOutput) -> None:
-        threshold = self._configuration.long_prefill_token_threshold
-        if not threshold:
-            return
-        counts = output.num_scheduled_tokens.values()
-        self._coverage["prefills limited by the threshold"] += any(
-            count == threshold for count in counts
-        )
-        self._coverage["prefills exempt from the threshold"] += any(
-            count > threshold for count in counts
-        )
-
-    def _cover_stale_outputs(self, step: ScheduledStep) -> None:
-        for request_id in step.request_ids:
-            request = self._reference.requests.get(request_id)
-            if request is None:
-                self._coverage["outputs of finished requests"] += 1
-            elif request.num_stale_output_tokens > 0:
-                fate = "dropped" if request.drop_stale_output else "delivered"
-                self._coverage[f"stale outputs {fate}"] += 1
-
-    def _cover_finish(self, finish: Finish) -> None:
-        if finish.request_ids is None:
-            self._coverage["aborts of all requests"] += 1
-            return
-        if isinstance(finish.request_ids, str):
-            self._coverage["aborts of a single string"] += 1
-            request_ids: tuple[str, ...] = (finish.request_ids,)
-        else:
-            request_ids = finish.request_ids
-            self._coverage["aborts of duplicates"] += len(set(request_ids)) < len(request_ids)
-        for request_id in request_ids:
-            request = self._reference.requests.get(request_id)
-            status = "unknown or finished" if request is None else request.status.name
-            self._coverage[f"aborts of {status}"] += 1
-            in_flight = request is not None and request.num_in_flight_tokens > 0
-            self._coverage["aborts of requests in flight"] += in_flight
-
-    def _cover_outputs(
-        self, outputs: dict[int, EngineCoreOutputs], requests: dict[str, Request]
-    ) -> None:
-        coverage = self._coverage
-        coverage["outputs to several clients"] += len(outputs) > 1
-        for client_outputs in outputs.values():
-            coverage["finished request sets"] += bool(client_outputs.finished_requests)
-            coverage["scheduler statistics"] += client_outputs.scheduler_stats is not None
-            for output in client_outputs.outputs:
-                coverage["outputs with logprobs"] += output.new_logprobs is not None
-                coverage["outputs with prompt logprobs"] += bool(output.new_prompt_logprobs_tensors)
-                coverage["outputs with NaN counts"] += output.num_nans_in_logits > 0
-                coverage["outputs with trace headers"] += output.trace_headers is not None
-                coverage["outputs with events"] += bool(output.events)
-                if output.finish_reason is not None:
-                    self._finished_request_ids.append(output.request_id)
-                    request = requests[output.request_id]
-                    coverage[f"stops by {self._stop_cause(output, request)}"] += 1
-
-    def _stop_cause(self, output: EngineCoreOutput, request: Request) -> str:
-        if output.pooling_output is not None:
-            return "pooling output"
-        if output.finish_reason == FinishReason.STOP:
-            return "EOS" if output.stop_reason is None else "stop token"
-        if output.finish_reason == FinishReason.ERROR:
-            return "rejected token" if output.new_token_ids else "grammar that does not compile"
-        if output.finish_reason == FinishReason.LENGTH:
-            is_full = request.num_tokens >= self._configuration.max_model_len
-            return "max_model_len" if is_full else "max_tokens"
-        return str(output.finish_reason)
-
-    def _cover_snapshot(self, state: dict[str, Any]) -> None:
-        self._coverage["snapshots"] += 1
-        self._coverage["cached blocks in use again"] += any(
-            count > 1 for count in state["ref_counts"].values()
-        )
-        for request in state["requests"].values():
-            for window, block_ids in zip(
-                self._configuration.sliding_windows, request["block_ids"], strict=True
-            ):
-                # Block 0 stands for the blocks that have left the window.
-                self._coverage["blocks behind a window"] += window is not None and 0 in block_ids
+def note(reached: Reached, value: Any) -> None:
+    """Count the fields that are not empty, the members of enumerations, and calls of connectors."""
+    kind = type(value)
+    if isinstance(value, Enum):
+        reached[f"{kind.__name__}.{value.name}"] += 1
+    elif kind is tuple and value and isinstance(value[0], str):
+        reached[f"call {value[0]}"] += 1
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            if type(item) not in (int, str, bytes):
+                note(reached, item)
+    for name in fields_of(kind):
+        field = getattr(value, name)
+        # Arrays can't be asked.
+        if field is not None and (type(field) not in _CAN_BE_EMPTY or field):
+            reached[f"{kind.__name__}.{name}"] += 1
+            note(reached, field)
 
 
 def _frames(outputs: EngineCoreOutputs | StepOutputs) -> list[bytes]:
@@ -754,8 +646,7 @@ def run_scenario(
     num_steps: int,
     candidate: CandidateChooser,
     *,
-    coverage: Coverage | None = None,
-    snapshot_interval: int = 1,
+    reached: Reached | None = None,
     broadcast: bool = False,
     encoded: bool = False,
     with_knobs: bool = False,
@@ -774,8 +665,7 @@ def run_scenario(
             configuration,
             seed,
             candidate,
-            Coverage() if coverage is None else coverage,
-            snapshot_interval,
+            Reached() if reached is None else reached,
             broadcast,
             encoded,
             with_knobs,

@@ -1,7 +1,6 @@
 """What `test_offline.py` runs twice: one engine after the other, in this process.
 
-Its arguments are LLAMA ADAPTERS GPT_OSS HYBRIDS RESULT: the first four are folders that the tests
-wrote, and RESULT is the file to write.
+Its arguments are GPT_OSS HYBRIDS RESULT: folders that the tests wrote, and the file to write.
 """
 
 import json
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 
 from scale import FULL
 
-from testkit.tiny_hybrid import CONFIGURATIONS
+from testkit.tiny_models import HYBRIDS
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -23,9 +22,7 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 256,
     "block_size": 32,
 }
-ADAPTERS = ("red", "blue")
-NUM_PROMPTS, NUM_WAVES = 4, 2
-NUM_ORDINARY, NUM_URGENT = 40, 2  # 16 run at a time
+NUM_WAVES = 2
 VOCAB_SIZE = 400  # ids below this are in the tiny models' vocabulary
 NUM_WITH_STATES, PREFIX_LENGTHS = 10, (0, 40, 130, 300, 520)
 BLOCK_SIZE_WITH_STATES = 128  # vLLM's on a CPU
@@ -33,48 +30,11 @@ BLOCK_SIZE_WITH_STATES = 128  # vLLM's on a CPU
 # as long as those of attention; without it, a request has one state in each group.
 NUM_BLOCKS = {True: 20, False: 16}
 CACHED = "-cached"
-ALL_HYBRIDS = [name + suffix for name in CONFIGURATIONS for suffix in ("", CACHED)]
+ALL_HYBRIDS = [name + suffix for name in HYBRIDS for suffix in ("", CACHED)]
 FEW_HYBRIDS = ("lfm2", "lfm2-cached", "qwen3_next-cached", "granitemoehybrid-cached")
 """Those of `make test`."""
 
 Result = TypeVar("Result")
-
-
-def generate(model: str, adapters: Path) -> list[list[int]]:
-    """Send the same prompts to all adapters, in waves of another order each.
-
-    The prompts are longer than a block: blocks must not be taken for those of another adapter. With
-    one adapter in a step, requests wait for the turn of theirs. No request is without one: vLLM's
-    CPU kernels would lend it that of its neighbours.
-    """
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
-
-    from testkit.tiny_llama import RANK
-
-    engine = LLM(
-        model=model,
-        enable_lora=True,
-        max_loras=1,
-        max_cpu_loras=len(ADAPTERS),
-        max_lora_rank=RANK,
-        **ENGINE,
-    )
-    loras = [LoRARequest(name, at + 1, str(adapters / name)) for at, name in enumerate(ADAPTERS)]
-    requests = [
-        ({"prompt_token_ids": [number, *range(40)]}, lora)
-        for number in range(NUM_PROMPTS)
-        for lora in loras
-    ]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    rng = random.Random(0)
-    streams = []
-    for _ in range(NUM_WAVES):
-        prompts, chosen = zip(*requests, strict=True)
-        outputs = engine.generate(list(prompts), params, lora_request=list(chosen), use_tqdm=False)
-        streams += [list(output.outputs[0].token_ids) for output in outputs]
-        rng.shuffle(requests)
-    return streams
 
 
 def embed(model: str) -> list[list[float]]:
@@ -89,33 +49,6 @@ def embed(model: str) -> list[list[float]]:
     prompts += [[*range(100), 5], [*range(100), 6]]
     waves = [engine.embed([{"prompt_token_ids": it} for it in prompts]) for _ in range(2)]
     return [output.outputs.embedding for wave in waves for output in wave]
-
-
-def order_of_priorities(model: str) -> tuple[list[int], dict[str, int]]:
-    """Return the numbers of requests as they were scheduled, and what work vLLM takes that for.
-
-    The last ones are urgent. All are there before the first step, and the engine says when it
-    scheduled each: the order does not depend on how fast anything is. Requests of one step have one
-    time, and are in order of their numbers.
-    """
-    from vllm import LLM, SamplingParams
-
-    engine = LLM(
-        model=model,
-        scheduling_policy="priority",
-        disable_log_stats=False,
-        enable_mfu_metrics=True,
-        **ENGINE,
-    )
-    outputs = engine.generate(
-        [{"prompt_token_ids": [number, 7]} for number in range(NUM_ORDINARY + NUM_URGENT)],
-        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-        priority=[5] * NUM_ORDINARY + [0] * NUM_URGENT,
-        use_tqdm=False,
-    )
-    times = [output.metrics.scheduled_ts for output in outputs]
-    work = {it.name: it.value for it in engine.get_metrics() if "estimated" in it.name}
-    return sorted(range(len(times)), key=times.__getitem__), work
 
 
 def states(hybrids: Path, name: str) -> dict[str, Any]:
@@ -169,16 +102,11 @@ def alone(part: Callable[..., Result], *arguments: Any) -> Result:
 
 
 def main() -> None:
-    llama, adapters, gpt_oss, hybrids, result = sys.argv[1:]
-    streams = alone(generate, llama, Path(adapters))
+    gpt_oss, hybrids, result = sys.argv[1:]
     vectors = alone(embed, gpt_oss)
-    order, work = alone(order_of_priorities, gpt_oss)
     names = ALL_HYBRIDS if FULL else FEW_HYBRIDS
     found = {
-        "streams": streams,
         "vectors": vectors,
-        "order": order,
-        "work": work,
         "states": {name: alone(states, Path(hybrids), name) for name in names},
     }
     Path(result).write_text(json.dumps(found))

@@ -18,7 +18,7 @@ from top.terminal import COLUMNS, piped, terminal
 
 from testkit.server import Server, serve
 from testkit.streaming import mixed_prompts, stream_all
-from testkit.tiny_gpt_oss import write_model
+from testkit.tiny_models import write_model
 
 from .test_rings import wait_until
 

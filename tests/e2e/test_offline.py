@@ -1,7 +1,7 @@
-"""Adapters, pooling, priorities, recurrent states in real engines: all comes out as from vLLM's.
+"""Pooling and recurrent states in real engines: all comes out as from vLLM's.
 
 Both schedulers get the requests in the same order, and so compose the same steps: what the models
-compute is equal to the last bit, and so is what vLLM takes the work for.
+compute is equal to the last bit.
 """
 
 import json
@@ -13,18 +13,13 @@ from typing import Any
 
 import pytest
 
-from testkit import tiny_gpt_oss, tiny_hybrid, tiny_llama
+from testkit import tiny_models
 from testkit.server import CPU_ENVIRONMENT, SPARKSCHED_LINE, start, stop
 
 from .offline_program import (
-    ADAPTERS,
     ALL_HYBRIDS,
     CACHED,
-    ENGINE,
     FEW_HYBRIDS,
-    NUM_ORDINARY,
-    NUM_PROMPTS,
-    NUM_URGENT,
     NUM_WAVES,
     NUM_WITH_STATES,
 )
@@ -38,11 +33,8 @@ OURS = {"VLLM_SCHEDULER": "sparksched", "SPARKSCHED_STRICT": "1"}
 class Observed:
     """What came of the program."""
 
-    streams: list[list[int]]
     vectors: list[list[float]]
-    order: list[int]
     states: dict[str, dict[str, Any]]
-    work: dict[str, int]
     log: str = field(repr=False)
 
 
@@ -50,26 +42,16 @@ class Observed:
 class Models:
     """Folders."""
 
-    llama: Path
-    adapters: Path
     gpt_oss: Path
     hybrids: Path
 
 
 @pytest.fixture(scope="module", name="models")
 def _models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    adapters = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(ADAPTERS):
-        tiny_llama.write_adapter(adapters / name, seed)
     hybrids = tmp_path_factory.mktemp("hybrids")
-    for architecture in tiny_hybrid.CONFIGURATIONS:
-        tiny_hybrid.write_model(hybrids / architecture, architecture)
-    return Models(
-        tiny_llama.write_model(tmp_path_factory.mktemp("llama")),
-        adapters,
-        tiny_gpt_oss.write_model(tmp_path_factory.mktemp("gpt-oss")),
-        hybrids,
-    )
+    for architecture in tiny_models.HYBRIDS:
+        tiny_models.write_model(hybrids / architecture, architecture)
+    return Models(tiny_models.write_model(tmp_path_factory.mktemp("gpt-oss")), hybrids)
 
 
 @pytest.fixture(scope="module", name="stock")
@@ -85,7 +67,7 @@ def _ours(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Observed:
 def run_program(models: Models, folder: Path, environment: dict[str, str]) -> Observed:
     """Run the program with the engine in its own process; fail with what it printed."""
     log, result = folder / "log", folder / "result.json"
-    folders = (models.llama, models.adapters, models.gpt_oss, models.hybrids)
+    folders = (models.gpt_oss, models.hybrids)
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_SCHEDULER"}
     in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     imported = {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -103,35 +85,13 @@ def run_program(models: Models, folder: Path, environment: dict[str, str]) -> Ob
 
 def test_ours_schedules_in_rust(stock: Observed, ours: Observed) -> None:
     assert stock.log.count(SPARKSCHED_LINE) == 0
-    assert ours.log.count(SPARKSCHED_LINE) == 3 + len(ours.states)
-
-
-def test_streams_with_adapters_are_equal(stock: Observed, ours: Observed) -> None:
-    assert ours.streams == stock.streams
-
-
-def test_adapters_make_a_difference(stock: Observed) -> None:
-    num_requests = NUM_PROMPTS * len(ADAPTERS)
-    assert len(stock.streams) == NUM_WAVES * num_requests
-    assert len(set(map(tuple, stock.streams[:num_requests]))) == num_requests
+    assert ours.log.count(SPARKSCHED_LINE) == 1 + len(ours.states)
 
 
 def test_vectors_are_equal(stock: Observed, ours: Observed) -> None:
     assert ours.vectors == stock.vectors
-
-
-def test_vectors_tell_prompts_apart(stock: Observed) -> None:
     in_a_wave = stock.vectors[: len(stock.vectors) // 2]
     assert len({tuple(round(it, 3) for it in vector) for vector in in_a_wave}) == len(in_a_wave)
-
-
-def test_requests_are_scheduled_in_the_same_order(stock: Observed, ours: Observed) -> None:
-    assert ours.order == stock.order
-
-
-def test_urgent_requests_overtake(ours: Observed) -> None:
-    urgent = range(NUM_ORDINARY, NUM_ORDINARY + NUM_URGENT)
-    assert set(urgent) < set(ours.order[: ENGINE["max_num_seqs"]])
 
 
 @pytest.mark.parametrize(
@@ -147,9 +107,3 @@ def test_streams_of_a_model_with_states_are_equal(
     assert len(set(map(tuple, expected["streams"][:NUM_WITH_STATES]))) == NUM_WITH_STATES
     assert expected["num_preemptions"] > 0
     assert (expected["num_cached"] > 0) == name.endswith(CACHED)
-
-
-def test_the_same_work_is_estimated(stock: Observed, ours: Observed) -> None:
-    assert ours.work == stock.work
-    assert len(ours.work) == 3
-    assert all(it > 0 for it in ours.work.values())

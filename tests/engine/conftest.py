@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import vllm.logger  # noqa: F401 - sets vLLM's handlers, and with that removes all others
+from logs import collected
 
 from testkit.executor import write_model_directory
 
@@ -15,16 +16,5 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def warnings_of_sparksched() -> Iterator[list[str]]:
-    """Collect what reaches vLLM's own handler at WARNING: its logger does not propagate."""
-    messages: list[str] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.name == "vllm.sparksched":
-                messages.append(record.getMessage())
-
-    handler = Collector(logging.WARNING)
-    logger = logging.getLogger("vllm")
-    logger.addHandler(handler)
-    yield messages
-    logger.removeHandler(handler)
+    with collected("vllm.sparksched", level=logging.WARNING) as lines:
+        yield lines

@@ -1,22 +1,20 @@
 """Which scheduler, which block hasher and which requests an engine ends up with."""
 
-import logging
 import os
+import re
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from logs import collected
 from sparksched._core import NativeBlockHasher
 from sparksched.scheduler import SparkScheduler
-from vllm.config.scheduler import SchedulerConfig
-from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.engine import core as engine_module
-from vllm.v1.engine.core import EngineCore
 
 from .harness import ASYNC_SCHEDULING, Choice, DrivenEngine, new_request, running_engine
 
@@ -105,19 +103,28 @@ def test_an_engine_without_prefix_cache_leaves_the_next_one_alone(model_director
             assert_is_stock(other, async_scheduling=True)
 
 
-def test_everything_is_restored(model_directory: Path) -> None:
-    """What the tests of this folder rely on."""
-    functions = [
-        (SchedulerConfig, "get_scheduler_cls"),
-        (engine_module, "get_request_block_hasher"),
-        (EngineCore, "preprocess_add_request"),
-    ]
-    before = [getattr(owner, name) for owner, name in functions]
-    environment = dict(os.environ)
-    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True):
-        assert [getattr(owner, name) for owner, name in functions] != before
-    assert [getattr(owner, name) for owner, name in functions] == before
-    assert dict(os.environ) == environment
+def test_attributes_that_only_vllms_scheduler_has(model_directory: Path) -> None:
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
+        scheduler = engine.core.scheduler
+        manager = scheduler.kv_cache_manager
+        for owner, name, instead in (
+            (scheduler, "deferred_waiting", "scheduler.waiting"),
+            (scheduler, "never_heard_of", "scheduler.snapshot(), scheduler.make_stats()"),
+            (manager, "get_block_ids", "scheduler.snapshot()['requests']"),
+            (manager.block_pool, "free_block_queue", "scheduler.snapshot()['free_blocks']"),
+        ):
+            with pytest.raises(AttributeError, match=re.escape(f"Use {instead}")):
+                getattr(owner, name)
+
+
+def test_what_a_property_lacks_is_not_taken_for_the_property(model_directory: Path) -> None:
+    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=False) as engine:
+        scheduler = engine.core.scheduler
+        with (
+            mock.patch.object(scheduler, "_encoder_inputs", object()),
+            pytest.raises(AttributeError, match="'object' object has no attribute"),
+        ):
+            _ = scheduler.encoder_cache_manager
 
 
 # ----------------------------------------------------------------------------------------
@@ -125,52 +132,34 @@ def test_everything_is_restored(model_directory: Path) -> None:
 # ----------------------------------------------------------------------------------------
 
 
-UNSUPPORTED_REQUESTS = {
-    "has prompt embeddings, but the server": {"prompt_embeds": torch.zeros(20, 32)},
-    "is a request without a prompt": {"prompt_token_ids": []},
+UNSUPPORTED_REQUESTS: dict[str, dict[str, Any]] = {
+    "request other has prompt embeddings, but the server": {"prompt_embeds": torch.zeros(20, 32)},
+    "request other is a request without a prompt": {"prompt_token_ids": []},
+    # Nothing of a prompt shorter than a block is hashed on arrival, but it is read all the same.
+    "request other has a cache salt": {"prompt_token_ids": [2, 2], "cache_salt": "s" * 2**16},
+    "request other has a cache salt, LoRA name": {"cache_salt": "s" * 2**16},
+    "a token id does not fit into 32 bits": {"prompt_token_ids": [2**31] * 2},
+    "token id does not fit into 32 bits": {"prompt_token_ids": [2**31] * 20},
 }
 
 
 @ASYNC_SCHEDULING
 @NATIVE_CHOICE
-@pytest.mark.parametrize("kind", UNSUPPORTED_REQUESTS)
 def test_an_unsupported_request_fails_alone(
-    kind: str, choice: Choice, async_scheduling: bool, model_directory: Path
+    choice: Choice, async_scheduling: bool, model_directory: Path
 ) -> None:
-    """The front end refuses them for want of a configuration, but the engine can't rely on it."""
-    request = new_request("other", **{"prompt_token_ids": [2] * 20} | UNSUPPORTED_REQUESTS[kind])
+    """Only a failure in preprocessing is the request's own; one in the scheduler is everyone's."""
     with running_engine(choice, model_directory, async_scheduling=async_scheduling) as engine:
         engine.add(new_request("before", [1] * 20, ignore_eos=True))
         engine.step(2)
-        with pytest.raises(ValueError, match=f"request other {kind}"):
-            engine.add(request)
+        for text, fields in UNSUPPORTED_REQUESTS.items():
+            request = new_request("other", **{"prompt_token_ids": [2] * 20} | fields)
+            with pytest.raises((ValueError, OverflowError), match=text):
+                engine.core.preprocess_add_request(request)
         engine.add(new_request("after", [3] * 20, ignore_eos=True))
         engine.run()
     reasons = engine.record.finish_reasons
     assert reasons == dict.fromkeys(["before", "after"], FinishReason.LENGTH)
-
-
-@pytest.mark.parametrize("length", [2, 20], ids=["shorter-than-a-block", "longer-than-a-block"])
-def test_a_token_beyond_32_bits_fails_alone(length: int, model_directory: Path) -> None:
-    """Only a failure in preprocessing is the request's own; one in the scheduler is everyone's."""
-    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
-        with pytest.raises(OverflowError, match=r"^a token id does not fit into 32 bits$"):
-            engine.core.preprocess_add_request(new_request("huge", [2**31] * length))
-        engine.add(new_request("after", [3] * 20, ignore_eos=True))
-        engine.run()
-    assert engine.record.finish_reasons == {"after": FinishReason.LENGTH}
-
-
-@pytest.mark.parametrize("length", [2, 20], ids=["shorter-than-a-block", "longer-than-a-block"])
-def test_a_salt_that_is_too_long_fails_alone(length: int, model_directory: Path) -> None:
-    """Nothing of the short prompt is hashed on arrival, but its salt is read all the same."""
-    salt = "s" * 2**16
-    with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
-        with pytest.raises(ValueError, match="request huge has a cache salt"):
-            engine.core.preprocess_add_request(new_request("huge", [2] * length, cache_salt=salt))
-        engine.add(new_request("after", [3] * 20, ignore_eos=True))
-        engine.run()
-    assert engine.record.finish_reasons == {"after": FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize(
@@ -196,8 +185,8 @@ def test_a_fallback_beside_a_native_engine_refuses_nothing(model_directory: Path
             Choice.PLUGIN, model_directory, async_scheduling=True, **UNSUPPORTED
         ) as other,
     ):
-        fields = UNSUPPORTED_REQUESTS["has prompt embeddings, but the server"]
-        other.add(new_request("embeddings", [2] * 20, **fields))
+        embeds = torch.zeros(20, 32)
+        other.add(new_request("embeddings", [2] * 20, prompt_embeds=embeds))
         other.step(2)
         assert "embeddings" in other.core.scheduler.requests
 
@@ -207,84 +196,11 @@ def test_a_fallback_beside_a_native_engine_refuses_nothing(model_directory: Path
 # ----------------------------------------------------------------------------------------
 
 
-@ASYNC_SCHEDULING
-@NATIVE_CHOICE
-def test_an_adapter(choice: Choice, async_scheduling: bool, model_directory: Path) -> None:
-    """Prompts with and without it share no prefix."""
-    lora = LoRARequest("adapter", 1, "/nowhere")
-    with running_engine(choice, model_directory, async_scheduling=async_scheduling) as engine:
-        hashes = []
-        for name, fields in [("with", {"lora_request": lora}), ("without", {})]:
-            request = engine.add(new_request(name, [1] * 40, ignore_eos=True, **fields))
-            hashes.append(list(request.block_hashes))
-            engine.run()
-            assert engine.record.num_cached_tokens == 0
-        assert [len(it) for it in hashes] == [2, 2]
-        assert set(hashes[0]).isdisjoint(hashes[1])
-        engine.add(new_request("again", [1] * 40, ignore_eos=True, lora_request=lora))
-        engine.run()
-    assert engine.record.num_cached_tokens == 32
-    assert set(engine.record.finish_reasons) == {"with", "without", "again"}
-
-
-@ASYNC_SCHEDULING
-@NATIVE_CHOICE
-def test_prompts_of_vectors(choice: Choice, async_scheduling: bool, model_directory: Path) -> None:
-    """A prefix is in common if its vectors are, whatever stands for their token ids."""
-    vectors = torch.arange(40.0).unsqueeze(1).expand(-1, 32).contiguous()
-    settings = {"async_scheduling": async_scheduling, "enable_prompt_embeds": True}
-    with running_engine(choice, model_directory, **settings) as engine:
-        assert type(engine.core.scheduler) is SparkScheduler
-        for name, embeds, num_cached_tokens in [
-            ("first", vectors, 0),
-            ("others", vectors + 1, 0),
-            ("again", vectors.clone(), 32),
-        ]:
-            engine.add(new_request(name, None, ignore_eos=True, prompt_embeds=embeds))
-            engine.run()
-            assert engine.record.num_cached_tokens == num_cached_tokens
-    assert set(engine.record.finish_reasons.values()) == {FinishReason.LENGTH}
-
-
-@ASYNC_SCHEDULING
-@NATIVE_CHOICE
-def test_a_streaming_session(choice: Choice, async_scheduling: bool, model_directory: Path) -> None:
-    with running_engine(choice, model_directory, async_scheduling=async_scheduling) as engine:
-        scheduler = engine.core.scheduler
-        assert type(scheduler) is SparkScheduler
-        session = engine.add(
-            new_request("session", [2] * 20, max_tokens=4, ignore_eos=True, resumable=True)
-        )
-        engine.step(10)
-        assert len(engine.record.tokens["session"]) == 4
-        assert scheduler.requests == {"session": session}
-        engine.add(new_request("session", [3] * 5, max_tokens=2, ignore_eos=True, resumable=True))
-        engine.step(10)
-        assert len(engine.record.tokens["session"]) == 6
-        # The last token of a turn is not computed.
-        assert session.prompt_token_ids == [
-            *[2] * 20,
-            *engine.record.tokens["session"][:3],
-            *[3] * 5,
-        ]
-        engine.add(new_request("session", [0]))
-        engine.run()
-        assert scheduler.requests == {}
-
-
-def test_one_line_tells_that_sparksched_schedules(
-    model_directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    logger = logging.getLogger("vllm")
-    logger.addHandler(caplog.handler)
-    try:
-        with (
-            caplog.at_level(logging.INFO, "vllm"),
-            running_engine(Choice.PLUGIN, model_directory, async_scheduling=True),
-        ):
-            pass
-    finally:
-        logger.removeHandler(caplog.handler)
-    lines = [it.getMessage() for it in caplog.records if it.name == "vllm.sparksched"]
+def test_one_line_tells_that_sparksched_schedules(model_directory: Path) -> None:
+    with (
+        collected("vllm.sparksched") as lines,
+        running_engine(Choice.PLUGIN, model_directory, async_scheduling=True),
+    ):
+        pass
     (line,) = lines
     assert "scheduling in Rust (asynchronous, fcfs, prefix caching sha256, 2 KV cache" in line

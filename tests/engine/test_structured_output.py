@@ -1,7 +1,6 @@
 """vLLM's real structured output manager and xgrammar, between an engine and either scheduler."""
 
 import re
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -40,85 +39,29 @@ def text_of(token_ids: list[int]) -> str:
     return "".join(alphabet[token_id] for token_id in token_ids if token_id != EOS_TOKEN_ID)
 
 
+def grammars(engine: DrivenEngine) -> None:
+    engine.add(structured_request("regex", [1] * 20, regex=REGEX))
+    engine.add(new_request("free", [2] * 120, max_tokens=30, ignore_eos=True))
+    engine.step(3)
+    engine.add(structured_request("choice", [3] * 40, grammar=choice_grammar(COLOURS)))
+    engine.add(structured_request("json", [4] * 100, json=SCHEMA))
+    engine.add(structured_request("cut", [5] * 20, max_tokens=4, regex=REGEX))
+    engine.add(structured_request("broken", [6] * 40, regex=UNCLOSED))
+    engine.add(structured_request("unruly", [UNRULY] * 20, regex=REGEX))
+    engine.step(3)
+    engine.note(engine.core.reset_prefix_cache(reset_running_requests=True))
+    engine.run()
+
+
 @ASYNC_SCHEDULING
 def test_grammars_of_all_kinds(async_scheduling: bool, model_directory: Path) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        engine.add(structured_request("regex", [1] * 20, regex=REGEX))
-        engine.add(new_request("free", [2] * 120, max_tokens=30, ignore_eos=True))
-        engine.step(3)
-        engine.add(structured_request("choice", [3] * 40, grammar=choice_grammar(COLOURS)))
-        engine.add(structured_request("json", [4] * 100, json=SCHEMA))
-        engine.add(structured_request("cut", [5] * 20, max_tokens=4, regex=REGEX))
-        engine.run()
-
-    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
+    record = run_both(grammars, model_directory, async_scheduling=async_scheduling)
     assert re.fullmatch(REGEX, text_of(record.tokens["regex"]))
     assert text_of(record.tokens["choice"]) in COLOURS
     assert re.match(REGEX[:8], text_of(record.tokens["cut"]))
     assert record.finish_reasons["regex"] == FinishReason.STOP
     assert record.finish_reasons["cut"] == record.finish_reasons["free"] == FinishReason.LENGTH
+    assert record.finish_reasons["broken"] == record.finish_reasons["unruly"] == FinishReason.ERROR
+    assert record.tokens["broken"] == []
+    assert record.num_preemptions > 1
     assert any(bitmask is not None for bitmask in record.bitmasks)
-
-
-@ASYNC_SCHEDULING
-def test_a_grammar_that_does_not_compile(async_scheduling: bool, model_directory: Path) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        engine.add(new_request("free", [2] * 20, ignore_eos=True))
-        engine.step(2)
-        for index in range(3):
-            broken = f"broken-{index}"
-            engine.add(structured_request(broken, [3 + index] * 40, regex=UNCLOSED))
-        engine.add(structured_request("regex", [1] * 20, regex=REGEX))
-        engine.run()
-        engine.note(sorted(engine.core.scheduler.requests))
-
-    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
-    reasons = record.finish_reasons
-    assert [reasons[f"broken-{index}"] for index in range(3)] == [FinishReason.ERROR] * 3
-    assert record.tokens["broken-0"] == []
-    assert reasons["free"] == FinishReason.LENGTH
-    assert re.fullmatch(REGEX, text_of(record.tokens["regex"]))
-
-
-@ASYNC_SCHEDULING
-def test_a_grammar_that_is_ready_late(async_scheduling: bool, model_directory: Path) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        engine.add(new_request("free", [2] * 20, ignore_eos=True))
-        late = engine.add(structured_request("late", [1] * 20, regex=REGEX))
-        compilation: Future[Any] = Future()
-        grammar = late.structured_output_request.grammar
-        late.structured_output_request.grammar = compilation
-        engine.step(4)
-        engine.note(engine.core.scheduler.get_request_counts())
-        compilation.set_result(grammar)
-        engine.run()
-
-    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
-    assert record.answers == [(1, 1)]
-    assert re.fullmatch(REGEX, text_of(record.tokens["late"]))
-
-
-@ASYNC_SCHEDULING
-def test_a_token_that_the_grammar_rejects(async_scheduling: bool, model_directory: Path) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        engine.add(structured_request("unruly", [UNRULY] * 20, regex=REGEX))
-        engine.add(structured_request("regex", [1] * 20, regex=REGEX))
-        engine.run()
-
-    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
-    assert record.finish_reasons["unruly"] == FinishReason.ERROR
-    assert record.finish_reasons["regex"] == FinishReason.STOP
-
-
-@ASYNC_SCHEDULING
-def test_grammars_survive_preemption(async_scheduling: bool, model_directory: Path) -> None:
-    def scenario(engine: DrivenEngine) -> None:
-        engine.add(structured_request("regex", [1] * 20, regex=REGEX))
-        engine.add(structured_request("json", [4] * 60, json=SCHEMA))
-        engine.step(4)
-        engine.note(engine.core.reset_prefix_cache(reset_running_requests=True))
-        engine.run()
-
-    record = run_both(scenario, model_directory, async_scheduling=async_scheduling)
-    assert record.num_preemptions == 2
-    assert re.fullmatch(REGEX, text_of(record.tokens["regex"]))

@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-import torch
-from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import output_processor
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -31,24 +30,8 @@ def output(*token_ids: int, index: int = 0, finished: bool = False) -> RequestOu
     return RequestOutput("request", None, [0], None, [completion], finished)
 
 
-def pooling_output(value: int) -> PoolingRequestOutput:
-    return PoolingRequestOutput("request", PoolingOutput(torch.tensor(value)), [0], 0, True)
-
-
 def token_ids(output: RequestOutput) -> list[list[int]]:
     return [completion.token_ids for completion in output.outputs]
-
-
-# ----------------------------------------------------------------------------------------
-# Without waiting
-# ----------------------------------------------------------------------------------------
-
-
-def test_the_last_pooling_output_counts() -> None:
-    queue = collector(RequestOutputKind.FINAL_ONLY)
-    for value in (1, 2):
-        queue.put(pooling_output(value))
-    assert queue.get_nowait().outputs.data == 2
 
 
 # ----------------------------------------------------------------------------------------
@@ -103,23 +86,5 @@ def test_several_consumers_get_theirs_in_turn(
             queue.put(output(token_id))
             assert token_ids(await consumer) == [[token_id]]
             await turns(4)
-
-    run(new_event_loop, scene())
-
-
-@EVENT_LOOPS
-@pytest.mark.parametrize("closes", [False, True])
-def test_the_task_of_streamed_input_ends_with_the_collector(
-    new_event_loop: NewEventLoop, closes: bool
-) -> None:
-    async def scene() -> None:
-        queue = collector()
-        task = asyncio.create_task(asyncio.sleep(3600))
-        queue._input_stream_task = task
-        if closes:
-            queue.close()
-        del queue
-        with pytest.raises(asyncio.CancelledError):
-            await task
 
     run(new_event_loop, scene())

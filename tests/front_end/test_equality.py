@@ -1,8 +1,7 @@
 """The same requests and the same outputs of the engine, with vLLM's functions and with ours."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,11 +16,10 @@ from vllm.v1.engine.output_processor import (
     RequestOutputCollector,
     RequestState,
 )
-from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from .implementations import OURS, STOCK, Implementation
-from .scenario import TEXT, Arrival, Scenario, new_logprobs, new_prompt_logprobs
-from .world import Camera, live_through
+from .scenario import TEXT, Arrival, Scenario
+from .world import live_through
 
 pytestmark = pytest.mark.release
 
@@ -48,59 +46,6 @@ def test_all_is_as_with_vllm(seed: int, tokenizer: Any) -> None:
         assert seen == expected, f"picture {number}"
 
 
-@pytest.mark.parametrize("implementation", [STOCK, OURS], ids=lambda it: it.name)
-@pytest.mark.parametrize(
-    "unwanted",
-    [
-        {"new_logprobs": new_logprobs([1], 2)},
-        {"new_prompt_logprobs_tensors": new_prompt_logprobs(4)},
-    ],
-    ids=lambda it: next(iter(it)),
-)
-def test_logprobs_that_nobody_wants_are_an_error(
-    implementation: Implementation, unwanted: dict[str, Any]
-) -> None:
-    processor = OutputProcessor(None, log_stats=False)
-    arrival = Arrival("request", SamplingParams(detokenize=False))
-    with implementation.in_use():
-        processor.add_request(arrival.request(), None)
-        for _ in range(2):
-            processor.process_outputs([EngineCoreOutput("request", [1])])
-        with pytest.raises(AssertionError):
-            processor.process_outputs([EngineCoreOutput("request", [1], **unwanted)])
-
-
-@pytest.mark.parametrize(
-    "oddity",
-    [
-        lambda parent: parent.child_requests.clear(),
-        lambda parent: setattr(parent, "external_req_id", "another"),
-        lambda parent: setattr(parent.sampling_params, "output_kind", RequestOutputKind.FINAL_ONLY),
-    ],
-    ids=["unknown child", "another name", "another kind of output"],
-)
-def test_children_that_are_not_like_their_parent(oddity: Callable[[ParentRequest], None]) -> None:
-    """VLLM makes none. Were there any, the parent's word would count as it does in vLLM."""
-
-    def pictures() -> list[Any]:
-        params = SamplingParams(n=2, detokenize=False, output_kind=RequestOutputKind.DELTA)
-        request = Arrival("request", params).request()
-        parent = ParentRequest(request)
-        request.request_id, request.sampling_params = parent.get_child_info(0)
-        parent.get_child_info(1)
-        oddity(parent)
-        parent.output_aggregator = [None, None]
-        processor = OutputProcessor(None, log_stats=False)
-        processor.add_request(request, None, parent)
-        outputs = [EngineCoreOutput(request.request_id, [token_id]) for token_id in range(4)]
-        return [Camera().picture(processor.process_outputs([output])) for output in outputs]
-
-    with STOCK.in_use():
-        stock = pictures()
-    with OURS.in_use():
-        assert pictures() == stock
-
-
 class Stream:
     """A request whose outputs go into a queue, a token each."""
 
@@ -112,31 +57,6 @@ class Stream:
     def generate(self, *token_ids: int) -> None:
         for token_id in token_ids:
             self._processor.process_outputs([EngineCoreOutput("request", [token_id])])
-
-
-def test_a_queue_of_deltas_with_cumulative_outputs() -> None:
-    """What is merged there makes no sense, but the same as vLLM's."""
-
-    def picture() -> Any:
-        queue = RequestOutputCollector(RequestOutputKind.DELTA, "request")
-        stream = Stream(queue, RequestOutputKind.CUMULATIVE)
-        stream.generate(0, 1)
-        queue.get_nowait()
-        stream.generate(2, 3, 4, 5)
-        return Camera().picture(queue.get_nowait())
-
-    with STOCK.in_use():
-        stock = picture()
-    with OURS.in_use():
-        assert picture() == stock
-
-
-@pytest.mark.parametrize("implementation", [STOCK, OURS], ids=lambda it: it.name)
-def test_a_queue_needs_no_more_than_its_put(implementation: Implementation) -> None:
-    taken: list[RequestOutput] = []
-    with implementation.in_use():
-        Stream(SimpleNamespace(put=taken.append)).generate(0, 1, 2, 3)
-    assert [output.outputs[0].token_ids for output in taken] == [[0], [1], [2], [3]]
 
 
 def test_whoever_replaces_put_sees_all_outputs() -> None:

@@ -120,33 +120,6 @@ def test_streams_take_many_outputs_before_a_collection(new_event_loop: NewEventL
     assert num_collections <= 2 * NUM_STEPS
 
 
-def long_names(number: int) -> list[str]:
-    """Return ids of requests, as long as those of vLLM's OpenAI server."""
-    return [f"chatcmpl-{index:041}" for index in range(number)]
-
-
-async def small_messages_scene(num_messages: int) -> int:
-    """Return how often collections were put off for small messages that are received together."""
-    server = Server()
-    await server.start()
-    with mock.patch.object(garbage._threshold, "raise_for") as raise_for:
-        for _ in range(num_messages):
-            server.send(long_names(16))
-        while server.client.outputs_queue.qsize() < num_messages:
-            await turns(1)
-    server.channel.close()
-    server.rings.close()
-    return raise_for.call_count
-
-
-@EVENT_LOOPS
-@pytest.mark.parametrize(("num_messages", "num_raised"), [(1, 0), (30, 1)])
-def test_many_small_messages_have_many_outputs(
-    new_event_loop: NewEventLoop, num_messages: int, num_raised: int
-) -> None:
-    assert run(new_event_loop, small_messages_scene(num_messages)) == num_raised
-
-
 # ----------------------------------------------------------------------------------------
 # Thresholds
 # ----------------------------------------------------------------------------------------
@@ -181,27 +154,6 @@ def test_the_last_reception_ends_it(new_event_loop: NewEventLoop) -> None:
     run(new_event_loop, receptions_scene())
 
 
-async def closing_scene() -> None:
-    """Close a reader before the loop gets to what it has asked for."""
-    loop = asyncio.get_running_loop()
-    reader = LaterCollections()
-    reader.begin()
-    reader.end_after_streams(loop)
-    reader.close()
-    assert gc.get_threshold() == USUAL
-    await turns(3)
-    reader.begin()
-    assert is_raised()
-    reader.end_after_streams(loop)
-    await turns(3)
-    assert gc.get_threshold() == USUAL
-
-
-@EVENT_LOOPS
-def test_closing_ends_it(new_event_loop: NewEventLoop) -> None:
-    run(new_event_loop, closing_scene())
-
-
 @pytest.mark.parametrize("youngest", [0, RAISED + 1, 2 * RAISED])
 def test_users_who_want_fewer_collections_get_what_they_have_set(youngest: int) -> None:
     gc.set_threshold(youngest, *USUAL[1:])
@@ -210,15 +162,6 @@ def test_users_who_want_fewer_collections_get_what_they_have_set(youngest: int) 
     assert gc.get_threshold() == (youngest, *USUAL[1:])
     reader.close()
     assert gc.get_threshold() == (youngest, *USUAL[1:])
-
-
-def test_users_who_want_none_get_none() -> None:
-    gc.disable()
-    reader = LaterCollections()
-    reader.begin()
-    assert gc.get_threshold() == USUAL
-    assert not gc.isenabled()
-    reader.close()
 
 
 class MeddledGC:
@@ -265,15 +208,4 @@ def test_a_collection_meanwhile_may_close_readers(
     reader.close()
     for other in rest:
         other.close()
-    assert gc.get_threshold() == USUAL
-
-
-def test_raised_thresholds_that_were_saved_and_set_again_do_not_stay() -> None:
-    reader = LaterCollections()
-    reader.begin()
-    saved = gc.get_threshold()
-    reader.close()
-    gc.set_threshold(*saved)
-    reader.begin()
-    reader.close()
     assert gc.get_threshold() == USUAL

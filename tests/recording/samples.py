@@ -57,7 +57,6 @@ _SETTINGS: dict[str, Any] = {
     "vllm": "0.32.0",
     "scheduler": "SparkScheduler",
     "started": 1.5,
-    "has_tokens": False,
     "block_size": BLOCK_SIZE,
     "hash_block_size": BLOCK_SIZE,
     "num_hash_lookahead_tokens": 0,
@@ -101,39 +100,34 @@ def settings(
     return Settings(**(_SETTINGS | parts | changed))
 
 
-def arrival(number: int, num_tokens: int, with_tokens: bool, **changed: Any) -> Arrive:
+def arrival(number: int, num_tokens: int, **changed: Any) -> Arrive:
     fields: dict[str, Any] = {
         "time": number / 10,
         "request_id": f"request-{number}",
         "arrival_time": float(number),
         "num_prompt_tokens": num_tokens,
-        "keys": b"" if with_tokens else b"k" * (num_tokens // BLOCK_SIZE * KEY_BYTES),
-        "prompt": list(range(num_tokens)) if with_tokens else None,
+        "keys": b"k" * (num_tokens // BLOCK_SIZE * KEY_BYTES),
         "max_tokens": 16,
-        "eos_token_id": 2 if with_tokens else None,
     }
     return Arrive(**(fields | changed))
 
 
-def every_event(with_tokens: bool) -> list[Event]:
+def every_event() -> list[Event]:
     """Return a trace in which each kind of event is, at least once."""
-    tokens = [7, 8] if with_tokens else None
-    grown: list[Event] = [] if with_tokens else [Grow([(0, b"g" * KEY_BYTES)]), Stop(1, 3)]
     drafts = Drafts(
         numbers=[0, -1],
         num_drafts=[2, 0],
         num_padding=[1, 0],
-        tokens=[5, -1] if with_tokens else None,
         num_valid=[(1, 1)],
     )
     return [
-        Begin(VERSION, settings(has_tokens=with_tokens, **_SPECULATION)),
-        arrival(0, 9, with_tokens),
-        arrival(1, 5, with_tokens, has_grammar=True),
+        Begin(VERSION, settings(**_SPECULATION)),
+        arrival(0, 9),
+        arrival(1, 5, has_grammar=True),
         Ready(1, True),
         Step(0, 0.1, 20.0, numbers=[0, 1], num_tokens=[9, 5], new=[(0, 0, [[1, 2, 3]])]),
         drafts,
-        Update(0, 0.2, 30.0, None, tokens, None, [9, 4], [0, 0], [1]),
+        Update(0, 0.2, 30.0, None, None, [9, 4], [0, 0], [1]),
         Step(
             1,
             0.3,
@@ -144,8 +138,9 @@ def every_event(with_tokens: bool) -> list[Event]:
             resumed=[0],
             preempted=[1],
         ),
-        Update(1, 0.4, 30.0, [2, 0], tokens, [True, False]),
-        *grown,
+        Update(1, 0.4, 30.0, [2, 0], [True, False]),
+        Grow([(0, b"g" * KEY_BYTES)]),
+        Stop(1, 3),
         Reset(0.5, True),
         Pause(0.6, 1),
         Finish(0.7, [0], "FINISHED_ABORTED"),

@@ -61,7 +61,7 @@ def record_scenario(
 
 def replayed(path: Path, scheduler: str, *, lacks_end: bool = False) -> Outcome:
     """Replay a trace on one scheduler, up to its end or the first difference."""
-    load = Load(str(path), partial=lacks_end)
+    load = Load(str(path))
     assert (load.trace.missing is not None) == lacks_end
     (outcome,) = replay(load, [scheduler])
     return outcome

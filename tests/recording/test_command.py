@@ -1,12 +1,8 @@
 """`sparksched replay`: what it prints, on a terminal and to programs, and what it refuses."""
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from sparksched import cli
@@ -77,19 +73,13 @@ def test_another_decision(path: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_trace_without_its_end(
     is_within_a_piece: bool, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is refused with what is missing and why, unless what is whole is asked for."""
+    """What is whole is replayed, and what is missing is said."""
     file = copy_of(path, tmp_path / "cut", events(path)[:-1])
     missing = "has no end"
     if is_within_a_piece:
         file.write_bytes(file.read_bytes()[:-50])
         missing = "is cut off behind line "
-    for arguments in ([], ["--max-num-seqs=1"], ["--json"]):
-        status, printed, error = ask(capsys, file, *arguments)
-        assert (status, printed) == (2, "")
-        assert error.startswith(f"sparksched replay: {file} {missing}")
-        assert "was probably killed" in error
-        assert "--partial replays what is whole" in error
-    status, printed, warned = ask(capsys, file, "--partial", "--json")
+    status, printed, warned = ask(capsys, file, "--json")
     assert status == 0
     assert warned.startswith(f"sparksched replay: {file} {missing}")
     answer = json.loads(printed)
@@ -154,17 +144,6 @@ def test_one_request_at_a_time(
     assert after["finished requests"] == pytest.approx(before["finished requests"], rel=0.1)
 
 
-def test_other_sizes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    num_blocks = Trace(path).settings.num_blocks
-    counts = []
-    for factor in (8, 1):
-        answer = data(capsys, path, f"--num-gpu-blocks={num_blocks * factor}")
-        counts.append(answer["changed"]["summary"]["preemptions"])
-    assert counts[0] == 0 < counts[1], "fewer blocks are more preemptions"
-    answer = data(capsys, path, "--max-num-batched-tokens=4096", "--num-gpu-blocks=4096")
-    assert len(answer["changed"]["samples"]) < len(answer["as_recorded"]["samples"])
-
-
 def test_a_pool_that_is_too_small(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With which vLLM would not start: the simulation ends and says so."""
     status, printed, _ = ask(capsys, path, "--num-gpu-blocks=2")
@@ -173,27 +152,3 @@ def test_a_pool_that_is_too_small(path: Path, capsys: pytest.CaptureFixture[str]
     status, _, error = ask(capsys, path, "--num-gpu-blocks=2", "--scheduler=both")
     assert status == 2
     assert "--scheduler sparksched or vllm" in error
-
-
-def test_a_plot(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot = tmp_path / "plot.png"
-    with mock.patch.dict(sys.modules, {"matplotlib": None, "matplotlib.figure": None}):
-        status, _, error = ask(capsys, path, "--max-num-seqs=1", "--plot", plot)
-    assert status == 0
-    assert "no plot: matplotlib is not installed" in error
-    assert not plot.exists()
-    status, _, _ = ask(capsys, path, "--max-num-seqs=1", "--plot", plot)
-    assert status == 0
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    status, _, error = ask(capsys, path, "--max-num-seqs=1", "--plot", tmp_path / "plot.doc")
-    assert status == 2
-    assert "no image can be written to" in error
-
-
-def test_piped(path: Path) -> None:
-    command = [sys.executable, "-m", "sparksched.cli", "replay", path, "--max-num-seqs=1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    assert "\x1b" not in done.stdout
-    assert "--max-num-seqs 1" in done.stdout
-    assert re.search(r"prefix cache hit rate +│ +[\d.]+% +│ +[\d.]+%", done.stdout)

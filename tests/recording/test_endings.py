@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.harness import restored_vllm
-from sparksched import plugin
 from sparksched.record import write
 from sparksched.record.events import End, Finish, Step
 from sparksched.record.read import Trace
@@ -19,8 +16,6 @@ from transport.clients import Reader, connected, endless_request, front_end, run
 from transport.conftest import config, model_directory
 from transport.engines import Engine, running_engine, wait_until
 from vllm.config import VllmConfig
-from vllm.v1.engine import utils
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from .samples import ENDED
 from .scenarios import events, replayed
@@ -76,72 +71,14 @@ def wait_for_the_disk() -> None:
     write._CLOSE_S = 60.0  # type: ignore[misc]
 
 
-def wait_at_the_end(folder: Path) -> None:
-    """Have the last event wait, in the engine's process, until a file is there."""
-    close = write.Lines.close
-
-    def close_later(lines: write.Lines, *arguments: Any, **settings: Any) -> None:
-        (folder / "closing").touch()
-        wait_until((folder / "signalled").exists)
-        close(lines, *arguments, **settings)
-
-    write.Lines.close = close_later  # type: ignore[method-assign]
-    wait_for_the_disk()
-
-
-@pytest.mark.parametrize(
-    ("request_s", "process_s", "waits_s"), [(0, 0, 3.0), (0, 5.0, 5.0), (30, 0, 0), (0, None, None)]
-)
-def test_time_that_an_api_server_gives_engines(
-    request_s: float,
-    process_s: float | None,
-    waits_s: float | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Some, where vLLM gives none; none behind the time that requests have had."""
-    monkeypatch.setenv("VLLM_SCHEDULER", "sparksched")
-    with restored_vllm():
-        plugin.register()
-        assert utils.get_engine_process_shutdown_timeout(0, 0) == 0
-        monkeypatch.setenv("SPARKSCHED_RECORD", "trace")
-        plugin.register()
-        assert utils.get_engine_process_shutdown_timeout(request_s, process_s) == waits_s
-
-
-@pytest.mark.parametrize("second", SIGNALS)
-@pytest.mark.parametrize("first", SIGNALS)
-def test_signalled_while_it_ends(
-    first: signal.Signals,
-    second: signal.Signals,
-    path: Path,
-    serve: Callable[..., None],
-) -> None:
-    """The end of the recording comes first."""
-    folder = path.parent
-
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signalled(number: signal.Signals, path: Path, serve: Callable[..., None]) -> None:
     async def scenario(engine: Engine, _reader: Reader) -> None:
-        engine.signal(first)
-        await asyncio.to_thread(wait_until, (folder / "closing").exists)
-        engine.signal(second)
-        (folder / "signalled").touch()
-
-    serve(scenario, functools.partial(wait_at_the_end, folder))
-    assert_whole(path)
-    assert any(event.numbers is None for event in events(path) if isinstance(event, Finish))
-
-
-def test_killed_once_its_failure_is_known(path: Path, serve: Callable[..., None]) -> None:
-    """What led to the failure is in the file before anybody else knows of it."""
-
-    async def scenario(engine: Engine, reader: Reader) -> None:
-        await reader.call_executor("fail")
-        with pytest.raises(AssertionError):
-            await reader.until(lambda: False)
-        engine.signal(signal.SIGKILL)
-        assert isinstance(reader.errors[0], EngineDeadError)
+        engine.signal(number)
 
     serve(scenario)
     assert_whole(path)
+    assert any(event.numbers is None for event in events(path) if isinstance(event, Finish))
 
 
 def test_killed(path: Path, serve: Callable[..., None]) -> None:

@@ -16,26 +16,18 @@ from engine.conftest import warnings_of_sparksched
 from engine.harness import restored_replacements
 from sparksched.record import load
 from sparksched.record.build import RequestBuilder, build_scheduler
-from sparksched.record.decisions import decision_of
 from sparksched.record.events import (
     Arrive,
     End,
-    Event,
-    Finish,
     Ready,
-    Reset,
     Step,
-    Stop,
-    Update,
 )
 from sparksched.record.keys import StandIns
-from sparksched.record.make_events import EventMaker
 from sparksched.record.recorder import Recorder, record
 from sparksched.record.settings import UnrecordableError
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.outputs import ModelRunnerOutput
 
 from testkit.worlds.draw import draw_configuration
 from testkit.worlds.world import build_world, vllm_environment
@@ -60,7 +52,7 @@ def recorded_scheduler(path: Path) -> tuple[Any, Recorder]:
 
 
 def request(number: int = 0, num_tokens: int = 9, **changed: Any) -> Any:
-    coming = arrival(number, num_tokens, False, **changed)
+    coming = arrival(number, num_tokens, **changed)
     tokens = StandIns(number, coming.keys, (BLOCK_SIZE,))
     recorded = {number: load.Request(coming, False, bytearray(coming.keys))}
     its_load: Any = SimpleNamespace(requests=recorded, tokens=lambda _: tokens)
@@ -107,65 +99,6 @@ def test_a_grammar_that_is_compiled_in_the_middle_of_a_step(
     assert replayed(path, "sparksched").mismatch is None
 
 
-def test_drafts_that_the_model_runner_has_dropped(tmp_path: Path) -> None:
-    """It may do so before drafts come for the rest of the step."""
-    scheduler = build_scheduler("vllm", settings())
-    step = SchedulerOutput.make_empty()
-    scheduler.schedule = lambda *_: step
-    scheduler.update_draft_token_ids_in_output = scheduler.update_from_output = lambda *_: {}
-    recorder = attached(tmp_path / "trace", scheduler)
-    for number in range(2):
-        scheduler.add_request(request(number))
-        step.num_scheduled_tokens[f"request-{number}"] = 2
-        step.scheduled_spec_decode_tokens[f"request-{number}"] = [-1]
-    scheduler.schedule()
-    del step.scheduled_spec_decode_tokens["request-1"]
-    scheduler.update_draft_token_ids_in_output(DraftTokenIds(["request-0"], [[5]]), step)
-    ids = list(step.num_scheduled_tokens)
-    rows = {request_id: row for row, request_id in enumerate(ids)}
-    scheduler.update_from_output(step, ModelRunnerOutput(ids, rows, [[6], [6]]))
-    recorder.close()
-    (update,) = [event for event in events(tmp_path / "trace") if isinstance(event, Update)]
-    assert update.num_drafts == [1, 0]
-
-
-def test_a_file_that_ends_behind_any_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step depends on what comes later, such as the keys of outputs that a prompt contains."""
-    monkeypatch.setattr("sparksched.record.write._PIECE_BYTES", 1)
-    path = tmp_path / "trace"
-    scheduler, _ = recorded_scheduler(path)
-    first = request(max_tokens=10)
-    serve(scheduler, first)
-    second = request(1, 19, max_tokens=10)
-    second.prompt_token_ids[:] = second._all_token_ids[:] = first.all_token_ids
-    second.block_hashes.clear()
-    second.update_block_hashes()
-    serve(scheduler, second)
-    scheduler.shutdown()
-    found = events(path)
-    assert [hit for it in found if isinstance(it, Step) for _, hit, _ in it.new] == [0, 16]
-    content = path.read_bytes()
-    for end in (it for it in range(len(content)) if content[it : it + 3] == b"\x1f\x8b\x08"):
-        if end:
-            path.write_bytes(content[:end])
-            assert replayed(path, "vllm", lacks_end=True).mismatch is None, end
-
-
-def test_nothing_is_left_of_a_recorder_that_was_closed(tmp_path: Path) -> None:
-    path = tmp_path / "trace"
-    scheduler, recorder = recorded_scheduler(path)
-    scheduler.add_request(request())
-    scheduler.schedule()
-    recorder.close()
-    assert "sparksched-recorder" not in {thread.name for thread in threading.enumerate()}
-    size = path.stat().st_size
-    # The scheduler goes on, and so does whoever calls it.
-    assert not recorder.is_recording
-    scheduler.schedule()
-    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    assert path.stat().st_size == size
-
-
 def test_a_scheduler_that_nobody_shuts_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,76 +111,6 @@ def test_a_scheduler_that_nobody_shuts_down(
     del scheduler
     gc.collect()
     assert [type(event) for event in events(tmp_path / "trace")] == [Step, End]
-
-
-# ----------------------------------------------------------------------------------------
-# What becomes of a step's outputs
-# ----------------------------------------------------------------------------------------
-
-STOP = 7
-
-
-class Story:
-    """Calls of an engine, told to what makes events of them."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.maker = EventMaker(self.events.append, (BLOCK_SIZE,), has_keys=True, has_tokens=False)
-        self._num_arrivals = 0
-        self._num_steps = 0
-
-    def arrive(self) -> str:
-        arriving = arrival(self._num_arrivals, 5, True, stop_token_ids=[STOP])
-        self._num_arrivals += 1
-        self.maker.arrive(arriving, [1] * 5, "", "")
-        return arriving.request_id
-
-    def step(self, *request_ids: str, preempted: tuple[str, ...] = ()) -> int:
-        step = Step(self._num_steps, 0.0)
-        self._num_steps += 1
-        output = SchedulerOutput.make_empty()
-        output.num_scheduled_tokens = dict.fromkeys(request_ids, 1)
-        output.preempted_req_ids = set(preempted)
-        self.maker.step(step, decision_of(output))
-        return step.sequence
-
-    def take(self, sequence: int) -> None:
-        self.maker.update(Update(sequence, 0.0), [STOP], [])
-
-    @property
-    def stops(self) -> list[Stop]:
-        return [event for event in self.events if isinstance(event, Stop)]
-
-
-def test_outputs_behind_a_reset_are_dropped() -> None:
-    """Also if the request is preempted once more before they have come."""
-    story = Story()
-    request_id = story.arrive()
-    before = story.step(request_id)
-    story.maker.reset(Reset(0.0, True), [request_id])
-    # It runs again, and is preempted, in the place of which others run.
-    again = story.step(request_id, preempted=(request_id,))
-    story.step(preempted=(request_id,))
-    story.take(before)
-    story.take(again)
-    assert story.stops == []
-
-
-def test_an_output_that_never_comes_drops_no_others() -> None:
-    """A step is lost; later, one request is reset, and then preempted for want of blocks."""
-    story = Story()
-    story.step(story.arrive())
-    story.maker.finish(Finish(0.0, None, "FINISHED_ABORTED"), None)
-    request_id = story.arrive()
-    before = story.step(request_id)
-    story.maker.reset(Reset(0.0, True), [request_id])
-    story.step(preempted=(request_id,))
-    story.take(before)
-    assert story.stops == []
-    sequence = story.step(request_id)
-    story.step(preempted=(request_id,))
-    story.take(sequence)
-    assert story.stops == [Stop(1, 1)]
 
 
 # ----------------------------------------------------------------------------------------
@@ -301,13 +164,7 @@ def long_steps(scheduler: Any) -> None:
     scheduler.schedule()
 
 
-def long_drafts(scheduler: Any) -> None:
-    scheduler.update_draft_token_ids(DraftTokenIds(["request-0"], [[1] * 60_000]))
-
-
-@pytest.mark.parametrize(
-    ("call", "most"), [(pauses, 600), (long_prompts, 8), (long_steps, 8), (long_drafts, 8)]
-)
+@pytest.mark.parametrize(("call", "most"), [(pauses, 600), (long_prompts, 8), (long_steps, 8)])
 def test_more_than_the_disk_takes(
     call: Callable[[Any], None],
     most: int,

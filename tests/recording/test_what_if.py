@@ -73,7 +73,7 @@ def day(*, is_async: bool) -> list[Event]:
 
 def came(number: int, at: float, num_prompt: int, num_output: int, request_id: str) -> Arrive:
     return arrival(
-        number, num_prompt, False, time=at, keys=b"", max_tokens=num_output, request_id=request_id
+        number, num_prompt, time=at, keys=b"", max_tokens=num_output, request_id=request_id
     )
 
 

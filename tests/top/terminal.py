@@ -60,10 +60,6 @@ class Terminal:
                 read = os.read(self.master, 1 << 16).decode(errors="replace")
                 self.text += _ESCAPES.sub("", _TO_A_PLACE.sub("\n", read))
 
-    def forget(self) -> None:
-        """Begin to read anew."""
-        self.text = ""
-
     @property
     def longest_line(self) -> int:
         return max(len(line) for line in re.split(r"[\r\n]+", self.text))

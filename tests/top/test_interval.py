@@ -6,13 +6,13 @@ import pytest
 from rich.console import Console
 from sparksched.commands.top.interval import Interval, Paced, between, quantile
 from sparksched.commands.top.page import Page, PageError, address, parse
-from sparksched.commands.top.screen import WIDTH, duration, number, render, size
+from sparksched.commands.top.screen import WIDTH, render
 
-from .servers import recorded, without_sparksched
+from .servers import page_of
 
 
 def pages(first: str = "idle", last: str = "busy") -> tuple[Page, Page]:
-    return parse(recorded(first), 10.0), parse(recorded(last), 12.0)
+    return parse(page_of(first), 10.0), parse(page_of(last), 12.0)
 
 
 def busy_interval() -> Interval:
@@ -39,15 +39,8 @@ def test_counters_become_rates() -> None:
     assert interval.model_names == ["tiny"]
 
 
-def test_nothing_happens_in_an_idle_interval() -> None:
-    interval = between(*pages("busy", "busy"))
-    assert interval.generation_tokens_per_s == 0
-    assert interval.steps["schedule"] is not None
-    assert interval.steps["schedule"].p50_s is None
-
-
 def paced_page(prompt_s: float, contended_s: float, num_decode_steps: int) -> str:
-    return recorded("busy") + "".join(
+    return page_of("busy") + "".join(
         f'sparksched:paced_{name}{{engine="0"}} {value}\n'
         for name, value in (
             ("chunk_tokens", 2032),
@@ -74,6 +67,31 @@ def test_paced_prefill_has_a_line() -> None:
     assert busy_interval().paced is None
 
 
+def test_the_largest_tenants_have_a_line() -> None:
+    counts = {
+        "gold": (1, 3),
+        "x" * 48: (190, 198),
+        "": (0, 40),
+        **{f"t{n}": (0, 2) for n in (1, 2)},
+    }
+    page = page_of("busy") + "".join(
+        f'sparksched:tenant_{what}_requests{{engine="{engine}",tenant="{name}"}} {it[place]}\n'
+        for name, it in (counts | {"tiny": (0, 1)}).items()
+        for place, what in enumerate(("waiting", "unfinished"))
+        for engine in (0, 1)
+    )
+    interval = between(*[parse(page, 10.0)] * 2)
+    assert next(iter(interval.tenants.items())) == ("x" * 48, (380, 396))
+    assert list(interval.tenants) == ["x" * 48, "", "gold", "t1", "t2"]
+    console = Console(width=WIDTH)
+    with console.capture() as capture:
+        console.print(render("a server", interval))
+    lines = [it.split() for it in capture.get().splitlines()]
+    assert ["others", "0", "80"] in lines
+    assert ["gold", "2", "6"] in lines
+    assert busy_interval().tenants == {}
+
+
 def test_a_server_that_was_started_again_has_no_rates() -> None:
     interval = between(*pages("busy", "idle"))
     assert interval.generation_tokens_per_s is None
@@ -82,7 +100,7 @@ def test_a_server_that_was_started_again_has_no_rates() -> None:
 
 
 def test_engines_are_added_up() -> None:
-    one = recorded("busy")
+    one = page_of("busy")
     series = [line for line in one.splitlines() if line and not line.startswith("#")]
     two = parse(one + "\n".join(line.replace('engine="0"', 'engine="1"') for line in series), 1.0)
     single = parse(one, 1.0)
@@ -94,17 +112,6 @@ def test_engines_are_added_up() -> None:
     }
     assert two.buckets("vllm:time_to_first_token_seconds") == doubled
     assert len(between(two, two).engines) == 2
-
-
-def test_a_server_without_sparksched_has_vllms_part() -> None:
-    stock = [
-        parse(without_sparksched(recorded(name)), at) for name, at in (("idle", 1), ("busy", 2))
-    ]
-    interval = between(*stock)
-    assert not interval.has_sparksched
-    assert interval.generation_tokens_per_s
-    assert set(interval.steps.values()) == {None}
-    assert set(interval.rings.values()) == {None}
 
 
 def test_quantiles_are_those_of_prometheus() -> None:
@@ -154,14 +161,3 @@ def test_addresses_are_completed(given: str, expected: str) -> None:
 def test_what_is_no_address_is_refused(given: str) -> None:
     with pytest.raises(ValueError, match=r"URL|[Pp]ort"):
         address(given)
-
-
-def test_numbers_are_short() -> None:
-    assert [number(it) for it in (None, 0, 3.0, 3.14, 1234.5)] == ["-", "0", "3", "3.1", "1,234"]
-    assert [duration(it) for it in (None, 1.5, 0.0123, 4.56e-6)] == [
-        "-",
-        "1.5 s",
-        "12.3 ms",
-        "4.56 us",
-    ]
-    assert [size(it) for it in (None, 0, 2048, 3 << 30)] == ["-", "0 B", "2 KiB", "3 GiB"]

@@ -3,10 +3,9 @@
 import asyncio
 import copy
 import itertools
-import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 from unittest import mock
 
 from engine.harness import new_request, restored_vllm
+from logs import collected, with_level
 from sparksched import plugin
 from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -40,8 +40,6 @@ TIMEOUT_S = 60.0
 ENDLESS = 60_000
 """So many tokens take minutes."""
 
-TRANSPORT_LOGGER = "vllm.sparksched.transport"
-
 
 # ----------------------------------------------------------------------------------------
 # This process
@@ -59,23 +57,9 @@ def front_end(**variables: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def transport_log() -> Iterator[list[str]]:
-    """Collect what the transport logs in this process: vLLM's logger does not propagate."""
-    lines: list[str] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.name == TRANSPORT_LOGGER:
-                lines.append(f"{record.levelname} {record.getMessage()}")
-
-    handler = Collector(logging.INFO)
-    logger = logging.getLogger("vllm")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
+def transport_log() -> AbstractContextManager[list[str]]:
+    """Collect what the transport logs in this process."""
+    return collected("vllm.sparksched.transport", text=with_level)
 
 
 Addresses = Mapping[str, str]
@@ -363,31 +347,12 @@ class ChildClient:
 
 
 @contextmanager
-def child_client(
-    config: VllmConfig,
-    engine: Served,
-    index: int,
-    count: int,
-    lengths: Mapping[str, int],
-    **variables: str,
+def child(
+    target: Callable[..., None], log_path: Path, *args: Any, **variables: str
 ) -> Iterator[ChildClient]:
-    """Run a client that asks for so many tokens for each of its requests.
-
-    It reports "streaming" once each request has a token, and then what became of each.
-    """
+    """Run a function in a process of its own; its last argument is where it reports."""
     ours, theirs = forkserver.Pipe()
-    log_path = engine.directory / f"client-{index}.log"
-    process = start_process(
-        run_client,
-        log_path,
-        environment_with(**variables),
-        config,
-        engine.addresses(index),
-        index,
-        count,
-        dict(lengths),
-        theirs,
-    )
+    process = start_process(target, log_path, environment_with(**variables), *args, theirs)
     theirs.close()
     client = ChildClient(process, ours, log_path)
     try:
@@ -395,6 +360,23 @@ def child_client(
     finally:
         client.stop()
         print(client.log)
+
+
+def child_client(
+    config: VllmConfig,
+    engine: Served,
+    index: int,
+    count: int,
+    lengths: Mapping[str, int],
+    **variables: str,
+) -> AbstractContextManager[ChildClient]:
+    """Run a client that asks for so many tokens for each of its requests.
+
+    It reports "streaming" once each request has a token, and then what became of each.
+    """
+    log_path = engine.directory / f"client-{index}.log"
+    arguments = config, engine.addresses(index), index, count, dict(lengths)
+    return child(run_client, log_path, *arguments, **variables)
 
 
 def run_client(

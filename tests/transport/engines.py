@@ -10,7 +10,6 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -163,13 +162,9 @@ def start_process(
     log_path: Path,
     environment: Mapping[str, str],
     *args: Any,
-    name: str | None = None,
-    **kwargs: Any,
 ) -> BaseProcess:
     """Start a function in a process with an environment and a log of its own."""
-    process = forkserver.Process(
-        target=enter, args=(target, log_path, dict(environment), args, kwargs), name=name
-    )
+    process = forkserver.Process(target=enter, args=(target, log_path, dict(environment), args, {}))
     process.start()
     return process
 
@@ -385,116 +380,48 @@ def running_engine(
     **variables: str,
 ) -> Iterator[Engine]:
     """Run an engine as long as the block lasts; `variables` are its environment's."""
-    with running_engines(
-        config,
-        num_clients=num_clients,
-        num_engines=1,
-        prepare=prepare,
-        executor_class=executor_class,
-        **variables,
-    ) as (engine,):
-        yield engine
-
-
-@contextmanager
-def running_engines(
-    config: VllmConfig,
-    *,
-    num_engines: int,
-    num_clients: int = 1,
-    prepare: Callable[[], None] | None = None,
-    executor_class: type[FakeExecutor] = PacedExecutor,
-    **variables: str,
-) -> Iterator[list[Engine]]:
-    """Run independent engines, of ranks 0 and up, that have their clients in common."""
     # Paths of Unix sockets are limited to about 100 bytes.
     with tempfile.TemporaryDirectory(prefix="rings-") as name, zmq.Context() as context:
-        directory = Path(name)
+        directory, log_path = Path(name), Path(name) / "engine.log"
+        log_path.touch()
         with context.socket(zmq.ROUTER) as handshake:
             handshake.linger = 0
             handshake_address = f"ipc://{directory}/handshake"
             handshake.bind(handshake_address)
-            engines: list[Engine] = []
+            arguments = {
+                "vllm_config": config,
+                "local_client": True,
+                "handshake_address": handshake_address,
+                "executor_class": executor_class,
+                "log_stats": True,
+            }
+            environment = environment_with(**variables)
+            process = start_process(run_engine, log_path, environment, prepare, arguments)
+            inputs, outputs = (
+                [f"ipc://{directory}/{kind}-{index}" for index in range(num_clients)]
+                for kind in ("input", "output")
+            )
+            engine = Engine(process, log_path, directory, inputs, outputs)
             try:
-                for rank in range(num_engines):
-                    engines.append(
-                        _start_engine(
-                            config,
-                            directory,
-                            rank,
-                            num_clients,
-                            handshake_address,
-                            executor_class,
-                            prepare,
-                            environment_with(**variables),
-                        )
-                    )
-                _shake_hands(handshake, engines)
-                yield engines
+                _shake_hands(handshake, engine)
+                yield engine
             finally:
-                for engine in engines:
-                    engine.stop()
-                _show_logs(engines)
+                engine.stop()
+                lines = (it for it in engine.log.splitlines() if "with config: model=" not in it)
+                print(*lines, sep="\n")
 
 
-def _start_engine(
-    config: VllmConfig,
-    directory: Path,
-    rank: int,
-    num_clients: int,
-    handshake_address: str,
-    executor_class: type[FakeExecutor],
-    prepare: Callable[[], None] | None,
-    environment: Mapping[str, str],
-) -> Engine:
-    log_path = directory / f"engine-{rank}.log"
-    log_path.touch()
-    process = start_process(
-        run_engine,
-        log_path,
-        environment,
-        prepare,
-        {
-            "vllm_config": config,
-            "local_client": True,
-            "handshake_address": handshake_address,
-            "executor_class": executor_class,
-            "log_stats": True,
-            "dp_rank": rank,
-            "local_dp_rank": rank,
-        },
-        name=f"engine-{rank}",
-    )
-    return Engine(
-        process,
-        log_path,
-        directory,
-        inputs=[f"ipc://{directory}/input-{index}" for index in range(num_clients)],
-        outputs=[f"ipc://{directory}/output-{index}" for index in range(num_clients)],
-    )
-
-
-def _shake_hands(socket: zmq.Socket[bytes], engines: list[Engine]) -> None:
-    """Do what vLLM's `wait_for_engine_startup` does, for engines that this process started."""
+def _shake_hands(socket: zmq.Socket[bytes], engine: Engine) -> None:
+    """Do what vLLM's `wait_for_engine_startup` does, for an engine that this process started."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    num_ready = 0
-    while num_ready < len(engines):
+    while True:
         if not socket.poll(100):
-            dead = [engine for engine in engines if not engine.process.is_alive()]
-            assert not dead, f"an engine ended:\n{dead[0].log}"
-            assert time.monotonic() < deadline, f"an engine doesn't start:\n{engines[0].log}"
+            assert engine.process.is_alive(), f"an engine ended:\n{engine.log}"
+            assert time.monotonic() < deadline, f"an engine doesn't start:\n{engine.log}"
             continue
         identity, payload = socket.recv_multipart()
         if msgspec.msgpack.decode(payload)["status"] == "READY":
-            num_ready += 1
-            continue
-        addresses = EngineZmqAddresses(inputs=engines[0].inputs, outputs=engines[0].outputs)
+            return
+        addresses = EngineZmqAddresses(inputs=engine.inputs, outputs=engine.outputs)
         reply = EngineHandshakeMetadata(addresses=addresses, parallel_config={})
         socket.send_multipart([identity, msgspec.msgpack.encode(reply)])
-
-
-def _show_logs(engines: list[Engine]) -> None:
-    """Show the logs with a failing test."""
-    for engine in engines:
-        lines = [line for line in engine.log.splitlines() if "with config: model=" not in line]
-        sys.stdout.write("\n".join([*lines, ""]))

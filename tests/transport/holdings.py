@@ -6,7 +6,6 @@ import itertools
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +89,10 @@ def front_end_books(llm: AsyncLLM) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Trend:
-    """Whether a quantity grows with the requests that were served, judged at quiet points."""
+def growth(num_requests: Sequence[int], values: Sequence[int]) -> float:
+    """Return the median of the growths a request between any two quiet points.
 
-    num_requests: Sequence[int]
-    values: Sequence[int]
-
-    @property
-    def growth(self) -> float:
-        """The median of the growths a request between any two quiet points.
-
-        What a single point shows, such as memory that is given back later, does not count.
-        """
-        points = list(zip(self.num_requests, self.values, strict=True))
-        pairs = itertools.combinations(points, 2)
-        return statistics.median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in pairs)
+    What a single point shows, such as memory that is given back later, does not count.
+    """
+    pairs = itertools.combinations(zip(num_requests, values, strict=True), 2)
+    return statistics.median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in pairs)

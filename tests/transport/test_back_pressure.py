@@ -93,26 +93,6 @@ def test_a_full_ring_refuses_requests_and_loses_none(config: VllmConfig) -> None
         run_async(run(engine))
 
 
-def test_a_short_stop_refuses_nothing(config: VllmConfig) -> None:
-    variables = {**SMALL_RINGS, "SPARKSCHED_STUCK_AFTER_S": "60"}
-
-    async def run(engine: Engine) -> None:
-        async with connected(config, engine) as reader:
-            engine.signal(signal.SIGSTOP)
-            ids = [f"bulky-{index}" for index in range(12)]
-            adding = [asyncio.create_task(reader.add(bulky_request(it, BULK))) for it in ids]
-            await asyncio.sleep(0.2)
-            assert sum(task.done() for task in adding) <= 3
-            engine.signal(signal.SIGCONT)
-            await asyncio.gather(*adding)
-            await reader.finish(ids)
-            assert all(reader.tokens[it] == expected_tokens(prompt_of(2), 2) for it in ids)
-            assert all(len(reader.finishes[it]) == 1 for it in ids)
-
-    with front_end(**variables), running_engine(config, **variables) as engine:
-        run_async(run(engine))
-
-
 def take_large_messages_slowly() -> None:
     decode = MsgpackDecoder.decode
 
@@ -248,37 +228,6 @@ def test_a_balancer_forgets_what_was_refused(model_directory: Path, tmp_path: Pa
             await reader.until(lambda: not client.reqs_in_flight)
             assert not any(client.engine_inflight.values())
             assert all(len(reasons) == 1 for reasons in reader.finishes.values())
-
-    with front_end(**SMALL_RINGS), engines_of_clients(tmp_path / "log", **SMALL_RINGS):
-        run_async(run())
-
-
-def test_a_balancer_ends_a_session_whose_next_input_was_refused(
-    model_directory: Path, tmp_path: Path
-) -> None:
-    """Its engine has it, and hears that it ends."""
-    with front_end(**SMALL_RINGS):
-        config = make_config(model_directory, data_parallel_size=2)
-
-    async def run() -> None:
-        async with connected(config, None) as reader:
-            client = reader.client
-            session = new_request("session", prompt_of(1), ENDLESS, ignore_eos=True, resumable=True)
-            await reader.add(session)
-            await reader.begin("session")
-            rank = client.core_engines.index(client.reqs_in_flight["session"])
-            process = client.resources.engine_manager.processes[rank]
-            send_signal(process.pid, signal.SIGSTOP)
-            accepted, refused = await fill_ring(reader, data_parallel_rank=rank)
-            with pytest.raises(EngineBusyError):
-                await reader.add(bulky_request("session", BULK, resumable=True))
-            assert "session" not in client.reqs_in_flight
-            await client.abort_requests_async(refused)
-            os.kill(process.pid, signal.SIGCONT)
-            await reader.finish(accepted)
-            await reader.until(lambda: not client.reqs_in_flight)
-            assert not any(client.engine_inflight.values())
-            assert await client.call_utility_all_async("unfinished_requests") == [[], []]
 
     with front_end(**SMALL_RINGS), engines_of_clients(tmp_path / "log", **SMALL_RINGS):
         run_async(run())

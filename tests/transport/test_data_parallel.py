@@ -12,7 +12,6 @@ import pytest
 from engine.harness import new_request
 from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.engine.core_client import DPAsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from testkit.executor import MIXTURE, write_model_directory
@@ -38,7 +37,7 @@ from .engines import send_signal
 from .launched import Launch, launched
 from .test_death import begun, check_that_nothing_is_served, streams_of
 from .test_staying_on_zmq import live_elsewhere
-from .test_streams import TRANSPORTS, check_streams, stream
+from .test_streams import check_streams, stream
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -270,39 +269,6 @@ def configs_of_ranks(model_directory: Path, port: int) -> list[VllmConfig]:
         )
         for rank in RANKS
     ]
-
-
-@TRANSPORTS
-def test_a_client_of_each_rank(transport: str, mixture_directory: Path, port: int) -> None:
-    variables = {"SPARKSCHED_TRANSPORT": transport}
-    with front_end(**variables):
-        configs = configs_of_ranks(mixture_directory, port)
-
-    async def run(launches: list[Launch]) -> None:
-        async with (
-            connected(configs[0], launches[0].addresses(0)) as first,
-            connected(configs[1], launches[1].addresses(0)) as second,
-        ):
-            for rank, reader in enumerate((first, second)):
-                client = reader.client
-                assert type(client) is DPAsyncMPClient
-                assert client.core_engines == [rank.to_bytes(2, "little")]
-                channels = client.resources.sparksched_rings.channels
-                assert list(channels) == (client.core_engines if transport == "shm" else [])
-                assert await reader.call("own_rank") == rank
-            # The other engine has nothing of its own to do, and steps along.
-            await stream(second, "second")
-            await asyncio.gather(stream(first, "first"), stream(second, "again"))
-            check_streams(first.tokens, first.finishes)
-            for prefix in ("second", "again"):
-                check_streams(
-                    {it: tokens for it, tokens in second.tokens.items() if it.startswith(prefix)},
-                    second.finishes,
-                )
-
-    with front_end(**variables), launched(configs, tell_rank, **variables) as launches:
-        run_async(run(launches))
-        assert "ERROR" not in launches[0].log
 
 
 def test_an_engine_without_an_api_server_steps_for_others(

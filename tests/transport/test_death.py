@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.harness import new_request
+from logs import collected
 from sparksched.api_server.overload import EngineStuckError
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
@@ -31,9 +31,7 @@ from .clients import (
     connected,
     endless_request,
     engines_of_clients,
-    expected_tokens,
     front_end,
-    make_client,
     outcome_of,
     prompt_of,
     run_async,
@@ -52,6 +50,7 @@ pytestmark = pytest.mark.timeout(180)
 
 SHM = {"SPARKSCHED_TRANSPORT": "shm"}
 QUICK = {**SHM, "SPARKSCHED_STUCK_AFTER_S": "1"}
+NUM_STREAMS = 6
 THEIRS = {f"theirs-{index}": ENDLESS for index in range(5)}
 
 
@@ -65,56 +64,21 @@ async def begun(client: Any) -> None:
 # ----------------------------------------------------------------------------------------
 
 
-def test_requests_of_a_dead_client_are_aborted(config: VllmConfig) -> None:
-    async def run(engine: Engine) -> None:
-        with child_client(config, engine, 0, 2, THEIRS, **SHM) as other:
-            async with connected(config, engine, 1, count=2) as reader:
-                await reader.add(endless_request("mine"))
-                await reader.begin("mine")
-                await begun(other)
-                assert len(await reader.unfinished()) == 6
-                other.process.kill()
-                async with asyncio.timeout(60):
-                    while await reader.unfinished() != [("mine", 1)]:
-                        await asyncio.sleep(0.01)
-                num_tokens = len(reader.tokens["mine"])
-                await reader.until(lambda: len(reader.tokens["mine"]) > num_tokens + 50)
-                tokens = reader.tokens["mine"]
-                assert tokens == expected_tokens(prompt_of(1), len(tokens), ignore_eos=True)
-                await reader.add(new_request("later", prompt_of(2), 30))
-                await reader.finish(["later"])
-                assert list(reader.finishes) == ["later"]
-        (line,) = engine.log_lines("API server 0 is gone")
-        assert "ERROR" in line
-        assert line.endswith("API server 0 is gone: its process died")
-        assert len(engine.log_lines("aborted 5 requests of API server 0")) == 1
-
-    with front_end(**SHM), running_engine(config, num_clients=2, **SHM) as engine:
-        run_async(run(engine))
-
-
-@pytest.mark.parametrize("num_clients", [1, 2])
-def test_engine_ends_after_its_last_client(num_clients: int, config: VllmConfig) -> None:
+@pytest.mark.parametrize("length", [3, ENDLESS], ids=["idle", "busy"])
+def test_engine_ends_after_its_last_client(length: int, config: VllmConfig) -> None:
+    num_clients = 2
     with running_engine(config, num_clients=num_clients, **SHM) as engine:
         for index in range(num_clients):
-            lengths = {f"{it}-{index}": length for it, length in THEIRS.items()}
+            lengths = {f"{it}-{index}": length for it in THEIRS}
             with child_client(config, engine, index, num_clients, lengths, **SHM) as client:
                 assert client.receive() == "streaming"
+                if length != ENDLESS:
+                    assert client.receive() == {it: [length, "length"] for it in lengths}
                 assert engine.process.is_alive()
                 client.process.kill()
                 client.process.join()
         assert engine.wait_for_exit() == 0
         assert len(engine.log_lines("the last API server is gone; the engine stops")) == 1
-        assert "Traceback" not in engine.log
-
-
-def test_an_idle_engine_ends_after_its_last_client(config: VllmConfig) -> None:
-    with running_engine(config, **SHM) as engine:
-        with child_client(config, engine, 0, 1, {"only": 3}, **SHM) as client:
-            assert client.receive() == "streaming"
-            assert client.receive() == {"only": [3, "length"]}
-            client.process.kill()
-        assert engine.wait_for_exit() == 0
         assert "Traceback" not in engine.log
 
 
@@ -142,7 +106,7 @@ async def check_that_nothing_is_served(llm: AsyncLLM) -> None:
 
 async def streams_of(llm: AsyncLLM) -> list[Any]:
     """Start requests; return them when each has a token."""
-    events = [asyncio.Event() for _ in range(6)]
+    events = [asyncio.Event() for _ in range(NUM_STREAMS)]
     streams = [
         asyncio.create_task(outcome_of(llm, f"mine-{index}", ENDLESS, event.set))
         for index, event in enumerate(events)
@@ -177,13 +141,22 @@ def read_for_ever(client: SyncMPClient) -> None:
         client.get_output()
 
 
-def test_client_without_a_loop_sees_the_engine_die(config: VllmConfig, tmp_path: Path) -> None:
-    with front_end(**SHM), engines_of_clients(tmp_path / "log", **SHM) as processes:
+def test_a_client_without_a_loop_sees_the_engine_die(config: VllmConfig, tmp_path: Path) -> None:
+    with (
+        front_end(**SHM),
+        engines_of_clients(tmp_path / "log", **SHM) as processes,
+        ThreadPoolExecutor(1) as threads,
+    ):
         client = SyncMPClient(copy.deepcopy(config), PacedExecutor, True)
         try:
             client.add_request(endless_request("endless"))
             client.get_output()
+            send_signal(processes[0].pid, signal.SIGSTOP)
+            call = threads.submit(client.call_utility, "is_sleeping")
+            wait_until(lambda: client.utility_results)
             processes[0].kill()
+            with pytest.raises(EngineDeadError):
+                call.result(60)
             with pytest.raises(EngineDeadError):
                 read_for_ever(client)
             with pytest.raises(EngineDeadError):
@@ -214,23 +187,6 @@ def test_calls_in_flight_fail_with_the_engine(config: VllmConfig) -> None:
         run_async(run(engine))
 
 
-def test_a_call_in_flight_without_a_loop_fails_with_the_engine(
-    config: VllmConfig, tmp_path: Path
-) -> None:
-    with front_end(**SHM), engines_of_clients(tmp_path / "log", **SHM) as processes:
-        client = SyncMPClient(copy.deepcopy(config), PacedExecutor, True)
-        try:
-            send_signal(processes[0].pid, signal.SIGSTOP)
-            with ThreadPoolExecutor(1) as threads:
-                call = threads.submit(client.call_utility, "is_sleeping")
-                wait_until(lambda: client.utility_results)
-                processes[0].kill()
-                with pytest.raises(EngineDeadError):
-                    call.result(60)
-        finally:
-            client.shutdown()
-
-
 # ----------------------------------------------------------------------------------------
 # Processes that are stopped
 # ----------------------------------------------------------------------------------------
@@ -243,11 +199,11 @@ def test_health_of_a_stopped_engine(config: VllmConfig, logged: list[str]) -> No
             await llm.engine_core.call_utility_async("is_sleeping")
             await llm.check_health()
             engine.signal(signal.SIGSTOP)
-            error = await until_unhealthy(llm)
+            error = await health_until(llm, EngineStuckError)
             assert str(error).startswith("engine 0 is stuck: its process hasn't run for ")
             assert not llm.errored
             engine.signal(signal.SIGCONT)
-            await until_healthy(llm)
+            assert await health_until(llm, type(None)) is None
             assert await stream == [1000, "length"]
 
     with front_end(**QUICK), running_engine(config, **QUICK) as engine:
@@ -258,25 +214,17 @@ def test_health_of_a_stopped_engine(config: VllmConfig, logged: list[str]) -> No
     assert second == "INFO sparksched: engine 0 runs again"
 
 
-async def until_unhealthy(llm: AsyncLLM) -> EngineStuckError:
+async def health_until(llm: AsyncLLM, kind: type[Any]) -> EngineStuckError | None:
+    """Ask for an engine's health until the answer is of a kind; None if it is well."""
     async with asyncio.timeout(60):
         while True:
             try:
-                await llm.check_health()
+                answer = await llm.check_health()
             except EngineStuckError as error:
-                return error
+                answer = error
+            if isinstance(answer, kind):
+                return answer
             await asyncio.sleep(0.01)
-
-
-async def until_healthy(llm: AsyncLLM) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                await llm.check_health()
-            except EngineStuckError:
-                await asyncio.sleep(0.01)
-            else:
-                return
 
 
 def test_the_engine_notices_a_stopped_client(config: VllmConfig) -> None:
@@ -316,41 +264,14 @@ def test_an_orderly_end_is_no_error(config: VllmConfig, logged: list[str], tmp_p
     assert "Traceback" not in log
 
 
-def test_a_client_that_leaves_is_no_error(config: VllmConfig) -> None:
-    async def run(engine: Engine) -> None:
-        async with connected(config, engine, 0, count=2) as stays:
-            async with connected(config, engine, 1, count=2) as leaves:
-                await leaves.add(endless_request("endless"))
-                await leaves.begin("endless")
-            async with asyncio.timeout(60):
-                while await stays.unfinished():
-                    await asyncio.sleep(0.01)
-
-    with front_end(**SHM), running_engine(config, num_clients=2, **SHM) as engine:
-        run_async(run(engine))
-        assert engine.wait_for_exit() == 0
-        assert len(engine.log_lines("is gone: it closed the connection")) == 2
-        assert "ERROR" not in engine.log
-
-
-class Tracebacks(logging.Handler):
-    """Collects what vLLM logs of exceptions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info:
-            self.texts.append(logging.Formatter().formatException(record.exc_info))
+def traceback_of(record: logging.LogRecord) -> str:
+    return logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
 
 
 @pytest.fixture(name="tracebacks")
 def _tracebacks() -> Iterator[list[str]]:
-    handler = Tracebacks()
-    logging.getLogger("vllm").addHandler(handler)
-    yield handler.texts
-    logging.getLogger("vllm").removeHandler(handler)
+    with collected(text=traceback_of) as texts:
+        yield texts
 
 
 def test_an_engine_that_is_asked_to_end(
@@ -376,21 +297,6 @@ def test_an_engine_that_is_asked_to_end(
     assert not [line for line in logged if not line.startswith("INFO")]
     assert any("EngineDeadError" in text for text in tracebacks)
     assert not [text for text in tracebacks if "sparksched" in text]
-
-
-def test_a_client_that_is_forgotten_says_goodbye(config: VllmConfig) -> None:
-    """As vLLM's, it is closed when it is collected."""
-
-    async def run(engine: Engine) -> None:
-        client = make_client(config, engine)
-        assert await client.call_utility_async("is_sleeping") is False
-        del client
-        gc.collect()
-        await asyncio.to_thread(engine.wait_for_line, "is gone: it closed the connection")
-
-    with front_end(**SHM), running_engine(config, **SHM) as engine:
-        run_async(run(engine))
-        assert engine.wait_for_exit() == 0
 
 
 # ----------------------------------------------------------------------------------------

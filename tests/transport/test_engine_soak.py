@@ -21,9 +21,9 @@ from testkit.executor import engine_config
 from .clients import ChildClient, child_client, front_end, run_async, running_llm
 from .engines import Engine, FrugalExecutor, Possessions, possessions, running_engine
 from .holdings import (
-    Trend,
     anonymous_bytes,
     front_end_books,
+    growth,
     heap_bytes,
     python_blocks,
     show_books,
@@ -171,7 +171,7 @@ class Soak:
     def _growth(self, name: str, side: int) -> float:
         points = self.points[WARM_UP:]
         values = [getattr(point, name)[side] for point in points]
-        return Trend([point.num_requests for point in points], values).growth
+        return growth([point.num_requests for point in points], values)
 
     async def check_variety(self) -> None:
         """Otherwise this has not tested much."""

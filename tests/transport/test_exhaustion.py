@@ -30,13 +30,12 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from testkit.executor import write_model_directory
 
-from .clients import expected_tokens, front_end, prompt_of, run_async
+from .clients import child, expected_tokens, front_end, prompt_of, run_async
 from .conftest import MAX_MODEL_LEN, make_config
 from .engines import (
     STOP_TIMEOUT_S,
     PacedExecutor,
     environment_with,
-    forkserver,
     possessions,
     running_engine,
     start_process,
@@ -200,25 +199,18 @@ def test_an_engine_that_has_no_more_when_a_client_comes(
     what: str, reason: str, tmp_path: Path
 ) -> None:
     """The client is told, and stays on ZMQ; the engine goes on and takes the next."""
-    ours, theirs = forkserver.Pipe()
     name = f"exhaustion-{uuid.uuid4()}"
-    process = start_process(serve_without, tmp_path / "log", environment_with(), what, name, theirs)
-    theirs.close()
-    try:
-        assert ours.poll(30), (tmp_path / "log").read_text()
-        assert ours.recv() == "limited"
+    with child(serve_without, tmp_path / "log", what, name) as engine:
+        assert engine.receive() == "limited"
         with pytest.raises(ConnectionError) as error:
             client_rings(name)
         assert str(error.value) == reason
-        ours.send("go on")
-        assert ours.recv() == [f"RingRefused{reason}"]
+        engine.connection.send("go on")
+        assert engine.receive() == [f"RingRefused{reason}"]
         client_rings(name, index=1).close()
-        ours.send("end")
-        process.join(STOP_TIMEOUT_S)
-        assert process.exitcode == 0, (tmp_path / "log").read_text()
-    finally:
-        process.kill()
-        process.join()
+        engine.connection.send("end")
+        engine.process.join(STOP_TIMEOUT_S)
+        assert engine.process.exitcode == 0, engine.log
 
 
 def check_without_threads() -> None:

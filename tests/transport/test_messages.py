@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from .clients import (
     Reader,
-    bulky_request,
     endless_request,
     expected_tokens,
     play,
@@ -27,7 +25,6 @@ pytestmark = pytest.mark.timeout(180)
 
 RING_BYTES = 1 << 20
 HUGE_BYTES = 64 << 20
-HEADER_BYTES = 40  # of a message of one frame
 
 
 def test_utility_calls(config: VllmConfig) -> None:
@@ -75,25 +72,6 @@ def test_a_utility_call_that_raises(config: VllmConfig) -> None:
 
     messages = play_both(scenario, config)
     assert messages[0] == "Call to collective_rpc method failed: an ünusual text"
-
-
-def twice(executor: object, value: Fraction) -> Fraction:
-    return 2 * value
-
-
-def test_pickled_arguments_and_results(config: VllmConfig) -> None:
-    async def scenario(reader: Reader) -> list[Any]:
-        results = [
-            await reader.call("collective_rpc", twice, None, [Fraction(1, 3)], None),
-            await reader.call_executor("echo", Fraction(2, 7)),
-            repr(await reader.call_executor("echo", ValueError("pickled"))),
-        ]
-        array = await reader.call_executor("make_array", 1000)
-        np.testing.assert_array_equal(array, np.arange(1000))
-        return [*results, array.dtype.str]
-
-    results = play_both(scenario, config, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
-    assert results == [[Fraction(2, 3)], Fraction(2, 7), "ValueError('pickled')", "<i8"]
 
 
 # ----------------------------------------------------------------------------------------
@@ -170,22 +148,5 @@ def test_messages_of_just_the_size_of_the_ring(config: VllmConfig) -> None:
     async def scenario(reader: Reader) -> None:
         for num_bytes in range(RING_BYTES - 250, RING_BYTES + 3):
             assert len(await reader.call_executor("echo", bytes(num_bytes))) == num_bytes
-
-    play(scenario, config, SPARKSCHED_RING_MIB="1")
-
-
-@pytest.mark.parametrize("excess", [-1, 0, 1])
-def test_requests_of_exactly_the_size_of_the_ring(config: VllmConfig, excess: int) -> None:
-    async def scenario(reader: Reader) -> None:
-        for index in range(3):
-            request_id = f"request-{index}"
-            (frame,) = reader.client.encoder.encode(bulky_request(request_id, 1 << 19))
-            around = len(frame) - (1 << 19) + HEADER_BYTES
-            request = bulky_request(request_id, RING_BYTES + excess - around)
-            (frame,) = reader.client.encoder.encode(request)
-            assert len(frame) + HEADER_BYTES == RING_BYTES + excess
-            await reader.add(request)
-            await reader.finish([request_id])
-            assert reader.tokens[request_id] == expected_tokens(prompt_of(2), 2)
 
     play(scenario, config, SPARKSCHED_RING_MIB="1")

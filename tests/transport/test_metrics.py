@@ -2,17 +2,15 @@
 
 import asyncio
 import importlib
-import logging
-import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine.harness import new_request
+from logs import collected
 from prometheus_client import REGISTRY
 from sparksched import _core
 from sparksched.api_server import metrics as collector
@@ -63,13 +61,8 @@ def own_registry() -> Iterator[None]:
 
 @pytest.fixture
 def vllm_log() -> Iterator[list[str]]:
-    """Collect what this process logs: vLLM's logger does not propagate."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm").addHandler(handler)
-    yield lines
-    logging.getLogger("vllm").removeHandler(handler)
+    with collected() as lines:
+        yield lines
 
 
 def value(name: str, **labels: str) -> float:
@@ -202,8 +195,9 @@ def test_a_ring_without_room_is_counted_in_both_directions(model_directory: Path
 
 def test_a_lost_client_is_counted_and_one_that_leaves_is_not(config: VllmConfig) -> None:
     async def run(engine: Engine) -> None:
-        async with connected(config, engine, 0, 3):
-            pass
+        async with connected(config, engine, 0, 3) as leaves:
+            await leaves.add(endless_request("left"))
+            await leaves.begin("left")
         engine.wait_for_line("API server 0 is gone: it closed the connection")
         # Whoever comes makes the engine report what has happened before.
         async with connected(config, engine, 1, 3):
@@ -232,19 +226,29 @@ def fall_back() -> None:
     compat.unsupported_code = lambda: compat.Unsupported("a fork", "it is not the known one")
 
 
-def test_a_fallback_is_shown_with_its_reason(config: VllmConfig) -> None:
+@pytest.mark.parametrize(
+    ("prepare", "variables", "expected"),
+    [
+        (fall_back, {}, {"a fork", "it is not the known one", "shm"}),
+        (None, {"VLLM_SCHEDULER": ""}, {"an engine without sparksched"}),
+    ],
+    ids=["fallback", "without-the-plugin"],
+)
+def test_vllms_scheduler_is_shown_with_the_reason(
+    prepare: Callable[[], None] | None,
+    variables: dict[str, str],
+    expected: set[str],
+    config: VllmConfig,
+) -> None:
     async def run(engine: Engine) -> None:
         async with running_llm(config, engine) as llm:
             await generate(llm, "request", 5)
-            assert info()["scheduler"] == "vllm"
-            assert info()["fallback_feature"] == "a fork"
-            assert info()["fallback_reason"] == "it is not the known one"
-            assert info()["transport"] == "shm"
+            assert {"vllm", *expected} <= set(info().values())
             assert not ENGINE_SERIES & families()
-            assert families() > RING_SERIES
+            assert (families() > RING_SERIES) == (prepare is not None)
 
-    variables = {"SPARKSCHED_TRANSPORT": "shm", "SPARKSCHED_STRICT": "0"}
-    with front_end(**variables), running_engine(config, prepare=fall_back, **variables) as engine:
+    variables = {"SPARKSCHED_STRICT": "0", **variables}
+    with front_end(), running_engine(config, prepare=prepare, **variables) as engine:
         run_async(run(engine))
 
 
@@ -273,15 +277,13 @@ def test_an_engine_without_a_page_works(config: VllmConfig) -> None:
         assert "out of luck" in line
 
 
-@pytest.mark.parametrize("has_page", [False, True])
 def test_a_client_whose_metrics_cant_be_shown_works(
-    config: VllmConfig, vllm_log: list[str], monkeypatch: pytest.MonkeyPatch, has_page: bool
+    config: VllmConfig, vllm_log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_registration() -> None:
         raise ValueError("Duplicated timeseries")
 
-    if has_page:
-        importlib.import_module("vllm.entrypoints.serve.instrumentator.metrics")
+    importlib.import_module("vllm.entrypoints.serve.instrumentator.metrics")
     monkeypatch.setattr(collector, "register", no_registration)
 
     async def run(engine: Engine) -> None:
@@ -321,17 +323,6 @@ def test_a_page_that_cant_be_read_is_not_shown(
         assert expected in line
 
 
-def test_an_engine_without_the_plugin_is_shown_as_that(config: VllmConfig) -> None:
-    async def run(engine: Engine) -> None:
-        async with running_llm(config, engine) as llm:
-            await generate(llm, "request", 5)
-            assert info()["scheduler"] == "vllm"
-            assert info()["fallback_feature"] == "an engine without sparksched"
-
-    with front_end(), running_engine(config, VLLM_SCHEDULER="") as engine:
-        run_async(run(engine))
-
-
 def test_nothing_is_shown_if_that_is_asked_for(config: VllmConfig) -> None:
     async def run(engine: Engine) -> None:
         async with running_llm(config, engine) as llm:
@@ -342,36 +333,3 @@ def test_nothing_is_shown_if_that_is_asked_for(config: VllmConfig) -> None:
     with front_end(**variables), running_engine(config, **variables) as engine:
         run_async(run(engine))
         assert len(engine.log_lines("this engine schedules with sparksched")) == 1
-
-
-# ----------------------------------------------------------------------------------------
-# Lines in the log
-# ----------------------------------------------------------------------------------------
-
-
-def iterations(lines: list[str]) -> list[str]:
-    """Return what vLLM has logged of each iteration, without the time that it took."""
-    return [re.sub(r"time: [\d.]+ ms", "", line) for line in lines if "Iteration(" in line]
-
-
-def test_details_of_iterations_are_logged_as_by_vllm(
-    config: VllmConfig, vllm_log: list[str]
-) -> None:
-    details = replace(config.observability_config, enable_logging_iteration_details=True)
-    detailed = replace(config, observability_config=details)
-
-    async def run(engine: Engine) -> None:
-        async with running_llm(detailed, engine) as llm:
-            for index in range(2):
-                await generate(llm, f"request-{index}", 5)
-
-    logged = []
-    for scheduler in ("", "sparksched"):
-        with front_end(), running_engine(detailed, VLLM_SCHEDULER=scheduler) as engine:
-            run_async(run(engine))
-            logged.append(iterations(vllm_log))
-            vllm_log.clear()
-            assert bool(engine.log_lines("scheduling in Rust")) == bool(scheduler)
-    stock, ours = logged
-    assert len(stock) >= 10
-    assert ours == stock

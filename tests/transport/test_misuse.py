@@ -17,6 +17,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from .clients import (
     Reader,
+    child,
     connected,
     endless_request,
     expected_tokens,
@@ -29,10 +30,7 @@ from .clients import (
 from .engines import (
     Engine,
     GarblingEncoder,
-    environment_with,
-    forkserver,
     running_engine,
-    start_process,
     wait_until,
 )
 
@@ -47,52 +45,53 @@ ADD, ABORT, UTILITY = 0, 1, 3
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "frames"),
-    [
-        (ADD, [b"\xc1 is no message pack"]),
-        (ADD, [b"\x01"]),
-        (ADD, [b""]),
-        (ABORT, [b"\xc1"]),
-        (ABORT, [b"\x01"]),
-        (UTILITY, [b"\xc1"]),
-        (UTILITY, [b"\x01"]),
-        (UTILITY, [b"\x93\x01\x02\x03"]),
-        (77, [b"\x90"]),
-    ],
-    ids=repr,
-)
-def test_a_client_that_sends_nonsense(kind: int, frames: list[bytes], config: VllmConfig) -> None:
-    """Its link ends, and with it its requests; the others go on."""
+NONSENSE: list[tuple[int, list[bytes]]] = [
+    (ADD, [b"\xc1 is no message pack"]),
+    (ADD, [b"\x01"]),
+    (ADD, [b""]),
+    (ABORT, [b"\xc1"]),
+    (ABORT, [b"\x01"]),
+    (UTILITY, [b"\xc1"]),
+    (UTILITY, [b"\x01"]),
+    (UTILITY, [b"\x93\x01\x02\x03"]),
+    (77, [b"\x90"]),
+]
+
+
+def test_clients_that_send_nonsense(config: VllmConfig) -> None:
+    """The link of each ends, and with it its requests; the others go on."""
+    count = 1 + len(NONSENSE)
+
+    async def send(reader: Reader, index: int, kind: int, frames: list[bytes]) -> None:
+        name = await reader.call("ring_name")
+        rings = _core.ClientRings(name, client_index=index, stuck_after_s=10.0)
+        theirs = endless_request(f"theirs-{index}", client_index=index)
+        rings.send(ADD, MsgpackEncoder().encode(theirs))
+        async with asyncio.timeout(30):
+            while (theirs.request_id, index) not in await reader.unfinished():
+                await asyncio.sleep(0.01)
+        rings.send(kind, frames)
+        end = await asyncio.to_thread(last_event, rings)
+        assert isinstance(end, _core.RingEnd)
+        assert end.is_goodbye
+        async with asyncio.timeout(30):
+            while await reader.unfinished() != [("mine", 0)]:
+                await asyncio.sleep(0.01)
+        rings.close()
 
     async def run(engine: Engine) -> None:
-        async with connected(config, engine, 0, count=2) as reader:
+        async with connected(config, engine, 0, count) as reader:
             await reader.add(endless_request("mine"))
             await reader.begin("mine")
-            rings = _core.ClientRings(
-                await reader.call("ring_name"),
-                client_index=1,
-                stuck_after_s=10.0,
-            )
-            theirs = endless_request("theirs", client_index=1)
-            rings.send(ADD, MsgpackEncoder().encode(theirs))
-            async with asyncio.timeout(30):
-                while ("theirs", 1) not in await reader.unfinished():
-                    await asyncio.sleep(0.01)
-            rings.send(kind, frames)
-            end = await asyncio.to_thread(last_event, rings)
-            assert isinstance(end, _core.RingEnd)
-            assert end.is_goodbye
-            async with asyncio.timeout(30):
-                while await reader.unfinished() != [("mine", 0)]:
-                    await asyncio.sleep(0.01)
-            rings.close()
-            num_tokens = len(reader.tokens["mine"])
-            await reader.until(lambda: len(reader.tokens["mine"]) > num_tokens + 10)
+            for index, (kind, frames) in enumerate(NONSENSE, start=1):
+                await send(reader, index, kind, frames)
+                num_tokens = len(reader.tokens["mine"])
+                await reader.until(lambda num=num_tokens: len(reader.tokens["mine"]) > num + 10)
+                text = f"API server {index} sent a malformed message"
+                assert len(engine.log_lines(text)) == 1, frames
             assert not reader.finishes
-        assert len(engine.log_lines("API server 1 sent a malformed message")) == 1
 
-    with front_end(**SHM), running_engine(config, num_clients=2, **SHM) as engine:
+    with front_end(**SHM), running_engine(config, num_clients=count, **SHM) as engine:
         run_async(run(engine))
         assert engine.wait_for_exit() == 0
 
@@ -147,15 +146,6 @@ def exit_normally() -> None:
     os._exit(7)
 
 
-def check_that_it_works(reader: Reader) -> Any:
-    async def check() -> None:
-        await reader.add(new_request("after", prompt_of(3), 30))
-        await reader.finish(["after"])
-        assert reader.tokens["after"] == expected_tokens(prompt_of(3), 30)
-
-    return check()
-
-
 async def fork_and_go_on(reader: Reader, leave: Callable[[], None]) -> None:
     await reader.add(endless_request("endless"))
     await reader.begin("endless")
@@ -171,7 +161,9 @@ async def fork_and_go_on(reader: Reader, leave: Callable[[], None]) -> None:
 
     await asyncio.to_thread(wait_until, has_ended, 30.0, "for a forked child to end")
     assert os.waitstatus_to_exitcode(status) == 7
-    await check_that_it_works(reader)
+    await reader.add(new_request("after", prompt_of(3), 30))
+    await reader.finish(["after"])
+    assert reader.tokens["after"] == expected_tokens(prompt_of(3), 30)
     assert not reader.errors
     num_tokens = len(reader.tokens["endless"])
     await reader.until(lambda: len(reader.tokens["endless"]) > num_tokens + 10)
@@ -195,54 +187,27 @@ def test_a_forked_child_leaves_the_link_alone(
     leave: Callable[[], None], config: VllmConfig
 ) -> None:
     """Also if it runs what is to be run at the end of a process."""
-    ours, theirs = forkserver.Pipe()
     with running_engine(config, **SHM) as engine:
-        process = start_process(
-            run_forking_client,
-            engine.directory / "client.log",
-            environment_with(**SHM),
-            config,
-            engine.addresses(0),
-            leave.__name__,
-            theirs,
-        )
-        theirs.close()
-        try:
-            process.join(90)
-            log = (engine.directory / "client.log").read_text()
-            assert process.exitcode == 0, log
-            assert ours.poll(0), log
+        log_path, arguments = engine.directory / "client.log", (config, engine.addresses(0))
+        with child(run_forking_client, log_path, *arguments, leave.__name__, **SHM) as client:
+            client.process.join(90)
+            assert client.process.exitcode == 0, client.log
+            assert client.receive() == "fine"
             # What it says of the client is in its log by then.
             assert engine.wait_for_exit() == 0
             assert len(engine.log_lines("API server 0 is gone")) == 1
-        finally:
-            process.kill()
-            process.join()
 
 
 def test_a_forked_child_doesnt_keep_a_dead_client_alive(config: VllmConfig) -> None:
     """It has a copy of each descriptor of its parent's."""
     with running_engine(config, **SHM) as engine:
-        ours, theirs = forkserver.Pipe()
-        process = start_process(
-            run_client_with_a_child,
-            engine.directory / "client.log",
-            environment_with(**SHM),
-            config,
-            engine.addresses(0),
-            theirs,
-        )
-        theirs.close()
-        try:
-            assert ours.poll(60), (engine.directory / "client.log").read_text()
-            child = ours.recv()
-            process.kill()
-            process.join()
+        log_path, arguments = engine.directory / "client.log", (config, engine.addresses(0))
+        with child(run_client_with_a_child, log_path, *arguments, **SHM) as client:
+            forked = client.receive()
+            client.process.kill()
+            client.process.join()
             assert engine.wait_for_exit() == 0
-            os.kill(child, 9)
-        finally:
-            process.kill()
-            process.join()
+            os.kill(forked, 9)
 
 
 def run_client_with_a_child(

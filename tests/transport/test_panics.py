@@ -17,6 +17,7 @@ from testkit.panics import Panicking
 
 from .clients import ENDLESS, front_end, outcome_of, run_async, running_llm
 from .engines import Engine, GarblingEncoder, PacedExecutor, running_engine
+from .test_death import NUM_STREAMS, streams_of
 from .test_secrets import SECRETS, Formatted, ask, assert_unmarked, log_everything, our_log
 
 __all__ = ["our_log"]
@@ -24,7 +25,6 @@ __all__ = ["our_log"]
 pytestmark = pytest.mark.timeout(180)
 
 VARIABLES = {**SECRETS, "RUST_BACKTRACE": "full"}
-NUM_STREAMS = 4
 
 
 class PanickingEncoder(GarblingEncoder):
@@ -67,17 +67,6 @@ def panic_at_start() -> None:
         **core_config(*args, **kwargs),
         "block_size": Panicking(),
     }
-
-
-async def streams_of(llm: AsyncLLM) -> list[asyncio.Task[Any]]:
-    """Start requests; return them when each has a token."""
-    events = [asyncio.Event() for _ in range(NUM_STREAMS)]
-    streams = [
-        asyncio.create_task(outcome_of(llm, f"mine-{index}", ENDLESS, event.set))
-        for index, event in enumerate(events)
-    ]
-    await asyncio.gather(*(event.wait() for event in events))
-    return streams
 
 
 async def end_of_engine(llm: AsyncLLM, engine: Engine, call: str) -> str:

@@ -60,11 +60,8 @@ def test_a_request_gives_up_in_time(model_directory: Path, transport: str) -> No
             await stream(llm, "waiting", extra_args=OWN)
         with pytest.raises(QueueTimeoutError):
             await stream(llm, "two", n=2, extra_args=OWN)
-        if transport == "shm":
-            with pytest.raises(
-                queue_timeout.QueueTimeoutArgumentError, match="queue_timeout_s='x'"
-            ):
-                await stream(llm, "wrong", extra_args={queue_timeout.ARGUMENT: "x"})
+        with pytest.raises(queue_timeout.QueueTimeoutArgumentError, match="queue_timeout_s='x'"):
+            await stream(llm, "wrong", extra_args={queue_timeout.ARGUMENT: "x"})
         await llm.pause_generation(mode="keep", clear_cache=False)
         with pytest.raises(QueueTimeoutError):
             await stream(llm, "paused", extra_args=OWN)

@@ -27,8 +27,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from testkit import tiny_llama, vllm_rs
-from testkit.tiny_gpt_oss import write_model
+from testkit import vllm_rs
+from testkit.tiny_models import write_model
 
 from .clients import ENDLESS
 from .conftest import make_config
@@ -159,19 +159,6 @@ def stub(model: Path, tmp_path: Path) -> Iterator[Stub]:
         yield Stub(model, tmp_path, stack)
 
 
-def test_streams_get_their_tokens_in_order(stub: Stub) -> None:
-    with ThreadPoolExecutor(NUM_STREAMS) as clients:
-        answers = [clients.submit(stub.complete, [index + 1]) for index in range(NUM_STREAMS)]
-        ids = [stub.take_request() for _ in range(NUM_STREAMS)]
-        for step in range(NUM_TOKENS):
-            ending = FinishReason.LENGTH if step == NUM_TOKENS - 1 else None
-            stub.step([EngineCoreOutput(it, [40 + step], finish_reason=ending) for it in ids])
-        for answer in answers:
-            (choice,) = answer.result().json()["choices"]
-            assert choice["token_ids"] == [40 + step for step in range(NUM_TOKENS)]
-            assert choice["finish_reason"] == "length"
-
-
 def test_its_death_is_noticed(stub: Stub) -> None:
     # One that ends before it takes outputs is its launcher's affair: it may come up again.
     until(lambda: stub.outputs.events)
@@ -194,7 +181,7 @@ def test_it_is_told_that_the_engine_is_dead(stub: Stub) -> None:
 
 def test_a_request_that_fails_in_the_engine(tmp_path: Path) -> None:
     """Whoever waits is told. vLLM 0.32.0's Rust front end has neither messages nor responses."""
-    model = tiny_llama.write_model(tmp_path / "model")
+    model = write_model(tmp_path / "model", "llama")
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
     tokenizer["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,9 +27,6 @@ from .clients import (
 from .engines import Engine, running_engine
 
 pytestmark = pytest.mark.timeout(180)
-
-IS_ROOT = os.geteuid() == 0
-NOBODY = 65534
 
 
 def live_elsewhere() -> None:
@@ -82,21 +78,19 @@ def test_engines_without_rings(case: Case, config: VllmConfig, logged: list[str]
     assert logged == [f"INFO sparksched: messages to engine 0 go over ZMQ: {case.reason}"]
 
 
-def test_client_that_was_told(config: VllmConfig, logged: list[str]) -> None:
-    with front_end(SPARKSCHED_TRANSPORT="zmq"), running_engine(config) as engine:
-        run_async(check_that_it_works(config, engine))
-        assert "uses shared memory" not in engine.log
-    reason = "SPARKSCHED_TRANSPORT=zmq"
-    assert logged == [f"INFO sparksched: messages to engine 0 go over ZMQ: {reason}"]
-
-
-def test_stock_client(config: VllmConfig, logged: list[str]) -> None:
-    with restored_vllm(), running_engine(config) as engine:
-        os.environ.pop("VLLM_SCHEDULER", None)
+@pytest.mark.parametrize("transport", ["zmq", None], ids=["told", "stock"])
+def test_clients_without_rings(
+    transport: str | None, config: VllmConfig, logged: list[str]
+) -> None:
+    client = front_end(SPARKSCHED_TRANSPORT=transport) if transport else restored_vllm()
+    with client, running_engine(config) as engine:
+        if not transport:
+            os.environ.pop("VLLM_SCHEDULER", None)
         run_async(check_that_it_works(config, engine))
         assert "uses shared memory" not in engine.log
         assert "ERROR" not in engine.log
-    assert logged == []
+    reason = "INFO sparksched: messages to engine 0 go over ZMQ: SPARKSCHED_TRANSPORT=zmq"
+    assert logged == ([reason] if transport else [])
 
 
 def test_engine_of_the_rust_front_end(config: VllmConfig, logged: list[str]) -> None:
@@ -163,36 +157,16 @@ def knock(name: str, hello: bytes) -> bytes:
         return stranger.recv(4096)
 
 
-def hello(version: str, index: int = 1, protocol: int = 1, layout: int = 1) -> bytes:
-    return b"SPRKRING" + struct.pack("<III", protocol, layout, index) + version.encode()
+def test_a_refused_stranger(config: VllmConfig) -> None:
+    """What it is told in which case, rust/links/ring/tests/refusals.rs knows."""
 
-
-@pytest.mark.parametrize(
-    ("packet", "reason"),
-    [
-        (
-            hello("9.9.9"),
-            f"the other process runs sparksched 9.9.9, this one sparksched {_core.__version__}",
-        ),
-        (
-            hello(_core.__version__, protocol=99),
-            f"the other process runs sparksched {_core.__version__} (protocol 99, layout 1), "
-            f"this one sparksched {_core.__version__} (protocol 1, layout 1)",
-        ),
-        (b"GET / HTTP/1.1", "the other process doesn't speak this protocol"),
-        (hello(_core.__version__, index=7), "it serves 2 clients, and none with index 7"),
-        (hello(_core.__version__, index=0), "client 0 is here already"),
-    ],
-    ids=["version", "protocol", "gibberish", "index", "twice"],
-)
-def test_refused_strangers(packet: bytes, reason: str, config: VllmConfig) -> None:
     async def run(engine: Engine) -> None:
         async with connected(config, engine, 0, count=2) as reader:
-            answer = knock(await reader.call("ring_name"), packet)
-            assert answer == b"SPRKRING\x01" + reason.encode()
-            engine.wait_for_line("refused a connection")
+            reason = "the other process doesn't speak this protocol"
+            told = knock(await reader.call("ring_name"), b"GET / HTTP/1.1")
+            assert told == b"SPRKRING\x01" + reason.encode()
+            engine.wait_for_line(reason)
             (line,) = engine.log_lines("refused a connection")
-            assert reason in line
             assert "WARNING" in line
             # Nobody else suffers, and the stranger took nobody's place.
             assert await reader.call("is_sleeping") is False

@@ -12,10 +12,8 @@ from sparksched import _core
 from sparksched.engine.warm_up import PREFIX
 from vllm.config import VllmConfig
 from vllm.v1.engine import FinishReason
-from vllm.v1.engine.core_client import DPLBAsyncMPClient, SyncMPClient
+from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.serial_utils import MsgpackEncoder
-
-from testkit.executor import MIXTURE, write_model_directory
 
 from .clients import (
     Reader,
@@ -26,7 +24,6 @@ from .clients import (
     prompt_of,
     run_async,
 )
-from .conftest import MAX_MODEL_LEN, make_config
 from .engines import Engine, PacedExecutor, running_engine
 
 pytestmark = pytest.mark.timeout(180)
@@ -127,52 +124,6 @@ def test_streams_of_a_client_without_a_loop(
             client.shutdown()
     process.join(30)
     assert process.exitcode is not None
-    assert "ERROR" not in log_path.read_text()
-
-
-@TRANSPORTS
-@pytest.mark.parametrize("changes", [{}, MIXTURE], ids=["dense", "mixture"])
-def test_streams_of_one_client_of_two_engines(
-    changes: dict[str, Any], transport: str, tmp_path: Path
-) -> None:
-    """Data parallelism: messages of its coordinator stay on ZMQ.
-
-    Engines of a mixture of experts step together: each runs until all have nothing left.
-    """
-    model_directory = write_model_directory(
-        tmp_path / "model", max_position_embeddings=MAX_MODEL_LEN, **changes
-    )
-    with front_end(SPARKSCHED_TRANSPORT=transport):
-        config = make_config(model_directory, data_parallel_size=2)
-    assert config.model_config.is_moe == bool(changes)
-
-    async def run() -> None:
-        async with connected(config, None) as reader:
-            client = reader.client
-            assert isinstance(client, DPLBAsyncMPClient)
-            num_rings = len(client.resources.sparksched_rings.channels)
-            assert num_rings == (2 if transport == "shm" else 0)
-            await stream(reader)
-            check_streams(reader.tokens, reader.finishes)
-            assert not client.reqs_in_flight
-            assert set(client.engine_inflight) == set(client.core_engines)
-            assert not any(client.engine_inflight.values())
-            await reader.add(new_request("aborted", prompt_of(1), 60_000, ignore_eos=True))
-            await reader.begin("aborted")
-            async with asyncio.timeout(30):
-                # The coordinator has learnt from the engines what they have to do.
-                while not any(running for _, running, *_ in client.lb_engines):
-                    await asyncio.sleep(0.01)
-                await client.abort_requests_async(["aborted"])
-                while any(await client.call_utility_all_async("unfinished_requests")):
-                    await asyncio.sleep(0.01)
-
-    log_path = tmp_path / "engines.log"
-    with (
-        front_end(SPARKSCHED_TRANSPORT=transport),
-        engines_of_clients(log_path, SPARKSCHED_TRANSPORT=transport),
-    ):
-        run_async(run())
     assert "ERROR" not in log_path.read_text()
 
 

@@ -21,7 +21,6 @@ BLOCK_SIZE = 4
 NONE_HASH = bytes(range(32))
 FULL_ATTENTION = ("full", 0, 0, 0)
 SLIDING_WINDOW = ("sliding", 8, 0, 4)
-CHUNKED = ("chunked", 8, 0, 4)
 CIRCULAR = ("circular", 0, 0, 0)
 
 LORA = LoRARequest("adapter", 1, "/nowhere")
@@ -34,68 +33,56 @@ BlockHasher = Callable[[Request], list[bytes]]
 # ----------------------------------------------------------------------------------------
 
 
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_OFF = _words("""
+    async_scheduling long_prefill_token_threshold_adaptive reserve_full_isl resume_as_new
+    uses_mrope sends_sampled_tokens continues_after_self_preemption skips_held_up
+    counts_loras_of_all_running caches_settled_output keeps_block_before_junction
+    requeues_sessions_last caches_state_tails_once caps_hits_to_aux_output can_skip_drafts
+    partial_hits zeroes_blocks enable_kv_cache_events kv_cache_metrics transfers_encoder_outputs
+    collects_aux_output
+""")
+_ZERO = _words("""
+    long_prefill_token_threshold num_spec_tokens num_lookahead_tokens num_prefill_lookahead_tokens
+    num_draft_slots decode_stagger local_prefill_interval watermark_blocks retention_interval
+    num_hash_lookahead_tokens
+""")
+_NONE = ["num_spec_tokens_by_batch_size", "max_loras", "kv_transfer"]
+_STATES = {
+    **dict.fromkeys(_words("aligns_chunks has_checkpoint_blocks drops_last_unit"), False),
+    "keeps_junctions": False,
+    "block_size": BLOCK_SIZE,
+    "checkpoint_alignment": None,
+    "num_hash_lookahead_tokens": 0,
+}
+
+
 def core_config(**changes: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "async_scheduling": False,
+        **dict.fromkeys(_OFF, False),
+        **dict.fromkeys(_ZERO, 0),
+        **dict.fromkeys(_NONE),
+        "states": dict(_STATES),
         "policy": "fcfs",
         "max_num_active_reqs": 8,
         "max_num_scheduled_tokens": 64,
         "max_num_batched_tokens": 64,
         "max_model_len": 128,
         "enable_chunked_prefill": True,
-        "long_prefill_token_threshold": 0,
-        "long_prefill_token_threshold_adaptive": False,
-        "reserve_full_isl": False,
-        "num_spec_tokens": 0,
-        "num_lookahead_tokens": 0,
-        "num_prefill_lookahead_tokens": 0,
-        "num_draft_slots": 0,
-        "num_spec_tokens_by_batch_size": None,
         "per_request_spec_decode_metrics": "none",
         "num_sampled_tokens_per_step": 1,
-        "max_loras": None,
-        "decode_stagger": 0,
-        "resume_as_new": False,
-        "uses_mrope": False,
-        "sends_sampled_tokens": False,
-        "continues_after_self_preemption": False,
-        "skips_held_up": False,
-        "counts_loras_of_all_running": False,
-        "caches_settled_output": False,
-        "keeps_block_before_junction": False,
-        "requeues_sessions_last": False,
-        "caches_state_tails_once": False,
-        "caps_hits_to_aux_output": False,
-        "can_skip_drafts": False,
-        "local_prefill_interval": 0,
         "log_stats": True,
         "block_size": BLOCK_SIZE,
         "hash_block_size": BLOCK_SIZE,
-        "partial_hits": False,
-        "zeroes_blocks": False,
-        "states": {
-            "aligns_chunks": False,
-            "block_size": BLOCK_SIZE,
-            "has_checkpoint_blocks": False,
-            "checkpoint_alignment": None,
-            "drops_last_unit": False,
-            "keeps_junctions": False,
-            "num_hash_lookahead_tokens": 0,
-        },
         "num_blocks": 101,
-        "watermark_blocks": 0,
         "groups": [FULL_ATTENTION, SLIDING_WINDOW],
         "group_block_sizes": [BLOCK_SIZE, BLOCK_SIZE],
         "lookup_groups": [[0], [1]],
         "eagle_groups": [],
-        "retention_interval": 0,
         "hash_algorithm": "sha256",
-        "num_hash_lookahead_tokens": 0,
-        "enable_kv_cache_events": False,
-        "kv_cache_metrics": False,
-        "kv_transfer": None,
-        "transfers_encoder_outputs": False,
-        "collects_aux_output": False,
     }
     unknown = changes.keys() - config
     assert not unknown, unknown
@@ -113,23 +100,14 @@ def accept_drafts(_request: Request, draft_token_ids: list[int]) -> list[int]:
 
 
 class Encoder:
-    """Has room for whatever is asked of it, and notes that; see `EncoderInputs`."""
+    """Has room for whatever is asked of it; see `EncoderInputs`."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def plan(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        self.calls.append(("plan", request.request_id, num_computed_tokens, num_new_tokens))
+    def plan(self, _request: Request, _num_computed_tokens: int, num_new_tokens: int) -> int:
         return num_new_tokens
 
-    def schedule(self, request: Request) -> None:
-        self.calls.append(("schedule", request.request_id))
+    def schedule(self, *_: Any) -> None: ...
 
-    def free_processed(self, request: Request, num_processed_tokens: int) -> None:
-        self.calls.append(("free_processed", request.request_id, num_processed_tokens))
-
-    def free(self, request: Request) -> None:
-        self.calls.append(("free", request.request_id))
+    free_processed = free = schedule
 
     def end_step(self, _log_stats: bool) -> tuple[Any, ...]:
         return {}, [], None, None

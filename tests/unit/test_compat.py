@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import inspect
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from logs import collected, with_level
 from sparksched import compat
-from sparksched.compat import Unsupported, configuration, pacing, seams
-from sparksched.compat import kv_cache as kv_cache_rules
-from vllm.config import KVEventsConfig, LoRAConfig
+from sparksched.compat import Unsupported, pacing, seams
+from vllm.config import LoRAConfig
 
 pytestmark = pytest.mark.release
 
@@ -62,19 +61,9 @@ def engine_config(model_directory: Path, **settings: Any) -> Any:
 
 
 @pytest.fixture
-def logged() -> Iterator[list[logging.LogRecord]]:
-    """Collect what reaches vLLM's own handler: its logger does not propagate."""
-    records: list[logging.LogRecord] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    handler = Collector()
-    logger = logging.getLogger("vllm")
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
+def logged() -> Iterator[list[str]]:
+    with collected(text=with_level) as lines:
+        yield lines
 
 
 def changed(config: Any, path: str, value: object) -> Any:
@@ -124,65 +113,6 @@ def test_unsupported_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> 
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"scheduler_config.async_scheduling": True},
-        {"scheduler_config.policy": "priority"},
-        {"scheduler_config.prefill_schedule_interval": 2},
-        {"scheduler_config.runner_type": "pooling", "model_config.runner_type": "pooling"},
-        {"cache_config.enable_prefix_caching": False},
-        {"cache_config.prefix_caching_hash_algo": "xxhash_cbor"},
-        {"cache_config.prefix_cache_retention_interval": 64},
-        {"parallel_config.data_parallel_size": 2, "model_config.is_moe": True},
-        {"parallel_config.pipeline_parallel_size": 2},
-        {"model_config.is_multimodal_model": True},
-        {"observability_config.enable_mfu_metrics": True},
-        {"aux_output_config.enable_return_routed_experts": True},
-        {"quant_config": object()},
-        {"use_v2_model_runner": True},
-    ],
-    ids=",".join,
-)
-def test_supported_configurations(supported_config: object, changes: dict[str, object]) -> None:
-    assert compat.unsupported_config(all_changed(supported_config, changes)) is None
-
-
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "speculative decoding": {"speculative_config": NGRAM},
-    "dynamic speculative decoding": {
-        "speculative_config": {
-            **NGRAM,
-            "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 256, 1]],
-        }
-    },
-    "metrics of a request's drafts": {
-        "speculative_config": NGRAM,
-        "per_request_spec_decode_metrics": "detailed",
-    },
-    "LoRA": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
-    "pooling": {"runner": "pooling"},
-    "pipeline parallelism": {"pipeline_parallel_size": 2},
-    "data parallelism": {"data_parallel_size": 2},
-    "a prefill schedule interval": {"prefill_schedule_interval": 2},
-    "KV cache events": {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}},
-    "KV cache metrics": {"kv_cache_metrics": True, "kv_cache_metrics_sample": 0.1},
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_supported_options(model_directory: Path, option: str) -> None:
-    settings = dict(OPTIONS[option])
-    if "kv_events_config" in settings:
-        settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
-    config = engine_config(model_directory, **settings)
-    problem = compat.first_unsupported(config, kv_cache(group(full_attention())), BLOCK_SIZE)
-    assert problem is None
-
-
 def kv_connector(name: str, connectors: Sequence[str] = ()) -> Any:
     from vllm.config import KVTransferConfig
 
@@ -190,14 +120,6 @@ def kv_connector(name: str, connectors: Sequence[str] = ()) -> Any:
     return KVTransferConfig(
         kv_connector=name, kv_role="kv_both", kv_connector_extra_config={"connectors": parts}
     )
-
-
-@pytest.mark.parametrize("name", ["ExampleConnector", "OffloadingConnector", "MultiConnector"])
-def test_supported_kv_connectors(supported_config: object, name: str) -> None:
-    config = changed(
-        supported_config, "kv_transfer_config", kv_connector(name, ["ExampleConnector"])
-    )
-    assert compat.unsupported_config(config) is None
 
 
 REFUSED = [
@@ -257,20 +179,6 @@ def test_refused_configurations(
     assert not problem.reason.endswith(".")
 
 
-def test_lora_with_pipeline_parallelism_is_supported_since_0_33_0(
-    supported_config: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = dict(REFUSED)["LoRA with pipeline parallelism"]
-    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
-    assert compat.unsupported_config(all_changed(supported_config, changes)) is None
-
-
-def test_every_configuration_rule_is_tested() -> None:
-    assert {rule.feature for rule in configuration.CONFIG_RULES} == {
-        feature for feature, _ in REFUSED
-    }
-
-
 UNPACED = [
     ("a pooling model", {"model_config.runner_type": "pooling"}),
     (
@@ -298,10 +206,6 @@ def test_where_long_prompts_cannot_be_paced(
     problem = pacing.unpaceable(all_changed(supported_config, changes))
     assert problem is not None
     assert problem.feature == feature
-
-
-def test_every_rule_of_pacing_is_tested() -> None:
-    assert {rule.feature for rule in pacing.RULES} == {feature for feature, _ in UNPACED}
 
 
 SECRET = "marked-password"
@@ -352,7 +256,7 @@ def test_no_reason_tells_a_value(
     supported_config: object,
     feature: str,
     changes: dict[str, object],
-    logged: list[logging.LogRecord],
+    logged: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Reasons are logged, and are labels of metrics."""
@@ -365,7 +269,7 @@ def test_no_reason_tells_a_value(
     assert problem is not None
     assert problem.feature == feature
     compat.refuse(problem)
-    (line,) = [record.getMessage() for record in logged]
+    (line,) = logged
     assert problem.reason in line
     assert SECRET not in line
 
@@ -451,10 +355,6 @@ def circular_buffer(**fields: object) -> Any:
     return spec("CircularBufferSpec", **{"block_size": 8, "head_size_v": 0, **fields})
 
 
-def hidden_states(**fields: object) -> Any:
-    return spec("HiddenStateCacheSpec", num_kv_heads=1, **fields)
-
-
 def group(kv_cache_spec: object, **fields: object) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
@@ -482,40 +382,6 @@ def unsupported_kv_cache(
     hash_block_size: int | None = BLOCK_SIZE,
 ) -> Unsupported | None:
     return compat.unsupported_kv_cache(config, block_size, hash_block_size, vllm_config)
-
-
-@pytest.mark.parametrize(
-    "specs",
-    [
-        [full_attention],
-        [sliding_window, sliding_window, full_attention],
-        [latent_attention, latent_sliding_window, full_attention],
-        [full_attention, chunked_attention, sliding_window],
-        [full_attention, hidden_states],
-        [mamba],
-        [mamba, full_attention, sliding_window],
-        [full_attention, half_precision],
-        [circular_buffer, latent_attention, latent_sliding_window, circular_buffer],
-        [full_attention, mamba, circular_buffer],
-    ],
-)
-@pytest.mark.parametrize("hash_block_size", [BLOCK_SIZE, None])
-def test_supported_kv_caches(
-    supported_config: object, specs: list[Callable[[], Any]], hash_block_size: int | None
-) -> None:
-    config = kv_cache(*(group(make()) for make in specs))
-    problem = unsupported_kv_cache(config, supported_config, hash_block_size=hash_block_size)
-    assert problem is None
-
-
-def test_supported_kv_caches_of_a_drafter(supported_config: object) -> None:
-    """Its group is flagged, or a window holds what it computes again."""
-    config = kv_cache(
-        group(full_attention()),
-        group(sliding_window(extra_retained_tokens=3)),
-        group(full_attention(), is_eagle_group=True),
-    )
-    assert unsupported_kv_cache(config, supported_config) is None
 
 
 def special_role() -> Any:
@@ -615,14 +481,6 @@ REFUSED_PROPERTIES = [
 ]
 
 
-def test_every_kv_cache_rule_is_tested() -> None:
-    tested = {feature for feature, _ in REFUSED_KV_CACHES}
-    tested |= {feature for _, _, feature in REFUSED_PROPERTIES}
-    assert {
-        rule.feature for rule in kv_cache_rules.KV_CACHE_RULES + kv_cache_rules.GROUP_RULES
-    } <= tested
-
-
 @pytest.mark.parametrize(("name", "value", "feature"), REFUSED_PROPERTIES)
 def test_refused_spec_properties(
     supported_config: object,
@@ -656,73 +514,49 @@ def test_custom_manager_is_refused(
     )
 
 
-@pytest.mark.parametrize(("block_size", "hash_block_size"), [(32, 16), (16, 8), (32, 32)])
-def test_one_block_size_for_one_group(
-    supported_config: object, block_size: int, hash_block_size: int
-) -> None:
-    config = kv_cache(group(full_attention()))
-    problem = unsupported_kv_cache(config, supported_config, block_size, hash_block_size)
-    assert problem is not None
-    assert problem.feature == "these block sizes"
-    assert str(block_size) in problem.reason
+def one_group() -> Any:
+    return kv_cache(group(full_attention()))
 
 
-@pytest.mark.parametrize("hash_block_size", [8, 16])
-def test_groups_with_blocks_of_different_sizes(
-    supported_config: object, hash_block_size: int
-) -> None:
-    config = kv_cache(group(full_attention()), group(mamba(block_size=32)))
-    assert unsupported_kv_cache(config, supported_config, 32, hash_block_size) is None
-
-
-def test_circular_buffers_need_not_be_hashed(supported_config: object) -> None:
-    """But a block of the scheduler holds whole ones."""
-    config = kv_cache(group(full_attention()), group(circular_buffer(block_size=6)))
-    assert unsupported_kv_cache(config, supported_config, 3 * BLOCK_SIZE, BLOCK_SIZE) is None
-    problem = unsupported_kv_cache(config, supported_config)
-    assert problem is not None
-    assert problem.feature == "these block sizes"
-
-
-def test_circular_buffers_alone_go_without_a_cache(supported_config: object) -> None:
-    uncached = changed(supported_config, "cache_config.enable_prefix_caching", False)
-    config = kv_cache(group(circular_buffer()))
-    assert unsupported_kv_cache(config, uncached, 8, 8) is None
-
-
-@pytest.mark.release
-def test_vllm_does_not_start_with_attention_sinks_either(supported_config: object) -> None:
-    """Its worker fills blocks 1 and on with them, which no manager keeps from the requests."""
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-
-    def start(kv_cache_spec: object) -> None:
-        KVCacheManager(kv_cache(group(kv_cache_spec)), 64, BLOCK_SIZE, BLOCK_SIZE)
-
-    start(full_attention())
-    with pytest.raises(TypeError, match="needs_kv_cache_zeroing"):
-        start(spec("SinkFullAttentionSpec", sink_len=BLOCK_SIZE))
-
-
-def test_chunks_beside_blocks_of_another_size_are_refused(supported_config: object) -> None:
-    config = kv_cache(group(chunked_attention()), group(full_attention(block_size=8)))
-    problem = unsupported_kv_cache(config, supported_config, BLOCK_SIZE, 8)
-    assert problem is not None
-    assert problem.feature == "chunked local attention beside blocks of another size"
+def hexagonal() -> Any:
+    # A circular buffer need not be hashed, but a block of the scheduler holds whole ones.
+    return kv_cache(group(full_attention()), group(circular_buffer(block_size=6)))
 
 
 @pytest.mark.parametrize(
-    "specs",
+    ("make", "block_size", "hash_block_size", "feature"),
     [
-        (full_attention, half_precision),
-        (full_attention, circular_buffer),
-        (mamba,),
+        (one_group, 32, 16, "these block sizes"),
+        (one_group, 16, 8, "these block sizes"),
+        (one_group, 32, 32, "these block sizes"),
+        (lambda: kv_cache(group(full_attention()), group(mamba(block_size=32))), 32, 8, None),
+        (hexagonal, 48, 16, None),
+        (hexagonal, 16, 16, "these block sizes"),
+        (
+            lambda: kv_cache(group(chunked_attention()), group(full_attention(block_size=8))),
+            16,
+            8,
+            "chunked local attention beside blocks of another size",
+        ),
     ],
 )
+def test_block_sizes(
+    make: Callable[[], Any],
+    block_size: int,
+    hash_block_size: int,
+    feature: str | None,
+    supported_config: object,
+) -> None:
+    problem = unsupported_kv_cache(make(), supported_config, block_size, hash_block_size)
+    assert (problem and problem.feature) == feature
+
+
+@pytest.mark.parametrize("other", [half_precision, circular_buffer, mamba])
 def test_groups_that_differ_are_refused_with_a_connector(
-    supported_config: object, specs: tuple[Callable[[], Any], ...]
+    supported_config: object, other: Callable[[], Any]
 ) -> None:
     config = changed(supported_config, "kv_transfer_config", object())
-    problem = unsupported_kv_cache(kv_cache(*(group(make()) for make in specs)), config)
+    problem = unsupported_kv_cache(kv_cache(group(full_attention()), group(other())), config)
     assert problem is not None
     assert problem.feature == "a KV connector for KV cache groups that differ"
 
@@ -761,57 +595,6 @@ def test_first_unsupported_goes_from_the_version_to_the_kv_cache(
     assert first_feature() == "this build of vLLM"
     monkeypatch.setattr("vllm.version.__version__", "0.34.0")
     assert first_feature() == "vLLM 0.34.0"
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"scheduler_config.async_scheduling": False}, "Scheduler"),
-        ({"scheduler_config.async_scheduling": True}, "AsyncScheduler"),
-        (
-            {"diffusion_config": object(), "scheduler_config.async_scheduling": False},
-            "DiffusionScheduler",
-        ),
-        (
-            {"diffusion_config": object(), "scheduler_config.async_scheduling": True},
-            "DiffusionAsyncScheduler",
-        ),
-    ],
-)
-def test_stock_scheduler_cls(
-    supported_config: object, changes: dict[str, object], name: str
-) -> None:
-    cls = compat.stock_scheduler_cls(all_changed(supported_config, changes))
-    assert cls.__name__ == name
-    assert cls.__module__.startswith("vllm.v1.core.sched.")
-
-
-def test_refuse_logs_one_warning_through_vllm(
-    monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
-) -> None:
-    monkeypatch.delenv("SPARKSCHED_STRICT", raising=False)
-    compat.refuse(Unsupported("time travel", "a step comes back before it is made"))
-    assert [(record.levelname, record.getMessage()) for record in logged] == [
-        (
-            "WARNING",
-            "sparksched: using vLLM's own scheduler: time travel is not supported: "
-            "a step comes back before it is made",
-        )
-    ]
-
-
-def test_refuse_raises_in_strict_mode(
-    monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
-) -> None:
-    monkeypatch.setenv("SPARKSCHED_STRICT", "1")
-    with pytest.raises(RuntimeError) as error:
-        compat.refuse(Unsupported("time travel", "a step comes back before it is made"))
-    assert str(error.value) == (
-        "sparksched: time travel is not supported: a step comes back before it is made "
-        "(SPARKSCHED_STRICT=1 makes this an error; "
-        "unset it or set it to 0 to run with vLLM's own choice and a warning)"
-    )
-    assert logged == []
 
 
 def test_importing_compat_imports_neither_vllm_nor_torch() -> None:

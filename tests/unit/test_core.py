@@ -3,7 +3,6 @@
 Hashes that cover more than tokens are in `test_extra_keys.py`.
 """
 
-import itertools
 import random
 import re
 from collections.abc import Callable
@@ -12,22 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from sparksched._core import NativeBlockHasher, SchedulerCore, read_prompt
-from sparksched.engine import config as engine_config
+from sparksched._core import CachedBlocks, NativeBlockHasher, SchedulerCore, read_prompt
 from sparksched.engine import hashing, sessions
 from unit.bare_core import (
     BLOCK_SIZE,
-    CHUNKED,
     CIRCULAR,
     FULL_ATTENTION,
     LORA,
     NONE_HASH,
-    SLIDING_WINDOW,
     Encoder,
     assert_goes_on,
     build_core,
     build_request,
-    core_config,
     hashes_while_growing,
     images,
     run_to_the_end,
@@ -36,14 +31,10 @@ from unit.bare_core import (
     stock_block_hasher,
     structured_request,
 )
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
-
-from testkit.worlds.draw import draw_configuration
-from testkit.worlds.world import build_world, vllm_environment
 
 pytestmark = pytest.mark.release
 
@@ -57,36 +48,17 @@ BEYOND_64_BITS = [2**63, 2**64 - 1, -(2**63) - 1]
 
 
 @pytest.mark.parametrize(
-    "name", ["sync-hybrid", "async-full-v2", "async-qwen3-next", "async-circular"]
-)
-def test_config_has_the_keys_that_an_engine_gives(name: str) -> None:
-    configuration = draw_configuration(name, 0)
-    with vllm_environment(configuration):
-        world = build_world(configuration)
-        config = engine_config.core_config(
-            world.vllm_config,
-            world.kv_cache_config,
-            world.scheduler_block_size,
-            world.hash_block_size,
-            log_stats=True,
-        )
-    assert config.keys() == core_config().keys()
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"policy": "lifo"}, 'unknown scheduling policy "lifo"'),
         ({"hash_algorithm": "md5"}, 'unknown hash algorithm "md5"'),
         ({"hash_block_size": 0}, "blocks of 0 tokens can't be hashed"),
         ({"block_size": 0, "hash_algorithm": None}, "block_size must be at least 1"),
-        ({"hash_block_size": 20_000}, "blocks of 20000 tokens can't be hashed"),
         ({"num_blocks": 0}, "num_blocks must be at least 1"),
         ({"num_blocks": 2**32 - 1}, "num_blocks must be below"),
         ({"max_num_active_reqs": 0}, "max_num_active_reqs must be at least 1"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1"),
         ({"group_block_sizes": [4]}, "each group needs a block size"),
-        ({"group_block_sizes": [4, 3]}, "each group needs a block size"),
         ({"block_size": 8, "hash_block_size": 8}, "must be a multiple of hash_block_size"),
         (
             {"groups": [], "group_block_sizes": [], "lookup_groups": []},
@@ -94,29 +66,13 @@ def test_config_has_the_keys_that_an_engine_gives(name: str) -> None:
         ),
         ({"retention_interval": 6}, "retention_interval must be a multiple of block_size"),
         ({"lookup_groups": [[0]]}, "lookup_groups must hold each KV cache group once"),
-        ({"lookup_groups": [[0], [0, 1]]}, "lookup_groups must hold each KV cache group once"),
         ({"lookup_groups": [[0, 1]]}, "looked up together must have equal specs"),
         ({"lookup_groups": [[1], [0]]}, "full attention groups must be looked up first"),
-        ({"lookup_groups": [[], [0], [1]]}, "lookup_groups must"),
         ({"groups": [FULL_ATTENTION, ("mamba", 8, 0, 4)]}, 'unknown KV cache group "mamba"'),
-        ({"groups": [FULL_ATTENTION, ("", 0, 0, 0)]}, 'unknown KV cache group ""'),
         ({"groups": [FULL_ATTENTION, ("sliding", 0, 0, 4)]}, "a sliding window or chunk holds"),
-        ({"groups": [FULL_ATTENTION, ("chunked", 0, 0, 4)]}, "a sliding window or chunk holds"),
-        (
-            {"groups": [SLIDING_WINDOW, CHUNKED], "lookup_groups": [[0, 1]]},
-            "looked up together must have equal specs",
-        ),
-        (
-            {"groups": [CHUNKED, FULL_ATTENTION]},
-            "full attention groups must be looked up first",
-        ),
         (
             {"groups": [FULL_ATTENTION, CIRCULAR]},
             "lookup_groups must hold each KV cache group once, but for circular buffers",
-        ),
-        (
-            {"groups": [CIRCULAR, CIRCULAR], "lookup_groups": []},
-            "prefix caching needs a KV cache group",
         ),
         (
             {
@@ -143,43 +99,29 @@ def test_contradicting_config(changes: dict[str, Any], message: str) -> None:
         build_core(**changes)
 
 
-def test_none_hash_that_is_too_long() -> None:
-    core = build_core()
-    with pytest.raises(ValueError, match="NONE_HASH is longer than 32 bytes"):
-        core.set_none_hash(bytes(33))
-
-
 # ----------------------------------------------------------------------------------------
 # Requests that are refused
 # ----------------------------------------------------------------------------------------
 
 
+TOO_LARGE = r"^a token id does not fit into 32 bits$"
+
+
 @pytest.mark.parametrize("token_id", TOO_LARGE_TOKENS)
-def test_prompt_token_beyond_32_bits(token_id: int) -> None:
-    core = build_core()
-    with pytest.raises(OverflowError, match=r"^a token id does not fit into 32 bits$"):
+def test_tokens_beyond_32_bits(token_id: int) -> None:
+    core = build_core(num_spec_tokens=3)
+    with pytest.raises(OverflowError, match=TOO_LARGE):
         core.add_request(build_request(prompt=[1, token_id, 2]), 1.0)
-    assert_goes_on(core)
-
-
-@pytest.mark.parametrize("token_id", TOO_LARGE_TOKENS)
-def test_sampled_token_beyond_32_bits(token_id: int) -> None:
-    core = build_core()
+    with pytest.raises(OverflowError, match=TOO_LARGE):
+        build_hasher()(build_request(prompt=[1, 2, 3, token_id]))
     core.add_request(build_request(), 1.0)
     scheduled = core.schedule(False, 2.0)
-    with pytest.raises(OverflowError, match=r"^a token id does not fit into 32 bits$"):
+    with pytest.raises(OverflowError, match=TOO_LARGE):
         core.update_from_output(scheduled, runner_output(scheduled, token_id))
     core.check_invariants()
     core.update_from_output(scheduled, runner_output(scheduled))
-    assert_goes_on(core, "a")
-
-
-@pytest.mark.parametrize("token_id", [0, 255, 256, 65535, 65536, 2**31 - 1, -(2**31)])
-def test_tokens_within_32_bits(token_id: int) -> None:
-    core = build_core()
-    core.add_request(build_request(prompt=[token_id] * 9), 1.0)
-    (output,) = step(core, token_id)[0].outputs
-    assert output.new_token_ids == [token_id]
+    with pytest.raises(OverflowError, match=TOO_LARGE):
+        core.update_draft_token_ids(["a"], [[1, token_id]])
     assert_goes_on(core, "a")
 
 
@@ -191,38 +133,6 @@ def test_duplicate_request_id() -> None:
         core.add_request(build_request(), 1.0)
     assert core.requests["a"] is first
     assert_goes_on(core, "a")
-
-
-@pytest.mark.parametrize("num_spared", [1, 2], ids=["its place", "its object"])
-def test_request_that_cannot_be_noted(num_spared: int) -> None:
-    """The core has it by then: it would run with nobody to be told."""
-
-    class Unhashable(str):
-        num_hashed = 0
-
-        def __hash__(self) -> int:
-            self.num_hashed += 1
-            if self.num_hashed > num_spared:
-                raise OSError("no hash for you")
-            return super().__hash__()
-
-    core = build_core()
-    core.add_request(build_request("a"), 1.0)
-    request = build_request("b")
-    request.request_id = Unhashable("b")
-    with pytest.raises(OSError, match="no hash for you"):
-        core.add_request(request, 1.0)
-    with pytest.raises(RuntimeError, match=r"stopped after an earlier error.*no hash for you"):
-        core.schedule(False, 1.0)
-    (left,) = core.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    assert left.request_id == "a"
-
-
-def test_lora_id_beyond_64_bits() -> None:
-    core = build_core(max_loras=1)
-    with pytest.raises(OverflowError):
-        core.add_request(build_request(lora_request=LoRARequest("huge", 2**63, "/nowhere")), 1.0)
-    assert_goes_on(core)
 
 
 # ----------------------------------------------------------------------------------------
@@ -245,67 +155,6 @@ def test_extra_keys_that_fail_on_arrival(settings: dict[str, Any], length: int) 
     with pytest.raises(NoKeys, match="no keys for you"):
         core.add_request(build_request(prompt=[1] * length, **settings), 1.0)
     assert_goes_on(core)
-
-
-@pytest.mark.parametrize(
-    ("keys", "error"),
-    [
-        (None, TypeError),
-        (b"keys", TypeError),
-        ((), ValueError),
-        (([b"first"],), ValueError),
-        (([b"first"], None), TypeError),
-        (([None], b"others"), TypeError),
-        ((["first"], b"others"), TypeError),
-    ],
-    ids=str,
-)
-def test_extra_keys_of_another_type(keys: Any, error: type[Exception]) -> None:
-    core = build_core(extra_keys=lambda _request: keys)
-    with pytest.raises(error):
-        core.add_request(build_request(cache_salt="salt"), 1.0)
-    assert_goes_on(core)
-
-
-def test_extra_keys_that_are_too_long() -> None:
-    core = build_core()
-    with pytest.raises(ValueError, match="request a has a cache salt, LoRA name or multimodal"):
-        core.add_request(build_request(cache_salt="s" * 2**16), 1.0)
-    assert_goes_on(core)
-
-
-@pytest.mark.parametrize("settings", [{}, {"cache_salt": ""}], ids=str)
-def test_requests_without_extra_keys(settings: dict[str, Any]) -> None:
-    core = build_core(extra_keys=no_keys)
-    core.add_request(build_request(**settings), 1.0)
-    assert_goes_on(core, "a")
-
-
-def test_without_prefix_caching_nothing_is_hashed() -> None:
-    core = build_core(hash_algorithm=None)
-    core.add_request(build_request(cache_salt="salt", lora_request=LORA), 1.0)
-    assert_goes_on(core, "a")
-
-
-@pytest.mark.parametrize("length", [2, 10], ids=["shorter-than-a-block", "longer-than-a-block"])
-@pytest.mark.parametrize("reader", ["hasher", "read_prompt", "both"])
-def test_extra_keys_are_written_once(length: int, reader: str) -> None:
-    """What was read ahead of the scheduler is not read again."""
-    asked = []
-
-    def extra_keys(request: Request) -> Any:
-        asked.append(request.request_id)
-        return [b"first"], b"N"
-
-    hasher = None if reader == "read_prompt" else build_hasher(extra_keys=extra_keys)
-    request = build_request(prompt=[1] * length, cache_salt="salt", block_hasher=hasher)
-    if reader != "hasher":
-        read_prompt(request, extra_keys=extra_keys)
-    core = build_core(extra_keys=extra_keys)
-    core.add_request(request, 1.0)
-    assert asked == ["a"]
-    assert_goes_on(core, "a")
-    assert asked == ["a"]
 
 
 @pytest.mark.parametrize("length", [2, 10], ids=["shorter-than-a-block", "longer-than-a-block"])
@@ -379,55 +228,6 @@ def test_repetition_parameters_beyond_64_bits() -> None:
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", [3, 255])
-def test_unknown_pause_state(state: int) -> None:
-    core = build_core()
-    with pytest.raises(ValueError, match=f"unknown pause state {state}"):
-        core.set_pause_state(state)
-    assert core.pause_state() == 0
-
-
-@pytest.mark.parametrize("state", [0, 1, 2])
-def test_pause_states(state: int) -> None:
-    core = build_core()
-    core.add_request(build_request(), 1.0)
-    core.set_pause_state(state)
-    assert core.pause_state() == state
-    assert core.num_unfinished_requests() == (1 if state == 0 else 0)
-
-
-@pytest.mark.parametrize(
-    "status", [it for it in RequestStatus if not RequestStatus.is_finished(it)]
-)
-@pytest.mark.parametrize("request_ids", [None, "a", ["a"]])
-def test_finishing_with_another_status(status: RequestStatus, request_ids: Any) -> None:
-    core = build_core()
-    core.add_request(build_request(), 1.0)
-    with pytest.raises(ValueError, match="requests can't be finished with the status"):
-        core.finish_requests(request_ids, status)
-    assert_goes_on(core, "a")
-
-
-def test_finishing_requests() -> None:
-    core = build_core()
-    requests = {name: build_request(name) for name in "abcd"}
-    for request in requests.values():
-        core.add_request(request, 1.0)
-    assert core.finish_requests("a", RequestStatus.FINISHED_ABORTED) == [requests["a"]]
-    assert core.finish_requests(["b", "a", "?"], RequestStatus.FINISHED_ERROR) == [requests["b"]]
-    assert core.finish_requests(iter("b?"), RequestStatus.FINISHED_ABORTED) == []
-    rest = core.finish_requests(None, RequestStatus.FINISHED_STOPPED)
-    assert rest == [requests["c"], requests["d"]]
-    assert [request.status.name for request in requests.values()] == [
-        "FINISHED_ABORTED",
-        "FINISHED_ERROR",
-        "FINISHED_STOPPED",
-        "FINISHED_STOPPED",
-    ]
-    assert core.schedule(False, 2.0).finished_req_ids == set("abcd")
-    assert_goes_on(core)
-
-
 def test_request_without_output() -> None:
     core = build_core()
     for name in "ab":
@@ -453,98 +253,9 @@ def test_row_without_tokens() -> None:
         core.update_from_output(scheduled, output)
 
 
-def test_output_of_a_request_that_is_gone() -> None:
-    core = build_core()
-    core.add_request(build_request(), 1.0)
-    scheduled = core.schedule(False, 2.0)
-    core.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
-    outputs = core.update_from_output(scheduled, output)
-    assert all(not it.outputs for it in outputs.values())
-    assert_goes_on(core)
-
-
 # ----------------------------------------------------------------------------------------
 # Draft tokens
 # ----------------------------------------------------------------------------------------
-
-
-def speculating_core(*request_ids: str, **settings: Any) -> SchedulerCore:
-    """Return a scheduler whose requests, "a" by default, wait for their drafts."""
-    core = build_core(**{"num_spec_tokens": 3} | settings)
-    for request_id in request_ids or ("a",):
-        core.add_request(build_request(request_id, max_tokens=50), 1.0)
-    step(core)
-    return core
-
-
-def test_drafts_of_unknown_requests_are_ignored() -> None:
-    core = speculating_core("a", "b")
-    core.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    core.update_draft_token_ids(["a", "?", "b"], [[1], [2], [3]])
-    assert core.schedule(False, 2.0).scheduled_spec_decode_tokens == {"b": [3]}
-
-
-def test_drafts_without_a_request_are_ignored() -> None:
-    core = speculating_core()
-    core.update_draft_token_ids(["a"], [[1], [2]])
-    assert core.schedule(False, 2.0).scheduled_spec_decode_tokens == {"a": [1]}
-
-
-@pytest.mark.parametrize("drafts", [[3, -1, 2], [-1, -1, -1], [2**31 - 1], [0, 0, 0, 0, 0]])
-def test_drafts_are_taken_as_they_are(drafts: list[int]) -> None:
-    """The model runner pads them with -1, and decides how many there are."""
-    core = speculating_core()
-    core.update_draft_token_ids(["a"], [drafts])
-    assert core.schedule(False, 2.0).scheduled_spec_decode_tokens == {"a": drafts}
-
-
-@pytest.mark.parametrize("token_id", TOO_LARGE_TOKENS)
-def test_draft_token_beyond_32_bits(token_id: int) -> None:
-    core = speculating_core()
-    with pytest.raises(OverflowError, match=r"^a token id does not fit into 32 bits$"):
-        core.update_draft_token_ids(["a"], [[1, token_id]])
-    assert_goes_on(core, "a")
-
-
-@pytest.mark.parametrize(
-    ("request_ids", "draft_token_ids"),
-    [(("a",), [[1]]), (["a"], ([1],)), (["a"], [(1,)]), (["a"], [None]), (["a"], [["1"]])],
-    ids=str,
-)
-def test_drafts_of_another_type(request_ids: Any, draft_token_ids: Any) -> None:
-    core = speculating_core()
-    with pytest.raises(TypeError):
-        core.update_draft_token_ids(request_ids, draft_token_ids)
-    assert_goes_on(core, "a")
-
-
-# With a grammar.
-
-
-def only_small(request: Request, drafts: list[int]) -> list[int]:
-    """Play a grammar that accepts numbers below those that were generated before."""
-    limit = min(request.output_token_ids)
-    return list(itertools.takewhile(lambda token_id: token_id < limit, drafts))
-
-
-def grammar_core(validate_tokens: Callable[[Request, list[int]], list[int]]) -> SchedulerCore:
-    """Return a scheduler with a request that has a grammar, "a", and one without, "b"."""
-    core = build_core(num_spec_tokens=3, validate_tokens=validate_tokens)
-    core.add_request(structured_request("a", max_tokens=50), 1.0)
-    core.add_request(build_request("b", max_tokens=50), 1.0)
-    step(core)
-    return core
-
-
-def test_valid_drafts() -> None:
-    core = grammar_core(only_small)
-    drafts = [5, 8, 6]
-    assert core.valid_drafts("a", drafts) == [5]
-    assert drafts == [5, 8, 6]
-    assert core.valid_drafts("b", drafts) is drafts
-    assert core.valid_drafts("?", drafts) is None
-    assert core.snapshot()["requests"]["a"]["spec_token_ids"] == []
 
 
 @pytest.mark.parametrize(
@@ -564,39 +275,13 @@ def test_grammar_that_fails_on_drafts(
             raise answer
         return answer
 
-    core = grammar_core(validate_tokens)
+    core = build_core(num_spec_tokens=3, validate_tokens=validate_tokens)
+    core.add_request(structured_request("a", max_tokens=50), 1.0)
+    core.add_request(build_request("b", max_tokens=50), 1.0)
+    step(core)
     with pytest.raises(LookupError if isinstance(answer, Exception) else TypeError):
         call(core)
     assert_goes_on(core, "a", "b")
-
-
-# ----------------------------------------------------------------------------------------
-# Encoder inputs
-# ----------------------------------------------------------------------------------------
-
-
-class NoEncoder(Exception):
-    pass
-
-
-@pytest.mark.parametrize("method", ["plan", "schedule", "free_processed", "free", "end_step"])
-def test_encoder_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_args: object) -> None:
-        raise NoEncoder("no encoder for you")
-
-    encoder = Encoder()
-    core = build_core(encoder_inputs=encoder)
-    core.add_request(build_request(mm_features=images((2, 5))), 1.0)
-    monkeypatch.setattr(encoder, method, fail)
-    with pytest.raises(NoEncoder, match="no encoder for you"):
-        run_to_the_end(core)
-    with pytest.raises(RuntimeError, match=r"stopped after an earlier error.*no encoder for you"):
-        core.schedule(False, 2.0)
-
-
-# ----------------------------------------------------------------------------------------
-# Adapters and pooling models
-# ----------------------------------------------------------------------------------------
 
 
 # ----------------------------------------------------------------------------------------
@@ -686,14 +371,6 @@ def test_input_that_fails() -> None:
     assert_goes_on(core)
 
 
-def test_next_turn_that_fails() -> None:
-    core, _ = session_core(next_turn=lambda request, _num_kept_tokens: no_keys(request))
-    with pytest.raises(NoKeys, match="no keys for you"):
-        step(core)
-    with pytest.raises(RuntimeError, match=r"stopped after an earlier error.*no keys for you"):
-        core.schedule(False, 2.0)
-
-
 # ----------------------------------------------------------------------------------------
 # After an error in the middle of a step
 # ----------------------------------------------------------------------------------------
@@ -734,22 +411,6 @@ CALLS_THAT_CHANGE_STATE: dict[str, Callable[[SchedulerCore], object]] = {
     "check_invariants": lambda core: core.check_invariants(),
 }
 
-READS: dict[str, Callable[[SchedulerCore], object]] = {
-    "has_unfinished_requests": lambda core: core.has_unfinished_requests(),
-    "has_finished_requests": lambda core: core.has_finished_requests(),
-    "num_unfinished_requests": lambda core: core.num_unfinished_requests(),
-    "request_counts": lambda core: core.request_counts(),
-    "running_requests": lambda core: core.running_requests(),
-    "waiting_requests": lambda core: core.waiting_requests(),
-    "kv_cache_usage": lambda core: core.kv_cache_usage(),
-    "num_used_blocks": lambda core: core.num_used_blocks(),
-    "is_waiting_for_input": lambda core: core.is_waiting_for_input("a"),
-    "pause_state": lambda core: core.pause_state(),
-    "make_stats": lambda core: core.make_stats(),
-    "snapshot": lambda core: core.snapshot(),
-    "structured_output_request_ids": lambda core: core.structured_output_request_ids({"a": 1}),
-}
-
 
 @pytest.mark.parametrize("call", CALLS_THAT_CHANGE_STATE)
 def test_broken_scheduler_refuses(
@@ -759,17 +420,6 @@ def test_broken_scheduler_refuses(
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"stopped after an earlier error.*out of grammar"):
             CALLS_THAT_CHANGE_STATE[call](core)
-
-
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("finishes_first", [False, True])
-def test_broken_scheduler_can_be_read(
-    read: str, finishes_first: bool, broken_core: tuple[SchedulerCore, list[Request]]
-) -> None:
-    core, _ = broken_core
-    if finishes_first:
-        core.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    READS[read](core)
 
 
 @pytest.mark.parametrize("finishes_first", [False, True])
@@ -792,78 +442,69 @@ def test_broken_scheduler_gives_its_requests_back(
     assert {request.status for request in requests} == {RequestStatus.FINISHED_ERROR}
     assert core.requests == {}
     assert core.finish_requests(None, RequestStatus.FINISHED_ERROR) == []
-
-
-def test_broken_scheduler_has_nothing_to_do_once_its_requests_are_gone(
-    broken_core: tuple[SchedulerCore, list[Request]],
-) -> None:
-    core, _ = broken_core
-    core.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     assert not core.has_unfinished_requests()
-    assert core.num_unfinished_requests() == 0
     assert core.request_counts() == (0, 0)
     assert core.running_requests() == core.waiting_requests() == []
 
 
-def test_block_observer_that_fails_in_mid_step() -> None:
-    class Observer:
-        def on_evicted(self, block_id: int) -> None:
-            raise LookupError(f"block {block_id} is unheard of")
+def no_keys_for(*_arguments: object) -> Any:
+    raise NoKeys("no keys for you")
 
-    core = build_core(block_observer=Observer(), kv_cache_metrics=True)
-    core.add_request(build_request(), 1.0)
-    with pytest.raises(LookupError, match="block 1 is unheard of"):
+
+def open_session() -> Request:
+    request = build_request(max_tokens=1, resumable=True)
+    sessions.open_session(request)
+    return request
+
+
+def broken_encoder(method: str) -> Encoder:
+    encoder = Encoder()
+    setattr(encoder, method, no_keys_for)
+    return encoder
+
+
+def broken_collector() -> Any:
+    collector = SimpleNamespace(max_cache_hit=no_keys_for, cached_blocks=CachedBlocks())
+    collector.connector = collector
+    return collector
+
+
+CALLBACKS: dict[str, tuple[dict[str, Any], Callable[[], Request]]] = {
+    "next_turn": ({"next_turn": no_keys_for}, open_session),
+    "block_observer": (
+        {"block_observer": SimpleNamespace(on_evicted=no_keys_for), "kv_cache_metrics": True},
+        build_request,
+    ),
+    "aux_outputs": (
+        {
+            "aux_outputs": broken_collector(),
+            **dict.fromkeys(("collects_aux_output", "caps_hits_to_aux_output"), True),
+        },
+        build_request,
+    ),
+} | {
+    f"encoder.{method}": (
+        {"encoder_inputs": broken_encoder(method)},
+        lambda: build_request(mm_features=images((2, 5))),
+    )
+    for method in ("plan", "schedule", "free_processed", "free", "end_step")
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_callback_that_fails_in_the_middle_of_a_step(name: str) -> None:
+    settings, make_request = CALLBACKS[name]
+    core = build_core(**settings)
+    core.add_request(make_request(), 1.0)
+    with pytest.raises(NoKeys, match="no keys for you"):
+        run_to_the_end(core)
+    with pytest.raises(RuntimeError, match=r"stopped after an earlier error.*no keys for you"):
         core.schedule(False, 2.0)
-    with pytest.raises(RuntimeError, match=r"stopped after an earlier error.*is unheard of"):
-        core.schedule(False, 2.0)
 
 
-# ----------------------------------------------------------------------------------------
-# The state as plain data
-# ----------------------------------------------------------------------------------------
-
-
-def test_snapshot() -> None:
-    core = build_core(max_num_active_reqs=1)
-    for name in "ab":
-        core.add_request(build_request(name, prompt=list(range(10))), 1.0)
-    step(core)
-    state = core.snapshot()
-    assert state.keys() == {
-        "requests",
-        "running",
-        "waiting",
-        "waiting_for",
-        "num_kv_holding",
-        "free_blocks",
-        "ref_counts",
-        "cached_blocks",
-        "further_keys",
-    }
-    assert (state["running"], state["waiting"]) == (["a"], ["b"])
-    tables = state["requests"]["a"].pop("block_ids")
-    assert state["requests"]["a"] == {
-        "status": "RUNNING",
-        "num_computed_tokens": 10,
-        "num_output_placeholders": 0,
-        "num_in_flight_tokens": 0,
-        "num_stale_output_tokens": 0,
-        "num_tokens": 11,
-        "num_prompt_tokens": 10,
-        "num_preemptions": 0,
-        "num_queued_inputs": 0,
-        "spec_decode_metrics": None,
-        "next_decode_eligible_step": 0,
-        "spec_token_ids": [],
-    }
-    assert [len(table) for table in tables] == [3, 3]
-    used = set(itertools.chain.from_iterable(tables)) - {0}
-    assert state["ref_counts"] == dict.fromkeys(used, 1)
-    assert set(state["free_blocks"]) == set(range(1, 101)) - used
-    assert state["requests"]["b"]["block_ids"] == [[], []]
-    group_of_full_blocks = {block: key[-8:] for block, key in state["cached_blocks"].items()}
-    assert set(group_of_full_blocks.values()) == {"00000000", "00000001"}
-    assert {len(key) for key in state["cached_blocks"].values()} == {2 * (32 + 4)}
+def test_blocks_can_not_be_looked_up_at_other_times() -> None:
+    with pytest.raises(RuntimeError, match="only when the scheduler calls"):
+        CachedBlocks().get_cached_block(b"hash", [0])
 
 
 # ----------------------------------------------------------------------------------------
@@ -924,32 +565,6 @@ def test_extra_keys_are_asked_for_only_when_needed(settings: dict[str, Any]) -> 
     with pytest.raises(NoKeys, match="no keys for you"):
         hasher(build_request(**settings))
     assert len(hasher(build_request())) == 2
-
-
-def test_extra_keys_are_asked_for_only_if_there_is_a_block_to_hash() -> None:
-    hasher = build_hasher()
-    assert hasher(build_request(prompt=[1] * 3, cache_salt="salt")) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"algorithm": "md5"}, 'unknown hash algorithm "md5"'),
-        ({"algorithm": ""}, 'unknown hash algorithm ""'),
-        ({"block_size": 0}, "blocks of 0 tokens can't be hashed"),
-        ({"block_size": 2**32 - 1}, "blocks of 4294967295 tokens can't be hashed"),
-        ({"none_hash": bytes(33)}, "32 bytes"),
-    ],
-)
-def test_hasher_that_cannot_be_built(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_hasher(**changes)
-
-
-@pytest.mark.parametrize("token_id", TOO_LARGE_TOKENS)
-def test_hashing_a_token_beyond_32_bits(token_id: int) -> None:
-    with pytest.raises(OverflowError, match=r"^a token id does not fit into 32 bits$"):
-        build_hasher()(build_request(prompt=[1, 2, 3, token_id]))
 
 
 @pytest.mark.parametrize("length", [3, 4, 9, 300])

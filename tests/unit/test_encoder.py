@@ -183,13 +183,6 @@ def test_random_messages_are_written_as_vllm_writes_them() -> None:
     assert num_frames > NUM_MESSAGES / 100, "out-of-band buffers"
 
 
-def test_a_set_of_finished_requests_has_the_same_members() -> None:
-    finished = {f"request-{index}" for index in range(1000)}
-    message = EngineCoreOutputs(finished_requests=finished)
-    (frame,), _ = frames_of(message)
-    assert MsgpackDecoder(EngineCoreOutputs).decode(frame).finished_requests == finished
-
-
 def test_the_requests_of_a_message_are_found_without_decoding_it() -> None:
     random_outputs = RandomOutputs(seed=2)
     for _ in range(500):

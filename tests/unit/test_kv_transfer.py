@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 import pytest
-from bare_core import assert_goes_on, build_core, build_request, runner_output
+from bare_core import build_core, build_request, runner_output
 from sparksched._core import SchedulerCore
 from sparksched.engine.kv_transfer import KVTransfer
 from vllm.v1.outputs import KVConnectorOutput
@@ -81,15 +81,6 @@ def test_more_tokens_than_there_are(
         core.decide(False, 2.0)
 
 
-@pytest.mark.parametrize("num_tokens", [0, -1, -(2**40)])
-def test_less_than_nothing_is_nothing(
-    core: SchedulerCore, connector: Connector, num_tokens: int
-) -> None:
-    connector.hit = (num_tokens, True)
-    core.add_request(build_request(), 1.0)
-    assert core.decide(False, 2.0).num_scheduled_tokens == {"a": 10}
-
-
 @pytest.mark.parametrize("kind", ["finished_recving", "finished_sending"])
 @pytest.mark.parametrize("request_id", ["a", "nobody"])
 def test_transfers_that_never_began(core: SchedulerCore, kind: str, request_id: str) -> None:
@@ -100,43 +91,10 @@ def test_transfers_that_never_began(core: SchedulerCore, kind: str, request_id: 
         core.decide(False, 2.0)
 
 
-def test_a_load_does_not_end_as_a_save(core: SchedulerCore, connector: Connector) -> None:
-    connector.hit = (10, True)
-    core.add_request(build_request(), 1.0)
-    with pytest.raises(RuntimeError, match="the end of a transfer for request a"):
-        report_after_a_step(core, finished_sending={"a"})
-
-
 def test_numbers_of_blocks_in_a_model_with_groups(core: SchedulerCore) -> None:
     core.add_request(build_request(), 1.0)
     with pytest.raises(RuntimeError, match="several KV cache groups"):
         report_after_a_step(core, invalid_block_ids={1})
-
-
-def test_failures_of_nobody_concern_nobody(core: SchedulerCore) -> None:
-    core.add_request(build_request(), 1.0)
-    (outputs,) = report_after_a_step(core, failed_recving={"nobody", "a"}).values()
-    assert outputs.outputs[0].new_token_ids == [7]
-    core.check_invariants()
-
-
-def test_a_kept_request_is_there_until_it_is_sent(
-    core: SchedulerCore, connector: Connector
-) -> None:
-    connector.keeps = True
-    core.add_request(build_request(max_tokens=1), 1.0)
-    report_after_a_step(core)
-    assert list(core.requests) == ["a"]
-    assert core.request_counts() == (0, 0)
-    assert core.has_requests()
-    core.check_invariants()
-    with pytest.raises(ValueError, match="duplicate request id a"):
-        core.add_request(build_request(), 1.0)
-    connector.keeps = False
-    report_after_a_step(core, finished_sending={"a"})
-    assert core.requests == {}
-    assert not core.has_requests()
-    assert_goes_on(core)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import fcntl
 import gc
-import logging
 import os
 import struct
 import threading
@@ -11,13 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from logs import collected
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from sparksched import _core, compat
 from sparksched.api_server import metrics as collector
 from sparksched.api_server.metrics import EngineCollector, ShownEngine
-from unit.bare_core import build_core, build_request, callbacks, core_config, step
+from unit.bare_core import build_core, build_request, step
 from vllm.v1.request import RequestStatus
 
 ID = 1 << 127 | 5
@@ -84,40 +84,6 @@ def test_steps_and_requests_are_counted(meters: Any) -> None:
     core.finish_requests(["early"], RequestStatus.FINISHED_ABORTED)
     reading = reader.steps()
     assert (reading["num_running"], reading["num_waiting"]) == (0, 0)
-
-
-def test_an_idle_engine_leaves_no_gap(meters: Any) -> None:
-    """From the end of the last request to the arrival of the next it waits for work."""
-    core, reader = build_core(), reader_of(meters)
-    meters.time_steps(core)
-    for request_id in ("a", "b"):
-        core.add_request(build_request(request_id), 1.0)
-        step(core)
-        step(core)
-        core.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
-    core.add_request(build_request("c"), 1.0)
-    step(core)
-    core.set_pause_state(2)
-    core.set_pause_state(0)
-    step(core)
-    assert counts(reader.steps()) == [6, 6, 2]
-
-
-def test_a_step_that_a_connector_takes_part_in_is_one(meters: Any) -> None:
-    core, reader = build_core(), reader_of(meters)
-    meters.time_steps(core)
-    core.add_request(build_request(), 1.0)
-    output = core.decide(False, 1.0)
-    assert counts(reader.steps()) == [0, 0, 0]
-    core.update_after_schedule(output)
-    assert counts(reader.steps()) == [1, 0, 0]
-
-
-def test_a_scheduler_that_nobody_times_counts_nothing(meters: Any) -> None:
-    core = _core.SchedulerCore(core_config(), **callbacks())
-    core.add_request(build_request(), 1.0)
-    step(core)
-    assert reader_of(meters).steps() is None
 
 
 # ----------------------------------------------------------------------------------------
@@ -247,34 +213,6 @@ def test_a_client_that_is_collected_while_engines_are_read_hides_its_own(
     assert 'model_name="model"' not in generate_latest(registry).decode()
 
 
-def test_of_two_engines_with_the_same_labels_each_goes_alone(shown: list[ShownEngine]) -> None:
-    shown.extend(ShownEngine("model", "0", INFO | {"transport": it}, None) for it in ("shm", "zmq"))
-    registry = registry_with(shown[0])
-    collector.show(shown[1])
-    assert 'transport="zmq"' in generate_latest(registry).decode()
-    collector.hide(shown[1])
-    assert 'transport="shm"' in generate_latest(registry).decode()
-
-
-def test_series_can_be_asked_for_by_name(meters: Any, shown: list[ShownEngine]) -> None:
-    core = build_core()
-    meters.time_steps(core)
-    core.add_request(build_request(), 1.0)
-    step(core)
-    registry = CollectorRegistry()
-    registry.register(EngineCollector())
-    shown.append(ShownEngine("model", "0", INFO, reader_of(meters)))
-    collector.show(shown[0])
-    wanted = {
-        "sparksched:info",
-        "sparksched:requests_running",
-        "sparksched:schedule_seconds_count",
-        "sparksched:rescues_total",  # there are no rings
-    }
-    found = samples_of(generate_latest(registry.restricted_registry(wanted)).decode())
-    assert {name for name, *_ in found} == wanted - {"sparksched:rescues_total"}
-
-
 def test_every_series_is_described(shown: list[ShownEngine]) -> None:
     class Full:
         def steps(self) -> dict[str, Any]:
@@ -300,26 +238,6 @@ def test_every_series_is_described(shown: list[ShownEngine]) -> None:
     assert {it.name for it in EngineCollector().collect()} == described
 
 
-def test_engines_are_shown_while_others_change_the_registry(shown: list[ShownEngine]) -> None:
-    """Whoever looked through the registry's collectors would find others among them meanwhile."""
-
-    class Changing(dict[Any, Any]):
-        def __iter__(self) -> Iterator[Any]:
-            raise RuntimeError("dictionary changed size during iteration")
-
-    before = REGISTRY._collector_to_names
-    REGISTRY._collector_to_names = Changing(before)
-    try:
-        shown.append(ShownEngine("model", "0", INFO, None))
-        collector.show(shown[0])
-        collector.show(shown[0])
-        added = set(REGISTRY._collector_to_names.keys()) - set(before.keys())
-        assert [type(it) for it in added] == [EngineCollector]
-        collector.unregister()
-    finally:
-        REGISTRY._collector_to_names = before
-
-
 def test_an_error_takes_nothing_of_vllms_away(shown: list[ShownEngine]) -> None:
     class Broken:
         def steps(self) -> None:
@@ -329,17 +247,11 @@ def test_an_error_takes_nothing_of_vllms_away(shown: list[ShownEngine]) -> None:
         def collect(self) -> Iterator[CounterMetricFamily]:
             yield CounterMetricFamily("other", "Something of vLLM's.", value=1)
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm.sparksched").addHandler(handler)
-    try:
+    with collected(logger="vllm.sparksched") as lines:
         shown.append(ShownEngine("model", "0", INFO, Broken()))  # type: ignore[arg-type]
         registry = registry_with(shown[0])
         registry.register(Other())  # type: ignore[arg-type]
         text = generate_latest(registry).decode()
-    finally:
-        logging.getLogger("vllm.sparksched").removeHandler(handler)
     assert "other_total 1.0" in text
     assert "sparksched" not in text
     assert lines == ["sparksched: its metrics can't be shown"]

@@ -117,15 +117,6 @@ def test_a_step_that_does_not_end() -> None:
     assert "the engine has begun none meanwhile" in described(finding(core, steps=False))
 
 
-def test_those_behind_the_head_wait_for_the_same() -> None:
-    core = build_core(max_num_active_reqs=1)
-    for name in "abc":
-        core.add_request(build_request(name, max_tokens=100), 1.0)
-    step(core)
-    assert waits(core) == dict.fromkeys("bc", "max_num_seqs")
-    assert "1 requests run, 0 sessions" in described(finding(core))
-
-
 def test_once_more_when_it_moves() -> None:
     core = build_core(max_num_active_reqs=1)
     core.add_request(build_request("a", max_tokens=100), 1.0)
@@ -212,9 +203,3 @@ def test_a_preempted_request_has_been_scheduled() -> None:
 def test_a_limit_that_is_none_is_refused(limit: Any) -> None:
     with pytest.raises(queue_timeout.QueueTimeoutArgumentError, match="not a number of seconds"):
         queue_timeout.own_limit_s(SamplingParams(extra_args={"queue_timeout_s": limit}))
-
-
-def test_most_requests_have_no_limit_of_their_own() -> None:
-    for params in (None, SamplingParams(), SamplingParams(extra_args={"other": 1})):
-        assert queue_timeout.own_limit_s(params) is None
-    assert queue_timeout.own_limit_s(SamplingParams(extra_args={"queue_timeout_s": 2})) == 2.0

@@ -74,10 +74,10 @@ def _replace_in(group: Group, module: ModuleType) -> None:
     try:
         if problem is None:
             if group.prepare and module.__name__ == group.modules[0]:
-                _ours(group.prepare)()
+                _ours(group, group.prepare)()
             for seam in due:
                 owner, name = owner_of(seam.target)
-                replace(owner, name, _ours(seam.by))
+                replace(owner, name, _ours(group, seam.by))
     except Exception as error:  # so different that our functions can't even be made
         problem = repr(error)
     if problem is not None:
@@ -124,10 +124,11 @@ def owner_of(target: str) -> tuple[Any, str]:
     return functools.reduce(getattr, owners, owner), name
 
 
-def _ours(target: str) -> Function:
+def _ours(group: Group, name: str) -> Function:
     """Import a function of ours."""
-    module, _, name = target.partition(":")
-    function: Function = operator.attrgetter(name)(importlib.import_module(module))
+    module, _, path = name.partition(":")
+    imported = importlib.import_module(f"{group.package}.{module}")
+    function: Function = operator.attrgetter(path)(imported)
     return function
 
 

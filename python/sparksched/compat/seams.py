@@ -22,7 +22,11 @@ class Moment(Enum):
 
     IMPORT = "as soon as its modules are imported"
     NATIVE_SCHEDULER = "when an engine builds a native scheduler"
-    RECORDED_SCHEDULER = "when an engine builds a scheduler that is recorded"
+
+
+_ENGINE: Final = "EngineCore"
+_API_SERVER: Final = "API servers"
+_PACKAGES: Final = {"all processes": "", _ENGINE: ".engine", _API_SERVER: ".api_server"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,8 @@ class Seam:
     target: str
     """Where vLLM has it: a module, a colon and a path in it."""
     by: str
-    """Of a function: what makes ours of the original. Of a value: what sets it."""
+    """Of a function: what makes ours of the original. Of a value: what sets it. Below the package
+    of its group."""
     purpose: str
     gain: str = ""
     """What this one gains; empty for what the rest of its group needs."""
@@ -69,6 +74,11 @@ class Group:
     """A function of ours that is called before anything is replaced."""
 
     @property
+    def package(self) -> str:
+        """Our package whose functions stand in for vLLM's."""
+        return f"sparksched{_PACKAGES[self.process]}"
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """The modules whose import has something replaced, the first one first."""
         return self.after or tuple(dict.fromkeys(module_of(it.target) for it in self.functions))
@@ -91,12 +101,10 @@ _SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
 _HASHES: Final = "vllm.v1.core.kv_cache_utils"
 _ARRIVAL: Final = f"{_CORE}:EngineCore.preprocess_add_request"
 _STATS: Final = "vllm.v1.metrics.stats"
-_ENGINE: Final = "EngineCore"
-_API_SERVER: Final = "API server"
 
 CHOICE: Final = Group(
     name="choice",
-    process="all",
+    process="all processes",
     off="`VLLM_SCHEDULER=vllm`",
     gain="decisions are made in Rust",
     instead="using vLLM's own scheduler",
@@ -105,7 +113,7 @@ CHOICE: Final = Group(
     functions=(
         Seam(
             "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",
-            "sparksched.plugin:_preferring_spark_scheduler",
+            "plugin:_preferring_spark_scheduler",
             "returns `SparkScheduler` unless `--scheduler-cls` asks for another class",
         ),
     ),
@@ -143,16 +151,16 @@ are about devices, kernels, loading, logs."""
 NATIVE_ENGINE: Final = Group(
     name="native_engine",
     process=_ENGINE,
-    off="whatever makes the scheduler fall back",
-    gain="prompts are hashed beside the engine's loop",
+    off="a fallback",
+    gain="prompts are hashed outside the engine loop",
     instead="using vLLM's own scheduler",
     is_on=_always,
     moment=Moment.NATIVE_SCHEDULER,
     functions=(
         Seam(
             f"{_CORE}:get_request_block_hasher",
-            "sparksched.engine.hashing:_preferring_native_hasher",
-            "prompts are hashed in Rust, without the GIL",
+            "hashing:_preferring_native_hasher",
+            "hashes prompts in Rust, without the GIL",
         ),
     ),
     relied_on=(
@@ -224,9 +232,9 @@ ARRIVAL: Final = Group(
     functions=(
         Seam(
             _ARRIVAL,
-            "sparksched.engine.arrival:_checking_one_at_a_time",
-            "refuses a request that the core can't take, alone and with a message; reads how long "
-            "it may wait; under a lock, because rings and sockets have a thread each",
+            "arrival:_checking_one_at_a_time",
+            "refuses a request that the core can't take, with a message; reads its time limit; "
+            "takes a lock, because rings and sockets have a thread each",
         ),
     ),
 )
@@ -234,61 +242,57 @@ ARRIVAL: Final = Group(
 ENGINE_TRANSPORT: Final = Group(
     name="engine_transport",
     process=_ENGINE,
-    off="`SPARKSCHED_TRANSPORT=libzmq`, but for the end with the launcher",
-    gain="the engine's loop sends and receives by itself; what waits for a client is bounded",
+    off="`SPARKSCHED_TRANSPORT=libzmq`; the engine still stops without its launcher",
+    gain="the engine loop sends and receives; what waits for a client is bounded",
     instead="messages of this engine go through vLLM's own sockets",
     is_on=_always,
     functions=(
         Seam(
             f"{_CORE}:EngineCoreProc.process_input_sockets",
-            "sparksched.engine.core_proc:_with_rings",
-            "makes the engine's rings",
+            "core_proc:_with_rings",
+            "creates the engine's rings",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc._make_ready_response",
-            "sparksched.engine.core_proc:_with_offer",
+            "core_proc:_with_offer",
             "offers them to clients",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc._handle_client_request",
-            "sparksched.engine.core_proc:_with_notices",
-            "passes notices about clients to the engine's loop",
+            "core_proc:_with_notices",
+            "passes notices about clients to the engine loop",
         ),
-        Seam(
-            f"{_CORE}:EngineCoreProc.shutdown",
-            "sparksched.engine.core_proc:_closing_rings",
-            "closes them",
-        ),
+        Seam(f"{_CORE}:EngineCoreProc.shutdown", "core_proc:_closing_rings", "closes them"),
     ),
     values=(
         Seam(
             f"{_CORE}:EngineCore",
-            "sparksched.engine.context:context_of",
+            "context:context_of",
             "gets `sparksched`, the state that our functions share",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.output_queue",
-            "sparksched.engine.links:ClientLinks",
-            "sends what the engine's loop puts there at once",
+            "links:ClientLinks",
+            "sends at once what the engine loop puts there",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.input_queue",
-            "sparksched.engine.links:RingLinks",
-            "receives while the engine's loop waits",
+            "links:RingLinks",
+            "receives while the engine loop waits",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.tensor_ipc_receiver",
-            "sparksched.engine.core_proc:_share_between_threads",
+            "core_proc:_share_between_threads",
             "under a lock, because rings and sockets have a thread each",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.shutdown_state",
-            "sparksched.engine.links:ClientLinks",
+            "links:ClientLinks",
             "set when the last API server is gone, so that the engine stops",
         ),
         Seam(
             f"{_CORE}:EngineCoreProc.enable_fault_tolerance",
-            "sparksched.engine.launcher:fail",
+            "launcher:fail",
             "set to False when the launcher is gone or our transport has failed, because nobody "
             "could send recovery commands",
         ),
@@ -314,92 +318,68 @@ ENGINE_TRANSPORT: Final = Group(
 CLIENT_TRANSPORT: Final = Group(
     name="client_transport",
     process=_API_SERVER,
-    off="`SPARKSCHED_TRANSPORT=zmq`, but for requests that a shutdown leaves behind",
+    off="`SPARKSCHED_TRANSPORT=zmq`; requests still get an answer at shutdown",
     gain="the event loop reads a step without a thread or a socket; requests of a dead engine fail",
     instead="messages to engines go through vLLM's own sockets",
     is_on=_always,
     functions=(
         Seam(
             f"{_CLIENT}:MPClient._apply_ready_response",
-            "sparksched.api_server.client:_remembering_offers",
+            "client:_remembering_offers",
             "keeps the offer",
         ),
-        Seam(
-            f"{_CLIENT}:BackgroundResources.__call__",
-            "sparksched.api_server.client:_closing_rings",
-            "says goodbye",
-        ),
-        Seam(
-            f"{_CLIENT}:AsyncMPClient.__init__",
-            "sparksched.api_server.client:_connecting",
-            "connects",
-        ),
-        Seam(
-            f"{_CLIENT}:SyncMPClient.__init__",
-            "sparksched.api_server.client:_connecting",
-            "connects",
-        ),
+        Seam(f"{_CLIENT}:BackgroundResources.__call__", "client:_closing_rings", "says goodbye"),
+        Seam(f"{_CLIENT}:AsyncMPClient.__init__", "client:_connecting", "connects"),
+        Seam(f"{_CLIENT}:SyncMPClient.__init__", "client:_connecting", "connects"),
         Seam(
             f"{_CLIENT}:AsyncMPClient._send_input",
-            "sparksched.api_server.client:_sending_async",
-            "sends requests and aborts; a balancing client forgets a request that was not sent",
+            "client:_sending_async",
+            "sends requests and aborts; a load balancer forgets a request that was not sent",
         ),
         Seam(
             f"{_CLIENT}:AsyncMPClient._send_input_message",
-            "sparksched.api_server.client:_sending_calls",
-            "sends calls",
+            "client:_sending_calls",
+            "sends utility calls",
         ),
-        Seam(
-            f"{_CLIENT}:SyncMPClient._send_input",
-            "sparksched.api_server.client:_sending_sync",
-            "sends",
-        ),
+        Seam(f"{_CLIENT}:SyncMPClient._send_input", "client:_sending_sync", "sends"),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM._add_request",
-            "sparksched.api_server.overload:_forgetting_refused_requests",
+            "overload:_forgetting_refused_requests",
             "forgets a request that was not accepted",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.check_health",
-            "sparksched.api_server.overload:_checking_rings",
+            "overload:_checking_rings",
             "makes `/health` answer 503 when an engine is stopped",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.shutdown",
-            "sparksched.api_server.shutdown:_answering_what_is_in_flight",
-            "one of several API servers answers its requests within `--shutdown-timeout`; what is "
-            "left then fails, where in vLLM it may wait for ever",
+            "shutdown:_answering_what_is_in_flight",
+            "with several API servers, answers requests within `--shutdown-timeout`; others fail, "
+            "where vLLM may leave them waiting forever",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM.check_admission",
-            "sparksched.api_server.shutdown:_refusing_requests",
-            "requests that come meanwhile get 503",
+            "shutdown:_refusing_requests",
+            "answers 503 meanwhile",
         ),
     ),
     values=(
         Seam(
             f"{VARIABLES}[VLLM_V1_OUTPUT_PROC_CHUNK_SIZE]",
-            "sparksched.api_server.client:_let_streams_catch_up",
+            "client:_let_streams_catch_up",
             "4,096 in API servers with rings unless the user sets it, so that streams catch up",
         ),
         Seam(
             f"{_ASYNC_LLM}:AsyncLLM",
-            "sparksched.api_server.shutdown:_answering_what_is_in_flight",
+            "shutdown:_answering_what_is_in_flight",
             "gets `sparksched_shutdown_s` when it shuts down",
         ),
-        Seam(
-            f"{_CLIENT}:MPClient",
-            "sparksched.api_server.client:_remembering_offers",
-            "gets `sparksched_offers`",
-        ),
-        Seam(
-            f"{_CLIENT}:BackgroundResources",
-            "sparksched.api_server.client:_connecting",
-            "gets `sparksched_rings`",
-        ),
+        Seam(f"{_CLIENT}:MPClient", "client:_remembering_offers", "gets `sparksched_offers`"),
+        Seam(f"{_CLIENT}:BackgroundResources", "client:_connecting", "gets `sparksched_rings`"),
         Seam(
             f"{_CLIENT}:BackgroundResources.engine_dead",
-            "sparksched.api_server.channel:Channel",
+            "channel:Channel",
             "set when the rings report that the engine is dead",
         ),
     ),
@@ -425,41 +405,40 @@ OUTPUTS: Final = Group(
     name="outputs",
     process=_API_SERVER,
     off="`SPARKSCHED_FRONT_END=vllm`",
-    gain="a token costs an API server less",
+    gain="API servers need less CPU time per token",
     instead="outputs are processed by vLLM's own code",
     is_on=environment.replaces_front_end,
     after=(_OUTPUT,),
     bypasses=True,
-    prepare="sparksched.api_server.output_processor:prepare",
+    prepare="output_processor:prepare",
     functions=(
         Seam(
             f"{_OUTPUT}:RequestOutputCollector.put",
-            "sparksched.api_server.request_collector:_waking_the_consumer",
-            "a stream waits without an event",
-            "a fifth of an API server's CPU time a token, with the next one",
+            "request_collector:_waking_the_consumer",
+            "lets streams wait on a future, not an event",
+            "part of what API servers save, with the next one",
         ),
         Seam(
             f"{_OUTPUT}:RequestOutputCollector.get",
-            "sparksched.api_server.request_collector:_waiting_for_a_future",
+            "request_collector:_waiting_for_a_future",
             "the same",
         ),
         Seam(
             f"{_OUTPUT}:OutputProcessor.process_outputs",
-            "sparksched.api_server.output_processor:_looping_over_plain_outputs",
-            "plain outputs in one flat loop, which also writes them into one that waits for its "
-            "stream",
-            "most of what a token costs an API server less",
+            "output_processor:_looping_over_plain_outputs",
+            "handles plain outputs in one flat loop, and appends to those that still wait",
+            "most of what API servers save",
         ),
     ),
     values=(
         Seam(
             f"{_OUTPUT}:RequestOutputCollector",
-            "sparksched.api_server.request_collector:prepare",
+            "request_collector:prepare",
             "gets `plain_output` and what its consumer waits for",
         ),
         Seam(
             f"{_OUTPUT}:RequestState",
-            "sparksched.api_server.output_processor:prepare",
+            "output_processor:prepare",
             "gets `sparksched_is_plain` and `sparksched_extends_output`",
         ),
     ),
@@ -485,31 +464,31 @@ FAILURES: Final = Group(
     name="failures",
     process=_API_SERVER,
     off="`VLLM_SCHEDULER=vllm`",
-    gain="whoever waits for `/v1/responses` learns of an error",
+    gain="errors of `/v1/responses` reach the client",
     instead="errors of `/v1/responses` in the background are told to nobody",
     is_on=_always,
-    prepare="sparksched.api_server.failures:prepare",
+    prepare="failures:prepare",
     functions=(
         Seam(
             f"{_RESPONSES}:OpenAIServingResponses._run_background_request",
-            "sparksched.api_server.failures:_failing_in_the_background",
-            "an error makes the stored response `failed`, instead of `queued` for ever",
+            "failures:_failing_in_the_background",
+            "marks the stored response `failed` on an error; in vLLM it stays `queued`",
         ),
         Seam(
             f"{_RESPONSES}:OpenAIServingResponses.responses_stream_generator",
-            "sparksched.api_server.failures:_ending_with_the_error",
-            "an error becomes the event `response.failed`, instead of a broken connection",
+            "failures:_ending_with_the_error",
+            "sends an error as the event `response.failed`; vLLM breaks the connection",
         ),
         Seam(
             f"{_RESPONSES}:OpenAIServingResponses.responses_background_stream_generator",
-            "sparksched.api_server.failures:_ending_streams_of_the_background",
-            "a stream ends with that event, instead of never",
+            "failures:_ending_streams_of_the_background",
+            "ends the stream with that event; in vLLM it never ends",
         ),
     ),
     values=(
         Seam(
             "vllm.entrypoints.anthropic.api_router:logger",
-            "sparksched.api_server.failures:prepare",
+            "failures:prepare",
             "gets a filter, as does that of `serving`: no traceback of a 503 of `/v1/messages`",
         ),
     ),
@@ -520,63 +499,18 @@ METRICS_PAGE: Final = Group(
     name="metrics_page",
     process=_API_SERVER,
     off="`SPARKSCHED_METRICS=0`",
-    gain="`/metrics` shows engines",
+    gain="`/metrics` has our series",
     instead="there will be no metrics of engines",
     is_on=environment.shows_metrics,
     after=("vllm.entrypoints.serve.instrumentator.metrics",),
     any_release=True,
-    prepare="sparksched.api_server.metrics:prepare",
+    prepare="metrics:prepare",
     functions=(
         Seam(
             "prometheus_client.multiprocess:MultiProcessCollector.collect",
-            "sparksched.api_server.metrics:_with_engines",
-            "adds engines to the page of several API servers, under any version of vLLM; a single "
-            "API server registers them beside vLLM's metrics",
-        ),
-    ),
-)
-
-RECORDED_ENGINE: Final = Group(
-    name="recorded_engine",
-    process=_ENGINE,
-    off="without `SPARKSCHED_RECORD`",
-    gain="recordings are complete",
-    instead="a signal may end the engine before its recording is complete",
-    is_on=_always,
-    moment=Moment.RECORDED_SCHEDULER,
-    functions=(
-        Seam(
-            f"{_CORE}:EngineCoreProc.run_busy_loop",
-            "sparksched.record.engine_end:_completing_the_recording",
-            "completes the recording when the loop ends, before a signal may end the process",
-        ),
-        Seam(
-            f"{_CORE}:DPEngineCoreProc.run_busy_loop",
-            "sparksched.record.engine_end:_completing_the_recording",
-            "the same",
-        ),
-    ),
-    values=(
-        Seam(
-            "vllm.v1.structured_output:StructuredOutputManager",
-            "sparksched.record.recorder:record",
-            "wraps methods of one engine's manager and scheduler",
-        ),
-    ),
-)
-
-RECORDED_SERVER: Final = Group(
-    name="recorded_server",
-    process=_API_SERVER,
-    off="without `SPARKSCHED_RECORD`",
-    gain="recordings are complete",
-    instead="the API server may end its engines before their recordings are complete",
-    is_on=lambda: environment.recording() is not None,
-    functions=(
-        Seam(
-            "vllm.v1.engine.utils:get_engine_process_shutdown_timeout",
-            "sparksched.record.engine_end:_giving_time",
-            "with `--shutdown-timeout 0`, vLLM's default, waits up to three seconds for engines",
+            "metrics:_with_engines",
+            "adds our series with several API servers, under any version of vLLM; a single one "
+            "registers them beside vLLM's",
         ),
     ),
 )
@@ -590,6 +524,4 @@ GROUPS: Final = (
     OUTPUTS,
     FAILURES,
     METRICS_PAGE,
-    RECORDED_ENGINE,
-    RECORDED_SERVER,
 )

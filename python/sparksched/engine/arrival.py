@@ -11,7 +11,7 @@ from sparksched import environment
 from sparksched._core import read_prompt
 from sparksched.compat import patching
 from sparksched.engine.context import context_of
-from sparksched.engine.request_errors import WAIT_S, refuse_limited_time
+from sparksched.engine.request_errors import HINTS, WAIT_S, refuse_limited_time
 from sparksched.shared import queue_timeout
 
 if TYPE_CHECKING:
@@ -28,11 +28,13 @@ def _checking_one_at_a_time(original: patching.Function) -> patching.Function:
             if scheduler is None:
                 return original(self, request)
             scheduler.refuse_unsupported_inputs(request)
+            hints = scheduler.order_hints(request)
             wait_s = _time_to_wait_s(scheduler, request)
             if not hasattr(self, "input_queue"):  # no process, and no loop, of its own
                 refuse_limited_time(request, wait_s)
             preprocessed = original(self, request)
             setattr(preprocessed[0], WAIT_S, wait_s)
+            setattr(preprocessed[0], HINTS, hints)
             if isinstance(request.request_id, str):  # else vLLM's add_request() says so
                 read_prompt(preprocessed[0], extra_keys=scheduler.extra_keys)
             return preprocessed

@@ -8,7 +8,7 @@ scheduler tells the hasher before that goes through the thread: see `hashing`.
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from sparksched import _core
@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from sparksched.shared.offer import Offer
 
 _ATTRIBUTE = "sparksched"
-
-
-class Transport(Protocol):
-    """An engine's links to its clients, as far as replaced functions use them."""
-
-    def close(self) -> None:
-        """Say goodbye to all clients."""
-
-    def handle_notice(self, notice: Any, value: Any) -> None:
-        """Do in the engine's loop what another thread has asked for."""
 
 
 class EngineContext:
@@ -39,8 +29,8 @@ class EngineContext:
         """Held while a request is prepared."""
         self.offer: Offer | None = None
         """What the engine tells its clients; None until its input thread starts."""
-        self.transport: Transport | None = None
-        """Its links to clients; None if vLLM's sockets are all that it has."""
+        self.transport: Any = None
+        """Its `ClientLinks`; None if vLLM's sockets are all that it has."""
         self.card: BinaryIO | None = None
         """What its metrics are found by, as long as this is open."""
         self.meters: _core.EngineMeters | None = None

@@ -13,6 +13,9 @@ from sparksched.shared import queue_timeout
 WAIT_S: Final = "sparksched_wait_s"
 """An attribute of vLLM's `Request`: for how many seconds it may wait to be scheduled, or None."""
 
+HINTS: Final = "sparksched_order_hints"
+"""The same: what it has said of its place in the order, read where it has arrived."""
+
 
 class UnsupportedRequestError(VLLMValidationError, ValueError):  # type: ignore[misc]
     """A request that the Rust core can't serve."""

@@ -40,11 +40,10 @@ from sparksched.engine.encoder_inputs import EncoderInputs
 from sparksched.engine.encoder_transfer import EncoderTransfer
 from sparksched.engine.extra_keys import extra_keys_writer
 from sparksched.engine.kv_transfer import KVTransfer
-from sparksched.engine.request_errors import WAIT_S, refuse_unsupported_inputs
+from sparksched.engine.request_errors import HINTS, WAIT_S, refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
-from sparksched.environment import Order, Pacing, queue_timeout_s
-from sparksched.record.new_file import path_of_engine
-from sparksched.shared.order import hints_of
+from sparksched.environment import Order, Pacing, file_of_engine, queue_timeout_s
+from sparksched.shared.order import OrderHints, hints_of
 
 if TYPE_CHECKING:
     from sparksched._core import EngineMeters, QueueWatch
@@ -125,7 +124,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self._has_connectors = any(connector is not None for connector in connectors)
         self.queue_timeout_s = queue_timeout_s()
         """For how long the operator lets requests wait to be scheduled, in seconds, or None."""
-        self._order: Order | None = None
+        self._is_ordered = False
         self._core = SchedulerCore(
             config,
             # Functions that don't know this object: the core would keep it alive.
@@ -240,7 +239,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             reason = f"long prompts are not paced: {problem.feature}: {problem.reason}"
             compat.warn_or_raise(warning=f"sparksched: {reason}", error=f"sparksched: {reason}")
             return
-        log = settings.log and str(path_of_engine(settings.log, self.vllm_config))
+        index = self.vllm_config.parallel_config.data_parallel_index
+        log = settings.log and str(file_of_engine(settings.log, index))
         self._core.pace(
             settings.max_stall_s,
             settings.max_slowdown,
@@ -258,8 +258,17 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     def order_by(self, order: Order) -> None:
         """Give requests that arrive from now on the priorities of this order."""
         self._core.order_by(order.kind, weights=order.weights, seconds=order.seconds)
-        self._order = order
+        self._is_ordered = True
         logger.info("sparksched: requests come in by %s", order.kind)
+
+    def order_hints(self, request: Any) -> OrderHints:
+        """Read what a request, or its message, says of its place; nothing if none are ordered.
+
+        Raises:
+            VLLMValidationError: if that makes no sense.
+
+        """
+        return hints_of(request) if self._is_ordered else OrderHints()
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -321,8 +330,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         session = self.requests.get(request.request_id)
         if session is None or session.streaming_queue is None:
             sessions.open_session(request)
-            hints = ("", None) if self._order is None else hints_of(request)
             wait_s = getattr(request, WAIT_S, None)
+            hints = getattr(request, HINTS, None) or self.order_hints(request)
             self._core.add_request(request, time.monotonic(), wait_s, *hints)
             if self.connector is not None:
                 self.connector.on_new_request(request)
@@ -342,8 +351,6 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
 
     def refuse_unsupported_inputs(self, request: Any) -> None:
         """Raise `VLLMValidationError` for a request, or its message, that can't be served."""
-        if self._order is not None:
-            hints_of(request)
         refuse_unsupported_inputs(
             request,
             takes_encoder_inputs=self._encoder_inputs is not None,

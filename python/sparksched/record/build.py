@@ -24,11 +24,7 @@ from vllm.config import (
 )
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import (
-    RepetitionDetectionParams,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -221,7 +217,6 @@ class RequestBuilder:
     """Builds each scheduler's own `Request`s."""
 
     def __init__(self, settings: Settings, load: Load) -> None:
-        self._has_tokens = settings.has_tokens
         self._load = load
         self._hasher = None
         if settings.cache_config.enable_prefix_caching:
@@ -248,20 +243,14 @@ class RequestBuilder:
             arrival = msgspec.structs.replace(
                 arrival,
                 max_tokens=num_output_tokens,
-                min_tokens=0,
-                eos_token_id=None,
-                stop_token_ids=[],
-                repetition=None,
                 has_grammar=False,
             )
         elif recorded.stop is not None:
             # What stands for the token that ended it.
             stops = self._load.tokens(number).between(position - 1, position)
-        prompt = arrival.prompt
-        if prompt is None:
-            prompt = self._load.tokens(number).between(0, arrival.num_prompt_tokens)
+        prompt = self._load.tokens(number).between(0, arrival.num_prompt_tokens)
         try:
-            return self._request(arrival, list(prompt), stops)
+            return self._request(arrival, prompt, stops)
         except ValueError as error:
             raise TraceError(f"request {number} can't be built: {error}") from error
 
@@ -277,27 +266,16 @@ class RequestBuilder:
             client_index=arrival.client_index,
             arrival_time=arrival.arrival_time,
             lora_request=lora if arrival.lora_id else None,
-            cache_salt=arrival.salt.hex() or None,
             priority=arrival.priority,
             block_hasher=self._hasher,
         )
 
-    def _sampling(self, arrival: Arrive, stops: list[int]) -> SamplingParams:
-        repetition = None
-        if arrival.repetition is not None:
-            largest, smallest, count = arrival.repetition
-            repetition = RepetitionDetectionParams(
-                max_pattern_size=largest, min_pattern_size=smallest, min_count=count
-            )
-        params = SamplingParams(
+    @staticmethod
+    def _sampling(arrival: Arrive, stops: list[int]) -> SamplingParams:
+        return SamplingParams(
             max_tokens=arrival.max_tokens,
-            # Without tokens there is no other stop than the one that was recorded.
-            min_tokens=arrival.min_tokens if self._has_tokens else 0,
-            stop_token_ids=[*arrival.stop_token_ids, *stops],
-            repetition_detection=repetition,
+            stop_token_ids=stops,
             structured_outputs=StructuredOutputsParams(regex=".*") if arrival.has_grammar else None,
             skip_reading_prefix_cache=arrival.skips_cache,
             detokenize=False,
         )
-        params._eos_token_id = arrival.eos_token_id
-        return params

@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the format: raised by changes that an older reader can't refuse by a field's name."""
 
 UNKNOWN: Final = -1
@@ -26,8 +26,6 @@ Size = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Number = Annotated[int, Meta(ge=0)]
 RowLength = Annotated[int, Meta(ge=0, le=1 << 10)]
 """How many tokens or drafts one request gets in one step."""
-Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Draft = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
 BlockIds = list[list[int]]
@@ -129,7 +127,6 @@ class Settings(_Settings, frozen=True, kw_only=True):
     """Which scheduler was recorded: the name of its class."""
     started: float
     """Seconds since the epoch."""
-    has_tokens: bool
     block_size: Size
     hash_block_size: Size
     num_hash_lookahead_tokens: RowLength
@@ -178,16 +175,7 @@ class Arrive(_Event, kw_only=True):
     num_prompt_tokens: Size
     keys: bytes = b""
     """Of the prompt's whole segments."""
-    prompt: list[Token] | None = None
-    """Tokens, if the trace has them."""
-    salt: bytes = b""
-    """What stands for the cache salt, if the trace has tokens; else keys cover it."""
     max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    min_tokens: Count = 0
-    eos_token_id: Token | None = None
-    stop_token_ids: list[Token] = []
-    repetition: tuple[Count, Count, Count] | None = None
-    """Largest and smallest pattern, and how many of them end the request."""
     has_grammar: bool = False
     is_pooling: bool = False
     lora_id: Number = 0
@@ -246,8 +234,6 @@ class Update(_Event):
     duration_us: Microseconds = 0.0
     num_sampled: list[RowLength] | None = None
     """How many tokens each row got; None for one each, an empty list for none at all."""
-    tokens: list[Token] | None = None
-    """These, row after row, if the trace has tokens."""
     pooled: list[bool] | None = None
     """Which rows got a pooler's output; None without a pooler."""
     num_tokens: list[Count] | None = None
@@ -295,8 +281,6 @@ class Drafts(_Event, kw_only=True):
     num_drafts: list[RowLength]
     num_padding: list[RowLength]
     """How many of the drafts, the last ones, stand for none."""
-    tokens: list[Draft] | None = None
-    """Row after row, if the trace has tokens."""
     num_valid: list[tuple[Number, RowLength]] = []
     """How many of its drafts a request's grammar let pass, where it was asked."""
 

@@ -1,7 +1,6 @@
 """What a trace says of the load: its requests, their tokens, its steps and how long they took."""
 
-import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sparksched.engine.warm_up import PREFIX as WARM_UP_PREFIX
 from sparksched.record.events import (
@@ -18,11 +17,6 @@ from sparksched.record.events import (
 from sparksched.record.keys import StandIns, segment_sizes
 from sparksched.record.read import Trace
 
-UNFINISHED = (
-    "The process that recorded it was probably killed, or had no room on its disk, or still runs. "
-    "--partial replays what is whole."
-)
-
 
 @dataclass
 class Request:
@@ -34,8 +28,6 @@ class Request:
     keys: bytearray
     num_outputs: int = 0
     """Tokens that were sampled."""
-    outputs: list[int] = field(default_factory=list)
-    """These, if the trace has tokens."""
     stop: int | None = None
     """How many tokens had been sampled with the one that ended it, if one did."""
     aborted: float | None = None
@@ -46,12 +38,12 @@ class Load:
     """A trace that has been read once.
 
     Raises:
-        TraceError: for no trace, a damaged one, or one without its end unless `partial`.
+        TraceError: for no trace, or a damaged one.
         OSError: if the file can't be read.
 
     """
 
-    def __init__(self, path: str, *, partial: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         self.trace = Trace(path)
         settings = self.trace.settings
         self._sizes = segment_sizes(settings.hash_block_size, settings.num_hash_lookahead_tokens)
@@ -70,8 +62,6 @@ class Load:
         self._num_drafted_rows = 0
         self._num_accepted = 0
         self._read()
-        if self.trace.missing is not None and not partial:
-            raise TraceError(f"{self.trace.missing}. {UNFINISHED}")
 
     @property
     def accepted_per_row(self) -> float:
@@ -126,11 +116,9 @@ class Load:
 
     def _take_output(self, update: Update, step: Step, rows: list[Request]) -> None:
         self.update_us.append(update.duration_us)
-        tokens = iter(update.tokens or ())
         counts = [1] * len(rows) if update.num_sampled is None else update.num_sampled
         for row, (request, count) in enumerate(zip(rows, counts, strict=bool(counts))):
             request.num_outputs += count
-            request.outputs += itertools.islice(tokens, count)
             if step.num_drafts is not None and step.num_drafts[row] and count:
                 self._num_drafted_rows += 1
                 self._num_accepted += count - 1

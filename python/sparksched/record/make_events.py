@@ -6,7 +6,7 @@ call tells: numbers of requests, keys of what they have sampled, which outputs n
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from sparksched.record.decisions import Decision
 from sparksched.record.events import (
@@ -29,19 +29,26 @@ _MAX_STEPS: Final = 64
 """Steps on their way through the model, at the most."""
 
 
+class Ends(NamedTuple):
+    """What ends a request besides its length. None of it is written."""
+
+    tokens: frozenset[int]
+    repetition: tuple[int, int, int] | None
+    """Largest and smallest pattern, and how many of them end the request."""
+    min_tokens: int
+    """Before which a repetition doesn't."""
+
+
 class _Life:
     """A request, as far as its tokens go."""
 
-    __slots__ = ("chain", "is_over", "num_prompt_tokens", "number", "repetition", "stops", "tokens")
+    __slots__ = ("chain", "ends", "is_over", "num_prompt_tokens", "number", "tokens")
 
-    def __init__(self, number: int, arrival: Arrive, chain: Chain) -> None:
+    def __init__(self, number: int, num_prompt_tokens: int, chain: Chain, ends: Ends) -> None:
         self.number = number
-        self.num_prompt_tokens = arrival.num_prompt_tokens
+        self.num_prompt_tokens = num_prompt_tokens
         self.chain = chain
-        self.stops = {*arrival.stop_token_ids}
-        if arrival.eos_token_id is not None:
-            self.stops.add(arrival.eos_token_id)
-        self.repetition = arrival.repetition and (*arrival.repetition, arrival.min_tokens)
+        self.ends = ends
         self.tokens: list[int] = []
         """What it has sampled, if repetitions may end it."""
         self.is_over = False
@@ -67,12 +74,10 @@ class EventMaker:
         sizes: tuple[int, ...],
         *,
         has_keys: bool,
-        has_tokens: bool,
     ) -> None:
         self._append = append
         self._sizes = sizes
-        self._has_keys = has_keys and not has_tokens
-        self._has_tokens = has_tokens
+        self._has_keys = has_keys
         self._key_maker = KeyMaker()
         self._lives: dict[str, _Life] = {}
         self._replaced: dict[str, _Life] = {}
@@ -89,28 +94,24 @@ class EventMaker:
 
     # ---- requests ----
 
-    def arrive(self, arrival: Arrive, prompt: list[int], adapter: str, salt: str) -> None:
-        """Complete an arrival by its keys, or its tokens."""
+    def arrive(
+        self, arrival: Arrive, ends: Ends, prompt: list[int], adapter: str, salt: str
+    ) -> None:
+        """Complete an arrival by its keys."""
         chain = Chain(self._key_maker, self._key_maker.root(adapter, salt), self._sizes)
-        life = _Life(self._num_arrivals, arrival, chain)
+        life = _Life(self._num_arrivals, arrival.num_prompt_tokens, chain, ends)
         self._num_arrivals += 1
         before = self._lives.get(arrival.request_id)
         if before is not None:
             self._forget(before)
             self._replaced[arrival.request_id] = before
         self._lives[arrival.request_id] = life
-        self._stops.update(life.stops)
-        self._num_repeating += life.repetition is not None
+        self._stops.update(ends.tokens)
+        self._num_repeating += ends.repetition is not None
         if self._has_keys:
             arrival.keys = chain.take(prompt)
         else:
             chain.num_whole_tokens = len(prompt)
-        if self._has_tokens:
-            arrival.prompt = prompt
-            arrival.salt = self._key_maker.root(salt) if salt else b""
-        else:
-            # What the tokens are called is nobody's business.
-            arrival.eos_token_id, arrival.stop_token_ids, arrival.repetition = None, [], None
         self._append(arrival)
 
     def ready(self, request_id: str, is_compiled: bool) -> None:
@@ -135,8 +136,8 @@ class EventMaker:
 
     def _forget(self, life: _Life) -> None:
         life.is_over = True
-        self._num_repeating -= life.repetition is not None
-        for token in life.stops:
+        self._num_repeating -= life.ends.repetition is not None
+        for token in life.ends.tokens:
             self._stops[token] -= 1
             if not self._stops[token]:
                 del self._stops[token]
@@ -182,9 +183,7 @@ class EventMaker:
     def update(self, update: Update, tokens: list[int], rejected: list[str]) -> None:
         """Complete an output by what requests make of it."""
         batch = self._batches.pop(update.sequence, None)
-        if self._has_tokens:
-            update.tokens = tokens
-        elif batch is not None and tokens:
+        if batch is not None and tokens:
             self._take_tokens(batch, update.num_sampled, tokens)
         # Outputs of steps before it never come: the engine has dropped them.
         for sequence in [it for it in self._batches if it < update.sequence - _MAX_STEPS]:
@@ -212,24 +211,24 @@ class EventMaker:
         for token in row:
             life.chain.tail.append(token)
             self._grow(life)
-            if token in life.stops or self._is_repeated(life, token):
+            if token in life.ends.tokens or self._is_repeated(life, token):
                 life.is_over = True
                 num_output_tokens = life.chain.num_tokens - life.num_prompt_tokens
                 self._append(Stop(life.number, num_output_tokens))
                 return
 
     def _is_repeated(self, life: _Life, token: int) -> bool:
-        if life.repetition is None:
+        if life.ends.repetition is None:
             return False
         from vllm.sampling_params import RepetitionDetectionParams
         from vllm.v1.core.sched.utils import check_sequence_repetition
 
         life.tokens.append(token)
-        largest, smallest, count, min_tokens = life.repetition
+        largest, smallest, count = life.ends.repetition
         repetition = RepetitionDetectionParams(
             max_pattern_size=largest, min_pattern_size=smallest, min_count=count
         )
-        is_long_enough = len(life.tokens) >= min_tokens
+        is_long_enough = len(life.tokens) >= life.ends.min_tokens
         return is_long_enough and bool(check_sequence_repetition(life.tokens, repetition))
 
     def _grow(self, life: _Life) -> None:
@@ -258,8 +257,6 @@ class EventMaker:
         numbers = {it: self._lives[it].number for it in request_ids if it in self._lives}
         drafts.numbers = [numbers.get(it, UNKNOWN) for it in request_ids]
         drafts.num_valid = [(numbers[it], count) for it, count in valid if it in numbers]
-        if not self._has_tokens:
-            drafts.tokens = None
         self._append(drafts)
 
     def reset(self, reset: Reset, running: list[str]) -> None:

@@ -18,7 +18,6 @@ from vllm.logger import init_logger
 
 from sparksched import environment
 from sparksched.compat.pacing import StepKnobs
-from sparksched.record import engine_end
 from sparksched.record.decisions import Decision, decision_of, num_drafts_of
 from sparksched.record.events import (
     VERSION,
@@ -33,8 +32,7 @@ from sparksched.record.events import (
     Update,
 )
 from sparksched.record.keys import segment_sizes
-from sparksched.record.make_events import EventMaker
-from sparksched.record.new_file import path_of_engine
+from sparksched.record.make_events import Ends, EventMaker
 from sparksched.record.settings import UnrecordableError, settings_of
 from sparksched.record.write import BackgroundWriter, Lines
 
@@ -84,7 +82,8 @@ def record(
     """
     asked = environment.recording()
     assert asked is not None, "a scheduler is recorded where the environment names a file"
-    path = path_of_engine(asked.path, vllm_config)
+    index = vllm_config.parallel_config.data_parallel_index
+    path = environment.file_of_engine(asked.path, index)
     try:
         recorder = Recorder(
             path,
@@ -92,7 +91,6 @@ def record(
             kv_cache_config,
             block_size,
             hash_block_size,
-            with_tokens=asked.with_tokens,
             max_bytes=asked.max_bytes,
             scheduler=type(scheduler).__name__,
         )
@@ -104,11 +102,9 @@ def record(
             f"{environment.RECORD}: {path} can't be created: {error.strerror}"
         ) from error
     recorder.attach(scheduler)
-    engine_end.prepare_engine()
     # Nobody shuts down an engine that is in its user's process.
     weakref.finalize(scheduler, recorder.close)
-    what = "with all prompts and outputs" if asked.with_tokens else "without tokens"
-    logger.info("sparksched: recording the scheduler to %s, %s", path, what)
+    logger.info("sparksched: recording the scheduler to %s, without tokens", path)
 
 
 class Recorder:
@@ -117,8 +113,8 @@ class Recorder:
     It neither waits for the disk nor raises an error: a recording that can't go on ends, with a
     warning. Not thread-safe.
 
-    It takes what the scheduler was built from, and the name of its class. Without tokens, what
-    stands for prompts and outputs is written.
+    It takes what the scheduler was built from, and the name of its class. What stands for prompts
+    and outputs is written, not they.
 
     Raises:
         UnrecordableError: if the scheduler decides by something that a trace has no words for.
@@ -134,20 +130,16 @@ class Recorder:
         block_size: int,
         hash_block_size: int | None = None,
         *,
-        with_tokens: bool = False,
         max_bytes: int = environment.DEFAULT_RECORD_BYTES,
         scheduler: str = "SparkScheduler",
     ) -> None:
-        settings = settings_of(
-            vllm_config, kv_cache_config, block_size, hash_block_size, scheduler, with_tokens
-        )
+        settings = settings_of(vllm_config, kv_cache_config, block_size, hash_block_size, scheduler)
         self._start = time.perf_counter()
         lines = Lines(Path(path), max_bytes)
         self._maker = EventMaker(
             lines.append,
             segment_sizes(settings.hash_block_size, settings.num_hash_lookahead_tokens),
             has_keys=settings.cache_config.enable_prefix_caching,
-            has_tokens=with_tokens,
         )
         self._writer = BackgroundWriter(lines, self._now, self._maker.write_growth)
         self._note, self._append = self._writer.note, lines.append
@@ -182,7 +174,6 @@ class Recorder:
         for name in ("accept_tokens", "validate_tokens"):
             replacement = functools.partial(getattr(self, f"_{name}"), getattr(manager, name))
             setattr(manager, name, replacement)
-        engine_end.call_at_the_end(scheduler, self.close)
 
     def _recorded(self, original: Call, before: Call | None, after: Call | None) -> Call:
         """Return a method that takes note of a call, but not of what the scheduler asks itself.
@@ -250,7 +241,8 @@ class Recorder:
             return
         adapter = "" if request.lora_request is None else request.lora_request.lora_name
         prompt, salt = request.prompt_token_ids, request.cache_salt or ""
-        self._note(self._maker.arrive, arrival, prompt, adapter, salt, num_items=len(prompt))
+        arguments = arrival, _ends(request), prompt, adapter, salt
+        self._note(self._maker.arrive, *arguments, num_items=len(prompt))
         structured = request.structured_output_request
         if structured is not None:
             compiling = structured._grammar
@@ -359,7 +351,6 @@ class Recorder:
             sequence=None if in_flight is None else in_flight[1],
             num_drafts=list(map(len, rows)),
             num_padding=[row.count(-1) for row in rows],
-            tokens=list(chain.from_iterable(rows)),
         )
 
     def _after_update_draft_token_ids(
@@ -367,7 +358,7 @@ class Recorder:
     ) -> None:
         if taken is not None:
             ids = list(drafts.req_ids)
-            num_items = _NUM_LISTS * len(ids) + len(taken.tokens or ())
+            num_items = _NUM_LISTS * len(ids)
             self._note(self._maker.drafts, taken, ids, self._valid, num_items=num_items)
 
     _before_update_draft_token_ids_in_output = _before_update_draft_token_ids
@@ -408,7 +399,7 @@ def _arrival(request: "Request", now: float) -> Arrive:
         raise UnrecordableError("its prompt has embeddings")
     if request.resumable or request.streaming_queue is not None:
         raise UnrecordableError("it is a session, whose input goes on")
-    arrival = Arrive(
+    return Arrive(
         time=now,
         request_id=request.request_id,
         client_index=request.client_index,
@@ -421,19 +412,20 @@ def _arrival(request: "Request", now: float) -> Arrive:
         lora_id=0 if request.lora_request is None else request.lora_request.lora_int_id,
         skips_cache=bool(request.skip_reading_prefix_cache),
     )
+
+
+def _ends(request: "Request") -> Ends:
     params = request.sampling_params
-    if params is not None:
-        arrival.min_tokens = params.min_tokens
-        arrival.eos_token_id = params.eos_token_id
-        arrival.stop_token_ids = list(params.stop_token_ids or ())
-        repetition = params.repetition_detection
-        if repetition is not None:
-            arrival.repetition = (
-                repetition.max_pattern_size,
-                repetition.min_pattern_size,
-                repetition.min_count,
-            )
-    return arrival
+    if params is None:
+        return Ends(frozenset(), None, 0)
+    tokens = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
+    repetition = params.repetition_detection
+    patterns = repetition and (
+        repetition.max_pattern_size,
+        repetition.min_pattern_size,
+        repetition.min_count,
+    )
+    return Ends(frozenset(tokens), patterns, params.min_tokens)
 
 
 def _rows(ids: list[str], output: "ModelRunnerOutput") -> list[list[int]]:

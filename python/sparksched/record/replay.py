@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -59,7 +58,6 @@ class Replay:
     def __init__(self, name: str, settings: Settings, load: Load) -> None:
         self.outcome = Outcome(name)
         self._load = load
-        self._has_tokens = settings.has_tokens
         self._scheduler: Any = build_scheduler(name, settings)
         self._grammars: Grammars = self._scheduler.structured_output_manager
         self._builder = RequestBuilder(settings, load)
@@ -96,8 +94,7 @@ class Replay:
     def _arrive(self, event: Arrive) -> None:
         number, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         request = self._builder.build(number)
-        stand_ins = None if self._has_tokens else self._load.tokens(number)
-        self._live[number] = _Live(request, event.num_prompt_tokens, stand_ins)
+        self._live[number] = _Live(request, event.num_prompt_tokens, self._load.tokens(number))
         self._ids.append(event.request_id)
         self._number_of[event.request_id] = number
         self._scheduler.add_request(request)
@@ -174,11 +171,8 @@ class Replay:
     ) -> ModelRunnerOutput:
         ids = list(output.num_scheduled_tokens)
         counts = [1] * len(ids) if event.num_sampled is None else event.num_sampled
-        tokens = iter(event.tokens or ())
         rows = [
-            list(islice(tokens, count))
-            if self._has_tokens
-            else self._live[number].next_tokens(count)
+            self._live[number].next_tokens(count)
             for number, count in zip(numbers, counts, strict=False)
         ]
         pooled = None
@@ -192,13 +186,9 @@ class Replay:
         )
 
     def _drafts(self, event: Drafts) -> None:
-        tokens = iter(event.tokens or ())
-        paddings = zip(event.num_drafts, event.num_padding, strict=True)
         rows = [
-            list(islice(tokens, count))
-            if self._has_tokens
-            else [0] * (count - num_padding) + [-1] * num_padding
-            for count, num_padding in paddings
+            [0] * (count - num_padding) + [-1] * num_padding
+            for count, num_padding in zip(event.num_drafts, event.num_padding, strict=True)
         ]
         ids = [
             "a request that is not there" if number == UNKNOWN else self._ids[number]
@@ -217,9 +207,7 @@ class Replay:
 class _Live:
     """A request, with what the model and the compiler of grammars have to say of it."""
 
-    def __init__(
-        self, request: Request, num_prompt_tokens: int, stand_ins: StandIns | None
-    ) -> None:
+    def __init__(self, request: Request, num_prompt_tokens: int, stand_ins: StandIns) -> None:
         self.num_output_tokens = 0
         self._num_prompt_tokens = num_prompt_tokens
         self._stand_ins = stand_ins
@@ -239,7 +227,6 @@ class _Live:
 
     def next_tokens(self, count: int) -> list[int]:
         """Return what stands for the next tokens that are sampled."""
-        assert self._stand_ins is not None
         begin = self._num_prompt_tokens + self.num_output_tokens
         return self._stand_ins.between(begin, begin + count)
 

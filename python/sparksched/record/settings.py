@@ -39,7 +39,6 @@ def settings_of(
     block_size: int,
     hash_block_size: int | None,
     scheduler: str,
-    has_tokens: bool,
 ) -> Settings:
     """Return what a scheduler of this configuration decides by.
 
@@ -56,7 +55,6 @@ def settings_of(
         vllm=releases.installed(),
         scheduler=scheduler,
         started=time.time(),
-        has_tokens=has_tokens,
         block_size=block_size,
         hash_block_size=block_size if hash_block_size is None else hash_block_size,
         num_hash_lookahead_tokens=releases.num_hash_lookahead_tokens(vllm_config),

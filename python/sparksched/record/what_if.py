@@ -24,6 +24,8 @@ from sparksched.record.keys import StandIns
 from sparksched.record.load import Load, is_chunk
 from sparksched.record.step_time import step_time
 
+_OVER_STALL = ("for ordinary", "for long", "unexpected")
+
 _PATIENCE = 1000
 """Steps without tokens in a row, after which nothing is expected any more."""
 
@@ -109,6 +111,8 @@ class Timeline:
     num_finished: int = 0
     num_stuck: int = 0
     """Requests that could never run: they don't fit."""
+    steps_over_stall: dict[str, int] = field(default_factory=dict)
+    """Paced steps with prompts that took longer than the stall, by whose deadline asked for it."""
 
 
 class Simulation:
@@ -164,6 +168,10 @@ class Simulation:
             if self._num_idle and not self._advance():
                 break
         self.timeline.num_stuck = sum(self._scheduler.get_request_counts())
+        if self._is_paced:
+            report = self._scheduler.pacing()
+            over = {it: f"num_over_{it.replace(' ', '_')}" for it in _OVER_STALL}
+            self.timeline.steps_over_stall = {it: int(report[name]) for it, name in over.items()}
         self._scheduler.shutdown()
         return self.timeline
 
@@ -247,13 +255,8 @@ class Simulation:
         served.accepted += self._load.accepted_per_row * (row.num_drafts > 0)
         num_accepted = min(int(served.accepted), row.num_drafts)
         served.accepted -= num_accepted
-        begin, count = served.num_output_tokens, 1 + num_accepted
-        outputs = self._load.requests[served.number].outputs
-        if outputs:
-            tokens = outputs[begin : begin + count]
-            return tokens + [0] * (count - len(tokens))
-        position = served.num_prompt_tokens + begin
-        return served.tokens.between(position, position + count)
+        position = served.num_prompt_tokens + served.num_output_tokens
+        return served.tokens.between(position, position + 1 + num_accepted)
 
     def _note(self, outputs: dict[int, Any]) -> None:
         timeline = self.timeline

@@ -1,6 +1,7 @@
 """The thread that writes a recording: what the engine's loop has noted becomes lines in a file."""
 
 import gzip
+import os
 import threading
 import time
 from collections import deque
@@ -12,7 +13,6 @@ import msgspec
 from vllm.logger import init_logger
 
 from sparksched.record.events import MAX_LINE_BYTES, End, Event
-from sparksched.record.new_file import FileFullError, NewFile
 
 logger = init_logger("vllm.sparksched")
 
@@ -33,14 +33,30 @@ _BYTES_AN_ITEM: Final = 8
 
 _encode: Final = msgspec.json.Encoder().encode
 
+FULL: Final = "the file has reached its size"
+
 Note = tuple[Callable[..., None], tuple[Any, ...], int]
 
 
+class FileFullError(Exception):
+    """There is no more room."""
+
+
 class Lines:
-    """The lines of a trace, compressed some at a time: a file may end behind each piece."""
+    """The lines of a trace, compressed some at a time: a file may end behind each piece.
+
+    The file takes no other's place, is at no end of a link, and is its owner's alone.
+
+    Raises:
+        FileExistsError: from the constructor, if there is something of that name.
+        OSError: if it can't be created.
+
+    """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        self._file = NewFile(path, max_bytes)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o600)
+        self._room = max_bytes
         # What doesn't fit is lost a piece at a time.
         self._piece_bytes = min(_PIECE_BYTES, max_bytes // 4)
         self._lines: list[bytes] = []
@@ -60,17 +76,22 @@ class Lines:
         return self._num_bytes >= self._piece_bytes
 
     def flush(self, reserve: int = _RESERVED_BYTES) -> None:
-        """Write what has been added, or none of it.
+        """Write what has been added.
 
         Raises:
-            FileFullError: if it doesn't fit.
-            OSError: if the system can't write.
+            FileFullError: if it doesn't fit; then none of it is written.
+            OSError: if the system can't write; then a part of it may be.
 
         """
-        if self._lines:
-            piece = b"\n".join([*self._lines, b""])
-            self._lines, self._num_bytes = [], 0
-            self._file.write(gzip.compress(piece, _FASTEST, mtime=0), reserve=reserve)
+        if not self._lines:
+            return
+        lines, self._lines, self._num_bytes = self._lines, [], 0
+        piece = gzip.compress(b"\n".join([*lines, b""]), _FASTEST, mtime=0)
+        if len(piece) + reserve > self._room:
+            raise FileFullError(FULL)
+        self._room -= len(piece)
+        while piece:
+            piece = piece[os.write(self._descriptor, piece) :]
 
     def close(self, end: End | None) -> None:
         """Write the last line, if there is to be one, and nothing that was added before it."""
@@ -79,7 +100,7 @@ class Lines:
                 self._lines = [_encode(end)]
                 self.flush(reserve=0)
         finally:
-            self._file.close()
+            os.close(self._descriptor)
 
 
 class BackgroundWriter:

@@ -21,9 +21,9 @@ _MAX_TTFT_S: Final = 86_400.0
 class OrderHints(NamedTuple):
     """What `SchedulerCore.add_request` is told."""
 
-    tenant: str
+    tenant: str = ""
     """Empty for requests that don't say: they are of one tenant."""
-    ttft_s: float | None
+    ttft_s: float | None = None
 
 
 def hints_of(request: Any) -> OrderHints:
@@ -42,36 +42,25 @@ def hints_of(request: Any) -> OrderHints:
 
     """
     arguments = getattr(request.sampling_params, "extra_args", None) or {}
-    return OrderHints(_tenant(request, arguments), _ttft_s(arguments))
-
-
-def _tenant(request: Any, arguments: dict[str, Any]) -> str:
-    tenant = arguments.get(TENANT_ARGUMENT)
+    tenant, ttft_s = arguments.get(TENANT_ARGUMENT), arguments.get(TTFT_ARGUMENT)
     if tenant is None:
-        adapter = request.lora_request
-        if adapter is not None:
-            return str(adapter.lora_name)
-        if request.cache_salt:
-            # A salt is a secret, and a tenant's name is a label of metrics.
-            return f"salt-{hashlib.sha256(request.cache_salt.encode()).hexdigest()[:12]}"
-        return str(getattr(request, "session_id", None) or "")
-    if not isinstance(tenant, str) or not 0 < len(tenant) <= _MAX_CHARACTERS:
-        raise VLLMValidationError(
-            f"{TENANT_ARGUMENT} in vllm_xargs is not a text of 1 to {_MAX_CHARACTERS} characters",
-            parameter=TENANT_ARGUMENT,
-        )
-    return tenant
-
-
-def _ttft_s(arguments: dict[str, Any]) -> float | None:
-    ttft_s = arguments.get(TTFT_ARGUMENT)
-    if ttft_s is None:
-        return None
+        tenant = _tenant_of(request)
+    elif not isinstance(tenant, str) or not 0 < len(tenant) <= _MAX_CHARACTERS:
+        raise _refusal(TENANT_ARGUMENT, f"a text of 1 to {_MAX_CHARACTERS} characters")
     is_number = isinstance(ttft_s, int | float) and not isinstance(ttft_s, bool)
-    if not is_number or not 0 < ttft_s <= _MAX_TTFT_S:
-        raise VLLMValidationError(
-            f"{TTFT_ARGUMENT}={ttft_s!r} in vllm_xargs is not a number of seconds above 0,"
-            f" {_MAX_TTFT_S:g} at most",
-            parameter=TTFT_ARGUMENT,
-        )
-    return float(ttft_s)
+    if ttft_s is not None and not (is_number and 0 < ttft_s <= _MAX_TTFT_S):
+        raise _refusal(TTFT_ARGUMENT, f"a number of seconds above 0, {_MAX_TTFT_S:g} at most")
+    return OrderHints(tenant, ttft_s)
+
+
+def _tenant_of(request: Any) -> str:
+    if request.lora_request is not None:
+        return str(request.lora_request.lora_name)
+    if request.cache_salt:
+        # A salt is a secret, and a tenant's name is a label of metrics.
+        return f"salt-{hashlib.sha256(request.cache_salt.encode()).hexdigest()[:12]}"
+    return str(getattr(request, "session_id", None) or "")
+
+
+def _refusal(argument: str, expected: str) -> VLLMValidationError:
+    return VLLMValidationError(f"{argument} in vllm_xargs is not {expected}", parameter=argument)

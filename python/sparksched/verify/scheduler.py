@@ -16,7 +16,6 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -46,6 +45,16 @@ def _difference_of_ended(
     reference: list[Request], candidate: list[Request], path: str
 ) -> Difference | None:
     return first_difference(ids_and_clients(reference), ids_and_clients(candidate), path)
+
+
+def _asking_both(method: str) -> Any:
+    """Return a method that asks both schedulers what one without arguments asks one."""
+
+    def ask(self: "VerifyingScheduler") -> Any:
+        ours = getattr(super(VerifyingScheduler, self), method)
+        return self._both(f"{method}()", ours, lambda shadow: getattr(shadow.scheduler, method)())
+
+    return ask
 
 
 class VerifyingScheduler(NativeScheduler):
@@ -107,7 +116,6 @@ class VerifyingScheduler(NativeScheduler):
     def schedule(
         self, throttle_prefills: bool = False, knobs: tuple[int, int, tuple[str, ...]] | None = None
     ) -> SchedulerOutput:
-        """Decide what the next step computes. See `NativeScheduler.schedule`."""
         self._num_steps += 1
         ours = super().schedule
         return self._both(
@@ -120,7 +128,6 @@ class VerifyingScheduler(NativeScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take in what a step brought. See `NativeScheduler.update_from_output`."""
         # Schedulers cut it.
         twin = self._copied(lambda _: copy_of_runner_output(model_runner_output))
         ours = super().update_from_output
@@ -134,7 +141,6 @@ class VerifyingScheduler(NativeScheduler):
     # ---- requests ----
 
     def add_request(self, request: Request) -> None:
-        """Put a request into the queue. See `NativeScheduler.add_request`."""
         # Before ours has changed anything of it.
         twin = self._copied(lambda shadow: shadow.copy_of_request(request))
         ours = super().add_request
@@ -157,7 +163,6 @@ class VerifyingScheduler(NativeScheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """End requests from outside. See `NativeScheduler.finish_requests`."""
         ours = super().finish_requests
         # Both go through the ids. A set has to stay the one that it is: its order counts.
         ids = request_ids
@@ -170,30 +175,20 @@ class VerifyingScheduler(NativeScheduler):
             compare=_difference_of_ended,
         )
 
-    def get_num_unfinished_requests(self) -> int:
-        """Count the requests that have work to do in the current pause state."""
-        return self._ask_both("get_num_unfinished_requests", super().get_num_unfinished_requests)
+    # ---- questions ----
 
-    def has_unfinished_requests(self) -> bool:
-        """Return whether a request has work to do in the current pause state."""
-        return self._ask_both("has_unfinished_requests", super().has_unfinished_requests)
-
-    def has_finished_requests(self) -> bool:
-        """Return whether the model runner has not been told of the end of some requests."""
-        return self._ask_both("has_finished_requests", super().has_finished_requests)
-
-    def has_requests(self) -> bool:
-        """Return whether there is anything for a step to do or to tell."""
-        return self._ask_both("has_requests", super().has_requests)
-
-    def get_request_counts(self) -> tuple[int, int]:
-        """Count running and waiting requests."""
-        return self._ask_both("get_request_counts", super().get_request_counts)
+    get_num_unfinished_requests = _asking_both("get_num_unfinished_requests")
+    has_unfinished_requests = _asking_both("has_unfinished_requests")
+    has_finished_requests = _asking_both("has_finished_requests")
+    has_requests = _asking_both("has_requests")
+    get_request_counts = _asking_both("get_request_counts")
+    get_kv_cache_usage = _asking_both("get_kv_cache_usage")
+    reset_encoder_cache = _asking_both("reset_encoder_cache")
+    make_stats = _asking_both("make_stats")
 
     # ---- structured output and drafts ----
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Compute the bitmask for the requests of the step that a grammar restricts."""
         ours = super().get_grammar_bitmask
         return self._both(
             "get_grammar_bitmask()",
@@ -202,7 +197,6 @@ class VerifyingScheduler(NativeScheduler):
         )
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take the draft tokens for the next step, as far as grammars accept them."""
         twin = self._copied(lambda _: copy.deepcopy(draft_token_ids))
         ours = super().update_draft_token_ids
         self._both(
@@ -214,7 +208,6 @@ class VerifyingScheduler(NativeScheduler):
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Put draft tokens in the place of a scheduled step's placeholders."""
         twin = self._copied(lambda _: copy.deepcopy(draft_token_ids))
         ours = super().update_draft_token_ids_in_output
         before = copy.copy(scheduler_output.scheduled_spec_decode_tokens)
@@ -233,14 +226,9 @@ class VerifyingScheduler(NativeScheduler):
 
     # ---- the cache, pauses, statistics ----
 
-    def get_kv_cache_usage(self) -> float:
-        """Return the share of KV blocks in use, 0 to 1."""
-        return self._ask_both("get_kv_cache_usage", super().get_kv_cache_usage)
-
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget all cached prefixes. See `NativeScheduler.reset_prefix_cache`."""
         ours = super().reset_prefix_cache
         return self._both(
             "reset_prefix_cache()",
@@ -250,22 +238,13 @@ class VerifyingScheduler(NativeScheduler):
             ),
         )
 
-    def reset_encoder_cache(self) -> None:
-        """Forget all encoder outputs, as after an update of the weights."""
-        self._ask_both("reset_encoder_cache", super().reset_encoder_cache)
-
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Stop or resume scheduling."""
         ours = super().set_pause_state
         self._both(
             "set_pause_state()",
             lambda: ours(pause_state),
             lambda shadow: shadow.scheduler.set_pause_state(pause_state),
         )
-
-    def make_stats(self) -> SchedulerStats | None:
-        """Return the current statistics, or None if they are off; prefix cache counters restart."""
-        return self._ask_both("make_stats", super().make_stats)
 
     def shutdown(self) -> None:
         """Stop publishing KV cache events; say what was verified."""
@@ -276,13 +255,6 @@ class VerifyingScheduler(NativeScheduler):
             super().shutdown()
 
     # ---- both, and what becomes of a difference ----
-
-    def _ask_both(self, method: str, ours: Callable[[], Result]) -> Result:
-        def theirs(shadow: Shadow) -> Result:
-            result: Result = getattr(shadow.scheduler, method)()
-            return result
-
-        return self._both(f"{method}()", ours, theirs)
 
     def _both(
         self,

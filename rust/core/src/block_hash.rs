@@ -24,7 +24,6 @@ pub struct BlockHash(pub [u8; MAX_HASH_LEN]);
 
 impl BlockHash {
     /// Takes a digest as vLLM has it, or `None` if it is longer than any that it produces.
-    #[must_use]
     pub fn from_digest(digest: &[u8]) -> Option<Self> {
         let mut bytes = [0; MAX_HASH_LEN];
         bytes.get_mut(..digest.len())?.copy_from_slice(digest);
@@ -32,7 +31,6 @@ impl BlockHash {
     }
 
     /// The same bytes as machine words. The first is evenly distributed and finds it in a table.
-    #[must_use]
     pub fn to_words(&self) -> HashWords {
         let mut words = HashWords::default();
         for (word, bytes) in words.iter_mut().zip(self.0.as_chunks().0) {
@@ -41,8 +39,6 @@ impl BlockHash {
         words
     }
 
-    /// The hash with these words.
-    #[must_use]
     pub fn from_words(words: HashWords) -> Self {
         let mut hash = Self([0; MAX_HASH_LEN]);
         for (bytes, word) in hash.0.as_chunks_mut().0.iter_mut().zip(words) {
@@ -67,7 +63,6 @@ pub enum HashAlgorithm {
 
 impl HashAlgorithm {
     /// The algorithm that vLLM calls `name`.
-    #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         match name {
             "sha256" => Some(Self::Sha256),
@@ -78,8 +73,6 @@ impl HashAlgorithm {
         }
     }
 
-    /// Bytes of its digests.
-    #[must_use]
     pub const fn digest_len(self) -> usize {
         match self {
             Self::Sha256 | Self::Sha256Cbor => 32,
@@ -143,7 +136,6 @@ const PICKLED_TOKEN: usize = 5;
 impl BlockHasher {
     /// A hasher for blocks of `block_size` tokens, or `None` if such a block does not fit into one
     /// frame of a pickle or `none_hash` is longer than a digest can be.
-    #[must_use]
     pub fn new(algorithm: HashAlgorithm, block_size: u32, none_hash: &[u8]) -> Option<Self> {
         let hasher = Self {
             algorithm,
@@ -156,7 +148,6 @@ impl BlockHasher {
 
     /// The same hasher, but its hashes cover so many tokens behind each block, too; or `None` if
     /// that does not fit into one frame of a pickle.
-    #[must_use]
     pub fn with_lookahead(self, num_tokens: u32) -> Option<Self> {
         let hasher = Self { num_lookahead_tokens: num_tokens as usize, ..self };
         hasher.fits().then_some(hasher)
@@ -177,19 +168,16 @@ impl BlockHasher {
     }
 
     /// Tokens a block.
-    #[must_use]
     pub fn block_size(&self) -> usize {
         self.block_size
     }
 
     /// Tokens behind a block that its hash covers as well.
-    #[must_use]
     pub fn num_lookahead_tokens(&self) -> usize {
         self.num_lookahead_tokens
     }
 
     /// How many blocks of a sequence of `num_tokens` tokens have a hash.
-    #[must_use]
     pub fn num_hashable_blocks(&self, num_tokens: usize) -> usize {
         num_tokens.saturating_sub(self.num_lookahead_tokens) / self.block_size
     }
@@ -200,8 +188,6 @@ impl BlockHasher {
         end.is_some_and(|end| end.is_multiple_of(self.block_size))
     }
 
-    /// Bytes of a digest.
-    #[must_use]
     pub fn digest_len(&self) -> usize {
         self.algorithm.digest_len()
     }

@@ -16,7 +16,6 @@ use crate::journal::{Entry as JournalEntry, Journal, JournalConfig};
 /// Stands for 'no block' in the threaded lists; the pool is smaller than this.
 const NONE: u32 = u32::MAX;
 
-/// Who uses a block.
 #[derive(Clone, Debug)]
 struct Block {
     /// Requests that have this block in a table.
@@ -176,7 +175,6 @@ impl BlockPool {
     ///
     /// # Panics
     /// If there is not even a null block, or more than 2^32 - 2.
-    #[must_use]
     pub fn new(num_blocks: u32, enable_caching: bool, journal: JournalConfig) -> Self {
         assert!((1..NONE).contains(&num_blocks), "a pool has 1 to 2^32 - 2 blocks");
         let free = 1..num_blocks;
@@ -199,51 +197,42 @@ impl BlockPool {
     }
 
     /// Blocks in the pool, the null block included.
-    #[must_use]
     pub fn num_blocks(&self) -> u32 {
         self.blocks.len() as u32
     }
 
     /// Blocks that nobody references.
-    #[must_use]
     pub fn num_free(&self) -> u32 {
         self.num_free
     }
 
     /// Share of the blocks in use, 0 to 1; the null block does not count. `None` if there are no
     /// others.
-    #[must_use]
     pub fn usage(&self) -> Option<f64> {
         let total = self.num_blocks() - 1;
         (total > 0).then(|| 1.0 - f64::from(self.num_free) / f64::from(total))
     }
 
     /// Requests that reference the block.
-    #[must_use]
     pub fn ref_count(&self, id: BlockId) -> u32 {
         self.blocks[id.index()].ref_cnt
     }
 
     /// Tokens of the prefix that the block is cached for, or 0.
-    #[must_use]
     pub fn hash_num_tokens(&self, id: BlockId) -> u32 {
         self.contents.num_tokens[id.index()]
     }
 
-    /// What the block is cached as, if it is.
-    #[must_use]
     pub fn key_of(&self, id: BlockId) -> Option<(BlockHash, GroupId)> {
         self.contents.is_cached(id.0).then(|| self.contents.key(id.0))
     }
 
     /// Whether allocating the block to one more request takes it out of the free queue.
-    #[must_use]
     pub fn is_evictable(&self, id: BlockId) -> bool {
         !id.is_null() && self.blocks[id.index()].ref_cnt == 0
     }
 
     /// The block that was cached first for this prefix in this group.
-    #[must_use]
     pub fn find_cached(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
         let is_it = |&id: &u32| self.contents.is_keyed(id, hash, group);
         self.cached.find(table_hash(hash, group), is_it).map(|&id| BlockId(self.contents.owner(id)))
@@ -335,7 +324,6 @@ impl BlockPool {
         self.contents.link_same(first, entry);
     }
 
-    /// Whether a block can be found by this key.
     pub(crate) fn has_key(&self, id: BlockId, hash: &BlockHash, group: GroupId) -> bool {
         let contents = &self.contents;
         contents.is_cached(id.0)

@@ -20,7 +20,6 @@ pub enum GrammarState {
 pub enum NextTurn {
     /// Nothing yet: the session waits.
     Pending,
-    /// More input.
     Input(SessionInput),
     /// The client has closed the session.
     Closed,
@@ -54,7 +53,6 @@ pub trait Fallible {
 /// The grammars of requests with structured output.
 #[expect(clippy::missing_errors_doc, reason = "see `Fallible`")]
 pub trait Grammars: Fallible {
-    /// Whether the grammar of this waiting request is there.
     fn grammar_state(&mut self, request: RequestIndex) -> Result<GrammarState, Self::Error>;
 
     /// Advances the request's grammar by the last `num_new_tokens` of its `sequence`, prompt

@@ -39,7 +39,6 @@ pub enum KvCacheGroupConfig {
     },
     /// A recurrent state (Mamba, linear attention) takes the place of the tokens before it.
     State {
-        /// Which states are kept.
         mode: StateMode,
         /// Blocks for the states after each draft token.
         num_speculative_blocks: u32,
@@ -130,7 +129,6 @@ pub struct Speculation {
 /// What clients are told of a request's drafts when it ends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RequestSpecMetrics {
-    /// Nothing.
     #[default]
     None,
     /// How many were accepted.
@@ -194,7 +192,6 @@ pub struct SchedulerConfig {
     pub policy: Policy,
     /// Most requests that may run at once (`max_num_active_seqs`, else `max_num_seqs`).
     pub max_num_active_reqs: usize,
-    /// Most tokens that a step may schedule.
     pub max_num_scheduled_tokens: u32,
     /// Most tokens that the model runner's input batch holds.
     pub max_num_batched_tokens: u32,
@@ -382,7 +379,6 @@ impl SchedulerConfig {
     }
 
     /// The knobs of a step for which nobody has chosen others.
-    #[must_use]
     pub fn step_knobs(&self, throttle_prefills: bool) -> StepKnobs {
         StepKnobs {
             order: Vec::new(),

@@ -10,7 +10,6 @@ impl BlockId {
     pub const NULL: Self = Self(0);
 
     /// Whether this is the placeholder block.
-    #[must_use]
     pub const fn is_null(self) -> bool {
         self.0 == 0
     }
@@ -32,7 +31,6 @@ pub struct RequestIndex(pub u32);
 
 impl RequestIndex {
     /// The place as an array index.
-    #[must_use]
     pub const fn index(self) -> usize {
         self.0 as usize
     }

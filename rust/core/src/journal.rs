@@ -23,7 +23,6 @@ pub struct JournalConfig {
 pub struct StoredBlocks {
     /// Whose they are. The place may be given to another after the call that this was noted in.
     pub request: RequestIndex,
-    /// Their group.
     pub group: GroupId,
     /// Tokens a block: of its group, or of a hash that ends within a block.
     pub block_size: u32,
@@ -39,7 +38,6 @@ pub struct StoredBlocks {
     pub lookahead: Vec<Vec<i32>>,
 }
 
-/// One entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Entry {
     /// Blocks came into the prefix cache, or were found there by a request that reports that.
@@ -48,7 +46,6 @@ pub enum Entry {
     Removed {
         /// What it was found by.
         hash: BlockHash,
-        /// Its group.
         group: GroupId,
     },
     /// The prefix cache was emptied.
@@ -71,14 +68,10 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// An empty journal.
-    #[must_use]
     pub fn new(config: JournalConfig) -> Self {
         Self { config, entries: Vec::new() }
     }
 
-    /// What is noted.
-    #[must_use]
     pub fn config(&self) -> JournalConfig {
         self.config
     }
@@ -90,7 +83,6 @@ impl Journal {
         }
     }
 
-    /// Notes a use of a block.
     pub(crate) fn note_use(&mut self, entry: Entry) {
         if self.config.uses {
             self.entries.push(entry);

@@ -34,7 +34,6 @@ pub(crate) struct Lookup<'a> {
     pub(crate) max_tokens: u32,
     /// The last block found does not count.
     pub(crate) drop_last: bool,
-    /// The groups that must all have it.
     pub(crate) groups: &'a [u32],
 }
 
@@ -42,7 +41,6 @@ impl KvCacheGroup {
     /// Leading tokens that the next token does not attend to.
     ///
     /// With a window of 4 and 7 tokens computed, token 7 attends to tokens 4 to 7: 4 are skipped.
-    #[must_use]
     pub fn num_skipped_tokens(&self, num_computed_tokens: u32) -> u32 {
         match self.config {
             KvCacheGroupConfig::FullAttention | KvCacheGroupConfig::CircularBuffer => 0,
@@ -71,7 +69,6 @@ impl KvCacheGroup {
     }
 
     /// Leading blocks without a token that the next one attends to.
-    #[must_use]
     pub fn num_skipped_blocks(&self, num_computed_tokens: u32) -> usize {
         (self.num_skipped_tokens(num_computed_tokens) / self.block_size) as usize
     }

@@ -47,7 +47,7 @@ pub use config::{
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::{BlockShortfall, KvCacheManager};
-pub use order::{OrderHints, OrderSettings, TenantReading, WEIGHTS};
+pub use order::{OrderHints, OrderSettings};
 pub use pacing::{LatePrompt, Mode, OverStall, PacedStep, Pacing, PacingReport, PacingSettings};
 pub use promise::{LateBy, Promise};
 pub use queue_watch::{Finding, QueueWatch};

@@ -17,7 +17,6 @@ pub struct QueueWatch {
     head: Option<Watched>,
     /// The head was told of.
     is_told: bool,
-    /// What was told last, and when.
     last_told: Option<(WaitReason, f64)>,
 }
 
@@ -37,14 +36,12 @@ struct Watched {
 pub enum Finding {
     /// A request has been the head of the queue for too long.
     Stuck {
-        /// Which one, and why.
         head: HeadOfQueue,
         /// For how long, in seconds.
         waits_s: f64,
     },
     /// One that was told of has moved, or is gone.
     Moves {
-        /// Its id.
         id: Box<str>,
         /// How long it was the head, in seconds.
         waited_s: f64,
@@ -53,7 +50,6 @@ pub enum Finding {
 
 impl QueueWatch {
     /// A watch that tells of requests that are the head for `after_s` seconds.
-    #[must_use]
     pub fn new(after_s: f64) -> Self {
         Self { after_s, head: None, is_told: false, last_told: None }
     }
@@ -97,7 +93,7 @@ impl QueueWatch {
                 let request = scheduler.request(head.index);
                 watched.index == head.index
                     && *watched.id == *request.id()
-                    && watched.last_step == request.last_step()
+                    && watched.last_step == request.last_step
             }
             _ => false,
         }
@@ -109,7 +105,7 @@ fn watch(scheduler: &Scheduler, head: HeadOfQueue, now: f64) -> Watched {
     Watched {
         index: head.index,
         id: request.id().into(),
-        last_step: request.last_step(),
+        last_step: request.last_step,
         since: now,
         num_decisions: scheduler.num_decisions(),
     }

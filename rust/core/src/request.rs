@@ -42,7 +42,6 @@ pub enum RequestStatus {
 
 impl RequestStatus {
     /// Whether the request is done.
-    #[must_use]
     pub fn is_finished(self) -> bool {
         !matches!(
             self,
@@ -56,7 +55,6 @@ impl RequestStatus {
     }
 
     /// Whether a request waits for something besides its turn.
-    #[must_use]
     pub fn is_blocked(self) -> bool {
         matches!(self, Self::WaitingForGrammar | Self::WaitingForInput | Self::WaitingForRemoteKvs)
     }
@@ -76,7 +74,6 @@ pub enum EventKind {
 /// An event and when it was, in seconds of the caller's monotonic clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Event {
-    /// What happened.
     pub kind: EventKind,
     /// When, in seconds.
     pub timestamp: f64,
@@ -97,7 +94,6 @@ pub struct PrefillStats {
 
 impl PrefillStats {
     /// Tokens that were not computed.
-    #[must_use]
     pub fn num_cached_tokens(&self) -> u32 {
         self.num_local_cached_tokens.saturating_add_signed(self.num_external_cached_tokens)
     }
@@ -137,7 +133,6 @@ pub struct NewRequest {
     pub id: Box<str>,
     /// The tokens so far: the prompt, and output if there is any already.
     pub tokens: Vec<i32>,
-    /// How many of them are the prompt.
     pub num_prompt_tokens: usize,
     /// Hashes of the full blocks of `tokens`; what is missing is computed when caching is on.
     pub block_hashes: Vec<BlockHash>,
@@ -149,7 +144,6 @@ pub struct NewRequest {
     pub priority: i128,
     /// Seconds of the client's clock.
     pub arrival_time: f64,
-    /// What ends it.
     pub stop: StopConditions,
     /// Its prompt is computed even if it is cached.
     pub skip_reading_prefix_cache: bool,
@@ -169,7 +163,6 @@ pub struct NewRequest {
     pub order_hints: OrderHints,
 }
 
-/// What a session goes on with.
 #[derive(Clone, Debug)]
 pub struct SessionInput {
     /// More of the prompt.
@@ -206,13 +199,13 @@ impl GroupBlocks {
     }
 
     /// Blocks that the last allocation added.
-    #[must_use]
     pub fn new_blocks(&self) -> &[BlockId] {
         &self.table[self.new_from as usize..]
     }
 }
 
-/// A request's state. Counters of tokens are named as in vLLM.
+/// A request's state. Counters of tokens are named as in vLLM. Others may read it; the scheduler lends it to
+/// nobody to be written.
 ///
 /// Fields lie in memory in this order. What each step of each running request touches comes first
 /// and shares cache lines: with hundreds of requests a step costs as much as the lines that it
@@ -221,57 +214,57 @@ impl GroupBlocks {
 #[repr(C, align(64))]
 pub struct Request {
     /// Tokens with KV in the cache, counted as soon as they are scheduled.
-    pub(crate) num_computed_tokens: u32,
+    pub num_computed_tokens: u32,
     /// Output tokens that scheduled steps will bring (asynchronous scheduling).
-    pub(crate) num_output_placeholders: u32,
+    pub num_output_placeholders: u32,
     /// Tokens of steps whose output has not come back. Below zero if a step of an ended request
     /// with the same id comes back.
-    pub(crate) num_in_flight_tokens: i64,
+    pub num_in_flight_tokens: i64,
     /// Of these, tokens scheduled before the last preemption.
-    pub(crate) num_stale_output_tokens: i64,
+    pub num_stale_output_tokens: i64,
     /// Number of the last step that it was part of.
-    pub(crate) last_step: u64,
+    pub last_step: u64,
     /// The first step that may compute its next token (pipeline parallelism).
-    pub(crate) next_decode_step: u64,
+    pub next_decode_step: u64,
     num_prompt_tokens: usize,
-    pub(crate) status: RequestStatus,
+    pub status: RequestStatus,
     /// The last step computed a part of the prompt that is not its end.
-    pub(crate) is_prefill_chunk: bool,
+    pub is_prefill_chunk: bool,
     /// What the stale steps bring is thrown away rather than delivered.
     pub(crate) drop_stale_output: bool,
-    pub(crate) has_encoder_inputs: bool,
-    pub(crate) use_structured_output: bool,
+    pub has_encoder_inputs: bool,
+    pub use_structured_output: bool,
     pub(crate) is_session: bool,
     pub(crate) is_pooling: bool,
     pub(crate) stop_reason: StopReason,
 
     tokens: Vec<i32>,
-    pub(crate) block_hashes: Vec<BlockHash>,
+    pub block_hashes: Vec<BlockHash>,
     pub(crate) transfer: RequestTransfer,
     /// Draft tokens to be verified by the next step; -1 stands for one that only the model runner
     /// knows.
-    pub(crate) drafts: Vec<i32>,
-    pub(crate) groups: SmallVec<[GroupBlocks; 2]>,
+    pub drafts: Vec<i32>,
+    pub groups: SmallVec<[GroupBlocks; 2]>,
     stop: StopConditions,
-    pub(crate) events: Vec<Event>,
+    pub events: Vec<Event>,
     /// `None` once the client has them.
     pub(crate) prefill_stats: Option<PrefillStats>,
 
     id: Box<str>,
     index: RequestIndex,
     /// Smaller is more urgent.
-    pub(crate) priority: i128,
+    pub priority: i128,
     /// Seconds of the client's clock.
     pub(crate) arrival_time: f64,
     extra_keys: Option<Box<ExtraKeys>>,
-    pub(crate) lora_id: Option<i64>,
+    pub lora_id: Option<i64>,
     /// How its drafts fared, if that is wanted for each request.
-    pub(crate) spec_stats: Option<Box<RequestSpecStats>>,
+    pub spec_stats: Option<Box<RequestSpecStats>>,
     /// By KV cache group, where groups differ; else empty.
     pub(crate) states: Vec<StateBlocks>,
-    pub(crate) num_preemptions: u32,
+    pub num_preemptions: u32,
     /// End of a prefix shared with others that some groups had to compute again; 0 for none.
-    pub(crate) shared_prefix_boundary: u32,
+    pub shared_prefix_boundary: u32,
     /// Tokens that the prefix cache had of it when somebody looked; no decision rests on it.
     pub(crate) expected_hit: Option<ExpectedHit>,
     /// What pacing has promised it; no decision rests on it.
@@ -353,147 +346,39 @@ impl Request {
     }
 
     /// The id that the client gave.
-    #[must_use]
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// Its place.
-    #[must_use]
     pub fn index(&self) -> RequestIndex {
         self.index
     }
 
     /// Prompt and output.
-    #[must_use]
     pub fn tokens(&self) -> &[i32] {
         &self.tokens
     }
 
-    /// What was generated.
-    #[must_use]
     pub fn output_tokens(&self) -> &[i32] {
         &self.tokens[self.num_prompt_tokens..]
     }
 
     /// Tokens of prompt and output.
-    #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.tokens.len()
     }
 
-    /// Smaller is more urgent.
-    #[must_use]
-    pub fn priority(&self) -> i128 {
-        self.priority
-    }
-
-    /// Tokens of the prompt.
-    #[must_use]
     pub fn num_prompt_tokens(&self) -> usize {
         self.num_prompt_tokens
     }
 
-    /// Tokens generated.
-    #[must_use]
     pub fn num_output_tokens(&self) -> usize {
         self.tokens.len() - self.num_prompt_tokens
     }
 
-    /// Where it is in its life.
-    #[must_use]
-    pub fn status(&self) -> RequestStatus {
-        self.status
-    }
-
-    /// Tokens with KV in the cache, counted as soon as they are scheduled.
-    #[must_use]
-    pub fn num_computed_tokens(&self) -> u32 {
-        self.num_computed_tokens
-    }
-
-    /// Output tokens that scheduled steps will bring.
-    #[must_use]
-    pub fn num_output_placeholders(&self) -> u32 {
-        self.num_output_placeholders
-    }
-
-    /// Draft tokens to be verified by the next step.
-    #[must_use]
-    pub fn drafts(&self) -> &[i32] {
-        &self.drafts
-    }
-
-    /// The first step that may compute its next token.
-    #[must_use]
-    pub fn next_decode_step(&self) -> u64 {
-        self.next_decode_step
-    }
-
-    /// How its drafts fared, if that is wanted for each request.
-    #[must_use]
-    pub fn spec_stats(&self) -> Option<&RequestSpecStats> {
-        self.spec_stats.as_deref()
-    }
-
-    /// Tokens of steps whose output has not come back.
-    #[must_use]
-    pub fn num_in_flight_tokens(&self) -> i64 {
-        self.num_in_flight_tokens
-    }
-
-    /// Tokens in flight that were scheduled before the last preemption.
-    #[must_use]
-    pub fn num_stale_output_tokens(&self) -> i64 {
-        self.num_stale_output_tokens
-    }
-
     /// Whether the next output that comes back belongs to an earlier life and is dropped.
-    #[must_use]
     pub fn drops_stale_output(&self) -> bool {
         self.num_stale_output_tokens > 0 && self.drop_stale_output
-    }
-
-    /// What happened to it since its last output.
-    #[must_use]
-    pub fn events(&self) -> &[Event] {
-        &self.events
-    }
-
-    /// How often its blocks were taken away.
-    #[must_use]
-    pub fn num_preemptions(&self) -> u32 {
-        self.num_preemptions
-    }
-
-    /// The adapter that it is computed with.
-    #[must_use]
-    pub fn lora_id(&self) -> Option<i64> {
-        self.lora_id
-    }
-
-    /// Number of the last step that it was part of; 0 if it was part of none.
-    #[must_use]
-    pub fn last_step(&self) -> u64 {
-        self.last_step
-    }
-
-    /// Whether the last step left a part of the prompt.
-    #[must_use]
-    pub fn is_prefill_chunk(&self) -> bool {
-        self.is_prefill_chunk
-    }
-
-    /// Whether its prompt has images or the like.
-    #[must_use]
-    pub fn has_encoder_inputs(&self) -> bool {
-        self.has_encoder_inputs
-    }
-
-    /// End of a prefix shared with others that some groups had to compute again; 0 for none.
-    #[must_use]
-    pub fn shared_prefix_boundary(&self) -> u32 {
-        self.shared_prefix_boundary
     }
 
     /// Of so many computed tokens, those that no step in flight computes.
@@ -504,7 +389,6 @@ impl Request {
     }
 
     /// Whether it holds blocks while it waits.
-    #[must_use]
     pub fn holds_blocks(&self) -> bool {
         // A load that failed has taken back what counted as computed, and still has its blocks.
         self.num_computed_tokens > 0 || self.status == RequestStatus::WaitingForRemoteKvs
@@ -512,31 +396,12 @@ impl Request {
 
     /// Tokens of a session that stay when its next input comes: those that are computed. The last
     /// one that was sampled is none of them.
-    #[must_use]
     pub fn num_kept_tokens(&self) -> usize {
         match self.num_computed_tokens {
             // It was preempted in the meantime.
             0 => self.tokens.len() - 1,
             num_computed_tokens => self.tokens.len().min(num_computed_tokens as usize),
         }
-    }
-
-    /// Whether a grammar restricts its tokens.
-    #[must_use]
-    pub fn use_structured_output(&self) -> bool {
-        self.use_structured_output
-    }
-
-    /// Its blocks, by KV cache group.
-    #[must_use]
-    pub fn groups(&self) -> &[GroupBlocks] {
-        &self.groups
-    }
-
-    /// Hashes of its full blocks.
-    #[must_use]
-    pub fn block_hashes(&self) -> &[BlockHash] {
-        &self.block_hashes
     }
 
     /// Takes its blocks from it: group by group, in the order of the tables.

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use crate::config::Policy;
 use crate::ids::RequestIndex;
+use crate::request::Request;
 use crate::slots::Slots;
 
 /// The queue of one of the two policies.
@@ -45,18 +46,19 @@ impl RequestQueue {
     pub fn peek(&self) -> Option<RequestIndex> {
         match self {
             Self::Fcfs(queue) => queue.front().copied(),
-            Self::Priority(heap) => heap.0.first().copied(),
+            Self::Priority(heap) => heap.0.first().map(|it| it.index),
         }
     }
 
     /// The first requests, so many at most. By urgency they are only roughly the first: a heap is
     /// sorted as it is emptied.
     pub fn roughly_first(&self, limit: usize) -> impl Iterator<Item = RequestIndex> {
-        let (one, other) = match self {
-            Self::Fcfs(queue) => queue.as_slices(),
-            Self::Priority(heap) => (heap.0.as_slice(), [].as_slice()),
+        let (queue, heap) = match self {
+            Self::Fcfs(queue) => (Some(queue), None),
+            Self::Priority(heap) => (None, Some(&heap.0)),
         };
-        one.iter().chain(other).copied().take(limit)
+        let by_urgency = heap.into_iter().flatten().map(|it| it.index);
+        queue.into_iter().flatten().copied().chain(by_urgency).take(limit)
     }
 
     /// The first of the requests that are wanted, in the order of [`Self::pop`]: those before it are
@@ -134,9 +136,17 @@ impl RequestQueue {
         match self {
             Self::Fcfs(queue) => queue.retain(stays),
             Self::Priority(heap) => {
-                heap.0.retain(stays);
+                heap.0.retain(|it| stays(&it.index));
                 heap.restore(slots);
             }
+        }
+    }
+
+    /// Takes notice of a request's new arrival time, if it is there. It stays where it is.
+    pub fn note_arrival(&mut self, index: RequestIndex, slots: &Slots) {
+        let Self::Priority(UrgencyHeap(heap)) = self else { return };
+        if let Some(place) = heap.iter_mut().find(|it| it.index == index) {
+            place.arrival_time = slots[index].arrival_time;
         }
     }
 
@@ -155,32 +165,41 @@ impl RequestQueue {
 
 /// A binary heap, the most urgent request first: smaller `(priority, arrival time, id)`.
 ///
-/// A session's arrival time changes while it waits, and the heap is not told, as vLLM's is not. So
-/// that the order then is vLLM's too, this is the algorithm of Python's `heapq`, step by step.
+/// A session's arrival time changes while it waits, and vLLM leaves it where it is in its heap. So
+/// that the order then is vLLM's too, this is the algorithm of Python's `heapq`, step by step. When a
+/// request leaves that is not the first one, that is to build the heap anew.
 #[derive(Clone, Debug, Default)]
-pub struct UrgencyHeap(Vec<RequestIndex>);
+pub struct UrgencyHeap(Vec<Place>);
 
-fn is_more_urgent(one: RequestIndex, other: RequestIndex, slots: &Slots) -> bool {
-    let (one, other) = (&slots[one], &slots[other]);
+/// A request, and what it is ordered by: where many wait, to look into each takes far longer.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    priority: i128,
+    arrival_time: f64,
+    index: RequestIndex,
+}
+
+fn is_more_urgent(one: &Place, other: &Place, slots: &Slots) -> bool {
     one.priority
         .cmp(&other.priority)
         .then_with(|| one.arrival_time.total_cmp(&other.arrival_time))
-        .then_with(|| one.id().cmp(other.id()))
+        .then_with(|| slots[one.index].id().cmp(slots[other.index].id()))
         .is_lt()
 }
 
 impl UrgencyHeap {
     fn push(&mut self, index: RequestIndex, slots: &Slots) {
-        self.0.push(index);
+        let Request { priority, arrival_time, .. } = slots[index];
+        self.0.push(Place { priority, arrival_time, index });
         self.move_up(0, self.0.len() - 1, slots);
     }
 
     fn pop(&mut self, slots: &Slots) -> Option<RequestIndex> {
         let last = self.0.pop()?;
-        let Some(first) = self.0.first_mut() else { return Some(last) };
+        let Some(first) = self.0.first_mut() else { return Some(last.index) };
         let popped = std::mem::replace(first, last);
         self.move_down(0, slots);
-        Some(popped)
+        Some(popped.index)
     }
 
     /// The most urgent of the requests that are wanted. Below one of them nobody is looked at.
@@ -189,17 +208,17 @@ impl UrgencyHeap {
         slots: &Slots,
         is_wanted: impl Fn(RequestIndex) -> bool,
     ) -> Option<RequestIndex> {
-        let mut first = None;
+        let mut first: Option<&Place> = None;
         let mut positions = vec![0];
         while let Some(position) = positions.pop() {
-            let Some(&index) = self.0.get(position) else { continue };
-            if !is_wanted(index) {
+            let Some(place) = self.0.get(position) else { continue };
+            if !is_wanted(place.index) {
                 positions.extend([2 * position + 1, 2 * position + 2]);
-            } else if first.is_none_or(|first| is_more_urgent(index, first, slots)) {
-                first = Some(index);
+            } else if first.is_none_or(|first| is_more_urgent(place, first, slots)) {
+                first = Some(place);
             }
         }
-        first
+        first.map(|it| it.index)
     }
 
     /// Makes a heap of requests in whatever order.
@@ -213,7 +232,7 @@ impl UrgencyHeap {
     fn move_up(&mut self, top: usize, mut position: usize, slots: &Slots) {
         while position > top {
             let parent = (position - 1) / 2;
-            if !is_more_urgent(self.0[position], self.0[parent], slots) {
+            if !is_more_urgent(&self.0[position], &self.0[parent], slots) {
                 break;
             }
             self.0.swap(position, parent);
@@ -230,7 +249,7 @@ impl UrgencyHeap {
                 break;
             }
             let takes_left =
-                right >= self.0.len() || is_more_urgent(self.0[left], self.0[right], slots);
+                right >= self.0.len() || is_more_urgent(&self.0[left], &self.0[right], slots);
             let child = if takes_left { left } else { right };
             self.0.swap(position, child);
             position = child;

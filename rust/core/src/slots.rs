@@ -17,8 +17,6 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// The place of the request that comes next.
-    #[must_use]
     pub fn next_place(&self) -> RequestIndex {
         self.free.last().copied().unwrap_or(RequestIndex(self.requests.len() as u32))
     }
@@ -38,7 +36,6 @@ impl Slots {
     }
 
     /// The request at a place, if there is one.
-    #[must_use]
     pub fn get(&self, index: RequestIndex) -> Option<&Request> {
         self.requests.get(index.index())?.as_ref()
     }
@@ -48,7 +45,6 @@ impl Slots {
         self.requests.get_mut(index.index())?.as_mut()
     }
 
-    /// All requests, by their places.
     pub fn iter(&self) -> impl Iterator<Item = &Request> {
         self.requests.iter().flatten()
     }

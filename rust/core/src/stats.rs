@@ -50,7 +50,6 @@ pub struct SpecDecodingStats {
 
 impl SpecDecodingStats {
     /// Nothing yet, with room for drafts of `num_spec_tokens`.
-    #[must_use]
     pub fn new(num_spec_tokens: u32) -> Self {
         let zeros = vec![0; num_spec_tokens as usize];
         Self {
@@ -86,7 +85,6 @@ pub struct RequestSpecStats {
 
 impl RequestSpecStats {
     /// Nothing yet, with room for drafts of `num_spec_tokens`.
-    #[must_use]
     pub fn new(num_spec_tokens: u32) -> Self {
         Self { histogram: vec![0; num_spec_tokens as usize + 1], ..Self::default() }
     }

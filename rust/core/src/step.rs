@@ -15,7 +15,6 @@ pub enum Admission {
 /// A request of the step and how many of its tokens are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScheduledRequest {
-    /// Which request.
     pub index: RequestIndex,
     /// Tokens of this step, at least one.
     pub num_tokens: u32,
@@ -46,12 +45,11 @@ impl ScheduledRequest {
         Self {
             index,
             num_tokens,
-            num_computed_tokens: request.num_computed_tokens(),
-            num_in_flight_tokens: request.num_in_flight_tokens(),
-            num_output_tokens: request.num_output_tokens() as u32
-                + request.num_output_placeholders(),
+            num_computed_tokens: request.num_computed_tokens,
+            num_in_flight_tokens: request.num_in_flight_tokens,
+            num_output_tokens: request.num_output_tokens() as u32 + request.num_output_placeholders,
             is_new_to_batch,
-            has_new_blocks: request.groups().iter().any(|it| !it.new_blocks().is_empty()),
+            has_new_blocks: request.groups.iter().any(|it| !it.new_blocks().is_empty()),
             num_draft_tokens: 0,
             first_draft: 0,
         }
@@ -117,7 +115,6 @@ impl Step {
     }
 
     /// Draft tokens that a request of this step verifies.
-    #[must_use]
     pub fn draft_tokens(&self, scheduled: &ScheduledRequest) -> &[i32] {
         &self.drafts[scheduled.first_draft as usize..][..scheduled.num_draft_tokens as usize]
     }

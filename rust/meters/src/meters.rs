@@ -22,7 +22,6 @@ const FIRST_EXPONENT: u32 = 10;
 ///
 /// # Panics
 /// If `index` is not below [`NUM_BOUNDS`].
-#[must_use]
 pub fn bound_ns(index: usize) -> u64 {
     assert!(index < NUM_BOUNDS, "bucket {index} has no bound");
     let power = 1 << (FIRST_EXPONENT as usize + index / 2);
@@ -50,7 +49,6 @@ pub struct Histogram {
     buckets: [AtomicU64; NUM_BUCKETS],
 }
 
-/// A histogram at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistogramReading {
     /// How often, by bucket.
@@ -73,7 +71,6 @@ impl Histogram {
     }
 
     /// What was counted so far.
-    #[must_use]
     pub fn read(&self) -> HistogramReading {
         // A fence, and no stronger loads: on memory that can't be written, as a reader has it, Rust
         // promises relaxed ones only.
@@ -86,7 +83,6 @@ impl Histogram {
 /// What goes through the rings of all clients, in one direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Bytes that wait in the rings.
     pub waiting_bytes: u64,
     /// The most that has waited in one ring.
     pub high_water_bytes: u64,
@@ -188,7 +184,6 @@ impl StepMeter {
         self.state.store(REPORTS, Relaxed);
     }
 
-    /// Says how many requests run and wait.
     pub fn set_requests(&self, num_running: u64, num_waiting: u64) {
         self.num_running.store(num_running, Relaxed);
         self.num_waiting.store(num_waiting, Relaxed);
@@ -207,7 +202,6 @@ impl StepMeter {
     }
 
     /// All of it, if a scheduler reports.
-    #[must_use]
     pub fn read(&self) -> Option<StepsReading> {
         (self.state.load(Relaxed) == REPORTS).then(|| StepsReading {
             schedule: self.schedule.read(),
@@ -232,7 +226,6 @@ pub struct StepsReading {
     pub gap: HistogramReading,
     /// Requests that run.
     pub num_running: u64,
-    /// Requests that wait.
     pub num_waiting: u64,
     /// Of these, by reason; the writer and the reader know which.
     pub waiting_for: [u64; MAX_WAIT_REASONS],
@@ -243,7 +236,6 @@ pub struct StepsReading {
 /// What paced prefill says of itself; the writer and the reader know what is what.
 pub type PacingReading = [f64; MAX_PACING_VALUES];
 
-/// Values of paced prefill, at most.
 pub const MAX_PACING_VALUES: usize = 15;
 
 /// Where paced prefill says how it stands.
@@ -256,7 +248,6 @@ pub struct PacingMeter {
 }
 
 impl PacingMeter {
-    /// Says how it stands.
     pub fn set(&self, reading: &[f64]) {
         for (to, value) in self.values.iter().zip(reading) {
             to.store(value.to_bits(), Relaxed);
@@ -265,81 +256,56 @@ impl PacingMeter {
     }
 
     /// All of it, if anything was said.
-    #[must_use]
     pub fn read(&self) -> Option<PacingReading> {
         let value = |it: usize| f64::from_bits(self.values[it].load(Relaxed));
         (self.is_there.load(Relaxed) == 1).then(|| std::array::from_fn(value))
     }
 }
 
-/// Tenants that are told of by name.
-pub const MAX_TENANTS: usize = 20;
-const NAME_WORDS: usize = 6;
-/// Bytes of a tenant's name that there is room for.
-pub const MAX_NAME_BYTES: usize = 8 * NAME_WORDS;
-/// Of a name, and two counts.
-const TENANT_WORDS: usize = NAME_WORDS + 2;
+/// Bytes of the longest text.
+pub const MAX_TEXT_BYTES: usize = size_of::<TextWords>();
 
-/// A tenant, or those that are not among the largest.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct TenantReading {
-    /// Its name, as far as there is room for it; empty for the others.
-    pub name: String,
-    /// Requests that have never been scheduled.
-    pub num_waiting: u64,
-    /// Requests that have not ended.
-    pub num_unfinished: u64,
-}
+/// In rows, because longer arrays have no default.
+type TextWords = [[AtomicU64; 16]; 15];
 
-/// Where an order of requests says which tenants have them.
+/// A text, which makes sense as a whole only.
 ///
-/// Names make sense as a whole only, and the reader can't hold the writer up: so a sum over all words
-/// goes with them, and a reader that finds another one looks again.
-#[derive(Debug)]
+/// The reader can't hold the writer up: so a sum over all words goes with them, and a reader that
+/// finds another one looks again.
+#[derive(Debug, Default)]
 #[repr(C)]
-pub struct TenantsMeter {
-    /// How many follow, plus 1; 0 for no order.
+pub struct TextMeter {
+    /// Its bytes, plus 1; 0 for none.
     length: AtomicU64,
-    words: [[AtomicU64; TENANT_WORDS]; MAX_TENANTS + 1],
+    words: TextWords,
     sum: AtomicU64,
 }
 
-impl Default for TenantsMeter {
-    fn default() -> Self {
-        let words = std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0)));
-        Self { length: AtomicU64::new(0), words, sum: AtomicU64::new(0) }
-    }
-}
-
-impl TenantsMeter {
-    /// Says which there are: the largest first, the rest as the last one.
-    pub fn set(&self, tenants: &[TenantReading]) {
-        let tenants = &tenants[..tenants.len().min(MAX_TENANTS + 1)];
-        let length = tenants.len() as u64 + 1;
-        let mut sum = add_to_sum(FIRST_SUM, length);
+impl TextMeter {
+    /// Says it; what is longer than [`MAX_TEXT_BYTES`] is cut.
+    pub fn set(&self, text: &str) {
+        let bytes = &text.as_bytes()[..text.len().min(MAX_TEXT_BYTES)];
+        let length = bytes.len() as u64 + 1;
         self.length.store(length, Relaxed);
-        for (meter, tenant) in self.words.iter().zip(tenants) {
-            for (word, value) in meter.iter().zip(words_of(tenant)) {
-                sum = add_to_sum(sum, value);
-                word.store(value, Relaxed);
-            }
+        let mut sum = add_to_sum(FIRST_SUM, length);
+        for (word, bytes) in self.words.as_flattened().iter().zip(bytes.chunks(8)) {
+            let value = bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte));
+            sum = add_to_sum(sum, value);
+            word.store(value, Relaxed);
         }
         self.sum.store(sum, Relaxed);
     }
 
-    /// All of them, if requests are ordered and nobody writes at the moment.
-    #[must_use]
-    pub fn read(&self) -> Option<Vec<TenantReading>> {
+    /// It, if something was said and nobody writes at the moment.
+    pub fn read(&self) -> Option<String> {
         let length = self.length.load(Relaxed);
-        let num_tenants = usize::try_from(length.checked_sub(1)?).ok()?;
-        let mut sum = add_to_sum(FIRST_SUM, length);
-        let mut tenants = Vec::new();
-        for meter in self.words.get(..num_tenants)? {
-            let words = std::array::from_fn(|at| meter[at].load(Relaxed));
-            sum = words.iter().fold(sum, |sum, word| add_to_sum(sum, *word));
-            tenants.push(tenant_of(words));
-        }
-        (sum == self.sum.load(Relaxed)).then_some(tenants)
+        let num_bytes = usize::try_from(length.checked_sub(1)?).ok()?;
+        let words = self.words.as_flattened().get(..num_bytes.div_ceil(8))?;
+        let words: Vec<u64> = words.iter().map(|it| it.load(Relaxed)).collect();
+        let sum = words.iter().fold(add_to_sum(FIRST_SUM, length), |sum, it| add_to_sum(sum, *it));
+        let mut bytes: Vec<u8> = words.into_iter().flat_map(u64::to_le_bytes).collect();
+        bytes.truncate(num_bytes);
+        String::from_utf8(bytes).ok().filter(|_| sum == self.sum.load(Relaxed))
     }
 }
 
@@ -348,24 +314,6 @@ const FIRST_SUM: u64 = 0xcbf2_9ce4_8422_2325;
 /// One step of FNV-1a, by words.
 fn add_to_sum(sum: u64, word: u64) -> u64 {
     (sum ^ word).wrapping_mul(0x100_0000_01b3)
-}
-
-fn words_of(tenant: &TenantReading) -> [u64; TENANT_WORDS] {
-    let mut bytes = [0; MAX_NAME_BYTES];
-    let fits = |&end: &usize| tenant.name.is_char_boundary(end);
-    let end = (0..=MAX_NAME_BYTES.min(tenant.name.len())).rev().find(fits).unwrap_or(0);
-    bytes[..end].copy_from_slice(&tenant.name.as_bytes()[..end]);
-    let mut words = [tenant.num_waiting, tenant.num_unfinished, 0, 0, 0, 0, 0, 0];
-    for (word, bytes) in words[2..].iter_mut().zip(bytes.as_chunks().0) {
-        *word = u64::from_le_bytes(*bytes);
-    }
-    words
-}
-
-fn tenant_of(words: [u64; TENANT_WORDS]) -> TenantReading {
-    let bytes: Vec<u8> = words[2..].iter().flat_map(|word| word.to_le_bytes()).collect();
-    let name = String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_owned();
-    TenantReading { name, num_waiting: words[0], num_unfinished: words[1] }
 }
 
 /// All of it. Zeroed memory is an engine of which nothing is known.
@@ -378,7 +326,7 @@ pub struct Meters {
     steps: Line<StepMeter>,
     rings: Line<RingsMeter>,
     pacing: Line<PacingMeter>,
-    tenants: Line<TenantsMeter>,
+    tenants: Line<TextMeter>,
 }
 
 impl Meters {
@@ -395,19 +343,16 @@ impl Meters {
     }
 
     /// Paced prefill's part.
-    #[must_use]
     pub fn pacing(&self) -> &PacingMeter {
         &self.pacing.0
     }
 
-    /// The part of an order of requests.
-    #[must_use]
-    pub fn tenants(&self) -> &TenantsMeter {
+    /// The tenants that have requests, if requests are ordered: a line each.
+    pub fn tenants(&self) -> &TextMeter {
         &self.tenants.0
     }
 
     /// The scheduler's part.
-    #[must_use]
     pub fn steps(&self) -> &StepMeter {
         &self.steps.0
     }
@@ -423,7 +368,6 @@ impl Meters {
     }
 
     /// What goes through the rings, if there are any.
-    #[must_use]
     pub fn rings(&self) -> Option<RingsReading> {
         let meter = &self.rings.0;
         (meter.is_there.load(Relaxed) == 1).then(|| RingsReading {
@@ -460,16 +404,13 @@ mod tests {
     }
 
     #[test]
-    fn tenants_are_read_whole_or_not_at_all() {
-        let meter = TenantsMeter::default();
+    fn a_text_is_read_whole_or_not_at_all() {
+        let meter = TextMeter::default();
         assert_eq!(meter.read(), None);
-        let tenant =
-            |name: &str| TenantReading { name: name.to_owned(), num_waiting: 1, num_unfinished: 2 };
-        let tenants = [tenant("gold"), tenant(&"ü".repeat(24)), tenant("")];
-        meter.set(&tenants);
-        assert_eq!(meter.read().as_deref(), Some(&tenants[..]));
-        meter.set(&[tenant(&"ü".repeat(40))]);
-        assert_eq!(meter.read().map(|it| it[0].name.clone()), Some("ü".repeat(24)));
+        for text in ["", "1 2 gold\n", &"ü".repeat(MAX_TEXT_BYTES / 2)] {
+            meter.set(text);
+            assert_eq!(meter.read().as_deref(), Some(text));
+        }
         meter.words[0][3].store(7, Relaxed);
         assert_eq!(meter.read(), None);
     }

@@ -11,9 +11,8 @@ use rustix::fs::{Mode, OFlags, SealFlags, fcntl_add_seals};
 
 use sparksched_shm::{PAGE_BYTES, ShmError, check, create_prepared, first, mapping_of};
 
-use crate::meters::{Meters, PacingReading, RingsReading, StepsReading, TenantReading};
+use crate::meters::{Meters, PacingReading, RingsReading, StepsReading};
 
-/// The page as its engine has it.
 #[derive(Debug)]
 pub struct MeterPage {
     map: MmapRaw,
@@ -38,7 +37,6 @@ impl MeterPage {
     }
 
     /// Where the engine writes.
-    #[must_use]
     pub fn meters(&self) -> &Meters {
         first(&self.map)
     }
@@ -82,26 +80,22 @@ impl MeterReader {
     }
 
     /// What the scheduler reports, if it does.
-    #[must_use]
     pub fn steps(&self) -> Option<StepsReading> {
         self.meters().steps().read()
     }
 
     /// What paced prefill does, if it is on.
-    #[must_use]
     pub fn pacing(&self) -> Option<PacingReading> {
         self.meters().pacing().read()
     }
 
-    /// The tenants that have requests, if requests are ordered.
-    #[must_use]
-    pub fn tenants(&self) -> Option<Vec<TenantReading>> {
+    /// The tenants that have requests, if requests are ordered: a line each.
+    pub fn tenants(&self) -> Option<String> {
         // Somebody may be writing; nobody does so for long.
         (0..3).find_map(|_| self.meters().tenants().read())
     }
 
     /// What goes through the rings, if there are any.
-    #[must_use]
     pub fn rings(&self) -> Option<RingsReading> {
         self.meters().rings()
     }

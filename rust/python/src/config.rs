@@ -10,7 +10,14 @@ use sparksched_core::{
 
 use crate::hasher::new_block_hasher;
 
-/// Reads it.
+/// A structure whose fields have the names of keys; those behind the semicolon are given.
+macro_rules! read {
+    ($dict:expr => $type:ident { $($key:ident),*; $($given:ident: $value:expr),* }) => {
+        $type { $($key: get($dict, stringify!($key))?,)* $($given: $value),* }
+    };
+}
+
+/// Reads all of it.
 pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<SchedulerConfig> {
     let policy: String = get(config, "policy")?;
     let policy = match policy.as_str() {
@@ -27,50 +34,27 @@ pub(crate) fn scheduler_config(config: &Bound<'_, PyDict>) -> PyResult<Scheduler
     let lookahead = get(config, "num_hash_lookahead_tokens")?;
     let hasher = |it: String| new_block_hasher(&it, hash_block_size, &[], lookahead);
     let hasher = hash_algorithm.map(hasher).transpose()?;
-    Ok(SchedulerConfig {
-        async_scheduling: get(config, "async_scheduling")?,
-        policy,
-        max_num_active_reqs: get(config, "max_num_active_reqs")?,
-        max_num_scheduled_tokens: get(config, "max_num_scheduled_tokens")?,
-        max_num_batched_tokens: get(config, "max_num_batched_tokens")?,
-        max_model_len: get(config, "max_model_len")?,
-        enable_chunked_prefill: get(config, "enable_chunked_prefill")?,
-        long_prefill_token_threshold: get(config, "long_prefill_token_threshold")?,
-        long_prefill_token_threshold_adaptive: get(
-            config,
-            "long_prefill_token_threshold_adaptive",
-        )?,
-        reserve_full_isl: get(config, "reserve_full_isl")?,
+    Ok(read!(config => SchedulerConfig {
+        async_scheduling, max_num_active_reqs, max_num_scheduled_tokens, max_num_batched_tokens,
+        max_model_len, enable_chunked_prefill, long_prefill_token_threshold,
+        long_prefill_token_threshold_adaptive, reserve_full_isl, num_sampled_tokens_per_step, max_loras,
+        decode_stagger, resume_as_new, sends_sampled_tokens, log_stats, block_size, partial_hits,
+        zeroes_blocks, num_blocks, watermark_blocks, group_block_sizes, lookup_groups, eagle_groups,
+        retention_interval, transfers_encoder_outputs, collects_aux_output;
+        policy: policy,
+        hash_block_size: hash_block_size,
         speculation: speculation(config)?,
-        num_sampled_tokens_per_step: get(config, "num_sampled_tokens_per_step")?,
-        max_loras: get(config, "max_loras")?,
-        decode_stagger: get(config, "decode_stagger")?,
-        resume_as_new: get(config, "resume_as_new")?,
-        sends_sampled_tokens: get(config, "sends_sampled_tokens")?,
         behaviors: behaviors(config)?,
-        log_stats: get(config, "log_stats")?,
-        block_size: get(config, "block_size")?,
-        hash_block_size,
-        partial_hits: get(config, "partial_hits")?,
-        zeroes_blocks: get(config, "zeroes_blocks")?,
-        num_blocks: get(config, "num_blocks")?,
-        watermark_blocks: get(config, "watermark_blocks")?,
         groups: groups.into_iter().map(kv_cache_group).collect::<PyResult<_>>()?,
-        group_block_sizes: get(config, "group_block_sizes")?,
         states: states(config)?,
-        lookup_groups: get(config, "lookup_groups")?,
-        eagle_groups: get(config, "eagle_groups")?,
-        retention_interval: get(config, "retention_interval")?,
         journal: JournalConfig {
             prefixes: get(config, "enable_kv_cache_events")?,
             uses: get(config, "kv_cache_metrics")?,
             num_lookahead_tokens: hasher.as_ref().map_or(0, BlockHasher::num_lookahead_tokens),
         },
         kv_transfer: kv_transfer(config)?,
-        transfers_encoder_outputs: get(config, "transfers_encoder_outputs")?,
-        collects_aux_output: get(config, "collects_aux_output")?,
-        hasher,
-    })
+        hasher: hasher
+    }))
 }
 
 /// A group's kind, and what its kind needs of: window or chunk, tokens retained behind a window,
@@ -102,32 +86,24 @@ fn state_group(mode: StateMode, num_speculative_blocks: u32, alignment: u32) -> 
 fn states(config: &Bound<'_, PyDict>) -> PyResult<StateConfig> {
     let config = item(config, "states")?;
     let config = config.cast::<PyDict>()?;
-    Ok(StateConfig {
-        aligns_chunks: get(config, "aligns_chunks")?,
-        block_size: get(config, "block_size")?,
-        has_checkpoint_blocks: get(config, "has_checkpoint_blocks")?,
-        checkpoint_alignment: get(config, "checkpoint_alignment")?,
-        drops_last_unit: get(config, "drops_last_unit")?,
-        keeps_junctions: get(config, "keeps_junctions")?,
-        num_hash_lookahead_tokens: get(config, "num_hash_lookahead_tokens")?,
-    })
+    Ok(read!(config => StateConfig {
+        aligns_chunks, block_size, has_checkpoint_blocks, checkpoint_alignment, drops_last_unit,
+        keeps_junctions, num_hash_lookahead_tokens;
+    }))
 }
 
 fn speculation(config: &Bound<'_, PyDict>) -> PyResult<Speculation> {
     let metrics: String = get(config, "per_request_spec_decode_metrics")?;
-    Ok(Speculation {
-        num_spec_tokens: get(config, "num_spec_tokens")?,
-        num_lookahead_tokens: get(config, "num_lookahead_tokens")?,
-        num_prefill_lookahead_tokens: get(config, "num_prefill_lookahead_tokens")?,
-        num_draft_slots: get(config, "num_draft_slots")?,
+    Ok(read!(config => Speculation {
+        num_spec_tokens, num_lookahead_tokens, num_prefill_lookahead_tokens, num_draft_slots;
         by_batch_size: get(config, "num_spec_tokens_by_batch_size")?,
         request_metrics: match metrics.as_str() {
             "none" => RequestSpecMetrics::None,
             "summary" => RequestSpecMetrics::Summary,
             "detailed" => RequestSpecMetrics::Detailed,
             other => return Err(PyValueError::new_err(format!("unknown level {other:?}"))),
-        },
-    })
+        }
+    }))
 }
 
 fn kv_transfer(config: &Bound<'_, PyDict>) -> PyResult<Option<KvTransferConfig>> {
@@ -136,26 +112,17 @@ fn kv_transfer(config: &Bound<'_, PyDict>) -> PyResult<Option<KvTransferConfig>>
         return Ok(None);
     }
     let config = config.cast::<PyDict>()?;
-    Ok(Some(KvTransferConfig {
-        defer_block_free: get(config, "defer_block_free")?,
-        requires_kv_delivery: get(config, "requires_kv_delivery")?,
-        recompute_load_failures: get(config, "recompute_load_failures")?,
-    }))
+    Ok(Some(read!(config => KvTransferConfig {
+        defer_block_free, requires_kv_delivery, recompute_load_failures;
+    })))
 }
 
 fn behaviors(config: &Bound<'_, PyDict>) -> PyResult<Behaviors> {
-    Ok(Behaviors {
-        continues_after_self_preemption: get(config, "continues_after_self_preemption")?,
-        skips_held_up: get(config, "skips_held_up")?,
-        counts_loras_of_all_running: get(config, "counts_loras_of_all_running")?,
-        caches_settled_output: get(config, "caches_settled_output")?,
-        keeps_block_before_junction: get(config, "keeps_block_before_junction")?,
-        requeues_sessions_last: get(config, "requeues_sessions_last")?,
-        caches_state_tails_once: get(config, "caches_state_tails_once")?,
-        caps_hits_to_aux_output: get(config, "caps_hits_to_aux_output")?,
-        can_skip_drafts: get(config, "can_skip_drafts")?,
-        local_prefill_interval: get(config, "local_prefill_interval")?,
-    })
+    Ok(read!(config => Behaviors {
+        continues_after_self_preemption, skips_held_up, counts_loras_of_all_running,
+        caches_settled_output, keeps_block_before_junction, requeues_sessions_last,
+        caches_state_tails_once, caps_hits_to_aux_output, can_skip_drafts, local_prefill_interval;
+    }))
 }
 
 fn get<'py, T: for<'a> FromPyObject<'a, 'py, Error = PyErr>>(

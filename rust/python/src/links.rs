@@ -17,7 +17,6 @@ use crate::frames;
 
 /// An engine's links to its clients.
 pub(crate) trait Links: Send + Sync {
-    /// The link to a client, if it has one.
     fn link(&self, client: u32) -> Option<&dyn Outgoing>;
 
     /// Whether each client has come, and has gone.

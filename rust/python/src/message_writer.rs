@@ -17,7 +17,6 @@ use crate::entries::{Entries, Entry};
 /// Room that an output usually needs in a message.
 const TYPICAL_OUTPUT_BYTES: usize = 72;
 
-/// What a step brought.
 pub(crate) struct StepResult<'a, 'py> {
     pub(crate) sampled: Vec<SampledTokens>,
     /// The model runner's own lists of tokens by row, if the step sampled; outputs share them.

@@ -2,22 +2,20 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
-use std::time::Duration;
 
 use pyo3::exceptions::PyConnectionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use sparksched_core::{PacingReport, TenantReading, WaitCounts, WaitReason};
+use sparksched_core::WaitReason;
 use sparksched_entry_points::entry_points;
 use sparksched_meters::{
-    HistogramReading, MAX_TENANTS, MAX_WAIT_REASONS, MeterPage, MeterReader, NUM_BOUNDS,
-    RingsReading, Traffic, bound_ns,
+    HistogramReading, MAX_WAIT_REASONS, MeterPage, MeterReader, NUM_BOUNDS, RingsReading, Traffic,
+    bound_ns,
 };
 use sparksched_shm::ShmError;
 
 use crate::pacing;
 use crate::scheduler_core::SchedulerCore;
-use crate::step_timer::StepSink;
 
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyEngineMeters>()?;
@@ -49,64 +47,6 @@ fn connection_error(error: ShmError) -> PyErr {
 
 const _: () = assert!(WaitReason::COUNT <= MAX_WAIT_REASONS);
 
-struct PageSink(Arc<MeterPage>);
-
-fn ns(time: Duration) -> u64 {
-    time.as_nanos().try_into().unwrap_or(u64::MAX)
-}
-
-impl StepSink for PageSink {
-    fn scheduled(&self, time: Duration) {
-        self.0.meters().steps().schedule.observe(ns(time));
-    }
-
-    fn updated(&self, time: Duration) {
-        self.0.meters().steps().update.observe(ns(time));
-    }
-
-    fn waited(&self, time: Duration) {
-        self.0.meters().steps().gap.observe(ns(time));
-    }
-
-    fn set_requests(&self, num_running: usize, num_waiting: usize) {
-        self.0.meters().steps().set_requests(num_running as u64, num_waiting as u64);
-    }
-
-    fn set_waits(&self, counts: &WaitCounts) {
-        self.0.meters().steps().set_waits(counts.by_reason());
-    }
-
-    fn set_tenants(&self, mut tenants: Vec<TenantReading>) {
-        if tenants.len() > MAX_TENANTS {
-            let fewer = |it: &TenantReading| std::cmp::Reverse(it.num_unfinished);
-            tenants.select_nth_unstable_by_key(MAX_TENANTS, fewer);
-        }
-        let reading = |it: &TenantReading| sparksched_meters::TenantReading {
-            name: it.name.to_string(),
-            num_waiting: it.num_waiting as u64,
-            num_unfinished: it.num_unfinished as u64,
-        };
-        let (largest, rest) = tenants.split_at(MAX_TENANTS.min(tenants.len()));
-        let mut told: Vec<_> = largest.iter().map(reading).collect();
-        if !rest.is_empty() {
-            let others =
-                rest.iter().map(reading).reduce(|sum, it| sparksched_meters::TenantReading {
-                    name: String::new(),
-                    num_waiting: sum.num_waiting + it.num_waiting,
-                    num_unfinished: sum.num_unfinished + it.num_unfinished,
-                });
-            told.extend(
-                others.map(|it| sparksched_meters::TenantReading { name: String::new(), ..it }),
-            );
-        }
-        self.0.meters().tenants().set(&told);
-    }
-
-    fn set_pacing(&self, report: &PacingReport) {
-        self.0.meters().pacing().set(&report.values());
-    }
-}
-
 #[pyclass(name = "EngineMeters", module = "sparksched._core", frozen)]
 pub(crate) struct PyEngineMeters {
     page: Arc<MeterPage>,
@@ -132,8 +72,7 @@ impl PyEngineMeters {
     }
 
     fn time_steps(&self, scheduler: &Bound<'_, SchedulerCore>) -> PyResult<()> {
-        self.page.meters().steps().begin();
-        scheduler.try_borrow_mut()?.report_steps_to(Arc::new(PageSink(self.page())));
+        scheduler.try_borrow_mut()?.report_steps_to(self.page());
         Ok(())
     }
 
@@ -150,6 +89,14 @@ impl PyEngineMeters {
 #[pyclass(name = "MeterReader", module = "sparksched._core", frozen)]
 struct PyMeterReader {
     reader: MeterReader,
+}
+
+/// Reads a line of `set_tenants`.
+fn tenant_of(line: &str) -> Option<(String, u64, u64)> {
+    let mut parts = line.splitn(3, ' ');
+    let mut count = || parts.next()?.parse().ok();
+    let (num_waiting, num_unfinished) = (count()?, count()?);
+    Some((parts.next()?.to_owned(), num_waiting, num_unfinished))
 }
 
 #[entry_points(MeterReader)]
@@ -181,9 +128,7 @@ impl PyMeterReader {
     }
 
     fn tenants(&self) -> PyResult<Option<Vec<(String, u64, u64)>>> {
-        let triple =
-            |it: sparksched_meters::TenantReading| (it.name, it.num_waiting, it.num_unfinished);
-        Ok(self.reader.tenants().map(|tenants| tenants.into_iter().map(triple).collect()))
+        Ok(self.reader.tenants().and_then(|text| text.lines().map(tenant_of).collect()))
     }
 
     fn rings<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {

@@ -64,7 +64,7 @@ fn stuck<'py>(
     told.set_item("num_running", scheduler.running().len())?;
     told.set_item("num_waiting", scheduler.num_waiting())?;
     told.set_item("num_sessions", counts.by_reason()[WaitReason::SessionInput as usize])?;
-    told.set_item("lora_id", scheduler.request(head.index).lora_id())?;
+    told.set_item("lora_id", scheduler.request(head.index).lora_id)?;
     told.set_item("lora_ids", scheduler.loras_of_step())?;
     let holders = scheduler.block_holders();
     let blocks = PyDict::new(py);

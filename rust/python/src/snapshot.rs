@@ -75,22 +75,23 @@ pub(crate) fn request_snapshot<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let py = request.py();
     let snapshot = PyDict::new(py);
-    snapshot.set_item("status", convert::status_name(state.status()))?;
-    snapshot.set_item("num_computed_tokens", state.num_computed_tokens())?;
-    snapshot.set_item("num_output_placeholders", state.num_output_placeholders())?;
-    snapshot.set_item("num_in_flight_tokens", state.num_in_flight_tokens())?;
-    snapshot.set_item("num_stale_output_tokens", state.num_stale_output_tokens())?;
+    snapshot.set_item("status", convert::status_name(state.status))?;
+    snapshot.set_item("num_computed_tokens", state.num_computed_tokens)?;
+    snapshot.set_item("num_output_placeholders", state.num_output_placeholders)?;
+    snapshot.set_item("num_in_flight_tokens", state.num_in_flight_tokens)?;
+    snapshot.set_item("num_stale_output_tokens", state.num_stale_output_tokens)?;
     snapshot.set_item("num_tokens", state.num_tokens())?;
-    snapshot.set_item("num_preemptions", state.num_preemptions())?;
+    snapshot.set_item("num_preemptions", state.num_preemptions)?;
     let tables =
-        state.groups().iter().map(|blocks| PyList::new(py, blocks.table.iter().map(|id| id.0)));
+        state.groups.iter().map(|blocks| PyList::new(py, blocks.table.iter().map(|id| id.0)));
     snapshot.set_item("block_ids", tables.collect::<PyResult<Vec<_>>>()?)?;
-    snapshot.set_item("spec_token_ids", state.drafts())?;
-    snapshot.set_item("next_decode_eligible_step", state.next_decode_step())?;
+    snapshot.set_item("spec_token_ids", &state.drafts)?;
+    snapshot.set_item("next_decode_eligible_step", state.next_decode_step)?;
     snapshot.set_item("num_prompt_tokens", state.num_prompt_tokens())?;
     let inputs = request.getattr(intern!(py, "streaming_queue"))?;
     snapshot.set_item("num_queued_inputs", if inputs.is_none() { 0 } else { inputs.len()? })?;
-    let spec_stats = state.spec_stats().map(|stats| spec_stats_snapshot(py, stats)).transpose()?;
+    let spec_stats =
+        state.spec_stats.as_deref().map(|stats| spec_stats_snapshot(py, stats)).transpose()?;
     snapshot.set_item("spec_decode_metrics", spec_stats)?;
     Ok(snapshot)
 }

@@ -1,33 +1,22 @@
 //! Times the calls of each step, if somebody wants to know.
 //!
-//! It takes four looks at the clock a step. What is timed goes to a [`StepSink`]: the page that API
-//! servers read, on platforms that have it.
+//! It takes four looks at the clock a step. What is timed goes to the page that API servers read.
 
+use std::cmp::Reverse;
+use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sparksched_core::{PacingReport, Scheduler, TenantReading, WaitCounts};
+use sparksched_core::{PacingReport, Scheduler, WaitCounts};
+use sparksched_meters::{MAX_TEXT_BYTES, MeterPage, StepMeter};
 
 /// There may be many tenants: they are looked at once in so long.
 const TENANTS_EACH: Duration = Duration::from_secs(1);
 
-/// Where times and counts go.
-pub(crate) trait StepSink: Send + Sync {
-    /// `schedule()` has taken so long.
-    fn scheduled(&self, time: Duration);
-    /// `update_from_output()` has taken so long.
-    fn updated(&self, time: Duration);
-    /// So long after an update, with work left, came the next `schedule()`.
-    fn waited(&self, time: Duration);
-    /// So many requests run and wait.
-    fn set_requests(&self, num_running: usize, num_waiting: usize);
-    /// So many wait for what.
-    fn set_waits(&self, counts: &WaitCounts);
-    /// These tenants have requests.
-    fn set_tenants(&self, tenants: Vec<TenantReading>);
-    /// So paced prefill stands.
-    fn set_pacing(&self, report: &PacingReport);
-}
+/// Tenants that are told of by name, and bytes of it: with two counts each, they fit into the page.
+const MAX_TENANTS: usize = 20;
+const MAX_NAME_BYTES: usize = 48;
+const _: () = assert!((MAX_TENANTS + 1) * (MAX_NAME_BYTES + "\n".len() + 2 * 21) <= MAX_TEXT_BYTES);
 
 /// What the time of one step's call is taken with; nothing if nobody wants it.
 #[derive(Clone, Copy, Default)]
@@ -35,7 +24,7 @@ pub(crate) struct Started(Option<Instant>);
 
 #[derive(Default)]
 pub(crate) struct StepTimer {
-    sink: Option<Arc<dyn StepSink>>,
+    page: Option<Arc<MeterPage>>,
     /// What was reported last.
     waits: WaitCounts,
     /// When tenants were reported last.
@@ -47,22 +36,28 @@ pub(crate) struct StepTimer {
 }
 
 impl StepTimer {
-    /// Reports to this sink from now on.
-    pub(crate) fn report_to(&mut self, sink: Arc<dyn StepSink>) {
-        *self = Self { sink: Some(sink), ..Self::default() };
+    /// Reports there from now on.
+    pub(crate) fn report_to(&mut self, page: Arc<MeterPage>) {
+        page.meters().steps().begin();
+        *self = Self { page: Some(page), ..Self::default() };
+    }
+
+    fn meter(&self) -> Option<&StepMeter> {
+        self.page.as_ref().map(|page| page.meters().steps())
     }
 
     pub(crate) fn start(&self) -> Started {
-        Started(self.sink.as_ref().map(|_| Instant::now()))
+        Started(self.page.as_ref().map(|_| Instant::now()))
     }
 
     /// A step was scheduled, from `started` to now.
     pub(crate) fn note_schedule(&mut self, started: Started) {
-        let (Some(sink), Some(began)) = (&self.sink, started.0) else { return };
-        sink.scheduled(began.elapsed());
-        if let Some(updated_at) = self.updated_at.take() {
-            sink.waited(began.duration_since(updated_at));
+        let (Some(meter), Some(began)) = (self.meter(), started.0) else { return };
+        meter.schedule.observe(ns(began.elapsed()));
+        if let Some(updated_at) = self.updated_at {
+            meter.gap.observe(ns(began.duration_since(updated_at)));
         }
+        self.updated_at = None;
     }
 
     /// The first of the calls that decide on a step together begins.
@@ -78,34 +73,57 @@ impl StepTimer {
 
     /// A step's outcome was taken in, from `started` to now.
     pub(crate) fn note_update(&mut self, started: Started) {
-        let (Some(sink), Some(began)) = (&self.sink, started.0) else { return };
+        let (Some(meter), Some(began)) = (self.meter(), started.0) else { return };
         let now = Instant::now();
-        sink.updated(now.duration_since(began));
+        meter.update.observe(ns(now.duration_since(began)));
         self.updated_at = Some(now);
     }
 
     /// A step came back, and prompts are paced.
     pub(crate) fn note_pacing(&self, report: &PacingReport) {
-        if let Some(sink) = &self.sink {
-            sink.set_pacing(report);
+        if let Some(page) = &self.page {
+            page.meters().pacing().set(&report.values());
         }
     }
 
     /// Something may have changed. An engine with nothing to do waits for requests: that is no gap.
     pub(crate) fn note_requests(&mut self, scheduler: &Scheduler) {
-        let Some(sink) = &self.sink else { return };
-        sink.set_requests(scheduler.running().len(), scheduler.num_waiting());
+        let Some(page) = &self.page else { return };
+        let meter = page.meters().steps();
+        meter.set_requests(scheduler.running().len() as u64, scheduler.num_waiting() as u64);
         let waits = scheduler.wait_counts();
         if waits != self.waits {
-            sink.set_waits(&waits);
+            meter.set_waits(waits.by_reason());
             self.waits = waits;
         }
         if scheduler.is_ordered() && self.tenants_at.is_none_or(|at| at.elapsed() >= TENANTS_EACH) {
-            sink.set_tenants(scheduler.tenants().collect());
+            set_tenants(page, scheduler.tenants().collect());
             self.tenants_at = Some(Instant::now());
         }
         if self.updated_at.is_some() && scheduler.num_unfinished_requests() <= 0 {
             self.updated_at = None;
         }
     }
+}
+
+fn ns(time: Duration) -> u64 {
+    time.as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
+/// Says which tenants have requests: the largest, and the others as one without a name. A line
+/// each: how many of its requests were never scheduled, how many have not ended, its name.
+fn set_tenants(page: &MeterPage, mut tenants: Vec<(&str, usize, usize)>) {
+    if tenants.len() > MAX_TENANTS {
+        tenants.select_nth_unstable_by_key(MAX_TENANTS, |&(_, _, count)| Reverse(count));
+        let sum = |sum: (usize, usize), it: (&str, usize, usize)| (sum.0 + it.1, sum.1 + it.2);
+        let (num_waiting, num_unfinished) = tenants.drain(MAX_TENANTS..).fold((0, 0), sum);
+        tenants.push(("", num_waiting, num_unfinished));
+    }
+    let mut text = String::new();
+    for (name, num_waiting, num_unfinished) in tenants {
+        let end = (0..=MAX_NAME_BYTES.min(name.len())).rev().find(|&it| name.is_char_boundary(it));
+        let name = name[..end.unwrap_or(0)].replace(char::is_control, " ");
+        let _ = writeln!(text, "{num_waiting} {num_unfinished} {name}");
+    }
+    page.meters().tenants().set(&text);
 }

@@ -26,7 +26,6 @@ pub enum ShmError {
     Unavailable {
         /// How much was asked for.
         bytes: usize,
-        /// What the system says.
         source: std::io::Error,
     },
     /// What was received is not sealed, or has another size than was said.
@@ -78,7 +77,6 @@ pub fn map(fd: BorrowedFd<'_>, bytes: usize) -> Result<MmapRaw, ShmError> {
 }
 
 /// How memory of this size is mapped: all of its pages at once.
-#[must_use]
 pub fn mapping_of(bytes: usize) -> MmapOptions {
     let mut options = MmapOptions::new();
     options.len(bytes).populate();
@@ -109,7 +107,6 @@ pub fn check(fd: BorrowedFd<'_>, bytes: usize) -> Result<(), ShmError> {
 pub unsafe trait OfAtomics {}
 
 /// What lies at the beginning of a mapping.
-#[must_use]
 pub fn first<T: OfAtomics>(map: &MmapRaw) -> &T {
     const { assert!(size_of::<T>() <= PAGE_BYTES && align_of::<T>() <= PAGE_BYTES) };
     // SAFETY: the mapping is page-aligned, at least a page long, and lives as long as the reference;

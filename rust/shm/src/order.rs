@@ -7,7 +7,6 @@ use std::sync::atomic::Ordering;
 
 macro_rules! orderings {
     ($($(#[$doc:meta])* $name:ident: $ordering:ident;)*) => {
-        /// The names of all orderings.
         pub const ALL: &[&str] = &[$(stringify!($name)),*];
 
         $(

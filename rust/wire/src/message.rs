@@ -23,8 +23,6 @@ const REPETITION: &str = "repetition_detected";
 pub struct RequestId(Box<[u8]>);
 
 impl RequestId {
-    /// Encodes an id.
-    #[must_use]
     pub fn new(id: &str) -> Self {
         let mut writer = Writer::new(Vec::with_capacity(id.len() + 5));
         writer.str(id);
@@ -35,7 +33,6 @@ impl RequestId {
 /// One request's share of a message.
 #[derive(Clone, Copy, Debug)]
 pub struct Output<'a> {
-    /// Which request.
     pub request_id: &'a RequestId,
     /// The tokens that its client is to get.
     pub new_token_ids: &'a [i32],
@@ -88,7 +85,6 @@ impl Message {
     ///
     /// # Panics
     /// If there are fewer fields than are known.
-    #[must_use]
     pub fn new(num_output_fields: usize, num_bytes: usize) -> Self {
         assert!(num_output_fields >= NUM_OUTPUT_FIELDS, "vLLM's outputs have lost a field");
         let mut buffer = Vec::with_capacity(MAX_HEAD_BYTES + num_bytes);

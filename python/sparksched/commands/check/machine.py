@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +13,6 @@ from sparksched.compat import releases
 CGROUP = Path("/sys/fs/cgroup")
 MIN_PROCESSORS = 2
 """One for the API server, one for the engine."""
-MIN_DESCRIPTORS = 4096
-RAISED_DESCRIPTORS = 65_535
-"""What vLLM raises the limit to if it is allowed to."""
-MIN_MEMORY_BYTES = 4 << 30
 
 
 def findings() -> Iterator[Finding]:
@@ -31,8 +26,6 @@ def findings() -> Iterator[Finding]:
         yield _torch()
         yield _gpu()
     yield processors(CGROUP)
-    yield memory(CGROUP)
-    yield _descriptors()
 
 
 def _extension() -> Finding:
@@ -144,48 +137,4 @@ def _cpu_quota(cgroup: Path) -> float | None:
         quota, period = (cgroup / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
-        pass
-    try:  # version 1 of control groups
-        quota_us = int((cgroup / "cpu/cpu.cfs_quota_us").read_text())
-        return (
-            quota_us / int((cgroup / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
-        )
-    except (OSError, ValueError):
         return None
-
-
-def memory(cgroup: Path) -> Finding:
-    """Return how much memory vLLM's processes may use."""
-    topic = "memory"
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    text = f"{total / (1 << 30):.1f} GiB"
-    limit = _memory_limit(cgroup)
-    if limit is not None and limit < total:
-        total = limit
-        text = f"the container is allowed {limit / (1 << 30):.1f} GiB"
-    if total < MIN_MEMORY_BYTES:
-        return warning(topic, text, "vLLM's processes take 2 GiB and more; allow them 4 or more")
-    return ok(topic, text)
-
-
-def _memory_limit(cgroup: Path) -> int | None:
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            return int((cgroup / name).read_text())
-        except (OSError, ValueError):  # "max", or another version of control groups
-            continue
-    return None
-
-
-def _descriptors() -> Finding:
-    topic = "descriptors"
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most == resource.RLIM_INFINITY or most >= RAISED_DESCRIPTORS:
-        limit = max(limit, RAISED_DESCRIPTORS) if limit != resource.RLIM_INFINITY else limit
-    if limit != resource.RLIM_INFINITY and limit < MIN_DESCRIPTORS:
-        return warning(
-            topic,
-            f"a process may open {limit:,} files and connections",
-            f"each stream takes one: allow {RAISED_DESCRIPTORS:,}",
-        )
-    return ok(topic, "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}")

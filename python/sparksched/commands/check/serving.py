@@ -6,13 +6,12 @@ import io
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pydantic
 import vllm.envs
 
 from sparksched import compat, environment, plugin
-from sparksched.commands.check import front_end
 from sparksched.commands.check.finding import ArgumentError, Finding, ok, problem, warning
 from sparksched.commands.check.quotes import without_quotes
 from sparksched.compat.pacing import unpaceable
@@ -21,6 +20,8 @@ from sparksched.shared import queue_timeout
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+
+USE_RUST: Final = "VLLM_USE_RUST_FRONTEND"
 
 
 def findings(arguments: Sequence[str]) -> Iterator[Finding]:
@@ -43,7 +44,7 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
     yield _scheduler(config)
     if environment.verification() is not None:
         yield _verification(config)
-    yield front_end.finding(parsed)
+    yield _front_end(parsed)
     yield _transport(config)
     yield _asynchronous(config, asked.async_scheduling)
     yield _prompts(config)
@@ -119,6 +120,18 @@ def _verification(config: "VllmConfig") -> Finding:
     if environment.is_strict():
         return problem(topic, f"vLLM wouldn't start: {text}", without)
     return warning(topic, f"sparksched would run without it: {text}", without)
+
+
+def _front_end(parsed: argparse.Namespace) -> Finding:
+    topic = "front end"
+    refused = "it refuses n above 1, use_beam_search and suffix, and some arguments"
+    if not vllm.envs.VLLM_USE_RUST_FRONTEND:
+        faster = f"for hundreds of streams its Rust one is faster: {USE_RUST}=1, but {refused}"
+        return ok(topic, f"vLLM's, in Python; {faster}")
+    if (parsed.api_server_count or 1) > 1:
+        text = "vLLM's, in Rust, one for all engines: it ignores --api-server-count"
+        return warning(topic, text, "leave it away")
+    return ok(topic, f"vLLM's, in Rust; {refused}")
 
 
 def _transport(config: "VllmConfig") -> Finding:
@@ -252,7 +265,7 @@ def _queue() -> Finding:
     return warning(
         "queue",
         f"{text} 500: before 0.33.0, vLLM's own front ends tell no reason",
-        f"unset {front_end.USE_RUST} and {environment.FRONT_END}, and clients get 503 and are told "
+        f"unset {USE_RUST} and {environment.FRONT_END}, and clients get 503 and are told "
         "when to try again",
     )
 

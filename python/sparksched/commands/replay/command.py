@@ -17,7 +17,7 @@ DESCRIPTION: Final = """\
 Gives a scheduler what a recorded one was given (SPARKSCHED_RECORD), without a GPU and without the
 model, and compares its decisions with the recorded ones. With another value of a setting: what
 that would have done. The exit status is 0, or 1 if a decision differs, or 2 if the file can't be
-used; one that was cut off, or lacks its end, can be used with --partial."""
+used. Of one that was cut off what is whole is used."""
 
 BOTH: Final = "both"
 
@@ -33,9 +33,6 @@ def add_to(commands: Any) -> None:
         choices=("sparksched", "vllm", BOTH),
         help="which one replays; both, and for what-if sparksched, if it isn't said",
     )
-    parser.add_argument(
-        "--partial", action="store_true", help="replay what is whole of a file without its end"
-    )
     for name in ("--max-num-seqs", "--num-gpu-blocks", "--max-num-batched-tokens"):
         parser.add_argument(name, type=_count, metavar="N", help="what if")
     parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="what if")
@@ -46,7 +43,6 @@ def add_to(commands: Any) -> None:
         parser.add_argument(
             name, type=functools.partial(_within, *bounds), metavar=metavar, help="what if, paced"
         )
-    parser.add_argument("--plot", metavar="IMAGE", help="draw the answer to what-if (.png, .svg)")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(run=run)
 
@@ -96,7 +92,7 @@ def _answer(parsed: argparse.Namespace) -> Any:
     from sparksched.record.replay import replay
     from sparksched.record.what_if import Change, what_if
 
-    load = Load(parsed.file, partial=parsed.partial)
+    load = Load(parsed.file)
     if load.trace.missing is not None:
         print(f"sparksched replay: {load.trace.missing}", file=sys.stderr)
     change = Change(**{it.name: getattr(parsed, it.name) for it in dataclasses.fields(Change)})
@@ -106,7 +102,4 @@ def _answer(parsed: argparse.Namespace) -> Any:
     if parsed.scheduler == BOTH:
         raise TraceError("what if is asked of one scheduler: --scheduler sparksched or vllm")
     timelines = what_if(parsed.scheduler or "sparksched", load, change)
-    answer = show.Alternatives(load, change, *timelines)
-    if parsed.plot is not None:
-        show.draw(answer, parsed.plot)
-    return answer
+    return show.Alternatives(load, change, *timelines)

@@ -10,7 +10,6 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from sparksched.record.events import TraceError
 from sparksched.record.load import Load
 from sparksched.record.replay import Outcome
 from sparksched.record.step_time import step_time
@@ -41,7 +40,6 @@ def _about(load: Load) -> dict[str, Any]:
         "recorded_scheduler": settings.scheduler,
         "vllm": settings.vllm,
         "sparksched": settings.sparksched,
-        "has_tokens": settings.has_tokens,
         "seconds": round(load.seconds, 3),
         "requests": len(load.requests),
         "steps": len(load.schedule_us),
@@ -167,7 +165,7 @@ class Alternatives:
             "step_time": dataclasses.asdict(step_time(self.load)),
             "as_recorded": _data_of(self.before),
             "changed": _data_of(self.after),
-        }
+        } | ({"promises": self._promises} if self.change.pacing else {})
 
     def show(self) -> None:
         """Print the two in sum, and over time."""
@@ -184,8 +182,33 @@ class Alternatives:
         for name, text in _ROWS.items():
             table.add_row(name, text.format(before[name]), text.format(after[name]))
         out.print(table, self._over_time())
+        if self.change.pacing:
+            out.print(
+                "Promises: {late_prompts:,} of {prompts:,} first tokens come more than"
+                " {max_slowdown:g} times as late, and a stall; {steps_over_stall:,} steps with"
+                " prompts take longer than {max_stall_s:g} s, {unasked_steps:,} of them for no"
+                " deadline.".format(**self._promises)
+            )
         if self.after.num_stuck:
             out.print(f"{self.after.num_stuck:,} requests would never have run: they don't fit.")
+
+    @property
+    def _promises(self) -> dict[str, float]:
+        """Return what became of both: late is who comes late beside the load as recorded."""
+        pacing = self.change.pacing
+        assert pacing is not None
+        before, after = self.before.first_token_s, self.after.first_token_s
+        paired = [(before[it], after[it]) for it in before.keys() & after.keys()]
+        latest = [(pacing.max_slowdown * stock + pacing.max_stall_s, it) for stock, it in paired]
+        over = self.after.steps_over_stall
+        return {
+            "max_stall_s": pacing.max_stall_s,
+            "max_slowdown": pacing.max_slowdown,
+            "prompts": len(paired),
+            "late_prompts": sum(it > deadline for deadline, it in latest),
+            "steps_over_stall": sum(over.values()),
+            "unasked_steps": over["unexpected"],
+        }
 
     def _over_time(self) -> Table:
         table = Table("at", *_OVER_TIME, title="as recorded → changed", title_justify="left")
@@ -242,33 +265,3 @@ def _data_of(timeline: Timeline) -> dict[str, Any]:
         "stuck_requests": timeline.num_stuck,
         "samples": [dataclasses.asdict(sample) for sample in timeline.samples],
     }
-
-
-def draw(answer: Alternatives, path: str) -> None:
-    """Write an image. matplotlib is not required: without it, say that it is missing.
-
-    Raises:
-        TraceError: if matplotlib doesn't know what kind of image it is to be.
-        OSError: if it can't be written.
-
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("sparksched replay: no plot: matplotlib is not installed", file=sys.stderr)
-        return
-    figure = Figure(figsize=(9, 10), layout="constrained")
-    panels = figure.subplots(len(_OVER_TIME), sharex=True)
-    for panel, (name, (_, read)) in zip(panels, _OVER_TIME.items(), strict=True):
-        for timeline, label in ((answer.before, "as recorded"), (answer.after, answer.name)):
-            samples = timeline.samples
-            times, values = [it.time for it in samples], [read(it) for it in samples]
-            panel.step(times, values, where="post", label=label)
-        panel.set(ylabel=name)
-        panel.set_ylim(bottom=0)
-    panels[0].legend()
-    panels[-1].set(xlabel="seconds")
-    try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise TraceError(f"no image can be written to {path}: {error}") from None

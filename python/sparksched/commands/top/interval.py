@@ -16,6 +16,7 @@ LATENCIES: Final = {
     "time_to_first_token": "vllm:time_to_first_token_seconds",
     "inter_token_latency": "vllm:inter_token_latency_seconds",
 }
+MAX_TENANTS: Final = 5
 DIRECTIONS: Final = ("to_engine", "to_client")
 
 
@@ -77,6 +78,8 @@ class Interval:
     """The labels of `sparksched:info`; none without sparksched."""
     steps: dict[str, Times | None]
     paced: Paced | None
+    tenants: dict[str, tuple[float, float]]
+    """The largest ones: requests that were never scheduled, and that haven't ended."""
     rings: dict[str, Ring | None]
     backlog_bytes: float | None
     rescues: float | None
@@ -109,6 +112,7 @@ def between(before: Page, now: Page) -> Interval:
         engines=now.labels("sparksched:info"),
         steps={key: _times(before, now, name) for key, name in STEP_HISTOGRAMS.items()},
         paced=_paced(before, now),
+        tenants=_tenants(now),
         rings={direction: _ring(before, now, direction) for direction in DIRECTIONS},
         backlog_bytes=now.total("sparksched:backlog_bytes"),
         rescues=now.total("sparksched:rescues_total"),
@@ -124,9 +128,18 @@ def _of_vllm_or_ours(now: Page, what: str) -> float | None:
 
 def _waiting_for(now: Page) -> dict[str, float]:
     name = "sparksched:waiting_requests"
-    reasons = dict.fromkeys(labels.get("reason", "") for labels in now.labels(name))
+    reasons = now.values(name, "reason")
     counts = {reason: now.total(name, reason=reason) or 0 for reason in reasons}
     return {reason: count for reason, count in counts.items() if count}
+
+
+def _tenants(now: Page) -> dict[str, tuple[float, float]]:
+    waiting, unfinished = (
+        {name: now.total(series, tenant=name) or 0 for name in now.values(series, "tenant")}
+        for series in (f"sparksched:tenant_{it}_requests" for it in ("waiting", "unfinished"))
+    )
+    largest = sorted(unfinished, key=unfinished.__getitem__, reverse=True)[:MAX_TENANTS]
+    return {name: (waiting.get(name, 0), unfinished[name]) for name in largest}
 
 
 def _rate(before: Page, now: Page, name: str, **labels: str) -> float | None:

@@ -65,6 +65,10 @@ class Page:
             buckets[_bound(labels)] += value
         return dict(sorted(buckets.items()))
 
+    def values(self, name: str, label: str) -> list[str]:
+        """Return the values that a label has in the series of a name, each once."""
+        return list(dict.fromkeys(labels.get(label, "") for labels in self.labels(name)))
+
     def labels(self, name: str) -> list[Labels]:
         """Return the labels of all series of a name."""
         return [labels for labels, _ in self.samples.get(name, ())]

@@ -39,6 +39,8 @@ def render(url: str, interval: Interval, notice: str = "") -> RenderableType:
     parts += [Text(), _requests(interval), *_waits(interval), Text(), _times(interval)]
     if interval.paced is not None:
         parts += [Text(), _paced(interval.paced)]
+    if interval.tenants:
+        parts += [Text(), _tenants(interval)]
     if any(interval.rings.values()):
         parts += [Text(), _rings(interval)]
     return Group(*parts)
@@ -148,6 +150,14 @@ def _paced(paced: Paced) -> Table:
         number(paced.decode_steps_per_s),
         duration(paced.longest_stall_s),
     )
+    return table
+
+
+def _tenants(interval: Interval) -> Table:
+    table = _table("largest tenants", "never scheduled", "not ended")
+    table.columns[0].overflow, table.columns[0].max_width = "ellipsis", 40
+    for name, counts in interval.tenants.items():
+        table.add_row(name or "others", *map(number, counts))
     return table
 
 

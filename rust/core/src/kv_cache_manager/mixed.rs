@@ -283,7 +283,7 @@ impl KvCacheManager {
 
     /// Of `cache_blocks()`, what holds for all kinds of groups.
     pub(super) fn cache_mixed_blocks(&mut self, request: &mut Request, num_tokens: u32) {
-        let num_hashed_tokens = request.block_hashes().len() as u32 * self.hash_block_size;
+        let num_hashed_tokens = request.block_hashes.len() as u32 * self.hash_block_size;
         for id in 0..self.groups.len() {
             if !self.groups[id].config.is_prefix_cacheable() {
                 continue;
@@ -328,7 +328,7 @@ impl KvCacheManager {
         let num_prompt_tokens = request.num_prompt_tokens() as u32;
         // A resend computes its last token anew; a drafter looks at all and drops more than that.
         let limit = num_prompt_tokens.saturating_sub(u32::from(!group.is_eagle));
-        let num_hashes = (limit / self.hash_block_size).min(request.block_hashes().len() as u32);
+        let num_hashes = (limit / self.hash_block_size).min(request.block_hashes.len() as u32);
         let boundary = num_hashes * self.hash_block_size;
         let place = (boundary / group.block_size) as usize;
         if boundary == 0 || boundary > num_tokens || boundary.is_multiple_of(group.block_size) {
@@ -419,7 +419,7 @@ impl KvCacheManager {
         is_rewritten: bool,
     ) -> Option<BlockHash> {
         let last = (num_tokens / self.hash_block_size).checked_sub(1)? as usize;
-        let hash = *request.block_hashes().get(last)?;
+        let hash = *request.block_hashes.get(last)?;
         if block.is_null() {
             return None;
         }
@@ -441,7 +441,7 @@ impl KvCacheManager {
         let hash_block_size = self.hash_block_size;
         let num_lookahead_tokens = self.pool.journal.config().num_lookahead_tokens;
         self.pool.journal.note_prefix(|| {
-            let (hashes, tokens) = (request.block_hashes(), request.tokens());
+            let (hashes, tokens) = (&request.block_hashes, request.tokens());
             let begin = position * hash_block_size as usize;
             let end = begin + hash_block_size as usize;
             let lookahead_end = (end + num_lookahead_tokens).min(tokens.len());

@@ -112,7 +112,6 @@ struct Demand {
 
 impl KvCacheManager {
     /// A manager whose blocks are all free.
-    #[must_use]
     pub fn new(config: &SchedulerConfig) -> Self {
         // Groups that are looked up together drop their last block together.
         let is_eagle = |id: u32| {
@@ -165,8 +164,6 @@ impl KvCacheManager {
         }
     }
 
-    /// The blocks themselves.
-    #[must_use]
     pub fn pool(&self) -> &BlockPool {
         &self.pool
     }
@@ -205,8 +202,6 @@ impl KvCacheManager {
         self.pool.journal.take()
     }
 
-    /// Whether the prefix cache is asked for this request.
-    #[must_use]
     pub fn reads_prefix_cache(&self, request: &Request) -> bool {
         self.enable_caching && !request.skip_reading_prefix_cache
     }
@@ -246,7 +241,7 @@ impl KvCacheManager {
     /// attention comes first, and needs no second look: shorter prefixes are cached as well. A
     /// group that drops its last block looks one block further for it, once for each length.
     fn find_longest_hit(&mut self, request: &Request, max_tokens: u32) -> (u32, u32) {
-        let hashes = request.block_hashes();
+        let hashes = &request.block_hashes;
         let num_kinds = self.lookup_groups.len();
         let first_is_full =
             self.groups[self.lookup_groups[0][0] as usize].config.is_full_attention();
@@ -537,7 +532,7 @@ impl KvCacheManager {
             self.cache_mixed_blocks(request, num_tokens);
             return;
         }
-        let num_hashed = request.block_hashes().len() as u32;
+        let num_hashed = request.block_hashes.len() as u32;
         let num_full = num_hashed.min(num_tokens / self.block_size);
         if request.groups.iter().all(|blocks| blocks.num_cached.unwrap_or(0) >= num_full) {
             return;
@@ -608,7 +603,7 @@ impl KvCacheManager {
         positions: std::ops::Range<usize>,
         boundaries: &[u32],
     ) {
-        let (group, hashes) = (self.groups[id], request.block_hashes());
+        let (group, hashes) = (self.groups[id], &request.block_hashes);
         let table = &request.groups[id].table;
         let num_hashed = hashes.len() / group.num_hashes as usize;
         assert!(positions.end <= num_hashed.min(table.len()), "full blocks have hashes");
@@ -636,7 +631,7 @@ impl KvCacheManager {
         for (id, hits) in self.hits.iter().enumerate().filter(|(_, hits)| !hits.is_empty()) {
             let group = &self.groups[id];
             // Of a hit that ends within a block, vLLM tells the whole of it if it has a hash.
-            let num_hashed = request.block_hashes().len() / group.num_hashes as usize;
+            let num_hashed = request.block_hashes.len() / group.num_hashes as usize;
             let stored = (0..hits.len().min(num_hashed) as u32).collect();
             let group = (GroupId(id as u32), group);
             note_stored(&mut self.pool.journal, request, group, 0..hits.len(), stored);
@@ -644,7 +639,6 @@ impl KvCacheManager {
     }
 
     /// Tokens of the request's prefix that are in the cache, in all groups.
-    #[must_use]
     pub fn num_cached_tokens(&self, request: &Request) -> u32 {
         let groups = self.groups.iter().zip(&request.groups).filter_map(|(group, blocks)| {
             let mut tokens = blocks.table.iter().rev().map(|&id| self.pool.hash_num_tokens(id));
@@ -703,7 +697,7 @@ fn note_stored(
     let num_lookahead_tokens = journal.config().num_lookahead_tokens;
     let block_size = group.block_size as usize;
     journal.note_prefix(|| {
-        let hashes = request.block_hashes();
+        let hashes = &request.block_hashes;
         let tokens_behind = |&position: &u32| {
             let begin = ((position as usize + 1) * block_size).min(request.num_tokens());
             let end = (begin + num_lookahead_tokens).min(request.num_tokens());

@@ -106,17 +106,11 @@ impl Ladder {
     }
 
     /// What a size takes beyond its decodes, in seconds; if that was not seen, by the next larger
-    /// or smaller one that was. `None` if nothing was seen. No size takes longer than smaller ones
-    /// of its kind that compute the same: else one that seldom runs could be thought too dear for
-    /// ever.
+    /// or smaller one that was. `None` if nothing was seen.
     pub(super) fn extra_s(&self, size: usize, attention: f64) -> Option<f64> {
         let larger = (size..self.sizes.len()).find_map(|it| self.times.predict(it, attention));
-        let pieces = (0..size).filter(|&it| self.times.are_alike(it, size));
-        let in_pieces = pieces.filter_map(|it| {
-            let times = f64::from(self.sizes[size]) / f64::from(self.sizes[it]);
-            self.times.predict(it, attention / times).map(|extra_s| times * extra_s)
-        });
-        larger.into_iter().chain(in_pieces).reduce(f64::min)
+        let smaller = || (0..size).rev().find_map(|it| self.times.predict(it, attention));
+        larger.or_else(smaller)
     }
 
     /// What a step of any number of tokens takes beyond its decodes, in seconds.

@@ -12,7 +12,7 @@
 //! compute: the **order**, ordinary prompts as they came, then long ones; the least **chunk** of the
 //! [ladder], from the one within the stall upward, and with it the least **share** of the time, with
 //! which all deadlines can be met. After a chunk for long prompts come steps of decodes alone, until
-//! decodes have had the rest of the time.
+//! decodes have had the rest of the time, unless somebody waits for blocks or a place.
 //!
 //! Each decision is vLLM's where nobody generates, where no prompt is there, where all prompts are
 //! ordinary and fit into one step, and where they are ordinary and so many that small steps would
@@ -219,9 +219,8 @@ const OUTLIER: f64 = 2.0;
 /// steps would cost the last ones more than they give.
 const ORDINARY_STEPS: f64 = 1.5;
 
-/// Long prompts are to need at most this part of the time that they have, so that they may go by
-/// their rest rather than by their deadlines.
-const SAFE: f64 = 0.95;
+/// Deadlines are aimed at by this part earlier: what steps will take is known no better.
+const EARLY: f64 = 0.05;
 
 /// So many long prompts are computed at a time: those that run get a part of each step in which
 /// somebody else is admitted.
@@ -521,8 +520,11 @@ impl Pacing {
         let (size, share, over_stall) = self.least_chunk(&order, bounded);
         let is_urgent =
             |it: &Prompt| is_ordinary(it) && (it.is_running || !self.is_admission_blocked);
+        // The sooner those who hold blocks are through, the sooner others come in.
+        let is_blocked = prompts.iter().any(|it| !it.may_run);
         let owed_s = self.chunk_s * (1.0 - share) / share.max(1e-6) - self.since_chunk_s;
-        if !order.iter().any(|&it| is_urgent(&prompts[it])) && owed_s > 0.0 && share < 1.0 {
+        let is_in_hurry = is_blocked || order.iter().any(|&it| is_urgent(&prompts[it]));
+        if !is_in_hurry && owed_s > 0.0 && share < 1.0 {
             return Chosen { share, ..self.decodes_alone(scheduler) };
         }
         Chosen { share, over_stall, ..self.chunk(scheduler, &order, size) }
@@ -543,7 +545,8 @@ impl Pacing {
     }
 
     /// The prompts that can be computed, in the order in which they should be: ordinary ones as they
-    /// came, then long ones by what is left of them, or by their deadlines if one would be late.
+    /// came, then long ones by what is left of them; all by their deadlines if a long one would be
+    /// late so.
     fn order(&self) -> Vec<usize> {
         let prompts = &self.demand.prompts;
         let candidates = (0..prompts.len()).filter(|&it| prompts[it].promise.is_some());
@@ -557,10 +560,12 @@ impl Pacing {
         let mut sum_s: f64 = order.iter().map(|&it| work[it]).sum();
         let is_safe = |it: &usize| {
             sum_s += work[*it];
-            sum_s <= SAFE * self.to_come.left() * left(it)
+            sum_s <= self.to_come.left() * left(it)
         };
         if !long.iter().all(is_safe) {
-            long.sort_by(|one, other| left(one).total_cmp(&left(other)));
+            order.append(&mut long);
+            order.sort_by(|one, other| left(one).total_cmp(&left(other)));
+            return order;
         }
         let runs = |&it: &usize| prompts[it].is_running;
         if long.iter().filter(|it| runs(it)).count() >= MAX_RUNNING {
@@ -572,7 +577,11 @@ impl Pacing {
 
     /// The time to a prompt's deadline.
     fn time_left_s(&self, prompt: &Prompt) -> f64 {
-        prompt.promise.map_or(f64::INFINITY, |it| self.deadline(&it) - self.start).max(SOON_S)
+        let left_s = |promise: Promise| {
+            let early_s = EARLY * (self.deadline(&promise) - promise.since);
+            self.deadline(&promise) - early_s - self.start
+        };
+        prompt.promise.map_or(f64::INFINITY, left_s).max(SOON_S)
     }
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
@@ -597,31 +606,18 @@ impl Pacing {
         (best, ordinary.max(long), (best > bounded).then_some(reason))
     }
 
-    /// Tokens that a step needs so that all ordinary prompts are through with it. Those that wait
-    /// come behind all that run, which may have as many tokens as they have.
-    fn ordinary_tokens(&self, order: &[usize]) -> f64 {
-        let prompts = || order.iter().map(|&it| &self.demand.prompts[it]);
-        let ordinary = || prompts().filter(|it| is_ordinary(it));
-        let sum: f64 = ordinary().map(|it| f64::from(it.num_missing)).sum();
-        let longest = ordinary().filter(|it| !it.is_running).map(|it| it.num_missing).max();
-        let beside = prompts().filter(|it| it.is_running && !is_ordinary(it));
-        let beside = beside.map(|it| f64::from(it.num_missing.min(longest.unwrap_or(0))));
-        sum + beside.sum::<f64>()
-    }
-
     /// The share of the time with which the deadlines of ordinary prompts, and those of long ones,
     /// can be met by chunks of a size.
     fn needed_shares(&self, order: &[usize], size: usize) -> (f64, f64) {
         let (mut sum_s, mut of_ordinary, mut of_long) = (0.0, 0.0_f64, 0.0_f64);
-        // They are through at the end of a step, not before.
-        let num_steps = (self.ordinary_tokens(order) / self.room(size)).max(1.0);
         for &position in order {
             let prompt = &self.demand.prompts[position];
             sum_s += self.work_s(prompt, size);
             let left_s = self.time_left_s(prompt);
             if is_ordinary(prompt) {
+                // They are through at the end of a step, not before.
                 let step_s = self.chunk_time_s(size, middle_of(prompt));
-                of_ordinary = of_ordinary.max(num_steps * step_s / left_s);
+                of_ordinary = of_ordinary.max(sum_s.max(step_s) / left_s);
             } else {
                 of_long = of_long.max(sum_s / self.to_come.left() / left_s);
             }
@@ -648,9 +644,19 @@ impl Pacing {
             knobs.order = running.iter().chain(&waiting).map(|&it| prompts[it].index).collect();
         }
         if !can_order || !self.is_served_behind(&running, &waiting, order, capacity) {
-            let lacking: Vec<u32> =
-                running.iter().chain(&waiting).map(|&it| prompts[it].num_missing).collect();
-            knobs.long_prefill_token_threshold = self.threshold(fill_level(&lacking, capacity));
+            let mut num_admitted = waiting.len();
+            let level = loop {
+                let served = || running.iter().chain(&waiting[..num_admitted]);
+                let lacking: Vec<u32> = served().map(|&it| prompts[it].num_missing).collect();
+                let level = fill_level(&lacking, capacity);
+                let ends =
+                    |it: &usize| !is_ordinary(&prompts[*it]) || prompts[*it].num_missing <= level;
+                if num_admitted <= 1 || served().all(ends) {
+                    break level;
+                }
+                num_admitted -= 1;
+            };
+            knobs.long_prefill_token_threshold = self.threshold(level);
         }
         let admits = !waiting.is_empty();
         Chosen { mode: Mode::Chunk, knobs, is_for_long, admits, share: 0.0, over_stall: None }

@@ -188,23 +188,21 @@ const SLOPE_MEMORY: f64 = 0.99;
 impl PromptTimes {
     /// For steps of these sizes, in ascending order, of which CUDA graphs hold the first ones.
     pub(super) fn new(sizes: &[u32], num_in_graphs: usize) -> Self {
-        let prior = f64::from(sizes[sizes.len() - 1].min(MAX_PRIOR_TOKENS)).powi(2);
+        let prior = |num_sizes: usize| {
+            let largest = num_sizes.checked_sub(1).map_or(0, |it| sizes[it]);
+            f64::from(largest.clamp(1, MAX_PRIOR_TOKENS)).powi(2)
+        };
         Self {
             sizes: vec![Size::default(); sizes.len()],
             level: 1.0,
             num_in_graphs,
-            slopes: [Slope::new(prior); 2],
+            slopes: [Slope::new(prior(sizes.len())), Slope::new(prior(num_in_graphs))],
         }
     }
 
     /// Which slope is a size's.
     fn kind(&self, size: usize) -> usize {
         usize::from(size < self.num_in_graphs)
-    }
-
-    /// Whether CUDA graphs hold both sizes, or neither.
-    pub(super) fn are_alike(&self, one: usize, other: usize) -> bool {
-        self.kind(one) == self.kind(other)
     }
 
     fn slope(&self, size: usize) -> f64 {
@@ -289,7 +287,17 @@ impl PromptTimes {
 
 #[cfg(test)]
 mod tests {
-    use super::PromptTimes;
+    use super::{DecodeTimes, PromptTimes};
+
+    #[test]
+    fn decodes_take_what_the_most_similar_number_took() {
+        let mut times = DecodeTimes::default();
+        assert_eq!(times.predict(5), None);
+        times.note(16, 0.01);
+        assert_eq!(times.predict(5), Some(0.01));
+        times.note(4, 0.005);
+        assert_eq!((times.predict(5), times.predict(15)), (Some(0.005), Some(0.01)));
+    }
 
     /// Sizes of 512, in a graph, and 8,192: attention is dear in graphs, and costs nothing else.
     #[test]

@@ -19,7 +19,6 @@ const MAX_PARTIAL_BLOCKS: u32 = 2;
 /// A prompt, or what a preempted request has to compute again.
 #[derive(Clone, Copy, Debug)]
 pub struct Prompt {
-    /// Whose it is.
     pub index: RequestIndex,
     /// Tokens that are to be computed, those that the prefix cache is expected to have left out.
     pub num_missing: u32,
@@ -30,7 +29,6 @@ pub struct Prompt {
     /// It runs, or nothing is known to keep it from coming in: it has a place, and there are blocks
     /// for it besides those that running prompts still lack.
     pub may_run: bool,
-    /// What it was promised.
     pub promise: Option<Promise>,
 }
 
@@ -63,7 +61,6 @@ pub struct StepLoad {
 
 impl Scheduler {
     /// Whether a prompt runs or waits: whether [`Self::survey`] has something to find.
-    #[must_use]
     pub fn may_have_prompts(&self) -> bool {
         self.num_waiting() > 0
             || self.step.has_prefill
@@ -175,14 +172,12 @@ impl Scheduler {
         expected
     }
 
-    /// Notes what a request was promised.
     pub(crate) fn set_promise(&mut self, index: RequestIndex, promise: Promise) {
         self.slots[index].promise = Some(promise);
     }
 
     /// Whether a step of so many tokens may be decided on in another order: where nobody can lose
     /// blocks, the order doesn't say whose they would be.
-    #[must_use]
     pub(crate) fn can_be_reordered(&self, max_num_tokens: u32) -> bool {
         let smallest = self.config.group_block_sizes.iter().min().copied().unwrap_or(1);
         let num_tokens = max_num_tokens + self.config.speculation.num_lookahead_tokens;
@@ -204,7 +199,6 @@ impl Scheduler {
     }
 
     /// What the step holds that was decided on last.
-    #[must_use]
     pub fn step_load(&self) -> StepLoad {
         let step = &self.step;
         let mut load = StepLoad {

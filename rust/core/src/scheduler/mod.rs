@@ -21,7 +21,7 @@ use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
 use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
 use crate::kv_cache_manager::KvCacheManager;
-use crate::order::{Arrival, Order, OrderHints, OrderSettings, TenantReading};
+use crate::order::{Arrival, Order, OrderHints, OrderSettings};
 use crate::request::{
     EventKind, FetchStage, NewRequest, NumGroups, Request, RequestStatus, SessionInput,
 };
@@ -180,6 +180,7 @@ impl Scheduler {
         let request = &self.slots[index];
         let hit = self.kv_cache.peek_prefix_hit(request);
         let ticket = order.rank(&Arrival {
+            index,
             hints,
             priority: request.priority,
             time: request.arrival_time,
@@ -214,13 +215,13 @@ impl Scheduler {
     }
 
     /// Whether requests get their priorities here.
-    #[must_use]
     pub fn is_ordered(&self) -> bool {
         self.order.is_some()
     }
 
-    /// The tenants that have requests, if requests are ordered.
-    pub fn tenants(&self) -> impl Iterator<Item = TenantReading> {
+    /// The tenants that have requests, if requests are ordered; of each, how many were never
+    /// scheduled, and how many have not ended.
+    pub fn tenants(&self) -> impl Iterator<Item = (&str, usize, usize)> {
         self.order.iter().flat_map(Order::tenants)
     }
 
@@ -247,8 +248,10 @@ impl Scheduler {
     pub fn continue_session(&mut self, index: RequestIndex, input: SessionInput) {
         assert_eq!(self.request(index).status, RequestStatus::WaitingForInput);
         self.num_waiting_for_input -= 1;
-        // It stays where it is in its queue.
         self.take_input(index, input);
+        // It is in one of them.
+        self.waiting.note_arrival(index, &self.slots);
+        self.kv_holding_waiting.note_arrival(index, &self.slots);
     }
 
     /// Gives a session its next input, wherever it is.
@@ -303,7 +306,7 @@ impl Scheduler {
         let mut running = Vec::new();
         let mut waiting = Vec::new();
         for &index in indices {
-            match self.get(index).map(Request::status) {
+            match self.get(index).map(|it| it.status) {
                 Some(RequestStatus::Running) => running.push(index),
                 Some(status) if !status.is_finished() => waiting.push(index),
                 _ => {}
@@ -383,7 +386,6 @@ impl Scheduler {
     }
 
     /// Whether requests are scheduled.
-    #[must_use]
     pub fn pause_state(&self) -> PauseState {
         self.pause_state
     }
@@ -397,57 +399,45 @@ impl Scheduler {
     ///
     /// # Panics
     /// If there is none.
-    #[must_use]
     pub fn request(&self, index: RequestIndex) -> &Request {
         &self.slots[index]
     }
 
     /// The request at a place, if there is one.
-    #[must_use]
     pub fn get(&self, index: RequestIndex) -> Option<&Request> {
         self.slots.get(index)
     }
 
     /// What the last call of [`Self::schedule`] decided.
-    #[must_use]
     pub fn step(&self) -> &Step {
         &self.step
     }
 
-    /// The configuration.
-    #[must_use]
     pub fn config(&self) -> &SchedulerConfig {
         &self.config
     }
 
-    /// The blocks.
-    #[must_use]
     pub fn kv_cache(&self) -> &KvCacheManager {
         &self.kv_cache
     }
 
     /// Requests that run, in their order.
-    #[must_use]
     pub fn running(&self) -> &[RequestIndex] {
         &self.running
     }
 
     /// Requests that wait, in their order.
-    #[must_use]
     pub fn waiting(&self) -> Vec<RequestIndex> {
         let mut waiting = self.kv_holding_waiting.in_order(&self.slots);
         waiting.extend(self.waiting.in_order(&self.slots));
         waiting
     }
 
-    /// Requests that wait.
-    #[must_use]
     pub fn num_waiting(&self) -> usize {
         self.waiting.len() + self.num_kv_holding()
     }
 
     /// Of these, the ones that hold blocks: the first.
-    #[must_use]
     pub fn num_kv_holding(&self) -> usize {
         self.kv_holding_waiting.len()
     }
@@ -456,7 +446,6 @@ impl Scheduler {
     ///
     /// As vLLM counts them: while new requests wait, sessions without input are taken off that were
     /// not counted if they hold no blocks. It may be less than none then.
-    #[must_use]
     pub fn num_unfinished_requests(&self) -> i64 {
         let num_waiting = match self.pause_state {
             PauseState::Unpaused => self.num_waiting(),

@@ -14,7 +14,7 @@ use super::Scheduler;
 use crate::callbacks::{Callbacks, ExternalHit, KvConnector};
 use crate::ids::{BlockId, RequestIndex};
 use crate::kv_cache_manager::PrefixHit;
-use crate::request::{Event, FetchStage, Request, RequestStatus};
+use crate::request::{Event, FetchStage, RequestStatus};
 
 /// The scheduler's part in transfers.
 #[derive(Clone, Debug, Default)]
@@ -151,20 +151,17 @@ impl Scheduler {
     }
 
     /// Whether a request waits for blocks to be filled, or is finished and kept.
-    #[must_use]
     pub fn is_receiving_or_kept(&self, index: RequestIndex) -> bool {
-        let status = self.get(index).map(Request::status);
+        let status = self.get(index).map(|it| it.status);
         status == Some(RequestStatus::WaitingForRemoteKvs) || self.is_kept(index)
     }
 
     /// Whether a request is finished and kept until its blocks are filled or sent.
-    #[must_use]
     pub fn is_kept(&self, index: RequestIndex) -> bool {
         self.get(index).is_some_and(|request| request.status.is_finished())
     }
 
     /// Finished requests that are kept until their blocks are filled or sent.
-    #[must_use]
     pub fn num_kept_requests(&self) -> usize {
         self.num_kept
     }
@@ -189,7 +186,6 @@ impl Scheduler {
     }
 
     /// Requests with a load, by [`FetchStage`].
-    #[must_use]
     pub fn num_fetches(&self) -> [usize; 3] {
         let mut counts = [0; 3];
         for stage in self.slots.iter().filter_map(|it| it.transfer.fetch_stage) {
@@ -321,7 +317,6 @@ impl Scheduler {
     }
 
     /// Whether tokens whose load failed are computed; otherwise their requests fail.
-    #[must_use]
     pub fn recomputes_load_failures(&self) -> bool {
         self.config.kv_transfer.is_some_and(|config| config.recompute_load_failures)
     }

@@ -15,7 +15,6 @@ use crate::stop::StopReason;
 pub struct ScheduledOutput<'a> {
     /// The request, if it still exists.
     pub index: Option<RequestIndex>,
-    /// Tokens that were scheduled for it.
     pub num_scheduled_tokens: u32,
     /// Tokens that were sampled, none if its prompt is not computed to the end.
     pub sampled_tokens: &'a [i32],

@@ -14,9 +14,7 @@ use crate::wait_reason::{WaitCounts, WaitReason};
 /// The first request of the queue that waits for the server, and not for its client.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HeadOfQueue {
-    /// Which one.
     pub index: RequestIndex,
-    /// What it waits for.
     pub reason: WaitReason,
 }
 
@@ -56,8 +54,6 @@ impl Scheduler {
         }
     }
 
-    /// How many requests wait for what.
-    #[must_use]
     pub fn wait_counts(&self) -> WaitCounts {
         let mut counts = self.deferred;
         let num_others = self.num_waiting() - counts.total();
@@ -65,8 +61,6 @@ impl Scheduler {
         counts
     }
 
-    /// What a request waits for.
-    #[must_use]
     pub fn wait_reason(&self, index: RequestIndex) -> WaitReason {
         self.request(index).deferred_by.unwrap_or_else(|| self.reason_of_others())
     }
@@ -80,7 +74,6 @@ impl Scheduler {
     }
 
     /// The first request of the queue that waits for the server, if there is one.
-    #[must_use]
     pub fn head_of_queue(&self) -> Option<HeadOfQueue> {
         if self.num_waiting() == self.deferred.by_reason()[WaitReason::SessionInput as usize] {
             return None;
@@ -91,8 +84,6 @@ impl Scheduler {
         Some(HeadOfQueue { index, reason: self.wait_reason(index) })
     }
 
-    /// Who holds blocks.
-    #[must_use]
     pub fn block_holders(&self) -> BlockHolders {
         let pool = self.kv_cache.pool();
         let mut holders = BlockHolders {
@@ -119,19 +110,16 @@ impl Scheduler {
     }
 
     /// How many blocks the last request lacked that didn't get them, if there was one.
-    #[must_use]
     pub fn block_shortfall(&self) -> Option<BlockShortfall> {
         self.kv_cache.shortfall()
     }
 
     /// Counts the calls of `schedule()`.
-    #[must_use]
     pub fn num_decisions(&self) -> u64 {
         self.current_step
     }
 
     /// Adapters of the last step.
-    #[must_use]
     pub fn loras_of_step(&self) -> &[i64] {
         &self.step.loras
     }
@@ -152,7 +140,6 @@ impl Scheduler {
     }
 
     /// When [`Self::take_expired`] may have something to tell; infinity for never.
-    #[must_use]
     pub fn next_queue_deadline(&self) -> f64 {
         self.queue_deadlines.first().map_or(f64::INFINITY, |&(bits, _)| f64::from_bits(bits))
     }

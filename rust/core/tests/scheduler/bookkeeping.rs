@@ -441,7 +441,7 @@ impl World {
                 id: request.id()["request-".len()..].parse().expect("ids are numbered"),
                 num_tokens: it.num_tokens,
                 num_drafts: it.num_draft_tokens,
-                samples: !request.is_prefill_chunk(),
+                samples: !request.is_prefill_chunk,
             }
         });
         self.in_flight.push_back(in_flight.collect());
@@ -496,14 +496,14 @@ impl World {
         if num_drafts == 0 || self.scheduler.config().async_scheduling {
             return;
         }
-        if let Some(index) = self.pick(|it| it.status() == RequestStatus::Running) {
+        if let Some(index) = self.pick(|it| it.status == RequestStatus::Running) {
             let drafts: Vec<i32> = vec![1; self.chance.below(num_drafts as u64 + 1) as usize];
             self.scheduler.set_drafts(index, &drafts);
         }
     }
 
     fn continue_session(&mut self) {
-        if let Some(index) = self.pick(|it| it.status() == RequestStatus::WaitingForInput) {
+        if let Some(index) = self.pick(|it| it.status == RequestStatus::WaitingForInput) {
             let input = random_input(&mut self.chance);
             self.scheduler.continue_session(index, input);
         }
@@ -511,7 +511,7 @@ impl World {
 
     fn end_transfer(&mut self) {
         let is_in_transfer = |it: &Request| {
-            it.status() == RequestStatus::WaitingForRemoteKvs || it.status().is_finished()
+            it.status == RequestStatus::WaitingForRemoteKvs || it.status.is_finished()
         };
         if let Some(index) = self.pick(is_in_transfer) {
             self.scheduler.end_receiving(index);
@@ -542,7 +542,7 @@ impl World {
         let Ok(_) = self.scheduler.finish_requests(&indices, status, &mut self.answers);
         self.forget_those_that_left();
         for id in self.places.keys().copied().collect::<Vec<_>>() {
-            assert!(self.request(id).status().is_finished(), "an aborted request goes on");
+            assert!(self.request(id).status.is_finished(), "an aborted request goes on");
             self.scheduler.end_receiving(self.places[&id]);
         }
         self.forget_those_that_left();

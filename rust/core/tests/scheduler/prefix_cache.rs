@@ -14,7 +14,7 @@ fn serve(scheduler: &mut Scheduler, id: usize, tokens: &[i32]) {
         let scheduled: Vec<_> = step.scheduled().copied().collect();
         let sampled: Vec<Vec<i32>> = scheduled
             .iter()
-            .map(|it| if scheduler.request(it.index).is_prefill_chunk() { vec![] } else { vec![1] })
+            .map(|it| if scheduler.request(it.index).is_prefill_chunk { vec![] } else { vec![1] })
             .collect();
         let outputs = scheduled.iter().zip(&sampled).map(|(it, tokens)| ScheduledOutput {
             index: Some(it.index),
@@ -142,7 +142,7 @@ fn a_circular_buffer_is_one_block_for_all_of_a_request() {
         let knobs = scheduler.config().step_knobs(false);
         let Ok(step) = scheduler.schedule(&knobs, 0.0, &mut Answers::default());
         let num_scheduled = step.scheduled().count();
-        let tables = scheduler.request(index).groups().iter().map(|group| group.table.len());
+        let tables = scheduler.request(index).groups.iter().map(|group| group.table.len());
         (num_scheduled, tables.collect::<Vec<_>>())
     };
     assert_eq!(admitted(num_blocks - 1), (0, vec![0, 0]));
@@ -158,6 +158,6 @@ fn a_request_that_does_not_fit_takes_no_blocks() {
     let knobs = scheduler.config().step_knobs(false);
     let Ok(step) = scheduler.schedule(&knobs, 0.0, &mut Answers::default());
     assert_eq!(step.scheduled().count(), 0, "40 tokens don't fit into 3 blocks of 4");
-    assert!(scheduler.request(index).groups()[0].table.is_empty());
+    assert!(scheduler.request(index).groups[0].table.is_empty());
     assert_eq!(scheduler.kv_cache().pool().num_free(), 3);
 }

@@ -51,8 +51,8 @@ fn a_session_that_stops_among_drafts_goes_on_at_its_last_token() {
     assert_eq!(step(&mut scheduler, answers, &[1]), [5]);
     scheduler.set_drafts(index, &[1; NUM_DRAFTS as usize]);
     assert_eq!(step(&mut scheduler, answers, &[1; 1 + NUM_DRAFTS as usize]), [1 + NUM_DRAFTS]);
-    assert_eq!(scheduler.request(index).status(), RequestStatus::WaitingForInput);
-    assert!(scheduler.request(index).num_computed_tokens() as usize > 5 + 2);
+    assert_eq!(scheduler.request(index).status, RequestStatus::WaitingForInput);
+    assert!(scheduler.request(index).num_computed_tokens as usize > 5 + 2);
     let input = SessionInput {
         tokens: vec![2],
         has_encoder_inputs: false,
@@ -63,7 +63,7 @@ fn a_session_that_stops_among_drafts_goes_on_at_its_last_token() {
     };
     scheduler.continue_session(index, input);
     let request = scheduler.request(index);
-    assert_eq!(request.num_computed_tokens() as usize, request.num_tokens() - 1);
+    assert_eq!(request.num_computed_tokens as usize, request.num_tokens() - 1);
 }
 
 /// It would be padded to the size of those that verify drafts, for which the step has no room.
@@ -104,6 +104,6 @@ fn a_load_leaves_the_blocks_that_an_earlier_one_still_lacks() {
     let first = scheduler.add_request(request_for(3, 0, &[0; 40]), 0.0);
     let second = scheduler.add_request(request_for(3, 1, &[1; 5]), 0.0);
     assert_eq!(step(&mut scheduler, answers, &[]), [0; 0]);
-    assert_eq!(scheduler.request(first).status(), RequestStatus::WaitingForRemoteKvs);
-    assert_eq!(scheduler.request(second).status(), RequestStatus::Waiting);
+    assert_eq!(scheduler.request(first).status, RequestStatus::WaitingForRemoteKvs);
+    assert_eq!(scheduler.request(second).status, RequestStatus::Waiting);
 }

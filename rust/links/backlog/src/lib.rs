@@ -18,7 +18,6 @@ pub struct Limits {
 
 impl Limits {
     /// The same for all readers.
-    #[must_use]
     pub const fn fixed(max_bytes: usize) -> Self {
         Self { idle_bytes: max_bytes, patience: Duration::ZERO, max_bytes }
     }
@@ -45,31 +44,26 @@ pub struct Backlog<T> {
 
 impl<T: Waiting> Backlog<T> {
     /// Nothing waits.
-    #[must_use]
     pub fn new(limits: Limits) -> Self {
         Self { waiting: VecDeque::new(), bytes: 0, progress_at: Instant::now(), limits }
     }
 
     /// Whether nothing waits.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
     /// What the messages take that wait.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
     /// For how long the reader has taken nothing of what waits; `None` if nothing waits.
-    #[must_use]
     pub fn idle_for(&self) -> Option<Duration> {
         (!self.is_empty()).then(|| self.progress_at.elapsed())
     }
 
     /// Whether no further message is to wait. A single one of any size may, if none does.
-    #[must_use]
     pub fn is_full(&self) -> bool {
         let Limits { idle_bytes, patience, max_bytes } = self.limits;
         !self.is_empty()
@@ -92,7 +86,6 @@ impl<T: Waiting> Backlog<T> {
     }
 
     /// The message that is to be sent next.
-    #[must_use]
     pub fn first(&self) -> Option<&T> {
         self.waiting.front()
     }

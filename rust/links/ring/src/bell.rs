@@ -62,7 +62,6 @@ impl Bell {
 
     /// Whether the reader sleeps, for the models' futex: it compares before it waits.
     #[cfg(feature = "loom")]
-    #[must_use]
     pub fn is_asleep(&self) -> bool {
         self.0.load(Relaxed) == ASLEEP
     }

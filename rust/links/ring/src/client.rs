@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use sparksched_backlog::Limits;
 
 use crate::handshake::{self, HandshakeError, Hello};
-use crate::link::{Event, Link, noted_forks};
+use crate::link::{Event, Link, lock, noted_forks};
 use crate::segment::{BellPage, Segment, Side};
 use crate::watcher::{NoDoor, Watcher};
 
@@ -71,14 +71,12 @@ impl ClientRings {
     }
 
     /// The link itself: sending is its business.
-    #[must_use]
     pub fn link(&self) -> &Link {
         &self.link
     }
 
     /// Becomes readable when there is something to receive, or room to send; an event loop waits
     /// for it and then calls [`Self::receive`].
-    #[must_use]
     pub fn event_fd(&self) -> BorrowedFd<'_> {
         self.link.client_event()
     }
@@ -114,10 +112,8 @@ impl ClientRings {
     pub fn wait(&self, timeout: Option<Duration>) {
         let event_fd = self.event_fd();
         let mut fds = [PollFd::from_borrowed_fd(event_fd, PollFlags::IN)];
-        let timeout = timeout.map(|timeout| Timespec {
-            tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
-            tv_nsec: timeout.subsec_nanos().into(),
-        });
+        // One that is too long for the system is none.
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         // An early return is the caller's loop to sort out.
         let _ = poll(&mut fds, timeout.as_ref());
     }
@@ -132,7 +128,7 @@ impl ClientRings {
         while self.link.is_still_sending() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
-        self.watcher.lock().unwrap_or_else(std::sync::PoisonError::into_inner).stop();
+        lock(&self.watcher).stop();
         self.link.close();
         // For a thread of this process that waits.
         self.link.wake_self();

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -12,7 +12,7 @@ use sparksched_meters::{MeterPage, RingsReading};
 
 use crate::bell::Bell;
 use crate::handshake::{self, Descriptors, HandshakeError};
-use crate::link::{End, Event, Link, Peer, WokenBy, noted_forks, sleep_on_futex};
+use crate::link::{End, Event, Link, Peer, WokenBy, lock, noted_forks, sleep_on_futex};
 use crate::segment::{BellPage, MAX_RING_BYTES, MIN_RING_BYTES, Segment, Side};
 use crate::watcher::Watcher;
 use door::EngineDoor;
@@ -41,7 +41,6 @@ pub enum EngineEvent {
     Attached {
         /// Its index.
         client: u32,
-        /// Its process.
         pid: i32,
     },
     /// Something came that was not let in.
@@ -50,7 +49,6 @@ pub enum EngineEvent {
     Link {
         /// The client's index.
         client: u32,
-        /// What happened.
         event: Event,
     },
 }
@@ -85,7 +83,7 @@ struct Shared {
 
 impl Shared {
     fn report(&self, event: EngineEvent) {
-        self.arrivals.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+        lock(&self.arrivals).push(event);
         self.wake();
     }
 
@@ -167,7 +165,7 @@ impl Shared {
     /// Uses a link from now on, unless the engine has closed meanwhile.
     fn place(&self, client: u32, link: Link) -> Result<Arc<Link>, HandshakeError> {
         let pid = link.peer_pid();
-        let mut arrivals = self.arrivals.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut arrivals = lock(&self.arrivals);
         // Under the lock: whoever closes the links after this finds this one among them.
         if self.is_closed.load(Relaxed) {
             return Err(HandshakeError::Refused("it has closed".to_owned()));
@@ -261,13 +259,11 @@ impl EngineRings {
 
     /// How often a wait without a time limit found something to receive that nobody had rung for
     /// within a second: a client was stopped or died before it could. Otherwise a wake-up was lost.
-    #[must_use]
     pub fn num_rescues(&self) -> u64 {
         self.shared.num_rescues.load(Relaxed)
     }
 
     /// How many clients have gone without a goodbye: they died, or what they sent made no sense.
-    #[must_use]
     pub fn num_lost(&self) -> u64 {
         self.shared.num_lost.load(Relaxed)
     }
@@ -280,13 +276,11 @@ impl EngineRings {
     }
 
     /// The name under which clients find this engine.
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
     /// The link to a client that has come.
-    #[must_use]
     pub fn link(&self, client: u32) -> Option<&Arc<Link>> {
         self.shared.places.get(client as usize)?.link.get()
     }
@@ -345,14 +339,11 @@ impl EngineRings {
         self.shared.wake();
     }
 
-    /// Whether [`Self::close`] was called.
-    #[must_use]
     pub fn is_closed(&self) -> bool {
         self.shared.is_closed.load(Relaxed)
     }
 
     /// Whether each client that there will be has come, and has gone.
-    #[must_use]
     pub fn is_deserted(&self) -> bool {
         self.shared.places.iter().all(|place| place.link.get().is_some_and(|link| link.is_gone()))
     }
@@ -360,9 +351,7 @@ impl EngineRings {
     fn collect(&self) -> Vec<EngineEvent> {
         /// Of each client in turn, so that none starves the others.
         const MAX_MESSAGES: usize = 64;
-        let mut events = std::mem::take(
-            &mut *self.shared.arrivals.lock().unwrap_or_else(PoisonError::into_inner),
-        );
+        let mut events = std::mem::take(&mut *lock(&self.shared.arrivals));
         for (client, link) in self.shared.links() {
             let received = link.receive(MAX_MESSAGES);
             if matches!(received.last(), Some(Event::End(end)) if *end != End::Closed) {
@@ -374,8 +363,7 @@ impl EngineRings {
     }
 
     fn has_events(&self) -> bool {
-        let arrivals = self.shared.arrivals.lock();
-        !arrivals.unwrap_or_else(PoisonError::into_inner).is_empty()
+        !lock(&self.shared.arrivals).is_empty()
             || self.shared.links().any(|(_, link)| link.has_events())
     }
 
@@ -387,7 +375,7 @@ impl EngineRings {
         }
         {
             // Under the lock: no link comes after this that isn't closed below.
-            let _arrivals = self.shared.arrivals.lock().unwrap_or_else(PoisonError::into_inner);
+            let _arrivals = lock(&self.shared.arrivals);
             if self.shared.is_closed.swap(true, Relaxed) {
                 return;
             }
@@ -398,7 +386,7 @@ impl EngineRings {
         {
             std::thread::sleep(Duration::from_millis(1));
         }
-        self.watcher.lock().unwrap_or_else(PoisonError::into_inner).stop();
+        lock(&self.watcher).stop();
         for (_, link) in self.shared.links() {
             link.close();
         }

@@ -31,7 +31,6 @@ pub fn echo_reply(packet: &[u8]) -> Result<Vec<u8>, HandshakeError> {
 ///
 /// # Panics
 /// If the system has no memory or descriptors.
-#[must_use]
 pub fn link(side: Side, segment: Segment, socket: OwnedFd, backlog: Limits) -> Link {
     let (bell, _) = BellPage::create().expect("a page");
     let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");

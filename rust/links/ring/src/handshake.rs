@@ -39,12 +39,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 pub enum HandshakeError {
     /// The system refuses a call.
     #[error("{what}: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// What the system says.
-        source: std::io::Error,
-    },
+    System { what: &'static str, source: std::io::Error },
     /// The memory is not to be had.
     #[error(transparent)]
     Segment(#[from] ShmError),
@@ -59,7 +54,6 @@ pub enum HandshakeError {
     /// The other end speaks another version.
     #[error("the other process runs sparksched {peer}, this one sparksched {own}")]
     Version {
-        /// Their version.
         peer: String,
         /// Our version.
         own: String,
@@ -239,10 +233,9 @@ fn send_packet(
 /// Waits until there is something to receive, time is up, or something else ends the wait.
 fn wait_for_packet(socket: BorrowedFd<'_>, deadline: Instant) {
     let left = deadline.saturating_duration_since(Instant::now());
-    let timeout =
-        Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+    let timeout = Timespec::try_from(left).ok();
     // If it fails, for want of memory or because of a signal, the caller looks again.
-    let _ = poll(&mut [PollFd::from_borrowed_fd(socket, PollFlags::IN)], Some(&timeout));
+    let _ = poll(&mut [PollFd::from_borrowed_fd(socket, PollFlags::IN)], timeout.as_ref());
 }
 
 fn receive_packet(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Vec<OwnedFd>), HandshakeError> {

@@ -74,7 +74,6 @@ pub enum End {
 /// What happened on a link.
 #[derive(Debug)]
 pub enum Event {
-    /// A message has arrived.
     Message(Message),
     /// The other process hasn't run for this long.
     Stuck(Duration),
@@ -133,12 +132,9 @@ pub(crate) enum WokenBy {
 
 /// Sleeps until the bell is rung or time is up. The bell must say "asleep".
 pub(crate) fn sleep_on_futex(bell: &Bell, timeout: Duration) -> WokenBy {
-    let timeout = futex::Timespec {
-        tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
+    let timeout = futex::Timespec::try_from(timeout).ok();
     // Returns at once if the bell was rung meanwhile.
-    match futex::wait(&bell.0, futex::Flags::empty(), crate::bell::ASLEEP, Some(&timeout)) {
+    match futex::wait(&bell.0, futex::Flags::empty(), crate::bell::ASLEEP, timeout.as_ref()) {
         Err(Errno::INTR) => WokenBy::Signal,
         Err(Errno::TIMEDOUT) => WokenBy::Time,
         _ => WokenBy::Other,
@@ -170,7 +166,7 @@ pub struct Link {
     forks: u64,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // A panic in this crate is a bug that leaves at worst a message half written, which the reader
     // detects.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -220,13 +216,10 @@ impl Link {
     }
 
     /// The process at the other end.
-    #[must_use]
     pub fn peer_pid(&self) -> i32 {
         self.peer.pid
     }
 
-    /// Bytes of each ring.
-    #[must_use]
     pub fn ring_bytes(&self) -> usize {
         self.segment.ring_bytes()
     }
@@ -309,7 +302,6 @@ impl Link {
     }
 
     /// How many bytes have come that [`Self::receive`] would copy.
-    #[must_use]
     pub fn readable_bytes(&self) -> usize {
         // A ring that can't be read has nothing to copy.
         lock(&self.inbox).ring.readable().unwrap_or(0)
@@ -409,19 +401,16 @@ impl Link {
     }
 
     /// All messages with lower tickets are in the ring, or were taken back.
-    #[must_use]
     pub fn sent_before(&self) -> Ticket {
         lock(&self.outbox).sent_before()
     }
 
     /// Bytes of messages that are kept because the ring is full.
-    #[must_use]
     pub fn backlog_bytes(&self) -> usize {
         lock(&self.outbox).waiting_bytes()
     }
 
     /// For how long nothing of what waits has found room in the ring; `None` if nothing waits.
-    #[must_use]
     pub fn without_room_for(&self) -> Option<Duration> {
         lock(&self.outbox).without_room_for()
     }
@@ -458,13 +447,11 @@ impl Link {
     }
 
     /// Whether the other side is gone, or has said that it goes.
-    #[must_use]
     pub fn is_gone(&self) -> bool {
         self.is_peer_gone.load(Relaxed)
     }
 
     /// How long the other process hasn't run, if that is longer than it may be.
-    #[must_use]
     pub fn stuck_for(&self) -> Option<Duration> {
         let stuck_ms = self.stuck_ms.load(Relaxed);
         (stuck_ms > 0).then(|| Duration::from_millis(stuck_ms))

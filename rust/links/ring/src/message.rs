@@ -24,7 +24,6 @@ const KIND: usize = 4;
 /// Where a header's checksum lies.
 const CHECK: Range<usize> = HEADER_BYTES - CHECK_BYTES..HEADER_BYTES;
 
-/// A message as it was received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Message {
     /// What kind of message it is; only sender and receiver know the kinds.
@@ -119,7 +118,6 @@ impl Reader {
     }
 
     /// Whether a part of a message has arrived.
-    #[must_use]
     pub fn is_in_message(&self) -> bool {
         !self.head.is_empty()
     }

@@ -80,7 +80,6 @@ pub struct Outbox {
 impl Outbox {
     /// An outbox that accepts messages while less waits than the limits allow. A single message of
     /// any size is accepted while none waits.
-    #[must_use]
     pub fn new(ring: Producer, limits: Limits) -> Self {
         Self {
             ring,
@@ -193,14 +192,11 @@ impl Outbox {
     }
 
     /// All messages with lower tickets are in the ring, or were taken back.
-    #[must_use]
     pub fn sent_before(&self) -> Ticket {
         let waiting = self.waiting.first().map(|message| message.ticket);
         self.first_forgotten.or(waiting).unwrap_or(self.next_ticket)
     }
 
-    /// Whether nothing waits.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
@@ -213,13 +209,11 @@ impl Outbox {
 
     /// How many bytes of messages are here that are not wholly in the ring; with their headers, so
     /// that it is 0 only if nothing waits.
-    #[must_use]
     pub fn waiting_bytes(&self) -> usize {
         self.waiting.bytes()
     }
 
     /// For how long nothing of what waits has found room; `None` if nothing waits.
-    #[must_use]
     pub fn without_room_for(&self) -> Option<Duration> {
         self.waiting.idle_for()
     }

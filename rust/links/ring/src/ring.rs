@@ -99,7 +99,6 @@ impl Ring {
     ///
     /// # Panics
     /// If `capacity` is no power of two.
-    #[must_use]
     pub fn on_heap(capacity: usize, position: u64) -> Self {
         struct Memory {
             header: RingHeader,
@@ -123,7 +122,6 @@ impl Ring {
     }
 
     /// Both ends of this ring.
-    #[must_use]
     pub fn split(self) -> (Producer, Consumer) {
         let ring = Arc::new(self);
         (Producer::new(Arc::clone(&ring)), Consumer::new(ring))
@@ -367,7 +365,6 @@ impl Consumer {
 
     /// Whether the producer has said that nothing more comes. What was published before may still
     /// have to be read: ask [`Self::readable`] after this.
-    #[must_use]
     pub fn is_closed(&self) -> bool {
         self.ring.header().closed.0.load(order::observe_close()) == 1
     }

@@ -18,7 +18,6 @@ use crate::ring::{Ring, RingHeader};
 pub const LAYOUT_VERSION: u32 = 1;
 /// The smallest ring: room for a step's outputs, and for every header.
 pub const MIN_RING_BYTES: usize = 4096;
-/// The largest ring.
 pub const MAX_RING_BYTES: usize = 1 << 30;
 
 /// What begins the segment; the two rings' bytes follow, the engine's input first.
@@ -55,7 +54,6 @@ const _: () = assert!(
 /// Which end of a link this is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// The engine's.
     Engine,
     /// The API server's.
     Client,
@@ -100,8 +98,6 @@ impl Segment {
         Ok(Self { map: Arc::new(map(fd, Self::bytes(ring_bytes))?), ring_bytes })
     }
 
-    /// The bytes of each ring.
-    #[must_use]
     pub fn ring_bytes(&self) -> usize {
         self.ring_bytes
     }
@@ -179,8 +175,6 @@ impl BellPage {
         Ok(Self { map: map(fd, PAGE_BYTES)? })
     }
 
-    /// The bell.
-    #[must_use]
     pub fn bell(&self) -> &Bell {
         first(&self.map)
     }

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::link::{Link, MAX_BEAT_INTERVAL_MS, Now, noted_forks};
+use crate::link::{Link, MAX_BEAT_INTERVAL_MS, Now, lock, noted_forks};
 
 /// Where new links come from while the watcher runs.
 pub(crate) trait Door: Send {
@@ -57,7 +57,7 @@ impl Mailbox {
 
     /// Has a link watched from now on.
     pub(crate) fn deliver(&self, link: Arc<Link>) {
-        match self.links.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+        match lock(&self.links).as_mut() {
             Some(links) => links.push(link),
             None => link.hang_up(),
         }
@@ -71,13 +71,13 @@ impl Mailbox {
 
     fn empty(&self) -> Vec<Arc<Link>> {
         let _ = rustix::io::read(&self.nudge, &mut [0; 8]);
-        let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut links = lock(&self.links);
         links.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Hangs up on what is in the mailbox, and on what comes later.
     fn refuse(&self) {
-        let links = self.links.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let links = lock(&self.links).take();
         links.into_iter().flatten().for_each(|link| link.hang_up());
     }
 }
@@ -210,11 +210,7 @@ impl<D: Door> Round<D> {
             }
         }
         fds.extend(self.door.knocks().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
-        let timeout = Timespec {
-            tv_sec: interval.as_secs().cast_signed(),
-            tv_nsec: i64::from(interval.subsec_nanos()),
-        };
-        match poll(&mut fds, Some(&timeout)) {
+        match poll(&mut fds, Timespec::try_from(interval).ok().as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             // The system lacks memory at this moment: nothing is known, which the next round mends.
             Err(_) => {

@@ -20,7 +20,6 @@ pub enum Address {
 
 impl Address {
     /// Reads one of ZMQ's addresses. None if it may be on another host, or is of another kind.
-    #[must_use]
     pub fn local(text: &str) -> Option<Self> {
         if let Some(path) = text.strip_prefix("ipc://") {
             // libzmq gives these a meaning of their own.

@@ -20,7 +20,6 @@ pub const GREETING_BYTES: usize = 64;
 /// The most bytes of a command that are understood: they hold a few names.
 pub const MAX_COMMAND_BYTES: usize = 4096;
 
-/// The most bytes of a frame's header.
 pub const MAX_HEADER_BYTES: usize = 9;
 
 const MORE: u8 = 1;
@@ -53,7 +52,6 @@ pub enum ProtocolError {
     Malformed,
 }
 
-/// What a peer has said.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Said {
     /// The handshake is over: messages may be sent.
@@ -62,8 +60,6 @@ pub enum Said {
     Ping(Vec<u8>),
 }
 
-/// The header of a frame of a message.
-#[must_use]
 pub fn frame_header(len: usize, has_more: bool) -> Header {
     let more = if has_more { MORE } else { 0 };
     let mut bytes = [0; MAX_HEADER_BYTES];
@@ -78,7 +74,6 @@ pub fn frame_header(len: usize, has_more: bool) -> Header {
     Header { bytes, len }
 }
 
-/// A frame's header.
 #[derive(Clone, Copy, Debug)]
 pub struct Header {
     bytes: [u8; MAX_HEADER_BYTES],
@@ -86,15 +81,12 @@ pub struct Header {
 }
 
 impl Header {
-    /// Its bytes.
-    #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
 }
 
 /// What follows the greeting: this side is a PUSH socket.
-#[must_use]
 pub fn ready() -> Vec<u8> {
     const BODY: &[u8] = b"\x05READY\x0bSocket-Type\0\0\0\x04PUSH";
     let mut command = vec![COMMAND, BODY.len() as u8];
@@ -103,7 +95,6 @@ pub fn ready() -> Vec<u8> {
 }
 
 /// The answer to a PING with this context.
-#[must_use]
 pub fn pong(context: &[u8]) -> Vec<u8> {
     /// As the specification has it.
     const MAX_CONTEXT_BYTES: usize = 16;
@@ -157,7 +148,6 @@ impl Reader {
     }
 
     /// Whether the peer has finished its handshake.
-    #[must_use]
     pub fn is_ready(&self) -> bool {
         self.phase == Phase::Messages
     }

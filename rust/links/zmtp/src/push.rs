@@ -167,7 +167,6 @@ impl Push {
     }
 
     /// Bytes of messages that wait.
-    #[must_use]
     pub fn backlog_bytes(&self) -> usize {
         self.lock().backlog.bytes()
     }
@@ -180,7 +179,6 @@ impl Push {
 
     /// Takes back messages of which nothing has been sent, but for those that were sent regardless:
     /// the newest first, until they have `max_bytes` or none is left.
-    #[must_use]
     pub fn take_back_newest(&self, max_bytes: usize) -> Vec<Vec<Vec<u8>>> {
         let taken = self.lock().backlog.take_back_newest(max_bytes);
         taken.into_iter().map(|message| message.frames).collect()
@@ -192,7 +190,6 @@ impl Push {
     }
 
     /// Whether its peer had come and has gone.
-    #[must_use]
     pub fn is_gone(&self) -> bool {
         matches!(self.lock().peer, Peer::Gone)
     }

@@ -38,13 +38,11 @@ impl PushSockets {
     }
 
     /// The socket to a client, if it is on this host.
-    #[must_use]
     pub fn socket(&self, client: u32) -> Option<&Push> {
         self.sockets.get(client as usize)?.as_ref()
     }
 
     /// Whether there are clients on this host, and all of them have gone.
-    #[must_use]
     pub fn is_deserted(&self) -> bool {
         self.sockets.iter().all(|socket| socket.as_ref().is_some_and(Push::is_gone))
     }
@@ -96,10 +94,8 @@ impl PushSockets {
         }
         let mut fds = vec![PollFd::new(&self.nudge.0, PollFlags::IN)];
         fds.extend(held.iter().map(|(fd, flags)| PollFd::from_borrowed_fd(fd.as_fd(), *flags)));
-        let timeout = retry_at.map(|time| {
-            let left = time.saturating_duration_since(Instant::now());
-            Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() }
-        });
+        let left = retry_at.map(|time| time.saturating_duration_since(Instant::now()));
+        let timeout = left.and_then(|left| Timespec::try_from(left).ok());
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             // The system lacks memory at this moment, which the next round mends.

@@ -27,7 +27,6 @@ impl sparksched_backlog::Waiting for Waiting {
     }
 }
 
-/// The headers of a message's frames.
 pub(crate) fn headers<T: AsRef<[u8]>>(frames: &[T]) -> Vec<Header> {
     let last = frames.len().saturating_sub(1);
     let header = |(at, frame): (usize, &T)| frame_header(frame.as_ref().len(), at < last);

@@ -132,7 +132,7 @@ impl sparksched_core::AuxOutputs for PyCallbacks<'_, '_> {
 
     fn note_load(&mut self, request: &Request) -> PyResult<()> {
         let (py, object) = (self.py, self.shown(request)?);
-        let arguments = (object, request.num_computed_tokens());
+        let arguments = (object, request.num_computed_tokens);
         self.aux_outputs.connector(py).call_method1(intern!(py, "request_loading"), arguments)?;
         Ok(())
     }

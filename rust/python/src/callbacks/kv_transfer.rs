@@ -105,7 +105,7 @@ impl<'py> PyCallbacks<'_, 'py> {
     /// By group: number, owners and hash of each block.
     fn blocks_of(&self, request: &Request, pool: &BlockPool) -> PyResult<Bound<'py, PyTuple>> {
         let py = self.py;
-        let groups = request.groups().iter().map(|group| {
+        let groups = request.groups.iter().map(|group| {
             let blocks = group.table.iter().map(|&id| {
                 let hash = pool.key_of(id);
                 let hash = hash.map(|(hash, group)| self.view.hash_with_group(py, &hash, group));
@@ -180,7 +180,6 @@ impl KvConnector for PyCallbacks<'_, '_> {
 pub(crate) struct LoadReport<'a, 'py> {
     /// `KVConnectorOutput`.
     pub(crate) report: &'a Bound<'py, PyAny>,
-    /// The step's `num_scheduled_tokens`.
     pub(crate) num_scheduled_tokens: Bound<'py, PyDict>,
     /// `request_id` to place.
     pub(crate) places: &'a Bound<'py, PyDict>,

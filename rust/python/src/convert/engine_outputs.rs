@@ -18,7 +18,6 @@ pub(crate) struct OtherStats<'py> {
     pub(crate) evictions: Option<Bound<'py, PyList>>,
     /// The model runner's CUDA graph statistics.
     pub(crate) cudagraph: Option<Bound<'py, PyAny>>,
-    /// `perf_stats`.
     pub(crate) perf: Option<Bound<'py, PyAny>>,
     /// `num_kv_fetch_reqs_by_stage`, `connector_prefix_cache_stats` and `kv_connector_stats` of
     /// a KV connector.

@@ -71,7 +71,6 @@ struct FinishedStatus {
     member: Py<PyAny>,
     /// The member of `FinishReason`.
     finish_reason: Py<PyAny>,
-    /// Its number.
     finish_reason_value: u8,
 }
 
@@ -139,7 +138,6 @@ fn class(py: Python<'_>, module: &str, name: &str) -> PyResult<Py<PyAny>> {
     Ok(py.import(module)?.getattr(name)?.unbind())
 }
 
-/// Token ids of a list of `int`.
 pub(crate) fn token_ids(list: &Bound<'_, PyList>) -> PyResult<Vec<i32>> {
     let mut tokens = Vec::with_capacity(list.len());
     extend_token_ids(list, &mut tokens)?;

@@ -26,7 +26,6 @@ pub(crate) const HASHED_PROMPT: &str = "_sparksched_hashed_prompt";
 #[pyclass(module = "sparksched._core", frozen)]
 pub(crate) struct HashedPrompt(Mutex<Option<Prompt>>);
 
-/// Leaves a prompt with its request.
 pub(crate) fn leave_prompt(request: &Bound<'_, PyAny>, prompt: Prompt) -> PyResult<()> {
     let py = request.py();
     let prompt = HashedPrompt(Mutex::new(Some(prompt)));

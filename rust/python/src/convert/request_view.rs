@@ -26,13 +26,13 @@ impl RequestView {
         let py = request.py();
         sync_request_tokens(request, state.tokens())?;
         self.update_block_hashes(request, state)?;
-        request.setattr(intern!(py, "status"), self.statuses.member(state.status()))?;
-        request.setattr(intern!(py, "num_computed_tokens"), state.num_computed_tokens())?;
-        request.setattr(intern!(py, "num_output_placeholders"), state.num_output_placeholders())?;
-        request.setattr(intern!(py, "num_in_flight_tokens"), state.num_in_flight_tokens())?;
-        request.setattr(intern!(py, "num_preemptions"), state.num_preemptions())?;
-        request.setattr(intern!(py, "is_prefill_chunk"), state.is_prefill_chunk())?;
-        request.setattr(intern!(py, "shared_prefix_boundary"), state.shared_prefix_boundary())
+        request.setattr(intern!(py, "status"), self.statuses.member(state.status))?;
+        request.setattr(intern!(py, "num_computed_tokens"), state.num_computed_tokens)?;
+        request.setattr(intern!(py, "num_output_placeholders"), state.num_output_placeholders)?;
+        request.setattr(intern!(py, "num_in_flight_tokens"), state.num_in_flight_tokens)?;
+        request.setattr(intern!(py, "num_preemptions"), state.num_preemptions)?;
+        request.setattr(intern!(py, "is_prefill_chunk"), state.is_prefill_chunk)?;
+        request.setattr(intern!(py, "shared_prefix_boundary"), state.shared_prefix_boundary)
     }
 
     fn update_block_hashes(&self, request: &Bound<'_, PyAny>, state: &Request) -> PyResult<()> {
@@ -44,7 +44,7 @@ impl RequestView {
         }
         let known = request.getattr(intern!(py, "block_hashes"))?;
         let known = known.cast::<PyList>()?;
-        for hash in state.block_hashes().iter().skip(known.len()) {
+        for hash in state.block_hashes.iter().skip(known.len()) {
             known.append(PyBytes::new(py, self.digest(hash)))?;
         }
         Ok(())

@@ -63,7 +63,7 @@ pub(crate) fn sampled_tokens<'py>(
         let is_void = index.is_some_and(|index| void.contains(&index));
         let is_awaited = |index: RequestIndex| {
             let request = scheduler.request(index);
-            !request.drops_stale_output() && !request.status().is_finished()
+            !request.drops_stale_output() && !request.status.is_finished()
         };
         let is_delivered = !is_void && index.is_some_and(is_awaited);
         let mut share = SampledTokens {

@@ -49,7 +49,6 @@ pub(crate) struct StepExtras<'py> {
     pub(crate) encoder: Option<EncoderStep<'py>>,
 }
 
-/// What a step tells of encoder inputs.
 pub(crate) struct EncoderStep<'py> {
     /// `sparksched.engine.encoder_inputs.EncoderInputs`.
     pub(crate) inputs: Bound<'py, PyAny>,
@@ -210,7 +209,7 @@ impl SchedulerOutputBuilder {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = request.py();
         let features = request.getattr(intern!(py, "mm_features"))?;
-        if !state.has_encoder_inputs() {
+        if !state.has_encoder_inputs {
             return Ok(features);
         }
         let strip = self.strip_covered_mm_data.bind(py);
@@ -246,7 +245,7 @@ impl SchedulerOutputBuilder {
         for (at, it) in resumed.iter().enumerate() {
             let request = source.scheduler.request(it.index);
             // A model without a KV cache has no groups to tell blocks of.
-            if !request.groups().is_empty() {
+            if !request.groups.is_empty() {
                 let ids = all_block_ids(py, request)?;
                 new_block_ids.set_item(step.running.len() + at, ids)?;
             }
@@ -309,7 +308,7 @@ impl<'py> Source<'_, 'py> {
         let scheduled = PyList::empty(py);
         for it in step.scheduled() {
             let state = self.scheduler.request(it.index);
-            if state.has_encoder_inputs() {
+            if state.has_encoder_inputs {
                 let request = self.entries.get(it.index).request.bind(py);
                 scheduled.append((request, num_confirmed_tokens(state, it)))?;
             }
@@ -367,12 +366,12 @@ pub(crate) fn all_block_ids<'py>(
     py: Python<'py>,
     request: &Request,
 ) -> PyResult<Bound<'py, PyTuple>> {
-    block_ids(py, request.groups().iter().map(|blocks| blocks.table.as_slice()))
+    block_ids(py, request.groups.iter().map(|blocks| blocks.table.as_slice()))
 }
 
 /// Block ids that a running request got in this step.
 fn added_block_ids<'py>(py: Python<'py>, request: &Request) -> PyResult<Bound<'py, PyTuple>> {
-    block_ids(py, request.groups().iter().map(sparksched_core::request::GroupBlocks::new_blocks))
+    block_ids(py, request.groups.iter().map(sparksched_core::request::GroupBlocks::new_blocks))
 }
 
 fn block_ids<'py, 'a>(

@@ -26,7 +26,6 @@ struct Objects {
     num_scheduled_tokens: Py<PyDict>,
 }
 
-/// Copies for one step.
 pub(crate) struct Copies<'a, 'py> {
     py: Python<'py>,
     objects: &'a Objects,

@@ -15,6 +15,7 @@ use sparksched_core::{
     RequestOutput, RequestStatus, Scheduler, StepKnobs,
 };
 use sparksched_entry_points::entry_points;
+use sparksched_meters::MeterPage;
 
 use crate::block_observer::BlockObserver;
 use crate::callbacks::{AuxOutputs, EncoderTransfer, KvTransfer, PyCallbacks, PythonFunctions};
@@ -27,7 +28,7 @@ use crate::guard::{Guard, catch_panics};
 use crate::message_writer::MessageWriter;
 use crate::pacing::{self, Pacer};
 use crate::snapshot;
-use crate::step_timer::{StepSink, StepTimer};
+use crate::step_timer::StepTimer;
 
 /// `max_num_scheduled_tokens`, `long_prefill_token_threshold` and an order, by id.
 type ToldKnobs<'py> = (u32, u32, Bound<'py, PyTuple>);
@@ -170,7 +171,7 @@ impl SchedulerCore {
         }
         if self.scheduler.is_ordered() {
             // So that others decide with it, too.
-            let priority = self.scheduler.request(index).priority();
+            let priority = self.scheduler.request(index).priority;
             request.setattr(intern!(py, "priority"), priority)?;
         }
         self.entries.insert(index, entry);
@@ -187,7 +188,7 @@ impl SchedulerCore {
 
     fn is_waiting_for_input(&self, request_id: &Bound<'_, PyAny>) -> PyResult<bool> {
         let request = self.place(request_id)?.and_then(|index| self.scheduler.get(index));
-        Ok(request.is_some_and(|it| it.status() == RequestStatus::WaitingForInput))
+        Ok(request.is_some_and(|it| it.status == RequestStatus::WaitingForInput))
     }
 
     #[by(guarded)]
@@ -200,7 +201,7 @@ impl SchedulerCore {
         let unknown = || PyValueError::new_err(format!("there is no session {request_id}"));
         let index = self.place(request_id)?.ok_or_else(unknown)?;
         let state = self.scheduler.request(index);
-        if state.status() != RequestStatus::WaitingForInput {
+        if state.status != RequestStatus::WaitingForInput {
             return Err(unknown());
         }
         let num_kept_tokens = state.num_kept_tokens();
@@ -367,11 +368,11 @@ impl SchedulerCore {
         for (id, tokens) in request_ids.iter().zip(draft_token_ids) {
             // The request may have ended since.
             let Some(index) = self.place(&id)? else { continue };
-            if self.scheduler.request(index).status().is_finished() {
+            if self.scheduler.request(index).status.is_finished() {
                 continue;
             }
             drafts.clear();
-            if !self.scheduler.request(index).is_prefill_chunk() {
+            if !self.scheduler.request(index).is_prefill_chunk {
                 let tokens = self.without_invalid_drafts(index, tokens.cast_into()?)?;
                 convert::extend_token_ids(&tokens, &mut drafts)?;
             }
@@ -514,7 +515,7 @@ impl SchedulerCore {
         let ids = PyList::empty(request_ids.py());
         for (id, _) in request_ids {
             let request = self.place(&id)?.and_then(|index| self.scheduler.get(index));
-            if request.is_some_and(|it| it.use_structured_output() && !it.is_prefill_chunk()) {
+            if request.is_some_and(|it| it.use_structured_output && !it.is_prefill_chunk) {
                 ids.append(id)?;
             }
         }
@@ -565,8 +566,8 @@ impl SchedulerCore {
     }
 
     /// Reports the time of each step's calls, and how many requests there are, from now on.
-    pub(crate) fn report_steps_to(&mut self, sink: Arc<dyn StepSink>) {
-        self.timer.report_to(sink);
+    pub(crate) fn report_steps_to(&mut self, page: Arc<MeterPage>) {
+        self.timer.report_to(page);
         self.timer.note_requests(&self.scheduler);
     }
 
@@ -710,7 +711,7 @@ impl SchedulerCore {
         draft_token_ids: Bound<'py, PyList>,
     ) -> PyResult<Bound<'py, PyList>> {
         let state = self.scheduler.request(index);
-        if !state.use_structured_output() {
+        if !state.use_structured_output {
             return Ok(draft_token_ids);
         }
         let request = self.entries.get(index).request.bind(draft_token_ids.py());
