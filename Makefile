@@ -217,7 +217,7 @@ differential: build ## compare with a release of vLLM: make differential [VLLM=0
 	UV="$(UV)" $(BIN)/python -m tests.differential $(if $(VLLM),--vllm $(VLLM)) $(ARGS)
 
 .PHONY: conformance
-conformance: build ## vLLM's own scheduler tests on sparksched: make conformance [VLLM=0.33.0] [ARGS=--update]
+conformance: build ## vLLM's own tests on sparksched: make conformance [VLLM=0.33.0] [ARGS=--update]
 	$(if $(VLLM),$(OVERLAY) $(VLLM),UV="$(UV)") $(BIN)/python -m tests.conformance $(ARGS)
 
 # How long each fuzz target runs, and which: all, two at a time, or TARGET.

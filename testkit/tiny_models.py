@@ -10,6 +10,7 @@ smallest that vLLM's CPU kernels take: those of gated delta nets want heads of 6
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -106,13 +107,16 @@ CONFIGURATIONS: Final[dict[str, dict[str, Any]]] = HYBRIDS | {
 """By the names that transformers has for the architectures."""
 
 
-def write_model(directory: Path, architecture: str = "gpt_oss") -> Path:
-    """Write the configuration, the tokenizer and the weights; return the directory."""
+def write_model(directory: Path, architecture: str = "gpt_oss", **tokenizer: Any) -> Path:
+    """Write the configuration, the tokenizer and the weights; return the directory.
+
+    `tokenizer` may have `more_tokens`, and fields of the tokenizer's configuration.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)
-    vocabulary = _write_tokenizer(directory)
+    vocabulary = _write_tokenizer(directory, **tokenizer)
     special = dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id"), vocabulary[END_OF_TEXT]
     )
@@ -134,7 +138,9 @@ def write_model(directory: Path, architecture: str = "gpt_oss") -> Path:
     return directory
 
 
-def _write_tokenizer(directory: Path) -> dict[str, int]:
+def _write_tokenizer(
+    directory: Path, more_tokens: Sequence[str] = (), **fields: Any
+) -> dict[str, int]:
     """Write a tokenizer of all single bytes, and of syllables; return its vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -148,15 +154,17 @@ def _write_tokenizer(directory: Path) -> dict[str, int]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    tokenizer.add_tokens(list(more_tokens))
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
         "model_max_length": MAX_POSITIONS,
+        **fields,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return vocabulary
+    return dict(tokenizer.get_vocab())
 
 
 def _unprintable(vocabulary: dict[str, int]) -> list[int]:

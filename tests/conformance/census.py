@@ -37,6 +37,8 @@ class Census:
 
 
 CENSUS = Census()
+IN_ENGINES = Census(num_native=1)
+"""Of engines, which raise an error where a scheduler would fall back (`SPARKSCHED_STRICT`)."""
 
 
 def start() -> None:

@@ -1,4 +1,4 @@
-"""The models that vLLM's scheduler tests name: configurations and processors, no weights.
+"""The models that vLLM's tests name. For the scheduler: configurations and processors, no weights.
 
 Limits, special tokens and sizes of images are the real models': tests count on them.
 """
@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
+from testkit import tiny_models
 from testkit.worlds.opt_config import OPT_CONFIG
 
 _OPT = OPT_CONFIG | {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
@@ -147,6 +148,40 @@ def write_models(folder: Path) -> Path:
             processor, special_tokens = _PROCESSORS[name]
             _write_json(path / "preprocessor_config.json", processor)
             _write_tokenizer(path, special_tokens)
+    return folder
+
+
+# What tests of engines and servers run; which model it is they don't ask.
+_LLAMAS = (
+    "Qwen/Qwen2.5-1.5B-Instruct",
+    "Qwen/Qwen3-0.6B",
+    "deepseek-ai/DeepSeek-V2-Lite",
+    "facebook/opt-125m",
+    "hmellor/tiny-random-LlamaForCausalLM",
+    "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.2-1B-Instruct",
+    "Qwen/Qwen2-VL-2B-Instruct",  # for its tests of text; it sees no images
+)
+
+# With these, test_engine_core.py's prompt has the 12 tokens that it needs, and the prompts of
+# test_chunked_prompt.py are short enough.
+_WORDS = (" Masataka", " Oniwa", " capital", " France")
+_NUM_OTHER_WORDS = 6000  # tests name ids up to 5,000
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n"
+)
+
+
+def write_tiny_llamas(folder: Path) -> Path:
+    """Write models that can be computed, found as those of `write_models()`."""
+    words = (*_WORDS, *(f"<{number}>" for number in range(_NUM_OTHER_WORDS)))
+    for name in _LLAMAS:
+        tiny_models.write_model(
+            folder / name, "llama", more_tokens=words, chat_template=_CHAT_TEMPLATE
+        )
     return folder
 
 

@@ -24,13 +24,15 @@ class Table:
         return of_file.get(name) or of_file.get(_without_parameters(name))
 
     def unknown_names(self, nodeids: Iterable[str]) -> list[str]:
-        """Return the table's names that none of these tests has."""
-        known = set()
-        for nodeid in nodeids:
-            file, name = _split(nodeid)
-            known |= {(file, name), (file, _without_parameters(name))}
-        listed = [(file, name) for file, of_file in self.reasons.items() for name in of_file]
-        return [f"{file}::{name}" for file, name in listed if (file, name) not in known]
+        """Return the table's names that none of these tests has, of the files they are in."""
+        known: dict[str, set[str]] = {}
+        for file, name in map(_split, nodeids):
+            known.setdefault(file, set()).update((name, _without_parameters(name)))
+        return [
+            f"{file}::{name}"
+            for file in self.reasons.keys() & known.keys()
+            for name in self.reasons[file].keys() - known[file]
+        ]
 
 
 def read(release: str, path: Path = FILE) -> Table:

@@ -12,7 +12,7 @@ from sparksched.compat import releases
 
 from . import census, expected, names, not_applicable
 from .census import CENSUS
-from .report import Report, Verdict, judge
+from .report import Built, Report, Verdict, judge
 from .scheduler import MirroredAsyncScheduler, MirroredScheduler, accept_fallbacks
 
 
@@ -22,17 +22,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put our classes in the place of vLLM's."""
+    """Put our classes in the place of vLLM's, unless the tests start engines, which choose."""
+    if config.pluginmanager.hasplugin("conformance.engine"):
+        config.pluginmanager.register(Conformance(census.IN_ENGINES), "conformance")
+        return
     census.start()
     names.bind(MirroredScheduler, MirroredAsyncScheduler)
     accept_fallbacks()
-    config.pluginmanager.register(Conformance(), "conformance")
+    config.pluginmanager.register(Conformance(CENSUS), "conformance")
 
 
 class Conformance:
     """The verdicts on one session's tests."""
 
-    def __init__(self) -> None:
+    def __init__(self, built: Built) -> None:
+        self._built = built
         self._release = releases.installed()
         self._table = not_applicable.read(self._release)
         self._report = Report()
@@ -52,7 +56,7 @@ class Conformance:
     def _judge(self, nodeid: str, phase: pytest.TestReport) -> None:
         """Enter a test into the report, and let pytest know of it what the report says."""
         listed = self._table.reason(nodeid)
-        verdict, reason = judge(phase.outcome, CENSUS, listed)
+        verdict, reason = judge(phase.outcome, self._built, listed)
         if phase.skipped:
             reason = f"vLLM skips it: {_skip_reason(phase)}"
         self._report.enter(nodeid, verdict, reason)
@@ -82,7 +86,7 @@ class Conformance:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        terminalreporter.section("vLLM's scheduler tests on sparksched")
+        terminalreporter.section("vLLM's own tests on sparksched")
         terminalreporter.write_line(self._report.text())
 
 

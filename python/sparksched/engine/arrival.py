@@ -35,7 +35,8 @@ def _checking_one_at_a_time(original: patching.Function) -> patching.Function:
             preprocessed = original(self, request)
             setattr(preprocessed[0], WAIT_S, wait_s)
             setattr(preprocessed[0], HINTS, hints)
-            read_prompt(preprocessed[0], extra_keys=scheduler.extra_keys)
+            if isinstance(request.request_id, str):  # else vLLM's add_request() says so
+                read_prompt(preprocessed[0], extra_keys=scheduler.extra_keys)
             return preprocessed
 
     return preprocess_add_request

@@ -1,0 +1,72 @@
+"""A pytest plugin: vLLM's tests of its engine and its server, on a CPU and without a network.
+
+The scheduler is chosen as users choose it, by the environment.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from testkit import preloaded
+
+PROGRAM = "vllm.entrypoints.cli.main"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have models computed as the CPU build can: at once, in float32, in the engine's process."""
+    preloaded.start()
+    import tests.utils  # looks at the platform
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    load_general_plugins()
+    make = EngineArgs.create_engine_config
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.enforce_eager, self.dtype = True, "float32"
+        if self.tensor_parallel_size == self.data_parallel_size == 1:
+            self.distributed_executor_backend = UniProcExecutor
+        return make(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_engine_config
+    tests.utils.RemoteOpenAIServer._start_server = _start_server
+    preloaded._fork_what_is_spawned()
+
+
+class _Server(preloaded.Command):
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+
+def _start_server(
+    self: Any, model: str, arguments: list[str], environment: dict[str, str] | None
+) -> None:
+    arguments = ["serve", model, *arguments, "--dtype=float32", "--enforce-eager"]
+    log = Path.cwd() / "server.log"
+    self.proc = _Server(PROGRAM, arguments, log, os.environ | (environment or {}))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """Collect tests that ask for a GPU, and stand in for the image that one fetches."""
+    if not isinstance(collector, pytest.Module):
+        return (yield)
+    from PIL import Image
+    from vllm.assets.image import ImageAsset
+    from vllm.platforms import current_platform
+
+    with ExitStack() as patches:
+        for name in ("is_cuda", "is_cuda_alike"):
+            patches.enter_context(
+                mock.patch.object(type(current_platform), name, return_value=True)
+            )
+        image = Image.new("RGB", (64, 64))
+        patches.enter_context(mock.patch.object(ImageAsset, "pil_image", image))
+        return (yield)
