@@ -42,10 +42,12 @@ SCHEDULER = [
     )
 ]
 
-# What is replaced around the scheduler, without a process.
-FRONT_END = [
+# What is replaced around the scheduler, and engines in the process of the test. A process group
+# that they leave behind must not be there when an engine is forked: torch crashes on its end.
+IN_PROCESS = [
     f"tests/v1/engine/{name}.py"
     for name in (
+        "test_engine_core",
         "test_output_processor",
         "test_parallel_sampling",
         "test_admission_control",
@@ -55,7 +57,6 @@ FRONT_END = [
 
 # Engines in processes of their own, and servers.
 ENGINES = [
-    "tests/v1/engine/test_engine_core.py",
     "tests/v1/engine/test_engine_core_client.py",
     "tests/v1/engine/test_async_llm.py",
 ]
@@ -78,7 +79,7 @@ def main(arguments: list[str]) -> int:
     if importlib.util.find_spec("vllm._C"):
         # Each takes minutes: in `make test` engines talk over rings, and servers over ZMQ.
         is_full = os.environ.get("SCALE") == "full" or on_stock or "--update" in arguments
-        runs.append(([*FRONT_END, *ENGINES, *(SERVERS if is_full else ())], ours))
+        runs += [(IN_PROCESS, ours), ([*ENGINES, *(SERVERS if is_full else ())], ours)]
         if not on_stock:
             files = [*ENGINES, *SERVERS] if is_full else SERVERS
             runs.append((files, ours | {"SPARKSCHED_TRANSPORT": "zmq"}))
@@ -86,7 +87,9 @@ def main(arguments: list[str]) -> int:
     for files, variables in runs:
         statuses.append(run(tests, files, variables, for_pytest, on_stock=on_stock))
         # What the rings pass, ZMQ has to pass.
-        for_pytest = [it for it in for_pytest if it != "--update" or files is SCHEDULER]
+        for_pytest = [
+            it for it in for_pytest if it != "--update" or files in (SCHEDULER, IN_PROCESS)
+        ]
     page = PAGE.read_text()
     if "--update" in arguments:
         PAGE.write_text(with_table(page))
