@@ -4,6 +4,7 @@ The scheduler is chosen as users choose it, by the environment.
 """
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from testkit import preloaded
 
@@ -38,6 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
     EngineArgs.create_engine_config = create_engine_config
     tests.utils.RemoteOpenAIServer._start_server = _start_server
     preloaded._fork_what_is_spawned()
+
+
+def pytest_runtest_setup() -> None:
+    """Have a test see the same whatever ran before."""
+    # With some numbers, two tokens are the same.
+    random.seed(0)
+    torch.manual_seed(0)
+    # In a process that is forked, torch crashes at the end of a group that an engine has left.
+    if torch.distributed.is_initialized():
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
 
 
 class _Server(preloaded.Command):
