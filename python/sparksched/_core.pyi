@@ -258,6 +258,9 @@ class SchedulerCore:
         With False, pacing begins anew, and keeps what it has learned.
         """
 
+    def learn_pacing_size(self, num_tokens: int, extra_s: float) -> None:
+        """Tell pacing what prompts add to a step of so many tokens, in seconds: a simulation."""
+
     def set_pacing_time(self, seconds: float) -> None:
         """Have pacing take this for the time, instead of a clock's, until another is set.
 

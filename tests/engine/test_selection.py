@@ -1,7 +1,6 @@
 """Which scheduler, which block hasher and which requests an engine ends up with."""
 
 import os
-import re
 from pathlib import Path
 from types import FunctionType
 from typing import Any

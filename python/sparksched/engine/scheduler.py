@@ -279,6 +279,10 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         finally:
             self._core.warm_up_pacing(False)
 
+    def learn_pacing_size(self, num_tokens: int, extra_s: float) -> None:
+        """Tell pacing what prompts add to a step of so many tokens, in seconds: in a simulation."""
+        self._core.learn_pacing_size(num_tokens, extra_s)
+
     def set_pacing_time(self, seconds: float) -> None:
         """Have pacing take a simulation's time, in seconds, for that of the clock."""
         self._core.set_pacing_time(seconds)

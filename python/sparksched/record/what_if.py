@@ -131,6 +131,11 @@ class Simulation:
         self._builder = RequestBuilder(settings, load)
         self._load = load
         self._step_time = step_time(load)
+        if pacing is not None:
+            # An engine's warm-up finds that out.
+            for size in self._scheduler.pacing()["sizes"]:
+                extra_s = self._step_time(1, size - 1) - self._step_time(1, 0)
+                self._scheduler.learn_pacing_size(size, extra_s)
         self._now = 0.0
         self._device_free_at = 0.0
         """When the last step in flight ends."""

@@ -41,6 +41,10 @@ impl Pacer {
         Ok(Self { pacing, epoch, simulated_s: None, in_flight: VecDeque::new(), log })
     }
 
+    pub(crate) fn learn_size(&mut self, num_tokens: u32, extra_s: f64) {
+        self.pacing.learn_size(num_tokens, extra_s);
+    }
+
     /// From now on it is this time, in seconds, until another is set.
     pub(crate) fn set_time(&mut self, seconds: f64) {
         self.simulated_s = Some(seconds);

@@ -335,6 +335,13 @@ impl Pacing {
         self.free_at = warm.free_at;
     }
 
+    /// Takes in what prompts add to a step of so many tokens, in seconds: what a warm-up finds out,
+    /// where there is no device.
+    pub fn learn_size(&mut self, num_tokens: u32, extra_s: f64) {
+        let attention = 0.5 * f64::from(num_tokens).powi(2);
+        self.ladder.note(num_tokens, extra_s, attention, self.settings.max_stall_s);
+    }
+
     /// The sizes of chunks, decodes included.
     #[must_use]
     pub fn sizes(&self) -> &[u32] {

@@ -258,6 +258,14 @@ impl SchedulerCore {
     }
 
     #[by(stopping)]
+    fn learn_pacing_size(&mut self, num_tokens: u32, extra_s: f64) -> PyResult<()> {
+        if let Some(pacer) = &mut self.pacer {
+            pacer.learn_size(num_tokens, extra_s);
+        }
+        Ok(())
+    }
+
+    #[by(stopping)]
     fn set_pacing_time(&mut self, seconds: f64) -> PyResult<()> {
         if let Some(pacer) = &mut self.pacer {
             pacer.set_time(seconds);
