@@ -52,6 +52,8 @@ MARKER = "marker"
 END_OF_MARKER = b"."
 """What the client writes into the pipe before it ends the marker."""
 
+TIMES = "SPARKSCHED_BENCH_TIMES"
+"""What steps take from the start on: a step in ms, what prompts add in ms, and each token in µs."""
 NUM_GAPS = 1 << 18
 """Launches whose delay is kept, at most."""
 
@@ -121,8 +123,10 @@ class ClockedExecutor(FakeExecutor):
         _wake_in_time()
         self.result_ns = 0
         """When the engine got its last result, until the next launch; else 0."""
-        self._step_ns = 0
-        self._prompt_ns = (0.0, 0.0)
+        # An engine that paces prompts learns from its first steps what they take.
+        step_ms, fixed_ms, token_us = map(float, os.environ.get(TIMES, "0 0 0").split())
+        self.on_set_step_ms(step_ms)
+        self._prompt_ns = (fixed_ms * 1e6, token_us * 1e3)
         """What prompts add to a step: whatever their length, and for each token."""
         self._end_ns = 0
         self._launched: SchedulerOutput | None = None
@@ -271,10 +275,6 @@ class ClockedExecutor(FakeExecutor):
     def on_set_step_ms(self, step_ms: float) -> None:
         """Set how long the steps take that are launched from now on."""
         self._step_ns = round(step_ms * 1e6)
-
-    def on_set_prompt_times(self, fixed_ms: float, token_us: float) -> None:
-        """Set what prompts add to the steps that are launched from now on."""
-        self._prompt_ns = (fixed_ms * 1e6, token_us * 1e3)
 
     def on_hold_back(self, max_ahead: int) -> None:
         """Hold results back from now on if the next marker lacks more steps than this; 0: never."""

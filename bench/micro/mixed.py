@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from bench.micro.clocked_executor import TIMES
 from bench.micro.host_path import choose_cores
 from bench.micro.host_path_sides import OURS, POLL_S, STOCK, Client, Row, Setup, prompt_of, serve
 from bench.micro.processes import BenchmarkError, running_workers
@@ -32,6 +33,7 @@ from bench.results import Results
 STEP_MS = 5.2
 PROMPT_MS = 19.0
 PROMPT_TOKEN_US = 50.0
+DEVICE = f"{STEP_MS} {PROMPT_MS} {PROMPT_TOKEN_US}"
 
 NUM_STREAMS = 16
 LONG_TOKENS = 60_000
@@ -107,7 +109,6 @@ class MixedClient(Client):
     async def mixed(self, number: int, load: Load) -> Row:
         """Make one round; return what it was like for whom."""
         await self._ask_engine("set_step_ms", STEP_MS)
-        await self._ask_engine("set_prompt_times", PROMPT_MS, PROMPT_TOKEN_US)
         times: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
         async with self._running(self._note(it, times[it], number) for it in range(NUM_STREAMS)):
             while not all(times):
@@ -118,7 +119,6 @@ class MixedClient(Client):
             come = [self._come(start + at, tokens, tokens == most) for at, tokens in load]
             first_s = await asyncio.gather(*come)
             end = time.perf_counter()
-        await self._ask_engine("set_prompt_times", 0.0, 0.0)
         await self._clean_up()
         inside = [[at for at in it if start <= at <= end] for it in times]
         gaps = [now - before for it in inside for before, now in itertools.pairwise(it)]
@@ -191,7 +191,8 @@ def _measure(sides: dict[str, Row], loads: dict[str, Load], rounds: int, results
     cores = choose_cores()
     with tempfile.TemporaryDirectory() as directory:
         for name, side in tqdm(sides.items()):
-            setup = Setup(name, Path(directory), *cores, **side)
+            environment = side.get("environment", {}) | {TIMES: DEVICE}
+            setup = Setup(name, Path(directory), *cores, **(side | {"environment": environment}))
             with running_workers(serve, {name: (setup, MixedClient)}) as (workers, _):
                 # The first round is for what runs for the first time.
                 workers[name].call("mixed", number=0, load=_one_long(16_000))
