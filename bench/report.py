@@ -27,6 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.results import COLUMNS, FOLDER, ROOT
+from testkit.pages import with_tables
 
 TABLES = ROOT / "bench" / "tables.toml"
 PICTURES = ROOT / "docs" / "plots"
@@ -308,22 +309,19 @@ def written_anew(rows: pd.DataFrame) -> dict[Path, str]:
 def page_anew(text: str, rows: pd.DataFrame) -> str:
     """Return a page's text with the table below each mark anew."""
     known = tables()
-    written: list[str] = []
-    is_replaced = False
-    for line in text.splitlines():
-        if is_replaced and line.startswith("|"):
-            continue
-        is_replaced = False
-        written.append(line)
-        if mark := MARK.fullmatch(line):
-            if mark[2] not in known and mark[2] != GAIN:
-                raise ReportError(f"there is no table {mark[2]}")
-            lines = gains(rows) if mark[2] == GAIN else lines_of(known[mark[2]], rows)
-            if not lines and not mark[1]:
-                raise ReportError(f"nothing of table {mark[2]} was measured")
-            written += lines
-            is_replaced = True
-    return "\n".join(written) + "\n"
+
+    def rows_below(line: str) -> list[str] | None:
+        mark = MARK.fullmatch(line)
+        if mark is None:
+            return None
+        if mark[2] not in known and mark[2] != GAIN:
+            raise ReportError(f"there is no table {mark[2]}")
+        lines = gains(rows) if mark[2] == GAIN else lines_of(known[mark[2]], rows)
+        if not lines and not mark[1]:
+            raise ReportError(f"nothing of table {mark[2]} was measured")
+        return lines
+
+    return with_tables(text, rows_below)
 
 
 def whole_report(rows: pd.DataFrame) -> str:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from testkit.pages import with_tables
 from testkit.vllm_source import ROOT
 
 from . import expected, not_applicable
@@ -12,11 +13,7 @@ MARK = "<!-- conformance -->"
 
 def with_table(text: str) -> str:
     """Return the page's text with its table anew."""
-    before, mark, behind = text.partition(f"{MARK}\n")
-    rest = behind.splitlines(keepends=True)
-    while rest and rest[0].startswith("|"):
-        rest.pop(0)
-    return "".join([before, mark, *(f"{row}\n" for row in _rows()), *rest])
+    return with_tables(text, lambda line: _rows() if line == MARK else None)
 
 
 def _rows() -> list[str]:
