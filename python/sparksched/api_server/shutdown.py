@@ -22,6 +22,7 @@ from sparksched.compat import patching
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
 
 _LOOK_EACH_S: Final = 0.05
 
@@ -51,13 +52,31 @@ def _answering_what_is_in_flight(original: patching.Function) -> patching.Functi
 
 def _refusing_requests(original: patching.Function) -> patching.Function:
     @functools.wraps(original)
-    def check_admission(self: "AsyncLLM", *args: Any, **kwargs: Any) -> None:
-        shutdown_s = getattr(self, "sparksched_shutdown_s", None)
-        if shutdown_s is not None:
-            raise ShuttingDownError(shutdown_s)
-        original(self, *args, **kwargs)
+    async def add_request(self: "AsyncLLM", *args: Any, **kwargs: Any) -> "RequestOutputCollector":
+        refusal = _refusal(self)
+        if refusal is not None:
+            raise refusal
+        return await original(self, *args, **kwargs)
 
-    return check_admission
+    return add_request
+
+
+class _DeadError(property):
+    """What vLLM's handlers raise before they add a request, if the engine counts as dead.
+
+    It does as soon as this server has given its answers, and new requests still come.
+    """
+
+    def __init__(self, original: property) -> None:
+        def dead_error(llm: "AsyncLLM") -> BaseException:
+            return _refusal(llm) or original.__get__(llm)
+
+        super().__init__(dead_error)
+
+
+def _refusal(llm: "AsyncLLM") -> ShuttingDownError | None:
+    shutdown_s = getattr(llm, "sparksched_shutdown_s", None)
+    return None if shutdown_s is None else ShuttingDownError(shutdown_s)
 
 
 def _wait_for_answers(llm: "AsyncLLM", timeout_s: float) -> None:
@@ -69,10 +88,11 @@ def _wait_for_answers(llm: "AsyncLLM", timeout_s: float) -> None:
     if rings is not None:
         rings.is_draining = True
     give_up_at = time.monotonic() + timeout_s - min(_TELLING_S, timeout_s / 10)
-    while llm.output_processor.has_unfinished_requests() and not llm.errored:
-        if time.monotonic() >= give_up_at:
-            return
+    while time.monotonic() < give_up_at:
+        # Before the first look as well: a request may have been let in a moment ago.
         time.sleep(_LOOK_EACH_S)
+        if llm.errored or not llm.output_processor.has_unfinished_requests():
+            return
 
 
 def _is_in_event_loop() -> bool:

@@ -359,9 +359,14 @@ CLIENT_TRANSPORT: Final = Group(
             "where vLLM may leave them waiting forever",
         ),
         Seam(
-            f"{_ASYNC_LLM}:AsyncLLM.check_admission",
+            f"{_ASYNC_LLM}:AsyncLLM.add_request",
             "shutdown:_refusing_requests",
             "answers 503 meanwhile",
+        ),
+        Seam(
+            f"{_ASYNC_LLM}:AsyncLLM.dead_error",
+            "shutdown:_DeadError",
+            "answers 503 also when the engine is gone by then",
         ),
     ),
     values=(
