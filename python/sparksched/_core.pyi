@@ -24,7 +24,6 @@ __all__ = [
     "SchedulerCore",
     "StepOutputs",
     "__version__",
-    "encode_like_scheduler",
     "meter_bounds_s",
     "note_fork",
     "read_prompt",
@@ -102,16 +101,6 @@ class StepOutputs:
 
     def frames(self) -> list[Any]:
         """Return what vLLM's `MsgpackEncoder.encode` returns for the same content."""
-
-def encode_like_scheduler(
-    outputs: Any, encode_part: Callable[[Any, list[Any]], bytes]
-) -> tuple[StepOutputs, int]:
-    """Write `EngineCoreOutputs` in the way that a step's are written.
-
-    Returns:
-        The outputs, and for how many requests nothing had to be left to `encode_part`.
-
-    """
 
 @final
 class CachedBlocks:

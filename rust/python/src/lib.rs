@@ -33,7 +33,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<queue_watch::PyQueueWatch>()?;
     module.add_class::<callbacks::CachedBlocks>()?;
     module.add_class::<convert::StepOutputs>()?;
-    module.add_function(wrap_pyfunction!(convert::encode_like_scheduler, module)?)?;
     module.add_class::<frames::RingMessage>()?;
     module.add_class::<links::PyEngineLinks>()?;
     rings::add_to(module)?;
