@@ -325,24 +325,13 @@ impl Link {
     // Sending
     // ------------------------------------------------------------------------------------
 
-    /// Sends a message, or keeps it until the ring has room; `regardless` of how many are kept.
+    /// Sends a message, or keeps it until the ring has room. After one that was refused for want of
+    /// room all are, until [`Self::unblock`]: nothing overtakes what has been lost. What is sent
+    /// `regardless` is never refused for that.
     ///
     /// # Errors
     /// [`SendError`]; nothing was sent then.
     pub fn send(&self, kind: u8, frames: &[&[u8]], regardless: bool) -> Result<Ticket, SendError> {
-        self.send_with(|outbox| {
-            if regardless {
-                outbox.send_regardless(kind, frames)
-            } else {
-                outbox.send(kind, frames)
-            }
-        })
-    }
-
-    fn send_with(
-        &self,
-        send: impl FnOnce(&mut Outbox) -> Result<Ticket, SendError>,
-    ) -> Result<Ticket, SendError> {
         if self.is_inherited() {
             return Err(SendError::Gone);
         }
@@ -351,30 +340,21 @@ impl Link {
         if self.is_gone() || self.is_closed.load(Relaxed) {
             return Err(SendError::Gone);
         }
-        let sent = send(&mut outbox);
+        let sent = match (regardless, self.is_blocked.load(Relaxed)) {
+            (true, _) => outbox.send_regardless(kind, frames),
+            (false, true) => Err(SendError::Full),
+            (false, false) => outbox.send(kind, frames),
+        };
+        if sent == Err(SendError::Full) {
+            self.is_blocked.store(true, Relaxed);
+        }
         outbox.note_depth();
         drop(outbox);
         self.wake_peer();
         sent
     }
 
-    /// As [`Self::send`], but after a message that was refused for want of room all are, until
-    /// [`Self::unblock`]: nothing overtakes what has been lost.
-    ///
-    /// # Errors
-    /// [`SendError`]; nothing was sent then.
-    pub fn send_in_order(&self, kind: u8, frames: &[&[u8]]) -> Result<Ticket, SendError> {
-        self.send_with(|outbox| {
-            if self.is_blocked.load(Relaxed) {
-                return Err(SendError::Full);
-            }
-            let sent = outbox.send(kind, frames);
-            self.is_blocked.store(sent == Err(SendError::Full), Relaxed);
-            sent
-        })
-    }
-
-    /// Lets [`Self::send_in_order`] send again.
+    /// Accepts messages again after one was refused for want of room.
     pub fn unblock(&self) {
         let _outbox = lock(&self.outbox);
         self.is_blocked.store(false, Relaxed);

@@ -237,10 +237,7 @@ impl SchedulerCore {
         seconds: f64,
     ) -> PyResult<()> {
         self.scheduler.order_by(match order {
-            "fair" => {
-                let weights = weights.into_iter().map(|(name, weight)| (name.into(), weight));
-                OrderSettings::Fair(weights.collect())
-            }
+            "fair" => OrderSettings::Fair(weights),
             "deadline" => OrderSettings::Deadline(seconds),
             "aging" => OrderSettings::Aging(seconds),
             _ => return Err(PyValueError::new_err(format!("there is no order {order:?}"))),
