@@ -166,7 +166,8 @@ class SchedulerCore:
 
         Raises:
             KeyError: if a key of `config` is missing.
-            ValueError: if the configuration contradicts itself.
+            ValueError: if the configuration has an unknown value.
+            RuntimeError: if it contradicts itself.
 
         """
 

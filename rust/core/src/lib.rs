@@ -41,8 +41,8 @@ pub use callbacks::{
     GrammarState, Grammars, KvConnector, NextTurn, Sessions,
 };
 pub use config::{
-    Behaviors, ConfigError, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics,
-    SchedulerConfig, Speculation, StateConfig, StateMode, StepKnobs,
+    Behaviors, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics, SchedulerConfig,
+    Speculation, StateConfig, StateMode, StepKnobs,
 };
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};

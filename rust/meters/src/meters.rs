@@ -265,38 +265,36 @@ impl PacingMeter {
 }
 
 /// Bytes of the longest text.
-pub const MAX_TEXT_BYTES: usize = size_of::<TextBytes>();
-
-/// In rows, because longer arrays have no default.
-type TextBytes = [[AtomicU8; 32]; 60];
+pub const MAX_TEXT_BYTES: usize = 1920;
 
 /// A text, which makes sense as a whole only. What is behind it is zero.
 ///
 /// The reader can't hold the writer up: so a sum over all bytes goes with them, and a reader that
 /// finds another one looks again.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 #[repr(C)]
 pub struct TextMeter {
     sum: AtomicU64,
-    bytes: TextBytes,
+    bytes: [AtomicU8; MAX_TEXT_BYTES],
+}
+
+impl Default for TextMeter {
+    fn default() -> Self {
+        Self { sum: AtomicU64::new(0), bytes: std::array::from_fn(|_| AtomicU8::new(0)) }
+    }
 }
 
 impl TextMeter {
     /// Says it; what is longer than [`MAX_TEXT_BYTES`] is cut.
     pub fn set(&self, text: &str) {
         let bytes: Vec<u8> = text.bytes().chain(repeat(0)).take(MAX_TEXT_BYTES).collect();
-        self.bytes
-            .as_flattened()
-            .iter()
-            .zip(&bytes)
-            .for_each(|(to, byte)| to.store(*byte, Relaxed));
+        self.bytes.iter().zip(&bytes).for_each(|(to, byte)| to.store(*byte, Relaxed));
         self.sum.store(sum_of(&bytes), Relaxed);
     }
 
     /// It, if something was said and nobody writes at the moment.
     pub fn read(&self) -> Option<String> {
-        let mut bytes: Vec<u8> =
-            self.bytes.as_flattened().iter().map(|byte| byte.load(Relaxed)).collect();
+        let mut bytes: Vec<u8> = self.bytes.iter().map(|byte| byte.load(Relaxed)).collect();
         let is_whole = sum_of(&bytes) == self.sum.load(Relaxed);
         bytes.retain(|byte| *byte != 0);
         String::from_utf8(bytes).ok().filter(|_| is_whole)
@@ -404,7 +402,7 @@ mod tests {
             meter.set(text);
             assert_eq!(meter.read().as_deref(), Some(text));
         }
-        meter.bytes[0][3].store(7, Relaxed);
+        meter.bytes[3].store(7, Relaxed);
         assert_eq!(meter.read(), None);
     }
 }

@@ -17,7 +17,7 @@ mod waits;
 use std::collections::BTreeSet;
 
 use crate::callbacks::Callbacks;
-use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
+use crate::config::{Policy, RequestSpecMetrics, SchedulerConfig};
 use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
 use crate::kv_cache_manager::KvCacheManager;
@@ -101,11 +101,11 @@ pub struct Scheduler {
 impl Scheduler {
     /// A scheduler without requests.
     ///
-    /// # Errors
+    /// # Panics
     /// If the configuration contradicts itself.
-    pub fn new(config: SchedulerConfig) -> Result<Self, ConfigError> {
-        config.validate()?;
-        Ok(Self {
+    pub fn new(config: SchedulerConfig) -> Self {
+        config.check();
+        Self {
             kv_cache: KvCacheManager::new(&config),
             slots: Slots::default(),
             waiting: RequestQueue::new(config.policy),
@@ -130,7 +130,7 @@ impl Scheduler {
             kv_transfer: KvTransfer::default(),
             spec_decoding_stats: None,
             config,
-        })
+        }
     }
 
     /// Puts a request into the queue and returns its place.

@@ -1,6 +1,5 @@
 //! Requests that end: from outside, by an error, or because the core is broken.
 
-use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySet};
@@ -86,8 +85,7 @@ impl SchedulerCore {
         for request in &requests {
             request.setattr(intern!(py, "status"), status)?;
         }
-        self.scheduler = Scheduler::new(self.scheduler.config().clone())
-            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        self.scheduler = Scheduler::new(self.scheduler.config().clone());
         self.entries = Entries::default();
         self.requests.bind(py).clear();
         self.places.bind(py).clear();

@@ -101,8 +101,7 @@ impl SchedulerCore {
     ) -> PyResult<Self> {
         let py = config.py();
         let uses_mrope = config.as_any().get_item("uses_mrope")?.extract()?;
-        let scheduler = Scheduler::new(scheduler_config(config)?)
-            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let scheduler = Scheduler::new(scheduler_config(config)?);
         let knobs = scheduler.config().step_knobs(false);
         let digest_len = scheduler.config().hasher.as_ref().map(BlockHasher::digest_len);
         let request_view = RequestView::import(py, digest_len)?;
