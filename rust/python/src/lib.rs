@@ -4,6 +4,7 @@
 mod block_observer;
 mod callbacks;
 mod config;
+mod connector;
 mod convert;
 mod entries;
 mod frames;
@@ -14,7 +15,6 @@ mod message_writer;
 mod meters;
 mod pacing;
 mod queue_watch;
-mod request_extras;
 mod rings;
 mod scheduler_core;
 mod snapshot;

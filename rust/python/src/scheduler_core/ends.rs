@@ -23,8 +23,8 @@ impl SchedulerCore {
             let noted = told.and_then(|()| self.note_end(py, ended.index, status, ended.is_kept));
             self.or_stop(noted)?;
         }
-        self.kv_transfer.take_params(py)?;
-        self.encoder_transfer.take_params(py)?;
+        self.kv_transfer.take_extras(py)?;
+        self.encoder_transfer.take_extras(py)?;
         Ok(requests)
     }
 
