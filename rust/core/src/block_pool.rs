@@ -502,7 +502,7 @@ impl BlockPool {
 }
 
 /// A block hash is evenly distributed already; the group only has to move it elsewhere.
-pub(crate) fn table_hash(hash: &BlockHash, group: GroupId) -> u64 {
+fn table_hash(hash: &BlockHash, group: GroupId) -> u64 {
     const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
     hash.to_words()[0] ^ u64::from(group.0).wrapping_mul(SPREAD)
 }

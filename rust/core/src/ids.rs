@@ -25,7 +25,7 @@ impl BlockId {
 pub struct GroupId(pub u32);
 
 /// A request's place in the scheduler's slab, reused once the request has left.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(transparent)]
 pub struct RequestIndex(pub u32);
 

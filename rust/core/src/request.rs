@@ -13,9 +13,10 @@ use crate::stop::{StopConditions, StopReason};
 use crate::wait_reason::WaitReason;
 
 /// Where a request is in its life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RequestStatus {
     /// In the queue, never run.
+    #[default]
     Waiting,
     /// In the queue until its grammar is compiled.
     WaitingForGrammar,
@@ -220,7 +221,7 @@ impl GroupBlocks {
 /// Fields lie in memory in this order. What each step of each running request touches comes first
 /// and shares cache lines: with hundreds of requests a step costs as much as the lines that it
 /// misses.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[repr(C, align(64))]
 pub struct Request {
     /// Tokens with KV in the cache, counted as soon as they are scheduled.
@@ -327,28 +328,11 @@ impl Request {
                 RequestStatus::Waiting
             },
             use_structured_output: new.use_structured_output,
-            stop_reason: StopReason::None,
-            num_computed_tokens: 0,
-            num_output_placeholders: 0,
-            drafts: Vec::new(),
-            spec_stats: None,
-            next_decode_step: 0,
-            num_in_flight_tokens: 0,
-            num_stale_output_tokens: 0,
-            drop_stale_output: false,
-            is_prefill_chunk: false,
-            num_preemptions: 0,
-            shared_prefix_boundary: 0,
-            expected_hit: None,
-            promise: None,
-            deferred_by: None,
             queue_deadline: f64::INFINITY,
-            last_step: 0,
-            events: Vec::new(),
             prefill_stats: Some(PrefillStats::default()),
-            transfer: RequestTransfer::default(),
             groups: (0..groups.num_tables).map(|_| GroupBlocks::default()).collect(),
             states: vec![StateBlocks::default(); groups.num_states],
+            ..Self::default()
         }
     }
 

@@ -12,12 +12,8 @@
 //! takes chunks of 64, 32 and 4. If hits may end within a block, every 4 tokens say, a prompt of 42
 //! tokens ends its chunks at 32, 40 and 42. The tables of blocks are in `kv_cache_manager/mixed.rs`.
 
-use hashbrown::HashTable;
-
-use crate::block_hash::{BlockHash, HashWords};
-use crate::block_pool::table_hash;
 use crate::config::{SchedulerConfig, StateConfig};
-use crate::ids::{BlockId, GroupId};
+use crate::ids::BlockId;
 
 /// What a request's table doesn't tell: of a group of states, or of a block that is to be copied.
 #[derive(Clone, Debug, Default)]
@@ -185,29 +181,5 @@ impl ChunkAligner {
             return junction;
         }
         junction - (junction - start) % self.states.block_size
-    }
-}
-
-/// Prefixes that came into the cache in this step: their states are there only after it.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct KeySet(HashTable<(HashWords, u32)>);
-
-impl KeySet {
-    pub(crate) fn insert(&mut self, (hash, group): (BlockHash, GroupId)) {
-        let key = (hash.to_words(), group.0);
-        let hash_of =
-            |key: &(HashWords, u32)| table_hash(&BlockHash::from_words(key.0), GroupId(key.1));
-        self.0.entry(table_hash(&hash, group), |other| *other == key, hash_of).or_insert(key);
-    }
-
-    pub(crate) fn contains(&self, (hash, group): (BlockHash, GroupId)) -> bool {
-        let key = (hash.to_words(), group.0);
-        self.0.find(table_hash(&hash, group), |other| *other == key).is_some()
-    }
-
-    pub(crate) fn clear(&mut self) {
-        if !self.0.is_empty() {
-            self.0.clear();
-        }
     }
 }

@@ -102,32 +102,13 @@ impl Traffic {
         self.backlog_bytes += other.backlog_bytes;
         self.num_without_room += other.num_without_room;
     }
-}
 
-#[derive(Debug, Default)]
-#[repr(C)]
-struct TrafficMeter {
-    waiting_bytes: AtomicU64,
-    high_water_bytes: AtomicU64,
-    backlog_bytes: AtomicU64,
-    num_without_room: AtomicU64,
-}
-
-impl TrafficMeter {
-    fn set(&self, traffic: Traffic) {
-        self.waiting_bytes.store(traffic.waiting_bytes, Relaxed);
-        self.high_water_bytes.store(traffic.high_water_bytes, Relaxed);
-        self.backlog_bytes.store(traffic.backlog_bytes, Relaxed);
-        self.num_without_room.store(traffic.num_without_room, Relaxed);
+    fn values(self) -> [u64; 4] {
+        [self.waiting_bytes, self.high_water_bytes, self.backlog_bytes, self.num_without_room]
     }
 
-    fn read(&self) -> Traffic {
-        Traffic {
-            waiting_bytes: self.waiting_bytes.load(Relaxed),
-            high_water_bytes: self.high_water_bytes.load(Relaxed),
-            backlog_bytes: self.backlog_bytes.load(Relaxed),
-            num_without_room: self.num_without_room.load(Relaxed),
-        }
+    fn of([waiting_bytes, high_water_bytes, backlog_bytes, num_without_room]: [u64; 4]) -> Self {
+        Self { waiting_bytes, high_water_bytes, backlog_bytes, num_without_room }
     }
 }
 
@@ -144,15 +125,32 @@ pub struct RingsReading {
     pub num_lost: u64,
 }
 
-#[derive(Debug, Default)]
+/// Numbers that are there once somebody has set them.
+#[derive(Debug)]
 #[repr(C)]
-struct RingsMeter {
-    /// 1 once the engine has rings.
+pub struct Gauges<const N: usize> {
+    /// 1 once they were set.
     is_there: AtomicU64,
-    to_engine: TrafficMeter,
-    to_client: TrafficMeter,
-    num_rescues: AtomicU64,
-    num_lost: AtomicU64,
+    values: [AtomicU64; N],
+}
+
+impl<const N: usize> Default for Gauges<N> {
+    fn default() -> Self {
+        Self { is_there: AtomicU64::new(0), values: std::array::from_fn(|_| AtomicU64::new(0)) }
+    }
+}
+
+impl<const N: usize> Gauges<N> {
+    pub fn set(&self, values: impl IntoIterator<Item = u64>) {
+        self.values.iter().zip(values).for_each(|(to, value)| to.store(value, Relaxed));
+        self.is_there.store(1, Relaxed);
+    }
+
+    /// All of them, if they were set.
+    pub fn read(&self) -> Option<[u64; N]> {
+        let value = |index: usize| self.values[index].load(Relaxed);
+        (self.is_there.load(Relaxed) == 1).then(|| std::array::from_fn(value))
+    }
 }
 
 /// Reasons for which requests wait that there is room for.
@@ -240,30 +238,6 @@ pub type PacingReading = [f64; MAX_PACING_VALUES];
 
 pub const MAX_PACING_VALUES: usize = 15;
 
-/// Where paced prefill says how it stands.
-#[derive(Debug, Default)]
-#[repr(C)]
-pub struct PacingMeter {
-    /// 1 once something was said.
-    is_there: AtomicU64,
-    values: [AtomicU64; MAX_PACING_VALUES],
-}
-
-impl PacingMeter {
-    pub fn set(&self, reading: &[f64]) {
-        for (to, value) in self.values.iter().zip(reading) {
-            to.store(value.to_bits(), Relaxed);
-        }
-        self.is_there.store(1, Relaxed);
-    }
-
-    /// All of it, if anything was said.
-    pub fn read(&self) -> Option<PacingReading> {
-        let value = |it: usize| f64::from_bits(self.values[it].load(Relaxed));
-        (self.is_there.load(Relaxed) == 1).then(|| std::array::from_fn(value))
-    }
-}
-
 /// Bytes of the longest text.
 pub const MAX_TEXT_BYTES: usize = 1920;
 
@@ -315,8 +289,8 @@ pub struct Meters {
     id: [AtomicU64; 2],
     // Lines of their own: the engine's loop writes one, its watcher the other.
     steps: Line<StepMeter>,
-    rings: Line<RingsMeter>,
-    pacing: Line<PacingMeter>,
+    rings: Line<Gauges<10>>,
+    pacing: Line<Gauges<MAX_PACING_VALUES>>,
     tenants: Line<TextMeter>,
 }
 
@@ -333,9 +307,14 @@ impl Meters {
         halves(id) == [self.id[0].load(Relaxed), self.id[1].load(Relaxed)]
     }
 
-    /// Paced prefill's part.
-    pub fn pacing(&self) -> &PacingMeter {
-        &self.pacing.0
+    /// Says how paced prefill stands.
+    pub fn set_pacing(&self, reading: &[f64]) {
+        self.pacing.0.set(reading.iter().map(|value| value.to_bits()));
+    }
+
+    /// How paced prefill stands, if it has said so.
+    pub(crate) fn pacing(&self) -> Option<PacingReading> {
+        self.pacing.0.read().map(|values| values.map(f64::from_bits))
     }
 
     /// The tenants that have requests, if requests are ordered: a line each.
@@ -350,23 +329,19 @@ impl Meters {
 
     /// Says what goes through the rings.
     pub fn set_rings(&self, reading: RingsReading) {
-        let meter = &self.rings.0;
-        meter.to_engine.set(reading.to_engine);
-        meter.to_client.set(reading.to_client);
-        meter.num_rescues.store(reading.num_rescues, Relaxed);
-        meter.num_lost.store(reading.num_lost, Relaxed);
-        meter.is_there.store(1, Relaxed);
+        let RingsReading { to_engine, to_client, num_rescues, num_lost } = reading;
+        let traffic = to_engine.values().into_iter().chain(to_client.values());
+        self.rings.0.set(traffic.chain([num_rescues, num_lost]));
     }
 
     /// What goes through the rings, if there are any.
     pub fn rings(&self) -> Option<RingsReading> {
-        let meter = &self.rings.0;
-        (meter.is_there.load(Relaxed) == 1).then(|| RingsReading {
-            to_engine: meter.to_engine.read(),
-            to_client: meter.to_client.read(),
-            num_rescues: meter.num_rescues.load(Relaxed),
-            num_lost: meter.num_lost.load(Relaxed),
-        })
+        let values = self.rings.0.read()?;
+        let (to_engine, rest) = values.split_first_chunk()?;
+        let (to_client, rest) = rest.split_first_chunk()?;
+        let &[num_rescues, num_lost] = rest else { return None };
+        let (to_engine, to_client) = (Traffic::of(*to_engine), Traffic::of(*to_client));
+        Some(RingsReading { to_engine, to_client, num_rescues, num_lost })
     }
 }
 

@@ -86,7 +86,7 @@ impl MeterReader {
 
     /// What paced prefill does, if it is on.
     pub fn pacing(&self) -> Option<PacingReading> {
-        self.meters().pacing().read()
+        self.meters().pacing()
     }
 
     /// The tenants that have requests, if requests are ordered: a line each.

@@ -203,7 +203,7 @@ impl MessageWriter {
             request_id: &entry.wire_id,
             new_token_ids: &result.tokens[sampled.tokens.clone()][..output.num_new_tokens],
             news,
-            finish_reason: finished.map(|it| self.types.statuses.finish_reason_value(it)),
+            finish_reason: finished.and_then(|it| self.types.statuses.of(it).finish_reason_value),
             num_nans_in_logits: entry.num_nans_in_logits,
         })
     }

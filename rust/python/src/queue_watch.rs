@@ -27,25 +27,19 @@ impl PyQueueWatch {
         // A callback in the midst of a step may let another thread run: that step goes on soon.
         let Ok(core) = scheduler.try_borrow() else { return Ok((None, f64::INFINITY)) };
         let finding = self.0.look(core.scheduler(), now);
-        let told = finding.map(|finding| tell(scheduler.py(), &core, finding)).transpose()?;
+        let py = scheduler.py();
+        let told = match finding {
+            None => None,
+            Some(Finding::Stuck { head, waits_s }) => Some(stuck(py, &core, head, waits_s)?),
+            Some(Finding::Moves { id, waited_s }) => {
+                let told = PyDict::new(py);
+                told.set_item("request_id", &*id)?;
+                told.set_item("reason", py.None())?;
+                told.set_item("waits_s", waited_s)?;
+                Some(told)
+            }
+        };
         Ok((told, core.scheduler().next_queue_deadline()))
-    }
-}
-
-fn tell<'py>(
-    py: Python<'py>,
-    core: &SchedulerCore,
-    finding: Finding,
-) -> PyResult<Bound<'py, PyDict>> {
-    match finding {
-        Finding::Stuck { head, waits_s } => stuck(py, core, head, waits_s),
-        Finding::Moves { id, waited_s } => {
-            let told = PyDict::new(py);
-            told.set_item("request_id", &*id)?;
-            told.set_item("reason", py.None())?;
-            told.set_item("waits_s", waited_s)?;
-            Ok(told)
-        }
     }
 }
 

@@ -82,7 +82,7 @@ impl StepTimer {
     /// A step came back, and prompts are paced.
     pub(crate) fn note_pacing(&self, report: &PacingReport) {
         if let Some(page) = &self.page {
-            page.meters().pacing().set(&report.values());
+            page.meters().set_pacing(&report.values());
         }
     }
 

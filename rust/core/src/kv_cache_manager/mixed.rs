@@ -128,7 +128,7 @@ impl KvCacheManager {
         };
         let hits: &[BlockId] = if demand.has_hit { &self.hits[id] } else { &[] };
         let key = hits.last().and_then(|&block| self.pool.key_of(block));
-        if key.is_some_and(|key| self.work.cached_this_step.contains(key)) {
+        if key.is_some_and(|key| self.work.cached_this_step.contains(&key)) {
             // The state is not there yet: the request has to wait for the next step.
             return i64::from(self.pool.num_blocks()) + 1;
         }

@@ -5,15 +5,18 @@
 
 mod mixed;
 
+use std::collections::BTreeSet;
+
 use smallvec::{SmallVec, smallvec};
 
+use crate::block_hash::BlockHash;
 use crate::block_pool::BlockPool;
 use crate::config::{KvCacheGroupConfig, SchedulerConfig, StateConfig};
 use crate::ids::{BlockId, GroupId};
 use crate::journal::{Entry, Journal, StoredBlocks};
 use crate::kv_cache_group::{KvCacheGroup, Lookup};
 use crate::request::{ExpectedHit, Request};
-use crate::state_group::{KeySet, StateBlocks};
+use crate::state_group::StateBlocks;
 use crate::stats::PrefixCacheStats;
 
 /// What the prefix cache has of a waiting request; the blocks stay in the manager until
@@ -88,7 +91,7 @@ struct BlockWork {
     caches_state_tails_once: bool,
     zeroes_blocks: bool,
     /// States that can be found, but are there only after the step.
-    cached_this_step: KeySet,
+    cached_this_step: BTreeSet<(BlockHash, GroupId)>,
     /// From where to where blocks are to be copied, by group. Both ends have an owner more.
     copies: Vec<Vec<(BlockId, BlockId)>>,
     /// New blocks that are to be filled with zeros, by group.
@@ -155,7 +158,7 @@ impl KvCacheManager {
                 states: config.states,
                 caches_state_tails_once: config.behaviors.caches_state_tails_once,
                 zeroes_blocks: config.zeroes_blocks,
-                cached_this_step: KeySet::default(),
+                cached_this_step: BTreeSet::new(),
                 copies: vec![Vec::new(); num_work_groups],
                 to_zero: vec![Vec::new(); num_work_groups],
             },

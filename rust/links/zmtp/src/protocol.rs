@@ -27,30 +27,18 @@ const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 
 /// Why a peer can't be talked to.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ProtocolError {
-    /// Its first bytes are no greeting.
-    #[error("it doesn't speak ZMTP")]
-    NoZmtp,
-    /// It is older than ZMTP 3.
-    #[error("it speaks version {0} of ZMTP")]
-    Version(u8),
-    /// It wants passwords or keys.
-    #[error("it uses another security mechanism than NULL")]
-    Mechanism,
-    /// It is no PULL socket.
-    #[error("it is not a PULL socket")]
-    SocketType,
-    /// It has refused this side.
-    #[error("it has refused the connection")]
-    Refused,
-    /// It sends what no PULL socket does.
-    #[error("it sends what no PULL socket sends")]
-    Unexpected,
-    /// A command has no end, or parts that exceed it.
-    #[error("it sends a malformed command")]
-    Malformed,
-}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("it {0}")]
+pub struct ProtocolError(&'static str);
+
+const NO_ZMTP: ProtocolError = ProtocolError("doesn't speak ZMTP");
+const OLD: ProtocolError = ProtocolError("is older than ZMTP 3");
+const MECHANISM: ProtocolError = ProtocolError("uses another security mechanism than NULL");
+const SOCKET_TYPE: ProtocolError = ProtocolError("is not a PULL socket");
+const REFUSED: ProtocolError = ProtocolError("has refused the connection");
+const UNEXPECTED: ProtocolError = ProtocolError("sends what no PULL socket sends");
+/// A command has no end, or parts that exceed it.
+const MALFORMED: ProtocolError = ProtocolError("sends a malformed command");
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Said {
@@ -180,13 +168,13 @@ impl Reader {
 fn check_greeting(greeting: &[u8]) -> Result<(), ProtocolError> {
     let is = |at: usize, byte: u8| greeting.get(at).is_none_or(|it| *it == byte);
     if !is(0, 0xFF) || greeting.get(9).is_some_and(|it| it & 1 == 0) {
-        return Err(ProtocolError::NoZmtp);
+        return Err(NO_ZMTP);
     }
-    if let Some(version) = greeting.get(10).filter(|it| **it < 3) {
-        return Err(ProtocolError::Version(*version));
+    if greeting.get(10).is_some_and(|version| *version < 3) {
+        return Err(OLD);
     }
     if !(12..32).all(|at| is(at, GREETING[at])) {
-        return Err(ProtocolError::Mechanism);
+        return Err(MECHANISM);
     }
     Ok(())
 }
@@ -195,7 +183,7 @@ fn check_greeting(greeting: &[u8]) -> Result<(), ProtocolError> {
 fn command_extent(frame: &[u8]) -> Result<Option<(usize, usize)>, ProtocolError> {
     let Some(flags) = frame.first() else { return Ok(None) };
     if flags & !LONG != COMMAND {
-        return Err(ProtocolError::Unexpected);
+        return Err(UNEXPECTED);
     }
     let (start, len) = if flags & LONG == 0 {
         let Some(len) = frame.get(1) else { return Ok(None) };
@@ -205,45 +193,44 @@ fn command_extent(frame: &[u8]) -> Result<Option<(usize, usize)>, ProtocolError>
         (MAX_HEADER_BYTES, u64::from_be_bytes(len.try_into().expect("eight bytes")))
     };
     if len > MAX_COMMAND_BYTES as u64 {
-        return Err(ProtocolError::Malformed);
+        return Err(MALFORMED);
     }
     Ok(Some((start, len as usize)))
 }
 
 /// A command's name and the rest of it.
 fn command(body: &[u8]) -> Result<(&[u8], &[u8]), ProtocolError> {
-    let (len, rest) = body.split_first().ok_or(ProtocolError::Malformed)?;
-    rest.split_at_checked(usize::from(*len)).ok_or(ProtocolError::Malformed)
+    let (len, rest) = body.split_first().ok_or(MALFORMED)?;
+    rest.split_at_checked(usize::from(*len)).ok_or(MALFORMED)
 }
 
 fn check_ready(body: &[u8]) -> Result<(), ProtocolError> {
     let mut properties = match command(body)? {
         (b"READY", properties) => properties,
-        (b"ERROR", _) => return Err(ProtocolError::Refused),
-        _ => return Err(ProtocolError::Unexpected),
+        (b"ERROR", _) => return Err(REFUSED),
+        _ => return Err(UNEXPECTED),
     };
     while !properties.is_empty() {
         let (name, rest) = command(properties)?;
-        let (len, rest) = rest.split_first_chunk().ok_or(ProtocolError::Malformed)?;
+        let (len, rest) = rest.split_first_chunk().ok_or(MALFORMED)?;
         let len = u32::from_be_bytes(*len) as usize;
-        let (value, rest) = rest.split_at_checked(len).ok_or(ProtocolError::Malformed)?;
+        let (value, rest) = rest.split_at_checked(len).ok_or(MALFORMED)?;
         if name.eq_ignore_ascii_case(b"Socket-Type") && value == b"PULL" {
             return Ok(());
         }
         properties = rest;
     }
-    Err(ProtocolError::SocketType)
+    Err(SOCKET_TYPE)
 }
 
 /// The context of a PING. Commands that a later version may know are passed over.
 fn ping(body: &[u8]) -> Result<Option<Vec<u8>>, ProtocolError> {
     match command(body)? {
         (b"PING", arguments) => {
-            let (_time_to_live, context) =
-                arguments.split_first_chunk::<2>().ok_or(ProtocolError::Malformed)?;
+            let (_time_to_live, context) = arguments.split_first_chunk::<2>().ok_or(MALFORMED)?;
             Ok(Some(context.to_vec()))
         }
-        (b"ERROR", _) => Err(ProtocolError::Refused),
+        (b"ERROR", _) => Err(REFUSED),
         _ => Ok(None),
     }
 }
@@ -277,12 +264,12 @@ mod tests {
             bytes[at] = byte;
             read(&bytes, 7)
         };
-        assert_eq!(altered(0, b'G'), Err(ProtocolError::NoZmtp));
-        assert_eq!(altered(10, 1), Err(ProtocolError::Version(1)));
-        assert_eq!(altered(12, b'P'), Err(ProtocolError::Mechanism));
-        assert_eq!(altered(64, 0), Err(ProtocolError::Unexpected));
-        assert_eq!(read(&greeting_and_ready(b"PUSH"), 7), Err(ProtocolError::SocketType));
+        assert_eq!(altered(0, b'G'), Err(NO_ZMTP));
+        assert_eq!(altered(10, 1), Err(OLD));
+        assert_eq!(altered(12, b'P'), Err(MECHANISM));
+        assert_eq!(altered(64, 0), Err(UNEXPECTED));
+        assert_eq!(read(&greeting_and_ready(b"PUSH"), 7), Err(SOCKET_TYPE));
         let refusing = [&GREETING[..], b"\x04\x07\x05ERROR\0"].concat();
-        assert_eq!(read(&refusing, 7), Err(ProtocolError::Refused));
+        assert_eq!(read(&refusing, 7), Err(REFUSED));
     }
 }

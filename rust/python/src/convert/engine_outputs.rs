@@ -205,7 +205,7 @@ impl EngineOutputTypes {
         }
         object.setattr(intern!(py, "stop_reason"), stop_reason(py, news.stop_reason))?;
         if let Some(status) = news.finished {
-            let reason = self.statuses.finish_reason(status);
+            let reason = &self.statuses.of(status).finish_reason;
             object.setattr(intern!(py, "finish_reason"), reason)?;
         }
         Ok(())

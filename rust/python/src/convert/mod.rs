@@ -29,8 +29,14 @@ pub(crate) use scheduler_output::{
 };
 pub(crate) use step_outputs::StepOutputs;
 
-/// The finished states by their names in vLLM.
-const FINISHED_STATES: [(&str, RequestStatus); 6] = [
+/// The states by their names in vLLM.
+const STATES: [(&str, RequestStatus); 12] = [
+    ("WAITING", RequestStatus::Waiting),
+    ("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", RequestStatus::WaitingForGrammar),
+    ("WAITING_FOR_STREAMING_REQ", RequestStatus::WaitingForInput),
+    ("WAITING_FOR_REMOTE_KVS", RequestStatus::WaitingForRemoteKvs),
+    ("RUNNING", RequestStatus::Running),
+    ("PREEMPTED", RequestStatus::Preempted),
     ("FINISHED_STOPPED", RequestStatus::FinishedStopped),
     ("FINISHED_LENGTH_CAPPED", RequestStatus::FinishedLengthCapped),
     ("FINISHED_ABORTED", RequestStatus::FinishedAborted),
@@ -39,47 +45,32 @@ const FINISHED_STATES: [(&str, RequestStatus); 6] = [
     ("FINISHED_REPETITION", RequestStatus::FinishedRepetition),
 ];
 
-/// The others.
-const UNFINISHED_STATES: [(&str, RequestStatus); 6] = [
-    ("WAITING", RequestStatus::Waiting),
-    ("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", RequestStatus::WaitingForGrammar),
-    ("WAITING_FOR_STREAMING_REQ", RequestStatus::WaitingForInput),
-    ("WAITING_FOR_REMOTE_KVS", RequestStatus::WaitingForRemoteKvs),
-    ("RUNNING", RequestStatus::Running),
-    ("PREEMPTED", RequestStatus::Preempted),
-];
-
 /// The name that vLLM gives a status.
 pub(crate) fn status_name(status: RequestStatus) -> &'static str {
-    let mut states = FINISHED_STATES.iter().chain(&UNFINISHED_STATES);
-    states.find(|(_, it)| *it == status).expect("each status has a name").0
+    STATES.iter().find(|(_, it)| *it == status).expect("each status has a name").0
 }
 
 /// `RequestStatus` and what it means to a client.
-pub(crate) struct StatusTypes {
-    finished: Vec<FinishedStatus>,
-    /// The members of the other states.
-    unfinished: Vec<(RequestStatus, Py<PyAny>)>,
-}
+pub(crate) struct StatusTypes(Vec<StatusType>);
 
-struct FinishedStatus {
+pub(crate) struct StatusType {
     status: RequestStatus,
     value: i64,
     /// The member of `RequestStatus`.
-    member: Py<PyAny>,
-    /// The member of `FinishReason`.
-    finish_reason: Py<PyAny>,
-    finish_reason_value: u8,
+    pub(crate) member: Py<PyAny>,
+    /// The member of `FinishReason`, and its number; None of a state that is not finished.
+    pub(crate) finish_reason: Py<PyAny>,
+    pub(crate) finish_reason_value: Option<u8>,
 }
 
 impl StatusTypes {
     /// Looks the members up.
     pub(crate) fn import(py: Python<'_>) -> PyResult<Self> {
         let statuses = class(py, "vllm.v1.request", "RequestStatus")?;
-        let finished = FINISHED_STATES.map(|(name, status)| -> PyResult<FinishedStatus> {
+        let states = STATES.into_iter().map(|(name, status)| -> PyResult<StatusType> {
             let member = statuses.getattr(py, name)?;
             let finish_reason = statuses.call_method1(py, "get_finished_reason", (&member,))?;
-            Ok(FinishedStatus {
+            Ok(StatusType {
                 status,
                 value: member.extract(py)?,
                 member,
@@ -87,41 +78,20 @@ impl StatusTypes {
                 finish_reason,
             })
         });
-        let unfinished = UNFINISHED_STATES
-            .map(|(name, status)| -> PyResult<_> { Ok((status, statuses.getattr(py, name)?)) });
-        Ok(Self {
-            finished: finished.into_iter().collect::<PyResult<_>>()?,
-            unfinished: unfinished.into_iter().collect::<PyResult<_>>()?,
-        })
+        Ok(Self(states.collect::<PyResult<_>>()?))
     }
 
     /// The finished state that a `RequestStatus` member stands for.
     pub(crate) fn parse(&self, status: &Bound<'_, PyAny>) -> PyResult<RequestStatus> {
         let value: i64 = status.extract()?;
-        let known = self.finished.iter().find(|it| it.value == value);
+        let known = self.0.iter().find(|it| it.value == value && it.status.is_finished());
         known.map(|it| it.status).ok_or_else(|| {
             PyValueError::new_err(format!("requests can't be finished with the status {status}"))
         })
     }
 
-    /// The member of `RequestStatus`.
-    pub(crate) fn member(&self, status: RequestStatus) -> &Py<PyAny> {
-        let unfinished = self.unfinished.iter().find(|(it, _)| *it == status);
-        unfinished.map_or_else(|| &self.find(status).member, |(_, member)| member)
-    }
-
-    /// The `FinishReason` member of a finished state.
-    pub(crate) fn finish_reason(&self, status: RequestStatus) -> &Py<PyAny> {
-        &self.find(status).finish_reason
-    }
-
-    /// The number of the `FinishReason` of a finished state.
-    pub(crate) fn finish_reason_value(&self, status: RequestStatus) -> u8 {
-        self.find(status).finish_reason_value
-    }
-
-    fn find(&self, status: RequestStatus) -> &FinishedStatus {
-        self.finished.iter().find(|it| it.status == status).expect("a finished state")
+    pub(crate) fn of(&self, status: RequestStatus) -> &StatusType {
+        self.0.iter().find(|it| it.status == status).expect("all states are there")
     }
 }
 

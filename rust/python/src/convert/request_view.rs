@@ -26,7 +26,7 @@ impl RequestView {
         let py = request.py();
         sync_request_tokens(request, state.tokens())?;
         self.update_block_hashes(request, state)?;
-        request.setattr(intern!(py, "status"), self.statuses.member(state.status))?;
+        request.setattr(intern!(py, "status"), &self.statuses.of(state.status).member)?;
         request.setattr(intern!(py, "num_computed_tokens"), state.num_computed_tokens)?;
         request.setattr(intern!(py, "num_output_placeholders"), state.num_output_placeholders)?;
         request.setattr(intern!(py, "num_in_flight_tokens"), state.num_in_flight_tokens)?;

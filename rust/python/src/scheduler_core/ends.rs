@@ -53,7 +53,7 @@ impl SchedulerCore {
         is_kept: bool,
     ) -> PyResult<()> {
         let entry = self.entries.get(index);
-        let member = self.message_writer.types.statuses.member(status);
+        let member = &self.message_writer.types.statuses.of(status).member;
         entry.request.bind(py).setattr(intern!(py, "status"), member)?;
         self.finished_req_ids.bind(py).add(&entry.id)?;
         if let Some(by_client) = &self.finished_by_client {

@@ -216,7 +216,7 @@ impl SchedulerCore {
         for ended in self.end_requests(&errors, status)? {
             let entry = self.entries.get(ended.index);
             let types = &self.message_writer.types;
-            let reason = types.statuses.finish_reason(status);
+            let reason = &types.statuses.of(status).finish_reason;
             let output = types.failure(py, entry, reason, &ended.events)?;
             if let Some(error) = grammar_errors.get_item(&entry.id)? {
                 types.set_grammar_error(&output, &error)?;
