@@ -44,15 +44,15 @@ class OutputQueue:
         # Encoders aren't thread-safe, and utility calls are answered by several threads.
         self._encoders = threading.local()
         self._clients = [_ClientState() for _ in engine.addresses.outputs]
-        self._encodes_in_rust = context_of(engine).scheduler is not None
 
     def encode_in_rust_for(self, client: int) -> None:
         """Have the scheduler write this client's outputs itself, if it can.
 
         Only the engine's loop may call this, for the scheduler belongs to it.
         """
-        if self._encodes_in_rust:
-            self._engine.scheduler.encode_outputs_for(client)
+        scheduler = context_of(self._engine).scheduler
+        if scheduler is not None:
+            scheduler.encode_outputs_for(client)
 
     def put_nowait(self, item: Any) -> None:
         """Send vLLM's `(client_index, EngineCoreOutputs)`, or the note that the engine is dead.
