@@ -71,10 +71,6 @@ const LAST_PART: f64 = 0.1;
 
 const FIRST_SWEEP: usize = 64;
 
-/// The largest priority that a client can ask for and be told apart from others: more would be
-/// years of waiting.
-const MOST_URGENT: i128 = 1_000_000_000;
-
 impl Order {
     pub(crate) fn new(settings: OrderSettings) -> Self {
         let (tenants, tickets, virtual_time, queue) = Default::default();
@@ -83,7 +79,10 @@ impl Order {
     }
 
     /// Decides the priority of a request that arrives, of which so many tokens are cached.
-    #[expect(clippy::cast_precision_loss, reason = "limits of tokens, and bounded priorities")]
+    #[expect(
+        clippy::cast_precision_loss,
+        reason = "limits of tokens, and what would be years of waiting"
+    )]
     pub(crate) fn rank(
         &mut self,
         request: &Request,
@@ -110,8 +109,7 @@ impl Order {
                 self.queue.enter(request, hints.ttft_s.unwrap_or(default_s), num_uncached, now)
             }
             OrderSettings::Aging(s_per_priority) => {
-                let priority = request.priority.clamp(-MOST_URGENT, MOST_URGENT) as f64;
-                micros(request.arrival_time + priority * s_per_priority)
+                micros(request.arrival_time + request.priority as f64 * s_per_priority)
             }
         };
         let ticket = Ticket { tenant: hints.tenant, cost, num_cached_tokens: None };
@@ -190,7 +188,7 @@ fn virtual_cost(num_tokens: f64, weight: f64) -> i128 {
 }
 
 fn micros(seconds: f64) -> i128 {
-    // Within 64 bits, whatever a client's clock says.
+    // Within 64 bits, whatever a client's clock and its priority say.
     (1e6 * seconds).clamp(-9e18, 9e18) as i128
 }
 
@@ -201,13 +199,12 @@ struct DeadlineQueue {
     waiting: BTreeMap<(i128, RequestIndex), f64>,
     /// Their sum.
     num_tokens: f64,
-    /// Tokens that came in while others waited, and how long that took; older ones count less.
+    /// Tokens that came in since then, while others waited.
     served_tokens: f64,
-    served_s: f64,
-    looked_at: f64,
+    since: f64,
 }
 
-/// After so many seconds of waiting what was seen counts a third.
+/// After twice so many seconds of waiting, what was seen counts as much as so many seconds.
 const MEMORY_S: f64 = 30.0;
 
 /// What was seen for less says nothing of speed.
@@ -216,10 +213,13 @@ const LEAST_SEEN_S: f64 = 0.25;
 impl DeadlineQueue {
     /// Puts a request in; returns its deadline.
     fn enter(&mut self, request: &Request, ttft_s: f64, num_tokens: f64, now: f64) -> i128 {
-        self.pass_time(now);
+        if self.waiting.is_empty() {
+            (self.num_tokens, self.served_tokens, self.since) = (0.0, 0.0, now);
+        }
         let mut deadline = micros(request.arrival_time + ttft_s);
-        if self.served_s >= LEAST_SEEN_S && self.served_tokens > 0.0 {
-            let tokens_per_s = self.served_tokens / self.served_s;
+        let seen_s = now - self.since;
+        if seen_s >= LEAST_SEEN_S && self.served_tokens > 0.0 {
+            let tokens_per_s = self.served_tokens / seen_s;
             if !self.has_room(deadline, ttft_s * tokens_per_s - num_tokens) {
                 let fcfs_s = (self.num_tokens + num_tokens) / tokens_per_s;
                 deadline = micros(request.arrival_time + fcfs_s + ttft_s);
@@ -242,27 +242,18 @@ impl DeadlineQueue {
     }
 
     fn admit(&mut self, request: &Request, now: f64) {
-        self.pass_time(now);
-        let num_tokens = self.leave(request);
-        if !self.waiting.is_empty() {
-            self.served_tokens += num_tokens;
+        self.served_tokens += self.leave(request);
+        let seen_s = now - self.since;
+        if seen_s > 2.0 * MEMORY_S {
+            self.served_tokens *= MEMORY_S / seen_s;
+            self.since = now - MEMORY_S;
         }
     }
 
     fn leave(&mut self, request: &Request) -> f64 {
         let num_tokens = self.waiting.remove(&(request.priority, request.index())).unwrap_or(0.0);
-        self.num_tokens = if self.waiting.is_empty() { 0.0 } else { self.num_tokens - num_tokens };
+        self.num_tokens -= num_tokens;
         num_tokens
-    }
-
-    fn pass_time(&mut self, now: f64) {
-        let passed_s = (now - self.looked_at).max(0.0);
-        self.looked_at = now;
-        if !self.waiting.is_empty() {
-            let kept = (-passed_s / MEMORY_S).exp();
-            self.served_tokens *= kept;
-            self.served_s = kept * self.served_s + passed_s;
-        }
     }
 }
 

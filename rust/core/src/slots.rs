@@ -29,7 +29,8 @@ impl Slots {
         }
     }
 
-    /// Forgets the request at a place, which is given to another from now on.
+    /// Forgets the request at a place, which is given to another from now on. It has left the queues
+    /// and has no blocks.
     pub(crate) fn vacate(&mut self, index: RequestIndex) {
         self.requests[index.index()] = None;
         self.free.push(index);

@@ -18,7 +18,7 @@
 //! computes 8 tokens, into blocks of its own: `1 2 9`, `0 3 10` and `11`. Where a hit ends within a
 //! block, a request gets a copy of that block.
 
-use super::{BlockWork, Demand, KvCacheManager};
+use super::{Demand, KvCacheManager};
 use crate::block_hash::BlockHash;
 use crate::block_pool::BlockPool;
 use crate::config::{KvCacheGroupConfig, StateMode};
@@ -99,7 +99,7 @@ impl KvCacheManager {
         if let Some((place, source)) = partial {
             let copy = allocate_one(&mut self.pool);
             blocks.table[place] = copy;
-            self.work.note_copy(id, source, copy);
+            self.work.copies[id].push((source, copy));
             self.pool.add_owner(copy);
             if self.work.zeroes_blocks {
                 self.work.to_zero[id].push(copy);
@@ -243,7 +243,7 @@ impl KvCacheManager {
         }
         if let Some((at, source)) = state.partial.take() {
             let copy = allocate_one(&mut self.pool);
-            self.work.note_copy(id, source, copy);
+            self.work.copies[id].push((source, copy));
             if was_allocated {
                 // The workers know a running request's blocks: it goes on in its own, and the copy
                 // takes its place in the cache.
@@ -456,13 +456,6 @@ impl KvCacheManager {
                 lookahead: vec![tokens[end..lookahead_end].to_vec()],
             }))
         });
-    }
-}
-
-impl BlockWork {
-    /// Has the workers copy a block. What is copied keeps an owner until the step is told of it.
-    fn note_copy(&mut self, id: usize, from: BlockId, to: BlockId) {
-        self.copies[id].push((from, to));
     }
 }
 

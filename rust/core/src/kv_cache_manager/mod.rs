@@ -92,7 +92,8 @@ struct BlockWork {
     zeroes_blocks: bool,
     /// States that can be found, but are there only after the step.
     cached_this_step: BTreeSet<(BlockHash, GroupId)>,
-    /// From where to where blocks are to be copied, by group. Both ends have an owner more.
+    /// From where to where blocks are to be copied, by group. Both ends have an owner more, until
+    /// the step is told of it.
     copies: Vec<Vec<(BlockId, BlockId)>>,
     /// New blocks that are to be filled with zeros, by group.
     to_zero: Vec<Vec<BlockId>>,

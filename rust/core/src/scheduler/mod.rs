@@ -297,7 +297,7 @@ impl Scheduler {
             self.num_waiting_for_input -= usize::from(was == RequestStatus::WaitingForInput);
             let is_kept = self.end_request(index, is_loading, callbacks)?;
             if !is_kept {
-                self.vacate(index);
+                self.slots.vacate(index);
             }
             ended.push(EndedRequest { index, events, is_kept });
         }
@@ -329,11 +329,6 @@ impl Scheduler {
         // Each is in one of them.
         self.waiting.remove_all(indices, &self.slots);
         self.kv_holding_waiting.remove_all(indices, &self.slots);
-    }
-
-    /// Gives back the place of a request that has left the queues and has no blocks.
-    fn vacate(&mut self, index: RequestIndex) {
-        self.slots.vacate(index);
     }
 
     /// Forgets all cached prefixes, if no request holds a block. Returns whether it did.

@@ -174,7 +174,7 @@ impl Scheduler {
         assert!(self.request(index).status.is_finished(), "its blocks are still in use");
         self.num_kept -= 1;
         self.free_blocks(index);
-        self.vacate(index);
+        self.slots.vacate(index);
     }
 
     /// Notes how far a request's load is, if anybody counts that.

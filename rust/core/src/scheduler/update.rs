@@ -128,7 +128,7 @@ impl Scheduler {
             self.enqueue(index);
         }
         for index in all_stopped.leaving {
-            self.vacate(index);
+            self.slots.vacate(index);
         }
         Ok(())
     }
