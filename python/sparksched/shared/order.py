@@ -11,12 +11,6 @@ from vllm.exceptions import VLLMValidationError
 TENANT_ARGUMENT: Final = "tenant"
 """What names a request's tenant, in `vllm_xargs`."""
 
-TTFT_ARGUMENT: Final = "ttft_s"
-"""When a request's first token is due, in seconds from its arrival, in `vllm_xargs`."""
-
-_MAX_CHARACTERS: Final = 256
-_MAX_TTFT_S: Final = 86_400.0
-
 
 class OrderHints(NamedTuple):
     """What `SchedulerCore.add_request` is told."""
@@ -24,6 +18,7 @@ class OrderHints(NamedTuple):
     tenant: str = ""
     """Empty for requests that don't say: they are of one tenant."""
     ttft_s: float | None = None
+    """When the first token is due, in seconds from the arrival: of that name in `vllm_xargs`."""
 
 
 def hints_of(request: Any) -> OrderHints:
@@ -42,14 +37,14 @@ def hints_of(request: Any) -> OrderHints:
 
     """
     arguments = getattr(request.sampling_params, "extra_args", None) or {}
-    tenant, ttft_s = arguments.get(TENANT_ARGUMENT), arguments.get(TTFT_ARGUMENT)
+    tenant, ttft_s = arguments.get(TENANT_ARGUMENT), arguments.get("ttft_s")
     if tenant is None:
         tenant = _tenant_of(request)
-    elif not isinstance(tenant, str) or not 0 < len(tenant) <= _MAX_CHARACTERS:
-        raise _refusal(TENANT_ARGUMENT, f"a text of 1 to {_MAX_CHARACTERS} characters")
+    elif not isinstance(tenant, str) or not 0 < len(tenant) <= 256:
+        raise _refusal(TENANT_ARGUMENT, "a text of 1 to 256 characters")
     is_number = isinstance(ttft_s, int | float) and not isinstance(ttft_s, bool)
-    if ttft_s is not None and not (is_number and 0 < ttft_s <= _MAX_TTFT_S):
-        raise _refusal(TTFT_ARGUMENT, f"a number of seconds above 0, {_MAX_TTFT_S:g} at most")
+    if ttft_s is not None and not (is_number and 0 < ttft_s <= 86_400):
+        raise _refusal("ttft_s", "a number of seconds above 0, 86400 at most")
     return OrderHints(tenant, ttft_s)
 
 
