@@ -311,6 +311,10 @@ fn a_client_that_does_not_read_fills_the_backlog_and_no_more() {
     let expected: Vec<_> = (0..num_accepted).collect();
     assert_eq!(numbers(&engine, &client, expected.len()), expected);
     assert_eq!((link.backlog_bytes(), link.sent_before()), (0, num_accepted));
+    // Nothing overtakes what was refused, until somebody says so.
+    assert_eq!(link.send(0, &[b"later"], false), Err(SendError::Full));
+    link.unblock();
+    link.send(0, &[b"later"], false).unwrap();
 }
 
 #[test]
