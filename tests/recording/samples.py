@@ -25,10 +25,8 @@ from sparksched.record.events import (
     Reset,
     SchedulerConfig,
     Settings,
-    SpeculativeAnswers,
     SpeculativeConfig,
     Step,
-    Stop,
     Update,
 )
 from sparksched.record.write import Lines
@@ -36,7 +34,7 @@ from sparksched.record.write import Lines
 BLOCK_SIZE = 4
 ENDED = "the engine was shut down"
 
-_GROUP = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": "float32"}
+_GROUP = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": "torch.float32"}
 _SCHEDULER: dict[str, Any] = {
     "async_scheduling": False,
     "enable_chunked_prefill": True,
@@ -56,7 +54,6 @@ _SETTINGS: dict[str, Any] = {
     "sparksched": "0.1.0",
     "vllm": "0.32.0",
     "scheduler": "SparkScheduler",
-    "started": 1.5,
     "block_size": BLOCK_SIZE,
     "hash_block_size": BLOCK_SIZE,
     "num_hash_lookahead_tokens": 0,
@@ -65,7 +62,6 @@ _SETTINGS: dict[str, Any] = {
     "groups": [Group(kind="FullAttentionSpec", fields=dict(_GROUP), is_eagle_group=False)],
     "parallel_config": ParallelConfig(pipeline_parallel_size=1, data_parallel_size=1),
     "speculative_config": None,
-    "speculative_answers": None,
     "fills_in": False,
     "uses_mrope": False,
     "use_v2_model_runner": False,
@@ -73,14 +69,7 @@ _SETTINGS: dict[str, Any] = {
     "max_graph_tokens": 0,
 }
 _SPECULATION: dict[str, Any] = {
-    "speculative_config": SpeculativeConfig(
-        num_speculative_tokens=2,
-        num_speculative_tokens_per_batch_size=[(1, 8, 2)],
-        max_num_new_slots_for_drafting=0,
-    ),
-    "speculative_answers": SpeculativeAnswers(
-        **dict.fromkeys(SpeculativeAnswers.__struct_fields__, False)
-    ),
+    "speculative_config": SpeculativeConfig(2, [(1, 8, 2)], 0, *[False] * 6)
 }
 
 
@@ -114,20 +103,15 @@ def arrival(number: int, num_tokens: int, **changed: Any) -> Arrive:
 
 def every_event() -> list[Event]:
     """Return a trace in which each kind of event is, at least once."""
-    drafts = Drafts(
-        numbers=[0, -1],
-        num_drafts=[2, 0],
-        num_padding=[1, 0],
-        num_valid=[(1, 1)],
-    )
+    first, second = "request-0", "request-1"
     return [
         Begin(VERSION, settings(**_SPECULATION)),
         arrival(0, 9),
         arrival(1, 5, has_grammar=True),
-        Ready(1, True),
-        Step(0, 0.1, 20.0, numbers=[0, 1], num_tokens=[9, 5], new=[(0, 0, [[1, 2, 3]])]),
-        drafts,
-        Update(0, 0.2, 30.0, None, None, [9, 4], [0, 0], [1]),
+        Ready(second, True),
+        Step(0, 0.1, 20.0, ids=[first, second], num_tokens=[9, 5], new=[(first, 0, [[1, 2, 3]])]),
+        Drafts(None, [first, "another"], [2, 0], [1, 0], {second: 1}),
+        Update(0, 0.2, 30.0, None, None, [9, 4], [0, 0], [second]),
         Step(
             1,
             0.3,
@@ -135,15 +119,14 @@ def every_event() -> list[Event]:
             Knobs(8, 4, True),
             num_drafts=[1, 0],
             new_block_ids=[None, [[4]]],
-            resumed=[0],
-            preempted=[1],
+            resumed=[first],
+            preempted=[second],
         ),
-        Update(1, 0.4, 30.0, [2, 0], [True, False]),
-        Grow([(0, b"g" * KEY_BYTES)]),
-        Stop(1, 3),
+        Update(1, 0.4, 30.0, [2, 0], [True, False], stops=[(first, 1)]),
+        Grow({first: b"g" * KEY_BYTES}),
         Reset(0.5, True),
         Pause(0.6, 1),
-        Finish(0.7, [0], "FINISHED_ABORTED"),
+        Finish(0.7, [first], "FINISHED_ABORTED"),
         Finish(0.8, None, "FINISHED_ERROR"),
         End(1.0, ENDED),
     ]

@@ -78,7 +78,7 @@ def test_signalled(number: signal.Signals, path: Path, serve: Callable[..., None
 
     serve(scenario)
     assert_whole(path)
-    assert any(event.numbers is None for event in events(path) if isinstance(event, Finish))
+    assert any(event.ids is None for event in events(path) if isinstance(event, Finish))
 
 
 def test_killed(path: Path, serve: Callable[..., None]) -> None:

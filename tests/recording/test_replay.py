@@ -82,23 +82,23 @@ def test_steps_are_decided_with_the_knobs_that_they_had(name: str, tmp_path: Pat
 
 
 def _more_tokens(step: Step) -> list[int]:
-    *counts, last = step.num_tokens or [1] * len(step.numbers or ())
+    *counts, last = step.num_tokens or [1] * len(step.ids or ())
     return [*counts, last + 1]
 
 
 def _other_block(step: Step) -> list[Any]:
-    number, computed, (first, *others) = step.new[0]
-    return [(number, computed, [[first[0] + 1, *first[1:]], *others]), *step.new[1:]]
+    request_id, computed, (first, *others) = step.new[0]
+    return [(request_id, computed, [[first[0] + 1, *first[1:]], *others]), *step.new[1:]]
 
 
 FLAWS: dict[str, Any] = {
     "num_tokens": _more_tokens,
     "new": _other_block,
-    "numbers": lambda step: step.numbers[::-1],
-    "preempted": lambda _: [0],
-    "finished": lambda _: [0],
-    "resumed": lambda _: [0],
-    "num_drafts": lambda step: [1] * len(step.numbers),
+    "ids": lambda step: step.ids[::-1],
+    "preempted": lambda _: ["nobody"],
+    "finished": lambda _: ["nobody"],
+    "resumed": lambda _: ["nobody"],
+    "num_drafts": lambda step: [1] * len(step.ids),
     "new_block_ids": lambda step: [*step.new_block_ids, None],
     "checksum": lambda step: step.checksum + 1,
 }
@@ -118,14 +118,13 @@ def test_another_decision_is_found_by_name(field: str, scheduler: str, path: Pat
     step = next(
         event
         for event in found
-        if isinstance(event, Step) and event.new and len(event.numbers or ()) > 1
+        if isinstance(event, Step) and event.new and len(event.ids or ()) > 1
     )
     setattr(step, field, FLAWS[field](step))
     with mock.patch.object(Trace, "events", side_effect=lambda: iter(found)):
         mismatch = replayed(path, scheduler).mismatch
     assert mismatch is not None
-    name = "ids" if field == "numbers" else field
-    assert (mismatch.step, mismatch.field) == (step.sequence, name)
+    assert (mismatch.step, mismatch.field) == (step.sequence, field)
     assert mismatch.recorded != mismatch.replayed
 
 

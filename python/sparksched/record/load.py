@@ -10,7 +10,6 @@ from sparksched.record.events import (
     Finish,
     Grow,
     Step,
-    Stop,
     TraceError,
     Update,
 )
@@ -28,8 +27,6 @@ class Request:
     keys: bytearray
     num_outputs: int = 0
     """Tokens that were sampled."""
-    stop: int | None = None
-    """How many tokens had been sampled with the one that ended it, if one did."""
     aborted: float | None = None
     """When it was ended from outside."""
 
@@ -45,10 +42,8 @@ class Load:
 
     def __init__(self, path: str) -> None:
         self.trace = Trace(path)
-        settings = self.trace.settings
-        self._sizes = segment_sizes(settings.hash_block_size, settings.num_hash_lookahead_tokens)
         self.requests: list[Request] = []
-        """By number."""
+        """In the order of arrival."""
         self.step_sizes: list[tuple[int, int]] = []
         """Tokens of decodes and of prompts of each step that was executed."""
         self.step_s: list[float] = []
@@ -56,6 +51,8 @@ class Load:
         self.schedule_us: list[float] = []
         self.update_us: list[float] = []
         self.seconds = 0.0
+        self._latest: dict[str, Request] = {}
+        """By id."""
         self._rows: list[Request] = []
         self._in_flight: dict[int, tuple[Step, list[Request]]] = {}
         self._last_update = 0.0
@@ -69,8 +66,9 @@ class Load:
         return self._num_accepted / max(self._num_drafted_rows, 1)
 
     def tokens(self, number: int) -> StandIns:
-        """Return what stands for a request's tokens."""
-        return StandIns(number, bytes(self.requests[number].keys), self._sizes)
+        """Return what stands for the tokens of a request, by its number."""
+        keys = bytes(self.requests[number].keys)
+        return StandIns(number, keys, segment_sizes(self.trace.settings))
 
     def _read(self) -> None:
         try:
@@ -86,7 +84,7 @@ class Load:
             ) from None
 
     def _take(self, event: Event) -> None:
-        """Take in an event. A number that no request or step has, or another one of rows, fails."""
+        """Take in an event. An id that no request has, or another number of rows, fails."""
         match event:
             case Begin():
                 raise ValueError("another beginning")
@@ -94,19 +92,19 @@ class Load:
                 if event.num_prompt_tokens > self.trace.settings.model_config.max_model_len:
                     raise ValueError("a prompt of impossible length")
                 is_warm_up = event.request_id.startswith(WARM_UP_PREFIX)
-                self.requests.append(Request(event, is_warm_up, bytearray(event.keys)))
+                request = Request(event, is_warm_up, bytearray(event.keys))
+                self.requests.append(request)
+                self._latest[event.request_id] = request
             case Grow(grown):
-                for number, keys in grown:
-                    self.requests[number].keys += keys
-            case Stop(number, num_output_tokens):
-                self.requests[number].stop = num_output_tokens
+                for request_id, keys in grown.items():
+                    self._latest[request_id].keys += keys
             case Finish(at, ended):
-                for number in range(len(self.requests)) if ended is None else ended:
-                    request = self.requests[number]
-                    request.aborted = at if request.aborted is None else request.aborted
+                for request_id in self._latest if ended is None else ended:
+                    if request_id in self._latest and self._latest[request_id].aborted is None:
+                        self._latest[request_id].aborted = at
             case Step():
-                if event.numbers is not None:
-                    self._rows = [self.requests[number] for number in event.numbers]
+                if event.ids is not None:
+                    self._rows = [self._latest[request_id] for request_id in event.ids]
                 self.schedule_us.append(event.duration_us)
                 self._in_flight[event.sequence] = (event, self._rows)
             case Update():

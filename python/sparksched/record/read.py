@@ -1,9 +1,10 @@
 """Reads traces. Whatever a file holds, the answer is events that make sense, or a `TraceError`."""
 
+import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import msgspec
 
@@ -16,9 +17,6 @@ from sparksched.record.events import (
     Settings,
     TraceError,
 )
-
-_PIECE_BYTES: Final = 1 << 20
-_GZIP: Final = 16 + zlib.MAX_WBITS
 
 _decode: Final = msgspec.json.Decoder(Event).decode
 
@@ -37,89 +35,76 @@ class Trace:
         self.path = Path(path)
         self.missing: str | None = None
         """What a file without its end lacks; known when all events have been read."""
-        self.line = 1
+        self.line = 0
         """Of the event that was yielded last."""
         self.settings: Settings = self._begin().settings
 
     def _begin(self) -> Begin:
-        for number, line in self._lines():
-            try:
-                version = msgspec.json.decode(line, type=_Version).version
-            except msgspec.MsgspecError:
-                break
-            if version != VERSION:
-                raise TraceError(
-                    f"{self.path} has version {version} of the format, and this sparksched reads"
-                    f" version {VERSION}"
-                )
-            begin = self._event(number, line)
-            if isinstance(begin, Begin):
-                return begin
-        if self.missing is not None:
-            raise TraceError(self.missing)
-        raise TraceError(f"{self.path} is not a trace: it doesn't begin with its version")
+        line = next(self._lines(), b"")
+        try:
+            version = msgspec.json.decode(line, type=_Version).version
+        except msgspec.MsgspecError:
+            raise TraceError(
+                self.missing or f"{self.path} is not a trace: it doesn't begin with its version"
+            ) from None
+        if version != VERSION:
+            raise TraceError(
+                f"{self.path} has version {version} of the format, and this sparksched reads"
+                f" version {VERSION}"
+            )
+        begin = self._event(line)
+        assert isinstance(begin, Begin), "it has the version"
+        return begin
 
     def events(self) -> Iterator[Event]:
         """Yield all events behind the first, as far as the file is whole."""
         event: Event | None = None
-        for number, line in self._lines():
+        for line in self._lines():
             if isinstance(event, End):
-                raise TraceError(f"{self.path} is damaged: line {number} is behind the end")
-            event = self._event(number, line)
-            if number > 1:
-                self.line = number
+                raise self._damaged("it is behind the end")
+            event = self._event(line)
+            if self.line > 1:
                 yield event
         if self.missing is None and not isinstance(event, End):
             self.missing = f"{self.path} has no end"
 
-    def _event(self, number: int, line: bytes) -> Event:
+    def _event(self, line: bytes) -> Event:
         try:
             event: Event = _decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise TraceError(f"{self.path} is damaged: line {number}: {error}") from None
+            raise self._damaged(str(error)) from None
         return event
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield whole lines with their numbers, from 1."""
-        number, rest = 0, b""
+    def _damaged(self, problem: str) -> TraceError:
+        return TraceError(f"{self.path} is damaged: line {self.line}: {problem}")
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield whole lines."""
+        self.line = 0
+        is_cut_off = False
         try:
-            with self.path.open("rb") as file:
-                for piece in _unpacked(file):
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines:
-                        number += 1
-                        yield number, line
-                    if len(rest) > MAX_LINE_BYTES:
-                        raise TraceError(f"{self.path} is damaged: line {number + 1} has no end")
+            with gzip.open(self.path) as file:
+                while line := file.readline(MAX_LINE_BYTES):
+                    is_cut_off = not line.endswith(b"\n")
+                    if is_cut_off and len(line) == MAX_LINE_BYTES:
+                        self.line += 1
+                        raise self._damaged("it has no end")
+                    if not is_cut_off:
+                        self.line += 1
+                        yield line
         except EOFError:
-            self.missing = f"{self.path} is cut off behind line {number}"
-        except zlib.error as error:
-            problem = f"is damaged behind line {number}" if number else "is not a trace"
-            raise TraceError(f"{self.path} {problem}: {error}") from None
-        if rest:
-            self.missing = f"{self.path} is cut off behind line {number}"
+            is_cut_off = True
+        except (zlib.error, gzip.BadGzipFile) as error:
+            # A piece of one byte is no damage.
+            is_cut_off = "(b'\\x1f')" in str(error)
+            if not is_cut_off:
+                problem = f"is damaged behind line {self.line}" if self.line else "is not a trace"
+                raise TraceError(f"{self.path} {problem}: {error}") from None
+        if is_cut_off or not self.line:
+            self.missing = f"{self.path} is cut off behind line {self.line}"
 
 
 class _Version(msgspec.Struct, tag_field="event", tag="begin"):
     """As much of the first line as each version has."""
 
     version: int
-
-
-def _unpacked(file: BinaryIO) -> Iterator[bytes]:
-    """Yield in pieces what a gzip file holds, however many members it has.
-
-    Raises:
-        EOFError: at the end, if that is within a member.
-        zlib.error: if it is no such file, or is damaged.
-
-    """
-    unpacker = zlib.decompressobj(_GZIP)
-    is_cut_off = True
-    while packed := unpacker.unconsumed_tail or unpacker.unused_data or file.read(_PIECE_BYTES):
-        if unpacker.eof:
-            unpacker = zlib.decompressobj(_GZIP)
-        yield unpacker.decompress(packed, _PIECE_BYTES)
-        is_cut_off = not unpacker.eof
-    if is_cut_off:
-        raise EOFError

@@ -4,9 +4,10 @@ import gzip
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 import msgspec
@@ -35,7 +36,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 FULL: Final = "the file has reached its size"
 
-Note = tuple[Callable[..., None], tuple[Any, ...], int]
+Note = tuple[Callable[..., None], Event, tuple[Any, ...], int]
 
 
 class FileFullError(Exception):
@@ -116,13 +117,12 @@ class BackgroundWriter:
         self._lines = lines
         self._now = now
         self._before_flush = before_flush
-        self._notes: deque[Note] = deque()
+        self._notes: SimpleQueue[Note] = SimpleQueue()
         # Each thread adds to one of these, so neither waits for the other.
         self._noted_bytes = 0
         self._carried_out_bytes = 0
         self._reason: str | None = None
         self._closing = threading.Event()
-        self._has_waited = False
         self.problem: str | None = None
         """Why nothing is recorded any more, unless it was asked for."""
         self._thread = threading.Thread(target=self._run, name="sparksched-recorder", daemon=True)
@@ -133,36 +133,46 @@ class BackgroundWriter:
         """Whether notes are still taken."""
         return self._reason is None
 
-    def note(self, carry_out: Callable[..., None], *arguments: Any, num_items: int = 0) -> None:
-        """Leave something to be written; nothing if the recording has ended.
-
-        `num_items` is about how much the lists among the arguments hold: numbers, and the like.
-        """
+    def note(self, carry_out: Callable[..., None], event: Event, *others: Any) -> None:
+        """Leave an event to be completed and written; nothing if the recording has ended."""
         if self._reason is not None:
             return
+        values = (*(getattr(event, name) for name in event.__struct_fields__), *others)
+        num_items = sum(len(it) for it in values if isinstance(it, list | msgspec.Raw))
         size = _NOTE_BYTES + _BYTES_AN_ITEM * num_items
-        self._notes.append((carry_out, arguments, size))
+        self._notes.put((carry_out, event, others, size))
         self._noted_bytes += size
         if self._noted_bytes - self._carried_out_bytes > _MAX_BACKLOG_BYTES:
-            self._fail("the disk takes less than the engine gives")
+            self.fail("the disk takes less than the engine gives")
 
-    def end(self, reason: str) -> None:
-        """Write what was left so far, and that this is the end. Returns at once."""
+    def fail(self, problem: str) -> None:
+        """End without what was left so far, which keeps prompts in memory. Serving goes on."""
+        if self.problem is None:
+            self.problem = self._reason = problem
+            self._notes = SimpleQueue()
+            logger.warning("sparksched: the recording has ended, serving goes on: %s", problem)
+        self._closing.set()
+
+    def give_up(self, problem: str) -> None:
+        """Write what was left so far, and why nothing follows. Serving goes on."""
+        if self._reason is None:
+            self._reason = problem
+            logger.warning("sparksched: the recording has ended, serving goes on: %s", problem)
+        self._closing.set()
+
+    def close(self, reason: str) -> bool:
+        """Write what was left so far, and the end; return whether all of it is in the file.
+
+        Waits for that, but no longer than the disk may take.
+        """
         if self._reason is None:
             self._reason = reason
         self._closing.set()
-
-    def join(self) -> bool:
-        """Wait until the file is closed, or the disk has made us wait for long enough.
-
-        Returns whether it is closed. Who waits a second time has waited for long enough.
-        """
-        self._thread.join(0 if self._has_waited else _CLOSE_S)
+        self._thread.join(_CLOSE_S)
         is_closed = not self._thread.is_alive()
-        if not (is_closed or self._has_waited):
+        if not is_closed:
             self.problem = self.problem or f"the disk has not taken all of it within {_CLOSE_S:g} s"
             logger.warning("sparksched: the recording may have no end: %s", self.problem)
-        self._has_waited = True
         return is_closed
 
     def _run(self) -> None:
@@ -170,16 +180,16 @@ class BackgroundWriter:
         try:
             self._write_notes()
         except FileFullError as error:
-            self._fail(str(error))
+            self.fail(str(error))
         except Exception as error:
             # A disk that is full, or a fault of ours: what the file has is whole.
             has_end = False
-            self._fail(f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}")
         reason = (self._reason or "")[:_MAX_REASON]
         try:
             self._lines.close(End(self._now(), reason) if has_end else None)
         except OSError as error:
-            self._fail(f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}")
 
     def _write_notes(self) -> None:
         last_flush = time.perf_counter()
@@ -197,26 +207,12 @@ class BackgroundWriter:
         self._lines.flush()
 
     def _carry_out_notes(self) -> None:
-        while (note := self._next_note()) is not None:
-            carry_out, arguments, size = note
-            carry_out(*arguments)
-            if self._lines.has_whole_piece:
-                self._flush()
-            self._carried_out_bytes += size
-            # The engine's loop may be waiting for the interpreter.
-            time.sleep(0)
-
-    def _next_note(self) -> Note | None:
-        try:
-            return self._notes.popleft()
-        except IndexError:
-            # Also if the engine's loop has just given them up.
-            return None
-
-    def _fail(self, problem: str) -> None:
-        """End without what was left so far, which keeps prompts in memory."""
-        if self.problem is None:
-            self.problem = self._reason = problem
-            self._notes.clear()
-            logger.warning("sparksched: the recording has ended, serving goes on: %s", problem)
-        self._closing.set()
+        with suppress(Empty):
+            while True:
+                carry_out, event, others, size = self._notes.get_nowait()
+                carry_out(event, *others)
+                if self._lines.has_whole_piece:
+                    self._flush()
+                self._carried_out_bytes += size
+                # The engine's loop may be waiting for the interpreter.
+                time.sleep(0)

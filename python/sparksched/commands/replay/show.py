@@ -1,9 +1,9 @@
-"""Answers of `sparksched replay`: for people, for programs, and as an image."""
+"""Answers of `sparksched replay`: for people, and for programs."""
 
 import dataclasses
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,12 +13,10 @@ from rich.table import Table
 from sparksched.record.load import Load
 from sparksched.record.replay import Outcome
 from sparksched.record.step_time import step_time
-from sparksched.record.what_if import Change, Sample, Timeline
+from sparksched.record.what_if import Change, Timeline
 
 PIPED_WIDTH: Final = 120
 """Columns where there is no terminal."""
-NUM_ROWS: Final = 12
-"""Of a table over time."""
 
 
 def _show_about(load: Load) -> Console:
@@ -114,27 +112,25 @@ class Comparison:
                 )
 
 
-_ROWS: Final = {
-    "seconds": "{:,.1f}",
-    "finished requests": "{:,}",
-    "output tokens a second": "{:,.0f}",
-    "first token, median (s)": "{:,.3f}",
-    "first token, p99 (s)": "{:,.3f}",
-    "between outputs, p99 (s)": "{:,.3f}",
-    "between outputs, longest (s)": "{:,.3f}",
-    "most running": "{:,}",
-    "most waiting": "{:,}",
-    "preemptions": "{:,}",
-    "prefix cache hit rate": "{:.1%}",
-    "most of the KV cache": "{:.1%}",
-}
-
-_OVER_TIME: Final[dict[str, tuple[str, Callable[[Sample], float]]]] = {
-    "running": ("{:,}", lambda sample: sample.running),
-    "waiting": ("{:,}", lambda sample: sample.waiting),
-    "preemptions": ("{:,}", lambda sample: sample.preemptions),
-    "hit rate": ("{:.0%}", lambda sample: sample.hit_rate),
-}
+def _summary_of(timeline: Timeline) -> dict[str, float]:
+    first = list(timeline.first_token_s.values()) or [0.0]
+    gaps = timeline.gaps_s or [0.0]
+    return {
+        "seconds": timeline.seconds,
+        "steps": timeline.num_steps,
+        "finished requests": timeline.num_finished,
+        "stuck requests": timeline.num_stuck,
+        "output tokens a second": timeline.num_output_tokens / max(timeline.seconds, 1e-9),
+        "first token, median (s)": statistics.median(first),
+        "first token, p99 (s)": _p99(first),
+        "between outputs, p99 (s)": _p99(gaps),
+        "between outputs, longest (s)": max(gaps),
+        "most running": timeline.most_running,
+        "most waiting": timeline.most_waiting,
+        "preemptions": timeline.num_preemptions,
+        "prefix cache hit rate": timeline.hit_tokens / max(timeline.queried_tokens, 1),
+        "most of the KV cache": timeline.most_kv_cache,
+    }
 
 
 @dataclass(frozen=True)
@@ -152,23 +148,18 @@ class Alternatives:
     def _changed(self) -> dict[str, Any]:
         return {k: v for k, v in dataclasses.asdict(self.change).items() if v is not None}
 
-    @property
-    def name(self) -> str:
-        """The change, as on a command line."""
-        return " ".join(f"--{k.replace('_', '-')} {v}" for k, v in self._changed.items())
-
     def data(self) -> dict[str, Any]:
         """Return everything as JSON has it; times in seconds."""
         return {
             "trace": _about(self.load),
             "change": self._changed,
             "step_time": dataclasses.asdict(step_time(self.load)),
-            "as_recorded": _data_of(self.before),
-            "changed": _data_of(self.after),
+            "as_recorded": _summary_of(self.before),
+            "changed": _summary_of(self.after),
         } | ({"promises": self._promises} if self.change.pacing else {})
 
     def show(self) -> None:
-        """Print the two in sum, and over time."""
+        """Print the two side by side."""
         out = _show_about(self.load)
         steps = step_time(self.load)
         out.print(
@@ -177,11 +168,12 @@ class Alternatives:
             f" prompts {steps.seconds_with_prompts * 1e3:,.2f} ms more, and"
             f" {steps.seconds_a_prompt_token * 1e6:,.1f} µs for each of their tokens."
         )
-        table = Table("", "as recorded", "changed", title=self.name, title_justify="left")
-        before, after = _summary_of(self.before), _summary_of(self.after)
-        for name, text in _ROWS.items():
-            table.add_row(name, text.format(before[name]), text.format(after[name]))
-        out.print(table, self._over_time())
+        title = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in self._changed.items())
+        table = Table("", "as recorded", "changed", title=title, title_justify="left")
+        after = _summary_of(self.after)
+        for name, before in _summary_of(self.before).items():
+            table.add_row(name, _number(before), _number(after[name]))
+        out.print(table)
         if self.change.pacing:
             out.print(
                 "Promises: {late_prompts:,} of {prompts:,} first tokens come more than"
@@ -210,58 +202,6 @@ class Alternatives:
             "unasked_steps": over["unexpected"],
         }
 
-    def _over_time(self) -> Table:
-        table = Table("at", *_OVER_TIME, title="as recorded → changed", title_justify="left")
-        end = max(_seconds(self.before), _seconds(self.after))
-        digits = 1 if end > 10 * NUM_ROWS else 3
-        for row in range(1, NUM_ROWS + 1):
-            at = end * row / NUM_ROWS
-            before, after = _sample_at(self.before, at), _sample_at(self.after, at)
-            cells = (
-                f"{text.format(read(before))} → {text.format(read(after))}"
-                for text, read in _OVER_TIME.values()
-            )
-            table.add_row(f"{at:,.{digits}f} s", *cells)
-        return table
 
-
-_NOTHING: Final = Sample(0.0, 0, 0, 0, 0, 0, 0.0)
-
-
-def _seconds(timeline: Timeline) -> float:
-    return timeline.samples[-1].time if timeline.samples else 0.0
-
-
-def _sample_at(timeline: Timeline, at: float) -> Sample:
-    """Return the state at a time: that after the last step until then."""
-    until_then = (sample for sample in reversed(timeline.samples) if sample.time <= at * (1 + 1e-9))
-    return next(until_then, _NOTHING)
-
-
-def _summary_of(timeline: Timeline) -> dict[str, float]:
-    samples = timeline.samples or [_NOTHING]
-    first = list(timeline.first_token_s.values()) or [0.0]
-    gaps = timeline.gaps_s or [0.0]
-    values = (
-        _seconds(timeline),
-        timeline.num_finished,
-        timeline.num_output_tokens / max(_seconds(timeline), 1e-9),
-        statistics.median(first),
-        _p99(first),
-        _p99(gaps),
-        max(gaps),
-        max(sample.running for sample in samples),
-        max(sample.waiting for sample in samples),
-        samples[-1].preemptions,
-        samples[-1].hit_rate,
-        max(sample.kv_cache_usage for sample in samples),
-    )
-    return dict(zip(_ROWS, values, strict=True))
-
-
-def _data_of(timeline: Timeline) -> dict[str, Any]:
-    return {
-        "summary": _summary_of(timeline),
-        "stuck_requests": timeline.num_stuck,
-        "samples": [dataclasses.asdict(sample) for sample in timeline.samples],
-    }
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
