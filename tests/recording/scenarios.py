@@ -8,8 +8,7 @@ from unittest import mock
 
 from differential.runner import run_scenario
 from sparksched.record.events import Event
-from sparksched.record.load import Load
-from sparksched.record.read import Trace
+from sparksched.record.load import Load, Trace
 from sparksched.record.recorder import Recorder
 from sparksched.record.replay import Outcome, replay
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sparksched import cli
 from sparksched.record.events import VERSION, Begin, End, Event, Step
-from sparksched.record.read import Trace
+from sparksched.record.load import Trace
 
 from .samples import settings, write
 from .scenarios import events, record_scenario

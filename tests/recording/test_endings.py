@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sparksched.record import write
 from sparksched.record.events import End, Finish, Step
-from sparksched.record.read import Trace
+from sparksched.record.load import Trace
 from transport.clients import Reader, connected, endless_request, front_end, run_async
 from transport.conftest import config, model_directory
 from transport.engines import Engine, running_engine, wait_until

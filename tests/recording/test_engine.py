@@ -22,7 +22,7 @@ from sparksched.compat.patching import MARK
 from sparksched.compat.rule import Rule
 from sparksched.record import recorder
 from sparksched.record.events import End, Ready, Step
-from sparksched.record.read import Trace
+from sparksched.record.load import Trace
 from sparksched.scheduler import SparkScheduler
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.core import EngineCoreProc

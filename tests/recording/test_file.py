@@ -18,11 +18,11 @@ from sparksched.record.events import (
     Update,
 )
 from sparksched.record.keys import Chain, segment_sizes
-from sparksched.record.load import Load
-from sparksched.record.read import Trace
+from sparksched.record.load import Load, Trace
 from sparksched.record.step_time import step_time
+from sparksched.record.write import Writer
 
-from .samples import arrival, every_event, settings, write
+from .samples import ENDED, arrival, every_event, settings, write
 
 NUM_DAMAGED = 500
 
@@ -47,13 +47,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert trace.missing is None
 
 
-def test_a_file_is_new_and_its_owner_s(path: Path, tmp_path: Path) -> None:
+def test_a_file_is_new_and_its_owner_s(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    Writer(path, 1 << 16).close(ENDED)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     content = path.read_bytes()
     (tmp_path / "link").symlink_to(tmp_path / "target")
     for taken in (path, tmp_path / "link"):
         with pytest.raises(FileExistsError):
-            write(taken, every_event())
+            Writer(taken, 1 << 16)
     assert path.read_bytes() == content
     assert not (tmp_path / "target").exists()
 
@@ -91,7 +93,7 @@ NONSENSE: dict[str, list[Event]] = {
     "zip()": [Step(2, 1.0, ids=["request-0"]), Update(2, 1.0, 1.0, [1, 1])],
     "a prompt of impossible length": [arrival(2, 65)],
     "another beginning": every_event()[:1],
-    "line 16: it is behind the end": every_event()[-1:],
+    "line 15: it is behind the end": every_event()[-1:],
     "`$.sequence`": [Step(-1, 1.0)],
     "`$.time`": [Step(2, float("inf"))],
     "`$.state`": [Pause(1.0, 3)],

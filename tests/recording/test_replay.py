@@ -14,7 +14,7 @@ from sparksched.record.events import (
     Knobs,
     Step,
 )
-from sparksched.record.read import Trace
+from sparksched.record.load import Trace
 from sparksched.record.write import FULL
 
 from testkit.worlds import trace as differential_trace

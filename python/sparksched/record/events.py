@@ -232,8 +232,10 @@ class Update(_Event):
     """The same."""
     rejected: list[Id] = []
     """Requests whose grammar rejected what was sampled."""
-    stops: list[tuple[Id, RowLength]] = []
-    """Requests that sampled a token which ends them: the how manieth of theirs, from 0."""
+    stops: dict[Number, RowLength] = {}
+    """By row, if a token ends its request: the how manieth of the row's, from 0."""
+    keys: dict[Number, bytes] = {}
+    """Of segments that became whole, by row."""
 
 
 class Finish(_Event):
@@ -277,12 +279,6 @@ class Drafts(_Event):
     """How many of its drafts a request's grammar let pass, where it was asked."""
 
 
-class Grow(_Event):
-    """Keys of segments that requests have filled with their output."""
-
-    keys: dict[Id, bytes]
-
-
 class End(_Event):
     """The last line: why the recording ended."""
 
@@ -290,4 +286,4 @@ class End(_Event):
     reason: str
 
 
-Event = Begin | Arrive | Ready | Step | Update | Finish | Reset | Pause | Drafts | Grow | End
+Event = Begin | Arrive | Ready | Step | Update | Finish | Reset | Pause | Drafts | End

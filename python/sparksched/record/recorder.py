@@ -34,7 +34,7 @@ from sparksched.record.events import (
 )
 from sparksched.record.settings import UnrecordableError, settings_of
 from sparksched.record.tokens import Tokens
-from sparksched.record.write import BackgroundWriter, Lines
+from sparksched.record.write import Writer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -105,11 +105,9 @@ class Recorder:
         self, scheduler: Any, path: Path, max_bytes: int = environment.DEFAULT_RECORD_BYTES
     ) -> None:
         settings = settings_of(scheduler)
-        self._start = time.perf_counter()
-        lines = Lines(path, max_bytes)
-        self._tokens = Tokens(lines.append, settings)
-        self.writer = BackgroundWriter(lines, self._now, self._tokens.write_growth)
-        self._note, self._append = self.writer.note, lines.append
+        self.writer = Writer(path, max_bytes)
+        self._now, self._note, self._append = self.writer.now, self.writer.note, self.writer.append
+        self._tokens = Tokens(self._append, settings)
         self._note(self._append, Begin(VERSION, settings))
         self._num_steps = 0
         self._last_ids: list[str] = []
@@ -162,9 +160,6 @@ class Recorder:
             self.writer.give_up(str(error))
         except Exception as error:
             self.writer.give_up(f"{type(error).__name__}: {error}")
-
-    def _now(self) -> float:
-        return round(time.perf_counter() - self._start, 6)
 
     # ---- requests ----
 

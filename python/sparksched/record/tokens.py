@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from sparksched.record.events import Arrive, Event, Finish, Grow, Reset, Settings, Step, Update
+from sparksched.record.events import Arrive, Event, Finish, Reset, Settings, Step, Update
 from sparksched.record.keys import Chain, segment_sizes
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-_GROWTH_BYTES: Final = 1 << 14
 _MAX_STEPS: Final = 64
 """Steps on their way through the model, at the most."""
 
@@ -24,10 +23,9 @@ _MAX_STEPS: Final = 64
 class _Life:
     """A request, as far as its tokens go."""
 
-    __slots__ = ("chain", "is_over", "params", "request_id", "stops", "tokens")
+    __slots__ = ("chain", "is_over", "params", "stops", "tokens")
 
-    def __init__(self, request_id: str, params: "SamplingParams | None", chain: Chain) -> None:
-        self.request_id = request_id
+    def __init__(self, params: "SamplingParams | None", chain: Chain) -> None:
         self.chain = chain
         self.params = params
         tokens = set() if params is None else {*(params.stop_token_ids or ()), params.eos_token_id}
@@ -83,8 +81,6 @@ class Tokens:
         self._stops: Counter[int] = Counter()
         """Tokens that end a request, by how many of those that live."""
         self._num_repeating = 0
-        self._growth: dict[str, bytearray] = {}
-        self._growth_bytes = 0
 
     # ---- requests ----
 
@@ -94,10 +90,9 @@ class Tokens:
         """Complete an arrival by its keys."""
         request_id = arrival.request_id
         if request_id in self._lives:
-            self.write_growth()
             self._forget(request_id)
             self._replaced.add(request_id)
-        life = _Life(request_id, params, Chain(self._secret, root, self._sizes))
+        life = _Life(params, Chain(self._secret, root, self._sizes))
         self._lives[request_id] = life
         self._stops.update(life.stops)
         self._num_repeating += life.may_repeat
@@ -168,42 +163,33 @@ class Tokens:
         self._append(update)
 
     def _take_tokens(self, batch: _Batch, update: Update, tokens: list[int]) -> None:
+        update.keys, update.stops = {}, {}
         counts = update.num_sampled
         is_plain = not self._num_repeating and not batch.lost
         if counts is None and is_plain and self._stops.keys().isdisjoint(tokens):
-            for life, token in zip(batch.lives, tokens, strict=True):
+            for row, (life, token) in enumerate(zip(batch.lives, tokens, strict=True)):
                 chain = life.chain
                 chain.tail.append(token)
                 if len(chain.tail) >= chain.size:
-                    self._grow(life)
+                    self._close_segments(life, row, update)
             return
         begin = 0
-        for life, count in zip(batch.lives, counts or [1] * len(batch.lives), strict=True):
-            row = tokens[begin : begin + count]
+        counts = counts or [1] * len(batch.lives)
+        for row, (life, count) in enumerate(zip(batch.lives, counts, strict=True)):
+            sampled = tokens[begin : begin + count]
             begin += count
-            if not life.is_over and life not in batch.lost:
-                self._take_row(life, row, update)
-
-    def _take_row(self, life: _Life, row: list[int], update: Update) -> None:
-        for position, token in enumerate(row):
-            life.chain.tail.append(token)
-            self._grow(life)
-            if life.ends_with(token):
+            if life.is_over or life in batch.lost:
+                continue
+            stop = next((at for at, token in enumerate(sampled) if life.ends_with(token)), None)
+            if stop is not None:
                 life.is_over = True
-                update.stops = [*update.stops, (life.request_id, position)]
-                return
+                update.stops[row] = stop
+                sampled = sampled[: stop + 1]
+            life.chain.tail += sampled
+            self._close_segments(life, row, update)
 
-    def _grow(self, life: _Life) -> None:
+    def _close_segments(self, life: _Life, row: int, update: Update) -> None:
         if not self._has_keys:
             life.chain.tail.clear()
-        elif (keys := life.chain.close_segments()) and self._lives.get(life.request_id) is life:
-            self._growth.setdefault(life.request_id, bytearray()).extend(keys)
-            self._growth_bytes += len(keys)
-            if self._growth_bytes >= _GROWTH_BYTES:
-                self.write_growth()
-
-    def write_growth(self) -> None:
-        """Write the keys that have come up since the last time."""
-        if self._growth:
-            self._append(Grow({it: bytes(keys) for it, keys in self._growth.items()}))
-            self._growth, self._growth_bytes = {}, 0
+        elif keys := life.chain.close_segments():
+            update.keys[row] = keys

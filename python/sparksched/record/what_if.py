@@ -20,7 +20,7 @@ from sparksched.environment import DEFAULT_MAX_SLOWDOWN, DEFAULT_MAX_STALL_MS, P
 from sparksched.record.build import STOCK
 from sparksched.record.events import Settings, TraceError, Update
 from sparksched.record.load import Load, is_chunk
-from sparksched.record.player import Player
+from sparksched.record.replay import Player
 from sparksched.record.step_time import step_time
 
 _OVER_STALL = ("for ordinary", "for long", "unexpected")
@@ -114,16 +114,14 @@ class _InFlight:
     """Tokens that it will bring them, if all drafts are accepted and they aren't preempted."""
 
 
-class Simulation:
+class Simulation(Player):
     """One scheduler, a load, and a clock that goes by steps."""
 
     def __init__(
         self, scheduler: str, load: Load, settings: Settings, pacing: Pacing | None = None
     ) -> None:
         self.timeline = Timeline()
-        self._player = Player(scheduler, settings, load)
-        self._scheduler = self._player.scheduler
-        self._load = load
+        super().__init__(scheduler, settings, load)
         self._step_time = step_time(load)
         self._is_paced = pacing is not None
         if pacing is not None:
@@ -150,21 +148,21 @@ class Simulation:
         self._num_drafts = speculative.num_speculative_tokens if speculative else 0
 
     def _pace(self, pacing: Pacing) -> None:
-        problem = unpaceable(self._scheduler.vllm_config)
+        problem = unpaceable(self.scheduler.vllm_config)
         if problem is not None:
             raise TraceError(f"long prompts can't be paced: {problem.feature}: {problem.reason}")
-        self._scheduler.pace(pacing)
+        self.scheduler.pace(pacing)
         # An engine's warm-up finds that out.
-        for size in self._scheduler.pacing()["sizes"]:
+        for size in self.scheduler.pacing()["sizes"]:
             extra_s = self._step_time(1, size - 1) - self._step_time(1, 0)
-            self._scheduler.learn_pacing_size(size, extra_s)
+            self.scheduler.learn_pacing_size(size, extra_s)
 
     def run(self) -> Timeline:
         """Serve all requests; return how it went."""
-        while self._arrivals or self._in_flight or self._scheduler.has_requests():
+        while self._arrivals or self._in_flight or self.scheduler.has_requests():
             self._let_arrive()
             self._tell_time()
-            output = self._scheduler.schedule()
+            output = self.scheduler.schedule()
             num_tokens = output.total_num_scheduled_tokens
             for request_id in output.preempted_req_ids or ():
                 self.timeline.num_preemptions += 1
@@ -178,42 +176,42 @@ class Simulation:
             self._num_idle = 0 if num_tokens or self._in_flight else self._num_idle + 1
             if self._num_idle and not self._advance():
                 break
-        self.timeline.num_stuck = sum(self._scheduler.get_request_counts())
+        self.timeline.num_stuck = sum(self.scheduler.get_request_counts())
         if self._is_paced:
-            report = self._scheduler.pacing()
+            report = self.scheduler.pacing()
             over = {it: f"num_over_{it.replace(' ', '_')}" for it in _OVER_STALL}
             self.timeline.steps_over_stall = {it: int(report[name]) for it, name in over.items()}
-        self._scheduler.shutdown()
+        self.scheduler.shutdown()
         return self.timeline
 
     def _advance(self) -> bool:
         """Go to when something happens, if nothing is to be done; return False if nothing does."""
         if self._arrivals:
-            self._now = max(self._now, self._load.requests[self._arrivals[0]].arrival.time)
+            self._now = max(self._now, self.load.requests[self._arrivals[0]].arrival.time)
             return True
         if self._aborts:
             self._now = max(self._now, self._aborts[0][0])
             return True
         # Pacing may be in the way for a few steps.
         is_patient = self._is_paced and self._num_idle < _PATIENCE
-        return is_patient or bool(self._scheduler.has_finished_requests())
+        return is_patient or bool(self.scheduler.has_finished_requests())
 
     def _tell_time(self) -> None:
         if self._is_paced:
-            self._scheduler.set_pacing_time(self._now)
+            self.scheduler.set_pacing_time(self._now)
 
     def _let_arrive(self) -> None:
-        if not (self._in_flight or self._scheduler.has_requests()):
+        if not (self._in_flight or self.scheduler.has_requests()):
             self._advance()
-        requests = self._load.requests
+        requests = self.load.requests
         while self._arrivals and requests[self._arrivals[0]].arrival.time <= self._now:
             number = self._arrivals.popleft()
             arrival, num_outputs = requests[number].arrival, requests[number].num_outputs
             changed = {"max_tokens": max(num_outputs, 1), "has_grammar": False}
-            self._player.add(number, msgspec.structs.replace(arrival, **changed))
+            self.add(number, msgspec.structs.replace(arrival, **changed))
         while self._aborts and self._aborts[0][0] <= self._now:
             request_id = requests[self._aborts.popleft()[1]].arrival.request_id
-            self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+            self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def _launch(self, output: SchedulerOutput) -> None:
         """Have the device take a step behind those that it has."""
@@ -226,7 +224,7 @@ class Simulation:
             num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             num_prompt_tokens += num_tokens if is_chunk(num_tokens, num_drafts) else 0
             expected = sum(step.expected.get(request_id, 0) for step in self._in_flight)
-            known = self._player.live[request_id].num_tokens + expected
+            known = self.live[request_id].num_tokens + expected
             if computed[request_id] + num_tokens - num_drafts >= known:
                 drafts[request_id] = num_drafts
         num_tokens = output.total_num_scheduled_tokens
@@ -243,29 +241,28 @@ class Simulation:
         ids = list(step.output.num_scheduled_tokens)
         counts = [self._num_sampled(step.num_drafts.get(request_id)) for request_id in ids]
         update = Update(0, self._now, num_sampled=counts)
-        live = self._player.live
-        if any(self._load.requests[live[it].number].arrival.is_pooling for it in ids):
+        if any(self.load.requests[self.live[it].number].arrival.is_pooling for it in ids):
             update.num_sampled, update.pooled = [], list(map(bool, counts))
-        for outputs in self._player.update(step.output, update):
+        for outputs in self.update(step.output, update):
             self._note(outputs)
-            self._player.count(outputs)
+            self.count(outputs)
         timeline = self.timeline
-        running, waiting = self._scheduler.get_request_counts()
+        running, waiting = self.scheduler.get_request_counts()
         timeline.num_steps += 1
         timeline.seconds = self._now
         timeline.most_running = max(timeline.most_running, running)
         timeline.most_waiting = max(timeline.most_waiting, waiting)
-        usage = self._scheduler.get_kv_cache_usage()
+        usage = self.scheduler.get_kv_cache_usage()
         timeline.most_kv_cache = max(timeline.most_kv_cache, usage)
         if self._num_drafts and not self._is_async:
             drafts = DraftTokenIds(ids, [[0] * self._num_drafts for _ in ids])
-            self._scheduler.update_draft_token_ids(drafts)
+            self.scheduler.update_draft_token_ids(drafts)
 
     def _num_sampled(self, num_drafts: int | None) -> int:
         """Return how many tokens a request gets that had so many drafts; None for no token."""
         if num_drafts is None:
             return 0
-        self._owed_drafts += self._load.accepted_per_row * (num_drafts > 0)
+        self._owed_drafts += self.load.accepted_per_row * (num_drafts > 0)
         num_accepted = min(int(self._owed_drafts), num_drafts)
         self._owed_drafts -= num_accepted
         return 1 + num_accepted
@@ -273,9 +270,9 @@ class Simulation:
     def _note(self, outputs: EngineCoreOutputs) -> None:
         timeline = self.timeline
         for it in outputs.outputs:
-            live = self._player.live[it.request_id]
+            live = self.live[it.request_id]
             if not live.num_output_tokens:
-                arrival = self._load.requests[live.number].arrival
+                arrival = self.load.requests[live.number].arrival
                 timeline.first_token_s[live.number] = self._now - arrival.time
             elif it.new_token_ids:
                 timeline.gaps_s.append(self._now - self._last_at[it.request_id])
