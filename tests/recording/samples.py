@@ -7,24 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from sparksched.compat.pacing import StepKnobs
 from sparksched.record.events import (
     KEY_BYTES,
     VERSION,
     Arrive,
     Begin,
-    CacheConfig,
+    Config,
     Drafts,
     End,
     Event,
     Finish,
     Group,
-    Knobs,
-    ModelConfig,
-    ParallelConfig,
     Pause,
     Ready,
     Reset,
-    SchedulerConfig,
     Settings,
     SpeculativeConfig,
     Step,
@@ -35,7 +32,7 @@ BLOCK_SIZE = 4
 ENDED = "the engine was shut down"
 
 _GROUP = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": "torch.float32"}
-_SCHEDULER: dict[str, Any] = {
+_CONFIG: dict[str, Any] = {
     "async_scheduling": False,
     "enable_chunked_prefill": True,
     "long_prefill_token_threshold": 0,
@@ -46,9 +43,14 @@ _SCHEDULER: dict[str, Any] = {
     "max_num_seqs": 8,
     "policy": "fcfs",
     "prefill_schedule_interval": 1,
-    "runner_type": "generate",
     "scheduler_reserve_full_isl": False,
     "watermark": 0.0,
+    "enable_prefix_caching": True,
+    "prefix_caching_hash_algo": "sha256",
+    "max_model_len": 64,
+    "runner_type": "generate",
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
 }
 _SETTINGS: dict[str, Any] = {
     "sparksched": "0.1.0",
@@ -60,7 +62,6 @@ _SETTINGS: dict[str, Any] = {
     "num_blocks": 64,
     "retention_interval": None,
     "groups": [Group(kind="FullAttentionSpec", fields=dict(_GROUP), is_eagle_group=False)],
-    "parallel_config": ParallelConfig(pipeline_parallel_size=1, data_parallel_size=1),
     "speculative_config": None,
     "fills_in": False,
     "uses_mrope": False,
@@ -73,20 +74,8 @@ _SPECULATION: dict[str, Any] = {
 }
 
 
-def settings(
-    scheduler: dict[str, Any] | None = None,
-    max_model_len: int = 64,
-    enable_prefix_caching: bool = True,
-    **changed: Any,
-) -> Settings:
-    parts = {
-        "scheduler_config": SchedulerConfig(**(_SCHEDULER | (scheduler or {}))),
-        "cache_config": CacheConfig(
-            enable_prefix_caching=enable_prefix_caching, prefix_caching_hash_algo="sha256"
-        ),
-        "model_config": ModelConfig(max_model_len=max_model_len, runner_type="generate"),
-    }
-    return Settings(**(_SETTINGS | parts | changed))
+def settings(config: dict[str, Any] | None = None, **changed: Any) -> Settings:
+    return Settings(config=Config(**(_CONFIG | (config or {}))), **(_SETTINGS | changed))
 
 
 def arrival(number: int, num_tokens: int, **changed: Any) -> Arrive:
@@ -116,7 +105,7 @@ def every_event() -> list[Event]:
             1,
             0.3,
             20.0,
-            Knobs(8, 4, True),
+            knobs=StepKnobs(8, 4, True),
             num_drafts=[1, 0],
             new_block_ids=[None, [[4]]],
             resumed=[first],

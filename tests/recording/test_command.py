@@ -97,7 +97,7 @@ def test_a_trace_without_its_end(
 def test_files_that_can_not_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     foreign = tmp_path / "foreign"
     foreign.write_text("nothing of the kind")
-    begin = Begin(VERSION, settings({"policy": "by the moon"}))
+    begin = Begin(VERSION, settings({"prefix_caching_hash_algo": "by the moon"}))
     for file, problem in (
         (foreign, f"{foreign} is not a trace"),
         (tmp_path / "missing", "No such file or directory"),

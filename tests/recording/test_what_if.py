@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sparksched import cli
@@ -34,9 +33,10 @@ def day(*, is_async: bool) -> list[Event]:
         "max_num_batched_tokens": BUDGET,
         "max_num_seqs": 64,
         "async_scheduling": is_async,
+        "max_model_len": 1 << 17,
+        "enable_prefix_caching": False,
     }
-    changed: dict[str, Any] = {"max_model_len": 1 << 17, "num_blocks": 1 << 15}
-    begin = Begin(VERSION, settings(config, enable_prefix_caching=False, **changed))
+    begin = Begin(VERSION, settings(config, num_blocks=1 << 15))
     load = sorted([*STREAMS, LONG, *SHORT])
     events: list[Event] = [begin, came(0, 0.0, BUDGET, 1, f"{PREFIX}0")]
     events += step(0, 0.0, WARM_UP_S, [f"{PREFIX}0"], [BUDGET], [1])

@@ -36,6 +36,7 @@ from sparksched import compat
 from sparksched.engine.scheduler import NativeScheduler
 from sparksched.record.events import Arrive, Group, Settings, TraceError
 from sparksched.record.keys import STOP
+from sparksched.record.settings import parts_of
 
 STOCK: Final = "vllm"
 
@@ -87,8 +88,8 @@ def build_scheduler(name: str, settings: Settings) -> Any:
 
 def _build_scheduler(name: str, settings: Settings) -> Any:
     vllm_config, kv_cache_config = _vllm_config(settings), _kv_cache_config(settings)
-    if settings.cache_config.enable_prefix_caching:
-        init_none_hash(get_hash_fn_by_name(settings.cache_config.prefix_caching_hash_algo))
+    if settings.config.enable_prefix_caching:
+        init_none_hash(get_hash_fn_by_name(settings.config.prefix_caching_hash_algo))
     scheduler_cls: type[Any] = NativeScheduler
     if name == STOCK:
         scheduler_cls = compat.stock_scheduler_cls(vllm_config)
@@ -121,11 +122,6 @@ def _model_runner(is_second: bool) -> Iterator[None]:
 
 
 def _vllm_config(settings: Settings) -> VllmConfig:
-    parts = {
-        name: msgspec.structs.asdict(getattr(settings, name))
-        for name in ("scheduler_config", "cache_config", "model_config", "parallel_config")
-    }
-    max_model_len = settings.model_config.max_model_len
     with _model_runner(False):  # the other one wants a GPU here; schedulers ask when they are built
         config = VllmConfig(
             model_config=ModelConfig(
@@ -135,18 +131,18 @@ def _vllm_config(settings: Settings) -> VllmConfig:
                 max_model_len=1024,
             ),
             cache_config=CacheConfig(
-                **parts["cache_config"],
                 block_size=settings.hash_block_size,
                 prefix_cache_retention_interval=settings.retention_interval,
             ),
             scheduler_config=SchedulerConfig(
-                **parts["scheduler_config"], max_model_len=max_model_len, is_encoder_decoder=False
+                max_model_len=settings.config.max_model_len, is_encoder_decoder=False
             ),
         )
-    # The platform has adjusted what it was given.
-    for part, fields in parts.items():
-        for name, value in fields.items():
-            setattr(getattr(config, part), name, value)
+    # Now, because the platform adjusts what it is given.
+    for name, value in msgspec.structs.asdict(settings.config).items():
+        for part in parts_of(config):
+            if hasattr(part, name):
+                setattr(part, name, value)
     config.cache_config.block_size = settings.hash_block_size
     config.cache_config.num_gpu_blocks = settings.num_blocks
     if settings.uses_mrope:

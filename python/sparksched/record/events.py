@@ -9,6 +9,8 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
+from sparksched.compat.pacing import StepKnobs
+
 VERSION: Final = 3
 """Of the format: raised by changes that an older reader can't refuse by a field's name."""
 
@@ -58,8 +60,8 @@ class Group(_Settings, frozen=True):
     is_eagle_group: bool
 
 
-class SchedulerConfig(_Settings, frozen=True):
-    """Of vLLM's class of that name."""
+class Config(_Settings, frozen=True):
+    """Of vLLM's `SchedulerConfig`, `CacheConfig`, `ModelConfig` and `ParallelConfig`."""
 
     async_scheduling: bool
     enable_chunked_prefill: bool
@@ -71,34 +73,18 @@ class SchedulerConfig(_Settings, frozen=True):
     max_num_seqs: int
     policy: str
     prefill_schedule_interval: int
-    runner_type: str
     scheduler_reserve_full_isl: bool
     watermark: float
-
-
-class CacheConfig(_Settings, frozen=True):
-    """The same."""
-
     enable_prefix_caching: bool
     prefix_caching_hash_algo: str
-
-
-class ModelConfig(_Settings, frozen=True):
-    """The same."""
-
     max_model_len: Size
     runner_type: str
-
-
-class ParallelConfig(_Settings, frozen=True):
-    """The same."""
-
     pipeline_parallel_size: Annotated[int, Meta(ge=1, le=1 << 10)]
     data_parallel_size: Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 class SpeculativeConfig(_Settings, frozen=True):
-    """The same; behind the numbers what its methods return."""
+    """Of vLLM's class of that name; behind the numbers what its methods return."""
 
     num_speculative_tokens: RowLength
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None
@@ -124,10 +110,7 @@ class Settings(_Settings, frozen=True):
     num_blocks: Size
     retention_interval: int | None
     groups: Annotated[list[Group], Meta(max_length=64)]
-    scheduler_config: SchedulerConfig
-    cache_config: CacheConfig
-    model_config: ModelConfig
-    parallel_config: ParallelConfig
+    config: Config
     speculative_config: SpeculativeConfig | None
     fills_in: bool
     """Whether a drafter that reserves a slot more than it drafts does so for a bonus query."""
@@ -180,25 +163,15 @@ class Ready(_Event):
     is_compiled: bool
 
 
-class Knobs(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Values of vLLM's scheduler with which a step was decided; None for those of the settings.
-
-    The fields are those of `compat.pacing.StepKnobs`.
-    """
-
-    max_num_scheduled_tokens: Count | None = None
-    long_prefill_token_threshold: Count | None = None
-    throttle_prefills: bool = False
-    order: tuple[str, ...] = ()
-
-
 class Step(_Event):
     """`schedule()` and its decision."""
 
     sequence: Number
     time: Seconds
     duration_us: Microseconds = 0.0
-    knobs: Knobs = Knobs()
+    throttle_prefills: bool = False
+    knobs: StepKnobs | None = None
+    """Values of vLLM's scheduler with which it was decided; None for those of the settings."""
     finished: list[Id] = []
     preempted: list[Id] = []
     ids: list[Id] | None = None

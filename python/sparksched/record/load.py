@@ -189,7 +189,7 @@ class Load:
             case Begin():
                 raise ValueError("another beginning")
             case Arrive():
-                if event.num_prompt_tokens > self.trace.settings.model_config.max_model_len:
+                if event.num_prompt_tokens > self.trace.settings.config.max_model_len:
                     raise ValueError("a prompt of impossible length")
                 is_warm_up = event.request_id.startswith(WARM_UP_PREFIX)
                 request = Request(event, is_warm_up, bytearray(event.keys))

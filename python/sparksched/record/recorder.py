@@ -25,7 +25,6 @@ from sparksched.record.events import (
     Begin,
     Drafts,
     Finish,
-    Knobs,
     Pause,
     Ready,
     Reset,
@@ -55,7 +54,6 @@ _METHODS: Final = (
     "set_pause_state",
     "shutdown",
 )
-_KNOBS: Final = {throttled: Knobs(throttle_prefills=throttled) for throttled in (False, True)}
 _NOT_YET: Final[Future[Any]] = Future()
 """In the place of a grammar that nobody is to see before the next step."""
 
@@ -212,9 +210,9 @@ class Recorder:
         output: SchedulerOutput = yield
         if not self.writer.is_open:
             return
-        chosen: StepKnobs | None = getattr(self._scheduler(), "chosen_knobs", None)
-        knobs = Knobs(**chosen._asdict()) if chosen else _KNOBS[throttle_prefills]
-        step = Step(self._num_steps, self._now(), round(self._seconds * 1e6, 1), knobs)
+        knobs: StepKnobs | None = getattr(self._scheduler(), "chosen_knobs", None)
+        duration_us = round(self._seconds * 1e6, 1)
+        step = Step(self._num_steps, self._now(), duration_us, throttle_prefills, knobs)
         # Before anybody else changes it.
         self._last_ids = decide(step, output, self._last_ids)
         self._note(self._tokens.step, step)

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,7 +18,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from sparksched.compat.pacing import StepKnobs, schedule_with
+from sparksched.compat.pacing import schedule_with
 from sparksched.engine.scheduler import NativeScheduler
 from sparksched.record.build import Grammars, build_request, build_scheduler
 from sparksched.record.decisions import Mismatch, first_mismatch
@@ -192,9 +191,9 @@ class Replay(Player):
             self._in_flight[event.sequence] = output
 
     def _decide(self, event: Step) -> SchedulerOutput:
-        if event.knobs.max_num_scheduled_tokens is None:
-            return self.scheduler.schedule(event.knobs.throttle_prefills)
-        knobs = StepKnobs(**msgspec.structs.asdict(event.knobs))
+        knobs = event.knobs
+        if knobs is None:
+            return self.scheduler.schedule(event.throttle_prefills)
         if isinstance(self.scheduler, NativeScheduler):
             return self.scheduler.schedule(knobs.throttle_prefills, knobs.for_ours())
         return schedule_with(self.scheduler, knobs)

@@ -7,22 +7,14 @@ import msgspec
 from sparksched import __version__
 from sparksched.compat import releases
 from sparksched.compat.pacing import max_graph_tokens
-from sparksched.record.events import (
-    CacheConfig,
-    Group,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    Settings,
-    SpeculativeConfig,
-)
+from sparksched.record.events import Config, Group, Settings, SpeculativeConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
-_Part = TypeVar("_Part", bound=msgspec.Struct)
+_Kept = TypeVar("_Kept", bound=msgspec.Struct)
 
 
 class UnrecordableError(ValueError):
@@ -49,11 +41,8 @@ def settings_of(scheduler: Any) -> Settings:
         num_blocks=kv_cache.num_blocks,
         retention_interval=kv_cache.prefix_cache_retention_interval,
         groups=[_group(group) for group in kv_cache.kv_cache_groups],
-        scheduler_config=_part_of(config.scheduler_config, SchedulerConfig),
-        cache_config=_part_of(config.cache_config, CacheConfig),
-        model_config=_part_of(config.model_config, ModelConfig),
-        parallel_config=_part_of(config.parallel_config, ParallelConfig),
-        speculative_config=speculative and _part_of(speculative, SpeculativeConfig),
+        config=_kept(Config, *parts_of(config)),
+        speculative_config=speculative and _kept(SpeculativeConfig, speculative),
         fills_in=config.num_lookahead_tokens > config.num_speculative_tokens,
         uses_mrope=bool(config.model_config.uses_mrope),
         use_v2_model_runner=bool(config.use_v2_model_runner),
@@ -62,10 +51,19 @@ def settings_of(scheduler: Any) -> Settings:
     )
 
 
-def _part_of(config: Any, part: type[_Part]) -> _Part:
-    """Return the fields of a configuration that are kept; the answers of its methods, too."""
-    values = {name: getattr(config, name) for name in part.__struct_fields__}
-    return part(**{name: it() if callable(it) else it for name, it in values.items()})
+def parts_of(vllm_config: "VllmConfig") -> list[Any]:
+    """Return vLLM's configurations that have fields of `Config`."""
+    names = ("scheduler_config", "cache_config", "model_config", "parallel_config")
+    return [getattr(vllm_config, name) for name in names]
+
+
+def _kept(kind: type[_Kept], *parts: Any) -> _Kept:
+    """Return the fields of configurations that are kept; the answers of their methods, too."""
+    values = [
+        next(getattr(part, name) for part in parts if hasattr(part, name))
+        for name in kind.__struct_fields__
+    ]
+    return kind(*(it() if callable(it) else it for it in values))
 
 
 def _refuse_unrecordable(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:

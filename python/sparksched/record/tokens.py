@@ -70,7 +70,7 @@ class Tokens:
     def __init__(self, append: Callable[[Event], None], settings: Settings) -> None:
         self._append = append
         self._sizes = segment_sizes(settings)
-        self._has_keys = settings.cache_config.enable_prefix_caching
+        self._has_keys = settings.config.enable_prefix_caching
         self._secret = secrets.token_bytes(32)
         self._lives: dict[str, _Life] = {}
         self._replaced: set[str] = set()

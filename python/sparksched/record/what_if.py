@@ -43,11 +43,9 @@ class Change:
 
     def apply(self, settings: Settings) -> Settings:
         """Return the settings with this change, and what hangs from it."""
-        config = settings.scheduler_config
-        max_num_active, max_num_scheduled = (
-            config.max_num_active_seqs,
-            config.max_num_scheduled_tokens,
-        )
+        config = settings.config
+        max_num_active = config.max_num_active_seqs
+        max_num_scheduled = config.max_num_scheduled_tokens
         if self.max_num_seqs is not None and max_num_active is not None:
             max_num_active = min(max_num_active, self.max_num_seqs)
         if self.max_num_batched_tokens is not None and max_num_scheduled is not None:
@@ -63,7 +61,7 @@ class Change:
             policy=self.scheduling_policy or config.policy,
         )
         num_blocks = self.num_gpu_blocks or settings.num_blocks
-        return msgspec.structs.replace(settings, scheduler_config=changed, num_blocks=num_blocks)
+        return msgspec.structs.replace(settings, config=changed, num_blocks=num_blocks)
 
     @property
     def pacing(self) -> Pacing | None:
@@ -142,8 +140,8 @@ class Simulation(Player):
         self._owed_drafts = 0.0
         """Drafts that are still to be accepted, so that the recorded share of them is."""
         self._in_flight: deque[_InFlight] = deque()
-        self._is_async = settings.scheduler_config.async_scheduling
-        self._depth = settings.parallel_config.pipeline_parallel_size + self._is_async
+        self._is_async = settings.config.async_scheduling
+        self._depth = settings.config.pipeline_parallel_size + self._is_async
         speculative = settings.speculative_config
         self._num_drafts = speculative.num_speculative_tokens if speculative else 0
 
