@@ -31,6 +31,7 @@ _MAX_BACKLOG_BYTES: Final = 64 << 20
 _NOTE_BYTES: Final = 2048
 """Of a call without its lists."""
 _BYTES_AN_ITEM: Final = 8
+_LISTS: Final = (list, msgspec.Raw)
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -91,8 +92,8 @@ class Writer:
         """Leave an event to be completed and appended; nothing if the recording has ended."""
         if self._reason is not None:
             return
-        values = (*(getattr(event, name) for name in event.__struct_fields__), *others)
-        num_items = sum(len(it) for it in values if isinstance(it, list | msgspec.Raw))
+        values = (*msgspec.structs.astuple(event), *others)
+        num_items = sum([len(it) for it in values if isinstance(it, _LISTS)])
         size = _NOTE_BYTES + _BYTES_AN_ITEM * num_items
         self._notes.put((carry_out, event, others, size))
         self._noted_bytes += size
