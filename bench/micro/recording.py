@@ -32,11 +32,7 @@ class Subject:
         self.engine = engine = Engine(side)
         self._path, self._recorder, self._processor_s = path, None, 0.0
         if is_recorded:
-            world = engine.world
-            config = (world.vllm_config, world.kv_cache_config)
-            sizes = (world.scheduler_block_size, world.hash_block_size)
-            self._recorder = Recorder(path, *config, *sizes)
-            self._recorder.attach(engine.scheduler)
+            self._recorder = Recorder(engine.scheduler, path)
         engine.start_decoding(num_requests)
         self.run()  # warms up
         engine.forget_times()

@@ -60,7 +60,7 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
         if cls is SparkScheduler and _is_recorded():
             from sparksched.record.recorder import record
 
-            record(scheduler, **arguments)
+            record(scheduler)
         return scheduler
 
     def choose(

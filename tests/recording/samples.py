@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from sparksched.compat.pacing import StepKnobs
 from sparksched.record.events import (
     KEY_BYTES,
     VERSION,
     Arrive,
     Begin,
-    CacheConfig,
+    Config,
     Drafts,
     End,
     Event,
     Finish,
     Group,
-    Grow,
-    Knobs,
-    ModelConfig,
-    ParallelConfig,
     Pause,
     Ready,
     Reset,
-    SchedulerConfig,
     Settings,
-    SpeculativeAnswers,
     SpeculativeConfig,
     Step,
-    Stop,
     Update,
 )
-from sparksched.record.write import Lines
 
 BLOCK_SIZE = 4
 ENDED = "the engine was shut down"
 
-_GROUP = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": "float32"}
-_SCHEDULER: dict[str, Any] = {
+_GROUP = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": "torch.float32"}
+_CONFIG: dict[str, Any] = {
     "async_scheduling": False,
     "enable_chunked_prefill": True,
     "long_prefill_token_threshold": 0,
@@ -48,24 +43,26 @@ _SCHEDULER: dict[str, Any] = {
     "max_num_seqs": 8,
     "policy": "fcfs",
     "prefill_schedule_interval": 1,
-    "runner_type": "generate",
     "scheduler_reserve_full_isl": False,
     "watermark": 0.0,
+    "enable_prefix_caching": True,
+    "prefix_caching_hash_algo": "sha256",
+    "max_model_len": 64,
+    "runner_type": "generate",
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
 }
 _SETTINGS: dict[str, Any] = {
     "sparksched": "0.1.0",
     "vllm": "0.32.0",
     "scheduler": "SparkScheduler",
-    "started": 1.5,
     "block_size": BLOCK_SIZE,
     "hash_block_size": BLOCK_SIZE,
     "num_hash_lookahead_tokens": 0,
     "num_blocks": 64,
     "retention_interval": None,
     "groups": [Group(kind="FullAttentionSpec", fields=dict(_GROUP), is_eagle_group=False)],
-    "parallel_config": ParallelConfig(pipeline_parallel_size=1, data_parallel_size=1),
     "speculative_config": None,
-    "speculative_answers": None,
     "fills_in": False,
     "uses_mrope": False,
     "use_v2_model_runner": False,
@@ -73,31 +70,12 @@ _SETTINGS: dict[str, Any] = {
     "max_graph_tokens": 0,
 }
 _SPECULATION: dict[str, Any] = {
-    "speculative_config": SpeculativeConfig(
-        num_speculative_tokens=2,
-        num_speculative_tokens_per_batch_size=[(1, 8, 2)],
-        max_num_new_slots_for_drafting=0,
-    ),
-    "speculative_answers": SpeculativeAnswers(
-        **dict.fromkeys(SpeculativeAnswers.__struct_fields__, False)
-    ),
+    "speculative_config": SpeculativeConfig(2, [(1, 8, 2)], 0, *[False] * 6)
 }
 
 
-def settings(
-    scheduler: dict[str, Any] | None = None,
-    max_model_len: int = 64,
-    enable_prefix_caching: bool = True,
-    **changed: Any,
-) -> Settings:
-    parts = {
-        "scheduler_config": SchedulerConfig(**(_SCHEDULER | (scheduler or {}))),
-        "cache_config": CacheConfig(
-            enable_prefix_caching=enable_prefix_caching, prefix_caching_hash_algo="sha256"
-        ),
-        "model_config": ModelConfig(max_model_len=max_model_len, runner_type="generate"),
-    }
-    return Settings(**(_SETTINGS | parts | changed))
+def settings(config: dict[str, Any] | None = None, **changed: Any) -> Settings:
+    return Settings(config=Config(**(_CONFIG | (config or {}))), **(_SETTINGS | changed))
 
 
 def arrival(number: int, num_tokens: int, **changed: Any) -> Arrive:
@@ -114,36 +92,29 @@ def arrival(number: int, num_tokens: int, **changed: Any) -> Arrive:
 
 def every_event() -> list[Event]:
     """Return a trace in which each kind of event is, at least once."""
-    drafts = Drafts(
-        numbers=[0, -1],
-        num_drafts=[2, 0],
-        num_padding=[1, 0],
-        num_valid=[(1, 1)],
-    )
+    first, second = "request-0", "request-1"
     return [
         Begin(VERSION, settings(**_SPECULATION)),
         arrival(0, 9),
         arrival(1, 5, has_grammar=True),
-        Ready(1, True),
-        Step(0, 0.1, 20.0, numbers=[0, 1], num_tokens=[9, 5], new=[(0, 0, [[1, 2, 3]])]),
-        drafts,
-        Update(0, 0.2, 30.0, None, None, [9, 4], [0, 0], [1]),
+        Ready(second, True),
+        Step(0, 0.1, 20.0, ids=[first, second], num_tokens=[9, 5], new=[(first, 0, [[1, 2, 3]])]),
+        Drafts(None, [first, "another"], [2, 0], [1, 0], {second: 1}),
+        Update(0, 0.2, 30.0, None, None, [9, 4], [0, 0], [second]),
         Step(
             1,
             0.3,
             20.0,
-            Knobs(8, 4, True),
+            knobs=StepKnobs(8, 4, True),
             num_drafts=[1, 0],
             new_block_ids=[None, [[4]]],
-            resumed=[0],
-            preempted=[1],
+            resumed=[first],
+            preempted=[second],
         ),
-        Update(1, 0.4, 30.0, [2, 0], [True, False]),
-        Grow([(0, b"g" * KEY_BYTES)]),
-        Stop(1, 3),
+        Update(1, 0.4, 30.0, [2, 0], [True, False], stops={0: 1}, keys={0: b"g" * KEY_BYTES}),
         Reset(0.5, True),
         Pause(0.6, 1),
-        Finish(0.7, [0], "FINISHED_ABORTED"),
+        Finish(0.7, [first], "FINISHED_ABORTED"),
         Finish(0.8, None, "FINISHED_ERROR"),
         End(1.0, ENDED),
     ]
@@ -151,11 +122,7 @@ def every_event() -> list[Event]:
 
 def write(path: Path, events: list[Event], piece: int = 4) -> Path:
     """Write a trace with so many events in each piece."""
-    lines = Lines(path, 1 << 26)
-    for number, event in enumerate(events):
-        lines.append(event)
-        if number % piece == piece - 1:
-            lines.flush()
-    lines.flush()
-    lines.close(None)
+    lines = [msgspec.json.encode(event) + b"\n" for event in events]
+    pieces = [b"".join(lines[begin : begin + piece]) for begin in range(0, len(lines), piece)]
+    path.write_bytes(b"".join(map(gzip.compress, pieces)))
     return path

@@ -8,8 +8,7 @@ from unittest import mock
 
 from differential.runner import run_scenario
 from sparksched.record.events import Event
-from sparksched.record.load import Load
-from sparksched.record.read import Trace
+from sparksched.record.load import Load, Trace
 from sparksched.record.recorder import Recorder
 from sparksched.record.replay import Outcome, replay
 
@@ -36,17 +35,7 @@ def record_scenario(
         scheduler = build(self, scheduler_class, manager)
         num_built += 1
         if num_built == 2:  # the first is the reference
-            recorder = Recorder(
-                path,
-                self.vllm_config,
-                self.kv_cache_config,
-                self.scheduler_block_size,
-                self.hash_block_size,
-                scheduler=scheduler_class.__name__,
-                **settings,
-            )
-            recorder.attach(scheduler)
-            recorders.append(recorder)
+            recorders.append(Recorder(scheduler, path, **settings))
         return scheduler
 
     with mock.patch.object(world.World, "build_scheduler", build_recorded):
@@ -56,7 +45,8 @@ def record_scenario(
         finally:
             for recorder in recorders:
                 recorder.close()
-    assert recorders[0].problem is None or "reached its size" in recorders[0].problem
+    problem = recorders[0].writer.problem
+    assert problem is None or "reached its size" in problem
 
 
 def replayed(path: Path, scheduler: str, *, lacks_end: bool = False) -> Outcome:

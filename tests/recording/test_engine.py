@@ -22,7 +22,7 @@ from sparksched.compat.patching import MARK
 from sparksched.compat.rule import Rule
 from sparksched.record import recorder
 from sparksched.record.events import End, Ready, Step
-from sparksched.record.read import Trace
+from sparksched.record.load import Trace
 from sparksched.scheduler import SparkScheduler
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.core import EngineCoreProc
@@ -196,7 +196,7 @@ def test_an_error_of_the_recorder_ends_the_recording_alone(
     def scenario(engine: DrivenEngine) -> None:
         engine.add(new_request("a", [1] * 20, 30))
         engine.step(2)
-        with mock.patch.object(recorder, "decision_of", side_effect=ZeroDivisionError("sums")):
+        with mock.patch.object(recorder, "decide", side_effect=ZeroDivisionError("sums")):
             engine.step(1)
         engine.run()
 

@@ -17,12 +17,12 @@ from sparksched.record.events import (
     TraceError,
     Update,
 )
-from sparksched.record.keys import Chain, KeyMaker, segment_sizes
-from sparksched.record.load import Load
-from sparksched.record.read import Trace
+from sparksched.record.keys import Chain, segment_sizes
+from sparksched.record.load import Load, Trace
 from sparksched.record.step_time import step_time
+from sparksched.record.write import Writer
 
-from .samples import arrival, every_event, write
+from .samples import ENDED, arrival, every_event, settings, write
 
 NUM_DAMAGED = 500
 
@@ -47,13 +47,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert trace.missing is None
 
 
-def test_a_file_is_new_and_its_owner_s(path: Path, tmp_path: Path) -> None:
+def test_a_file_is_new_and_its_owner_s(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    Writer(path, 1 << 16).close(ENDED)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     content = path.read_bytes()
     (tmp_path / "link").symlink_to(tmp_path / "target")
     for taken in (path, tmp_path / "link"):
         with pytest.raises(FileExistsError):
-            write(taken, every_event())
+            Writer(taken, 1 << 16)
     assert path.read_bytes() == content
     assert not (tmp_path / "target").exists()
 
@@ -61,7 +63,7 @@ def test_a_file_is_new_and_its_owner_s(path: Path, tmp_path: Path) -> None:
 def test_a_newer_version(tmp_path: Path) -> None:
     path = tmp_path / "newer"
     path.write_bytes(gzip.compress(b'{"event": "begin", "version": %d}\n' % (VERSION + 1)))
-    assert refusal(path) == "has version 3 of the format, and this sparksched reads version 2"
+    assert refusal(path) == "has version 4 of the format, and this sparksched reads version 3"
 
 
 def test_cut_off_anywhere(path: Path) -> None:
@@ -86,12 +88,12 @@ def test_cut_off_anywhere(path: Path) -> None:
 
 
 NONSENSE: dict[str, list[Event]] = {
-    "list index out of range": [Step(2, 1.0, numbers=[5])],
+    "KeyError('nobody')": [Step(2, 1.0, ids=["nobody"])],
     "KeyError(7)": [Update(7, 1.0)],
-    "zip()": [Step(2, 1.0, numbers=[0]), Update(2, 1.0, 1.0, [1, 1])],
+    "zip()": [Step(2, 1.0, ids=["request-0"]), Update(2, 1.0, 1.0, [1, 1])],
     "a prompt of impossible length": [arrival(2, 65)],
     "another beginning": every_event()[:1],
-    "line 17 is behind the end": every_event()[-1:],
+    "line 15: it is behind the end": every_event()[-1:],
     "`$.sequence`": [Step(-1, 1.0)],
     "`$.time`": [Step(2, float("inf"))],
     "`$.state`": [Pause(1.0, 3)],
@@ -151,18 +153,25 @@ def test_each_engine_has_a_file_of_its_own(index: int, name: str) -> None:
 @pytest.mark.parametrize("num_lookahead_tokens", [0, 1, 3])
 def test_keys_are_equal_as_far_as_tokens_are(num_lookahead_tokens: int) -> None:
     rng = random.Random(num_lookahead_tokens)
-    sizes = segment_sizes(8, num_lookahead_tokens)
-    maker = KeyMaker()
-    root = maker.root("adapter", "salt")
+    sizes = segment_sizes(
+        settings(hash_block_size=8, num_hash_lookahead_tokens=num_lookahead_tokens)
+    )
+
+    def keys_of(tokens: list[int], piece: int = 64) -> bytes:
+        keys, chain = b"", Chain(b"secret", "adapter", sizes)
+        for begin in range(0, len(tokens), piece):
+            chain.tail += tokens[begin : begin + piece]
+            keys += chain.close_segments()
+        return keys
+
     tokens = [rng.randrange(1000) for _ in range(64)]
-    whole = Chain(maker, root, sizes).take(tokens)
-    piecemeal = Chain(maker, root, sizes)
-    assert b"".join(piecemeal.take([token]) for token in tokens) == whole
+    whole = keys_of(tokens)
+    assert keys_of(tokens, piece=1) == whole
     ends = [sum((sizes * 64)[: number + 1]) for number in range(len(whole) // 8)]
     for position in range(64):
         other = list(tokens)
         other[position] += 1
-        keys = Chain(maker, root, sizes).take(other)
+        keys = keys_of(other)
         # Nothing is equal behind the first difference, though the tokens are.
         are_equal = [keys[at : at + 8] == whole[at : at + 8] for at in range(0, len(keys), 8)]
         assert are_equal == [end <= position for end in ends]

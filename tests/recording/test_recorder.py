@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,20 +15,18 @@ from typing import Any
 import pytest
 from engine.conftest import warnings_of_sparksched
 from engine.harness import restored_replacements
-from sparksched.record import load
-from sparksched.record.build import RequestBuilder, build_scheduler
+from sparksched.record.build import build_request, build_scheduler
 from sparksched.record.events import (
     Arrive,
     End,
     Ready,
     Step,
 )
-from sparksched.record.keys import StandIns
 from sparksched.record.recorder import Recorder, record
 from sparksched.record.settings import UnrecordableError
+from sparksched.verify.copies import block_hasher_of_vllm
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
 
 from testkit.worlds.draw import draw_configuration
 from testkit.worlds.world import build_world, vllm_environment
@@ -38,36 +37,8 @@ from .scenarios import events, record_scenario, replayed
 __all__ = ["warnings_of_sparksched"]
 
 
-def attached(path: Path, scheduler: Any) -> Recorder:
-    config = scheduler.vllm_config, scheduler.kv_cache_config
-    recorder = Recorder(path, *config, BLOCK_SIZE)
-    recorder.attach(scheduler)
-    return recorder
-
-
-def recorded_scheduler(path: Path) -> tuple[Any, Recorder]:
-    """Return vLLM's scheduler with a recorder."""
-    scheduler = build_scheduler("vllm", settings())
-    return scheduler, attached(path, scheduler)
-
-
-def request(number: int = 0, num_tokens: int = 9, **changed: Any) -> Any:
-    coming = arrival(number, num_tokens, **changed)
-    tokens = StandIns(number, coming.keys, (BLOCK_SIZE,))
-    recorded = {number: load.Request(coming, False, bytearray(coming.keys))}
-    its_load: Any = SimpleNamespace(requests=recorded, tokens=lambda _: tokens)
-    return RequestBuilder(settings(), its_load).build(number)
-
-
-def serve(scheduler: Any, served: Any) -> None:
-    """Serve a request alone."""
-    scheduler.add_request(served)
-    while not served.is_finished():
-        step = scheduler.schedule()
-        ids = list(step.num_scheduled_tokens)
-        rows = {request_id: row for row, request_id in enumerate(ids)}
-        tokens = [[served.num_tokens] for _ in ids]
-        scheduler.update_from_output(step, ModelRunnerOutput(ids, rows, tokens))
+def request(hasher: Any = None, num_tokens: int = 9, **changed: Any) -> Any:
+    return build_request(arrival(0, num_tokens, **changed), [1] * num_tokens, hasher)
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no grammar")], ids=["compiled", "failed"])
@@ -88,8 +59,8 @@ def test_a_grammar_that_is_compiled_in_the_middle_of_a_step(
         return schedule(throttle_prefills)
 
     scheduler.schedule = schedule_while_it_is_compiled
-    attached(path, scheduler)
-    structured = request(has_grammar=True)
+    Recorder(scheduler, path)
+    structured = request(block_hasher_of_vllm(scheduler.vllm_config, BLOCK_SIZE), has_grammar=True)
     structured.structured_output_request.grammar = compiling
     scheduler.add_request(structured)
     sizes = [len(scheduler.schedule().num_scheduled_tokens) for _ in range(2)]
@@ -106,7 +77,7 @@ def test_a_scheduler_that_nobody_shuts_down(
     monkeypatch.setenv("SPARKSCHED_RECORD", str(tmp_path / "trace"))
     scheduler = build_scheduler("vllm", settings())
     with restored_replacements():
-        record(scheduler, scheduler.vllm_config, scheduler.kv_cache_config, BLOCK_SIZE)
+        record(scheduler)
     scheduler.schedule()
     del scheduler
     gc.collect()
@@ -140,15 +111,16 @@ def test_the_end_of_an_engine_waits_once(
     disk: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not written by then is said, not waited for again."""
-    _, recorder = recorded_scheduler(tmp_path / "trace")
+    scheduler = build_scheduler("vllm", settings())
+    recorder = Recorder(scheduler, tmp_path / "trace")
     disk.is_waited_for.wait()
     monkeypatch.setattr("sparksched.record.write._CLOSE_S", 0.01)
     assert not recorder.close()
-    assert recorder.problem == "the disk has not taken all of it within 0.01 s"
+    assert recorder.writer.problem == "the disk has not taken all of it within 0.01 s"
     monkeypatch.setattr("sparksched.record.write._CLOSE_S", 1e6)
-    assert not recorder.close()
+    scheduler.shutdown()
     disk.goes_on.set()
-    recorder._writer._thread.join()
+    recorder.writer._thread.join()
     assert [type(event) for event in events(tmp_path / "trace")] == [End]
 
 
@@ -176,21 +148,23 @@ def test_more_than_the_disk_takes(
     """What waits for the disk is bounded, in bytes, and gone with the recording."""
     monkeypatch.setattr("sparksched.record.write._MAX_BACKLOG_BYTES", 1 << 20)
     scheduler = build_scheduler("vllm", settings())
-    step = SchedulerOutput.make_empty()
-    step.num_scheduled_tokens = {f"request-{number}": 1 for number in range(20_000)}
-    scheduler.schedule = lambda *_: step
+    steps = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
+    for number, step in enumerate(steps):
+        step.num_scheduled_tokens = {f"{number}-{row}": 1 for row in range(20_000)}
+    turns = itertools.cycle(steps)
+    scheduler.schedule = lambda *_: next(turns)
     scheduler.add_request = lambda _: None
-    recorder = attached(tmp_path / "trace", scheduler)
+    recorder = Recorder(scheduler, tmp_path / "trace")
     disk.is_waited_for.wait()
     num_calls = 0
-    while recorder.is_recording:
+    while recorder.writer.is_open:
         call(scheduler)
         num_calls += 1
         assert num_calls <= most
     call(scheduler)
-    assert not recorder._writer._notes
+    assert recorder.writer._notes.empty()
     reason = "the disk takes less than the engine gives"
-    assert recorder.problem == reason
+    assert recorder.writer.problem == reason
     (warning,) = warnings_of_sparksched
     assert warning.endswith(f"serving goes on: {reason}")
     disk.goes_on.set()
@@ -211,8 +185,11 @@ def test_configurations_without_words(name: str, feature: str, tmp_path: Path) -
     configuration = draw_configuration(name, 0)
     with vllm_environment(configuration):
         world = build_world(configuration)
+        scheduler: Any = SimpleNamespace(
+            vllm_config=world.vllm_config, kv_cache_config=world.kv_cache_config
+        )
         with pytest.raises(UnrecordableError, match=f"{feature} takes part in scheduling"):
-            Recorder(tmp_path / "trace", world.vllm_config, world.kv_cache_config, 16)
+            Recorder(scheduler, tmp_path / "trace")
     assert not (tmp_path / "trace").exists()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sparksched import cli
@@ -34,12 +33,13 @@ def day(*, is_async: bool) -> list[Event]:
         "max_num_batched_tokens": BUDGET,
         "max_num_seqs": 64,
         "async_scheduling": is_async,
+        "max_model_len": 1 << 17,
+        "enable_prefix_caching": False,
     }
-    changed: dict[str, Any] = {"max_model_len": 1 << 17, "num_blocks": 1 << 15}
-    begin = Begin(VERSION, settings(config, enable_prefix_caching=False, **changed))
+    begin = Begin(VERSION, settings(config, num_blocks=1 << 15))
     load = sorted([*STREAMS, LONG, *SHORT])
     events: list[Event] = [begin, came(0, 0.0, BUDGET, 1, f"{PREFIX}0")]
-    events += step(0, 0.0, WARM_UP_S, [0], [BUDGET], [1])
+    events += step(0, 0.0, WARM_UP_S, [f"{PREFIX}0"], [BUDGET], [1])
     now, sequence, missing, owed = WARM_UP_S, 1, dict[int, int](), dict[int, int]()
     while load or owed:
         if not owed:
@@ -61,7 +61,7 @@ def day(*, is_async: bool) -> list[Event]:
         for number, count in rows.items():
             missing[number] -= min(count, missing[number])
         sampled = [int(not missing[number]) for number in rows]
-        events += step(sequence, now, seconds, list(rows), list(rows.values()), sampled)
+        events += step(sequence, now, seconds, list(map(str, rows)), list(rows.values()), sampled)
         for number, count in zip(rows, sampled, strict=True):
             owed[number] -= count
             if not owed[number]:
@@ -81,12 +81,12 @@ def step(
     sequence: int,
     begin: float,
     seconds: float,
-    numbers: list[int],
+    ids: list[str],
     num_tokens: list[int],
     sampled: list[int],
 ) -> list[Event]:
     return [
-        Step(sequence, begin, 20.0, numbers=numbers, num_tokens=num_tokens),
+        Step(sequence, begin, 20.0, ids=ids, num_tokens=num_tokens),
         Update(sequence, begin + seconds, 30.0, sampled),
     ]
 

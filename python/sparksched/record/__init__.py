@@ -1,8 +1,8 @@
 """Traces: what a scheduler was asked and decided, recorded in a file and replayed without a GPU.
 
-Recording: `recorder` copies what each call of a scheduler was given and decided; in a thread of its
-own, `write` has `make_events` turn the copies into `events`, and writes these to a file.
+`events` is the schema. Recording: `recorder` copies what each call of a scheduler was given and
+decided; in a thread of its own, `write` has `tokens` complete the copies, and writes them.
 
-Replaying: `read` gives the events back, `load` sums them up, `build` builds schedulers and requests
-from them; `replay` compares decisions, `what_if` changes settings and takes `step_time` as given.
+Replaying: `load` reads and sums them up, `build` builds schedulers and requests from them; `replay`
+compares `decisions`, `what_if` changes settings and takes `step_time` as given.
 """

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -27,14 +28,15 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from sparksched import compat
 from sparksched.engine.scheduler import NativeScheduler
 from sparksched.record.events import Arrive, Group, Settings, TraceError
-from sparksched.record.load import Load
+from sparksched.record.keys import STOP
+from sparksched.record.settings import parts_of
 
 STOCK: Final = "vllm"
 
@@ -48,7 +50,7 @@ class Grammars:
     """In the place of vLLM's structured output manager: says what the recorded one said."""
 
     def __init__(self) -> None:
-        self.rejected: set[str] = set()
+        self.rejected: list[str] = []
         """Ids of the requests whose grammar rejects what was sampled."""
         self.num_valid: dict[str, int] = {}
         """How many drafts a request's grammar lets pass, by its id."""
@@ -86,8 +88,8 @@ def build_scheduler(name: str, settings: Settings) -> Any:
 
 def _build_scheduler(name: str, settings: Settings) -> Any:
     vllm_config, kv_cache_config = _vllm_config(settings), _kv_cache_config(settings)
-    if settings.cache_config.enable_prefix_caching:
-        init_none_hash(get_hash_fn_by_name(settings.cache_config.prefix_caching_hash_algo))
+    if settings.config.enable_prefix_caching:
+        init_none_hash(get_hash_fn_by_name(settings.config.prefix_caching_hash_algo))
     scheduler_cls: type[Any] = NativeScheduler
     if name == STOCK:
         scheduler_cls = compat.stock_scheduler_cls(vllm_config)
@@ -115,18 +117,11 @@ def _model_runner(is_second: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_RUNNER]
-        else:
-            os.environ[_RUNNER] = before
+        del os.environ[_RUNNER]
+        os.environ.update({} if before is None else {_RUNNER: before})
 
 
 def _vllm_config(settings: Settings) -> VllmConfig:
-    parts = {
-        name: msgspec.structs.asdict(getattr(settings, name))
-        for name in ("scheduler_config", "cache_config", "model_config", "parallel_config")
-    }
-    max_model_len = settings.model_config.max_model_len
     with _model_runner(False):  # the other one wants a GPU here; schedulers ask when they are built
         config = VllmConfig(
             model_config=ModelConfig(
@@ -136,18 +131,18 @@ def _vllm_config(settings: Settings) -> VllmConfig:
                 max_model_len=1024,
             ),
             cache_config=CacheConfig(
-                **parts["cache_config"],
                 block_size=settings.hash_block_size,
                 prefix_cache_retention_interval=settings.retention_interval,
             ),
             scheduler_config=SchedulerConfig(
-                **parts["scheduler_config"], max_model_len=max_model_len, is_encoder_decoder=False
+                max_model_len=settings.config.max_model_len, is_encoder_decoder=False
             ),
         )
-    # The platform has adjusted what it was given.
-    for part, fields in parts.items():
-        for name, value in fields.items():
-            setattr(getattr(config, part), name, value)
+    # Now, because the platform adjusts what it is given.
+    for name, value in msgspec.structs.asdict(settings.config).items():
+        for part in parts_of(config):
+            if hasattr(part, name):
+                setattr(part, name, value)
     config.cache_config.block_size = settings.hash_block_size
     config.cache_config.num_gpu_blocks = settings.num_blocks
     if settings.uses_mrope:
@@ -169,20 +164,20 @@ def _model_folder() -> "tempfile.TemporaryDirectory[str]":
 
 def _speculative_config(settings: Settings) -> Any:
     """Return as much of vLLM's as a scheduler asks for."""
-    if settings.speculative_config is None or settings.speculative_answers is None:
+    if settings.speculative_config is None:
         return None
-    answers = msgspec.structs.asdict(settings.speculative_answers)
-    methods = {name: functools.partial(bool, answer) for name, answer in answers.items()}
+    # A class of ours would be taken for another plugin's.
+    config = SimpleNamespace(**msgspec.structs.asdict(settings.speculative_config))
+    for name, answer in vars(config).items():
+        if isinstance(answer, bool):
+            setattr(config, name, functools.partial(bool, answer))
+    config.disable_lookahead_block_hashes = settings.num_hash_lookahead_tokens == 0
     drafter = SimpleNamespace(sample_from_anchor=not settings.fills_in)
-    return SimpleNamespace(
-        **msgspec.structs.asdict(settings.speculative_config),
-        **methods,
-        disable_lookahead_block_hashes=settings.num_hash_lookahead_tokens == 0,
-        draft_model_config=SimpleNamespace(hf_config=drafter),
-        # vLLM 0.33.0 asks for these two to warn of a setting, of which the replay needs no warning.
-        needs_eagle_block_drop=methods["use_eagle_block_drop"],
-        disable_eagle_block_drop=False,
-    )
+    config.draft_model_config = SimpleNamespace(hf_config=drafter)
+    # vLLM 0.33.0 asks for these two to warn of a setting, of which the replay needs no warning.
+    config.needs_eagle_block_drop = config.use_eagle_block_drop
+    config.disable_eagle_block_drop = False
+    return config
 
 
 def _kv_cache_config(settings: Settings) -> KVCacheConfig:
@@ -203,79 +198,48 @@ def _spec(group: Group) -> Any:
     for field in dataclasses.fields(spec_cls):
         if field.name in group.fields:
             value: Any = group.fields[field.name]
-            if field.name == "dtype":
-                value = getattr(torch, str(value), None)
-                if not isinstance(value, torch.dtype):
-                    raise TraceError(f"there is no data type {group.fields['dtype']!r}")
-            elif isinstance(field.default, enum.Enum):
+            if isinstance(field.default, enum.Enum):
                 value = type(field.default)(value)
+            elif isinstance(value, str):
+                dtype = value.removeprefix("torch.")
+                value = Fraction(value) if dtype == value else getattr(torch, dtype)
             arguments[field.name] = value
     return spec_cls(**arguments)
 
 
-class RequestBuilder:
-    """Builds each scheduler's own `Request`s."""
+def build_request(arrival: Arrive, prompt: list[int], hasher: Any) -> Request:
+    """Return a scheduler's own request, as it was when it arrived.
 
-    def __init__(self, settings: Settings, load: Load) -> None:
-        self._load = load
-        self._hasher = None
-        if settings.cache_config.enable_prefix_caching:
-            looks_ahead = hasattr(VllmConfig, "num_hash_lookahead_tokens")
-            self._hasher = get_request_block_hasher(
-                settings.hash_block_size,
-                get_hash_fn_by_name(settings.cache_config.prefix_caching_hash_algo),
-                *((settings.num_hash_lookahead_tokens,) if looks_ahead else ()),
-            )
+    Raises:
+        TraceError: if vLLM has no such requests.
 
-    def build(self, number: int, num_output_tokens: int | None = None) -> Request:
-        """Return the request of that number as it was when it arrived.
-
-        With a number of output tokens: one that generates so many and has no grammar.
-
-        Raises:
-            TraceError: if vLLM has no such requests.
-
-        """
-        recorded = self._load.requests[number]
-        arrival, stops = recorded.arrival, []
-        position = arrival.num_prompt_tokens + (recorded.stop or 0)
-        if num_output_tokens is not None:
-            arrival = msgspec.structs.replace(
-                arrival,
-                max_tokens=num_output_tokens,
-                has_grammar=False,
-            )
-        elif recorded.stop is not None:
-            # What stands for the token that ended it.
-            stops = self._load.tokens(number).between(position - 1, position)
-        prompt = self._load.tokens(number).between(0, arrival.num_prompt_tokens)
-        try:
-            return self._request(arrival, prompt, stops)
-        except ValueError as error:
-            raise TraceError(f"request {number} can't be built: {error}") from error
-
-    def _request(self, arrival: Arrive, prompt: list[int], stops: list[int]) -> Request:
-        skips_cache = arrival.skips_cache
-        pooling = PoolingParams(task="embed", skip_reading_prefix_cache=skips_cache)
-        lora = LoRARequest(f"adapter {arrival.lora_id}", arrival.lora_id or 1, "-")
+    """
+    lora = LoRARequest(f"adapter {arrival.lora_id}", arrival.lora_id or 1, "-")
+    try:
         return Request(
             request_id=arrival.request_id,
             prompt_token_ids=prompt,
-            sampling_params=None if arrival.is_pooling else self._sampling(arrival, stops),
-            pooling_params=pooling if arrival.is_pooling else None,
+            sampling_params=None if arrival.is_pooling else _sampling_params(arrival),
+            pooling_params=_pooling_params(arrival) if arrival.is_pooling else None,
             client_index=arrival.client_index,
             arrival_time=arrival.arrival_time,
             lora_request=lora if arrival.lora_id else None,
             priority=arrival.priority,
-            block_hasher=self._hasher,
+            block_hasher=hasher,
         )
+    except ValueError as error:
+        raise TraceError(f"request {arrival.request_id!r} can't be built: {error}") from error
 
-    @staticmethod
-    def _sampling(arrival: Arrive, stops: list[int]) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=arrival.max_tokens,
-            stop_token_ids=stops,
-            structured_outputs=StructuredOutputsParams(regex=".*") if arrival.has_grammar else None,
-            skip_reading_prefix_cache=arrival.skips_cache,
-            detokenize=False,
-        )
+
+def _sampling_params(arrival: Arrive) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=arrival.max_tokens,
+        stop_token_ids=[STOP],
+        structured_outputs=StructuredOutputsParams(regex=".*") if arrival.has_grammar else None,
+        skip_reading_prefix_cache=arrival.skips_cache,
+        detokenize=False,
+    )
+
+
+def _pooling_params(arrival: Arrive) -> PoolingParams:
+    return PoolingParams(task="embed", skip_reading_prefix_cache=arrival.skips_cache)

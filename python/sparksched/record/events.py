@@ -1,19 +1,18 @@
-"""The format of a trace: lines of JSON, compressed by gzip. Each line is one of these events.
+"""The schema of a trace: lines of JSON, compressed by gzip. Each line is one of these events.
 
 The first is a `Begin`, the last an `End`. Fields that have their default are left out; unknown ones
-are refused. Requests are named by their number: 0 is the first to arrive. A number stays with its
-request when another one gets the same id. Times are seconds since the recording began.
+are refused. A request is named by its id: that of the latest request which arrived with it. Times
+are seconds since the recording began.
 """
 
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-VERSION: Final = 2
-"""Of the format: raised by changes that an older reader can't refuse by a field's name."""
+from sparksched.compat.pacing import StepKnobs
 
-UNKNOWN: Final = -1
-"""In the place of the number of a request that was not there, or not any more."""
+VERSION: Final = 3
+"""Of the format: raised by changes that an older reader can't refuse by a field's name."""
 
 KEY_BYTES: Final = 8
 """Of what stands for a segment of a block; see `keys`."""
@@ -21,6 +20,7 @@ KEY_BYTES: Final = 8
 MAX_COUNT: Final = 1 << 24
 MAX_LINE_BYTES: Final = 16 << 20
 
+Id = Annotated[str, Meta(min_length=1, max_length=1 << 16)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Size = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Number = Annotated[int, Meta(ge=0)]
@@ -39,11 +39,11 @@ class TraceError(ValueError):
 # ---- settings ----
 
 
-class _Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Settings(Struct, frozen=True, forbid_unknown_fields=True):
     """Fields have the names that they have in vLLM's configuration."""
 
 
-class Group(_Settings, frozen=True, kw_only=True):
+class Group(_Settings, frozen=True):
     """A KV cache group."""
 
     kind: Literal[
@@ -60,8 +60,8 @@ class Group(_Settings, frozen=True, kw_only=True):
     is_eagle_group: bool
 
 
-class SchedulerConfig(_Settings, frozen=True, kw_only=True):
-    """Of vLLM's class of that name."""
+class Config(_Settings, frozen=True):
+    """Of vLLM's `SchedulerConfig`, `CacheConfig`, `ModelConfig` and `ParallelConfig`."""
 
     async_scheduling: bool
     enable_chunked_prefill: bool
@@ -73,43 +73,22 @@ class SchedulerConfig(_Settings, frozen=True, kw_only=True):
     max_num_seqs: int
     policy: str
     prefill_schedule_interval: int
-    runner_type: str
     scheduler_reserve_full_isl: bool
     watermark: float
-
-
-class CacheConfig(_Settings, frozen=True, kw_only=True):
-    """The same."""
-
     enable_prefix_caching: bool
     prefix_caching_hash_algo: str
-
-
-class ModelConfig(_Settings, frozen=True, kw_only=True):
-    """The same."""
-
     max_model_len: Size
     runner_type: str
-
-
-class ParallelConfig(_Settings, frozen=True, kw_only=True):
-    """The same."""
-
     pipeline_parallel_size: Annotated[int, Meta(ge=1, le=1 << 10)]
     data_parallel_size: Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
-class SpeculativeConfig(_Settings, frozen=True, kw_only=True):
-    """The same: what schedulers ask it."""
+class SpeculativeConfig(_Settings, frozen=True):
+    """Of vLLM's class of that name; behind the numbers what its methods return."""
 
     num_speculative_tokens: RowLength
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None
     max_num_new_slots_for_drafting: int
-
-
-class SpeculativeAnswers(_Settings, frozen=True, kw_only=True):
-    """What methods of vLLM's `SpeculativeConfig` return."""
-
     use_dflash: bool
     use_dspark: bool
     use_eagle: bool
@@ -118,27 +97,21 @@ class SpeculativeAnswers(_Settings, frozen=True, kw_only=True):
     uses_draft_model: bool
 
 
-class Settings(_Settings, frozen=True, kw_only=True):
+class Settings(_Settings, frozen=True):
     """What a scheduler was built from, as far as it decides anything."""
 
     sparksched: str
     vllm: str
     scheduler: str
     """Which scheduler was recorded: the name of its class."""
-    started: float
-    """Seconds since the epoch."""
     block_size: Size
     hash_block_size: Size
     num_hash_lookahead_tokens: RowLength
     num_blocks: Size
     retention_interval: int | None
     groups: Annotated[list[Group], Meta(max_length=64)]
-    scheduler_config: SchedulerConfig
-    cache_config: CacheConfig
-    model_config: ModelConfig
-    parallel_config: ParallelConfig
+    config: Config
     speculative_config: SpeculativeConfig | None
-    speculative_answers: SpeculativeAnswers | None
     fills_in: bool
     """Whether a drafter that reserves a slot more than it drafts does so for a bonus query."""
     uses_mrope: bool
@@ -168,7 +141,7 @@ class Arrive(_Event, kw_only=True):
     """`add_request()`."""
 
     time: Seconds
-    request_id: Annotated[str, Meta(min_length=1, max_length=1 << 16)]
+    request_id: Id
     client_index: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
     arrival_time: float
     priority: Annotated[int, Meta(gt=-(1 << 31), lt=1 << 31)] = 0
@@ -186,20 +159,8 @@ class Arrive(_Event, kw_only=True):
 class Ready(_Event):
     """A grammar is there, or will never be."""
 
-    number: Number
+    request_id: Id
     is_compiled: bool
-
-
-class Knobs(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Values of vLLM's scheduler with which a step was decided; None for those of the settings.
-
-    The fields are those of `compat.pacing.StepKnobs`.
-    """
-
-    max_num_scheduled_tokens: Count | None = None
-    long_prefill_token_threshold: Count | None = None
-    throttle_prefills: bool = False
-    order: tuple[str, ...] = ()
 
 
 class Step(_Event):
@@ -208,20 +169,22 @@ class Step(_Event):
     sequence: Number
     time: Seconds
     duration_us: Microseconds = 0.0
-    knobs: Knobs = Knobs()
-    numbers: list[Number] | None = None
+    throttle_prefills: bool = False
+    knobs: StepKnobs | None = None
+    """Values of vLLM's scheduler with which it was decided; None for those of the settings."""
+    finished: list[Id] = []
+    preempted: list[Id] = []
+    ids: list[Id] | None = None
     """The requests that were scheduled, in order; None for those of the step before."""
     num_tokens: list[Size] | None = None
     """How many tokens of each; None if it is one of each."""
     num_drafts: list[RowLength] | None = None
     """How many of them are drafts; None for no drafts at all."""
-    new: list[tuple[Number, Count, BlockIds]] = []
-    """Requests that the workers don't know: number, computed tokens, blocks."""
+    new: list[tuple[Id, Count, BlockIds]] = []
+    """Requests that the workers don't know: id, computed tokens, blocks."""
+    resumed: list[Id] = []
     new_block_ids: list[BlockIds | None] = []
     """Of the other requests, in order."""
-    resumed: list[Number] = []
-    preempted: list[Number] = []
-    finished: list[Number] = []
     checksum: int = 0
     """CRC-32 of the other requests' counts of computed and output tokens."""
 
@@ -240,15 +203,19 @@ class Update(_Event):
     """As in the step, where the model runner has changed them."""
     num_drafts: list[RowLength] | None = None
     """The same."""
-    rejected: list[Number] = []
+    rejected: list[Id] = []
     """Requests whose grammar rejected what was sampled."""
+    stops: dict[Number, RowLength] = {}
+    """By row, if a token ends its request: the how manieth of the row's, from 0."""
+    keys: dict[Number, bytes] = {}
+    """Of segments that became whole, by row."""
 
 
 class Finish(_Event):
     """`finish_requests()`, in the order that resulted; None for all requests."""
 
     time: Seconds
-    numbers: list[Number] | None
+    ids: list[str] | None
     status: Literal[
         "FINISHED_STOPPED",
         "FINISHED_LENGTH_CAPPED",
@@ -273,30 +240,16 @@ class Pause(_Event):
     state: Annotated[int, Meta(ge=0, le=2)]
 
 
-class Drafts(_Event, kw_only=True):
+class Drafts(_Event):
     """`update_draft_token_ids()`, or `..._in_output()` for a step that is waiting."""
 
-    sequence: Number | None = None
-    numbers: list[Annotated[int, Meta(ge=UNKNOWN)]] = []
+    sequence: Number | None
+    ids: list[Id]
     num_drafts: list[RowLength]
     num_padding: list[RowLength]
     """How many of the drafts, the last ones, stand for none."""
-    num_valid: list[tuple[Number, RowLength]] = []
+    num_valid: dict[Id, RowLength]
     """How many of its drafts a request's grammar let pass, where it was asked."""
-
-
-class Grow(_Event):
-    """Keys of segments that requests have filled with their output."""
-
-    keys: list[tuple[Number, bytes]]
-
-
-class Stop(_Event):
-    """A request has sampled a token that ends it."""
-
-    number: Number
-    num_output_tokens: Size
-    """With that one."""
 
 
 class End(_Event):
@@ -306,4 +259,4 @@ class End(_Event):
     reason: str
 
 
-Event = Begin | Arrive | Ready | Step | Update | Finish | Reset | Pause | Drafts | Grow | Stop | End
+Event = Begin | Arrive | Ready | Step | Update | Finish | Reset | Pause | Drafts | End

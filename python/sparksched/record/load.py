@@ -1,21 +1,120 @@
-"""What a trace says of the load: its requests, their tokens, its steps and how long they took."""
+"""Reads traces: whatever a file holds, the answer is what it says of a load, or a `TraceError`."""
 
+import gzip
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
 
 from sparksched.engine.warm_up import PREFIX as WARM_UP_PREFIX
 from sparksched.record.events import (
+    MAX_LINE_BYTES,
+    VERSION,
     Arrive,
     Begin,
+    End,
     Event,
     Finish,
-    Grow,
+    Settings,
     Step,
-    Stop,
     TraceError,
     Update,
 )
 from sparksched.record.keys import StandIns, segment_sizes
-from sparksched.record.read import Trace
+
+_decode: Final = msgspec.json.Decoder(Event).decode
+
+
+class Trace:
+    """A file of events, which can be gone through any number of times.
+
+    Raises:
+        TraceError: from the constructor and while events are read, with the file and the line of
+            what is wrong.
+        OSError: if the file can't be read.
+
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.missing: str | None = None
+        """What a file without its end lacks; known when all events have been read."""
+        self.line = 0
+        """Of the event that was yielded last."""
+        self.settings: Settings = self._begin().settings
+
+    def _begin(self) -> Begin:
+        line = next(self._lines(), b"")
+        try:
+            version = msgspec.json.decode(line, type=_Version).version
+        except msgspec.MsgspecError:
+            raise TraceError(
+                self.missing or f"{self.path} is not a trace: it doesn't begin with its version"
+            ) from None
+        if version != VERSION:
+            raise TraceError(
+                f"{self.path} has version {version} of the format, and this sparksched reads"
+                f" version {VERSION}"
+            )
+        begin = self._event(line)
+        assert isinstance(begin, Begin), "it has the version"
+        return begin
+
+    def events(self) -> Iterator[Event]:
+        """Yield all events behind the first, as far as the file is whole."""
+        event: Event | None = None
+        for line in self._lines():
+            if isinstance(event, End):
+                raise self._damaged("it is behind the end")
+            event = self._event(line)
+            if self.line > 1:
+                yield event
+        if self.missing is None and not isinstance(event, End):
+            self.missing = f"{self.path} has no end"
+
+    def _event(self, line: bytes) -> Event:
+        try:
+            event: Event = _decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise self._damaged(str(error)) from None
+        return event
+
+    def _damaged(self, problem: str) -> TraceError:
+        return TraceError(f"{self.path} is damaged: line {self.line}: {problem}")
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield whole lines."""
+        self.line = 0
+        is_cut_off = False
+        try:
+            with gzip.open(self.path) as file:
+                while line := file.readline(MAX_LINE_BYTES):
+                    is_cut_off = not line.endswith(b"\n")
+                    if is_cut_off and len(line) == MAX_LINE_BYTES:
+                        self.line += 1
+                        raise self._damaged("it has no end")
+                    if not is_cut_off:
+                        self.line += 1
+                        yield line
+        except EOFError:
+            is_cut_off = True
+        except (zlib.error, gzip.BadGzipFile) as error:
+            # A piece of one byte is no damage.
+            is_cut_off = "(b'\\x1f')" in str(error)
+            if not is_cut_off:
+                problem = f"is damaged behind line {self.line}" if self.line else "is not a trace"
+                raise TraceError(f"{self.path} {problem}: {error}") from None
+        if is_cut_off or not self.line:
+            self.missing = f"{self.path} is cut off behind line {self.line}"
+
+
+class _Version(msgspec.Struct, tag_field="event", tag="begin"):
+    """As much of the first line as each version has."""
+
+    version: int
 
 
 @dataclass
@@ -28,14 +127,12 @@ class Request:
     keys: bytearray
     num_outputs: int = 0
     """Tokens that were sampled."""
-    stop: int | None = None
-    """How many tokens had been sampled with the one that ended it, if one did."""
     aborted: float | None = None
     """When it was ended from outside."""
 
 
 class Load:
-    """A trace that has been read once.
+    """What a trace says of requests, their tokens, steps and how long these took.
 
     Raises:
         TraceError: for no trace, or a damaged one.
@@ -45,10 +142,8 @@ class Load:
 
     def __init__(self, path: str) -> None:
         self.trace = Trace(path)
-        settings = self.trace.settings
-        self._sizes = segment_sizes(settings.hash_block_size, settings.num_hash_lookahead_tokens)
         self.requests: list[Request] = []
-        """By number."""
+        """In the order of arrival."""
         self.step_sizes: list[tuple[int, int]] = []
         """Tokens of decodes and of prompts of each step that was executed."""
         self.step_s: list[float] = []
@@ -56,7 +151,9 @@ class Load:
         self.schedule_us: list[float] = []
         self.update_us: list[float] = []
         self.seconds = 0.0
-        self._rows: list[Request] = []
+        self._latest: dict[str, Request] = {}
+        """By id."""
+        self._ids: list[str] = []
         self._in_flight: dict[int, tuple[Step, list[Request]]] = {}
         self._last_update = 0.0
         self._num_drafted_rows = 0
@@ -69,8 +166,9 @@ class Load:
         return self._num_accepted / max(self._num_drafted_rows, 1)
 
     def tokens(self, number: int) -> StandIns:
-        """Return what stands for a request's tokens."""
-        return StandIns(number, bytes(self.requests[number].keys), self._sizes)
+        """Return what stands for the tokens of a request, by its number."""
+        keys = bytes(self.requests[number].keys)
+        return StandIns(number, keys, segment_sizes(self.trace.settings))
 
     def _read(self) -> None:
         try:
@@ -86,29 +184,26 @@ class Load:
             ) from None
 
     def _take(self, event: Event) -> None:
-        """Take in an event. A number that no request or step has, or another one of rows, fails."""
+        """Take in an event. An id that no request has, or another number of rows, fails."""
         match event:
             case Begin():
                 raise ValueError("another beginning")
             case Arrive():
-                if event.num_prompt_tokens > self.trace.settings.model_config.max_model_len:
+                if event.num_prompt_tokens > self.trace.settings.config.max_model_len:
                     raise ValueError("a prompt of impossible length")
                 is_warm_up = event.request_id.startswith(WARM_UP_PREFIX)
-                self.requests.append(Request(event, is_warm_up, bytearray(event.keys)))
-            case Grow(grown):
-                for number, keys in grown:
-                    self.requests[number].keys += keys
-            case Stop(number, num_output_tokens):
-                self.requests[number].stop = num_output_tokens
+                request = Request(event, is_warm_up, bytearray(event.keys))
+                self.requests.append(request)
+                self._latest[event.request_id] = request
             case Finish(at, ended):
-                for number in range(len(self.requests)) if ended is None else ended:
-                    request = self.requests[number]
-                    request.aborted = at if request.aborted is None else request.aborted
+                for request_id in self._latest if ended is None else ended:
+                    if request_id in self._latest and self._latest[request_id].aborted is None:
+                        self._latest[request_id].aborted = at
             case Step():
-                if event.numbers is not None:
-                    self._rows = [self.requests[number] for number in event.numbers]
+                self._ids = self._ids if event.ids is None else event.ids
+                rows = [self._latest[request_id] for request_id in self._ids]
                 self.schedule_us.append(event.duration_us)
-                self._in_flight[event.sequence] = (event, self._rows)
+                self._in_flight[event.sequence] = (event, rows)
             case Update():
                 self._take_output(event, *self._in_flight.pop(event.sequence))
             case _:
@@ -122,6 +217,8 @@ class Load:
             if step.num_drafts is not None and step.num_drafts[row] and count:
                 self._num_drafted_rows += 1
                 self._num_accepted += count - 1
+        for row, keys in update.keys.items():
+            rows[row].keys += keys
         if rows and not any(request.is_warm_up for request in rows):
             self.step_sizes.append(_size_of(step, len(rows)))
             self.step_s.append(max(update.time - max(step.time, self._last_update), 0.0))

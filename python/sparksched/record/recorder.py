@@ -8,7 +8,7 @@ engine's loop each call is only copied; the rest is done by the writer's thread.
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
@@ -18,28 +18,25 @@ from vllm.logger import init_logger
 
 from sparksched import environment
 from sparksched.compat.pacing import StepKnobs
-from sparksched.record.decisions import Decision, decision_of, num_drafts_of
+from sparksched.record.decisions import decide, num_drafts_of, num_tokens_of
 from sparksched.record.events import (
     VERSION,
     Arrive,
     Begin,
     Drafts,
     Finish,
-    Knobs,
     Pause,
+    Ready,
     Reset,
     Step,
     Update,
 )
-from sparksched.record.keys import segment_sizes
-from sparksched.record.make_events import Ends, EventMaker
 from sparksched.record.settings import UnrecordableError, settings_of
-from sparksched.record.write import BackgroundWriter, Lines
+from sparksched.record.tokens import Tokens
+from sparksched.record.write import Writer
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
 
@@ -57,23 +54,15 @@ _METHODS: Final = (
     "set_pause_state",
     "shutdown",
 )
-_NUM_LISTS: Final = 4
-"""Of a step's events that may hold an item for each of its requests."""
-_KNOBS: Final = {throttled: Knobs(throttle_prefills=throttled) for throttled in (False, True)}
 _NOT_YET: Final[Future[Any]] = Future()
 """In the place of a grammar that nobody is to see before the next step."""
 
 Call = Callable[..., Any]
+Watch = Generator[None, Any, None]
+"""Of a call: goes up to its `yield` before the call, and gets the result from there."""
 
 
-def record(
-    scheduler: Any,
-    vllm_config: Any,
-    kv_cache_config: Any,
-    block_size: int,
-    hash_block_size: int | None = None,
-    **_others: Any,
-) -> None:
+def record(scheduler: Any) -> None:
     """Record a scheduler as the environment says, or log why that can't be.
 
     Raises:
@@ -82,39 +71,27 @@ def record(
     """
     asked = environment.recording()
     assert asked is not None, "a scheduler is recorded where the environment names a file"
-    index = vllm_config.parallel_config.data_parallel_index
+    index = scheduler.vllm_config.parallel_config.data_parallel_index
     path = environment.file_of_engine(asked.path, index)
     try:
-        recorder = Recorder(
-            path,
-            vllm_config,
-            kv_cache_config,
-            block_size,
-            hash_block_size,
-            max_bytes=asked.max_bytes,
-            scheduler=type(scheduler).__name__,
-        )
+        Recorder(scheduler, path, asked.max_bytes)
     except UnrecordableError as error:
         logger.warning("sparksched: nothing is recorded: %s", error)
-        return
     except OSError as error:
         raise RuntimeError(
             f"{environment.RECORD}: {path} can't be created: {error.strerror}"
         ) from error
-    recorder.attach(scheduler)
-    # Nobody shuts down an engine that is in its user's process.
-    weakref.finalize(scheduler, recorder.close)
-    logger.info("sparksched: recording the scheduler to %s, without tokens", path)
+    else:
+        logger.info("sparksched: recording the scheduler to %s, without tokens", path)
 
 
 class Recorder:
     """Writes the calls of one scheduler to a file that only its owner may read.
 
     It neither waits for the disk nor raises an error: a recording that can't go on ends, with a
-    warning. Not thread-safe.
+    warning. Not thread-safe. It ends with the scheduler's `shutdown()`, or with the scheduler.
 
-    It takes what the scheduler was built from, and the name of its class. What stands for prompts
-    and outputs is written, not they.
+    What stands for prompts and outputs is written, not they.
 
     Raises:
         UnrecordableError: if the scheduler decides by something that a trace has no words for.
@@ -123,126 +100,76 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        vllm_config: "VllmConfig",
-        kv_cache_config: "KVCacheConfig",
-        block_size: int,
-        hash_block_size: int | None = None,
-        *,
-        max_bytes: int = environment.DEFAULT_RECORD_BYTES,
-        scheduler: str = "SparkScheduler",
+        self, scheduler: Any, path: Path, max_bytes: int = environment.DEFAULT_RECORD_BYTES
     ) -> None:
-        settings = settings_of(vllm_config, kv_cache_config, block_size, hash_block_size, scheduler)
-        self._start = time.perf_counter()
-        lines = Lines(Path(path), max_bytes)
-        self._maker = EventMaker(
-            lines.append,
-            segment_sizes(settings.hash_block_size, settings.num_hash_lookahead_tokens),
-            has_keys=settings.cache_config.enable_prefix_caching,
-        )
-        self._writer = BackgroundWriter(lines, self._now, self._maker.write_growth)
-        self._note, self._append = self._writer.note, lines.append
-        self._note(lines.append, Begin(VERSION, settings))
+        settings = settings_of(scheduler)
+        self.writer = Writer(path, max_bytes)
+        self._now, self._note, self._append = self.writer.now, self.writer.note, self.writer.append
+        self._tokens = Tokens(self._append, settings)
+        self._note(self._append, Begin(VERSION, settings))
         self._num_steps = 0
-        self._in_flight: dict[int, tuple[SchedulerOutput, int, Decision]] = {}
+        self._last_ids: list[str] = []
+        self._in_flight: dict[int, tuple[SchedulerOutput, Step]] = {}
         self._compiling: list[tuple[str, Any, Any]] = []
         self._rejected: list[str] = []
-        self._valid: list[tuple[str, int]] = []
-        self._scheduler: Callable[[], Any] = lambda: None
-        self._depth = 0
+        self._valid: dict[str, int] = {}
+        self._is_called = False
         self._seconds = 0.0
         """What the last call took."""
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether calls are still written."""
-        return self._writer.is_open
-
-    @property
-    def problem(self) -> str | None:
-        """Why the recording has ended by itself, if it has."""
-        return self._writer.problem
-
-    def attach(self, scheduler: Any) -> None:
-        """See all that a scheduler is asked from now on, until its `shutdown()`."""
         self._scheduler = weakref.ref(scheduler)
+        # Nobody shuts down an engine that is in its user's process.
+        self.close = weakref.finalize(scheduler, self.writer.close, "the engine was shut down")
         for name in _METHODS:
-            before, after = (getattr(self, f"_{it}_{name}", None) for it in ("before", "after"))
-            setattr(scheduler, name, self._recorded(getattr(scheduler, name), before, after))
+            watch = getattr(self, f"_{name}")
+            setattr(scheduler, name, self._watched(getattr(scheduler, name), watch))
         manager = scheduler.structured_output_manager
         for name in ("accept_tokens", "validate_tokens"):
             replacement = functools.partial(getattr(self, f"_{name}"), getattr(manager, name))
             setattr(manager, name, replacement)
 
-    def _recorded(self, original: Call, before: Call | None, after: Call | None) -> Call:
-        """Return a method that takes note of a call, but not of what the scheduler asks itself.
-
-        `after` is given what `before` has returned, or else the result.
-        """
+    def _watched(self, original: Call, watch: Callable[..., Watch]) -> Call:
+        """Return a method that takes note of a call, but not of what the scheduler asks itself."""
 
         @functools.wraps(original)
         def call(*arguments: Any, **settings: Any) -> Any:
-            if self._depth:
+            if self._is_called:
                 return original(*arguments, **settings)
-            self._depth += 1
-            taken = None
+            self._is_called = True
             try:
-                if before is not None:
-                    try:
-                        taken = before(*arguments, **settings)
-                    except Exception as error:
-                        self._fail(error)
+                watching = _begin(watch, arguments, settings)
+                self._go_on(watching, None)
                 start = time.perf_counter()
                 result = original(*arguments, **settings)
                 self._seconds = time.perf_counter() - start
-                if after is not None:
-                    try:
-                        after(result if taken is None else taken, *arguments, **settings)
-                    except Exception as error:
-                        self._fail(error)
+                self._go_on(watching, result)
             finally:
-                self._depth -= 1
+                self._is_called = False
             return result
 
         return call
 
-    def _fail(self, error: Exception) -> None:
-        """Have an error of ours end the recording, and nothing else."""
-        self.give_up(f"{type(error).__name__}: {error}")
-
-    def give_up(self, reason: str) -> None:
-        """End the recording for a reason, which is logged and written. Serving goes on."""
-        if self.is_recording:
-            logger.warning("sparksched: the recording has ended, serving goes on: %s", reason)
-            self._writer.end(reason)
-
-    def close(self) -> bool:
-        """End the recording, and wait a little until all of it is in the file.
-
-        Returns whether it is. The first call waits, for two seconds at most, and no other does.
-        """
-        self._writer.end("the engine was shut down")
-        return self._writer.join()
-
-    def _now(self) -> float:
-        return round(time.perf_counter() - self._start, 6)
+    def _go_on(self, watching: Watch, result: Any) -> None:
+        """Have an error of ours, or a request without words, end the recording and nothing else."""
+        try:
+            watching.send(result)
+        except StopIteration:
+            pass
+        except UnrecordableError as error:
+            self.writer.give_up(str(error))
+        except Exception as error:
+            self.writer.give_up(f"{type(error).__name__}: {error}")
 
     # ---- requests ----
 
-    def _before_add_request(self, request: "Request") -> None:
+    def _add_request(self, request: "Request") -> Watch:
         # Before the scheduler: it may refuse the id, and then the engine ends.
-        if not self.is_recording:
+        if not self.writer.is_open:
             return
-        try:
-            arrival = _arrival(request, self._now())
-        except UnrecordableError as error:
-            self.give_up(f"request {request.request_id} can't be recorded: {error}")
-            return
+        arrival = _arrival(request, self._now())
         adapter = "" if request.lora_request is None else request.lora_request.lora_name
-        prompt, salt = request.prompt_token_ids, request.cache_salt or ""
-        arguments = arrival, _ends(request), prompt, adapter, salt
-        self._note(self._maker.arrive, *arguments, num_items=len(prompt))
+        root = f"{adapter}\0{request.cache_salt or ''}"
+        params, prompt = request.sampling_params, request.prompt_token_ids
+        self._note(self._tokens.arrive, arrival, params, prompt, root)
         structured = request.structured_output_request
         if structured is not None:
             compiling = structured._grammar
@@ -250,11 +177,10 @@ class Recorder:
                 # It may be done while the scheduler looks, and then one of the two would see it.
                 structured._grammar = _NOT_YET
             self._compiling.append((request.request_id, structured, compiling))
+        yield
 
-    def _before_schedule(self, *_arguments: Any, **_settings: Any) -> None:
+    def _let_grammars_be_seen(self) -> None:
         """Let the scheduler see the grammars that are compiled, from this step on."""
-        if not self._compiling:
-            return
         waiting, self._compiling = self._compiling, []
         for request_id, structured, compiling in waiting:
             if structured._grammar is _NOT_YET and compiling.done():
@@ -263,72 +189,66 @@ class Recorder:
                 self._compiling.append((request_id, structured, compiling))
             else:
                 is_compiled = not isinstance(structured.grammar, Exception)
-                self._note(self._maker.ready, request_id, is_compiled)
+                self._note(self._append, Ready(request_id, is_compiled))
 
-    def _after_finish_requests(
-        self, _: object, request_ids: str | Iterable[str] | None, finished_status: "RequestStatus"
-    ) -> None:
+    def _finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: "RequestStatus"
+    ) -> Watch:
+        yield
         if isinstance(request_ids, str):
             request_ids = [request_ids]
         # The order in which the scheduler goes through them: that of the same set.
         ids = None if request_ids is None else list(set(request_ids))
-        finish: Any = Finish(self._now(), None, finished_status.name)
-        self._note(self._maker.finish, finish, ids, num_items=len(ids or ()))
+        status: Any = finished_status.name
+        self._note(self._tokens.finish, Finish(self._now(), ids, status))
 
     # ---- steps ----
 
-    def _after_schedule(
-        self, output: "SchedulerOutput", throttle_prefills: bool = False, *_knobs: Any
-    ) -> None:
-        """Copy a step before anybody else changes it."""
-        if not self.is_recording:
+    def _schedule(self, throttle_prefills: bool = False, *_knobs: Any) -> Watch:
+        if self._compiling:
+            self._let_grammars_be_seen()
+        output: SchedulerOutput = yield
+        if not self.writer.is_open:
             return
-        decision = decision_of(output)
-        chosen: StepKnobs | None = getattr(self._scheduler(), "chosen_knobs", None)
-        knobs = Knobs(**chosen._asdict()) if chosen else _KNOBS[throttle_prefills]
-        step = Step(self._num_steps, self._now(), round(self._seconds * 1e6, 1), knobs)
-        num_items = _NUM_LISTS * len(decision.ids) + len(bytes(decision.new_block_ids))
-        if decision.new:
-            num_items += sum(len(group) for *_, groups in decision.new for group in groups)
-        self._note(self._maker.step, step, decision, num_items=num_items)
-        self._in_flight[id(output)] = (output, self._num_steps, decision)
+        knobs: StepKnobs | None = getattr(self._scheduler(), "chosen_knobs", None)
+        duration_us = round(self._seconds * 1e6, 1)
+        step = Step(self._num_steps, self._now(), duration_us, throttle_prefills, knobs)
+        # Before anybody else changes it.
+        self._last_ids = decide(step, output, self._last_ids)
+        self._note(self._tokens.step, step)
+        self._in_flight[id(output)] = (output, step)
         self._num_steps += 1
         while len(self._in_flight) > _MAX_IN_FLIGHT:
             # The engine has dropped it: its output will never arrive.
             del self._in_flight[next(iter(self._in_flight))]
 
-    def _before_update_from_output(
+    def _update_from_output(
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
-    ) -> tuple[Update, list[int]] | None:
-        """Copy a step's output before the scheduler, which shortens its lists."""
+    ) -> Watch:
         self._rejected = []
         in_flight = self._in_flight.pop(id(scheduler_output), None)
-        if in_flight is None or not self.is_recording:
-            return None
-        _, sequence, before = in_flight
+        if in_flight is None or not self.writer.is_open:
+            return
+        step = in_flight[1]
+        # Before the scheduler, which shortens its lists.
         ids = list(scheduler_output.num_scheduled_tokens)
-        counts = list(scheduler_output.num_scheduled_tokens.values())
-        drafts = num_drafts_of(scheduler_output)
+        update = Update(step.sequence, 0.0)
+        if num_tokens_of(scheduler_output) != step.num_tokens:
+            update.num_tokens = list(scheduler_output.num_scheduled_tokens.values())
+        if (drafts := num_drafts_of(scheduler_output)) != step.num_drafts:
+            update.num_drafts = drafts or [0] * len(ids)
         rows = _rows(ids, model_runner_output)
         lengths = list(map(len, rows))
-        pooled = model_runner_output.pooler_output
-        row_of = model_runner_output.req_id_to_index
-        update = Update(
-            sequence,
-            0.0,
-            num_sampled=None if rows and lengths.count(1) == len(lengths) else lengths,
-            pooled=[pooled[row_of[it]] is not None for it in ids] if pooled else None,
-            num_tokens=None if counts == before.counts else counts,
-            num_drafts=None if drafts == before.num_drafts else drafts or [0] * len(ids),
-        )
-        return update, list(chain.from_iterable(rows))
-
-    def _after_update_from_output(self, taken: Any, *_arguments: Any) -> None:
-        if isinstance(taken, tuple):
-            update, tokens = taken
-            update.time, update.duration_us = self._now(), round(self._seconds * 1e6, 1)
-            num_items = _NUM_LISTS * len(update.num_sampled or ()) + len(tokens)
-            self._note(self._maker.update, update, tokens, self._rejected, num_items=num_items)
+        if not rows or lengths.count(1) != len(lengths):
+            update.num_sampled = lengths
+        if pooled := model_runner_output.pooler_output:
+            row_of = model_runner_output.req_id_to_index
+            update.pooled = [pooled[row_of[it]] is not None for it in ids]
+        tokens = list(chain.from_iterable(rows))
+        yield
+        update.time, update.duration_us = self._now(), round(self._seconds * 1e6, 1)
+        update.rejected = self._rejected
+        self._note(self._tokens.update, update, tokens)
 
     def _accept_tokens(self, original: Call, request: Any, token_ids: list[int]) -> bool:
         accepted = bool(original(request, token_ids))
@@ -338,52 +258,50 @@ class Recorder:
 
     # ---- draft tokens ----
 
-    def _before_update_draft_token_ids(
-        self, drafts: "DraftTokenIds", *output: "SchedulerOutput"
-    ) -> Drafts | None:
-        """Copy drafts before the scheduler, which shortens their lists."""
-        self._valid = []
+    def _update_draft_token_ids(self, drafts: "DraftTokenIds", *output: "SchedulerOutput") -> Watch:
+        self._valid = {}
         in_flight = self._in_flight.get(id(output[0])) if output else None
         if output and in_flight is None:
-            return None
+            return
+        # Before the scheduler, which shortens their lists.
         rows = drafts.draft_token_ids
-        return Drafts(
-            sequence=None if in_flight is None else in_flight[1],
-            num_drafts=list(map(len, rows)),
-            num_padding=[row.count(-1) for row in rows],
-        )
+        num_drafts, num_padding = list(map(len, rows)), [row.count(-1) for row in rows]
+        yield
+        sequence = None if in_flight is None else in_flight[1].sequence
+        valid, self._valid = self._valid, {}
+        noted = Drafts(sequence, list(drafts.req_ids), num_drafts, num_padding, valid)
+        self._note(self._append, noted)
 
-    def _after_update_draft_token_ids(
-        self, taken: Drafts | None, drafts: "DraftTokenIds", *_output: "SchedulerOutput"
-    ) -> None:
-        if taken is not None:
-            ids = list(drafts.req_ids)
-            num_items = _NUM_LISTS * len(ids)
-            self._note(self._maker.drafts, taken, ids, self._valid, num_items=num_items)
-
-    _before_update_draft_token_ids_in_output = _before_update_draft_token_ids
-    _after_update_draft_token_ids_in_output = _after_update_draft_token_ids
+    _update_draft_token_ids_in_output = _update_draft_token_ids
 
     def _validate_tokens(self, original: Call, request: Any, token_ids: list[int]) -> list[int]:
         valid: list[int] = original(request, token_ids)
         if request.use_structured_output:
-            self._valid.append((request.request_id, len(valid)))
+            self._valid[request.request_id] = len(valid)
         return valid
 
     # ---- the rest ----
 
-    def _before_reset_prefix_cache(
+    def _reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> None:
-        ids = [it.request_id for it in self._scheduler().running] if reset_running_requests else []
-        reset = Reset(self._now(), reset_running_requests)
-        self._note(self._maker.reset, reset, ids, num_items=len(ids))
+    ) -> Watch:
+        scheduler: Any = self._scheduler()
+        ids = [it.request_id for it in scheduler.running] if reset_running_requests else []
+        self._note(self._tokens.reset, Reset(self._now(), reset_running_requests), ids)
+        yield
 
-    def _before_set_pause_state(self, pause_state: Any) -> None:
+    def _set_pause_state(self, pause_state: Any) -> Watch:
         self._note(self._append, Pause(self._now(), int(pause_state)))
+        yield
 
-    def _before_shutdown(self) -> None:
+    def _shutdown(self) -> Watch:
         self.close()
+        yield
+
+
+def _begin(watch: Callable[..., Watch], arguments: Any, settings: Any) -> Watch:
+    """Have arguments that nobody knows be an error of the watch, not of the call."""
+    yield from watch(*arguments, **settings)
 
 
 def _arrival(request: "Request", now: float) -> Arrive:
@@ -393,12 +311,16 @@ def _arrival(request: "Request", now: float) -> Arrive:
         UnrecordableError: if a trace has no words for the request.
 
     """
-    if request.mm_features:
-        raise UnrecordableError("it has images or the like")
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        raise UnrecordableError("its prompt has embeddings")
-    if request.resumable or request.streaming_queue is not None:
-        raise UnrecordableError("it is a session, whose input goes on")
+    without_words = {
+        "it has images or the like": bool(request.mm_features),
+        "its prompt has embeddings": request.prompt_token_ids is None
+        or request.prompt_embeds is not None,
+        "it is a session, whose input goes on": request.resumable
+        or request.streaming_queue is not None,
+    }
+    for reason, applies in without_words.items():
+        if applies:
+            raise UnrecordableError(f"request {request.request_id} can't be recorded: {reason}")
     return Arrive(
         time=now,
         request_id=request.request_id,
@@ -412,20 +334,6 @@ def _arrival(request: "Request", now: float) -> Arrive:
         lora_id=0 if request.lora_request is None else request.lora_request.lora_int_id,
         skips_cache=bool(request.skip_reading_prefix_cache),
     )
-
-
-def _ends(request: "Request") -> Ends:
-    params = request.sampling_params
-    if params is None:
-        return Ends(frozenset(), None, 0)
-    tokens = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
-    repetition = params.repetition_detection
-    patterns = repetition and (
-        repetition.max_pattern_size,
-        repetition.min_pattern_size,
-        repetition.min_count,
-    )
-    return Ends(frozenset(tokens), patterns, params.min_tokens)
 
 
 def _rows(ids: list[str], output: "ModelRunnerOutput") -> list[list[int]]:

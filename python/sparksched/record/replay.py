@@ -11,19 +11,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from sparksched.compat.pacing import StepKnobs, schedule_with
+from sparksched.compat.pacing import schedule_with
 from sparksched.engine.scheduler import NativeScheduler
-from sparksched.record.build import Grammars, RequestBuilder, build_scheduler
+from sparksched.record.build import Grammars, build_request, build_scheduler
 from sparksched.record.decisions import Mismatch, first_mismatch
 from sparksched.record.events import (
-    UNKNOWN,
     Arrive,
     Drafts,
     Event,
@@ -36,8 +35,91 @@ from sparksched.record.events import (
     TraceError,
     Update,
 )
-from sparksched.record.keys import StandIns
+from sparksched.record.keys import STOP, StandIns
 from sparksched.record.load import Load
+from sparksched.verify.copies import block_hasher_of_vllm
+
+
+class Live:
+    """A request, with what the model and the compiler of grammars have to say of it."""
+
+    def __init__(self, number: int, request: Request, tokens: StandIns) -> None:
+        self.number = number
+        self.num_prompt_tokens = int(request.num_prompt_tokens)
+        self.num_output_tokens = 0
+        self._tokens = tokens
+        self._grammar: Future[object] = Future()
+        if request.structured_output_request is not None:
+            request.structured_output_request.grammar = self._grammar
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    def compile(self, succeeds: bool) -> None:
+        """Have the grammar ready, or failed."""
+        if self._grammar.done():
+            return
+        if succeeds:
+            self._grammar.set_result(object())
+        else:
+            self._grammar.set_exception(ValueError("the grammar does not compile"))
+
+    def sampled(self, count: int, stop: int | None) -> list[int]:
+        """Return what stands for the next tokens, that which ends the request among them."""
+        tokens = self._tokens.between(self.num_tokens, self.num_tokens + count)
+        if stop is not None:
+            tokens[stop : stop + 1] = [STOP]
+        return tokens
+
+
+class Player:
+    """Gives a scheduler requests of a trace, and outputs of its steps."""
+
+    def __init__(self, name: str, settings: Settings, load: Load) -> None:
+        self.scheduler: Any = build_scheduler(name, settings)
+        self.grammars: Grammars = self.scheduler.structured_output_manager
+        self.live: dict[str, Live] = {}
+        """The latest request of each id."""
+        self.update_us: list[float] = []
+        self.load = load
+        self._hasher = block_hasher_of_vllm(self.scheduler.vllm_config, settings.hash_block_size)
+
+    def add(self, number: int, arrival: Arrive) -> None:
+        """Add the request of that number, which arrives like this."""
+        tokens = self.load.tokens(number)
+        prompt = tokens.between(0, arrival.num_prompt_tokens)
+        request = build_request(arrival, prompt, self._hasher)
+        self.live[arrival.request_id] = Live(number, request, tokens)
+        self.scheduler.add_request(request)
+
+    def update(self, output: SchedulerOutput, update: Update) -> Sequence[EngineCoreOutputs]:
+        """Give a step its output; return what the clients get."""
+        ids = list(output.num_scheduled_tokens)
+        counts = [1] * len(ids) if update.num_sampled is None else update.num_sampled
+        rows = [
+            self.live[request_id].sampled(count, update.stops.get(row))
+            for row, (request_id, count) in enumerate(zip(ids, counts, strict=False))
+        ]
+        pooled = None
+        if update.pooled is not None:
+            pooled = [torch.zeros(1) if is_there else None for is_there in update.pooled]
+        runner_output = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: row for row, request_id in enumerate(ids)},
+            sampled_token_ids=rows,
+            pooler_output=pooled,
+        )
+        start = time.perf_counter()
+        outputs = self.scheduler.update_from_output(output, runner_output)
+        self.update_us.append((time.perf_counter() - start) * 1e6)
+        return list(outputs.values())
+
+    def count(self, outputs: EngineCoreOutputs) -> None:
+        """Take note of the tokens that requests got."""
+        for it in outputs.outputs:
+            self.live[it.request_id].num_output_tokens += len(it.new_token_ids)
 
 
 @dataclass
@@ -52,26 +134,15 @@ class Outcome:
     update_us: list[float] = field(default_factory=list)
 
 
-class Replay:
+class Replay(Player):
     """One scheduler on its way through a trace."""
 
-    def __init__(self, name: str, settings: Settings, load: Load) -> None:
-        self.outcome = Outcome(name)
-        self._load = load
-        self._scheduler: Any = build_scheduler(name, settings)
-        self._grammars: Grammars = self._scheduler.structured_output_manager
-        self._builder = RequestBuilder(settings, load)
+    def __init__(self, name: str, load: Load) -> None:
+        super().__init__(name, load.trace.settings, load)
+        self.outcome = Outcome(name, update_us=self.update_us)
         self._num_arrivals = 0
         self._ids: list[str] = []
-        self._number_of: dict[str, int] = {}
-        self._live: dict[int, _Live] = {}
-        self._numbers: list[int] = []
-        self._in_flight: dict[int, tuple[SchedulerOutput, list[int]]] = {}
-
-    @property
-    def is_over(self) -> bool:
-        """Whether what it decides is of no interest any more."""
-        return self.outcome.mismatch is not None
+        self._in_flight: dict[int, SchedulerOutput] = {}
 
     def play(self, event: Event) -> None:
         """Do what was done then; compare, if it is a step. An error is a mismatch, too."""
@@ -85,36 +156,27 @@ class Replay:
             step = self.outcome.num_steps
             self.outcome.mismatch = Mismatch(step, f"error ({call})", "none", repr(error))
 
-    def shutdown(self) -> None:
-        """Give back what the scheduler holds."""
-        self._scheduler.shutdown()
-
     # ---- requests ----
 
     def _arrive(self, event: Arrive) -> None:
-        number, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
-        request = self._builder.build(number)
-        self._live[number] = _Live(request, event.num_prompt_tokens, self._load.tokens(number))
-        self._ids.append(event.request_id)
-        self._number_of[event.request_id] = number
-        self._scheduler.add_request(request)
+        self.add(self._num_arrivals, event)
+        self._num_arrivals += 1
 
     def _ready(self, event: Ready) -> None:
-        self._live[event.number].compile(event.is_compiled)
+        self.live[event.request_id].compile(event.is_compiled)
 
     def _finish(self, event: Finish) -> None:
         # One by one: a set of them might have another order here.
-        everybody = [None] if event.numbers is None else map(self._ids.__getitem__, event.numbers)
-        for request_id in everybody:
-            self._scheduler.finish_requests(request_id, RequestStatus[event.status])
+        for request_id in [None] if event.ids is None else event.ids:
+            self.scheduler.finish_requests(request_id, RequestStatus[event.status])
 
     def _reset(self, event: Reset) -> None:
         # As then: the engine tells who asked for it, and goes on.
         with contextlib.suppress(RuntimeError):
-            self._scheduler.reset_prefix_cache(event.reset_running_requests)
+            self.scheduler.reset_prefix_cache(event.reset_running_requests)
 
     def _pause(self, event: Pause) -> None:
-        self._scheduler.set_pause_state(PauseState(event.state))
+        self.scheduler.set_pause_state(PauseState(event.state))
 
     # ---- steps ----
 
@@ -122,122 +184,63 @@ class Replay:
         start = time.perf_counter()
         output = self._decide(event)
         self.outcome.schedule_us.append((time.perf_counter() - start) * 1e6)
-        if event.numbers is not None:
-            self._numbers = event.numbers
-        self.outcome.mismatch = first_mismatch(event, self._numbers, self._ids, output)
+        self.outcome.mismatch = first_mismatch(event, output, self._ids)
         if self.outcome.mismatch is None:
+            self._ids = list(output.num_scheduled_tokens)
             self.outcome.num_steps += 1
-            self._in_flight[event.sequence] = (output, self._numbers)
+            self._in_flight[event.sequence] = output
 
     def _decide(self, event: Step) -> SchedulerOutput:
-        if event.knobs.max_num_scheduled_tokens is None:
-            return self._scheduler.schedule(event.knobs.throttle_prefills)
-        knobs = StepKnobs(**msgspec.structs.asdict(event.knobs))
-        if isinstance(self._scheduler, NativeScheduler):
-            return self._scheduler.schedule(knobs.throttle_prefills, knobs.for_ours())
-        return schedule_with(self._scheduler, knobs)
+        knobs = event.knobs
+        if knobs is None:
+            return self.scheduler.schedule(event.throttle_prefills)
+        if isinstance(self.scheduler, NativeScheduler):
+            return self.scheduler.schedule(knobs.throttle_prefills, knobs.for_ours())
+        return schedule_with(self.scheduler, knobs)
 
     def _update(self, event: Update) -> None:
-        in_flight = self._in_flight.pop(event.sequence, None)
-        if in_flight is None:
+        output = self._in_flight.pop(event.sequence, None)
+        if output is None:
             return
-        output, numbers = in_flight
-        self._apply_changes(event, output)
-        self._grammars.rejected = {self._ids[number] for number in event.rejected}
-        runner_output = self._runner_output(event, output, numbers)
-        start = time.perf_counter()
-        outputs = self._scheduler.update_from_output(output, runner_output)
-        self.outcome.update_us.append((time.perf_counter() - start) * 1e6)
-        for client_outputs in outputs.values():
-            for it in client_outputs.outputs:
-                live = self._live[self._number_of[it.request_id]]
-                live.num_output_tokens += len(it.new_token_ids)
-
-    def _apply_changes(self, event: Update, output: SchedulerOutput) -> None:
-        """Change a step as the model runner, which had it in its hands, did then."""
-        ids = list(output.num_scheduled_tokens)
-        if event.num_tokens is not None:
-            output.num_scheduled_tokens.update(zip(ids, event.num_tokens, strict=True))
-        if event.num_drafts is not None:
-            drafts = output.scheduled_spec_decode_tokens
-            for request_id, count in zip(ids, event.num_drafts, strict=True):
-                if not count:
-                    drafts.pop(request_id, None)
-                elif request_id in drafts:
-                    drafts[request_id] = drafts[request_id][:count]
-
-    def _runner_output(
-        self, event: Update, output: SchedulerOutput, numbers: list[int]
-    ) -> ModelRunnerOutput:
-        ids = list(output.num_scheduled_tokens)
-        counts = [1] * len(ids) if event.num_sampled is None else event.num_sampled
-        rows = [
-            self._live[number].next_tokens(count)
-            for number, count in zip(numbers, counts, strict=False)
-        ]
-        pooled = None
-        if event.pooled is not None:
-            pooled = [torch.zeros(1) if is_there else None for is_there in event.pooled]
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: row for row, request_id in enumerate(ids)},
-            sampled_token_ids=rows,
-            pooler_output=pooled,
-        )
+        _apply_changes(event, output)
+        self.grammars.rejected = event.rejected
+        for outputs in self.update(output, event):
+            self.count(outputs)
 
     def _drafts(self, event: Drafts) -> None:
         rows = [
             [0] * (count - num_padding) + [-1] * num_padding
             for count, num_padding in zip(event.num_drafts, event.num_padding, strict=True)
         ]
-        ids = [
-            "a request that is not there" if number == UNKNOWN else self._ids[number]
-            for number in event.numbers
-        ]
-        self._grammars.num_valid = {self._ids[it]: count for it, count in event.num_valid}
-        drafts = DraftTokenIds(ids, rows)
+        self.grammars.num_valid = event.num_valid
+        drafts = DraftTokenIds(event.ids, rows)
         if event.sequence is None:
-            self._scheduler.update_draft_token_ids(drafts)
-        elif event.sequence in self._in_flight:
-            self._scheduler.update_draft_token_ids_in_output(
-                drafts, self._in_flight[event.sequence][0]
-            )
+            self.scheduler.update_draft_token_ids(drafts)
+        elif output := self._in_flight.get(event.sequence):
+            self.scheduler.update_draft_token_ids_in_output(drafts, output)
 
 
-class _Live:
-    """A request, with what the model and the compiler of grammars have to say of it."""
-
-    def __init__(self, request: Request, num_prompt_tokens: int, stand_ins: StandIns) -> None:
-        self.num_output_tokens = 0
-        self._num_prompt_tokens = num_prompt_tokens
-        self._stand_ins = stand_ins
-        self._grammar: Future[object] | None = None
-        if request.structured_output_request is not None:
-            self._grammar = Future()
-            request.structured_output_request.grammar = self._grammar
-
-    def compile(self, succeeds: bool) -> None:
-        """Have the grammar ready, or failed."""
-        if self._grammar is None or self._grammar.done():
-            return
-        if succeeds:
-            self._grammar.set_result(object())
-        else:
-            self._grammar.set_exception(ValueError("the grammar does not compile"))
-
-    def next_tokens(self, count: int) -> list[int]:
-        """Return what stands for the next tokens that are sampled."""
-        begin = self._num_prompt_tokens + self.num_output_tokens
-        return self._stand_ins.between(begin, begin + count)
+def _apply_changes(event: Update, output: SchedulerOutput) -> None:
+    """Change a step as the model runner, which had it in its hands, did then."""
+    ids = list(output.num_scheduled_tokens)
+    if event.num_tokens is not None:
+        output.num_scheduled_tokens.update(zip(ids, event.num_tokens, strict=True))
+    if event.num_drafts is not None:
+        drafts = output.scheduled_spec_decode_tokens
+        for request_id, count in zip(ids, event.num_drafts, strict=True):
+            if not count:
+                drafts.pop(request_id, None)
+            elif request_id in drafts:
+                drafts[request_id] = drafts[request_id][:count]
 
 
 def replay(load: Load, schedulers: Sequence[str]) -> list[Outcome]:
     """Replay on each scheduler, side by side: both meet the same state of the machine."""
-    replays = [Replay(name, load.trace.settings, load) for name in schedulers]
+    replays = [Replay(name, load) for name in schedulers]
     for event in load.trace.events():
         for it in replays:
-            if not it.is_over:
+            if it.outcome.mismatch is None:
                 it.play(event)
     for it in replays:
-        it.shutdown()
+        it.scheduler.shutdown()
     return [it.outcome for it in replays]

@@ -47,33 +47,26 @@ def note_progress(num_steps: int) -> None:
         summarise(num_steps)
 
 
-def report(found: str, verification: environment.Verification) -> None:
-    """Log a difference; raise an error if the engine is to stop.
+def report(found: str | Exception, verification: environment.Verification) -> None:
+    """Log a difference, or an error that is of neither scheduler; raise one if the engine stops.
 
     Raises:
-        SchedulersDifferError: if `verification` is "stop".
-
-    """
-    logger.error("sparksched: %s; %s.", found, _GOING_ON[verification])
-    if verification == "stop":
-        raise SchedulersDifferError(
-            f"{found} ({environment.VERIFY}=stop ends the engine at the first difference)"
-        )
-
-
-def report_failure(error: Exception, verification: environment.Verification) -> None:
-    """Log an error that is of neither scheduler; raise one if the engine is to stop.
-
-    Raises:
-        VerificationFailedError: if `verification` is "stop".
+        SchedulersDifferError: for a difference, if `verification` is "stop".
+        VerificationFailedError: for an error, if `verification` is "stop".
 
     """
     going_on = _GOING_ON[verification]
-    logger.error("sparksched: verification has failed: %s.", going_on, exc_info=error)
-    if verification == "stop":
-        raise VerificationFailedError(
-            f"{type(error).__name__} in verification ({environment.VERIFY}=stop ends the engine)"
-        ) from error
+    if isinstance(found, Exception):
+        logger.error("sparksched: verification has failed: %s.", going_on, exc_info=found)
+    else:
+        logger.error("sparksched: %s; %s.", found, going_on)
+    if verification == "1":
+        return
+    ends = f"{environment.VERIFY}=stop ends the engine"
+    if isinstance(found, Exception):
+        error = f"{type(found).__name__} in verification ({ends})"
+        raise VerificationFailedError(error) from found
+    raise SchedulersDifferError(f"{found} ({ends} at the first difference)")
 
 
 def describe(difference: Difference, step: int) -> str:

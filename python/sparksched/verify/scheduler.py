@@ -6,18 +6,17 @@ grammars of its own. The engine gets what ours returns.
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import EventBatch
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sparksched import environment
@@ -30,7 +29,7 @@ from sparksched.verify.events import NotedEvents
 from sparksched.verify.grammars import AskedManager
 from sparksched.verify.outcome import Outcome, outcome_of
 from sparksched.verify.outputs import IGNORED_FIELDS, difference_of_outputs
-from sparksched.verify.shadow import CopyError, Shadow, ids_and_clients
+from sparksched.verify.shadow import CopyError, Shadow
 
 Result = TypeVar("Result")
 
@@ -44,15 +43,23 @@ def _difference_of_results(reference: Any, candidate: Any, path: str) -> Differe
 def _difference_of_ended(
     reference: list[Request], candidate: list[Request], path: str
 ) -> Difference | None:
-    return first_difference(ids_and_clients(reference), ids_and_clients(candidate), path)
+    theirs, ours = (
+        [(it.request_id, it.client_index) for it in its] for its in (reference, candidate)
+    )
+    return first_difference(theirs, ours, path)
 
 
-def _asking_both(method: str) -> Any:
-    """Return a method that asks both schedulers what one without arguments asks one."""
+def _asking_both(method: str, compare: _Comparison = _difference_of_results) -> Any:
+    """Return a method that gives both schedulers the same arguments, which neither changes."""
 
-    def ask(self: "VerifyingScheduler") -> Any:
+    def ask(self: "VerifyingScheduler", *arguments: Any, **settings: Any) -> Any:
         ours = getattr(super(VerifyingScheduler, self), method)
-        return self._both(f"{method}()", ours, lambda shadow: getattr(shadow.scheduler, method)())
+        return self._both(
+            f"{method}()",
+            lambda: ours(*arguments, **settings),
+            lambda shadow: getattr(shadow.scheduler, method)(*arguments, **settings),
+            compare,
+        )
 
     return ask
 
@@ -160,20 +167,10 @@ class VerifyingScheduler(NativeScheduler):
 
         self._both(f"block hashes of request {request.request_id!r}", add_ours, add_theirs)
 
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
-        ours = super().finish_requests
-        # Both go through the ids. A set has to stay the one that it is: its order counts.
-        ids = request_ids
-        if ids is not None and not isinstance(ids, str | set | list | tuple):
-            ids = list(ids)
-        return self._both(
-            "finish_requests()",
-            lambda: ours(ids, finished_status),
-            lambda shadow: shadow.scheduler.finish_requests(ids, finished_status),
-            compare=_difference_of_ended,
-        )
+    # Both go through the same set of ids: its order counts.
+    finish_requests = _asking_both("finish_requests", _difference_of_ended)
+    reset_prefix_cache = _asking_both("reset_prefix_cache")
+    set_pause_state = _asking_both("set_pause_state")
 
     # ---- questions ----
 
@@ -224,27 +221,7 @@ class VerifyingScheduler(NativeScheduler):
 
         self._both("update_draft_token_ids_in_output()", update_ours, update_theirs)
 
-    # ---- the cache, pauses, statistics ----
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        ours = super().reset_prefix_cache
-        return self._both(
-            "reset_prefix_cache()",
-            lambda: ours(reset_running_requests, reset_connector),
-            lambda shadow: bool(
-                shadow.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
-            ),
-        )
-
-    def set_pause_state(self, pause_state: PauseState) -> None:
-        ours = super().set_pause_state
-        self._both(
-            "set_pause_state()",
-            lambda: ours(pause_state),
-            lambda shadow: shadow.scheduler.set_pause_state(pause_state),
-        )
+    # ---- the end ----
 
     def shutdown(self) -> None:
         """Stop publishing KV cache events; say what was verified."""
@@ -325,10 +302,7 @@ class VerifyingScheduler(NativeScheduler):
         self._shadow = None
         self._events.forget()
         self.structured_output_manager.forget_answers()
-        if found.error is not None:
-            report.report_failure(found.error, self._verification)
-        elif found.value is not None:
-            report.report(found.value, self._verification)
+        report.report(found.error or str(found.value), self._verification)
 
 
 def _drafts_of(output: SchedulerOutput) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import weakref
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -113,8 +112,3 @@ def _without_publisher(vllm_config: VllmConfig) -> VllmConfig:
     own = copy.copy(vllm_config)
     own.kv_events_config = dataclasses.replace(events_config, publisher="null")
     return own
-
-
-def ids_and_clients(requests: Iterable[Request]) -> list[tuple[str, int]]:
-    """Return what the engine reads of requests that were ended."""
-    return [(request.request_id, request.client_index) for request in requests]

@@ -6,12 +6,11 @@ import dataclasses
 import functools
 import json
 import logging
-import math
 import sys
 from typing import Any, Final
 
 from sparksched.environment import MAX_SLOWDOWN_BOUNDS, MAX_STALL_BOUNDS_MS
-from sparksched.record.events import TraceError
+from sparksched.record.events import MAX_COUNT, TraceError
 
 DESCRIPTION: Final = """\
 Gives a scheduler what a recorded one was given (SPARKSCHED_RECORD), without a GPU and without the
@@ -20,6 +19,15 @@ that would have done. The exit status is 0, or 1 if a decision differs, or 2 if 
 used. Of one that was cut off what is whole is used."""
 
 BOTH: Final = "both"
+
+_NUMBERS: Final[dict[str, tuple[Any, ...]]] = {
+    "--max-num-seqs": (int, 1, MAX_COUNT, "what if"),
+    "--num-gpu-blocks": (int, 1, MAX_COUNT, "what if"),
+    "--max-num-batched-tokens": (int, 1, MAX_COUNT, "what if"),
+    "--max-stall-ms": (float, *MAX_STALL_BOUNDS_MS, "what if, paced"),
+    "--max-slowdown": (float, *MAX_SLOWDOWN_BOUNDS, "what if, paced"),
+}
+"""Options that are numbers: type, least, most, and help."""
 
 
 def add_to(commands: Any) -> None:
@@ -33,35 +41,19 @@ def add_to(commands: Any) -> None:
         choices=("sparksched", "vllm", BOTH),
         help="which one replays; both, and for what-if sparksched, if it isn't said",
     )
-    for name in ("--max-num-seqs", "--num-gpu-blocks", "--max-num-batched-tokens"):
-        parser.add_argument(name, type=_count, metavar="N", help="what if")
     parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="what if")
-    for name, metavar, bounds in (
-        ("--max-stall-ms", "MS", MAX_STALL_BOUNDS_MS),
-        ("--max-slowdown", "TIMES", MAX_SLOWDOWN_BOUNDS),
-    ):
-        parser.add_argument(
-            name, type=functools.partial(_within, *bounds), metavar=metavar, help="what if, paced"
-        )
+    for name, (kind, *bounds, text) in _NUMBERS.items():
+        number = functools.partial(_number, kind, *bounds)
+        parser.add_argument(name, type=number, metavar="N", help=text)
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(run=run)
 
 
-def _count(text: str) -> int:
-    count = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= count < 1 << 24:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 16777215")
-    return count
-
-
-def _within(least: float, most: float, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not least <= number <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
-    return number
+def _number(kind: type[Any], least: float, most: float, text: str) -> Any:
+    with contextlib.suppress(ValueError):
+        if least <= (number := kind(text)) <= most:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -78,16 +70,17 @@ def run(parsed: argparse.Namespace) -> int:
     finally:
         logging.disable(level)
     if parsed.json:
-        print(json.dumps(answer.data(), indent=2))
+        print(json.dumps(answer, indent=2))
     else:
-        answer.show()
-    status: int = answer.status
-    return status
+        from sparksched.commands.replay.show import show
+
+        show(answer)
+    return int(any(it["mismatch"] is not None for it in answer.get("replays", ())))
 
 
-def _answer(parsed: argparse.Namespace) -> Any:
+def _answer(parsed: argparse.Namespace) -> dict[str, Any]:
     # vLLM takes seconds to import.
-    from sparksched.commands.replay import show
+    from sparksched.commands.replay.show import alternatives, comparison
     from sparksched.record.load import Load
     from sparksched.record.replay import replay
     from sparksched.record.what_if import Change, what_if
@@ -98,8 +91,8 @@ def _answer(parsed: argparse.Namespace) -> Any:
     change = Change(**{it.name: getattr(parsed, it.name) for it in dataclasses.fields(Change)})
     if change == Change():
         names = ("sparksched", "vllm") if parsed.scheduler in (None, BOTH) else (parsed.scheduler,)
-        return show.Comparison(load, replay(load, names))
+        return comparison(load, replay(load, names))
     if parsed.scheduler == BOTH:
         raise TraceError("what if is asked of one scheduler: --scheduler sparksched or vllm")
     timelines = what_if(parsed.scheduler or "sparksched", load, change)
-    return show.Alternatives(load, change, *timelines)
+    return alternatives(load, change, *timelines)
