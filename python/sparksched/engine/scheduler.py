@@ -129,7 +129,8 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             config,
             # Functions that don't know this object: the core would keep it alive.
             accept_tokens=token_acceptor(structured_output_manager),
-            validate_tokens=draft_validator(structured_output_manager),
+            # Looked up at each call: a recorder may wrap it.
+            validate_tokens=lambda *it: structured_output_manager.validate_tokens(*it),  # noqa: PLW0108
             next_turn=sessions.next_turn,
             encoder_inputs=self._encoder_inputs,
             extra_keys=self.extra_keys,
@@ -625,15 +626,3 @@ def token_acceptor(manager: StructuredOutputManager) -> Callable[[Request, list[
         return accepted
 
     return accept_tokens
-
-
-def draft_validator(
-    manager: StructuredOutputManager,
-) -> Callable[[Request, list[int]], list[int]]:
-    """Return a function that cuts draft tokens before the first that the grammar rejects."""
-
-    def validate_tokens(request: Request, draft_token_ids: list[int]) -> list[int]:
-        valid: list[int] = manager.validate_tokens(request, draft_token_ids)
-        return valid
-
-    return validate_tokens
