@@ -135,7 +135,7 @@ class Simulation:
             # An engine's warm-up finds that out.
             for size in self._scheduler.pacing()["sizes"]:
                 extra_s = self._step_time(1, size - 1) - self._step_time(1, 0)
-                self._scheduler.learn_pacing_size(size, extra_s)
+                self._scheduler.core.learn_pacing_size(size, extra_s)
         self._now = 0.0
         self._device_free_at = 0.0
         """When the last step in flight ends."""
@@ -194,7 +194,7 @@ class Simulation:
 
     def _tell_time(self) -> None:
         if self._is_paced:
-            self._scheduler.set_pacing_time(self._now)
+            self._scheduler.core.set_pacing_time(self._now)
 
     def _let_arrive(self) -> None:
         if not (self._in_flight or self._scheduler.has_requests()):
