@@ -1,7 +1,7 @@
 """What the Rust encoder of outputs needs of vLLM's encoder: the parts that only Python knows.
 
 vLLM's `MsgpackEncoder` (`vllm/v1/serial_utils.py`) also encodes outputs, and both must make the
-same bytes: tests compare many messages, and vLLM's has a fingerprint.
+same bytes.
 """
 
 from collections.abc import Sequence
