@@ -35,8 +35,8 @@ DECISIONS: Final = seams.NATIVE_ENGINE.code
 SEAMS: Final = tuple(
     target
     for group in seams.GROUPS
-    for target in (*group.code, *(seam.target for seam in group.values))
-    if target.startswith("vllm") and target not in DECISIONS
+    for target in (*group.code, *group.values)
+    if target.startswith("vllm") and target not in (*DECISIONS, seams.VARIABLES)
 )
 """What is replaced, set or called besides."""
 BENCHMARKS: Final = (
@@ -49,7 +49,6 @@ BENCHMARKS: Final = (
 )
 """What fills a model without weights and spreads its tokens, and what sends requests."""
 
-_VARIABLES: Final = "vllm.envs:environment_variables"
 _PINS: Final = ("requirements/common.txt", "requirements/cuda.txt")
 _WORD: Final = re.compile(r"[A-Za-z_]\w{3,}")
 
@@ -240,7 +239,7 @@ def _differences(before: Mapping[str, str], after: Mapping[str, str]) -> Iterato
 def _variables(sources: Sources) -> dict[str, str]:
     """Return how vLLM reads each environment variable, default included."""
     try:
-        (statement,) = sources.find(_VARIABLES)
+        (statement,) = sources.find(seams.VARIABLES)
     except MissingError:
         return {}
     table = getattr(statement, "value", None)

@@ -33,7 +33,7 @@ def listed(group: Group) -> list[str]:
         gain = f" (gain: {seam.gain})" if seam.gain else ""
         rows.append(f"- `{dotted(seam.target)}`: {seam.purpose}{gain}")
     if group.values:
-        names = ", ".join(f"`{dotted(seam.target)}`" for seam in group.values)
+        names = ", ".join(f"`{dotted(target)}`" for target in group.values)
         rows.append(f"- Sets {names}")
     return rows
 

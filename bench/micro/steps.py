@@ -103,7 +103,7 @@ class Engine:
         self.message_times: list[int] = []
         self._frames = _message_writer(self.scheduler)
         if isinstance(self.scheduler, NativeScheduler) and side != UNCOUNTED:
-            self.scheduler.report_to(EngineMeters(0))
+            EngineMeters(0).time_steps(self.scheduler.core)
         if side == FAIR:
             self.scheduler.order_by(Order("fair", {}, 0.0))
 
@@ -171,7 +171,7 @@ def _message_writer(scheduler: SchedulerInterface) -> Callable[[Any], Any]:
     if not isinstance(scheduler, NativeScheduler):
         return MsgpackEncoder().encode
     # As in an engine that has rings: what is left to do is the end of the message.
-    scheduler.encode_outputs_for(0)
+    scheduler.core.encode_outputs_for(0)
     return StepOutputs.frames
 
 

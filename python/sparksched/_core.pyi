@@ -334,7 +334,9 @@ class SchedulerCore:
         It is the very list if the request has no grammar.
         """
 
-    def encode_outputs_for(self, client_index: int) -> None: ...
+    def encode_outputs_for(self, client_index: int) -> None:
+        """Have `update_from_output` return `StepOutputs` for a client's requests from now on."""
+
     def finish_requests(self, request_ids: Iterable[str] | None, status: Any) -> list[Any]:
         """End requests with a finished `RequestStatus`, in this order; return the `Request`s."""
 
@@ -363,7 +365,9 @@ class SchedulerCore:
     def kv_cache_usage(self) -> float:
         """Return the share of blocks in use, 0 to 1."""
 
-    def num_used_blocks(self) -> int: ...
+    def num_used_blocks(self) -> int:
+        """Count the blocks in use, without the null block."""
+
     def pause_state(self) -> int:
         """Return the value of `PauseState`."""
 

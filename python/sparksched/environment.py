@@ -26,26 +26,10 @@ WEIGHTS = "SPARKSCHED_WEIGHTS"
 DEFAULT_TTFT_S = "SPARKSCHED_DEFAULT_TTFT_S"
 AGING_S = "SPARKSCHED_AGING_S"
 
-VARIABLES: Final = (
-    SCHEDULER,
-    STRICT,
-    TRANSPORT,
-    RING_MIB,
-    STUCK_AFTER_S,
-    QUEUE_TIMEOUT_S,
-    FRONT_END,
-    VERIFY,
-    RECORD,
-    METRICS,
-    MAX_STALL_MS,
-    MAX_SLOWDOWN,
-    PACING_LOG,
-    ORDER,
-    WEIGHTS,
-    DEFAULT_TTFT_S,
-    AGING_S,
+VARIABLES: Final[tuple[str, ...]] = tuple(
+    it for name, it in list(globals().items()) if name.isupper()
 )
-"""The names of all of them."""
+"""The names of all of them: the constants above."""
 
 Transport = Literal["auto", "shm", "zmq", "libzmq"]
 OrderKind = Literal["fair", "deadline", "aging"]
@@ -63,14 +47,8 @@ _ORDERS: tuple[OrderKind, ...] = ("fair", "deadline", "aging")
 
 _VERIFICATIONS: Final[tuple[Literal["0"] | Verification, ...]] = ("0", "1", "stop")
 
-_DEFAULT_RING_MIB = 8
 _MAX_RING_MIB = 1024
 
-_DEFAULT_STUCK_AFTER_S = 10.0
-_MIN_STUCK_AFTER_S = 0.1
-_MAX_STUCK_AFTER_S = 3600.0
-
-_MIN_QUEUE_TIMEOUT_S = 0.1
 MAX_QUEUE_TIMEOUT_S = 86_400.0
 
 DEFAULT_MAX_STALL_MS = 200.0
@@ -78,15 +56,11 @@ MAX_STALL_BOUNDS_MS = (1.0, 60_000.0)
 DEFAULT_MAX_SLOWDOWN = 2.5
 MAX_SLOWDOWN_BOUNDS = (1.0, 100.0)
 
-_DEFAULT_ORDER_S = 10.0
-_ORDER_BOUNDS_S = (0.001, 86_400.0)
 _WEIGHT_BOUNDS = (0.01, 1000.0)
 
 DEFAULT_RECORD_BYTES = 256 << 20
 _MIN_RECORD_BYTES = 1 << 16
 _MAX_RECORD_BYTES = 1 << 40
-
-_SWITCH_VALUES = {"0": False, "1": True}
 
 
 class Pacing(NamedTuple):
@@ -112,7 +86,7 @@ def is_selected() -> bool:
 
 def is_strict() -> bool:
     """Whether `SPARKSCHED_STRICT` turns the fallback to vLLM's own scheduler into an error."""
-    return _switch(STRICT, default="0")
+    return _choice(STRICT, "value", ("0", "1"), "0") == "1"
 
 
 def transport() -> Transport:
@@ -133,12 +107,12 @@ def verification() -> Verification | None:
 
 def shows_metrics() -> bool:
     """Whether `/metrics` has sparksched's own series, too: `SPARKSCHED_METRICS`."""
-    return _switch(METRICS, default="1")
+    return _choice(METRICS, "value", ("0", "1"), "1") == "1"
 
 
 def ring_bytes() -> int:
     """Bytes of each ring: `SPARKSCHED_RING_MIB`, rounded up to a power of two."""
-    value = os.environ.get(RING_MIB) or str(_DEFAULT_RING_MIB)
+    value = os.environ.get(RING_MIB) or "8"
     mib = int(value) if value.isascii() and value.isdigit() else 0
     if not 1 <= mib <= _MAX_RING_MIB:
         raise ValueError(f"{RING_MIB}={value!r} is not a whole number from 1 to {_MAX_RING_MIB}")
@@ -150,19 +124,14 @@ def stuck_after_s() -> float:
 
     A full ring gives an error then.
     """
-    return _number(
-        STUCK_AFTER_S,
-        "a number of seconds",
-        _DEFAULT_STUCK_AFTER_S,
-        (_MIN_STUCK_AFTER_S, _MAX_STUCK_AFTER_S),
-    )
+    return _number(STUCK_AFTER_S, "a number of seconds", 10.0, (0.1, 3600.0))
 
 
 def queue_timeout_s() -> float | None:
     """Seconds that a request may wait to be scheduled for the first time; None for ever."""
     if not os.environ.get(QUEUE_TIMEOUT_S):
         return None
-    bounds = (_MIN_QUEUE_TIMEOUT_S, MAX_QUEUE_TIMEOUT_S)
+    bounds = (0.1, MAX_QUEUE_TIMEOUT_S)
     return _number(QUEUE_TIMEOUT_S, "a number of seconds", MAX_QUEUE_TIMEOUT_S, bounds)
 
 
@@ -180,7 +149,9 @@ def pacing() -> Pacing | None:
     max_slowdown = _number(
         MAX_SLOWDOWN, "a number of times", DEFAULT_MAX_SLOWDOWN, MAX_SLOWDOWN_BOUNDS
     )
-    log = _new_file(PACING_LOG)
+    log = os.environ.get(PACING_LOG) or None
+    if log is not None:
+        _refuse_no_new_file(PACING_LOG, log, log)
     if not os.environ.get(MAX_STALL_MS) and not os.environ.get(MAX_SLOWDOWN):
         return None
     return Pacing(max_stall_ms / 1e3, max_slowdown, log)
@@ -205,7 +176,7 @@ def order() -> Order | None:
     """
     weights = _weights()
     seconds = {
-        kind: _number(name, "a number of seconds", _DEFAULT_ORDER_S, _ORDER_BOUNDS_S)
+        kind: _number(name, "a number of seconds", 10.0, (0.001, 86_400.0))
         for kind, name in (("deadline", DEFAULT_TTFT_S), ("aging", AGING_S))
     }
     if not os.environ.get(ORDER):
@@ -278,15 +249,6 @@ def _record_bytes(value: str, number: str) -> int:
     return size
 
 
-def _new_file(name: str) -> str | None:
-    """Return the value of a variable that names a file to be written; None for none."""
-    value = os.environ.get(name)
-    if not value:
-        return None
-    _refuse_no_new_file(name, value, value)
-    return value
-
-
 def _refuse_no_new_file(name: str, value: str, path: str) -> None:
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
@@ -306,16 +268,6 @@ def _number(name: str, what: str, default: float, bounds: tuple[float, float]) -
     if not least <= number <= most:
         raise ValueError(f"{name}={value!r} is not {what} from {least:g} to {most:g}")
     return number
-
-
-def _switch(name: str, default: str) -> bool:
-    value = os.environ.get(name) or default
-    try:
-        return _SWITCH_VALUES[value]
-    except KeyError:
-        raise ValueError(
-            f"{name}={value!r} is not a switch; allowed are {_alternatives(_SWITCH_VALUES)}"
-        ) from None
 
 
 def _choice(name: str, what: str, allowed: Sequence[_Value], default: _Value) -> _Value:

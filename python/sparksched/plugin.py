@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparksched import compat, environment
 from sparksched.compat import patching, seams
+from sparksched.compat.configuration import DIFFUSION
 from sparksched.compat.seams import VARIABLES, Moment
 from sparksched.compat.source import dotted
 
@@ -143,7 +144,7 @@ def _report_other_choice(scheduler_cls: str | type[Any]) -> None:
     """Say that a scheduler class which was asked for by name has won."""
     if isinstance(scheduler_cls, str) and scheduler_cls.startswith(_DIFFUSION_SCHEDULERS):
         # vLLM itself presets this for diffusion models: the user has asked for no class.
-        compat.refuse(compat.DIFFUSION)
+        compat.refuse(DIFFUSION)
         return
     name = scheduler_cls if isinstance(scheduler_cls, str) else scheduler_cls.__qualname__
     compat.note_refusal(compat.Unsupported("--scheduler-cls", f"it asks for {name}"))

@@ -205,7 +205,7 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
         """
         transfer = self._kv_transfer
         counted_of_transfers = {} if transfer is None else dict(vars(transfer))
-        stats = self._core.make_stats()
+        stats = self.core.make_stats()
         if transfer is not None:
             vars(transfer).update(counted_of_transfers)
         if stats is not None:
@@ -219,7 +219,7 @@ class MirroredScheduler(SparkScheduler, metaclass=_WithFunctionsOfVllm):
         self._mirror.check_untouched()
         yield
         self._mirror.write(
-            self._core.requests,
+            self.core.requests,
             self.snapshot(),
             drops_stale_output=drops_stale_output or self.requires_kv_delivery,
         )

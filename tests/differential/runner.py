@@ -233,7 +233,7 @@ class LockstepEngine:
         )
         if encoded:
             for client in range(_MAX_CLIENTS):
-                self.sides[1].scheduler.encode_outputs_for(client)
+                self.sides[1].scheduler.core.encode_outputs_for(client)
         self._reference = self.sides[0].scheduler
         self._features.watch(self._reference)
         self._queue: deque[ScheduledStep] = deque()

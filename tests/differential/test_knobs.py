@@ -37,7 +37,7 @@ def test_what_paces_prompts_is_verified(name: str) -> None:
             def __init__(self, *arguments: Any, **settings: Any) -> None:
                 super().__init__(*arguments, **settings)
                 # Whatever is drawn: some of it would not be paced otherwise.
-                self._core.pace(1e-6, 5.0, 0, None)
+                self.core.pace(1e-6, 5.0, 0, None)
                 built.append(self)
 
         return PacedScheduler

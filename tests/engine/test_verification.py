@@ -180,12 +180,12 @@ def run_with_plant(
     with running_engine(Choice.PLUGIN, model_directory, strict=True, **settings) as engine:
         scheduler = engine.core.scheduler
         assert type(scheduler) is VerifyingScheduler
-        scheduler._core = PlantedCore(scheduler._core, change, call)
+        scheduler.core = PlantedCore(scheduler.core, change, call)
         try:
             with_aborts(engine)
         finally:
             # What the real core holds is what is closed.
-            scheduler._core = scheduler._core.core
+            scheduler.core = scheduler.core.core
     return engine.record
 
 
@@ -367,7 +367,7 @@ def test_a_grammar_that_is_compiled_between_two_looks(
             late()
             return output
 
-        scheduler._core = PlantedCore(scheduler._core, compile_grammar, "schedule")
+        scheduler.core = PlantedCore(scheduler.core, compile_grammar, "schedule")
         engine.run()
     assert engine.record.finish_reasons["late"] == FinishReason.STOP
 

@@ -57,7 +57,7 @@ def test_each_size_runs_five_times_and_some_numbers_of_tokens_between_them(
         between = sorted(set(found) - set(sizes))
         assert [it // 32 for it in between] == [1, 2, 3], found
         assert not engine.is_busy
-        assert scheduler.num_used_blocks() == 0
+        assert scheduler.core.num_used_blocks() == 0
         assert scheduler.snapshot()["cached_blocks"] == {}
         assert scheduler.pacing()["contended_s"] == 0.0
         engine.add(new_request("later", [1] * 40, 5, ignore_eos=True))

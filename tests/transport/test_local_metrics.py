@@ -26,7 +26,7 @@ def test_an_engine_is_found_as_long_as_it_runs(transport: str, config: VllmConfi
     with running_engine(config, SPARKSCHED_TRANSPORT=transport) as engine:
         (its,) = found(engine)
         assert (its.transport, its.report.scheduler, its.engine) == (transport, "sparksched", "0")
-        views = {view.labels: view for view in local.LocalEngines()()}
+        views = {view.labels: view for view in local.shown_engines()}
         view = views[its.model_name, "0"]
         assert view.meters is not None
         assert view.info["transport"] == transport

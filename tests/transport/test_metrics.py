@@ -56,7 +56,9 @@ RING_SERIES = {
 def own_registry() -> Iterator[None]:
     """Leave the process's registry as it was."""
     yield
-    collector.unregister()
+    if collector.register.cache_info().currsize:
+        REGISTRY.unregister(collector.register())
+        collector.register.cache_clear()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from sparksched.api_server.errors import QueueTimeoutError
 from sparksched.commands import local_engines
 from sparksched.commands.top.page import Page, parse
 from sparksched.shared import queue_timeout
+from sparksched.shared.card import find
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -30,7 +31,7 @@ async def stream(llm: AsyncLLM, name: str, **settings: Any) -> None:
 
 
 def page_of(engine: Engine) -> Page:
-    return parse(local_engines.page(lambda card: card.pid == engine.pid), 0.0)
+    return parse(local_engines.page(lambda: [it for it in find() if it.pid == engine.pid]), 0.0)
 
 
 async def until(condition: Any) -> None:

@@ -384,16 +384,9 @@ def unsupported_kv_cache(
     return compat.unsupported_kv_cache(config, block_size, hash_block_size, vllm_config)
 
 
-def special_role() -> Any:
-    from vllm.v1.kv_cache_interface import KVCacheGroupRole
-
-    return kv_cache(group(full_attention(), role=KVCacheGroupRole.HISPARSE_INDEXER))
-
-
 REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
     ("prefix caching without a KV cache", kv_cache),
     ("prefix caching without a KV cache", lambda: kv_cache(group(circular_buffer()))),
-    ("HiSparse", lambda: kv_cache(group(full_attention()), hisparse_host_num_blocks=8)),
     (
         "EAGLE with chunked local attention",
         lambda: kv_cache(group(full_attention(), is_eagle_group=True), group(chunked_attention())),
@@ -407,7 +400,7 @@ REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
         lambda: kv_cache(group(full_attention()), group(spec("CrossAttentionSpec"))),
     ),
     (
-        "a KV cache with attention sinks",
+        "a KV cache of type SinkFullAttentionSpec",
         lambda: kv_cache(group(spec("SinkFullAttentionSpec", sink_len=BLOCK_SIZE))),
     ),
     (
@@ -422,11 +415,6 @@ REFUSED_KV_CACHES: list[tuple[str, Callable[[], Any]]] = [
         "a KV cache of type FullAttentionSpec",  # a subclass that only borrows the name
         lambda: kv_cache(group(subclass_of(full_attention()))),
     ),
-    (
-        "a host-resident KV cache group",
-        lambda: kv_cache(group(full_attention(), host_resident=True)),
-    ),
-    ("a KV cache group with a special role", special_role),
     (
         "this sliding window or chunk",
         lambda: kv_cache(group(sliding_window(sliding_window=0))),

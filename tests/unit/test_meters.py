@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from logs import collected
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from sparksched import _core, compat
@@ -46,7 +46,9 @@ def shown() -> Iterator[list[ShownEngine]]:
     yield views
     for view in views:
         collector.hide(view)
-    collector.unregister()
+    if collector.register.cache_info().currsize:
+        REGISTRY.unregister(collector.register())
+        collector.register.cache_clear()
 
 
 def registry_with(view: ShownEngine) -> CollectorRegistry:

@@ -154,7 +154,7 @@ NO_SCHEDULER = "names no known scheduler; allowed are 'vllm' and 'sparksched'"
 NO_VERIFICATION = "names no known kind of verification; allowed are '0', '1' and 'stop'"
 NO_FRONT_END = "names no known front end; allowed are 'vllm' and 'sparksched'"
 NO_TRANSPORT = "names no known transport; allowed are 'auto', 'shm', 'zmq' and 'libzmq'"
-NO_SWITCH = "is not a switch; allowed are '0' and '1'"
+NO_SWITCH = "names no known value; allowed are '0' and '1'"
 NO_MIB = "is not a whole number from 1 to 1024"
 NO_BYTES = f": 'bytes' is not a number from {1 << 16} to {1 << 40}"
 NO_OPTION = (
@@ -397,9 +397,9 @@ def test_register_replaces_functions_that_keep_their_signatures(
     assert not any(hasattr(function, patching.MARK) for function in before)
     plugin.register()
     for target, original, function in zip(targets, before, functions(), strict=True):
-        assert hasattr(function, patching.MARK), target
-        assert inspect.unwrap(function) is inspect.unwrap(original), target
-        assert inspect.signature(function) == inspect.signature(original), target
+        assert getattr(function, patching.MARK) is original, target
+        if not isinstance(original, property):
+            assert inspect.signature(function) == inspect.signature(original), target
 
 
 @pytest.mark.command

@@ -274,8 +274,8 @@ def test_each_release_has_its_fingerprints() -> None:
 def test_all_of_the_installed_release_is_known() -> None:
     for group in seams.GROUPS:
         assert fingerprints.difference(group) is None
-        for seam in group.values:
-            source.installed().look_up(seam.target)
+        for target in group.values:
+            source.installed().look_up(target)
 
 
 CODE = """

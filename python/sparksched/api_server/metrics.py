@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -222,26 +221,12 @@ def _with_engines(original: patching.Function) -> patching.Function:
     return collect
 
 
-_registering = threading.Lock()
-_registered: "list[EngineCollector]" = []
-"""One, if the process's registry has it."""
-
-
-def register() -> None:
-    """Have the process's registry collect from engines, too; once."""
-    with _registering:
-        # Known here, and not looked for in the registry, which others may be changing.
-        if not _registered:
-            added = EngineCollector()
-            REGISTRY.register(added)
-            _registered.append(added)
-
-
-def unregister() -> None:
-    """Have the process's registry as it was."""
-    with _registering:
-        while _registered:
-            REGISTRY.unregister(_registered.pop())
+@functools.cache
+def register() -> "EngineCollector":
+    """Have the process's registry collect from engines, too; once. Return what does that."""
+    collector = EngineCollector()
+    REGISTRY.register(collector)
+    return collector
 
 
 class EngineCollector(Collector):

@@ -82,8 +82,11 @@ def _refusal(llm: "AsyncLLM") -> ShuttingDownError | None:
 def _wait_for_answers(llm: "AsyncLLM", timeout_s: float) -> None:
     """Wait until each request has its answer, but not to the last moment."""
     resources = getattr(getattr(llm, "engine_core", None), "resources", None)
-    if resources is None or resources.engine_manager is not None or _is_in_event_loop():
+    if resources is None or resources.engine_manager is not None:
         return
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        return  # to wait here would keep the answers from being made
     rings = getattr(resources, "sparksched_rings", None)
     if rings is not None:
         rings.is_draining = True
@@ -93,12 +96,3 @@ def _wait_for_answers(llm: "AsyncLLM", timeout_s: float) -> None:
         time.sleep(_LOOK_EACH_S)
         if llm.errored or not llm.output_processor.has_unfinished_requests():
             return
-
-
-def _is_in_event_loop() -> bool:
-    """Return whether to wait would keep the answers from being made."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

@@ -14,40 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sparksched import environment
 from sparksched.compat import releases
-from sparksched.compat.configuration import DIFFUSION, unsupported_config
+from sparksched.compat.configuration import unsupported_config
 from sparksched.compat.fingerprints import unsupported_code
-from sparksched.compat.kv_cache import (
-    eagle_groups,
-    has_drafter_groups,
-    room_for_extra_keys,
-    unsupported_kv_cache,
-)
-from sparksched.compat.rule import Unsupported
+from sparksched.compat.kv_cache import unsupported_kv_cache
+from sparksched.compat.rule import Unsupported as Unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-__all__ = [
-    "DIFFUSION",
-    "Unsupported",
-    "eagle_groups",
-    "first_unsupported",
-    "has_drafter_groups",
-    "note_refusal",
-    "refuse",
-    "refused",
-    "room_for_extra_keys",
-    "stock_scheduler_cls",
-    "unsupported_before_loading",
-    "unsupported_code",
-    "unsupported_config",
-    "unsupported_kv_cache",
-    "unsupported_version",
-    "unsupported_vllm",
-    "warn",
-    "warn_or_raise",
-]
 
 
 def first_unsupported(

@@ -56,8 +56,8 @@ def _changed(group: Group) -> str | None:
                     return problem
                 if found.fingerprint != known[target]:
                     return f"{dotted(target)} is not that of vLLM {release}"
-        for seam in group.values:
-            source.installed().look_up(seam.target)
+        for target in group.values:
+            source.installed().look_up(target)
     except MissingError as error:
         return f"{error} is missing"
     except (OSError, SyntaxError, ValueError) as error:

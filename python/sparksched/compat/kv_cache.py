@@ -36,14 +36,6 @@ _SPEC_MANAGERS: Final = {
     "SlidingWindowMLASpec": "SlidingWindowManager",
 }
 
-KV_CACHE_RULES: Final = (
-    Rule(
-        "HiSparse",
-        "its host-resident KV cache has a block pool of its own",
-        lambda kv_cache: kv_cache.hisparse_host_num_blocks is not None,
-    ),
-)
-
 
 def eagle_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> list[int]:
     """Return the ids of the groups whose last cached block is computed again for the drafter."""
@@ -93,16 +85,6 @@ def _is_refused_by_vllm(
 
 GROUP_RULES: Final = (
     Rule(
-        "a host-resident KV cache group",
-        "it has a block pool of its own",
-        lambda group: group.host_resident,
-    ),
-    Rule(
-        "a KV cache group with a special role",
-        "only groups of the default role are supported",
-        lambda group: group.role.value != "default",
-    ),
-    Rule(
         "prefix replay",
         "only vLLM's own scheduler recomputes the last window after a prefix hit",
         lambda group: group.kv_cache_spec.prefix_replay_tokens != 0,
@@ -137,9 +119,6 @@ def unsupported_kv_cache(
     `block_size` and `hash_block_size` are those that vLLM hands to the scheduler's
     constructor, where no `hash_block_size` means that it is the block size.
     """
-    for rule in KV_CACHE_RULES:
-        if rule.applies(kv_cache_config):
-            return rule.problem()
     has_chunks = _has_chunks(kv_cache_config.kv_cache_groups)
     if has_chunks and _drafter_groups(vllm_config, kv_cache_config):
         return Unsupported(
@@ -172,10 +151,6 @@ def _unsupported_group(group: "KVCacheGroupSpec") -> Unsupported | None:
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
     spec_cls = type(group.kv_cache_spec)
-    if spec_cls.__name__ == "SinkFullAttentionSpec":
-        return Unsupported(
-            "a KV cache with attention sinks", "vLLM's own scheduler does not start with it either"
-        )
     # A subclass would be managed by code of its own: only the very classes will do.
     if spec_cls is not getattr(kv_cache_interface, spec_cls.__name__, None) or (
         spec_cls.__name__ not in _SPEC_MANAGERS

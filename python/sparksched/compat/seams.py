@@ -8,8 +8,8 @@ A group works as a whole or not at all: if one of its names is missing, or not a
 that are known, all of it stays vLLM's.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
@@ -31,13 +31,12 @@ _PACKAGES: Final = {"all processes": "", _ENGINE: ".engine", _API_SERVER: ".api_
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A function of vLLM's that one of ours stands in for, or a value that we set."""
+    """A function of vLLM's that one of ours stands in for."""
 
     target: str
     """Where vLLM has it: a module, a colon and a path in it."""
     by: str
-    """Of a function: what makes ours of the original. Of a value: what sets it. Below the package
-    of its group."""
+    """What makes ours of the original, below the package of its group."""
     purpose: str
     gain: str = ""
     """What this one gains; empty for what the rest of its group needs."""
@@ -57,8 +56,8 @@ class Group:
     """What happens where it is left out."""
     functions: tuple[Seam, ...]
     is_on: Callable[[], bool]
-    values: tuple[Seam, ...] = ()
-    """What is set on vLLM's objects by others of our functions."""
+    values: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """What is set on vLLM's objects by others of our functions, and why."""
     relied_on: tuple[str, ...] = ()
     """Targets that our functions call, or do the work of."""
     after: tuple[str, ...] = ()
@@ -264,39 +263,21 @@ ENGINE_TRANSPORT: Final = Group(
         ),
         Seam(f"{_CORE}:EngineCoreProc.shutdown", "core_proc:_closing_rings", "closes them"),
     ),
-    values=(
-        Seam(
-            f"{_CORE}:EngineCore",
-            "context:context_of",
-            "gets `sparksched`, the state that our functions share",
+    values={
+        f"{_CORE}:EngineCore": "gets `sparksched`, the state that our functions share",
+        f"{_CORE}:EngineCoreProc.output_queue": "sends at once what the engine loop puts there",
+        f"{_CORE}:EngineCoreProc.input_queue": "receives while the engine loop waits",
+        f"{_CORE}:EngineCoreProc.tensor_ipc_receiver": (
+            "under a lock, because rings and sockets have a thread each"
         ),
-        Seam(
-            f"{_CORE}:EngineCoreProc.output_queue",
-            "links:ClientLinks",
-            "sends at once what the engine loop puts there",
+        f"{_CORE}:EngineCoreProc.shutdown_state": (
+            "set when the last API server is gone, so that the engine stops"
         ),
-        Seam(
-            f"{_CORE}:EngineCoreProc.input_queue",
-            "links:RingLinks",
-            "receives while the engine loop waits",
-        ),
-        Seam(
-            f"{_CORE}:EngineCoreProc.tensor_ipc_receiver",
-            "core_proc:_share_between_threads",
-            "under a lock, because rings and sockets have a thread each",
-        ),
-        Seam(
-            f"{_CORE}:EngineCoreProc.shutdown_state",
-            "links:ClientLinks",
-            "set when the last API server is gone, so that the engine stops",
-        ),
-        Seam(
-            f"{_CORE}:EngineCoreProc.enable_fault_tolerance",
-            "launcher:fail",
+        f"{_CORE}:EngineCoreProc.enable_fault_tolerance": (
             "set to False when the launcher is gone or our transport has failed, because nobody "
-            "could send recovery commands",
+            "could send recovery commands"
         ),
-    ),
+    },
     relied_on=(
         _ARRIVAL,
         f"{_CORE}:EngineCoreProc.process_output_sockets",
@@ -369,25 +350,18 @@ CLIENT_TRANSPORT: Final = Group(
             "answers 503 also when the engine is gone by then",
         ),
     ),
-    values=(
-        Seam(
-            f"{VARIABLES}[VLLM_V1_OUTPUT_PROC_CHUNK_SIZE]",
-            "client:_let_streams_catch_up",
-            "4,096 in API servers with rings unless the user sets it, so that streams catch up",
+    values={
+        VARIABLES: (
+            "`VLLM_V1_OUTPUT_PROC_CHUNK_SIZE` is 4,096 in API servers with rings unless the user "
+            "sets it, so that streams catch up"
         ),
-        Seam(
-            f"{_ASYNC_LLM}:AsyncLLM",
-            "shutdown:_answering_what_is_in_flight",
-            "gets `sparksched_shutdown_s` when it shuts down",
+        f"{_ASYNC_LLM}:AsyncLLM": "gets `sparksched_shutdown_s` when it shuts down",
+        f"{_CLIENT}:MPClient": "gets `sparksched_offers`",
+        f"{_CLIENT}:BackgroundResources": "gets `sparksched_rings`",
+        f"{_CLIENT}:BackgroundResources.engine_dead": (
+            "set when the rings report that the engine is dead"
         ),
-        Seam(f"{_CLIENT}:MPClient", "client:_remembering_offers", "gets `sparksched_offers`"),
-        Seam(f"{_CLIENT}:BackgroundResources", "client:_connecting", "gets `sparksched_rings`"),
-        Seam(
-            f"{_CLIENT}:BackgroundResources.engine_dead",
-            "channel:Channel",
-            "set when the rings report that the engine is dead",
-        ),
-    ),
+    },
     relied_on=(
         f"{_CLIENT}:_process_utility_output",
         f"{_CLIENT}:MPClient.ensure_alive",
@@ -435,18 +409,10 @@ OUTPUTS: Final = Group(
             "most of what API servers save",
         ),
     ),
-    values=(
-        Seam(
-            f"{_OUTPUT}:RequestOutputCollector",
-            "request_collector:prepare",
-            "gets `plain_output` and what its consumer waits for",
-        ),
-        Seam(
-            f"{_OUTPUT}:RequestState",
-            "output_processor:prepare",
-            "gets `sparksched_is_plain` and `sparksched_extends_output`",
-        ),
-    ),
+    values={
+        f"{_OUTPUT}:RequestOutputCollector": "gets `plain_output` and what its consumer waits for",
+        f"{_OUTPUT}:RequestState": "gets `sparksched_is_plain` and `sparksched_extends_output`",
+    },
     relied_on=(
         f"{_OUTPUT}:OutputProcessor",
         f"{_OUTPUT}:RequestOutputCollector",
@@ -472,7 +438,6 @@ FAILURES: Final = Group(
     gain="errors of `/v1/responses` reach the client",
     instead="errors of `/v1/responses` in the background are told to nobody",
     is_on=_always,
-    prepare="failures:prepare",
     functions=(
         Seam(
             f"{_RESPONSES}:OpenAIServingResponses._run_background_request",
@@ -488,13 +453,6 @@ FAILURES: Final = Group(
             f"{_RESPONSES}:OpenAIServingResponses.responses_background_stream_generator",
             "failures:_ending_streams_of_the_background",
             "ends the stream with that event; in vLLM it never ends",
-        ),
-    ),
-    values=(
-        Seam(
-            "vllm.entrypoints.anthropic.api_router:logger",
-            "failures:prepare",
-            "gets a filter, as does that of `serving`: no traceback of a 503 of `/v1/messages`",
         ),
     ),
     relied_on=("vllm.entrypoints.openai.responses.protocol:ResponsesResponse",),

@@ -1,9 +1,8 @@
 """vLLM's source, read without importing it: where a name is defined, and what its code is.
 
 A *target* is a module's name, or that, a colon and a path in it: `vllm.v1.request:Request`. In a
-class its bases are looked at, too, and what its methods set on `self`. `[NAME]` behind a path is an
-entry of the dictionary that is written there; `.*` behind a class stands for the fields that it
-declares, inherited ones first, without its methods.
+class its bases are looked at, too, and what its methods set on `self`. `.*` behind a class stands
+for the fields that it declares, inherited ones first, without its methods.
 """
 
 import ast
@@ -82,7 +81,6 @@ class Sources:
         module, _, path = target.partition(":")
         if not path:
             return module, [*self.module(module).body]
-        path, _, key = path.removesuffix("]").partition("[")
         first, *rest = path.removesuffix(".*").split(".")
         module, found = self._global(module, first)
         for name in rest:
@@ -92,7 +90,7 @@ class Sources:
                 if isinstance(owner, ast.ClassDef)
                 else (module, [])
             )
-        made: list[ast.AST] = _entries(found, key) if key else [*found]
+        made: list[ast.AST] = [*found]
         if path.endswith(".*") and made:
             made = list(self._fields(module, found[-1]))
         if not made:
@@ -229,18 +227,6 @@ def _set_on_self(cls: ast.ClassDef, name: str) -> Iterator[ast.stmt]:
                     and target.value.id == "self"
                 ):
                     yield statement
-
-
-def _entries(statements: list[ast.stmt], key: str) -> list[ast.AST]:
-    """Return the values under a key of the dictionaries that statements assign."""
-    return [
-        value
-        for statement in statements
-        if isinstance(statement, ast.Assign | ast.AnnAssign)
-        and isinstance(statement.value, ast.Dict)
-        for name, value in zip(statement.value.keys, statement.value.values, strict=True)
-        if isinstance(name, ast.Constant) and name.value == key
-    ]
 
 
 def _assigned_to(statement: ast.stmt) -> list[ast.expr]:

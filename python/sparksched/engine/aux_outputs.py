@@ -5,7 +5,7 @@ The core decides when, and hands over a `Request` that is up to date. Mirrors wh
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
@@ -38,41 +38,23 @@ class AuxOutputs:
         arguments: tuple[Any, ...] = ()
         if hasattr(AuxOutputSchedulerConnector, "max_cache_hit"):
             self.cached_blocks = CachedBlocks()
-            block_pool = _BlockPool(self.cached_blocks, hash_block_size)
             specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
             first = lookup_groups[0][0]
             has_full_attention = isinstance(specs[first], FullAttentionSpec)
-            coordinator = _Coordinator(
-                first if has_full_attention else None,
-                [_Manager(block_pool, spec.block_size) for spec in specs],
+            # What the connector reads of vLLM's KV cache manager, and no more.
+            block_pool = SimpleNamespace(
+                get_cached_block=self.cached_blocks.get_cached_block,
+                hash_block_size=hash_block_size,
             )
-            arguments = (_KVCacheManager(kv_cache_config, block_pool, coordinator), kv_connector)
+            coordinator = SimpleNamespace(
+                full_attention_group_id=first if has_full_attention else None,
+                single_type_managers=[
+                    SimpleNamespace(block_pool=block_pool, block_size=spec.block_size)
+                    for spec in specs
+                ],
+            )
+            manager = SimpleNamespace(
+                kv_cache_config=kv_cache_config, block_pool=block_pool, coordinator=coordinator
+            )
+            arguments = (manager, kv_connector)
         self.connector = AuxOutputSchedulerConnector(*arguments)
-
-
-# What the connector reads of vLLM's KV cache manager, and no more.
-
-
-class _BlockPool:
-    def __init__(self, cached_blocks: CachedBlocks, hash_block_size: int) -> None:
-        self.get_cached_block = cached_blocks.get_cached_block
-        self.hash_block_size = hash_block_size
-
-
-@dataclass(frozen=True)
-class _Manager:
-    block_pool: _BlockPool
-    block_size: int
-
-
-@dataclass(frozen=True)
-class _Coordinator:
-    full_attention_group_id: int | None
-    single_type_managers: list[_Manager]
-
-
-@dataclass(frozen=True)
-class _KVCacheManager:
-    kv_cache_config: KVCacheConfig
-    block_pool: _BlockPool
-    coordinator: _Coordinator

@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from sparksched import compat
 from sparksched.compat import releases
+from sparksched.compat.kv_cache import eagle_groups
 from sparksched.engine import states
 from sparksched.engine.block_observer import publishes_events
 
@@ -75,7 +75,7 @@ def core_config(
         "groups": [_core_group(spec, vllm_config) for spec in specs],
         "group_block_sizes": [spec.block_size for spec in specs],
         "lookup_groups": _lookup_groups(specs),
-        "eagle_groups": compat.eagle_groups(vllm_config, kv_cache_config),
+        "eagle_groups": eagle_groups(vllm_config, kv_cache_config),
         "retention_interval": kv_cache_config.prefix_cache_retention_interval,
         "hash_algorithm": (
             cache_config.prefix_caching_hash_algo if cache_config.enable_prefix_caching else None

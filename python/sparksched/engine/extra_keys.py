@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from sparksched import compat
+from sparksched.compat.kv_cache import room_for_extra_keys
 from sparksched.engine.request_errors import UnsupportedRequestError
 
 ExtraKeys = tuple[list[bytes], bytes]
@@ -59,7 +59,7 @@ def extra_keys_writer(
 
     """
     serialised = _as_cbor if algorithm.endswith("_cbor") else _as_pickle
-    limit = compat.room_for_extra_keys(block_size + num_lookahead_tokens)
+    limit = room_for_extra_keys(block_size + num_lookahead_tokens)
 
     def write_extra_keys(request: Request) -> ExtraKeys:
         num_leading = _num_blocks_with_own_keys(request, block_size)

@@ -47,14 +47,9 @@ class ClientLinks:
         elif notice is Notice.BACKLOG_DROPPED:
             self._output.unblock(value, self._abort_requests_of(value))
 
-    def _requests_of(self, client: int) -> list[str]:
-        requests = self._engine.scheduler.requests
-        return [
-            request_id for request_id, request in requests.items() if request.client_index == client
-        ]
-
     def _abort_requests_of(self, client: int) -> list[str]:
-        request_ids = self._requests_of(client)
+        requests = self._engine.scheduler.requests
+        request_ids = [name for name, it in requests.items() if it.client_index == client]
         if request_ids:
             self._engine.abort_requests(request_ids)
         return request_ids

@@ -42,7 +42,7 @@ def _begin_counting(
     context = context_of(engine)
     context.meters = meters
     if context.scheduler is not None:
-        context.scheduler.report_to(meters)
+        meters.time_steps(context.scheduler.core)
     if rings is not None:
         rings.report_to(meters)
     return MetersOffer(

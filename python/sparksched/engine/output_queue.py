@@ -52,7 +52,7 @@ class OutputQueue:
         """
         scheduler = context_of(self._engine).scheduler
         if scheduler is not None:
-            scheduler.encode_outputs_for(client)
+            scheduler.core.encode_outputs_for(client)
 
     def put_nowait(self, item: Any) -> None:
         """Send vLLM's `(client_index, EngineCoreOutputs)`, or the note that the engine is dead.

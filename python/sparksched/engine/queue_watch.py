@@ -62,7 +62,7 @@ class QueueWatch:
 
     def _look(self, now: float) -> float:
         """Look once; return after how many seconds to look again."""
-        finding, next_deadline = self._scheduler.look(self._watch, now)
+        finding, next_deadline = self._watch.look(self._scheduler.core, now)
         if finding is not None:
             _report(finding)
         if next_deadline > now:

@@ -45,10 +45,6 @@ from sparksched.engine.views import KVCacheManagerView, missing_attribute
 from sparksched.environment import Order, Pacing, file_of_engine, queue_timeout_s
 from sparksched.shared.order import OrderHints, hints_of
 
-if TYPE_CHECKING:
-    from sparksched._core import EngineMeters, QueueWatch
-
-
 # Below vLLM's own logger, which is the one that vLLM configures.
 logger = init_logger("vllm.sparksched")
 
@@ -125,11 +121,12 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self.queue_timeout_s = queue_timeout_s()
         """For how long the operator lets requests wait to be scheduled, in seconds, or None."""
         self._is_ordered = False
-        self._core = SchedulerCore(
+        self.core = SchedulerCore(
             config,
             # Functions that don't know this object: the core would keep it alive.
             accept_tokens=token_acceptor(structured_output_manager),
-            validate_tokens=draft_validator(structured_output_manager),
+            # Looked up at each call: a recorder may wrap it.
+            validate_tokens=lambda *it: structured_output_manager.validate_tokens(*it),  # noqa: PLW0108
             next_turn=sessions.next_turn,
             encoder_inputs=self._encoder_inputs,
             extra_keys=self.extra_keys,
@@ -179,11 +176,11 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
 
         """
         if not self._has_connectors:
-            return self._core.schedule(throttle_prefills, time.monotonic(), knobs)
-        output = self._core.decide(throttle_prefills, time.monotonic(), knobs)
+            return self.core.schedule(throttle_prefills, time.monotonic(), knobs)
+        output = self.core.decide(throttle_prefills, time.monotonic(), knobs)
         # Connectors see requests as they are before the step.
         if self._kv_transfer is not None:
-            self._kv_transfer.plan_step(output, self._core.block_ids)
+            self._kv_transfer.plan_step(output, self.core.block_ids)
         if self._aux_outputs is not None:
             metadata = self._aux_outputs.connector.build_connector_meta(output, self.requests)
             output.aux_output_connector_metadata = metadata
@@ -191,41 +188,32 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             output.ec_connector_metadata = self.ec_connector.build_connector_meta(output)
         # For connectors, not for the workers.
         output.kv_connector_block_state = None
-        self._core.update_after_schedule(output)
+        self.core.update_after_schedule(output)
         return output
 
     @property
     def knobs(self) -> StepKnobs:
         """What the last step was decided with."""
-        return StepKnobs(*self._core.knobs())
+        return StepKnobs(*self.core.knobs())
 
     @property
     def chosen_knobs(self) -> StepKnobs | None:
         """The same, if they were chosen for this step; None for what is configured."""
-        return self.knobs if self._core.are_knobs_chosen() else None
+        return self.knobs if self.core.are_knobs_chosen() else None
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Take in what a step brought. See `SchedulerInterface.update_from_output`.
 
-        Clients that `encode_outputs_for` was called for get `StepOutputs`, the same as a message.
+        For the clients of `core.encode_outputs_for` it is `StepOutputs`, the same as a message.
 
         Raises:
             KeyError: if the model runner has no output for a request that was scheduled.
             OverflowError: if a sampled token id does not fit into 32 bits.
 
         """
-        return self._core.update_from_output(scheduler_output, model_runner_output)
-
-    def encode_outputs_for(self, client_index: int) -> None:
-        """Have `update_from_output` return `StepOutputs` for a client from now on.
-
-        Args:
-            client_index: `client_index` of the requests that this is about.
-
-        """
-        self._core.encode_outputs_for(client_index)
+        return self.core.update_from_output(scheduler_output, model_runner_output)
 
     def pace(self, settings: Pacing) -> None:
         """Keep long prompts from holding others up from now on, unless something is in the way.
@@ -241,7 +229,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             return
         index = self.vllm_config.parallel_config.data_parallel_index
         log = settings.log and str(file_of_engine(settings.log, index))
-        self._core.pace(
+        self.core.pace(
             settings.max_stall_s,
             settings.max_slowdown,
             max_graph_tokens(self.vllm_config),
@@ -257,7 +245,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
 
     def order_by(self, order: Order) -> None:
         """Give requests that arrive from now on the priorities of this order."""
-        self._core.order_by(order.kind, weights=order.weights, seconds=order.seconds)
+        self.core.order_by(order.kind, weights=order.weights, seconds=order.seconds)
         self._is_ordered = True
         logger.info("sparksched: requests come in by %s", order.kind)
 
@@ -273,52 +261,40 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
         """Let steps within this have the values that are configured; pacing learns their times."""
-        self._core.warm_up_pacing(True)
+        self.core.warm_up_pacing(True)
         try:
             yield
         finally:
-            self._core.warm_up_pacing(False)
-
-    def learn_pacing_size(self, num_tokens: int, extra_s: float) -> None:
-        """Tell pacing what prompts add to a step of so many tokens, in seconds: in a simulation."""
-        self._core.learn_pacing_size(num_tokens, extra_s)
-
-    def set_pacing_time(self, seconds: float) -> None:
-        """Have pacing take a simulation's time, in seconds, for that of the clock."""
-        self._core.set_pacing_time(seconds)
+            self.core.warm_up_pacing(False)
 
     def pacing(self) -> dict[str, Any] | None:
         """Return what pacing has done so far; None if prompts aren't paced.
 
         Keys: as `SchedulerCore.pacing` has them.
         """
-        return self._core.pacing()
-
-    def report_to(self, meters: "EngineMeters") -> None:
-        """Have each step's calls timed, and requests counted, for the metrics from now on."""
-        meters.time_steps(self._core)
+        return self.core.pacing()
 
     # ---- requests ----
 
     @property
     def requests(self) -> dict[str, Request]:
         """Requests that are not finished, by id. Their counters are not kept up to date."""
-        return self._core.requests
+        return self.core.requests
 
     @property
     def running(self) -> list[Request]:
         """Requests that run, in their order: a new list."""
-        return self._core.running_requests()
+        return self.core.running_requests()
 
     @property
     def waiting(self) -> list[Request]:
         """Requests that wait, the next to be admitted first: a new list."""
-        return self._core.waiting_requests()
+        return self.core.waiting_requests()
 
     @property
     def finished_req_ids(self) -> set[str]:
         """Ids of requests that ended since the last step: a new set."""
-        return set(self._core.finished_req_ids)
+        return set(self.core.finished_req_ids)
 
     def add_request(self, request: Request) -> None:
         """Put a request into the queue; or one that has the id of a session: continue that.
@@ -336,7 +312,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             sessions.open_session(request)
             wait_s = getattr(request, WAIT_S, None)
             hints = getattr(request, HINTS, None) or self.order_hints(request)
-            self._core.add_request(request, time.monotonic(), wait_s, *hints)
+            self.core.add_request(request, time.monotonic(), wait_s, *hints)
             if self.connector is not None:
                 self.connector.on_new_request(request)
         else:
@@ -347,11 +323,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
 
         They are still in the queue: it is for the engine to end them.
         """
-        return self._core.take_expired(time.monotonic())
-
-    def look(self, watch: "QueueWatch", now: float) -> tuple[dict[str, Any] | None, float]:
-        """Return what a watch finds, and the time of the next `take_expired`. For any thread."""
-        return watch.look(self._core, now)
+        return self.core.take_expired(time.monotonic())
 
     def refuse_unsupported_inputs(self, request: Any) -> None:
         """Raise `VLLMValidationError` for a request, or its message, that can't be served."""
@@ -363,24 +335,24 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
 
     def _continue_session(self, session: Request, update: StreamingUpdate | None) -> None:
         """Give a session its next input, or None for its end, now or when its turn has ended."""
-        if not self._core.is_waiting_for_input(session.request_id):
+        if not self.core.is_waiting_for_input(session.request_id):
             session.streaming_queue.append(update)
         elif update is not None:
-            self._core.continue_session(
+            self.core.continue_session(
                 session.request_id,
                 lambda request, num_kept_tokens: sessions.continue_session(
                     request, update, num_kept_tokens
                 ),
             )
         else:
-            self._core.finish_requests({session.request_id}, RequestStatus.FINISHED_ABORTED)
+            self.core.finish_requests({session.request_id}, RequestStatus.FINISHED_ABORTED)
 
     def set_none_hash(self, none_hash: bytes) -> None:
         """Set what stands in for the parent of each first block: vLLM's `NONE_HASH`.
 
         vLLM decides it only after the scheduler is built, for some algorithms at random.
         """
-        self._core.set_none_hash(none_hash)
+        self.core.set_none_hash(none_hash)
         self._needs_none_hash = False
 
     def finish_requests(
@@ -394,25 +366,25 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         elif request_ids is not None:
             # As vLLM: the set's order decides which blocks are free first.
             request_ids = set(request_ids)
-        return self._core.finish_requests(request_ids, finished_status)
+        return self.core.finish_requests(request_ids, finished_status)
 
     def get_num_unfinished_requests(self) -> int:
         """Count the requests that have work to do in the current pause state, as vLLM does.
 
         Less than 0 if new requests are paused and sessions without input hold no blocks.
         """
-        return self._core.num_unfinished_requests()
+        return self.core.num_unfinished_requests()
 
     def has_unfinished_requests(self) -> bool:
         """Return whether a request has work to do in the current pause state."""
-        return self._core.has_unfinished_requests()
+        return self.core.has_unfinished_requests()
 
     def has_finished_requests(self) -> bool:
         """Return whether the model runner has not been told of the end of some requests.
 
         Or has been, but a KV connector keeps their blocks.
         """
-        return self._core.has_finished_requests()
+        return self.core.has_finished_requests()
 
     def has_requests(self) -> bool:
         """Return whether there is anything for a step to do or to tell.
@@ -421,14 +393,14 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
             RuntimeError: after an internal error: an engine that can't go on ends at once.
 
         """
-        if self._core.has_requests():
+        if self.core.has_requests():
             return True
         connectors = (self.connector, self.ec_connector)
         return any(it is not None and it.has_pending_push_work() for it in connectors)
 
     def get_request_counts(self) -> tuple[int, int]:
         """Count running and waiting requests."""
-        return self._core.request_counts()
+        return self.core.request_counts()
 
     def has_request(self, request_id: str) -> bool:
         """Return whether there is one: idle sessions and those kept by a connector count."""
@@ -440,9 +412,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         """Compute the bitmask for the requests of the step that a grammar restricts."""
         if not scheduler_output.has_structured_output_requests:
             return None
-        request_ids = self._core.structured_output_request_ids(
-            scheduler_output.num_scheduled_tokens
-        )
+        request_ids = self.core.structured_output_request_ids(scheduler_output.num_scheduled_tokens)
         if not request_ids:
             return None
         drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -456,7 +426,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the draft tokens for the next step, as far as grammars accept them."""
-        self._core.update_draft_token_ids(draft_token_ids.req_ids, draft_token_ids.draft_token_ids)
+        self.core.update_draft_token_ids(draft_token_ids.req_ids, draft_token_ids.draft_token_ids)
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
@@ -477,7 +447,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
                 continue
             # A chunk of a prompt may have room for some of them only.
             del drafts[len(placeholders) :]
-            valid = self._core.valid_drafts(request_id, drafts) or []
+            valid = self.core.valid_drafts(request_id, drafts) or []
             num_missing = len(placeholders) - len(valid)
             if num_missing:
                 valid.extend([-1] * num_missing)
@@ -489,11 +459,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
 
     def get_kv_cache_usage(self) -> float:
         """Return the share of KV blocks in use, 0 to 1."""
-        return self._core.kv_cache_usage()
-
-    def num_used_blocks(self) -> int:
-        """Count the KV blocks in use, without the null block."""
-        return self._core.num_used_blocks()
+        return self.core.kv_cache_usage()
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -505,12 +471,12 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
 
         """
         if reset_running_requests:
-            self._core.preempt_running(time.monotonic())
-        is_reset = self._core.reset_prefix_cache()
+            self.core.preempt_running(time.monotonic())
+        is_reset = self.core.reset_prefix_cache()
         if is_reset:
             logger.info("The prefix cache is empty now.")
         else:
-            num_used_blocks = self.num_used_blocks()
+            num_used_blocks = self.core.num_used_blocks()
             if reset_running_requests:
                 raise RuntimeError(
                     f"The prefix cache can't be reset: {num_used_blocks} blocks are in use although"
@@ -540,16 +506,16 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
     @property
     def pause_state(self) -> PauseState:
         """Whether requests are scheduled."""
-        return PauseState(self._core.pause_state())
+        return PauseState(self.core.pause_state())
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Stop or resume scheduling."""
         logger.info("Scheduling is %s now.", pause_state.name.lower().replace("_", " "))
-        self._core.set_pause_state(int(pause_state))
+        self.core.set_pause_state(int(pause_state))
 
     def make_stats(self) -> SchedulerStats | None:
         """Return the current statistics, or None if they are off; prefix cache counters restart."""
-        return self._core.make_stats()
+        return self.core.make_stats()
 
     def get_kv_event_publisher_config(self) -> KVEventsConfig | None:
         """Return how KV cache events are published, with the ports that were chosen."""
@@ -592,7 +558,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         of those that wait: the reason, as in docs/metrics.md).
         Takes time and memory in proportion to the number of blocks.
         """
-        return self._core.snapshot()
+        return self.core.snapshot()
 
     if not TYPE_CHECKING:
 
@@ -625,15 +591,3 @@ def token_acceptor(manager: StructuredOutputManager) -> Callable[[Request, list[
         return accepted
 
     return accept_tokens
-
-
-def draft_validator(
-    manager: StructuredOutputManager,
-) -> Callable[[Request, list[int]], list[int]]:
-    """Return a function that cuts draft tokens before the first that the grammar rejects."""
-
-    def validate_tokens(request: Request, draft_token_ids: list[int]) -> list[int]:
-        valid: list[int] = manager.validate_tokens(request, draft_token_ids)
-        return valid
-
-    return validate_tokens

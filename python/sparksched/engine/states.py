@@ -6,8 +6,8 @@ from vllm.v1.core.kv_cache_utils import partial_hash_hits_enabled
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from sparksched import compat
 from sparksched.compat import releases
+from sparksched.compat.kv_cache import has_drafter_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +34,7 @@ def core_config(
             "drops_last_unit": releases.drops_eagle_checkpoints(vllm_config),
             "keeps_junctions": (
                 cache_config.enable_mamba_shared_prefix_checkpoint
-                and compat.has_drafter_groups(vllm_config, kv_cache_config)
+                and has_drafter_groups(vllm_config, kv_cache_config)
                 and partial_hits
                 # With several modules of MTP, what is cached ends before the chunk does.
                 and vllm_config.num_prefill_lookahead_tokens <= 1

@@ -29,7 +29,7 @@ class BlockPoolView:
     def get_num_free_blocks(self) -> int:
         """Count the blocks that can be allocated, as vLLM does: cached ones without a user too."""
         # The null block is never free.
-        return self.num_gpu_blocks - 1 - int(self._scheduler.num_used_blocks())
+        return self.num_gpu_blocks - 1 - int(self._scheduler.core.num_used_blocks())
 
     def get_usage(self) -> float:
         """Return the share of blocks in use, 0 to 1."""

@@ -153,7 +153,7 @@ class Simulation(Player):
         # An engine's warm-up finds that out.
         for size in self.scheduler.pacing()["sizes"]:
             extra_s = self._step_time(1, size - 1) - self._step_time(1, 0)
-            self.scheduler.learn_pacing_size(size, extra_s)
+            self.scheduler.core.learn_pacing_size(size, extra_s)
 
     def run(self) -> Timeline:
         """Serve all requests; return how it went."""
@@ -196,7 +196,7 @@ class Simulation(Player):
 
     def _tell_time(self) -> None:
         if self._is_paced:
-            self.scheduler.set_pacing_time(self._now)
+            self.scheduler.core.set_pacing_time(self._now)
 
     def _let_arrive(self) -> None:
         if not (self._in_flight or self.scheduler.has_requests()):

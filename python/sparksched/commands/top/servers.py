@@ -88,8 +88,7 @@ def local_page(engines: Sequence[EngineCard]) -> Page:
     """
     from sparksched.commands import local_engines  # imports vLLM
 
-    wanted = {local_engines.key(card) for card in engines}
-    text = local_engines.page(lambda card: local_engines.key(card) in wanted)
+    text = local_engines.page(lambda: [card for card in find() if card in engines])
     if not text:
         raise PageError("its engine is gone")
     return parse(text, time.monotonic())
