@@ -1,4 +1,4 @@
-"""Errors on their way to whoever waits, where vLLM's entry points lose them.
+"""Errors on their way to whoever waits, where vLLM's entry points lose them or make noise.
 
 Errors of ours are raised into the stream of a request, as vLLM's own are. Most entry points answer
 with them. These don't:
@@ -8,11 +8,14 @@ with them. These don't:
 | `/v1/responses`, background | handles errors that are returned; the response stays `queued` | `failed`, with the error |
 | the same, streamed | the stream has no end | `response.failed`, and its end |
 | `/v1/responses`, streamed | the connection breaks | `response.failed`, and its end |
+| `/v1/messages` | logs a traceback of each error | none of a 503 |
 """  # noqa: E501
 
 import contextlib
 import functools
+import logging
 from collections.abc import AsyncGenerator
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 from openai.types.responses import ResponseFailedEvent as OpenAIResponseFailedEvent
@@ -31,11 +34,22 @@ logger = init_logger("vllm.sparksched")
 
 FAILED: Final = "response.failed"
 
+_MESSAGES_LOGGERS: Final = (
+    "vllm.entrypoints.anthropic.api_router",
+    "vllm.entrypoints.anthropic.serving",
+)
+
 
 class ResponseFailedEvent(OpenAIResponseFailedEvent):
     """The last event of a response's stream; vLLM has none for this."""
 
     response: ResponsesResponse
+
+
+def prepare() -> None:
+    """Have `/v1/messages` log no requests that are to be tried again: these are no faults."""
+    for name in _MESSAGES_LOGGERS:
+        logging.getLogger(name).addFilter(_is_worth_a_line)
 
 
 def _failing_in_the_background(original: patching.Function) -> patching.Function:
@@ -120,3 +134,13 @@ def _in_answer(error: BaseException) -> dict[str, Any] | None:
     chunk = error.errors()[0]["input"]
     found = chunk.get("error") if isinstance(chunk, dict) else None
     return found if isinstance(found, dict) else None
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None:
+        return True
+    code = (_in_answer(error) or {}).get("code")
+    info = getattr(error, "error_info", None)  # since vLLM 0.33.0
+    codes = (code, getattr(info, "code", None), getattr(error, "status_code", None))
+    return HTTPStatus.SERVICE_UNAVAILABLE not in codes

@@ -438,6 +438,7 @@ FAILURES: Final = Group(
     gain="errors of `/v1/responses` reach the client",
     instead="errors of `/v1/responses` in the background are told to nobody",
     is_on=_always,
+    prepare="failures:prepare",
     functions=(
         Seam(
             f"{_RESPONSES}:OpenAIServingResponses._run_background_request",
@@ -455,6 +456,11 @@ FAILURES: Final = Group(
             "ends the stream with that event; in vLLM it never ends",
         ),
     ),
+    values={
+        "vllm.entrypoints.anthropic.api_router:logger": (
+            "gets a filter, as does that of `serving`: no traceback of a 503 of `/v1/messages`"
+        ),
+    },
     relied_on=("vllm.entrypoints.openai.responses.protocol:ResponsesResponse",),
 )
 
