@@ -76,6 +76,7 @@ SERVERS = "tests/entrypoints/openai"
 FEW_SERVERS = [
     f"{SERVERS}/completion/test_completion.py",
     f"{SERVERS}/chat_completion/test_batched_chat_completions.py",
+    f"{SERVERS}/responses/test_stateful.py",
 ]
 
 

@@ -172,7 +172,6 @@ _ENDING = (
 )
 _LORAS = (
     "charent/self_cognition_Alice",
-    "peft-internal-testing/opt-125m-dummy-lora",
     "typeof/zephyr-7b-beta-lora",
 )
 
