@@ -23,12 +23,11 @@ from testkit import preloaded
 from .models import write_tiny_llamas
 
 PROGRAM = "vllm.entrypoints.cli.main"
-_NUM_BLOCKS = 1024  # more take time to clear
 _ARGUMENTS = (
     "--dtype=float32",
     "--enforce-eager",
     "--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor",
-    f"--num-gpu-blocks-override={_NUM_BLOCKS}",
+    "--num-gpu-blocks-override=1024",  # more take time to clear
 )
 
 
@@ -48,7 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.enforce_eager, self.dtype = True, "float32"
-        self.num_gpu_blocks_override = self.num_gpu_blocks_override or _NUM_BLOCKS
         if self.tensor_parallel_size == self.data_parallel_size == 1:
             self.distributed_executor_backend = UniProcExecutor
         return make(self, *args, **kwargs)
