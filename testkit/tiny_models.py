@@ -110,7 +110,8 @@ CONFIGURATIONS: Final[dict[str, dict[str, Any]]] = HYBRIDS | {
 def write_model(directory: Path, architecture: str = "gpt_oss", **tokenizer: Any) -> Path:
     """Write the configuration, the tokenizer and the weights; return the directory.
 
-    `tokenizer` may have `more_tokens`, and fields of the tokenizer's configuration.
+    `tokenizer` may have `more_tokens`, `output_tokens`, which no text is encoded as, and fields of
+    the tokenizer's configuration.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -139,7 +140,10 @@ def write_model(directory: Path, architecture: str = "gpt_oss", **tokenizer: Any
 
 
 def _write_tokenizer(
-    directory: Path, more_tokens: Sequence[str] = (), **fields: Any
+    directory: Path,
+    more_tokens: Sequence[str] = (),
+    output_tokens: Sequence[str] = (),
+    **fields: Any,
 ) -> dict[str, int]:
     """Write a tokenizer of all single bytes, and of syllables; return its vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -148,7 +152,7 @@ def _write_tokenizer(
     merges = [(consonant, vowel) for consonant in CONSONANTS for vowel in VOWELS]
     merges += [(space, consonant + vowel) for consonant, vowel in merges]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*alphabet, *map("".join, merges), END_OF_TEXT]
+    tokens = [*alphabet, *map("".join, merges), END_OF_TEXT, *output_tokens]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

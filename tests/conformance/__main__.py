@@ -1,8 +1,9 @@
 """Command line: `python -m tests.conformance`, with arguments for pytest behind it.
 
 - `--update` writes the list of what is expected to pass, instead of comparing.
-- `--stock` runs the same tests on vLLM's own schedulers: what fails there fails for want of a
-  network, a GPU or the model that a test names.
+- `--stock` runs the same tests with vLLM's own scheduler: what passes with ours has to pass, and
+  what "needs" something that isn't here has to fail.
+- Names of files choose those.
 """
 
 import importlib.util
@@ -11,8 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .models import write_models, write_tiny_llamas
-from .source import ensure_tests
+from . import not_applicable
+from .models import write_models
+from .source import ensure_tests, installed_version
 from .table import PAGE, with_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,12 +44,10 @@ SCHEDULER = [
     )
 ]
 
-# What is replaced around the scheduler, and engines in the process of the test. A process group
-# that they leave behind must not be there when an engine is forked: torch crashes on its end.
-IN_PROCESS = [
+# What is replaced around the scheduler.
+FRONT_END = [
     f"tests/v1/engine/{name}.py"
     for name in (
-        "test_engine_core",
         "test_output_processor",
         "test_parallel_sampling",
         "test_admission_control",
@@ -55,48 +55,74 @@ IN_PROCESS = [
     )
 ]
 
-# Engines in processes of their own, and servers.
+# An engine in the process of the test. It comes last: of a process group that it leaves behind,
+# torch crashes at the end of an engine that is forked then.
+IN_PROCESS = ["tests/v1/engine/test_engine_core.py"]
+
+# Engines in processes of their own.
 ENGINES = [
     "tests/v1/engine/test_engine_core_client.py",
     "tests/v1/engine/test_async_llm.py",
 ]
-SERVERS = [
-    "tests/entrypoints/openai/completion/test_completion.py",
-    "tests/entrypoints/openai/chat_completion/test_chat_completion.py",
-    "tests/entrypoints/openai/test_return_token_ids.py",
-    "tests/entrypoints/openai/test_chunked_prompt.py",
+
+FIXTURES = [
+    "-ptests.v1.engine.conftest",
+    "-ptests.entrypoints.conftest",
+    "-ptests.entrypoints.openai.responses.conftest",
+]
+
+# The servers' tests, of which `make test` runs a few.
+SERVERS = "tests/entrypoints/openai"
+FEW_SERVERS = [
+    f"{SERVERS}/completion/test_completion.py",
+    f"{SERVERS}/chat_completion/test_batched_chat_completions.py",
+    f"{SERVERS}/responses/test_stateful.py",
 ]
 
 
 def main(arguments: list[str]) -> int:
     """Run the tests; return the first of pytest's exit statuses that is no success."""
-    on_stock = "--stock" in arguments
-    for_pytest = [it for it in arguments if it != "--stock"]
+    chosen = [it for it in arguments if it.endswith(".py")]
+    for_pytest = [it for it in arguments if it not in chosen]
+    on_stock, updates = "--stock" in arguments, "--update" in arguments
     tests = ensure_tests(FOLDER)
     ours = {} if on_stock else {"VLLM_SCHEDULER": "sparksched", "SPARKSCHED_STRICT": "1"}
     runs: list[tuple[list[str], dict[str, str]]] = [(SCHEDULER, {})]
-    # A release that is unpacked from its sources has no kernels to compute a model with.
-    if importlib.util.find_spec("vllm._C"):
-        # Each takes minutes: in `make test` engines talk over rings, and servers over ZMQ.
-        is_full = os.environ.get("SCALE") == "full" or on_stock or "--update" in arguments
-        runs += [(IN_PROCESS, ours), ([*ENGINES, *(SERVERS if is_full else ())], ours)]
-        if not on_stock:
-            files = [*ENGINES, *SERVERS] if is_full else SERVERS
-            runs.append((files, ours | {"SPARKSCHED_TRANSPORT": "zmq"}))
+    if not importlib.util.find_spec("vllm._C"):
+        # A release that is unpacked from its sources has no kernels to compute a model with.
+        runs.append((FRONT_END, ours))
+    else:
+        is_full = chosen or on_stock or updates or os.environ.get("SCALE") == "full"
+        servers = all_servers(tests) if is_full else FEW_SERVERS
+        runs.append(([*FRONT_END, *ENGINES, *servers, *IN_PROCESS], ours))
+        # What the rings pass, ZMQ has to pass.
+        if is_full and not (on_stock or updates):
+            runs.append(([*ENGINES, *servers], ours | {"SPARKSCHED_TRANSPORT": "zmq"}))
     statuses = []
     for files, variables in runs:
-        statuses.append(run(tests, files, variables, for_pytest, on_stock=on_stock))
-        # What the rings pass, ZMQ has to pass.
-        for_pytest = [
-            it for it in for_pytest if it != "--update" or files in (SCHEDULER, IN_PROCESS)
-        ]
+        wanted = [it for it in files if it in chosen or not chosen]
+        in_engines = files is not SCHEDULER
+        if wanted:
+            statuses.append(run(tests, wanted, variables, for_pytest, in_engines=in_engines))
     page = PAGE.read_text()
-    if "--update" in arguments:
+    if updates:
         PAGE.write_text(with_table(page))
     elif page != with_table(page):
         print(f"{PAGE.name}: its table is not what the lists say; --update writes it")
         statuses.append(1)
     return next((it for it in statuses if it not in (0, NO_TESTS)), 0)
+
+
+def all_servers(tests: Path) -> list[str]:
+    """Return the files that start a server, but those that can't run at all."""
+    paths = sorted((tests / SERVERS).rglob("test_*.py"))
+    names = [
+        str(path.relative_to(tests))
+        for path in paths
+        if any(sign in path.read_text() for sign in ("RemoteOpenAIServer", "client: "))
+    ]
+    table = not_applicable.read(installed_version())
+    return [name for name in names if not table.reason(f"{name}::")]
 
 
 def run(
@@ -105,18 +131,18 @@ def run(
     variables: dict[str, str],
     arguments: list[str],
     *,
-    on_stock: bool,
+    in_engines: bool,
 ) -> int:
     """Run pytest on these files; return its exit status."""
     # vLLM looks for models below the working directory before it asks a hub. Each release has its
     # own: two may be tested at a time.
-    if files is SCHEDULER:
-        models, plugins = write_models(FOLDER / f"models-{tests.name}"), []
+    models = FOLDER / f"{'llamas' if in_engines else 'models'}-{tests.name}"
+    plugins = ["-pconformance.plugin"]
+    if in_engines:
+        models.mkdir(exist_ok=True)
+        plugins = ["-pconformance.engine", *FIXTURES, *plugins]
     else:
-        models = write_tiny_llamas(FOLDER / f"llamas-{tests.name}")
-        plugins = ["-pconformance.engine", "-ptests.v1.engine.conftest"]
-    if not on_stock:
-        plugins.append("-pconformance.plugin")
+        write_models(models)
     command = [sys.executable, "-m", "pytest", *pytest_options(tests), *arguments, *plugins]
     command += [str(tests / file) for file in files]
     variables = environment(tests) | variables

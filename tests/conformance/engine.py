@@ -7,21 +7,33 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from huggingface_hub import HfApi
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testkit import preloaded
 
+from .models import write_tiny_llamas
+
 PROGRAM = "vllm.entrypoints.cli.main"
+_ARGUMENTS = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    "--num-gpu-blocks-override=1024",  # more take time to clear
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Have models computed as the CPU build can: at once, in float32, in the engine's process."""
+    write_tiny_llamas(Path.cwd())
     preloaded.start()
     import tests.utils  # looks at the platform
     from vllm.engine.arg_utils import EngineArgs
@@ -29,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     load_general_plugins()
+    tests.utils.VLLM_PATH = Path.cwd()  # for a file of its examples
+    HfApi.snapshot_download = lambda self, repo_id, **_: str(Path.cwd() / repo_id)
     make = EngineArgs.create_engine_config
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,9 +76,28 @@ class _Server(preloaded.Command):
 def _start_server(
     self: Any, model: str, arguments: list[str], environment: dict[str, str] | None
 ) -> None:
-    arguments = ["serve", model, *arguments, "--dtype=float32", "--enforce-eager"]
+    arguments = ["serve", model, *arguments, *_ARGUMENTS]
     log = Path.cwd() / "server.log"
     self.proc = _Server(PROGRAM, arguments, log, os.environ | (environment or {}))
+
+
+@pytest.fixture(scope="session")
+def hf_runner() -> Any:
+    """Return what stands in for vLLM's fixture, which is asked for embeddings of prompts."""
+    return _hf_model
+
+
+@contextmanager
+def _hf_model(name: str) -> Iterator[Any]:
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name)
+    weights = model.get_input_embeddings().weight.detach()
+    yield SimpleNamespace(
+        tokenizer=tokenizer,
+        model=model,
+        wrap_device=lambda inputs: inputs,
+        get_prompt_embeddings=lambda prompts: [weights[tokenizer.encode(it)] for it in prompts],
+    )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,6 +4,7 @@ Limits, special tokens and sizes of images are the real models': tests count on 
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -151,22 +152,36 @@ def write_models(folder: Path) -> Path:
     return folder
 
 
-# What tests of engines and servers run; which model it is they don't ask.
+# What tests of engines and servers name: one model, or one that ends its thoughts and texts.
 _LLAMAS = (
+    "Qwen/Qwen2-VL-2B-Instruct",  # for its tests of text; it sees no images
     "Qwen/Qwen2.5-1.5B-Instruct",
-    "Qwen/Qwen3-0.6B",
     "deepseek-ai/DeepSeek-V2-Lite",
     "facebook/opt-125m",
     "hmellor/tiny-random-LlamaForCausalLM",
     "meta-llama/Llama-3.2-1B",
     "meta-llama/Llama-3.2-1B-Instruct",
-    "Qwen/Qwen2-VL-2B-Instruct",  # for its tests of text; it sees no images
+    "openai-community/gpt2",
+)
+_ENDING = (
+    "HuggingFaceH4/zephyr-7b-beta",
+    "Qwen/Qwen2-1.5B-Instruct",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-1.7B",
+    "Qwen/Qwen3-8B",
+)
+_LORAS = (
+    "charent/self_cognition_Alice",
+    "typeof/zephyr-7b-beta-lora",
 )
 
 # With these, test_engine_core.py's prompt has the 12 tokens that it needs, and the prompts of
 # test_chunked_prompt.py are short enough.
 _WORDS = (" Masataka", " Oniwa", " capital", " France")
+_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # which parsers look for
 _NUM_OTHER_WORDS = 6000  # tests name ids up to 5,000
+
+_LIMIT = {"max_new_tokens": 128}  # of those that set none
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -176,13 +191,56 @@ _CHAT_TEMPLATE = (
 
 
 def write_tiny_llamas(folder: Path) -> Path:
-    """Write models that can be computed, found as those of `write_models()`."""
-    words = (*_WORDS, *(f"<{number}>" for number in range(_NUM_OTHER_WORDS)))
-    for name in _LLAMAS:
-        tiny_models.write_model(
-            folder / name, "llama", more_tokens=words, chat_template=_CHAT_TEMPLATE
-        )
+    """Write a model that can be computed, and an adapter, found as those of `write_models()`."""
+    model, ending, lora = (folder / name for name in ("llama", "ending", "lora"))
+    tiny_models.write_model(
+        model,
+        "llama",
+        more_tokens=(*_WORDS, *_MARKS),
+        output_tokens=[f"<{number}>" for number in range(_NUM_OTHER_WORDS)],
+        chat_template=_CHAT_TEMPLATE,
+    )
+    example = folder / "examples/template_chatml.jinja"
+    example.parent.mkdir(exist_ok=True)
+    example.write_text(_CHAT_TEMPLATE)
+    _write_json(model / "generation_config.json", _LIMIT)
+    _write_ending(ending, model)
+    _write_lora(lora)
+    for target, names in ((model, _LLAMAS), (ending, _ENDING), (lora, _LORAS)):
+        for path in (folder / name for name in names):
+            path.parent.mkdir(exist_ok=True)
+            path.unlink(missing_ok=True)
+            path.symlink_to(target)
     return folder
+
+
+def _write_ending(folder: Path, model: Path) -> None:
+    """Write a model that soon ends its thoughts and, with each 20th token, its texts."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    weights = load_file(model / "model.safetensors")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    weights["lm_head.weight"][tokenizer.token_to_id("</think>")] *= 8
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    ends = [tokenizer.token_to_id(f"<{number}>") for number in range(0, _NUM_OTHER_WORDS, 20)]
+    _write_json(folder / "generation_config.json", _LIMIT | {"eos_token_id": ends})
+
+
+def _write_lora(folder: Path) -> None:
+    """Write an adapter of rank 8 for the queries of both layers."""
+    import torch
+    from safetensors.torch import save_file
+
+    weights = {}
+    for layer in range(2):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.ones(8, tiny_models.HIDDEN_SIZE)
+        weights[f"{name}.lora_B.weight"] = torch.ones(4 * tiny_models.HEAD_SIZE, 8)
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    configuration = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    _write_json(folder / "adapter_config.json", configuration)
 
 
 def _write_tokenizer(path: Path, special_tokens: dict[str, int]) -> None:

@@ -18,29 +18,35 @@ def with_table(text: str) -> str:
 
 def _rows() -> list[str]:
     paths = sorted(expected.FOLDER.glob("*.txt"))
-    counts = [Counter(map(_row_of, expected.read(path))) for path in paths]
+    counts = [Counter(map(_folder_of, expected.read(path))) for path in paths]
     releases = [path.stem.replace("vllm-", "vLLM ") for path in paths]
-    header = ["of vLLM's `tests`", *releases, "not applicable"]
-    rows = [header, ["---", *("---:" for _ in paths), "---"]]
+    header = ["of vLLM's `tests`", *releases, "fail with both", "fail with ours alone"]
+    rows = [header, ["---", *("---:" for _ in paths), "---", "---"]]
     rows += [
-        [f"`{name}`", *(str(count[name] or "") for count in counts), _reasons(name)]
+        [f"`{name}`", *(str(count[name] or "") for count in counts), *_reasons(name)]
         for name in sorted(set().union(*counts))
     ]
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def _row_of(name: str) -> str:
-    file = name.partition("::")[0]
-    return file.removeprefix("tests/") if file.startswith("tests/") else "v1/core"
+def _folder_of(name: str) -> str:
+    parts = name.partition("::")[0].split("/")
+    return "/".join(parts[1:3]) if parts[0] == "tests" else "v1/core"
 
 
-def _reasons(name: str) -> str:
-    reasons = Counter(
+def _reasons(folder: str) -> tuple[str, str]:
+    """Return why tests fail with vLLM's own scheduler as well, and why with ours alone."""
+    counts = Counter(
         reason
         for file, of_file in not_applicable.read("").reasons.items()
         for reason in of_file.values()
-        if _row_of(file) == name
+        if _folder_of(file) == folder
     )
-    if name == "v1/core":
-        return f"{reasons.total()} tests modify the scheduler's internals"
-    return "; ".join(f"{number}: {reason}" for reason, number in reasons.items())
+    if folder == "v1/core":
+        return "", f"{counts.total()}: modifies the scheduler's internals"
+    both: list[str] = []
+    ours: list[str] = []
+    for reason, number in counts.most_common():
+        side = both if reason.startswith(not_applicable.NEEDS) else ours
+        side.append(f"{number}: {reason}")
+    return "; ".join(both), "; ".join(ours)

@@ -295,6 +295,8 @@ def _is_failure(state: "RequestState", output: EngineCoreOutput) -> bool:
     """
     if output.stop_reason == QUEUE_TIMEOUT and state.queue is not None:
         return True
+    if state.queue is not None and getattr(output, "error", None) is not None:
+        return False  # vLLM 0.33.0 tells of what an engine rejects on arrival
     has_result = output.pooling_output is not None or output.mm_cache_miss_hashes
     return state.detokenizer is None and not has_result
 
