@@ -24,7 +24,6 @@ __all__ = [
     "SchedulerCore",
     "StepOutputs",
     "__version__",
-    "encode_like_scheduler",
     "meter_bounds_s",
     "note_fork",
     "read_prompt",
@@ -103,16 +102,6 @@ class StepOutputs:
     def frames(self) -> list[Any]:
         """Return what vLLM's `MsgpackEncoder.encode` returns for the same content."""
 
-def encode_like_scheduler(
-    outputs: Any, encode_part: Callable[[Any, list[Any]], bytes]
-) -> tuple[StepOutputs, int]:
-    """Write `EngineCoreOutputs` in the way that a step's are written.
-
-    Returns:
-        The outputs, and for how many requests nothing had to be left to `encode_part`.
-
-    """
-
 @final
 class CachedBlocks:
     """Which blocks are cached, for vLLM's collector of auxiliary output."""
@@ -177,7 +166,8 @@ class SchedulerCore:
 
         Raises:
             KeyError: if a key of `config` is missing.
-            ValueError: if the configuration contradicts itself.
+            ValueError: if the configuration has an unknown value.
+            RuntimeError: if it contradicts itself.
 
         """
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sparksched.commands import local_engines as local
-from sparksched.commands.top import command as top
-from sparksched.commands.top.servers import Server
+from sparksched.commands.top import servers as top
 from sparksched.shared import card
 from vllm.config import VllmConfig
 
@@ -33,14 +32,14 @@ def test_an_engine_is_found_as_long_as_it_runs(transport: str, config: VllmConfi
         assert view.info["transport"] == transport
         names = {family.name for family in text_string_to_metric_families(local.page())}
         assert {"sparksched:info", "sparksched:schedule_seconds"} <= names
-        page = top.page_of(Server(engine.pid, (its,), None))
+        page = top.page_of(top.Server(engine.pid, (its,), None))
         (running,) = page.samples["sparksched:requests_running"]
         assert running == ({"model_name": its.model_name, "engine": "0"}, 0)
         # The other engines of this machine, if there are any, have lines of their own.
         assert engine.pid in {
-            card.pid for server in top._servers_here(None) for card in server.engines
+            card.pid for server in top.servers_here(None) for card in server.engines
         }
-        assert top._servers_here(engine.pid)[0].engines == (its,)
+        assert top.servers_here(engine.pid)[0].engines == (its,)
     assert not found(engine)
 
 

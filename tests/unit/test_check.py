@@ -59,16 +59,13 @@ def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dic
 
 
 def test_a_model_that_is_scheduled(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = check(capsys, model, "--dtype=float32", "--max-num-seqs=7")
+    status, found = check(capsys, model, "--dtype=float32")
     assert status == 0
     assert found["scheduler"]["level"] == "ok"
     assert found["scheduler"]["text"].startswith("sparksched, in Rust")
     assert found["transport"]["text"].startswith("shared memory, 2 rings of 8 MiB")
-    assert "7 requests at once" in found["prompts"]["text"]
     assert found["front end"]["text"].startswith("vLLM's, in Python")
-    # On a machine without a GPU, and everything else said nevertheless.
-    assert found["GPU"]["level"] == "warning"
-    assert {"model", "CUDA graphs"} <= set(found)
+    assert "CUDA graphs" in found
     for finding in found.values():
         assert bool(finding["advice"]) == (finding["level"] != "ok"), finding
 

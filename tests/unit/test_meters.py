@@ -6,6 +6,7 @@ import os
 import struct
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -218,10 +219,8 @@ def test_every_series_is_described(shown: list[ShownEngine]) -> None:
         def steps(self) -> dict[str, Any]:
             times = ([1] * (len(_core.meter_bounds_s()) + 1), 1.0)
             names = ("schedule", "update_from_output", "step_gap")
-            promises = [key for _, keys in collector._PROMISES for key in keys.values()]
-            pacing = dict.fromkeys([*promises, *(key for key, *_ in collector._PACING)], 1)
             counts = {"num_running": 1, "num_waiting": 1, "num_queue_timeouts": 1}
-            others = {"waiting_for": {"blocks": 1}, "pacing": pacing}
+            others = {"waiting_for": {"blocks": 1}, "pacing": defaultdict(int, chunk_tokens=1)}
             return dict.fromkeys(names, times) | counts | others
 
         def rings(self) -> dict[str, Any]:

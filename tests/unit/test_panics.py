@@ -84,7 +84,8 @@ def test_a_function_and_a_hasher() -> None:
     def extra_keys(_request: Any) -> Any:
         return bool(Panicking())
 
-    expect_panic("encode_like_scheduler", lambda: _core.encode_like_scheduler(Panicking(), print))
+    request = build_request(cache_salt="salt")
+    expect_panic("read_prompt", lambda: _core.read_prompt(request, extra_keys=extra_keys))
     hasher = _core.NativeBlockHasher("sha256", 4, NONE_HASH, extra_keys=extra_keys)
     request = build_request(cache_salt="salt")
     expect_panic("NativeBlockHasher.__call__", lambda: hasher(request))

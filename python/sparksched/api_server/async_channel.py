@@ -21,7 +21,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from sparksched import _core, environment
 from sparksched.api_server.channel import MAX_MESSAGES, Channel
 from sparksched.api_server.errors import EngineBusyError
-from sparksched.api_server.garbage import FEW_BYTES, LaterCollections
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import AsyncMPClient, MPClient
@@ -113,7 +112,6 @@ class AsyncChannel(Channel):
         self._timer: asyncio.TimerHandle | None = None
         self._num_outputs = 0
         self._max_messages = MAX_MESSAGES
-        self._collections = LaterCollections()
         self._observe_outputs: Callable[[Any, EngineCoreOutputs], Any] | None = getattr(
             type(client), "process_engine_outputs", None
         )
@@ -140,19 +138,6 @@ class AsyncChannel(Channel):
             self._send_waiting()
         if self._has_ended:
             self._stop_reading()
-
-    def _handle_all(self, events: Sequence[object]) -> None:
-        assert self._loop is not None
-        # After a sleep caches are cold. What is done for many outputs takes 20 µs then, a fifth of
-        # what a message of few takes in all.
-        if _num_bytes(events) <= FEW_BYTES:
-            super()._handle_all(events)
-            return
-        self._collections.begin()
-        try:
-            super()._handle_all(events)
-        finally:
-            self._collections.end_after_streams(self._loop)
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
         if outputs.utility_output is not None:
@@ -198,7 +183,6 @@ class AsyncChannel(Channel):
         # the loop waits for it.
         self._has_ended = True
         self.rings.close()
-        self._collections.close()
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._stop_reading)
@@ -311,15 +295,6 @@ class AsyncChannel(Channel):
 
 def _no_room() -> EngineBusyError:
     return EngineBusyError(environment.stuck_after_s())
-
-
-def _num_bytes(events: Sequence[object]) -> int:
-    """Return how large the messages among events are, but for their tensors."""
-    num_bytes = 0
-    for event in events:
-        if isinstance(event, _core.RingMessage):
-            num_bytes += len(event.frames[0])
-    return num_bytes
 
 
 def _run_now(coroutine: Any) -> None:

@@ -2,7 +2,6 @@
 
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
@@ -113,9 +112,6 @@ class Channel:
         except Exception as error:
             self._give_up(error)
             return
-        self._handle_all(events)
-
-    def _handle_all(self, events: Sequence[object]) -> None:
         for event in events:
             self._handle(event)
 

@@ -3,9 +3,10 @@
 import functools
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import (
@@ -42,75 +43,122 @@ INFO_LABELS: Final = (
 MAX_LABEL_CHARACTERS: Final = 200
 """A reason may name values of the configuration, however long."""
 
-_HISTOGRAMS: Final = {
-    "schedule": "Time in the scheduler's schedule(), once a step.",
-    "update_from_output": "Time in the scheduler's update_from_output(), once a step.",
-    "step_gap": (
-        "Time from the end of update_from_output() to the next schedule(), if it left unfinished "
-        "requests."
+
+class Series(NamedTuple):
+    """One of our series."""
+
+    family: type[Any]
+    name: str
+    key: str
+    """What it is in a reading: the value, or with a `label` all values by it."""
+    text: str
+    label: str = ""
+    """A label besides `LABELS`."""
+
+
+_histogram = functools.partial(Series, HistogramMetricFamily)
+_gauge = functools.partial(Series, GaugeMetricFamily)
+_counter = functools.partial(Series, CounterMetricFamily)
+
+_STEPS: Final = (
+    _histogram("schedule_seconds", "schedule", "Time in the scheduler's schedule(), once a step."),
+    _histogram(
+        "update_from_output_seconds",
+        "update_from_output",
+        "Time in the scheduler's update_from_output(), once a step.",
     ),
-}
-_REQUESTS: Final = {
-    "running": "Requests that the scheduler has in its batch.",
-    "waiting": "Requests that wait to be scheduled, for whatever reason.",
-}
-_WAITING_FOR: Final = (
-    "sparksched:waiting_requests",
-    "Requests that wait to be scheduled, by what they wait for.",
-)
-_TENANTS_WAITING: Final = (
-    "sparksched:tenant_waiting_requests",
-    "Requests that have never been scheduled, of the 20 tenants with the most requests; the rest"
-    " have an empty name. With SPARKSCHED_ORDER.",
-)
-_TENANTS_UNFINISHED: Final = (
-    "sparksched:tenant_unfinished_requests",
-    "The same, of requests that have not ended.",
-)
-_QUEUE_TIMEOUTS: Final = (
-    "sparksched:queue_timeouts",
-    "Requests that ended because they had waited too long to be scheduled.",
+    _histogram(
+        "step_gap_seconds",
+        "step_gap",
+        "Time from the end of update_from_output() to the next schedule(), if it left unfinished "
+        "requests.",
+    ),
+    _gauge("requests_running", "num_running", "Requests that the scheduler has in its batch."),
+    _gauge(
+        "requests_waiting",
+        "num_waiting",
+        "Requests that wait to be scheduled, for whatever reason.",
+    ),
+    _gauge("waiting_requests", "waiting_for", "The same, by what they wait for.", "reason"),
+    _counter(
+        "queue_timeouts",
+        "num_queue_timeouts",
+        "Requests that ended because they had waited too long to be scheduled.",
+    ),
 )
 _PACING: Final = (
-    ("chunk_tokens", GaugeMetricFamily, "Tokens of prompts in the last step beside streams."),
-    ("longest_stall_s", GaugeMetricFamily, "Longest step with prompts beside streams, lately."),
-    ("prompt_s", CounterMetricFamily, "Seconds of steps with prompts while others generated."),
-    ("contended_s", CounterMetricFamily, "Seconds in which prompts and decodes had work."),
-    ("num_decode_steps", CounterMetricFamily, "Steps of decodes alone that were put in."),
-    ("slowdown_p50", GaugeMetricFamily, "Times as late as without pacing: long prompts, lately."),
-    ("slowdown_max", GaugeMetricFamily, "The most of these."),
-)
-_PROMISES: Final = (
-    (
-        ("sparksched:paced_late_prompts", "Prompts that came later than promised.", "reason"),
-        {it: f"num_late_by_{it}" for it in ("preemption", "waiting", "steps")},
+    _gauge(
+        "paced_chunk_tokens", "chunk_tokens", "Tokens of prompts in the last step beside streams."
     ),
-    (
-        ("sparksched:paced_steps_over_stall", "Steps that took longer than the stall.", "reason"),
-        {
-            "ordinary": "num_over_for_ordinary",
-            "long": "num_over_for_long",
-            "unexpected": "num_over_unexpected",
-        },
+    _gauge(
+        "paced_longest_stall_seconds",
+        "longest_stall_s",
+        "Longest step with prompts beside streams, lately.",
+    ),
+    _counter(
+        "paced_prompt_seconds", "prompt_s", "Seconds of steps with prompts while others generated."
+    ),
+    _counter(
+        "paced_contended_seconds", "contended_s", "Seconds in which prompts and decodes had work."
+    ),
+    _counter("paced_decode_steps", "num_decode_steps", "Steps of decodes alone that were put in."),
+    _gauge(
+        "paced_slowdown_p50",
+        "slowdown_p50",
+        "Times as late as without pacing: long prompts, lately.",
+    ),
+    _gauge("paced_slowdown_max", "slowdown_max", "The most of these."),
+    _counter("paced_late_prompts", "late", "Prompts that came later than promised.", "reason"),
+    _counter("paced_steps_over_stall", "over", "Steps that took longer than the stall.", "reason"),
+)
+_TENANTS: Final = (
+    _gauge(
+        "tenant_waiting_requests",
+        "waiting",
+        "Requests that have never been scheduled, of the 20 tenants with the most requests; the "
+        "rest have an empty name. With SPARKSCHED_ORDER.",
+        "tenant",
+    ),
+    _gauge(
+        "tenant_unfinished_requests",
+        "unfinished",
+        "The same, of requests that have not ended.",
+        "tenant",
     ),
 )
-_RING_GAUGES: Final = {
-    "waiting_bytes": ("sparksched:ring_waiting_bytes", "Bytes in the rings that are to be read."),
-    "high_water_bytes": (
-        "sparksched:ring_high_water_bytes",
+_RINGS: Final = (
+    _gauge(
+        "ring_waiting_bytes",
+        "waiting_bytes",
+        "Bytes in the rings that are to be read.",
+        "direction",
+    ),
+    _gauge(
+        "ring_high_water_bytes",
+        "high_water_bytes",
         "The most bytes that were seen to wait in one ring.",
+        "direction",
     ),
-}
-_RING_COUNTERS: Final = {
-    "num_rescues": (
-        "sparksched:rescues",
+    _counter(
+        "back_pressure_events",
+        "num_without_room",
+        "Messages to API servers that found no room in a ring at once, or only for a part; to "
+        "the engine, how often it made room that an API server waited for, several times for a "
+        "large message.",
+        "direction",
+    ),
+    _gauge(
+        "backlog_bytes",
+        "backlog_bytes",
+        "Bytes of messages to API servers that wait for room in a ring.",
+    ),
+    _counter(
+        "rescues",
+        "num_rescues",
         "Messages that the engine found by itself because nobody had woken it for them.",
     ),
-    "num_clients_lost": (
-        "sparksched:clients_lost",
-        "API servers whose link ended without a goodbye.",
-    ),
-}
+    _counter("clients_lost", "num_clients_lost", "API servers whose link ended without a goodbye."),
+)
 
 
 @dataclass(eq=False)
@@ -205,8 +253,8 @@ class EngineCollector(Collector):
 
     def describe(self) -> list[Metric]:
         """Name all series, also those that aren't there yet: a request may ask for some by name."""
-        families = (_step_families([]), _tenant_families([]), _ring_families([]))
-        return [_info_family(), *itertools.chain(*families)]
+        series = (*_STEPS, *_PACING, *_TENANTS, *_RINGS)
+        return [_info_family(), *(_family(it, []) for it in series)]
 
     def collect(self) -> Iterator[Metric]:
         """Read each engine's page. An error here must not take vLLM's own metrics away."""
@@ -249,119 +297,52 @@ def _labels_without_engine(unsupported: "Unsupported") -> list[str]:
 
 
 def _families(engines: Sequence[ShownEngine]) -> Iterator[Metric]:
-    readings = [(engine, engine.meters) for engine in engines]
-    steps = [(engine, found) for engine, it in readings if it is not None and (found := it.steps())]
-    rings = [(engine, found) for engine, it in readings if it is not None and (found := it.rings())]
-    if steps:
-        yield from _step_families(steps)
-    tenants = [
-        (engine, counts) for engine, it in readings if it is not None and (counts := it.tenants())
-    ]
-    if tenants:
-        yield from _tenant_families(tenants)
-    if rings:
-        yield from _ring_families(rings)
+    meters = [(engine, engine.meters) for engine in engines if engine.meters is not None]
+    steps = [(engine, found) for engine, it in meters if (found := it.steps())]
+    pacing = [(engine, _pacing(it["pacing"])) for engine, it in steps if it["pacing"]]
+    tenants = [(engine, _tenants(its)) for engine, it in meters if (its := it.tenants())]
+    rings = [(engine, _rings(found)) for engine, it in meters if (found := it.rings())]
+    pages = ((_STEPS, steps), (_PACING, pacing), (_TENANTS, tenants), (_RINGS, rings))
+    for series, readings in pages:
+        if readings:
+            yield from (_family(it, readings) for it in series)
 
 
-_Readings = Sequence[tuple[ShownEngine, Any]]
-
-
-def _step_families(readings: _Readings) -> Iterator[Metric]:
-    # An extension that has no meters has none of their bounds either.
-    bounds = [repr(bound) for bound in _core.meter_bounds_s()] if readings else []
-    for name, text in _HISTOGRAMS.items():
-        histogram = HistogramMetricFamily(f"sparksched:{name}_seconds", text, labels=LABELS)
-        for engine, reading in readings:
-            counts, sum_s = reading[name]
-            buckets = list(zip([*bounds, "+Inf"], itertools.accumulate(counts), strict=True))
-            histogram.add_metric(engine.labels, buckets, sum_s)
-        yield histogram
-    for name, text in _REQUESTS.items():
-        gauge = GaugeMetricFamily(f"sparksched:requests_{name}", text, labels=LABELS)
-        for engine, reading in readings:
-            gauge.add_metric(engine.labels, reading[f"num_{name}"])
-        yield gauge
-    yield from _queue_families(readings)
-    yield from _pacing_families(readings)
-
-
-def _queue_families(readings: _Readings) -> Iterator[Metric]:
-    gauge = GaugeMetricFamily(*_WAITING_FOR, labels=(*LABELS, "reason"))
-    counter = CounterMetricFamily(*_QUEUE_TIMEOUTS, labels=LABELS)
+def _family(series: Series, readings: Sequence[tuple[ShownEngine, Any]]) -> Metric:
+    labels = (*LABELS, series.label) if series.label else LABELS
+    family = series.family(f"sparksched:{series.name}", series.text, labels=labels)
     for engine, reading in readings:
-        for reason, count in reading["waiting_for"].items():
-            gauge.add_metric([*engine.labels, reason], count)
-        counter.add_metric(engine.labels, reading["num_queue_timeouts"])
-    yield gauge
-    yield counter
+        value = reading[series.key]
+        if series.family is HistogramMetricFamily:
+            counts, sum_s = value
+            bounds = [*map(repr, _core.meter_bounds_s()), "+Inf"]
+            buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))
+            family.add_metric(engine.labels, buckets, sum_s)
+        elif series.label:
+            for name, number in value.items():
+                family.add_metric([*engine.labels, name], number)
+        else:
+            family.add_metric(engine.labels, value)
+    return family  # type: ignore[no-any-return]
 
 
-def _tenant_families(readings: _Readings) -> Iterator[Metric]:
-    waiting = GaugeMetricFamily(*_TENANTS_WAITING, labels=(*LABELS, "tenant"))
-    unfinished = GaugeMetricFamily(*_TENANTS_UNFINISHED, labels=(*LABELS, "tenant"))
-    for engine, tenants in readings:
+def _pacing(reading: dict[str, Any]) -> dict[str, Any]:
+    late = {it: reading[f"num_late_by_{it}"] for it in ("preemption", "waiting", "steps")}
+    over = {it: reading[f"num_over_for_{it}"] for it in ("ordinary", "long")}
+    return reading | {"late": late, "over": over | {"unexpected": reading["num_over_unexpected"]}}
+
+
+def _tenants(reading: list[tuple[str, int, int]]) -> dict[str, Any]:
+    waiting, unfinished = Counter[str](), Counter[str]()
+    for name, num_waiting, num_unfinished in reading:
         # Two long names may begin alike, and then are one here.
-        sums: dict[str, tuple[int, int]] = {}
-        for name, num_waiting, num_unfinished in tenants:
-            before = sums.get(name, (0, 0))
-            sums[name] = (before[0] + num_waiting, before[1] + num_unfinished)
-        for name, (num_waiting, num_unfinished) in sums.items():
-            waiting.add_metric([*engine.labels, name], num_waiting)
-            unfinished.add_metric([*engine.labels, name], num_unfinished)
-    yield waiting
-    yield unfinished
+        waiting[name] += num_waiting
+        unfinished[name] += num_unfinished
+    return {"waiting": waiting, "unfinished": unfinished}
 
 
-def _pacing_families(readings: _Readings) -> Iterator[Metric]:
-    for key, family_class, text in _PACING:
-        name = key.removeprefix("num_").removesuffix("_s")
-        unit = "_seconds" if key.endswith("_s") else ""
-        family = family_class(f"sparksched:paced_{name}{unit}", text, labels=LABELS)
-        for engine, reading in readings:
-            if (pacing := reading["pacing"]) is not None:
-                family.add_metric(engine.labels, pacing[key])
-        if family.samples or not readings:
-            yield family
-    for (metric, text, label), keys in _PROMISES:
-        counter = CounterMetricFamily(metric, text, labels=(*LABELS, label))
-        for view, reading in readings:
-            for reason, key in keys.items() if reading["pacing"] is not None else ():
-                counter.add_metric([*view.labels, reason], reading["pacing"][key])
-        if counter.samples or not readings:
-            yield counter
-
-
-def _ring_families(readings: _Readings) -> Iterator[Metric]:
-    labels = (*LABELS, "direction")
+def _rings(reading: dict[str, Any]) -> dict[str, Any]:
+    keys = ("waiting_bytes", "high_water_bytes", "num_without_room")
     directions = ("to_engine", "to_client")
-    for key, (name, text) in _RING_GAUGES.items():
-        gauge = GaugeMetricFamily(name, text, labels=labels)
-        for engine, reading in readings:
-            for direction in directions:
-                gauge.add_metric([*engine.labels, direction], reading[direction][key])
-        yield gauge
-    counter = CounterMetricFamily(
-        "sparksched:back_pressure_events",
-        "Messages to API servers that found no room in a ring at once, or only for a part; to "
-        "the engine, how often it made room that an API server waited for, several times for a "
-        "large message.",
-        labels=labels,
-    )
-    for engine, reading in readings:
-        for direction in directions:
-            count = reading[direction]["num_without_room"]
-            counter.add_metric([*engine.labels, direction], count)
-    yield counter
-    gauge = GaugeMetricFamily(
-        "sparksched:backlog_bytes",
-        "Bytes of messages to API servers that wait for room in a ring.",
-        labels=LABELS,
-    )
-    for engine, reading in readings:
-        gauge.add_metric(engine.labels, reading["to_client"]["backlog_bytes"])
-    yield gauge
-    for key, (name, text) in _RING_COUNTERS.items():
-        counter = CounterMetricFamily(name, text, labels=LABELS)
-        for engine, reading in readings:
-            counter.add_metric(engine.labels, reading[key])
-        yield counter
+    by_direction = {key: {it: reading[it][key] for it in directions} for key in keys}
+    return reading | by_direction | {"backlog_bytes": reading["to_client"]["backlog_bytes"]}

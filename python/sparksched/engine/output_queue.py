@@ -11,9 +11,9 @@ from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from sparksched import _core, compat
+from sparksched import _core
 from sparksched.engine.context import context_of
-from sparksched.engine.encoder import difference_from_vllm, request_ids_in
+from sparksched.engine.encoder import request_ids_in
 from sparksched.engine.notices import Notice
 from sparksched.shared.offer import ENGINE_DEAD, OUTPUTS
 
@@ -44,15 +44,15 @@ class OutputQueue:
         # Encoders aren't thread-safe, and utility calls are answered by several threads.
         self._encoders = threading.local()
         self._clients = [_ClientState() for _ in engine.addresses.outputs]
-        self._encodes_in_rust = _encodes_in_rust(engine)
 
     def encode_in_rust_for(self, client: int) -> None:
         """Have the scheduler write this client's outputs itself, if it can.
 
         Only the engine's loop may call this, for the scheduler belongs to it.
         """
-        if self._encodes_in_rust:
-            self._engine.scheduler.encode_outputs_for(client)
+        scheduler = context_of(self._engine).scheduler
+        if scheduler is not None:
+            scheduler.encode_outputs_for(client)
 
     def put_nowait(self, item: Any) -> None:
         """Send vLLM's `(client_index, EngineCoreOutputs)`, or the note that the engine is dead.
@@ -182,20 +182,6 @@ class OutputQueue:
             )
             self._links.send(client, OUTPUTS, self._encode(outputs), regardless=True)
             self._links.unblock(client)
-
-
-def _encodes_in_rust(engine: "EngineCoreProc") -> bool:
-    """Return whether the scheduler can write outputs itself."""
-    if context_of(engine).scheduler is None:
-        return False
-    difference = difference_from_vllm()
-    if difference is None:
-        return True
-    compat.warn_or_raise(
-        warning=f"sparksched: vLLM's encoder writes the outputs, not sparksched's: {difference}",
-        error=f"sparksched's encoder of outputs doesn't equal vLLM's: {difference}",
-    )
-    return False
 
 
 class _ClientState:

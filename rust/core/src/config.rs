@@ -1,7 +1,5 @@
 //! What the scheduler is built from, and which combinations it refuses.
 
-use std::fmt;
-
 use crate::block_hash::BlockHasher;
 use crate::ids::RequestIndex;
 use crate::journal::JournalConfig;
@@ -277,105 +275,52 @@ pub struct StepKnobs {
     pub order: Vec<RequestIndex>,
 }
 
-/// A configuration that contradicts itself.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ConfigError(String);
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for ConfigError {}
-
 impl SchedulerConfig {
-    /// Checks what the rest of the crate relies on.
+    /// Checks how the fields that the rest of the crate relies on go together.
     ///
-    /// # Errors
-    /// Names the first field that can't be worked with.
-    pub fn validate(&self) -> Result<(), ConfigError> {
-        let check = |holds: bool, message: &str| {
-            if holds { Ok(()) } else { Err(ConfigError(message.to_owned())) }
-        };
-        check(self.num_blocks >= 1, "num_blocks must be at least 1: block 0 is the null block")?;
-        check(self.num_blocks < u32::MAX, "num_blocks must be below 2^32 - 1")?;
-        check(self.block_size >= 1, "block_size must be at least 1")?;
-        check(self.hash_block_size >= 1, "hash_block_size must be at least 1")?;
+    /// # Panics
+    /// If they contradict each other, which is a bug of the caller.
+    pub(crate) fn check(&self) {
         let divides = |size: u32| size >= 1 && self.block_size.is_multiple_of(size);
-        check(
+        assert!(
             self.group_block_sizes.len() == self.groups.len()
                 && self.group_block_sizes.iter().all(|&size| divides(size)),
-            "each group needs a block size that block_size is a multiple of",
-        )?;
+            "each group needs a block size that block_size is a multiple of"
+        );
         let is_hashed =
             |id: u32| self.group_block_sizes[id as usize].is_multiple_of(self.hash_block_size);
-        check(
+        assert!(
             self.hasher.is_none() || self.cacheable_groups().all(is_hashed),
-            "each group's block size must be a multiple of hash_block_size",
-        )?;
-        check(
-            self.hasher.as_ref().is_none_or(|it| it.block_size() == self.hash_block_size as usize),
-            "the hasher must hash blocks of hash_block_size",
-        )?;
-        check(
-            !self.states.aligns_chunks || self.states.block_size >= 1,
-            "chunks can't be aligned to blocks of no tokens",
-        )?;
-        check(self.max_num_active_reqs >= 1, "max_num_active_reqs must be at least 1")?;
-        check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens must be at least 1")?;
-        let needs_group = self.hasher.is_some();
-        check(
-            !needs_group || self.cacheable_groups().next().is_some(),
-            "prefix caching needs a KV cache group",
-        )?;
-        check(
+            "each group's block size must be a multiple of hash_block_size"
+        );
+        assert!(
+            self.hasher.is_none() || self.cacheable_groups().next().is_some(),
+            "prefix caching needs a KV cache group"
+        );
+        assert!(
             self.kv_transfer.is_none() || self.cacheable_groups().count() == self.groups.len(),
-            "a KV connector does not fill circular buffers",
-        )?;
-        check(
+            "a KV connector does not fill circular buffers"
+        );
+        assert!(
             self.retention_interval.is_none_or(|interval| interval % self.block_size == 0),
-            "retention_interval must be a multiple of block_size",
-        )?;
-        let span_of = |group: &KvCacheGroupConfig| match *group {
-            KvCacheGroupConfig::FullAttention
-            | KvCacheGroupConfig::State { .. }
-            | KvCacheGroupConfig::CircularBuffer => None,
-            KvCacheGroupConfig::SlidingWindow { window, .. } => Some(window),
-            KvCacheGroupConfig::ChunkedLocal { chunk_size, .. } => Some(chunk_size),
-        };
-        check(
-            self.groups.iter().filter_map(span_of).all(|span| span >= 1),
-            "a sliding window or chunk holds at least the current token",
-        )?;
-        check(
-            self.eagle_groups.iter().all(|&id| (id as usize) < self.groups.len()),
-            "eagle_groups must be ids of KV cache groups",
-        )?;
-        let by_batch_size = self.speculation.by_batch_size.as_ref();
-        check(
-            by_batch_size.is_none_or(|drafts| drafts.len() > self.max_num_active_reqs),
-            "by_batch_size must tell the drafts for each batch size",
-        )?;
+            "retention_interval must be a multiple of block_size"
+        );
         let mut looked_up: Vec<u32> = self.lookup_groups.iter().flatten().copied().collect();
         looked_up.sort_unstable();
-        check(
+        assert!(
             looked_up.iter().copied().eq(self.cacheable_groups()),
-            "lookup_groups must hold each KV cache group once, but for circular buffers",
-        )?;
-        let none_is_empty = self.lookup_groups.iter().all(|ids| !ids.is_empty());
-        check(none_is_empty, "lookup_groups must not hold an empty group")?;
-        let kinds_agree = self.lookup_groups.iter().all(|ids| {
-            let spec = |id: u32| (self.groups[id as usize], self.group_block_sizes[id as usize]);
-            ids.iter().all(|&id| spec(id) == spec(ids[0]))
-        });
-        check(kinds_agree, "groups that are looked up together must have equal specs")?;
-        let first_other = self.lookup_groups.iter().position(|ids| !self.is_full(ids[0]));
-        let last_full = self.lookup_groups.iter().rposition(|ids| self.is_full(ids[0]));
-        check(
-            first_other.zip(last_full).is_none_or(|(other, full)| full < other),
-            "full attention groups must be looked up first",
-        )
+            "lookup_groups must hold each KV cache group once, but for circular buffers"
+        );
+        let spec = |&id: &u32| (self.groups[id as usize], self.group_block_sizes[id as usize]);
+        assert!(
+            self.lookup_groups.iter().all(|ids| ids.iter().all(|id| spec(id) == spec(&ids[0]))),
+            "groups that are looked up together must have equal specs"
+        );
+        let is_full = |ids: &Vec<u32>| self.groups[ids[0] as usize].is_full_attention();
+        assert!(
+            self.lookup_groups.iter().skip_while(|ids| is_full(ids)).all(|ids| !is_full(ids)),
+            "full attention groups must be looked up first"
+        );
     }
 
     /// The knobs of a step for which nobody has chosen others.
@@ -391,9 +336,5 @@ impl SchedulerConfig {
     /// Ids of the groups in the prefix cache.
     fn cacheable_groups(&self) -> impl Iterator<Item = u32> {
         (0..self.groups.len() as u32).filter(|&id| self.groups[id as usize].is_prefix_cacheable())
-    }
-
-    fn is_full(&self, group: u32) -> bool {
-        self.groups[group as usize].is_full_attention()
     }
 }

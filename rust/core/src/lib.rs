@@ -41,18 +41,19 @@ pub use callbacks::{
     GrammarState, Grammars, KvConnector, NextTurn, Sessions,
 };
 pub use config::{
-    Behaviors, ConfigError, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics,
-    SchedulerConfig, Speculation, StateConfig, StateMode, StepKnobs,
+    Behaviors, KvCacheGroupConfig, KvTransferConfig, Policy, RequestSpecMetrics, SchedulerConfig,
+    Speculation, StateConfig, StateMode, StepKnobs,
 };
 pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::{BlockShortfall, KvCacheManager};
-pub use order::{OrderHints, OrderSettings};
+pub use order::OrderSettings;
 pub use pacing::{LatePrompt, Mode, OverStall, PacedStep, Pacing, PacingReport, PacingSettings};
 pub use promise::{LateBy, Promise};
 pub use queue_watch::{Finding, QueueWatch};
 pub use request::{
-    Event, EventKind, FetchStage, NewRequest, PrefillStats, Request, RequestStatus, SessionInput,
+    Event, EventKind, FetchStage, NewRequest, OrderHints, PrefillStats, Request, RequestStatus,
+    SessionInput,
 };
 pub use scheduler::{
     BlockHolders, Demand, EndedRequest, FailedLoads, HeadOfQueue, PauseState, Prompt, RequestNews,

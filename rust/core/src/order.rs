@@ -16,54 +16,17 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::ids::RequestIndex;
+use crate::request::{OrderHints, Request};
 
 /// What an operator chooses.
 #[derive(Clone, Debug, PartialEq)]
 pub enum OrderSettings {
     /// By tenant; a tenant that isn't named here weighs 1. Weights are from 0.01 to 1000.
-    Fair(BTreeMap<Box<str>, f64>),
+    Fair(BTreeMap<String, f64>),
     /// By deadline. A request that doesn't say has so many seconds to its first token.
     Deadline(f64),
     /// A priority of 1 counts as so many seconds of waiting.
     Aging(f64),
-}
-
-/// What a request says of its place in the order.
-#[derive(Clone, Debug, Default)]
-pub struct OrderHints {
-    /// Whose it is.
-    pub tenant: Box<str>,
-    /// When its first token is due, in seconds from its arrival.
-    pub ttft_s: Option<f64>,
-}
-
-/// What is known of a request when it arrives.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Arrival<'a> {
-    pub(crate) index: RequestIndex,
-    pub(crate) hints: &'a OrderHints,
-    /// What its client asks for; smaller is more urgent.
-    pub(crate) priority: i128,
-    /// Seconds of the client's clock.
-    pub(crate) time: f64,
-    /// Tokens of its prompt that aren't cached.
-    pub(crate) num_uncached_tokens: u32,
-    /// The most tokens that it may get.
-    pub(crate) max_tokens: u64,
-    /// Now, in seconds of the scheduler's clock.
-    pub(crate) now: f64,
-}
-
-/// What the order keeps with a request.
-#[derive(Clone, Debug)]
-pub(crate) struct Ticket {
-    pub(crate) priority: i128,
-    index: RequestIndex,
-    tenant: Arc<str>,
-    /// Tokens that it is expected to cost.
-    cost: f64,
-    /// It has been admitted, with so many cached tokens.
-    num_cached_tokens: Option<u32>,
 }
 
 /// Gives arriving requests their priorities.
@@ -73,8 +36,8 @@ pub(crate) struct Order {
     /// Those with requests, or whose requests have cost more than those of others so far. Clients
     /// choose the names, so they are in a tree: no choice of names makes it slow.
     tenants: BTreeMap<Arc<str>, Tenant>,
-    /// Requests of all tenants that have not ended.
-    num_unfinished: usize,
+    /// Of requests that have not ended.
+    tickets: BTreeMap<RequestIndex, Ticket>,
     mean_output: f64,
     /// With so many tenants, those to forget are looked for.
     sweep_at: usize,
@@ -82,9 +45,17 @@ pub(crate) struct Order {
     queue: DeadlineQueue,
 }
 
+#[derive(Clone, Debug)]
+struct Ticket {
+    tenant: Arc<str>,
+    /// Tokens that the request is expected to cost.
+    cost: f64,
+    /// It has been admitted, with so many cached tokens.
+    num_cached_tokens: Option<u32>,
+}
+
 #[derive(Clone, Debug, Default)]
 struct Tenant {
-    weight: f64,
     /// Virtual time at which its last request ends.
     finish: i128,
     mean_output: f64,
@@ -106,82 +77,86 @@ const MOST_URGENT: i128 = 1_000_000_000;
 
 impl Order {
     pub(crate) fn new(settings: OrderSettings) -> Self {
-        let (tenants, queue) = Default::default();
-        Self {
-            settings,
-            tenants,
-            num_unfinished: 0,
-            mean_output: FIRST_MEAN,
-            sweep_at: FIRST_SWEEP,
-            virtual_time: 0,
-            queue,
-        }
+        let (tenants, tickets, virtual_time, queue) = Default::default();
+        let (mean_output, sweep_at) = (FIRST_MEAN, FIRST_SWEEP);
+        Self { settings, tenants, tickets, mean_output, sweep_at, virtual_time, queue }
     }
 
-    /// Decides a request's priority.
+    /// Decides the priority of a request that arrives, of which so many tokens are cached.
     #[expect(clippy::cast_precision_loss, reason = "limits of tokens, and bounded priorities")]
-    pub(crate) fn rank(&mut self, arrival: &Arrival<'_>) -> Ticket {
-        let name = &arrival.hints.tenant;
-        let key = self.tenants.get_key_value(&**name).map(|(key, _)| Arc::clone(key));
-        let key = key.unwrap_or_else(|| Arc::from(&**name));
+    pub(crate) fn rank(
+        &mut self,
+        request: &Request,
+        hints: OrderHints,
+        num_cached_tokens: u32,
+        now: f64,
+    ) -> i128 {
+        let weight = self.weight_of(&hints.tenant);
         let mean_output = self.mean_output;
-        let new = || Tenant { weight: 1.0, mean_output, ..Tenant::default() };
-        let tenant = self.tenants.entry(Arc::clone(&key)).or_insert_with(new);
-        self.num_unfinished += 1;
+        let new = || Tenant { mean_output, ..Tenant::default() };
+        let tenant = self.tenants.entry(Arc::clone(&hints.tenant)).or_insert_with(new);
         tenant.num_unfinished += 1;
         tenant.num_waiting += 1;
-        let num_output_tokens = tenant.mean_output.min(arrival.max_tokens as f64);
-        let cost = f64::from(arrival.num_uncached_tokens) + num_output_tokens;
-        let priority = match &self.settings {
-            OrderSettings::Fair(weights) => {
-                tenant.weight = weights.get(name).copied().unwrap_or(1.0);
+        let num_uncached = f64::from(request.num_tokens() as u32 - num_cached_tokens);
+        let max_tokens = request.stop_conditions().max_tokens as f64;
+        let cost = num_uncached + tenant.mean_output.min(max_tokens);
+        let priority = match self.settings {
+            OrderSettings::Fair(_) => {
                 let start = tenant.finish.max(self.virtual_time);
-                tenant.finish = start.saturating_add(virtual_cost(cost, tenant.weight));
+                tenant.finish = start.saturating_add(virtual_cost(cost, weight));
                 start
             }
             OrderSettings::Deadline(default_s) => {
-                self.queue.enter(arrival, arrival.hints.ttft_s.unwrap_or(*default_s))
+                self.queue.enter(request, hints.ttft_s.unwrap_or(default_s), num_uncached, now)
             }
             OrderSettings::Aging(s_per_priority) => {
-                let priority = arrival.priority.clamp(-MOST_URGENT, MOST_URGENT) as f64;
-                micros(arrival.time + priority * s_per_priority)
+                let priority = request.priority.clamp(-MOST_URGENT, MOST_URGENT) as f64;
+                micros(request.arrival_time + priority * s_per_priority)
             }
         };
-        let (index, tenant) = (arrival.index, key);
-        Ticket { priority, index, tenant, cost, num_cached_tokens: None }
+        let ticket = Ticket { tenant: hints.tenant, cost, num_cached_tokens: None };
+        self.tickets.insert(request.index(), ticket);
+        priority
     }
 
-    /// Takes in that a request is part of a step, for the first time or again, and how many of its
-    /// tokens were cached.
-    pub(crate) fn admit(&mut self, ticket: &mut Ticket, num_cached_tokens: u32, now: f64) {
-        if ticket.num_cached_tokens.is_some() {
-            return;
-        }
-        ticket.num_cached_tokens = Some(num_cached_tokens);
-        self.virtual_time = self.virtual_time.max(ticket.priority);
-        self.queue.admit(ticket, now);
+    fn weight_of(&self, tenant: &str) -> f64 {
+        let OrderSettings::Fair(weights) = &self.settings else { return 1.0 };
+        weights.get(tenant).copied().unwrap_or(1.0)
+    }
+
+    /// Takes in that a request is part of a step, for the first time or again; its computed tokens
+    /// were cached.
+    pub(crate) fn admit(&mut self, request: &Request, now: f64) {
+        let ticket = self.tickets.get_mut(&request.index());
+        let Some(ticket) = ticket.filter(|it| it.num_cached_tokens.is_none()) else { return };
+        ticket.num_cached_tokens = Some(request.num_computed_tokens);
+        self.virtual_time = self.virtual_time.max(request.priority);
+        self.queue.admit(request, now);
         if let Some(tenant) = self.tenants.get_mut(&ticket.tenant) {
             tenant.num_waiting -= 1;
         }
     }
 
-    /// Takes in that a request has ended after so many tokens, prompt and output, of which so many
-    /// were output.
-    pub(crate) fn end(&mut self, ticket: &Ticket, num_tokens: u32, num_output_tokens: u32) {
+    /// Settles what a request has cost that has ended.
+    pub(crate) fn end(&mut self, request: &Request) {
+        let Some(ticket) = self.tickets.remove(&request.index()) else { return };
+        let weight = self.weight_of(&ticket.tenant);
         let Some(tenant) = self.tenants.get_mut(&ticket.tenant) else { return };
-        self.num_unfinished -= 1;
         tenant.num_unfinished -= 1;
         let mut actual = 0.0;
         if let Some(num_cached_tokens) = ticket.num_cached_tokens {
+            let num_output = request.num_output_tokens() as u32;
+            let num_tokens = request.num_tokens() as u32;
+            let num_tokens = if num_output == 0 { request.num_computed_tokens } else { num_tokens };
             actual = f64::from(num_tokens.saturating_sub(num_cached_tokens));
             for mean in [&mut tenant.mean_output, &mut self.mean_output] {
-                *mean += LAST_PART * (f64::from(num_output_tokens) - *mean);
+                *mean += LAST_PART * (f64::from(num_output) - *mean);
             }
         } else {
             tenant.num_waiting -= 1;
-            self.queue.leave(ticket);
+            self.queue.leave(request);
         }
-        let correction = virtual_cost(actual - ticket.cost, tenant.weight);
+        let correction = virtual_cost(actual - ticket.cost, weight);
         tenant.finish = tenant.finish.saturating_add(correction);
         self.forget_idle();
     }
@@ -189,7 +164,7 @@ impl Order {
     /// Forgets tenants without requests that owe nothing; not at each call, so that a call costs
     /// little, however many there are.
     fn forget_idle(&mut self) {
-        if self.num_unfinished == 0 {
+        if self.tickets.is_empty() {
             // All start anew: nobody owes, and the numbers don't grow for ever.
             self.tenants.clear();
             self.virtual_time = 0;
@@ -240,18 +215,17 @@ const LEAST_SEEN_S: f64 = 0.25;
 
 impl DeadlineQueue {
     /// Puts a request in; returns its deadline.
-    fn enter(&mut self, arrival: &Arrival<'_>, ttft_s: f64) -> i128 {
-        self.pass_time(arrival.now);
-        let num_tokens = f64::from(arrival.num_uncached_tokens);
-        let mut deadline = micros(arrival.time + ttft_s);
+    fn enter(&mut self, request: &Request, ttft_s: f64, num_tokens: f64, now: f64) -> i128 {
+        self.pass_time(now);
+        let mut deadline = micros(request.arrival_time + ttft_s);
         if self.served_s >= LEAST_SEEN_S && self.served_tokens > 0.0 {
             let tokens_per_s = self.served_tokens / self.served_s;
             if !self.has_room(deadline, ttft_s * tokens_per_s - num_tokens) {
                 let fcfs_s = (self.num_tokens + num_tokens) / tokens_per_s;
-                deadline = micros(arrival.time + fcfs_s + ttft_s);
+                deadline = micros(request.arrival_time + fcfs_s + ttft_s);
             }
         }
-        self.waiting.insert((deadline, arrival.index), num_tokens);
+        self.waiting.insert((deadline, request.index()), num_tokens);
         self.num_tokens += num_tokens;
         deadline
     }
@@ -267,16 +241,16 @@ impl DeadlineQueue {
             })
     }
 
-    fn admit(&mut self, ticket: &Ticket, now: f64) {
+    fn admit(&mut self, request: &Request, now: f64) {
         self.pass_time(now);
-        let num_tokens = self.leave(ticket);
+        let num_tokens = self.leave(request);
         if !self.waiting.is_empty() {
             self.served_tokens += num_tokens;
         }
     }
 
-    fn leave(&mut self, ticket: &Ticket) -> f64 {
-        let num_tokens = self.waiting.remove(&(ticket.priority, ticket.index)).unwrap_or(0.0);
+    fn leave(&mut self, request: &Request) -> f64 {
+        let num_tokens = self.waiting.remove(&(request.priority, request.index())).unwrap_or(0.0);
         self.num_tokens = if self.waiting.is_empty() { 0.0 } else { self.num_tokens - num_tokens };
         num_tokens
     }
@@ -295,29 +269,26 @@ impl DeadlineQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::request::{NewRequest, NumGroups};
 
-    /// A request that costs 1,000 tokens.
-    fn rank(order: &mut Order, number: u32, tenant: &str) -> Ticket {
+    /// A request that costs 1,000 tokens, and its priority.
+    fn rank(order: &mut Order, number: u32, tenant: &str) -> Request {
+        let new = NewRequest { tokens: vec![0; 1_000], ..NewRequest::default() };
+        let groups = NumGroups { num_tables: 0, num_states: 0 };
+        let mut request = Request::new(new, RequestIndex(number), groups);
         let hints = OrderHints { tenant: tenant.into(), ttft_s: None };
-        order.rank(&Arrival {
-            index: RequestIndex(number),
-            hints: &hints,
-            priority: 0,
-            time: 0.0,
-            num_uncached_tokens: 1_000,
-            max_tokens: 0,
-            now: 0.0,
-        })
+        request.priority = order.rank(&request, hints, 0, 0.0);
+        request
     }
 
     #[test]
     fn priorities_fit_into_64_bits_after_ten_years() {
         let mut order = Order::new(OrderSettings::Fair([("light".into(), 0.01)].into()));
-        let first = rank(&mut order, 0, "light");
+        let first = rank(&mut order, 0, "light").priority;
         // Of 100,000 tokens a second, all of this tenant.
         order.virtual_time = virtual_cost(1e5 * 3_653.0 * 86_400.0, 0.01);
         let [second, third] = [1, 2].map(|number| rank(&mut order, number, "light").priority);
-        assert!(first.priority < second && second < third, "{second}, {third}");
+        assert!(first < second && second < third, "{second}, {third}");
         assert!(i64::try_from(third).is_ok(), "{third}");
     }
 
@@ -328,9 +299,10 @@ mod tests {
         for number in 1..10_000 {
             // One tenant goes on, so that virtual time does; the others have one request each.
             for tenant in ["goes on", &*number.to_string()] {
-                let mut ticket = rank(&mut order, number, tenant);
-                order.admit(&mut ticket, 0, 0.0);
-                order.end(&ticket, 1_000, 0);
+                let mut request = rank(&mut order, number, tenant);
+                order.admit(&request, 0.0);
+                request.num_computed_tokens = 1_000;
+                order.end(&request);
             }
         }
         assert!(order.tenants.len() <= FIRST_SWEEP, "{}", order.tenants.len());

@@ -1,10 +1,11 @@
 //! A request's state: vLLM's `v1/request.py`, reduced to what scheduling needs.
 
+use std::sync::Arc;
+
 use smallvec::SmallVec;
 
 use crate::block_hash::{BlockHash, BlockHasher, ExtraKeys};
 use crate::ids::{BlockId, RequestIndex};
-use crate::order::{OrderHints, Ticket};
 use crate::promise::Promise;
 use crate::state_group::StateBlocks;
 use crate::stats::RequestSpecStats;
@@ -125,9 +126,18 @@ pub(crate) struct RequestTransfer {
     pub(crate) last_step_seq: u64,
 }
 
+/// What a request says of its place in the order.
+#[derive(Clone, Debug, Default)]
+pub struct OrderHints {
+    /// Whose it is.
+    pub tenant: Arc<str>,
+    /// When its first token is due, in seconds from its arrival.
+    pub ttft_s: Option<f64>,
+}
+
 /// A request as it arrives.
 #[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct NewRequest {
     /// Unique among the requests that are not finished.
     pub id: Box<str>,
@@ -276,8 +286,6 @@ pub struct Request {
     /// Until when it has to be scheduled for the first time, in seconds of the scheduler's clock;
     /// infinity if that is settled.
     pub(crate) queue_deadline: f64,
-    /// Its place in the order, if requests are ordered.
-    pub(crate) ticket: Option<Box<Ticket>>,
 }
 
 /// What the prefix cache had of a request when somebody looked.
@@ -335,7 +343,6 @@ impl Request {
             promise: None,
             deferred_by: None,
             queue_deadline: f64::INFINITY,
-            ticket: None,
             last_step: 0,
             events: Vec::new(),
             prefill_stats: Some(PrefillStats::default()),

@@ -55,7 +55,7 @@ impl Server {
             num_blocks: 400,
             ..config(vec![KvCacheGroupConfig::FullAttention], None)
         };
-        let mut scheduler = Scheduler::new(config).expect("a sane configuration");
+        let mut scheduler = Scheduler::new(config);
         if let Some(settings) = settings {
             scheduler.order_by(settings);
         }

@@ -202,7 +202,7 @@ fn serving(device: &Device, num_blocks: u32) -> SchedulerConfig {
 
 impl World {
     fn new(config: SchedulerConfig, device: Device, settings: Option<PacingSettings>) -> Self {
-        let mut scheduler = Scheduler::new(config).expect("a sane configuration");
+        let mut scheduler = Scheduler::new(config);
         if scheduler.config().policy == Policy::Priority {
             scheduler.order_by(OrderSettings::Fair(BTreeMap::new()));
         }

@@ -33,7 +33,7 @@ enum Value {
 #[derive(Arbitrary, Debug)]
 enum Act {
     Send { frame_lengths: Vec<u16>, regardless: bool },
-    SendInOrder(u16),
+    SendOne(u16),
     Unblock,
     Receive(u8),
     Look,
@@ -79,15 +79,10 @@ impl End {
         Message { kind: self.num_sent, frames: lengths.iter().map(frame).collect() }
     }
 
-    fn send(&mut self, lengths: &[u16], in_order: bool, regardless: bool) {
+    fn send(&mut self, lengths: &[u16], regardless: bool) {
         let message = self.message(lengths);
         let frames: Vec<_> = message.frames.iter().map(Vec::as_slice).collect();
-        let sent = if in_order {
-            self.link.send_in_order(message.kind, &frames)
-        } else {
-            self.link.send(message.kind, &frames, regardless)
-        };
-        if let Ok(ticket) = sent {
+        if let Ok(ticket) = self.link.send(message.kind, &frames, regardless) {
             assert_eq!(ticket, self.num_tickets);
             self.num_tickets += 1;
             self.sent.push_back(message);
@@ -136,8 +131,8 @@ impl End {
 
     fn act(&mut self, act: &Act, other: &mut Self, is_sound: bool) {
         match act {
-            Act::Send { frame_lengths, regardless } => self.send(frame_lengths, false, *regardless),
-            Act::SendInOrder(length) => self.send(&[*length], true, false),
+            Act::Send { frame_lengths, regardless } => self.send(frame_lengths, *regardless),
+            Act::SendOne(length) => self.send(&[*length], false),
             Act::Unblock => self.link.unblock(),
             Act::Receive(max) => self.receive(other, usize::from(*max), is_sound),
             Act::Look => self.look(),

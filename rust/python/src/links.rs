@@ -10,57 +10,73 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 use sparksched_backlog::Limits;
 use sparksched_entry_points::entry_points;
+use sparksched_ring::engine::EngineRings;
+use sparksched_ring::link::Link;
 use sparksched_ring::message::{Message, Unsendable};
+use sparksched_ring::outbox::SendError;
+use sparksched_zmtp::push::{Push, Sent};
+use sparksched_zmtp::sockets::PushSockets;
 
 use crate::convert::StepOutputs;
 use crate::frames;
 
 /// An engine's links to its clients.
-pub(crate) trait Links: Send + Sync {
-    fn link(&self, client: u32) -> Option<&dyn Outgoing>;
-
-    /// Whether each client has come, and has gone.
-    fn is_deserted(&self) -> bool;
-
-    /// Ends all links, once clients have taken what waits or `linger` is over.
-    fn close(&self, linger: Duration);
+pub(crate) enum Links {
+    Rings(Arc<EngineRings>),
+    Sockets(Arc<PushSockets>),
 }
 
 /// What is sent to one client. Nothing here waits for it.
-pub(crate) trait Outgoing: Sync {
+#[derive(Clone, Copy)]
+enum Outgoing<'a> {
+    Ring(&'a Link),
+    Socket(&'a Push),
+}
+
+impl Outgoing<'_> {
     /// Sends a message, or keeps it until there is room. Returns false if too much waits already,
     /// or did since the last [`Self::unblock`]: nothing overtakes what is lost. What is sent
     /// `regardless` is never refused. A client that is gone takes all, and gets nothing.
-    fn send(&self, kind: u8, frames: &[&[u8]], regardless: bool) -> Result<bool, Unsendable>;
-
-    /// Bytes of messages that wait.
-    fn backlog_bytes(&self) -> usize;
-
-    /// Takes back messages of which nothing was sent, but for those sent regardless: the newest
-    /// first, until they have `max_bytes` or none is left.
-    fn take_back_newest(&self, max_bytes: usize) -> Vec<Message>;
-
-    /// Accepts messages again after one was refused.
-    fn unblock(&self);
+    fn send(self, kind: u8, frames: &[&[u8]], regardless: bool) -> Result<bool, Unsendable> {
+        match self {
+            Self::Ring(link) => match link.send(kind, frames, regardless) {
+                Ok(_) | Err(SendError::Gone) => Ok(true),
+                Err(SendError::Full) => Ok(false),
+                Err(SendError::Unsendable(error)) => Err(error),
+                Err(SendError::Corrupt(_)) => {
+                    link.hang_up();
+                    Ok(true)
+                }
+            },
+            // ZMQ's messages have no kind, and any frames can be sent.
+            Self::Socket(push) => Ok(push.send(frames, regardless) == Sent::Accepted),
+        }
+    }
 }
 
 #[pyclass(name = "EngineLinks", module = "sparksched._core", frozen, subclass)]
 pub(crate) struct PyEngineLinks {
-    links: Arc<dyn Links>,
+    links: Links,
 }
 
 impl PyEngineLinks {
     /// An object of a subclass.
     pub(crate) fn with<T: PyClass<BaseType = Self>>(
-        links: Arc<dyn Links>,
+        links: Links,
         subclass: T,
     ) -> PyClassInitializer<T> {
         PyClassInitializer::from(Self { links }).add_subclass(subclass)
     }
 
-    fn link(&self, client: u32) -> PyResult<&dyn Outgoing> {
-        self.links
-            .link(client)
+    fn find(&self, client: u32) -> Option<Outgoing<'_>> {
+        match &self.links {
+            Links::Rings(rings) => rings.link(client).map(|link| Outgoing::Ring(link)),
+            Links::Sockets(sockets) => sockets.socket(client).map(Outgoing::Socket),
+        }
+    }
+
+    fn link(&self, client: u32) -> PyResult<Outgoing<'_>> {
+        self.find(client)
             .ok_or_else(|| PyRuntimeError::new_err(format!("there is no link to client {client}")))
     }
 }
@@ -69,12 +85,15 @@ impl PyEngineLinks {
 #[pymethods]
 impl PyEngineLinks {
     fn is_attached(&self, client: u32) -> PyResult<bool> {
-        Ok(self.links.link(client).is_some())
+        Ok(self.find(client).is_some())
     }
 
     #[getter]
     fn is_deserted(&self) -> PyResult<bool> {
-        Ok(self.links.is_deserted())
+        Ok(match &self.links {
+            Links::Rings(rings) => rings.is_deserted(),
+            Links::Sockets(sockets) => sockets.is_deserted(),
+        })
     }
 
     #[pyo3(signature = (client, kind, frames, *, regardless = false))]
@@ -103,7 +122,10 @@ impl PyEngineLinks {
     }
 
     fn backlog_bytes(&self, client: u32) -> PyResult<usize> {
-        Ok(self.link(client)?.backlog_bytes())
+        Ok(match self.link(client)? {
+            Outgoing::Ring(link) => link.backlog_bytes(),
+            Outgoing::Socket(push) => push.backlog_bytes(),
+        })
     }
 
     #[pyo3(signature = (client, *, max_bytes))]
@@ -113,22 +135,35 @@ impl PyEngineLinks {
         client: u32,
         max_bytes: usize,
     ) -> PyResult<Bound<'py, PyList>> {
+        let messages = match self.link(client)? {
+            Outgoing::Ring(link) => link.take_back_newest(max_bytes),
+            Outgoing::Socket(push) => {
+                let taken = push.take_back_newest(max_bytes).into_iter();
+                taken.map(|frames| Message { kind: 0, frames }).collect()
+            }
+        };
         let list = PyList::empty(py);
-        for message in self.link(client)?.take_back_newest(max_bytes) {
+        for message in messages {
             list.append(frames::received(py, client, &message)?)?;
         }
         Ok(list)
     }
 
     fn unblock(&self, client: u32) -> PyResult<()> {
-        self.link(client)?.unblock();
+        match self.link(client)? {
+            Outgoing::Ring(link) => link.unblock(),
+            Outgoing::Socket(push) => push.unblock(),
+        }
         Ok(())
     }
 
     #[pyo3(signature = (*, linger_s = 0.0))]
     fn close(&self, py: Python<'_>, linger_s: f64) -> PyResult<()> {
         let linger = seconds("linger_s", linger_s)?;
-        py.detach(|| self.links.close(linger));
+        py.detach(|| match &self.links {
+            Links::Rings(rings) => rings.close(linger),
+            Links::Sockets(sockets) => sockets.close(linger),
+        });
         Ok(())
     }
 }

@@ -4,7 +4,6 @@
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use pyo3::exceptions::{PyConnectionError, PyRuntimeError};
 use pyo3::prelude::*;
@@ -13,13 +12,12 @@ use sparksched_entry_points::entry_points;
 use sparksched_ring::client::{ClientOptions, ClientRings};
 use sparksched_ring::engine::{EngineEvent, EngineOptions, EngineRings};
 use sparksched_ring::handshake::HandshakeError;
-use sparksched_ring::link::{End, Event, Link};
-use sparksched_ring::message::{Message, Unsendable};
+use sparksched_ring::link::{End, Event};
 use sparksched_ring::outbox::{SendError, Ticket};
 
 use crate::frames::{self, LARGE_BYTES};
 use crate::guard::catch_panics;
-use crate::links::{Links, Outgoing, PyEngineLinks, limits, seconds, value_error};
+use crate::links::{Links, PyEngineLinks, limits, seconds, value_error};
 use crate::meters::PyEngineMeters;
 
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -112,51 +110,6 @@ fn connection_error(error: HandshakeError) -> PyErr {
 // The engine's side
 // ----------------------------------------------------------------------------------------
 
-impl Links for EngineRings {
-    fn link(&self, client: u32) -> Option<&dyn Outgoing> {
-        Some(&**self.link(client)?)
-    }
-
-    fn is_deserted(&self) -> bool {
-        self.is_deserted()
-    }
-
-    fn close(&self, linger: Duration) {
-        self.close(linger);
-    }
-}
-
-impl Outgoing for Link {
-    fn send(&self, kind: u8, frames: &[&[u8]], regardless: bool) -> Result<bool, Unsendable> {
-        let sent = if regardless {
-            self.send(kind, frames, true)
-        } else {
-            self.send_in_order(kind, frames)
-        };
-        match sent {
-            Ok(_) | Err(SendError::Gone) => Ok(true),
-            Err(SendError::Full) => Ok(false),
-            Err(SendError::Unsendable(error)) => Err(error),
-            Err(SendError::Corrupt(_)) => {
-                self.hang_up();
-                Ok(true)
-            }
-        }
-    }
-
-    fn backlog_bytes(&self) -> usize {
-        self.backlog_bytes()
-    }
-
-    fn take_back_newest(&self, max_bytes: usize) -> Vec<Message> {
-        self.take_back_newest(max_bytes)
-    }
-
-    fn unblock(&self) {
-        self.unblock();
-    }
-}
-
 #[pyclass(name = "EngineRings", module = "sparksched._core", frozen, extends = PyEngineLinks)]
 struct PyEngineRings {
     rings: Arc<EngineRings>,
@@ -186,7 +139,7 @@ impl PyEngineRings {
             version: env!("CARGO_PKG_VERSION").to_owned(),
         };
         let rings = Arc::new(EngineRings::listen(name, options).map_err(connection_error)?);
-        let links = Arc::clone(&rings);
+        let links = Links::Rings(Arc::clone(&rings));
         Ok(PyEngineLinks::with(links, Self { rings }))
     }
 

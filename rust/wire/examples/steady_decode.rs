@@ -109,7 +109,7 @@ fn scheduler_of(num_requests: usize) -> Scheduler {
         hasher: BlockHasher::new(HashAlgorithm::Sha256, BLOCK_SIZE, b"none"),
         ..config(vec![KvCacheGroupConfig::FullAttention, window], None)
     };
-    let mut scheduler = Scheduler::new(config).expect("a sane configuration");
+    let mut scheduler = Scheduler::new(config);
     for (id, token) in (0..num_requests).zip(0..) {
         let prompt = vec![token; NUM_PROMPT_TOKENS];
         let stop = StopConditions { max_tokens: u64::MAX, ..StopConditions::default() };

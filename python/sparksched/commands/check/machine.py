@@ -1,7 +1,6 @@
 """What the machine and its software are like, whatever is to be served."""
 
 import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +19,7 @@ def findings() -> Iterator[Finding]:
     yield _extension()
     yield from _variables()
     yield _plugin()
-    vllm = _vllm()
-    yield vllm
-    if importlib.util.find_spec("vllm") is not None:
-        yield _torch()
-        yield _gpu()
+    yield _vllm()
     yield processors(CGROUP)
 
 
@@ -87,30 +82,6 @@ def _vllm() -> Finding:
         f"{__version__} is not supported: it would run its own scheduler",
         f"install one of {', '.join(releases.SUPPORTED)}, or a release of sparksched for this one",
     )
-
-
-def _torch() -> Finding:
-    import torch
-
-    return ok("torch", torch.__version__)
-
-
-def _gpu() -> Finding:
-    topic = "GPU"
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        return warning(
-            topic,
-            "none: this vLLM runs models on the processor",
-            "for speed, install vLLM's build for a GPU on a machine that has one",
-        )
-    try:
-        name = current_platform.get_device_name()
-        count = current_platform.device_count()
-    except Exception as error:  # of a driver that is missing, or of another version
-        return problem(topic, f"vLLM finds none: {error}", "look at what nvidia-smi says")
-    return ok(topic, f"{count} x {name}")
 
 
 def processors(cgroup: Path) -> Finding:

@@ -40,18 +40,14 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
         text = without_quotes(_first_line(error))
         yield problem("arguments", text, "vLLM wouldn't start with them either")
         return
-    yield _model(config)
     yield _scheduler(config)
     if environment.verification() is not None:
         yield _verification(config)
     yield _front_end(parsed)
     yield _transport(config)
     yield _asynchronous(config, asked.async_scheduling)
-    yield _prompts(config)
     yield _pacing(config)
-    yield _order()
     yield _queue()
-    yield _parallelism(config)
     yield _graphs(config)
 
 
@@ -81,14 +77,6 @@ def _first_line(error: Exception) -> str:
         return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _model(config: "VllmConfig") -> Finding:
-    model = config.model_config
-    quantization = model.quantization or "not quantized"
-    architectures = ", ".join(model.architectures)
-    length = f"{model.max_model_len:,} tokens"
-    return ok("model", f"{architectures}, {model.dtype}, {quantization}, up to {length}")
 
 
 def _scheduler(config: "VllmConfig") -> Finding:
@@ -197,18 +185,6 @@ def _is_on_a_processor() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _prompts(config: "VllmConfig") -> Finding:
-    scheduler = config.scheduler_config
-    caching = "on" if config.cache_config.enable_prefix_caching else "off"
-    chunks = "on" if scheduler.enable_chunked_prefill else "off"
-    return ok(
-        "prompts",
-        f"prefix caching {caching}, chunked prefill {chunks}, "
-        f"{scheduler.max_num_batched_tokens:,} tokens a step, "
-        f"{scheduler.max_num_seqs:,} requests at once",
-    )
-
-
 _LONG_PROMPT_TOKENS = 32_768
 """A longer prompt keeps others waiting for seconds."""
 
@@ -241,19 +217,6 @@ def _pacing(config: "VllmConfig") -> Finding:
     )
 
 
-def _order() -> Finding:
-    order = environment.order()
-    if order is None:
-        return ok("order", "as --scheduling-policy says")
-    how = {
-        "fair": "fair between tenants"
-        + "".join(f", {name} weighs {weight:g}" for name, weight in order.weights.items()),
-        "deadline": f"by deadline, {order.seconds:g} s to the first token unless it says ttft_s",
-        "aging": f"by priority; a priority of 1 counts as {order.seconds:g} s of waiting",
-    }
-    return ok("order", how[order.kind])
-
-
 def _queue() -> Finding:
     seconds = environment.queue_timeout_s()
     if seconds is None:
@@ -268,17 +231,6 @@ def _queue() -> Finding:
         f"unset {USE_RUST} and {environment.FRONT_END}, and clients get 503 and are told "
         "when to try again",
     )
-
-
-def _parallelism(config: "VllmConfig") -> Finding:
-    parallel = config.parallel_config
-    sizes = {
-        "tensor": parallel.tensor_parallel_size,
-        "pipeline": parallel.pipeline_parallel_size,
-        "data": parallel.data_parallel_size,
-    }
-    used = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return ok("parallelism", ", ".join(used) or "one GPU")
 
 
 def _graphs(config: "VllmConfig") -> Finding:

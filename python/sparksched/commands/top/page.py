@@ -1,31 +1,24 @@
-"""A server's `/metrics` page: fetched, and read into sums over its engines."""
+"""A server's `/metrics` page, and what has happened between two of them."""
 
 import http.client
 import math
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 TIMEOUT_S: Final = 5.0
-MAX_PAGE_BYTES: Final = 32 << 20
 
 Labels = dict[str, str]
-Buckets = dict[float, float]
-"""Cumulative counts by upper bound."""
 
 
 class PageError(Exception):
     """There is no page of a vLLM server: the text says why."""
-
-
-class NoAnswerError(PageError):
-    """Nobody answers, or not with a page: this may change."""
 
 
 @dataclass
@@ -36,57 +29,71 @@ class Page:
     """Of the monotonic clock."""
     samples: dict[str, list[tuple[Labels, float]]] = field(default_factory=dict)
 
+    def values(self, name: str, **labels: str) -> list[float]:
+        """Return what the series of a name with these labels say, an engine each."""
+        return [it for its, it in self.samples.get(name, ()) if labels.items() <= its.items()]
+
     def total(self, name: str, **labels: str) -> float | None:
         """Sum a series over all engines; None if it is not there."""
-        found = [
-            value for its, value in self.samples.get(name, ()) if labels.items() <= its.items()
-        ]
+        found = self.values(name, **labels)
         return sum(found) if found else None
 
-    def largest(self, name: str, **labels: str) -> float | None:
-        """Return the largest of a series over all engines; None if it is not there."""
-        found = [
-            value for its, value in self.samples.get(name, ()) if labels.items() <= its.items()
-        ]
-        return max(found, default=None)
-
-    def mean(self, name: str) -> float | None:
-        """Average a series over all engines; None if it is not there."""
-        found = self.samples.get(name, ())
-        return sum(value for _, value in found) / len(found) if found else None
-
-    def buckets(self, name: str) -> Buckets | None:
-        """Sum a histogram over all engines; None if it is not there."""
-        found = self.samples.get(f"{name}_bucket")
-        if not found:
-            return None
-        buckets: Buckets = defaultdict(float)
-        for labels, value in found:
-            buckets[_bound(labels)] += value
+    def buckets(self, name: str) -> dict[float, float]:
+        """Sum a histogram over all engines: cumulative counts by upper bound, ascending."""
+        buckets: dict[float, float] = defaultdict(float)
+        for labels, value in self.samples.get(f"{name}_bucket", ()):
+            buckets[float(labels["le"])] += value
         return dict(sorted(buckets.items()))
-
-    def values(self, name: str, label: str) -> list[str]:
-        """Return the values that a label has in the series of a name, each once."""
-        return list(dict.fromkeys(labels.get(label, "") for labels in self.labels(name)))
 
     def labels(self, name: str) -> list[Labels]:
         """Return the labels of all series of a name."""
         return [labels for labels, _ in self.samples.get(name, ())]
 
 
-def _printable(labels: Labels) -> Labels:
-    """Return labels that do nothing to a terminal."""
-    return {
-        name: "".join(it if it.isprintable() else "?" for it in value)
-        for name, value in labels.items()
-    }
+class Times(NamedTuple):
+    """How often something happened, and how long it took; None is unknown or not at all."""
+
+    per_s: float | None = None
+    p50_s: float | None = None
+    p99_s: float | None = None
 
 
-def _bound(labels: Labels) -> float:
-    try:
-        return float(labels["le"])
-    except (KeyError, ValueError):
-        raise PageError("it has a histogram with a bucket without a bound") from None
+class Change(NamedTuple):
+    """What has happened between two pages of a server."""
+
+    before: Page
+    now: Page
+
+    def rate(self, name: str, **labels: str) -> float | None:
+        """Return how fast a counter has grown; None if it hasn't: the server is another then."""
+        first, last = self.before.total(name, **labels), self.now.total(name, **labels)
+        seconds = self.now.at_s - self.before.at_s
+        if first is None or last is None or last < first or seconds <= 0:
+            return None
+        return (last - first) / seconds
+
+    def times(self, name: str) -> Times:
+        """Return what a histogram of times has got."""
+        first, last = self.before.buckets(name), self.now.buckets(name)
+        seconds = self.now.at_s - self.before.at_s
+        if first.keys() != last.keys() or seconds <= 0:
+            return Times()
+        grown = {bound: last[bound] - first[bound] for bound in last}
+        if not grown or min(grown.values()) < 0:
+            return Times()
+        return Times(max(grown.values()) / seconds, quantile(grown, 0.5), quantile(grown, 0.99))
+
+
+def quantile(cumulative: dict[float, float], share: float) -> float | None:
+    """Estimate below which value a share of all samples is; None without samples.
+
+    As Prometheus does: evenly spread within a bucket, and no more than the last finite bound.
+    """
+    total = max(cumulative.values())
+    finite = {bound: count for bound, count in cumulative.items() if math.isfinite(bound)}
+    if not total or not finite:
+        return None
+    return float(np.interp(share * total, [0.0, *finite.values()], [0.0, *finite]))
 
 
 def address(url: str) -> str:
@@ -96,9 +103,7 @@ def address(url: str) -> str:
         ValueError: if that is none of HTTP.
 
     """
-    if "://" not in url:
-        url = f"http://{url}"
-    parts = urllib.parse.urlsplit(url)
+    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is not the URL of an HTTP server")
     parts.port  # noqa: B018 - raises ValueError for one that can't be
@@ -114,25 +119,15 @@ def fetch(url: str) -> Page:
     """Fetch the page of the server at an address.
 
     Raises:
-        NoAnswerError: if there is none now.
-        PageError: if what is there is no vLLM server.
+        PageError: if there is none, or none of a vLLM server.
 
     """
     try:
         with _opener.open(f"{url}/metrics", timeout=TIMEOUT_S) as response:
-            content = response.read(MAX_PAGE_BYTES + 1)
-    except urllib.error.HTTPError as error:
-        what = f"it answers with HTTP status {error.code}"
-        if error.code >= http.client.INTERNAL_SERVER_ERROR:
-            raise NoAnswerError(what) from error
-        raise PageError(f"there is no /metrics page: {what}") from error
-    except urllib.error.URLError as error:
-        raise NoAnswerError(f"no server answers: {error.reason}") from error
+            text = response.read().decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
-        raise NoAnswerError(f"no server answers: {error or type(error).__name__}") from error
-    if len(content) > MAX_PAGE_BYTES:
-        raise PageError(f"its /metrics page is longer than {MAX_PAGE_BYTES >> 20} MiB")
-    return parse(content.decode(errors="replace"), time.monotonic())
+        raise PageError(f"no /metrics page: {error or type(error).__name__}") from error
+    return parse(text, time.monotonic())
 
 
 def parse(text: str, at_s: float) -> Page:
@@ -157,3 +152,11 @@ def parse(text: str, at_s: float) -> Page:
             "--disable-log-stats"
         )
     return page
+
+
+def _printable(labels: Labels) -> Labels:
+    """Return labels that do nothing to a terminal."""
+    return {
+        name: "".join(it if it.isprintable() else "?" for it in value)
+        for name, value in labels.items()
+    }

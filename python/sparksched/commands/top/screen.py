@@ -1,119 +1,72 @@
-"""How an interval looks on a terminal of 80 columns."""
+"""How it looks on a terminal of 80 columns."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Group, RenderableType
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from sparksched.commands.top.interval import Interval, Paced, Times
-from sparksched.commands.top.page import Labels
+from sparksched.commands.top.page import Change, Labels, Page
 
 if TYPE_CHECKING:
     from sparksched.commands.top.servers import Server
     from sparksched.shared.card import EngineCard
 
 WIDTH: Final = 80
-UNKNOWN: Final = "-"
+MAX_TENANTS: Final = 5
 
-_LATENCY_NAMES: Final = {
-    "time_to_first_token": "time to first token",
-    "inter_token_latency": "between tokens",
+_TIMES: Final = {
+    "time to first token": "vllm:time_to_first_token_seconds",
+    "between tokens": "vllm:inter_token_latency_seconds",
+    "schedule": "sparksched:schedule_seconds",
+    "update from output": "sparksched:update_from_output_seconds",
+    "gap to next schedule": "sparksched:step_gap_seconds",
 }
-_STEP_NAMES: Final = {
-    "schedule": "schedule",
-    "update": "update from output",
-    "gap": "gap to next schedule",
-}
-
+_DIRECTIONS: Final = {"to_engine": "to engine", "to_client": "to API servers"}
 _UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
-def render(url: str, interval: Interval, notice: str = "") -> RenderableType:
-    """Return what to show; `notice` is about the server and comes first."""
-    parts: list[RenderableType] = [_title(url, interval)]
+def render(name: str, change: Change | None, notice: str = "") -> RenderableType:
+    """Return what to show of a server; `notice` is about it and comes first."""
+    parts: list[RenderableType] = []
+    models = ""
+    if change is not None:
+        now = change.now
+        models = ", ".join(_models(now)) or "no model"
+        parts += [
+            *_schedulers(now),
+            Text(),
+            _requests(change),
+            *_waits(now),
+            Text(),
+            _times(change),
+        ]
+        parts += [*_paced(change), *_tenants(now), *_rings(change)]
     if notice:
-        parts.append(Text(notice, style="bold red"))
-    parts += _schedulers(interval)
-    parts += [Text(), _requests(interval), *_waits(interval), Text(), _times(interval)]
-    if interval.paced is not None:
-        parts += [Text(), _paced(interval.paced)]
-    if interval.tenants:
-        parts += [Text(), _tenants(interval)]
-    if any(interval.rings.values()):
-        parts += [Text(), _rings(interval)]
-    return Group(*parts)
+        parts.insert(0, Text(notice, style="bold red"))
+    return Group(Text.assemble(("sparksched top", "bold"), f"  {name}  {models}"), *parts)
 
 
-def _title(url: str, interval: Interval) -> Text:
-    models = ", ".join(interval.model_names) or "no model"
-    return Text.assemble(("sparksched top", "bold"), f"  {url}  {models}")
-
-
-def _schedulers(interval: Interval) -> Iterator[Text]:
-    if not interval.has_sparksched:
-        yield Text("This server runs without sparksched: only vLLM's part is shown.", "yellow")
-        return
-    said = set()
-    for labels in interval.engines:
-        line = _scheduler(labels)
-        if line.plain not in said:
-            said.add(line.plain)
-            yield line
-
-
-def _scheduler(labels: Labels) -> Text:
-    """Say what schedules; engines that don't differ make one line."""
-    transport = "shared memory" if labels.get("transport") == "shm" else "ZMQ"
-    versions = f"sparksched {labels.get('version')}, vLLM {labels.get('vllm_version')}"
-    if labels.get("scheduler") == "sparksched":
-        return Text(f"scheduler: sparksched, {transport}; {versions}", "green")
-    feature, reason = labels.get("fallback_feature"), labels.get("fallback_reason")
-    why = f"because of {feature}: {reason}" if feature else "for a reason that it doesn't tell"
-    return Text(f"scheduler: vLLM's own, {transport}; {versions}\n{why}", "yellow")
-
-
-def _requests(interval: Interval) -> Table:
-    table = _table("", "running", "waiting", "KV cache", "prompt tok/s", "output tok/s")
-    usage = interval.kv_cache_usage
-    table.add_row(
-        "requests",
-        number(interval.running),
-        number(interval.waiting),
-        UNKNOWN if usage is None else f"{usage:.1%}",
-        number(interval.prompt_tokens_per_s),
-        number(interval.generation_tokens_per_s),
-    )
-    return table
-
-
-def _waits(interval: Interval) -> Iterator[Text]:
-    if interval.waiting_for:
-        reasons = (f"{name} {number(count)}" for name, count in interval.waiting_for.items())
-        yield Text(f"waiting for           {', '.join(reasons)}", "yellow")
-    if interval.queue_timeouts:
-        yield Text(f"waited too long       {number(interval.queue_timeouts)}", "yellow")
-
-
-def render_servers(
-    rows: "Sequence[tuple[Server, EngineCard, Interval | None]]",
-) -> RenderableType:
-    """Return what several servers do, an engine a line."""
+def render_servers(rows: "Sequence[tuple[Server, EngineCard, Change | None]]") -> RenderableType:
+    """Return what several servers do, an engine a line; None is what wasn't seen twice."""
     table = _table("model", "engine", "process", "server", "running", "waiting", "steps/s")
     # A model's name may be a long path: it is broken, and all else stays whole.
     model = table.columns[0]
     model.no_wrap, model.overflow, model.min_width = False, "fold", None
-    for server, card, interval in rows:
-        steps = None if interval is None else interval.steps["schedule"]
+    for server, card, change in rows:
+        running = waiting = steps_per_s = None
+        if change is not None:
+            running = _num_requests(change.now, "running")
+            waiting = _num_requests(change.now, "waiting")
+            steps_per_s = change.times("sparksched:schedule_seconds").per_s
         table.add_row(
             card.model_name,
             card.engine,
             str(card.pid),
             server.name.removeprefix("http://"),
-            number(None if interval is None else interval.running),
-            number(None if interval is None else interval.waiting),
-            number(steps.per_s if steps else None),
+            *map(number, (running, waiting, steps_per_s)),
         )
     title = Text("sparksched top  this machine", "bold")
     parts: list[RenderableType] = [title, Text(), table, Text()]
@@ -123,62 +76,123 @@ def render_servers(
     return Group(*parts)
 
 
-def _times(interval: Interval) -> Table:
-    table = _table("", "per second", "p50", "p99")
-    for key, name in _LATENCY_NAMES.items():
-        table.add_row(name, *_times_cells(interval.latencies[key]))
-    for key, name in _STEP_NAMES.items():
-        times = interval.steps[key]
-        if times is not None:
-            table.add_row(name, *_times_cells(times))
-    return table
+def _models(now: Page) -> list[str]:
+    names = ("vllm:num_requests_running", "sparksched:info")
+    return sorted({its.get("model_name", "") for it in names for its in now.labels(it)} - {""})
 
 
-def _times_cells(times: Times | None) -> Sequence[str]:
-    if times is None:
-        return (UNKNOWN, UNKNOWN, UNKNOWN)
-    return (number(times.per_s), duration(times.p50_s), duration(times.p99_s))
+def _schedulers(now: Page) -> Iterator[Text]:
+    engines = now.labels("sparksched:info")
+    if not engines:
+        yield Text("This server runs without sparksched: only vLLM's part is shown.", "yellow")
+    # Engines that don't differ make one line.
+    for line in dict.fromkeys(map(_scheduler, engines)):
+        yield Text(line, "green" if line.startswith("scheduler: sparksched") else "yellow")
 
 
-def _paced(paced: Paced) -> Table:
-    table = _table("", "chunk", "share", "decodes alone/s", "longest stall")
-    share = paced.prefill_share
+def _scheduler(labels: Labels) -> str:
+    transport = "shared memory" if labels.get("transport") == "shm" else "ZMQ"
+    versions = f"sparksched {labels.get('version')}, vLLM {labels.get('vllm_version')}"
+    if labels.get("scheduler") == "sparksched":
+        return f"scheduler: sparksched, {transport}; {versions}"
+    feature, reason = labels.get("fallback_feature"), labels.get("fallback_reason")
+    why = f"because of {feature}: {reason}" if feature else "for a reason that it doesn't tell"
+    return f"scheduler: vLLM's own, {transport}; {versions}\n{why}"
+
+
+def _requests(change: Change) -> Table:
+    table = _table("", "running", "waiting", "KV cache", "prompt tok/s", "output tok/s")
+    usages = change.now.values("vllm:kv_cache_usage_perc")
     table.add_row(
-        "paced prefill",
-        f"{number(paced.chunk_tokens)} tok",
-        UNKNOWN if share is None else f"{share:.0%}",
-        number(paced.decode_steps_per_s),
-        duration(paced.longest_stall_s),
+        "requests",
+        number(_num_requests(change.now, "running")),
+        number(_num_requests(change.now, "waiting")),
+        f"{sum(usages) / len(usages):.1%}" if usages else "-",
+        number(change.rate("vllm:prompt_tokens_total")),
+        number(change.rate("vllm:generation_tokens_total")),
     )
     return table
 
 
-def _tenants(interval: Interval) -> Table:
+def _num_requests(now: Page, what: str) -> float | None:
+    """Return a number of requests; without a front end only ours is known."""
+    found = now.total(f"vllm:num_requests_{what}")
+    return now.total(f"sparksched:requests_{what}") if found is None else found
+
+
+def _waits(now: Page) -> Iterator[Text]:
+    reasons = [f"{name} {number(it)}" for name, it in _by("reason", now, "waiting") if it]
+    if reasons:
+        yield Text(f"waiting for           {', '.join(reasons)}", "yellow")
+    if timeouts := now.total("sparksched:queue_timeouts_total"):
+        yield Text(f"waited too long       {number(timeouts)}", "yellow")
+
+
+def _by(label: str, now: Page, what: str) -> list[tuple[str, float]]:
+    """Return how many requests each value of a label has, the most first."""
+    series = f"sparksched:{what}_requests"
+    values = dict.fromkeys(its.get(label, "") for its in now.labels(series))
+    counts = [(it, now.total(series, **{label: it}) or 0) for it in values]
+    return sorted(counts, key=lambda count: count[1], reverse=True)
+
+
+def _times(change: Change) -> Table:
+    table = _table("", "per second", "p50", "p99")
+    for name, series in _TIMES.items():
+        if series.startswith("vllm:") or change.now.buckets(series):
+            times = change.times(series)
+            table.add_row(name, number(times.per_s), duration(times.p50_s), duration(times.p99_s))
+    return table
+
+
+def _paced(change: Change) -> Iterator[RenderableType]:
+    chunks = change.now.values("sparksched:paced_chunk_tokens")
+    if not chunks:
+        return
+    prompts = change.rate("sparksched:paced_prompt_seconds_total")
+    contended = change.rate("sparksched:paced_contended_seconds_total")
+    table = _table("", "chunk", "share", "decodes alone/s", "longest stall")
+    table.add_row(
+        "paced prefill",
+        f"{number(max(chunks))} tok",
+        f"{min(prompts / contended, 1):.0%}" if prompts is not None and contended else "-",
+        number(change.rate("sparksched:paced_decode_steps_total")),
+        duration(max(change.now.values("sparksched:paced_longest_stall_seconds"), default=None)),
+    )
+    yield from (Text(), table)
+
+
+def _tenants(now: Page) -> Iterator[RenderableType]:
+    largest = _by("tenant", now, "tenant_unfinished")[:MAX_TENANTS]
+    if not largest:
+        return
     table = _table("largest tenants", "never scheduled", "not ended")
     table.columns[0].overflow, table.columns[0].max_width = "ellipsis", 40
-    for name, counts in interval.tenants.items():
-        table.add_row(name or "others", *map(number, counts))
-    return table
+    waiting = dict(_by("tenant", now, "tenant_waiting"))
+    for name, unfinished in largest:
+        table.add_row(name or "others", number(waiting.get(name)), number(unfinished))
+    yield from (Text(), table)
 
 
-def _rings(interval: Interval) -> Table:
+def _rings(change: Change) -> Iterator[RenderableType]:
+    now = change.now
+    if not now.labels("sparksched:ring_waiting_bytes"):
+        return
     table = _table("rings", "waiting", "most in one", "without room", "per second")
-    names = {"to_engine": "to engine", "to_client": "to API servers"}
-    for direction, name in names.items():
-        ring = interval.rings[direction]
-        if ring is not None:
-            table.add_row(
-                name,
-                size(ring.waiting_bytes),
-                size(ring.high_water_bytes),
-                number(ring.back_pressure_events),
-                number(ring.back_pressure_per_s),
-            )
+    events = "sparksched:back_pressure_events_total"
+    for direction, name in _DIRECTIONS.items():
+        table.add_row(
+            name,
+            decimal(int(now.total("sparksched:ring_waiting_bytes", direction=direction) or 0)),
+            decimal(int(max(now.values("sparksched:ring_high_water_bytes", direction=direction)))),
+            number(now.total(events, direction=direction)),
+            number(change.rate(events, direction=direction)),
+        )
     table.add_row()
-    table.add_row("backlog", size(interval.backlog_bytes))
-    table.add_row("rescues", number(interval.rescues))
-    table.add_row("API servers lost", number(interval.clients_lost))
-    return table
+    table.add_row("backlog", decimal(int(now.total("sparksched:backlog_bytes") or 0)))
+    table.add_row("rescues", number(now.total("sparksched:rescues_total")))
+    table.add_row("API servers lost", number(now.total("sparksched:clients_lost_total")))
+    yield from (Text(), table)
 
 
 def _table(first: str, *columns: str) -> Table:
@@ -190,28 +204,17 @@ def _table(first: str, *columns: str) -> Table:
 
 
 def number(value: float | None) -> str:
-    """Return a count or a rate in a few digits."""
+    """Return a count or a rate in a few digits; `-` for None."""
     if value is None:
-        return UNKNOWN
+        return "-"
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time in the unit that suits it."""
+    """Return a time in the unit that suits it; `-` for None."""
     if seconds is None:
-        return UNKNOWN
+        return "-"
     for unit_s, unit in _UNITS:
         if seconds >= unit_s or unit == "us":
             break
     return f"{seconds / unit_s:.3g} {unit}"
-
-
-def size(value: float | None) -> str:
-    """Return a number of bytes in the unit that suits it."""
-    if value is None:
-        return UNKNOWN
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} GiB"

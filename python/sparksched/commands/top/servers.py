@@ -1,16 +1,15 @@
 """Which servers of this user run on this machine, and where they listen."""
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
 import psutil
 
-from sparksched.commands.top.page import PageError, fetch
-
-if TYPE_CHECKING:
-    from sparksched.shared.card import EngineCard
+from sparksched.commands.top.page import Page, PageError, fetch, parse
+from sparksched.shared.card import EngineCard, find
 
 _INIT: Final = 1
 
@@ -21,7 +20,7 @@ class Server:
 
     pid: int
     """Of that process, as far as it is known; else of the engine."""
-    engines: "tuple[EngineCard, ...]"
+    engines: tuple[EngineCard, ...]
     url: str | None
     """Where its front end shows its metrics; None if that wasn't found."""
 
@@ -31,7 +30,7 @@ class Server:
         return self.url or f"process {self.pid}"
 
 
-def find_servers(cards: "Sequence[EngineCard]") -> list[Server]:
+def find_servers(cards: Sequence[EngineCard]) -> list[Server]:
     """Return the servers of these engines, by process id and model."""
     found: dict[tuple[int, str], list[EngineCard]] = {}
     for card in cards:
@@ -39,7 +38,64 @@ def find_servers(cards: "Sequence[EngineCard]") -> list[Server]:
     return [Server(pid, tuple(its), _url(pid, its)) for (pid, _), its in sorted(found.items())]
 
 
-def _url(pid: int, engines: "Sequence[EngineCard]") -> str | None:
+def servers_here(pid: int | None) -> list[Server]:
+    """Return this user's servers on this machine, or those that a process belongs to.
+
+    Raises:
+        PageError: if it belongs to none.
+
+    """
+    servers = find_servers(find())
+    if pid is None:
+        return servers
+    if started := [server for server in servers if server.pid == pid]:
+        return started
+    for server in servers:
+        engines = tuple(card for card in server.engines if card.pid == pid)
+        if engines:
+            whole = len(engines) == len(server.engines)
+            return [server if whole else replace(server, engines=engines, url=None)]
+    found = ", ".join(str(card.pid) for server in servers for card in server.engines)
+    raise PageError(f"process {pid} is no engine with sparksched; there are: {found or 'none'}")
+
+
+def page_of(server: Server) -> Page:
+    """Return the page of a server, with what it lacks of its engines.
+
+    vLLM's Rust front end knows nothing of ours, and another server may have no page at all.
+
+    Raises:
+        PageError: if its front end doesn't answer, or its engines are gone.
+
+    """
+    if server.url is None:
+        return local_page(server.engines)
+    page = fetch(server.url)
+    if not page.labels("sparksched:info"):
+        local = local_page(server.engines)
+        page.samples |= {
+            name: its for name, its in local.samples.items() if name.startswith("sparksched:")
+        }
+    return page
+
+
+def local_page(engines: Sequence[EngineCard]) -> Page:
+    """Return what `sparksched metrics` shows of some engines.
+
+    Raises:
+        PageError: if they are gone.
+
+    """
+    from sparksched.commands import local_engines  # imports vLLM
+
+    wanted = {local_engines.key(card) for card in engines}
+    text = local_engines.page(lambda card: local_engines.key(card) in wanted)
+    if not text:
+        raise PageError("its engine is gone")
+    return parse(text, time.monotonic())
+
+
+def _url(pid: int, engines: Sequence[EngineCard]) -> str | None:
     """Return where a front end answers: the engines' parent, or another process that it started."""
     pids = ({pid} | _children(pid)) - {card.pid for card in engines}
     for port in sorted(_listening_ports(pids)):

@@ -17,13 +17,13 @@ mod waits;
 use std::collections::BTreeSet;
 
 use crate::callbacks::Callbacks;
-use crate::config::{ConfigError, Policy, RequestSpecMetrics, SchedulerConfig};
+use crate::config::{Policy, RequestSpecMetrics, SchedulerConfig};
 use crate::ids::RequestIndex;
 use crate::journal::Entry as JournalEntry;
 use crate::kv_cache_manager::KvCacheManager;
-use crate::order::{Arrival, Order, OrderHints, OrderSettings};
+use crate::order::{Order, OrderSettings};
 use crate::request::{
-    EventKind, FetchStage, NewRequest, NumGroups, Request, RequestStatus, SessionInput,
+    EventKind, FetchStage, NewRequest, NumGroups, OrderHints, Request, RequestStatus, SessionInput,
 };
 use crate::request_queue::RequestQueue;
 use crate::slots::Slots;
@@ -101,11 +101,11 @@ pub struct Scheduler {
 impl Scheduler {
     /// A scheduler without requests.
     ///
-    /// # Errors
+    /// # Panics
     /// If the configuration contradicts itself.
-    pub fn new(config: SchedulerConfig) -> Result<Self, ConfigError> {
-        config.validate()?;
-        Ok(Self {
+    pub fn new(config: SchedulerConfig) -> Self {
+        config.check();
+        Self {
             kv_cache: KvCacheManager::new(&config),
             slots: Slots::default(),
             waiting: RequestQueue::new(config.policy),
@@ -130,7 +130,7 @@ impl Scheduler {
             kv_transfer: KvTransfer::default(),
             spec_decoding_stats: None,
             config,
-        })
+        }
     }
 
     /// Puts a request into the queue and returns its place.
@@ -156,7 +156,7 @@ impl Scheduler {
             request.record_event(EventKind::Queued, now);
         }
         self.slots.insert(request);
-        self.rank(index, &hints, now);
+        self.rank(index, hints, now);
         self.enqueue(index);
         if expects_remote_prefill {
             self.set_fetch_stage(index, Some(FetchStage::WaitingToStart));
@@ -175,43 +175,12 @@ impl Scheduler {
     }
 
     /// Gives a request that has arrived its priority.
-    fn rank(&mut self, index: RequestIndex, hints: &OrderHints, now: f64) {
+    fn rank(&mut self, index: RequestIndex, hints: OrderHints, now: f64) {
         let Some(order) = &mut self.order else { return };
-        let request = &self.slots[index];
+        let request = &mut self.slots[index];
         let hit = self.kv_cache.peek_prefix_hit(request);
-        let ticket = order.rank(&Arrival {
-            index,
-            hints,
-            priority: request.priority,
-            time: request.arrival_time,
-            num_uncached_tokens: request.num_tokens() as u32 - hit.num_tokens,
-            max_tokens: request.stop_conditions().max_tokens,
-            now,
-        });
-        let request = &mut self.slots[index];
+        request.priority = order.rank(request, hints, hit.num_tokens, now);
         request.expected_hit = Some(hit);
-        request.priority = ticket.priority;
-        request.ticket = Some(Box::new(ticket));
-    }
-
-    /// Takes in that a request is part of a step, of which so many tokens were cached.
-    fn note_admitted(&mut self, index: RequestIndex, num_cached_tokens: u32, now: f64) {
-        if let (Some(order), Some(ticket)) = (&mut self.order, &mut self.slots[index].ticket) {
-            order.admit(ticket, num_cached_tokens, now);
-        }
-    }
-
-    /// Settles what a request has cost that has ended.
-    fn note_ended(&mut self, index: RequestIndex) {
-        let request = &mut self.slots[index];
-        if let (Some(order), Some(ticket)) = (&mut self.order, request.ticket.take()) {
-            let num_output_tokens = request.num_tokens() - request.num_prompt_tokens();
-            let num_tokens = match num_output_tokens {
-                0 => request.num_computed_tokens,
-                _ => request.num_tokens() as u32,
-            };
-            order.end(&ticket, num_tokens, num_output_tokens as u32);
-        }
     }
 
     /// Whether requests get their priorities here.

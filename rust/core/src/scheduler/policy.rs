@@ -711,7 +711,9 @@ impl Scheduler {
         self.step.has_admitted_prefill |= num_computed_tokens + 1 < request.num_tokens() as u32;
         self.pop_next();
         self.drop_queue_deadline(index);
-        self.note_admitted(index, num_computed_tokens, now);
+        if let Some(order) = &mut self.order {
+            order.admit(&self.slots[index], now);
+        }
         self.set_fetch_stage(index, None);
         self.running.push(index);
         self.note_use_of_drafts(index, share.num_tokens);

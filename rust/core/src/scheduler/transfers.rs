@@ -203,7 +203,9 @@ impl Scheduler {
         is_loading: bool,
         callbacks: &mut C,
     ) -> Result<bool, C::Error> {
-        self.note_ended(index);
+        if let Some(order) = &mut self.order {
+            order.end(&self.slots[index]);
+        }
         self.end_aux_output(index, callbacks)?;
         let mut is_kept = is_loading;
         if self.config.kv_transfer.is_some() {

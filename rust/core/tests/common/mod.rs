@@ -6,8 +6,8 @@ use std::convert::Infallible;
 use sparksched_core::{
     AuxOutputs, Behaviors, BlockHasher, BlockId, BlockPool, EcConnector, EncoderInputs,
     ExternalAllocation, ExternalHit, Fallible, GrammarState, Grammars, HashAlgorithm,
-    JournalConfig, KvCacheGroupConfig, KvConnector, NewRequest, NextTurn, OrderHints, Policy,
-    Request, RequestIndex, SchedulerConfig, Sessions, Speculation, StateConfig, StopConditions,
+    JournalConfig, KvCacheGroupConfig, KvConnector, NewRequest, NextTurn, Policy, Request,
+    RequestIndex, SchedulerConfig, Sessions, Speculation, StateConfig, StopConditions,
 };
 
 pub const BLOCK_SIZE: u32 = 4;
@@ -70,20 +70,8 @@ pub fn new_request(id: usize, tokens: &[i32]) -> NewRequest {
         id: format!("request-{id}").into(),
         tokens: tokens.to_vec(),
         num_prompt_tokens: tokens.len(),
-        block_hashes: vec![],
-        extra_keys: None,
-        lora_id: None,
-        priority: 0,
-        arrival_time: 0.0,
         stop: StopConditions { max_tokens: 3, ..StopConditions::default() },
-        skip_reading_prefix_cache: false,
-        use_structured_output: false,
-        is_pooling: false,
-        reports_cached_blocks: false,
-        is_session: false,
-        has_encoder_inputs: false,
-        expects_remote_prefill: false,
-        order_hints: OrderHints::default(),
+        ..NewRequest::default()
     }
 }
 

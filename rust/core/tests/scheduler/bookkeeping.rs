@@ -378,7 +378,7 @@ impl World {
         let config = random_config(&mut chance);
         let answers = Answers { chance: Chance::new(chance.next()), has_pending_sends: false };
         Self {
-            scheduler: Scheduler::new(config).expect("a sane configuration"),
+            scheduler: Scheduler::new(config),
             chance,
             answers,
             in_flight: VecDeque::new(),

@@ -112,7 +112,7 @@ proptest! {
         retention_interval in prop_oneof![Just(None), Just(Some(0)), Just(Some(8))],
         prompts in prompts(),
     ) {
-        let mut scheduler = Scheduler::new(config(groups, retention_interval)).unwrap();
+        let mut scheduler = Scheduler::new(config(groups, retention_interval));
         for (id, tokens) in prompts.iter().enumerate() {
             let expected = longest_hit_by_definition(&scheduler, tokens);
             let before = scheduler.take_stats().prefix_cache_stats;
@@ -137,7 +137,7 @@ fn a_circular_buffer_is_one_block_for_all_of_a_request() {
     let admitted = |num_free: u32| {
         let mut small = config(groups.clone(), None);
         small.num_blocks = 1 + num_free;
-        let mut scheduler = Scheduler::new(small).unwrap();
+        let mut scheduler = Scheduler::new(small);
         let index = scheduler.add_request(new_request(0, &prompt), 0.0);
         let knobs = scheduler.config().step_knobs(false);
         let Ok(step) = scheduler.schedule(&knobs, 0.0, &mut Answers::default());
@@ -153,7 +153,7 @@ fn a_circular_buffer_is_one_block_for_all_of_a_request() {
 fn a_request_that_does_not_fit_takes_no_blocks() {
     let mut small = config(vec![KvCacheGroupConfig::FullAttention], Some(0));
     small.num_blocks = 4;
-    let mut scheduler = Scheduler::new(small).unwrap();
+    let mut scheduler = Scheduler::new(small);
     let index = scheduler.add_request(new_request(0, &[5; 40]), 0.0);
     let knobs = scheduler.config().step_knobs(false);
     let Ok(step) = scheduler.schedule(&knobs, 0.0, &mut Answers::default());

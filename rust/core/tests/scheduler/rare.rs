@@ -44,7 +44,7 @@ fn step(scheduler: &mut Scheduler, answers: &mut Answers, sampled: &[i32]) -> Ve
 /// All drafts are accepted, and the first ends the turn: more is computed than there are tokens.
 #[test]
 fn a_session_that_stops_among_drafts_goes_on_at_its_last_token() {
-    let mut scheduler = Scheduler::new(speculating()).expect("a sane configuration");
+    let mut scheduler = Scheduler::new(speculating());
     let answers = &mut Answers { has_next_turn: true, ..Answers::default() };
     let session = NewRequest { is_session: true, ..request_for(2, 0, &[0; 5]) };
     let index = scheduler.add_request(session, 0.0);
@@ -71,7 +71,7 @@ fn a_session_that_stops_among_drafts_goes_on_at_its_last_token() {
 fn a_padded_request_waits_for_a_step_that_has_room_for_its_padding() {
     let mut config = speculating();
     config.max_num_scheduled_tokens = 1 + NUM_DRAFTS;
-    let mut scheduler = Scheduler::new(config).expect("a sane configuration");
+    let mut scheduler = Scheduler::new(config);
     let answers = &mut Answers::default();
     let prompt = [0, 0, 0, 0, 1];
     scheduler.add_request(request_for(3, 0, &prompt), 0.0);
@@ -95,7 +95,7 @@ fn a_load_leaves_the_blocks_that_an_earlier_one_still_lacks() {
     let num_blocks = 10;
     let config =
         SchedulerConfig { kv_transfer, num_blocks, reserve_full_isl: false, ..full_attention() };
-    let mut scheduler = Scheduler::new(config).expect("a sane configuration");
+    let mut scheduler = Scheduler::new(config);
     let answers = &mut Answers {
         external_hit: ExternalHit { num_tokens: 4, is_async: true },
         ..Answers::default()

@@ -368,37 +368,3 @@ pub(crate) fn confirm(peer: &Peer) -> Result<(), HandshakeError> {
         Err(error) => Err(error),
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn hello_survives_the_wire_and_knows_its_version() {
-        let hello = Hello { client_index: 7, version: "1.2.3".to_owned() };
-        assert_eq!(Hello::decode(&hello.encode(), "1.2.3").unwrap(), hello);
-        let error = Hello::decode(&hello.encode(), "1.2.4").unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "the other process runs sparksched 1.2.3, this one sparksched 1.2.4"
-        );
-    }
-
-    #[test]
-    fn a_truncated_hello_is_gibberish() {
-        let packet = Hello { client_index: 7, version: String::new() }.encode();
-        for len in 0..packet.len() {
-            let decoded = Hello::decode(&packet[..len], "");
-            assert!(matches!(decoded, Err(HandshakeError::Gibberish)), "{len} bytes");
-        }
-    }
-
-    #[test]
-    fn replies_survive_the_wire() {
-        let refused = Reply::Refused("no".to_owned());
-        for reply in [Reply::Welcome { ring_bytes: 1 << 23 }, refused, Reply::Admitted] {
-            assert_eq!(Reply::decode(&reply.encode()).unwrap(), reply);
-        }
-        assert!(matches!(Reply::decode(b"SPRKRING\x03"), Err(HandshakeError::Gibberish)));
-    }
-}

@@ -325,24 +325,13 @@ impl Link {
     // Sending
     // ------------------------------------------------------------------------------------
 
-    /// Sends a message, or keeps it until the ring has room; `regardless` of how many are kept.
+    /// Sends a message, or keeps it until the ring has room. After one that was refused for want of
+    /// room all are, until [`Self::unblock`]: nothing overtakes what has been lost. What is sent
+    /// `regardless` is never refused for that.
     ///
     /// # Errors
     /// [`SendError`]; nothing was sent then.
     pub fn send(&self, kind: u8, frames: &[&[u8]], regardless: bool) -> Result<Ticket, SendError> {
-        self.send_with(|outbox| {
-            if regardless {
-                outbox.send_regardless(kind, frames)
-            } else {
-                outbox.send(kind, frames)
-            }
-        })
-    }
-
-    fn send_with(
-        &self,
-        send: impl FnOnce(&mut Outbox) -> Result<Ticket, SendError>,
-    ) -> Result<Ticket, SendError> {
         if self.is_inherited() {
             return Err(SendError::Gone);
         }
@@ -351,30 +340,21 @@ impl Link {
         if self.is_gone() || self.is_closed.load(Relaxed) {
             return Err(SendError::Gone);
         }
-        let sent = send(&mut outbox);
+        let sent = match (regardless, self.is_blocked.load(Relaxed)) {
+            (true, _) => outbox.send_regardless(kind, frames),
+            (false, true) => Err(SendError::Full),
+            (false, false) => outbox.send(kind, frames),
+        };
+        if sent == Err(SendError::Full) {
+            self.is_blocked.store(true, Relaxed);
+        }
         outbox.note_depth();
         drop(outbox);
         self.wake_peer();
         sent
     }
 
-    /// As [`Self::send`], but after a message that was refused for want of room all are, until
-    /// [`Self::unblock`]: nothing overtakes what has been lost.
-    ///
-    /// # Errors
-    /// [`SendError`]; nothing was sent then.
-    pub fn send_in_order(&self, kind: u8, frames: &[&[u8]]) -> Result<Ticket, SendError> {
-        self.send_with(|outbox| {
-            if self.is_blocked.load(Relaxed) {
-                return Err(SendError::Full);
-            }
-            let sent = outbox.send(kind, frames);
-            self.is_blocked.store(sent == Err(SendError::Full), Relaxed);
-            sent
-        })
-    }
-
-    /// Lets [`Self::send_in_order`] send again.
+    /// Accepts messages again after one was refused for want of room.
     pub fn unblock(&self) {
         let _outbox = lock(&self.outbox);
         self.is_blocked.store(false, Relaxed);
@@ -535,62 +515,5 @@ impl Inbox {
             }
         }
         Ok(false)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::atomic::AtomicI32;
-    use std::time::Instant;
-
-    use rustix::event::{EventfdFlags, eventfd};
-    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-    use rustix::thread::gettid;
-
-    use super::*;
-
-    const RING_BYTES: usize = 4096;
-
-    fn link_of_an_engine() -> Link {
-        let (segment, _) = Segment::create(RING_BYTES).unwrap();
-        let (bell, _) = BellPage::create().unwrap();
-        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let (socket, _) =
-            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
-                .unwrap();
-        let peer = Peer { socket, pidfd: None, pid: 0 };
-        let backlog = Limits::fixed(RING_BYTES);
-        Link::new(Side::Engine, segment, Arc::new(bell), event, peer, backlog)
-    }
-
-    /// Whether a thread of this process sleeps.
-    fn is_asleep(thread: i32) -> bool {
-        let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat"));
-        stat.is_ok_and(|stat| stat.contains(") S "))
-    }
-
-    /// Whoever counts waits for the outbox; receiving goes on meanwhile.
-    #[test]
-    fn nobody_receiving_waits_for_whoever_counts() {
-        let link = link_of_an_engine();
-        let counting_thread = AtomicI32::new(0);
-        std::thread::scope(|scope| {
-            let outbox = lock(&link.outbox);
-            let counting = scope.spawn(|| {
-                counting_thread.store(gettid().as_raw_nonzero().get(), Release);
-                link.traffic();
-            });
-            let deadline = Instant::now() + Duration::from_secs(60);
-            // Nothing but the outbox makes it sleep.
-            while !is_asleep(counting_thread.load(Acquire)) || link.inbox.try_lock().is_err() {
-                assert!(
-                    Instant::now() < deadline,
-                    "the inbox is kept, or the outbox not waited for"
-                );
-                std::thread::yield_now();
-            }
-            assert!(!counting.is_finished());
-            drop(outbox);
-        });
     }
 }

@@ -1,15 +1,16 @@
 //! Auxiliary output, such as routed experts: hands what the core says of requests to vLLM's
 //! `AuxOutputSchedulerConnector`.
 
+use pyo3::call::PyCallArgs;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyString};
 use sparksched_core::{BlockPool, GroupId, JournalConfig, Request};
 use sparksched_entry_points::entry_points;
 
+use crate::connector::Connector;
 use crate::convert;
-use crate::request_extras::RequestExtras;
 
 use super::PyCallbacks;
 
@@ -44,33 +45,27 @@ impl CachedBlocks {
 
 /// `sparksched.engine.aux_outputs.AuxOutputs`, if auxiliary output is collected.
 pub(crate) struct AuxOutputs {
-    connector: Option<Py<PyAny>>,
+    connector: Connector,
     /// Where the connector looks blocks up, if it does.
     cached_blocks: Option<Py<CachedBlocks>>,
     /// What the workers collected in the step that is being taken in.
     collected: Option<Py<PyAny>>,
-    /// What of that goes to clients, by request id.
-    taken: RequestExtras,
 }
 
 impl AuxOutputs {
     pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>) -> PyResult<Self> {
-        let taken = RequestExtras::new(py);
-        let mut outputs = Self { connector: None, cached_blocks: None, collected: None, taken };
-        if let Some(python) = python {
-            outputs.connector = Some(python.getattr(py, "connector")?);
-            outputs.cached_blocks = python.getattr(py, "cached_blocks")?.extract(py)?;
-        }
-        Ok(outputs)
-    }
-
-    fn connector<'a, 'py>(&'a self, py: Python<'py>) -> &'a Bound<'py, PyAny> {
-        self.connector.as_ref().expect("the core asks only if output is collected").bind(py)
+        let Some(python) = python else {
+            let connector = Connector::new(py, None);
+            return Ok(Self { connector, cached_blocks: None, collected: None });
+        };
+        let connector = Connector::new(py, Some(python.getattr(py, "connector")?));
+        let cached_blocks = python.getattr(py, "cached_blocks")?.extract(py)?;
+        Ok(Self { connector, cached_blocks, collected: None })
     }
 
     /// Keeps what the workers collected in a step until the core has taken the step in.
     pub(crate) fn begin_update(&mut self, model_runner_output: &Bound<'_, PyAny>) -> PyResult<()> {
-        if self.connector.is_some() {
+        if self.connector.is_present() {
             let name = intern!(model_runner_output.py(), "aux_output_connector_output");
             self.collected = Some(model_runner_output.getattr(name)?.unbind());
         }
@@ -85,7 +80,7 @@ impl AuxOutputs {
         if self.collected.take().is_none() {
             return Ok(None);
         }
-        Ok(Some(self.taken.take(py)?.unwrap_or_else(|| PyDict::new(py))))
+        Ok(Some(self.connector.take_extras(py)?.unwrap_or_else(|| PyDict::new(py))))
     }
 
     /// Makes a call during which the connector can look blocks up.
@@ -106,13 +101,23 @@ impl AuxOutputs {
     }
 }
 
+impl PyCallbacks<'_, '_> {
+    /// Asks the connector something of a request, while it can look blocks up.
+    fn ask<'py>(
+        &self,
+        pool: &mut BlockPool,
+        name: &Bound<'py, PyString>,
+        arguments: impl PyCallArgs<'py>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let outputs = self.aux_outputs;
+        outputs.lend(self.py, pool, || outputs.connector.call(name, arguments))
+    }
+}
+
 impl sparksched_core::AuxOutputs for PyCallbacks<'_, '_> {
     fn max_prefix_hit(&mut self, request: &Request, pool: &mut BlockPool) -> PyResult<u32> {
-        let (py, object) = (self.py, self.shown(request)?);
-        let name = intern!(py, "max_cache_hit");
-        self.aux_outputs
-            .lend(py, pool, || self.aux_outputs.connector(py).call_method1(name, (object,)))?
-            .extract()
+        let arguments = (self.shown(request)?,);
+        self.ask(pool, intern!(self.py, "max_cache_hit"), arguments)?.extract()
     }
 
     fn cap_external_hit(
@@ -122,34 +127,26 @@ impl sparksched_core::AuxOutputs for PyCallbacks<'_, '_> {
         num_local_tokens: u32,
         num_external_tokens: i32,
     ) -> PyResult<i32> {
-        let (py, object) = (self.py, self.shown(request)?);
-        let arguments = (object, num_local_tokens, num_external_tokens);
-        let name = intern!(py, "cap_external_hit");
-        self.aux_outputs
-            .lend(py, pool, || self.aux_outputs.connector(py).call_method1(name, arguments))?
-            .extract()
+        let arguments = (self.shown(request)?, num_local_tokens, num_external_tokens);
+        self.ask(pool, intern!(self.py, "cap_external_hit"), arguments)?.extract()
     }
 
     fn note_load(&mut self, request: &Request) -> PyResult<()> {
-        let (py, object) = (self.py, self.shown(request)?);
-        let arguments = (object, request.num_computed_tokens);
-        self.aux_outputs.connector(py).call_method1(intern!(py, "request_loading"), arguments)?;
+        let arguments = (self.shown(request)?, request.num_computed_tokens);
+        self.aux_outputs.connector.call(intern!(self.py, "request_loading"), arguments)?;
         Ok(())
     }
 
     fn end_aux_output(&mut self, request: &Request, pool: &mut BlockPool) -> PyResult<()> {
-        let (py, object) = (self.py, self.shown(request)?);
-        self.aux_outputs.lend(py, pool, || {
-            self.aux_outputs.connector(py).call_method1(intern!(py, "request_finished"), (object,))
-        })?;
+        let arguments = (self.shown(request)?,);
+        self.ask(pool, intern!(self.py, "request_finished"), arguments)?;
         Ok(())
     }
 
     fn take_aux_output(&mut self, request: &Request) -> PyResult<()> {
-        let (py, object) = (self.py, self.shown(request)?);
+        let (object, connector) = (self.shown(request)?, &self.aux_outputs.connector);
         let arguments = (object, &self.aux_outputs.collected);
-        let rows =
-            self.aux_outputs.connector(py).call_method1(intern!(py, "take_output"), arguments)?;
-        self.aux_outputs.taken.note(object, rows)
+        let rows = connector.call(intern!(self.py, "take_output"), arguments)?;
+        connector.note(object, rows)
     }
 }

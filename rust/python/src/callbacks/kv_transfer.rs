@@ -9,17 +9,10 @@ use sparksched_core::{
     RequestIndex, Scheduler,
 };
 
+use crate::connector::Connector;
 use crate::entries::Entries;
-use crate::request_extras::RequestExtras;
 
 use super::PyCallbacks;
-
-/// `KVTransfer`, if there is a KV connector.
-pub(crate) struct KvTransfer {
-    python: Option<Py<PyAny>>,
-    /// What connectors said of requests that ended in this call, by request id.
-    params: RequestExtras,
-}
 
 /// Whom a step's failed loads concern.
 #[derive(Default)]
@@ -28,77 +21,6 @@ pub(crate) struct LoadFailures<'py> {
     pub(crate) void: Vec<RequestIndex>,
     /// The ids of those who fail for it: a set whose order is that of vLLM's.
     pub(crate) failed_ids: Option<Bound<'py, PySet>>,
-}
-
-impl KvTransfer {
-    pub(crate) fn new(py: Python<'_>, python: Option<Py<PyAny>>) -> Self {
-        Self { python, params: RequestExtras::new(py) }
-    }
-
-    pub(crate) fn is_present(&self) -> bool {
-        self.python.is_some()
-    }
-
-    fn python<'a, 'py>(&'a self, py: Python<'py>) -> &'a Bound<'py, PyAny> {
-        self.python.as_ref().expect("the core asks only if there is a connector").bind(py)
-    }
-
-    /// What the connector said of the requests that ended in this call, if it did.
-    pub(crate) fn take_params<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        self.params.take(py)
-    }
-
-    /// Tells the connector what its workers report, if they do.
-    pub(crate) fn update(&self, report: &Bound<'_, PyAny>) -> PyResult<()> {
-        let py = report.py();
-        self.python(py).call_method1(intern!(py, "update"), (report,))?;
-        Ok(())
-    }
-
-    /// Has the log say how many requests are concerned.
-    fn log_failures(
-        &self,
-        py: Python<'_>,
-        failed: &FailedLoads,
-        recomputes: bool,
-        failed_ids: &Bound<'_, PySet>,
-    ) -> PyResult<()> {
-        let num_requests = failed.waiting.len() + failed.running.len();
-        if num_requests == 0 {
-            return Ok(());
-        }
-        let failed_ids = (!recomputes).then_some(failed_ids);
-        let arguments = (num_requests, failed.num_affected_tokens, failed_ids);
-        self.python(py).call_method1(intern!(py, "log_failures"), arguments)?;
-        Ok(())
-    }
-
-    /// Adds up the statistics of workers and connector.
-    pub(crate) fn collect_stats(&self, report: &Bound<'_, PyAny>) -> PyResult<()> {
-        let py = report.py();
-        self.python(py).call_method1(intern!(py, "collect_stats"), (report,))?;
-        Ok(())
-    }
-
-    /// KV cache events of the connector.
-    pub(crate) fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        Ok(self.python(py).call_method0(intern!(py, "take_events"))?.cast_into()?)
-    }
-
-    /// `num_kv_fetch_reqs_by_stage`, `connector_prefix_cache_stats` and `kv_connector_stats`, if
-    /// there is a connector.
-    pub(crate) fn take_stats<'py>(
-        &self,
-        py: Python<'py>,
-        scheduler: &Scheduler,
-    ) -> PyResult<Option<[Bound<'py, PyAny>; 3]>> {
-        if !self.is_present() {
-            return Ok(None);
-        }
-        let counts = scheduler.num_fetches();
-        let stats = self.python(py).call_method1(intern!(py, "take_stats"), (counts,))?;
-        Ok(Some(stats.extract()?))
-    }
 }
 
 impl<'py> PyCallbacks<'_, 'py> {
@@ -123,12 +45,8 @@ impl KvConnector for PyCallbacks<'_, '_> {
         request: &Request,
         num_local_tokens: u32,
     ) -> PyResult<Option<ExternalHit>> {
-        let (py, object) = (self.py, self.shown(request)?);
-        let arguments = (object, num_local_tokens);
-        let answer = self
-            .kv_transfer
-            .python(py)
-            .call_method1(intern!(py, "find_external_hit"), arguments)?;
+        let arguments = (self.shown(request)?, num_local_tokens);
+        let answer = self.kv_transfer.call(intern!(self.py, "find_external_hit"), arguments)?;
         let (num_tokens, is_async): (Option<i64>, bool) = answer.extract()?;
         let Some(num_tokens) = num_tokens else { return Ok(None) };
         let num_local = i64::from(num_local_tokens);
@@ -150,28 +68,23 @@ impl KvConnector for PyCallbacks<'_, '_> {
         pool: &BlockPool,
         allocation: ExternalAllocation,
     ) -> PyResult<()> {
-        let (py, object) = (self.py, self.shown(request)?);
-        let tables = self.blocks_of(request, pool)?;
+        let (object, tables) = (self.shown(request)?, self.blocks_of(request, pool)?);
         let arguments = (object, tables, allocation.num_tokens, allocation.num_queried_tokens);
-        self.kv_transfer.python(py).call_method1(intern!(py, "note_allocation"), arguments)?;
+        self.kv_transfer.call(intern!(self.py, "note_allocation"), arguments)?;
         Ok(())
     }
 
     fn has_pending_block_frees(&mut self) -> PyResult<bool> {
-        let name = intern!(self.py, "has_pending_block_frees");
-        self.kv_transfer.python(self.py).call_method0(name)?.is_truthy()
+        self.kv_transfer.call(intern!(self.py, "has_pending_block_frees"), ())?.is_truthy()
     }
 
     fn finish_request(&mut self, request: &Request, tables: &[&[BlockId]]) -> PyResult<bool> {
         let (py, object) = (self.py, self.shown(request)?);
         let tables = tables.iter().map(|table| PyList::new(py, table.iter().map(|id| id.0)));
         let tables = PyTuple::new(py, tables.collect::<PyResult<Vec<_>>>()?)?;
-        let answer = self
-            .kv_transfer
-            .python(py)
-            .call_method1(intern!(py, "finish_request"), (object, tables))?;
+        let answer = self.kv_transfer.call(intern!(py, "finish_request"), (object, tables))?;
         let (is_kept, params): (Bound<'_, PyAny>, Bound<'_, PyAny>) = answer.extract()?;
-        self.kv_transfer.params.note(object, params)?;
+        self.kv_transfer.note(object, params)?;
         is_kept.is_truthy()
     }
 }
@@ -192,7 +105,7 @@ impl<'py> LoadReport<'_, 'py> {
     pub(crate) fn take_in(
         &self,
         scheduler: &mut Scheduler,
-        kv_transfer: &KvTransfer,
+        kv_transfer: &Connector,
     ) -> PyResult<LoadFailures<'py>> {
         let py = self.report.py();
         let mut failures = LoadFailures::default();
@@ -216,7 +129,12 @@ impl<'py> LoadReport<'_, 'py> {
                 failures.void.extend(&failed.waiting);
             }
             update(ids)?;
-            kv_transfer.log_failures(py, &failed, recomputes, &failed_ids)?;
+            let num_requests = failed.waiting.len() + failed.running.len();
+            if num_requests > 0 {
+                let failed_ids = (!recomputes).then_some(&failed_ids);
+                let arguments = (num_requests, failed.num_affected_tokens, failed_ids);
+                kv_transfer.call(intern!(py, "log_failures"), arguments)?;
+            }
         }
         if !scheduler.recomputes_load_failures() && !failed_ids.is_empty() {
             failures.failed_ids = Some(failed_ids);

@@ -12,12 +12,12 @@ use sparksched_core::{
     EncoderInputs, Fallible, GrammarState, Grammars, NextTurn, Request, RequestIndex, Sessions,
 };
 
+use crate::connector::Connector;
 use crate::convert::{self, ExtraKeysReader, RequestView};
 use crate::entries::Entries;
 
 pub(crate) use aux_outputs::{AuxOutputs, CachedBlocks};
-pub(crate) use encoder_transfer::EncoderTransfer;
-pub(crate) use kv_transfer::{KvTransfer, LoadFailures, LoadReport};
+pub(crate) use kv_transfer::{LoadFailures, LoadReport};
 
 /// The Python functions that are called for the few requests that need them.
 pub(crate) struct PythonFunctions {
@@ -41,8 +41,8 @@ pub(crate) struct PyCallbacks<'a, 'py> {
     pub(crate) entries: &'a Entries,
     pub(crate) functions: &'a PythonFunctions,
     pub(crate) extra_keys: &'a ExtraKeysReader,
-    pub(crate) kv_transfer: &'a KvTransfer,
-    pub(crate) encoder_transfer: &'a EncoderTransfer,
+    pub(crate) kv_transfer: &'a Connector,
+    pub(crate) encoder_transfer: &'a Connector,
     pub(crate) aux_outputs: &'a AuxOutputs,
     pub(crate) view: &'a RequestView,
     /// Why the grammars of requests can't be compiled, by id.

@@ -3,7 +3,6 @@
 //! Their shapes (names, order and defaults of fields) are compared with what is assumed here by
 //! `sparksched.compat` before a scheduler is built, so that positions can be relied upon.
 
-mod encoder_check;
 mod engine_outputs;
 mod prompt;
 mod request;
@@ -18,7 +17,6 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use sparksched_core::{BlockHash, RequestStatus};
 
-pub(crate) use encoder_check::encode_like_scheduler;
 pub(crate) use engine_outputs::{
     EngineOutputTypes, OtherStats, kv_cache_usage, set_transfer_params,
 };
@@ -120,12 +118,6 @@ impl StatusTypes {
     /// The number of the `FinishReason` of a finished state.
     pub(crate) fn finish_reason_value(&self, status: RequestStatus) -> u8 {
         self.find(status).finish_reason_value
-    }
-
-    /// A finished state that clients are told as this `FinishReason`.
-    pub(crate) fn with_finish_reason(&self, reason: &Bound<'_, PyAny>) -> Option<RequestStatus> {
-        let is_it = |it: &&FinishedStatus| it.finish_reason.bind(reason.py()).is(reason);
-        self.finished.iter().find(is_it).map(|it| it.status)
     }
 
     fn find(&self, status: RequestStatus) -> &FinishedStatus {

@@ -40,14 +40,22 @@ pub(crate) struct StepOutputs {
 #[entry_points(StepOutputs)]
 #[pymethods]
 impl StepOutputs {
+    /// `scheduler_stats` as vLLM's object: the caller may change what it gets.
     #[getter]
     fn scheduler_stats(&mut self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.stats_object(py)
+        if let StatsField::Core(stats) = &self.scheduler_stats {
+            let object = self.types.scheduler_stats(py, stats, &OtherStats::default())?;
+            self.scheduler_stats = StatsField::Object(object.unbind());
+        }
+        Ok(match &self.scheduler_stats {
+            StatsField::Object(stats) => Some(stats.clone_ref(py)),
+            _ => None,
+        })
     }
 
     #[setter(scheduler_stats)]
     fn assign_scheduler_stats(&mut self, stats: Option<Py<PyAny>>) -> PyResult<()> {
-        self.set_scheduler_stats(stats);
+        self.scheduler_stats = stats.map_or(StatsField::None, StatsField::Object);
         Ok(())
     }
 
@@ -83,23 +91,6 @@ impl StepOutputs {
         })
     }
 
-    /// `scheduler_stats` as vLLM's object: the caller may change what it gets.
-    fn stats_object(&mut self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        if let StatsField::Core(stats) = &self.scheduler_stats {
-            let object = self.types.scheduler_stats(py, stats, &OtherStats::default())?;
-            self.scheduler_stats = StatsField::Object(object.unbind());
-        }
-        Ok(match &self.scheduler_stats {
-            StatsField::Object(stats) => Some(stats.clone_ref(py)),
-            _ => None,
-        })
-    }
-
-    /// Sets `scheduler_stats` to an object of vLLM's, or to nothing.
-    pub(crate) fn set_scheduler_stats(&mut self, stats: Option<Py<PyAny>>) {
-        self.scheduler_stats = stats.map_or(StatsField::None, StatsField::Object);
-    }
-
     /// Adds what the core knows of a request.
     pub(crate) fn push(&mut self, output: &Output<'_>) {
         self.message.push(output);
@@ -109,15 +100,6 @@ impl StepOutputs {
     pub(crate) fn push_object(&mut self, output: &Bound<'_, PyAny>) -> PyResult<()> {
         let encoded = self.encoded_part(output)?;
         self.message.push_encoded(encoded.as_bytes());
-        Ok(())
-    }
-
-    /// Copies what concerns no single request, but for `scheduler_stats`.
-    pub(crate) fn set_common_fields(&mut self, outputs: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.engine_index = outputs.getattr("engine_index")?.extract()?;
-        self.timestamp = outputs.getattr("timestamp")?.extract()?;
-        self.finished_requests = outputs.getattr("finished_requests")?.extract()?;
-        self.weight_version = outputs.getattr("weight_version")?.extract()?;
         Ok(())
     }
 

@@ -1,6 +1,5 @@
 //! Requests that end: from outside, by an error, or because the core is broken.
 
-use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySet};
@@ -24,8 +23,8 @@ impl SchedulerCore {
             let noted = told.and_then(|()| self.note_end(py, ended.index, status, ended.is_kept));
             self.or_stop(noted)?;
         }
-        self.kv_transfer.take_params(py)?;
-        self.encoder_transfer.take_params(py)?;
+        self.kv_transfer.take_extras(py)?;
+        self.encoder_transfer.take_extras(py)?;
         Ok(requests)
     }
 
@@ -86,8 +85,7 @@ impl SchedulerCore {
         for request in &requests {
             request.setattr(intern!(py, "status"), status)?;
         }
-        self.scheduler = Scheduler::new(self.scheduler.config().clone())
-            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        self.scheduler = Scheduler::new(self.scheduler.config().clone());
         self.entries = Entries::default();
         self.requests.bind(py).clear();
         self.places.bind(py).clear();

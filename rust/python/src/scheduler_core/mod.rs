@@ -18,8 +18,9 @@ use sparksched_entry_points::entry_points;
 use sparksched_meters::MeterPage;
 
 use crate::block_observer::BlockObserver;
-use crate::callbacks::{AuxOutputs, EncoderTransfer, KvTransfer, PyCallbacks, PythonFunctions};
+use crate::callbacks::{AuxOutputs, PyCallbacks, PythonFunctions};
 use crate::config::scheduler_config;
+use crate::connector::Connector;
 use crate::convert::{
     self, EncoderStep, ExtraKeysReader, OtherStats, RequestView, SchedulerOutputBuilder, StepExtras,
 };
@@ -42,8 +43,9 @@ pub(crate) struct SchedulerCore {
     functions: PythonFunctions,
     extra_keys: ExtraKeysReader,
     block_observer: BlockObserver,
-    kv_transfer: KvTransfer,
-    encoder_transfer: EncoderTransfer,
+    /// `KVTransfer` and `EncoderTransfer`.
+    kv_transfer: Connector,
+    encoder_transfer: Connector,
     aux_outputs: AuxOutputs,
     request_view: RequestView,
     guard: Guard,
@@ -101,8 +103,7 @@ impl SchedulerCore {
     ) -> PyResult<Self> {
         let py = config.py();
         let uses_mrope = config.as_any().get_item("uses_mrope")?.extract()?;
-        let scheduler = Scheduler::new(scheduler_config(config)?)
-            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let scheduler = Scheduler::new(scheduler_config(config)?);
         let knobs = scheduler.config().step_knobs(false);
         let digest_len = scheduler.config().hasher.as_ref().map(BlockHasher::digest_len);
         let request_view = RequestView::import(py, digest_len)?;
@@ -120,8 +121,8 @@ impl SchedulerCore {
             },
             extra_keys: ExtraKeysReader(extra_keys),
             block_observer: BlockObserver(block_observer),
-            kv_transfer: KvTransfer::new(py, kv_transfer),
-            encoder_transfer: EncoderTransfer::new(py, encoder_transfer),
+            kv_transfer: Connector::new(py, kv_transfer),
+            encoder_transfer: Connector::new(py, encoder_transfer),
             aux_outputs: AuxOutputs::new(py, aux_outputs)?,
             request_view,
             guard: Guard::default(),
@@ -237,10 +238,7 @@ impl SchedulerCore {
         seconds: f64,
     ) -> PyResult<()> {
         self.scheduler.order_by(match order {
-            "fair" => {
-                let weights = weights.into_iter().map(|(name, weight)| (name.into(), weight));
-                OrderSettings::Fair(weights.collect())
-            }
+            "fair" => OrderSettings::Fair(weights),
             "deadline" => OrderSettings::Deadline(seconds),
             "aging" => OrderSettings::Aging(seconds),
             _ => return Err(PyValueError::new_err(format!("there is no order {order:?}"))),
@@ -450,7 +448,7 @@ impl SchedulerCore {
             evictions: self.block_observer.evictions(py)?,
             cudagraph: None,
             perf: None,
-            kv_transfer: self.kv_transfer.take_stats(py, &self.scheduler)?,
+            kv_transfer: self.kv_transfer_stats(py)?,
             encoder_transfer: None,
         };
         let types = &self.message_writer.types;
@@ -577,6 +575,16 @@ impl SchedulerCore {
     pub(crate) fn report_steps_to(&mut self, page: Arc<MeterPage>) {
         self.timer.report_to(page);
         self.timer.note_requests(&self.scheduler);
+    }
+
+    /// `num_kv_fetch_reqs_by_stage`, `connector_prefix_cache_stats` and `kv_connector_stats`, if
+    /// there is a KV connector.
+    fn kv_transfer_stats<'py>(&self, py: Python<'py>) -> PyResult<Option<[Bound<'py, PyAny>; 3]>> {
+        if !self.kv_transfer.is_present() {
+            return Ok(None);
+        }
+        let arguments = (self.scheduler.num_fetches(),);
+        self.kv_transfer.call(intern!(py, "take_stats"), arguments)?.extract().map(Some)
     }
 
     /// The core, for those who only look.

@@ -61,8 +61,8 @@ impl SchedulerCore {
         let (scheduler, mut callbacks) = self.split(py);
         let updated = scheduler.update_from_output(scheduled, &mut callbacks, &mut outputs);
         self.or_stop(updated)?;
-        result.transfer_params = self.kv_transfer.take_params(py)?;
-        result.encoder_transfer_params = self.encoder_transfer.take_params(py)?;
+        result.transfer_params = self.kv_transfer.take_extras(py)?;
+        result.encoder_transfer_params = self.encoder_transfer.take_extras(py)?;
         result.rare.routed_experts = self.aux_outputs.end_update(py)?;
         let told = self.tell(py, &result, &outputs, failures.failed_ids, report.as_ref());
         self.outputs = outputs;
@@ -124,7 +124,10 @@ impl SchedulerCore {
         self.forget_finished(py, outputs)?;
         self.append_errors(py, failed_ids, &mut written)?;
         let events = report.map(|report| self.settle_transfers(report)).transpose()?;
-        self.encoder_transfer.update(result.model_runner_output)?;
+        if self.encoder_transfer.is_present() {
+            let report = result.model_runner_output.getattr(intern!(py, "ec_connector_output"))?;
+            self.encoder_transfer.call(intern!(py, "update"), (report,))?;
+        }
         self.block_observer.publish(py, events)?;
         let by_client = written.into_dict(py, &self.message_writer)?;
         self.add_common_fields(&by_client, result)?;
@@ -139,7 +142,7 @@ impl SchedulerCore {
         let py = report.py();
         if report.is_truthy()? {
             self.show_requests(py)?;
-            self.kv_transfer.update(report)?;
+            self.kv_transfer.call(intern!(py, "update"), (report,))?;
             for id in ids_of(&report.getattr(intern!(py, "finished_recving"))?)? {
                 let index = self.transferred(&id, Scheduler::is_receiving_or_kept)?;
                 if self.scheduler.end_receiving(index) {
@@ -152,8 +155,8 @@ impl SchedulerCore {
                 self.drop_entry(py, index)?;
             }
         }
-        self.kv_transfer.collect_stats(report)?;
-        self.kv_transfer.take_events(py)
+        self.kv_transfer.call(intern!(py, "collect_stats"), (report,))?;
+        Ok(self.kv_transfer.call(intern!(py, "take_events"), ())?.cast_into()?)
     }
 
     /// The request that a KV connector's workers report, if it can be.
@@ -221,8 +224,8 @@ impl SchedulerCore {
             written.append(&self.message_writer, entry.client_index, &output)?;
             self.note_end(py, ended.index, status, ended.is_kept)?;
         }
-        self.kv_transfer.take_params(py)?;
-        self.encoder_transfer.take_params(py)?;
+        self.kv_transfer.take_extras(py)?;
+        self.encoder_transfer.take_extras(py)?;
         Ok(())
     }
 
@@ -259,7 +262,10 @@ impl SchedulerCore {
             others.extend(mismatches.is_truthy()?.then_some(mismatches));
         }
         others.extend(failed_loads.map(Bound::into_any));
-        others.extend(self.encoder_transfer.take_unavailable(py)?);
+        let unavailable = self.encoder_transfer.call_if_present(intern!(py, "take_unavailable"))?;
+        if let Some(ids) = unavailable {
+            others.extend(ids.is_truthy()?.then_some(ids));
+        }
         if grammar_errors.is_empty() && others.is_empty() {
             return Ok(None);
         }
@@ -291,8 +297,10 @@ impl SchedulerCore {
                 evictions: self.block_observer.evictions(py)?,
                 cudagraph: (!cudagraph.is_none()).then_some(cudagraph),
                 perf: result.perf_stats.clone(),
-                kv_transfer: self.kv_transfer.take_stats(py, &self.scheduler)?,
-                encoder_transfer: self.encoder_transfer.take_stats(py)?,
+                kv_transfer: self.kv_transfer_stats(py)?,
+                encoder_transfer: self
+                    .encoder_transfer
+                    .call_if_present(intern!(py, "take_stats"))?,
             };
             let stats = self.scheduler.take_stats();
             by_client.set_stats(stats, &others, &self.message_writer)?;

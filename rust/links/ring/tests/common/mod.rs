@@ -129,7 +129,11 @@ impl Half {
         let slices: Vec<_> = frames.iter().map(Vec::as_slice).collect();
         match link.send(self.num_sent as u8, &slices, false) {
             Ok(ticket) => assert_eq!(ticket, self.num_sent, "tickets count the messages"),
-            Err(SendError::Full | SendError::Gone) => return false,
+            Err(SendError::Full) => {
+                link.unblock();
+                return false;
+            }
+            Err(SendError::Gone) => return false,
             Err(error) => panic!("message {} can't be sent: {error}", self.num_sent),
         }
         self.num_sent += 1;

@@ -3,40 +3,39 @@
 import math
 
 import pytest
-from rich.console import Console
-from sparksched.commands.top.interval import Interval, Paced, between, quantile
-from sparksched.commands.top.page import Page, PageError, address, parse
-from sparksched.commands.top.screen import WIDTH, render
+from rich.console import Console, RenderableType
+from sparksched.commands.top.page import Change, PageError, Times, address, parse, quantile
+from sparksched.commands.top.screen import WIDTH, render, render_servers
+from sparksched.commands.top.servers import Server
+from sparksched.shared.card import EngineCard
+from sparksched.shared.offer import EngineReport
 
 from .servers import page_of
 
-
-def pages(first: str = "idle", last: str = "busy") -> tuple[Page, Page]:
-    return parse(page_of(first), 10.0), parse(page_of(last), 12.0)
+TOKENS = "vllm:generation_tokens_total"
 
 
-def busy_interval() -> Interval:
-    return between(*pages())
+def change(first: str = "idle", last: str = "busy") -> Change:
+    return Change(parse(page_of(first), 10.0), parse(page_of(last), 12.0))
+
+
+def lines_of(picture: RenderableType) -> list[list[str]]:
+    console = Console(width=WIDTH)
+    with console.capture() as capture:
+        console.print(picture)
+    return [line.split() for line in capture.get().splitlines()]
 
 
 def test_counters_become_rates() -> None:
-    before, now = pages()
-    interval = busy_interval()
-    tokens = now.total("vllm:generation_tokens_total")
-    assert tokens is not None
-    assert tokens > 50
-    assert before.total("vllm:generation_tokens_total") == 0
-    assert interval.generation_tokens_per_s == tokens / 2
-    schedule = interval.steps["schedule"]
-    assert schedule is not None
-    assert schedule.per_s == now.total("sparksched:schedule_seconds_count") / 2  # type: ignore[operator]
+    assert change().rate(TOKENS) == 232 / 2
+    schedule = change().times("sparksched:schedule_seconds")
+    assert schedule.per_s == 51 / 2
     assert schedule.p50_s is not None
     assert schedule.p99_s is not None
     assert 1e-6 < schedule.p50_s <= schedule.p99_s < 1
-    assert interval.engines[0]["scheduler"] == "sparksched"
-    assert interval.rings["to_engine"] is not None
-    assert interval.rings["to_engine"].high_water_bytes > 0
-    assert interval.model_names == ["tiny"]
+    shown = lines_of(render("a server", change()))
+    assert ["requests", "0", "0", "0.0%", "582", "116"] in shown
+    assert ["to", "engine", "0", "bytes", "1.2", "kB", "0", "0"] in shown
 
 
 def paced_page(prompt_s: float, contended_s: float, num_decode_steps: int) -> str:
@@ -54,17 +53,13 @@ def paced_page(prompt_s: float, contended_s: float, num_decode_steps: int) -> st
 
 def test_paced_prefill_has_a_line() -> None:
     before, now = parse(paced_page(3, 4, 100), 10.0), parse(paced_page(3.5, 6, 150), 12.0)
-    interval = between(before, now)
-    assert interval.paced == Paced(2032, 0.25, 25, 0.15)
-    console = Console(width=WIDTH)
-    with console.capture() as capture:
-        console.print(render("a server", interval))
-    (line,) = [it for it in capture.get().splitlines() if it.startswith("paced prefill")]
-    assert line.split()[2:] == ["2,032", "tok", "25%", "25", "150", "ms"]
+    paced = ["paced", "prefill", "2,032", "tok"]
+    shown = lines_of(render("a server", Change(before, now)))
+    assert [*paced, "25%", "25", "150", "ms"] in shown
     # Nothing to share, and no line where prompts aren't paced.
-    idle = between(now, parse(paced_page(3.5, 6, 150), 14.0)).paced
-    assert idle == Paced(2032, None, 0, 0.15)
-    assert busy_interval().paced is None
+    later = parse(paced_page(3.5, 6, 150), 14.0)
+    assert [*paced, "-", "0", "150", "ms"] in lines_of(render("a server", Change(now, later)))
+    assert paced not in [line[:4] for line in lines_of(render("a server", change()))]
 
 
 def test_the_largest_tenants_have_a_line() -> None:
@@ -80,43 +75,60 @@ def test_the_largest_tenants_have_a_line() -> None:
         for place, what in enumerate(("waiting", "unfinished"))
         for engine in (0, 1)
     )
-    interval = between(*[parse(page, 10.0)] * 2)
-    assert next(iter(interval.tenants.items())) == ("x" * 48, (380, 396))
-    assert list(interval.tenants) == ["x" * 48, "", "gold", "t1", "t2"]
-    console = Console(width=WIDTH)
-    with console.capture() as capture:
-        console.print(render("a server", interval))
-    lines = [it.split() for it in capture.get().splitlines()]
-    assert ["others", "0", "80"] in lines
-    assert ["gold", "2", "6"] in lines
-    assert busy_interval().tenants == {}
+    shown = lines_of(render("a server", Change(*[parse(page, 10.0)] * 2)))
+    (head,) = [index for index, line in enumerate(shown) if line[:2] == ["largest", "tenants"]]
+    assert shown[head + 1] == ["x" * 39 + "…", "380", "396"]
+    assert shown[head + 2 : head + 6] == [
+        ["others", "0", "80"],
+        ["gold", "2", "6"],
+        ["t1", "0", "4"],
+        ["t2", "0", "4"],
+    ]
+    assert not shown[head + 6]
 
 
 def test_a_server_that_was_started_again_has_no_rates() -> None:
-    interval = between(*pages("busy", "idle"))
-    assert interval.generation_tokens_per_s is None
-    assert interval.steps["schedule"] is None
-    assert interval.running == 0
+    again = change("busy", "idle")
+    assert again.rate(TOKENS) is None
+    assert again.times("sparksched:schedule_seconds") == Times()
 
 
 def test_engines_are_added_up() -> None:
     one = page_of("busy")
-    series = [line for line in one.splitlines() if line and not line.startswith("#")]
-    two = parse(one + "\n".join(line.replace('engine="0"', 'engine="1"') for line in series), 1.0)
+    two = parse(one + one.replace('engine="0"', 'engine="1"'), 1.0)
     single = parse(one, 1.0)
-    name = "vllm:generation_tokens_total"
-    assert two.total(name) == 2 * (single.total(name) or 0)
-    doubled = {
-        bound: 2 * count
-        for bound, count in (single.buckets("vllm:time_to_first_token_seconds") or {}).items()
-    }
-    assert two.buckets("vllm:time_to_first_token_seconds") == doubled
-    assert len(between(two, two).engines) == 2
+    assert two.total(TOKENS) == 2 * (single.total(TOKENS) or 0)
+    name = "vllm:time_to_first_token_seconds"
+    assert two.buckets(name) == {it: 2 * count for it, count in single.buckets(name).items()}
+
+
+def test_each_engine_of_several_servers_has_a_line() -> None:
+    def server(pid: int, url: str | None) -> Server:
+        report = EngineReport("sparksched")
+        card = EngineCard("1", "2", pid, "here", "tiny", "0", "shm", report)
+        return Server(pid, (card,), url)
+
+    seen, gone = server(11, "http://localhost:1"), server(12, None)
+    rows = [(seen, *seen.engines, change()), (gone, *gone.engines, None)]
+    shown = lines_of(render_servers(rows))
+    assert ["tiny", "0", "11", "localhost:1", "0", "0", "25.5"] in shown
+    assert ["tiny", "0", "12", "process", "12", "-", "-", "-"] in shown
+    assert [
+        "No",
+        "page",
+        "of",
+        "vLLM's",
+        "metrics",
+        "was",
+        "found",
+        "for",
+        "process",
+        "12.",
+    ] in shown
 
 
 def test_quantiles_are_those_of_prometheus() -> None:
     assert quantile({1.0: 0, 2.0: 10, math.inf: 10}, 0.5) == 1.5
-    assert quantile({1.0: 4, 2.0: 4, 4.0: 8, math.inf: 8}, 0.5) == 1.0
     assert quantile({1.0: 4, 2.0: 4, 4.0: 8, math.inf: 8}, 0.75) == 3.0
     assert quantile({1.0: 0, math.inf: 5}, 0.99) == 1.0
     assert quantile({1.0: 0, math.inf: 0}, 0.5) is None
@@ -125,7 +137,6 @@ def test_quantiles_are_those_of_prometheus() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "no series of vLLM's"),
         ("up 1\n", "no series of vLLM's"),
         ("<!doctype html><html>hello</html>", "not a page of Prometheus"),
         ("vllm:x{", "not a page of Prometheus"),
