@@ -752,7 +752,7 @@ fn loads_that_are_meant_to_break_it() {
                 // That is 78 % of what this device can.
                 "each 8 s, 3/s" if device.name != "timer" => 1.25 * stall_s,
                 // A stall below the price of a step gives way to the deadline.
-                _ => (1.1 * stall_s).max(if device.name == "timer" { 0.09 } else { 0.1 }),
+                _ => (1.1 * stall_s).max(if device.name == "timer" { 0.09 } else { 0.105 }),
             };
             let has_long_gap = gaps(&pair.paced) > most_s;
             assert!(!has_long_gap, "{name} on {}", device.name);
