@@ -12,18 +12,6 @@ pub enum LateBy {
     Steps,
 }
 
-impl LateBy {
-    /// Its name in logs and metrics.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Preemption => "preemption",
-            Self::Waiting => "waiting",
-            Self::Steps => "steps",
-        }
-    }
-}
-
 /// When a prompt is to be through. Times are those of pacing, in seconds.
 #[derive(Clone, Copy, Debug)]
 pub struct Promise {
@@ -33,10 +21,9 @@ pub struct Promise {
     pub(crate) since: f64,
     /// So much later it would be through without pacing, at the speed of that time.
     pub(crate) virtual_s: f64,
-    /// What it lacked, and what was behind that.
-    pub(crate) num_tokens: u32,
-    /// Tokens before these.
-    pub(crate) num_computed: u32,
+    /// What it lacked, and each token of that times what it attends to.
+    pub(crate) num_tokens: f64,
+    pub(crate) attention: f64,
     /// What these take by themselves, at the speed of that time.
     pub(crate) work_s: f64,
     /// It fits into a step within the stall.

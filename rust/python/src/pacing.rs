@@ -11,7 +11,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sparksched_core::{
-    LatePrompt, OverStall, PacedStep, Pacing, PacingReport, PacingSettings, Scheduler, StepKnobs,
+    LatePrompt, PacedStep, Pacing, PacingReport, PacingSettings, Scheduler, StepKnobs,
 };
 
 /// Steps whose outputs may be lost: so many are remembered.
@@ -145,7 +145,7 @@ impl Log {
 /// What pacing says of itself, by name.
 pub(crate) fn named<'py>(py: Python<'py>, values: &[f64]) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    for (name, value) in PacingReport::NAMES.into_iter().zip(values) {
+    for (name, value) in PacingReport::NAMES.iter().zip(values) {
         dict.set_item(name, value)?;
     }
     Ok(dict)
@@ -160,7 +160,7 @@ fn write_step(log: &mut impl Write, step: &PacedStep, now: f64) -> std::io::Resu
          \"admitted\": {}, \"prompts\": {}, \"share\": {:.3}, \"over_stall_for\": \"{}\", \
          \"predicted_ms\": {:.2}, \"ms\": {:.2}}}",
         step.number,
-        step.mode.name(),
+        format!("{:?}", step.mode).to_lowercase(),
         step.max_num_scheduled_tokens,
         step.long_prefill_token_threshold,
         step.num_ordered,
@@ -170,7 +170,7 @@ fn write_step(log: &mut impl Write, step: &PacedStep, now: f64) -> std::io::Resu
         step.load.num_admitted,
         step.num_prompts,
         step.share,
-        step.over_stall.map_or("", OverStall::name),
+        step.over_stall.map_or(String::new(), |it| format!("{it:?}").to_lowercase()),
         ms(step.predicted_s),
         ms(step.time_s),
     )
@@ -182,7 +182,7 @@ fn write_late(log: &mut impl Write, late: &LatePrompt, step: u64) -> std::io::Re
         "{{\"late\": \"{}\", \"by\": \"{}\", \"step\": {step}, \"first_token_ms\": {:.0}, \
          \"late_ms\": {:.0}}}",
         if late.is_long { "long" } else { "ordinary" },
-        late.by.name(),
+        format!("{:?}", late.by).to_lowercase(),
         1e3 * late.time_s,
         1e3 * late.late_s,
     )

@@ -1,8 +1,7 @@
 //! The sizes that chunks have, and what each takes.
 //!
 //! Sizes are the configured budget and its halves, and three quarters of the largest, ten at most:
-//! kernels are compiled for each. Where nothing is known it begins in the middle, since on many devices every step with a
-//! prompt has a fixed price that small ones don't earn, and goes up or down from there.
+//! kernels are compiled for each.
 
 use super::step_times::PromptTimes;
 
@@ -15,19 +14,8 @@ const NUM_BETWEEN: usize = 3;
 /// The smallest size.
 const SMALLEST: u32 = 32;
 
-/// Where it begins, if there is nothing to go by: so many times smaller than the largest.
-const FIRST_PART: u32 = 4;
-
 /// Tokens of prompts that a chunk has at least.
 const LEAST_ROOM: u32 = 16;
-
-/// A size that computes this part of the best one's tokens a second will do: smaller ones keep
-/// others waiting for less long.
-const GOOD_ENOUGH: f64 = 0.95;
-
-/// A larger size that was never seen is tried if the present one takes at most this part of what is
-/// allowed.
-const ROOM_TO_GROW: f64 = 0.6;
 
 /// A step teaches something about a size if it has this part of its tokens.
 const NEARLY: f64 = 0.9;
@@ -40,18 +28,6 @@ const MARGIN: std::ops::RangeInclusive<f64> = 1.03..=1.5;
 
 /// How much a chunk that was too long adds to that.
 const MARGIN_STEP: f64 = 0.05;
-
-/// What a chunk is asked for, and under which circumstances.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Query {
-    pub(super) num_decode_tokens: u32,
-    /// What the decodes alone would take, in seconds.
-    pub(super) decode_s: f64,
-    /// Tokens before the chunk.
-    pub(super) context: f64,
-    /// How long it may take, in seconds.
-    pub(super) limit_s: f64,
-}
 
 /// The sizes, and what is known of them.
 #[derive(Clone, Debug)]
@@ -89,11 +65,6 @@ impl Ladder {
         self.sizes.iter().position(|&it| it >= least)
     }
 
-    /// The last size that so many tokens fill.
-    pub(super) fn last_within(&self, num_tokens: u32) -> Option<usize> {
-        self.sizes.partition_point(|&it| it <= num_tokens).checked_sub(1)
-    }
-
     /// The smallest size that holds so many tokens.
     fn class_of(&self, num_tokens: u32) -> usize {
         self.sizes.partition_point(|&it| it < num_tokens).min(self.largest())
@@ -105,12 +76,15 @@ impl Ladder {
         f64::from(num_tokens) >= NEARLY * f64::from(self.sizes[self.class_of(num_tokens)])
     }
 
-    /// What a size takes beyond its decodes, in seconds; if that was not seen, by the next larger
-    /// or smaller one that was. `None` if nothing was seen.
+    /// What a size takes beyond its decodes, in seconds; if that was not seen, by the next larger or
+    /// smaller one that was, as if its tokens were all that cost. `None` if nothing was seen.
     pub(super) fn extra_s(&self, size: usize, attention: f64) -> Option<f64> {
         let larger = (size..self.sizes.len()).find_map(|it| self.times.predict(it, attention));
-        let smaller = || (0..size).rev().find_map(|it| self.times.predict(it, attention));
-        larger.or_else(smaller)
+        let smaller = |it: usize| {
+            let times = f64::from(self.sizes[size]) / f64::from(self.sizes[it]);
+            self.times.predict(it, attention).map(|extra_s| times * extra_s)
+        };
+        larger.or_else(|| (0..size).rev().find_map(smaller))
     }
 
     /// What a step of any number of tokens takes beyond its decodes, in seconds.
@@ -125,50 +99,9 @@ impl Ladder {
         Some(below + part * (above - below))
     }
 
-    /// The size of a chunk within the bound; the largest if none has room.
-    pub(super) fn within_bound(&self, query: &Query) -> usize {
-        let first = self.first_above(query.num_decode_tokens).unwrap_or(self.largest());
-        let Some(fitting) = (first..self.sizes.len()).rev().find(|&it| self.fits(it, query)) else {
-            return self.smaller(first, query);
-        };
-        let is_unknown = fitting < self.largest() && self.time(fitting + 1, query).is_none();
-        let has_room = self.time(fitting, query) <= Some(ROOM_TO_GROW * query.limit_s);
-        if is_unknown && has_room { fitting + 1 } else { self.most_efficient(first, query) }
-    }
-
-    fn time(&self, size: usize, query: &Query) -> Option<f64> {
-        if !self.times.is_known(size, query.limit_s) {
-            return None;
-        }
-        let room = f64::from(self.sizes[size].saturating_sub(query.num_decode_tokens));
-        let attention = room * (query.context + 0.5 * room);
-        Some(query.decode_s + self.extra_s(size, attention)?)
-    }
-
-    fn fits(&self, size: usize, query: &Query) -> bool {
-        self.time(size, query).is_some_and(|time_s| time_s * self.margin <= query.limit_s)
-    }
-
-    /// Where nothing is known to fit: the next smaller than the smallest that is known.
-    fn smaller(&self, first: usize, query: &Query) -> usize {
-        let known = (first..self.sizes.len()).find(|&it| self.time(it, query).is_some());
-        let Some(smallest) = known else {
-            let middle = self.sizes[self.largest()] / FIRST_PART;
-            let least = middle.max(query.num_decode_tokens + query.num_decode_tokens / 2);
-            return self.class_of(least).max(first);
-        };
-        smallest.saturating_sub(1).max(first)
-    }
-
-    /// Of the sizes that fit, the smallest that is nearly as good as the best.
-    fn most_efficient(&self, first: usize, query: &Query) -> usize {
-        let speed = |size: usize| {
-            let time_s = self.time(size, query).filter(|_| self.fits(size, query))?;
-            Some(f64::from(self.sizes[size].saturating_sub(query.num_decode_tokens)) / time_s)
-        };
-        let mut sizes = first..self.sizes.len();
-        let best = sizes.clone().filter_map(speed).fold(0.0, f64::max);
-        sizes.find(|&it| speed(it).is_some_and(|it| it >= GOOD_ENOUGH * best)).unwrap_or(first)
+    /// Whether a chunk that is expected to take so long stays within the bound.
+    pub(super) fn fits(&self, time_s: f64, limit_s: f64) -> bool {
+        time_s * self.margin <= limit_s
     }
 
     /// Comes to rest where steps are within the bound with that confidence. One that was too long
@@ -205,7 +138,7 @@ impl Ladder {
 
 #[cfg(test)]
 mod tests {
-    use super::{Ladder, MARGIN};
+    use super::Ladder;
 
     const LIMIT_S: f64 = 0.2;
 
@@ -225,14 +158,5 @@ mod tests {
         // Far below the bound times may vary, and whoever doesn't fit needs no margin.
         assert!(after(200, &[0.06, 0.06, 0.06, 0.06, 0.12]).margin <= first);
         assert!(after(200, &[0.25, 0.25, 0.25, 0.25, 0.35]).margin <= first);
-    }
-
-    #[test]
-    fn steps_of_any_size_that_are_in_time_lower_the_margin() {
-        let mut ladder = after(200, &[0.15, 0.15, 0.15, 0.15, 0.25]);
-        for _ in 0..1_000 {
-            ladder.note(1_024, 0.05, 0.0, LIMIT_S);
-        }
-        assert!((ladder.margin - MARGIN.start()).abs() < 1e-9, "{}", ladder.margin);
     }
 }

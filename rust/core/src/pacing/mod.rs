@@ -31,10 +31,10 @@ mod virtual_server;
 
 use std::collections::VecDeque;
 
-use self::ladder::{Ladder, Query};
+use self::ladder::Ladder;
 use self::report::Reporter;
 use self::step_times::DecodeTimes;
-use self::virtual_server::{StepPrice, VirtualServer};
+use self::virtual_server::{FullSteps, VirtualServer};
 use crate::config::StepKnobs;
 use crate::promise::{LateBy, Promise};
 use crate::scheduler::{Demand, Prompt, Scheduler, StepLoad};
@@ -73,22 +73,6 @@ pub enum Mode {
     WarmUp,
 }
 
-impl Mode {
-    /// Its name in logs.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Plain => "plain",
-            Self::Alone => "alone",
-            Self::Ordinary => "ordinary",
-            Self::Chunk => "chunk",
-            Self::Decode => "decode",
-            Self::Unpaced => "unpaced",
-            Self::WarmUp => "warm-up",
-        }
-    }
-}
-
 /// A step that was paced, for logs and statistics.
 #[derive(Clone, Copy, Debug)]
 pub struct PacedStep {
@@ -124,12 +108,6 @@ impl PacedStep {
     pub fn has_prompts(&self) -> bool {
         self.load.num_prompt_tokens > 0 && self.mode != Mode::Decode
     }
-
-    /// Whether it was put in for those who generate.
-    #[must_use]
-    pub fn is_of_decodes_alone(&self) -> bool {
-        self.mode == Mode::Decode
-    }
 }
 
 #[derive(Clone, Debug)]
@@ -161,8 +139,6 @@ struct Chosen {
     over_stall: Option<OverStall>,
     /// It serves a long prompt: decodes are owed time after it.
     is_for_long: bool,
-    /// Somebody is to come in.
-    admits: bool,
 }
 
 /// Chooses the knobs of each step.
@@ -187,33 +163,18 @@ pub struct Pacing {
     next_number: u64,
     /// When the device had nothing else to do.
     free_at: f64,
-    /// How long the last chunk for long prompts took, in seconds.
-    chunk_s: f64,
-    /// How long decodes have had the device since then, in seconds.
-    since_chunk_s: f64,
-    /// Somebody could not be admitted though there was room in the step.
-    is_admission_blocked: bool,
+    owed: Owed,
     /// Steps in a row that should have computed prompts and did not.
     num_fruitless: u32,
-    patience: u32,
     is_warming_up: bool,
     reporter: Reporter,
 }
 
-/// So many fruitless steps end in one with vLLM's values; then twice as many, up to the last.
-const PATIENCE: std::ops::RangeInclusive<u32> = 4..=256;
-
-/// Without CUDA graphs, what is at most this part of the largest size is not made smaller.
-const SMALL_PART: u32 = 16;
-
-/// A step is expected to take at most so many times what is allowed.
-const MOST_EXPECTED: f64 = 2.0;
+/// So many fruitless steps end in one with vLLM's values.
+const PATIENCE: u32 = 4;
 
 /// What so many steps with prompts took together says something before they end.
 const LONGEST_CHAIN: usize = 8;
-
-/// A step that takes so many times what was expected, and what is allowed, is an outlier.
-const OUTLIER: f64 = 2.0;
 
 /// More of ordinary prompts alone than so many steps within the stall hold is left to vLLM: small
 /// steps would cost the last ones more than they give.
@@ -222,9 +183,9 @@ const ORDINARY_STEPS: f64 = 1.5;
 /// Deadlines are aimed at by this part earlier: what steps will take is known no better.
 const EARLY: f64 = 0.05;
 
-/// So many long prompts are computed at a time: those that run get a part of each step in which
-/// somebody else is admitted.
-const MAX_RUNNING: usize = 2;
+/// A size that computes this part of the best one's tokens a second will do: smaller ones keep
+/// others waiting for less long.
+const GOOD_ENOUGH: f64 = 0.95;
 
 /// A larger chunk that meets no deadline either has to be better by this part.
 const WORTHWHILE: f64 = 0.02;
@@ -267,23 +228,23 @@ impl ToCome {
     }
 }
 
-/// What vLLM's steps take: they hold as many tokens as are configured.
-struct FullSteps<'a> {
-    ladder: &'a Ladder,
-    num_decode_tokens: f64,
-    decode_s: f64,
-    room: f64,
-    unknown_s: f64,
+/// What decodes are owed. Nothing is saved up: what counts is the last chunk, and the time since.
+#[derive(Clone, Copy, Debug, Default)]
+struct Owed {
+    /// How long the last chunk for long prompts took, in seconds.
+    chunk_s: f64,
+    /// How long decodes have had the device since then, in seconds.
+    since_s: f64,
 }
 
-impl StepPrice for FullSteps<'_> {
-    fn room(&self) -> f64 {
-        self.room
-    }
-
-    fn step_s(&self, num_tokens: f64, attention: f64) -> f64 {
-        let extra_s = self.ladder.extra_of(self.num_decode_tokens + num_tokens, attention);
-        self.decode_s + extra_s.unwrap_or(self.unknown_s)
+impl Owed {
+    fn note(&mut self, step: &PacedStep, time_s: f64) {
+        let is_contended = step.load.num_decode_tokens > 0 && step.num_prompts > 0;
+        if step.has_prompts() && step.is_for_long {
+            (self.chunk_s, self.since_s) = (if is_contended { time_s } else { 0.0 }, 0.0);
+        } else if !step.has_prompts() {
+            self.since_s += time_s;
+        }
     }
 }
 
@@ -310,11 +271,8 @@ impl Pacing {
             chain: Chain::default(),
             next_number: 0,
             free_at: f64::NEG_INFINITY,
-            chunk_s: 0.0,
-            since_chunk_s: 0.0,
-            is_admission_blocked: false,
+            owed: Owed::default(),
             num_fruitless: 0,
-            patience: *PATIENCE.start(),
             is_warming_up: false,
             reporter: Reporter::default(),
         }
@@ -390,7 +348,9 @@ impl Pacing {
         }
         let is_new = |it: &Prompt| it.may_run && it.promise.is_none_or(|it| it.is_void);
         if prompts.iter().any(is_new) {
-            let left_s = self.work_left_s(prompts.iter().filter(|it| it.may_run && !is_new(it)));
+            let left = prompts.iter().filter(|it| it.may_run && !is_new(it));
+            let (tokens, attention) = sum_of(left);
+            let left_s = if tokens > 0.0 { self.full_work_s(tokens, attention) } else { 0.0 };
             self.virtual_server.limit(self.start + left_s);
             for prompt in prompts.iter_mut().filter(|it| is_new(it)) {
                 let promise = self.promise(prompt, now);
@@ -413,19 +373,12 @@ impl Pacing {
         }
     }
 
-    /// What vLLM's steps would take for what these prompts lack, in seconds.
-    fn work_left_s<'a>(&self, prompts: impl Iterator<Item = &'a Prompt>) -> f64 {
-        let add = |(tokens, attention): (f64, f64), it: &Prompt| {
-            let (missing, middle) = (f64::from(it.num_missing), middle_of(it));
-            (tokens + missing, attention + missing * middle)
-        };
-        let (tokens, attention) = prompts.fold((0.0, 0.0), add);
+    /// What full steps take for so many tokens, in seconds; `attention` is each times what it
+    /// attends to.
+    fn full_work_s(&self, num_tokens: f64, attention: f64) -> f64 {
         let price = self.full_steps();
-        let num_steps = (tokens / price.room()).ceil();
-        if num_steps == 0.0 {
-            return 0.0;
-        }
-        num_steps * price.step_s(tokens / num_steps, attention / num_steps)
+        let num_steps = (num_tokens / price.room).max(1.0);
+        num_steps * price.step_s(num_tokens / num_steps, attention / num_steps)
     }
 
     fn promise(&mut self, prompt: &Prompt, now: f64) -> Promise {
@@ -435,7 +388,7 @@ impl Pacing {
         self.virtual_server = server;
         let is_ordinary = match prompt.promise {
             Some(before) => before.is_ordinary,
-            None => self.is_within_stall(num_missing.into(), middle_of(prompt)),
+            None => self.is_within_stall(num_missing.into(), attention_of(prompt)),
         };
         let size = self.within_bound();
         self.to_come.arrive(self.work_s(prompt, size), is_ordinary);
@@ -443,9 +396,9 @@ impl Pacing {
             arrived_at: prompt.promise.map_or(now, |it| it.arrived_at),
             since: now,
             virtual_s: end - now,
-            num_tokens: num_missing,
-            num_computed,
-            work_s: self.full_work_s(num_missing, num_computed),
+            num_tokens: num_missing.into(),
+            attention: attention_of(prompt),
+            work_s: self.full_work_s(num_missing.into(), attention_of(prompt)),
             is_ordinary,
             is_void: false,
             late_by: prompt.promise.map_or(LateBy::Steps, |it| it.late_by),
@@ -453,39 +406,38 @@ impl Pacing {
     }
 
     /// Whether a step with so many tokens of prompts stays within the stall.
-    fn is_within_stall(&self, num_tokens: f64, context: f64) -> bool {
+    fn is_within_stall(&self, num_tokens: f64, attention: f64) -> bool {
         let price = self.full_steps();
-        num_tokens <= price.room()
-            && price.step_s(num_tokens, num_tokens * context) <= self.settings.max_stall_s
+        num_tokens <= price.room && price.step_s(num_tokens, attention) <= self.settings.max_stall_s
     }
 
     /// When a prompt is to be through, at the speed that is known by now.
     fn deadline(&self, promise: &Promise) -> f64 {
         let times = if promise.is_ordinary { 1.0 } else { self.settings.max_slowdown };
-        let work_s = self.full_work_s(promise.num_tokens, promise.num_computed);
+        let work_s = self.full_work_s(promise.num_tokens, promise.attention);
         let virtual_s = promise.virtual_s * work_s / promise.work_s;
         promise.since + times * virtual_s + self.settings.max_stall_s
     }
 
-    /// What full steps take for so many tokens behind others, in seconds.
-    fn full_work_s(&self, num_tokens: u32, num_computed: u32) -> f64 {
-        let price = self.full_steps();
-        let (tokens, middle) =
-            (f64::from(num_tokens), f64::from(num_computed) + 0.5 * f64::from(num_tokens));
-        let num_steps = (tokens / price.room()).max(1.0);
-        num_steps * price.step_s(tokens / num_steps, tokens / num_steps * middle)
-    }
-
+    /// Of the sizes that stay within the stall, the smallest that is nearly as fast as the best; the
+    /// smallest of all if none does.
     fn within_bound(&self) -> usize {
         // Whoever is in it: the dearest decides.
         let prompts = self.demand.prompts.iter().filter(|it| it.may_run);
-        let context = prompts.map(|it| it.num_computed).max().unwrap_or(0);
-        self.ladder.within_bound(&Query {
-            num_decode_tokens: self.demand.num_decode_tokens,
-            decode_s: self.decode_s,
-            context: context.into(),
-            limit_s: self.settings.max_stall_s,
-        })
+        let context = f64::from(prompts.map(|it| it.num_computed).max().unwrap_or(0));
+        let time_s = |size| self.chunk_time_s(size, context + 0.5 * self.room(size));
+        let speed = |size| self.room(size) / time_s(size);
+        let fits = |&size: &usize| self.ladder.fits(time_s(size), self.settings.max_stall_s);
+        let first = self.first_size();
+        let mut sizes = (first..=self.ladder.largest()).filter(fits);
+        let best = sizes.clone().map(speed).fold(0.0, f64::max);
+        sizes.find(|&it| speed(it) >= GOOD_ENOUGH * best).unwrap_or(first)
+    }
+
+    /// The smallest size with room for prompts.
+    fn first_size(&self) -> usize {
+        let first = self.ladder.first_above(self.demand.num_decode_tokens);
+        first.unwrap_or(self.ladder.largest())
     }
 
     /// What a chunk of a size takes that attends to `context` tokens, in seconds.
@@ -512,10 +464,10 @@ impl Pacing {
             return Chosen::unpaced(Mode::Plain, &self.base);
         }
         if num_decode_tokens == 0 {
-            (self.chunk_s, self.since_chunk_s) = (0.0, 0.0);
+            self.owed = Owed::default();
             return Chosen::unpaced(Mode::Alone, &self.base);
         }
-        let is_stuck = self.num_fruitless >= self.patience;
+        let is_stuck = self.num_fruitless >= PATIENCE;
         if is_stuck || self.ladder.first_above(num_decode_tokens).is_none() {
             return Chosen::unpaced(Mode::Unpaced, &self.base);
         }
@@ -525,14 +477,14 @@ impl Pacing {
         let order = self.order();
         let bounded = self.within_bound();
         let (size, share, over_stall) = self.least_chunk(&order, bounded);
-        let is_urgent =
-            |it: &Prompt| is_ordinary(it) && (it.is_running || !self.is_admission_blocked);
         // The sooner those who hold blocks are through, the sooner others come in.
         let is_blocked = prompts.iter().any(|it| !it.may_run);
-        let owed_s = self.chunk_s * (1.0 - share) / share.max(1e-6) - self.since_chunk_s;
-        let is_in_hurry = is_blocked || order.iter().any(|&it| is_urgent(&prompts[it]));
+        let mut owed = self.owed;
+        self.in_flight.iter().for_each(|it| owed.note(&it.step, it.step.predicted_s));
+        let owed_s = owed.chunk_s * (1.0 - share) / share.max(1e-6) - owed.since_s;
+        let is_in_hurry = is_blocked || order.iter().any(|&it| is_ordinary(&prompts[it]));
         if !is_in_hurry && owed_s > 0.0 && share < 1.0 {
-            return Chosen { share, ..self.decodes_alone(scheduler) };
+            return Chosen { share, ..self.decodes_alone() };
         }
         Chosen { share, over_stall, ..self.chunk(scheduler, &order, size) }
     }
@@ -544,10 +496,8 @@ impl Pacing {
             return false;
         }
         // What is not known to stay outside counts.
-        let tokens: f64 = prompts.iter().map(|it| f64::from(it.num_missing)).sum();
-        let attention: f64 =
-            prompts.iter().map(|it| f64::from(it.num_missing) * middle_of(it)).sum();
-        let fits = |part: f64| self.is_within_stall(tokens / part, attention / tokens);
+        let (tokens, attention) = sum_of(prompts.iter());
+        let fits = |part: f64| self.is_within_stall(tokens / part, attention / part);
         fits(1.0) || !fits(ORDINARY_STEPS)
     }
 
@@ -574,10 +524,6 @@ impl Pacing {
             order.sort_by(|one, other| left(one).total_cmp(&left(other)));
             return order;
         }
-        let runs = |&it: &usize| prompts[it].is_running;
-        if long.iter().filter(|it| runs(it)).count() >= MAX_RUNNING {
-            long.sort_by_key(|it| !runs(it));
-        }
         order.append(&mut long);
         order
     }
@@ -588,7 +534,7 @@ impl Pacing {
             let early_s = EARLY * (self.deadline(&promise) - promise.since);
             self.deadline(&promise) - early_s - self.start
         };
-        prompt.promise.map_or(f64::INFINITY, left_s).max(SOON_S)
+        prompt.promise.map_or(f64::INFINITY, left_s)
     }
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
@@ -597,9 +543,9 @@ impl Pacing {
     fn least_chunk(&self, order: &[usize], bounded: usize) -> (usize, f64, Option<OverStall>) {
         let needed = |size| self.needed_shares(order, size);
         let (mut best, (mut ordinary, mut long)) = (bounded, needed(bounded));
-        let reason = if ordinary > 1.0 { OverStall::ForOrdinary } else { OverStall::ForLong };
-        let first = self.ladder.first_above(self.demand.num_decode_tokens).unwrap_or(bounded);
-        for size in (bounded + 1..=self.ladder.largest()).chain((first..bounded).rev()) {
+        let reason = if ordinary > 1.0 { OverStall::Ordinary } else { OverStall::Long };
+        let smaller = (self.first_size()..bounded).rev();
+        for size in (bounded + 1..=self.ladder.largest()).chain(smaller) {
             if ordinary.max(long) <= 1.0 {
                 break;
             }
@@ -622,11 +568,14 @@ impl Pacing {
             sum_s += self.work_s(prompt, size);
             let left_s = self.time_left_s(prompt);
             if is_ordinary(prompt) {
-                // They are through at the end of a step, not before.
-                let step_s = self.chunk_time_s(size, middle_of(prompt));
-                of_ordinary = of_ordinary.max(sum_s.max(step_s) / left_s);
+                // They are through at the end of a step, not before. Where that is too late, what
+                // counts is by how much: of several, all are to be helped.
+                let end_s = sum_s.max(self.chunk_time_s(size, middle_of(prompt)));
+                let late_s = (end_s - left_s).max(0.0);
+                let share = (end_s / left_s.max(end_s)) + late_s / self.settings.max_stall_s;
+                of_ordinary = of_ordinary.max(share);
             } else {
-                of_long = of_long.max(sum_s / self.to_come.left() / left_s);
+                of_long = of_long.max(sum_s / self.to_come.left() / left_s.max(SOON_S));
             }
         }
         (of_ordinary, of_long)
@@ -637,7 +586,6 @@ impl Pacing {
         let prompts = &self.demand.prompts;
         let num_decode_tokens = self.demand.num_decode_tokens;
         let is_for_long = !order.iter().all(|&it| is_ordinary(&prompts[it]));
-        let size = if is_for_long { self.filled(order, size) } else { size };
         let capacity = self.ladder.sizes()[size] - num_decode_tokens;
         let (running, waiting): (Vec<usize>, Vec<usize>) =
             self.served(order, capacity).into_iter().partition(|&it| prompts[it].is_running);
@@ -651,22 +599,11 @@ impl Pacing {
             knobs.order = running.iter().chain(&waiting).map(|&it| prompts[it].index).collect();
         }
         if !can_order || !self.is_served_behind(&running, &waiting, order, capacity) {
-            let mut num_admitted = waiting.len();
-            let level = loop {
-                let served = || running.iter().chain(&waiting[..num_admitted]);
-                let lacking: Vec<u32> = served().map(|&it| prompts[it].num_missing).collect();
-                let level = fill_level(&lacking, capacity);
-                let ends =
-                    |it: &usize| !is_ordinary(&prompts[*it]) || prompts[*it].num_missing <= level;
-                if num_admitted <= 1 || served().all(ends) {
-                    break level;
-                }
-                num_admitted -= 1;
-            };
-            knobs.long_prefill_token_threshold = self.threshold(level);
+            let served = running.iter().chain(&waiting);
+            let lacking: Vec<u32> = served.map(|&it| prompts[it].num_missing).collect();
+            knobs.long_prefill_token_threshold = self.threshold(fill_level(&lacking, capacity));
         }
-        let admits = !waiting.is_empty();
-        Chosen { mode: Mode::Chunk, knobs, is_for_long, admits, share: 0.0, over_stall: None }
+        Chosen { mode: Mode::Chunk, knobs, is_for_long, share: 0.0, over_stall: None }
     }
 
     /// Those whose turn it is if all are served in this order.
@@ -712,34 +649,13 @@ impl Pacing {
         }
     }
 
-    /// The largest size that what is left fills, if a chunk of `size` would be left with room: any
-    /// other number of tokens may need kernels that have not been compiled.
-    fn filled(&self, order: &[usize], size: usize) -> usize {
-        let num_decode_tokens = self.demand.num_decode_tokens;
-        let add = |sum: u32, &it: &usize| sum.saturating_add(self.demand.prompts[it].num_missing);
-        let num_tokens = order.iter().fold(num_decode_tokens, add);
-        let small = match self.settings.max_graph_tokens {
-            0 => self.base.max_num_scheduled_tokens / SMALL_PART,
-            num_tokens => num_tokens,
-        };
-        if num_tokens <= small || num_tokens >= self.ladder.sizes()[size] {
-            return size;
-        }
-        let filled = self.ladder.last_within(num_tokens);
-        filled.filter(|&it| Some(it) >= self.ladder.first_above(num_decode_tokens)).unwrap_or(size)
-    }
-
-    /// A step without prompts. Where throttling doesn't hold them back, those who run go last, and
-    /// nothing is left for them; where they can't, each gets no more tokens than one that generates.
-    fn decodes_alone(&self, scheduler: &Scheduler) -> Chosen {
+    /// A step without prompts. Where throttling doesn't hold those who run back, each gets no more
+    /// tokens than one that generates.
+    fn decodes_alone(&self) -> Chosen {
         let mut knobs = self.base.clone();
         let num_decode_tokens = self.demand.num_decode_tokens;
         if self.demand.can_throttle {
             knobs.throttle_prefills = true;
-        } else if scheduler.can_be_reordered(num_decode_tokens) {
-            knobs.max_num_scheduled_tokens = num_decode_tokens;
-            let running = self.demand.prompts.iter().filter(|it| it.is_running);
-            knobs.order = running.map(|it| it.index).collect();
         } else {
             let threshold = self.min_threshold;
             let running = self.demand.prompts.iter().filter(|it| it.is_running);
@@ -789,42 +705,18 @@ impl Pacing {
         };
         if step.has_prompts() {
             let guess = self.ladder.extra_of(load.num_tokens.into(), load.prompt_attention);
-            // What was seen may have been another's fault.
-            let most_s = MOST_EXPECTED * self.settings.max_stall_s;
-            step.predicted_s += guess.unwrap_or(most_s);
+            step.predicted_s += guess.unwrap_or(self.settings.max_stall_s);
         }
-        self.owe(&step, step.predicted_s);
         self.next_number += 1;
         self.in_flight.push_back(InFlight { step, decode_s, launched_at: now, promises });
         Some(step.number)
     }
 
     fn note_progress(&mut self, load: &StepLoad) {
-        let wants_prompts = self.chosen.mode == Mode::Chunk;
-        if load.num_prompt_tokens > 0 && wants_prompts {
+        if load.num_prompt_tokens > 0 || self.chosen.mode == Mode::Unpaced {
             self.num_fruitless = 0;
-            self.patience = *PATIENCE.start();
-        } else if wants_prompts {
+        } else if self.chosen.mode == Mode::Chunk {
             self.num_fruitless += 1;
-        } else if self.chosen.mode == Mode::Unpaced {
-            self.num_fruitless = 0;
-            self.patience = (2 * self.patience).min(*PATIENCE.end());
-        }
-        if load.num_admitted > 0 {
-            self.is_admission_blocked = false;
-        } else if self.chosen.admits {
-            self.is_admission_blocked = true;
-        }
-    }
-
-    /// Counts a step in what decodes are owed. Nothing is saved up: what counts is the last chunk,
-    /// and the time since.
-    fn owe(&mut self, step: &PacedStep, time_s: f64) {
-        let is_contended = step.load.num_decode_tokens > 0 && step.num_prompts > 0;
-        if step.has_prompts() && step.is_for_long {
-            (self.chunk_s, self.since_chunk_s) = (if is_contended { time_s } else { 0.0 }, 0.0);
-        } else if !step.has_prompts() {
-            self.since_chunk_s += time_s;
         }
     }
 
@@ -847,7 +739,7 @@ impl Pacing {
         if !is_late {
             self.learn(&step, decode_s);
         }
-        self.correct_what_is_owed(&step);
+        self.owed.note(&step, time_s);
         self.reporter.note_step(&step, now, self.settings.max_stall_s);
         let late = promises.iter().filter_map(|promise| {
             let deadline = self.deadline(promise);
@@ -855,21 +747,6 @@ impl Pacing {
         });
         let late = late.collect();
         Some((step, late))
-    }
-
-    /// What is owed rests on predictions as long as steps are in flight.
-    fn correct_what_is_owed(&mut self, step: &PacedStep) {
-        if self.in_flight.iter().any(|it| it.step.is_for_long) || step.num_prompts == 0 {
-            return;
-        }
-        // What something else has held up is nobody's fault.
-        let is_outlier = step.time_s > OUTLIER * step.predicted_s.max(self.settings.max_stall_s);
-        let excess_s = if is_outlier { 0.0 } else { step.time_s - step.predicted_s };
-        if step.is_for_long && step.load.num_decode_tokens > 0 {
-            self.chunk_s += excess_s;
-        } else if !step.has_prompts() {
-            self.since_chunk_s += excess_s;
-        }
     }
 
     fn learn(&mut self, step: &PacedStep, decode_s: f64) {
@@ -898,12 +775,9 @@ impl Pacing {
         });
         let expected: Vec<f64> = expected.collect();
         let sum_s: f64 = expected.iter().sum();
-        // Of several one may have been held up, and nobody knows which.
-        if steps.len() == 1 || extra_s < MOST_EXPECTED * sum_s {
-            for ((num_tokens, attention), expected_s) in steps.into_iter().zip(expected) {
-                let extra_s = (extra_s * expected_s / sum_s).max(0.0);
-                self.ladder.note(num_tokens, extra_s, attention, limit_s);
-            }
+        for ((num_tokens, attention), expected_s) in steps.into_iter().zip(expected) {
+            let extra_s = (extra_s * expected_s / sum_s).max(0.0);
+            self.ladder.note(num_tokens, extra_s, attention, limit_s);
         }
     }
 }
@@ -912,12 +786,24 @@ impl Chosen {
     /// vLLM's values, in its order.
     fn unpaced(mode: Mode, base: &StepKnobs) -> Self {
         let knobs = base.clone();
-        Self { mode, knobs, share: 1.0, over_stall: None, is_for_long: false, admits: false }
+        Self { mode, knobs, share: 1.0, over_stall: None, is_for_long: false }
     }
 }
 
 fn is_ordinary(prompt: &Prompt) -> bool {
     prompt.promise.is_some_and(|it| it.is_ordinary)
+}
+
+/// What some prompts lack, in tokens, and the same, each times what it attends to.
+fn sum_of<'a>(prompts: impl Iterator<Item = &'a Prompt>) -> (f64, f64) {
+    prompts.fold((0.0, 0.0), |(tokens, attention), it| {
+        (tokens + f64::from(it.num_missing), attention + attention_of(it))
+    })
+}
+
+/// What a prompt lacks, each token times what it attends to.
+fn attention_of(prompt: &Prompt) -> f64 {
+    f64::from(prompt.num_missing) * middle_of(prompt)
 }
 
 /// What the middle of what a prompt lacks attends to, in tokens.

@@ -2,27 +2,16 @@
 
 use std::collections::VecDeque;
 
-use super::PacedStep;
+use super::{Mode, PacedStep};
 use crate::promise::{LateBy, Promise};
 
 /// For whose deadline a step is larger than what the stall allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OverStall {
     /// An ordinary prompt's.
-    ForOrdinary,
+    Ordinary,
     /// A long prompt's.
-    ForLong,
-}
-
-impl OverStall {
-    /// Its name in logs.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::ForOrdinary => "ordinary",
-            Self::ForLong => "long",
-        }
-    }
+    Long,
 }
 
 /// A prompt that came later than promised.
@@ -38,76 +27,55 @@ pub struct LatePrompt {
     pub by: LateBy,
 }
 
-/// What has happened so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct PacingReport {
-    /// Tokens of prompts in the last step that computed some while others generated.
-    pub chunk_tokens: u32,
-    /// Time of steps with prompts while others generated, in seconds.
-    pub prompt_s: f64,
-    /// Time of all steps while prompts and decodes had work, in seconds.
-    pub contended_s: f64,
-    /// Steps of decodes alone that were put in.
-    pub num_decode_steps: u64,
-    /// Prompts that came later than promised because they had lost their blocks.
-    pub num_late_by_preemption: u64,
-    /// Because they could not come in.
-    pub num_late_by_waiting: u64,
-    /// Because of what steps took.
-    pub num_late_by_steps: u64,
-    /// Steps over the stall for an ordinary prompt's deadline.
-    pub num_over_for_ordinary: u64,
-    /// Steps over the stall for a long prompt's deadline.
-    pub num_over_for_long: u64,
-    /// Steps over the stall that were expected to be within it.
-    pub num_over_unexpected: u64,
-    /// The longest step with prompts while others generated, of the last minute, in seconds.
-    pub longest_stall_s: f64,
-    /// How many times as late as without pacing long prompts of the last minute came: the median; 0
-    /// without any.
-    pub slowdown_p50: f64,
-    /// The most of these.
-    pub slowdown_max: f64,
+macro_rules! report {
+    ($($(#[$what:meta])+ $name:ident,)+) => {
+        /// What has happened so far, and what holds at present.
+        #[derive(Clone, Copy, Debug, Default, PartialEq)]
+        pub struct PacingReport {
+            $($(#[$what])+ pub $name: f64,)+
+        }
+
+        impl PacingReport {
+            /// Names of what it holds, as metrics and Python have them.
+            pub const NAMES: &[&str] = &[$(stringify!($name)),+];
+
+            /// The values, in the order of their names.
+            #[must_use]
+            pub fn values(&self) -> [f64; Self::NAMES.len()] {
+                [$(self.$name),+]
+            }
+        }
+    };
 }
 
-impl PacingReport {
-    /// Names of what it holds, as metrics and Python have them.
-    pub const NAMES: [&str; 13] = [
-        "chunk_tokens",
-        "prompt_s",
-        "contended_s",
-        "num_decode_steps",
-        "longest_stall_s",
-        "slowdown_p50",
-        "slowdown_max",
-        "num_late_by_preemption",
-        "num_late_by_waiting",
-        "num_late_by_steps",
-        "num_over_for_ordinary",
-        "num_over_for_long",
-        "num_over_unexpected",
-    ];
-
-    /// The values, in the order of their names.
-    #[must_use]
-    #[expect(clippy::cast_precision_loss, reason = "counts of steps and prompts are small")]
-    pub fn values(&self) -> [f64; Self::NAMES.len()] {
-        [
-            self.chunk_tokens.into(),
-            self.prompt_s,
-            self.contended_s,
-            self.num_decode_steps as f64,
-            self.longest_stall_s,
-            self.slowdown_p50,
-            self.slowdown_max,
-            self.num_late_by_preemption as f64,
-            self.num_late_by_waiting as f64,
-            self.num_late_by_steps as f64,
-            self.num_over_for_ordinary as f64,
-            self.num_over_for_long as f64,
-            self.num_over_unexpected as f64,
-        ]
-    }
+report! {
+    /// Tokens of prompts in the last step that computed some while others generated.
+    chunk_tokens,
+    /// Time of steps with prompts while others generated, in seconds.
+    prompt_s,
+    /// Time of all steps while prompts and decodes had work, in seconds.
+    contended_s,
+    /// Steps of decodes alone that were put in.
+    num_decode_steps,
+    /// The longest step with prompts while others generated, of the last minute, in seconds.
+    longest_stall_s,
+    /// How many times as late as without pacing long prompts of the last minute came: the median; 0
+    /// without any.
+    slowdown_p50,
+    /// The most of these.
+    slowdown_max,
+    /// Prompts that came later than promised because they had lost their blocks.
+    num_late_by_preemption,
+    /// Because they could not come in.
+    num_late_by_waiting,
+    /// Because of what steps took.
+    num_late_by_steps,
+    /// Steps over the stall for an ordinary prompt's deadline.
+    num_over_for_ordinary,
+    /// Steps over the stall for a long prompt's deadline.
+    num_over_for_long,
+    /// Steps over the stall that were expected to be within it.
+    num_over_unexpected,
 }
 
 /// Sums up what has happened.
@@ -131,18 +99,18 @@ impl Reporter {
             report.contended_s += step.time_s;
             if step.has_prompts() {
                 report.prompt_s += step.time_s;
-                report.chunk_tokens = step.load.num_prompt_tokens;
-            } else {
-                report.num_decode_steps += u64::from(step.is_of_decodes_alone());
+                report.chunk_tokens = step.load.num_prompt_tokens.into();
+            } else if step.mode == Mode::Decode {
+                report.num_decode_steps += 1.0;
             }
         }
         if has_decodes && step.has_prompts() {
             if step.time_s > max_stall_s {
                 *match step.over_stall {
-                    Some(OverStall::ForOrdinary) => &mut report.num_over_for_ordinary,
-                    Some(OverStall::ForLong) => &mut report.num_over_for_long,
+                    Some(OverStall::Ordinary) => &mut report.num_over_for_ordinary,
+                    Some(OverStall::Long) => &mut report.num_over_for_long,
                     None => &mut report.num_over_unexpected,
-                } += 1;
+                } += 1.0;
             }
             self.stalls.note(now, step.time_s);
         }
@@ -173,7 +141,7 @@ impl Reporter {
             LateBy::Preemption => &mut self.report.num_late_by_preemption,
             LateBy::Waiting => &mut self.report.num_late_by_waiting,
             LateBy::Steps => &mut self.report.num_late_by_steps,
-        } += 1;
+        } += 1.0;
         let (is_long, by) = (!promise.is_ordinary, promise.late_by);
         Some(LatePrompt { is_long, time_s, late_s: now - deadline, by })
     }

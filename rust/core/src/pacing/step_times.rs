@@ -20,6 +20,9 @@ const OUTLIER: f64 = 2.5;
 /// So many of these in a row are no outliers.
 const MAX_OUTLIERS: u32 = 3;
 
+/// The first step of a size teaches nothing if it takes so many times what the second takes.
+const SLOW_START: f64 = 1.5;
+
 /// A short time may be as many times as long as expected by chance, in seconds.
 const JITTER_S: f64 = 0.003;
 
@@ -172,9 +175,6 @@ const MOST_OF_LEVEL: f64 = 1.5;
 /// level what is true for all sizes.
 const EVERY: u32 = 4;
 
-/// A step takes at least this part of what its size took lately, whatever it attends to.
-const LEAST_PART: f64 = 0.7;
-
 /// What of a mean stays when a new value comes.
 const MEMORY: f64 = 0.9;
 
@@ -212,37 +212,22 @@ impl PromptTimes {
     /// Learns what a step of a size took beyond its decodes; returns whether it is no outlier.
     pub(super) fn note(&mut self, size: usize, extra_s: f64, attention: f64) -> bool {
         let expected = self.predict(size, attention);
-        let slope = self.slope(size);
         let known = &mut self.sizes[size];
         known.num_tries += 1;
         let is_known = known.samples.len == WINDOW;
-        if let Some(expected) = expected.filter(|it| is_known && *it > 0.0) {
-            let times = (extra_s / expected).clamp(MOST_OF_LEVEL.recip(), MOST_OF_LEVEL);
-            self.level *= times.powf(LEVEL_STEP);
-            if extra_s > OUTLIER * expected + JITTER_S {
-                return false;
-            }
-        }
-        let (extra_s, expected) = (extra_s / self.level, expected.map(|it| it / self.level));
-        if is_known && !self.sizes[size].num_tries.is_multiple_of(EVERY) {
-            self.learn_slope(size, Sample { extra_s, attention });
-            return true;
-        }
-        let known = &mut self.sizes[size];
-        let sample = Sample { extra_s, attention };
-        if known.num_tries == 2 && known.samples.len == 1 {
-            // The first one may have been slow for another reason: the faster one counts.
-            let first = known.samples.values[0];
-            let of = |it: Sample| it.extra_s - slope * it.attention;
-            if of(first) > 1.5 * of(sample) {
-                known.samples = Window::default();
-            } else if of(sample) > 1.5 * of(first) {
-                return false;
-            }
-        }
         let is_outlier =
             known.samples.len >= 2 && expected.is_some_and(|it| extra_s > OUTLIER * it + JITTER_S);
-        if !known.samples.push_unless(is_outlier, sample) {
+        if let Some(expected) = expected.filter(|it| known.samples.len >= 2 && *it > 0.0) {
+            let times = (extra_s / expected).clamp(MOST_OF_LEVEL.recip(), MOST_OF_LEVEL);
+            self.level *= times.powf(LEVEL_STEP);
+        }
+        let sample = Sample { extra_s: extra_s / self.level, attention };
+        if known.num_tries == 2 && expected.is_some_and(|it| it > SLOW_START * extra_s) {
+            // The first one waited for a compiler.
+            known.samples = Window::default();
+        }
+        let is_kept = is_outlier || !is_known || known.num_tries.is_multiple_of(EVERY);
+        if is_kept && !known.samples.push_unless(is_outlier, sample) {
             return false;
         }
         self.learn_slope(size, sample);
@@ -268,20 +253,7 @@ impl PromptTimes {
         let slope = self.slope(size);
         let samples = &self.sizes[size].samples;
         let rest = samples.median(|it| it.extra_s - slope * it.attention)?;
-        let lately = samples.median(|it| it.extra_s)?;
-        // However much a prompt's beginning is cheaper than its end.
-        Some(self.level * (rest + slope * attention).max(LEAST_PART * lately))
-    }
-
-    /// Whether a size has been seen often enough to rely on it, given that `limit_s` is not too
-    /// much: a single time above it may have been another's fault.
-    pub(super) fn is_known(&self, size: usize, limit_s: f64) -> bool {
-        let known = &self.sizes[size];
-        match known.samples.len {
-            0 => false,
-            1 => known.num_tries > 1 || known.samples.values[0].extra_s <= limit_s,
-            _ => true,
-        }
+        Some(self.level * (rest + slope * attention).max(0.0))
     }
 }
 

@@ -1,11 +1,25 @@
 //! When prompts would be through without pacing.
 
-/// What steps take, as far as a virtual server is concerned.
-pub(super) trait StepPrice {
+use super::ladder::Ladder;
+
+/// What vLLM's steps take: they hold as many tokens as are configured.
+pub(super) struct FullSteps<'a> {
+    pub(super) ladder: &'a Ladder,
+    pub(super) num_decode_tokens: f64,
+    pub(super) decode_s: f64,
     /// Tokens of prompts that a step holds.
-    fn room(&self) -> f64;
-    /// What a step takes that holds so many, in seconds; each times what it attends to as well.
-    fn step_s(&self, num_tokens: f64, attention: f64) -> f64;
+    pub(super) room: f64,
+    /// Where nothing was seen yet.
+    pub(super) unknown_s: f64,
+}
+
+impl FullSteps<'_> {
+    /// What a step takes that holds so many tokens, in seconds; `attention` is each times what it
+    /// attends to.
+    pub(super) fn step_s(&self, num_tokens: f64, attention: f64) -> f64 {
+        let extra_s = self.ladder.extra_of(self.num_decode_tokens + num_tokens, attention);
+        self.decode_s + extra_s.unwrap_or(self.unknown_s)
+    }
 }
 
 /// Computes prompts as vLLM would: first come, first served, as many in a step as it holds.
@@ -35,7 +49,7 @@ impl VirtualServer {
         now: f64,
         num_missing: u32,
         num_computed: u32,
-        price: &impl StepPrice,
+        price: &FullSteps<'_>,
     ) -> f64 {
         let mut last_s = price.step_s(self.num_tokens, self.attention);
         if self.num_tokens == 0.0 || self.end - last_s < now {
@@ -44,7 +58,7 @@ impl VirtualServer {
         }
         let (mut left, mut position) = (f64::from(num_missing), f64::from(num_computed));
         loop {
-            let part = left.min(price.room() - self.num_tokens);
+            let part = left.min(price.room - self.num_tokens);
             self.num_tokens += part;
             self.attention += part * (position + 0.5 * part);
             let step_s = price.step_s(self.num_tokens, self.attention);
