@@ -47,6 +47,7 @@ def findings(arguments: Sequence[str]) -> Iterator[Finding]:
     yield _transport(config)
     yield _asynchronous(config, asked.async_scheduling)
     yield _pacing(config)
+    yield _order()
     yield _queue()
     yield _graphs(config)
 
@@ -215,6 +216,19 @@ def _pacing(config: "VllmConfig") -> Finding:
         f"up to {length:,} tokens, and while one is computed all others nearly stand still",
         f"set {environment.MAX_STALL_MS}=200: docs/paced-prefill.md says what it costs",
     )
+
+
+def _order() -> Finding:
+    order = environment.order()
+    if order is None:
+        return ok("order", "as --scheduling-policy says")
+    how = {
+        "fair": "fair between tenants"
+        + "".join(f", {name} weighs {weight:g}" for name, weight in order.weights.items()),
+        "deadline": f"by deadline, {order.seconds:g} s to the first token unless it says ttft_s",
+        "aging": f"by priority; a priority of 1 counts as {order.seconds:g} s of waiting",
+    }
+    return ok("order", how[order.kind])
 
 
 def _queue() -> Finding:
