@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from sparksched.environment import file_of_engine
 from sparksched.record.events import (
+    KEY_BYTES,
     MAX_LINE_BYTES,
     VERSION,
     Event,
@@ -20,6 +21,7 @@ from sparksched.record.events import (
 from sparksched.record.keys import Chain, segment_sizes
 from sparksched.record.load import Load, Trace
 from sparksched.record.step_time import step_time
+from sparksched.record.tokens import Tokens
 from sparksched.record.write import Writer
 
 from .samples import ENDED, arrival, every_event, settings, write
@@ -175,3 +177,15 @@ def test_keys_are_equal_as_far_as_tokens_are(num_lookahead_tokens: int) -> None:
         # Nothing is equal behind the first difference, though the tokens are.
         are_equal = [keys[at : at + 8] == whole[at : at + 8] for at in range(0, len(keys), 8)]
         assert are_equal == [end <= position for end in ends]
+
+
+def test_an_output_has_the_keys_that_it_has_in_a_later_prompt() -> None:
+    tokens = Tokens(lambda _: None, settings())
+    prompt, output = [*range(6)], [*range(10, 17)]
+    first, update, second = arrival(0, 6), Update(0, 0.2, num_sampled=[7]), arrival(1, 13)
+    tokens.arrive(first, None, prompt, "")
+    tokens.step(Step(0, 0.1, ids=[first.request_id]))
+    tokens.update(update, output)
+    tokens.arrive(second, None, prompt + output, "")
+    assert len(second.keys) == 3 * KEY_BYTES
+    assert second.keys == first.keys + update.keys[0]
