@@ -196,11 +196,6 @@ def hide(engine: ShownEngine) -> None:
     _shown.pop(engine, None)
 
 
-def _shown_engines() -> list[ShownEngine]:
-    engines = {engine.labels: engine for engine in list(_shown)}
-    return [engines[labels] for labels in sorted(engines)]
-
-
 def prepare() -> None:
     """Have whatever vLLM's `/metrics` asks know about engines.
 
@@ -233,7 +228,7 @@ class EngineCollector(Collector):
     """The engines that `engines` returns: all that are shown, unless it says otherwise."""
 
     def __init__(self, engines: Callable[[], list[ShownEngine]] | None = None) -> None:
-        self._engines = engines or _shown_engines
+        self._engines = engines or (lambda: list(_shown))
         self._is_of_server = engines is None
 
     def describe(self) -> list[Metric]:
@@ -244,7 +239,9 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Read each engine's page. An error here must not take vLLM's own metrics away."""
         try:
-            engines = self._engines()
+            # Of several with the same labels the last one is shown.
+            by_labels = {engine.labels: engine for engine in self._engines()}
+            engines = [by_labels[labels] for labels in sorted(by_labels)]
             info = list(_info(engines)) if engines or self._is_of_server else []
             families = [*info, *_families(engines)]
         except Exception:

@@ -23,8 +23,8 @@ def page(cards: Callable[[], Sequence[EngineCard]] = find) -> str:
 
 
 def shown_engines(cards: Callable[[], Sequence[EngineCard]] = find) -> list[ShownEngine]:
-    """Return the engines that run now. Of several with the same labels the last one is shown."""
-    engines = [
+    """Return the engines that run now."""
+    return [
         shown_engine(
             card.report,
             card.model_name,
@@ -35,5 +35,3 @@ def shown_engines(cards: Callable[[], Sequence[EngineCard]] = find) -> list[Show
         )
         for card in cards()
     ]
-    by_labels = {engine.labels: engine for engine in engines}
-    return [by_labels[labels] for labels in sorted(by_labels)]

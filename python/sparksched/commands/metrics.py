@@ -5,6 +5,8 @@ import sys
 import threading
 from typing import Any, Final
 
+from sparksched.commands import number
+
 DESCRIPTION: Final = """\
 Shows the metrics of all engines with sparksched that run as this user on this machine, as
 Prometheus reads them, also where the front end shows none: vLLM's Rust front end, or one that
@@ -12,23 +14,17 @@ doesn't answer.
 Prints them once, or serves them with --port until it is interrupted. The exit status is 1 if no
 engine runs, or if the port is taken."""
 
-MAX_PORT: Final = 65_535
-
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's."""
     parser = commands.add_parser(
         "metrics", help="show the engines' metrics to Prometheus", description=DESCRIPTION
     )
-    parser.add_argument("--port", type=_port, help="serve http://HOST:PORT/metrics")
+    parser.add_argument(
+        "--port", type=number(int, 1, 65_535), help="serve http://HOST:PORT/metrics"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1 if not given")
     parser.set_defaults(run=run)
-
-
-def _port(value: str) -> int:
-    if not value.isdecimal() or not 0 < int(value) <= MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a port")
-    return int(value)
 
 
 def run(parsed: argparse.Namespace) -> int:

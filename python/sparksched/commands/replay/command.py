@@ -3,12 +3,12 @@
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import sys
 from typing import Any, Final
 
+from sparksched.commands import number
 from sparksched.environment import MAX_SLOWDOWN_BOUNDS, MAX_STALL_BOUNDS_MS
 from sparksched.record.events import MAX_COUNT, TraceError
 
@@ -43,17 +43,9 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="what if")
     for name, (kind, *bounds, text) in _NUMBERS.items():
-        number = functools.partial(_number, kind, *bounds)
-        parser.add_argument(name, type=number, metavar="N", help=text)
+        parser.add_argument(name, type=number(kind, *bounds), metavar="N", help=text)
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(run=run)
-
-
-def _number(kind: type[Any], least: float, most: float, text: str) -> Any:
-    with contextlib.suppress(ValueError):
-        if least <= (number := kind(text)) <= most:
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from sparksched.commands import number
 from sparksched.commands.top.page import Change, Page, PageError, address, fetch
 from sparksched.commands.top.screen import WIDTH, render, render_servers
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from sparksched.shared.card import EngineCard
 
 DEFAULT_URL: Final = "http://localhost:8000"
-MIN_INTERVAL_S: Final = 0.1
-MAX_INTERVAL_S: Final = 3600.0
 
 DESCRIPTION = """\
 Shows what a vLLM server does, from its /metrics page: requests, tokens and latencies, and with
@@ -41,7 +40,11 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--pid", type=int, help="of several servers, that of this process")
     parser.add_argument(
-        "--interval", type=_interval, default=2.0, metavar="SECONDS", help="2 if not given"
+        "--interval",
+        type=number(float, 0.1, 3600),
+        default=2.0,
+        metavar="SECONDS",
+        help="2 if not given",
     )
     parser.add_argument("--once", action="store_true", help="one interval, and no more")
     parser.set_defaults(run=run)
@@ -52,15 +55,6 @@ def _url(value: str) -> str:
         return address(value)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _interval(value: str) -> float:
-    with suppress(ValueError):
-        if MIN_INTERVAL_S <= (seconds := float(value)) <= MAX_INTERVAL_S:
-            return seconds
-    raise argparse.ArgumentTypeError(
-        f"{value!r} is not a number of seconds from {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g}"
-    )
 
 
 def run(parsed: argparse.Namespace) -> int:
