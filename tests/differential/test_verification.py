@@ -45,6 +45,6 @@ def test_a_mistake_is_found(
             "stock_scheduler_cls",
             lambda config: type(mistake.__name__, (mistake, stock(config)), {}),
         ),
-        pytest.raises(SchedulersDiffer, match="SchedulersDifferError"),
+        pytest.raises(SchedulersDiffer, match="VerificationError"),
     ):
         run_scenario(name, seed, NUM_STEPS, verifying_scheduler_class, encoded=encoded)

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from logs import collected
 from sparksched.verify.events import NotedEvents
-from sparksched.verify.report import SchedulersDifferError, VerificationFailedError
+from sparksched.verify.report import VerificationError
 from sparksched.verify.scheduler import VerifyingScheduler
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisher, EventPublisherFactory
@@ -202,7 +202,7 @@ def test_the_engine_stops(
     monkeypatch: pytest.MonkeyPatch,
     messages: list[str],
 ) -> None:
-    with pytest.raises(SchedulersDifferError) as error:
+    with pytest.raises(VerificationError) as error:
         run_with_plant(
             plant, "stop", model_directory, monkeypatch, async_scheduling=async_scheduling
         )
@@ -287,7 +287,7 @@ def test_ours_goes_on_without_verification(
         assert not scheduler.structured_output_manager.answers
     assert engine.record.outputs == stock.record.outputs
     (message,) = differences_in(messages)
-    assert "verification has failed: going on without verification" in message
+    assert "verification has failed; going on without verification" in message
     assert not any("no difference" in it for it in messages)
 
 
@@ -297,10 +297,10 @@ def test_an_engine_stops_that_can_not_be_verified(
     monkeypatch.setenv("SPARKSCHED_VERIFY", "stop")
     with running_engine(Choice.PLUGIN, model_directory, async_scheduling=True) as engine:
         break_later(monkeypatch, "shadow.Shadow.pair")
-        with pytest.raises(VerificationFailedError):
+        with pytest.raises(VerificationError):
             disturbed(engine)
     (message,) = differences_in(messages)
-    assert "verification has failed: stopping the engine" in message
+    assert "verification has failed; stopping the engine" in message
 
 
 Batch = tuple[Any, ...]

@@ -10,14 +10,11 @@ if TYPE_CHECKING:
 
 def unverifiable(vllm_config: "VllmConfig") -> compat.Unsupported | None:
     """Return what keeps vLLM's scheduler from running beside ours, or None."""
-    if vllm_config.kv_transfer_config is not None:
-        return compat.Unsupported(
-            f"the KV connector {vllm_config.kv_transfer_config.kv_connector}",
-            "it has one scheduler's side, and what that tells it moves data",
-        )
-    if vllm_config.ec_transfer_config is not None:
-        return compat.Unsupported(
-            f"the EC connector {vllm_config.ec_transfer_config.ec_connector}",
-            "it has one scheduler's side, and what that tells it moves data",
-        )
-    return None
+    if (kv := vllm_config.kv_transfer_config) is not None:
+        name = f"KV connector {kv.kv_connector}"
+    elif (ec := vllm_config.ec_transfer_config) is not None:
+        name = f"EC connector {ec.ec_connector}"
+    else:
+        return None
+    reason = "it has one scheduler's side, and what that tells it moves data"
+    return compat.Unsupported(f"the {name}", reason)

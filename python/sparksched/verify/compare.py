@@ -30,13 +30,6 @@ class Difference:
     names: tuple[str, ...] = ()
     """What the path passes that has a name, the innermost first: requests, among others."""
 
-    def __str__(self) -> str:
-        return (
-            f"at {self.path}\n"
-            f"  reference: {_abbreviate(self.reference)}\n"
-            f"  candidate: {_abbreviate(self.candidate)}"
-        )
-
 
 def first_difference(
     reference: Any,
@@ -163,8 +156,3 @@ def _equal_leaves(reference: Any, candidate: Any) -> bool:
     if isinstance(reference, torch.Tensor):
         return bool(reference.dtype == candidate.dtype and torch.equal(reference, candidate))
     return bool(reference == candidate)
-
-
-def _abbreviate(value: Any, limit: int = 600) -> str:
-    text = f"{value!r} ({type(value).__name__})"
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

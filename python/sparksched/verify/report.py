@@ -18,12 +18,8 @@ _GOING_ON: Final[dict[environment.Verification, str]] = {
 _MILESTONES: Final = frozenset(10**exponent for exponent in range(2, 19))
 
 
-class SchedulersDifferError(RuntimeError):
-    """Ours has decided something else than vLLM's, and the engine was to stop then."""
-
-
-class VerificationFailedError(RuntimeError):
-    """Nothing is verified any more, and the engine was to stop at a difference."""
+class VerificationError(RuntimeError):
+    """The schedulers differ, or nothing is verified any more, and the engine was to stop then."""
 
 
 def announce(stock: Any, verification: environment.Verification) -> None:
@@ -48,25 +44,17 @@ def note_progress(num_steps: int) -> None:
 
 
 def report(found: str | Exception, verification: environment.Verification) -> None:
-    """Log a difference, or an error that is of neither scheduler; raise one if the engine stops.
+    """Log a difference, or an error that is of neither scheduler.
 
     Raises:
-        SchedulersDifferError: for a difference, if `verification` is "stop".
-        VerificationFailedError: for an error, if `verification` is "stop".
+        VerificationError: if `verification` is "stop".
 
     """
-    going_on = _GOING_ON[verification]
-    if isinstance(found, Exception):
-        logger.error("sparksched: verification has failed: %s.", going_on, exc_info=found)
-    else:
-        logger.error("sparksched: %s; %s.", found, going_on)
-    if verification == "1":
-        return
-    ends = f"{environment.VERIFY}=stop ends the engine"
-    if isinstance(found, Exception):
-        error = f"{type(found).__name__} in verification ({ends})"
-        raise VerificationFailedError(error) from found
-    raise SchedulersDifferError(f"{found} ({ends} at the first difference)")
+    error = found if isinstance(found, Exception) else None
+    what = found if error is None else "verification has failed"
+    logger.error("sparksched: %s; %s.", what, _GOING_ON[verification], exc_info=error)
+    if verification == "stop":
+        raise VerificationError(f"{what} ({environment.VERIFY}=stop ends the engine)") from error
 
 
 def describe(difference: Difference, step: int) -> str:

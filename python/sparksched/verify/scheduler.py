@@ -71,8 +71,8 @@ class VerifyingScheduler(NativeScheduler):
     the engine stops: as `SPARKSCHED_VERIFY` says.
 
     Raises:
-        SchedulersDifferError: from the call in which they differ, if the engine is to stop.
-        VerificationFailedError: from the call that can't be verified, if the engine is to stop.
+        VerificationError: from the call in which they differ, or that can't be verified, if the
+            engine is to stop.
 
     """
 
