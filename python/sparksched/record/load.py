@@ -49,8 +49,8 @@ class Trace:
     def _begin(self) -> Begin:
         line = next(self._lines(), b"")
         try:
-            version = msgspec.json.decode(line, type=_Version).version
-        except msgspec.MsgspecError:
+            version = msgspec.json.decode(line)["version"]
+        except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError):
             raise TraceError(
                 self.missing or f"{self.path} is not a trace: it doesn't begin with its version"
             ) from None
@@ -109,12 +109,6 @@ class Trace:
                 raise TraceError(f"{self.path} {problem}: {error}") from None
         if is_cut_off or not self.line:
             self.missing = f"{self.path} is cut off behind line {self.line}"
-
-
-class _Version(msgspec.Struct, tag_field="event", tag="begin"):
-    """As much of the first line as each version has."""
-
-    version: int
 
 
 @dataclass

@@ -23,8 +23,6 @@ from sparksched.record.load import Load, is_chunk
 from sparksched.record.replay import Player
 from sparksched.record.step_time import step_time
 
-_OVER_STALL = ("for ordinary", "for long", "unexpected")
-
 _PATIENCE = 1000
 """Steps without tokens in a row, after which nothing is expected any more."""
 
@@ -95,8 +93,8 @@ class Timeline:
     """Prompt tokens that were looked up in the prefix cache."""
     hit_tokens: int = 0
     """Those that were found."""
-    steps_over_stall: dict[str, int] = field(default_factory=dict)
-    """Paced steps with prompts that took longer than the stall, by whose deadline asked for it."""
+    steps_over_stall: int = 0
+    """Paced steps with prompts that took longer than the stall."""
 
 
 @dataclass
@@ -176,9 +174,8 @@ class Simulation(Player):
                 break
         self.timeline.num_stuck = sum(self.scheduler.get_request_counts())
         if self._is_paced:
-            report = self.scheduler.pacing()
-            over = {it: f"num_over_{it.replace(' ', '_')}" for it in _OVER_STALL}
-            self.timeline.steps_over_stall = {it: int(report[name]) for it, name in over.items()}
+            over = (it for name, it in self.scheduler.pacing().items() if "num_over" in name)
+            self.timeline.steps_over_stall = sum(over)
         self.scheduler.shutdown()
         return self.timeline
 
