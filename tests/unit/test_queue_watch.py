@@ -10,6 +10,7 @@ from sparksched._core import QueueWatch, SchedulerCore
 from sparksched.engine import queue_watch, sessions
 from sparksched.shared import queue_timeout
 from test_kv_transfer import KV_TRANSFER, Connector, report_after_a_step
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import RequestStatus, StreamingUpdate
@@ -201,5 +202,5 @@ def test_a_preempted_request_has_been_scheduled() -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, math.nan, 86_401, 1e300, "3", True, [1]])
 def test_a_limit_that_is_none_is_refused(limit: Any) -> None:
-    with pytest.raises(queue_timeout.QueueTimeoutArgumentError, match="not a number of seconds"):
-        queue_timeout.own_limit_s(SamplingParams(extra_args={"queue_timeout_s": limit}))
+    with pytest.raises(VLLMValidationError, match="not a number of seconds"):
+        queue_timeout.seconds_of(SamplingParams(extra_args={"queue_timeout_s": limit}))

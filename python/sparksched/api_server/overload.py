@@ -40,7 +40,7 @@ def _forgetting_refused_requests(original: patching.Function) -> patching.Functi
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        queue_timeout.own_limit_s(request.sampling_params)
+        queue_timeout.seconds_of(request.sampling_params)
         if is_ordered:
             hints_of(request)
         try:

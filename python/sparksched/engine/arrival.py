@@ -46,10 +46,10 @@ def _time_to_wait_s(scheduler: "NativeScheduler", request: Any) -> float | None:
     """Return for how long a request may wait; None for ever.
 
     Raises:
-        QueueTimeoutArgumentError: if it says itself for how long, but not in seconds.
+        VLLMValidationError: if it says itself for how long, but not in seconds.
 
     """
-    limits = (scheduler.queue_timeout_s, queue_timeout.own_limit_s(request.sampling_params))
+    limits = (scheduler.queue_timeout_s, queue_timeout.seconds_of(request.sampling_params))
     if request.sampling_params is None and not _pooling_is_told():
         return None
     return min((limit for limit in limits if limit is not None), default=None)

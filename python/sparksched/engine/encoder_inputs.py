@@ -37,22 +37,20 @@ class EncoderInputs:
         mm_registry: MultiModalRegistry,
         ec_connector: ECConnectorBase | None,
     ) -> None:
-        budget = None
-        if vllm_config.model_config.supports_multimodal_inputs:
-            budget = encoder_budget.MultiModalBudget(vllm_config, mm_registry)
+        budget = encoder_budget.MultiModalBudget(vllm_config, mm_registry)
         self.ec_connector = ec_connector
         self.scheduler_config = vllm_config.scheduler_config
         self.num_prefill_lookahead = vllm_config.num_prefill_lookahead_tokens
         manager_cls = vllm_config.ec_manager_config.get_encoder_cache_manager_obj()
         self.encoder_cache_manager = (manager_cls or EncoderCacheManager).create_manager(
-            cache_size=0 if budget is None else budget.encoder_cache_size, vllm_config=vllm_config
+            cache_size=budget.encoder_cache_size, vllm_config=vllm_config
         )
         self.encoder_cache_mismatch_reqs: set[str] = set()
         self.use_v2_model_runner = vllm_config.use_v2_model_runner
         self._pending_encoder_input_ids: dict[str, set[int]] = {}
         self.requests: dict[str, Request] = {}
         self._makes_stats = vllm_config.observability_config.enable_logging_iteration_details
-        self._budget_of_a_step = 0 if budget is None else budget.encoder_compute_budget
+        self._budget_of_a_step = budget.encoder_compute_budget
         self._budget = self._budget_of_a_step
         self._scheduled: dict[str, list[int]] = {}
         # What `plan` found: inputs to compute, those computed elsewhere, further uses of both, and

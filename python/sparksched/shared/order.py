@@ -4,12 +4,11 @@ The order itself is in `rust/core/src/order.rs`.
 """
 
 import hashlib
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
 
-TENANT_ARGUMENT: Final = "tenant"
-"""What names a request's tenant, in `vllm_xargs`."""
+from sparksched.shared.queue_timeout import seconds_of
 
 
 class OrderHints(NamedTuple):
@@ -37,15 +36,13 @@ def hints_of(request: Any) -> OrderHints:
 
     """
     arguments = getattr(request.sampling_params, "extra_args", None) or {}
-    tenant, ttft_s = arguments.get(TENANT_ARGUMENT), arguments.get("ttft_s")
+    tenant = arguments.get("tenant")
     if tenant is None:
         tenant = _tenant_of(request)
     elif not isinstance(tenant, str) or not 0 < len(tenant) <= 256:
-        raise _refusal(TENANT_ARGUMENT, "a text of 1 to 256 characters")
-    is_number = isinstance(ttft_s, int | float) and not isinstance(ttft_s, bool)
-    if ttft_s is not None and not (is_number and 0 < ttft_s <= 86_400):
-        raise _refusal("ttft_s", "a number of seconds above 0, 86400 at most")
-    return OrderHints(tenant, ttft_s)
+        text = "tenant in vllm_xargs is not a text of 1 to 256 characters"
+        raise VLLMValidationError(text, parameter="tenant")
+    return OrderHints(tenant, seconds_of(request.sampling_params, "ttft_s"))
 
 
 def _tenant_of(request: Any) -> str:
@@ -55,7 +52,3 @@ def _tenant_of(request: Any) -> str:
         # A salt is a secret, and a tenant's name is a label of metrics.
         return f"salt-{hashlib.sha256(request.cache_salt.encode()).hexdigest()[:12]}"
     return str(getattr(request, "session_id", None) or "")
-
-
-def _refusal(argument: str, expected: str) -> VLLMValidationError:
-    return VLLMValidationError(f"{argument} in vllm_xargs is not {expected}", parameter=argument)

@@ -14,10 +14,6 @@ CODE: Final = "queue_timeout"
 """The stop reason beside the finish reason `error`, and the code where an output has an error."""
 
 
-class QueueTimeoutArgumentError(VLLMValidationError, ValueError):  # type: ignore[misc]
-    """A request that limits its time in the queue by something else than seconds."""
-
-
 def outputs_say_why() -> bool:
     """Return whether an engine's outputs have a field for errors, which front ends pass on."""
     return "error" in EngineCoreOutput.__struct_fields__
@@ -32,23 +28,23 @@ def message(waited_s: float | None) -> str:
     )
 
 
-def own_limit_s(sampling_params: Any) -> float | None:
-    """Return for how many seconds a request itself is ready to wait; None if it doesn't say.
+def seconds_of(sampling_params: Any, argument: str = ARGUMENT) -> float | None:
+    """Return a time that a request gives in `vllm_xargs`, in seconds; None if it doesn't.
 
     Args:
         sampling_params: vLLM's `SamplingParams`, or None for a pooling request.
+        argument: Its name there.
 
     Raises:
-        QueueTimeoutArgumentError: if it says something else.
+        VLLMValidationError: if it is no number of seconds, a day at most.
 
     """
-    arguments = getattr(sampling_params, "extra_args", None)
-    if not arguments or (limit := arguments.get(ARGUMENT)) is None:
-        return None
-    is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
-    if not is_number or not 0 < limit <= MAX_QUEUE_TIMEOUT_S:
-        raise QueueTimeoutArgumentError(
-            f"{ARGUMENT}={limit!r} in vllm_xargs is not a number of seconds above 0, "
-            f"{MAX_QUEUE_TIMEOUT_S:g} at most"
+    seconds = (getattr(sampling_params, "extra_args", None) or {}).get(argument)
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and 0 < seconds <= MAX_QUEUE_TIMEOUT_S):
+        raise VLLMValidationError(
+            f"{argument}={seconds!r} in vllm_xargs is not a number of seconds above 0, "
+            f"{MAX_QUEUE_TIMEOUT_S:g} at most",
+            parameter=argument,
         )
-    return float(limit)
+    return None if seconds is None else float(seconds)
