@@ -29,9 +29,7 @@ def with_seams(text: str) -> str:
 def listed(group: Group) -> list[str]:
     """Return what a group is good for, its functions, and the values that it sets."""
     rows = [f"In {group.process}. Gain: {group.gain}. Turned off by: {group.off}.", ""]
-    for seam in group.functions:
-        gain = f" (gain: {seam.gain})" if seam.gain else ""
-        rows.append(f"- `{dotted(seam.target)}`: {seam.purpose}{gain}")
+    rows += (f"- `{dotted(seam.target)}`: {seam.purpose}" for seam in group.functions)
     if group.values:
         names = ", ".join(f"`{dotted(target)}`" for target in group.values)
         rows.append(f"- Sets {names}")

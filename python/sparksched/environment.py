@@ -2,11 +2,11 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar, get_args
 
 SCHEDULER = "VLLM_SCHEDULER"
 STRICT = "SPARKSCHED_STRICT"
@@ -40,12 +40,6 @@ _Value = TypeVar("_Value", bound=str)
 _VLLM = "vllm"
 _SPARKSCHED = "sparksched"
 _KNOWN_SCHEDULERS = (_VLLM, _SPARKSCHED)
-
-_TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "zmq", "libzmq")
-
-_ORDERS: tuple[OrderKind, ...] = ("fair", "deadline", "aging")
-
-_VERIFICATIONS: Final[tuple[Literal["0"] | Verification, ...]] = ("0", "1", "stop")
 
 _MAX_RING_MIB = 1024
 
@@ -91,7 +85,7 @@ def is_strict() -> bool:
 
 def transport() -> Transport:
     """How `SPARKSCHED_TRANSPORT` wants API server and engine to talk: `auto` if it doesn't say."""
-    return _choice(TRANSPORT, "transport", _TRANSPORTS, "auto")
+    return _choice(TRANSPORT, "transport", get_args(Transport), "auto")
 
 
 def replaces_front_end() -> bool:
@@ -101,7 +95,8 @@ def replaces_front_end() -> bool:
 
 def verification() -> Verification | None:
     """Whether `SPARKSCHED_VERIFY` has steps verified, and stops at a difference; None if not."""
-    value = _choice(VERIFY, "kind of verification", _VERIFICATIONS, "0")
+    kinds = ("0", *get_args(Verification))
+    value = _choice(VERIFY, "kind of verification", kinds, "0")
     return None if value == "0" else value
 
 
@@ -181,7 +176,7 @@ def order() -> Order | None:
     }
     if not os.environ.get(ORDER):
         return None
-    kind = _choice(ORDER, "order", _ORDERS, _ORDERS[0])
+    kind = _choice(ORDER, "order", get_args(OrderKind), "fair")
     return Order(kind, weights, seconds.get(kind, 0.0))
 
 
@@ -199,8 +194,7 @@ def _weights() -> dict[str, float]:
     )
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(NamedTuple):
     """What `SPARKSCHED_RECORD` asks for."""
 
     path: str
@@ -220,33 +214,23 @@ def recording() -> Recording | None:
     value = os.environ.get(RECORD)
     if not value:
         return None
-    path, *options = value.split(",")
+    path, comma, option = value.partition(",")
     _refuse_no_new_file(RECORD, value, path)
-    max_bytes = DEFAULT_RECORD_BYTES
-    for option in options:
-        name, _, number = option.partition("=")
-        if name != "bytes":
-            raise ValueError(
-                f"{RECORD}={value!r} has an unknown option {option!r}; allowed behind the file, "
-                "which has no comma in its name, is ',bytes=N'"
-            )
-        max_bytes = _record_bytes(value, number)
-    return Recording(path, max_bytes)
+    name, _, number = option.partition("=")
+    if not comma:
+        return Recording(path)
+    size = int(number) if name == "bytes" and re.fullmatch("[0-9]{1,19}", number) else 0
+    if not _MIN_RECORD_BYTES <= size <= _MAX_RECORD_BYTES:
+        raise ValueError(
+            f"{RECORD}={value!r}: behind the file, which has no comma in its name, only ',bytes=N' "
+            f"is allowed, with N from {_MIN_RECORD_BYTES} to {_MAX_RECORD_BYTES}"
+        )
+    return Recording(path, size)
 
 
 def file_of_engine(name: str, index: int) -> Path:
     """Return the path of an engine's own file: all but the first of several add their index."""
     return Path(name.replace("%p", str(os.getpid())) + (f".{index}" if index else ""))
-
-
-def _record_bytes(value: str, number: str) -> int:
-    size = int(number) if number.isascii() and number.isdigit() and len(number) < 20 else 0
-    if not _MIN_RECORD_BYTES <= size <= _MAX_RECORD_BYTES:
-        raise ValueError(
-            f"{RECORD}={value!r}: 'bytes' is not a number from {_MIN_RECORD_BYTES} "
-            f"to {_MAX_RECORD_BYTES}"
-        )
-    return size
 
 
 def _refuse_no_new_file(name: str, value: str, path: str) -> None:
@@ -276,14 +260,10 @@ def _choice(name: str, what: str, allowed: Sequence[_Value], default: _Value) ->
     for known in allowed:
         if value == known:
             return known
+    *others, last = map(repr, allowed)
     raise ValueError(
-        f"{name}={value!r} names no known {what}; allowed are {_alternatives(allowed)}"
+        f"{name}={value!r} names no known {what}; allowed are {', '.join(others)} and {last}"
     )
-
-
-def _alternatives(values: Iterable[str]) -> str:
-    *others, last = (repr(value) for value in values)
-    return f"{', '.join(others)} and {last}"
 
 
 READERS: Final[tuple[Callable[[], object], ...]] = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sparksched import compat, environment
 from sparksched.compat import patching, seams
 from sparksched.compat.configuration import DIFFUSION
-from sparksched.compat.seams import VARIABLES, Moment
+from sparksched.compat.seams import VARIABLES
 from sparksched.compat.source import dotted
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def register() -> None:
     _declare_environment_variables()
     is_known = compat.unsupported_version() is None
     for group in seams.GROUPS:
-        if group.moment is Moment.IMPORT and (is_known or group.any_release) and group.is_on():
+        if (is_known or group.any_release) and group.is_on() and not group.waits_for_scheduler:
             patching.install(group)
 
 

@@ -14,7 +14,7 @@ from engine.harness import restored_vllm
 from logs import collected
 from sparksched import plugin
 from sparksched.compat import fingerprints, patching, releases, seams, source
-from sparksched.compat.seams import Group, Moment, Seam
+from sparksched.compat.seams import Group, Seam
 from sparksched.engine import hashing
 
 from tools.pages import LIST, with_seams
@@ -95,7 +95,7 @@ def expected(without: Group | None = None) -> set[str]:
     groups = [
         group
         for group in seams.GROUPS
-        if group is not without and (is_native or group.moment is not Moment.NATIVE_SCHEDULER)
+        if group is not without and (is_native or not group.waits_for_scheduler)
     ]
     return {seam.target for group in groups for seam in group.functions}
 

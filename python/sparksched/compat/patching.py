@@ -138,29 +138,19 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
     if module is not None:
         change(module)
         return
-    # One finder for each module: it doesn't ask the others.
-    for finder in sys.meta_path:
-        if isinstance(finder, _ChangingFinder) and finder.name == name:
-            finder.add(change)
-            return
-    sys.meta_path.insert(0, _ChangingFinder(name, change))
+    finder = next((it for it in sys.meta_path if isinstance(it, _ChangingFinder)), None)
+    if finder is None:
+        finder = _ChangingFinder()
+        sys.meta_path.insert(0, finder)
+    finder.changes.setdefault(name, {})[change] = None
 
 
 class _ChangingFinder(importlib.abc.MetaPathFinder):
-    """Finds one module as usual, and has it changed once it is loaded."""
+    """Finds some modules as usual, and has them changed once they are loaded."""
 
-    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
-        self.name = name
-        self._changes = [change]
-
-    def add(self, change: Callable[[ModuleType], None]) -> None:
-        """Make another change, after the others."""
-        if change not in self._changes:
-            self._changes.append(change)
-
-    def _change(self, module: ModuleType) -> None:
-        for change in self._changes:
-            change(module)
+    def __init__(self) -> None:
+        self.changes: dict[str, dict[Callable[[ModuleType], None], None]] = {}
+        """By name of the module, in their order."""
 
     def find_spec(
         self,
@@ -168,21 +158,16 @@ class _ChangingFinder(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.name:
+        if fullname not in self.changes:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            _call_after_loading(spec.loader, self._change)
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                for change in self.changes[fullname]:
+                    change(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-def _call_after_loading(
-    loader: importlib.abc.Loader, callback: Callable[[ModuleType], None]
-) -> None:
-    load = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        load(module)
-        callback(module)
-
-    loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -10,19 +10,10 @@ that are known, all of it stays vLLM's.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Final
 
 from sparksched import environment
 from sparksched.compat.source import module_of
-
-
-class Moment(Enum):
-    """When a group is replaced."""
-
-    IMPORT = "as soon as its modules are imported"
-    NATIVE_SCHEDULER = "when an engine builds a native scheduler"
-
 
 _ENGINE: Final = "EngineCore"
 _API_SERVER: Final = "API servers"
@@ -38,8 +29,6 @@ class Seam:
     by: str
     """What makes ours of the original, below the package of its group."""
     purpose: str
-    gain: str = ""
-    """What this one gains; empty for what the rest of its group needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +52,8 @@ class Group:
     after: tuple[str, ...] = ()
     """Modules: as soon as one is imported, its functions are replaced, and with the first those of
     all others. If empty, the modules that have the functions."""
-    moment: Moment = Moment.IMPORT
+    waits_for_scheduler: bool = False
+    """Whether it is replaced when an engine builds a native scheduler, not at an import."""
     bypasses: bool = False
     """Whether functions that another plugin has replaced leave it to vLLM, because ours would not
     call them. Elsewhere they don't: what is wrapped is most often only watched."""
@@ -154,7 +144,7 @@ NATIVE_ENGINE: Final = Group(
     gain="prompts are hashed outside the engine loop",
     instead="using vLLM's own scheduler",
     is_on=_always,
-    moment=Moment.NATIVE_SCHEDULER,
+    waits_for_scheduler=True,
     functions=(
         Seam(
             f"{_CORE}:get_request_block_hasher",
@@ -395,7 +385,6 @@ OUTPUTS: Final = Group(
             f"{_OUTPUT}:RequestOutputCollector.put",
             "request_collector:_waking_the_consumer",
             "lets streams wait on a future, not an event",
-            "part of what API servers save, with the next one",
         ),
         Seam(
             f"{_OUTPUT}:RequestOutputCollector.get",
@@ -406,7 +395,6 @@ OUTPUTS: Final = Group(
             f"{_OUTPUT}:OutputProcessor.process_outputs",
             "output_processor:_looping_over_plain_outputs",
             "handles plain outputs in one flat loop, and appends to those that still wait",
-            "most of what API servers save",
         ),
     ),
     values={
