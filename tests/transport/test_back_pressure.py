@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine.harness import new_request
 from sparksched.api_server.errors import EngineBusyError
-from sparksched.engine import core_proc as engine_side
+from sparksched.shared import offer
 from vllm.config import VllmConfig
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -242,7 +242,7 @@ SMALL_BACKLOG = 1 << 16
 
 
 def allow_a_small_backlog() -> None:
-    engine_side.MAX_BACKLOG_BYTES = SMALL_BACKLOG
+    offer.MAX_BACKLOG_BYTES = SMALL_BACKLOG
 
 
 def test_a_client_that_reads_nothing(config: VllmConfig) -> None:

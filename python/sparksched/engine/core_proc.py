@@ -18,11 +18,10 @@ from sparksched.engine.queue_watch import QueueWatch
 from sparksched.engine.sockets import SocketLinks, sockets_to_clients
 from sparksched.shared import card
 from sparksched.shared.offer import (
-    MAX_BACKLOG_BYTES,
-    MAX_SLOW_BACKLOG_BYTES,
     RUST_FRONT_END,
     Offer,
     host_identity,
+    make_rings,
     why_no_rings,
     with_offer,
 )
@@ -160,14 +159,7 @@ def _offer_rings(
             logger.info("sparksched: messages of this engine go over ZMQ: %s", reason)
         return None, Offer(host=host_identity(), reason=reason)
     try:
-        rings = _core.EngineRings(
-            f"sparksched-{uuid.uuid4()}",
-            num_clients=num_clients,
-            ring_bytes=environment.ring_bytes(),
-            max_idle_backlog_bytes=MAX_BACKLOG_BYTES,
-            max_backlog_bytes=MAX_SLOW_BACKLOG_BYTES,
-            stuck_after_s=environment.stuck_after_s(),
-        )
+        rings = make_rings(f"sparksched-{uuid.uuid4()}", num_clients)
     except ConnectionError as error:
         return None, Offer(host=host_identity(), reason=str(error))
     return rings, Offer(name=rings.name, host=host_identity())

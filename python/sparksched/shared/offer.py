@@ -117,6 +117,23 @@ def read_offer(payload: bytes) -> tuple[int, Offer | None]:
     return decoded.data_parallel_rank, decoded.sparksched_offer
 
 
+def make_rings(name: str, num_clients: int) -> "_core.EngineRings":
+    """Make an engine's end of its rings, as the environment says.
+
+    Raises:
+        ConnectionError: if the system has no memory, sockets or threads for it.
+
+    """
+    return _core.EngineRings(
+        name,
+        num_clients=num_clients,
+        ring_bytes=environment.ring_bytes(),
+        max_idle_backlog_bytes=MAX_BACKLOG_BYTES,
+        max_backlog_bytes=MAX_SLOW_BACKLOG_BYTES,
+        stuck_after_s=environment.stuck_after_s(),
+    )
+
+
 @functools.cache
 def host_identity() -> str:
     """Name the host and its network namespace: abstract names are known within these."""

@@ -87,10 +87,7 @@ def show(findings: list[Finding], console: Console) -> None:
         table.add_row(level, finding.topic, Text(finding.text))
         if finding.advice:
             table.add_row("", "", Text(f"→ {finding.advice}", style="bold"))
-    with console.capture() as capture:
-        console.print(table)
-    for line in capture.get().splitlines():
-        print(line.rstrip())
+    console.print(table)
     problems = sum(finding.level is Level.PROBLEM for finding in findings)
     console.print()
     if problems:

@@ -1,6 +1,7 @@
 """One line of the answer."""
 
 import enum
+import functools
 from dataclasses import dataclass
 
 
@@ -22,23 +23,11 @@ class ArgumentError(ValueError):
 class Finding:
     """What was found out about something."""
 
-    topic: str
     level: Level
+    topic: str
     text: str
     advice: str = ""
     """What to do, if there is anything to do."""
 
 
-def ok(topic: str, text: str) -> Finding:
-    """Return a finding that is as it should be."""
-    return Finding(topic, Level.OK, text)
-
-
-def warning(topic: str, text: str, advice: str) -> Finding:
-    """Return a finding that could be better."""
-    return Finding(topic, Level.WARNING, text, advice)
-
-
-def problem(topic: str, text: str, advice: str) -> Finding:
-    """Return a finding that keeps sparksched from scheduling."""
-    return Finding(topic, Level.PROBLEM, text, advice)
+ok, warning, problem = (functools.partial(Finding, level) for level in Level)

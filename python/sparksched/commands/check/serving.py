@@ -146,17 +146,10 @@ def _transport(config: "VllmConfig") -> Finding:
 
 def _why_no_memory() -> str | None:
     """Make rings as an engine would, and drop them."""
-    from sparksched import _core
+    from sparksched.shared.offer import make_rings
 
     try:
-        _core.EngineRings(
-            f"sparksched-check-{uuid.uuid4()}",
-            num_clients=1,
-            ring_bytes=environment.ring_bytes(),
-            max_idle_backlog_bytes=0,
-            max_backlog_bytes=0,
-            stuck_after_s=environment.stuck_after_s(),
-        ).close()
+        make_rings(f"sparksched-check-{uuid.uuid4()}", num_clients=1).close()
     except ConnectionError as error:
         return str(error)
     return None
