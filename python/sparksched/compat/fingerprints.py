@@ -26,7 +26,7 @@ KNOWN: Final[Mapping[str, Mapping[str, str]]] = json.loads(
 def difference(group: Group) -> str | None:
     """Return in words what a group needs of vLLM and doesn't find, or finds changed; else None."""
     try:
-        return _missing(group) or (None if group.any_release else _changed(group))
+        return None if group.any_release else _changed(group)
     finally:
         source.installed().forget_trees()
 
@@ -35,13 +35,6 @@ def unsupported_code() -> Unsupported | None:
     """Compare the code whose decisions the native scheduler makes as well, or calls."""
     problem = difference(NATIVE_ENGINE)
     return None if problem is None else Unsupported("this build of vLLM", problem)
-
-
-def _missing(group: Group) -> str | None:
-    for seam in group.functions:
-        if not _is_there(seam.target):
-            return f"{dotted(seam.target)} is missing"
-    return None
 
 
 def _changed(group: Group) -> str | None:
@@ -78,18 +71,6 @@ def _changed_in_this_process(group: Group, target: str, found: Found) -> str | N
         if (isinstance(value, type) or group.bypasses) and not _is_vllms(value):
             return f"{module.__name__}.{path} is not vLLM's own"
     return None
-
-
-def _is_there(target: str) -> bool:
-    """Return whether a module has something, if the process has imported the module."""
-    module = sys.modules.get(module_of(target))
-    if module is None or _is_being_imported(module):
-        return True
-    try:
-        _value(module, target.partition(":")[2])
-    except LookupError:
-        return False
-    return True
 
 
 def _value(owner: Any, path: str) -> Any:
