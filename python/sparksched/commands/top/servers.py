@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import psutil
@@ -48,13 +48,9 @@ def servers_here(pid: int | None) -> list[Server]:
     servers = find_servers(find())
     if pid is None:
         return servers
-    if started := [server for server in servers if server.pid == pid]:
-        return started
-    for server in servers:
-        engines = tuple(card for card in server.engines if card.pid == pid)
-        if engines:
-            whole = len(engines) == len(server.engines)
-            return [server if whole else replace(server, engines=engines, url=None)]
+    its = [it for it in servers if pid in (it.pid, *(card.pid for card in it.engines))]
+    if its:
+        return its
     found = ", ".join(str(card.pid) for server in servers for card in server.engines)
     raise PageError(f"process {pid} is no engine with sparksched; there are: {found or 'none'}")
 
