@@ -148,6 +148,3 @@ def test_a_pool_that_is_too_small(path: Path, capsys: pytest.CaptureFixture[str]
     status, printed, _ = ask(capsys, path, "--num-gpu-blocks=2")
     assert status == 0
     assert "requests would never have run: they don't fit." in printed
-    status, _, error = ask(capsys, path, "--num-gpu-blocks=2", "--scheduler=both")
-    assert status == 2
-    assert "--scheduler sparksched or vllm" in error

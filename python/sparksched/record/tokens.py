@@ -8,6 +8,7 @@ it ended or was reset don't.
 import secrets
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from sparksched.record.events import Arrive, Event, Finish, Reset, Settings, Step, Update
@@ -53,15 +54,13 @@ class _Life:
         return is_long_enough and bool(check_sequence_repetition(self.tokens, repetition))
 
 
+@dataclass(slots=True)
 class _Batch:
     """A step that is on its way through the model."""
 
-    __slots__ = ("lives", "lost")
-
-    def __init__(self, lives: list[_Life]) -> None:
-        self.lives = lives
-        self.lost: set[_Life] = set()
-        """Requests whose output will be dropped."""
+    lives: list[_Life]
+    lost: set[_Life] = field(default_factory=set)
+    """Requests whose output will be dropped."""
 
 
 class Tokens:

@@ -167,7 +167,8 @@ class Simulation(Player):
             self._launch(output)
             if len(self._in_flight) >= self._depth or not num_tokens:
                 self._take_output()
-                while self._in_flight and not _num_tokens(self._in_flight[0]):
+                # Without tokens it is there at once.
+                while self._in_flight and not self._in_flight[0].output.num_scheduled_tokens:
                     self._take_output()
             self._num_idle = 0 if num_tokens or self._in_flight else self._num_idle + 1
             if self._num_idle and not self._advance():
@@ -277,11 +278,6 @@ class Simulation(Player):
         if outputs.scheduler_stats is not None:
             timeline.queried_tokens += outputs.scheduler_stats.prefix_cache_stats.queries
             timeline.hit_tokens += outputs.scheduler_stats.prefix_cache_stats.hits
-
-
-def _num_tokens(step: _InFlight) -> int:
-    """Return how many tokens a step has: 0 for one that is there at once."""
-    return int(step.output.total_num_scheduled_tokens)
 
 
 def what_if(scheduler: str, load: Load, change: Change) -> tuple[Timeline, Timeline]:

@@ -18,8 +18,6 @@ model, and compares its decisions with the recorded ones. With another value of 
 that would have done. The exit status is 0, or 1 if a decision differs, or 2 if the file can't be
 used. Of one that was cut off what is whole is used."""
 
-BOTH: Final = "both"
-
 _NUMBERS: Final[dict[str, tuple[Any, ...]]] = {
     "--max-num-seqs": (int, 1, MAX_COUNT, "what if"),
     "--num-gpu-blocks": (int, 1, MAX_COUNT, "what if"),
@@ -38,7 +36,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("file", metavar="FILE", help="what SPARKSCHED_RECORD has named")
     parser.add_argument(
         "--scheduler",
-        choices=("sparksched", "vllm", BOTH),
+        choices=("sparksched", "vllm"),
         help="which one replays; both, and for what-if sparksched, if it isn't said",
     )
     parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="what if")
@@ -82,9 +80,7 @@ def _answer(parsed: argparse.Namespace) -> dict[str, Any]:
         print(f"sparksched replay: {load.trace.missing}", file=sys.stderr)
     change = Change(**{it.name: getattr(parsed, it.name) for it in dataclasses.fields(Change)})
     if change == Change():
-        names = ("sparksched", "vllm") if parsed.scheduler in (None, BOTH) else (parsed.scheduler,)
+        names = (parsed.scheduler,) if parsed.scheduler else ("sparksched", "vllm")
         return comparison(load, replay(load, names))
-    if parsed.scheduler == BOTH:
-        raise TraceError("what if is asked of one scheduler: --scheduler sparksched or vllm")
     timelines = what_if(parsed.scheduler or "sparksched", load, change)
     return alternatives(load, change, *timelines)
