@@ -105,7 +105,7 @@ def test_engines_are_added_up() -> None:
 def test_each_engine_of_several_servers_has_a_line() -> None:
     def server(pid: int, url: str | None) -> Server:
         report = EngineReport("sparksched")
-        card = EngineCard("1", "2", pid, "here", "tiny", "0", "shm", report)
+        card = EngineCard(pid, "here", "tiny", "0", "shm", report)
         return Server(pid, (card,), url)
 
     seen, gone = server(11, "http://localhost:1"), server(12, None)

@@ -5,7 +5,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import (
@@ -21,9 +21,6 @@ from vllm.version import __version__ as vllm_version
 
 from sparksched import __version__, _core, compat
 from sparksched.compat import patching
-
-if TYPE_CHECKING:
-    from sparksched.compat import Unsupported
 
 logger = init_logger("vllm.sparksched")
 
@@ -167,7 +164,8 @@ class ShownEngine:
     model_name: str
     engine: str
     """Its rank."""
-    info: Mapping[str, str]
+    info: Mapping[str, Any]
+    """Values of `INFO_LABELS`, and more."""
     meters: "_core.MeterReader | None"
     """What it counts, if it can be read here."""
 
@@ -268,14 +266,10 @@ def _info(engines: Sequence[ShownEngine]) -> Iterator[Metric]:
         unsupported = compat.unsupported_version()
         if unsupported is None:
             return
-        family.add_metric(_labels_without_engine(unsupported), 1)
+        # vLLM is not known so well that its engines would be.
+        about = [unsupported.feature, unsupported.reason[:MAX_LABEL_CHARACTERS]]
+        family.add_metric(["", "", "vllm", "zmq", __version__, vllm_version, *about], 1)
     yield family
-
-
-def _labels_without_engine(unsupported: "Unsupported") -> list[str]:
-    """Return labels where vLLM is not known so well that its engines would be."""
-    about = [unsupported.feature, unsupported.reason[:MAX_LABEL_CHARACTERS]]
-    return ["", "", "vllm", "zmq", __version__, vllm_version, *about]
 
 
 def _families(engines: Sequence[ShownEngine]) -> Iterator[Metric]:

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+import msgspec
 from vllm.logger import init_logger
-from vllm.version import __version__ as vllm_version
 
 from sparksched import __version__, _core, environment
 from sparksched.api_server import metrics
@@ -39,36 +39,21 @@ def show_engines(client: "MPClient", ranks_on_rings: set[int]) -> list[ShownEngi
     return shown
 
 
-def shown_engine(
-    report: EngineReport,
-    model_name: str,
-    engine: str,
-    transport: str,
-    *,
-    version: str = __version__,
-    vllm_version: str = vllm_version,
-) -> ShownEngine:
-    """Return what is shown of the engine of this rank; the versions are its own."""
-    info = {
-        "scheduler": report.scheduler,
-        "transport": transport,
-        "version": version,
-        "vllm_version": vllm_version,
-        "fallback_feature": report.fallback_feature,
-        "fallback_reason": report.fallback_reason,
-    }
+def shown_engine(report: EngineReport, model_name: str, engine: str, transport: str) -> ShownEngine:
+    """Return what is shown of the engine of this rank."""
+    info = {**msgspec.structs.asdict(report), "transport": transport}
     meters = None
     if report.meters is not None:
         try:
-            meters = _open(report.meters)
+            meters = _open(report.meters, report.version)
         except (ConnectionError, OverflowError) as error:
             logger.info("sparksched: no metrics from within engine %s: %s", engine, error)
     return ShownEngine(model_name, engine, info, meters)
 
 
-def _open(meters: MetersOffer) -> "_core.MeterReader":
+def _open(meters: MetersOffer, version: str) -> "_core.MeterReader":
     if meters.pid_namespace != pid_namespace():
         raise ConnectionError("it runs on another host, or in another container")
-    if meters.version != __version__:
-        raise ConnectionError(f"it has version {meters.version} of sparksched")
+    if version != __version__:
+        raise ConnectionError(f"it has version {version} of sparksched")
     return _core.MeterReader(pid=meters.pid, fd=meters.fd, id=int.from_bytes(meters.id))

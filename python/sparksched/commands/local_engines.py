@@ -25,13 +25,5 @@ def page(cards: Callable[[], Sequence[EngineCard]] = find) -> str:
 def shown_engines(cards: Callable[[], Sequence[EngineCard]] = find) -> list[ShownEngine]:
     """Return the engines that run now."""
     return [
-        shown_engine(
-            card.report,
-            card.model_name,
-            card.engine,
-            card.transport,
-            version=card.version,
-            vllm_version=card.vllm_version,
-        )
-        for card in cards()
+        shown_engine(card.report, card.model_name, card.engine, card.transport) for card in cards()
     ]

@@ -24,6 +24,7 @@ def begin(engine: "EngineCoreProc", rings: "_core.EngineRings | None") -> Engine
         scheduler="sparksched" if is_native else "vllm",
         fallback_feature="" if refused is None else refused.feature,
         fallback_reason="" if refused is None else refused.reason,
+        version=__version__,
         meters=_begin_counting(engine, rings),
     )
 
@@ -46,7 +47,6 @@ def _begin_counting(
     if rings is not None:
         rings.report_to(meters)
     return MetersOffer(
-        version=__version__,
         pid=os.getpid(),
         fd=meters.fileno(),
         id=page_id.bytes,

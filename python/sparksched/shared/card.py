@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Literal
 
 import msgspec
 
-from sparksched import __version__
 from sparksched.shared.offer import EngineReport, pid_namespace
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ _PROC: Final = Path("/proc")
 class EngineCard(msgspec.Struct):
     """What an engine says of itself to whoever runs as the same user on the same machine."""
 
-    version: str
-    vllm_version: str
     pid: int
     pid_namespace: str
     """Where `pid` means something."""
@@ -51,11 +48,7 @@ def publish(
         OSError: if the system has no descriptor or memory for it, or Python no function.
 
     """
-    from vllm.version import __version__ as vllm_version
-
     card = EngineCard(
-        version=__version__,
-        vllm_version=vllm_version,
         pid=os.getpid(),
         pid_namespace=pid_namespace(),
         model_name=str(engine.vllm_config.model_config.served_model_name),

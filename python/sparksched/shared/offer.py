@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 import vllm.envs
 from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
+from vllm.version import __version__ as vllm_version
 
-from sparksched import _core, environment
+from sparksched import __version__, _core, environment
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -60,8 +61,6 @@ def why_no_rings(parallel_config: "ParallelConfig") -> str | None:
 class MetersOffer(msgspec.Struct):
     """Where the page is on which an engine counts: see `sparksched.engine.meters`."""
 
-    version: str
-    """The engine's sparksched: another one may have other things elsewhere on the page."""
     pid: int
     fd: int
     """The engine's descriptor of it."""
@@ -78,6 +77,9 @@ class EngineReport(msgspec.Struct):
     fallback_feature: str = ""
     """What made it use vLLM's scheduler, if it does and something did."""
     fallback_reason: str = ""
+    version: str = __version__
+    """The engine's sparksched: another one may have other things elsewhere on a page of meters."""
+    vllm_version: str = vllm_version
     meters: MetersOffer | None = None
 
 
