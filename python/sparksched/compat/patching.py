@@ -10,6 +10,7 @@ import importlib.abc
 import importlib.machinery
 import operator
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -49,7 +50,7 @@ def install(group: Group) -> None:
             _leave(group, f"{module} is missing")
             return
     for module in group.modules:
-        after_import(module, _change_of(group))
+        after_import(module, functools.partial(_replace_in, group))
 
 
 def apply(group: Group) -> None:
@@ -58,11 +59,6 @@ def apply(group: Group) -> None:
         module = sys.modules.get(name)
         if module is not None:
             _replace_in(group, module)
-
-
-@functools.cache
-def _change_of(group: Group) -> Callable[[ModuleType], None]:
-    return functools.partial(_replace_in, group)
 
 
 def _replace_in(group: Group, module: ModuleType) -> None:
@@ -133,7 +129,7 @@ def _ours(group: Group, name: str) -> Function:
 
 
 def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
-    """Change a module: now if it is imported, else as soon as it is. Once for each change."""
+    """Change a module: now if it is imported, else as soon as it is."""
     module = sys.modules.get(name)
     if module is not None:
         change(module)
@@ -142,15 +138,15 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
     if finder is None:
         finder = _ChangingFinder()
         sys.meta_path.insert(0, finder)
-    finder.changes.setdefault(name, {})[change] = None
+    finder.changes[name].append(change)
 
 
 class _ChangingFinder(importlib.abc.MetaPathFinder):
     """Finds some modules as usual, and has them changed once they are loaded."""
 
     def __init__(self) -> None:
-        self.changes: dict[str, dict[Callable[[ModuleType], None], None]] = {}
-        """By name of the module, in their order."""
+        self.changes = defaultdict[str, list[Callable[[ModuleType], None]]](list)
+        """By name of the module."""
 
     def find_spec(
         self,

@@ -44,7 +44,6 @@ class Group:
     instead: str
     """What happens where it is left out."""
     functions: tuple[Seam, ...]
-    is_on: Callable[[], bool]
     values: Mapping[str, str] = field(default_factory=dict, hash=False)
     """What is set on vLLM's objects by others of our functions, and why."""
     relied_on: tuple[str, ...] = ()
@@ -57,6 +56,7 @@ class Group:
     bypasses: bool = False
     """Whether functions that another plugin has replaced leave it to vLLM, because ours would not
     call them. Elsewhere they don't: what is wrapped is most often only watched."""
+    is_on: Callable[[], bool] = lambda: True
     any_release: bool = False
     """Whether it holds for every release, so that no fingerprint is looked at."""
     prepare: str = ""
@@ -78,10 +78,6 @@ class Group:
         return (*(seam.target for seam in self.functions), *self.relied_on)
 
 
-def _always() -> bool:
-    return True
-
-
 _CORE: Final = "vllm.v1.engine.core"
 _CLIENT: Final = "vllm.v1.engine.core_client"
 _ASYNC_LLM: Final = "vllm.v1.engine.async_llm"
@@ -97,7 +93,6 @@ CHOICE: Final = Group(
     off="`VLLM_SCHEDULER=vllm`",
     gain="decisions are made in Rust",
     instead="using vLLM's own scheduler",
-    is_on=_always,
     any_release=True,
     functions=(
         Seam(
@@ -143,7 +138,6 @@ NATIVE_ENGINE: Final = Group(
     off="a fallback",
     gain="prompts are hashed outside the engine loop",
     instead="using vLLM's own scheduler",
-    is_on=_always,
     waits_for_scheduler=True,
     functions=(
         Seam(
@@ -217,7 +211,6 @@ ARRIVAL: Final = Group(
     off="`VLLM_SCHEDULER=vllm`",
     gain="a request that can't be served fails alone",
     instead="using vLLM's own scheduler and sockets",
-    is_on=_always,
     functions=(
         Seam(
             _ARRIVAL,
@@ -234,7 +227,6 @@ ENGINE_TRANSPORT: Final = Group(
     off="`SPARKSCHED_TRANSPORT=libzmq`; the engine still stops without its launcher",
     gain="the engine loop sends and receives; what waits for a client is bounded",
     instead="messages of this engine go through vLLM's own sockets",
-    is_on=_always,
     functions=(
         Seam(
             f"{_CORE}:EngineCoreProc.process_input_sockets",
@@ -292,7 +284,6 @@ CLIENT_TRANSPORT: Final = Group(
     off="`SPARKSCHED_TRANSPORT=zmq`; requests still get an answer at shutdown",
     gain="the event loop reads a step without a thread or a socket; requests of a dead engine fail",
     instead="messages to engines go through vLLM's own sockets",
-    is_on=_always,
     functions=(
         Seam(
             f"{_CLIENT}:MPClient._apply_ready_response",
@@ -377,7 +368,6 @@ OUTPUTS: Final = Group(
     gain="API servers need less CPU time per token",
     instead="outputs are processed by vLLM's own code",
     is_on=environment.replaces_front_end,
-    after=(_OUTPUT,),
     bypasses=True,
     prepare="output_processor:prepare",
     functions=(
@@ -425,7 +415,6 @@ FAILURES: Final = Group(
     off="`VLLM_SCHEDULER=vllm`",
     gain="errors of `/v1/responses` reach the client",
     instead="errors of `/v1/responses` in the background are told to nobody",
-    is_on=_always,
     prepare="failures:prepare",
     functions=(
         Seam(

@@ -35,12 +35,6 @@ from sparksched.compat import releases
 from sparksched.engine.extra_keys import extra_keys_of_block
 
 
-def publishes_events(vllm_config: VllmConfig) -> bool:
-    """Return whether KV cache events are to be collected."""
-    config = vllm_config.kv_events_config
-    return config is not None and bool(config.enable_kv_cache_events)
-
-
 class BlockObserver:
     """Collects events and metrics. Its methods are called by the core."""
 

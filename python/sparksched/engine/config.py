@@ -18,7 +18,6 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from sparksched.compat import releases
 from sparksched.compat.kv_cache import eagle_groups
 from sparksched.engine import states
-from sparksched.engine.block_observer import publishes_events
 
 
 def core_config(
@@ -34,7 +33,7 @@ def core_config(
     `kv_transfer` says how a KV connector takes part; None without one.
     """
     scheduler_config = vllm_config.scheduler_config
-    cache_config = vllm_config.cache_config
+    cache_config, events_config = vllm_config.cache_config, vllm_config.kv_events_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     max_num_scheduled_tokens = scheduler_config.max_num_scheduled_tokens
     if max_num_scheduled_tokens is None:
@@ -81,7 +80,7 @@ def core_config(
             cache_config.prefix_caching_hash_algo if cache_config.enable_prefix_caching else None
         ),
         "num_hash_lookahead_tokens": releases.num_hash_lookahead_tokens(vllm_config),
-        "enable_kv_cache_events": publishes_events(vllm_config),
+        "enable_kv_cache_events": bool(events_config and events_config.enable_kv_cache_events),
         "kv_cache_metrics": vllm_config.observability_config.kv_cache_metrics,
         "kv_transfer": kv_transfer,
         "transfers_encoder_outputs": vllm_config.ec_transfer_config is not None,

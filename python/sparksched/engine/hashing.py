@@ -71,9 +71,8 @@ def prepare_engine(scheduler: NativeScheduler) -> None:
     if scheduler.vllm_config.cache_config.enable_prefix_caching:
         _pending.scheduler = weakref.ref(scheduler)
     patching.apply(seams.NATIVE_ENGINE)
-    patching.apply(
-        seams.ARRIVAL
-    )  # it is done before, unless the scheduler is asked for by its name
+    # This is done before, unless the scheduler is asked for by its name.
+    patching.apply(seams.ARRIVAL)
 
 
 def _preferring_native_hasher(original: patching.Function) -> patching.Function:

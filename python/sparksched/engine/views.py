@@ -1,18 +1,10 @@
 """What others read of a scheduler that isn't vLLM's own: the engine, connectors, users' code."""
 
 import weakref
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-
-@dataclass(frozen=True)
-class SingleTypeManagerView:
-    """What vLLM's engine reads of a group's KV cache manager."""
-
-    block_size: int
-    kv_cache_spec: KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class BlockPoolView:
@@ -49,8 +41,9 @@ class KVCacheManagerView:
 
     def __init__(self, scheduler: Any, kv_cache_config: KVCacheConfig) -> None:
         specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+        # What vLLM's engine reads of a group's manager.
         self.single_type_managers = tuple(
-            SingleTypeManagerView(spec.block_size, spec) for spec in specs
+            SimpleNamespace(block_size=spec.block_size, kv_cache_spec=spec) for spec in specs
         )
         self.block_pool = BlockPoolView(scheduler, kv_cache_config.num_blocks)
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparksched import environment
+from sparksched import compat, environment
 from sparksched.commands.check.finding import Finding, ok, problem, warning
 from sparksched.compat import releases
 
@@ -72,16 +72,13 @@ def _plugin() -> Finding:
 def _vllm() -> Finding:
     topic = "vLLM"
     try:
-        from vllm.version import __version__
+        unsupported = compat.unsupported_version()
     except ImportError as error:
         return problem(topic, f"it can't be loaded: {error}", "install it beside sparksched")
-    if releases.installed() in releases.SUPPORTED:
-        return ok(topic, __version__)
-    return problem(
-        topic,
-        f"{__version__} is not supported: it would run its own scheduler",
-        f"install one of {', '.join(releases.SUPPORTED)}, or a release of sparksched for this one",
-    )
+    if unsupported is None:
+        return ok(topic, releases.installed())
+    text = f"{unsupported.feature} is not supported: it would run its own scheduler"
+    return problem(topic, text, unsupported.reason)
 
 
 def processors(cgroup: Path) -> Finding:
