@@ -8,12 +8,12 @@ not implement gets vLLM's own scheduler; `SPARKSCHED_VERIFY` has the native one 
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
-from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sparksched import compat, environment
+from sparksched.compat.configuration import unverifiable
 
 if TYPE_CHECKING or compat.unsupported_vllm() is None:
     from sparksched.engine import hashing
@@ -33,9 +33,7 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
         structured_output_manager: StructuredOutputManager,
         block_size: int,
         hash_block_size: int | None = None,
-        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
-        include_finished_set: bool = False,
-        log_stats: bool = False,
+        **others: Any,
     ) -> SchedulerInterface:
         if hashing is not None:
             hashing.forget_pending_scheduler()
@@ -45,9 +43,7 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
             "structured_output_manager": structured_output_manager,
             "block_size": block_size,
             "hash_block_size": hash_block_size,
-            "mm_registry": mm_registry,
-            "include_finished_set": include_finished_set,
-            "log_stats": log_stats,
+            **others,
         }
         chosen = cls.choose(vllm_config, kv_cache_config, block_size, hash_block_size)
         scheduler = super().__call__(**arguments) if chosen is cls else chosen(**arguments)
@@ -57,7 +53,9 @@ class _Choosing(type(SchedulerInterface)):  # type: ignore[misc]
                 scheduler.order_by(order)
             if (pacing := environment.pacing()) is not None:
                 scheduler.pace(pacing)
-        if cls is SparkScheduler and _is_recorded():
+        # What `--scheduler-cls` alone has asked for isn't recorded.
+        is_recorded = environment.is_selected() and environment.recording() is not None
+        if cls is SparkScheduler and is_recorded:
             from sparksched.record.recorder import record
 
             record(scheduler)
@@ -112,8 +110,6 @@ def verifying_cls(cls: type[Any], vllm_config: VllmConfig) -> type[Any]:
     """
     if environment.verification() is None:
         return cls
-    from sparksched.verify.choice import unverifiable
-
     problem = unverifiable(vllm_config)
     if cls is not SparkScheduler:
         problem = compat.Unsupported(
@@ -129,8 +125,3 @@ def verifying_cls(cls: type[Any], vllm_config: VllmConfig) -> type[Any]:
         error=f"sparksched can't be verified: {problem.feature}: {problem.reason}",
     )
     return cls
-
-
-def _is_recorded() -> bool:
-    """Whether what the plugin has selected is to be recorded: `--scheduler-cls` alone isn't."""
-    return environment.is_selected() and environment.recording() is not None

@@ -61,8 +61,8 @@ class Outputs:
 class State:
     """Puts a request's blocks on the free list head first instead of tail first."""
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
         pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
         free_blocks = pool.free_blocks
         pool.free_blocks = lambda blocks: free_blocks(reversed(list(blocks)))
@@ -71,8 +71,8 @@ class State:
 class Grammars:
     """Accepts tokens without asking the structured output manager."""
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
         manager = self.structured_output_manager  # type: ignore[attr-defined]
         manager.accept_tokens = lambda *_: True
 

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 from logs import collected
-from sparksched.verify.events import NotedEvents
 from sparksched.verify.report import VerificationError
 from sparksched.verify.scheduler import VerifyingScheduler
 from vllm.config import KVEventsConfig
@@ -343,14 +342,15 @@ def test_lost_events_are_a_difference_and_others_are_published_once(
 
 def lose_events(scheduler: Any, batch: int) -> None:
     """Have our side publish nothing of what one batch should have."""
-    noted, numbers = scheduler._events, itertools.count(1)
+    publisher, numbers = scheduler._kv_event_publisher, itertools.count(1)
+    original = publisher.publish
 
     def publish(events: Any) -> None:
         if next(numbers) == batch:
             events.events = []
-        NotedEvents.publish(noted, events)
+        original(events)
 
-    noted.publish = publish
+    publisher.publish = publish
 
 
 def test_a_grammar_that_is_compiled_between_two_looks(

@@ -162,3 +162,15 @@ def _foreign_section(vllm_config: "VllmConfig") -> Unsupported | None:
                 f"{cls.__name__} as {section}", "sparksched knows the settings of vLLM's class only"
             )
     return None
+
+
+def unverifiable(vllm_config: "VllmConfig") -> Unsupported | None:
+    """Return what keeps vLLM's scheduler from running beside ours, or None."""
+    if (kv := vllm_config.kv_transfer_config) is not None:
+        name = f"KV connector {kv.kv_connector}"
+    elif (ec := vllm_config.ec_transfer_config) is not None:
+        name = f"EC connector {ec.ec_connector}"
+    else:
+        return None
+    reason = "it has one scheduler's side, and what that tells it moves data"
+    return Unsupported(f"the {name}", reason)

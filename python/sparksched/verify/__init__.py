@@ -1,5 +1,5 @@
 """`SPARKSCHED_VERIFY`: vLLM's own scheduler runs beside ours, and each step of both is compared.
 
-`choice` says whether it does, `scheduler` is what the engine gets then, `shadow` is vLLM's side of
-it, and `report` says what was found.
+`scheduler` is what the engine gets then, `shadow` is vLLM's side of it, and `report` says what was
+found.
 """

@@ -7,11 +7,11 @@ grammars of its own. The engine gets what ours returns.
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import EventBatch
-from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -20,18 +20,39 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sparksched import environment
-from sparksched.engine.block_observer import BlockObserver
 from sparksched.engine.scheduler import NativeScheduler
 from sparksched.verify import report
 from sparksched.verify.compare import Difference, first_difference
 from sparksched.verify.copies import copy_of_runner_output
 from sparksched.verify.events import NotedEvents
 from sparksched.verify.grammars import AskedManager
-from sparksched.verify.outcome import Outcome, outcome_of
 from sparksched.verify.outputs import IGNORED_FIELDS, difference_of_outputs
 from sparksched.verify.shadow import CopyError, Shadow
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[Result]):
+    """What came of a call: a value, unless there is an error."""
+
+    value: Result | None
+    error: Exception | None = None
+
+    def get(self) -> Result:
+        """Return the value, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]
+
+
+def outcome_of(call: Callable[[], Result]) -> Outcome[Result]:
+    """Call, and keep what came of it."""
+    try:
+        return Outcome(call())
+    except Exception as error:
+        return Outcome(None, error)
+
 
 _Comparison = Callable[[Any, Any, str], Difference | None]
 
@@ -81,42 +102,18 @@ class VerifyingScheduler(NativeScheduler):
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         structured_output_manager: StructuredOutputManager,
-        block_size: int,
-        hash_block_size: int | None = None,
-        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
-        include_finished_set: bool = False,
-        log_stats: bool = False,
+        *others: Any,
+        **settings: Any,
     ) -> None:
         grammars = AskedManager(structured_output_manager)
-        super().__init__(
-            vllm_config,
-            kv_cache_config,
-            grammars,
-            block_size,
-            hash_block_size,
-            mm_registry,
-            include_finished_set,
-            log_stats,
-        )
+        super().__init__(vllm_config, kv_cache_config, grammars, *others, **settings)
+        self._events = NotedEvents(self._kv_event_publisher)
         self._verification = environment.verification() or "stop"
         self._num_steps = 0
-        self._shadow: Shadow | None = Shadow(
-            vllm_config,
-            grammars,
-            self.hash_block_size,
-            kv_cache_config=kv_cache_config,
-            block_size=block_size,
-            mm_registry=mm_registry,
-            include_finished_set=include_finished_set,
-            log_stats=log_stats,
-        )
+        shadow = Shadow(vllm_config, kv_cache_config, grammars, *others, **settings)
+        self._shadow: Shadow | None = shadow
         """vLLM's side; None once ours goes on alone."""
-        report.announce(self._shadow.scheduler, self._verification)
-
-    def _block_observer(self, config: dict[str, Any]) -> BlockObserver | None:
-        # Before anything has been told who publishes.
-        self._kv_event_publisher = self._events = NotedEvents(self._kv_event_publisher)
-        return super()._block_observer(config)
+        report.announce(shadow.scheduler, self._verification)
 
     # ---- the two calls of each step ----
 
@@ -141,7 +138,9 @@ class VerifyingScheduler(NativeScheduler):
         return self._both(
             "update_from_output()",
             lambda: ours(scheduler_output, model_runner_output),
-            lambda shadow: shadow.update_from_output(scheduler_output, twin.get()),
+            lambda shadow: shadow.scheduler.update_from_output(
+                shadow.own(scheduler_output), twin.get()
+            ),
             compare=difference_of_outputs,
         )
 
@@ -190,7 +189,7 @@ class VerifyingScheduler(NativeScheduler):
         return self._both(
             "get_grammar_bitmask()",
             lambda: ours(scheduler_output),
-            lambda shadow: shadow.get_grammar_bitmask(scheduler_output),
+            lambda shadow: shadow.scheduler.get_grammar_bitmask(shadow.own(scheduler_output)),
         )
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:

@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.distributed.kv_events import NullEventPublisher
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from sparksched import compat
@@ -36,24 +36,25 @@ class Shadow:
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, manager: AskedManager, hash_block_size: int, **arguments: Any
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        manager: AskedManager,
+        *others: Any,
+        **settings: Any,
     ) -> None:
         self.grammars = RepeatingManager(manager)
-        self.events = NotedEvents()
         self.scheduler = compat.stock_scheduler_cls(vllm_config)(
-            vllm_config=_without_publisher(vllm_config),
-            structured_output_manager=self.grammars,
-            hash_block_size=hash_block_size,
-            **arguments,
+            _without_publisher(vllm_config), kv_cache_config, self.grammars, *others, **settings
         )
-        self.scheduler.kv_event_publisher = self.events
+        self.scheduler.kv_event_publisher = NullEventPublisher()
+        self.events = NotedEvents(self.scheduler.kv_event_publisher)
         self._vllm_config = vllm_config
-        self._hash_block_size = hash_block_size
         self._steps: dict[int, tuple[weakref.ref[SchedulerOutput], SchedulerOutput]] = {}
 
     @cached_property
     def _block_hasher(self) -> BlockHasher | None:
-        return block_hasher_of_vllm(self._vllm_config, self._hash_block_size)
+        return block_hasher_of_vllm(self._vllm_config, self.scheduler.hash_block_size)
 
     def copy_of_request(self, request: Request) -> Request:
         """Return this side's own request, hashed by vLLM."""
@@ -88,20 +89,6 @@ class Shadow:
             except Exception as error:
                 raise CopyError("a step can't be copied") from error
         return own
-
-    def update_from_output(
-        self, output: SchedulerOutput, runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        """Take in what a step brought; the runner's output is cut."""
-        own = self.own(output)
-        outputs: dict[int, EngineCoreOutputs] = self.scheduler.update_from_output(
-            own, runner_output
-        )
-        return outputs
-
-    def get_grammar_bitmask(self, output: SchedulerOutput) -> GrammarOutput | None:
-        """Compute what grammars allow in a step."""
-        return self.scheduler.get_grammar_bitmask(self.own(output))
 
 
 def _without_publisher(vllm_config: VllmConfig) -> VllmConfig:

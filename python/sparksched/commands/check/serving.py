@@ -14,6 +14,7 @@ import vllm.envs
 from sparksched import compat, environment, plugin
 from sparksched.commands.check.finding import ArgumentError, Finding, ok, problem, warning
 from sparksched.commands.check.quotes import without_quotes
+from sparksched.compat.configuration import unverifiable
 from sparksched.compat.pacing import unpaceable
 from sparksched.shared import queue_timeout
 
@@ -98,8 +99,6 @@ def _scheduler(config: "VllmConfig") -> Finding:
 
 def _verification(config: "VllmConfig") -> Finding:
     topic = "verification"
-    from sparksched.verify.choice import unverifiable
-
     without = f"unset {environment.VERIFY}"
     problem_of_it = unverifiable(config)
     if problem_of_it is None:
