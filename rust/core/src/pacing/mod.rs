@@ -73,29 +73,30 @@ pub enum Mode {
     WarmUp,
 }
 
+/// What was chosen for a step.
+#[derive(Clone, Debug)]
+pub struct Chosen {
+    /// Why its knobs are as they are.
+    pub mode: Mode,
+    pub knobs: StepKnobs,
+    /// The share of the time that deadlines ask for.
+    pub share: f64,
+    /// For whose deadline it is larger than what the stall allows.
+    pub over_stall: Option<OverStall>,
+    /// It serves a long prompt: decodes are owed time after it.
+    pub is_for_long: bool,
+}
+
 /// A step that was paced, for logs and statistics.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct PacedStep {
     /// Steps with tokens are numbered.
     pub number: u64,
-    /// Why its knobs are as they are.
-    pub mode: Mode,
-    /// Most tokens that it could have.
-    pub max_num_scheduled_tokens: u32,
-    /// Most tokens of one request; 0 is no limit.
-    pub long_prefill_token_threshold: u32,
-    /// Requests that were put in another order.
-    pub num_ordered: usize,
+    pub chosen: Chosen,
     /// What it holds.
     pub load: StepLoad,
     /// Prompts that ran or waited.
     pub num_prompts: usize,
-    /// Long prompts are served: decodes are owed time after it.
-    pub is_for_long: bool,
-    /// The share of the time that deadlines asked for.
-    pub share: f64,
-    /// For whose deadline it is larger than what the stall allows.
-    pub over_stall: Option<OverStall>,
     /// How long it was expected to take, in seconds.
     pub predicted_s: f64,
     /// How long it took, in seconds; 0 until it is back.
@@ -106,7 +107,7 @@ impl PacedStep {
     /// Whether it computes prompts, and is no step of decodes alone that lets one run along.
     #[must_use]
     pub fn has_prompts(&self) -> bool {
-        self.load.num_prompt_tokens > 0 && self.mode != Mode::Decode
+        self.load.num_prompt_tokens > 0 && self.chosen.mode != Mode::Decode
     }
 }
 
@@ -130,17 +131,6 @@ struct Chain {
     extra_s: f64,
 }
 
-/// What was chosen for the step that is being decided on.
-#[derive(Clone, Debug)]
-struct Chosen {
-    mode: Mode,
-    knobs: StepKnobs,
-    share: f64,
-    over_stall: Option<OverStall>,
-    /// It serves a long prompt: decodes are owed time after it.
-    is_for_long: bool,
-}
-
 /// Chooses the knobs of each step.
 #[derive(Clone, Debug)]
 pub struct Pacing {
@@ -157,6 +147,7 @@ pub struct Pacing {
     decode_s: f64,
     /// When the next step begins.
     start: f64,
+    /// For the step that is being decided on.
     chosen: Chosen,
     in_flight: VecDeque<InFlight>,
     chain: Chain,
@@ -240,7 +231,7 @@ struct Owed {
 impl Owed {
     fn note(&mut self, step: &PacedStep, time_s: f64) {
         let is_contended = step.load.num_decode_tokens > 0 && step.num_prompts > 0;
-        if step.has_prompts() && step.is_for_long {
+        if step.has_prompts() && step.chosen.is_for_long {
             (self.chunk_s, self.since_s) = (if is_contended { time_s } else { 0.0 }, 0.0);
         } else if !step.has_prompts() {
             self.since_s += time_s;
@@ -278,19 +269,11 @@ impl Pacing {
         }
     }
 
-    /// Lets steps have vLLM's values, and learns what they take, until [`Self::end_warm_up`].
-    pub fn begin_warm_up(&mut self) {
-        self.is_warming_up = true;
-    }
-
-    /// Begins anew, with nothing but what has been learned of times.
-    pub fn end_warm_up(&mut self, scheduler: &Scheduler) {
-        let fresh = Self::new(self.settings, scheduler);
-        let warm = std::mem::replace(self, fresh);
-        self.ladder = warm.ladder;
-        self.decode_times = warm.decode_times;
-        self.next_number = warm.next_number;
-        self.free_at = warm.free_at;
+    /// Whether steps have vLLM's values from now on, only to learn what they take. Of what happened
+    /// meanwhile nothing is reported.
+    pub fn warm_up(&mut self, goes_on: bool) {
+        self.is_warming_up = goes_on;
+        self.reporter = Reporter::default();
     }
 
     /// Takes in what prompts add to a step of so many tokens, in seconds: what a warm-up finds out,
@@ -309,7 +292,7 @@ impl Pacing {
     /// Totals so far, and what holds at present.
     #[must_use]
     pub fn report(&self) -> PacingReport {
-        self.reporter.report()
+        self.reporter.report
     }
 
     /// Chooses the knobs of the next step at `now`, in seconds.
@@ -342,7 +325,7 @@ impl Pacing {
         let mut prompts = std::mem::take(&mut self.demand.prompts);
         for prompt in &mut prompts {
             if let Some(promise) = prompt.promise.as_mut().filter(|_| !prompt.may_run) {
-                promise.hold_up();
+                promise.void(LateBy::Waiting);
                 scheduler.set_promise(prompt.index, *promise);
             }
         }
@@ -670,8 +653,7 @@ impl Pacing {
     /// Takes in what was decided with the knobs that were chosen last, at `now`, in seconds;
     /// returns the step's number, by which its result is told. A step without tokens has none.
     pub fn note_step(&mut self, scheduler: &mut Scheduler, now: f64) -> Option<u64> {
-        let mode = self.chosen.mode;
-        let load = if mode == Mode::Plain && scheduler.step().admitted.is_empty() {
+        let load = if self.chosen.mode == Mode::Plain && scheduler.step().admitted.is_empty() {
             let num_tokens = scheduler.step().total_num_tokens;
             StepLoad { num_tokens, num_decode_tokens: num_tokens, ..StepLoad::default() }
         } else {
@@ -691,15 +673,9 @@ impl Pacing {
         };
         let mut step = PacedStep {
             number: self.next_number,
-            mode,
-            max_num_scheduled_tokens: self.chosen.knobs.max_num_scheduled_tokens,
-            long_prefill_token_threshold: self.chosen.knobs.long_prefill_token_threshold,
-            num_ordered: self.chosen.knobs.order.len(),
+            chosen: self.chosen.clone(),
             load,
             num_prompts: self.demand.prompts.len(),
-            is_for_long: self.chosen.is_for_long,
-            share: self.chosen.share,
-            over_stall: self.chosen.over_stall,
             predicted_s: decode_s,
             time_s: 0.0,
         };
@@ -708,8 +684,9 @@ impl Pacing {
             step.predicted_s += guess.unwrap_or(self.settings.max_stall_s);
         }
         self.next_number += 1;
+        let number = step.number;
         self.in_flight.push_back(InFlight { step, decode_s, launched_at: now, promises });
-        Some(step.number)
+        Some(number)
     }
 
     fn note_progress(&mut self, load: &StepLoad) {
@@ -758,7 +735,7 @@ impl Pacing {
         }
         let StepLoad { num_tokens, prompt_attention, .. } = step.load;
         // Other sizes run then, too, and most of them wait for a compiler.
-        if step.mode == Mode::WarmUp && !self.ladder.sizes().contains(&num_tokens) {
+        if step.chosen.mode == Mode::WarmUp && !self.ladder.sizes().contains(&num_tokens) {
             return;
         }
         self.chain.steps.push((num_tokens, prompt_attention));

@@ -13,7 +13,7 @@ use crate::callbacks::{Callbacks, EncoderInputs, ExternalAllocation, GrammarStat
 use crate::config::{Policy, StepKnobs};
 use crate::ids::RequestIndex;
 use crate::kv_cache_manager::AdmissionTerms;
-use crate::promise::Promise;
+use crate::promise::LateBy;
 use crate::request::{EventKind, FetchStage, PrefillStats, Request, RequestStatus};
 use crate::state_group::Sequence;
 use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
@@ -818,7 +818,7 @@ impl Scheduler {
         request.num_stale_output_tokens = request.num_in_flight_tokens;
         request.num_output_placeholders = 0;
         request.expected_hit = None;
-        request.promise.iter_mut().for_each(Promise::preempt);
+        request.promise.iter_mut().for_each(|it| it.void(LateBy::Preemption));
         request.num_preemptions += 1;
         if self.config.log_stats {
             request.record_event(EventKind::Preempted, now);
