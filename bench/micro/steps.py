@@ -37,7 +37,6 @@ from typing import Any
 from sparksched._core import EngineMeters, StepOutputs
 from sparksched.engine.scheduler import NativeScheduler
 from sparksched.environment import Order
-from sparksched.shared.order import TENANT_ARGUMENT
 from tqdm import tqdm
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -276,7 +275,7 @@ def measure_arrival(num_tenants: int, rounds: int) -> dict[str, Metrics]:
             prompt, tenant = next(prompts), f"tenant-{number % num_tenants}"
             for side, engine in engines.items():
                 request = engine.request(f"request-{number}", prompt, max_tokens=128)
-                request.sampling_params.extra_args = {TENANT_ARGUMENT: tenant}
+                request.sampling_params.extra_args = {"tenant": tenant}
                 start = time.perf_counter_ns()
                 engine.scheduler.add_request(request)
                 times[side].append(time.perf_counter_ns() - start)

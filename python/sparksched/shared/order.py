@@ -4,12 +4,9 @@ The order itself is in `rust/core/src/order.rs`.
 """
 
 import hashlib
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
-
-TENANT_ARGUMENT: Final = "tenant"
-"""What names a request's tenant, in `vllm_xargs`."""
 
 
 class OrderHints(NamedTuple):
@@ -37,11 +34,11 @@ def hints_of(request: Any) -> OrderHints:
 
     """
     arguments = getattr(request.sampling_params, "extra_args", None) or {}
-    tenant, ttft_s = arguments.get(TENANT_ARGUMENT), arguments.get("ttft_s")
+    tenant, ttft_s = arguments.get("tenant"), arguments.get("ttft_s")
     if tenant is None:
         tenant = _tenant_of(request)
     elif not isinstance(tenant, str) or not 0 < len(tenant) <= 256:
-        raise _refusal(TENANT_ARGUMENT, "a text of 1 to 256 characters")
+        raise _refusal("tenant", "a text of 1 to 256 characters")
     is_number = isinstance(ttft_s, int | float) and not isinstance(ttft_s, bool)
     if ttft_s is not None and not (is_number and 0 < ttft_s <= 86_400):
         raise _refusal("ttft_s", "a number of seconds above 0, 86400 at most")

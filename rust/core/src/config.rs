@@ -260,7 +260,7 @@ pub struct SchedulerConfig {
 }
 
 /// What may be chosen anew before each step: values that vLLM's scheduler has.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepKnobs {
     /// Most tokens that the step may schedule; at most what is configured.
     pub max_num_scheduled_tokens: u32,

@@ -42,7 +42,7 @@ use crate::scheduler::{Demand, Prompt, Scheduler, StepLoad};
 pub use self::report::{LatePrompt, OverStall, PacingReport};
 
 /// What an operator chooses.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PacingSettings {
     /// No step with prompts is to take longer while others generate, in seconds.
     pub max_stall_s: f64,
@@ -74,7 +74,7 @@ pub enum Mode {
 }
 
 /// What was chosen for a step.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Chosen {
     /// Why its knobs are as they are.
     pub mode: Mode,
@@ -132,7 +132,7 @@ struct Chain {
 }
 
 /// Chooses the knobs of each step.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Pacing {
     settings: PacingSettings,
     base: StepKnobs,
@@ -250,22 +250,9 @@ impl Pacing {
             settings,
             min_threshold: 1 + config.speculation.num_spec_tokens,
             ladder: Ladder::new(max_tokens, settings.max_graph_tokens),
-            decode_times: DecodeTimes::default(),
-            virtual_server: VirtualServer::new(),
-            to_come: ToCome::default(),
-            demand: Demand::default(),
-            decode_s: 0.0,
-            start: 0.0,
             chosen: Chosen::unpaced(Mode::Plain, &base),
             base,
-            in_flight: VecDeque::new(),
-            chain: Chain::default(),
-            next_number: 0,
-            free_at: f64::NEG_INFINITY,
-            owed: Owed::default(),
-            num_fruitless: 0,
-            is_warming_up: false,
-            reporter: Reporter::default(),
+            ..Self::default()
         }
     }
 
@@ -489,8 +476,7 @@ impl Pacing {
     /// late so.
     fn order(&self) -> Vec<usize> {
         let prompts = &self.demand.prompts;
-        let candidates = (0..prompts.len()).filter(|&it| prompts[it].promise.is_some());
-        let candidates = candidates.filter(|&it| prompts[it].may_run);
+        let candidates = (0..prompts.len()).filter(|&it| prompts[it].may_run);
         let (mut order, mut long): (Vec<usize>, Vec<usize>) =
             candidates.partition(|&it| is_ordinary(&prompts[it]));
         let size = self.within_bound();
@@ -502,22 +488,19 @@ impl Pacing {
             sum_s += work[*it];
             sum_s <= self.to_come.left() * left(it)
         };
-        if !long.iter().all(is_safe) {
-            order.append(&mut long);
-            order.sort_by(|one, other| left(one).total_cmp(&left(other)));
-            return order;
-        }
+        let are_safe = long.iter().all(is_safe);
         order.append(&mut long);
+        if !are_safe {
+            order.sort_by(|one, other| left(one).total_cmp(&left(other)));
+        }
         order
     }
 
     /// The time to a prompt's deadline.
     fn time_left_s(&self, prompt: &Prompt) -> f64 {
-        let left_s = |promise: Promise| {
-            let early_s = EARLY * (self.deadline(&promise) - promise.since);
-            self.deadline(&promise) - early_s - self.start
-        };
-        prompt.promise.map_or(f64::INFINITY, left_s)
+        let Some(promise) = &prompt.promise else { return f64::INFINITY };
+        let deadline = self.deadline(promise);
+        deadline - EARLY * (deadline - promise.since) - self.start
     }
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
@@ -571,10 +554,7 @@ impl Pacing {
         let is_for_long = !order.iter().all(|&it| is_ordinary(&prompts[it]));
         let capacity = self.ladder.sizes()[size] - num_decode_tokens;
         let (running, waiting): (Vec<usize>, Vec<usize>) =
-            self.served(order, capacity).into_iter().partition(|&it| prompts[it].is_running);
-        let others =
-            order.iter().copied().filter(|it| prompts[*it].is_running && !running.contains(it));
-        let running: Vec<usize> = running.iter().copied().chain(others).collect();
+            order.iter().partition(|&&it| prompts[it].is_running);
         let mut knobs = self.base.clone();
         knobs.max_num_scheduled_tokens = self.ladder.sizes()[size];
         let can_order = scheduler.can_be_reordered(knobs.max_num_scheduled_tokens);
@@ -582,22 +562,21 @@ impl Pacing {
             knobs.order = running.iter().chain(&waiting).map(|&it| prompts[it].index).collect();
         }
         if !can_order || !self.is_served_behind(&running, &waiting, order, capacity) {
-            let served = running.iter().chain(&waiting);
-            let lacking: Vec<u32> = served.map(|&it| prompts[it].num_missing).collect();
+            let lacking = self.lacking(order, capacity);
             knobs.long_prefill_token_threshold = self.threshold(fill_level(&lacking, capacity));
         }
         Chosen { mode: Mode::Chunk, knobs, is_for_long, share: 0.0, over_stall: None }
     }
 
-    /// Those whose turn it is if all are served in this order.
-    fn served(&self, order: &[usize], capacity: u32) -> Vec<usize> {
-        let mut left = capacity;
-        let has_turn = |&&it: &&usize| {
-            let is_served = left > 0;
-            left = left.saturating_sub(self.demand.prompts[it].num_missing);
-            is_served
+    /// What those lack who run, or whose turn it is if all are served in this order, in tokens.
+    fn lacking(&self, order: &[usize], mut capacity: u32) -> Vec<u32> {
+        let takes_part = |it: &&Prompt| {
+            let has_turn = capacity > 0;
+            capacity = capacity.saturating_sub(it.num_missing);
+            has_turn || it.is_running
         };
-        order.iter().take_while(has_turn).copied().collect()
+        let prompts = order.iter().map(|&it| &self.demand.prompts[it]);
+        prompts.filter(takes_part).map(|it| it.num_missing).collect()
     }
 
     /// Whether those who wait get as much behind all who run as they would in their order: vLLM
