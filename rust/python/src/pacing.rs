@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{IntoPyDict, PyDict};
 use sparksched_core::{
     LatePrompt, PacedStep, Pacing, PacingReport, PacingSettings, Scheduler, StepKnobs,
 };
@@ -123,11 +123,7 @@ impl Log {
 
 /// What pacing says of itself, by name.
 pub(crate) fn named<'py>(py: Python<'py>, values: &[f64]) -> PyResult<Bound<'py, PyDict>> {
-    let dict = PyDict::new(py);
-    for (name, value) in PacingReport::NAMES.iter().zip(values) {
-        dict.set_item(name, value)?;
-    }
-    Ok(dict)
+    PacingReport::NAMES.iter().zip(values).into_py_dict(py)
 }
 
 fn write_step(log: &mut impl Write, step: &PacedStep, now: f64) -> std::io::Result<()> {

@@ -5,13 +5,11 @@
 
 use super::step_times::PromptTimes;
 
-/// Sizes, at most.
 const NUM_SIZES: usize = 10;
 
 /// Of these, so many are between a size and its half.
 const NUM_BETWEEN: usize = 3;
 
-/// The smallest size.
 const SMALLEST: u32 = 32;
 
 /// Tokens of prompts that a chunk has at least.

@@ -73,7 +73,6 @@ pub enum Mode {
     WarmUp,
 }
 
-/// What was chosen for a step.
 #[derive(Clone, Debug, Default)]
 pub struct Chosen {
     /// Why its knobs are as they are.
@@ -93,7 +92,6 @@ pub struct PacedStep {
     /// Steps with tokens are numbered.
     pub number: u64,
     pub chosen: Chosen,
-    /// What it holds.
     pub load: StepLoad,
     /// Prompts that ran or waited.
     pub num_prompts: usize,
@@ -105,7 +103,6 @@ pub struct PacedStep {
 
 impl PacedStep {
     /// Whether it computes prompts, and is no step of decodes alone that lets one run along.
-    #[must_use]
     pub fn has_prompts(&self) -> bool {
         self.load.num_prompt_tokens > 0 && self.chosen.mode != Mode::Decode
     }
@@ -241,7 +238,6 @@ impl Owed {
 
 impl Pacing {
     /// Chooses for a scheduler of this configuration, where nothing has been learned.
-    #[must_use]
     pub fn new(settings: PacingSettings, scheduler: &Scheduler) -> Self {
         let config = scheduler.config();
         let base = config.step_knobs(false);
@@ -271,13 +267,11 @@ impl Pacing {
     }
 
     /// The sizes of chunks, decodes included.
-    #[must_use]
     pub fn sizes(&self) -> &[u32] {
         self.ladder.sizes()
     }
 
     /// Totals so far, and what holds at present.
-    #[must_use]
     pub fn report(&self) -> PacingReport {
         self.reporter.report
     }

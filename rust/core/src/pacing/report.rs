@@ -17,13 +17,11 @@ pub enum OverStall {
 /// A prompt that came later than promised.
 #[derive(Clone, Copy, Debug)]
 pub struct LatePrompt {
-    /// Whether it is a long one.
     pub is_long: bool,
     /// How long it took to its first token, in seconds.
     pub time_s: f64,
     /// By how much that was too late, in seconds.
     pub late_s: f64,
-    /// Why.
     pub by: LateBy,
 }
 
@@ -40,7 +38,6 @@ macro_rules! report {
             pub const NAMES: &[&str] = &[$(stringify!($name)),+];
 
             /// The values, in the order of their names.
-            #[must_use]
             pub fn values(&self) -> [f64; Self::NAMES.len()] {
                 [$(self.$name),+]
             }
@@ -78,7 +75,6 @@ report! {
     num_over_unexpected,
 }
 
-/// Sums up what has happened.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Reporter {
     pub(super) report: PacingReport,

@@ -28,7 +28,6 @@ struct Places {
 
 /// What is left of a step's allowance.
 struct Budget {
-    /// Tokens that may still be scheduled.
     tokens: u32,
     /// Positions that are still free in the model runner's batch.
     input: u32,
@@ -900,7 +899,6 @@ pub(super) fn reaches_max_tokens_in_flight(request: &Request) -> bool {
     placeholders > 0 && last_known >= limit.saturating_add(placeholders)
 }
 
-/// Adds a request's adapter to those of a step.
 fn note_lora(loras: &mut Vec<i64>, request: &Request) {
     if let Some(lora) = request.lora_id.filter(|lora| !loras.contains(lora)) {
         loras.push(lora);
