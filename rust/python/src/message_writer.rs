@@ -11,6 +11,7 @@ use sparksched_wire::Output;
 
 use crate::convert::{
     EngineOutputTypes, OtherStats, RareOutputs, SampledTokens, StepOutputs, set_transfer_params,
+    value_of,
 };
 use crate::entries::{Entries, Entry};
 
@@ -215,9 +216,7 @@ impl MessageWriter {
 
 impl<'py> StepResult<'_, 'py> {
     fn transfer_params_of(&self, entry: &Entry) -> PyResult<TransferParams<'py>> {
-        let of_entry = |params: &Option<Bound<'py, PyDict>>| {
-            params.as_ref().map_or(Ok(None), |params| params.get_item(&entry.id))
-        };
+        let of_entry = |params: &Option<_>| value_of(params.as_ref(), &entry.id);
         Ok([of_entry(&self.transfer_params)?, of_entry(&self.encoder_transfer_params)?])
     }
 
