@@ -149,9 +149,12 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 test: env ## every check before a commit; a quarter of an hour on two cores
 	UV="$(UV)" $(BIN)/python -m testkit.vllm_rs
 	$(OVERLAY) $(OTHER_VLLM) $(BIN)/python -m testkit.vllm_rs
-	$(MAKE) -j 3 --output-sync=target build test-rust lint test-other conformance
+	$(MAKE) -j 3 --output-sync=target build test-rust lint test-other conformance ARGS="$(CONFORMANCE)"
 	$(PYTEST) $(PARALLEL)
 	$(if $(filter full,$(SCALE)),$(REST))
+
+# Engines and servers are long: only `test-all` runs vLLM's tests of them.
+CONFORMANCE := $(if $(filter full,$(SCALE)),,--short)
 
 # What only `test-all` runs.
 define REST

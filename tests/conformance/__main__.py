@@ -3,6 +3,7 @@
 - `--update` writes the list of what is expected to pass, instead of comparing.
 - `--stock` runs the same tests with vLLM's own scheduler: what passes with ours has to pass, and
   what "needs" something that isn't here has to fail.
+- `--short` leaves out what starts an engine.
 - Names of files choose those.
 """
 
@@ -71,33 +72,26 @@ FIXTURES = [
     "-ptests.entrypoints.openai.responses.conftest",
 ]
 
-# The servers' tests, of which `make test` runs a few.
 SERVERS = "tests/entrypoints/openai"
-FEW_SERVERS = [
-    f"{SERVERS}/completion/test_completion.py",
-    f"{SERVERS}/chat_completion/test_batched_chat_completions.py",
-    f"{SERVERS}/responses/test_stateful.py",
-]
 
 
 def main(arguments: list[str]) -> int:
     """Run the tests; return the first of pytest's exit statuses that is no success."""
     chosen = [it for it in arguments if it.endswith(".py")]
-    for_pytest = [it for it in arguments if it not in chosen]
-    on_stock, updates = "--stock" in arguments, "--update" in arguments
+    is_short, on_stock, updates = (it in arguments for it in ("--short", "--stock", "--update"))
+    for_pytest = [it for it in arguments if it not in (*chosen, "--short")]
     tests = ensure_tests(FOLDER)
     ours = {} if on_stock else {"VLLM_SCHEDULER": "sparksched", "SPARKSCHED_STRICT": "1"}
     runs: list[tuple[list[str], dict[str, str]]] = [(SCHEDULER, {})]
-    if not importlib.util.find_spec("vllm._C"):
-        # A release that is unpacked from its sources has no kernels to compute a model with.
+    # A release that is unpacked from its sources has no kernels to compute a model with.
+    if is_short or not importlib.util.find_spec("vllm._C"):
         runs.append((FRONT_END, ours))
     else:
-        is_full = chosen or on_stock or updates or os.environ.get("SCALE") == "full"
-        servers = all_servers(tests) if is_full else FEW_SERVERS
-        runs.append(([*FRONT_END, *ENGINES, *servers, *IN_PROCESS], ours))
+        engines = [*ENGINES, *all_servers(tests)]
+        runs.append(([*FRONT_END, *engines, *IN_PROCESS], ours))
         # What the rings pass, ZMQ has to pass.
-        if is_full and not (on_stock or updates):
-            runs.append(([*ENGINES, *servers], ours | {"SPARKSCHED_TRANSPORT": "zmq"}))
+        if os.environ.get("SCALE") == "full" and not (on_stock or updates):
+            runs.append((engines, ours | {"SPARKSCHED_TRANSPORT": "zmq"}))
     statuses = []
     for files, variables in runs:
         wanted = [it for it in files if it in chosen or not chosen]
