@@ -638,8 +638,6 @@ class ClientRings:
     @property
     def ring_bytes(self) -> int: ...
     @property
-    def engine_pid(self) -> int: ...
-    @property
     def stuck_for_s(self) -> float | None:
         """Seconds for which the engine's process hasn't run, if it is stuck; else None."""
 

@@ -19,7 +19,7 @@ pub const MAX_HASH_LEN: usize = 32;
 pub type HashWords = [u64; MAX_HASH_LEN / 8];
 
 /// The hash of a prefix that ends at a block boundary; shorter digests are padded with zeros.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockHash(pub [u8; MAX_HASH_LEN]);
 
 impl BlockHash {

@@ -126,7 +126,6 @@ impl Contents {
         })
     }
 
-    /// Forgets all keys.
     fn clear(&mut self) {
         self.num_tokens.fill(0);
         if !self.extras.is_empty() {
@@ -201,7 +200,6 @@ impl BlockPool {
         self.blocks.len() as u32
     }
 
-    /// Blocks that nobody references.
     pub fn num_free(&self) -> u32 {
         self.num_free
     }
@@ -213,7 +211,6 @@ impl BlockPool {
         (total > 0).then(|| 1.0 - f64::from(self.num_free) / f64::from(total))
     }
 
-    /// Requests that reference the block.
     pub fn ref_count(&self, id: BlockId) -> u32 {
         self.blocks[id.index()].ref_cnt
     }

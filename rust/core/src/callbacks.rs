@@ -21,7 +21,6 @@ pub enum NextTurn {
     /// Nothing yet: the session waits.
     Pending,
     Input(SessionInput),
-    /// The client has closed the session.
     Closed,
 }
 
@@ -193,7 +192,6 @@ pub trait AuxOutputs: Fallible {
     fn take_aux_output(&mut self, request: &Request) -> Result<(), Self::Error>;
 }
 
-/// All owners together.
 pub trait Callbacks:
     Grammars + Sessions + EncoderInputs + KvConnector + EcConnector + AuxOutputs
 {

@@ -186,7 +186,6 @@ pub struct Behaviors {
 pub struct SchedulerConfig {
     /// Steps are scheduled before the output of the former one is known.
     pub async_scheduling: bool,
-    /// Order of waiting and of preemption.
     pub policy: Policy,
     /// Most requests that may run at once (`max_num_active_seqs`, else `max_num_seqs`).
     pub max_num_active_reqs: usize,
@@ -203,7 +202,6 @@ pub struct SchedulerConfig {
     pub long_prefill_token_threshold_adaptive: bool,
     /// A request is admitted only if its whole sequence fits into the free blocks.
     pub reserve_full_isl: bool,
-    /// Draft tokens.
     pub speculation: Speculation,
     /// Tokens that a step samples besides accepted drafts: 1, or 0 for pooling models.
     pub num_sampled_tokens_per_step: u32,
@@ -216,7 +214,6 @@ pub struct SchedulerConfig {
     pub resume_as_new: bool,
     /// The model runner is told the tokens that it has sampled (a pipeline's first stage).
     pub sends_sampled_tokens: bool,
-    /// What depends on vLLM's release.
     pub behaviors: Behaviors,
     /// Events and statistics are collected.
     pub log_stats: bool,
@@ -249,7 +246,6 @@ pub struct SchedulerConfig {
     pub retention_interval: Option<u32>,
     /// How blocks are hashed; `None` turns prefix caching off.
     pub hasher: Option<BlockHasher>,
-    /// What is noted of the blocks' fate.
     pub journal: JournalConfig,
     /// How blocks go elsewhere and come from there; `None` without a KV connector.
     pub kv_transfer: Option<KvTransferConfig>,
@@ -260,7 +256,7 @@ pub struct SchedulerConfig {
 }
 
 /// What may be chosen anew before each step: values that vLLM's scheduler has.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepKnobs {
     /// Most tokens that the step may schedule; at most what is configured.
     pub max_num_scheduled_tokens: u32,

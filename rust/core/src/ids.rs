@@ -30,7 +30,6 @@ pub struct GroupId(pub u32);
 pub struct RequestIndex(pub u32);
 
 impl RequestIndex {
-    /// The place as an array index.
     pub const fn index(self) -> usize {
         self.0 as usize
     }

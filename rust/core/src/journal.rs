@@ -7,7 +7,6 @@
 use crate::block_hash::BlockHash;
 use crate::ids::{BlockId, GroupId, RequestIndex};
 
-/// What is noted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct JournalConfig {
     /// Prefixes that come into the cache and leave it.
@@ -48,7 +47,6 @@ pub enum Entry {
         hash: BlockHash,
         group: GroupId,
     },
-    /// The prefix cache was emptied.
     Cleared,
     /// A block was handed out.
     Allocated(BlockId),
@@ -76,7 +74,6 @@ impl Journal {
         self.config
     }
 
-    /// Notes something about prefixes.
     pub(crate) fn note_prefix(&mut self, entry: impl FnOnce() -> Entry) {
         if self.config.prefixes {
             self.entries.push(entry());

@@ -48,7 +48,9 @@ pub use ids::{BlockId, GroupId, RequestIndex};
 pub use journal::{Journal, JournalConfig, StoredBlocks};
 pub use kv_cache_manager::{BlockShortfall, KvCacheManager};
 pub use order::OrderSettings;
-pub use pacing::{LatePrompt, Mode, OverStall, PacedStep, Pacing, PacingReport, PacingSettings};
+pub use pacing::{
+    Chosen, LatePrompt, Mode, OverStall, PacedStep, Pacing, PacingReport, PacingSettings,
+};
 pub use promise::{LateBy, Promise};
 pub use queue_watch::{Finding, QueueWatch};
 pub use request::{

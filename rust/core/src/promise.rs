@@ -35,15 +35,9 @@ pub struct Promise {
 }
 
 impl Promise {
-    /// It has to be computed again.
-    pub(crate) fn preempt(&mut self) {
+    /// It can't be kept, for this reason.
+    pub(crate) fn void(&mut self, by: LateBy) {
         self.is_void = true;
-        self.late_by = LateBy::Preemption;
-    }
-
-    /// It can't come in.
-    pub(crate) fn hold_up(&mut self) {
-        self.is_void = true;
-        self.late_by = LateBy::Waiting;
+        self.late_by = by;
     }
 }

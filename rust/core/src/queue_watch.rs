@@ -31,15 +31,10 @@ struct Watched {
     num_decisions: u64,
 }
 
-/// What a look has found.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Finding {
     /// A request has been the head of the queue for too long.
-    Stuck {
-        head: HeadOfQueue,
-        /// For how long, in seconds.
-        waits_s: f64,
-    },
+    Stuck { head: HeadOfQueue, waits_s: f64 },
     /// One that was told of has moved, or is gone.
     Moves {
         id: Box<str>,

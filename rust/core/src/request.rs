@@ -43,7 +43,6 @@ pub enum RequestStatus {
 }
 
 impl RequestStatus {
-    /// Whether the request is done.
     pub fn is_finished(self) -> bool {
         !matches!(
             self,
@@ -65,11 +64,8 @@ impl RequestStatus {
 /// What happened to a request, for its latency statistics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventKind {
-    /// It entered the queue.
     Queued,
-    /// It began to run.
     Scheduled,
-    /// Its blocks were taken away.
     Preempted,
 }
 
@@ -112,7 +108,6 @@ pub enum FetchStage {
     CompletedWaiting,
 }
 
-/// A request's part in transfers.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RequestTransfer {
     /// Noted only for statistics.
@@ -130,7 +125,6 @@ pub(crate) struct RequestTransfer {
 /// What a request says of its place in the order.
 #[derive(Clone, Debug, Default)]
 pub struct OrderHints {
-    /// Whose it is.
     pub tenant: Arc<str>,
     /// When its first token is due, in seconds from its arrival.
     pub ttft_s: Option<f64>,
@@ -178,7 +172,6 @@ pub struct NewRequest {
 pub struct SessionInput {
     /// More of the prompt.
     pub tokens: Vec<i32>,
-    /// Its prompt has encoder inputs now.
     pub has_encoder_inputs: bool,
     /// What all blocks are hashed with from now on besides their tokens.
     pub extra_keys: Option<Box<ExtraKeys>>,
@@ -336,7 +329,6 @@ impl Request {
         }
     }
 
-    /// The id that the client gave.
     pub fn id(&self) -> &str {
         &self.id
     }
@@ -354,7 +346,6 @@ impl Request {
         &self.tokens[self.num_prompt_tokens..]
     }
 
-    /// Tokens of prompt and output.
     pub fn num_tokens(&self) -> usize {
         self.tokens.len()
     }

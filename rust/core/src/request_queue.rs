@@ -17,32 +17,21 @@ pub enum RequestQueue {
 }
 
 impl RequestQueue {
-    /// An empty queue.
-    #[must_use]
     pub fn new(policy: Policy) -> Self {
         match policy {
             Policy::Fcfs => Self::Fcfs(VecDeque::new()),
             Policy::Priority => Self::Priority(UrgencyHeap::default()),
         }
     }
-
-    /// Requests in the queue.
-    #[must_use]
     pub fn len(&self) -> usize {
         match self {
             Self::Fcfs(queue) => queue.len(),
             Self::Priority(heap) => heap.0.len(),
         }
     }
-
-    /// Whether nobody waits.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
-
-    /// The request that is next.
-    #[must_use]
     pub fn peek(&self) -> Option<RequestIndex> {
         match self {
             Self::Fcfs(queue) => queue.front().copied(),
@@ -74,7 +63,6 @@ impl RequestQueue {
         }
     }
 
-    /// Takes out the request that is next.
     pub fn pop(&mut self, slots: &Slots) -> Option<RequestIndex> {
         match self {
             Self::Fcfs(queue) => queue.pop_front(),
@@ -151,7 +139,6 @@ impl RequestQueue {
     }
 
     /// The requests in the order in which they would be taken out.
-    #[must_use]
     pub fn in_order(&self, slots: &Slots) -> Vec<RequestIndex> {
         match self {
             Self::Fcfs(queue) => queue.iter().copied().collect(),

@@ -36,7 +36,6 @@ impl Slots {
         self.free.push(index);
     }
 
-    /// The request at a place, if there is one.
     pub fn get(&self, index: RequestIndex) -> Option<&Request> {
         self.requests.get(index.index())?.as_ref()
     }

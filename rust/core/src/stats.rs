@@ -3,7 +3,6 @@
 /// Prefix cache lookups of admitted requests since the last time they were taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixCacheStats {
-    /// The prefix cache was reset.
     pub reset: bool,
     /// Requests admitted for the first time.
     pub requests: u64,
@@ -20,7 +19,6 @@ pub struct PrefixCacheStats {
 }
 
 impl PrefixCacheStats {
-    /// Counts one admission.
     pub fn record(&mut self, num_tokens: usize, num_hits: u32, preempted: bool) {
         let (requests, queries, hits) = if preempted {
             (&mut self.preempted_requests, &mut self.preempted_queries, &mut self.preempted_hits)
@@ -59,7 +57,6 @@ impl SpecDecodingStats {
         }
     }
 
-    /// Counts one request's draft.
     pub fn observe(&mut self, num_draft_tokens: u32, num_accepted_tokens: u32) {
         self.num_drafts += 1;
         self.num_draft_tokens += u64::from(num_draft_tokens);
@@ -77,7 +74,6 @@ impl SpecDecodingStats {
 pub struct RequestSpecStats {
     /// Steps by the number of tokens that were accepted.
     pub histogram: Vec<u64>,
-    /// Draft tokens of all steps.
     pub num_draft_tokens: u64,
     /// Accepted and drafted tokens of each step, if that was asked for.
     pub per_step: Vec<(u32, u32)>,
@@ -89,7 +85,6 @@ impl RequestSpecStats {
         Self { histogram: vec![0; num_spec_tokens as usize + 1], ..Self::default() }
     }
 
-    /// Counts one step.
     pub fn observe(&mut self, num_draft_tokens: u32, num_accepted_tokens: u32, in_detail: bool) {
         if let Some(steps) = self.histogram.get_mut(num_accepted_tokens as usize) {
             *steps += 1;
@@ -104,7 +99,6 @@ impl RequestSpecStats {
 /// The state of the queues and of the block pool after a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SchedulerStats {
-    /// Requests that run.
     pub num_running_reqs: usize,
     /// Requests that wait for nothing but their turn.
     pub num_waiting_reqs: usize,

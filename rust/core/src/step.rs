@@ -26,7 +26,6 @@ pub struct ScheduledRequest {
     pub num_output_tokens: u32,
     /// The last `schedule()` before this one did not include the request.
     pub is_new_to_batch: bool,
-    /// The step has given it blocks.
     pub has_new_blocks: bool,
     /// Of this step's tokens, draft tokens: the last ones.
     pub num_draft_tokens: u32,
@@ -35,7 +34,6 @@ pub struct ScheduledRequest {
 }
 
 impl ScheduledRequest {
-    /// A request without drafts.
     pub(crate) fn new(
         request: &Request,
         index: RequestIndex,
@@ -90,9 +88,7 @@ pub struct Step {
     pub(crate) has_prefill: bool,
     /// One of the admitted requests computes more than its last known token.
     pub(crate) has_admitted_prefill: bool,
-    /// Adapters of the step.
     pub(crate) loras: Vec<i64>,
-    /// Draft tokens of all requests.
     drafts: Vec<i32>,
 }
 

@@ -232,7 +232,7 @@ impl World {
     fn warm_up(&mut self) {
         const NUM_STREAMS: usize = 16;
         let Some(pacing) = &mut self.pacing else { return };
-        pacing.begin_warm_up();
+        pacing.warm_up(true);
         let sizes = pacing.sizes().to_vec();
         for _ in 0..NUM_STREAMS {
             self.arrive(Arrival::new(0.0, 16, 100_000));
@@ -254,7 +254,7 @@ impl World {
         }
         self.scheduler.reset_prefix_cache();
         let pacing = self.pacing.as_mut().expect("it is warming up");
-        pacing.end_warm_up(&self.scheduler);
+        pacing.warm_up(false);
         self.lives.clear();
         self.steps.clear();
         self.start = self.now;
@@ -519,13 +519,13 @@ impl Pair {
             let margin = 1.1 + 2.0 * device.jitter;
             it.has_prompts()
                 && it.load.num_decode_tokens > 0
-                && it.mode == Mode::Chunk
-                && it.over_stall.is_none()
+                && it.chosen.mode == Mode::Chunk
+                && it.chosen.over_stall.is_none()
                 && it.time_s > margin * stall_s
         });
         let (unasked, all) = (unasked.count(), self.paced.steps.len());
         let is_counted = |it: &PacedStep| it.load.num_prompt_tokens + it.load.num_decode_tokens > 0;
-        let plain = self.paced.steps.iter().filter(|it| it.mode == Mode::Plain);
+        let plain = self.paced.steps.iter().filter(|it| it.chosen.mode == Mode::Plain);
         assert!(plain.clone().all(is_counted), "{what}: decodes that are not seen");
         assert!(200 * unasked <= all, "{what}: {unasked} of {all} steps over the stall for nobody");
         let most = self.stock.num_preempted + self.stock.num_preempted / 10 + 3;

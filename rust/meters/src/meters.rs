@@ -6,8 +6,6 @@
 //! something was counted in a histogram sees its time in the sum, too. The reader's part of that is a
 //! fence: it has the page without the right to write, where only relaxed loads are defined.
 
-use std::iter::repeat;
-use std::sync::atomic::AtomicU8;
 use std::sync::atomic::Ordering::Relaxed;
 
 use sparksched_shm::sync::AtomicU64;
@@ -240,45 +238,12 @@ pub const MAX_PACING_VALUES: usize = 15;
 
 /// Bytes of the longest text.
 pub const MAX_TEXT_BYTES: usize = 1920;
+const MAX_TEXT_WORDS: usize = MAX_TEXT_BYTES / size_of::<u64>();
 
-/// A text, which makes sense as a whole only. What is behind it is zero.
-///
-/// The reader can't hold the writer up: so a sum over all bytes goes with them, and a reader that
-/// finds another one looks again.
-#[derive(Debug)]
-#[repr(C)]
-pub struct TextMeter {
-    sum: AtomicU64,
-    bytes: [AtomicU8; MAX_TEXT_BYTES],
-}
-
-impl Default for TextMeter {
-    fn default() -> Self {
-        Self { sum: AtomicU64::new(0), bytes: std::array::from_fn(|_| AtomicU8::new(0)) }
-    }
-}
-
-impl TextMeter {
-    /// Says it; what is longer than [`MAX_TEXT_BYTES`] is cut.
-    pub fn set(&self, text: &str) {
-        let bytes: Vec<u8> = text.bytes().chain(repeat(0)).take(MAX_TEXT_BYTES).collect();
-        self.bytes.iter().zip(&bytes).for_each(|(to, byte)| to.store(*byte, Relaxed));
-        self.sum.store(sum_of(&bytes), Relaxed);
-    }
-
-    /// It, if something was said and nobody writes at the moment.
-    pub fn read(&self) -> Option<String> {
-        let mut bytes: Vec<u8> = self.bytes.iter().map(|byte| byte.load(Relaxed)).collect();
-        let is_whole = sum_of(&bytes) == self.sum.load(Relaxed);
-        bytes.retain(|byte| *byte != 0);
-        String::from_utf8(bytes).ok().filter(|_| is_whole)
-    }
-}
-
-/// FNV-1a.
-fn sum_of(bytes: &[u8]) -> u64 {
-    let add = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, add)
+/// As FNV-1a has it for bytes.
+fn sum_of(words: &[u64]) -> u64 {
+    let add = |sum: u64, word: &u64| (sum ^ word).wrapping_mul(0x100_0000_01b3);
+    words.iter().fold(0xcbf2_9ce4_8422_2325, add)
 }
 
 /// All of it. Zeroed memory is an engine of which nothing is known.
@@ -291,7 +256,8 @@ pub struct Meters {
     steps: Line<StepMeter>,
     rings: Line<Gauges<10>>,
     pacing: Line<Gauges<MAX_PACING_VALUES>>,
-    tenants: Line<TextMeter>,
+    /// A text, and the sum of its words: the reader can't hold the writer up.
+    tenants: Line<Gauges<{ MAX_TEXT_WORDS + 1 }>>,
 }
 
 impl Meters {
@@ -317,9 +283,23 @@ impl Meters {
         self.pacing.0.read().map(|values| values.map(f64::from_bits))
     }
 
-    /// The tenants that have requests, if requests are ordered: a line each.
-    pub fn tenants(&self) -> &TextMeter {
-        &self.tenants.0
+    /// Tells of the tenants that have requests, a line each; what is longer than
+    /// [`MAX_TEXT_BYTES`] is cut.
+    pub fn set_tenants(&self, text: &str) {
+        let mut words = [0; MAX_TEXT_WORDS];
+        for (word, bytes) in words.iter_mut().zip(text.as_bytes().chunks(size_of::<u64>())) {
+            *word = bytes.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
+        }
+        self.tenants.0.set(words.into_iter().chain([sum_of(&words)]));
+    }
+
+    /// What was told, unless somebody writes at the moment.
+    pub(crate) fn tenants(&self) -> Option<String> {
+        let words = self.tenants.0.read()?;
+        let (sum, words) = words.split_last()?;
+        let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        bytes.retain(|byte| *byte != 0);
+        String::from_utf8(bytes).ok().filter(|_| sum_of(words) == *sum)
     }
 
     /// The scheduler's part.
@@ -371,13 +351,13 @@ mod tests {
 
     #[test]
     fn a_text_is_read_whole_or_not_at_all() {
-        let meter = TextMeter::default();
-        assert_eq!(meter.read(), None);
+        let meters = Meters::default();
+        assert_eq!(meters.tenants(), None);
         for text in ["", "1 2 gold\n", &"ü".repeat(MAX_TEXT_BYTES / 2)] {
-            meter.set(text);
-            assert_eq!(meter.read().as_deref(), Some(text));
+            meters.set_tenants(text);
+            assert_eq!(meters.tenants().as_deref(), Some(text));
         }
-        meter.bytes[3].store(7, Relaxed);
-        assert_eq!(meter.read(), None);
+        meters.tenants.0.values[3].store(7, Relaxed);
+        assert_eq!(meters.tenants(), None);
     }
 }

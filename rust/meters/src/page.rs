@@ -92,7 +92,7 @@ impl MeterReader {
     /// The tenants that have requests, if requests are ordered: a line each.
     pub fn tenants(&self) -> Option<String> {
         // Somebody may be writing; nobody does so for long.
-        (0..3).find_map(|_| self.meters().tenants().read())
+        (0..3).find_map(|_| self.meters().tenants())
     }
 
     /// What goes through the rings, if there are any.

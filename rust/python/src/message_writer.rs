@@ -11,6 +11,7 @@ use sparksched_wire::Output;
 
 use crate::convert::{
     EngineOutputTypes, OtherStats, RareOutputs, SampledTokens, StepOutputs, set_transfer_params,
+    value_of,
 };
 use crate::entries::{Entries, Entry};
 
@@ -33,17 +34,8 @@ pub(crate) struct StepResult<'a, 'py> {
     pub(crate) perf_stats: Option<Bound<'py, PyAny>>,
 }
 
-/// What connectors told of one request that ends.
-struct TransferParams<'py> {
-    kv: Option<Bound<'py, PyAny>>,
-    encoder: Option<Bound<'py, PyAny>>,
-}
-
-impl TransferParams<'_> {
-    fn are_empty(&self) -> bool {
-        self.kv.is_none() && self.encoder.is_none()
-    }
-}
+/// What a KV connector and an EC connector told of one request that ends.
+type TransferParams<'py> = [Option<Bound<'py, PyAny>>; 2];
 
 /// How outputs are written.
 pub(crate) struct MessageWriter {
@@ -160,7 +152,7 @@ impl MessageWriter {
         output: &RequestOutput,
     ) -> PyResult<()> {
         let params = result.transfer_params_of(entry)?;
-        if !result.rare.concern(entry)? && params.are_empty() {
+        if !result.rare.concern(entry)? && params.iter().all(Option::is_none) {
             message.push(&self.output(entry, result, output)?);
             return Ok(());
         }
@@ -176,14 +168,14 @@ impl MessageWriter {
         entry: &Entry,
         result: &StepResult<'_, 'py>,
         output: &RequestOutput,
-        params: TransferParams<'py>,
+        [kv_params, encoder_params]: TransferParams<'py>,
     ) -> PyResult<()> {
         let sampled = &result.sampled[output.position];
         self.types.complete(object, entry, output, sampled, &result.rare)?;
-        if let Some(params) = params.kv {
+        if let Some(params) = kv_params {
             set_transfer_params(object, output.news.as_deref(), &params)?;
         }
-        if let Some(params) = params.encoder {
+        if let Some(params) = encoder_params {
             object.setattr(intern!(object.py(), "ec_transfer_params"), params)?;
         }
         Ok(())
@@ -224,13 +216,8 @@ impl MessageWriter {
 
 impl<'py> StepResult<'_, 'py> {
     fn transfer_params_of(&self, entry: &Entry) -> PyResult<TransferParams<'py>> {
-        let of_entry = |params: &Option<Bound<'py, PyDict>>| {
-            params.as_ref().map_or(Ok(None), |params| params.get_item(&entry.id))
-        };
-        Ok(TransferParams {
-            kv: of_entry(&self.transfer_params)?,
-            encoder: of_entry(&self.encoder_transfer_params)?,
-        })
+        let of_entry = |params: &Option<_>| value_of(params.as_ref(), &entry.id);
+        Ok([of_entry(&self.transfer_params)?, of_entry(&self.encoder_transfer_params)?])
     }
 
     /// The tokens that go to the client: the model runner's own list, cut where the request ended.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use pyo3::exceptions::PyConnectionError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{IntoPyDict, PyDict, PyList};
 use sparksched_core::WaitReason;
 use sparksched_entry_points::entry_points;
 use sparksched_meters::{
@@ -116,10 +116,8 @@ impl PyMeterReader {
         steps.set_item("step_gap", histogram(py, &reading.gap)?)?;
         steps.set_item("num_running", reading.num_running)?;
         steps.set_item("num_waiting", reading.num_waiting)?;
-        let waiting_for = PyDict::new(py);
-        for (reason, count) in WaitReason::ALL.into_iter().zip(reading.waiting_for) {
-            waiting_for.set_item(reason.name(), count)?;
-        }
+        let names = WaitReason::ALL.map(WaitReason::name);
+        let waiting_for = names.into_iter().zip(reading.waiting_for).into_py_dict(py)?;
         steps.set_item("waiting_for", waiting_for)?;
         steps.set_item("num_queue_timeouts", reading.num_queue_timeouts)?;
         let pacing = self.reader.pacing().map(|it| pacing::named(py, &it)).transpose()?;
@@ -151,10 +149,11 @@ fn histogram<'py>(
 }
 
 fn traffic(py: Python<'_>, traffic: Traffic) -> PyResult<Bound<'_, PyDict>> {
-    let dict = PyDict::new(py);
-    dict.set_item("waiting_bytes", traffic.waiting_bytes)?;
-    dict.set_item("high_water_bytes", traffic.high_water_bytes)?;
-    dict.set_item("backlog_bytes", traffic.backlog_bytes)?;
-    dict.set_item("num_without_room", traffic.num_without_room)?;
-    Ok(dict)
+    let values = [
+        ("waiting_bytes", traffic.waiting_bytes),
+        ("high_water_bytes", traffic.high_water_bytes),
+        ("backlog_bytes", traffic.backlog_bytes),
+        ("num_without_room", traffic.num_without_room),
+    ];
+    values.into_py_dict(py)
 }

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{IntoPyDict, PyDict};
 use sparksched_core::{
     LatePrompt, PacedStep, Pacing, PacingReport, PacingSettings, Scheduler, StepKnobs,
 };
@@ -19,7 +19,7 @@ const MAX_IN_FLIGHT: usize = 64;
 
 /// Chooses the knobs of each step, and measures how long it takes.
 pub(crate) struct Pacer {
-    pacing: Pacing,
+    pub(crate) pacing: Pacing,
     epoch: Instant,
     /// In the place of the clock, in seconds: a simulation's time.
     simulated_s: Option<f64>,
@@ -41,10 +41,6 @@ impl Pacer {
         Ok(Self { pacing, epoch, simulated_s: None, in_flight: VecDeque::new(), log })
     }
 
-    pub(crate) fn learn_size(&mut self, num_tokens: u32, extra_s: f64) {
-        self.pacing.learn_size(num_tokens, extra_s);
-    }
-
     /// From now on it is this time, in seconds, until another is set.
     pub(crate) fn set_time(&mut self, seconds: f64) {
         self.simulated_s = Some(seconds);
@@ -52,15 +48,6 @@ impl Pacer {
 
     fn now(&self) -> f64 {
         self.simulated_s.unwrap_or_else(|| self.epoch.elapsed().as_secs_f64())
-    }
-
-    /// Begins or ends the time before the first request.
-    pub(crate) fn warm_up(&mut self, goes_on: bool, scheduler: &Scheduler) {
-        if goes_on {
-            self.pacing.begin_warm_up();
-        } else {
-            self.pacing.end_warm_up(scheduler);
-        }
     }
 
     pub(crate) fn choose(&mut self, scheduler: &mut Scheduler) -> StepKnobs {
@@ -93,14 +80,6 @@ impl Pacer {
         if step.num_prompts > 0 || step.has_prompts() {
             self.write(&step, &late, now);
         }
-    }
-
-    pub(crate) fn report(&self) -> PacingReport {
-        self.pacing.report()
-    }
-
-    pub(crate) fn sizes(&self) -> &[u32] {
-        self.pacing.sizes()
     }
 
     /// A log that can't be written ends, as does one that is full; it is no reason to stop.
@@ -144,14 +123,11 @@ impl Log {
 
 /// What pacing says of itself, by name.
 pub(crate) fn named<'py>(py: Python<'py>, values: &[f64]) -> PyResult<Bound<'py, PyDict>> {
-    let dict = PyDict::new(py);
-    for (name, value) in PacingReport::NAMES.iter().zip(values) {
-        dict.set_item(name, value)?;
-    }
-    Ok(dict)
+    PacingReport::NAMES.iter().zip(values).into_py_dict(py)
 }
 
 fn write_step(log: &mut impl Write, step: &PacedStep, now: f64) -> std::io::Result<()> {
+    let chosen = &step.chosen;
     let ms = |seconds: f64| 1e3 * seconds;
     writeln!(
         log,
@@ -160,17 +136,17 @@ fn write_step(log: &mut impl Write, step: &PacedStep, now: f64) -> std::io::Resu
          \"admitted\": {}, \"prompts\": {}, \"share\": {:.3}, \"over_stall_for\": \"{}\", \
          \"predicted_ms\": {:.2}, \"ms\": {:.2}}}",
         step.number,
-        format!("{:?}", step.mode).to_lowercase(),
-        step.max_num_scheduled_tokens,
-        step.long_prefill_token_threshold,
-        step.num_ordered,
+        format!("{:?}", chosen.mode).to_lowercase(),
+        chosen.knobs.max_num_scheduled_tokens,
+        chosen.knobs.long_prefill_token_threshold,
+        chosen.knobs.order.len(),
         step.load.num_tokens,
         step.load.num_prompt_tokens,
         step.load.num_decode_tokens,
         step.load.num_admitted,
         step.num_prompts,
-        step.share,
-        step.over_stall.map_or(String::new(), |it| format!("{it:?}").to_lowercase()),
+        chosen.share,
+        chosen.over_stall.map_or(String::new(), |it| format!("{it:?}").to_lowercase()),
         ms(step.predicted_s),
         ms(step.time_s),
     )

@@ -228,11 +228,6 @@ impl PyClientRings {
         Ok(self.rings.link().ring_bytes())
     }
 
-    #[getter]
-    fn engine_pid(&self) -> PyResult<i32> {
-        Ok(self.rings.link().peer_pid())
-    }
-
     fn fileno(&self) -> PyResult<i32> {
         Ok(self.rings.event_fd().as_raw_fd())
     }

@@ -125,5 +125,5 @@ fn set_tenants(page: &MeterPage, mut tenants: Vec<(&str, usize, usize)>) {
         let name = name[..end.unwrap_or(0)].replace(char::is_control, " ");
         let _ = writeln!(text, "{num_waiting} {num_unfinished} {name}");
     }
-    page.meters().tenants().set(&text);
+    page.meters().set_tenants(&text);
 }

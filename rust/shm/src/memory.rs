@@ -21,13 +21,8 @@ const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlag
 /// Shared memory can't be made, or is not what it should be.
 #[derive(Debug, thiserror::Error)]
 pub enum ShmError {
-    /// The system has no shared memory for us.
     #[error("shared memory of {bytes} bytes can't be made: {source}")]
-    Unavailable {
-        /// How much was asked for.
-        bytes: usize,
-        source: std::io::Error,
-    },
+    Unavailable { bytes: usize, source: std::io::Error },
     /// What was received is not sealed, or has another size than was said.
     #[error("shared memory that was received is not what it should be: {0}")]
     Unfit(&'static str),

@@ -20,6 +20,8 @@ const NUM_STEPS: u32 = 2 * BLOCK_SIZE;
 const WINDOW: u32 = 128;
 /// A token that takes five bytes, like most of a large vocabulary's.
 const SAMPLED: i32 = 100_000;
+/// Fields of vLLM's `EngineCoreOutput`.
+const NUM_OUTPUT_FIELDS: usize = 18;
 
 fn main() {
     let num_requests = std::env::args().nth(1).and_then(|it| it.parse().ok());
@@ -69,7 +71,7 @@ fn update_from_output(
 /// Returns the message's length.
 #[inline(never)]
 fn message(outputs: &[RequestOutput], ids: &[RequestId]) -> usize {
-    let mut message = Message::default();
+    let mut message = Message::new(NUM_OUTPUT_FIELDS, 0);
     for output in outputs {
         message.push(&Output {
             request_id: &ids[output.position],

@@ -74,12 +74,6 @@ pub struct Message {
     plain_fields: Vec<u8>,
 }
 
-impl Default for Message {
-    fn default() -> Self {
-        Self::new(NUM_OUTPUT_FIELDS, 0)
-    }
-}
-
 impl Message {
     /// An empty message of outputs that have so many fields, with room for so many bytes.
     ///

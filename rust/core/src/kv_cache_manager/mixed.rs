@@ -250,7 +250,7 @@ impl KvCacheManager {
                 self.pool.move_keys(source, copy);
                 self.pool.add_owner(source);
                 if let Some(key) = self.pool.key_of(copy) {
-                    self.work.cached_this_step.insert(key);
+                    self.work.cached_this_step.push(key);
                 }
             } else {
                 blocks.table[at] = copy;
@@ -305,12 +305,12 @@ impl KvCacheManager {
                     if mode == StateMode::Align
                         && let Some(hash) = self.cache_state_tail(request, id, num_tokens)
                     {
-                        self.work.cached_this_step.insert((hash, GroupId(id as u32)));
+                        self.work.cached_this_step.push((hash, GroupId(id as u32)));
                     }
                     for position in num_cached..num_full {
                         let block = request.groups[id].table[position as usize];
                         if let Some(key) = self.pool.key_of(block) {
-                            self.work.cached_this_step.insert(key);
+                            self.work.cached_this_step.push(key);
                         }
                     }
                 }

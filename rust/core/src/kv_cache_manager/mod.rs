@@ -5,8 +5,6 @@
 
 mod mixed;
 
-use std::collections::BTreeSet;
-
 use smallvec::{SmallVec, smallvec};
 
 use crate::block_hash::BlockHash;
@@ -91,7 +89,7 @@ struct BlockWork {
     caches_state_tails_once: bool,
     zeroes_blocks: bool,
     /// States that can be found, but are there only after the step.
-    cached_this_step: BTreeSet<(BlockHash, GroupId)>,
+    cached_this_step: Vec<(BlockHash, GroupId)>,
     /// From where to where blocks are to be copied, by group. Both ends have an owner more, until
     /// the step is told of it.
     copies: Vec<Vec<(BlockId, BlockId)>>,
@@ -159,7 +157,7 @@ impl KvCacheManager {
                 states: config.states,
                 caches_state_tails_once: config.behaviors.caches_state_tails_once,
                 zeroes_blocks: config.zeroes_blocks,
-                cached_this_step: BTreeSet::new(),
+                cached_this_step: Vec::new(),
                 copies: vec![Vec::new(); num_work_groups],
                 to_zero: vec![Vec::new(); num_work_groups],
             },

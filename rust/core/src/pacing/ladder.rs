@@ -5,13 +5,11 @@
 
 use super::step_times::PromptTimes;
 
-/// Sizes, at most.
 const NUM_SIZES: usize = 10;
 
 /// Of these, so many are between a size and its half.
 const NUM_BETWEEN: usize = 3;
 
-/// The smallest size.
 const SMALLEST: u32 = 32;
 
 /// Tokens of prompts that a chunk has at least.
@@ -30,7 +28,7 @@ const MARGIN: std::ops::RangeInclusive<f64> = 1.03..=1.5;
 const MARGIN_STEP: f64 = 0.05;
 
 /// The sizes, and what is known of them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Ladder {
     sizes: Vec<u32>,
     times: PromptTimes,
@@ -133,30 +131,5 @@ impl Ladder {
         if let (true, true, Some(expected_s)) = (counts, is_exact, expected_s) {
             self.move_margin(expected_s, extra_s > limit_s, limit_s);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::Ladder;
-
-    const LIMIT_S: f64 = 0.2;
-
-    /// A ladder whose largest size has taken these times, one after the other.
-    fn after(num_times: usize, times_s: &[f64]) -> Ladder {
-        let mut ladder = Ladder::new(8_192, 512);
-        for time_s in times_s.iter().cycle().take(num_times) {
-            ladder.note(8_192, *time_s, 0.0, LIMIT_S);
-        }
-        ladder
-    }
-
-    #[test]
-    fn only_steps_that_barely_fit_raise_the_margin() {
-        let first = Ladder::new(8_192, 512).margin;
-        assert!(after(200, &[0.15, 0.15, 0.15, 0.15, 0.25]).margin > first + 0.3);
-        // Far below the bound times may vary, and whoever doesn't fit needs no margin.
-        assert!(after(200, &[0.06, 0.06, 0.06, 0.06, 0.12]).margin <= first);
-        assert!(after(200, &[0.25, 0.25, 0.25, 0.25, 0.35]).margin <= first);
     }
 }

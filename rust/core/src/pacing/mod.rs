@@ -42,7 +42,7 @@ use crate::scheduler::{Demand, Prompt, Scheduler, StepLoad};
 pub use self::report::{LatePrompt, OverStall, PacingReport};
 
 /// What an operator chooses.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PacingSettings {
     /// No step with prompts is to take longer while others generate, in seconds.
     pub max_stall_s: f64,
@@ -73,29 +73,28 @@ pub enum Mode {
     WarmUp,
 }
 
-/// A step that was paced, for logs and statistics.
-#[derive(Clone, Copy, Debug)]
-pub struct PacedStep {
-    /// Steps with tokens are numbered.
-    pub number: u64,
+#[derive(Clone, Debug, Default)]
+pub struct Chosen {
     /// Why its knobs are as they are.
     pub mode: Mode,
-    /// Most tokens that it could have.
-    pub max_num_scheduled_tokens: u32,
-    /// Most tokens of one request; 0 is no limit.
-    pub long_prefill_token_threshold: u32,
-    /// Requests that were put in another order.
-    pub num_ordered: usize,
-    /// What it holds.
-    pub load: StepLoad,
-    /// Prompts that ran or waited.
-    pub num_prompts: usize,
-    /// Long prompts are served: decodes are owed time after it.
-    pub is_for_long: bool,
-    /// The share of the time that deadlines asked for.
+    pub knobs: StepKnobs,
+    /// The share of the time that deadlines ask for.
     pub share: f64,
     /// For whose deadline it is larger than what the stall allows.
     pub over_stall: Option<OverStall>,
+    /// It serves a long prompt: decodes are owed time after it.
+    pub is_for_long: bool,
+}
+
+/// A step that was paced, for logs and statistics.
+#[derive(Clone, Debug)]
+pub struct PacedStep {
+    /// Steps with tokens are numbered.
+    pub number: u64,
+    pub chosen: Chosen,
+    pub load: StepLoad,
+    /// Prompts that ran or waited.
+    pub num_prompts: usize,
     /// How long it was expected to take, in seconds.
     pub predicted_s: f64,
     /// How long it took, in seconds; 0 until it is back.
@@ -104,9 +103,8 @@ pub struct PacedStep {
 
 impl PacedStep {
     /// Whether it computes prompts, and is no step of decodes alone that lets one run along.
-    #[must_use]
     pub fn has_prompts(&self) -> bool {
-        self.load.num_prompt_tokens > 0 && self.mode != Mode::Decode
+        self.load.num_prompt_tokens > 0 && self.chosen.mode != Mode::Decode
     }
 }
 
@@ -130,19 +128,8 @@ struct Chain {
     extra_s: f64,
 }
 
-/// What was chosen for the step that is being decided on.
-#[derive(Clone, Debug)]
-struct Chosen {
-    mode: Mode,
-    knobs: StepKnobs,
-    share: f64,
-    over_stall: Option<OverStall>,
-    /// It serves a long prompt: decodes are owed time after it.
-    is_for_long: bool,
-}
-
 /// Chooses the knobs of each step.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Pacing {
     settings: PacingSettings,
     base: StepKnobs,
@@ -157,6 +144,7 @@ pub struct Pacing {
     decode_s: f64,
     /// When the next step begins.
     start: f64,
+    /// For the step that is being decided on.
     chosen: Chosen,
     in_flight: VecDeque<InFlight>,
     chain: Chain,
@@ -240,7 +228,7 @@ struct Owed {
 impl Owed {
     fn note(&mut self, step: &PacedStep, time_s: f64) {
         let is_contended = step.load.num_decode_tokens > 0 && step.num_prompts > 0;
-        if step.has_prompts() && step.is_for_long {
+        if step.has_prompts() && step.chosen.is_for_long {
             (self.chunk_s, self.since_s) = (if is_contended { time_s } else { 0.0 }, 0.0);
         } else if !step.has_prompts() {
             self.since_s += time_s;
@@ -250,7 +238,6 @@ impl Owed {
 
 impl Pacing {
     /// Chooses for a scheduler of this configuration, where nothing has been learned.
-    #[must_use]
     pub fn new(settings: PacingSettings, scheduler: &Scheduler) -> Self {
         let config = scheduler.config();
         let base = config.step_knobs(false);
@@ -259,38 +246,17 @@ impl Pacing {
             settings,
             min_threshold: 1 + config.speculation.num_spec_tokens,
             ladder: Ladder::new(max_tokens, settings.max_graph_tokens),
-            decode_times: DecodeTimes::default(),
-            virtual_server: VirtualServer::new(),
-            to_come: ToCome::default(),
-            demand: Demand::default(),
-            decode_s: 0.0,
-            start: 0.0,
             chosen: Chosen::unpaced(Mode::Plain, &base),
             base,
-            in_flight: VecDeque::new(),
-            chain: Chain::default(),
-            next_number: 0,
-            free_at: f64::NEG_INFINITY,
-            owed: Owed::default(),
-            num_fruitless: 0,
-            is_warming_up: false,
-            reporter: Reporter::default(),
+            ..Self::default()
         }
     }
 
-    /// Lets steps have vLLM's values, and learns what they take, until [`Self::end_warm_up`].
-    pub fn begin_warm_up(&mut self) {
-        self.is_warming_up = true;
-    }
-
-    /// Begins anew, with nothing but what has been learned of times.
-    pub fn end_warm_up(&mut self, scheduler: &Scheduler) {
-        let fresh = Self::new(self.settings, scheduler);
-        let warm = std::mem::replace(self, fresh);
-        self.ladder = warm.ladder;
-        self.decode_times = warm.decode_times;
-        self.next_number = warm.next_number;
-        self.free_at = warm.free_at;
+    /// Whether steps have vLLM's values from now on, only to learn what they take. Of what happened
+    /// meanwhile nothing is reported.
+    pub fn warm_up(&mut self, goes_on: bool) {
+        self.is_warming_up = goes_on;
+        self.reporter = Reporter::default();
     }
 
     /// Takes in what prompts add to a step of so many tokens, in seconds: what a warm-up finds out,
@@ -301,15 +267,13 @@ impl Pacing {
     }
 
     /// The sizes of chunks, decodes included.
-    #[must_use]
     pub fn sizes(&self) -> &[u32] {
         self.ladder.sizes()
     }
 
     /// Totals so far, and what holds at present.
-    #[must_use]
     pub fn report(&self) -> PacingReport {
-        self.reporter.report()
+        self.reporter.report
     }
 
     /// Chooses the knobs of the next step at `now`, in seconds.
@@ -342,7 +306,7 @@ impl Pacing {
         let mut prompts = std::mem::take(&mut self.demand.prompts);
         for prompt in &mut prompts {
             if let Some(promise) = prompt.promise.as_mut().filter(|_| !prompt.may_run) {
-                promise.hold_up();
+                promise.void(LateBy::Waiting);
                 scheduler.set_promise(prompt.index, *promise);
             }
         }
@@ -506,8 +470,7 @@ impl Pacing {
     /// late so.
     fn order(&self) -> Vec<usize> {
         let prompts = &self.demand.prompts;
-        let candidates = (0..prompts.len()).filter(|&it| prompts[it].promise.is_some());
-        let candidates = candidates.filter(|&it| prompts[it].may_run);
+        let candidates = (0..prompts.len()).filter(|&it| prompts[it].may_run);
         let (mut order, mut long): (Vec<usize>, Vec<usize>) =
             candidates.partition(|&it| is_ordinary(&prompts[it]));
         let size = self.within_bound();
@@ -519,22 +482,19 @@ impl Pacing {
             sum_s += work[*it];
             sum_s <= self.to_come.left() * left(it)
         };
-        if !long.iter().all(is_safe) {
-            order.append(&mut long);
-            order.sort_by(|one, other| left(one).total_cmp(&left(other)));
-            return order;
-        }
+        let are_safe = long.iter().all(is_safe);
         order.append(&mut long);
+        if !are_safe {
+            order.sort_by(|one, other| left(one).total_cmp(&left(other)));
+        }
         order
     }
 
     /// The time to a prompt's deadline.
     fn time_left_s(&self, prompt: &Prompt) -> f64 {
-        let left_s = |promise: Promise| {
-            let early_s = EARLY * (self.deadline(&promise) - promise.since);
-            self.deadline(&promise) - early_s - self.start
-        };
-        prompt.promise.map_or(f64::INFINITY, left_s)
+        let Some(promise) = &prompt.promise else { return f64::INFINITY };
+        let deadline = self.deadline(promise);
+        deadline - EARLY * (deadline - promise.since) - self.start
     }
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
@@ -588,10 +548,7 @@ impl Pacing {
         let is_for_long = !order.iter().all(|&it| is_ordinary(&prompts[it]));
         let capacity = self.ladder.sizes()[size] - num_decode_tokens;
         let (running, waiting): (Vec<usize>, Vec<usize>) =
-            self.served(order, capacity).into_iter().partition(|&it| prompts[it].is_running);
-        let others =
-            order.iter().copied().filter(|it| prompts[*it].is_running && !running.contains(it));
-        let running: Vec<usize> = running.iter().copied().chain(others).collect();
+            order.iter().partition(|&&it| prompts[it].is_running);
         let mut knobs = self.base.clone();
         knobs.max_num_scheduled_tokens = self.ladder.sizes()[size];
         let can_order = scheduler.can_be_reordered(knobs.max_num_scheduled_tokens);
@@ -599,22 +556,21 @@ impl Pacing {
             knobs.order = running.iter().chain(&waiting).map(|&it| prompts[it].index).collect();
         }
         if !can_order || !self.is_served_behind(&running, &waiting, order, capacity) {
-            let served = running.iter().chain(&waiting);
-            let lacking: Vec<u32> = served.map(|&it| prompts[it].num_missing).collect();
+            let lacking = self.lacking(order, capacity);
             knobs.long_prefill_token_threshold = self.threshold(fill_level(&lacking, capacity));
         }
         Chosen { mode: Mode::Chunk, knobs, is_for_long, share: 0.0, over_stall: None }
     }
 
-    /// Those whose turn it is if all are served in this order.
-    fn served(&self, order: &[usize], capacity: u32) -> Vec<usize> {
-        let mut left = capacity;
-        let has_turn = |&&it: &&usize| {
-            let is_served = left > 0;
-            left = left.saturating_sub(self.demand.prompts[it].num_missing);
-            is_served
+    /// What those lack who run, or whose turn it is if all are served in this order, in tokens.
+    fn lacking(&self, order: &[usize], mut capacity: u32) -> Vec<u32> {
+        let takes_part = |it: &&Prompt| {
+            let has_turn = capacity > 0;
+            capacity = capacity.saturating_sub(it.num_missing);
+            has_turn || it.is_running
         };
-        order.iter().take_while(has_turn).copied().collect()
+        let prompts = order.iter().map(|&it| &self.demand.prompts[it]);
+        prompts.filter(takes_part).map(|it| it.num_missing).collect()
     }
 
     /// Whether those who wait get as much behind all who run as they would in their order: vLLM
@@ -670,8 +626,7 @@ impl Pacing {
     /// Takes in what was decided with the knobs that were chosen last, at `now`, in seconds;
     /// returns the step's number, by which its result is told. A step without tokens has none.
     pub fn note_step(&mut self, scheduler: &mut Scheduler, now: f64) -> Option<u64> {
-        let mode = self.chosen.mode;
-        let load = if mode == Mode::Plain && scheduler.step().admitted.is_empty() {
+        let load = if self.chosen.mode == Mode::Plain && scheduler.step().admitted.is_empty() {
             let num_tokens = scheduler.step().total_num_tokens;
             StepLoad { num_tokens, num_decode_tokens: num_tokens, ..StepLoad::default() }
         } else {
@@ -691,15 +646,9 @@ impl Pacing {
         };
         let mut step = PacedStep {
             number: self.next_number,
-            mode,
-            max_num_scheduled_tokens: self.chosen.knobs.max_num_scheduled_tokens,
-            long_prefill_token_threshold: self.chosen.knobs.long_prefill_token_threshold,
-            num_ordered: self.chosen.knobs.order.len(),
+            chosen: self.chosen.clone(),
             load,
             num_prompts: self.demand.prompts.len(),
-            is_for_long: self.chosen.is_for_long,
-            share: self.chosen.share,
-            over_stall: self.chosen.over_stall,
             predicted_s: decode_s,
             time_s: 0.0,
         };
@@ -708,8 +657,9 @@ impl Pacing {
             step.predicted_s += guess.unwrap_or(self.settings.max_stall_s);
         }
         self.next_number += 1;
+        let number = step.number;
         self.in_flight.push_back(InFlight { step, decode_s, launched_at: now, promises });
-        Some(step.number)
+        Some(number)
     }
 
     fn note_progress(&mut self, load: &StepLoad) {
@@ -758,7 +708,7 @@ impl Pacing {
         }
         let StepLoad { num_tokens, prompt_attention, .. } = step.load;
         // Other sizes run then, too, and most of them wait for a compiler.
-        if step.mode == Mode::WarmUp && !self.ladder.sizes().contains(&num_tokens) {
+        if step.chosen.mode == Mode::WarmUp && !self.ladder.sizes().contains(&num_tokens) {
             return;
         }
         self.chain.steps.push((num_tokens, prompt_attention));

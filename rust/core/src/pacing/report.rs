@@ -17,13 +17,11 @@ pub enum OverStall {
 /// A prompt that came later than promised.
 #[derive(Clone, Copy, Debug)]
 pub struct LatePrompt {
-    /// Whether it is a long one.
     pub is_long: bool,
     /// How long it took to its first token, in seconds.
     pub time_s: f64,
     /// By how much that was too late, in seconds.
     pub late_s: f64,
-    /// Why.
     pub by: LateBy,
 }
 
@@ -40,7 +38,6 @@ macro_rules! report {
             pub const NAMES: &[&str] = &[$(stringify!($name)),+];
 
             /// The values, in the order of their names.
-            #[must_use]
             pub fn values(&self) -> [f64; Self::NAMES.len()] {
                 [$(self.$name),+]
             }
@@ -78,19 +75,14 @@ report! {
     num_over_unexpected,
 }
 
-/// Sums up what has happened.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Reporter {
-    report: PacingReport,
+    pub(super) report: PacingReport,
     stalls: LastMinute,
     slowdowns: LastMinute,
 }
 
 impl Reporter {
-    pub(super) fn report(&self) -> PacingReport {
-        self.report
-    }
-
     /// A step has come back at `now`; `max_stall_s` is what is allowed.
     pub(super) fn note_step(&mut self, step: &PacedStep, now: f64, max_stall_s: f64) {
         let report = &mut self.report;
@@ -100,13 +92,13 @@ impl Reporter {
             if step.has_prompts() {
                 report.prompt_s += step.time_s;
                 report.chunk_tokens = step.load.num_prompt_tokens.into();
-            } else if step.mode == Mode::Decode {
+            } else if step.chosen.mode == Mode::Decode {
                 report.num_decode_steps += 1.0;
             }
         }
         if has_decodes && step.has_prompts() {
             if step.time_s > max_stall_s {
-                *match step.over_stall {
+                *match step.chosen.over_stall {
                     Some(OverStall::Ordinary) => &mut report.num_over_for_ordinary,
                     Some(OverStall::Long) => &mut report.num_over_for_long,
                     None => &mut report.num_over_unexpected,

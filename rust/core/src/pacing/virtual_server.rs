@@ -23,7 +23,7 @@ impl FullSteps<'_> {
 }
 
 /// Computes prompts as vLLM would: first come, first served, as many in a step as it holds.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct VirtualServer {
     /// When it would be through with all that have come.
     end: f64,
@@ -33,10 +33,6 @@ pub(super) struct VirtualServer {
 }
 
 impl VirtualServer {
-    pub(super) fn new() -> Self {
-        Self { end: f64::NEG_INFINITY, num_tokens: 0.0, attention: 0.0 }
-    }
-
     /// It is through by then: what is really left would be.
     pub(super) fn limit(&mut self, end: f64) {
         self.end = self.end.min(end);

@@ -24,7 +24,6 @@ pub struct Prompt {
     pub num_missing: u32,
     /// Tokens before these.
     pub num_computed: u32,
-    /// It has been begun.
     pub is_running: bool,
     /// It runs, or nothing is known to keep it from coming in: it has a place, and there are blocks
     /// for it besides those that running prompts still lack.
@@ -47,7 +46,6 @@ pub struct Demand {
 /// What a step that was decided on holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepLoad {
-    /// Tokens of all requests.
     pub num_tokens: u32,
     /// Of these, tokens of requests that generate.
     pub num_decode_tokens: u32,
@@ -55,7 +53,6 @@ pub struct StepLoad {
     pub num_prompt_tokens: u32,
     /// The same, each times the number of tokens that it attends to.
     pub prompt_attention: f64,
-    /// Requests that came in.
     pub num_admitted: usize,
 }
 
@@ -105,11 +102,10 @@ impl Scheduler {
         if self.num_waiting() == 0 || self.pause_state == PauseState::PausedAll {
             return;
         }
-        let limit = MAX_WAITING;
         let takes_new = self.pause_state == PauseState::Unpaused;
-        let new = self.waiting.roughly_first(if takes_new { limit } else { 0 });
+        let new = self.waiting.roughly_first(if takes_new { MAX_WAITING } else { 0 });
         let indices: Vec<RequestIndex> =
-            self.kv_holding_waiting.roughly_first(limit).chain(new).collect();
+            self.kv_holding_waiting.roughly_first(MAX_WAITING).chain(new).collect();
         let num_lacking = self.num_blocks_lacking();
         let mut num_free = self.kv_cache.pool().num_free().saturating_sub(num_lacking);
         for index in indices {
@@ -144,16 +140,9 @@ impl Scheduler {
 
     /// Blocks that running prompts will still take.
     fn num_blocks_lacking(&self) -> u32 {
-        let lacking = |&index: &RequestIndex| {
-            let request = self.request(index);
-            let num_tokens = request.num_tokens() as u32;
-            if request.is_prefill_chunk {
-                self.kv_cache.num_missing_blocks(request, num_tokens)
-            } else {
-                0
-            }
-        };
-        self.running.iter().map(lacking).sum()
+        let running = self.running.iter().map(|&index| self.request(index));
+        let lacking = |it: &Request| self.kv_cache.num_missing_blocks(it, it.num_tokens() as u32);
+        running.filter(|it| it.is_prefill_chunk).map(lacking).sum()
     }
 
     /// What of a waiting request need not be computed: looked up once, so it may be more by the time

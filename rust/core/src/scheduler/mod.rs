@@ -42,12 +42,10 @@ use self::transfers::KvTransfer;
 /// Whether requests are scheduled at all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PauseState {
-    /// As usual.
     #[default]
     Unpaused,
     /// Running requests go on, waiting ones stay.
     PausedNew,
-    /// Nothing is scheduled.
     PausedAll,
 }
 
@@ -349,12 +347,10 @@ impl Scheduler {
         hasher.set_none_hash(none_hash)
     }
 
-    /// Whether requests are scheduled.
     pub fn pause_state(&self) -> PauseState {
         self.pause_state
     }
 
-    /// Stops or resumes scheduling.
     pub fn set_pause_state(&mut self, state: PauseState) {
         self.pause_state = state;
     }
@@ -385,12 +381,10 @@ impl Scheduler {
         &self.kv_cache
     }
 
-    /// Requests that run, in their order.
     pub fn running(&self) -> &[RequestIndex] {
         &self.running
     }
 
-    /// Requests that wait, in their order.
     pub fn waiting(&self) -> Vec<RequestIndex> {
         let mut waiting = self.kv_holding_waiting.in_order(&self.slots);
         waiting.extend(self.waiting.in_order(&self.slots));

@@ -13,7 +13,7 @@ use crate::callbacks::{Callbacks, EncoderInputs, ExternalAllocation, GrammarStat
 use crate::config::{Policy, StepKnobs};
 use crate::ids::RequestIndex;
 use crate::kv_cache_manager::AdmissionTerms;
-use crate::promise::Promise;
+use crate::promise::LateBy;
 use crate::request::{EventKind, FetchStage, PrefillStats, Request, RequestStatus};
 use crate::state_group::Sequence;
 use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
@@ -28,7 +28,6 @@ struct Places {
 
 /// What is left of a step's allowance.
 struct Budget {
-    /// Tokens that may still be scheduled.
     tokens: u32,
     /// Positions that are still free in the model runner's batch.
     input: u32,
@@ -818,7 +817,7 @@ impl Scheduler {
         request.num_stale_output_tokens = request.num_in_flight_tokens;
         request.num_output_placeholders = 0;
         request.expected_hit = None;
-        request.promise.iter_mut().for_each(Promise::preempt);
+        request.promise.iter_mut().for_each(|it| it.void(LateBy::Preemption));
         request.num_preemptions += 1;
         if self.config.log_stats {
             request.record_event(EventKind::Preempted, now);
@@ -900,7 +899,6 @@ pub(super) fn reaches_max_tokens_in_flight(request: &Request) -> bool {
     placeholders > 0 && last_known >= limit.saturating_add(placeholders)
 }
 
-/// Adds a request's adapter to those of a step.
 fn note_lora(loras: &mut Vec<i64>, request: &Request) {
     if let Some(lora) = request.lora_id.filter(|lora| !loras.contains(lora)) {
         loras.push(lora);

@@ -16,7 +16,6 @@ use crate::ids::{BlockId, RequestIndex};
 use crate::kv_cache_manager::PrefixHit;
 use crate::request::{Event, FetchStage, RequestStatus};
 
-/// The scheduler's part in transfers.
 #[derive(Clone, Debug, Default)]
 pub(super) struct KvTransfer {
     /// Steps with tokens that were scheduled, and of these, steps that have come back.
@@ -415,7 +414,6 @@ impl Scheduler {
     }
 }
 
-/// Where a request was cut.
 struct Cut {
     /// The first block of its table that is not to be found any more.
     first_block: usize,

@@ -50,7 +50,6 @@ pub struct RequestNews {
     pub is_over: bool,
     /// It is done, and stays until its blocks are sent.
     pub is_kept: bool,
-    /// Why it ended.
     pub stop_reason: StopReason,
     /// What happened to the request since the last output.
     pub events: Vec<Event>,

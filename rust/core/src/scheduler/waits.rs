@@ -119,7 +119,6 @@ impl Scheduler {
         self.current_step
     }
 
-    /// Adapters of the last step.
     pub fn loras_of_step(&self) -> &[i64] {
         &self.step.loras
     }

@@ -43,17 +43,14 @@ pub struct Backlog<T> {
 }
 
 impl<T: Waiting> Backlog<T> {
-    /// Nothing waits.
     pub fn new(limits: Limits) -> Self {
         Self { waiting: VecDeque::new(), bytes: 0, progress_at: Instant::now(), limits }
     }
 
-    /// Whether nothing waits.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// What the messages take that wait.
     pub fn bytes(&self) -> usize {
         self.bytes
     }

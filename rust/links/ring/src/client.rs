@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use sparksched_backlog::Limits;
 
 use crate::handshake::{self, HandshakeError, Hello};
-use crate::link::{Event, Link, lock, noted_forks};
+use crate::link::{Event, Link, lock};
 use crate::segment::{BellPage, Segment, Side};
 use crate::watcher::{NoDoor, Watcher};
 
@@ -30,8 +30,6 @@ pub struct ClientOptions {
 pub struct ClientRings {
     link: Arc<Link>,
     watcher: Mutex<Watcher>,
-    /// The forks that had been noted when it was made.
-    forks: u64,
     is_closed: AtomicBool,
 }
 
@@ -62,12 +60,7 @@ impl ClientRings {
         // The bell says "awake" until the first look: what has come before that rang for nobody.
         link.wake_self();
         crate::points::reach("attached");
-        Ok(Self {
-            link,
-            watcher: Mutex::new(watcher),
-            forks: noted_forks(),
-            is_closed: AtomicBool::new(false),
-        })
+        Ok(Self { link, watcher: Mutex::new(watcher), is_closed: AtomicBool::new(false) })
     }
 
     /// The link itself: sending is its business.
@@ -121,7 +114,7 @@ impl ClientRings {
     /// Says goodbye, after what waits has been sent or `linger` is over. In a forked child this does
     /// nothing: the link is its parent's.
     pub fn close(&self, linger: Duration) {
-        if self.forks != noted_forks() || self.is_closed.swap(true, Relaxed) {
+        if self.link.is_inherited() || self.is_closed.swap(true, Relaxed) {
             return;
         }
         let deadline = Instant::now() + linger;

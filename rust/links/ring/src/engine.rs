@@ -37,17 +37,13 @@ pub struct EngineOptions {
 /// What happened to an engine's links.
 #[derive(Debug)]
 pub enum EngineEvent {
-    /// A client has come.
     Attached {
-        /// Its index.
         client: u32,
         pid: i32,
     },
     /// Something came that was not let in.
     Refused(String),
-    /// Something happened on a client's link.
     Link {
-        /// The client's index.
         client: u32,
         event: Event,
     },
@@ -164,7 +160,7 @@ impl Shared {
 
     /// Uses a link from now on, unless the engine has closed meanwhile.
     fn place(&self, client: u32, link: Link) -> Result<Arc<Link>, HandshakeError> {
-        let pid = link.peer_pid();
+        let pid = link.peer().pid;
         let mut arrivals = lock(&self.arrivals);
         // Under the lock: whoever closes the links after this finds this one among them.
         if self.is_closed.load(Relaxed) {
@@ -261,11 +257,6 @@ impl EngineRings {
     /// within a second: a client was stopped or died before it could. Otherwise a wake-up was lost.
     pub fn num_rescues(&self) -> u64 {
         self.shared.num_rescues.load(Relaxed)
-    }
-
-    /// How many clients have gone without a goodbye: they died, or what they sent made no sense.
-    pub fn num_lost(&self) -> u64 {
-        self.shared.num_lost.load(Relaxed)
     }
 
     /// Reports what goes through the rings to this page from now on, about once a second. The first

@@ -37,28 +37,14 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 /// Why a client and an engine don't get together.
 #[derive(Debug, thiserror::Error)]
 pub enum HandshakeError {
-    /// The system refuses a call.
     #[error("{what}: {source}")]
     System { what: &'static str, source: std::io::Error },
-    /// The memory is not to be had.
     #[error(transparent)]
     Segment(#[from] ShmError),
-    /// Another user's process is at the other end.
     #[error("the other process belongs to user {peer}, this one to user {own}")]
-    User {
-        /// Their user id.
-        peer: u32,
-        /// Our user id.
-        own: u32,
-    },
-    /// The other end speaks another version.
+    User { peer: u32, own: u32 },
     #[error("the other process runs sparksched {peer}, this one sparksched {own}")]
-    Version {
-        peer: String,
-        /// Our version.
-        own: String,
-    },
-    /// The engine said no.
+    Version { peer: String, own: String },
     #[error("the engine refuses: {0}")]
     Refused(String),
     /// The client was ready, and the engine didn't say whether it is. It may have admitted the client.
@@ -67,7 +53,6 @@ pub enum HandshakeError {
     /// It has connected, and then said nothing for long, or while many others came.
     #[error("the other process said nothing")]
     Silent,
-    /// What arrived is no packet of this protocol.
     #[error("the other process doesn't speak this protocol")]
     Gibberish,
 }
@@ -302,7 +287,6 @@ pub(crate) fn hear(peer: &Peer, own_version: &str) -> Result<Hello, HandshakeErr
     Hello::decode(&packet, own_version).inspect_err(|error| refuse(peer, &error.to_string()))
 }
 
-/// Tells a client why it can't be served.
 pub(crate) fn refuse(peer: &Peer, reason: &str) {
     // The client may be gone; then there is nobody to tell.
     let _ = send_packet(peer.socket.as_fd(), &Reply::Refused(reason.to_owned()).encode(), &[]);

@@ -49,29 +49,22 @@ pub fn note_fork() {
     FORKS.fetch_add(1, Relaxed);
 }
 
-/// How often [`note_fork`] was called.
 pub(crate) fn noted_forks() -> u64 {
     FORKS.load(Relaxed)
 }
 
-/// Why a link ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum End {
-    /// The other side said goodbye.
     #[error("it closed the connection")]
     Closed,
-    /// The other side ended without a goodbye.
     #[error("its process died")]
     Died,
-    /// What the other side wrote makes no sense.
     #[error("what it sent is damaged: {0}")]
     Corrupt(Corrupt),
-    /// This side hung up.
     #[error("this side hung up on it")]
     HungUp,
 }
 
-/// What happened on a link.
 #[derive(Debug)]
 pub enum Event {
     Message(Message),
@@ -109,7 +102,6 @@ pub(crate) fn wake_engine(bell: &Bell) {
     bell.ring_regardless(&FutexAlarm(bell));
 }
 
-/// Makes an eventfd readable.
 struct EventAlarm<'a>(BorrowedFd<'a>);
 
 impl Alarm for EventAlarm<'_> {
@@ -213,11 +205,6 @@ impl Link {
     /// Whether this process has inherited the link from the one that it belongs to.
     pub(crate) fn is_inherited(&self) -> bool {
         self.forks != noted_forks()
-    }
-
-    /// The process at the other end.
-    pub fn peer_pid(&self) -> i32 {
-        self.peer.pid
     }
 
     pub fn ring_bytes(&self) -> usize {

@@ -21,7 +21,6 @@ const LENGTH_BYTES: usize = 8;
 const CHECK_BYTES: usize = 8;
 /// Where a header's kind lies: four bytes, of which kinds fill one.
 const KIND: usize = 4;
-/// Where a header's checksum lies.
 const CHECK: Range<usize> = HEADER_BYTES - CHECK_BYTES..HEADER_BYTES;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,10 +34,8 @@ pub struct Message {
 /// A message that can't be sent, whatever the state of the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unsendable {
-    /// It has no frames or too many of them.
     #[error("a message has 1 to {MAX_FRAMES} frames, not {0}")]
     Frames(usize),
-    /// It is too large.
     #[error("a message has at most {MAX_MESSAGE_BYTES} bytes, not {0}")]
     Bytes(u64),
 }

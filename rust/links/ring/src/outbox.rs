@@ -9,19 +9,15 @@ use crate::message::{self, Message, Unsendable};
 use crate::points::reach;
 use crate::ring::{Corrupt, Producer};
 
-/// Why a message was not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SendError {
-    /// More is waiting already than is allowed.
     #[error("the ring is full, and so is the backlog behind it")]
     Full,
     /// It could not be sent through an empty ring either.
     #[error(transparent)]
     Unsendable(#[from] Unsendable),
-    /// Nobody will read it.
     #[error("the other side is gone")]
     Gone,
-    /// The ring is broken.
     #[error(transparent)]
     Corrupt(#[from] Corrupt),
 }

@@ -20,10 +20,8 @@ pub enum Corrupt {
     /// More bytes are claimed to be readable or freed than the ring can hold.
     #[error("a ring's position is out of range")]
     Position,
-    /// A message doesn't begin where one should.
     #[error("a message has a wrong mark, kind, checksum or sequence number")]
     Header,
-    /// A message claims more frames or bytes than any message has.
     #[error("a message claims an impossible length")]
     Length,
 }
@@ -195,7 +193,6 @@ unsafe fn load(cells: NonNull<UnsafeCell<u8>>, target: &mut [u8]) {
     }
 }
 
-/// The writing end of a ring.
 #[derive(Debug)]
 pub struct Producer {
     ring: Arc<Ring>,
@@ -297,7 +294,6 @@ impl Producer {
     }
 }
 
-/// The reading end of a ring.
 #[derive(Debug)]
 pub struct Consumer {
     ring: Arc<Ring>,

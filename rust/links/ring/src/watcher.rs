@@ -82,7 +82,6 @@ impl Mailbox {
     }
 }
 
-/// A link under watch.
 struct Watched {
     link: Arc<Link>,
     since_ms: u64,
@@ -146,7 +145,6 @@ impl Drop for Watcher {
     }
 }
 
-/// What the thread works on.
 struct Round<D> {
     mailbox: Arc<Mailbox>,
     watched: Vec<Watched>,

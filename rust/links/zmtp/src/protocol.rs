@@ -14,7 +14,6 @@ pub const GREETING: [u8; GREETING_BYTES] = {
     greeting
 };
 
-/// The length of a greeting.
 pub const GREETING_BYTES: usize = 64;
 
 /// The most bytes of a command that are understood: they hold a few names.
@@ -135,7 +134,6 @@ impl Reader {
         read
     }
 
-    /// Whether the peer has finished its handshake.
     pub fn is_ready(&self) -> bool {
         self.phase == Phase::Messages
     }

@@ -43,7 +43,6 @@ pub enum Sent {
 /// What happened to a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// It has shaken hands.
     Ready,
     /// It has gone, for this reason; it will not come back.
     Gone(String),
@@ -68,7 +67,6 @@ enum Peer {
         retry_at: Instant,
     },
     Here(Connection),
-    /// For good.
     Gone,
 }
 

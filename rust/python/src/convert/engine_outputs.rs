@@ -8,6 +8,7 @@ use sparksched_core::{
     SpecDecodingStats, StopReason,
 };
 
+use super::runner_output::{slice_of, value_of};
 use super::{RareOutputs, SampledTokens, StatusTypes, class};
 use crate::entries::Entry;
 
@@ -166,24 +167,29 @@ impl EngineOutputTypes {
         if let Some(headers) = &entry.trace_headers {
             object.setattr(intern!(py, "trace_headers"), headers)?;
         }
+        let slice =
+            |lists: &Option<_>| slice_of(lists.as_ref(), sampled.row, output.num_new_tokens);
         if entry.wants_logprobs
-            && let Some(logprobs) = rare.logprobs(sampled.row, output.num_new_tokens)?
+            && let Some(logprobs) = slice(&rare.logprobs)?
         {
             object.setattr(intern!(py, "new_logprobs"), logprobs)?;
         }
-        if let Some(mask) = rare.sampling_mask(sampled.row, output.num_new_tokens)? {
+        if output.num_new_tokens > 0
+            && let Some(mask) = slice(&rare.sampling_masks)?
+        {
             object.setattr(intern!(py, "new_sampling_mask"), mask)?;
         }
+        let value = |dict: &Option<_>| value_of(dict.as_ref(), &entry.id);
         if let Some(pooled) = rare.pooled(sampled.row)? {
             object.setattr(intern!(py, "pooling_output"), pooled)?;
         }
-        if let Some(logprobs) = rare.prompt_logprobs(&entry.id)? {
+        if let Some(logprobs) = value(&rare.prompt_logprobs)? {
             object.setattr(intern!(py, "new_prompt_logprobs_tensors"), logprobs)?;
         }
-        if let Some(logprobs) = rare.prompt_token_id_logprobs(&entry.id)? {
+        if let Some(logprobs) = value(&rare.prompt_token_id_logprobs)? {
             object.setattr(intern!(py, "prompt_token_id_logprobs"), logprobs)?;
         }
-        if let Some(experts) = rare.routed_experts(&entry.id)? {
+        if let Some(experts) = value(&rare.routed_experts)? {
             object.setattr(intern!(py, "routed_experts"), experts)?;
         }
         if entry.num_nans_in_logits != 0 {

@@ -23,7 +23,9 @@ pub(crate) use engine_outputs::{
 pub(crate) use prompt::{ExtraKeysReader, HASHED_PROMPT, Prompt, leave_prompt, prompt};
 pub(crate) use request::{new_request, session_input, sync_request_tokens};
 pub(crate) use request_view::RequestView;
-pub(crate) use runner_output::{RareOutputs, SampledTokens, sampled_lists, sampled_tokens};
+pub(crate) use runner_output::{
+    RareOutputs, SampledTokens, sampled_lists, sampled_tokens, value_of,
+};
 pub(crate) use scheduler_output::{
     EncoderStep, SchedulerOutputBuilder, StepExtras, all_block_ids, set_structured_output_flags,
 };

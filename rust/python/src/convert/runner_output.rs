@@ -142,11 +142,11 @@ impl<'py> Drafts<'py> {
 pub(crate) struct RareOutputs<'py> {
     /// By row, what a pooling model makes of a prompt; None while the prompt is not computed.
     pooled: Option<Bound<'py, PyAny>>,
-    logprobs: Option<Bound<'py, PyAny>>,
+    pub(crate) logprobs: Option<Bound<'py, PyAny>>,
     /// Which tokens could have been sampled, if it is configured.
-    sampling_masks: Option<Bound<'py, PyAny>>,
-    prompt_logprobs: Option<Bound<'py, PyDict>>,
-    prompt_token_id_logprobs: Option<Bound<'py, PyDict>>,
+    pub(crate) sampling_masks: Option<Bound<'py, PyAny>>,
+    pub(crate) prompt_logprobs: Option<Bound<'py, PyDict>>,
+    pub(crate) prompt_token_id_logprobs: Option<Bound<'py, PyDict>>,
     pub(crate) num_nans_in_logits: Option<Bound<'py, PyDict>>,
     /// By request id, which experts the model routed tokens to, if that is collected. What of it
     /// counts is known only when the core has taken the step in.
@@ -208,53 +208,25 @@ impl<'py> RareOutputs<'py> {
             || self.concern_all()
             || (entry.wants_logprobs && self.logprobs.is_some())
             || (self.has_prompt_logprobs()
-                && (self.prompt_logprobs(&entry.id)?.is_some()
-                    || self.prompt_token_id_logprobs(&entry.id)?.is_some())))
+                && (value_of(self.prompt_logprobs.as_ref(), &entry.id)?.is_some()
+                    || value_of(self.prompt_token_id_logprobs.as_ref(), &entry.id)?.is_some())))
     }
+}
 
-    /// The sample logprobs of a request that wants them.
-    pub(crate) fn logprobs(
-        &self,
-        row: usize,
-        num_tokens: usize,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let Some(logprobs) = &self.logprobs else {
-            return Ok(None);
-        };
-        logprobs.call_method1(intern!(logprobs.py(), "slice_request"), (row, num_tokens)).map(Some)
-    }
+/// A request's value in a dictionary that may not be there.
+pub(crate) fn value_of<'py>(
+    dict: Option<&Bound<'py, PyDict>>,
+    id: &Py<PyString>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    dict.map_or(Ok(None), |dict| dict.get_item(id))
+}
 
-    /// Which tokens could have been in the place of each that a request got.
-    pub(crate) fn sampling_mask(
-        &self,
-        row: usize,
-        num_tokens: usize,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let Some(masks) = self.sampling_masks.as_ref().filter(|_| num_tokens > 0) else {
-            return Ok(None);
-        };
-        masks.call_method1(intern!(masks.py(), "slice_request"), (row, num_tokens)).map(Some)
-    }
-
-    pub(crate) fn prompt_logprobs(&self, id: &Py<PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        self.prompt_logprobs.as_ref().map_or(Ok(None), |dict| dict.get_item(id))
-    }
-
-    pub(crate) fn prompt_token_id_logprobs(
-        &self,
-        id: &Py<PyString>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        self.prompt_token_id_logprobs.as_ref().map_or(Ok(None), |dict| dict.get_item(id))
-    }
-
-    pub(crate) fn routed_experts(&self, id: &Py<PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        self.routed_experts.as_ref().map_or(Ok(None), |dict| dict.get_item(id))
-    }
-
-    pub(crate) fn num_nans(&self, id: &Py<PyString>) -> PyResult<Option<i64>> {
-        let Some(dict) = &self.num_nans_in_logits else {
-            return Ok(None);
-        };
-        dict.get_item(id)?.as_ref().map(PyAnyMethods::extract).transpose()
-    }
+/// A request's part of vLLM's lists for all, which may not be there.
+pub(crate) fn slice_of<'py>(
+    lists: Option<&Bound<'py, PyAny>>,
+    row: usize,
+    num_tokens: usize,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let Some(lists) = lists else { return Ok(None) };
+    lists.call_method1(intern!(lists.py(), "slice_request"), (row, num_tokens)).map(Some)
 }

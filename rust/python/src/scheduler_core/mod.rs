@@ -249,8 +249,8 @@ impl SchedulerCore {
     #[by(stopping)]
     fn warm_up_pacing(&mut self, goes_on: bool) -> PyResult<()> {
         if let Some(pacer) = &mut self.pacer {
-            pacer.warm_up(goes_on, &self.scheduler);
-            self.timer.note_pacing(&pacer.report());
+            pacer.pacing.warm_up(goes_on);
+            self.timer.note_pacing(&pacer.pacing.report());
         }
         Ok(())
     }
@@ -258,7 +258,7 @@ impl SchedulerCore {
     #[by(stopping)]
     fn learn_pacing_size(&mut self, num_tokens: u32, extra_s: f64) -> PyResult<()> {
         if let Some(pacer) = &mut self.pacer {
-            pacer.learn_size(num_tokens, extra_s);
+            pacer.pacing.learn_size(num_tokens, extra_s);
         }
         Ok(())
     }
@@ -273,8 +273,8 @@ impl SchedulerCore {
 
     fn pacing<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let Some(pacer) = &self.pacer else { return Ok(None) };
-        let dict = pacing::named(py, &pacer.report().values())?;
-        dict.set_item("sizes", pacer.sizes())?;
+        let dict = pacing::named(py, &pacer.pacing.report().values())?;
+        dict.set_item("sizes", pacer.pacing.sizes())?;
         Ok(Some(dict))
     }
 
@@ -357,7 +357,7 @@ impl SchedulerCore {
         let started = self.timer.start();
         if let Some(pacer) = &mut self.pacer {
             pacer.note_result(scheduler_output);
-            self.timer.note_pacing(&pacer.report());
+            self.timer.note_pacing(&pacer.pacing.report());
         }
         let outputs = self.take_in(scheduler_output, model_runner_output)?;
         self.timer.note_update(started);

@@ -175,14 +175,12 @@ impl SchedulerCore {
 
     /// Notes NaNs even for requests without an output in this step: a later one will tell them.
     fn note_nans(&mut self, result: &StepResult<'_, '_>) -> PyResult<()> {
-        if result.rare.num_nans_in_logits.is_none() {
-            return Ok(());
-        }
+        let Some(num_nans) = &result.rare.num_nans_in_logits else { return Ok(()) };
         let delivered = result.sampled.iter().filter(|it| it.is_delivered);
         for index in delivered.filter_map(|it| it.index) {
             let entry = self.entries.get_mut(index);
-            if let Some(count) = result.rare.num_nans(&entry.id)? {
-                entry.num_nans_in_logits = count;
+            if let Some(count) = num_nans.get_item(&entry.id)? {
+                entry.num_nans_in_logits = count.extract()?;
             }
         }
         Ok(())
