@@ -71,6 +71,7 @@ def test_it_is_verified_and_recorded_and_told_as_any_steps(
     monkeypatch.setenv("SPARKSCHED_VERIFY", "stop")
     monkeypatch.setenv("SPARKSCHED_RECORD", str(tmp_path / "trace"))
     publisher = mock.Mock()
+    publish = publisher.publish  # verification listens in its place
     kv_events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     settings = {"async_scheduling": True, "kv_events_config": kv_events, "strict": True}
     with (
@@ -83,7 +84,7 @@ def test_it_is_verified_and_recorded_and_told_as_any_steps(
         engine.run()
         assert len(engine.record.tokens["later"]) == 5
     warning.assert_not_called()
-    events = [it for call in publisher.publish.call_args_list for it in call.args[0].events]
+    events = [it for call in publish.call_args_list for it in call.args[0].events]
     cleared = [isinstance(it, AllBlocksCleared) for it in events]
     assert 0 < cleared.index(True) < len(events) - 1, "what was stored is gone for who looks on"
     assert replayed(tmp_path / "trace", "vllm").mismatch is None
