@@ -6,12 +6,10 @@ and shows what processor time a token took in the engine and in the API server.
 """
 
 import asyncio
-import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from bench.cpu import ENGINE, FRONT_END, Threads
 from testkit.server import Server, ServerError, serve
@@ -20,7 +18,6 @@ from testkit.tiny_models import write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK_DIR = ROOT / ".demo"
-TIMEOUT_S = 300
 NUM_STREAMS = 128
 STEADY_TOKENS = 128
 VOCAB_SIZE = 400  # ids below this are in the tiny model's vocabulary
@@ -38,7 +35,6 @@ class Side:
 
 def main() -> int:
     """Run the demo; return the exit status."""
-    _end_by_itself()
     model_dir = write_model(WORK_DIR / "model")
     print(f"sparksched: the same vLLM twice, {NUM_STREAMS} streams at a time\n", flush=True)
     try:
@@ -48,18 +44,6 @@ def main() -> int:
         print(f"\n{error}", file=sys.stderr)
         return 1
     return _report(stock, ours)
-
-
-def _end_by_itself() -> None:
-    """Leave through SystemExit, which stops the server, when told to or out of time."""
-
-    def give_up(number: int, frame: FrameType | None) -> None:
-        reason = "out of time" if number == signal.SIGALRM else "told to stop"
-        raise SystemExit(f"\nthe demo ended early, {reason}; the logs are in {WORK_DIR}")
-
-    signal.signal(signal.SIGALRM, give_up)
-    signal.signal(signal.SIGTERM, give_up)
-    signal.alarm(TIMEOUT_S)
 
 
 def _run_side(model_dir: Path, scheduler: str | None) -> Side:

@@ -109,6 +109,7 @@ EXAMPLE = '{"kind":"spark","lit":true,"digits":"1234"}'
 SPECULATING = Case(
     (
         FEW_BLOCKS,
+        "--tensor-parallel-size=2",
         f"--speculative-config={json.dumps(NGRAMS)}",
         "--scheduling-policy=priority",
         NO_SPACES,
@@ -128,19 +129,11 @@ SPECULATING = Case(
         "vllm:num_preemptions_total",
         "vllm:estimated_flops_per_gpu_total",
     ),
-    (r"scheduling in Rust.*priority", r"MFU: \d+\.\d TF/s/device \d+\.\d GB/s/device"),
+    ("Worker_TP1", r"scheduling in Rust.*priority", r"MFU: \d+\.\d TF/s/device \d+\.\d GB/s/device"),
     # No VLLM_DEBUG_MFU_METRICS: vLLM's API server can't read the details, whichever scheduler runs.
     {"VLLM_LOG_STATS_INTERVAL": "1"},
 )
-TENSOR_PARALLEL = Case(
-    ("--tensor-parallel-size=2",), {"mixed": mixed(24)}, said=("Worker_TP0", "Worker_TP1")
-)
-CASES = {
-    "plain": PLAIN,
-    "verified": VERIFIED,
-    "speculating": SPECULATING,
-    "tensor-parallel": TENSOR_PARALLEL,
-}
+CASES = {"plain": PLAIN, "verified": VERIFIED, "speculating": SPECULATING}
 
 
 @dataclass
