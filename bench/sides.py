@@ -4,9 +4,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from testkit import vllm_rs
 
+T = TypeVar("T")
 SIDES = Path(__file__).with_suffix(".toml")
 RUST = "-rust"
 """What the name ends with of one with vLLM's Rust front end."""
@@ -41,3 +43,8 @@ def find_side(name: str) -> Side:
         if binary := vllm_rs.binary():
             environment["VLLM_RUST_FRONTEND_PATH"] = str(binary)
     return Side(name, environment, tuple(found.get("arguments", ())))
+
+
+def in_turn(sides: list[T], number: int) -> list[T]:
+    """Return what takes turns in the order of a round: forth and back."""
+    return sides if number % 2 == 0 else sides[::-1]

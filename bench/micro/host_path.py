@@ -24,6 +24,7 @@ window of 128 tokens, in blocks of 16.
 """
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -36,9 +37,9 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.micro.host_path_sides import OURS, STOCK, Client, Row, Setup, serve
-from bench.micro.processes import BenchmarkError, Worker, in_turn, running_workers
+from bench.micro.processes import BenchmarkError, Worker, running_workers
 from bench.results import Results
-from bench.sides import find_side
+from bench.sides import find_side, in_turn
 
 SIDES = ("vllm", "sparksched")
 STREAMS = (1, 64, 256, 1024)
@@ -117,30 +118,16 @@ def measure(
     steps_ms: tuple[float, ...],
 ) -> None:
     """Measure everything."""
-    cases = [(count, step_ms) for step_ms in steps_ms for count in streams]
+    times = {"warm_up_s": effort.warm_up_s, "window_s": effort.window_s}
     with running_sides(names, choose_cores()) as sides:
-        for count, step_ms in tqdm(cases):
-            name = f"{count} streams, {step_ms:g} ms"
-            case: Row = {"streams": count, "step_ms": step_ms}
-            measure_in_turns(results, name, sides, effort, "decode", **case)
+        for step_ms, count in tqdm(list(itertools.product(steps_ms, streams))):
+            for number in range(effort.rounds):
+                for name in in_turn(list(sides), number):
+                    found = sides[name].call("decode", streams=count, step_ms=step_ms, **times)
+                    point = f"{count} streams, {step_ms:g} ms"
+                    results.add(point, name, number, dict(_flat(found)))
         for name, worker in sides.items():
             results.add("idle", name, 0, worker.call("idle", window_s=effort.window_s))
-
-
-def measure_in_turns(
-    results: Results,
-    point: str,
-    sides: dict[str, Worker],
-    effort: Effort,
-    command: str,
-    **case: Any,
-) -> None:
-    """Measure the sides in an order that changes with each round."""
-    times = {"warm_up_s": effort.warm_up_s, "window_s": effort.window_s}
-    for number in range(effort.rounds):
-        for name in in_turn(sides, number):
-            found = sides[name].call(command, **case, **times)
-            results.add(point, name, number, dict(_flat(found)))
 
 
 def _flat(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:

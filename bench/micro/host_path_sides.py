@@ -285,11 +285,8 @@ def _fail_early(log: StreamLog) -> None:
 
 def prompt_of(number: int, num_tokens: int) -> Row:
     """Return a prompt that is always the same of a number, and like no other."""
-    return _rendered(random.Random(number).choices(range(VOCABULARY), k=num_tokens))
-
-
-def _rendered(token_ids: list[int]) -> Row:
-    """Return a prompt in the form in which vLLM's server hands it to its `AsyncLLM`."""
+    token_ids = random.Random(number).choices(range(VOCABULARY), k=num_tokens)
+    # In the form in which vLLM's server hands it to its `AsyncLLM`.
     return {"type": "token", "prompt_token_ids": token_ids}
 
 

@@ -5,9 +5,8 @@ requests of 500 at random, or ten of 20,000 at once; or one tenant's burst of pr
 beside another tenant's request of 500 each second (`tenants_timer`). A step takes 5.2 ms, 19 ms
 more with prompts in it, and 50 µs more for each token of them: about what a mixture of experts
 takes.
-Sides are vLLM, vLLM with a fixed threshold for long prompts, and sparksched with paced prefill;
-each is an `AsyncLLM` with an engine of its own, as in `bench.micro.host_path`, and has the machine
-to itself while it is measured. Each figure is the median over rounds.
+Sides are vLLM and sparksched with paced prefill. Each is an `AsyncLLM` with an engine of its own,
+as in `bench.micro.host_path`, and has the machine to itself while it is measured.
 
     python -m bench.micro.mixed [--case tenants_timer] [--sides A|B] [--quick] [--out DIR]
 """
@@ -26,7 +25,17 @@ from tqdm import tqdm
 
 from bench.micro.clocked_executor import TIMES
 from bench.micro.host_path import choose_cores
-from bench.micro.host_path_sides import OURS, POLL_S, STOCK, Client, Row, Setup, prompt_of, serve
+from bench.micro.host_path_sides import (
+    OURS,
+    POLL_S,
+    STOCK,
+    Client,
+    Row,
+    Setup,
+    percentiles,
+    prompt_of,
+    serve,
+)
 from bench.micro.processes import BenchmarkError, running_workers
 from bench.results import Results
 
@@ -68,7 +77,6 @@ LOADS: dict[str, Load] = {
 
 BURSTS = {f"{it} at once, 1/s of 500": _burst(it) for it in (25, 100, 400)}
 
-THRESHOLD = "vLLM, threshold 1,024"
 PACED = "sparksched, paced"
 PACED_50_MS = "sparksched, paced, 50 ms"
 
@@ -82,11 +90,6 @@ def _paced(max_stall_ms: int) -> dict[str, str]:
 
 SIDES: dict[str, Row] = {
     STOCK: {"scheduler": STOCK},
-    THRESHOLD: {
-        "scheduler": STOCK,
-        "engine_arguments": {"long_prefill_token_threshold": 1024},
-    },
-    OURS: {"scheduler": OURS},
     PACED: {"scheduler": OURS, "environment": _paced(200)},
     PACED_50_MS: {"scheduler": OURS, "environment": _paced(50)},
 }
@@ -96,7 +99,6 @@ BY_HAND = {"scheduling_policy": "priority"}
 TENANT_SIDES: dict[str, Row] = {
     STOCK: SIDES[STOCK],
     "vLLM, priorities by hand": {"scheduler": STOCK, "engine_arguments": BY_HAND},
-    OURS: SIDES[OURS],
     f"{OURS}, fair": {"scheduler": OURS, "environment": FAIR},
     f"{OURS}, fair and paced": {"scheduler": OURS, "environment": FAIR | _paced(200)},
 }
@@ -126,13 +128,13 @@ class MixedClient(Client):
         short_s = [it for it, (_, tokens) in zip(first_s, load, strict=True) if tokens < most]
         row = {
             "stream_tokens_per_s": sum(map(len, inside)) / NUM_STREAMS / (end - start),
-            "gap_p99_ms": 1e3 * _quantile(gaps, 0.99),
+            "gap_p99_ms": 1e3 * percentiles(gaps)["p99"],
             "gap_max_ms": 1e3 * max(gaps),
             "long_s": max(long_s),
         }
         if short_s:
-            quantiles = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-            row |= {f"short_{it}_ms": 1e3 * _quantile(short_s, at) for it, at in quantiles.items()}
+            of_short = percentiles(short_s) | {"max": max(short_s)}
+            row |= {f"short_{it}_ms": 1e3 * seconds for it, seconds in of_short.items()}
         return row
 
     async def _come(self, at: float, num_tokens: int, is_long: bool) -> float:
@@ -157,11 +159,6 @@ class MixedClient(Client):
             prompt, self._params(self._max_tokens), f"stream-{number}-{stream}"
         ):
             times.append(time.perf_counter())
-
-
-def _quantile(values: list[float], part: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(int(part * len(ordered)), len(ordered) - 1)] if ordered else math.nan
 
 
 def main() -> int:

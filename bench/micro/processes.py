@@ -107,8 +107,3 @@ def running_workers(
         yield workers, {name: worker.answer(START_S) for name, worker in workers.items()}
         for worker in workers.values():
             worker.stop()
-
-
-def in_turn(names: Mapping[str, Any], number: int) -> list[str]:
-    """Return names in an order that changes with each round."""
-    return list(names)[:: 1 if number % 2 == 0 else -1]

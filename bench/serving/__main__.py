@@ -31,7 +31,7 @@ from bench.results import NO_GPU, Results, gpu_name
 from bench.serving import agents, experts, mixed, tenants, tokens, vllm_client
 from bench.serving.client import RequestError
 from bench.serving.servers import Plan, Server, running
-from bench.sides import find_side
+from bench.sides import find_side, in_turn
 from testkit.server import ServerError
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
@@ -292,11 +292,6 @@ def _wait_for(path: Path) -> float:
             raise TimeoutError(f"nobody has written {path}")
         time.sleep(0.5)
     return float(path.read_text())
-
-
-def in_turn(servers: list[Server], number: int) -> list[Server]:
-    """Return the servers in the order of a round: forth and back."""
-    return servers if number % 2 == 0 else servers[::-1]
 
 
 if __name__ == "__main__":
