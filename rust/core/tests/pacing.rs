@@ -717,6 +717,7 @@ fn loads_that_are_meant_to_break_it() {
             STALL_S,
         ),
         ("50 ms", every(0.0, 1, 60_000), 16, 60_000, 0.05),
+        ("50 ms, each 10 s", with(every(10.0, 6, 60_000), every(0.5, 120, 100)), 16, 60_000, 0.05),
         ("1 ms", every(0.0, 1, 60_000), 16, 60_000, 0.001),
         ("a shared prefix", with(vec![prefix], cached.collect()), 8, 6_074, STALL_S),
         ("an hour's idleness", silent, 0, 60_000, STALL_S),
@@ -748,7 +749,8 @@ fn loads_that_are_meant_to_break_it() {
             assert!(late.ordinary_late <= most, "{name}: {late:?}");
             // At 12/s it is loaded by 85 %: deadlines ask for more than the stall.
             let most_s = match name {
-                "each 8 s, 12/s" | "1 ms" => gaps(&pair.stock),
+                "each 8 s, 12/s" => gaps(&pair.stock),
+                "50 ms, each 10 s" if device.name != "timer" => 2.3 * stall_s,
                 // That is 78 % of what this device can.
                 "each 8 s, 3/s" if device.name != "timer" => 1.25 * stall_s,
                 // A stall below the price of a step gives way to the deadline.

@@ -171,6 +171,10 @@ const ORDINARY_STEPS: f64 = 1.5;
 /// Deadlines are aimed at by this part earlier: what steps will take is known no better.
 const EARLY: f64 = 0.05;
 
+/// What is to come is expected to cost at most so many times what full steps cost: where the stall is
+/// tight, small chunks cost several times as much, and deadlines will ask for larger ones.
+const DEARER: f64 = 1.3;
+
 /// A size that computes this part of the best one's tokens a second will do: smaller ones keep
 /// others waiting for less long.
 const GOOD_ENOUGH: f64 = 0.95;
@@ -354,15 +358,16 @@ impl Pacing {
             Some(before) => before.is_ordinary,
             None => self.is_within_stall(num_missing.into(), attention_of(prompt)),
         };
-        let size = self.within_bound();
-        self.to_come.arrive(self.work_s(prompt, size), is_ordinary);
+        let work_s = self.full_work_s(num_missing.into(), attention_of(prompt));
+        let chunks_s = self.work_s(prompt, self.within_bound());
+        self.to_come.arrive(chunks_s.min(DEARER * work_s), is_ordinary);
         Promise {
             arrived_at: prompt.promise.map_or(now, |it| it.arrived_at),
             since: now,
             virtual_s: end - now,
             num_tokens: num_missing.into(),
             attention: attention_of(prompt),
-            work_s: self.full_work_s(num_missing.into(), attention_of(prompt)),
+            work_s,
             is_ordinary,
             is_void: false,
             late_by: prompt.promise.map_or(LateBy::Steps, |it| it.late_by),
