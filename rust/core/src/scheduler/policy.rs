@@ -19,8 +19,7 @@ use crate::state_group::Sequence;
 use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
 use crate::wait_reason::WaitReason;
 
-/// Lists as they were before an order; empty without one.
-#[derive(Default)]
+/// Lists as they were before an order.
 struct Places {
     running: Vec<RequestIndex>,
     waiting: Vec<RequestIndex>,
@@ -137,7 +136,7 @@ impl Scheduler {
             budget.tokens = 0;
         }
         let limits = self.step_limits(knobs, now);
-        let places = self.put_in_order(&knobs.order);
+        let places = (!knobs.order.is_empty()).then(|| self.put_in_order(&knobs.order));
 
         self.schedule_running(&mut budget, &limits, callbacks)?;
         self.note_loras();
@@ -148,7 +147,9 @@ impl Scheduler {
         } else {
             self.schedule_waiting(&mut budget, &limits, callbacks)?;
         }
-        self.put_back(places);
+        if let Some(places) = places {
+            self.put_back(places);
+        }
         self.kv_cache.end_step(&mut self.step);
         self.sum_up_step();
         Ok(())
@@ -156,10 +157,8 @@ impl Scheduler {
 
     /// Has the requests of an order go last of those that run and first of those that wait, until
     /// [`Self::put_back`].
+    #[cold]
     fn put_in_order(&mut self, order: &[RequestIndex]) -> Places {
-        if order.is_empty() {
-            return Places::default();
-        }
         let running = self.running.clone();
         let runs = |&&index: &&RequestIndex| running.contains(&index);
         self.running.retain(|index| !order.contains(index));
@@ -168,6 +167,7 @@ impl Scheduler {
     }
 
     /// Those who were moved and have not left go back to their places.
+    #[cold]
     fn put_back(&mut self, places: Places) {
         let Places { mut running, waiting } = places;
         if !running.is_empty() {
