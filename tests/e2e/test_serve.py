@@ -129,7 +129,11 @@ SPECULATING = Case(
         "vllm:num_preemptions_total",
         "vllm:estimated_flops_per_gpu_total",
     ),
-    ("Worker_TP1", r"scheduling in Rust.*priority", r"MFU: \d+\.\d TF/s/device \d+\.\d GB/s/device"),
+    (
+        "Worker_TP1",
+        r"scheduling in Rust.*priority",
+        r"MFU: \d+\.\d TF/s/device \d+\.\d GB/s/device",
+    ),
     # No VLLM_DEBUG_MFU_METRICS: vLLM's API server can't read the details, whichever scheduler runs.
     {"VLLM_LOG_STATS_INTERVAL": "1"},
 )
