@@ -141,7 +141,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONHASHSEED := 0
 PYTEST := $(BIN)/pytest
 # In the order of tests/conftest.py.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Three at a time, each one's output whole: what compiles and runs Rust, and what runs Python, which often
 # waits. The extension is built beside the Rust tests, for it has a profile of its own.
