@@ -718,6 +718,7 @@ fn loads_that_are_meant_to_break_it() {
         ),
         ("50 ms", every(0.0, 1, 60_000), 16, 60_000, 0.05),
         ("50 ms, each 10 s", with(every(10.0, 6, 60_000), every(0.5, 120, 100)), 16, 60_000, 0.05),
+        ("ten, 50 ms", every(0.0, 10, 20_000), 16, 60_000, 0.05),
         ("1 ms", every(0.0, 1, 60_000), 16, 60_000, 0.001),
         ("a shared prefix", with(vec![prefix], cached.collect()), 8, 6_074, STALL_S),
         ("an hour's idleness", silent, 0, 60_000, STALL_S),
