@@ -6,6 +6,7 @@ and shows what processor time a token took in the engine and in the API server.
 """
 
 import asyncio
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Side:
 
 def main() -> int:
     """Run the demo; return the exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to stop"))  # its servers end with it
     model_dir = write_model(WORK_DIR / "model")
     print(f"sparksched: the same vLLM twice, {NUM_STREAMS} streams at a time\n", flush=True)
     try:
