@@ -160,7 +160,8 @@ class Reader:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
-        self.client.shutdown()
+        # After five seconds vLLM kills engines, and raises if one ends meanwhile.
+        self.client.shutdown(timeout=TIMEOUT_S)
 
 
 class Ear:
@@ -214,7 +215,7 @@ async def running_llm(
     try:
         yield llm
     finally:
-        llm.shutdown()
+        llm.shutdown(timeout=TIMEOUT_S)
 
 
 @contextmanager
