@@ -193,11 +193,10 @@ test-rust: env ## the tests of the Rust crates
 # Commands take their time to start: only `test-all` runs theirs with both releases.
 OF_RELEASE := release$(if $(filter full,$(SCALE)),, and not command)
 
-define OTHER_vllm
-	UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:1 --steps 100
-	$(OVERLAY) $(OTHER_VLLM) $(PYTEST) -m "$(OF_RELEASE)"
-	$(MAKE) -o build conformance VLLM=$(OTHER_VLLM)
-endef
+OTHER_vllm = $(MAKE) -o build $(PARTS_OF_OTHER)
+OTHER_differential = UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:1 --steps 100
+OTHER_release = $(OVERLAY) $(OTHER_VLLM) $(PYTEST) $(PARALLEL) -m "$(OF_RELEASE)"
+OTHER_conformance = $(MAKE) -o build conformance VLLM=$(OTHER_VLLM)
 # As root on Debian, under emulation, for an hour.
 define OTHER_arm
 	python3 -m tests.last_run test-arm testkit/arm.sh test
@@ -214,6 +213,11 @@ endef
 .PHONY: test-other
 test-other: $(if $(filter arm wheel,$(KIND)),env,build) ## vLLM's other release: make test-other [KIND=vllm|arm|wheel|bench] [WHEEL=...]
 	$(OTHER_$(or $(KIND),vllm))
+
+PARTS_OF_OTHER := other-release other-conformance other-differential
+.PHONY: $(PARTS_OF_OTHER)
+$(PARTS_OF_OTHER): other-%:
+	$(OTHER_$*)
 
 .PHONY: differential
 differential: build ## compare with a release of vLLM: make differential [VLLM=0.33.0] [ARGS=...]

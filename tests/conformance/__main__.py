@@ -3,7 +3,7 @@
 - `--update` writes the list of what is expected to pass, instead of comparing.
 - `--stock` runs the same tests with vLLM's own scheduler: what passes with ours has to pass, and
   what "needs" something that isn't here has to fail.
-- `--short` leaves out what starts an engine.
+- `--short` leaves out what starts an engine, and what takes a minute.
 - Names of files choose those.
 """
 
@@ -35,7 +35,6 @@ SCHEDULER = [
         "test_output",
         "test_prefix_replay",
         "test_priority_preemption_bug",
-        "test_priority_scheduler_random",
         "test_repetition_detection",
         "test_swa_inflight_window_free",
         "test_worker_slot_overflow",
@@ -44,6 +43,8 @@ SCHEDULER = [
         "prefix_cache/test_partial_prefix_cache_hits",
     )
 ]
+
+LONG = ["tests/v1/core/test_priority_scheduler_random.py"]
 
 # What is replaced around the scheduler.
 FRONT_END = [
@@ -82,7 +83,8 @@ def main(arguments: list[str]) -> int:
     for_pytest = [it for it in arguments if it not in (*chosen, "--short")]
     tests = ensure_tests(FOLDER)
     ours = {} if on_stock else {"VLLM_SCHEDULER": "sparksched", "SPARKSCHED_STRICT": "1"}
-    runs: list[tuple[list[str], dict[str, str]]] = [(SCHEDULER, {})]
+    schedulers = SCHEDULER if is_short else [*SCHEDULER, *LONG]
+    runs: list[tuple[list[str], dict[str, str]]] = [(schedulers, {})]
     # A release that is unpacked from its sources has no kernels to compute a model with.
     if is_short or not importlib.util.find_spec("vllm._C"):
         runs.append((FRONT_END, ours))
@@ -95,7 +97,7 @@ def main(arguments: list[str]) -> int:
     statuses = []
     for files, variables in runs:
         wanted = [it for it in files if it in chosen or not chosen]
-        in_engines = files is not SCHEDULER
+        in_engines = files is not schedulers
         if wanted:
             statuses.append(run(tests, wanted, variables, for_pytest, in_engines=in_engines))
     page = PAGE.read_text()

@@ -77,7 +77,7 @@ PLAIN = Case(
     (FEW_BLOCKS, NO_SPACES),
     {
         "mixed": mixed(32),
-        "growing": growing(16),
+        "growing": growing(10),
         "structured": [
             Prompt("a spark:", 200, {"structured_outputs": {"json": SCHEMA}}),
             Prompt("a colour:", 32, {"structured_outputs": {"choice": CHOICES}}),
@@ -109,7 +109,6 @@ EXAMPLE = '{"kind":"spark","lit":true,"digits":"1234"}'
 SPECULATING = Case(
     (
         FEW_BLOCKS,
-        "--tensor-parallel-size=2",
         f"--speculative-config={json.dumps(NGRAMS)}",
         "--scheduling-policy=priority",
         NO_SPACES,
@@ -117,7 +116,7 @@ SPECULATING = Case(
     ),
     {
         "mixed": by_priority(mixed(8)),
-        "growing": by_priority(growing(14)),
+        "growing": by_priority(growing(8)),
         "structured": [
             Prompt(f"{at}: {EXAMPLE * 2}", 60, {"structured_outputs": {"json": SCHEMA}})
             for at in range(4)
@@ -130,14 +129,20 @@ SPECULATING = Case(
         "vllm:estimated_flops_per_gpu_total",
     ),
     (
-        "Worker_TP1",
         r"scheduling in Rust.*priority",
         r"MFU: \d+\.\d TF/s/device \d+\.\d GB/s/device",
     ),
     # No VLLM_DEBUG_MFU_METRICS: vLLM's API server can't read the details, whichever scheduler runs.
     {"VLLM_LOG_STATS_INTERVAL": "1"},
 )
-CASES = {"plain": PLAIN, "verified": VERIFIED, "speculating": SPECULATING}
+# Short, for ranks spin while they wait for each other.
+TENSOR_PARALLEL = Case(("--tensor-parallel-size=2",), {"mixed": mixed(4)}, said=("Worker_TP1",))
+CASES = {
+    "plain": PLAIN,
+    "verified": VERIFIED,
+    "speculating": SPECULATING,
+    "tensor-parallel": TENSOR_PARALLEL,
+}
 
 
 @dataclass

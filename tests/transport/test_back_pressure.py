@@ -98,7 +98,7 @@ def take_large_messages_slowly() -> None:
 
     def slow_decode(self: MsgpackDecoder, frames: Any) -> Any:
         if sum(map(len, frames)) > BULK:
-            time.sleep(0.1)
+            time.sleep(0.15)
         return decode(self, frames)
 
     MsgpackDecoder.decode = slow_decode
@@ -106,7 +106,7 @@ def take_large_messages_slowly() -> None:
 
 def test_a_burst_is_not_an_overload(model_directory: Path) -> None:
     """Far more than a backlog may hold, for longer than a ring may stay full: the engine reads."""
-    variables = {**SMALL_RINGS, "SPARKSCHED_STUCK_AFTER_S": "3"}
+    variables = {**SMALL_RINGS, "SPARKSCHED_STUCK_AFTER_S": "5"}
     config = make_config(model_directory, enable_prompt_embeds=True)
     prompt = prompt_of(2)
     # 8 MiB, which all have in common until they are encoded. The model looks at the tokens.
