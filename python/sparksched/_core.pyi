@@ -740,11 +740,11 @@ class MeterReader:
         and steps, as `SchedulerCore.pacing` has them.
         """
 
-    def tenants(self) -> list[tuple[str, int, int]] | None:
+    def tenants(self) -> str | None:
         """Return up to 20 tenants with the most requests, and the others as one without a name.
 
-        Each is a name, how many of its requests were never scheduled, and how many have not ended.
-        None if requests aren't ordered.
+        A line each: how many of its requests were never scheduled, how many have not ended, and
+        its name. None if requests aren't ordered.
         """
 
     def rings(self) -> dict[str, Any] | None:

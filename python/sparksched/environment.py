@@ -170,14 +170,14 @@ def order() -> Order | None:
 
     """
     weights = _weights()
-    seconds = {
-        kind: _number(name, "a number of seconds", 10.0, (0.001, 86_400.0))
-        for kind, name in (("deadline", DEFAULT_TTFT_S), ("aging", AGING_S))
-    }
+    ttft_s, aging_s = (
+        _number(name, "a number of seconds", 10.0, (0.001, 86_400.0))
+        for name in (DEFAULT_TTFT_S, AGING_S)
+    )
     if not os.environ.get(ORDER):
         return None
     kind = _choice(ORDER, "order", get_args(OrderKind), "fair")
-    return Order(kind, weights, seconds.get(kind, 0.0))
+    return Order(kind, weights, ttft_s if kind == "deadline" else aging_s)
 
 
 def _weights() -> dict[str, float]:

@@ -230,8 +230,8 @@ def test_every_series_is_described(shown: list[ShownEngine]) -> None:
             directions = dict.fromkeys(("to_engine", "to_client"), dict.fromkeys(keys, 1))
             return {**directions, "num_rescues": 1, "num_clients_lost": 1}
 
-        def tenants(self) -> list[tuple[str, int, int]]:
-            return [("tenant", 1, 1)]
+        def tenants(self) -> str:
+            return "1 1 tenant\n"
 
     described = {it.name for it in EngineCollector().describe()}
     shown.append(ShownEngine("model", "0", INFO, Full()))  # type: ignore[arg-type]

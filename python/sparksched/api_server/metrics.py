@@ -276,7 +276,7 @@ def _families(engines: Sequence[ShownEngine]) -> Iterator[Metric]:
     meters = [(engine, engine.meters) for engine in engines if engine.meters is not None]
     steps = [(engine, found) for engine, it in meters if (found := it.steps())]
     pacing = [(engine, _pacing(it["pacing"])) for engine, it in steps if it["pacing"]]
-    tenants = [(engine, _tenants(its)) for engine, it in meters if (its := it.tenants())]
+    tenants = [(engine, _tenants(text)) for engine, it in meters if (text := it.tenants())]
     rings = [(engine, _rings(found)) for engine, it in meters if (found := it.rings())]
     pages = ((_STEPS, steps), (_PACING, pacing), (_TENANTS, tenants), (_RINGS, rings))
     for series, readings in pages:
@@ -308,13 +308,14 @@ def _pacing(reading: dict[str, Any]) -> dict[str, Any]:
     return reading | {"late": late, "over": over | {"unexpected": reading["num_over_unexpected"]}}
 
 
-def _tenants(reading: list[tuple[str, int, int]]) -> dict[str, Any]:
-    waiting, unfinished = Counter[str](), Counter[str]()
-    for name, num_waiting, num_unfinished in reading:
-        # Two long names may begin alike, and then are one here.
-        waiting[name] += num_waiting
-        unfinished[name] += num_unfinished
-    return {"waiting": waiting, "unfinished": unfinished}
+def _tenants(text: str) -> dict[str, Any]:
+    counters = {"waiting": Counter[str](), "unfinished": Counter[str]()}
+    for line in text.split("\n")[:-1]:
+        *counts, name = line.split(" ", 2)
+        for counter, count in zip(counters.values(), counts, strict=True):
+            # Two long names may begin alike, and then are one here.
+            counter[name] += int(count)
+    return counters
 
 
 def _rings(reading: dict[str, Any]) -> dict[str, Any]:

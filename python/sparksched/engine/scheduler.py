@@ -43,7 +43,7 @@ from sparksched.engine.kv_transfer import KVTransfer
 from sparksched.engine.request_errors import HINTS, WAIT_S, refuse_unsupported_inputs
 from sparksched.engine.views import KVCacheManagerView, missing_attribute
 from sparksched.environment import Order, Pacing, file_of_engine, queue_timeout_s
-from sparksched.shared.order import OrderHints, hints_of
+from sparksched.shared.order import hints_of
 
 # Below vLLM's own logger, which is the one that vLLM configures.
 logger = init_logger("vllm.sparksched")
@@ -249,14 +249,14 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         self._is_ordered = True
         logger.info("sparksched: requests come in by %s", order.kind)
 
-    def order_hints(self, request: Any) -> OrderHints:
+    def order_hints(self, request: Any) -> tuple[str, float | None]:
         """Read what a request, or its message, says of its place; nothing if none are ordered.
 
         Raises:
             VLLMValidationError: if that makes no sense.
 
         """
-        return hints_of(request) if self._is_ordered else OrderHints()
+        return hints_of(request) if self._is_ordered else ("", None)
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:

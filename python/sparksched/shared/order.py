@@ -4,28 +4,19 @@ The order itself is in `rust/core/src/order.rs`.
 """
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
 from sparksched.shared.queue_timeout import seconds_of
 
 
-class OrderHints(NamedTuple):
-    """What `SchedulerCore.add_request` is told."""
-
-    tenant: str = ""
-    """Empty for requests that don't say: they are of one tenant."""
-    ttft_s: float | None = None
-    """When the first token is due, in seconds from the arrival: of that name in `vllm_xargs`."""
-
-
-def hints_of(request: Any) -> OrderHints:
-    """Read whose a request is, and when its first token is due.
+def hints_of(request: Any) -> tuple[str, float | None]:
+    """Read a request's tenant, and in how many seconds its first token is due: `ttft_s`.
 
     The tenant is the first of these that the request has: `vllm_xargs.tenant`, its LoRA adapter,
     a digest of its cache salt, and its session, which a gateway can set by the header
-    `X-Session-ID`.
+    `X-Session-ID`. All that have none are of one tenant, whose name is empty.
 
     Args:
         request: A `Request`, or its `EngineCoreRequest`.
@@ -42,7 +33,7 @@ def hints_of(request: Any) -> OrderHints:
     elif not isinstance(tenant, str) or not 0 < len(tenant) <= 256:
         text = "tenant in vllm_xargs is not a text of 1 to 256 characters"
         raise VLLMValidationError(text, parameter="tenant")
-    return OrderHints(tenant, seconds_of(request.sampling_params, "ttft_s"))
+    return tenant, seconds_of(request.sampling_params, "ttft_s"))
 
 
 def _tenant_of(request: Any) -> str:

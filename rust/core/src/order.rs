@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::ids::RequestIndex;
-use crate::request::{OrderHints, Request};
+use crate::request::Request;
 
 /// What an operator chooses.
 #[derive(Clone, Debug, PartialEq)]
@@ -86,14 +86,14 @@ impl Order {
     pub(crate) fn rank(
         &mut self,
         request: &Request,
-        hints: OrderHints,
+        (name, ttft_s): (Arc<str>, Option<f64>),
         num_cached_tokens: u32,
         now: f64,
     ) -> i128 {
-        let weight = self.weight_of(&hints.tenant);
+        let weight = self.weight_of(&name);
         let mean_output = self.mean_output;
         let new = || Tenant { mean_output, ..Tenant::default() };
-        let tenant = self.tenants.entry(Arc::clone(&hints.tenant)).or_insert_with(new);
+        let tenant = self.tenants.entry(Arc::clone(&name)).or_insert_with(new);
         tenant.num_unfinished += 1;
         tenant.num_waiting += 1;
         let num_uncached = f64::from(request.num_tokens() as u32 - num_cached_tokens);
@@ -106,13 +106,13 @@ impl Order {
                 start
             }
             OrderSettings::Deadline(default_s) => {
-                self.queue.enter(request, hints.ttft_s.unwrap_or(default_s), num_uncached, now)
+                self.queue.enter(request, ttft_s.unwrap_or(default_s), num_uncached, now)
             }
             OrderSettings::Aging(s_per_priority) => {
                 micros(request.arrival_time + request.priority as f64 * s_per_priority)
             }
         };
-        let ticket = Ticket { tenant: hints.tenant, cost, num_cached_tokens: None };
+        let ticket = Ticket { tenant: name, cost, num_cached_tokens: None };
         self.tickets.insert(request.index(), ticket);
         priority
     }
@@ -267,8 +267,7 @@ mod tests {
         let new = NewRequest { tokens: vec![0; 1_000], ..NewRequest::default() };
         let groups = NumGroups { num_tables: 0, num_states: 0 };
         let mut request = Request::new(new, RequestIndex(number), groups);
-        let hints = OrderHints { tenant: tenant.into(), ttft_s: None };
-        request.priority = order.rank(&request, hints, 0, 0.0);
+        request.priority = order.rank(&request, (tenant.into(), None), 0, 0.0);
         request
     }
 

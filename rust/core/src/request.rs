@@ -122,14 +122,6 @@ pub(crate) struct RequestTransfer {
     pub(crate) last_step_seq: u64,
 }
 
-/// What a request says of its place in the order.
-#[derive(Clone, Debug, Default)]
-pub struct OrderHints {
-    pub tenant: Arc<str>,
-    /// When its first token is due, in seconds from its arrival.
-    pub ttft_s: Option<f64>,
-}
-
 /// A request as it arrives.
 #[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 #[derive(Clone, Debug, Default)]
@@ -164,8 +156,10 @@ pub struct NewRequest {
     pub has_encoder_inputs: bool,
     /// Its client says that another engine has computed its prompt.
     pub expects_remote_prefill: bool,
-    /// What it says of its place in the order, if requests are ordered.
-    pub order_hints: OrderHints,
+    /// Whose it is, if requests are ordered.
+    pub tenant: Arc<str>,
+    /// When its first token is due, in seconds from its arrival.
+    pub ttft_s: Option<f64>,
 }
 
 #[derive(Clone, Debug)]

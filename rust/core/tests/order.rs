@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{Answers, Chance, config, new_request};
 use sparksched_core::{
-    KvCacheGroupConfig, NewRequest, OrderHints, OrderSettings, Policy, RequestIndex, RequestStatus,
+    KvCacheGroupConfig, NewRequest, OrderSettings, Policy, RequestIndex, RequestStatus,
     ScheduledOutput, Scheduler, SchedulerConfig, StopConditions,
 };
 
@@ -74,7 +74,8 @@ impl Server {
                 max_tokens: coming.num_output_tokens,
                 ..StopConditions::default()
             },
-            order_hints: OrderHints { tenant: coming.tenant.into(), ttft_s: coming.ttft_s },
+            tenant: coming.tenant.into(),
+            ttft_s: coming.ttft_s,
             ..new_request(id, &tokens)
         };
         let index = self.scheduler.add_request(request, self.now);

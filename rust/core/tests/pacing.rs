@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use common::{Answers, config, new_request};
 use sparksched_core::{
-    BlockHasher, HashAlgorithm, KvCacheGroupConfig, Mode, NewRequest, OrderHints, OrderSettings,
+    BlockHasher, HashAlgorithm, KvCacheGroupConfig, Mode, NewRequest, OrderSettings,
     PacedStep, Pacing, PacingSettings, Policy, RequestIndex, RequestStatus, ScheduledOutput,
     Scheduler, SchedulerConfig, StepLoad, StopConditions,
 };
@@ -283,9 +283,9 @@ impl World {
             }
             let stop = StopConditions { max_tokens: out, ..StopConditions::default() };
             // Prompts of one length are a tenant's, where it counts.
-            let order_hints = OrderHints { tenant: own.to_string().into(), ttft_s: None };
+            let tenant = own.to_string().into();
             let base = new_request(id, &tokens);
-            let request = NewRequest { stop, arrival_time: at, priority, order_hints, ..base };
+            let request = NewRequest { stop, arrival_time: at, priority, tenant, ..base };
             let index = self.scheduler.add_request(request, self.now);
             self.ids.insert(index, id);
         }

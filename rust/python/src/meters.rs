@@ -91,14 +91,6 @@ struct PyMeterReader {
     reader: MeterReader,
 }
 
-/// Reads a line of `set_tenants`.
-fn tenant_of(line: &str) -> Option<(String, u64, u64)> {
-    let mut parts = line.splitn(3, ' ');
-    let mut count = || parts.next()?.parse().ok();
-    let (num_waiting, num_unfinished) = (count()?, count()?);
-    Some((parts.next()?.to_owned(), num_waiting, num_unfinished))
-}
-
 #[entry_points(MeterReader)]
 #[pymethods]
 impl PyMeterReader {
@@ -125,8 +117,8 @@ impl PyMeterReader {
         Ok(Some(steps))
     }
 
-    fn tenants(&self) -> PyResult<Option<Vec<(String, u64, u64)>>> {
-        Ok(self.reader.tenants().and_then(|text| text.lines().map(tenant_of).collect()))
+    fn tenants(&self) -> PyResult<Option<String>> {
+        Ok(self.reader.tenants())
     }
 
     fn rings<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {

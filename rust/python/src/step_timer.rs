@@ -115,9 +115,8 @@ fn ns(time: Duration) -> u64 {
 fn set_tenants(page: &MeterPage, mut tenants: Vec<(&str, usize, usize)>) {
     if tenants.len() > MAX_TENANTS {
         tenants.select_nth_unstable_by_key(MAX_TENANTS, |&(_, _, count)| Reverse(count));
-        let sum = |sum: (usize, usize), it: (&str, usize, usize)| (sum.0 + it.1, sum.1 + it.2);
-        let (num_waiting, num_unfinished) = tenants.drain(MAX_TENANTS..).fold((0, 0), sum);
-        tenants.push(("", num_waiting, num_unfinished));
+        let rest = tenants.split_off(MAX_TENANTS);
+        tenants.push(("", rest.iter().map(|it| it.1).sum(), rest.iter().map(|it| it.2).sum()));
     }
     let mut text = String::new();
     for (name, num_waiting, num_unfinished) in tenants {

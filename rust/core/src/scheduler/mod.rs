@@ -15,6 +15,7 @@ mod update;
 mod waits;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use crate::callbacks::Callbacks;
 use crate::config::{Policy, RequestSpecMetrics, SchedulerConfig};
@@ -23,7 +24,7 @@ use crate::journal::Entry as JournalEntry;
 use crate::kv_cache_manager::KvCacheManager;
 use crate::order::{Order, OrderSettings};
 use crate::request::{
-    EventKind, FetchStage, NewRequest, NumGroups, OrderHints, Request, RequestStatus, SessionInput,
+    EventKind, FetchStage, NewRequest, NumGroups, Request, RequestStatus, SessionInput,
 };
 use crate::request_queue::RequestQueue;
 use crate::slots::Slots;
@@ -135,11 +136,11 @@ impl Scheduler {
     ///
     /// # Panics
     /// If the request has no token.
-    pub fn add_request(&mut self, mut new: NewRequest, now: f64) -> RequestIndex {
+    pub fn add_request(&mut self, new: NewRequest, now: f64) -> RequestIndex {
         assert!(!new.tokens.is_empty(), "a request has at least one token");
         let index = self.slots.next_place();
         let expects_remote_prefill = new.expects_remote_prefill;
-        let hints = std::mem::take(&mut new.order_hints);
+        let hints = (Arc::clone(&new.tenant), new.ttft_s);
         let (num_tables, num_states) = (self.config.groups.len(), self.kv_cache.num_state_blocks());
         let mut request = Request::new(new, index, NumGroups { num_tables, num_states });
         if let Some(hasher) = &self.config.hasher {
@@ -173,7 +174,7 @@ impl Scheduler {
     }
 
     /// Gives a request that has arrived its priority.
-    fn rank(&mut self, index: RequestIndex, hints: OrderHints, now: f64) {
+    fn rank(&mut self, index: RequestIndex, hints: (Arc<str>, Option<f64>), now: f64) {
         let Some(order) = &mut self.order else { return };
         let request = &mut self.slots[index];
         let hit = self.kv_cache.peek_prefix_hit(request);

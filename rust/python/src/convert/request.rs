@@ -3,7 +3,7 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
-use sparksched_core::{NewRequest, OrderHints, RepetitionDetection, SessionInput, StopConditions};
+use sparksched_core::{NewRequest, RepetitionDetection, SessionInput, StopConditions};
 
 use super::{ExtraKeysReader, prompt, token_ids};
 
@@ -11,7 +11,6 @@ use super::{ExtraKeysReader, prompt, token_ids};
 pub(crate) fn new_request(
     request: &Bound<'_, PyAny>,
     extra_keys: &ExtraKeysReader,
-    order_hints: OrderHints,
 ) -> PyResult<NewRequest> {
     let py = request.py();
     let sampling_params = request.getattr(intern!(py, "sampling_params"))?;
@@ -41,7 +40,7 @@ pub(crate) fn new_request(
         is_session: request.getattr(intern!(py, "resumable"))?.is_truthy()?,
         has_encoder_inputs: request.getattr(intern!(py, "mm_features"))?.is_truthy()?,
         expects_remote_prefill: expects_remote_prefill(request)?,
-        order_hints,
+        ..NewRequest::default()
     })
 }
 

@@ -11,7 +11,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PySet, PyString, PyTuple};
 use sparksched_core::{
-    BlockHasher, OrderHints, OrderSettings, PacingSettings, PauseState, RequestIndex,
+    BlockHasher, NewRequest, OrderSettings, PacingSettings, PauseState, RequestIndex,
     RequestOutput, RequestStatus, Scheduler, StepKnobs,
 };
 use sparksched_entry_points::entry_points;
@@ -159,8 +159,8 @@ impl SchedulerCore {
         ttft_s: Option<f64>,
     ) -> PyResult<()> {
         let py = request.py();
-        let order_hints = OrderHints { tenant: tenant.into(), ttft_s };
-        let new = convert::new_request(request, &self.extra_keys, order_hints)?;
+        let new = convert::new_request(request, &self.extra_keys)?;
+        let new = NewRequest { tenant: tenant.into(), ttft_s, ..new };
         let entry = Entry::of(request)?;
         let id = entry.id.clone_ref(py);
         if self.places.bind(py).contains(&id)? {
