@@ -54,8 +54,7 @@ pub use pacing::{
 pub use promise::{LateBy, Promise};
 pub use queue_watch::{Finding, QueueWatch};
 pub use request::{
-    Event, EventKind, FetchStage, NewRequest, PrefillStats, Request, RequestStatus,
-    SessionInput,
+    Event, EventKind, FetchStage, NewRequest, PrefillStats, Request, RequestStatus, SessionInput,
 };
 pub use scheduler::{
     BlockHolders, Demand, EndedRequest, FailedLoads, HeadOfQueue, PauseState, Prompt, RequestNews,

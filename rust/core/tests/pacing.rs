@@ -14,9 +14,9 @@ use std::collections::{BTreeMap, VecDeque};
 
 use common::{Answers, config, new_request};
 use sparksched_core::{
-    BlockHasher, HashAlgorithm, KvCacheGroupConfig, Mode, NewRequest, OrderSettings,
-    PacedStep, Pacing, PacingSettings, Policy, RequestIndex, RequestStatus, ScheduledOutput,
-    Scheduler, SchedulerConfig, StepLoad, StopConditions,
+    BlockHasher, HashAlgorithm, KvCacheGroupConfig, Mode, NewRequest, OrderSettings, PacedStep,
+    Pacing, PacingSettings, Policy, RequestIndex, RequestStatus, ScheduledOutput, Scheduler,
+    SchedulerConfig, StepLoad, StopConditions,
 };
 
 const MS: f64 = 1e-3;
