@@ -33,7 +33,7 @@ def hints_of(request: Any) -> tuple[str, float | None]:
     elif not isinstance(tenant, str) or not 0 < len(tenant) <= 256:
         text = "tenant in vllm_xargs is not a text of 1 to 256 characters"
         raise VLLMValidationError(text, parameter="tenant")
-    return tenant, seconds_of(request.sampling_params, "ttft_s"))
+    return tenant, seconds_of(request.sampling_params, "ttft_s")
 
 
 def _tenant_of(request: Any) -> str:
