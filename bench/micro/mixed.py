@@ -4,7 +4,7 @@ Streams decode while prompts come: a long one and short ones, one of 60,000 toke
 requests of 500 at random, or ten of 20,000 at once; or one tenant's burst of prompts of 1,024
 beside another tenant's request of 500 each second (`tenants_timer`). A step takes 5.2 ms, 19 ms
 more with prompts in it, and 50 µs more for each token of them: about what a mixture of experts
-takes.
+takes. A prompt that gets one token costs what a decode costs.
 Sides are vLLM and sparksched with paced prefill. Each is an `AsyncLLM` with an engine of its own,
 as in `bench.micro.host_path`, and has the machine to itself while it is measured.
 
