@@ -190,8 +190,8 @@ test-rust: env ## the tests of the Rust crates
 		--features $(TEST_POINTS)
 	SPARKSCHED_LOOM_PREEMPTIONS=3 cargo test --locked $(LOOM)
 
-# Commands take their time to start: only `test-all` runs theirs with both releases.
-OF_RELEASE := release$(if $(filter full,$(SCALE)),, and not command)
+# Commands and servers take their time to start: only `test-all` runs theirs with both releases.
+OF_RELEASE := release$(if $(filter full,$(SCALE)),, and not command and not e2e)
 
 OTHER_vllm = $(MAKE) -o build $(PARTS_OF_OTHER)
 OTHER_differential = UV="$(UV)" $(BIN)/python -m tests.differential --vllm $(OTHER_VLLM) --seeds 0:1 --steps 100

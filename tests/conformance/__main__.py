@@ -3,7 +3,8 @@
 - `--update` writes the list of what is expected to pass, instead of comparing.
 - `--stock` runs the same tests with vLLM's own scheduler: what passes with ours has to pass, and
   what "needs" something that isn't here has to fail.
-- `--short` leaves out what starts an engine, and what takes a minute.
+- `--short` leaves out what starts an engine, takes a minute, or says nothing about sparksched; and
+  of the release that is not installed, what is not the scheduler.
 - Names of files choose those.
 """
 
@@ -80,20 +81,21 @@ def main(arguments: list[str]) -> int:
     """Run the tests; return the first of pytest's exit statuses that is no success."""
     chosen = [it for it in arguments if it.endswith(".py")]
     is_short, on_stock, updates = (it in arguments for it in ("--short", "--stock", "--update"))
-    for_pytest = [it for it in arguments if it not in (*chosen, "--short")]
+    for_pytest = [it for it in arguments if it not in chosen]
     tests = ensure_tests(FOLDER)
     ours = {} if on_stock else {"VLLM_SCHEDULER": "sparksched", "SPARKSCHED_STRICT": "1"}
     schedulers = SCHEDULER if is_short else [*SCHEDULER, *LONG]
     runs: list[tuple[list[str], dict[str, str]]] = [(schedulers, {})]
     # A release that is unpacked from its sources has no kernels to compute a model with.
-    if is_short or not importlib.util.find_spec("vllm._C"):
-        runs.append((FRONT_END, ours))
-    else:
+    is_whole = importlib.util.find_spec("vllm._C") is not None
+    if is_whole and not is_short:
         engines = [*ENGINES, *all_servers(tests)]
         runs.append(([*FRONT_END, *engines, *IN_PROCESS], ours))
         # What the rings pass, ZMQ has to pass.
         if os.environ.get("SCALE") == "full" and not (on_stock or updates):
             runs.append((engines, ours | {"SPARKSCHED_TRANSPORT": "zmq"}))
+    elif is_whole or not is_short:
+        runs.append((FRONT_END, ours))
     statuses = []
     for files, variables in runs:
         wanted = [it for it in files if it in chosen or not chosen]

@@ -8,6 +8,7 @@ outputs; every result of one side is compared with the other's before anything e
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -577,6 +578,7 @@ class LockstepEngine:
             raise SchedulersDiffer(str(Difference("bytes broadcast to workers", stock, ours)))
 
 
+@functools.cache
 def fields_of(cls: type[Any]) -> list[str]:
     """Return the names of the fields of one of vLLM's structures, if it is one."""
     return list(getattr(cls, "__struct_fields__", getattr(cls, "__dataclass_fields__", ())))

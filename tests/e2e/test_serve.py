@@ -76,7 +76,7 @@ NO_SPACES = '--structured-outputs-config={"backend": "xgrammar", "disable_any_wh
 PLAIN = Case(
     (FEW_BLOCKS, NO_SPACES),
     {
-        "mixed": mixed(32),
+        "mixed": mixed(20),
         "growing": growing(10),
         "structured": [
             Prompt("a spark:", 200, {"structured_outputs": {"json": SCHEMA}}),

@@ -5,17 +5,19 @@ list, or as None where vLLM gives an empty set, is a difference.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import torch
 
 _Sequence = list[Any] | tuple[Any, ...]
+_PLAIN: Final = frozenset((int, str, bytes, bool, float, type(None)))
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,19 @@ def _difference_of_sequences(
     if _are_equal_tokens(reference, candidate):
         return None
     for index, (theirs, ours) in enumerate(zip(reference, candidate, strict=True)):
+        if _are_equal_plain(theirs, ours):
+            continue
         difference = first_difference(theirs, ours, f"{path}[{index}]", ignored_fields)
         if difference is not None:
             name = getattr(theirs, "req_id", None) or getattr(theirs, "request_id", None)
             return _below(difference, name=name)
     return None
+
+
+def _are_equal_plain(reference: Any, candidate: Any) -> bool:
+    """Whether these are most of what there is to compare, and equal: before a path is written."""
+    kind = type(reference)
+    return kind is type(candidate) and kind in _PLAIN and bool(reference == candidate)
 
 
 def _are_equal_tokens(reference: _Sequence, candidate: _Sequence) -> bool:
@@ -81,8 +91,11 @@ def _difference_of_mappings(
     # The order of keys is the order in which requests were scheduled: part of the decision.
     if list(reference) != list(candidate):
         return Difference(f"keys of {path}", list(reference), list(candidate))
-    for key, value in reference.items():
-        difference = first_difference(value, candidate[key], f"{path}[{key!r}]", ignored_fields)
+    for key, theirs in reference.items():
+        ours = candidate[key]
+        if _are_equal_plain(theirs, ours):
+            continue
+        difference = first_difference(theirs, ours, f"{path}[{key!r}]", ignored_fields)
         if difference is not None:
             return _below(difference, name=key if isinstance(key, str) else None)
     return None
@@ -101,6 +114,8 @@ def _difference_of_fields(
         if name in ignored_fields:
             continue
         theirs, ours = getattr(reference, name), getattr(candidate, name)
+        if _are_equal_plain(theirs, ours):
+            continue
         difference = first_difference(theirs, ours, f"{path}.{name}", ignored_fields)
         if difference is not None:
             return _below(difference, field=name, name=_row_name(reference, theirs, ours))
@@ -126,14 +141,18 @@ def _below(difference: Difference, field: str = "", name: str | None = None) -> 
 
 
 def _field_names(value: Any) -> tuple[str, ...] | None:
-    if isinstance(value, msgspec.Struct):
-        return value.__struct_fields__
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return tuple(field.name for field in dataclasses.fields(value))
-    if _is_plain_object(value):
-        return tuple(vars(value))
+    fields = _declared_fields(type(value))
+    return tuple(vars(value)) if fields is None and _is_plain_object(value) else fields
+
+
+@functools.cache
+def _declared_fields(kind: type) -> tuple[str, ...] | None:
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    if dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind))
     # A named tuple's, or nothing.
-    fields: tuple[str, ...] | None = getattr(value, "_fields", None)
+    fields: tuple[str, ...] | None = getattr(kind, "_fields", None)
     return fields
 
 
