@@ -141,7 +141,8 @@ def _below(difference: Difference, field: str = "", name: str | None = None) -> 
 
 
 def _field_names(value: Any) -> tuple[str, ...] | None:
-    fields = _declared_fields(type(value))
+    # mypy takes classes for unhashable.
+    fields = _declared_fields(type(value))  # type: ignore[arg-type]
     return tuple(vars(value)) if fields is None and _is_plain_object(value) else fields
 
 
