@@ -76,7 +76,7 @@ NO_SPACES = '--structured-outputs-config={"backend": "xgrammar", "disable_any_wh
 PLAIN = Case(
     (FEW_BLOCKS, NO_SPACES),
     {
-        "mixed": mixed(20),
+        "mixed": mixed(12),
         "growing": growing(10),
         "structured": [
             Prompt("a spark:", 200, {"structured_outputs": {"json": SCHEMA}}),
@@ -136,7 +136,7 @@ SPECULATING = Case(
     {"VLLM_LOG_STATS_INTERVAL": "1"},
 )
 # Short, for ranks spin while they wait for each other.
-TENSOR_PARALLEL = Case(("--tensor-parallel-size=2",), {"mixed": mixed(4)}, said=("Worker_TP1",))
+TENSOR_PARALLEL = Case(("--tensor-parallel-size=2",), {"mixed": mixed(2)}, said=("Worker_TP1",))
 CASES = {
     "plain": PLAIN,
     "verified": VERIFIED,
