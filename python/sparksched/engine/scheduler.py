@@ -250,12 +250,7 @@ class NativeScheduler(SchedulerInterface):  # type: ignore[misc]
         logger.info("sparksched: requests come in by %s", order.kind)
 
     def order_hints(self, request: Any) -> tuple[str, float | None]:
-        """Read what a request, or its message, says of its place; nothing if none are ordered.
-
-        Raises:
-            VLLMValidationError: if that makes no sense.
-
-        """
+        """Return `hints_of` a request, or its message; nothing if none are ordered."""
         return hints_of(request) if self._is_ordered else ("", None)
 
     @contextlib.contextmanager
