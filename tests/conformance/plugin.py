@@ -43,6 +43,8 @@ class Conformance:
         self._release = releases.installed()
         self._table = not_applicable.read(self._release, on_stock=on_stock)
         self._report = Report()
+        self._list = expected.path_of(self._release)
+        self._known = expected.read(self._list) if self._list.exists() else {}
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
@@ -73,10 +75,9 @@ class Conformance:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Leave out what says nothing about sparksched, if time is short."""
-        if config.option.short:
-            known = expected.read(expected.path_of(self._release))
-            items[:] = [it for it in items if not_applicable.short_name(it.nodeid) in known]
+        """Leave out what says nothing about sparksched, if time is short and that is known."""
+        if config.option.short and self._known:
+            items[:] = [it for it in items if not_applicable.short_name(it.nodeid) in self._known]
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -84,14 +85,13 @@ class Conformance:
         is_complete = not (session.config.option.keyword or session.config.option.short)
         if is_complete:
             self._report.unknown_names = self._table.unknown_names(nodeids)
-        path = expected.path_of(self._release)
-        known = expected.read(path) if path.exists() else {}
+        known = self._known
         if self._on_stock:  # it may pass more
             known = dict.fromkeys(known, Verdict.PASSED.value)
             nodeids = [it for it in nodeids if not_applicable.short_name(it) in known]
         outcomes = expected.outcomes_of(self._report.verdicts)
         if session.config.option.update and is_complete and not self._on_stock:
-            expected.write(path, expected.merged(known, outcomes, nodeids))
+            expected.write(self._list, expected.merged(known, outcomes, nodeids))
         else:
             self._report.changes = expected.changes(known, outcomes, nodeids)
             if is_complete:

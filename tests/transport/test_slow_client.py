@@ -29,7 +29,7 @@ from .conftest import MAX_MODEL_LEN, make_config
 from .engines import Engine, FrugalExecutor, running_engine
 from .holdings import anonymous_bytes
 
-SECONDS = size("SPARKSCHED_SLOW_CLIENT_S", 2, 6)
+SECONDS = size("SPARKSCHED_SLOW_CLIENT_S", 4, 6)
 NUM_STREAMS = size("SPARKSCHED_SLOW_CLIENT_STREAMS", 1024, 1024)
 NUM_OTHER_STREAMS = 4
 STEP_S = 0.0005
