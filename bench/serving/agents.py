@@ -248,4 +248,4 @@ def _of_server(delta: dict[str, float]) -> dict[str, float]:
 if __name__ == "__main__":
     from bench.serving.__main__ import main
 
-    sys.exit(main(["pacing", "--points=4 agents,9 agents,16 agents", *sys.argv[1:]]))
+    sys.exit(main(["large", "--points=4 agents,9 agents,16 agents", *sys.argv[1:]]))
