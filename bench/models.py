@@ -37,11 +37,6 @@ class Model:
         """How many tokens there are."""
         return int(self.config["vocab_size"])
 
-    @property
-    def is_mixture(self) -> bool:
-        """Whether its layers have experts."""
-        return "num_experts_per_tok" in self.config
-
 
 def prepare(name: str, work_dir: Path) -> Model:
     """Write a shape's files, or find a model directory.

@@ -3,9 +3,10 @@
 `bench/tables.toml` says what is in a table. A page has it after a line `<!-- table: NAME -->`, up
 to the first line that is no part of a table; `<!-- table, if measured: NAME -->` may be empty.
 
-A cell has the median over the rounds, and in brackets the least and the most where the table asks
-for it. A table has one kind of GPU, one release of vLLM and one filler of random weights in it,
-and says which; of a mixture of experts it also says how many of a layer a step reads.
+A cell has the median over the rounds in which no kernel was compiled, and in brackets the least and
+the most where the table asks for it; what has fewer than two such rounds is left out. A table has one
+kind of GPU, one release of vLLM and one filler of random weights in it, and says which; of a mixture
+of experts it also says how many of a layer a step reads.
 
     python -m bench.report [FOLDER [--out FILE]]
 """
@@ -144,6 +145,8 @@ def lines_of(table: Table, rows: pd.DataFrame) -> list[str]:
         if only:
             chosen = chosen[chosen[name].isin(only)]
     chosen = first_case(chosen, table.case)
+    rounds = chosen.groupby(["model", "point", "side"])["round"].transform("nunique")
+    chosen = chosen[(chosen["round"] == "") | (rounds >= table.fewest_rounds)]
     if chosen.empty:
         return []
     refuse_mixture(table, chosen)
@@ -162,6 +165,13 @@ def lines_of(table: Table, rows: pd.DataFrame) -> list[str]:
     return lines + [f"| {' | '.join(it)} |" for it in _rows(table, chosen, of_mixtures)]
 
 
+def undisturbed(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of rounds in which no kernel was compiled; experts are counted in any."""
+    disturbed = (rows["metric"] == "compiled") & (rows["value"] > 0) & (rows["case"] != "experts")
+    rounds = pd.MultiIndex.from_frame(rows[OF_ROUND[:-1]])
+    return rows[~rounds.isin(rounds[disturbed])]
+
+
 def first_case(rows: pd.DataFrame, cases: str | list[str]) -> pd.DataFrame:
     """Return the rows of the first one of some cases that has any."""
     of_cases = (rows[rows["case"] == it] for it in ([cases] if isinstance(cases, str) else cases))
@@ -169,15 +179,11 @@ def first_case(rows: pd.DataFrame, cases: str | list[str]) -> pd.DataFrame:
 
 
 def refuse_mixture(table: Table, chosen: pd.DataFrame) -> None:
-    """Raise ReportError if rows of a table don't compare, or are of too few rounds."""
+    """Raise ReportError if rows of a table don't compare."""
     for name in ALIKE:
         values = set(chosen[name]) - {NO_FILLER}
         if name not in table.compares and len(values) > 1:
             raise ReportError(f"table {table.name}: {name} is {' and '.join(sorted(values))}")
-    rounds = chosen[chosen["round"] != ""].groupby(["model", "point", "side"])["round"].nunique()
-    few = rounds[rounds < table.fewest_rounds]
-    if len(few):
-        raise ReportError(f"table {table.name}: too few rounds of {', '.join(few.index[0])}")
 
 
 def counted(table: Table, chosen: pd.DataFrame, rows: pd.DataFrame) -> dict[tuple[str, ...], float]:
@@ -216,7 +222,7 @@ def _rows(
         label += f", vLLM {release}" if len(releases) > 1 else ""
         for sides in [table.sides] if pairs else [[it] for it in table.sides]:
             found = chosen[mine & chosen["side"].isin(sides)]
-            if found.empty:
+            if found["side"].nunique() < len(sides):
                 continue
             cells = [
                 _cell(found, metric, sides, has_range=name in table.ranges)
@@ -270,12 +276,12 @@ def gains(rows: pd.DataFrame) -> list[str]:
             of_case[(of_case["side"] == side) & (of_case["metric"] == it["metric"])]["value"]
             for side in it["sides"]
         ]
-        if it["situation"] in told or any(values.empty for values in both):
+        if it["situation"] in told or any(len(values) < FEWEST_ROUNDS for values in both):
             continue
         told.add(it["situation"])
         before, after = (summary(values, has_range=True) for values in both)
-        cells = (it["situation"], it["what"], before, after, verdict(*both, it["better"]))
-        lines.append(f"| {' | '.join(cells)} |")
+        said = it.get("verdict") or verdict(*both, it["better"])
+        lines.append(f"| {' | '.join((it['situation'], it['what'], before, after, said))} |")
     return lines if len(lines) > 2 else []
 
 
@@ -299,6 +305,7 @@ def written_anew(rows: pd.DataFrame) -> dict[Path, str]:
         ReportError: if a page asks for a table that there is not, or that has nothing in it.
 
     """
+    rows = undisturbed(rows)
     found = {ROOT / page: page_anew((ROOT / page).read_text(), rows) for page in PAGES}
     for name, svg in pictures(rows).items():
         path = PICTURES / f"{name}.svg"

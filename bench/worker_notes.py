@@ -42,7 +42,7 @@ def _listen(path: Path) -> None:
     def note(*, cache_hit: bool, **about: Any) -> None:
         if not cache_hit:  # one that is on the disk is there within milliseconds
             with path.open("a") as file:
-                file.write("compiled\n")
+                file.write(f"{getattr(about['src'], 'name', '')}\n")
         if before is not None:
             before(cache_hit=cache_hit, **about)
 

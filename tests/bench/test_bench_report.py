@@ -56,8 +56,7 @@ def test_experts_that_nobody_has_counted_are_no_row(tmp_path: Path) -> None:
 
 def test_one_round_is_no_row(tmp_path: Path) -> None:
     made_up(tmp_path, rounds=1)
-    with pytest.raises(report.ReportError, match="too few rounds"):
-        report.lines_of(TABLE, report.read(tmp_path))
+    assert report.lines_of(TABLE, report.read(tmp_path)) == []
 
 
 def test_what_was_measured_twice_is_refused(tmp_path: Path) -> None:
