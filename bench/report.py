@@ -4,8 +4,8 @@
 to the first line that is no part of a table; `<!-- table, if measured: NAME -->` may be empty.
 
 A cell has the median over the rounds in which no kernel was compiled, and in brackets the least and
-the most where the table asks for it; what has fewer than two such rounds is left out. A table has one
-kind of GPU, one release of vLLM and one filler of random weights in it, and says which; of a mixture
+the most where the table asks for it. What has fewer than two such rounds is left out. A table has
+one kind of GPU, one release of vLLM and one filler of random weights, and says which; of a mixture
 of experts it also says how many of a layer a step reads.
 
     python -m bench.report [FOLDER [--out FILE]]
