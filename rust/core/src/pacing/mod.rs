@@ -29,7 +29,7 @@ mod report;
 mod step_times;
 mod virtual_server;
 
-use std::collections::VecDeque;
+use std::collections::{BinaryHeap, VecDeque};
 
 use self::ladder::Ladder;
 use self::report::Reporter;
@@ -471,8 +471,8 @@ impl Pacing {
     }
 
     /// The prompts that can be computed, in the order in which they should be: ordinary ones as they
-    /// came, then long ones by what is left of them; all by their deadlines if a long one would be
-    /// late so.
+    /// came, then long ones, those first of whom least is left. If one would be late so, all of them
+    /// the shortest first as far as deadlines allow.
     fn order(&self) -> Vec<usize> {
         let prompts = &self.demand.prompts;
         let candidates = (0..prompts.len()).filter(|&it| prompts[it].may_run);
@@ -480,19 +480,22 @@ impl Pacing {
             candidates.partition(|&it| is_ordinary(&prompts[it]));
         let size = self.within_bound();
         let work: Vec<f64> = prompts.iter().map(|it| self.work_s(it, size)).collect();
-        let left = |&it: &usize| self.time_left_s(&prompts[it]);
+        let left = |it: &Prompt| self.to_come.left() * self.time_left_s(it);
+        let left_s: Vec<f64> = prompts.iter().map(left).collect();
         long.sort_by(|&one, &other| work[one].total_cmp(&work[other]));
         let mut sum_s: f64 = order.iter().map(|&it| work[it]).sum();
         let is_safe = |it: &usize| {
             sum_s += work[*it];
-            sum_s <= self.to_come.left() * left(it)
+            sum_s <= left_s[*it]
         };
         let are_safe = long.iter().all(is_safe);
         order.append(&mut long);
-        if !are_safe {
-            order.sort_by(|one, other| left(one).total_cmp(&left(other)));
+        if are_safe {
+            return order;
         }
-        order
+        let largest = self.ladder.largest();
+        let work: Vec<f64> = prompts.iter().map(|it| self.work_s(it, largest)).collect();
+        shortest_first(order, &work, &left_s)
     }
 
     /// The time to a prompt's deadline.
@@ -528,6 +531,7 @@ impl Pacing {
     /// can be met by chunks of a size.
     fn needed_shares(&self, order: &[usize], size: usize) -> (f64, f64) {
         let (mut sum_s, mut of_ordinary, mut of_long) = (0.0, 0.0_f64, 0.0_f64);
+        let step_s = self.full_chunk_s(order, size);
         for &position in order {
             let prompt = &self.demand.prompts[position];
             sum_s += self.work_s(prompt, size);
@@ -535,7 +539,7 @@ impl Pacing {
             if is_ordinary(prompt) {
                 // They are through at the end of a step, not before. Where that is too late, what
                 // counts is by how much: of several, all are to be helped.
-                let end_s = sum_s.max(self.chunk_time_s(size, middle_of(prompt)));
+                let end_s = sum_s.max(step_s);
                 let late_s = (end_s - left_s).max(0.0);
                 let share = (end_s / left_s.max(end_s)) + late_s / self.settings.max_stall_s;
                 of_ordinary = of_ordinary.max(share);
@@ -544,6 +548,18 @@ impl Pacing {
             }
         }
         (of_ordinary, of_long)
+    }
+
+    /// What a chunk takes that is filled in this order, in seconds.
+    fn full_chunk_s(&self, order: &[usize], size: usize) -> f64 {
+        let (room, mut left, mut attention) = (self.room(size), self.room(size), 0.0);
+        for &it in order {
+            let prompt = &self.demand.prompts[it];
+            let part = f64::from(prompt.num_missing).min(left);
+            attention += part * (f64::from(prompt.num_computed) + 0.5 * part);
+            left -= part;
+        }
+        self.chunk_time_s(size, attention / room)
     }
 
     /// A step of prompts in this order, of this size at most.
@@ -747,6 +763,26 @@ impl Chosen {
 
 fn is_ordinary(prompt: &Prompt) -> bool {
     prompt.promise.is_some_and(|it| it.is_ordinary)
+}
+
+/// From the last place to the first, each is the longest of those whose deadline is not before it
+/// (Smith, 1956): of all orders that meet the deadlines, the one with the least mean wait. Where none
+/// can wait so long, the one with the latest deadline.
+fn shortest_first(mut prompts: Vec<usize>, work_s: &[f64], left_s: &[f64]) -> Vec<usize> {
+    prompts.sort_by(|&one, &other| left_s[one].total_cmp(&left_s[other]));
+    let mut sum_s: f64 = prompts.iter().map(|&it| work_s[it]).sum();
+    let mut order = Vec::with_capacity(prompts.len());
+    let mut can_wait = BinaryHeap::new();
+    loop {
+        while let Some(it) = prompts.pop_if(|it| left_s[*it] >= sum_s) {
+            can_wait.push((work_s[it].to_bits(), it));
+        }
+        let Some(it) = can_wait.pop().map(|(_, it)| it).or_else(|| prompts.pop()) else { break };
+        sum_s -= work_s[it];
+        order.push(it);
+    }
+    order.reverse();
+    order
 }
 
 /// What some prompts lack, in tokens, and the same, each times what it attends to.
