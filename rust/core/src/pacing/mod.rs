@@ -359,7 +359,7 @@ impl Pacing {
             None => self.is_within_stall(num_missing.into(), attention_of(prompt)),
         };
         let work_s = self.full_work_s(num_missing.into(), attention_of(prompt));
-        let chunks_s = self.work_s(prompt, self.within_bound());
+        let chunks_s = self.work_s(prompt, self.within_bound_for_any());
         self.to_come.arrive(chunks_s.min(DEARER * work_s), is_ordinary);
         Promise {
             arrived_at: prompt.promise.map_or(now, |it| it.arrived_at),
@@ -390,17 +390,22 @@ impl Pacing {
 
     /// Of the sizes that stay within the stall, the smallest that is nearly as fast as the best; the
     /// smallest of all if none does.
-    fn within_bound(&self) -> usize {
-        // Whoever is in it: the dearest decides.
+    fn within_bound(&self, time_s: impl Fn(usize) -> f64) -> usize {
+        let first = self.first_size();
+        let times = (first..=self.ladder.largest()).map(|size| (size, time_s(size)));
+        let mut fitting: Vec<(usize, f64)> = times.collect();
+        fitting.retain(|&(_, time_s)| self.ladder.fits(time_s, self.settings.max_stall_s));
+        let speed = |&(size, time_s): &(usize, f64)| self.room(size) / time_s;
+        let best = fitting.iter().map(speed).fold(0.0, f64::max);
+        let good = fitting.iter().find(|it| speed(it) >= GOOD_ENOUGH * best);
+        good.map_or(first, |&(size, _)| size)
+    }
+
+    /// The same, whoever is in it: the dearest decides.
+    fn within_bound_for_any(&self) -> usize {
         let prompts = self.demand.prompts.iter().filter(|it| it.may_run);
         let context = f64::from(prompts.map(|it| it.num_computed).max().unwrap_or(0));
-        let time_s = |size| self.chunk_time_s(size, context + 0.5 * self.room(size));
-        let speed = |size| self.room(size) / time_s(size);
-        let fits = |&size: &usize| self.ladder.fits(time_s(size), self.settings.max_stall_s);
-        let first = self.first_size();
-        let mut sizes = (first..=self.ladder.largest()).filter(fits);
-        let best = sizes.clone().map(speed).fold(0.0, f64::max);
-        sizes.find(|&it| speed(it) >= GOOD_ENOUGH * best).unwrap_or(first)
+        self.within_bound(|size| self.chunk_time_s(size, context + 0.5 * self.room(size)))
     }
 
     /// The smallest size with room for prompts.
@@ -416,8 +421,13 @@ impl Pacing {
     }
 
     /// Tokens of prompts in a chunk of a size.
+    fn capacity(&self, size: usize) -> u32 {
+        self.ladder.sizes()[size].saturating_sub(self.demand.num_decode_tokens).max(1)
+    }
+
+    /// The same, as a number to calculate with.
     fn room(&self, size: usize) -> f64 {
-        self.ladder.sizes()[size].saturating_sub(self.demand.num_decode_tokens).max(1).into()
+        self.capacity(size).into()
     }
 
     /// What is left of a prompt, in seconds of chunks of a size.
@@ -444,7 +454,7 @@ impl Pacing {
             return Chosen::unpaced(Mode::Ordinary, &self.base);
         }
         let order = self.order();
-        let bounded = self.within_bound();
+        let bounded = self.within_bound(|size| self.full_chunk_s(&order, size));
         let (size, share, over_stall) = self.least_chunk(&order, bounded);
         // The sooner those who hold blocks are through, the sooner others come in.
         let is_blocked = prompts.iter().any(|it| !it.may_run);
@@ -478,7 +488,7 @@ impl Pacing {
         let candidates = (0..prompts.len()).filter(|&it| prompts[it].may_run);
         let (mut order, mut long): (Vec<usize>, Vec<usize>) =
             candidates.partition(|&it| is_ordinary(&prompts[it]));
-        let size = self.within_bound();
+        let size = self.within_bound_for_any();
         let work: Vec<f64> = prompts.iter().map(|it| self.work_s(it, size)).collect();
         let left = |it: &Prompt| self.to_come.left() * self.time_left_s(it);
         let left_s: Vec<f64> = prompts.iter().map(left).collect();
@@ -550,36 +560,34 @@ impl Pacing {
         (of_ordinary, of_long)
     }
 
-    /// What a chunk takes that is filled in this order, in seconds.
+    /// What a chunk takes that serves prompts in this order, in seconds.
     fn full_chunk_s(&self, order: &[usize], size: usize) -> f64 {
-        let (room, mut left, mut attention) = (self.room(size), self.room(size), 0.0);
-        for &it in order {
-            let prompt = &self.demand.prompts[it];
-            let part = f64::from(prompt.num_missing).min(left);
-            attention += part * (f64::from(prompt.num_computed) + 0.5 * part);
+        let capacity = self.capacity(size);
+        let level = self.level(order, capacity);
+        let (mut left, mut attention) = (capacity, 0.0);
+        for prompt in self.as_vllm_looks(order) {
+            let part = prompt.num_missing.min(level).min(left);
             left -= part;
+            attention += f64::from(part) * (f64::from(prompt.num_computed) + 0.5 * f64::from(part));
         }
-        self.chunk_time_s(size, attention / room)
+        self.chunk_time_s(size, attention / f64::from(capacity))
     }
 
     /// A step of prompts in this order, of this size at most.
     fn chunk(&self, scheduler: &Scheduler, order: &[usize], size: usize) -> Chosen {
         let prompts = &self.demand.prompts;
-        let num_decode_tokens = self.demand.num_decode_tokens;
         let is_for_long = !order.iter().all(|&it| is_ordinary(&prompts[it]));
-        let capacity = self.ladder.sizes()[size] - num_decode_tokens;
-        let (running, waiting): (Vec<usize>, Vec<usize>) =
-            order.iter().partition(|&&it| prompts[it].is_running);
+        let capacity = self.capacity(size);
         let mut knobs = self.base.clone();
         knobs.max_num_scheduled_tokens = self.ladder.sizes()[size];
         let can_order = scheduler.can_be_reordered(knobs.max_num_scheduled_tokens);
-        if can_order {
-            knobs.order = running.iter().chain(&waiting).map(|&it| prompts[it].index).collect();
-        }
-        if !can_order || !self.is_served_behind(&running, &waiting, order, capacity) {
-            let lacking = self.lacking(order, capacity);
-            knobs.long_prefill_token_threshold = self.threshold(fill_level(&lacking, capacity));
-        }
+        let level = if can_order {
+            knobs.order = self.as_vllm_looks(order).map(|it| it.index).collect();
+            self.level(order, capacity)
+        } else {
+            fill_level(&self.lacking(order, capacity), capacity)
+        };
+        knobs.long_prefill_token_threshold = self.threshold(level);
         Chosen { mode: Mode::Chunk, knobs, is_for_long, share: 0.0, over_stall: None }
     }
 
@@ -594,27 +602,33 @@ impl Pacing {
         prompts.filter(takes_part).map(|it| it.num_missing).collect()
     }
 
-    /// Whether those who wait get as much behind all who run as they would in their order: vLLM
-    /// looks at those who run first.
-    fn is_served_behind(
-        &self,
-        running: &[usize],
-        waiting: &[usize],
-        order: &[usize],
-        capacity: u32,
-    ) -> bool {
-        let parts = |order: &mut dyn Iterator<Item = &usize>| {
+    /// The tokens that each prompt may have in a step: no limit if those who wait get as much behind
+    /// all who run as they would in their order. vLLM looks at those who run first.
+    fn level(&self, order: &[usize], capacity: u32) -> u32 {
+        let of_waiting = |prompts: &mut dyn Iterator<Item = &Prompt>| {
             let mut left = capacity;
             let mut num_tokens = 0;
-            for &it in order {
-                let prompt = &self.demand.prompts[it];
+            for prompt in prompts {
                 let part = prompt.num_missing.min(left);
                 left -= part;
                 num_tokens += if prompt.is_running { 0 } else { part };
             }
             num_tokens
         };
-        waiting.is_empty() || parts(&mut running.iter().chain(waiting)) >= parts(&mut order.iter())
+        let in_order = of_waiting(&mut order.iter().map(|&it| &self.demand.prompts[it]));
+        if of_waiting(&mut self.as_vllm_looks(order)) >= in_order {
+            return u32::MAX;
+        }
+        fill_level(&self.lacking(order, capacity), capacity)
+    }
+
+    /// Prompts in the order in which vLLM looks at them: first those who run.
+    fn as_vllm_looks(&self, order: &[usize]) -> impl Iterator<Item = &Prompt> {
+        let those = |is_running: bool| {
+            let prompts = order.iter().map(|&it| &self.demand.prompts[it]);
+            prompts.filter(move |it| it.is_running == is_running)
+        };
+        those(true).chain(those(false))
     }
 
     /// The threshold of a step, given what each prompt may have and what is configured.
