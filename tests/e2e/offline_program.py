@@ -31,7 +31,7 @@ BLOCK_SIZE_WITH_STATES = 128  # vLLM's on a CPU
 NUM_BLOCKS = {True: 20, False: 16}
 CACHED = "-cached"
 ALL_HYBRIDS = [name + suffix for name in HYBRIDS for suffix in ("", CACHED)]
-FEW_HYBRIDS = ("lfm2-cached", "qwen3_next")
+FEW_HYBRIDS = ("lfm2-cached",)
 """Those of `make test`."""
 
 Result = TypeVar("Result")

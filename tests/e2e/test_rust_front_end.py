@@ -36,6 +36,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.full
 def test_vllms_own_scheduler_after_a_fallback(model_dir: Path, tmp_path: Path) -> None:
     """The engine sends what vLLM's scheduler decides the same way."""
     seen = []

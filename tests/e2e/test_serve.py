@@ -194,8 +194,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
+SHORT = ("plain", "tensor-parallel")
+"""Cases of `make test`."""
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(it, marks=pytest.mark.full if it == "verified" else ()) for it in CASES]
+    "name", [pytest.param(it, marks=() if it in SHORT else pytest.mark.full) for it in CASES]
 )
 def test_users_cannot_tell_them_apart(name: str, model: Path, tmp_path: Path) -> None:
     case = CASES[name]

@@ -23,7 +23,7 @@ from .world import live_through
 
 pytestmark = pytest.mark.release
 
-NUM_SEEDS = 60 if FULL else 20
+NUM_SEEDS = 60 if FULL else 12
 SEEDS_OF_COVERAGE = range(16)
 
 
@@ -100,6 +100,7 @@ def counted(owner: Any, name: str) -> Iterator[mock.Mock]:
         yield counter
 
 
+@pytest.mark.full
 def test_scenarios_come_to_the_interesting_places(tokenizer: Any) -> None:
     """Else their equality would prove nothing."""
     calls: dict[str, int] = {}

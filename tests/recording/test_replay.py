@@ -19,7 +19,8 @@ from testkit.worlds.states import CIRCULAR_LAYOUTS
 
 from .scenarios import events, record_scenario, replayed
 
-pytestmark = pytest.mark.release
+# What is written down doesn't depend on the release: only `test-all` replays with both.
+pytestmark = [pytest.mark.release] * scale.FULL
 
 NUM_STEPS = 100
 

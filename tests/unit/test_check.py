@@ -270,6 +270,7 @@ def run_command(stdout: int | None, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.command
 def test_on_a_terminal(model: str) -> None:
     terminal, end = pty.openpty()
