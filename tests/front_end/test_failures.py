@@ -22,8 +22,8 @@ from unittest import mock
 
 import httpx
 import pytest
-from scale import FULL
 from engine.harness import restored_vllm
+from scale import FULL
 from sparksched import plugin
 from sparksched.api_server.errors import EngineBusyError
 from sparksched.shared import queue_timeout
