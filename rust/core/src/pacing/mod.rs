@@ -182,6 +182,9 @@ const GOOD_ENOUGH: f64 = 0.95;
 /// A larger chunk that meets no deadline either has to be better by this part.
 const WORTHWHILE: f64 = 0.02;
 
+/// The least part of a chunk that ordinary prompts are counted with.
+const LEAST_PART: f64 = 0.01;
+
 /// The least time to a deadline that is counted with, in seconds.
 const SOON_S: f64 = 1e-3;
 
@@ -454,7 +457,7 @@ impl Pacing {
             return Chosen::unpaced(Mode::Ordinary, &self.base);
         }
         let order = self.order();
-        let bounded = self.within_bound(|size| self.full_chunk_s(&order, size));
+        let bounded = self.within_bound(|size| self.chunk_in_order(&order, size).0);
         let (size, share, over_stall) = self.least_chunk(&order, bounded);
         // The sooner those who hold blocks are through, the sooner others come in.
         let is_blocked = prompts.iter().any(|it| !it.may_run);
@@ -516,8 +519,9 @@ impl Pacing {
     }
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
-    /// met, or else the one with which they are missed least, ordinary ones above all: it may be a
-    /// smaller one. Then the share of the time that they need, and for whom it exceeds the bound.
+    /// met, or else the one with which they are missed least, ordinary ones above all: a smaller one
+    /// if long ones can afford it. Then the share of the time that they need, and for whom it exceeds
+    /// the bound.
     fn least_chunk(&self, order: &[usize], bounded: usize) -> (usize, f64, Option<OverStall>) {
         let needed = |size| self.needed_shares(order, size);
         let (mut best, (mut ordinary, mut long)) = (bounded, needed(bounded));
@@ -530,7 +534,10 @@ impl Pacing {
             let (of_ordinary, of_long) = needed(size);
             let is_better = |new: f64, old: f64| new.max(1.0) < (1.0 - WORTHWHILE) * old.max(1.0);
             let is_worse = is_better(ordinary, of_ordinary);
-            if is_better(of_ordinary, ordinary) || (!is_worse && is_better(of_long, long)) {
+            let is_affordable = size > bounded || of_long <= 1.0;
+            if is_affordable && is_better(of_ordinary, ordinary)
+                || (!is_worse && is_better(of_long, long))
+            {
                 (best, ordinary, long) = (size, of_ordinary, of_long);
             }
         }
@@ -541,7 +548,7 @@ impl Pacing {
     /// can be met by chunks of a size.
     fn needed_shares(&self, order: &[usize], size: usize) -> (f64, f64) {
         let (mut sum_s, mut of_ordinary, mut of_long) = (0.0, 0.0_f64, 0.0_f64);
-        let step_s = self.full_chunk_s(order, size);
+        let (step_s, part_of_long) = self.chunk_in_order(order, size);
         for &position in order {
             let prompt = &self.demand.prompts[position];
             sum_s += self.work_s(prompt, size);
@@ -549,7 +556,7 @@ impl Pacing {
             if is_ordinary(prompt) {
                 // They are through at the end of a step, not before. Where that is too late, what
                 // counts is by how much: of several, all are to be helped.
-                let end_s = sum_s.max(step_s);
+                let end_s = (sum_s / (1.0 - part_of_long).max(LEAST_PART)).max(step_s);
                 let late_s = (end_s - left_s).max(0.0);
                 let share = (end_s / left_s.max(end_s)) + late_s / self.settings.max_stall_s;
                 of_ordinary = of_ordinary.max(share);
@@ -560,17 +567,22 @@ impl Pacing {
         (of_ordinary, of_long)
     }
 
-    /// What a chunk takes that serves prompts in this order, in seconds.
-    fn full_chunk_s(&self, order: &[usize], size: usize) -> f64 {
+    /// What a chunk takes that serves prompts in this order, in seconds, and the part of it that long
+    /// ones have because they run: vLLM looks at them before those who wait.
+    fn chunk_in_order(&self, order: &[usize], size: usize) -> (f64, f64) {
         let capacity = self.capacity(size);
         let level = self.level(order, capacity);
-        let (mut left, mut attention) = (capacity, 0.0);
+        let (mut left, mut attention, mut of_long) = (capacity, 0.0, 0);
         for prompt in self.as_vllm_looks(order) {
             let part = prompt.num_missing.min(level).min(left);
             left -= part;
             attention += f64::from(part) * (f64::from(prompt.num_computed) + 0.5 * f64::from(part));
+            if level < u32::MAX && prompt.is_running && !is_ordinary(prompt) {
+                of_long += part;
+            }
         }
-        self.chunk_time_s(size, attention / f64::from(capacity))
+        let capacity = f64::from(capacity);
+        (self.chunk_time_s(size, attention / capacity), f64::from(of_long) / capacity)
     }
 
     /// A step of prompts in this order, of this size at most.
