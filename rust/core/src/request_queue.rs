@@ -90,13 +90,14 @@ impl RequestQueue {
     /// or nothing if it stays: by urgency there is no front.
     pub fn bring_forward(&mut self, first: &[RequestIndex]) -> Vec<RequestIndex> {
         let Self::Fcfs(queue) = self else { return Vec::new() };
-        let mut moved: Vec<RequestIndex> =
-            first.iter().copied().filter(|it| queue.contains(it)).collect();
+        let before: Vec<RequestIndex> = queue.iter().copied().collect();
+        let is_there = has(&before);
+        let mut moved: Vec<RequestIndex> = first.iter().copied().filter(is_there).collect();
         if moved.is_empty() {
             return moved;
         }
-        let before = queue.iter().copied().collect();
-        queue.retain(|it| !moved.contains(it));
+        let is_moved = has(&moved);
+        queue.retain(|it| !is_moved(it));
         while let Some(index) = moved.pop() {
             queue.push_front(index);
         }
@@ -109,18 +110,15 @@ impl RequestQueue {
         if before.is_empty() {
             return;
         }
-        let mut left: Vec<RequestIndex> = queue.iter().copied().collect();
-        left.sort_unstable();
-        let stayed = before.iter().filter(|it| left.binary_search(it).is_ok());
-        queue.retain(|it| !before.contains(it));
-        queue.extend(stayed);
+        let (is_left, was_there) = (has(queue.make_contiguous()), has(before));
+        queue.retain(|it| !was_there(it));
+        queue.extend(before.iter().filter(|it| is_left(it)));
     }
 
     /// Takes out the given requests, those that are not there aside.
     pub fn remove_all(&mut self, indices: &[RequestIndex], slots: &Slots) {
-        let mut leaving = indices.to_vec();
-        leaving.sort_unstable();
-        let stays = |index: &RequestIndex| leaving.binary_search(index).is_err();
+        let is_leaving = has(indices);
+        let stays = |index: &RequestIndex| !is_leaving(index);
         match self {
             Self::Fcfs(queue) => queue.retain(stays),
             Self::Priority(heap) => {
@@ -148,6 +146,13 @@ impl RequestQueue {
             }
         }
     }
+}
+
+/// Whether requests are among these, however many there are.
+pub fn has(those: &[RequestIndex]) -> impl Fn(&RequestIndex) -> bool + use<> {
+    let mut sorted = those.to_vec();
+    sorted.sort_unstable();
+    move |index| sorted.binary_search(index).is_ok()
 }
 
 /// A binary heap, the most urgent request first: smaller `(priority, arrival time, id)`.

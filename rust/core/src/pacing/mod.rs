@@ -362,8 +362,11 @@ impl Pacing {
             None => self.is_within_stall(num_missing.into(), attention_of(prompt)),
         };
         let work_s = self.full_work_s(num_missing.into(), attention_of(prompt));
-        let chunks_s = self.work_s(prompt, self.within_bound_for_any());
-        self.to_come.arrive(chunks_s.min(DEARER * work_s), is_ordinary);
+        let own_chunk_s = |size| self.chunk_time_s(size, 0.5 * self.room(size));
+        let chunks_s = self.work_s(prompt, self.within_bound(own_chunk_s));
+        if prompt.promise.is_none() {
+            self.to_come.arrive(chunks_s.min(DEARER * work_s), is_ordinary);
+        }
         Promise {
             arrived_at: prompt.promise.map_or(now, |it| it.arrived_at),
             since: now,
@@ -387,7 +390,7 @@ impl Pacing {
     fn deadline(&self, promise: &Promise) -> f64 {
         let times = if promise.is_ordinary { 1.0 } else { self.settings.max_slowdown };
         let work_s = self.full_work_s(promise.num_tokens, promise.attention);
-        let virtual_s = promise.virtual_s * work_s / promise.work_s;
+        let virtual_s = promise.virtual_s * work_s / promise.work_s.max(SOON_S);
         promise.since + times * virtual_s + self.settings.max_stall_s
     }
 
@@ -402,13 +405,6 @@ impl Pacing {
         let best = fitting.iter().map(speed).fold(0.0, f64::max);
         let good = fitting.iter().find(|it| speed(it) >= GOOD_ENOUGH * best);
         good.map_or(first, |&(size, _)| size)
-    }
-
-    /// The same, whoever is in it: the dearest decides.
-    fn within_bound_for_any(&self) -> usize {
-        let prompts = self.demand.prompts.iter().filter(|it| it.may_run);
-        let context = f64::from(prompts.map(|it| it.num_computed).max().unwrap_or(0));
-        self.within_bound(|size| self.chunk_time_s(size, context + 0.5 * self.room(size)))
     }
 
     /// The smallest size with room for prompts.
@@ -456,9 +452,10 @@ impl Pacing {
         if self.is_left_to_vllm() {
             return Chosen::unpaced(Mode::Ordinary, &self.base);
         }
-        let order = self.order();
+        let left_s: Vec<f64> = prompts.iter().map(|it| self.time_left_s(it)).collect();
+        let order = self.order(&left_s);
         let bounded = self.within_bound(|size| self.chunk_in_order(&order, size).0);
-        let (size, share, over_stall) = self.least_chunk(&order, bounded);
+        let (size, share, over_stall) = self.least_chunk(&order, &left_s, bounded);
         // The sooner those who hold blocks are through, the sooner others come in.
         let is_blocked = prompts.iter().any(|it| !it.may_run);
         let mut owed = self.owed;
@@ -486,15 +483,18 @@ impl Pacing {
     /// The prompts that can be computed, in the order in which they should be: ordinary ones as they
     /// came, then long ones, those first of whom least is left. If one would be late so, all of them
     /// the shortest first as far as deadlines allow.
-    fn order(&self) -> Vec<usize> {
+    fn order(&self, left_s: &[f64]) -> Vec<usize> {
         let prompts = &self.demand.prompts;
         let candidates = (0..prompts.len()).filter(|&it| prompts[it].may_run);
         let (mut order, mut long): (Vec<usize>, Vec<usize>) =
             candidates.partition(|&it| is_ordinary(&prompts[it]));
-        let size = self.within_bound_for_any();
+        // Whoever is in it: the dearest decides.
+        let computed = prompts.iter().filter(|it| it.may_run).map(|it| it.num_computed);
+        let context = f64::from(computed.max().unwrap_or(0));
+        let dearest_s = |size| self.chunk_time_s(size, context + 0.5 * self.room(size));
+        let size = self.within_bound(dearest_s);
         let work: Vec<f64> = prompts.iter().map(|it| self.work_s(it, size)).collect();
-        let left = |it: &Prompt| self.to_come.left() * self.time_left_s(it);
-        let left_s: Vec<f64> = prompts.iter().map(left).collect();
+        let left_s: Vec<f64> = left_s.iter().map(|it| self.to_come.left() * it).collect();
         long.sort_by(|&one, &other| work[one].total_cmp(&work[other]));
         let mut sum_s: f64 = order.iter().map(|&it| work[it]).sum();
         let is_safe = |it: &usize| {
@@ -522,8 +522,13 @@ impl Pacing {
     /// met, or else the one with which they are missed least, ordinary ones above all: a smaller one
     /// if long ones can afford it. Then the share of the time that they need, and for whom it exceeds
     /// the bound.
-    fn least_chunk(&self, order: &[usize], bounded: usize) -> (usize, f64, Option<OverStall>) {
-        let needed = |size| self.needed_shares(order, size);
+    fn least_chunk(
+        &self,
+        order: &[usize],
+        left_s: &[f64],
+        bounded: usize,
+    ) -> (usize, f64, Option<OverStall>) {
+        let needed = |size| self.needed_shares(order, left_s, size);
         let (mut best, (mut ordinary, mut long)) = (bounded, needed(bounded));
         let reason = if ordinary > 1.0 { OverStall::Ordinary } else { OverStall::Long };
         let smaller = (self.first_size()..bounded).rev();
@@ -546,13 +551,13 @@ impl Pacing {
 
     /// The share of the time with which the deadlines of ordinary prompts, and those of long ones,
     /// can be met by chunks of a size.
-    fn needed_shares(&self, order: &[usize], size: usize) -> (f64, f64) {
+    fn needed_shares(&self, order: &[usize], left_s: &[f64], size: usize) -> (f64, f64) {
         let (mut sum_s, mut of_ordinary, mut of_long) = (0.0, 0.0_f64, 0.0_f64);
         let (step_s, part_of_long) = self.chunk_in_order(order, size);
         for &position in order {
             let prompt = &self.demand.prompts[position];
             sum_s += self.work_s(prompt, size);
-            let left_s = self.time_left_s(prompt);
+            let left_s = left_s[position];
             if is_ordinary(prompt) {
                 // They are through at the end of a step, not before. Where that is too late, what
                 // counts is by how much: of several, all are to be helped.

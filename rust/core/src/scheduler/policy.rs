@@ -15,6 +15,7 @@ use crate::ids::RequestIndex;
 use crate::kv_cache_manager::AdmissionTerms;
 use crate::promise::LateBy;
 use crate::request::{EventKind, FetchStage, PrefillStats, Request, RequestStatus};
+use crate::request_queue::has;
 use crate::state_group::Sequence;
 use crate::step::{Admission, ScheduledRequest, Step, UNKNOWN_DRAFT};
 use crate::wait_reason::WaitReason;
@@ -160,9 +161,9 @@ impl Scheduler {
     #[cold]
     fn put_in_order(&mut self, order: &[RequestIndex]) -> Places {
         let running = self.running.clone();
-        let runs = |&&index: &&RequestIndex| running.contains(&index);
-        self.running.retain(|index| !order.contains(index));
-        self.running.extend(order.iter().filter(runs));
+        let (runs, is_moved) = (has(&running), has(order));
+        self.running.retain(|index| !is_moved(index));
+        self.running.extend(order.iter().filter(|it| runs(it)));
         Places { running, waiting: self.waiting.bring_forward(order) }
     }
 
