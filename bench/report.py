@@ -90,7 +90,7 @@ class Table:
 
 
 def read(folder: Path) -> pd.DataFrame:
-    """Return the rows of all CSV files below a folder.
+    """Return the rows of all CSV files below a folder, of undisturbed rounds.
 
     Raises:
         ReportError: if a file lacks a column, or if two files have the same round of something.
@@ -111,7 +111,7 @@ def read(folder: Path) -> pd.DataFrame:
         first = twice.iloc[0]
         files = ", ".join(sorted(set(twice[twice["point"] == first["point"]]["file"])))
         raise ReportError(f"measured twice: {first['case']}, {first['point']}, in {files}")
-    return rows
+    return undisturbed(rows)
 
 
 def as_frame(rows: Any) -> pd.DataFrame:
@@ -144,9 +144,9 @@ def lines_of(table: Table, rows: pd.DataFrame) -> list[str]:
     for name, only in (("point", table.points), ("model", table.models)):
         if only:
             chosen = chosen[chosen[name].isin(only)]
-    chosen = first_case(chosen, table.case)
-    rounds = chosen.groupby(["model", "point", "side"])["round"].transform("nunique")
+    rounds = chosen.groupby([*OF_ROUND[:-2], "metric"])["round"].transform("nunique")
     chosen = chosen[(chosen["round"] == "") | (rounds >= table.fewest_rounds)]
+    chosen = first_case(chosen, table.case)
     if chosen.empty:
         return []
     refuse_mixture(table, chosen)
@@ -305,7 +305,6 @@ def written_anew(rows: pd.DataFrame) -> dict[Path, str]:
         ReportError: if a page asks for a table that there is not, or that has nothing in it.
 
     """
-    rows = undisturbed(rows)
     found = {ROOT / page: page_anew((ROOT / page).read_text(), rows) for page in PAGES}
     for name, svg in pictures(rows).items():
         path = PICTURES / f"{name}.svg"

@@ -62,8 +62,6 @@ class Case:
     max_model_len: int = 2048
     kv_gib: float | None = None
     filler: str = OUR_FILLER
-    cores: int | None = None
-    """CPU cores that each server has; None: all."""
     arguments: list[str] = field(default_factory=list)
 
 
@@ -103,9 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with running(group, plan, work_dir) as servers:
                 if len(servers) < len(group):
                     run.status = 1
-                if case.cores is not None:
-                    for server in servers:
-                        server.confine(case.cores)
                 run.measure(servers)
     except OutOfTimeError:
         print("no time is left for the rest", file=sys.stderr)

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,6 @@ class Server:
     def threads(self) -> Threads:
         """Look at the CPU time of its threads."""
         return Threads.of(self.launched.process.pid)
-
-    def confine(self, number: int) -> None:
-        """Confine all of its threads to so many CPU cores, and those that they start later."""
-        cores = sorted(os.sched_getaffinity(0))
-        # The first one serves most interrupts.
-        chosen = cores[1 : number + 1] if len(cores) > number else cores[:number]
-        for _, thread in self.threads().seconds:
-            with suppress(ProcessLookupError):
-                os.sched_setaffinity(thread, chosen)
 
     def num_compiled(self) -> int:
         """Return how many Triton kernels its workers have compiled."""
