@@ -319,7 +319,8 @@ def test_a_storm(
     arguments = (*arguments, *with_adapters(models[kind]))
     known = [at for at, it in enumerate(wanted) if kind == "images" or is_text(it)]
     with serving(models[kind], tmp_path / "log", *arguments, environment=environment) as server:
-        storm(server, known, wanted, in_peace, resets=True)
+        # Of two engines each has half of the requests, and may have blocks enough.
+        storm(server, known, wanted, in_peace, resets=True, preempts=name != "two-engines")
 
 
 # vLLM's Rust front end refuses several answers and LLaVA's images. Its bad words are other tokens.
@@ -354,6 +355,7 @@ def storm(
     in_peace: list[dict[int, Answer]],
     *,
     resets: bool,
+    preempts: bool = True,
     with_text: bool = True,
 ) -> None:
     """Ask for some of what is wanted; compare each answer with that in peace."""
@@ -361,7 +363,8 @@ def storm(
     answers = asyncio.run(ask_all(server, wanted, is_storm=True, resets=resets))
     assert server.runs_sparksched
     server.wait_until_idle()
-    assert server.metric("vllm:num_preemptions_total") > 0
+    if preempts:
+        assert server.metric("vllm:num_preemptions_total") > 0
     for plan, answer, expected in zip(wanted, answers, in_peace, strict=True):
         if plan.num_chunks_to_leave is None:
             assert answer.keys() == expected.keys()
