@@ -137,6 +137,7 @@ def expressions() -> Iterator[str]:
         yield from (target["expr"] for target in panel["targets"])
 
 
+@pytest.mark.full
 def test_a_server_without_statistics_says_only_what_schedules(
     model_directory: Path, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ NUM_QUIET_POINTS = 20
 WARM_UP = 5
 """Quiet points before which caches fill and heaps find their size."""
 
-NUM_REQUESTS = size("SPARKSCHED_SOAK_REQUESTS", 8_000, 100_000, minimum=2 * NUM_QUIET_POINTS)
+NUM_REQUESTS = size("SPARKSCHED_SOAK_REQUESTS", 5_000, 100_000, minimum=2 * NUM_QUIET_POINTS)
 SEED = size("SPARKSCHED_SOAK_SEED", 1, 1, minimum=0)
 LIMIT_S = 300 + NUM_REQUESTS // 50
 
