@@ -511,6 +511,12 @@ impl Pair {
 
     /// What holds of any life.
     fn check(&self) {
+        self.check_within(200, 3);
+    }
+
+    /// One of so many steps may be over the stall for nobody, and so many requests preempted beyond
+    /// vLLM's and a tenth.
+    fn check_within(&self, steps: usize, num_preempted: usize) {
         let Case { name, stall_s, device, .. } = &self.case;
         let what = format!("{name} on {}", device.name);
         assert!(self.paced.lives.iter().all(|it| !it.tokens_at.is_empty()), "{what}: who starves?");
@@ -527,8 +533,11 @@ impl Pair {
         let is_counted = |it: &PacedStep| it.load.num_prompt_tokens + it.load.num_decode_tokens > 0;
         let plain = self.paced.steps.iter().filter(|it| it.chosen.mode == Mode::Plain);
         assert!(plain.clone().all(is_counted), "{what}: decodes that are not seen");
-        assert!(100 * unasked <= all, "{what}: {unasked} of {all} steps over the stall for nobody");
-        let most = self.stock.num_preempted + self.stock.num_preempted / 10 + 5;
+        assert!(
+            steps * unasked <= all,
+            "{what}: {unasked} of {all} steps over the stall for nobody"
+        );
+        let most = self.stock.num_preempted + self.stock.num_preempted / 10 + num_preempted;
         assert!(self.paced.num_preempted <= most, "{what}: {} preempted", self.paced.num_preempted);
         self.paced.scheduler.check_invariants();
     }
@@ -619,7 +628,12 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
             let mut case = mixture(device, load, seed, until);
             change(&mut case);
             let pair = Pair::new(case);
-            pair.check();
+            if seed < 3 {
+                pair.check();
+            } else {
+                // Of so many lives two are worse.
+                pair.check_within(100, 5);
+            }
             let late = pair.late();
             println!("{} on {}: {late:?}", pair.case.name, device.name);
             sum.num_ordinary += late.num_ordinary;
@@ -637,7 +651,10 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
 #[test]
 fn promises_are_kept_whatever_comes() {
     // Of a thousand, so many long and ordinary prompts may be late.
-    for (load, most_long, most_ordinary) in [(0.1, 0, 1), (0.5, 2, 4), (0.7, 1, 8), (0.85, 3, 40)] {
+    let full_load = if scale().0.contains(&SLOW) { 40 } else { 12 };
+    for (load, most_long, most_ordinary) in
+        [(0.1, 0, 1), (0.5, 2, 4), (0.7, 1, 8), (0.85, 3, full_load)]
+    {
         let late = lives_at(load, |_| {});
         println!("at {load}: {late:?}");
         assert!(1_000 * late.long_late <= most_long * late.num_long, "{load}: {late:?}");
@@ -668,7 +685,7 @@ fn a_small_cache_is_no_reason_to_preempt() {
     let late = lives_at(0.4, |case| (case.num_blocks, case.num_streams) = (8_000, 0));
     println!("{late:?}");
     assert!(10 * late.ordinary_late <= late.num_ordinary, "{late:?}");
-    assert!(300 * late.long_late <= late.num_long, "{late:?}");
+    assert!(late.long_late <= late.num_long / 300, "{late:?}");
 }
 
 /// A prompt of so many tokens each so many seconds.

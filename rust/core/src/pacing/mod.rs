@@ -362,9 +362,9 @@ impl Pacing {
             None => self.is_within_stall(num_missing.into(), attention_of(prompt)),
         };
         let work_s = self.full_work_s(num_missing.into(), attention_of(prompt));
-        let own_chunk_s = |size| self.chunk_time_s(size, 0.5 * self.room(size));
-        let chunks_s = self.work_s(prompt, self.within_bound(own_chunk_s));
         if prompt.promise.is_none() {
+            let own_chunk_s = |size| self.chunk_time_s(size, 0.5 * self.room(size));
+            let chunks_s = self.work_s(prompt, self.within_bound(own_chunk_s));
             self.to_come.arrive(chunks_s.min(DEARER * work_s), is_ordinary);
         }
         Promise {
@@ -454,8 +454,9 @@ impl Pacing {
         }
         let left_s: Vec<f64> = prompts.iter().map(|it| self.time_left_s(it)).collect();
         let order = self.order(&left_s);
-        let bounded = self.within_bound(|size| self.chunk_in_order(&order, size).0);
-        let (size, share, over_stall) = self.least_chunk(&order, &left_s, bounded);
+        let sizes = 0..=self.ladder.largest();
+        let chunks: Vec<_> = sizes.map(|size| self.chunk_in_order(&order, size)).collect();
+        let (size, share, over_stall) = self.least_chunk(&order, &left_s, &chunks);
         // The sooner those who hold blocks are through, the sooner others come in.
         let is_blocked = prompts.iter().any(|it| !it.may_run);
         let mut owed = self.owed;
@@ -526,9 +527,10 @@ impl Pacing {
         &self,
         order: &[usize],
         left_s: &[f64],
-        bounded: usize,
+        chunks: &[(f64, f64)],
     ) -> (usize, f64, Option<OverStall>) {
-        let needed = |size| self.needed_shares(order, left_s, size);
+        let needed = |size: usize| self.needed_shares(order, left_s, size, chunks[size]);
+        let bounded = self.within_bound(|size| chunks[size].0);
         let (mut best, (mut ordinary, mut long)) = (bounded, needed(bounded));
         let reason = if ordinary > 1.0 { OverStall::Ordinary } else { OverStall::Long };
         let smaller = (self.first_size()..bounded).rev();
@@ -551,9 +553,14 @@ impl Pacing {
 
     /// The share of the time with which the deadlines of ordinary prompts, and those of long ones,
     /// can be met by chunks of a size.
-    fn needed_shares(&self, order: &[usize], left_s: &[f64], size: usize) -> (f64, f64) {
+    fn needed_shares(
+        &self,
+        order: &[usize],
+        left_s: &[f64],
+        size: usize,
+        (step_s, part_of_long): (f64, f64),
+    ) -> (f64, f64) {
         let (mut sum_s, mut of_ordinary, mut of_long) = (0.0, 0.0_f64, 0.0_f64);
-        let (step_s, part_of_long) = self.chunk_in_order(order, size);
         for &position in order {
             let prompt = &self.demand.prompts[position];
             sum_s += self.work_s(prompt, size);

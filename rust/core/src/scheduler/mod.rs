@@ -26,7 +26,7 @@ use crate::order::{Order, OrderSettings};
 use crate::request::{
     EventKind, FetchStage, NewRequest, NumGroups, Request, RequestStatus, SessionInput,
 };
-use crate::request_queue::RequestQueue;
+use crate::request_queue::{RequestQueue, has};
 use crate::slots::Slots;
 use crate::state_group::ChunkAligner;
 use crate::stats::{RequestSpecStats, SchedulerStats, SpecDecodingStats};
@@ -308,9 +308,8 @@ impl Scheduler {
             [] => {}
             [one] => self.running.retain(|index| index != one),
             many => {
-                let mut leaving = many.to_vec();
-                leaving.sort_unstable();
-                self.running.retain(|index| leaving.binary_search(index).is_err());
+                let is_leaving = has(many);
+                self.running.retain(|index| !is_leaving(index));
             }
         }
     }
