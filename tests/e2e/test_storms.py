@@ -346,7 +346,9 @@ def test_a_storm_before_the_rust_front_end(
     ]
     variables = vllm_rs.variables()
     # Nobody resets what runs, so blocks alone have to be scarce.
-    with serving(models["text"], tmp_path / "log", num_blocks=FEWEST_BLOCKS, environment=variables) as server:
+    with serving(
+        models["text"], tmp_path / "log", num_blocks=FEWEST_BLOCKS, environment=variables
+    ) as server:
         storm(server, known, wanted, in_peace, resets=False, with_text=False)
 
 
