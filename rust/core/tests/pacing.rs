@@ -632,7 +632,7 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
                 pair.check();
             } else {
                 // Of so many lives two are worse.
-                pair.check_within(100, 5);
+                pair.check_within(100, 6);
             }
             let late = pair.late();
             println!("{} on {}: {late:?}", pair.case.name, device.name);
@@ -650,21 +650,17 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
 /// ordinary one that comes two stalls later.
 #[test]
 fn promises_are_kept_whatever_comes() {
-    // Of a thousand, so many long and ordinary prompts may be late.
-    let full_load = if scale().0.contains(&SLOW) { 40 } else { 12 };
-    for (load, most_long, most_ordinary) in
-        [(0.1, 0, 1), (0.5, 2, 4), (0.7, 1, 8), (0.85, 3, full_load)]
-    {
+    let is_full = scale().1 > 1;
+    // Of a thousand, so many long and ordinary prompts may be late in many lives; nobody in few.
+    for (load, most_long, most_ordinary) in [(0.1, 0, 1), (0.5, 0, 2), (0.7, 0, 6), (0.85, 3, 17)] {
         let late = lives_at(load, |_| {});
         println!("at {load}: {late:?}");
+        let (most_long, most_ordinary) = if is_full { (most_long, most_ordinary) } else { (0, 0) };
         assert!(1_000 * late.long_late <= most_long * late.num_long, "{load}: {late:?}");
         let most = most_ordinary * late.num_ordinary;
         assert!(1_000 * late.ordinary_late <= most, "{load}: {late:?}");
-        // On the slow device single ordinary prompts come far too late.
-        assert!(
-            late.worst_s <= if scale().0.contains(&SLOW) { 7.0 } else { 0.5 },
-            "{load}: {late:?}"
-        );
+        // The worst is a long one at 0.85, 8 % later than promised.
+        assert!(late.worst_s <= 8.0, "{load}: {late:?}");
     }
 }
 

@@ -12,7 +12,8 @@
 //! compute: the **order**, ordinary prompts as they came, then long ones; the least **chunk** of the
 //! [ladder], from the one within the stall upward, and with it the least **share** of the time, with
 //! which all deadlines can be met. After a chunk for long prompts come steps of decodes alone, until
-//! decodes have had the rest of the time, unless somebody waits for blocks or a place.
+//! decodes have had the rest of the time, unless somebody waits for blocks or a place. vLLM serves
+//! those first who run, so an **admission** lets ordinary prompts in with a token each, like decodes.
 //!
 //! Each decision is vLLM's where nobody generates, where no prompt is there, where all prompts are
 //! ordinary and fit into one step, and where they are ordinary and so many that small steps would
@@ -67,6 +68,8 @@ pub enum Mode {
     Chunk,
     /// Decodes alone: they are owed time.
     Decode,
+    /// Decodes, and a token of each ordinary prompt that waits behind a long one that runs.
+    Admission,
     /// Chunks get nobody on: vLLM's values.
     Unpaced,
     /// Before the first request: vLLM's values. What steps take is learned.
@@ -102,9 +105,10 @@ pub struct PacedStep {
 }
 
 impl PacedStep {
-    /// Whether it computes prompts, and is no step of decodes alone that lets one run along.
+    /// Whether it computes prompts, and is no step of decodes that lets some run along.
     pub fn has_prompts(&self) -> bool {
-        self.load.num_prompt_tokens > 0 && self.chosen.mode != Mode::Decode
+        let is_alone = matches!(self.chosen.mode, Mode::Decode | Mode::Admission);
+        self.load.num_prompt_tokens > 0 && !is_alone
     }
 }
 
@@ -181,6 +185,9 @@ const GOOD_ENOUGH: f64 = 0.95;
 
 /// A larger chunk that meets no deadline either has to be better by this part.
 const WORTHWHILE: f64 = 0.02;
+
+/// Ordinary prompts that need this part of the time to their deadlines are let in ahead of a long one.
+const URGENT: f64 = 0.7;
 
 /// The least part of a chunk that ordinary prompts are counted with.
 const LEAST_PART: f64 = 0.01;
@@ -333,15 +340,10 @@ impl Pacing {
     }
 
     fn full_steps(&self) -> FullSteps<'_> {
-        let (budget, num_decode_tokens) =
-            (self.base.max_num_scheduled_tokens, self.demand.num_decode_tokens);
-        FullSteps {
-            ladder: &self.ladder,
-            num_decode_tokens: num_decode_tokens.into(),
-            decode_s: self.decode_s,
-            room: budget.saturating_sub(num_decode_tokens).max(budget.div_ceil(8)).into(),
-            unknown_s: self.settings.max_stall_s,
-        }
+        let budget = self.base.max_num_scheduled_tokens;
+        let room = budget.saturating_sub(self.demand.num_decode_tokens).max(budget.div_ceil(8));
+        let (decode_s, unknown_s) = (self.decode_s, self.settings.max_stall_s);
+        FullSteps { ladder: &self.ladder, decode_s, room: room.into(), unknown_s }
     }
 
     /// What full steps take for so many tokens, in seconds; `attention` is each times what it
@@ -456,7 +458,15 @@ impl Pacing {
         let order = self.order(&left_s);
         let sizes = 0..=self.ladder.largest();
         let chunks: Vec<_> = sizes.map(|size| self.chunk_in_order(&order, size)).collect();
-        let (size, share, over_stall) = self.least_chunk(&order, &left_s, &chunks);
+        let (size, (of_ordinary, of_long), over_stall) = self.least_chunk(&order, &left_s, &chunks);
+        let share = of_ordinary.max(of_long);
+        let (chunk_s, part_of_long) = chunks[size];
+        if of_ordinary > URGENT
+            && chunk_s * part_of_long > self.decode_s
+            && let Some(chosen) = self.admission(scheduler, &order)
+        {
+            return Chosen { share, ..chosen };
+        }
         // The sooner those who hold blocks are through, the sooner others come in.
         let is_blocked = prompts.iter().any(|it| !it.may_run);
         let mut owed = self.owed;
@@ -477,6 +487,7 @@ impl Pacing {
         }
         // What is not known to stay outside counts.
         let (tokens, attention) = sum_of(prompts.iter());
+        let tokens = tokens + f64::from(self.demand.num_decode_tokens);
         let fits = |part: f64| self.is_within_stall(tokens / part, attention / part);
         fits(1.0) || !fits(ORDINARY_STEPS)
     }
@@ -521,14 +532,14 @@ impl Pacing {
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
     /// met, or else the one with which they are missed least, ordinary ones above all: a smaller one
-    /// if long ones can afford it. Then the share of the time that they need, and for whom it exceeds
+    /// if long ones can afford it. Then the shares of the time that both need, and for whom it exceeds
     /// the bound.
     fn least_chunk(
         &self,
         order: &[usize],
         left_s: &[f64],
         chunks: &[(f64, f64)],
-    ) -> (usize, f64, Option<OverStall>) {
+    ) -> (usize, (f64, f64), Option<OverStall>) {
         let needed = |size: usize| self.needed_shares(order, left_s, size, chunks[size]);
         let bounded = self.within_bound(|size| chunks[size].0);
         let (mut best, (mut ordinary, mut long)) = (bounded, needed(bounded));
@@ -541,14 +552,14 @@ impl Pacing {
             let (of_ordinary, of_long) = needed(size);
             let is_better = |new: f64, old: f64| new.max(1.0) < (1.0 - WORTHWHILE) * old.max(1.0);
             let is_worse = is_better(ordinary, of_ordinary);
-            let is_affordable = size > bounded || of_long <= 1.0;
+            let is_affordable = size > bounded || (0.0 < of_long && of_long <= 1.0);
             if is_affordable && is_better(of_ordinary, ordinary)
                 || (!is_worse && is_better(of_long, long))
             {
                 (best, ordinary, long) = (size, of_ordinary, of_long);
             }
         }
-        (best, ordinary.max(long), (best > bounded).then_some(reason))
+        (best, (ordinary, long), (best > bounded).then_some(reason))
     }
 
     /// The share of the time with which the deadlines of ordinary prompts, and those of long ones,
@@ -566,12 +577,9 @@ impl Pacing {
             sum_s += self.work_s(prompt, size);
             let left_s = left_s[position];
             if is_ordinary(prompt) {
-                // They are through at the end of a step, not before. Where that is too late, what
-                // counts is by how much: of several, all are to be helped.
+                // They are through at the end of a step, not before.
                 let end_s = (sum_s / (1.0 - part_of_long).max(LEAST_PART)).max(step_s);
-                let late_s = (end_s - left_s).max(0.0);
-                let share = (end_s / left_s.max(end_s)) + late_s / self.settings.max_stall_s;
-                of_ordinary = of_ordinary.max(share);
+                of_ordinary = of_ordinary.max(end_s / left_s.max(SOON_S));
             } else {
                 of_long = of_long.max(sum_s / self.to_come.left() / left_s.max(SOON_S));
             }
@@ -595,6 +603,23 @@ impl Pacing {
         }
         let capacity = f64::from(capacity);
         (self.chunk_time_s(size, attention / capacity), f64::from(of_long) / capacity)
+    }
+
+    /// A step of decodes that lets ordinary prompts in, so that they go before a long one that runs.
+    /// Not twice in a row: where chunks are rounded nobody comes in with a token.
+    fn admission(&self, scheduler: &Scheduler, order: &[usize]) -> Option<Chosen> {
+        let takes_part = |it: &&Prompt| it.is_running || is_ordinary(it);
+        let parts = self.as_vllm_looks(order).filter(takes_part);
+        let num_tokens: u32 = parts.map(|it| it.num_missing.min(self.min_threshold)).sum();
+        let mut chosen = Chosen::unpaced(Mode::Admission, &self.base);
+        let knobs = &mut chosen.knobs;
+        let most = &mut knobs.max_num_scheduled_tokens;
+        *most = (*most).min(self.demand.num_decode_tokens + num_tokens);
+        let may_be = self.chosen.mode != Mode::Admission && scheduler.can_be_reordered(*most);
+        knobs.long_prefill_token_threshold = self.threshold(self.min_threshold);
+        knobs.order = self.as_vllm_looks(order).map(|it| it.index).collect();
+        let waits = |it: &Prompt| is_ordinary(it) && !it.is_running;
+        (may_be && self.as_vllm_looks(order).any(waits)).then_some(chosen)
     }
 
     /// A step of prompts in this order, of this size at most.
@@ -859,19 +884,4 @@ fn fill_level(lacking: &[u32], capacity: u32) -> u32 {
         num_left -= 1;
     }
     left / num_left.max(1)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::fill_level;
-
-    #[test]
-    fn a_chunk_is_filled_by_those_who_lack_little_and_equal_parts_of_the_others() {
-        assert_eq!(fill_level(&[], 100), u32::MAX);
-        assert_eq!(fill_level(&[60, 40], 100), u32::MAX);
-        assert_eq!(fill_level(&[1_000], 100), 100);
-        assert_eq!(fill_level(&[1_000, 20], 100), 80);
-        assert_eq!(fill_level(&[1_000, 20, 2_000], 100), 40);
-        assert_eq!(fill_level(&[90, 90], 100), 50);
-    }
 }

@@ -5,7 +5,6 @@ use super::ladder::Ladder;
 /// What vLLM's steps take: they hold as many tokens as are configured.
 pub(super) struct FullSteps<'a> {
     pub(super) ladder: &'a Ladder,
-    pub(super) num_decode_tokens: f64,
     pub(super) decode_s: f64,
     /// Tokens of prompts that a step holds.
     pub(super) room: f64,
@@ -14,10 +13,10 @@ pub(super) struct FullSteps<'a> {
 }
 
 impl FullSteps<'_> {
-    /// What a step takes that holds so many tokens, in seconds; `attention` is each times what it
-    /// attends to.
+    /// What a step takes that holds so many tokens of prompts, in seconds; `attention` is each times
+    /// what it attends to. Those of decodes cost what they do alone.
     pub(super) fn step_s(&self, num_tokens: f64, attention: f64) -> f64 {
-        let extra_s = self.ladder.extra_of(self.num_decode_tokens + num_tokens, attention);
+        let extra_s = self.ladder.extra_of(num_tokens, attention);
         self.decode_s + extra_s.unwrap_or(self.unknown_s)
     }
 }
