@@ -652,7 +652,7 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
 fn promises_are_kept_whatever_comes() {
     let is_full = scale().1 > 1;
     // Of a thousand, so many long and ordinary prompts may be late in many lives; nobody in few.
-    for (load, most_long, most_ordinary) in [(0.1, 0, 1), (0.5, 0, 2), (0.7, 0, 6), (0.85, 3, 17)] {
+    for (load, most_long, most_ordinary) in [(0.1, 0, 1), (0.5, 0, 1), (0.7, 0, 6), (0.85, 3, 17)] {
         let late = lives_at(load, |_| {});
         println!("at {load}: {late:?}");
         let (most_long, most_ordinary) = if is_full { (most_long, most_ordinary) } else { (0, 0) };
@@ -681,7 +681,7 @@ fn a_small_cache_is_no_reason_to_preempt() {
     let late = lives_at(0.4, |case| (case.num_blocks, case.num_streams) = (8_000, 0));
     println!("{late:?}");
     assert!(10 * late.ordinary_late <= late.num_ordinary, "{late:?}");
-    assert!(late.long_late <= late.num_long / 300, "{late:?}");
+    assert!(late.long_late <= late.num_long / 200, "{late:?}");
 }
 
 /// A prompt of so many tokens each so many seconds.

@@ -189,11 +189,8 @@ const WORTHWHILE: f64 = 0.02;
 /// Ordinary prompts that need this part of the time to their deadlines are let in ahead of a long one.
 const URGENT: f64 = 0.7;
 
-/// The least part of a chunk that ordinary prompts are counted with.
-const LEAST_PART: f64 = 0.01;
-
-/// The least time to a deadline that is counted with, in seconds.
-const SOON_S: f64 = 1e-3;
+/// The least part of a chunk, and the least time in seconds, that are counted with.
+const LEAST: f64 = 1e-3;
 
 /// What prompts that are still to come will need: on average as much as lately.
 #[derive(Clone, Copy, Debug, Default)]
@@ -392,7 +389,7 @@ impl Pacing {
     fn deadline(&self, promise: &Promise) -> f64 {
         let times = if promise.is_ordinary { 1.0 } else { self.settings.max_slowdown };
         let work_s = self.full_work_s(promise.num_tokens, promise.attention);
-        let virtual_s = promise.virtual_s * work_s / promise.work_s.max(SOON_S);
+        let virtual_s = promise.virtual_s * work_s / promise.work_s.max(LEAST);
         promise.since + times * virtual_s + self.settings.max_stall_s
     }
 
@@ -454,7 +451,8 @@ impl Pacing {
         if self.is_left_to_vllm() {
             return Chosen::unpaced(Mode::Ordinary, &self.base);
         }
-        let left_s: Vec<f64> = prompts.iter().map(|it| self.time_left_s(it)).collect();
+        let time_left = |early| prompts.iter().map(|it| self.time_left_s(it, early)).collect();
+        let left_s: Vec<f64> = time_left(EARLY);
         let order = self.order(&left_s);
         let sizes = 0..=self.ladder.largest();
         let chunks: Vec<_> = sizes.map(|size| self.chunk_in_order(&order, size)).collect();
@@ -473,7 +471,10 @@ impl Pacing {
         self.in_flight.iter().for_each(|it| owed.note(&it.step, it.step.predicted_s));
         let owed_s = owed.chunk_s * (1.0 - share) / share.max(1e-6) - owed.since_s;
         let is_in_hurry = is_blocked || order.iter().any(|&it| is_ordinary(&prompts[it]));
-        if !is_in_hurry && owed_s > 0.0 && share < 1.0 {
+        // Who arrives is not to wait for two chunks, unless a deadline is missed.
+        let has_run = owed.chunk_s > 0.0 && owed.since_s <= 0.0;
+        let is_late = || self.needed_shares(&order, &time_left(0.0), size, chunks[size]).1 > 1.0;
+        if !is_in_hurry && (owed_s > 0.0 || has_run && !is_late()) {
             return Chosen { share, ..self.decodes_alone() };
         }
         Chosen { share, over_stall, ..self.chunk(scheduler, &order, size) }
@@ -493,8 +494,7 @@ impl Pacing {
     }
 
     /// The prompts that can be computed, in the order in which they should be: ordinary ones as they
-    /// came, then long ones, those first of whom least is left. If one would be late so, all of them
-    /// the shortest first as far as deadlines allow.
+    /// came, then long ones, least left first. If one would be late so, as [`shortest_first`] says.
     fn order(&self, left_s: &[f64]) -> Vec<usize> {
         let prompts = &self.demand.prompts;
         let candidates = (0..prompts.len()).filter(|&it| prompts[it].may_run);
@@ -523,11 +523,11 @@ impl Pacing {
         shortest_first(order, &work, &left_s)
     }
 
-    /// The time to a prompt's deadline.
-    fn time_left_s(&self, prompt: &Prompt) -> f64 {
+    /// The time to a prompt's deadline, or to what is this part earlier.
+    fn time_left_s(&self, prompt: &Prompt, early: f64) -> f64 {
         let Some(promise) = &prompt.promise else { return f64::INFINITY };
         let deadline = self.deadline(promise);
-        deadline - EARLY * (deadline - promise.since) - self.start
+        deadline - early * (deadline - promise.since) - self.start
     }
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
@@ -578,10 +578,10 @@ impl Pacing {
             let left_s = left_s[position];
             if is_ordinary(prompt) {
                 // They are through at the end of a step, not before.
-                let end_s = (sum_s / (1.0 - part_of_long).max(LEAST_PART)).max(step_s);
-                of_ordinary = of_ordinary.max(end_s / left_s.max(SOON_S));
+                let end_s = (sum_s / (1.0 - part_of_long).max(LEAST)).max(step_s);
+                of_ordinary = of_ordinary.max(end_s / left_s.max(LEAST));
             } else {
-                of_long = of_long.max(sum_s / self.to_come.left() / left_s.max(SOON_S));
+                of_long = of_long.max(sum_s / self.to_come.left() / left_s.max(LEAST));
             }
         }
         (of_ordinary, of_long)
